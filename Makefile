@@ -2,8 +2,8 @@
 # make demo-vllm    two real vLLM engines of other block sizes (2.4 GB of packages the first time)
 # make demo-cross    vLLM prefills and SGLang decodes, and the reverse (6 GB of packages the first time)
 # make demo-upgrade    four vLLM engines and their agents brought from an older kvbridge to this one, under traffic (FROM=COMMIT)
-# make test    lint, types and every test that needs no engine
-# make test-install    pip finds every package that kvbridge[agent,proxy,otel] asks for, of versions that go together
+# make test    lint, types and every test that needs no engine, router, GPU or booted systemd
+# make test-install    the wheel with all its extras, installed by pip into a clean environment and tried there (2.1 GB on disk meanwhile)
 # make test-vllm    the tests that drive real vLLM engines (2.4 GB of packages the first time; VLLM_TESTS names some)
 # make test-sglang    the tests that drive real SGLang engines (3.5 GB of packages the first time; SGLANG_TESTS names some)
 # make test-cross    the tests that drive a vLLM engine and an SGLang server against each other
@@ -28,6 +28,7 @@ SGLANG = .venv-sglang/.ready
 ROUTERS = .venv-routers/.ready
 PROMETHEUS = .prometheus/.ready
 PODMONITOR = .podmonitor/.ready
+GRAFANA = .grafana/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 
@@ -57,16 +58,17 @@ lint: $(AGENT)
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+	.venv/bin/shellcheck .ci/run tests/system/gpu/run
 
-# What starts many processes and looks at the clock runs alone; the rest two at a time.
+# Two at a time what computes, four what waits for processes; what looks at the clock apart from those.
 ALONE = tests/system/faults tests/system/test_demo.py
-UNMARKED = -m "not vllm and not sglang and not cross and not routers and not systemd and not gpu and not multi_gpu"
+UNMARKED = -m "not vllm and not sglang and not cross and not routers and not install and not systemd and not gpu and not multi_gpu"
 
 unit: $(AGENT)
-	-$(MAKE) --no-print-directory --keep-going $(PROMETHEUS) $(PODMONITOR)
+	-$(MAKE) --no-print-directory --keep-going $(PROMETHEUS) $(PODMONITOR) $(GRAFANA)
 	.venv/bin/python -m pytest $(UNMARKED) -n 2 tests/unit
-	.venv/bin/python -m pytest $(UNMARKED) -n 2 tests/integration tests/system $(ALONE:%=--ignore=%)
-	.venv/bin/python -m pytest $(UNMARKED) $(ALONE)
+	.venv/bin/python -m pytest $(UNMARKED) -n 4 tests/integration tests/system $(ALONE:%=--ignore=%)
+	.venv/bin/python -m pytest $(UNMARKED) -n 2 $(ALONE)
 
 # Debian's Prometheus, not installed: for the tests of metrics, alerts and dashboard, which skip without it.
 $(PROMETHEUS):
@@ -80,6 +82,13 @@ $(PODMONITOR):
 	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(@D) @kubernetes-models/prometheus-operator@6.0.0
 	touch $@
 
+# Grafana's types of a dashboard, what compares with them, and its list of units: for the test of the dashboard, likewise.
+$(GRAFANA):
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(@D) @grafana/schema@13.2.3 typescript@5.9.3
+	cd $(@D) && npm pack --silent @grafana/data@13.2.3 >/dev/null
+	cd $(@D) && tar -xzf grafana-data-*.tgz package/dist/esm/valueFormats/categories.mjs && rm grafana-data-*.tgz
+	touch $@
+
 fuzz: $(AGENT)
 	.venv/bin/python -m tests.integration.fuzz $(or $(FUZZ),--each --jobs 2 --deep --frames 1000000000 --seconds 45)
 
@@ -88,9 +97,7 @@ fuzz-guided: $(AGENT)
 	.venv/bin/python -m tests.integration.fuzz.guided $(or $(GUIDED),agents -max_total_time=60)
 
 test-install: $(AGENT)
-	rm -rf build/wheel build/lib build/bdist.*  # setuptools packs what an earlier build left there
-	.venv/bin/$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
-	.venv/bin/$(PIP) install --dry-run --ignore-installed -c constraints.txt "$$(echo build/wheel/*.whl)[agent,proxy,otel]"
+	.venv/bin/python -m pytest -m install tests/system/test_install.py
 
 test-vllm: $(AGENT) $(ENGINE)
 	.venv-vllm/bin/python -m pytest -m vllm $(or $(VLLM_TESTS),tests/integration/adapters tests/system/engines)
@@ -116,7 +123,7 @@ test-gpu: $(AGENT)
 	PYTHON=.venv/bin/python tests/system/gpu/run tests
 
 bench: $(AGENT) $(ENGINE) $(SGLANG)
-	for name in codec plan mover convert; do .venv/bin/python bench/$$name.py || exit 1; done
+	for name in codec plan block_copier convert; do .venv/bin/python bench/$$name.py || exit 1; done
 	.venv-vllm/bin/python bench/vllm_pair.py
 	.venv-sglang/bin/python bench/sglang_pair.py
 
@@ -130,6 +137,7 @@ golden: $(AGENT)
 	.venv/bin/python -m tests.unit.proto.write_golden
 	.venv/bin/python -m tests.support.write_matrix
 	.venv/bin/python -m tests.support.write_configuration
+	.venv/bin/python -m tests.support.write_entries
 
 # torch first, with its dependencies (on a GPU machine those are CUDA's); the rest exactly as listed.
 $(AGENT): constraints.txt pyproject.toml
@@ -158,5 +166,5 @@ $(ROUTERS): constraints-routers.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-routers .prometheus .podmonitor .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-vllm .venv-sglang .venv-routers .prometheus .podmonitor .grafana .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
-"""Encode + decode of a want with 4096 blocks, as the engine's socket carries it. Goal: 150 us (p50).
+"""Encodes and decodes a want with 4096 blocks, as sent over the engine's socket. Goal: 150 us for both (p50).
 
-Run from the repository: `python bench/codec.py`. Prints, and writes bench/results/codec.json.
+Run from the repository: `python bench/codec.py`. Prints the figures and writes bench/results/codec.json.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How fast a request is gathered and scattered where the two sides differ, beside equal sides, in the same run.
+"""How fast a request is gathered and scattered between unequal sides, beside equal sides in the same run.
 
     python bench/convert.py [--device cuda:0] [--tokens 2048] [--rounds 5] [--out FOLDER]
 
-One rank of the sender and one of the receiver, whole plans through one slot of an agent's size, blocks in random order,
-gather and scatter one after the other. GB/s count the bytes that cross the wire. `time` is of the equal pair of the
-same model and the same tokens, in the same run; a receiver that is one of eight shards takes an eighth of the tokens.
+One rank of the sender and one of the receiver carry whole plans through one slot of an agent's size. Blocks are in
+random order. A gather and its scatter run one after the other. GB/s count bytes on the wire. `time` is the ratio to the
+equal pair of the same model with the same tokens. A receiver that is one of eight shards takes an eighth of the tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LATENT = mla(layers=27, block_tokens=64)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One line of the table; `like` is the equal pair that it stands beside."""
+    """One line of the table. `like` is the equal pair that it is compared with."""
 
     name: str
     sender: Shape
@@ -59,7 +59,7 @@ PAIRS = (
 
 
 class Side:
-    """One engine's rank in memory of its own, and its parts of a plan."""
+    """One engine rank with its own memory, and its parts of a plan."""
 
     def __init__(self, shape: Shape, ranks: tuple[int, int, int], tokens: int, device: str, seed: int) -> None:
         shape = replace(shape, blocks=-(-tokens // shape.block_tokens) + 8)
@@ -73,7 +73,7 @@ class Side:
 
 
 def measure(pair: Pair, tokens: int, rounds: int, copier: BlockCopier, device: str) -> tuple[int, float, float]:
-    """Wire bytes, and seconds of gathering and of scattering them: the medians."""
+    """Bytes on the wire, and the median seconds of gathering and of scattering them."""
     slot_bytes = SLOT_BYTES[device.partition(":")[0]]
     sender = Side(pair.sender, ranks_of(pair.sender)[0], tokens, device, 1)
     receiver = Side(pair.receiver, ranks_of(pair.receiver)[0], tokens, device, 2)

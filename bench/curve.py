@@ -1,11 +1,11 @@
-"""What CURVE costs: from `Want` sent to `Done` read, through real agents, with a key and without.
+"""What CURVE costs: the time from `Want` sent to `Done` read, through real agents, with a key and without.
 
     python bench/curve.py [--sets 8] [--wants 150] [--tokens 16,2048]
 
-Three pairs of agents run at the same time, one of them with a key, all by the same network device; their transfers take
-turns in an order of chance, so that whatever else the machine does hits all alike. A request is offered before it is
-wanted; sessions are open. Two pairs of processes differ for as long as they live, so it is done with new agents again
-and again: a set's figure is the ratio of its medians, and what two pairs without a key differ by stands beside it.
+Three pairs of agents run at the same time over the same network device, one pair with a key. Their transfers take turns
+in random order, so that other load on the machine hits all alike. Sessions are open, and a request is offered before it
+is wanted. Two pairs of processes differ for as long as they live, so the measurement is repeated with sets of new
+agents. The figure of a set is the ratio of its medians. Beside it stands the ratio of the two pairs without a key.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
@@ -35,9 +36,9 @@ GOAL = 1.05
 
 
 class Pair:
-    """A sender and a receiver, idle between requests."""
+    """A sender and a receiver, which are idle between requests."""
 
-    def __init__(self, stack: ExitStack, folder: Path, name: str, tokens: int, **options: object) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, name: str, tokens: int, **options: Any) -> None:
         options |= {"slot_bytes": 4 << 20}
         agents = [stack.enter_context(agent(folder, f"{name}{side}", **options)) for side in "pd"]
         shapes = [build(Shape(layout, blocks=tokens // 4 + 8, block_tokens=16)) for layout in ("nhd", "hnd")]
@@ -50,7 +51,7 @@ class Pair:
         self.count = 0
 
     def once(self) -> float:
-        """Seconds that the receiver's engine waited."""
+        """Carry one request. Returns the seconds that the receiver's engine waited."""
         self.count += 1
         request, table = f"r{self.count}", list(range(self.tokens // 16))
         self.sender.offer(request, table, self.tokens)
@@ -65,7 +66,7 @@ class Pair:
 
 
 def measure(tokens: int, count: int, folder: Path, key: Path) -> dict[str, list[float]]:
-    """How many milliseconds each want took, by which of three new pairs of agents."""
+    """The milliseconds of each want, by pair, for three new pairs of agents."""
     with ExitStack() as stack:
         pairs = {
             name: Pair(stack, folder, f"{name}{tokens}-", tokens, **options)
@@ -104,7 +105,7 @@ def compare(tokens: int, sets: int, count: int, folder: Path, key: Path) -> dict
 
 
 def ratios(found: list[dict[str, list[float]]], name: str) -> dict[str, float]:
-    """Of the medians, in each set of agents: the middle one, the least, the largest."""
+    """The ratios of medians over all sets: the median, the smallest, the largest."""
     each = [statistics.median(taken[name]) / statistics.median(taken["plain"]) for taken in found]
     return {"median": round(statistics.median(each), 3), "least": round(min(each), 3), "most": round(max(each), 3)}
 

@@ -1,7 +1,7 @@
-"""Adds up what long fuzzing found: `python bench/fuzz.py LINES.jsonl...`, of `python -m tests.integration.fuzz --json`.
+"""Adds up the output of `python -m tests.integration.fuzz --json`: `python bench/fuzz.py LINES.jsonl...`.
 
-Writes bench/results/fuzz.json: of each target how many frames at which commit, how fast, what came of it, what grew.
-A run replaces the one of the same target, seed and commit that is there; `--anew` leaves out all that is there.
+Writes bench/results/fuzz.json. For each target it has the number of frames, their commit, rate and outcomes, and what
+grew. A run replaces an earlier one of the same target, seed and commit. `--anew` drops all earlier runs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The GPU bench: ceilings, every route through real agents, and both beside busy engines. One command per machine.
+"""The GPU bench: ceilings, every route through real agents, and the same beside busy engines.
 
-    python bench/gpu.py                 # as many GPUs as there are, two at most
+    python bench/gpu.py                 # on the GPUs there are, at most two
     python bench/gpu.py --quick         # about two minutes
-    python bench/gpu.py --smoke         # the same paths on the processor, tiny: a dress rehearsal without a GPU
+    python bench/gpu.py --smoke         # the same paths on the processor, tiny: a rehearsal without a GPU
 
-Prints a table (goal, measured, against the ceiling of the same run) and writes NAME.json into --out, where NAME is
-gpu_1 or gpu_2 for the number of GPUs, and every process's log into --out/logs. Exit code 1 if anything failed or any
-element arrived wrong; a goal that is missed is no failure, it is in the table.
+Prints a table (goal, measured, the ceiling of the same run). Writes gpu_1.json or gpu_2.json, by the number of GPUs, to
+--out, and every process's log to --out/logs. Exits with 1 if anything failed or any element arrived wrong. A goal that
+is missed is not a failure; the table shows it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import gpu_routes
 import gpu_tune
 import torch
 from gpu_place import Extent, Place, cores, gpus, versions
+from gpu_processes import Problem
 from gpu_table import as_rows, lines, printed
 from record import RESULTS, write
 
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place.say(stage)
         try:
             found |= stages[stage]()
-        except Exception as error:  # the edge of a stage: what was measured before is kept
+        except Exception as error:  # a stage failed: keep what was measured before
             traceback.print_exc()
             place.problem(stage, f"{type(error).__name__}: {error}")
         found["problems"] = place.problems
@@ -67,7 +68,7 @@ def _ceilings(place: Place) -> dict[str, Any]:
     for name, measure in (("copies", gpu_ceilings.copies), ("nixl", gpu_ceilings.nixl)):
         try:
             found[name] = measure(place)
-        except gpu_ceilings.Problem as problem:
+        except Problem as problem:
             place.problem(name, problem)
     return found
 
@@ -92,11 +93,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", type=int, choices=(1, 2), help="how many GPUs to use")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, pairs and loads")
-    parser.add_argument("--smoke", action="store_true", help="no GPU: the same paths on the processor")
+    parser.add_argument("--smoke", action="store_true", help="the same paths on the processor, without a GPU")
     parser.add_argument("--only", default=",".join(STAGES), help=f"some of {','.join(STAGES)}; or tune")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where JSON and logs go")
     parser.add_argument("--agent", action="append", default=[], metavar="OPTION=VALUE", help="an agent's option")
-    parser.add_argument("--budget-s", type=float, help="what would take longer is skipped, and said")
+    parser.add_argument("--budget-s", type=float, help="skip, and report, what would take longer")
     return parser.parse_args(arguments)
 
 

@@ -1,6 +1,7 @@
-"""Transfers beside busy engines: another process keeps each GPU full, without MPS and with it; who waits for whom.
+"""Transfers beside busy engines: how much the two slow each other, without MPS and with it.
 
-Transfers of 128 MiB come about 10 ms apart, more than a GPU that prefills could offer, then one right after another.
+Another process keeps each GPU full. Transfers of 128 MiB come about 10 ms apart, which is more than a prefilling GPU
+could offer, and then one right after another.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from gpu_processes import Child, Problem, mps
 
 BYTES = 128 * MIB
 GAP_S = 0.010
-ALONE_S = 1.2  # how long the engines' own pace is measured
+ALONE_S = 1.2  # how long the engines are measured without transfers
 KINDS = ("decode", "gemm")
 REPEATS = {"smoke": 6, "quick": 100, "full": 150}
-PACKED = 3  # times as many, since they take so much less time
-ROOM_BYTES = 2 << 30  # transfers walk through so much, more than any cache holds
-# About how long one daemon's part takes: start all, then for each kind and route.
+PACKED = 3  # times as many transfers without gaps, since these take much less time
+ROOM_BYTES = 2 << 30  # transfers walk through this much memory, more than any cache holds
+# About how long the part without MPS, or with it, takes: the start, then each kind and route.
 START_S, EACH_S = 20.0, 7.0
 
-Span = tuple[float, float]  # by the monotonic clock, which all processes share
+Span = tuple[float, float]  # on the monotonic clock, which all processes share
 
 
 def busy(place: Place) -> list[dict[str, Any]]:
@@ -36,7 +37,7 @@ def busy(place: Place) -> list[dict[str, Any]]:
         place.say(what)
         try:
             with (
-                mps() if is_under_mps else nullcontext({}) as env,
+                mps() if is_under_mps else nullcontext(dict[str, str]()) as env,
                 _started(place, env, is_under_mps) as (loads, fleets),
             ):
                 for each in fleets:
@@ -56,7 +57,7 @@ def _routes(place: Place) -> tuple[str, ...]:
 
 @contextmanager
 def _started(place: Place, env: Mapping[str, str], is_under_mps: bool) -> Iterator[tuple[list[Child], list[Fleet]]]:
-    """A load on each GPU, and a fleet for each route; all are clients of MPS, or none."""
+    """A load on each GPU and a fleet for each route. Either all are clients of MPS, or none."""
     suffix = "-busy-mps" if is_under_mps else "-busy"
     with ExitStack() as stack:
         loads = []
@@ -86,7 +87,7 @@ def _route(place: Place, is_under_mps: bool, each: Fleet, loads: list[Child]) ->
 
 
 def _transfers(place: Place, joined: Joined, tokens: int) -> tuple[dict[str, Any], dict[str, Span]]:
-    """How long they took, and when they were."""
+    """Carry transfers paced, then packed. Returns how long they took, and when they were."""
     count = REPEATS[place.extent]
     paced = joined.carry(tokens, repeats=count, gap_s=GAP_S)
     packed = joined.carry(tokens, repeats=PACKED * count)
@@ -95,7 +96,7 @@ def _transfers(place: Place, joined: Joined, tokens: int) -> tuple[dict[str, Any
 
 
 def _beside(place: Place, joined: Joined, tokens: int, kind: str, loads: list[Child]) -> dict[str, Any]:
-    """Transfers while the loads run, and how much slower each load was then, on the mean, than before and after."""
+    """Carry transfers while the loads run. Also finds how much slower, on average, each load ran meanwhile."""
     steps: list[list[tuple[float, float]]] = []
     for load in loads:
         load.ask("start", kind=kind)

@@ -1,4 +1,4 @@
-"""Ceilings and baselines of a GPU bench: copies, one NIXL descriptor, one descriptor a block with SGL off and on."""
+"""Ceilings and baselines of a GPU bench: copies, one NIXL descriptor, one descriptor per block with SGL off and on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 BLOCK_BYTES = 32 << 10  # a block of 16 tokens x 8 heads x 128 in bf16, of one layer's K or V
 OTHER_BLOCK_BYTES = (16 << 10, 64 << 10)
 BASELINE_BYTES = 128 * MIB
-LARGEST_BASELINE = 1 << 30  # 32768 descriptors; more would only take longer
+LARGEST_BASELINE = 1 << 30  # 32768 descriptors; more would take longer and show nothing new
 SGL = {"off": {}, "on": {"NIXL_UCX_SGL_ENABLE": "1"}}
 COPIES_S = 90
 
@@ -59,19 +59,19 @@ def nixl(place: Place) -> list[dict[str, Any]]:
 
 
 def _start(place: Place, stack: ExitStack, number: int, sgl: str, *_: str) -> tuple[Child, Child]:
-    children = tuple(
+    sender, receiver = (
         Child("gpu_nixl.py", (), place.folder / f"nixl-{role}-{number}.log", SGL[sgl])
         for role in ("sender", "receiver")
     )
-    for child in children:
+    for child in (sender, receiver):
         stack.callback(child.end)
-    return children
+    return sender, receiver
 
 
 def _open(
     place: Place, ends: Sequence[tuple[Child, Child]], pairs: Sequence[tuple[str, str, str]]
 ) -> list[dict[str, Any]]:
-    """Open both ends of all pairs at once; how each receiver is reached."""
+    """Open both ends of all pairs at once. Returns how each receiver is reached."""
     size = max(place.sizes)
     children = [child for pair in ends for child in pair]
     asked = [
@@ -93,7 +93,7 @@ def _pair(
         seconds = ours.ask("write", total_bytes=total, piece_bytes=piece, repeats=repeats + 1, **target)["seconds"]
         if not theirs.ask("check", total_bytes=total)["is_right"]:
             raise Problem(f"{total} bytes in pieces of {piece}: what arrived is not what was sent")
-        row = {"sender": sender, "receiver": receiver, "sgl": sgl, "bytes": total, "piece_bytes": piece}
+        row: dict[str, Any] = {"sender": sender, "receiver": receiver, "sgl": sgl, "bytes": total, "piece_bytes": piece}
         row |= {"first_s": seconds[0], **spread(seconds[1:])}
         row["gb_s"] = total / row["p50_s"] / 1e9
         shape = f"{total // piece} x {piece / 1024:.0f} KiB"
@@ -106,7 +106,7 @@ def _pair(
 
 
 def _cases(place: Place, sgl: str, is_same: bool) -> list[tuple[int, int]]:
-    """(bytes, bytes per descriptor); the bytes are whole blocks."""
+    """(bytes, bytes per descriptor) of each case. The bytes are whole blocks."""
     single = [(size, size) for size in place.sizes]
     if is_same:
         return single

@@ -1,7 +1,7 @@
-"""What plain copies reach on this machine; a process of its own, told what to do by JSON as its argument.
+"""What plain copies reach on this machine. Runs as its own process, with JSON as its argument.
 
-Prints one line of JSON: for every path and size the time of a copy alone (as something that waits for it sees it) and
-of one among many enqueued together (the rate of the hardware). The latter is the ceiling that results are held against.
+Prints one line of JSON: for each path and size, the time of a single copy, as its caller sees it, and of one among many
+enqueued together, which is the hardware's rate. The latter is the ceiling that results are compared with.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-LARGEST_PINNED = 1 << 30  # pinned pages are slow to come by
+LARGEST_PINNED = 1 << 30  # allocating pinned pages is slow
 ALONE = 15
 TOGETHER_S = 0.05
 
 
 def measure(sender: str, receiver: str, sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """Every path in turn."""
+    """Measure every path in turn."""
     largest, devices = max(sizes), {sender, receiver}
     ours = torch.ones(largest, dtype=torch.uint8, device=sender)
     for path, device in (("inside", sender), ("between", receiver))[: len(devices)]:
@@ -37,22 +37,22 @@ def measure(sender: str, receiver: str, sizes: list[int]) -> Iterator[dict[str, 
             yield {"path": "from host", "bytes": size, **timed(ours[:size], pinned[:size], devices)}
 
 
-def timed(target: torch.Tensor, sender: torch.Tensor, devices: set[str]) -> dict[str, float]:
-    """Seconds of a copy alone (median) and among many."""
+def timed(target: torch.Tensor, source: torch.Tensor, devices: set[str]) -> dict[str, float]:
+    """Seconds of a single copy (median) and of one among many."""
     for _ in range(2):
-        target.copy_(sender, non_blocking=True)
+        target.copy_(source, non_blocking=True)
     alone = []
     for _ in range(ALONE):
         wait(devices)
         began = time.perf_counter()
-        target.copy_(sender, non_blocking=True)
+        target.copy_(source, non_blocking=True)
         wait(devices)
         alone.append(time.perf_counter() - began)
     alone_s = sorted(alone)[ALONE // 2]
     count = max(3, min(300, int(TOGETHER_S / alone_s)))
     began = time.perf_counter()
     for _ in range(count):
-        target.copy_(sender, non_blocking=True)
+        target.copy_(source, non_blocking=True)
     wait(devices)
     return {"alone_s": alone_s, "together_s": (time.perf_counter() - began) / count}
 

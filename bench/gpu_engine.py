@@ -1,7 +1,7 @@
-"""One rank of a bench engine: a process that lives through the whole bench, told and answering in lines of JSON.
+"""One rank of a bench engine: a process for the whole bench, which takes commands and answers in lines of JSON.
 
-It stands where vLLM's worker stands: its memory is shared by handle, it speaks through adapters/engine/client.py, and
-what it times is what an engine would wait for: from before `Want` is sent until `Done` is read.
+It takes the place of vLLM's worker. It shares its memory by handle and speaks through adapters/engine/client.py. It
+times what an engine would wait for: from before `Want` is sent until `Done` is read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import select
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -57,10 +58,10 @@ class EngineRank:
     def pool(
         self, shape: dict[str, Any], rank: int, tokens: int, device: str, seed: int, fill: CodecName | None = None
     ) -> None:
-        """Make the memory, poisoned, or filled as an engine of this codec would."""
+        """Make the memory. It is poisoned, or filled as an engine of this codec would."""
         if device != "cpu":
             torch.cuda.set_device(device)
-        self._is_spinning = device != "cpu"  # a GPU engine's core is its own
+        self._is_spinning = device != "cpu"  # a GPU engine has a core of its own
         self._memory = Memory(msgspec.convert(shape, Shape), rank, tokens, device, seed)
         self._engine = f"bench-{seed}-{shape}"[:256]
         self._wanted = []
@@ -68,7 +69,7 @@ class EngineRank:
             self._memory.fill(fill)
 
     def attach(self, socket: str, ranks: list[str]) -> None:
-        """Share the memory with the agent; `ranks` are the agents of all ranks of this engine."""
+        """Share the memory with the agent. `ranks` are the agents of all ranks of this engine."""
         memory = self._memory
         self._client = EngineClient(socket)
         if not self._client.connect(PATIENCE_S):
@@ -87,7 +88,7 @@ class EngineRank:
         )
 
     def offer(self, rooms: dict[str, tuple[int, int]]) -> None:
-        """Offer a window of the sequence in every room; back when the agent has heard all of it."""
+        """Offer a window of the sequence under each rendezvous id. Returns once the agent has read all offers."""
         fence = self._fence.mark()
         for room, window in rooms.items():
             self._client.send(
@@ -105,14 +106,14 @@ class EngineRank:
         self._await(lambda message: isinstance(message, Status))
 
     def released(self, rooms: list[str]) -> None:
-        """Wait until every room's blocks are ours again."""
+        """Wait until the agent has released the blocks of every rendezvous id."""
         for room in rooms:
-            answer = self._await(lambda message, room=room: _is_about(message, room, Released))
+            answer = self._await(partial(_is_about, room=room, kind=Released))
             if answer.code:
                 raise RuntimeError(f"{room}: {answer.code}: {answer.reason}")
 
     def want(self, sender: str, batches: list[dict[str, tuple[int, int]]], gap_s: float = 0.0) -> dict[str, Any]:
-        """Want a batch of windows at once, batch after batch, about `gap_s` apart. Seconds per batch, and per want."""
+        """Want batches of windows, about `gap_s` apart. Returns the seconds of each batch and of each want."""
         prepared = [[self._want(sender, *each) for each in batch.items()] for batch in batches]
         seconds: list[float] = []
         each: list[list[float]] = []
@@ -137,7 +138,7 @@ class EngineRank:
     def verify(self, codec: CodecName, is_equal: bool) -> dict[str, str]:
         """What is wrong in the memory since it was poisoned, or nothing.
 
-        Between equal pools whole blocks may travel: then the rest of a last block may be the sender's.
+        Between equal pools whole blocks may be sent, so the rest of a last block may hold the sender's bytes.
         """
         wrong = self._memory.wrong(self._wanted, codec)
         if wrong and is_equal:
@@ -147,7 +148,7 @@ class EngineRank:
         return {"wrong": wrong}
 
     def prove(self, codec: CodecName, is_equal: bool) -> dict[str, bool]:
-        """Whether `verify` sees one flipped bit in a wanted token, and one where nothing was wanted."""
+        """Whether `verify` sees a flipped bit in a wanted token, and one where nothing was wanted."""
         seen = []
         for token in (self._wanted[-1][1] - 1, None):
             self._memory.spoil(token)
@@ -162,7 +163,7 @@ class EngineRank:
         self._fence.close()
 
     def drop(self) -> None:
-        """Whatever state this was in: no connection, no memory."""
+        """Drop connection and memory, in whatever state they are."""
         for name in ("_client", "_fence"):
             if name in self.__dict__:
                 self.__dict__.pop(name).close()
@@ -186,7 +187,7 @@ class EngineRank:
         )
 
     def _carry(self, wants: list[Want]) -> tuple[list[float], int]:
-        """Seconds until each was done."""
+        """Send these wants. Returns the seconds until each was done."""
         began = time.perf_counter()
         fence = self._fence.mark()
         for want in wants:
@@ -200,7 +201,7 @@ class EngineRank:
         return ends, moved
 
     def _await(self, is_wanted: Callable[[Any], bool]) -> Any:
-        """The first message that is wanted; others stay. Whatever the agent refuses or fails is an error."""
+        """Wait for the first message that is wanted, and keep the others. A refusal or failure is an error."""
         end = time.monotonic() + PATIENCE_S
         while True:
             for message in self._heard:
@@ -235,7 +236,7 @@ def main() -> None:
         told = json.loads(line)
         try:
             answer = getattr(rank, told.pop("do"))(**told) or {}
-        except Exception as error:  # the edge of this process: the bench hears of it and goes on
+        except Exception as error:  # tell the bench, which goes on
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 

@@ -1,7 +1,7 @@
 """The agents and engines of a GPU bench: three of each for a route, and pairs of engines attached to them.
 
-The sender has two ranks so that TP 2 -> 1 can be carried; both are on the sender's GPU, and the second one is also
-the receiver of what stays on that GPU.
+The sender has two ranks, for TP 2 -> 1. Both are on the sender's GPU. The second one is also the receiver of transfers
+within that GPU.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Pair:
 
     @property
     def wire_token_bytes(self) -> int:
-        """Bytes of a token in flight: rows are narrowed before and widened after."""
+        """Bytes of a token on the wire: those of the narrower rows."""
         return min(self.sender.token_bytes, self.receiver.token_bytes)
 
 
 def pairs(shape: Shape) -> dict[str, Pair]:
-    """By name. The sender is always what vLLM has by default: NHD, block 16."""
+    """The pairs by name. The sender always has vLLM's defaults: NHD, block 16."""
 
     def changed(**changes: Any) -> Shape:
         return msgspec.structs.replace(shape, **changes)
@@ -57,7 +57,7 @@ def pairs(shape: Shape) -> dict[str, Pair]:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One route's processes: the sender's two ranks, then the receiver. Its agents serve by this route and no other."""
+    """The processes of one route: the sender's two ranks, then the receiver. The agents allow only this route."""
 
     route: str
     agents: tuple[AgentProcess, AgentProcess, AgentProcess]
@@ -65,12 +65,12 @@ class Fleet:
 
     @property
     def is_alive(self) -> bool:
-        """Nothing has ended, and its agents have served."""
+        """Whether all processes run and the agents have served."""
         has_served = all(agent.address for agent in self.agents)
         return has_served and all(each.process.poll() is None for each in (*self.agents, *self.engines))
 
     def wait_serving(self) -> None:
-        """At once if they have served before. Raises Problem."""
+        """Wait until the agents serve. Raises Problem."""
         for agent in self.agents:
             if not agent.address:
                 agent.wait_serving()
@@ -78,7 +78,7 @@ class Fleet:
 
 @contextmanager
 def fleet(place: Place, route: str, env: Mapping[str, str], suffix: str = "") -> Iterator[Fleet]:
-    """Start all six at once; they are ended together."""
+    """Start all six processes at once, and end them together."""
     roles = (("sender-0", place.sender), ("sender-1", place.sender), ("receiver", place.receiver))
     with ExitStack() as stack:
         sockets = Path(stack.enter_context(TemporaryDirectory(prefix="kvbridge-")))  # their paths must be short
@@ -150,10 +150,10 @@ class Joined:
             ask_all(self._all, "detach", [{}] * len(self._all))
         ask_all(self._all, "drop", [{}] * len(self._all))
         if kind is not None:
-            time.sleep(1.0)  # the agents notice; what comes next finds them free
+            time.sleep(1.0)  # until the agents have noticed and are free again
 
     def carry(self, tokens: int, requests: int = 1, repeats: int = 1, gap_s: float = 0.0) -> dict[str, Any]:
-        """`repeats` times so many requests at once, of so many tokens; every time from and to other memory."""
+        """Carry `requests` requests at once, `repeats` times, each of `tokens` tokens from and to other memory."""
         assert -(-tokens // GRAIN_TOKENS) * GRAIN_TOKENS * requests <= self.tokens, "requests at once would overlap"
         count = repeats * requests
         names = [f"{time.monotonic_ns():x}-{number}" for number in range(count)]
@@ -169,7 +169,7 @@ class Joined:
         self._receiver.ask("poison")
 
     def verify(self) -> None:
-        """Raises Problem if any element is wrong that was wanted since the poison, or any other was touched."""
+        """Raises Problem if an element wanted since the poison is wrong, or if any other was touched."""
         wrong = self._receiver.ask("verify", codec=self.pair.sender.codec, is_equal=self._is_equal)["wrong"]
         if wrong:
             raise Problem(f"WRONG DATA: {wrong}")
@@ -181,7 +181,7 @@ class Joined:
             raise Problem(f"the check sees no flipped bit: {seen}")
 
     def check_route(self) -> list[str]:
-        """The routes of the receiver's sessions, in the agent's words. Raises Problem if one is not the one forced."""
+        """The routes of the receiver's sessions, as its agent shows them. Problem if one is not the forced one."""
         addresses = {agent.address for agent in self._sender_agents}
         said = [peer.route for peer in self._receiver_agent.status().peers if peer.address in addresses]
         if len(said) < len(addresses) or not all(route.startswith(self.route) for route in said):

@@ -1,12 +1,12 @@
-"""The longest launch of every kind of chunk in a slot of an agent's size: alone, and under MPS beside a busy engine.
+"""The longest launch for every kind of chunk in a slot of an agent's size: alone, and under MPS beside a busy engine.
 
     python bench/gpu_launches.py [--rounds 10] [--out FOLDER]
 
-An agent that is killed inside a kernel of 2 ms may take its engine with it under MPS, so launches are bounded
-(kvbridge_kernels/form.py). A launch's time is from one event to the next with all of the chunk enqueued before, and so
-has in it what it waits for another tenant's kernels. Ends with 1 where one takes more than it may: ALONE_US alone,
-BUSY_US beside a decode-like engine. Beside 8192^3 products, which take 1.4 ms each, it is shown only. One GPU; about
-four minutes, half of them compiling.
+Under MPS, an agent that is killed inside a kernel of 2 ms may take its engine with it. So launches are bounded
+(kvbridge_kernels/tiling.py). A launch is timed from one event to the next, with the whole chunk enqueued before. So its
+time includes waiting for another tenant's kernels. Exits with 1 if a launch takes longer than ALONE_US alone, or than
+BUSY_US beside a decode-like engine. Beside 8192^3 products, which take 1.4 ms each, times are only shown. Takes one GPU
+and about four minutes, half of them for compiling.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from tests.support.oracle import Shape, describe
 from tests.support.pools import LAYOUTS, ranks_of
 
 TOKENS = 4096
-AHEAD_CYCLES = 3_000_000  # 1.5 ms: as long as it takes to enqueue a chunk's launches
+AHEAD_CYCLES = 3_000_000  # 1.5 ms, in which a chunk's launches are enqueued
 ALONE_US, BUSY_US = 500.0, 1000.0
-# The smallest pool with a full slot, and rows that are aligned to few bytes.
+# Rows that are aligned to few bytes.
 NARROW = (("bf16", 80), ("bf16", 36), ("bf16", 33), ("fp8_e4m3", 100), ("fp8_e4m3", 90), ("fp8_e4m3", 33))
 CODECS = ("fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8", "fp8_row_scale", "int8_row_scale")
 OTHERS = (("fp8_e4m3", "fp8_e5m2"), ("int8", "fp8_row_scale"), ("fp8_row_scale", "int8_row_scale"))
@@ -76,33 +76,34 @@ def _small(layout: str) -> Shape:
 
 
 class Stopwatch:
-    """Takes the place of the launcher's last step, and puts an event before and behind every launch."""
+    """Replaces the last step of launching, and records an event before and after every launch."""
 
     def __init__(self) -> None:
         from kvbridge_kernels import launch
 
-        self._start = launch._start
+        self._start = launch.start
         self.events: list[tuple[Any, Any]] = []
-        launch._start = self._timed
+        launch.start = self._timed
 
-    def _timed(self, *arguments: Any, **more: Any) -> None:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        given = arguments[7] if len(arguments) > 7 else None
-        stream = torch.cuda.current_stream() if given is None else torch.cuda.ExternalStream(given)
-        begin.record(stream)
-        self._start(*arguments, **more)
-        end.record(stream)
-        self.events.append((begin, end))
+    def _timed(
+        self, launch: Any, work: Any, first: int, end: int, stream: int | None = None, most_programs: int | None = None
+    ) -> None:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        current = torch.cuda.current_stream() if stream is None else torch.cuda.ExternalStream(stream)
+        before.record(current)
+        self._start(launch, work, first, end, stream, most_programs)
+        after.record(current)
+        self.events.append((before, after))
 
     def taken(self) -> list[float]:
-        """Microseconds of each launch since the last call; all are over."""
+        """Microseconds of each launch since the last call. All must be over."""
         found = [begin.elapsed_time(end) * 1e3 for begin, end in self.events]
         self.events.clear()
         return found
 
 
 def measure(pair: Pair, copier: Any, slots: Any, watch: Stopwatch, rounds: int) -> dict[str, Any]:
-    """The longest launch of the plan's fullest chunk, of its gather and of its scatter, and how many there are."""
+    """The launches of the plan's fullest chunk, in its gather and its scatter: how many, the median, the longest."""
     device = copier.device
     tokens = max(TOKENS, _tokens_of(pair))
     sender = Side(pair.sender, ranks_of(pair.sender)[0], tokens, device, 1)
@@ -125,7 +126,7 @@ def measure(pair: Pair, copier: Any, slots: Any, watch: Stopwatch, rounds: int) 
                 copier.scatter(receiver.mapped, theirs, slot, kind, digest)
                 over(copier)
             taken = watch.taken()
-            if number:  # the first compiles
+            if number:  # the first round compiles
                 times[name] += taken
                 found[f"{name}_launches"] = len(taken)
     for name, taken in times.items():
@@ -137,7 +138,7 @@ def measure(pair: Pair, copier: Any, slots: Any, watch: Stopwatch, rounds: int) 
 
 
 def _tokens_of(pair: Pair) -> int:
-    """As many as fill a slot on the wire, about."""
+    """About as many tokens as fill a slot."""
     pool = describe(pair.receiver, *ranks_of(pair.receiver)[0])
     row = sum(plane.heads * plane.codec.row_bytes for plane in pool.planes)
     wanted = 2 * SLOT_BYTES["cuda"] // row * pair.receiver.cp_size
@@ -145,7 +146,7 @@ def _tokens_of(pair: Pair) -> int:
 
 
 def child(rounds: int) -> None:
-    """Every pair, a line of JSON each."""
+    """Measure every pair. Prints a line of JSON for each."""
     from kvbridge.device.copier_gpu import GpuBlockCopier
     from kvbridge.device.driver import Gpu
 
@@ -163,7 +164,7 @@ def child(rounds: int) -> None:
 
 
 def rows(rounds: int, env: dict[str, str]) -> list[dict[str, Any]]:
-    """What a child of this script measured. Raises Problem."""
+    """Measure in a child of this script. Raises Problem."""
     command = [sys.executable, __file__, "--child", "--rounds", str(rounds)]
     ended = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=330)
     if ended.returncode:
@@ -172,7 +173,7 @@ def rows(rounds: int, env: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def beside(rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Under MPS, beside each kind of load."""
+    """Measure under MPS, beside each kind of load."""
     found = {}
     with mps() as env, tempfile.TemporaryDirectory() as folder:
         load = Child("gpu_load.py", ("cuda:0",), Path(folder) / "load.log", env)

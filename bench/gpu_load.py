@@ -1,8 +1,8 @@
-"""Another tenant of a GPU: keeps it full, and measures its own steps. Told what to do in lines of JSON.
+"""Another tenant of a GPU: keeps it full and measures its own steps. Takes commands in lines of JSON.
 
-`gemm`: a step is one 8192^3 bf16 matrix product. `decode`: a step is what a decode step of a Llama-8B-like model with
-64 requests does to the GPU: 32 layers of 64-row products against large weights with small kernels between them, as one
-CUDA graph. Two steps are always enqueued, so that the GPU never waits for this process.
+A step of `gemm` is one 8192^3 bf16 matrix product. A step of `decode` is like a decode step of Llama-8B with 64
+requests: 32 layers of 64-row products with large weights, and small kernels between them, in one CUDA graph. Two steps
+are always enqueued, so that the GPU never waits for this process.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def decode(device: str) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         step()
 
-    def replay(held: object = step) -> None:  # the graph itself does not keep the weights alive
+    def replay(held: object = step) -> None:  # `held` keeps the weights alive, which the graph does not
         graph.replay()
 
     return replay
 
 
 class Load:
-    """Steps without end."""
+    """Runs steps until it is told to stop."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -82,7 +82,7 @@ class Load:
         self._step: Callable[[], None] | None = None
 
     def start(self, kind: str) -> None:
-        """Begin to run steps of this kind, after some that do not count."""
+        """Begin to run steps of this kind, after some warm-up steps that do not count."""
         self._step = {"gemm": gemm, "decode": decode}[kind](self._device)
         for _ in range(5):
             self._step()
@@ -90,13 +90,13 @@ class Load:
         self._steps = []
 
     def stop(self) -> dict[str, list[tuple[float, float]]]:
-        """Of every step when it ended, by the monotonic clock, and the seconds since the one before."""
+        """For every step: when it ended, on the monotonic clock, and the seconds since the one before ended."""
         self._step = None
         self._synchronize()
         return {"steps": self._steps}
 
     def run(self) -> None:
-        """Serve commands; between them, step."""
+        """Serve commands. Between them, run steps."""
         ends: deque[Any] = deque()
         before: Any = None
         while True:
@@ -127,7 +127,7 @@ class Load:
         print(json.dumps(answer), flush=True)
 
     def _now(self) -> Any:
-        """When the GPU has come here."""
+        """An event or a time that marks this point in the GPU's work."""
         if self._device == "cpu":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

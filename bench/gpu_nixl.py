@@ -1,7 +1,7 @@
-"""One end of a NIXL transfer between two processes, told what to do in lines of JSON: the ceilings and the baseline.
+"""One end of a NIXL transfer between two processes, for ceilings and baseline. Takes commands in lines of JSON.
 
-Memory is the process's own allocation (cudaMalloc on a GPU, which is what UCX's cuda_ipc takes). A write is timed from
-its post until NIXL says that it is done; making the request is not counted.
+The process allocates its own memory (by cudaMalloc on a GPU, which UCX's cuda_ipc needs). A write is timed from its
+post until NIXL says that it is done. Making the request is not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NixlEnd:
     """Every public method is a command."""
 
     def open(self, name: str, device: str, size_bytes: int, is_sender: bool) -> dict[str, Any]:
-        """Allocate, register, say how to reach it. The memory comes first: NIXL must find a CUDA context."""
+        """Allocate and register. Returns how to reach the memory. Allocates first: NIXL must find a CUDA context."""
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
         import nixl._bindings as nixl
 
@@ -39,7 +39,7 @@ class NixlEnd:
         self._segment = nixl.DRAM_SEG if device == "cpu" else nixl.VRAM_SEG
         config = nixl.nixlAgentConfig()
         config.useProgThread, config.useListenThread, config.pthrDelay = True, False, PROGRESS_DELAY_US
-        self._agent = nixl.nixlAgent(name, config)
+        self._agent, self._known = nixl.nixlAgent(name, config), set[str]()  # peers whose descriptors are loaded
         self._backend = self._agent.createBackend("UCX", {})
         region = nixl.nixlRegDList(self._segment, [(self._base, size_bytes, self._index, "")])
         self._agent.registerMem(region, [self._backend])
@@ -49,9 +49,9 @@ class NixlEnd:
     def write(
         self, peer: str, descriptor: str, base: int, index: int, total_bytes: int, piece_bytes: int, repeats: int
     ) -> dict[str, list[float]]:
-        """Write the first bytes to the peer in pieces of this size, in random order on both sides."""
+        """Write the first `total_bytes` to the peer in pieces of `piece_bytes`, in random order on both sides."""
         nixl = self._nixl
-        if peer not in self.__dict__.setdefault("_known", set()):
+        if peer not in self._known:
             self._agent.loadRemoteMD(base64.b64decode(descriptor))
             self._known.add(peer)
         places = list(range(0, total_bytes, piece_bytes))
@@ -78,7 +78,7 @@ class NixlEnd:
             torch.cuda.synchronize()
 
     def check(self, total_bytes: int) -> dict[str, bool]:
-        """Whether the sender's first bytes are here, at the same places."""
+        """Whether the sender's first `total_bytes` are here, at the same places."""
         expected = pattern(total_bytes, str(self._memory.device))
         return {"is_right": torch.equal(self._memory[: total_bytes // 8], expected)}
 
@@ -100,7 +100,7 @@ def main() -> None:
         except Exception as error:  # the edge of this process
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
-    os._exit(0)  # a NIXL agent that lost its peer may not come down by itself
+    os._exit(0)  # a NIXL agent that lost its peer may hang at exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where a GPU bench runs and how long it may: one or two GPUs, or the processor for a dress rehearsal."""
+"""Where a GPU bench runs, and how long it may: on one or two GPUs, or on the processor for a rehearsal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENS: dict[Extent, tuple[int, ...]] = {
 
 @dataclass(slots=True)
 class Place:
-    """`sender` and `receiver` are torch devices; equal on a machine with one GPU, "cpu" in a rehearsal."""
+    """`sender` and `receiver` are torch devices: equal on a machine with one GPU, "cpu" in a rehearsal."""
 
     sender: str
     receiver: str
@@ -66,7 +66,7 @@ class Place:
         print(f"[{time.monotonic() - self.began:6.1f} s] {text}", flush=True)
 
     def problem(self, what: str, error: object) -> None:
-        """Note it, say it, go on; a run with problems does not exit with 0."""
+        """Record and print a problem, and go on. A run with problems does not exit with 0."""
         self.problems.append(f"{what}: {error}")
         self.say(f"PROBLEM {what}: {error}")
 
@@ -78,7 +78,7 @@ class Place:
 
 
 def versions() -> dict[str, str]:
-    """What a figure depends on besides the commit."""
+    """The versions, besides the commit, that figures depend on."""
     found = {}
     for package in PACKAGES:
         try:
@@ -89,7 +89,7 @@ def versions() -> dict[str, str]:
 
 
 def gpus() -> list[dict[str, str]]:
-    """Name, memory and driver of every GPU; empty where nvidia-smi is not there."""
+    """Name, memory and driver of every GPU. Empty if there is no nvidia-smi."""
     fields = ("name", "memory.total", "driver_version")
     smi = shutil.which("nvidia-smi")
     if smi is None:
@@ -104,13 +104,13 @@ def cores() -> int:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all do not exceed."""
+    """The smallest value such that at least `share` of all values are no larger."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:
-    """How long something took, in seconds."""
+    """Count, quantiles and extremes of seconds."""
     return {
         "n": len(seconds),
         "min_s": min(seconds),

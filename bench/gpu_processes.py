@@ -28,7 +28,7 @@ LOG_LINES = 15
 
 
 class Problem(Exception):
-    """Something of this run failed; the bench notes it and goes on with the next thing."""
+    """Something in this run failed. The bench records it and goes on."""
 
 
 class Child:
@@ -48,7 +48,7 @@ class Child:
             )
 
     def ask(self, do: str, *, seconds: float = 90.0, **arguments: Any) -> dict[str, Any]:
-        """Say a command and wait for its answer. Raises Problem."""
+        """Send a command and wait for its answer. Raises Problem."""
         self.say(do, **arguments)
         return self.hear(seconds)
 
@@ -79,7 +79,7 @@ class Child:
 
 
 def ask_all(children: Sequence[Child], do: str, arguments: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same command to several at once; every answer is waited for before a problem is raised."""
+    """Send the same command to several at once. Waits for every answer before it raises Problem."""
     for child, each in zip(children, arguments, strict=True):
         child.say(do, **each)
     answers, problems = [], []
@@ -108,7 +108,7 @@ class AgentProcess:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **env})
 
     def wait_serving(self) -> None:
-        """Raises Problem with the end of its log."""
+        """Wait until the agent serves. Raises Problem with the end of its log."""
         end = time.monotonic() + START_S
         while self.process.poll() is None and time.monotonic() < end:
             with contextlib.suppress(KVBridgeError):
@@ -133,7 +133,7 @@ class AgentProcess:
 
 
 def end(processes: Sequence[subprocess.Popen[Any]]) -> None:
-    """Ask all to stop, then make them."""
+    """Ask all to stop, then kill those that did not."""
     for process in processes:
         if process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -151,7 +151,7 @@ def end(processes: Sequence[subprocess.Popen[Any]]) -> None:
 
 @contextlib.contextmanager
 def mps() -> Iterator[dict[str, str]]:
-    """A CUDA MPS daemon of our own; yields what its clients need in their environment. Raises Problem."""
+    """Run our own CUDA MPS daemon. Yields the environment that its clients need. Raises Problem."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
         raise Problem("nvidia-cuda-mps-control is not on PATH")

@@ -2,9 +2,10 @@
 
     python bench/gpu_pull.py [--mib 2 128 2048] [--tune] [--smoke] [--out FOLDER]
 
-Llama-8B shape: 32 layers, K and V, 8 heads of 128 numbers, random blocks. First each case is checked against the twin,
-small. The sender's pool is on the first GPU, the receiver's and the kernel on the last. `call_us` is what a call costs
-its thread. GB/s count the sender's bytes. --tune tries other tiles. --smoke runs the checks under Triton's interpreter.
+Llama-8B's shape: 32 layers, K and V, 8 heads of 128 numbers, random blocks. First a small size of each case is checked
+against the twin. The sender's pool is on the first GPU. The receiver's pool and the kernel are on the last. `call_us`
+is what a call costs its thread. GB/s count the sender's bytes. --tune tries other tiles. --smoke only runs the checks,
+under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import torch
 from kvbridge_kernels import pull_ref
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.field import Axis, Field, Mapped
-from kvbridge_kernels.form import TILINGS, Tiling
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared_pull import PlacedPull, PreparedPull
 from kvbridge_kernels.segment import Segment
 from kvbridge_kernels.tables import Work
+from kvbridge_kernels.tiling import TILINGS, Tiling
 from record import RESULTS, write
 
 LAYERS, HEADS, WIDTH = 32, 8, 128
@@ -37,7 +38,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """How one end keeps its rows; `heads` of all 8 in each rank."""
+    """How one end keeps its rows. Each rank has `heads` of the 8 heads."""
 
     layout: str
     block_tokens: int
@@ -47,7 +48,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`ranks` senders, one after another, into one receiver."""
+    """`ranks` senders, one after another, to one receiver."""
 
     name: str
     sender: Pool
@@ -66,14 +67,14 @@ SCALE = 0.37
 
 
 def token_bytes(pool: Pool) -> int:
-    """Of all planes."""
+    """Bytes of a token in all planes."""
     return 2 * LAYERS * pool.heads * WIDTH * DTYPES[pool.codec].itemsize
 
 
 def segments_of(
     pool: Pool, memory: torch.Tensor | Mapped, tokens: int, wire: str, heads: range, seed: int
 ) -> tuple[list[Segment], int]:
-    """Some heads of a pool, `tokens` tokens in random blocks, a segment a layer for K and V; and the slot's bytes."""
+    """Segments, and the slot's bytes: some heads of `tokens` tokens in random blocks, two segments per layer."""
     size, block_tokens = DTYPES[pool.codec].itemsize, pool.block_tokens
     row = WIDTH * size
     block = block_tokens * pool.heads * row
@@ -99,7 +100,7 @@ def segments_of(
 def chunks_of(
     case: Case, senders: Sequence[torch.Tensor | Mapped], receiver: torch.Tensor | Mapped, tokens: int
 ) -> list[PlacedPull]:
-    """A chunk from each rank."""
+    """A chunk from each sender rank."""
     wire = min(case.sender.codec, case.receiver.codec, key=lambda name: DTYPES[name].itemsize)
     found, count = [], case.sender.heads
     for rank, memory in enumerate(senders):
@@ -110,17 +111,17 @@ def chunks_of(
 
 
 def pool_bytes(pool: Pool, tokens: int) -> int:
-    """Of a pool with a few blocks more than these tokens need."""
+    """Bytes of a pool with a few more blocks than these tokens need."""
     return (-(-tokens // 64) + 2) * 64 * token_bytes(pool)
 
 
 def foreign(memory: torch.Tensor, device: torch.device) -> torch.Tensor | Mapped:
-    """As kernels on `device` see it."""
+    """The memory as kernels on `device` see it."""
     return memory if device.type == "cpu" else Mapped(memory.data_ptr(), memory.numel(), device.index)
 
 
 def check(case: Case, home: torch.device, device: torch.device, programs: int | None) -> None:
-    """The same bytes and digest as the twin's, for tokens that end inside of a block."""
+    """Check that bytes and digest equal the twin's, for tokens that end inside a block."""
     from kvbridge_kernels.pull import pull
 
     tokens = 200 if device.type == "cuda" else 20
@@ -144,11 +145,11 @@ def check(case: Case, home: torch.device, device: torch.device, programs: int | 
     for chunk in chunks_of(case, contents, wanted, tokens):
         pull_ref.pull(chunk, wanted_sums, Work("cpu"))
     if not torch.equal(found.cpu(), wanted) or int(sums) != int(wanted_sums):
-        raise SystemExit(f"{case.name}, {programs} programs: not what the twin makes")
+        raise SystemExit(f"{case.name}, {programs} programs: differs from the twin")
 
 
 def seconds_of(action: Callable[[int], object]) -> float:
-    """The median of a call's time on the GPU; all rounds are enqueued before the first is looked at."""
+    """The median time of a call on the GPU. All rounds are enqueued before the first is read."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(ROUNDS)]
     for i in range(2):
         action(i)
@@ -159,11 +160,11 @@ def seconds_of(action: Callable[[int], object]) -> float:
         action(i)
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in events)) / 1e3
 
 
 def called_us(action: Callable[[int], object]) -> float:
-    """What a call costs its thread when the GPU is idle, the median."""
+    """The median time that a call takes its thread while the GPU is idle."""
     found = []
     for i in range(50):
         torch.cuda.synchronize()
@@ -175,10 +176,10 @@ def called_us(action: Callable[[int], object]) -> float:
 
 
 class Bench:
-    """Both pools, as large as the largest case needs, and what was measured."""
+    """Both pools, large enough for the largest case, and the figures."""
 
     def __init__(self, home: torch.device, device: torch.device, largest: int) -> None:
-        self.device, self.rows = device, []
+        self.device, self.rows = device, list[dict[str, Any]]()
         room = largest + 512 * token_bytes(Pool("NHD", 16))
         self.ours = torch.randint(0, 120, (room,), dtype=torch.uint8, device=home)
         self.theirs = torch.zeros(2 * room, dtype=torch.uint8, device=device)
@@ -232,11 +233,11 @@ def run(sizes: Sequence[int], is_tuned: bool) -> dict[str, Any]:
     count = torch.cuda.device_count()
     home, device = torch.device("cuda", 0), torch.device("cuda", count - 1)
     torch.cuda.set_device(device)
-    torch.zeros(1, device=home).copy_(torch.ones(1, device=device))  # torch lets one reach the other by this
+    torch.zeros(1, device=home).copy_(torch.ones(1, device=device))  # makes torch enable peer access
     for case in CASES:
         for programs in (None, 33):
             check(case, home, device, programs)
-    print(f"all {len(CASES)} cases are what the twin makes; {home} -> {device}", flush=True)
+    print(f"all {len(CASES)} cases equal the twin; {home} -> {device}", flush=True)
     bench = Bench(home, device, max(sizes) * MIB)
     for mib in sizes:
         bench.copy(mib)
@@ -259,8 +260,8 @@ def run(sizes: Sequence[int], is_tuned: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, nargs="+", default=[2, 128, 2048], help="MiB of the sender's rows")
-    parser.add_argument("--tune", action="store_true", help="other tiles too")
-    parser.add_argument("--smoke", action="store_true", help="the checks alone, interpreted, nothing kept")
+    parser.add_argument("--tune", action="store_true", help="also try other tiles")
+    parser.add_argument("--smoke", action="store_true", help="only the checks, interpreted; writes nothing")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes")
     given = parser.parse_args()
     if given.smoke:

@@ -1,8 +1,8 @@
 """Every route end to end, through real agents, between engines in processes of their own.
 
-A transfer's time is what the receiver's engine waits: from its Want until it reads Done, with the prompt offered
-before. Each pair is checked bit for bit when it is first carried, and its first transfer, which meets the peer and
-proves the route, is told apart from the later ones.
+A transfer's time is what the receiver's engine waits: from its Want until it reads Done. The prompt is offered before.
+Each pair is checked bit for bit when it is first carried. Its first transfer also meets the peer and proves the route,
+so it is reported apart from the others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gpu_processes import Problem
 
 AT_ONCE_TOKENS = 1024
 IDLE_S = 5.0
-LEAST_CAPACITY_BYTES = 2 << 30  # so that repeated small requests do not find their bytes in a cache
+LEAST_CAPACITY_BYTES = 2 << 30  # so large that repeated small requests do not find their bytes in a cache
 LARGEST_HOST_BYTES = 2 << 30
-# About how long a configuration takes: pools, attaching, the first transfer, the check, what is timed.
+# About how long a configuration takes: pools, attaching, the first transfer, the check, the timed transfers.
 CONFIGURATION_S = 8.0
 SMALL = ("NHD -> HND", "block 16 -> 64", "TP 2 -> 1", "bf16 -> fp8")
 
@@ -34,7 +34,7 @@ class Case:
 
 
 def routes(place: Place) -> dict[str, list[dict[str, Any]]]:
-    """Rows for transfers, and for agents that have nothing to do."""
+    """Rows for transfers, and for idle agents."""
     rows: list[dict[str, Any]] = []
     idle: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -48,7 +48,7 @@ def routes(place: Place) -> dict[str, list[dict[str, Any]]]:
 
 
 def _route(place: Place, each: Fleet, stack: ExitStack, rows: list[dict[str, Any]]) -> Fleet:
-    """All configurations of a route. A fleet that lost a process is replaced, twice at most; returns the last one."""
+    """Measure all configurations of a route. Returns the fleet, which is replaced at most twice if a process dies."""
     suffixes = ["-again", "-once-more"]
     for pair, is_same_gpu in _configurations(place, each.route):
         what = f"{each.route} | {pair.name}{' | same GPU' if is_same_gpu else ''}"
@@ -62,7 +62,7 @@ def _route(place: Place, each: Fleet, stack: ExitStack, rows: list[dict[str, Any
             if each.is_alive:
                 continue
             if not suffixes:
-                place.problem(f"route {each.route}", "the rest is skipped: its processes do not live")
+                place.problem(f"route {each.route}", "the rest is skipped: its processes keep dying")
                 break
             each = stack.enter_context(fleet(place, each.route, {}, suffixes.pop(0)))
     return each
@@ -102,15 +102,15 @@ def _cases(place: Place, route: str, pair: Pair) -> list[Case]:
 
 
 def _repeats(place: Place, route: str, size_bytes: int) -> int:
-    """About as long for every size, within reason."""
+    """How often to repeat, so that every size takes about as long, within limits."""
     if not place.is_gpu:
         return 4
-    rate = 5e9 if route == "host" else 200e9  # cautious: only the count of repeats comes from it
+    rate = 5e9 if route == "host" else 200e9  # a low guess, used only to choose the number of repeats
     return max(3, min(40, int(0.4 * rate / size_bytes)))
 
 
 def _configuration(place: Place, fleet: Fleet, pair: Pair, is_same_gpu: bool, rows: list[dict[str, Any]]) -> None:
-    """Adds a row as soon as it is measured; `is_exact` once all that was carried was looked at again, at the end."""
+    """Adds each row when it is measured. Sets `is_exact` at the end, after checking everything that was carried."""
     cases = _cases(place, fleet.route, pair)
     least = LEAST_CAPACITY_BYTES // pair.sender.token_bytes if place.is_gpu else 1024
     capacity = max(least, *(-(-case.tokens // 64) * 64 * case.requests for case in cases))
@@ -134,7 +134,7 @@ def _configuration(place: Place, fleet: Fleet, pair: Pair, is_same_gpu: bool, ro
 
 
 def _first(joined: Joined) -> float:
-    """Seconds of the very first transfer: a few blocks and a part of one. All bits are checked, and the check is."""
+    """Seconds of the very first transfer: a few blocks and a part of one. Checks all bits, and checks the check."""
     joined.poison()
     seconds: float = joined.carry(200)["seconds"][0]
     joined.verify()
@@ -143,7 +143,7 @@ def _first(joined: Joined) -> float:
 
 
 def _figures(pair: Pair, case: Case, told: dict[str, Any]) -> dict[str, Any]:
-    """`first_s` is the first of this size, not counted with the others; GB/s of the bytes that travelled."""
+    """`first_s` is the first transfer of this size, which the others exclude. GB/s count bytes on the wire."""
     seconds, size_bytes = told["seconds"], case.tokens * case.requests * pair.wire_token_bytes
     timed = spread(seconds[1:])
     return {
@@ -176,7 +176,7 @@ def _idle(place: Place, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
         agents = [agent for each in fleets for agent in (each.agents[0], each.agents[2])]
         before = [agent.cpu_s() for agent in agents]
         time.sleep(seconds)
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"agent": agent.name, "core_share": (agent.cpu_s() - was) / seconds}
             for agent, was in zip(agents, before, strict=True)
         ]

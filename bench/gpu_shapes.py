@@ -1,6 +1,6 @@
-"""Engine memory for the GPU bench: a Llama-8B-shaped pool on any device, an allocation a layer, filled and checked.
+"""Engine memory for the GPU bench: makes, fills and checks a Llama-8B-shaped pool, with an allocation per layer.
 
-All tokens of a pool are one long sequence over blocks in random order; a request is a window of it, so that repeated
+All tokens of a pool are one long sequence over blocks in random order. A request is a window of it, so repeated
 requests touch other memory each time. Every element is a number made from its coordinates.
 """
 
@@ -17,11 +17,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 AXES = {"NHD": "PBTHE", "HND": "PBHTE"}
 PARTS = ("k", "v")
 POISON = 0xA5
-GRAIN_TOKENS = 64  # windows begin on borders of every block size used here
+GRAIN_TOKENS = 64  # windows begin at multiples of this, a block border for every block size used here
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. `scale` is of all its planes (0: none); value = stored * scale."""
+    """One engine. All its planes have `scale` (0: none): value = stored * scale."""
 
     layout: Literal["NHD", "HND"] = "NHD"
     block_tokens: int = 16
@@ -38,11 +38,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """All layers, K and V, all ranks together."""
+        """Bytes of a token in all layers, K and V, of all ranks together."""
         return self.layers * len(PARTS) * self.kv_heads * self.width * DTYPES[self.codec].itemsize
 
     def blocks(self, tokens: int) -> int:
-        """How many blocks a pool for so many tokens has: some are never used."""
+        """How many blocks a pool for this many tokens has. Some are never used."""
         return -(-tokens // self.block_tokens) * 17 // 16 + 4
 
     def strides(self, tokens: int) -> dict[str, int]:
@@ -61,7 +61,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(shape: Shape, rank: int, tokens: int, engine: str) -> Pool:
-    """The pool of one rank with room for so many tokens; region i is layer i."""
+    """The pool of one rank with room for `tokens` tokens. Region i is layer i."""
     strides, itemsize = shape.strides(tokens), DTYPES[shape.codec].itemsize
     codec = Codec(
         name=shape.codec,
@@ -116,12 +116,12 @@ class Memory:
             layer.fill_(POISON)
 
     def fill(self, codec: CodecName) -> None:
-        """The whole sequence, as an engine of codec `codec` has computed it."""
+        """Fill in the whole sequence, as computed by an engine of codec `codec`."""
         for layer, memory in enumerate(self.layers):
             self._write(memory, layer, torch.arange(self.tokens, device=self.device), codec)
 
     def wrong(self, windows: Sequence[tuple[int, int]], codec: CodecName) -> str:
-        """What is wrong, or nothing: each token of the windows as codec `codec` computed it, poison everywhere else."""
+        """What is wrong, or "". Tokens of the windows must be as `codec` computed them, and all else poison."""
         is_wanted = torch.zeros(self.tokens, dtype=torch.bool, device=self.device)
         for first, end in windows:
             is_wanted[first:end] = True
@@ -134,7 +134,7 @@ class Memory:
         return ""
 
     def spoil(self, token: int | None) -> None:
-        """Flip one bit of the last layer: of a token, or (None) in a block that nobody uses. Twice is as before."""
+        """Flip one bit of the last layer: of a token, or (None) of an unused block. A second call undoes the first."""
         plane = self._planes(self.layers[-1], torch.uint8)[-1]
         size = self.shape.block_tokens
         block, offset = (self.spare, 0) if token is None else (self.table[token // size], token % size)
@@ -146,7 +146,7 @@ class Memory:
         for part, plane in enumerate(self._planes(memory, DTYPES[self.shape.codec])):
             values = _values(layer, part, ids, tokens, self.shape.width).to(DTYPES[codec])
             stored = values if codec == self.shape.codec else _quantized(values, self.shape)
-            bits = plane.view(torch.uint8) if stored.itemsize == 1 else plane  # no index_put for fp8
+            bits = plane.view(torch.uint8) if stored.itemsize == 1 else plane  # torch has no index_put for fp8
             bits[self._table[tokens // size], tokens % size] = stored.view(bits.dtype)
 
     def _planes(self, memory: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -173,7 +173,7 @@ class Memory:
 
 
 def _values(layer: int, part: int, heads: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
-    """Numbers in [-8, 8), fp32 [T, H, E], each from its coordinates."""
+    """Numbers in [-8, 8), fp32 [T, H, E], each made from its coordinates."""
     rows = (tokens[:, None] * 1009 + heads[None, :] * 9176 + layer * 40503 + part * 30011) & 0xFFFF
     numbers = rows[:, :, None].int() * 25173 + torch.arange(width, dtype=torch.int32, device=tokens.device) * 13849
     numbers = (numbers ^ (numbers >> 7)) & 0xFFFF
@@ -181,7 +181,7 @@ def _values(layer: int, part: int, heads: torch.Tensor, tokens: torch.Tensor, wi
 
 
 def _quantized(values: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """The reference conversion: fp32, round to nearest even; 8 bits saturate."""
+    """The reference conversion: in fp32, round to nearest even, saturate in 8 bits."""
     numbers, dtype = values.float() / (shape.scale or 1.0), DTYPES[shape.codec]
     if dtype.itemsize > 1:
         return numbers.to(dtype)
@@ -190,7 +190,7 @@ def _quantized(values: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 def windows(count: int, tokens: int, capacity: int, first: int) -> Iterator[tuple[int, int]]:
-    """`count` windows of so many tokens, one behind the other from window `first` on, round and round the sequence."""
+    """`count` windows of `tokens` tokens, one after another from window `first` on, wrapping round the sequence."""
     step = -(-tokens // GRAIN_TOKENS) * GRAIN_TOKENS
     places = capacity // step
     for number in range(first, first + count):

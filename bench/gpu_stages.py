@@ -1,7 +1,7 @@
-"""The two ends of the host route by themselves: blocks -> pinned host slots, and back, chunk after chunk in flight.
+"""The two ends of the host route alone: blocks -> pinned host slots, and back, with several chunks in flight.
 
-The middle of that route is the network's. What the copier adds to a plain copy over PCIe shows here: gathers and
-scatters have to hide behind the copies of other chunks.
+The middle of that route is the network. This shows what the copier adds to a plain copy over PCIe: gathers and scatters
+must hide behind the copies of other chunks.
 
     python bench/gpu_stages.py [--chunk-mib 64] [--chunks 24]
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from record import write
 
 from kvbridge.device import driver
 from kvbridge.device.copier_gpu import GpuBlockCopier
-from kvbridge.device.memory import Regions
+from kvbridge.device.mapping import HostMappings
+from kvbridge.device.memory import AttachedPool
 from kvbridge.device.staging import Span, Staging
 from kvbridge.geometry.plan import Part, Planner
 from kvbridge.geometry.shard import common
@@ -34,24 +35,20 @@ SENDER = Shape(name="NHD", axes="LPBTHE", block_tokens=16, blocks=1 << 14, layer
 RECEIVER = Shape(name="HND", axes="LPBHTE", block_tokens=64, blocks=1 << 12, layers=32)
 
 
-class OwnMemory:
-    """A pool in this process's own memory: what an attached one is to a copier."""
+class OwnMemory(AttachedPool):
+    """A pool in this process's own memory, used like an attached one."""
 
     def __init__(self, shape: Shape) -> None:
         layers = shape.layers_apart
-        self.pool: Pool = describe(shape, 0, layers)
-        self.memories = [
+        memories = [
             torch.randint(0, 255, (shape.rank_bytes // len(layers),), dtype=torch.uint8, device="cuda:0")
             for _ in layers
         ]
-
-    @contextmanager
-    def hold(self) -> Iterator[Regions]:
-        yield Regions(self.memories)
+        super().__init__(describe(shape, 0, layers), HostMappings(), memories)
 
 
 def parts(ours: Pool, theirs: Pool, is_sender: bool, slot_bytes: int, chunks: int) -> list[Part]:
-    """Chunks of one long request, its blocks in random order."""
+    """The chunks of one long request, with blocks in random order."""
     planner, own = Planner(ours, theirs), ours if is_sender else theirs
     group = own.groups[0]
     order = torch.randperm(group.blocks, generator=torch.Generator().manual_seed(0)).tolist()
@@ -62,7 +59,7 @@ def parts(ours: Pool, theirs: Pool, is_sender: bool, slot_bytes: int, chunks: in
 
 
 def rate(copier: GpuBlockCopier, moves: Sequence[Callable[[], int]], size_bytes: int) -> float:
-    """GB/s of all of them, IN_FLIGHT at a time; the best of three rounds after one that warms up."""
+    """GB/s of all moves, IN_FLIGHT at a time: the best of three rounds after a warm-up round."""
     best = 0.0
     for i in range(4):
         began, left = time.perf_counter(), 0
@@ -99,16 +96,16 @@ def measure(chunk_bytes: int, chunks: int) -> dict[str, Any]:
             return copier.scatter(receiver, part, slot, "sum64", 0, pinned)
 
         moved = sum(part.chunk.size_bytes for part in out)
-        found["gather_to_host"] = rate(copier, [lambda i=i, p=p: gather(i, p) for i, p in enumerate(out)], moved)
+        found["gather_to_host"] = rate(copier, [partial(gather, i, p) for i, p in enumerate(out)], moved)
         moved = sum(part.chunk.size_bytes for part in into)
-        found["host_to_scatter"] = rate(copier, [lambda i=i, p=p: scatter(i, p) for i, p in enumerate(into)], moved)
+        found["host_to_scatter"] = rate(copier, [partial(scatter, i, p) for i, p in enumerate(into)], moved)
         found["copy_to_host"], found["copy_from_host"] = copies(slots, host, chunks)
     copier.close()
     return found
 
 
 def copies(slots: Staging, host: Staging, chunks: int) -> tuple[float, float]:
-    """What the copy engine makes of the same slots, GB/s down and up."""
+    """GB/s of the copy engine for the same slots, to host and from host."""
     stream, rates = torch.cuda.Stream(), []
     for copy, pair in (
         (driver.copy_to_host, lambda i: (host.address(i), slots.address(i))),

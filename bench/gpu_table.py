@@ -1,6 +1,6 @@
-"""What was wanted, what was measured, and whether that is enough: `python bench/gpu_table.py RESULTS.json...`
+"""Goals, figures, and whether they are met: `python bench/gpu_table.py RESULTS.json...`
 
-A ratio is to the ceiling of the same run. `met` is None where a goal does not apply to this machine or says nothing.
+Ratios are to the ceiling of the same run. `met` is None if a line has no goal, or its goal does not apply here.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Line:
 
 
 def lines(results: Mapping[str, Any]) -> list[Line]:
-    """In the order of the goals; what a run did not measure is left out."""
+    """Lines in the order of the goals. Leaves out what a run did not measure."""
     kept = _Kept(results)
     return [*_transfers(kept), *_wants(kept), *_baseline(kept), *_busy(kept), *_idle(results.get("idle", ()))]
 
 
 def printed(found: Sequence[Line]) -> str:
-    """Columns for a terminal."""
+    """The lines as columns for a terminal."""
     cells = [("goal", "measured", "against", "met")]
     cells += [
         (line.goal, line.measured, line.against, {True: "yes", False: "NO", None: "-"}[line.met]) for line in found
@@ -49,7 +49,7 @@ def as_rows(found: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 class _Kept:
-    """The results, to be asked for one figure at a time."""
+    """The results, looked up one figure at a time."""
 
     def __init__(self, results: Mapping[str, Any]) -> None:
         self.sender, self.receiver = results["sender"], results["receiver"]
@@ -66,7 +66,7 @@ class _Kept:
         return _first(self.copies, path=path, bytes=size_bytes)
 
     def between(self, size_bytes: int) -> Mapping[str, Any] | None:
-        """The copy engine between the two GPUs, or inside the one there is."""
+        """The copy engine's figure between two GPUs, or inside a single one."""
         return self.copy("between" if self.has_two else "inside", size_bytes)
 
     def transfer(self, route: str, pair: str, size_bytes: int) -> Mapping[str, Any] | None:
@@ -145,8 +145,7 @@ def _idle(rows: Rows) -> Iterator[Line]:
 
 
 def vllm_lines(results: Mapping[str, Any]) -> list[Line]:
-    """From what tests/system/gpu/vllm_pairs.py found; NixlConnector of the same run is what equal pools are held
-    against."""
+    """Lines from the results of tests/system/gpu/vllm_pairs.py. Equal pools are compared with its NixlConnector."""
     rows = [(pair, row) for pair in results["pairs"] for row in pair["rows"]]
     theirs = {row["tokens"]: row for pair, row in rows if pair["name"] == "nixl"}
     found = []
@@ -170,7 +169,7 @@ def vllm_lines(results: Mapping[str, Any]) -> list[Line]:
 
 
 def sglang_lines(results: Mapping[str, Any]) -> list[Line]:
-    """From what tests/system/gpu/sglang_pairs.py found: ratios are of medians taken in the same seconds."""
+    """Lines from the results of tests/system/gpu/sglang_pairs.py. Ratios are of medians from the same seconds."""
     found = []
     for pair in results["pairs"]:
         by_length = {row["tokens"]: row for row in pair["rows"]}
@@ -192,8 +191,8 @@ def sglang_lines(results: Mapping[str, Any]) -> list[Line]:
 
 
 def cross_lines(results: Mapping[str, Any]) -> list[Line]:
-    """From what tests/system/gpu/cross_pairs.py found: of the ratios to either engine's equal pair the worse one is
-    held."""
+    """Lines from the results of tests/system/gpu/cross_pairs.py. The goal is for the worse of the ratios to either
+    engine's equal pair."""
     same = results["weights"]["same"]
     found = [Line("weights of all engines: the same", same, "", same.startswith("yes"))]
     for pair in results["pairs"]:
@@ -214,7 +213,7 @@ def cross_lines(results: Mapping[str, Any]) -> list[Line]:
 
 
 def kernel_lines(results: Mapping[str, Any]) -> list[Line]:
-    """Those sizes of bench/kernels.py that have a goal."""
+    """Lines for the sizes of bench/kernels.py that have a goal."""
     copies = results["copy_payload_gb_s"]
     return [
         Line(
@@ -260,7 +259,7 @@ def main() -> None:
 
 
 def _lines_of(found: Mapping[str, Any]) -> list[Line]:
-    """Of a GPU bench, of pairs of engines, of the kernels, or of another bench that lists its goals as such lines."""
+    """Lines of any results: a GPU bench, pairs of engines, the kernels, or a bench that lists its goals as lines."""
     if "pairs" in found and "weights" in found:
         return cross_lines(found)
     if "pairs" in found:

@@ -1,6 +1,6 @@
-"""Which slots suit which route: the same two transfers with agents of several slot sizes. `gpu.py --only tune`.
+"""Which slot size suits which route: two transfers with agents of several slot sizes. `gpu.py --only tune`.
 
-Not part of a usual run; defaults and documentation are chosen from it.
+Not part of a usual run. The default slot sizes come from it.
 """
 
 from __future__ import annotations

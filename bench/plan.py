@@ -1,7 +1,7 @@
 """How long one rank takes to plan: 1 M tokens, 128 layers x K and V, 64 sender ranks to 64 receiver ranks.
 
-python bench/plan.py prints milliseconds beside the goal of 10 for each pair of layouts; the receiver assigns and plans,
-the sender only plans.
+`python bench/plan.py` prints milliseconds for each pair of layouts. The goal is 10. The receiver assigns and plans, the
+sender only plans.
 """
 
 from __future__ import annotations

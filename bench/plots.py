@@ -1,8 +1,8 @@
-"""Draws docs/benchmarks.md's plots from the JSON of a GPU bench: `python bench/plots.py [--out FOLDER] RESULTS.json...`
+"""Draws the plots of docs/benchmarks.md from results: `python bench/plots.py [--out FOLDER] RESULTS.json...`
 
-Of gpu_1.json and gpu_2.json: GB/s against size with the ceilings and the per-block baseline, and what a transfer costs
-beside a busy engine. Of vllm_pairs.json: the decode engine's time to first token. Of serving.json: requests answered,
-time to first token and between tokens, by load.
+From gpu_1.json and gpu_2.json: GB/s by size, with ceilings and the per-block baseline; and transfers beside a busy
+engine. From vllm_pairs.json: the decode engine's time to first token. From serving.json: requests answered, time to
+first token and time between tokens, by load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 MIB = 1 << 20
-COLORS = {"direct": "#0b6e99", "nixl": "#c4620a", "host": "#5b8c2a"}
+COLORS = {"pull": "#7a3b8f", "direct": "#0b6e99", "nixl": "#c4620a", "host": "#5b8c2a"}
 INK, FAINT, BASELINE = "#333333", "#9a9a9a", "#b02a37"
 SERVING = (
     (
@@ -55,7 +55,7 @@ SERVING = (
             ("sglang-vllm", "SGLang to vLLM", COLORS["nixl"], "o-"),
         ),
     ),
-)  # panels: setup, its name there, color and line
+)  # for each panel: setup, its label, color, line
 LOADS = (
     ("idle", "none", False),
     ("decode loop", "decode", False),
@@ -107,7 +107,7 @@ def rates(found: Mapping[str, Any], path: Path) -> None:
 
 
 def beside(found: Mapping[str, Any], path: Path) -> None:
-    """Bars: p50 of a paced 128 MiB transfer; whiskers: p99. Over each, how much slower the engine became."""
+    """Bars show p50 of a paced 128 MiB transfer, whiskers p99. The text above: how much slower the engine became."""
     rows = found.get("busy", ())
     routes = [route for route in COLORS if _rows(rows, route=route)]
     kept = [(name, load, mps) for name, load, mps in LOADS if _rows(rows, load=load, mps=mps)]
@@ -136,7 +136,7 @@ def beside(found: Mapping[str, Any], path: Path) -> None:
 
 
 def first_tokens(found: Mapping[str, Any], path: Path) -> None:
-    """The decode engine's median time to first token, by prompt length and pair; a tick is that engine's floor."""
+    """The decode engine's median time to first token, by prompt length and pair. A tick marks that engine's floor."""
     pairs = [pair for pair in found["pairs"] if pair["rows"]]
     lengths = sorted({row["tokens"] for pair in pairs for row in pair["rows"]})
     figure, panels = pyplot.subplots(
@@ -156,7 +156,7 @@ def first_tokens(found: Mapping[str, Any], path: Path) -> None:
 
 
 def served(found: Mapping[str, Any], path: Path) -> None:
-    """A row for each kind of pair; against the rate asked: what was answered, and medians (p99 faint) of the times."""
+    """A row for each kind of pair: requests answered, and median times (p99 faint), by the rate of requests."""
     shown = [(title, _measured(found, setups)) for title, setups in SERVING]
     shown = [(title, lines) for title, lines in shown if lines]
     figure, panels = pyplot.subplots(len(shown), 3, figsize=(9.6, 0.6 + 2.5 * len(shown)), squeeze=False, sharex=True)
@@ -188,8 +188,8 @@ def served(found: Mapping[str, Any], path: Path) -> None:
 def _measured(
     found: Mapping[str, Any], setups: Sequence[tuple[str, str, str, str]]
 ) -> list[tuple[str, str, str, list[tuple[float, Mapping[str, float]]]]]:
-    """Of each setup that was measured: how it is drawn, and medians over the rounds at each rate."""
-    lines = []
+    """For each measured setup: how it is drawn, and the medians over its rounds at each rate."""
+    lines: list[tuple[str, str, str, list[tuple[float, Mapping[str, float]]]]] = []
     for setup, label, color, line in setups:
         points = [point for row in _rows(found["rows"], setup=setup) for point in row["points"]]
         if points:

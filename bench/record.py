@@ -1,4 +1,4 @@
-"""Where every figure goes: bench/results/NAME.json, with the commit and the machine beside it."""
+"""Writes figures to bench/results/NAME.json, with commit and machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def machine() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The tree's commit, with a + if the tree differs from it; KVBRIDGE_COMMIT where it was copied without history."""
+    """The tree's commit, with a + if the tree differs from it. KVBRIDGE_COMMIT if the tree has no history."""
     if said := os.environ.get("KVBRIDGE_COMMIT"):
         return said
     if shutil.which("git") is None:
@@ -37,7 +37,7 @@ def commit() -> str:
 
 
 def write(name: str, found: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Keep what was measured; a later run of the same bench replaces it."""
+    """Write the figures. A later run of the same bench replaces them."""
     path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**machine(), **found}, indent=1) + "\n")

@@ -1,17 +1,17 @@
-"""Serving end to end, on two cores: one engine alone, and two behind a router, by kvbridge and by the engines' own.
+"""Serving end to end on two cores: one engine, or two behind a router, with kvbridge or the engine's own connector.
 
     .venv/bin/python bench/serving.py [--setups vllm-kvbridge,vllm-nixl] [--rates 1,2,3,4] [--seconds 8] [--rounds 2]
 
-Real servers and routers, streamed completions over HTTP. What prefills has core 0, what decodes core 1, each with its
-agent; router and client run on either. An engine alone has core 0, or both. All setups get the same prompts, of 128 to
-2048 tokens, for answers of 32; they come at random (Poisson, seeded) at each rate, whatever became of those before.
-Prefix caches are off. The processor computes, with a small model: this measures what serving costs beside the model,
-and what it saves to decode apart, and not what a GPU does.
+Real servers and routers, with completions streamed over HTTP. Prefill has core 0 and decode core 1, each with its
+agent. Router and client run on either. An engine alone has core 0, or both. All setups get the same prompts of 128 to
+2048 tokens, for answers of 32. At each rate they arrive at random (Poisson, seeded), whatever became of the prompts
+before. Prefix caches are off. A small model is computed on the CPU. So this measures what serving costs beside the
+model, and what is saved by decoding apart, but not what a GPU does.
 
-First each setup answers ten prompts one after the other: the text must be what an engine alone says (all compute in
-fp32). Any error fails the bench, and so does KV that did not travel. Beside each row stand the cores that each part
-used, and all that is not the bench's (`others`): a row beside which much else ran is no good, and is measured again
-with `--setups`, which keeps the other setups' rows while commit, machine and load are the same.
+First each setup answers ten prompts one after the other. The text must equal that of an engine alone (all compute in
+fp32). The bench fails on any error, and if KV was not carried. Each row also has the cores that each part used, and
+those of everything else on the machine (`others`). If `others` is large, measure the row again with `--setups`. This
+keeps the rows of other setups if commit, machine and load are the same.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ from demo.model import write_model, write_tokenizer
 folder, layers, inner = sys.argv[1:]
 write_tokenizer(write_model(pathlib.Path(folder), num_hidden_layers=int(layers), intermediate_size=int(inner)))"""
 ROW_BYTES = LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 4  # of one token, in fp32
-ROOM = 65536  # tokens that each engine has room for
-BATCH = 2048  # tokens that one step computes at most: vLLM's default
-CHECKED, WIRING = 10, 2  # prompts asked one by one; the first two wire the engines up
+ROOM = 65536  # tokens for which each engine has room
+BATCH = 2048  # most tokens of one step: vLLM's default
+CHECKED, WIRING = 10, 2  # prompts asked one by one; the first two connect the engines
 CHECK_SEED, WARM_SEED, SEED = 1, 2, 100
 PATIENCE_S, IDLE_S = 60.0, 2.0
-SETTLE_S = 1.5  # vLLM's worker turns without a pause for a second after its last step
+SETTLE_S = 1.5  # vLLM's worker spins for a second after its last step
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """`engines` are who prefills and who decodes, or one alone; `blocks` theirs, in tokens."""
+    """`engines`: prefill and decode, or a single one. `blocks`: their block sizes in tokens."""
 
     name: str
     engines: tuple[str, ...]
@@ -77,7 +77,7 @@ class Setup:
     router: str = ""
     blocks: tuple[int, ...] = (32, 32)
     has_two_cores: bool = False  # an engine alone
-    is_only_tried: bool = False  # whether its answers are right
+    is_only_tried: bool = False  # counts right answers, and is not measured
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class Setup:
 
     @property
     def servers(self) -> tuple[Any, ...]:
-        """Setups in which these are equal differ in the router alone."""
+        """A key. Setups with equal keys differ only in the router."""
         return self.engines, self.carrier, self.blocks, self.roles
 
 
@@ -108,7 +108,7 @@ SETUPS = (
 
 @contextlib.contextmanager
 def on_cores(cores: set[int]) -> Iterator[None]:
-    """What is started meanwhile stays on these."""
+    """Processes started inside this context stay on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -126,7 +126,7 @@ class Running:
     agents: dict[str, AgentProcess] = field(default_factory=dict)
 
     def carried(self) -> float | None:
-        """KV bytes that the decode side has taken over so far; None where nobody says."""
+        """KV bytes that the decode side has received so far. None if no metric says so."""
         if self.agents:
             return self.agents["decode"].status.counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0)
         decode = self.servers.get("decode")
@@ -136,7 +136,7 @@ class Running:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Whose CPU time is counted together, by the process that leads them."""
+        """The leading process of each part, whose CPU time is counted together with its session's."""
         parts = {role: server.process.pid for role, server in self.servers.items()}
         return parts | {f"{role}'s agent": each.process.pid for role, each in self.agents.items()}
 
@@ -151,7 +151,7 @@ def start(setup: Setup, folder: Path, model: Path, stack: ExitStack) -> Running:
     for role, engine, block in zip(setup.roles, setup.engines, setup.blocks, strict=False):
         with on_cores(CORES[role]):
             if setup.carrier == "kvbridge":
-                defaults = dict.fromkeys(("slot_bytes", "receive_slots", "send_slots"))
+                defaults: dict[str, Any] = dict.fromkeys(("slot_bytes", "receive_slots", "send_slots"))
                 running.agents[role] = stack.enter_context(agent(folder, role, **defaults))
             if engine == "vllm":
                 server = _vllm(setup, role, block, folder, model)
@@ -168,7 +168,7 @@ def start(setup: Setup, folder: Path, model: Path, stack: ExitStack) -> Running:
 
 
 def _pin(leads: int, cores: set[int]) -> None:
-    """Every thread of a session: vLLM's NixlConnector moves the one that computes to the machine's last core."""
+    """Pin every thread of a session, because vLLM's NixlConnector moves the computing thread to the last core."""
     for pid in _session(leads):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
@@ -214,7 +214,7 @@ def _sglang(setup: Setup, role: str, block: int, folder: Path, model: Path) -> S
 
 
 def front(setup: Setup, running: Running, folder: Path, stack: ExitStack) -> Server:
-    """What clients ask: the router with its default settings, or the engine itself."""
+    """Start what clients connect to: the router with its default settings, or the engine itself."""
     if not setup.router:
         (server,) = running.servers.values()
         return server
@@ -239,14 +239,14 @@ def front(setup: Setup, running: Running, folder: Path, stack: ExitStack) -> Ser
 
 
 class Busy:
-    """CPU seconds of each part, and of everything else on the machine, since it was made."""
+    """The CPU time of each part, and of everything else on the machine, since this object was made."""
 
     def __init__(self, parts: Mapping[str, int]) -> None:
         self._parts = parts
         self._began, self._before = time.monotonic(), self._now()
 
     def shares(self) -> dict[str, float]:
-        """In cores: 1 is one core all the time."""
+        """The shares in cores: 1 is one core all the time."""
         seconds = time.monotonic() - self._began
         spent = {name: after - self._before[name] for name, after in self._now().items()}
         machine, stolen = spent.pop("machine"), spent.pop("stolen")
@@ -262,7 +262,7 @@ class Busy:
 
 
 def _session(leads: int) -> list[int]:
-    """A process and all in the session that it leads."""
+    """A process and all others in the session that it leads."""
     found = []
     for pid in (int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal()):
         with contextlib.suppress(OSError):
@@ -282,9 +282,9 @@ def _spent_s(pid: int) -> float:
 def measure(
     setup: Setup, running: Running, url: str, parts: Mapping[str, int], expected: Sequence[str], chosen: Any
 ) -> dict[str, Any]:
-    """One setup's row. `expected` are digests of the first answers, none if nobody has answered them yet.
+    """One setup's row. `expected` has the digests of the first answers. It is empty for the first setup.
 
-    Raises AssertionError for an answer that is an error or another than expected, or KV that did not travel.
+    Raises AssertionError if an answer is an error, or is not as expected, or if KV was not carried.
     """
     found: dict[str, Any] = {"setup": setup.name, "router": setup.router, "blocks": list(setup.blocks)}
     before = running.carried()
@@ -308,7 +308,7 @@ def measure(
 
 
 def _idle(parts: Mapping[str, int]) -> dict[str, float]:
-    """What each part uses while nobody asks."""
+    """The cores that each part uses while there are no requests."""
     time.sleep(SETTLE_S)
     busy = Busy(parts)
     time.sleep(IDLE_S)
@@ -347,7 +347,7 @@ def _settled(setup: Setup, answers: Sequence[Answer]) -> None:
 
 
 def run(chosen: Any, folder: Path, rows: list[dict[str, Any]]) -> Iterator[None]:
-    """Adds each setup's row."""
+    """Add each setup's row to `rows`."""
     model = folder / "model"
     subprocess.run([VLLM, "-c", MODEL, str(model), str(LAYERS), str(INNER)], check=True, cwd=ROOT)
     order = [list(group) for _, group in itertools.groupby(chosen.setups, key=lambda setup: setup.servers)]
@@ -362,14 +362,14 @@ def run(chosen: Any, folder: Path, rows: list[dict[str, Any]]) -> Iterator[None]
                     with ExitStack() as routing:
                         server = front(setup, running, own, routing)
                         parts = running.parts | ({"router": server.process.pid} if setup.router else {})
-                        expected = next((row["answers"] for row in rows if "alone" in row["setup"]), [])
+                        expected: list[str] = next((row["answers"] for row in rows if "alone" in row["setup"]), [])
                         row = measure(setup, running, server.url, parts, expected, chosen)
                         rows.append({"round": turn, "load_before": load, **row})
                         yield
 
 
 def _kept(told: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of other setups in the results, if they are of this commit, machine and load."""
+    """The rows of other setups in the results, if commit, machine and load are the same."""
     path = RESULTS / "serving.json"
     if not path.exists():
         return []
@@ -381,7 +381,7 @@ def _kept(told: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]
 
 
 def table(rows: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> str:
-    """What docs/benchmarks.md shows, in Markdown; medians over the rounds."""
+    """The table of docs/benchmarks.md, in Markdown. Medians over the rounds."""
     lines = ["| setup | " + " | ".join(f"{rate:g} a second" for rate in rates) + " |", "|---" * (1 + len(rates)) + "|"]
     for name in dict.fromkeys(row["setup"] for row in rows if "points" in row):
         points = [point for row in rows if row["setup"] == name for point in row["points"]]
@@ -399,11 +399,11 @@ def _cell(points: Sequence[Mapping[str, Any]]) -> str:
 
 def read_args() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setups", default="", help="names with commas between; default: all")
+    parser.add_argument("--setups", default="", help="names, separated by commas; default: all")
     parser.add_argument("--rates", default="1,2,3,4", help="requests a second")
     parser.add_argument("--seconds", type=float, default=8.0, help="for each rate")
-    parser.add_argument("--rounds", type=int, default=1, help="every second one in reverse order")
-    parser.add_argument("--logs", help="a folder to keep the engines', agents' and routers' logs in")
+    parser.add_argument("--rounds", type=int, default=1, help="every second round is in reverse order")
+    parser.add_argument("--logs", help="a folder for the logs of engines, agents and routers")
     chosen = parser.parse_args()
     known = {setup.name: setup for setup in SETUPS}
     names = chosen.setups.split(",") if chosen.setups else list(known)

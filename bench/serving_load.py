@@ -1,6 +1,6 @@
-"""The client of the serving bench: prompts and when they come, streamed answers, and what their times come to.
+"""The client of the serving bench: prompts and their arrival times, streamed answers, and figures of their times.
 
-Pure, but for `drive`.
+Pure, except `drive`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvbridge.proxy.events import DONE, FAILED, Events
 
 SHORTEST, LONGEST = 128, 2048  # tokens of a prompt
 ANSWER = 32  # tokens of an answer
-WORDS = 1023  # of the model's tokenizer: the numbers from 1 on
+WORDS = 1023  # words of the model's tokenizer: the numbers from 1 on
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A prompt of `tokens` words, and when it is asked: `at_s` after the point began."""
+    """A prompt of `tokens` words, to be sent `at_s` after the start."""
 
     at_s: float
     tokens: int
@@ -36,7 +36,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """Moments of the client's clock: when it was due, and of each token. `error` is empty if all is well."""
+    """When the prompt was due and when each token came, on the client's clock. `error` is "" if all is well."""
 
     due_s: float
     tokens_s: list[float] = field(default_factory=list)
@@ -49,11 +49,11 @@ class Answer:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between tokens. Of tokens that come in one event only the first has waited."""
+        """The times between tokens. If several tokens come in one event, only the first has waited."""
         return [after - before for before, after in zip(self.tokens_s, self.tokens_s[1:], strict=False)]
 
     def take(self, event: bytes, now: float) -> None:
-        """One event of the stream. Raises ValueError for one that is an error."""
+        """Take one event of the stream. ValueError if it is an error."""
         if FAILED.match(event):
             raise ValueError(event.decode(errors="replace"))
         for choice in json.loads(event)["choices"]:
@@ -63,31 +63,31 @@ class Answer:
 
 
 def asks(rate: float, seconds: float, seed: int) -> list[Ask]:
-    """Poisson arrivals, of which there are `rate` times `seconds`. A seed's prompts are the same at any rate."""
+    """`rate` times `seconds` Poisson arrivals. A seed gives the same prompts at any rate."""
     prompts, times = one_by_one(max(1, round(rate * seconds)), seed), random.Random(seed + 1)
     moments = sorted(times.uniform(0.0, seconds) for _ in prompts)
     return [replace(each, at_s=at_s) for each, at_s in zip(prompts, moments, strict=True)]
 
 
 def one_by_one(count: int, seed: int) -> list[Ask]:
-    """Prompts without a time."""
+    """Prompts without arrival times."""
     chance = random.Random(seed)
     return [Ask(0.0, *prompt(chance)) for _ in range(count)]
 
 
 def prompt(chance: random.Random) -> tuple[int, str]:
-    """Lengths are spread evenly over their logarithm; no two prompts begin alike."""
+    """The length and text of a prompt. Lengths are uniform in their logarithm."""
     tokens = round(math.exp(chance.uniform(math.log(SHORTEST), math.log(LONGEST))))
     return tokens, " ".join(str(chance.randint(1, WORDS)) for _ in range(tokens))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least of the values that `share` of them do not exceed. `values` are not empty."""
+    """The smallest value such that at least `share` of all are no larger. `values` must not be empty."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def figures(answers: Sequence[Answer]) -> dict[str, float]:
-    """Milliseconds of times; requests a second from the first arrival to the last token."""
+    """Times in milliseconds, and requests per second from the first arrival to the last token."""
     ends = max(each.tokens_s[-1] for each in answers) - min(each.due_s for each in answers)
     gaps = [gap for each in answers for gap in each.gaps_s]
     whole = [each.tokens_s[-1] - each.due_s for each in answers]
@@ -103,7 +103,7 @@ def digest(text: str) -> str:
 
 
 async def drive(url: str, model: str, asked: Sequence[Ask], patience_s: float, at_once: bool = True) -> list[Answer]:
-    """Ask each when its time has come, whatever became of those before; or each after the one before it."""
+    """Send each prompt at its time, whatever became of those before. Unless `at_once`, wait for each answer."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=patience_s)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
@@ -119,7 +119,7 @@ async def drive(url: str, model: str, asked: Sequence[Ask], patience_s: float, a
 
 
 async def _asked(http: aiohttp.ClientSession, url: str, model: str, ask: Ask, due_s: float) -> Answer:
-    """Does not raise for what the server does."""
+    """Does not raise: errors of the server are in the answer."""
     answer = Answer(due_s)
     body: dict[str, Any] = {"model": model, "prompt": ask.prompt, "max_tokens": ANSWER, "temperature": 0}
     body |= {"stream": True, "ignore_eos": True, "skip_special_tokens": False}

@@ -2,14 +2,15 @@
 
     .venv-sglang/bin/python bench/sglang_pair.py [--repeats 9] [--lengths 1024,8192] [--pairs 1:1,2:1]
 
-Prefill on core 0 (two ranks of it on both), decode on core 1. Both backends' servers stand side by side and take turns,
-prompt by prompt; no prompt is used twice and each is computed in one chunk, so all of it travels at once. Of each:
+Prefill is on core 0 (if it has two ranks, on both), decode on core 1. The servers of both backends run side by side and
+take turns, prompt by prompt. No prompt is used twice. Each is computed in one chunk, so all of it is sent at once. For
+each prompt:
 
     ttft      from the two requests to the decode server's first token; most of it is prefill
-    carried   from prefill's last send to the moment at which the decode server takes the request into its batch
-    reported  what SGLang says of the transfer itself, on the prefilling side
+    carried   from prefill's last send until the decode server takes the request into its batch
+    reported  SGLang's own time of the transfer, on the prefill side
 
-SGLang's NIXL backend registers a CPU's memory as a GPU's and refuses unequal ranks in it; the tests' plugin lifts both.
+SGLang's NIXL backend registers a CPU's memory as a GPU's, and then refuses unequal ranks. The tests' plugin fixes both.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
@@ -53,7 +55,7 @@ class Pair:
     times: Path
 
     def once(self, tokens: list[int], room: int) -> dict[str, float]:
-        """Seconds, by what was timed."""
+        """Carry one prompt. Returns the seconds of each figure."""
         body = {
             "input_ids": tokens,
             "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
@@ -70,7 +72,7 @@ class Pair:
         return {"ttft": ttft, **self._timed(room)}
 
     def _timed(self, room: int) -> dict[str, float]:
-        """Every rank's last word counts."""
+        """The times that the servers recorded. Of several ranks the last one counts."""
         end = time.monotonic() + 5
         while True:
             lines = [json.loads(line) for line in self.times.read_text().splitlines()]
@@ -86,7 +88,7 @@ class Pair:
 
 
 def start(stack: ExitStack, folder: Path, name: str, ranks: tuple[int, int]) -> Pair:
-    """Not ready yet."""
+    """Start a pair, without waiting until it is ready."""
     own = folder / f"{name}-{ranks[0]}-{ranks[1]}"
     own.mkdir()
     times = own / "times"
@@ -96,7 +98,7 @@ def start(stack: ExitStack, folder: Path, name: str, ranks: tuple[int, int]) -> 
         told = {"KVBRIDGE_TEST_TIMES": str(times)}
         if name == "kvbridge":
             for rank in range(size):
-                slots = {"slot_bytes": 4 << 20, "receive_slots": 16, "send_slots": 8}
+                slots: dict[str, Any] = {"slot_bytes": 4 << 20, "receive_slots": 16, "send_slots": 8}
                 stack.enter_context(agent(own, f"{role}-{rank}", **slots))
             told["KVBRIDGE_ENGINE_SOCKET"] = str(own / f"{role}-{{rank}}.sock")
         config = ServerConfig(
@@ -110,11 +112,12 @@ def start(stack: ExitStack, folder: Path, name: str, ranks: tuple[int, int]) -> 
             environment=told,
         )
         servers.append(stack.enter_context(Server(config, str(folder / "model"), own, role)))
-    return Pair(name, *servers, times)
+    sender, receiver = servers
+    return Pair(name, sender, receiver, times)
 
 
 def measure(pairs: list[Pair], length: int, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """By backend; the first of each (handshake, wiring up) is kept apart by `report`."""
+    """The times of each backend. `report` keeps the first of each apart: it includes the handshake."""
     found: dict[str, list[dict[str, float]]] = {pair.name: [] for pair in pairs}
     for repeat in range(repeats + 1):
         turn = pairs if repeat % 2 else pairs[::-1]
@@ -151,7 +154,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,8192")
     parser.add_argument("--pairs", default="1:1,2:1", help="ranks that prefill : ranks that decode")
     parser.add_argument("--backends", default=",".join(BACKENDS))
-    parser.add_argument("--logs", help="a folder to keep the servers' and agents' logs in")
+    parser.add_argument("--logs", help="a folder for the logs of servers and agents")
     chosen = parser.parse_args()
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -159,7 +162,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_model(folder / "model")
         for said in chosen.pairs.split(","):
-            ranks = tuple(map(int, said.split(":")))
+            prefills, decodes = map(int, said.split(":"))
+            ranks = prefills, decodes
             with ExitStack() as stack:
                 pairs = [start(stack, folder, backend, ranks) for backend in chosen.backends.split(",")]
                 for server in (each for pair in pairs for each in (pair.sender, pair.receiver)):

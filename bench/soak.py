@@ -1,16 +1,16 @@
-"""Many small transfers between two real agents while faults happen to both, to their engines and to what is between.
+"""Many small transfers between two real agents, while faults hit the agents, their engines and the network between.
 
     python bench/soak.py --transfers 100000 --seed 1
 
-In every round some thousand requests flow and one thing goes wrong, as the seed says: a process is killed or stands
-still for longer than any limit, connections are cut, requests are given up. One of the two agents (even seeds: the
-receiver's) is never killed; of that one the resident memory, the descriptors and the slots are kept account of. Agents
-of the seeds 2, 3, 6, 7 and so on speak CURVE, each with a key of its own.
+In every round about a thousand requests are carried, and one fault happens, chosen by the seed: a process is killed or
+frozen for longer than any limit, connections are cut, or requests are abandoned. One of the two agents (with even seeds
+the receiver's) is never killed. Its resident memory, descriptors and slots are watched. With seeds 2, 3, 6, 7 and so on
+agents use CURVE, each with its own key.
 
-Each run is added to bench/results/soak.json. `lost` are requests that never ended; `unanswered` those that an engine
-had to give up although its agent was neither stopped nor killed in that round; `corrupted` are elements that are not
-their owner's, by the oracle of tests/system/faults: every element of both engines' memory, at every end of a request or
-block. Any of them fails the run, and so do memory, slots or descriptors that do not come back (`failure`).
+Each run is added to bench/results/soak.json. `lost` counts requests that never ended. `unanswered` counts those that an
+engine had to give up although its agent was neither stopped nor killed in that round. `corrupted` counts elements that
+are not their owner's. The oracle of tests/system/faults checks every element of both engines' memory whenever a request
+or block ends. Any of these fails the run. So do memory, slots or descriptors that are not given back (`failure`).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from record import RESULTS, machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.system.faults.processes import Held, Nursery
+from tests.system.faults.processes import Held
 from tests.system.faults.proxy import Proxy
 from tests.system.faults.world import QUIET_S, ROLES, UCX_KEEPS, Role, Side, World, is_owed
 
 ROUND = 4000
 STOP_S = 2.5
 ROUND_S = 120.0
-WARM = 0.2  # of the rounds: what is allocated once is allocated then
-ENDS = 3  # rounds whose median is the memory at the beginning, and as many at the end
-ROUNDS = 2 * ENDS + 1  # after the warm-up, at least: of fewer it says nothing
+WARM = 0.2  # the share of rounds that warm up: what is allocated once is allocated then
+ENDS = 3  # memory at the begin, and at the end, is the median of this many rounds
+ROUNDS = 2 * ENDS + 1  # after the warm-up, the fewest rounds from which growth can be told
 GROWTH = 1.05
 FAULTS = ("none", "kill agent", "kill engine", "stop agent", "stop engine", "cut", "reset", "half-open", "abandon")
-NO_FAULTS = ("none", "abandon")  # these are done to no process and no connection
+NO_FAULTS = ("none", "abandon")  # these hit no process and no connection
 SLOTS = {"receive_slots": "64", "send_slots": "32", "log_level": "error"}
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What an agent has while nothing is under way. `slots` are free to be lent, and to gather into."""
+    """What an agent holds while nothing is under way. `slots`: those free to be lent, and those free to gather into."""
 
     held: Held
     slots: tuple[int, int]
@@ -87,7 +87,7 @@ class Soak:
         self.first = self._rests()
 
     def end(self) -> None:
-        """The survivor holds what it held: UCX lets go of a dead peer's when it next looks."""
+        """Check that the survivor holds no more than at first. UCX closes a dead peer's descriptors with a delay."""
         assert self.first is not None
         end, side = time.monotonic() + QUIET_S, self.world.sides[self.survivor]
         most = may_keep(side.survived)
@@ -105,7 +105,7 @@ class Soak:
         return Rest(Held.by(self.world.sides[self.survivor].agent.pid), self.world.free_slots()[self.survivor])
 
     def round(self) -> None:
-        """Something goes wrong under load; then load alone, in which nothing may."""
+        """One fault under load, then load alone, in which nothing may fail."""
         world, fault = self.world, self.chance.choice(FAULTS)
         self.faults[fault] += 1
         world.calm()
@@ -113,10 +113,10 @@ class Soak:
         world.begin(ROUND, abandon=0.3 if fault == "abandon" else 0.01)
         time.sleep(self.chance.uniform(0.05, 1.5))
         if self._spoil(fault) == "receiver":
-            before = {"begun": 0, "ends": {}}  # that engine took its requests along
+            before = {"begun": 0, "ends": {}}  # the killed engine's counts are gone
         time.sleep(0.5)
         for side in world.sides.values():
-            side.engine.tell("forget")  # what one side has not begun the other would wait for
+            side.engine.tell("forget")  # else one side would wait for what the other has not begun
         self._count(before)
         self._serves()
         world.is_clean()
@@ -133,7 +133,7 @@ class Soak:
         self.lost += now["begun"] - before["begun"] - ended.total()
 
     def _serves(self) -> None:
-        """A hundred in a row succeed again; engines that only count say so by their counts."""
+        """Wait until a hundred requests in a row succeed, by the engines' counts."""
         end = time.monotonic() + 30.0
         while not all(self.world.is_attached(side) for side in self.world.sides.values()):
             assert time.monotonic() < end, "an engine does not come back"
@@ -151,7 +151,7 @@ class Soak:
             side.ends.clear()
 
     def _spoil(self, fault: str) -> str:
-        """Have it happen; whose engine was killed, if one was."""
+        """Make a fault happen. Returns the role whose engine was killed, if any."""
         world = self.world
         what, _, whom = fault.partition(" ")
         role = self.chance.choice(ROLES)
@@ -170,9 +170,9 @@ class Soak:
                 side.start_engine()
                 return role
         elif what == "stop":
-            process.send(signal.SIGSTOP)
+            process.send_signal(signal.SIGSTOP)
             time.sleep(STOP_S)
-            process.send(signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)
         elif what in ("cut", "reset"):
             self.proxy.cut(is_reset=what == "reset")
         elif what == "half-open":
@@ -185,11 +185,11 @@ class Soak:
         found: dict[Role, dict[str, Any]] = {}
         for role, side in self.world.sides.items():
             side.engine.tell("audit")
-            found[role] = side.engine.wait("audited", 30.0)
+            found[role] = side.engine.wait_for("audited", 30.0)
         return found
 
     def _drained(self) -> dict[str, Any]:
-        """How wants ended, once all have."""
+        """How wants ended, once all have ended."""
         end = time.monotonic() + ROUND_S
         while True:
             audited = self._audited()
@@ -212,15 +212,15 @@ def resident_bytes(pid: int) -> int:
 
 
 def may_keep(deaths: int) -> int:
-    """Descriptors of ended connections that UCX may have left open after so many deaths of the other agent.
+    """How many descriptors of ended connections UCX may keep open after so many deaths of the other agent.
 
-    Of one death UCX_KEEPS; but after 67 deaths of the receiver's agent they were 3 in all, after 113 of the sender's 1.
+    UCX_KEEPS after one death. After 67 deaths of the receiver's agent it kept 3 in all, after 113 of the sender's 1.
     """
     return UCX_KEEPS + deaths // 4 if deaths else 0
 
 
 def growth(resident: list[int]) -> tuple[int, int] | None:
-    """Bytes after the warm-up and at the end; None if the rounds are too few to tell."""
+    """Bytes after the warm-up, and at the end. None if the rounds are too few."""
     warm = resident[int(len(resident) * WARM) :]
     if len(warm) < ROUNDS:
         return None
@@ -228,10 +228,10 @@ def growth(resident: list[int]) -> tuple[int, int] | None:
 
 
 def run(transfers: int, seed: int, seconds: float) -> dict[str, Any]:
-    folder, nursery, proxy = Path(tempfile.mkdtemp(prefix="kvbridge-soak-")), Nursery(), Proxy()
+    folder, proxy = Path(tempfile.mkdtemp(prefix="kvbridge-soak-")), Proxy()
     job: dict[str, Any] = {"tokens": 16, "width": 8, "prompts": 64, "is_brief": True, "deadline_s": 2.0, "seed": seed}
     began, failure = time.monotonic(), ""
-    world = World(folder, nursery, options=SLOTS, through=proxy.through, is_keyed=seed // 2 % 2 == 1, **job)
+    world = World(folder, options=SLOTS, through=proxy.through, is_keyed=seed // 2 % 2 == 1, **job)
     soak = Soak(seed, world, proxy)
     try:
         soak.meet()
@@ -244,7 +244,6 @@ def run(transfers: int, seed: int, seconds: float) -> dict[str, Any]:
         soak.corrupted += [failure] if "numbers" in failure else []
     finally:
         world.close()
-        nursery.close()
         proxy.close()
     if not failure:
         shutil.rmtree(folder)
@@ -274,7 +273,7 @@ def run(transfers: int, seed: int, seconds: float) -> dict[str, Any]:
 
 
 def totals(faults: list[dict[str, int]]) -> dict[str, int]:
-    """What was really done to processes and connections, and in how many rounds many requests were given up."""
+    """How many faults hit processes and connections, and in how many rounds requests were abandoned."""
     return {
         "faults": sum(n for each in faults for fault, n in each.items() if fault not in NO_FAULTS),
         "abandon_rounds": sum(each.get("abandon", 0) for each in faults),
@@ -282,7 +281,7 @@ def totals(faults: list[dict[str, int]]) -> dict[str, int]:
 
 
 def keep(found: dict[str, Any]) -> None:
-    """Add a run to those before it."""
+    """Add a run to the earlier ones."""
     path = RESULTS / "soak.json"
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     runs.append(found)
@@ -296,7 +295,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transfers", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="no new round after so long")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no new round after this time")
     said = parser.parse_args()
     found = run(said.transfers, said.seed, said.seconds)
     keep(found)

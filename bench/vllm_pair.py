@@ -2,9 +2,9 @@
 
     .venv-vllm/bin/python bench/vllm_pair.py [--repeats 9] [--lengths 1024,8192]
 
-Prefill on core 0, decode on core 1; one pair of engines after the other, because NixlConnector's progress threads spin
-in an idle engine too and would take the cores from whoever runs beside it. Prefix caching is off and no prompt is used
-twice. `floor` is the decode engine with a two-token prompt; `alone` is one engine that computes the whole prompt.
+Prefill is on core 0, decode on core 1. Only one pair of engines runs at a time, because NixlConnector's progress
+threads spin even in an idle engine and would take the cores. Prefix caching is off, and no prompt is used twice.
+`floor` is the decode engine with a two-token prompt. `alone` is one engine that computes the whole prompt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pair:
     receiver: EngineProcess
 
     def once(self, tokens: list[int], request: str) -> float:
-        """Seconds from handing the prefilled request to the decode engine until its first token."""
+        """Seconds from giving the prefilled request to the decode engine until its first token."""
         prefilled = self.sender.run(f"p-{self.name}-{request}", tokens, 1, dict(PREFILL))
         assert prefilled.params, prefilled
         started = time.perf_counter()
@@ -79,7 +79,7 @@ def start(stack: ExitStack, folder: Path, name: str, receiver_block: int) -> Pai
 
 
 def measure(pair: Pair, length: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds by what was timed; the first of each (handshake, wiring up) is kept apart by `report`."""
+    """The seconds of each figure. `report` keeps the first of each apart: it includes the handshake."""
     found: dict[str, list[float]] = {pair.name: [], "alone": [], "floor": []}
     for repeat in range(repeats + 1):
         tokens = prompt(length, seed=1000 * length + repeat)
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--lengths", default="1024,8192")
-    parser.add_argument("--logs", help="a folder to keep the engines' and agents' logs in")
+    parser.add_argument("--logs", help="a folder for the logs of engines and agents")
     chosen = parser.parse_args()
     lengths = [int(length) for length in chosen.lengths.split(",")]
     found: dict[tuple[int, str], dict[str, list[float]]] = {}

@@ -1,1 +1,1 @@
-"""Engines that are none, for seeing the bridge carry real bytes on one machine."""
+"""Demonstrations of kvbridge on one machine, with synthetic or real engines."""

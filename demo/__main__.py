@@ -1,4 +1,4 @@
-"""`python -m demo`, by hand: see what kvbridge does, on one machine."""
+"""The command `python -m demo`: shows on one machine what kvbridge does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`python -m demo --cross`: one real engine prefills, one of the other kind decodes, `kvbridge proxy` in front of them.
+"""`python -m demo --cross`: one real engine prefills and one of the other kind decodes, behind `kvbridge proxy`.
 
-Both directions, blocks and ranks the same on both sides, and others. The tokens are
-compared with those of each engine alone, and the KV rows in the one engine's memory with those in the other's.
+Runs both directions, with the same blocks and ranks on both sides and with different ones. Compares the tokens with
+those of each engine alone, and the KV rows in one engine's memory with those in the other's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PAIRS = {
 
 @dataclass(frozen=True, slots=True)
 class CrossOutcome:
-    """One prompt through one pair. `difference` of the rows is empty if they are as they should be."""
+    """One prompt through one pair. `difference` is empty if the rows are right."""
 
     sender: DemoServer
     receiver: DemoServer
@@ -84,7 +84,7 @@ def run(vllm_python: Path | None, sglang_python: Path | None) -> None:
 
 
 def _leave(number: int, _: Any) -> None:
-    """The servers are in sessions of their own: they have to be ended."""
+    """The servers are in process groups of their own, so they must be ended: exit through the stack."""
     raise SystemExit(128 + number)
 
 
@@ -97,7 +97,7 @@ def _carry_all(fleet: CrossFleet, seeds: Iterator[int], sender: DemoServer, rece
 def _carry(
     fleet: CrossFleet, proxy: ServerProcess, sender: DemoServer, receiver: DemoServer, tokens: list[int]
 ) -> CrossOutcome:
-    """One prompt; the engines are asked alone afterwards, so that no memory has its rows before they come."""
+    """One prompt. Each engine is asked alone afterwards, so that no memory has the rows before they are carried."""
     before, began = fleet.moved_bytes(receiver), time.perf_counter()
     carried = _generate(proxy, tokens)
     seconds, moved = time.perf_counter() - began, fleet.moved_bytes(receiver) - before
@@ -114,9 +114,9 @@ def _generate(server: ServerProcess, tokens: list[int]) -> tuple[int, ...]:
 
 
 def compare(folder: Path, sender: DemoServer, receiver: DemoServer, tokens: int) -> str:
-    """Why the rows that the one request in this folder left are not what they should be; empty if they are.
+    """What is wrong with the rows that the one request in this folder left; empty if nothing is.
 
-    Takes the files away. Raises OperatorError (`no_rows`).
+    Deletes the files. Raises OperatorError (`no_rows`).
     """
     room = wait_room(folder)
     given = load(folder, "prefill", room, sender.files)
@@ -128,7 +128,7 @@ def compare(folder: Path, sender: DemoServer, receiver: DemoServer, tokens: int)
 
 
 def report(console: Console, direction: str, outcomes: Sequence[CrossOutcome]) -> None:
-    """One direction's table, and below it what is wrong."""
+    """Print one direction's table, and below it what is wrong."""
     table = Table(title=f"{direction}, fp32", title_justify="left")
     for column in ("prefill", "decode", "prompt", "KB carried", "ms", "tokens", "KV rows"):
         table.add_column(column, justify="right" if column in ("prompt", "KB carried", "ms") else "left")
@@ -149,7 +149,7 @@ def report(console: Console, direction: str, outcomes: Sequence[CrossOutcome]) -
 
 
 def conclude(console: Console, outcomes: Sequence[CrossOutcome]) -> None:
-    """Raises typer.Exit(1) unless all is as it should be."""
+    """Say what was compared. Raises typer.Exit(1) if anything is wrong."""
     console.print(
         f"{DECODED} tokens decoded of each prompt, compared with those of each engine alone; the KV rows in the "
         "decoding engine, with the reference conversion of those in the prefilling engine."

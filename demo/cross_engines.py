@@ -1,5 +1,4 @@
-"""The servers of `python -m demo --cross`: real ones of both kinds, each rank beside an agent; a proxy for each
-pair."""
+"""Starts the servers of `python -m demo --cross`: real engines of both kinds, an agent per rank, a proxy per pair."""
 
 from __future__ import annotations
 
@@ -16,17 +15,17 @@ from kvbridge.loopback.processes import SETTINGS, AgentProcess, ServerProcess, a
 from .pythonpath import of_checkout
 from .vllm_cpu import SETTINGS as VLLM_SETTINGS
 
-START_S = 600.0  # of one that shares two busy cores with five others
+START_S = 600.0  # start-up of an engine that shares two busy cores with five others
 MOST_TOKENS = 1 << 14  # room for KV in each engine
 SGLANG_SETTINGS = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class DemoServer:
-    """How a server is started. vLLM's do both, SGLang's one of "prefill", "decode" and "alone"."""
+    """How a server is started. vLLM's `role` is "both", SGLang's is "prefill", "decode" or "alone"."""
 
     kind: str
-    block_tokens: int  # SGLang: of a page
+    block_tokens: int  # or of a page, for SGLang
     ranks: int = 1  # tensor parallel
     role: str = "both"
 
@@ -45,12 +44,12 @@ class DemoServer:
 
     @property
     def files(self) -> int:
-        """Of one prompt's rows: vLLM's engine core writes all of them, SGLang's ranks each their own."""
+        """How many files hold a prompt's rows: one by vLLM's engine core, or one by each rank of SGLang."""
         return 1 if self.kind == "vllm" else self.ranks
 
 
 class CrossFleet:
-    """Servers, each rank beside an agent of its own; in `folder`, ended with `stack`."""
+    """Servers, and an agent for each rank. Their files are in `folder`; they end with `stack`."""
 
     def __init__(self, folder: Path, stack: ExitStack, pythons: dict[str, str]) -> None:
         self.folder = folder
@@ -61,11 +60,11 @@ class CrossFleet:
         self._pythons = pythons
         self._model = str(folder / "model")
         self._agents: dict[DemoServer, list[AgentProcess]] = {}
-        self._places: dict[DemoServer, str] = {}  # as the proxy is told
+        self._places: dict[DemoServer, str] = {}  # as `kvbridge proxy` takes them
         subprocess.run([pythons["vllm"], "-m", "demo.model", self._model], check=True, capture_output=True)
 
     def start(self, *engines: DemoServer) -> None:
-        """Have them ready; their start-ups overlap."""
+        """Start these and wait until they are ready. They start at the same time."""
         names = [f"{engine.name}-{rank}" for engine in engines for rank in range(engine.agents)]
         started = iter(self._stack.enter_context(agents(self.folder, names, slot_bytes=str(1 << 20))))
         for engine in engines:
@@ -85,7 +84,7 @@ class CrossFleet:
             flags = _sglang(engine, self._model, bootstrap)
             settings = SGLANG_SETTINGS | {"KVBRIDGE_ENGINE_SOCKET": socket}
             self._places[engine] = f"sglang=http://127.0.0.1:{port},bootstrap={bootstrap}"
-        # Ranks that wait for each other spin: on as many cores as there are of them the agents would get none.
+        # Ranks spin while they wait for each other. With as many ranks as cores, agents would get no core.
         command = ["nice", "-n", "10"] if engine.ranks > 1 else []
         command += [self._pythons[engine.kind], "-m", f"demo.{engine.kind}_rows"]
         command += [*flags, "--host", "127.0.0.1", "--port", str(port)]
@@ -94,12 +93,12 @@ class CrossFleet:
         return server
 
     def moved_bytes(self, engine: DemoServer) -> float:
-        """What its agents, as receivers, have taken over so far."""
+        """How many bytes its agents have received so far."""
         return sum(map(moved_bytes, self._agents[engine]))
 
     @contextmanager
     def proxy(self, sender: DemoServer, receiver: DemoServer) -> Iterator[ServerProcess]:
-        """In front of this pair."""
+        """Run a proxy in front of this pair."""
         port = free_port()
         command = [sys.executable, "-m", "kvbridge.cli", "proxy", "--listen", f"127.0.0.1:{port}"]
         command += ["--prefill", self._places[sender], "--decode", self._places[receiver].partition(",")[0]]

@@ -1,9 +1,9 @@
-"""A small llama with random but well-behaved weights, for the demo and the tests that run real engines.
+"""Writes a small llama with random weights, for the demo and the tests that run real engines.
 
-`<python with vLLM> -m demo.model FOLDER` writes it, with a tokenizer.
+`<python with vLLM> -m demo.model FOLDER` writes it with a tokenizer.
 
-N(0, 0.3) everywhere is chaotic in bf16: two correct engines part after a token. Embeddings N(0, 1) and matrices
-g / sqrt(fan_in), with g = 1.7 for q and k and 4 for lm_head, give tokens that are varied and stable.
+Weights of N(0, 0.3) everywhere are chaotic in bf16: two correct engines diverge after one token. Embeddings of N(0, 1)
+and matrices of g / sqrt(fan_in), with g = 1.7 for q and k and 4 for lm_head, give varied and stable tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GAINS = {"q_proj": 1.7, "k_proj": 1.7, "lm_head": 4.0}
 
 
 def write_config(folder: Path, **changes: object) -> Path:
-    """Only config.json: enough for vLLM's scheduler, which never loads weights."""
+    """Write config.json only. That is enough for vLLM's scheduler, which never loads weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -52,7 +52,7 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 
 def write_model(folder: Path, seed: int = 0, **changes: object) -> Path:
-    """config.json and model.safetensors; the same bytes for the same arguments."""
+    """Write config.json and model.safetensors. The same arguments give the same bytes."""
     import torch
     from safetensors.torch import save_file
 
@@ -74,7 +74,7 @@ def write_model(folder: Path, seed: int = 0, **changes: object) -> Path:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """For `vllm serve`, where prompts are text: the words of this model are the numbers from 1 to 1023."""
+    """Write a tokenizer for `vllm serve`, where prompts are text. Its words are the numbers from 1 to 1023."""
     words = {UNKNOWN: 0} | {str(number): number for number in range(1, VOCABULARY)}
     tokenizer = {
         "version": "1.0",
@@ -89,7 +89,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
-    """Varied token ids; other seeds share no prefix."""
+    """Varied token ids. Prompts of different seeds share no prefix."""
     return [(i * 37 + (i * i) % 101 + seed * 131) % 1000 + 3 for i in range(tokens)]
 
 
@@ -122,7 +122,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def main() -> None:
-    """Raises ValueError unless one folder is named."""
+    """Write the model and its tokenizer. Raises ValueError unless one folder is named."""
     (folder,) = sys.argv[1:]
     write_tokenizer(write_model(Path(folder)))
 

@@ -1,4 +1,4 @@
-"""Where processes that are started in another folder find the demo, which is in no wheel."""
+"""The PYTHONPATH with which processes in other folders find the demo, which is in no wheel."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def of_checkout() -> dict[str, str]:
-    """For an environment: the demo and the kvbridge of this checkout."""
+    """Environment for the demo and the kvbridge of this checkout."""
     known = os.environ.get("PYTHONPATH", "")
     return {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [known])])}
 
 
 def of_demo_alone(folder: Path, *before: Path) -> dict[str, str]:
-    """For an environment: what is in the folders `before`, then the demo, and nothing else of this checkout."""
+    """Environment for the folders `before`, then the demo, and nothing else of this checkout."""
     tools = folder / "tools"
     if not tools.is_dir():
         tools.mkdir()

@@ -1,6 +1,6 @@
-"""KV rows of one prompt, as an engine left them in a folder: joined over its ranks, converted, compared.
+"""Reads the KV rows of one prompt that an engine left in a folder: joins its ranks, converts, and compares.
 
-Each rank that has a part of them writes a file, `SIDE-ROOM-RANK.npz`: SIDE is `prefill` or `decode`, ROOM the
+Each rank that has a part of the rows writes a file, `SIDE-ROOM-RANK.npz`: SIDE is `prefill` or `decode`, ROOM the
 `bootstrap_room` of the request.
 """
 
@@ -22,33 +22,33 @@ APPEAR_S = 10.0
 
 @dataclass(frozen=True)
 class SavedRows:
-    """(layer, part) -> [tokens, heads of the whole model, row bytes], uint8; all of one codec."""
+    """Rows of one codec: (layer, part) -> [tokens, heads of the whole model, row bytes], uint8."""
 
     rows: dict[tuple[int, str], np.ndarray]
     codec: str
 
     def first(self, tokens: int) -> SavedRows:
-        """Those of the first so many tokens."""
+        """The rows of the first `tokens` tokens."""
         return SavedRows({key: rows[:tokens] for key, rows in self.rows.items()}, self.codec)
 
     def converted(self, codec: str) -> SavedRows:
-        """By the twin of the kernels, with scale 1."""
+        """The rows in another codec, by the kernels' plain-torch twin, with scale 1."""
         if codec == self.codec:
             return self
         return SavedRows({key: _convert(rows, self.codec, codec) for key, rows in self.rows.items()}, codec)
 
 
 def write(folder: Path, side: str, room: int, rank: int, codec: str, rows: Mapping[str, np.ndarray]) -> None:
-    """One rank's: "LAYER.PART" -> [tokens, heads, row bytes]. The file is whole once it has its name."""
+    """Write one rank's rows: "LAYER.PART" -> [tokens, heads, row bytes]. A file with its final name is complete."""
     path = folder / f"{side}-{room}-{rank}.npz"
     part_written, arrays = path.with_suffix(".part"), {"codec": np.array(codec), **rows}
     with part_written.open("wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]  # no name of these is an option of its
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # none of these names is an option of savez
     part_written.rename(path)
 
 
 def load(folder: Path, side: str, room: int, ranks: int, timeout_s: float = APPEAR_S) -> SavedRows:
-    """Heads side by side in the order of the ranks that have the layer; a latent must be the same on all of them.
+    """Join heads side by side, in the order of the ranks that have the layer. A latent must be the same on all of them.
 
     Raises OperatorError (`no_rows`, `ranks_differ`).
     """
@@ -66,7 +66,7 @@ def load(folder: Path, side: str, room: int, ranks: int, timeout_s: float = APPE
 
 
 def wait_room(folder: Path, timeout_s: float = APPEAR_S) -> int:
-    """The room of a request whose decoding side has left its rows here. Raises OperatorError (`no_rows`)."""
+    """Wait until a decode engine has left rows here. Returns the request's room. Raises OperatorError (`no_rows`)."""
     end = time.monotonic() + timeout_s
     while not (found := list(folder.glob("decode-*-0.npz"))):
         if time.monotonic() > end:
@@ -76,7 +76,7 @@ def wait_room(folder: Path, timeout_s: float = APPEAR_S) -> int:
 
 
 def difference(given: SavedRows, taken: SavedRows, tokens: int) -> str:
-    """Why `taken` is not so many tokens of `given` in its own codec, bit for bit; empty if it is."""
+    """How `taken` differs from `tokens` tokens of `given`, converted to its codec; empty if bit for bit the same."""
     expected = given.converted(taken.codec)
     if not expected.rows or expected.rows.keys() != taken.rows.keys():
         return f"planes {sorted(expected.rows)} were given, {sorted(taken.rows)} taken"

@@ -1,4 +1,4 @@
-"""`python -m demo`: pairs of synthetic engines that disagree, an agent beside each rank, every element checked."""
+"""`python -m demo`: carries KV between synthetic engines of different shapes, and checks every element."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(
     devices: Sequence[str] = ("cpu",),
     routes: str = "direct,nixl,host",
 ) -> None:
-    """`devices` are dealt out to the agents in turn. Exit code 1 if anything failed or any element is wrong."""
+    """Agents take `devices` in turn. Exit code 1 if an element is wrong. Raises KVBridgeError if anything failed."""
     console = Console()
     began = time.monotonic()
     outcomes = []
@@ -70,10 +70,10 @@ def run(
 
 
 def _report(console: Console, outcomes: Sequence[PairOutcome], seconds: float) -> None:
-    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # 80 columns hold it
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # fits in 80 columns
     for column in ("from, to", "converted", "MB", "ms", "GB/s", "digest", "check"):
         is_number = column in ("MB", "ms", "GB/s")
-        # The one that gives way where numbers are long: what is cut off elsewhere cannot be read.
+        # Only `converted` may wrap if numbers are long: the other columns cannot be read if cut off.
         table.add_column(column, justify="right" if is_number else "left", no_wrap=column != "converted")
     for outcome in outcomes:
         table.add_row(
@@ -101,7 +101,7 @@ def _words(shape: Shape) -> str:
 
 
 def _short(change: str) -> str:
-    """`block_tokens: sender 16, receiver 64 (...)` as `block 16 -> 64`; a layout's axes are too long for a table."""
+    """`block_tokens: sender 16, receiver 64 (...)` as `block 16 -> 64`; without a layout's axes, which are too long."""
     field, _, values = change.partition(" (")[0].partition(": sender ")
     sender, _, receiver = values.partition(", receiver ")
     field = field.removesuffix("_tokens").removesuffix("_size")

@@ -1,8 +1,8 @@
-"""Starts SGLang 0.5.23 on a CPU: `python -m demo.sglang_cpu` stands for `python -m sglang.launch_server`.
+"""Starts SGLang 0.5.23 on a CPU: `python -m demo.sglang_cpu` in place of `python -m sglang.launch_server`.
 
-The registry has its packages built for CUDA only. Two imports fail beside a CPU build of torch, of things that are
-never called there: torchvision's own operators, and a rotary embedding of vLLM's. Stand-ins take their places, in the
-processes that SGLang spawns too.
+The registry has SGLang's packages for CUDA only. With a CPU build of torch two imports fail: torchvision's operators,
+and a rotary embedding of vLLM. Neither is ever called on a CPU. Stand-ins replace them, also in the processes that
+SGLang spawns.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import sys
 import types
 
-MAINS = ("__main__", "__mp_main__")  # a process that SGLang spawns runs its parent's main module under the second name
-# sgl-kernel, which the engine for CPUs needs, is not to be had; the plain one runs on torch alone.
+MAINS = ("__main__", "__mp_main__")  # a spawned process runs its parent's main module under the second name
+# The engine for CPUs needs an sgl-kernel that is not available. The plain engine needs only torch.
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "0"}
 FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -22,7 +22,7 @@ FLAGS = (
 
 
 def stand_in() -> None:
-    """Before SGLang is imported. Does nothing the second time."""
+    """Install the stand-ins. Call it before SGLang is imported. Idempotent."""
     _module("torchvision._meta_registrations")
     _module("vllm", is_package=True)
     _module("vllm._custom_ops").rotary_embedding = _rotary_embedding  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def _rotary_embedding(*args: object, **kwargs: object) -> None:
 
 
 def main() -> None:
-    """SGLang's own command, with this command line after the flags that a CPU needs."""
+    """Run SGLang's own command with the flags that a CPU needs and this command line."""
     os.environ.update(ENVIRONMENT)
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

@@ -1,7 +1,6 @@
-"""Starts SGLang as `demo.sglang_cpu` does, and keeps the KV rows of each prompt in the current folder.
+"""Starts SGLang as `demo.sglang_cpu` does, and writes the KV rows of each prompt to the current folder.
 
-The prefilling side writes them (`rows.write`) when it sends its last chunk, the decoding side when it has taken the
-transfer for good.
+The prefill side writes them (`rows.write`) when it sends its last chunk, the decode side when it commits the transfer.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ Seen = Callable[[str, Any, Any], None]  # side, scheduler, request
 
 
 def watch(seen: Seen) -> None:
-    """In each of SGLang's processes, before it makes an engine: `seen` is called when either happens."""
+    """Have `seen` called at both moments. Call it in each of SGLang's processes, before it makes an engine."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def sends(scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
-        if last_chunk and req.bootstrap_room:  # without: the server asks itself whether it is well
+        if last_chunk and req.bootstrap_room:  # no room: the server's own health check
             seen("prefill", scheduler, req)
 
     def takes(queue: Any, decode_req: Any) -> None:
@@ -41,7 +40,7 @@ def watch(seen: Seen) -> None:
 
 
 def keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
-    """Write this rank's rows of the whole prompt."""
+    """Write the whole prompt's rows on this rank."""
     from sglang.srt.runtime_context import get_parallel
 
     tokens = len(req.origin_input_ids)
@@ -62,7 +61,7 @@ def keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
 
 
 def _bytes(rows: Any) -> Any:
-    """[tokens, heads, row bytes]"""
+    """As uint8 [tokens, heads, row bytes]."""
     import torch
 
     return rows.contiguous().view(torch.uint8).cpu().numpy()

@@ -1,7 +1,7 @@
-"""`python -m demo --upgrade-from WHEEL`: two engines of each role and their agents, restarted one by one under traffic.
+"""`python -m demo --upgrade-from WHEEL`: two engines of each role and their agents, upgraded one by one under traffic.
 
-First all of them run the kvbridge in the wheel, in the end this one; in between each version meets the other in every
-place. A client asks `kvbridge proxy` all the time and compares each answer with that of one engine alone.
+At first all run the kvbridge in the wheel, in the end all run this one. In between each version meets the other in
+every place. Clients ask `kvbridge proxy` all the time and compare each answer with that of one engine alone.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .upgrade_fleet import UpgradeFleet, UpgradeMember
 
 ANSWER_S = 60.0
 CLIENTS = 2
-PAUSE_S = 1.0  # of a client between two requests
-SETTLED = 8  # answers, of requests that were asked after a step
-SETTLE_S = 60.0  # for those
+PAUSE_S = 1.0  # of a client, between two requests
+SETTLED = 8  # answers to wait for, of requests asked after a step
+SETTLE_S = 60.0  # for how long
 PROMPTS = (120, 300, 500, 700)
 DECODED = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client got. `failure` says why it got no answer. `tokens` of its prompt may have been carried."""
+    """What a client got. `failure` says why it got no answer. Up to `tokens` of the prompt may have been carried."""
 
     seconds: float
     tokens: int = 0
@@ -57,7 +57,7 @@ class Seen:
 
     @property
     def computed_share(self) -> float:
-        """Of the prompts' tokens, how many decode engines computed again. What is under way at an end blurs it."""
+        """The share of prompt tokens that decode engines computed again. Requests under way at either end blur it."""
         tokens = sum(each.tokens for each in self.answers)
         return max(0.0, 1 - self.fetched / tokens) if tokens else 0.0
 
@@ -76,7 +76,7 @@ class Seen:
 
 
 class Traffic:
-    """Clients that ask until they are told to stop. `alone` are the prompts, each with what one engine alone says."""
+    """Clients that ask until they are told to stop. `alone`: the prompts, each with the answer of one engine alone."""
 
     def __init__(self, fleet: UpgradeFleet, alone: Sequence[tuple[list[int], list[int]]]) -> None:
         self._fleet = fleet
@@ -98,14 +98,14 @@ class Traffic:
             client.join()
 
     def take(self) -> Seen:
-        """Since it was called last."""
+        """What the clients saw since the last call."""
         with self._lock:
             taken, self._answers = self._answers, []
         before, self._fetched = self._fetched, self._fleet.fetched()
         return Seen(taken, self._fetched - before)
 
     def settle(self) -> Seen:
-        """The next ones, as many as it takes for those that were under way and some more."""
+        """Wait for the requests under way and SETTLED more, at most SETTLE_S. Returns what the clients saw."""
         last = time.monotonic() + SETTLE_S
         while len(self._answers) < CLIENTS + SETTLED and time.monotonic() < last:
             time.sleep(0.1)
@@ -129,7 +129,7 @@ class Traffic:
 
 
 def ask(server: ServerProcess, tokens: list[int]) -> list[int]:
-    """The tokens that it answers. Raises OperatorError."""
+    """The tokens that the server answers. Raises OperatorError."""
     body = {"prompt": tokens, "max_tokens": DECODED, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     said: dict[str, Any] = server.ask("/v1/completions", body, ANSWER_S)
     answered: list[int] = said["choices"][0]["token_ids"]
@@ -160,7 +160,7 @@ def run(wheel: Path, vllm_python: Path | None) -> None:
 
 
 def _leave(number: int, _: Any) -> None:
-    """The servers are in sessions of their own: they have to be ended."""
+    """The servers are in process groups of their own, so they must be ended: exit through the stack."""
     raise SystemExit(128 + number)
 
 
@@ -181,7 +181,7 @@ def _engine(fleet: UpgradeFleet, member: UpgradeMember) -> Callable[[], str]:
 
 
 def _step(console: Console, traffic: Traffic, name: str, step: Callable[[], str]) -> Seen:
-    """What the clients saw while it was done, and for a while after it."""
+    """Do a step. Returns what the clients saw during it and for a while after."""
     done = step()
     during, after = traffic.take(), traffic.settle()
     console.print(f"[bold]{name}[/bold]  {done}".rstrip(), soft_wrap=True)
@@ -195,7 +195,7 @@ def _step(console: Console, traffic: Traffic, name: str, step: Callable[[], str]
 
 
 def conclude(console: Console, steps: Sequence[Seen]) -> None:
-    """The sum of all. Exit code 1 as `run` says."""
+    """Print the sum of all steps. Exit code 1 as `run` says."""
     whole = sum(steps, Seen((), 0.0))
     console.print(f"[bold]all steps[/bold]  {whole}", soft_wrap=True)
     if whole.failed or whole.wrong or not all(step.fetched for step in steps):

@@ -1,5 +1,4 @@
-"""The processes of `python -m demo --upgrade-from`: two engines of each role, an agent beside each, a proxy in
-front."""
+"""The processes of `python -m demo --upgrade-from`: two engines of each role, an agent for each, and a proxy."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ from kvbridge.loopback.processes import SETTINGS, AgentProcess, ServerProcess, e
 from .pythonpath import of_demo_alone
 from .vllm_cpu import SETTINGS as VLLM_SETTINGS
 
-START_S = 400.0  # of an engine that shares two busy cores with three others and their clients
-STEP_S = 60.0  # for anything else that is waited for
+START_S = 400.0  # start-up of an engine that shares two busy cores with three others and their clients
+STEP_S = 60.0  # for anything else that we wait for
 STOP_S = 30  # for an engine to finish what it has
 MOST_TOKENS = 1 << 14  # room for KV in each engine
-BLOCKS = {"prefill": 32, "decode": 64}  # tokens; on a CPU vLLM's are multiples of 32
+BLOCKS = {"prefill": 32, "decode": 64}  # tokens; on a CPU vLLM's blocks are multiples of 32
 
 
 class UpgradeMember:
-    """One engine and its agent, on ports that they keep."""
+    """One engine and its agent. Both keep their ports."""
 
     agent: AgentProcess
     engine: ServerProcess
@@ -39,12 +38,12 @@ class UpgradeMember:
 
     @property
     def line(self) -> str:
-        """As the proxy's file names it."""
+        """Its line in the proxy's file."""
         return f"{self.role} vllm=http://127.0.0.1:{self.port}"
 
 
 class UpgradeFleet:
-    """In `folder`, ended with `stack`. It begins with the kvbridge in `wheel`; what is started anew is ours."""
+    """All processes, with files in `folder`; they end with `stack`. Upgrades go from `wheel` to this kvbridge."""
 
     proxy: ServerProcess
 
@@ -54,20 +53,20 @@ class UpgradeFleet:
         self._stack = stack
         self._python = python
         self._listed = folder / "engines"
-        self._fetched = 0.0  # by agents that are gone
+        self._fetched = 0.0  # tokens, by agents that are gone
         (folder / "rows").mkdir()
         model = str(folder / "model")
         subprocess.run([python, "-m", "demo.model", model], check=True, capture_output=True)
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder / "wheel")
-        # An agent or engine must not find this kvbridge in the folder that it is started from.
+        # An agent or engine must not import this kvbridge from the folder that it is started in.
         self._of_wheel = of_demo_alone(folder, folder / "wheel")
         self._of_this = of_demo_alone(folder)
         for each in (sys.executable, python):
             self._check(each)
 
     def start(self) -> None:
-        """Have all of them ready, with the wheel's kvbridge; the proxy runs ours from the beginning."""
+        """Start all with the wheel's kvbridge, except the proxy, which runs ours. Returns when they are ready."""
         for member in self.members:
             self._start_agent(member, self._of_wheel)
         for member in self.members:
@@ -84,7 +83,7 @@ class UpgradeFleet:
         wait("the proxy to take all engines", lambda: all(map(self._is_well, self.members)))
 
     def upgrade_agent(self, member: UpgradeMember) -> tuple[float, float]:
-        """Seconds until it had drained, and from then on until its engine was attached to its successor."""
+        """Returns the seconds until the agent had drained, and from then until the engine attached to the new one."""
         began = time.monotonic()
         self._fetched += fetched_by(member)  # what it fetches while it drains is not counted
         member.agent.process.terminate()
@@ -96,14 +95,14 @@ class UpgradeFleet:
         return drained - began, time.monotonic() - drained
 
     def upgrade_engine(self, member: UpgradeMember) -> tuple[float, float]:
-        """Seconds until it had nothing under way, and from then on until its successor got requests."""
+        """Returns the seconds until the engine had nothing under way, and from then until the new one got requests."""
         began = time.monotonic()
         self._list([each for each in self.members if each is not member])
         self.proxy.process.send_signal(signal.SIGHUP)
         wait(f"{member.name} to finish", lambda: not self._is_well(member) and not self._outstanding(member))
         finished = time.monotonic()
         end(member.engine.process)
-        member.engine.kill()  # what it may have left
+        member.engine.kill()  # processes that it may have left behind
         self._start_engine(member, self._of_this)
         member.engine.wait_well(START_S)
         wait(f"{member.name} to attach", lambda: member.agent.status().engine is not None)
@@ -113,11 +112,11 @@ class UpgradeFleet:
         return finished - began, time.monotonic() - finished
 
     def fetched(self) -> float:
-        """How many tokens decode engines had to compute no more, so far."""
+        """How many prompt tokens decode engines have fetched so far, instead of computing them."""
         return self._fetched + sum(map(fetched_by, self.members))
 
     def _check(self, python: str) -> None:
-        """Raises OperatorError (`demo_engine`) where this Python would not run the wheel's kvbridge."""
+        """Raises OperatorError (`demo_engine`) if this Python would not import the wheel's kvbridge."""
         settings = [f"{key}={value}" for key, value in self._of_wheel.items()]
         asked = ["env", *settings, python, "-c", "import kvbridge; print(kvbridge.__file__)"]
         found = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
@@ -137,7 +136,7 @@ class UpgradeFleet:
             "kv_connector_extra_config": {"kvbridge_socket": member.agent.socket},
         }
         command = [
-            # Its processes wait for each other by looking all the time: agents and clients go before them.
+            # vLLM's processes spin while they wait for each other, so agents and clients get priority.
             *("nice", "-n", "10", self._python, "-m", "demo.vllm_cpu", "serve", str(self._folder / "model")),
             *("--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"),
             *("--block-size", str(BLOCKS[member.role]), "--max-model-len", "2048", "--shutdown-timeout", str(STOP_S)),
@@ -171,7 +170,7 @@ def fetched_by(member: UpgradeMember) -> float:
 
 
 def wait(what: str, holds: Callable[[], bool]) -> None:
-    """Raises OperatorError (`demo_engine`)."""
+    """Wait until `holds()`. Raises OperatorError (`demo_engine`) after STEP_S."""
     last = time.monotonic() + STEP_S
     while not holds():
         if time.monotonic() > last:

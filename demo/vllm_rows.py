@@ -1,7 +1,7 @@
-"""Starts vLLM as `demo.vllm_cpu` does, and keeps the KV rows of each prompt in the current folder.
+"""Starts vLLM as `demo.vllm_cpu` does, and writes the KV rows of each prompt to the current folder.
 
-They are written (`rows.write`) when a request that has a `bootstrap_room` gives up its blocks: on the prefilling side
-when they were fetched, on the decoding side at its end.
+A request with a `bootstrap_room` has its rows written (`rows.write`) just before its blocks are freed. On the prefill
+side that is when they have been fetched, on the decode side when the request ends.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from .rows import write
 from .vllm_cpu import MAINS, ask_for_tiles, main
 
-LATER = 16  # tokens that may have been decoded before rows are looked at
+LATER = 16  # tokens that may be decoded before rows are read
 Part = tuple[int, int, dict[str, Any], np.ndarray]  # first head, heads of the whole model, codec, rows
 
 
 def read_rows(worker: Any, ids: Sequence[Sequence[int]], first: int, end: int) -> dict[str, Part]:
     """On a worker: "LAYER.PART" -> its rows [heads, tokens, bytes] at tokens [first, end), and which heads they are.
 
-    `ids` are the request's blocks in each group. Of a window, rows are those that are kept once LATER tokens more are
-    computed; the others are zeros.
+    `ids` are the request's blocks in each group. Of a window only the rows that are still kept after LATER more tokens
+    are read; the others are zeros.
     """
     import torch
 
@@ -63,7 +63,7 @@ def _places(axis: Any) -> np.ndarray:
 
 
 def joined(ranks: Iterable[dict[str, Part]]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """What `read_rows` found on each rank, as [heads of the whole model, tokens, bytes]; and the codecs."""
+    """Join what `read_rows` found on each rank to [heads of the whole model, tokens, bytes]. Returns the codecs too."""
     whole: dict[str, np.ndarray] = {}
     codecs = {}
     for rank in ranks:
@@ -90,7 +90,7 @@ def before_free(manager: Any, seen: Callable[[Any], None]) -> None:
 
 
 def _keep_here() -> None:
-    """In each of vLLM's processes, before it makes an engine."""
+    """Watch the engine core that this process makes. Called in each of vLLM's processes, before it makes one."""
     from vllm.v1.engine.core import EngineCore
 
     make = EngineCore.__init__

@@ -1,18 +1,19 @@
-"""The `kvbridge` command. Works far enough in the base install to say which packages a command still needs."""
+"""The `kvbridge` command. In the base install it can still say which packages a command needs."""
 
 from __future__ import annotations
 
 import signal
 import sys
 
+from .commands.answer import write_reasons
 from .extras import missing
 
 
 def main() -> None:
     """Run what the command line says.
 
-    Exit codes: 0 done, 1 it failed and said why, 2 only another command line or setting helps, 3 the agent's data plane
-    was stuck.
+    Exit codes: 0 done; 1 failed, with the reason on stderr; 2 the command line or a setting has to change; 3 the
+    agent's data plane was stuck.
     """
     if sys.argv[1:2] == ["agent"]:  # before the slow imports: a reload while it starts must not end it
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -23,9 +24,13 @@ def main() -> None:
         return
     try:
         from .commands import app
+
+        app.build()(prog_name="kvbridge")
     except ModuleNotFoundError as error:
-        sys.exit(missing(error))
-    app.build()(prog_name="kvbridge")
+        reason = missing(error)
+        if sys.argv[1:2] == ["plan"] and "--json" in sys.argv:
+            write_reasons(code="missing_package", reasons=[reason])
+        sys.exit(reason)
 
 
 if __name__ == "__main__":

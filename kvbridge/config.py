@@ -1,4 +1,4 @@
-"""Reads what the operator said of the options: file, environment, flags. Says where each value came from.
+"""Reads the options from file, environment and flags, and says where each value came from.
 
 A flag beats `KVBRIDGE_<NAME>` in the environment, which beats the file, which beats the default in options.py.
 """
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from kvbridge_proto.door import DOOR_SUFFIX
 
-from .errors import OperatorError, meant
+from .errors import OperatorError, did_you_mean
 from .options import (
     ENVIRONMENT_PREFIX,
     AgentConfig,
@@ -28,22 +28,22 @@ from .options import (
     variable_of,
 )
 
-# Of failpoints.py, of adapters, of tests.
+# Variables of failpoints.py, of adapters and of tests.
 NO_OPTIONS = ("KVBRIDGE_FAILPOINTS", "KVBRIDGE_ENGINE_", "KVBRIDGE_TEST_", "KVBRIDGE_SITE", "KVBRIDGE_COMMIT")
-# What Kubernetes tells every pod of a service whose name begins with kvbridge.
+# Variables that Kubernetes sets in pods for a service whose name begins with kvbridge.
 SERVICE = re.compile(
     r"KVBRIDGE_([A-Z0-9_]+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
 SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 SOCKET_PATH_BYTES = 107  # what the kernel takes for a unix socket
-FILES_OF_KEYS = ("key", "peers")  # who sets one to the key itself must not find that in the log
+FILES_OF_KEYS = ("key", "peers")  # one may be set to the key itself by mistake, which the log must not show
 LISTS = ("allowed_uids", "share_memory_uids", "routes", "dial")
 OF_LIBRARIES = ("UCX_", "NIXL_", "PYTORCH_", "CUDA_")  # variables that change what our libraries do
 Origin = Literal["default", "file", "environment", "flag"]
 
 
 class Said(NamedTuple):
-    """One value as it was given, and by what: the file's path, the variable, the flag; "" for a default."""
+    """One value as it was given, and its place: the file's path, the variable or the flag; "" for a default."""
 
     value: Any
     origin: Origin
@@ -55,7 +55,7 @@ def load(
     flags: Mapping[str, str | None] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> AgentConfig:
-    """What the operator said, checked. Raises OperatorError naming the option, the value and its origin."""
+    """The checked options. Raises OperatorError naming the option, the value and its origin."""
     return resolve(path, flags, environment)[0]
 
 
@@ -64,7 +64,7 @@ def resolve(
     flags: Mapping[str, str | None] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[AgentConfig, dict[str, Said]]:
-    """The same, and where each option's value came from. Raises as `load` does."""
+    """The checked options, and where each value came from. Raises as `load` does."""
     environment = os.environ if environment is None else environment
     _check_variables(environment)
     said: dict[str, Said] = {}
@@ -85,20 +85,20 @@ def resolve(
 
 
 def socket_folders(environment: Mapping[str, str] | None = None) -> list[Path]:
-    """Where agents of this host listen, as far as we are told: the default's folder, and that of KVBRIDGE_SOCKET."""
+    """The folders where agents of this host usually listen: the default's, and that of KVBRIDGE_SOCKET."""
     environment = os.environ if environment is None else environment
     named = [AgentConfig().socket, environment.get(ENVIRONMENT_PREFIX + "SOCKET", "")]
     return list(dict.fromkeys(Path(path).parent for path in named if path.startswith("/")))
 
 
 def of_libraries(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the environment says to the libraries beneath us, for `kvbridge doctor`: these are no options of ours."""
+    """The variables that the libraries beneath us read, for `kvbridge doctor`. They are no options of ours."""
     environment = os.environ if environment is None else environment
     return {name: value for name, value in environment.items() if name.startswith(OF_LIBRARIES)}
 
 
 def supervision(environment: Mapping[str, str] | None = None) -> Supervision | None:
-    """What systemd told this process; None if it did not start it, or does not listen."""
+    """What systemd told this process; None if it did not start us or does not listen."""
     environment = os.environ if environment is None else environment
     if not (address := environment.get("NOTIFY_SOCKET", "")):
         return None
@@ -107,7 +107,7 @@ def supervision(environment: Mapping[str, str] | None = None) -> Supervision | N
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    """A variable that only looks like an option would change nothing, and nobody would know."""
+    """Refuse variables that only look like options: they would silently change nothing."""
     known = [variable_of(name) for name in AgentConfig.__struct_fields__]
     unknown = []
     for variable, value in environment.items():
@@ -115,7 +115,9 @@ def _check_variables(environment: Mapping[str, str]) -> None:
             continue
         if SERVICE.fullmatch(variable) or (variable.endswith("_PORT") and SERVICE_URL.match(value)):
             continue
-        unknown.append(f"{variable}: no such option in the environment; {meant(variable, known, ENVIRONMENT_PREFIX)}")
+        unknown.append(
+            f"{variable}: no such option in the environment; {did_you_mean(variable, known, ENVIRONMENT_PREFIX)}"
+        )
     if unknown:
         raise OperatorError("bad_option", *unknown)
 
@@ -123,20 +125,20 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 def _file(path: str) -> dict[str, Any]:
     try:
         said = tomllib.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:  # of tomllib's own, too: 5000 digits, 500 brackets
+    except (OSError, ValueError, RecursionError) as error:  # tomllib's own, too: on 5000 digits or 500 brackets
         raise OperatorError("bad_config_file", f"config: cannot read {path}: {error}") from None
     known = AgentConfig.__struct_fields__
-    unknown = [f"{name}: no such option in {path}; {meant(name, known)}" for name in said if name not in known]
+    unknown = [f"{name}: no such option in {path}; {did_you_mean(name, known)}" for name in said if name not in known]
     if unknown:
         raise OperatorError("bad_option", *unknown)
     return said
 
 
 def _typed(name: str, said: Said) -> Any:
-    """The value as the option's type; text is read leniently where it comes from a flag or the environment."""
+    """The value as the option's type. Text from a flag or the environment is converted leniently."""
     value, origin, place = said
     is_text = isinstance(value, str)
-    if is_text and not value.isprintable():  # no NUL for the kernel, no bytes that are no text, no line for the log
+    if is_text and not value.isprintable():  # no NUL for the kernel, no undecodable bytes, no newline for the log
         raise OperatorError("bad_option", f"{name}: got {_shown(name, value)} from {place}: must be printable text")
     plain: Any = value
     if is_text and name in LISTS:
@@ -153,7 +155,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _check(config: AgentConfig) -> None:
-    """What no single option can know. Addresses are checked where they are bound."""
+    """Check what concerns several options or their meaning. Addresses are checked where they are bound."""
     path = config.socket
     if not path.startswith("/"):
         raise OperatorError(

@@ -20,19 +20,19 @@ class OperatorError(KVBridgeError):
 
 
 class EngineError(KVBridgeError):
-    """The engine or its adapter said something that cannot be."""
+    """The engine or its adapter sent something invalid."""
 
 
 class PeerError(KVBridgeError):
-    """Another agent said something that cannot be, or is not there."""
+    """Another agent sent something invalid, or cannot be reached."""
 
 
 class FabricError(KVBridgeError):
     """The data side failed: a write, a registration, a connection."""
 
 
-def meant(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """What to say of a name that nobody knows: the nearest one, or all there are. `prefix` is common to all."""
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A hint for an unknown name: the nearest known one, or all of them. `prefix` is common to all."""
     bare = {each.removeprefix(prefix).lower(): each for each in known}
     nearest = difflib.get_close_matches(name.removeprefix(prefix).lower(), bare, n=1)
     return f"did you mean {bare[nearest[0]]}?" if nearest else f"there are {', '.join(bare.values())}"

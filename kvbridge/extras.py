@@ -1,4 +1,4 @@
-"""Which extra of the wheel has a package that is not installed."""
+"""Says which extra of the wheel has a package that is not installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ EXTRA = "this needs the packages of the {0}: pip install 'kvbridge[{0}]' (missin
 
 
 def missing(error: ModuleNotFoundError) -> str:
-    """What to tell the operator. Raises the error again if a module of ours is not there: that is a bug."""
+    """The message for the operator. Raises the error again if a module of ours is missing: that is a bug."""
     if error.name is None or error.name.partition(".")[0].startswith("kvbridge"):
         raise error
     extra = EXTRAS.get(error.name.partition(".")[0], "agent")

@@ -1,9 +1,9 @@
-"""Named places in the life of a block where a test makes this very process die, stand still, be slow or fail.
+"""Named places in the life of a block where a test can make this process die, stop, pause or fail.
 
-`KVBRIDGE_FAILPOINTS="sender.gathered=kill@3,receiver.done_told=pause:0.5"`: at the third gather, kill ourselves; after
-the first Done, stand still for half a second. Each fires once, the @n-th time (the first if none is said) its place is
-passed. Off, a place costs one look at a global: the one in this house, for it must be reachable from everywhere and
-cost nothing. Imports nothing that an engine may not have.
+`KVBRIDGE_FAILPOINTS="sender.gathered=kill@3,receiver.done_told=pause:0.5"`: kill this process at the third gather, and
+pause it for half a second after the first Done. Each fires once, the n-th time its place is passed (the first without
+`@n`). While nothing is armed a place costs one look at a global. It is our only global, because it must be reachable
+from everywhere and cost nothing. Imports nothing that an engine may lack.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LONGEST_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where it is. `error` is what `fail` raises there; None where nothing can be raised, so that `fail` is refused.
+    """Which process passes it, and what is true there. `error` is what `fail` raises; with None `fail` is refused.
 
-    `way` says on which routes it is passed: on those with slots, on `pull`, or on any.
+    `way` says on which routes it is passed: those with slots, `pull`, or any.
     """
 
     process: Process
@@ -114,7 +114,7 @@ PLACES: dict[str, Place] = {
 
 @dataclass(slots=True)
 class _Armed:
-    """What is to happen, and after how many more passes."""
+    """What happens, after `left` more passes."""
 
     action: Action
     seconds: float
@@ -126,13 +126,13 @@ _counting = threading.Lock()
 
 
 def failpoint(name: str) -> None:
-    """Pass this place. Raises its error of PLACES where it was told to fail."""
+    """Pass this place. Raises its error of PLACES if it is armed to fail."""
     if _armed is not None:
         _pass(name, _armed)
 
 
 def arm(said: str) -> tuple[str, ...]:
-    """Replace what is armed; what that is, in words. Raises OperatorError for a name or an action that is not."""
+    """Arm these failpoints and no others. Returns them as text. Raises OperatorError for an unknown name or action."""
     global _armed
     chosen = dict(_parsed(part.strip()) for part in said.split(",") if part.strip())
     _armed = chosen or None
@@ -140,7 +140,7 @@ def arm(said: str) -> tuple[str, ...]:
 
 
 def arm_from_environment() -> tuple[str, ...]:
-    """What the environment asks for. Raises OperatorError."""
+    """Arm what the environment asks for. Returns it as text. Raises OperatorError."""
     return arm(os.environ.get(VARIABLE, ""))
 
 
@@ -179,7 +179,7 @@ def _pass(name: str, all_armed: dict[str, _Armed]) -> None:
         found.left -= 1
         if found.left != 0:
             return
-    os.write(2, f"failpoint {name}: {found.action}\n".encode())  # a process that kills itself says nothing after
+    os.write(2, f"failpoint {name}: {found.action}\n".encode())  # first: a killed process says nothing
     if found.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif found.action == "stop":

@@ -1,4 +1,4 @@
-"""The agents of this host: which there are, and what they answer over their unix sockets."""
+"""Finds the agents of this host, and asks them over their unix sockets."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Answer = TypeVar("Answer", Status, PoolStatus, Trace)
 
 
 def found() -> list[str]:
-    """The sockets of this host's agents: all in the usual folders, living or not, and those that listen elsewhere.
+    """The sockets of this host's agents: all in the usual folders, alive or not, and those that listen elsewhere.
 
-    Raises OperatorError (`no_agent`) when there is none.
+    Raises OperatorError (`no_agent`) if there is none.
     """
     sockets, forbidden = [], []
     for folder in socket_folders():
@@ -41,7 +41,8 @@ def found() -> list[str]:
             forbidden.append(f"may not look for agents in {error.filename}: {error.strerror}")
     sockets += [path for path in _elsewhere() if path not in sockets]
     if not sockets and forbidden:
-        raise OperatorError("no_agent", f"{'; '.join(forbidden)}; be of the agent's group, or root")
+        who = "be root, or in the agent's group and named in its allowed_uids"
+        raise OperatorError("no_agent", f"{'; '.join(forbidden)}; {who}")
     if not sockets:
         where = " and ".join(map(str, socket_folders()))
         raise OperatorError("no_agent", f"no agent's socket in {where}, none of yours elsewhere; name it with --socket")
@@ -49,9 +50,9 @@ def found() -> list[str]:
 
 
 def _elsewhere() -> list[str]:
-    """Sockets that listen in our network namespace and have an agent's lock beside them, a file of our own user.
+    """Listening sockets of our network namespace that have an agent's lock beside them, a file of our own user.
 
-    Other users' are left out: anybody may open a socket in a folder of his own and answer as he likes.
+    Other users' sockets are left out: anybody may open one in his own folder and answer as he likes.
     """
     try:
         lines = LISTENING.read_text(errors="replace").splitlines()[1:]
@@ -77,12 +78,12 @@ def ask(path: str, answer_s: float = ANSWER_S) -> Status:
 
 
 def ask_pool(path: str, answer_s: float = ANSWER_S) -> PoolStatus:
-    """The pool of the engine that is attached to the agent at `path`. Raises OperatorError as `ask` does."""
+    """The pool of the engine attached to the agent at `path`. Raises OperatorError as `ask` does."""
     return _asked(path, PoolQuery(), PoolStatus, answer_s)
 
 
 def ask_trace(path: str, names: Sequence[str], answer_s: float = ANSWER_S) -> Trace:
-    """What the agent at `path` remembers of these. Raises OperatorError as `ask` does."""
+    """What the agent at `path` remembers about these names. Raises OperatorError as `ask` does."""
     return _asked(path, TraceQuery(names=tuple(names)), Trace, answer_s)
 
 

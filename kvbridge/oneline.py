@@ -1,4 +1,4 @@
-"""Text of others, as it may be shown: peers, engines and clients choose names and reasons, and must not forge lines."""
+"""Makes others' text safe to show: peers, engines and clients choose names and reasons, and must not forge lines."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ MOST_LINES = 256  # of a message that has several
 
 
 def plain(text: str, most: int = MOST) -> str:
-    """On one line, without a terminal's commands, and not longer than this, but for the word that says so."""
-    kept = text[:most]  # what is shown is no shorter than it
+    """The text on one line, without terminal commands, and cut to `most` characters with a note if it is longer."""
+    kept = text[:most]  # escaping only makes it longer
     shown = kept if kept.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in kept)
     return shown if max(len(text), len(shown)) <= most else f"{shown[:most]}... ({len(text)} characters)"
 
 
 def plain_lines(text: str) -> str:
-    """Several lines may be meant: all but the first are indented, so that none looks like one of ours.
+    """For text that may have several lines. All but the first are indented, so that none looks like one of ours.
 
-    Of too many the first and the last are kept: an exception's last line says what it is.
+    If there are too many, the first and the last are kept: an exception's last line says what it is.
     """
     lines = list(map(plain, text.splitlines()))
     if (left_out := len(lines) - MOST_LINES) > 0:
@@ -28,7 +28,7 @@ def plain_lines(text: str) -> str:
 
 
 class OneLine(logging.Filter):
-    """For a logger whose handlers are another program's: what is logged by it is plain."""
+    """Makes messages plain, for a logger whose handlers are another program's."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = plain(record.getMessage()), None

@@ -49,7 +49,7 @@ def _option(meaning: str, about: str = "", *, sample: Any = None, **bounds: Any)
 
 
 class Supervision(NamedTuple):
-    """Where systemd hears of us, and within how many seconds again and again; 0: only of changes. No option."""
+    """What systemd told us, not an option: its address, and its watchdog's limit in seconds (0: no watchdog)."""
 
     address: str
     watchdog_s: float
@@ -141,7 +141,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     allowed_uids: Annotated[
         tuple[Annotated[int, Meta(ge=0)], ...],
         _option(
-            "Users whose engines may attach; empty: our own and root",
+            "Other users whose engines may attach and who may ask for the status, besides our own and root",
             "An engine of another user must also name our uid, in `kvbridge_agent_uids`.",
             max_length=64,
         ),
@@ -256,11 +256,12 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rebuild_s: Annotated[
         float,
         _option(
-            "After how long all slots are made anew, if half of one kind are quarantined",
+            "After how long all slots are replaced, if half of one kind are quarantined",
             """
             A slot is quarantined while a peer may still write it, or while a write out of it is late. If half of the
-            receive_slots, or of the send_slots, slots are (a peer stands still, or is gone for good), new ones are made
-            beside the same engine, and the old ones are left behind. """,
+            receive_slots or of the send_slots are quarantined (a peer is frozen, or gone for good), new slots are made
+            for the same engine, and the old ones are left behind.
+            """,
             gt=0,
             le=86400,
         ),
@@ -322,19 +323,19 @@ def options() -> dict[str, str]:
 
 
 def section_of(name: str) -> str:
-    """The part of the options that it is in."""
+    """The section of the options that this one is in."""
     names = AgentConfig.__struct_fields__
     first = max((each for each in SECTIONS if names.index(each) <= names.index(name)), key=names.index)
     return SECTIONS[first]
 
 
 def about(name: str) -> str:
-    """What else there is to know of an option; often nothing."""
+    """What else there is to know about an option, often ""."""
     return str((_meta(name).extra or {})["about"])
 
 
 def sample(name: str) -> Any:
-    """The default, or what may stand for one that depends on the device."""
+    """The default, or an example if the default depends on the device."""
     default = defaults()[name]
     return (_meta(name).extra or {})["sample"] if default is None else default
 
@@ -349,7 +350,7 @@ def flag_of(name: str) -> str:
 
 
 def off_flag_of(name: str) -> str:
-    """The flag that says no to an option that is true or false."""
+    """The flag that turns a boolean option off."""
     return "--no-" + name.replace("_", "-")
 
 
@@ -363,7 +364,7 @@ def hint_of(name: str) -> Any:
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The words of an option that is one of a few, or a list of them; else nothing."""
+    """The words an option may be, if it is one of a few or a list of those; otherwise empty."""
     kind = type_info(hint_of(name))
     while isinstance(kind, Metadata | VarTupleType):
         kind = kind.type if isinstance(kind, Metadata) else kind.item_type
@@ -377,7 +378,7 @@ def allowed(name: str) -> str:
 
 @functools.cache
 def _hints() -> dict[str, Any]:
-    """Of all options: each is evaluated anew, which takes 5 ms."""
+    """The hints of all options. Cached, because evaluating them takes 5 ms."""
     return get_type_hints(AgentConfig, include_extras=True)
 
 

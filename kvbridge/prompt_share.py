@@ -1,19 +1,19 @@
-"""Which part of an engine's prompt tokens came by the bridge, and why the rest did not. Pure.
+"""Counts which part of an engine's prompt tokens came by the bridge, and why the rest did not. Pure.
 
-Nothing fails when a router names nothing to fetch: the engine computes every prompt itself, and only time is lost. So
-it is said, once a minute, with the likely cause.
+Nothing fails if a router names nothing to fetch: the engine computes every prompt itself, and only time is lost. So a
+warning says it once a minute, with the likely cause.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SOON_S = 5.0  # between the first such prompt and the first word of it
+SOON_S = 5.0  # from the first such prompt to the first warning
 EVERY_S = 60.0
 
 UNTAGGED = "untagged"
 
-# By reason: the first are known before anything is asked for, all others are codes of wants that failed (PROTOCOL.md).
+# By reason. The first are known before anything is asked for. All others are codes of failed wants (PROTOCOL.md).
 CAUSES = {
     UNTAGGED: "they name nothing to fetch: does the router tag what it sends to this engine (docs/routers.md)?",
     "bad_params": "their kv_transfer_params cannot be read: the engine's log has each",
@@ -37,7 +37,7 @@ class Tally:
 
 
 class Reminder:
-    """When to say what keeps happening: soon after it began, then once a minute. Of times in seconds of one clock."""
+    """When to warn of what keeps happening: soon after it began, then once a minute. Times are seconds of one clock."""
 
     def __init__(self) -> None:
         self._due_at = float("inf")  # nothing to say
@@ -48,7 +48,7 @@ class Reminder:
             self._due_at = max(now + SOON_S, self._said_at + EVERY_S)
 
     def take(self, now: float) -> bool:
-        """Whether to say it now: true once, until it happens again."""
+        """Whether to warn now: true once, until it happens again."""
         if now < self._due_at:
             return False
         self._due_at, self._said_at = float("inf"), now
@@ -56,7 +56,10 @@ class Reminder:
 
 
 class PromptShare:
-    """Of one engine, lately: a minute or two. `knows_fetched` where what came is known, and not only what was asked."""
+    """The counts of one engine in the last minute or two.
+
+    `knows_fetched` says whether the caller counts what came; otherwise only what was asked for.
+    """
 
     def __init__(self, knows_fetched: bool = True) -> None:
         self._knows_fetched = knows_fetched
@@ -67,12 +70,12 @@ class PromptShare:
         self._reminder = Reminder()
 
     def fetch(self, tokens: int, now: float) -> None:
-        """They came, or are on their way."""
+        """Count tokens that came, or are on their way."""
         self._forget(now)
         self._fetched += tokens
 
     def compute(self, reason: str, tokens: int, now: float) -> None:
-        """One prompt of which so many tokens are computed here that another engine could have sent."""
+        """Count a prompt, and those of its tokens that are computed here and another engine could have sent."""
         self._forget(now)
         self._reminder.happened(now)
         found = self._computed.setdefault(reason, Tally())
@@ -84,9 +87,9 @@ class PromptShare:
         self._offered_at = now
 
     def due(self, now: float) -> str:
-        """What is to be said now; "" mostly. Counts anew from then on.
+        """The warning that is due now, mostly "". Counts start again when it was due.
 
-        Nothing of untagged prompts of an engine that fetches none and offers others: it is there to prefill.
+        Untagged prompts do not matter if the engine fetches none and offers some: it is there to prefill.
         """
         if not self._reminder.take(now):
             return ""
@@ -97,7 +100,7 @@ class PromptShare:
         return said
 
     def _forget(self, now: float) -> None:
-        """What came long before anything was computed is no part of it."""
+        """Drop what came long before anything was computed."""
         if not self._computed and now - self._since >= EVERY_S:
             self._fetched, self._since = 0, now
 

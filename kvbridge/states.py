@@ -1,4 +1,4 @@
-"""Every state machine as a table: what state follows, by (state, event). Pure."""
+"""Every state machine as a table: the next state, by (state, event). Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class IllegalEvent(Exception):
 
 
 class StateTable(Generic[S, E]):
-    """What state follows; read it as the picture of the machine."""
+    """The next state, by (state, event). Read it as the picture of the machine."""
 
     def __init__(self, rows: Mapping[tuple[S, E], S]) -> None:
         self._rows = dict(rows)
@@ -40,9 +40,9 @@ class StateTable(Generic[S, E]):
 
 
 class LinkState(Enum):
-    AWAY = auto()  # no connection, and nobody touches the engine's memory
+    DETACHED = auto()  # no connection, and nobody touches the engine's memory
     ASKING = auto()  # attach sent
-    HERE = auto()  # attached
+    ATTACHED = auto()  # attached
     ENDING = auto()  # lost, and the agent may still touch memory
 
 
@@ -50,18 +50,18 @@ class LinkEvent(Enum):
     ASK = auto()
     ATTACH = auto()
     LOSE = auto()
-    LET_GO = auto()  # by the agent, or it is gone
+    LET_GO = auto()  # the agent has let go of the memory, or is gone
     CLOSE = auto()  # the engine is leaving, or this is a fork of it
 
 
 LINK_TABLE = StateTable(
     {
-        (LinkState.AWAY, LinkEvent.ASK): LinkState.ASKING,
-        (LinkState.ASKING, LinkEvent.ATTACH): LinkState.HERE,
+        (LinkState.DETACHED, LinkEvent.ASK): LinkState.ASKING,
+        (LinkState.ASKING, LinkEvent.ATTACH): LinkState.ATTACHED,
         (LinkState.ASKING, LinkEvent.LOSE): LinkState.ENDING,
-        (LinkState.HERE, LinkEvent.LOSE): LinkState.ENDING,
-        (LinkState.ENDING, LinkEvent.LET_GO): LinkState.AWAY,
-        **{(state, LinkEvent.CLOSE): LinkState.AWAY for state in LinkState},
+        (LinkState.ATTACHED, LinkEvent.LOSE): LinkState.ENDING,
+        (LinkState.ENDING, LinkEvent.LET_GO): LinkState.DETACHED,
+        **{(state, LinkEvent.CLOSE): LinkState.DETACHED for state in LinkState},
     }
 )
 
@@ -70,7 +70,7 @@ LINK_TABLE = StateTable(
 
 
 class PeerLinkState(Enum):
-    QUEUED = auto()  # dialled, but so many others are being tried that it waits for its turn
+    QUEUED = auto()  # dialled, but too many others are being tried: it waits for its turn
     CONNECTING = auto()
     UP = auto()
     LOST = auto()
@@ -213,7 +213,7 @@ OFFER_TABLE = StateTable(
 class OutgoingState(Enum):
     WAITING = auto()  # claimed; nothing offered under that rendezvous id yet
     FLOWING = auto()
-    STOPPING = auto()  # over, but the data plane or its receiver is not through with it
+    STOPPING = auto()  # over, but the data plane or its receiver still uses it
     ENDED = auto()
 
 
@@ -250,12 +250,12 @@ class SlotEvent(Enum):
     LEND = auto()
     LAND = auto()  # the one write of this lease has arrived whole, and its rows are in the blocks or thrown away
     DOUBT = auto()  # the transfer ended while the lease was out
-    DRAIN = auto()  # the sender says that it will not write under this lease any more, or its successor that it is dead
+    DRAIN = auto()  # the sender confirms that it writes no more under this lease, or its successor that it is dead
     REBUILD = auto()  # our side of the fabric was torn down
 
 
-# A chunk may have landed before its transfer was stopped and be reported after it: a lease is written once, so that is
-# proof enough for a slot that was quarantined meanwhile.
+# A chunk may land before its transfer is stopped, and be reported after that. A lease is written only once, so the
+# report is proof enough to free a slot that was quarantined meanwhile.
 SLOT_TABLE = StateTable(
     {
         (SlotState.FREE, SlotEvent.LEND): SlotState.LENT,

@@ -1,4 +1,4 @@
-"""`python -m sim`: simulated schedules by the thousand, and the story of one that fails."""
+"""`python -m sim`: plays thousands of simulated schedules, and tells the story of one that fails."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def sim(
     seeds: Annotated[int, typer.Option(min=1, help="How many schedules.")] = 1000,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    story: Annotated[int | None, typer.Option(min=0, help="Tell all that happens under this seed.")] = None,
+    story: Annotated[int | None, typer.Option(min=0, help="Print everything that happens under this seed.")] = None,
 ) -> None:
-    """Play faults, delays and late writes against simulated agents; says what broke, if anything does.
+    """Play faults, delays and late writes against simulated agents. Says what broke, if anything did.
 
     \b
     Examples:
@@ -36,7 +36,7 @@ def sim(
 
 
 def search(first: int, count: int, jobs: int) -> None:
-    """Play seeds; exit 1 with the story of the first that fails."""
+    """Play seeds. If one fails, print its story and exit with 1."""
     total, began = SimTally(), time.monotonic()
     for tally in many(first, count, jobs):
         total.add(tally)
@@ -59,7 +59,7 @@ def search(first: int, count: int, jobs: int) -> None:
 
 
 def tell(seed: int) -> None:
-    """What happens under one seed, all of it."""
+    """Print everything that happens under one seed. Exits with 1 if it fails."""
     with prepared() as listener:
         scenario = make(seed)
         outcome = play(scenario, listener, is_told=True)

@@ -1,4 +1,4 @@
-"""What must be true once faults have stopped and everybody has had time: nothing is left over anywhere."""
+"""Checks that nothing is left over anywhere once the faults have stopped and everybody has had time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def look_for_leaks(world: World) -> None:
-    """The first thing that is left over is foul.
+    """Fail the run with the first thing that is left over.
 
-    An agent without an engine cannot greet anybody, and so not ask for what is in doubt: it will once it has one again.
+    Transfers in doubt may stay at an agent without an engine. It cannot greet peers, so it cannot ask them yet.
     """
     for text in _left_over(world):
         world.foul(text)
@@ -61,11 +61,14 @@ def _kept(process: Process) -> Iterator[str]:
         ("rendezvous_ids", sending._rendezvous_ids._offers),
         ("transfers that wait for an offer", sending._waiting),
         ("receivers that claim", sending._of_receiver),
-        ("transfers that wait for a slot", (*data_plane.send_orders._hungry._waiting, *receiving._hungry._waiting)),
+        (
+            "transfers that wait for a slot",
+            (*data_plane.send_orders._awaiting_slots._waiting, *receiving._awaiting_slots._waiting),
+        ),
         ("orders to send", data_plane.send_orders._open),
         ("chunks on their way", data_plane.send_orders.moving),
         ("moves", data_plane._moving or data_plane._moved),
-        ("endpoints of before", data_plane._equipment is not None and data_plane._equipment.has_retired),
+        ("endpoints of before", data_plane._resources is not None and data_plane._resources.has_retired),
         ("writes", data_plane._writing),
         ("waits for a fence", data_plane._fenced),
         ("targets that leave", data_plane._jobs._leaving),
@@ -93,16 +96,16 @@ def _kept(process: Process) -> Iterator[str]:
 
 
 def _between_agents(process: Process) -> Iterator[str]:
-    """Sessions, and what is kept for each: nothing but what an open one needs."""
-    peers, jobs, equipment = process.peers, process.data_plane._jobs, process.data_plane._at_work
+    """What is kept for sessions but not needed by an open one."""
+    peers, jobs, resources = process.peers, process.data_plane._jobs, process.data_plane._at_work
     reached = {incarnation: target.serial for incarnation, target in jobs._targets.items()}
     written = ((incarnation, each.connected.serial) for incarnation, each in peers.incoming.sessions.items())
     sessions = {incarnation: serial for incarnation, serial in written if serial != NOT_CONNECTED}
     if reached != sessions:
         yield f"targets {reached}, sessions {sessions}"
     joined = Counter((target.endpoint.name, target.name) for target in jobs._targets.values())
-    if equipment._joined != joined:
-        yield f"peers that are joined: {equipment._joined} for {joined}"
+    if resources._joined != joined:
+        yield f"peers that are joined: {resources._joined} for {joined}"
     for called, fabric in process.fabrics.items():
         connected = {name for at, name in joined if at == called}
         if fabric._peers != connected:
@@ -118,7 +121,7 @@ def _between_agents(process: Process) -> Iterator[str]:
     ):
         if left:
             yield f"{name}: {left}"
-    for link in process.links.open:  # one that no session needs stays for the next
+    for link in process.links.open:  # a link without a session may stay open for the next one
         if link.peer is None or link.peer.is_lost:
             yield f"a link {'to' if link.is_dialled else 'from'} {link.address} without another end"
     for session in _sessions(peers):

@@ -1,4 +1,4 @@
-"""Engines that keep to the contract and use every freedom in it: blocks are used again the moment they may be."""
+"""Engines that keep the contract but use every freedom in it: they reuse blocks as soon as they may."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class HeldBlocks:
     blocks: list[int]
     open: set[int] = field(default_factory=set)
     tokens: int = 0
-    is_ended: bool = False  # the engine says no more of it
+    is_ended: bool = False  # the engine will say no more about it
     said_at: float = 0.0
 
 
 class SimEngine:
-    """All ranks of one engine and its scheduler, in one process that may die or stand still."""
+    """All ranks of one engine and its scheduler, in one process that may die or freeze."""
 
     is_prefill = True
 
@@ -96,7 +96,7 @@ class SimEngine:
         self.loop.post(seconds, event)
 
     def here(self) -> None:
-        """A rank was attached: everybody hears where all of them are."""
+        """A rank was attached. If all are, tell their agents where each rank's agent is."""
         world = self.world
         if all(rank.is_here for rank in self.ranks):
             ranks = tuple(
@@ -106,7 +106,7 @@ class SimEngine:
                 rank.say(Directory(ranks=ranks))
 
     def begin(self, request: SimRequest, tries: int = 0) -> None:
-        """A request arrives; it waits a little for blocks."""
+        """A request arrives. It waits a while for blocks."""
         needed = -(-request.tokens // self.block_tokens)
         self.waiting.pop(request.name, None)
         if len(self.free) < needed or not all(rank.is_here for rank in self.ranks):
@@ -126,28 +126,28 @@ class SimEngine:
         raise NotImplementedError
 
     def short_of(self, blocks: int) -> None:
-        """A request that came has to wait for so many."""
+        """A new request waits for this many blocks."""
 
     def turned_away(self, request: SimRequest) -> None:
-        """It never had any."""
+        """A request gave up waiting for blocks."""
 
     def preempt(self) -> None:
-        """Take back what agents may read."""
+        """Take back all blocks that agents may read."""
 
     def answered(self, rank: SimRank, message: ToEngine) -> None:
         raise NotImplementedError
 
     def unread(self, rank: SimRank) -> None:
-        """What is read from here on of what was offered over this connection counts no more."""
+        """Reads of what was offered over this connection do not count any more."""
 
     def gone(self, rank: SimRank) -> None:
-        """Nothing that was asked over this connection will be answered, nothing touches memory any more."""
+        """The agent will answer nothing more over this connection, and no longer touches memory."""
         raise NotImplementedError
 
     def stream(self, rank: SimRank, work: Callable[[], None]) -> int:
-        """Have the stream do something, behind all before it and whatever the engine's process does; the fence's count.
+        """Enqueue work on the engine's stream. It runs in order, even if the process is frozen or dead.
 
-        Without fences it is done at once.
+        Returns the fence's count that says it is done. Without fences it is done at once, and the count is 0.
         """
         world, blocks = self.world, rank.blocks
         if not world.has_fences:
@@ -167,7 +167,7 @@ class SimEngine:
         return mark
 
     def release_if_over(self, held: HeldBlocks, how: str) -> None:
-        """The blocks are the engine's again once no agent may touch them; the next request overwrites them at once."""
+        """Free the blocks once no agent may touch them. They are overwritten at once."""
         if held.open or not held.is_ended or held.request.name not in self.held:
             return
         del self.held[held.request.name]
@@ -217,7 +217,7 @@ class Prefill(SimEngine):
                 rank.say(Reclaim(blocks=blocks))
 
     def _compute(self, rank: SimRank, held: HeldBlocks, before: int) -> int:
-        """Have the rows of the new tokens written; which count of the fence says that they are."""
+        """Write the rows of the new tokens. Returns the fence's count that says they are written."""
         request, tokens, blocks = held.request, range(before, held.tokens), rank.blocks
         ids = list(held.blocks)
         return self.stream(rank, lambda: rank.rows.compute(blocks, ids, self.block_tokens, request.prompt, tokens))
@@ -238,7 +238,7 @@ class Prefill(SimEngine):
         self.release_if_over(held, "withdrawn")
 
     def _lose_patience(self, held: HeldBlocks) -> None:
-        """Take blocks that are perhaps still read; give their agents up, or stay."""
+        """Take blocks although agents may still read them. Give these agents up, or stay connected."""
         if self.held.get(held.request.name) is not held:
             return
         if self.world.chance(0.5):
@@ -265,7 +265,7 @@ class Prefill(SimEngine):
 
 
 class Decode(SimEngine):
-    """Wants prompts and looks at every row of what it is told is done."""
+    """Wants prompts, and checks every row of those that its agents say are done."""
 
     is_prefill = False
 
@@ -315,7 +315,7 @@ class Decode(SimEngine):
         self.release_if_over(held, "nobody was told")
 
     def _hand_over(self, rank: SimRank, blocks: SimBlocks, held: HeldBlocks, ids: tuple[int, ...]) -> None:
-        """An earlier forward has written its last into these blocks; from here on the agent may write them."""
+        """Let the agent write these blocks. An earlier forward pass has just written to them for the last time."""
         if rank.number in held.open and self.held.get(held.request.name) is held:
             rank.rows.waste(blocks, ids, self.world.waste())
             blocks.wanted.update(dict.fromkeys(ids, held.request.name))
@@ -332,7 +332,7 @@ class Decode(SimEngine):
                 held = self.held.get(name)
                 if held is None or rank.number not in held.open:
                     if isinstance(message, Failed) and message.code == "not_attached":
-                        return  # an abandoned one, after its end
+                        return  # it was abandoned and has ended
                     self.world.foul(f"{rank.blocks.name}: {name} was answered twice, the second time by {message}")
                     return
                 held.open.discard(rank.number)

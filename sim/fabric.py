@@ -1,7 +1,7 @@
-"""The data side: one-sided writes that nobody can recall, over a network that may hold, fail or spoil them.
+"""The data network: one-sided writes that nobody can recall, and that the network may delay, fail or spoil.
 
-A write lands whatever has become of those who asked for it: it needs neither loop nor data plane of either side, only
-that the memory it goes to still exists. Its notice leaves when its initiator polls it to its end, and not before.
+A write needs no thread of either side in order to land, only that its target memory still exists. Its notice leaves
+when the initiator polls and finds the write over.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ FORGERIES: tuple[dict[str, Any], ...] = (
     {"generation": 1 << 30},
     {"transfer": "nobody's"},
 )
-DYING_S = 0.02  # a write of a process that was killed may land for so long; no new start is that fast
+DYING_S = 0.02  # how long the writes of a killed process may still land; no restart is that fast
 
 
 @dataclass(slots=True)
 class Write:
-    """One under way. The local bytes are read when it lands, not when it was posted."""
+    """A write under way. Its local bytes are read when it lands, not when it is posted."""
 
     id: int
     sender: Process
@@ -56,18 +56,18 @@ class Write:
 
 
 class DataNetwork:
-    """Every pair of agents, and what is wrong between them just now."""
+    """The network between all pairs of agents, and what is wrong with it now."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.slow: dict[tuple[str, str], float] = {}  # pair -> how many seconds a write may take
+        self.slow: dict[tuple[str, str], float] = {}  # pair -> the most seconds that a write takes
         self.failing: set[tuple[str, str]] = set()
-        self.halfway: dict[tuple[str, str], int] = {}  # so many of the next fail, and a kernel has the rest of them
+        self.halfway: dict[tuple[str, str], int] = {}  # pair -> how many of the next writes fail but land later
         self.hung: set[tuple[str, str]] = set()
-        self.spoil = 0  # so many of the next writes, and of pulled chunks that are compared, arrive with a wrong cell
-        self.wrongs = 0  # so many slots and pulled chunks have had cells that are not their writer's
-        self.repeat = 0  # so many of the next notices come twice
-        self.forging: dict[str, int] = {}  # incarnation -> so many of its next notices have a forged one before them
+        self.spoil = 0  # how many of the next writes, and compared pulls of a chunk, arrive with a wrong cell
+        self.wrongs = 0  # how many slots and pulled chunks have had cells that are not their writer's
+        self.repeat = 0  # how many of the next notices come twice
+        self.forging: dict[str, int] = {}  # incarnation -> how many of its next notices follow a forged one
         self._stuck: list[Write] = []
 
     def post(self, write: Write) -> None:
@@ -81,7 +81,7 @@ class DataNetwork:
         world.clock.after(seconds, lambda: self._land(write))
 
     def go_on(self) -> None:
-        """Something was healed: what hung goes on, or fails."""
+        """A fault is over: writes that hung go on, or fail."""
         stuck, self._stuck = self._stuck, []
         for write in stuck:
             self.post(write)
@@ -113,7 +113,7 @@ class DataNetwork:
         sender.thread.post(seconds, lambda: self._end(write, ended))
 
     def _land_later(self, write: Write, target: Process, halves: int) -> None:
-        """The rest of a write that fails, as its initiator's kernel has it: whoever has the slot by then."""
+        """The write fails, but its initiator's kernel has the rest. It lands later, whoever has the slot by then."""
         sent = list(write.sender.ram.get(write.local, []))
         first = len(sent) * halves // 2
 
@@ -127,7 +127,7 @@ class DataNetwork:
             at = f"slot {target.slot_at(write.remote)} of {target.name}"
             self._world.say("network", f"the rest of a write of {write.sender.name} that failed lands in {at}")
 
-        # Its end, and that the slot is lent again, takes messages: mostly some ms.
+        # The write's end and the slot's next lease take messages, so mostly a few ms.
         most = self._world.pick((0.004, 0.008, 0.016, 2.0))
         self._world.clock.at(min(self._world.clock.now + self._world.uniform(0.0, most), FAULTS_END_S - 1e-3), land)
 
@@ -136,7 +136,7 @@ class DataNetwork:
         write.sender.rouse()
 
     def _copy(self, write: Write, target: Process, halves: int) -> None:
-        """So many halves of the bytes arrive."""
+        """0, 1 or 2 halves of the bytes arrive."""
         if write.local in write.sender.lanes:
             if halves == 2:
                 target.lanes[write.remote] = write.sender.lanes[write.local]
@@ -154,7 +154,7 @@ class DataNetwork:
                 self._world.on_write(write.sender, target, target.slot_at(write.remote), notice)
 
     def spoils(self) -> bool:
-        """Whether what is moved now comes with a wrong cell."""
+        """Whether the present move gets a wrong cell."""
         if not self.spoil:
             return False
         self.spoil -= 1
@@ -162,7 +162,7 @@ class DataNetwork:
         return True
 
     def notify(self, sender: Process, incarnation: str, notice: bytes) -> None:
-        """A notice is on its way, behind its data."""
+        """Send a notice. It follows its data."""
         target = self._world.owner(incarnation)
         if target is None or target.is_dead or incarnation not in target.fabrics:
             return
@@ -267,5 +267,5 @@ class SlotFabric:
         return len(self._writes)
 
     def close(self) -> None:
-        """Nothing is written here any more, nothing arrives."""
+        """After this, nothing is written here and nothing arrives."""
         self._process.fabrics.pop(self._name, None)

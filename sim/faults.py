@@ -1,4 +1,4 @@
-"""What goes wrong in a run, kind by kind, and how it goes right again."""
+"""The faults of a run, kind by kind, and how each ends."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from .world import World
 
 FAULTS_END_S = 7.0
-RESTART_S = 0.05  # no start is faster; what the one before wrote has landed by then
+RESTART_S = 0.05  # the fastest restart; the writes of the process before have landed by then
 
 
 class Faults:
-    """`blocked` counts, by pair, what keeps messages and writes from one agent to another.
+    """The faults at work.
 
-    `disorder` is what befalls single messages. `troubled` says until when an agent or engine is not itself, `gone`
-    which engines never come back.
+    `blocked` counts, by pair, the faults that keep messages and writes from one agent to another. `disorder` has the
+    faults that single messages suffer. `troubled` says until when an agent or engine suffers a fault, `gone` which
+    engines never come back.
     """
 
     def __init__(self, world: World) -> None:
@@ -30,7 +31,7 @@ class Faults:
         self.troubled: dict[str, float] = {}
         self.gone: set[str] = set()
         self._stalled: set[Process] = set()
-        self._held: set[tuple[str, str]] = set()  # between which writes hang because of that
+        self._held: set[tuple[str, str]] = set()  # pairs whose writes hang because an agent is stalled
 
     def happen(self, fault: Fault) -> None:
         if self._world.clock.now >= FAULTS_END_S:
@@ -56,7 +57,7 @@ class Faults:
         self._world.clock.at(again, lambda: self._world.start(name) if self._world.processes[name].is_dead else None)
 
     def _stop_agent(self, fault: Fault, name: str) -> None:
-        """SIGTERM: it drains, and is started anew some time after it has ended."""
+        """SIGTERM: the agent drains, ends, and is started again some time later."""
         process = self._world.processes[name]
 
         def gone() -> None:
@@ -97,7 +98,7 @@ class Faults:
             self._held.clear()
             self._world.data.go_on()
 
-        if self._world.scenario.seed & 16:  # as by TCP, where the target must be awake; by RDMA they land all the same
+        if self._world.scenario.seed & 16:  # as over TCP, whose target must be awake; over RDMA writes land anyway
             self._held |= {(other, name) for other in self._world.processes}
             self._world.data.hung |= self._held
 
@@ -107,10 +108,10 @@ class Faults:
         self._world.clock.after(fault.seconds, over)
 
     def _preempt(self, fault: Fault, name: str) -> None:
-        """In the middle of its next gather the agent stands still, and its engine takes back all that it offers.
+        """Freeze the agent in the middle of its next gather, while its engine takes back all that it offers.
 
-        One time in five the engine has given its agent up just before, for a reason of its own, and the agent's data
-        plane goes on before its loop can hear of that.
+        One time in five the engine gives its agent up just before, for a reason of its own. The agent's data plane then
+        goes on before its loop can hear of that.
         """
         process = self._world.processes[name]
         engine = next(each for each in self._world.engines.values() if name in each.agents)
@@ -152,7 +153,7 @@ class Faults:
         self._until(fault, loop.thaw)
 
     def _lose_engine(self, fault: Fault, name: str) -> None:
-        """It never comes back; its agents stay."""
+        """The engine never comes back. Its agents stay."""
         if not self._world.engines[name].is_dead:
             self._world.engines[name].die()
         self.gone.add(name)
@@ -238,13 +239,13 @@ class Faults:
         self._world.data.repeat += 2
 
     def _forge_notice(self, fault: Fault, name: str) -> None:
-        """Before each of the next notices comes one that is like it but for one thing."""
+        """Before each of the next notices send a copy with one field changed. Also send one that is no message."""
         process = self._world.processes[name]
         self._world.data.forging[process.incarnation] = 4
         self._world.data.notify(process, process.incarnation, b"\xc1 no message")
 
     def calm(self) -> None:
-        """Nothing goes wrong any more, and who was gone is back."""
+        """End all faults. Whoever died or froze comes back, except lost engines and stalled agents."""
         self._world.say("world", "calm from here on")
         for name, process in list(self._world.processes.items()):
             if process.is_dead and self._world.clock.now > process.died_at + RESTART_S:

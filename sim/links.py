@@ -1,8 +1,8 @@
-"""Messages between simulated agents: what transport/control.py promises, over a network that keeps nothing else.
+"""Messages between simulated agents: the promises of transport/control.py, over a network that keeps no others.
 
-A link delivers everything in order, or is lost and says so once. Between the two: delays, connections that are cut
-with what was under way, that go dead in one direction or both, messages that are lost, come twice or overtake each
-other, and processes that stand still or start anew. What came is counted in as `Link` counts it.
+A link delivers everything in order, or is lost and says so once. Meanwhile the network delays, loses, repeats and
+reorders messages. Connections are cut with what was under way, or go dead in one direction or both. Processes freeze
+and restart. Arrived messages are numbered as `Link` numbers them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from .world import World
 
 PING_S = 1.0
-LATE_S = 0.2  # by how much a message may be overtaken, or its copy be behind it
+LATE_S = 0.2  # at most so late comes a message that is overtaken, or the copy of one
 
 
 class SimLink(Numbered):
-    """One end of a connection, with what `Link` has that agents use."""
+    """One end of a connection, with the part of `Link` that agents use."""
 
     def __init__(self, links: AgentLinks, address: str, is_dialled: bool) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ class SimLink(Numbered):
         self.is_dialled = is_dialled
         self.is_up = not is_dialled
         self.is_lost = False
-        self.is_heard = False  # it shows to the agent: dialled, or a message came by it
+        self.is_heard = False  # the agent knows of it: it was dialled, or a message came over it
         self.peer: SimLink | None = None
         self.links = links
-        self._is_tail = False  # of a link that this end gave up, or whose beginning was lost: nobody answers by it
-        self._after: SimLink | None = None  # the tail of ours
+        self._is_tail = False  # what is left of a link that this end gave up, or whose beginning was lost; not answered
+        self._after: SimLink | None = None  # our tail
         self._outbox: deque[Body] = deque()
         self._free_at = 0.0
         self._stuck: list[Callable[[], None]] = []
@@ -58,7 +58,7 @@ class SimLink(Numbered):
         return True
 
     def close(self) -> None:
-        """End it from our side, without a Lost; what was sent still leaves."""
+        """End the link from our side, without a Lost. What was sent still leaves."""
         if not self.is_lost:
             self._end()
             self._hang_up()
@@ -73,7 +73,7 @@ class SimLink(Numbered):
 
     def _pass_on(self, body: Body) -> None:
         peer = self.peer
-        if peer is None:  # cut, and not noticed yet: what is sent now is gone
+        if peer is None:  # cut, but not noticed yet: the message is lost
             return
         self.links.world.on_message(self.links.process, peer.links.process, body)
         event = partial(peer.arrive, self.number(self.links.process.incarnation, body))
@@ -84,7 +84,7 @@ class SimLink(Numbered):
             self._carry(event)
 
     def _mistreat(self, how: str, event: Callable[[], None]) -> None:
-        """What no connection does to a message, as far as we know."""
+        """Lose, repeat or delay a message. As far as we know, no connection does that."""
         world = self.links.world
         world.say("network", f"{how}: a message of {self.links.process.name}")
         if how == "duplicate":
@@ -93,7 +93,7 @@ class SimLink(Numbered):
             world.clock.after(world.uniform(0.0, LATE_S), lambda: self._deliver(event))
 
     def _carry(self, event: Callable[[], None]) -> None:
-        """To the other end, behind all before it."""
+        """Bring it to the other end, behind everything sent before."""
         world = self.links.world
         self._free_at = max(self._free_at, world.clock.now + world.quick())
         world.clock.at(self._free_at, lambda: self._deliver(event))
@@ -109,13 +109,13 @@ class SimLink(Numbered):
             self.peer.links.process.loop.post(0.0, event)
 
     def go_on(self) -> None:
-        """Something was healed: what was held up arrives, in order."""
+        """A fault is over: what was held up arrives, in order."""
         stuck, self._stuck = self._stuck, []
         for event in stuck:
             self._deliver(event)
 
     def arrive(self, envelope: Envelope) -> None:
-        """As a control takes it: what does not come in turn ends the link."""
+        """Take a message as `Control` does: one that is out of turn ends the link."""
         if self.is_lost:
             if self._after is not None:
                 self._after.arrive(envelope)
@@ -143,7 +143,7 @@ class SimLink(Numbered):
                 self.links.tell(Arrived(self, envelope))  # type: ignore[arg-type]
 
     def lose(self, code: str) -> None:
-        """The agent hears that it is over, if it knew of it."""
+        """Tell the agent that the link is lost, if it knew of it."""
         if self.links.process.is_dead:
             return
         if self.is_lost:
@@ -156,7 +156,7 @@ class SimLink(Numbered):
             self.links.tell(Lost(self, code, f"{self.address}"))  # type: ignore[arg-type]
 
     def _give_up(self, code: str) -> None:
-        """An accepted link is lost, but its connection stays: a first message by it would begin another link."""
+        """Lose an accepted link but keep its connection: a first message over it would begin another link."""
         self._end()
         self.links.tell(Lost(self, code, f"{self.address}"))  # type: ignore[arg-type]
         after = self._after = SimLink(self.links, self.address, False)
@@ -172,11 +172,11 @@ class SimLink(Numbered):
 
     def _hang_up(self) -> None:
         peer = self.peer
-        if peer is not None:  # our socket is closed: the other end sees that behind what we sent
+        if peer is not None:  # our socket is closed, which the other end sees after what we sent
             self._carry(lambda: peer.lose("peer_disconnected"))
 
     def cut(self) -> None:
-        """The connection breaks with all that is under way in both directions; each end sees it in its own time."""
+        """Break the connection with all that is under way in both directions. Each end notices at its own time."""
         peer, world = self.peer, self.links.world
         for end in (self, peer):
             if end is not None:
@@ -184,13 +184,13 @@ class SimLink(Numbered):
                 end.links.process.loop.post(world.uniform(0.0, 0.6), partial(end.lose, "peer_disconnected"))
 
     def look(self, silence_s: float) -> None:
-        """Called now and then while something is wrong: silence for too long is a loss."""
+        """Lose the link if it was silent for too long. Called now and then while something is wrong."""
         if self.is_lost or self.peer is None or self._is_tail or self.links.process.loop.is_frozen:
             self._silent_since = -1.0
             return
         world, other = self.links.world, self.peer.links.process
-        is_deaf = other.loop.is_frozen or self.peer._is_tail
-        if not (is_deaf or world.is_blocked(other.name, self.links.process.name)):
+        may_be_dead = other.loop.is_frozen or self.peer._is_tail
+        if not (may_be_dead or world.is_blocked(other.name, self.links.process.name)):
             self._silent_since = -1.0
         elif self._silent_since < 0:
             self._silent_since = world.clock.now
@@ -198,7 +198,7 @@ class SimLink(Numbered):
             self.lose("peer_silent")
 
     def ping(self) -> None:
-        """Called now and then where messages get lost: that the last one was shows by what comes behind it."""
+        """Send a message so that the loss of the one before is noticed. Called now and then where messages get lost."""
         now = self.links.world.clock.now
         if self.is_dialled and self.is_up and not self.links.process.loop.is_frozen and now - self._pinged_at >= PING_S:
             self._pinged_at = now
@@ -206,7 +206,7 @@ class SimLink(Numbered):
 
 
 class AgentLinks:
-    """What `Control` is to one agent."""
+    """One agent's `Control`."""
 
     def __init__(self, process: Process, address: str, connect_s: float) -> None:
         self.process = process
@@ -230,7 +230,7 @@ class AgentLinks:
         return link
 
     def _connect(self, link: SimLink, deadline: float) -> None:
-        """Try until somebody is there."""
+        """Try until somebody answers, or until the deadline."""
 
         def attempt() -> None:
             if link.is_lost:
@@ -266,7 +266,7 @@ class AgentLinks:
                 await self._woken.wait()
 
     def die(self) -> None:
-        """The process is gone: its sockets close, with what they had not sent yet."""
+        """The process is gone. Its sockets close; what they had not sent yet is lost."""
         for link in list(self.open):
             peer, link.is_lost = link.peer, True
             if peer is not None:

@@ -1,4 +1,4 @@
-"""The socket between an engine rank and its agent: bytes in order, and an end that both see."""
+"""The socket between an engine rank and its agent: messages in order, and an end that both see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .process import Process
 
 
-LATE_S = 0.01  # so much later than it came a message is looked at by a loop that stood still
+LATE_S = 0.01  # how much later than due a message must be taken to count as late: the loop was frozen meanwhile
 
 
 class Hearer(Protocol):
@@ -25,7 +25,7 @@ class Hearer(Protocol):
 
 
 class EngineSocket:
-    """What `LocalConnection` is to the agent, and what a client is to the engine (`say`, `hang_up`)."""
+    """A `LocalConnection` to the agent, and a client to the engine (`say`, `hang_up`)."""
 
     pid = 0
 
@@ -34,8 +34,8 @@ class EngineSocket:
         self._engine = engine
         self._received: deque[ToAgent | None] = deque()
         self._waiting: asyncio.Future[None] | None = None
-        self._arrived: deque[ToAgent | None] = deque()  # and not looked at yet
-        self._unread = 0  # said, and on its way here, or not looked at
+        self._arrived: deque[ToAgent | None] = deque()  # and not received yet
+        self._unread = 0  # sent by the engine and not received yet
         self._down_at = self._up_at = 0.0
         self.is_closed = False  # the agent's end
         self.is_crashed = False  # closed by the kernel
@@ -67,7 +67,7 @@ class EngineSocket:
             self._end()
 
     def end(self) -> None:
-        """The agent's process is gone: the kernel closes its end."""
+        """The agent's process is gone, and the kernel closes its end."""
         self.is_closed = self.is_crashed = True
         self._end()
 
@@ -99,7 +99,7 @@ class EngineSocket:
         self._engine.at(self._up_at, event)
 
     def _take(self, message: ToAgent | None, due: float) -> None:
-        """A loop that stood still meanwhile looks at its sockets in any order: this one may come last."""
+        """A loop that was frozen looks at its sockets in any order, so this one may come last."""
         world = self._process.world
         self._arrived.append(message)
         if world.scenario.is_pulled and world.clock.now - due > LATE_S and world.chance(0.5):

@@ -1,4 +1,4 @@
-"""One clock for a whole world, and an asyncio loop for each of its processes: deterministic, no threads, no IO."""
+"""One clock for a whole world, and an asyncio loop for each of its processes. Deterministic, without threads or IO."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 
 class Clock:
-    """What happens when. Time passes by itself from one event to the next; events of one moment keep their order."""
+    """A queue of events. Time jumps from one event to the next. Events of one moment keep their order."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -27,7 +27,7 @@ class Clock:
         self.at(self.now + seconds, event)
 
     def run(self, until: float) -> None:
-        """Let everything happen up to that time."""
+        """Let everything happen that is due by then."""
         events = self._events
         while events and events[0][0] <= until:
             self.now, _, event = heapq.heappop(events)
@@ -36,12 +36,12 @@ class Clock:
         self.now = until
 
     def stop(self) -> None:
-        """Nothing more happens."""
+        """Let nothing more happen."""
         self._events.clear()
 
 
 class Thread:
-    """One of a simulated process. Frozen, it does nothing and misses nothing; dead, it is heard of no more."""
+    """A thread of a simulated process. While frozen it does nothing but misses nothing. Once dead it does nothing."""
 
     def __init__(self, clock: Clock) -> None:
         self.is_frozen = self.is_dead = False
@@ -49,11 +49,11 @@ class Thread:
         self._held: list[Callable[[], None]] = []
 
     def post(self, seconds: float, event: Callable[[], None]) -> None:
-        """Do this on the thread, so much later if it is not frozen then, and not at all if it is dead."""
+        """Do this on the thread after so many seconds. Waits while the thread is frozen; dropped if it is dead."""
         self.post_at(self._clock.now + seconds, event)
 
     def post_at(self, when: float, event: Callable[[], None]) -> None:
-        """The same at a time that others may share: what is posted for one moment keeps its order."""
+        """As `post`, at a given time. What is posted for the same time keeps its order."""
         self._clock.at(when, lambda: self._do(event))
 
     def _do(self, event: Callable[[], None]) -> None:
@@ -77,7 +77,7 @@ class Thread:
 
 
 class ProcessLoop(Thread):
-    """The thread of the loop: an event loop as far as asyncio's tasks, futures and timers ask, and no further."""
+    """The thread of the loop, with as much of an event loop as asyncio's tasks, futures and timers need."""
 
     def __init__(self, clock: Clock, on_error: Callable[[str], None]) -> None:
         super().__init__(clock)
@@ -89,14 +89,14 @@ class ProcessLoop(Thread):
         self.asyncio_s = cast(asyncio.AbstractEventLoop, self)
 
     def kill(self) -> None:
-        """End all tasks; whoever calls has seen to it that nothing they still say is heard."""
+        """End all tasks. The caller has made sure that nothing they still say is heard."""
         super().kill()
         for task in self._tasks:
             task.cancel()
         self._turn()
         self._tasks.clear()
 
-    # What asyncio does with it:
+    # What asyncio calls:
 
     def call_soon(
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
@@ -171,4 +171,4 @@ class ProcessLoop(Thread):
         return False
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """asyncio's own; a cancelled timer fires into nothing."""
+        """Called by asyncio. A cancelled timer fires without effect, so there is nothing to do."""

@@ -1,7 +1,7 @@
-"""Memory as cells, one for a row of one head: an engine's blocks, and the copier that moves cells into slots and back.
+"""Memory as cells, one per row of one head: an engine's blocks, and the copier that moves cells to slots and back.
 
-A cell holds a number that names what was written there: whose request, which token, which row. So a foreign or a torn
-byte shows as a wrong number, and the real plan decides where each one goes.
+A cell holds a number that says what was written: which prompt, token and row. So a foreign or torn byte shows as a
+wrong number. The real plan decides where each cell goes.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from kvbridge.geometry.plan import Part
 if TYPE_CHECKING:
     from .process import Process
 
-KERNELS_S = 0.01  # so long they outlive their process (H200: 9 to 12 ms, 2026-11)
+KERNELS_S = 0.01  # how long kernels outlive their process (H200: 9 to 12 ms, 2026-11)
 CELL_BYTES = 512
 SLOT_CELLS = 8
 SLOT_BYTES = CELL_BYTES * SLOT_CELLS
 NOTHING = 0
-MOST_MOVES = 3  # of those that wait for room
+MOST_MOVES = 3  # under way at once, of the kinds that check `has_room`
 
 
 class SimBlocks:
-    """The KV memory of one engine rank. `may_write` says whether a block is wanted now: nobody else may write it."""
+    """The KV memory of one engine rank. Its agent may write only `wanted` blocks."""
 
     def __init__(self, name: str, pool: Pool, foul: Callable[[str], None]) -> None:
         self.name = name
         self.pool = pool
         self.cells = [NOTHING] * (pool.regions[0].size_bytes // CELL_BYTES)
         self.wanted: dict[int, str] = {}  # block -> the request that waits for its rows
-        self.expected: dict[int, int] = {}  # cell -> what must come there
+        self.expected: dict[int, int] = {}  # cell -> what must be written there
         self.reached = 0  # the fence's count
-        self.stream_at = 0.0  # when all that the engine's stream has to do is done
-        self.is_gone = False  # with its engine: what is written there hurts nobody
+        self.stream_at = 0.0  # when the engine's stream has done all of its work
+        self.is_gone = False  # with its engine: writes do no harm any more
         self._foul = foul
 
     def foul(self, text: str) -> None:
@@ -49,7 +49,7 @@ class SimBlocks:
             self._foul(f"{self.name}: {text}")
 
     def put(self, at: int, block: int, values: list[int], counts: bool = True) -> None:
-        """Our agent writes cells of a block; whether they count is not known yet where it pulls."""
+        """Our agent writes cells of a block. Without `counts` (a pull) it does not know yet whether they count."""
         request = self.wanted.get(block)
         if request is None:
             self.foul(f"block {block} was written while nobody wanted it")
@@ -69,18 +69,18 @@ def spelled(value: int) -> str:
 
 
 def written(prompt: int, token: int, row: int) -> int:
-    """What an engine computes there."""
+    """The number that an engine writes for this row."""
     return prompt << 20 | token << 8 | row
 
 
 class SimAttached:
-    """What `AttachedPool` is to the agent: open until closed."""
+    """An `AttachedPool` to the agent, open until closed."""
 
     def __init__(self, blocks: SimBlocks, owner: Process | None = None) -> None:
         self.blocks = blocks
         self.pool = blocks.pool
         self.is_open = True
-        self.owner = owner  # the agent whose engine's it is, where that is a peer's
+        self.owner = owner  # the agent of the engine whose memory this is, if that is a peer
 
     def hold(self) -> NoReturn:
         raise EngineError("detached", "cells have no address, so how fast they are read is not measured")
@@ -90,7 +90,7 @@ class SimAttached:
 
 
 class Fence:
-    """What `FencePage` is to the agent."""
+    """A `FencePage` to the agent."""
 
     def __init__(self, blocks: SimBlocks) -> None:
         self._blocks = blocks
@@ -105,7 +105,7 @@ Run = tuple[int, int, int]  # first cell, cells, block
 
 
 def runs(part: Part) -> Iterator[tuple[int, list[Run]]]:
-    """Of each move: its first cell in the slot, and the runs of cells that lie there one after another."""
+    """For each move: its first cell in the slot, and the runs of cells that follow one another from there."""
     for move in part.moves():
         plane, row = move.plane, move.wire.row_bytes // CELL_BYTES
         (step,) = plane.token_axis
@@ -126,11 +126,11 @@ class _SimMove:
     seconds: float
     ends_at: float
     end: Callable[[], int]
-    sender: SimAttached | None = None  # a peer's that is read
+    sender: SimAttached | None = None  # the peer's memory that is read
 
 
 class SimCopier:
-    """Keeps the contract of `copier.Copier`. A move takes time: half of its cells go at once, half at its end."""
+    """Keeps the contract of `BlockCopier`. A move takes time: half of its cells move at its begin, half at its end."""
 
     memory: Literal["dram", "vram"] = "dram"
     device = "cpu"
@@ -142,10 +142,10 @@ class SimCopier:
         self._count = 0
         self._moving: dict[int, _SimMove] = {}
         self._moved: list[Moved] = []
-        self._compiled: dict[tuple[object, ...], float] = {}  # by what moves: when its kernels are there
+        self._compiled: dict[tuple[object, ...], float] = {}  # move -> when its kernels are compiled
 
     def _compile(self, *what: object) -> None:
-        """Raise Compiling until the kernels are there of which this is the first use."""
+        """Raise Compiling until the kernels for this move are compiled."""
         world = self._process.world
         if what not in self._compiled:
             seconds = world.compile_s()
@@ -210,7 +210,7 @@ class SimCopier:
             held = self._process.ram.get(slot.address, [])[:count]
             return held + [NOTHING] * (count - len(held))
 
-        is_checked_first = digest_kind == "xxh3"  # as a CPU does, on a copy of the slot; a GPU sums what it writes
+        is_checked_first = digest_kind == "xxh3"  # a CPU checks a copy of the slot first; a GPU sums what it writes
         before = cells()
         if is_right(digest_of(before), expected):
             _copy_in(pool.blocks, before, todo[:half])
@@ -232,7 +232,7 @@ class SimCopier:
         todo = list(_spread_all(ours))
         half = len(todo) // 2
         slot = [NOTHING] * (ours.chunk.size_bytes // CELL_BYTES)
-        is_spoiled = has_digest and self._process.world.data.spoils()  # without a digest nobody could know
+        is_spoiled = has_digest and self._process.world.data.spoils()  # without a digest nobody would notice
 
         def read(some: list[tuple[int, Run]]) -> None:
             for place, (first, count, block) in some:
@@ -256,7 +256,7 @@ class SimCopier:
         return ticket
 
     def _happens(self, owner: Process, ticket: int) -> None:
-        """What is to happen to an agent in the middle of the next read of its engine's blocks."""
+        """Let happen what is planned for the middle of the next read of an engine's blocks."""
         if (happens := owner.on_gather) is not None:
             owner.on_gather = None
             owner.world.clock.after(self._moving[ticket].seconds * 0.5, happens)
@@ -278,7 +278,7 @@ class SimCopier:
         return ticket
 
     def outlive(self) -> None:
-        """The process was killed: what it has launched goes on for a moment."""
+        """The process was killed. The kernels that it launched go on for a moment."""
         clock = self._process.world.clock
         for move in self._moving.values():
             clock.at(min(move.ends_at, clock.now + KERNELS_S), partial(_land, move.end))
@@ -289,7 +289,7 @@ class SimCopier:
 
     def warm_pull(self, sender: SimAttached, theirs: Part, pool: SimAttached, ours: Part, has_digest: bool) -> None: ...
 
-    def copy(self, sender: Span, target: Span) -> int:
+    def copy(self, source: Span, target: Span) -> int:
         raise NotImplementedError
 
     def fill(self, span: Span, content: bytes) -> None:
@@ -323,7 +323,7 @@ def digest_of(cells: list[int]) -> int:
 
 
 def is_right(found: int, expected: int) -> bool:
-    """Whether rows may go into the blocks."""
+    """Whether the digests allow the rows to be written to the blocks."""
     return found == expected
 
 
@@ -335,7 +335,7 @@ def _spread(found: list[Run]) -> Iterator[tuple[int, Run]]:
 
 
 def _spread_all(part: Part) -> Iterator[tuple[int, Run]]:
-    """Where each run of cells lies in the slot, were there one, and in memory."""
+    """Where each run of cells lies in the slot (a pull has none, but its cells are numbered so) and in memory."""
     return ((at + i, run) for at, found in runs(part) for i, run in _spread(found))
 
 

@@ -1,4 +1,4 @@
-"""Keeps what pure functions found: every run of a simulation asks them about the same few pools."""
+"""Caches results of pure functions, because every run of a simulation asks about the same few pools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST = 20_000
 
 
 class _Kept:
-    """By identity: to compare pools costs more. What is kept keeps its pools alive."""
+    """Results by the identity of pools, which is faster than comparing them. Keeps these pools alive."""
 
     def __init__(self) -> None:
         self.verdicts: dict[tuple[int, int], tuple[Verdict, Pool, Pool]] = {}
@@ -42,7 +42,7 @@ class _Kept:
 
 
 class KeptPlanner(Planner):
-    """Keeps its plans, and what it would warm with, which nobody here warms."""
+    """Keeps its plans. Has no samples to warm with, because nothing is warmed here."""
 
     def __init__(self, sender: Pool, receiver: Pool) -> None:
         super().__init__(sender, receiver)
@@ -60,7 +60,7 @@ class KeptPlanner(Planner):
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """For the agents of this process."""
+    """Let the agents of this process use the cache."""
     kept = _Kept()
     asked = ((session, "verdict", kept.verdict), (session, "Planner", kept.planner), (engines, "Planner", kept.planner))
     before = [getattr(module, name) for module, name, _ in asked]

@@ -1,4 +1,4 @@
-"""Makes a failing scenario small: leaves out what it does not need to fail."""
+"""Makes a failing scenario smaller by leaving out what it does not need in order to fail."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PLAINER: tuple[dict[str, Any], ...] = (
 
 
 def minimised(scenario: Scenario, listener: SimListener) -> tuple[Scenario, ScenarioOutcome]:
-    """A scenario that fails (perhaps otherwise than the one given) and none of whose smaller ones does, with its story.
+    """A smaller scenario that fails too, perhaps in another way, with its story. It becomes smaller until none fails.
 
-    Delays come from the seed as well, so every attempt has others: some are tried for each.
+    Leaving something out changes the random delays, so each smaller scenario is tried with several salts.
     """
     left = MOST_RUNS
 

@@ -18,7 +18,7 @@ PARTS = ("k", "v")
 
 @lru_cache(maxsize=4096)
 def make_pool(shape: tuple[int, int, int], identity: str, rank: int) -> Pool:
-    """One rank of an engine of `shape` (ranks, block_tokens, blocks); the heads are split."""
+    """The pool of one rank of an engine of `shape` (ranks, block_tokens, blocks). The ranks split the heads."""
     ranks, block_tokens, blocks = shape
     heads = HEADS // ranks
     block = block_tokens * heads * CELL_BYTES
@@ -53,7 +53,7 @@ def make_pool(shape: tuple[int, int, int], identity: str, rank: int) -> Pool:
 
 @dataclass(frozen=True, slots=True)
 class SimRows:
-    """The rows of a pool: (first cell, cells a block, cells a token, the row's number)."""
+    """The rows of a pool, each as (first cell, cells per block, cells per token, number of the row)."""
 
     rows: tuple[tuple[int, int, int, int], ...]
 
@@ -73,7 +73,7 @@ class SimRows:
             blocks.expected[at] = written(prompt, token, row)
 
     def check(self, blocks: SimBlocks, ids: Sequence[int], request: str) -> None:
-        """Everything that was wanted is there; asked when the engine was told so."""
+        """Check that every wanted row is there, when the engine was told so."""
         for at in self._all(ids):
             expected = blocks.expected.get(at)
             if expected is not None and blocks.cells[at] != expected:
@@ -85,7 +85,7 @@ class SimRows:
             blocks.expected.pop(at, None)
 
     def waste(self, blocks: SimBlocks, ids: Sequence[int], value: int) -> None:
-        """Something else is written there."""
+        """Overwrite the blocks with something else."""
         for at in self._all(ids):
             blocks.cells[at] = value
 

@@ -1,4 +1,4 @@
-"""One start of an agent in a simulated process: the real shell and machines, on simulated memory, fabric and links."""
+"""One start of an agent in a simulated process: the real agent on simulated memory, fabric and links."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ from .matter import SLOT_BYTES, Fence, SimAttached, SimCopier
 if TYPE_CHECKING:
     from .world import World
 
-SENDING = 1 << 30  # where, beyond the first receive slot, the send slots begin
+SENDING = 1 << 30  # from the first receive slot to the first send slot
 
 
 class NoMetrics(Metrics):
-    """Counts nothing, but notes what must not happen."""
+    """Counts nothing, but reports what must not happen."""
 
     def __init__(self, foul: Callable[[str], None], differ: Callable[[str], None]) -> None:
         self._foul = foul
-        self._differ = differ  # hears of pulled chunks that were not the same on both sides
+        self._differ = differ  # called for each pulled chunk that differed between its two sides
         self.late = 0
 
     def watch(self, gauges: Gauges) -> None: ...
     def chunks(self, role: str, count: int, size_bytes: int, session: Session) -> None: ...
-    def lived(self, record: RequestRecord) -> None: ...
+    def request_ended(self, record: RequestRecord) -> None: ...
     def spans(self, outcome: str, count: int) -> None: ...
     def greeted(self, role: str, outcome: str) -> None: ...
-    def leases_over(self, count: int) -> None: ...
+    def lease_over(self) -> None: ...
 
     def uncompared(self, count: int) -> None: ...
     def compared(self, role: str, count: int, differing: int) -> None:
@@ -92,11 +92,11 @@ class NoMetrics(Metrics):
 
 
 class SteppedDataPlane(DataPlane):
-    """The real data plane, whose thread has a turn whenever something may have moved."""
+    """The real data plane. Its thread takes a turn whenever something may have changed."""
 
-    def __init__(self, process: Process, equip: Callable[[], Resources]) -> None:
+    def __init__(self, process: Process, make_resources: Callable[[], Resources]) -> None:
         timeout_s = process.config.write_timeout_s
-        super().__init__(equip, process.incarnation, process, timeout_s, clock=process.clock_s, end=_stuck)
+        super().__init__(make_resources, process.incarnation, process, timeout_s, clock=process.clock_s, end=_stuck)
         os.close(self._wake)
         self._thread = cast(Any, _Alive())
         self._loop = process.loop.asyncio_s
@@ -112,17 +112,17 @@ class SteppedDataPlane(DataPlane):
         """What the thread does between two naps."""
         self._do_tasks()
         self._process.look_at_waits()
-        assert self._equipment is not None
-        self._poll(self._equipment)
+        assert self._resources is not None
+        self._poll(self._resources)
         self._say()
 
     @property
     def is_looking(self) -> bool:
-        """Whether the thread naps, and does not sleep."""
+        """Whether the thread polls, instead of sleeping until it is woken."""
         return bool(self._writing or self._moving or self._fenced or self.receive_orders.lent)
 
     def next_look(self) -> float | None:
-        """When a wait may be over although nobody rouses us: after a tick, which listens, or at its deadline."""
+        """When to look at the waits if nothing rouses us before: after a tick, which listens, or at a deadline."""
         tick = self._clock() + TICK_S
         ticking = (WaitEngineHeard, WaitLease)
         return min((tick if isinstance(wait, ticking) else wait.deadline for wait, _ in self._fenced), default=None)
@@ -138,10 +138,10 @@ class SteppedDataPlane(DataPlane):
 
     def warm(self, attachment: AttachedMemory, parts: Any) -> None: ...
 
-    def warm_pull(self, attachment: AttachedMemory, whose: Any, parts: Any, kinds: Any) -> None: ...
+    def warm_pull(self, attachment: AttachedMemory, memory_id: Any, parts: Any, kinds: Any) -> None: ...
 
     def open(self, attach: Attach, fds: list[int], epoch: int, heard_at: float) -> AttachedMemory:
-        """Memory is mapped by asking the world for it."""
+        """Map memory by asking the world for it."""
         blocks = self._process.world.blocks_of(attach.pool)
         fence = None if attach.fence_fd is None else cast(FencePage, Fence(blocks))
         memory = SimAttached(blocks)
@@ -157,14 +157,14 @@ def _stuck(reason: str) -> NoReturn:
 
 
 class _Alive:
-    """A thread that does not end."""
+    """Stands for a thread that never ends."""
 
     def is_alive(self) -> bool:
         return True
 
 
 class Process(Agent):
-    """One start of one agent. `ram` are the cells of its slots by address, `lanes` where probes lie."""
+    """One start of one agent. `ram` has the cells of its slots, `lanes` the contents of its probe lanes, by address."""
 
     def __init__(self, world: World, name: str, config: AgentConfig, slots: int, local: int, digest: str) -> None:
         self.world = world
@@ -172,12 +172,12 @@ class Process(Agent):
         self.loop = ProcessLoop(world.clock, lambda text: world.foul(f"{name}: {text}"))
         self.thread = Thread(world.clock)  # the data plane's
         self.died_at = 0.0
-        self.on_gather: Callable[[], None] | None = None  # happens once, in the middle of one
-        self.fabrics: dict[str, SlotFabric] = {}  # that are not closed, by name
+        self.on_gather: Callable[[], None] | None = None  # called once, in the middle of a gather
+        self.fabrics: dict[str, SlotFabric] = {}  # the open ones, by name
         self.ram: dict[int, list[int]] = {}
         self.lanes: dict[int, bytes] = {}
         self.clock_s = lambda: world.clock.now
-        self.mapped: list[SimAttached] = []  # all that ever was
+        self.mapped: list[SimAttached] = []  # everything that was ever mapped
         self._sockets: list[EngineSocket] = []
         self._is_roused = self._is_looking = False
         self._tick_at = float("inf")
@@ -206,17 +206,17 @@ class Process(Agent):
                 endpoint, None, Site(endpoint.card(), None, None, self.config.routes, machine), ExitStack()
             )
 
-        def equip() -> Resources:
+        def make_resources() -> Resources:
             card = FabricCard(
                 kind=SlotFabric.kind, name=self.incarnation, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0
             )
             machine = "one" if "pull" in self.config.routes else ""
-            equipment = Resources(copier, Site(card, None, None, self.config.routes, machine), endpoints, ExitStack())
+            resources = Resources(copier, Site(card, None, None, self.config.routes, machine), endpoints, ExitStack())
             if not machine:
-                equipment.stage()
-            return equipment
+                resources.stage()
+            return resources
 
-        self.stepped = SteppedDataPlane(self, equip)
+        self.stepped = SteppedDataPlane(self, make_resources)
         self.data_plane = self.stepped
         self.slots = SlotPool(self.data_plane.site.fabric.slots)
         self.doors = SimDoors(self)
@@ -227,7 +227,7 @@ class Process(Agent):
         self._assemble()
         self.loop.create_task(self.peers.serve())
 
-    # What the world does:
+    # What the world calls:
 
     def accept(self, engine: Hearer) -> EngineSocket:
         """An engine rank connects."""
@@ -238,7 +238,7 @@ class Process(Agent):
         return socket
 
     def stop_gently(self, then: Callable[[], None]) -> None:
-        """SIGTERM: no new requests, what is under way may end, then goodbye."""
+        """SIGTERM: take no new requests, let those under way end, then say goodbye."""
 
         async def drain() -> None:
             await self._drain()
@@ -251,7 +251,7 @@ class Process(Agent):
         return self.loop.is_dead
 
     def die(self) -> None:
-        """SIGKILL. Its last words are not heard; what it posted to the fabric is under way all the same."""
+        """SIGKILL. Its last messages are lost. What it posted to the fabric stays under way."""
         self.died_at = self.world.clock.now
         self.loop.is_dead = True
         self.thread.kill()
@@ -263,24 +263,24 @@ class Process(Agent):
         self.loop.kill()
 
     def freeze(self, *threads: Thread) -> None:
-        """These stand still."""
+        """Freeze these threads."""
         self.listen()
         for thread in threads:
             thread.freeze()
 
     def thaw(self) -> None:
-        """All go on, one of them first."""
+        """Let both threads go on, one of them first."""
         first, second = self.world.pick(((self.loop, self.thread), (self.thread, self.loop)))
         self._go_on(first)
         self.world.clock.after(self.world.quick(), lambda: self._go_on(second))
 
     def thaw_data_plane(self) -> None:
-        """Its loop may stand still for longer."""
+        """Let only the data plane's thread go on."""
         if not self.is_dead:
             self._go_on(self.thread)
 
     def _go_on(self, thread: Thread) -> None:
-        """The loop's tick is overdue, and comes before what waits to be heard."""
+        """Let a thread go on. The loop's overdue tick comes before the messages that wait."""
         thread.is_frozen = False
         self.listen()
         thread.thaw()
@@ -293,22 +293,22 @@ class Process(Agent):
         return address % SENDING // SLOT_BYTES
 
     def is_current(self, address: int) -> bool:
-        """Whether this is in the slots that are lent now, and not in those that a rebuild left behind.
+        """Whether this address is in the slots that are lent now, not in slots that a rebuild left behind.
 
-        As the loop knows them: the data plane's thread hears of others a little later.
+        This is what the loop knows. The data plane's thread hears of new slots a little later.
         """
         return address >> 32 == self.data_plane.site.fabric.base >> 32
 
     # The data plane's thread and the ticks:
 
     def rouse(self) -> None:
-        """Something may have moved."""
+        """Something may have changed: give the data plane's thread a turn."""
         if not self._is_roused and not self.is_dead:
             self._is_roused = True
             self.thread.post(self.world.jitter(), self._turn)
 
     def rouse_if_looking(self) -> None:
-        """A thread that sleeps notices a notice only when it wakes by itself."""
+        """A notice came. A sleeping thread sees it only when it wakes by itself."""
         if self.stepped.is_looking:
             self.rouse()
         else:
@@ -318,23 +318,24 @@ class Process(Agent):
         self._is_roused = False
         self.listen()
         self.stepped.turn()
+        self._plan_look()
         if (at := self.stepped.next_look()) is not None:
             self.thread.post(max(at - self.world.clock.now, 0.0) + 1e-3, self.rouse)
 
     def listen(self) -> None:
-        """What every tick does besides: most ticks would do no more and do not happen, see `_plan_tick`."""
+        """What every tick does. Ticks that would do no more are left out: see `_plan_tick`."""
         if not self.loop.is_frozen:
             self.current.listen()
 
     def _plan_look(self) -> None:
-        """Whether slots must be made anew is looked at while some are in doubt, or it is about to be done."""
+        """While some slots are in quarantine, or a rebuild is about to begin, look whether to rebuild them."""
         quarantined = self.slots.counts().quarantined + self.data_plane.send_orders.slots.counts().quarantined
         if not self._is_looking and (quarantined or self.rebuilder.is_pausing):
             self._is_looking = True
             self.loop.post(self.rebuilder.look_in_s, self._look)
 
     def look_at_waits(self) -> None:
-        """No chunk of what is over waits for a fence, for its engine waits for the end of it."""
+        """Fail if a chunk of a transfer that is over waits for a fence: its engine waits for that chunk to end."""
         for wait, _ in self.data_plane._fenced:
             if not isinstance(wait, WaitFence) or wait.what is None or wait.is_over:
                 continue
@@ -358,7 +359,7 @@ class Process(Agent):
         self.loop.create_task(self.rebuilder.look())
 
     def _plan_tick(self) -> None:
-        """Agents tick many times a second; here only the ticks happen that have something to do."""
+        """Plan the next tick that has something to do. Real agents tick many times a second."""
         self._plan_look()
         due = [each._deadlines.next() for each in (self.receiving, self.sending, self.peers.outgoing)]
         first = min((at for at in due if at is not None), default=None)
@@ -377,7 +378,7 @@ class Process(Agent):
 
 
 class SimDoors:
-    """Whoever says the token gets to the memory, if it is still there."""
+    """The local door: whoever knows the token gets the memory, if it is still there."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -385,14 +386,14 @@ class SimDoors:
 
     async def serve(self) -> None: ...
 
-    def let_in(self, session: Session, link: object) -> DoorCard:
+    def admit(self, session: Session, link: object) -> DoorCard:
         token, epoch = self._process.world.entropy(32), session.our_epoch
         self._shared[token] = cast(Any, self._process.current.memory).memory
         return DoorCard(
             machine="one", path=self._process.name, session=session.peer.incarnation, epoch=epoch, token=token
         )
 
-    def see_off(self, session: Session) -> None: ...
+    def revoke(self, session: Session) -> None: ...
 
     def share(self, attached: AttachedMemory) -> None: ...
 
@@ -411,12 +412,12 @@ class SimDoors:
         process.mapped.append(read)
         pulling = process.data_plane._pulling
         mapped = lambda: cast(AttachedPool, read)  # noqa: E731
-        await process.data_plane._job(lambda settle: pulling.open(session.whose, mapped, _nothing, settle))
+        await process.data_plane._job(lambda settle: pulling.open(session.memory_id, mapped, _nothing, settle))
         return None
 
 
 class SimStaging(Staging):
-    """Slots that are cells by their addresses, of which there are as many as one likes."""
+    """Slots without memory. Their cells are in `Process.ram`, by address."""
 
     def seal(self) -> int:
         return 0

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from .engine import SimEngine
 
 RETRY_S = 0.3
-GONE_S = 0.03  # after the end of its sockets a killed process is gone
+GONE_S = 0.03  # how long after its sockets closed a killed process is gone
 
 
 class SimRank:
-    """One rank: its memory and its connection to its agent, of which it thinks as adapters/engine/link.py does."""
+    """One rank: its memory and its connection to its agent, which it judges as adapters/engine/link.py does."""
 
     def __init__(self, engine: SimEngine, number: int, agent: str) -> None:
         self.engine = engine
@@ -45,7 +45,7 @@ class SimRank:
         self.revision = 0
         self._socket: EngineSocket | None = None
         self._is_ending = False
-        self._has_let_go = True  # the agent, by its own word, of all that it was asked
+        self._has_let_go = True  # the agent said that it holds nothing of ours
 
     def begin(self) -> None:
         engine = self.engine
@@ -88,7 +88,7 @@ class SimRank:
             self.is_here = False
 
     def give_up(self) -> None:
-        """The agent hears that we go. What it has not read soon does not count; what it writes we wait for."""
+        """Tell the agent that we leave. Reads that end too late do not count; we wait for its writes."""
         if self._socket is None or self._is_ending:
             return
         socket = self._socket
@@ -118,7 +118,7 @@ class SimRank:
             case Refused(about="", code=code) if not self.is_here:
                 self.engine.world.say(self.blocks.name, f"refused: {code}")
                 self.engine.later(RETRY_S, self._again)
-            case Refused(about=request, code="not_attached"):  # it is being stopped, and has let our memory go
+            case Refused(about=request, code="not_attached"):  # it is stopping, and has let go of our memory
                 self.engine.answered(self, Released(request=request, code="not_attached"))
                 self.engine.answered(self, Failed(request=request, code="not_attached", reason=""))
             case Refused(about=about, code=code):
@@ -131,7 +131,7 @@ class SimRank:
             self._attach()
 
     def over(self, socket: EngineSocket) -> None:
-        """The agent's end is closed. If it never said that it has let go it was killed, and its kernels live longer."""
+        """The agent's end is closed. Unless it said before that it let go, it was killed and its kernels live on."""
         if socket is not self._socket:
             return
         socket.hang_up()
@@ -142,7 +142,7 @@ class SimRank:
         if self._has_let_go:
             self._end()
         elif not socket.is_crashed:
-            self.engine.world.foul(f"{self.blocks.name}: its agent records and has closed its end without a word")
+            self.engine.world.foul(f"{self.blocks.name}: its agent lives and has closed its end without a word")
         else:
             self.engine.later(max(GONE_S, shared_s), self._end)
 

@@ -1,4 +1,4 @@
-"""Runs scenarios: one, many after each other, or many on several processes."""
+"""Runs scenarios: one, many one after another, or many in several processes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .memo import remembered
 from .scenario import Scenario, make
 from .world import ScenarioOutcome, World
 
-COLLECT_EVERY = 200  # runs; what a world leaves behind is in circles
+COLLECT_EVERY = 200  # runs; the objects of a world refer to each other, so they need garbage collection
 BATCH = 500  # seeds that a process takes at a time
 
 
 class SimListener(logging.Handler):
-    """What the agents log as an error."""
+    """Keeps the errors that agents log."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -39,14 +39,14 @@ class SimListener(logging.Handler):
 
 @contextmanager
 def prepared() -> Iterator[SimListener]:
-    """No log but errors, no collection of garbage in the middle of a run, pure results kept."""
+    """Log only errors, collect no garbage in the middle of a run, cache the results of pure functions."""
     listener, log = SimListener(), logging.getLogger("kvbridge")
     level, propagates, was_on = log.level, log.propagate, gc.isenabled()
     log.setLevel(logging.ERROR)
     log.propagate = False
     log.addHandler(listener)
     gc.disable()
-    gc.freeze()  # torch's hundred thousand objects stay
+    gc.freeze()  # collections skip torch's hundred thousand objects
     try:
         with remembered():
             yield listener
@@ -60,7 +60,7 @@ def prepared() -> Iterator[SimListener]:
 
 
 def play(scenario: Scenario, listener: SimListener, is_told: bool = False) -> ScenarioOutcome:
-    """One run; an error that was logged fails it as well, and says why it failed otherwise."""
+    """One run. A logged error fails it too, and is added to any other failure as its cause."""
     listener.heard.clear()
     outcome = World(scenario, is_told).run()
     if listener.heard:
@@ -69,7 +69,7 @@ def play(scenario: Scenario, listener: SimListener, is_told: bool = False) -> Sc
 
 
 def outcomes(first: int, count: int) -> Iterator[tuple[int, ScenarioOutcome]]:
-    """How `count` seeds end."""
+    """The outcomes of `count` seeds from `first` on."""
     with prepared() as listener:
         for seed in range(first, first + count):
             yield seed, play(make(seed), listener)
@@ -79,12 +79,12 @@ def outcomes(first: int, count: int) -> Iterator[tuple[int, ScenarioOutcome]]:
 
 @dataclass(slots=True)
 class SimTally:
-    """Many runs together."""
+    """The sums of many runs."""
 
-    seeds: list[tuple[int, int]] = field(default_factory=list)  # the first and how many, of each stretch of them
+    seeds: list[tuple[int, int]] = field(default_factory=list)  # ranges: first seed, count
     runs: int = 0
     events: int = 0
-    seconds: float = 0.0  # of all processes together
+    seconds: float = 0.0  # processor time of all processes
     failures: list[tuple[int, str]] = field(default_factory=list)
     ends: dict[str, int] = field(default_factory=dict)  # how wants ended, and how often
     faults: dict[str, int] = field(default_factory=dict)  # what went wrong, and how often
@@ -101,7 +101,7 @@ class SimTally:
 
 
 def _joined(seeds: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Stretches in order, each as long as it can be."""
+    """The ranges in order, with neighbours joined."""
     found: list[tuple[int, int]] = []
     for first, count in sorted(seeds):
         if found and sum(found[-1]) == first:
@@ -112,7 +112,7 @@ def _joined(seeds: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def tallied(batch: tuple[int, int]) -> SimTally:
-    """`count` seeds from the first on, in this process; processor time, so that a busy machine does not count."""
+    """Run a range of seeds in this process. Counts processor time, which other load on the machine does not change."""
     tally, began = SimTally([batch]), time.process_time()
     for seed, outcome in outcomes(*batch):
         tally.runs += 1
@@ -128,7 +128,7 @@ def tallied(batch: tuple[int, int]) -> SimTally:
 
 
 def many(first: int, count: int, jobs: int) -> Iterator[SimTally]:
-    """All of these seeds, batch by batch as they are through, in so many processes."""
+    """Run all of these seeds in `jobs` processes. Yields each batch when it is done."""
     if jobs == 1:
         yield from map(tallied, batches(first, count))
         return
@@ -164,7 +164,7 @@ def _listen(worker: subprocess.Popen[str], heard: queue.Queue[SimTally | None]) 
 
 
 def main() -> None:
-    """One of several processes: every so-manieth batch, a line of JSON for each."""
+    """One of several processes: runs every n-th batch, and prints a line of JSON for each."""
     first, count, jobs, job = map(int, sys.argv[1:])
     for batch in batches(first, count)[job::jobs]:
         print(msgspec.json.encode(tallied(batch)).decode(), flush=True)

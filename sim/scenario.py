@@ -1,6 +1,6 @@
-"""What is to happen in one run, made from a seed: engines, requests, faults. Records: any of them can be left out.
+"""What happens in one run, made from a seed: engines, requests, faults. Requests and faults can be left out singly.
 
-The seed also makes the delays of the run itself.
+The run draws its delays from the same seed.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ OF_AGENTS: tuple[FaultKind, ...] = (
 OF_ENGINES: tuple[FaultKind, ...] = ("kill engine", "freeze engine", "lose engine", "rescale", "detach", "hang up")
 OF_NETWORK: tuple[FaultKind, ...] = ("spoil", "repeat notice")
 OF_MESSAGES: tuple[FaultKind, ...] = ("drop", "duplicate", "reorder")
-STALLS_END_S = 19.0  # for an agent that stands still beyond all else
-PULLED = 1 << 20  # seeds with this bit are of agents that read each other's engines
-COMPILED = 1 << 21  # and with this one of agents that have to compile their kernels first
-LAST = 900  # the numbers of the last requests begin there
-MEANWHILE = 950  # and those of the requests that are made while an agent stands still for long
+STALLS_END_S = 19.0  # when a stalled agent goes on, after all other faults
+PULLED = 1 << 20  # in seeds with this bit agents pull from each other's engines
+COMPILED = 1 << 21  # in seeds with this bit agents must compile their kernels first
+LAST = 900  # first number of the last requests
+MEANWHILE = 950  # first number of the requests made while an agent is stalled
 
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """A prompt that one engine computes and another one wants."""
+    """A prompt that one engine computes and another wants."""
 
     number: int
     prefill: str
     decode: str
-    sender: str  # the agent that the decoding side is told of
+    sender: str  # the agent that the decode engine is told to ask
     at: float
     want_at: float
     tokens: int
@@ -90,9 +90,9 @@ class SimRequest:
     is_fenced: bool
     withdraw_s: float | None
     abandon_s: float | None
-    twin: int = 0  # the request whose prompt and rendezvous this one has, too
-    queued_s: float = 0.0  # how long it waits in the decoding engine before it may have blocks
-    offered_from: int = 0  # the first token that is offered; the decoding engine has what lies before
+    twin: int = 0  # the request with which this one shares prompt and rendezvous
+    queued_s: float = 0.0  # how long it waits in the decode engine's queue
+    offered_from: int = 0  # the first token that is offered
 
     @property
     def prompt(self) -> int:
@@ -109,7 +109,7 @@ class SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something goes wrong, mostly for a while; `seconds` later it goes right again."""
+    """Something that goes wrong. `seconds` later it ends, if it lasts at all."""
 
     at: float
     kind: FaultKind
@@ -119,24 +119,24 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Everything that is decided before the run. Engines are named by letter and number, agents after their rank."""
+    """Everything that is decided before the run. Engines are named P0, D0 and so on, agents after their ranks."""
 
     seed: int
-    prefills: tuple[int, ...]  # ranks of each prefilling engine
+    prefills: tuple[int, ...]  # number of ranks of each prefill engine
     decodes: tuple[int, ...]
     slots: int
     local: int
     digest: str
     has_fences: bool
-    is_impatient: bool  # engines wait only so long for the blocks that they take back
+    is_impatient: bool  # engines wait only READERS_S for blocks that they take back
     write_timeout_s: float
     requests: tuple[SimRequest, ...]
     faults: tuple[Fault, ...]
     block_tokens: tuple[int, int] = (2, 4)
-    addresses: int = 1  # that each agent has; requests name one or another
-    salt: int = 0  # other delays
-    is_pulled: bool = False  # agents read the memory of each other's engines
-    is_compiled: bool = False  # what an agent has not moved before waits for its kernels
+    addresses: int = 1  # of each agent; requests name any of them
+    salt: int = 0  # another salt makes other delays
+    is_pulled: bool = False  # agents pull from each other's engines
+    is_compiled: bool = False  # the first move of a kind waits until its kernels are compiled
     verify: Verify = "never"
 
     def without(self, requests: frozenset[int] = frozenset(), faults: frozenset[Fault] = frozenset()) -> Scenario:
@@ -147,11 +147,11 @@ class Scenario:
         )
 
     def last(self) -> tuple[SimRequest, ...]:
-        """One more request of every decoding engine to every prefilling one, when all is well again."""
+        """One more request between each pair of engines, made after all faults have ended."""
         return self._of_each_to_each(LAST, tuple(self.engines))
 
     def meanwhile(self) -> tuple[SimRequest, ...]:
-        """The same while an agent stands still for long, but for its own engine; none if no agent does."""
+        """The same while an agent is stalled, between engines other than its own. None if no agent is stalled."""
         stalled = {name for fault in self.faults if fault.kind == "stall agent" for name in fault.who}
         well = tuple(name for name, agents in self.engines.items() if stalled.isdisjoint(agents))
         return self._of_each_to_each(MEANWHILE, well) if stalled else ()
@@ -188,7 +188,7 @@ class Scenario:
 
 
 def as_text(scenario: Scenario) -> str:
-    """To keep it: what a seed makes changes with this file, this does not."""
+    """The scenario as JSON, to keep: this file may come to make another scenario of the same seed."""
     return msgspec.json.encode(scenario).decode()
 
 
@@ -217,7 +217,7 @@ def make(seed: int) -> Scenario:
         addresses={13: 3, 29: 2}.get(seed % 32, 1),
     )
     requests = tuple(_request(rng, scenario, number) for number in range(1, rng.randint(1, 4) + 1))
-    if scenario.addresses == 3:  # all are dialled before any answers
+    if scenario.addresses == 3:  # all addresses are dialled before any answers
         requests = tuple(replace(each, want_at=requests[0].want_at + each.number * 1e-4) for each in requests)
     queue = random.Random(f"queue {seed}")
     requests = tuple(
@@ -271,7 +271,7 @@ def _request(rng: random.Random, scenario: Scenario, number: int) -> SimRequest:
 
 
 def _behind_a_prefix(rng: random.Random, request: SimRequest) -> SimRequest:
-    """What is wanted begins where the offer does, or later; now and then before, and comes to nothing."""
+    """Begin the want where the offer begins, or later. Sometimes begin it earlier: then it fails."""
     offered = rng.choice((0, rng.randint(1, request.tokens), rng.randint(1, request.tokens)))
     first = rng.choice((offered, offered, rng.randint(offered, request.tokens)))
     if offered and rng.random() < 0.1:
@@ -298,7 +298,7 @@ def _fault(rng: random.Random, scenario: Scenario) -> Fault:
 
 
 def _stops(rng: random.Random, scenario: Scenario) -> list[Fault]:
-    """Agents stand still about as long as a lease lasts, while their engines take back what is being read."""
+    """Agents freeze for about as long as a lease lasts, while their engines take back blocks that are being read."""
     faults = []
     for _ in range(rng.randint(0, 3)):
         request, at = rng.choice(scenario.requests), _moment(rng, scenario)
@@ -309,7 +309,7 @@ def _stops(rng: random.Random, scenario: Scenario) -> list[Fault]:
 
 
 def _disorder(rng: random.Random, scenario: Scenario) -> list[Fault]:
-    """Messages between agents of a request get lost, come twice or overtake each other."""
+    """Messages between the agents of a request are lost, come twice or overtake each other."""
     faults = []
     for _ in range(rng.randint(1, 3)):
         request, at = rng.choice(scenario.requests), _moment(rng, scenario) - rng.choice((0.0, 0.1))
@@ -321,7 +321,7 @@ def _disorder(rng: random.Random, scenario: Scenario) -> list[Fault]:
 
 
 def _halfway(rng: random.Random, scenario: Scenario) -> tuple[Scenario, Fault]:
-    """Writes of a request fail, and the rest of them lands when others, who wait for it, have the slots."""
+    """Writes of a request fail, and the rest of them lands when other waiting requests have the slot."""
     victim = rng.choice(scenario.requests)
     other = replace(
         victim, want_at=max(victim.at, victim.want_at), deadline_s=2.0, withdraw_s=None, abandon_s=None, twin=0
@@ -333,7 +333,7 @@ def _halfway(rng: random.Random, scenario: Scenario) -> tuple[Scenario, Fault]:
 
 
 def _stalled(rng: random.Random, scenario: Scenario, faults: list[Fault]) -> tuple[Scenario, list[Fault]]:
-    """An agent of a request stands still until long after everything else is well; there is another engine like its."""
+    """An agent of a request freezes until long after all other faults. A second engine of its kind goes on."""
     request = rng.choice(scenario.requests)
     side = rng.choice((request.prefill, request.decode))
     agent = rng.choice(scenario.engines[side])
@@ -347,7 +347,7 @@ def _stalled(rng: random.Random, scenario: Scenario, faults: list[Fault]) -> tup
 
 
 def _moment(rng: random.Random, scenario: Scenario) -> float:
-    """Any time, but mostly soon after a request, when its chunks are under way."""
+    """A moment, mostly soon after a request, when its chunks are under way."""
     if rng.random() < 0.25:
         return rng.uniform(0.0, 2.5)
     return rng.choice(scenario.requests).want_at + rng.expovariate(rng.choice((500.0, 50.0, 5.0)))

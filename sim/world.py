@@ -30,37 +30,37 @@ CONNECT_S = 1.0
 SILENCE_S = 1.0
 LOOK_S = 0.25
 SILENCING: tuple[FaultKind, ...] = ("half-open", "partition", "freeze agent", "freeze loop", "stall agent")
-LOST_S = PING_S + 3 * SILENCE_S  # after which no end of a link thinks that it is one while the other does not
+LOST_S = PING_S + 3 * SILENCE_S  # after this, both ends of a link agree whether it is up
 REBUILD_S = (86400.0, 3.0, 0.5)  # how long slots may be in doubt, by seed
-MEANWHILE_S = (
-    8.0  # after the last fault, while an agent may stand still; whoever does not need it must get what it asks
-)
-LAST_S = 18.0  # after the last fault; whoever asks for something then must get it
-REST_S = 24.0  # so much later everybody has come to rest
+# Seconds after FAULTS_END_S. Requests made after MEANWHILE_S must succeed, unless they need a stalled agent. Those made
+# after LAST_S must all succeed. After REST_S everybody has come to rest.
+MEANWHILE_S = 8.0
+LAST_S = 18.0
+REST_S = 24.0
 SLACK_S = 1.5
-KNOWN_S = 0.5  # a session is made and a claim refused in less
+KNOWN_S = 0.5  # making a session and refusing a claim take less
 LONGEST_PULL_S = 1.2
 LONGEST_COMPILE_S, CALM_COMPILE_S = 0.6, 0.1
 ENGINE_BLOCKS = 8
 
 
 class Foul(Exception):
-    """Something that must never happen has happened; the text says what."""
+    """Something happened that must never happen. The text says what."""
 
 
 @dataclass(slots=True)
 class ScenarioOutcome:
-    """How a run ended: `failure` is empty if nothing was foul. `story` is there if it was asked for."""
+    """How a run ended. `failure` is empty if all was well. `story` is empty unless it was asked for."""
 
     failure: str = ""
     events: int = 0
     ends: dict[str, tuple[str, str]] = field(default_factory=dict)  # request -> how it ended on either side
-    faults: list[FaultKind] = field(default_factory=list)  # that happened
+    faults: list[FaultKind] = field(default_factory=list)  # those that happened
     story: list[str] = field(default_factory=list)
 
 
 class World:
-    """Everything there is in one run."""
+    """Everything in one run."""
 
     def __init__(self, scenario: Scenario, is_told: bool = False) -> None:
         self.scenario = scenario
@@ -75,7 +75,7 @@ class World:
         self._random = random.Random((scenario.seed << 8) + scenario.salt)
         self.forged: set[Notice] = set()
         self.landed: set[tuple[str, str, int]] = set()
-        self.held_up: list[SimLink] = []  # which have something under way that cannot go on
+        self.held_up: list[SimLink] = []  # with messages under way that cannot go on
         self.faults = Faults(self)
         self._ends: dict[int, dict[bool, str]] = {request.number: {} for request in scenario.requests}
         self._said_at: dict[tuple[bool, int], float] = {}  # when a request ended on a side
@@ -117,7 +117,7 @@ class World:
         return self.outcome
 
     def end(self) -> None:
-        """Everybody dies, so that nothing waits for garbage to be collected."""
+        """Kill everybody, so that nothing is left to garbage collection."""
         for process in self.processes.values():
             if not process.is_dead:
                 process.die()
@@ -158,7 +158,7 @@ class World:
             engine.later(0.0, lambda: engine.begin(request))
 
     def _look(self) -> None:
-        """Whoever hears nothing for long enough gives its link up."""
+        """Let each agent give up links on which it heard nothing for long enough."""
         for process in self.processes.values():
             if not process.is_dead:
                 for link in list(process.links.open):
@@ -169,33 +169,33 @@ class World:
             self.clock.after(LOOK_S, self._look)
 
     def _ask(self, requests: tuple[SimRequest, ...]) -> None:
-        """Of those who can be asked; all of these must be answered."""
+        """Make those requests whose engines are not lost. All of them must be answered."""
         for request in requests:
             if not {request.prefill, request.decode} & self.faults.gone:
                 self._ends[request.number] = {}
                 self._request(request, request.prefill)
                 self._request(request, request.decode)
 
-    # What the parts ask:
+    # What the parts of the world ask:
 
     def blocks_of(self, pool: Pool) -> SimBlocks:
         engine = self.engines[pool.engine.id.partition("/")[0]]
         rank = engine.ranks[pool.shard.tp_rank]
-        if rank.blocks.pool is not pool:  # an engine that has died since it said so
+        if rank.blocks.pool is not pool:  # the engine has died since it sent this pool
             return SimBlocks(pool.engine.id, pool, lambda text: None)
         return rank.blocks
 
     def address_of(self, agent: str, number: int = 0) -> str:
-        """One of its addresses; its own is the first."""
+        """An address of the agent, its own if `number` is 0."""
         return f"tcp://{agent}:{1 + number % self.scenario.addresses}"
 
     def at_address(self, address: str) -> Process | None:
-        """Who can be connected to there."""
+        """The process that accepts connections at this address."""
         process = self.processes.get(address.removeprefix("tcp://").partition(":")[0])
         return None if process is None or process.is_dead or process.loop.is_frozen else process
 
     def owner(self, fabric: str) -> Process | None:
-        """Whose fabric is called so."""
+        """The process that has the fabric of this name."""
         return self.by_incarnation.get(fabric.partition(".")[0])
 
     def is_blocked(self, one: str, other: str) -> bool:
@@ -212,7 +212,7 @@ class World:
         return self._bases << 32
 
     def waste(self) -> int:
-        """A number that is nobody's row."""
+        """A cell's number that belongs to no row."""
         self._wasted += 1
         return -self._wasted - 1
 
@@ -234,7 +234,7 @@ class World:
         return self._random.random() * 3e-4
 
     def quick(self) -> float:
-        """How long a message or a write takes: mostly next to nothing."""
+        """How long a message or a write takes: mostly almost nothing."""
         random = self._random.random
         return random() * 5e-4 if random() < 0.93 else random() * 0.08
 
@@ -243,12 +243,12 @@ class World:
         return random() * 5e-4 if random() < 0.9 else random() * 0.1
 
     def pull_s(self) -> float:
-        """How long a read of another engine's blocks takes: now and then longer than its lease, until all is calm."""
+        """How long a read of another engine's blocks takes. Until faults end, sometimes longer than its lease."""
         is_slow = self.clock.now < FAULTS_END_S and self.chance(0.15)
         return self.uniform(0.02, LONGEST_PULL_S) if is_slow else self.gather_s()
 
     def compile_s(self) -> float:
-        """How long kernels take that are needed for the first time: longer than a move may wait, until all is calm."""
+        """How long new kernels take to compile. Until faults end, sometimes longer than a move may wait."""
         if not self.scenario.is_compiled:
             return 0.0
         return self.uniform(0.0, LONGEST_COMPILE_S if self.clock.now < FAULTS_END_S else CALM_COMPILE_S)
@@ -271,7 +271,7 @@ class World:
             self.say(sender.name, f"-> {receiver.name}: {_brief(body)}")
 
     def on_write(self, sender: Process, target: Process, slot: int, notice: Notice) -> None:
-        """Whoever writes a slot holds its lease, and nobody else holds one."""
+        """Check that whoever writes a slot holds its lease."""
         self.say(sender.name, f"=> {target.name}: writes {slot}@{notice.generation} of {notice.transfer}")
         lent = target.slots._slots[slot]
         is_out = lent.state in (SlotState.LENT, SlotState.QUARANTINED)
@@ -280,7 +280,7 @@ class World:
             self.foul(f"{target.name}: a slot that is {what} was written for {slot}@{notice.generation}")
 
     def on_landed(self, process: Process, notice: Notice) -> None:
-        """A notice counted: it was a true one, and the first of its chunk."""
+        """A notice counted. Check that it was not forged, and was the first of its chunk."""
         key = process.incarnation, notice.transfer, notice.chunk
         if notice in self.forged:
             self.foul(f"{process.name}: a forged notice counted: {notice}")
@@ -289,19 +289,19 @@ class World:
         self.landed.add(key)
 
     def on_mismatch(self, request: str) -> None:
-        """A digest was wrong: something was put into its slot that nobody meant for it, and into no other's."""
+        """A digest was wrong. Check that something had spoiled a slot."""
         self._mismatches += 1
         if self._mismatches > self.data.wrongs:
             self.foul(f"{request}: a digest was wrong, and nothing had spoiled its slot")
 
     def on_difference(self, role: str) -> None:
-        """A pulled chunk was not the same on both sides, as this one finds."""
+        """A side found that a pulled chunk differs from its peer's. Check that something had spoiled it."""
         self._differences[role] += 1
         if self._differences[role] > self.data.wrongs:
             self.foul(f"a {role} found other rows than its peer, and nothing had spoiled what was read")
 
     def ended(self, is_prefill: bool, request: SimRequest, how: str) -> None:
-        """A request is over on one side: once, and once only."""
+        """A request is over on one side. Check that it ends only once there."""
         self.say(request.prefill if is_prefill else request.decode, f"{request.name}: {how}")
         self._said_at[is_prefill, request.number] = self.clock.now
         ends = self._ends[request.number]
@@ -321,14 +321,14 @@ class World:
         ]
 
     def answered(self, engine: SimEngine, rank: SimRank, held: HeldBlocks) -> None:
-        """A want's answer came: not later than its deadline, if everybody was well."""
+        """A want was answered. Check that this was before its deadline, if everybody was well."""
         late = self.clock.now - held.said_at - held.request.deadline_s
         troubled = max(self.faults.troubled.get(rank.agent, 0.0), self.faults.troubled.get(engine.name, 0.0))
         if late > SLACK_S and troubled < held.said_at:
             self.foul(f"{held.request.name}: answered {late:.2f} s after its deadline")
 
     def waited(self, held: HeldBlocks) -> None:
-        """A want's deadline has passed: nobody knew any better, where nothing was to go wrong."""
+        """A want waited until its deadline. Check that its offer had not ended long before, if there were no faults."""
         request = held.request
         ended_at = self._said_at.get((True, request.number))
         if ended_at is None or self.scenario.faults or any(each.twin for each in self.scenario.requests):
@@ -336,7 +336,7 @@ class World:
         how = self._ends[request.number][True]
         if "withdrawn" in how or "expired" in how:
             known_s = self.clock.now - max(ended_at, held.said_at)
-            # A want that pulls waits besides for the end of its own reads, the second behind the first.
+            # A want that pulls also waits for its own reads to end, the second after the first.
             if known_s > KNOWN_S + 2 * LONGEST_PULL_S * self.scenario.is_pulled:
                 self.foul(f"{request.name}: waited {known_s:.2f} s for an offer that had ended: {how}")
 

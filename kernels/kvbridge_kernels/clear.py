@@ -1,4 +1,4 @@
-"""Zeros for the bytes of a slot that no segment covers: padding travels too, and must not carry older contents."""
+"""Writes zeros to the bytes of a slot that no segment covers: padding is sent too, and must not carry old contents."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import triton.language as tl
 
 from .segment import Span
 
-# A gap is mostly a few bytes between two rows; a large one is shared by this many programs.
+# How many programs share one gap. Most gaps are a few bytes between two rows.
 PROGRAMS = 8
 
 
 def start(gaps: int, count: int, slot: Span) -> None:
-    """`gaps` is the address of int64 [count, start and end]."""
+    """Clear `count` gaps on the current stream. `gaps` is the address of their starts and ends, int64 [count, 2]."""
     clear_gaps[(count, PROGRAMS)](gaps, slot.address, TILE=1024, num_warps=4)
 
 
 def warm() -> None:
-    """Compile it for the current device: launched for no gaps."""
+    """Compile the kernel for the current device, by launching it for no gaps."""
     start(0, 0, Span(0, 0))
 
 

@@ -1,6 +1,6 @@
-"""Conversions on a GPU, element for element what codecs_ref.py does; any NaN is as good as another.
+"""Conversions on a GPU, equal to codecs_ref.py element for element. Only which NaN is stored may differ.
 
-NATIVE: the processor rounds and clamps to fp8 itself (cvt.rn.satfinite, compute capability 8.9), two numbers at a time.
+With NATIVE the processor rounds and clamps to fp8, two numbers at a time (cvt.rn.satfinite, compute capability 8.9).
 """
 
 # ruff: noqa: SIM300 (capitals are constants to Triton, not to ruff)
@@ -19,7 +19,7 @@ TYPES = {
     "fp8_e5m2": tl.float8e5,
     "int8": tl.int8,
 }
-# Adding and subtracting it rounds an fp32 below 2^22 to the nearest even whole number.
+# Adding and then subtracting this rounds an fp32 below 2^22 to a whole number, ties to even.
 ROUNDER = tl.constexpr(float(3 << 22))
 LARGEST_E4M3 = tl.constexpr(codecs_ref.LARGEST["fp8_e4m3"])
 LARGEST_E5M2 = tl.constexpr(codecs_ref.LARGEST["fp8_e5m2"])
@@ -44,12 +44,13 @@ def cast(
     own,
     m_row,
 ):
-    """uint [R, C] of codec OLD -> uint [R, C] of codec NEW; row r belongs to head i_head[r] of `plane`.
+    """uint [R, C] of codec OLD -> uint [R, C] of codec NEW. Row r belongs to head i_head[r] of `plane`.
 
-    `scales`: fp32 [old | new | RN(1 / new), planes, heads]. MULTIPLY by the old one; DIVIDE by the new one, "exact" or
-    "fast", by its "inverse" (scales.py says when), or not, "".
-    Either may be "own": each row has a scale in memory, fp32 at the addresses `own` [R] where `m_row`, which is read to
-    multiply by, and is worked out and written to divide by.
+    `scales` is the address of fp32 [old | new | RN(1 / new), planes, heads]. MULTIPLY says whether to multiply by the
+    old scale. DIVIDE says how to divide by the new one: "exact", "fast", "inverse" (multiply by 1 / new), or "" for not
+    at all. scales.py chooses.
+    Either may be "own": then each row has its own scale in memory, fp32 at the addresses `own` [R] (valid where
+    `m_row`). MULTIPLY reads it; DIVIDE computes and writes it.
     """
     values = stored.to(OLD, bitcast=True).to(tl.float32)
     table = scales.to(tl.pointer_type(tl.float32)) + plane.to(tl.int64) * heads
@@ -74,7 +75,7 @@ def cast(
 
 @triton.jit
 def _row_scale(values, NEW: tl.constexpr):
-    """fp32 [R]: the least scale under which NEW holds the largest number of each row."""
+    """fp32 [R]: for each row, the smallest scale with which NEW can hold the row's largest number."""
     largest = tl.max(tl.where(values != values, 0.0, tl.abs(values)), axis=1)
     largest = tl.minimum(largest, MOST_IN_ROW)
     most: tl.constexpr = LARGEST_INT8 if NEW == tl.int8 else LARGEST_E4M3
@@ -84,11 +85,12 @@ def _row_scale(values, NEW: tl.constexpr):
 
 @triton.jit
 def _divide(values, scale, inverse, OLD: tl.constexpr):
-    """RN(values / scale) in five operations where div_rn takes a call: Markstein's two corrections of values * inverse.
+    """RN(values / scale) in five operations, where div_rn takes a call: values * inverse, corrected twice (Markstein).
 
-    Exact for scales in [2^-50, 2^50] as far as 8 bits can tell: a residual is inexact only where the quotient is too
-    small to be anything but a zero. What is far too large is clamped first, because infinity minus infinity is NaN.
-    A residual of zero is +0, and subtracting it keeps the sign of a quotient of -0. (A minus is 0 - x to Triton.)
+    For scales in [2^-50, 2^50] the error never reaches the 8 bits: a residual is inexact only if the quotient rounds to
+    zero. Values that are far too large are clamped first, because infinity minus infinity is NaN. A residual of zero is
+    +0, so subtracting it keeps the sign of a quotient of -0. `values * -1.0` is not `-values`, which Triton computes as
+    0 - x.
     """
     if OLD.primitive_bitwidth > 8 or OLD == tl.float8e5:
         bound = scale * (2.0 * 57344.0)
@@ -119,9 +121,9 @@ def _encode(values, NEW: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _round_to_fp8(values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """What cvt.rn.satfinite does, in whole numbers; every NaN becomes 0x7f."""
+    """The same as cvt.rn.satfinite, in integer arithmetic. Every NaN becomes 0x7f."""
     DROPPED: tl.constexpr = 23 - MANTISSA
-    SMALLEST: tl.constexpr = 2.0 ** (1 - BIAS)  # of those with an exponent
+    SMALLEST: tl.constexpr = 2.0 ** (1 - BIAS)  # normal number
     bits = values.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)

@@ -1,11 +1,12 @@
-"""Conversions between the codecs that hold one number per element, in fp32 arithmetic and plain torch.
+"""Conversions between codecs that hold one number per element, in fp32 arithmetic and plain torch.
 
-value = stored * scale; stored = round to nearest even(value / scale). What is too large becomes an infinity in fp16,
-bf16 and fp32, as torch's own casts have it (65520 in fp16), and in 8 bits the largest number of the codec; infinities
-do likewise. NaN stays NaN where the codec has one and is 0 in int8. Equal codecs are never cast, but moved.
+value = stored * scale; stored = round to nearest even(value / scale). Numbers that are too large, and infinities,
+become an infinity in fp16, bf16 and fp32, as in torch's casts (from 65520 in fp16). In 8 bits they become the codec's
+largest number. NaN stays NaN, but is 0 in int8. Equal codecs with equal scales are never cast; their bytes are moved.
 
-Rows of 8 bits may each have a scale of their own beside them in memory: read with the row, and made with it as
-amax / largest, amax being the row's largest number; NaN aside, and infinities as large as bf16 can be.
+In 8 bits each row may have its own scale beside it in memory. Reading a row reads its scale. Writing a row computes it:
+amax / largest, where amax is the row's largest absolute value. NaN does not count, and infinities count as bf16's
+largest number.
 """
 
 from __future__ import annotations
@@ -34,39 +35,42 @@ LARGEST = {
     "fp8_e5m2": 57344.0,
     "int8": 127.0,
 }
-# 448 times this is finite in fp32, 480 times is not.
+# In fp32, 448 times this is finite and 480 times this is infinite.
 TO_INFINITY = torch.finfo(torch.float32).max / 464.0
-# A row's largest number counts as no more, so that its scale times the largest of the codec is finite in fp32.
+# amax is limited to this, so that the row's scale times the codec's largest number is finite in fp32.
 MOST_IN_ROW = LARGEST["bf16"]
-# Of a row of zeros; what is lost below it no other codec here but bf16 and fp32 could hold.
+# The scale of a row of zeros. What it loses, only bf16 and fp32 could hold.
 SMALLEST_SCALE = 2.0**-100
-# fp32 working tile: 256 KiB stays in a core's L2 beside its sender (1 MiB on the machines measured).
+# Size of the fp32 working tile: 256 KiB, which stays in a core's L2 (1 MiB on the machines measured) with its source.
 TILE_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class RowScale:
-    """Each row has a scale of its own, fp32 in the field's memory: for head 0 it is `at` bytes from the row's start."""
+    """Each row has its own fp32 scale in the field's memory, for head 0 `at` bytes from the start of the row.
+
+    `head_stride`: bytes from one head's scale to the next.
+    """
 
     at: int
     head_stride: int
 
     def of(self, field: Field) -> Field:
-        """The scales of a field's rows."""
+        """The scales of a field's rows, as a field."""
         heads = Axis(field.heads.count, self.head_stride)
         return replace(field, offset=field.offset + self.at, heads=heads, elements=(Axis(1, 4),), element_bytes=4)
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """How one number is stored. `scale` is None, fp32 [planes or 1, heads or 1], or beside each row in memory."""
+    """How one number is stored. `scale` is None (1), fp32 [planes or 1, heads or 1], or beside each row in memory."""
 
     name: str
     scale: torch.Tensor | RowScale | None = None
 
     @property
     def table(self) -> torch.Tensor | None:
-        """The scales, unless they lie beside the rows."""
+        """The scales, or None if they lie beside the rows or there are none."""
         return None if isinstance(self.scale, RowScale) else self.scale
 
     @property
@@ -85,13 +89,13 @@ class Cast:
         return memory_bytes // self.memory.dtype.itemsize * self.wire.dtype.itemsize
 
 
-def cast(sender: torch.Tensor, target: torch.Tensor, old: Number, new: Number, scratch: Scratch | None = None) -> None:
-    """Fill `target` with the numbers of `sender`, both uint8 [planes, heads, bytes], the last two axes dense."""
+def cast(source: torch.Tensor, target: torch.Tensor, old: Number, new: Number, scratch: Scratch | None = None) -> None:
+    """Convert `source` into `target`: both uint8 [planes, heads, bytes], dense in the last two axes."""
     scratch = scratch or Scratch()
     scales = [number.table for number in (old, new)]
     if all(scale is None or scale.shape[1] == 1 for scale in scales):
-        sender, target = sender.flatten(1).unsqueeze(1), target.flatten(1).unsqueeze(1)
-    stored, wanted = sender.view(old.dtype), target.view(new.dtype)
+        source, target = source.flatten(1).unsqueeze(1), target.flatten(1).unsqueeze(1)
+    stored, wanted = source.view(old.dtype), target.view(new.dtype)
     for tile in _tiles(*stored.shape):
         old_scale, new_scale = (None if scale is None else _of_tile(scale, tile) for scale in scales)
         values = _work("values", torch.float32, stored[tile], scratch)
@@ -100,13 +104,13 @@ def cast(sender: torch.Tensor, target: torch.Tensor, old: Number, new: Number, s
 
 
 def cast_rows(
-    sender: torch.Tensor, target: torch.Tensor, scales: torch.Tensor, old: Number, name: str, scratch: Scratch
+    source: torch.Tensor, target: torch.Tensor, scales: torch.Tensor, old: Number, name: str, scratch: Scratch
 ) -> None:
-    """As cast, from and to uint8 [planes, rows, bytes], each row under a scale of its own; those go to `scales`.
+    """Convert uint8 [planes, rows, bytes] as `cast` does, but compute a scale for each row of `target`.
 
-    `scales` is fp32 [planes, rows].
+    The scales are written to `scales`, fp32 [planes, rows]. `name` is the codec of `target`.
     """
-    stored, wanted = sender.view(old.dtype), target.view(DTYPES[name])
+    stored, wanted = source.view(old.dtype), target.view(DTYPES[name])
     assert stored.shape[2] <= TILE_ELEMENTS
     for tile in _tiles(*stored.shape):
         old_scale = None if old.table is None else _of_tile(old.table, tile)
@@ -120,7 +124,7 @@ def cast_rows(
 
 
 def decode(stored: torch.Tensor, name: str, scale: torch.Tensor | None, values: torch.Tensor, scratch: Scratch) -> None:
-    """values (fp32) = stored * scale. Exact before the scale."""
+    """values (fp32) = stored * scale. Only the multiplication rounds."""
     if name == "fp8_e4m3":
         _decode_e4m3(stored, values, scratch)
     elif name == "fp8_e5m2":  # the upper byte of an fp16
@@ -133,10 +137,10 @@ def decode(stored: torch.Tensor, name: str, scale: torch.Tensor | None, values: 
 
 
 def _decode_e4m3(stored: torch.Tensor, values: torch.Tensor, scratch: Scratch) -> None:
-    """Sign, exponent and mantissa moved into an fp16, whose bias is 8 greater; torch's own cast is ten times slower.
+    """Move sign, exponent and mantissa into an fp16, whose bias is 8 greater. torch's cast is ten times slower.
 
-    0x7f and 0xff, 480 by that reading, are NaN: they alone are infinite when multiplied by TO_INFINITY, and infinity
-    times zero is NaN. Comparing and masking would take longer than all the rest.
+    0x7f and 0xff are NaN, but become 480. Only they are infinite when multiplied by TO_INFINITY, and infinity times
+    zero is NaN. Comparing and masking would take longer than everything else here.
     """
     halves = _work("halves", torch.int16, stored, scratch)
     halves.copy_(stored.view(torch.int8)).mul_(1 << 7).bitwise_and_(~0x4000)
@@ -146,7 +150,7 @@ def _decode_e4m3(stored: torch.Tensor, values: torch.Tensor, scratch: Scratch) -
 
 
 def encode(values: torch.Tensor, name: str, scale: torch.Tensor | None, stored: torch.Tensor) -> None:
-    """stored = round(values / scale), clamped in 8 bits; `values` is used up."""
+    """stored = round(values / scale), clamped if the codec has 8 bits. Overwrites `values`."""
     largest = LARGEST[name]
     if scale is not None:
         values.div_(scale)
@@ -159,13 +163,13 @@ def encode(values: torch.Tensor, name: str, scale: torch.Tensor | None, stored: 
 
 
 def _of_tile(scale: torch.Tensor, tile: tuple[slice, slice, slice]) -> torch.Tensor:
-    """The scales of a tile, [planes or 1, heads or 1, 1]."""
+    """The part of the scales for a tile: [planes or 1, heads or 1, 1]."""
     planes, heads = (part if count > 1 else slice(None) for part, count in zip(tile[:2], scale.shape, strict=True))
     return scale[planes, heads].unsqueeze(2)
 
 
 def _tiles(planes: int, heads: int, columns: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Boxes of at most TILE_ELEMENTS, as long in the last axis as can be."""
+    """Slices into boxes of at most TILE_ELEMENTS, as long as possible in the last axis."""
     width = max(1, min(columns, TILE_ELEMENTS))
     height = max(1, min(heads, TILE_ELEMENTS // width))
     depth = max(1, min(planes, TILE_ELEMENTS // (width * height)))
@@ -180,6 +184,6 @@ def _tiles(planes: int, heads: int, columns: int) -> Iterator[tuple[slice, slice
 
 
 def _work(purpose: str, dtype: torch.dtype, like: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """An uninitialised tensor of the shape of `like`."""
+    """An uninitialised tensor shaped as `like`."""
     kept = scratch.take(purpose, like.numel() * dtype.itemsize, like.device)
     return kept.view(dtype).view(like.shape)

@@ -1,4 +1,4 @@
-"""sum64 on a GPU: words out of the elements of a tile, and their mix. digest_ref.py says what it is."""
+"""sum64 on a GPU: joins the elements of a tile into words and mixes them. digest_ref.py defines sum64."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ K2 = tl.constexpr(digest_ref.K2)
 
 @triton.jit
 def sum_of(words, position, WORD: tl.constexpr):
-    """uint64 [R, W] of a tile: `words` uint [R, W], zeros where masked; `position` int64 [R] of the first in each row.
+    """The mixes of a tile's words, uint64 [R, W]. `words` is uint [R, W], zero where masked.
 
-    Keys are built from a part per row and a part per column: one addition a word.
+    `position`, int64 [R], is where the first word of each row is in the slot. The key of a word is a part per row plus
+    a part per column, so it costs one addition.
     """
     k1 = tl.full([1], K1, tl.uint64)
     first = (2 * position.to(tl.uint64) + 1) * k1
@@ -28,7 +29,7 @@ def sum_of(words, position, WORD: tl.constexpr):
 
 @triton.jit
 def words_of(elements, WORD: tl.constexpr):
-    """uint [R, C] as uint [R, W] of WORD bytes: neighbours, which one thread holds, joined little-endian."""
+    """uint [R, C] as uint [R, W] of WORD bytes: joins neighbours, which one thread holds, little-endian."""
     x = elements
     if WORD > 1 and x.dtype == tl.uint8:
         x = _pairs(x, tl.uint16, 8)

@@ -1,13 +1,14 @@
-"""What both agents compare after a push: 64 bits over a slot, by two rules.
+"""The digests of a slot, 64 bits each, that two agents compare after a write.
 
-`digest` is xxh3 over the bytes in order, for slots in host memory. `sum64` is a sum over words, for slots that a GPU
-fills in any order: sum of mix(word, position) mod 2^64. Words are little-endian, zero-extended, of the largest power of
-two <= 8 bytes that divides a segment's row on the wire; a position is the word's byte offset in the slot.
+`digest` is xxh3 over the bytes in order, for slots in host memory. `sum64` is for slots that a GPU fills in any order:
+the sum of mix(word, position) over all words, mod 2^64. A word is little-endian and zero-extended. Its size is the
+largest power of two, at most 8 bytes, that divides a segment's row on the wire. Its position is its byte offset in the
+slot. The mix is
 
     x = word * ((2 * position + 1) * K1);  x ^= x >> 32;  x *= K2;  x ^= x >> 29
 
-Every step is a bijection of the word, so one changed word always shows; zero words add nothing, so padding is free;
-the shifts carry the upper bits down, so that two flips of a top bit do not cancel.
+Every step is a bijection of the word, so one changed word always changes the sum. Zero words add nothing, so padding
+costs nothing. The shifts carry the upper bits down, so that two flips of a top bit do not cancel.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from .segment import Segment
 
 K1 = 0x9E3779B97F4A7C15
 K2 = 0xBF58476D1CE4E5B9
-# Words per step: the four working arrays of this size stay in a core's L2.
+# Words per step. Four working arrays of this size stay in a core's L2.
 TILE_WORDS = 1 << 14
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(slot: torch.Tensor) -> int:
-    """64 bits over a contiguous uint8 tensor; "xxh3" on the wire. Reads in place, releases the GIL."""
+    """The 64 bits of a contiguous uint8 tensor, called "xxh3" on the wire. Reads in place and releases the GIL."""
     return xxhash.xxh3_64_intdigest(slot.numpy().data)
 
 
 def word_bytes(wire_row_bytes: int) -> int:
+    """The size of sum64's words in rows of this size."""
     return gcd(8, wire_row_bytes)
 
 
 def sum64(segments: Sequence[Segment], slot: torch.Tensor) -> int:
-    """The sum over the rows of all segments in `slot`, uint8 on the CPU, as an int64 (two's complement)."""
+    """The sum over the rows of all segments in `slot`, a uint8 tensor on the CPU. Returned as by `as_int64`."""
     total = 0
     for segment in segments:
         width, size = word_bytes(segment.wire_row_bytes), segment.plane_bytes
@@ -48,12 +50,12 @@ def sum64(segments: Sequence[Segment], slot: torch.Tensor) -> int:
 
 
 def as_int64(value: int) -> int:
-    """The same 64 bits as torch shows them."""
+    """The lowest 64 bits as a signed number, as torch holds them."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def sum_of(rows: torch.Tensor, position: int, width: int) -> int:
-    """Of words of `width` bytes, the first of them at byte `position` of the slot."""
+    """The sum over `rows`, in words of `width` bytes, the first of them at byte `position` of the slot."""
     total = 0
     for start in range(0, rows.numel(), TILE_WORDS * width):
         words = _words(rows[start : start + TILE_WORDS * width], width)
@@ -62,7 +64,7 @@ def sum_of(rows: torch.Tensor, position: int, width: int) -> int:
 
 
 def _words(piece: torch.Tensor, width: int) -> torch.Tensor:
-    """The bytes as words in int64, zero-extended; they need not be aligned."""
+    """The bytes as words in int64, zero-extended. They need not be aligned."""
     if piece.data_ptr() % width:
         piece = piece.clone()
     words = piece.view(WORDS[width]).to(torch.int64)

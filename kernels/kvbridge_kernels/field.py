@@ -1,6 +1,6 @@
-"""The memory a kernel moves: a strided field of rows. Pure.
+"""The memory that a kernel reads or writes: a strided field of rows. Pure.
 
-Knows nothing of pools or engines; the data plane makes these from planes.
+Fields know nothing of pools or engines. kvbridge/device makes them from planes.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 
 
 class Axis(NamedTuple):
-    """`count` places, `stride` bytes apart. A tuple, because a chunk compares hundreds of them."""
+    """`count` positions, `stride` bytes apart. A tuple, because a chunk compares hundreds of them."""
 
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks an axis for
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     stride: int
 
     @property
     def reach(self) -> int:
-        """Bytes from the first place to the last."""
+        """Bytes from the first position to the last."""
         return (self.count - 1) * self.stride
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Memory by address, as kernels on GPU `device` reach it: it may be a peer's, which torch must never see."""
+    """Memory by address, for kernels on GPU `device`. It may be a peer GPU's, which must never become a tensor."""
 
     address: int
     size_bytes: int
@@ -44,10 +44,10 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Planes x blocks x tokens x heads x elements inside `memory`, a 1-D uint8 tensor or for kernels a `Mapped`.
+    """Planes x blocks x tokens x heads x elements inside `memory`, a 1-D uint8 tensor or, for kernels, a `Mapped`.
 
-    `tokens` and `elements` are mixed radix, outermost step first. A place is `block * block_tokens + token`.
-    In a slot, uint8 [planes, bytes], the rows of each plane lie densely as [head][place][row].
+    `offset` is in bytes. `tokens` and `elements` may each be several axes, the outermost first. A place is
+    `block * block_tokens + token`. In a slot, the rows of each plane lie densely as [head][place][row].
     """
 
     memory: torch.Tensor | Mapped
@@ -78,11 +78,11 @@ class Field:
         return self.offset + sum(axis.reach for axis in axes) + self.element_bytes
 
     def plane_bytes(self, places: int) -> int:
-        """What one plane's rows take in a slot, unconverted."""
+        """How many bytes one plane's rows take in a slot, unconverted."""
         return self.heads.count * places * self.row_bytes
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """All but where it is."""
+        """A key: everything except the memory and the offset."""
         outer = (self.planes, self.blocks, self.heads, self.element_bytes)
         return (*outer, self.tokens, self.elements)

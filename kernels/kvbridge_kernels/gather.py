@@ -1,6 +1,6 @@
-"""Blocks -> slot on a GPU: planes alike in form at once, in short launches, converting and summing as it goes.
+"""Blocks -> slot on a GPU: planes of one layout together, in short launches, converting and summing on the way.
 
-`digest` is the same kernel without a slot: it sums and stores nothing.
+`digest` runs the same kernel without a slot: it only sums.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def gather(
     work: Work,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Fill the slot with the rows of a chunk and its gaps with zeros; the sum64 is added to `sums`, int64 [1].
+    """Fill the slot with the rows of a chunk, and its gaps with zeros. Adds the sum64 to `sums`, int64 [1].
 
-    Enqueued on `stream`, or the current one of `work.device`; nothing is allocated or waited for. Places and scales are
-    read before this returns, `work` until the launch has run. ValueError, or NotCompiled as `work` says, before
-    anything is enqueued.
+    Enqueued on `stream`, or on the current stream of `work.device`. Allocates nothing and waits for nothing. Places and
+    scales are read before this returns; `work` is read until the launches have run. Raises ValueError if something does
+    not fit, and NotCompiled unless `work.compiles`, both before anything is enqueued.
     """
     launch.run(gather_tiles, chunk, slot, sums, work, is_gather=True, stream=stream)
 
@@ -43,17 +43,17 @@ def digest(
     work: Work,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Add to `sums`, int64 [1], the sum64 that `gather` would find for a slot of `slot_bytes`; else as `gather`."""
+    """Add to `sums` the sum64 that `gather` would, for a slot of `slot_bytes`. Otherwise as `gather`."""
     launch.run(gather_tiles, chunk, Span(0, slot_bytes), sums, work, is_gather=True, stream=stream, is_stored=False)
 
 
 def warm(chunk: Sequence[Segment] | PlacedCopy, slot: Span, has_sums: bool, work: Work) -> None:
-    """Compile what `gather` would launch for these, or NotCompiled, as `work` says. Their number is no matter."""
+    """Compile what `gather` would launch; NotCompiled unless `work.compiles`. The number of places does not matter."""
     launch.warm(gather_tiles, chunk, slot, has_sums, work, is_gather=True)
 
 
 def warm_digest(chunk: Sequence[Segment] | PlacedCopy, slot_bytes: int, work: Work) -> None:
-    """The same as `warm`, for `digest`."""
+    """As `warm`, for `digest`."""
     launch.warm(gather_tiles, chunk, Span(0, slot_bytes), True, work, is_gather=True, is_stored=False)
 
 
@@ -92,7 +92,7 @@ def gather_tiles(
     SCALE_SKEW: tl.constexpr,
 ):
     SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
-    if WORD:  # else there is no digest; FAR is 0 where there is no slot
+    if WORD:  # 0 without a digest; FAR is 0 without a slot
         total = tl.zeros([PLACES * HEADS, COLUMNS * SIZE // WORD], tl.uint64)
     tile = first_tile + tl.program_id(0)
     while tile < end_tile:  # a `for` over tensors stops the interpreter under numpy 2.4
@@ -113,7 +113,7 @@ def gather_tiles(
         if WORD:
             words = words_of(elements, WORD)
             if FAR:
-                _write_words(words, slot, position, first_column, row, m_row, SIZE, WORD, STEP, FAR)
+                tiles.write_words(slot + position, words, first_column, row, m_row, WORD // SIZE, STEP, FAR)
             total += sum_of(words, position + first_column * SIZE, WORD)
         else:
             o_slot = tiles.in_slot(i_column, WIRE, FAR)
@@ -121,24 +121,3 @@ def gather_tiles(
         tile += tl.num_programs(0)
     if WORD:
         tl.atomic_add(sums.to(tl.pointer_type(tl.int64)), tl.sum(total.to(tl.int64)), sem="relaxed")
-
-
-@triton.jit
-def _write_words(
-    words,
-    slot,
-    position,
-    first_column,
-    row,
-    m_row,
-    SIZE: tl.constexpr,
-    WORD: tl.constexpr,
-    STEP: tl.constexpr,
-    FAR: tl.constexpr,
-):
-    """What is summed is what is written: ptxas 12.8 loses pairs of fp8 used both alone and packed."""
-    JOINED: tl.constexpr = WORD // SIZE
-    COLUMNS: tl.constexpr = words.shape[1]
-    i_word, m_word = tiles.columns_of(first_column // JOINED, row // JOINED, COLUMNS, STEP // JOINED)
-    o_word = tiles.in_slot(i_word, words.dtype, FAR)
-    tiles.write(slot + position, o_word, words, m_row[:, None] & m_word[None, :], FAR, COLUMNS)

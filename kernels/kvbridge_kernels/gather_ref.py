@@ -1,4 +1,4 @@
-"""Blocks -> slot on a CPU, in plain torch: the reference of the gather kernel, and the one that runs without a GPU."""
+"""Blocks -> slot on a CPU, in plain torch: the reference for the gather kernel, and what runs without a GPU."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from . import segment as chunk
 from .codecs_ref import Cast, Number, RowScale, cast
 from .digest_ref import as_int64, sum64, sum_of, word_bytes
 from .field import Field
-from .layout import End, flat, views
 from .places import Places, Route
 from .scratch import Scratch
 from .segment import Segment, Span, gaps
 from .tables import Work
+from .walks import End, flat, views
 
 
 def gather(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, work: Work) -> None:
-    """Fill the slot with the rows of all segments and its gaps with zeros; the sum64 is added to `sums`, int64 [1].
+    """Fill the slot with the rows of all segments, and its gaps with zeros. Adds the sum64 to `sums`, int64 [1].
 
-    ValueError before any byte is written when something does not fit.
+    Raises ValueError, before any byte is written, if something does not fit.
     """
     for segment in segments:
         chunk.check(segment, slot)
@@ -34,9 +34,9 @@ def gather(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, w
 
 
 def digest(segments: Sequence[Segment], slot_bytes: int, sums: torch.Tensor, work: Work) -> None:
-    """Add to `sums`, int64 [1], the sum64 that `gather` would find for a slot of `slot_bytes`. ValueError as there.
+    """Add to `sums` the sum64 that `gather` would, for a slot of `slot_bytes`. Raises as `gather`.
 
-    The rows of one segment at a time are held in `work.scratch`.
+    `work.scratch` holds the rows of one segment at a time.
     """
     for segment in segments:
         chunk.check(segment, Span(0, slot_bytes))
@@ -63,10 +63,10 @@ def gather_rows(
     conversion: Cast | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """Fill `slot`, uint8 [planes, bytes], with the rows at `places`: each plane's densely as [head][place][row].
+    """Fill `slot`, uint8 [planes, bytes], with the rows at `places`, each plane's densely as [head][place][row].
 
-    Without a conversion the bytes are moved as they are. ValueError before any byte is written when something
-    does not fit; nothing is read outside the field.
+    Without a conversion the bytes are moved as they are. Raises ValueError, before any byte is written, if something
+    does not fit. Reads nothing outside the field.
     """
     check(field, places, slot, conversion)
     if not places.count:
@@ -90,15 +90,15 @@ def _gather_route(field: Field, route: Route, slot: torch.Tensor, scratch: Scrat
     memory, rows = ends(field, route, slot)
     index, detour = route.piece.index, route.detour
     if detour is None:
-        sender, target = views(memory, rows, route.direct)
-        torch.index_select(sender, 0, index, out=target)
+        source, target = views(memory, rows, route.direct)
+        torch.index_select(source, 0, index, out=target)
         return
     between = scratch.take("order", detour.size_bytes * index.numel(), slot.device)
     dense = End(between, 0, index.numel(), detour.size_bytes)
-    sender, target = views(memory, dense, detour.to_scratch)
-    torch.index_select(sender, 0, index, out=target)
-    sender, target = views(dense, rows, detour.to_slot)
-    target.copy_(sender)
+    source, target = views(memory, dense, detour.to_scratch)
+    torch.index_select(source, 0, index, out=target)
+    source, target = views(dense, rows, detour.to_slot)
+    target.copy_(source)
 
 
 def ends(field: Field, route: Route, slot: torch.Tensor) -> tuple[End, End]:
@@ -110,7 +110,7 @@ def ends(field: Field, route: Route, slot: torch.Tensor) -> tuple[End, End]:
 
 
 def check(field: Field, places: Places, slot: torch.Tensor, conversion: Cast | None) -> None:
-    """ValueError with both values where field, places and slot do not fit each other."""
+    """ValueError with both values if field, places and slot do not fit each other."""
     if field.offset < 0 or field.end > field.memory.numel():
         raise ValueError(f"field ends at byte {field.end}, its memory has {field.memory.numel()}")
     if places.lowest < 0 or places.highest >= field.places:
@@ -124,19 +124,19 @@ def check(field: Field, places: Places, slot: torch.Tensor, conversion: Cast | N
 
 
 def rows_of(field: Field, places: Places, slot: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """Room for the rows in the memory's codec: uint8 [planes, bytes]."""
+    """Scratch for the rows in the memory's codec: uint8 [planes, bytes]."""
     planes, size_bytes = field.planes.count, field.plane_bytes(places.count)
     return scratch.take("cast", planes * size_bytes, slot.device).view(planes, size_bytes)
 
 
 def row_scales(field: Field, places: Places, device: torch.device, scratch: Scratch) -> torch.Tensor:
-    """Room for a scale of each row: fp32 [planes, heads * places], as a slot has its rows."""
+    """Scratch for a scale per row: fp32 [planes, heads * places], in the order of the rows in a slot."""
     planes, rows = field.planes.count, field.heads.count * places.count
     return scratch.take("row_scales", 4 * planes * rows, device).view(torch.float32).view(planes, rows)
 
 
 def by_row(number: Number, places: Places) -> Number:
-    """The same for [planes, heads * places, bytes]."""
+    """The same number for rows as [planes, heads * places, bytes]: scales per head become scales per row."""
     scale = number.table
     return (
         number
@@ -146,6 +146,6 @@ def by_row(number: Number, places: Places) -> Number:
 
 
 def by_line(rows: torch.Tensor, lines: int) -> torch.Tensor:
-    """[planes, bytes] as [planes, lines, bytes]; a line is a head, or a row of it."""
+    """[planes, bytes] as [planes, lines, bytes]. A line is a head, or one row of it."""
     size_bytes = rows.shape[1] // lines
     return rows.as_strided([rows.shape[0], lines, size_bytes], [rows.stride(0), size_bytes, 1])

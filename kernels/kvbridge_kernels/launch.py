@@ -1,4 +1,4 @@
-"""Launches a kernel over the groups of a chunk: constants from shape and alignment, arguments from the tables."""
+"""Launches kernels over the groups of a chunk: constants from layout and alignment, arguments from the tables."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from . import clear
 from .codecs import TYPES
 from .codecs_ref import DTYPES
 from .digest_ref import word_bytes
-from .form import Form, Offsets, low_bit, tile_of, tiles_at_once
 from .places import Places
 from .prepared_copy import LaunchGroup, Lists, Packed, PlacedCopy, PreparedCopy
 from .scales import Scaled, Steps
 from .segment import Segment, Span
+from .segment_layout import Offsets, SegmentLayout, low_bit
 from .tables import LaunchTables, Work
+from .tiling import tile_of, tiles_at_once
 
-# Tiles are counted in 32 bits, a step of the whole grid beyond the last one too.
+# Kernels count tiles in 32 bits, and step one whole grid beyond the last tile.
 MOST_TILES = 1 << 30
-# Programs of a processor that run at once, about.
+# About how many programs of a launch run at once on one multiprocessor.
 RESIDENT = 16
-# Programs of a launch that reach nearly all of NVLink: 33 took 366 of 375 GB/s (NVIDIA H200, 2026-11).
+# This many programs reach nearly the rate of NVLink: 366 of 375 GB/s (NVIDIA H200, 2026-11).
 ENOUGH_PROGRAMS = 33
 UINTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
 class NotCompiled(Exception):
-    """Nothing was enqueued: kernels have to be compiled first, which `Work.compiles` leaves to the caller."""
+    """Nothing was enqueued: kernels must be compiled first, which `work` leaves to the caller (`Work.compiles`)."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
         super().__init__(f"kernels: {len(launches)} are not compiled")
@@ -41,37 +42,37 @@ class NotCompiled(Exception):
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """One way to run a kernel: its constants in the order of its signature, and once it has run, what was compiled."""
+    """A kernel with its constants, in the order of its signature. `compiled` is set by the first launch."""
 
     constants: dict[str, Any]
     warps: int
-    tiles: int  # a program
-    tiles_at_once: int  # a launch
+    tiles: int  # per program
+    tiles_at_once: int  # per launch
     row: int
     tile: tuple[int, int, int]
-    columns: Sequence[Offsets | None]  # of each end in memory
+    columns: Sequence[Offsets | None]  # for each end in memory; None: dense rows
     compiled: Any = None
 
     def tiles_of(self, group: LaunchGroup) -> int:
-        """How many tiles a group takes. ValueError if they are too many to be counted."""
+        """How many tiles a group takes. ValueError if they are too many to count."""
         places, heads, width = self.tile
-        tiles = group.planes * -(-group.places // places) * (group.form.heads // heads) * -(-self.row // width)
+        tiles = group.planes * -(-group.places // places) * (group.layout.heads // heads) * -(-self.row // width)
         if tiles > MOST_TILES:
-            raise ValueError(f"chunk: {tiles} tiles in planes of one form, limit {MOST_TILES}")
+            raise ValueError(f"chunk: {tiles} tiles in planes of one layout, limit {MOST_TILES}")
         return tiles
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """All planes of one form: as few launches as may be, each of a part of the tiles."""
+    """The tiles of one group, launched in as few parts as allowed."""
 
     function: Any
     kernel: Kernel
     tiles: int
-    arguments: tuple[int, ...]  # all but the first and the end tile
+    arguments: tuple[int, ...]  # without the first and the end tile
 
     def parts(self, programs: int | None = None) -> Iterator[tuple[int, int]]:
-        """First and end tile of each, alike in size; shorter where `programs` are too few for all of the rate."""
+        """First and end tile of each part, all about as large; smaller if `programs` are too few for the full rate."""
         most = self.kernel.tiles_at_once
         if programs is not None:
             most = max(1, most * min(programs, ENOUGH_PROGRAMS) // ENOUGH_PROGRAMS)
@@ -80,7 +81,7 @@ class Launch:
             yield part * self.tiles // count, (part + 1) * self.tiles // count
 
     def prepare(self, work: Work) -> None:
-        """Launch for no tiles at all: it is compiled and loaded, nothing is touched. On any thread."""
+        """Launch for no tiles: compiles and loads the kernel, touches nothing. On any thread."""
         start(self, work, 0, 0)
 
 
@@ -94,16 +95,16 @@ def run(
     stream: torch.cuda.Stream | None,
     is_stored: bool = True,
 ) -> None:
-    """Check, pack, upload, launch. Unless `is_stored`, only `slot.size_bytes` matters: nothing is written there."""
-    recipe, places = _checked(moved, slot, sums, work)
+    """Check, pack, upload, launch. Unless `is_stored`, nothing is written to the slot: only its size matters."""
+    prepared, places = _checked(moved, slot, sums, work)
     tables = LaunchTables(work, slot.size_bytes)
-    lists = offsets_of(recipe.lists, places, tables)
+    lists = offsets_of(prepared.lists, places, tables)
     total = None if sums is None else sums.data_ptr()
     launches = [
-        _launch(function, packed, lists, slot, total, tables, work, is_gather, is_stored) for packed in recipe.groups
+        _launch(function, packed, lists, slot, total, tables, work, is_gather, is_stored) for packed in prepared.groups
     ]
-    gaps = tables.put(recipe.gaps) if is_gather and is_stored and len(recipe.gaps) else None
-    last = None if gaps is None else lambda: clear.start(gaps, len(recipe.gaps) // 2, slot)
+    gaps = tables.put(prepared.gaps) if is_gather and is_stored and len(prepared.gaps) else None
+    last = None if gaps is None else lambda: clear.start(gaps, len(prepared.gaps) // 2, slot)
     enqueue(launches, tables, work, stream, last=last)
 
 
@@ -116,19 +117,22 @@ def warm(
     is_gather: bool,
     is_stored: bool = True,
 ) -> None:
-    """Compile what `run` would launch, or raise NotCompiled, as `work` says."""
-    recipe, _ = _checked(moved, slot, None, work)
+    """Compile what `run` would launch; NotCompiled unless `work.compiles`."""
+    prepared, _ = _checked(moved, slot, None, work)
     tables = LaunchTables(work, slot.size_bytes)
     total = work.table.data_ptr() if has_sums else None  # zero is added to it
-    lists = [0] * len(recipe.lists.offsets)
+    lists = [0] * len(prepared.lists.offsets)
     compiled(
-        [_launch(function, packed, lists, slot, total, tables, work, is_gather, is_stored) for packed in recipe.groups],
+        [
+            _launch(function, packed, lists, slot, total, tables, work, is_gather, is_stored)
+            for packed in prepared.groups
+        ],
         work,
     )
 
 
 def compiled(launches: Sequence[Launch], work: Work) -> None:
-    """Compile what is not yet, which may take seconds; or NotCompiled, as `work` says."""
+    """Compile the kernels that are not yet, which may take seconds; NotCompiled unless `work.compiles`."""
     for launch in _missing(launches, work):
         launch.prepare(work)
 
@@ -148,11 +152,11 @@ def enqueue(
     programs: int | None = None,
     last: Callable[[], None] | None = None,
 ) -> None:
-    """The tables, all launches by at most `programs` programs each, and what comes last. NotCompiled as `compiled`."""
+    """Enqueue the tables, all launches (of at most `programs` programs each) and `last`. NotCompiled as `compiled`."""
     is_known = not _missing(launches, work)
     if stream is not None and is_known and last is None and (work.copy is not None or not tables.must_upload):
         tables.upload(stream.cuda_stream)
-        for launch in launches:  # without making the stream current, which costs as much as a launch
+        for launch in launches:  # making the stream current would cost as much as a launch
             for first, end in launch.parts(programs):
                 start(launch, work, first, end, stream.cuda_stream, programs)
         return
@@ -173,7 +177,7 @@ def start(
     stream: int | None = None,
     most_programs: int | None = None,
 ) -> None:
-    """One launch, of the tiles from `first` to `end`."""
+    """Launch the tiles from `first` to `end`."""
     kernel, tiles = launch.kernel, end - first
     programs = min(tiles, max(-(-tiles // kernel.tiles), work.processors * RESIDENT))
     grid = (max(1, programs if most_programs is None else min(programs, most_programs)), 1, 1)
@@ -185,12 +189,12 @@ def start(
 
 
 def offsets_of(lists: Lists, places: Sequence[Places], tables: LaunchTables) -> list[int]:
-    """The addresses of the offsets of all places, by the number of their list."""
+    """Put the offsets of all places into the tables. Returns an address for each list of offsets."""
     return [tables.offsets(places[which], stride, tokens) for which, stride, tokens in lists.offsets]
 
 
 def put_records(packed: Packed, lists: Sequence[int], tables: LaunchTables) -> int:
-    """The address of the records of a group."""
+    """Put the records of a group into the tables. Returns their address."""
     room, address = tables.take(packed.records.size)
     room = room.reshape(packed.records.shape)
     room[:] = packed.records
@@ -199,25 +203,25 @@ def put_records(packed: Packed, lists: Sequence[int], tables: LaunchTables) -> i
 
 
 def put_columns(columns: Offsets | None, tables: LaunchTables) -> int:
-    """The address of the offsets of a row's elements; of a dense row any, for nobody reads them."""
+    """The address of the offsets of a row's elements. Any address for dense rows, whose kernels do not read it."""
     return tables.address if columns is None else tables.put(columns)
 
 
 def put_scales(scales: Scaled, tables: LaunchTables) -> int:
-    """The address of the scales; any if there are none."""
+    """The address of the scales. Any address if there are none."""
     return tables.put(scales.table) if len(scales.table) else tables.address
 
 
 def check_sums(sums: torch.Tensor | None, work: Work) -> None:
-    """ValueError where a digest cannot be added to these, or work is not of the current device."""
+    """ValueError if `sums` cannot take a digest, or `work` is not on the current device."""
     if work.index >= 0 and work.index != torch.cuda.current_device():
-        raise ValueError(f"work is of {work.device}, the current device is cuda:{torch.cuda.current_device()}")
+        raise ValueError(f"work is on {work.device}, the current device is cuda:{torch.cuda.current_device()}")
     if sums is not None and (sums.dtype != torch.int64 or sums.numel() != 1 or sums.device != work.device):
         raise ValueError(f"sums must be int64 [1] on {work.device}, got {sums.dtype} {list(sums.shape)} {sums.device}")
 
 
 def check_device(lists: Lists, work: Work) -> None:
-    """ValueError where the fields are not on the device of work."""
+    """ValueError if the fields are not on the device of `work`."""
     if lists.device not in (None, work.index):
         raise ValueError(f"fields are on device {lists.device}, work on {work.device}")
 
@@ -225,11 +229,11 @@ def check_device(lists: Lists, work: Work) -> None:
 def _checked(moved: Sequence[Segment] | PlacedCopy, slot: Span, sums: torch.Tensor | None, work: Work) -> PlacedCopy:
     check_sums(sums, work)
     if not isinstance(moved, PlacedCopy):
-        recipe = PreparedCopy(moved, slot.size_bytes)
-        moved = PlacedCopy(recipe, recipe.places)
-    if moved.recipe.slot_bytes != slot.size_bytes:
-        raise ValueError(f"the recipe is for a slot of {moved.recipe.slot_bytes} bytes, this one has {slot.size_bytes}")
-    check_device(moved.recipe.lists, work)
+        prepared = PreparedCopy(moved, slot.size_bytes)
+        moved = PlacedCopy(prepared, prepared.places)
+    if moved.prepared.slot_bytes != slot.size_bytes:
+        raise ValueError(f"slot: {slot.size_bytes} bytes, the copy was prepared for {moved.prepared.slot_bytes}")
+    check_device(moved.prepared.lists, work)
     return moved
 
 
@@ -245,14 +249,14 @@ def _launch(
     is_stored: bool = True,
 ) -> Launch:
     group = packed.group
-    form = group.form
-    near = low_bit(group.near_bits | form.stride_bits | 16)
-    far = low_bit(group.far_bits | slot.address | form.wire_row_bytes | 16)
+    layout = group.layout
+    near = low_bit(group.near_bits | layout.stride_bits | 16)
+    far = low_bit(group.far_bits | slot.address | layout.wire_row_bytes | 16)
     scales = group.scales(is_gather, work.steps)
-    key = (function, near, far, scales.steps, total is not None, is_stored, *form.key)
+    key = (function, near, far, scales.steps, total is not None, is_stored, *layout.key)
     kernel = work.kernels.get(key)
     if kernel is None:
-        kernel = _kernel(form, near, far, scales.steps, total is not None, is_gather, work)
+        kernel = _kernel(layout, near, far, scales.steps, total is not None, is_gather, work)
         if not is_stored:
             kernel.constants["FAR"] = 0
         work.kernels[key] = kernel
@@ -261,28 +265,30 @@ def _launch(
         put_columns(kernel.columns[0], tables),
         put_scales(scales, tables),
     )
-    sizes = (group.planes, group.places, form.heads, kernel.row)
+    sizes = (group.planes, group.places, layout.heads, kernel.row)
     return Launch(function, kernel, kernel.tiles_of(group), (*tables_at, slot.address, total or 0, *sizes))
 
 
-def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_gather: bool, work: Work) -> Kernel:
-    align = min(near, far, low_bit(form.run_bytes))
-    if form.codecs is None:
+def _kernel(
+    layout: SegmentLayout, near: int, far: int, steps: Steps, has_sums: bool, is_gather: bool, work: Work
+) -> Kernel:
+    align = min(near, far, low_bit(layout.run_bytes))
+    if layout.codecs is None:
         size = wire_size = min(8, align)
         kind, old, new = "sum" if has_sums else "move", None, None
     else:
-        size, wire_size = (DTYPES[name].itemsize for name in form.codecs)
-        memory, wire = (TYPES[name] for name in form.codecs)
+        size, wire_size = (DTYPES[name].itemsize for name in layout.codecs)
+        memory, wire = (TYPES[name] for name in layout.codecs)
         old, new = (memory, wire) if is_gather else (wire, memory)
         kind = _kind(old, new)
         near = min(near, access(size, wire_size, is_gather))
         far = min(far, access(wire_size, size, not is_gather or has_sums))
     tiling = work.tilings[kind]
-    row = form.row_bytes // size
-    own = form.row_scale
+    row = layout.row_bytes // size
+    own = layout.row_scale
     is_whole = own is not None and not is_gather
-    tile = tile_of(form, row, max(size, wire_size), 16 // min(size, wire_size), tiling, is_whole)
-    run = tile[2] if form.is_dense else min(tile[2], low_bit(form.run_bytes // size))
+    tile = tile_of(layout, row, max(size, wire_size), 16 // min(size, wire_size), tiling, is_whole)
+    run = tile[2] if layout.is_dense else min(tile[2], low_bit(layout.run_bytes // size))
     constants = {
         "PLACES": tile[0],
         "HEADS": tile[1],
@@ -291,20 +297,20 @@ def _kernel(form: Form, near: int, far: int, steps: Steps, has_sums: bool, is_ga
         "WIRE": UINTS[wire_size],
         "OLD": old,
         "NEW": new,
-        **arithmetic(form, steps, is_gather, work),
+        **arithmetic(layout, steps, is_gather, work),
         "NATIVE": work.is_native and row % 4 == 0,
         "NEAR": near,
         "FAR": far,
         "RUN": run,
         "STEP": low_bit(row | 64),
-        "WORD": word_bytes(form.wire_row_bytes) if has_sums else 0,
-        "DENSE": form.is_dense,
-        "MANY_HEADS": form.heads > tile[1],
+        "WORD": word_bytes(layout.wire_row_bytes) if has_sums else 0,
+        "DENSE": layout.is_dense,
+        "MANY_HEADS": layout.heads > tile[1],
         "MANY_COLUMNS": row > tile[2],
         "SCALE_AT": 0 if own is None else own.at,
-        "SCALE_SKEW": 0 if own is None else own.head_stride - form.head_stride,
+        "SCALE_SKEW": 0 if own is None else own.head_stride - layout.head_stride,
     }
-    columns = None if form.is_dense else form.columns(size, size if near >= size else 1)
+    columns = None if layout.is_dense else layout.columns(size, size if near >= size else 1)
     tile_bytes = tile[0] * tile[1] * tile[2] * max(size, wire_size)
     at_once = tiles_at_once("own" if own is not None else kind, tile_bytes, align, work.launch_us)
     return Kernel(constants, tiling.warps, tiling.tiles, at_once, row, tile, (columns,))
@@ -315,9 +321,9 @@ def _kind(old: tl.dtype, new: tl.dtype) -> str:
     return "widen" if wider > 0 else "narrow" if wider < 0 else "rescale"
 
 
-def arithmetic(form: Form, steps: Steps, is_read: bool, work: Work) -> dict[str, Any]:
-    """MULTIPLY and DIVIDE of a conversion out of memory, or into it: see codecs.py."""
-    is_own = form.row_scale is not None
+def arithmetic(layout: SegmentLayout, steps: Steps, is_read: bool, work: Work) -> dict[str, Any]:
+    """MULTIPLY and DIVIDE of a conversion out of memory, or into it. See codecs.py."""
+    is_own = layout.row_scale is not None
     divide = steps.divide if work.is_native or not steps.divide else "exact"  # the interpreter's fma rounds twice
     return {
         "MULTIPLY": "own" if is_own and is_read else steps.multiply,
@@ -326,8 +332,9 @@ def arithmetic(form: Form, steps: Steps, is_read: bool, work: Work) -> dict[str,
 
 
 def access(size: int, other: int, is_held: bool) -> int:
-    """Bytes to access at once on this end, so that a thread holds the same elements from the load to the store.
+    """Bytes per access at an end with elements of `size` bytes, so that a thread stores the elements that it loaded.
 
-    It stores 16 bytes at most, so reads less where what it reads gets wider; what it sums it holds as it was loaded.
+    A thread stores at most 16 bytes at once. So it loads fewer if its elements become wider (`other` bytes). `is_held`:
+    the thread holds the elements as they are at this end, because it loads or sums them.
     """
     return 16 * size // other if is_held and other > size else 16

@@ -1,4 +1,4 @@
-"""Splits a list of places into whole blocks and runs, which copy faster than single tokens. Pure."""
+"""Splits a list of places into whole blocks and runs of tokens, which copy faster than single tokens. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .field import Axis, Field
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The places from `first` on: `tokens` of them at each of `start + index * step` bytes past the field's offset."""
+    """Places from number `first` on: the `tokens` at each of `start + index * step` bytes from the field's offset."""
 
     first: int
     start: int
@@ -22,9 +22,9 @@ class Piece:
 
 
 def split(field: Field, places: torch.Tensor) -> list[Piece]:
-    """A run up to the first block border, the whole blocks, a run after the last: a request's usual shape.
+    """A run up to the first block border, the whole blocks, and a run after them: the usual places of a request.
 
-    Places in any other order are moved one by one.
+    Places in any other order are copied one by one.
     """
     count, block_tokens = places.numel(), field.block_tokens
     if count == 0:
@@ -48,14 +48,14 @@ def split(field: Field, places: torch.Tensor) -> list[Piece]:
 
 
 def _runs_through_blocks(places: torch.Tensor, first: int, block_tokens: int) -> bool:
-    """Whether the places are those of consecutive tokens of one block table."""
+    """Whether the places are of consecutive tokens in some block table."""
     offsets = torch.arange(first % block_tokens, first % block_tokens + places.numel()) % block_tokens
     steps = (places[1:] - places[:-1] == 1) | (offsets[1:] == 0)
     return bool(steps.all()) and bool((places % block_tokens == offsets).all())
 
 
 def _run(field: Field, places: torch.Tensor, first: int) -> Piece:
-    """Consecutive tokens inside one block."""
+    """The piece for consecutive tokens inside one block."""
     if len(field.tokens) > 1:
         return _singly(field, places, first)
     (axis,) = field.tokens

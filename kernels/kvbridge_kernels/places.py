@@ -1,4 +1,4 @@
-"""A list of places, and the ways through memory that it asks for: worked out once for all fields of one shape."""
+"""A list of places, and how a CPU copies its rows: worked out once for all fields of one shape."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from math import prod
 import torch
 
 from .field import Field
-from .layout import Walk, fold, through_scratch, walks
 from .pieces import Piece, split
+from .walks import Walk, fold, through_scratch, walks
 
-# Runs shorter than this are copied element by element: cheaper out of a dense scratch than out of memory.
+# Runs shorter than this are copied element by element, which is cheaper from a dense scratch than from memory.
 SHORT_RUN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Detour:
-    """Where memory's order has longer runs than the slot's: memory to scratch, scratch to slot."""
+    """Two copies, memory to scratch and scratch to slot, for memory whose own order has longer runs."""
 
     to_scratch: Sequence[Walk]
     to_slot: Sequence[Walk]
-    size_bytes: int  # of scratch per index position
+    size_bytes: int  # of the scratch, per index position
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How one piece is copied: `reach` index positions in memory, `pitch` bytes between those in the slot."""
+    """How one piece is copied. `reach`: index positions in memory; `pitch`: bytes from one to the next in the slot."""
 
     piece: Piece
     reach: int
@@ -37,20 +37,20 @@ class Route:
 
 
 class Places:
-    """int64 [n]: which rows of a field, in slot order. ValueError for any other tensor."""
+    """int64 [n]: which places of a field, in slot order. ValueError for any other tensor."""
 
     def __init__(self, index: torch.Tensor) -> None:
         if index.dtype != torch.int64 or index.dim() != 1:
             raise ValueError(f"places must be int64 [n], got {index.dtype} {list(index.shape)}")
         self.index = index
         self.count = index.numel()
-        self.array = index.numpy()  # takes a third of torch's time for a few hundred
+        self.array = index.numpy()  # for a few hundred places numpy takes a third of torch's time
         self.lowest = int(self.array.min()) if self.count else 0
         self.highest = int(self.array.max()) if self.count else -1
         self._routes: dict[object, Sequence[Route]] = {}
 
     def routes(self, field: Field, plane_pitch: int) -> Sequence[Route]:
-        """The pieces that make up the places, each with its way between `field` and a slot."""
+        """The pieces that make up the places, each with how it is copied between `field` and a slot."""
         key = (field.shape, plane_pitch)
         if key not in self._routes:
             self._routes[key] = [self._route(field, piece, plane_pitch) for piece in split(field, self.index)]

@@ -1,7 +1,7 @@
-"""Segments worked out once, to be moved again and again with other places.
+"""Segments that are checked and packed once, then moved many times with other places.
 
-Most chunks differ from one before in their places only. What they have in common is checked and packed here; with it,
-a chunk costs its lists of places, without it about a microsecond and a half a plane more.
+Most chunks differ from an earlier one only in their places. Preparing a copy for each chunk would cost 4.3 us a plane
+(bench/results/kernels.json).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 
 from .codecs_ref import Cast, Number, RowScale
 from .field import Axis
-from .form import Form, Offsets, form_of
 from .places import Places
 from .scales import Scaled, Steps, scaled
 from .segment import Segment, Span, check, check_cast, gaps
+from .segment_layout import Offsets, SegmentLayout, layout_of
 
 UNSCALED = Scaled(np.empty(0, np.int64), Steps())
 
 
 @dataclass(slots=True)
 class LaunchGroup:
-    """Planes that one launch moves: of one form, with as many places each."""
+    """Planes of one layout with equally many places: one launch, or a few, moves them."""
 
-    form: Form
+    layout: SegmentLayout
     places: int
     near_bits: int = 0
     far_bits: int = 0
@@ -40,11 +40,11 @@ class LaunchGroup:
 
     @property
     def plane_bytes(self) -> int:
-        """What the rows of one plane take in the slot."""
-        return self.form.heads * self.places * self.form.wire_row_bytes
+        """How many bytes the rows of one plane take in the slot."""
+        return self.layout.heads * self.places * self.layout.wire_row_bytes
 
     def add(self, segment: Segment, number: int) -> None:
-        """A segment of this form; `number` is that of its list of places."""
+        """Add a segment of this layout. `number` is the number of its list of offsets."""
         memory, offset, pitch = segment.field, segment.slot_offset, segment.slot_pitch
         planes, stride = memory.planes
         base = memory.memory.data_ptr() + memory.offset
@@ -53,7 +53,7 @@ class LaunchGroup:
         if not self.plane_bytes:
             return
         for plane in range(planes):
-            self.rows += (base + plane * stride, offset + plane * pitch, number, self.form.head_stride)
+            self.rows += (base + plane * stride, offset + plane * pitch, number, self.layout.head_stride)
         if segment.cast is not None:
             self.casts.append(segment.cast)
 
@@ -62,16 +62,16 @@ class LaunchGroup:
         return Packed(self, records, records[:, 2].copy())
 
     def scales(self, is_gather: bool, known: dict[object, Steps]) -> Scaled:
-        """What is to be multiplied and divided by on the way out of memory, or into it."""
-        if self.form.codecs is None:
+        """The scales for reading memory (`is_gather`) or for writing it."""
+        if self.layout.codecs is None:
             return UNSCALED
         if is_gather not in self.scaled:
-            self.scaled[is_gather] = scaled(self.form, self.casts, self.planes, is_gather, known)
+            self.scaled[is_gather] = scaled(self.layout, self.casts, self.planes, is_gather, known)
         return self.scaled[is_gather]
 
 
 class Packed(NamedTuple):
-    """Records, int64 [planes, 4], with the number of a list of places instead of its address; and those numbers."""
+    """Records, int64 [planes, 4], with numbers of lists of offsets instead of addresses; and those numbers alone."""
 
     group: LaunchGroup
     records: Offsets
@@ -79,30 +79,34 @@ class Packed(NamedTuple):
 
 
 class Lists:
-    """The lists of places of one pool's segments, each once, and the forms that these segments have."""
+    """The lists of places of one pool's segments, each once, and the layouts of these segments."""
 
     def __init__(self) -> None:
         self.places: list[Places] = []
-        self.limits: list[int] = []  # the places that the smallest field has, for each of them
+        self.limits: list[int] = []  # for each: the places of the smallest field that uses it
         self.offsets: dict[tuple[int, int, tuple[Axis, ...]], int] = {}  # (which places, block stride, tokens)
         self.device: object = None  # index of the GPU
         self._seen: dict[int, int] = {}
-        self._forms: dict[object, Form] = {}
+        self._layouts: dict[object, SegmentLayout] = {}
 
-    def add(self, segment: Segment, span: Span) -> tuple[Form, int]:
-        """The segment's form, and the number of its list of offsets. ValueError where it does not fit."""
+    def add(self, segment: Segment, span: Span) -> tuple[SegmentLayout, int]:
+        """The segment's layout, and the number of its list of offsets. ValueError if it does not fit."""
         memory, places = segment.field, segment.places
-        form = _form(segment, self._forms)
+        layout = _layout(segment, self._layouts)
         planes, stride = memory.planes
-        offset, pitch, size = segment.slot_offset, segment.slot_pitch, form.heads * places.count * form.wire_row_bytes
+        offset, pitch, size = (
+            segment.slot_offset,
+            segment.slot_pitch,
+            layout.heads * places.count * layout.wire_row_bytes,
+        )
         if (
             memory.offset < 0
-            or memory.offset + (planes - 1) * stride + form.reach > memory.memory.numel()
+            or memory.offset + (planes - 1) * stride + layout.reach > memory.memory.numel()
             or places.lowest < 0
-            or places.highest >= form.places
+            or places.highest >= layout.places
             or min(stride, offset, pitch) < 0
             or offset + (planes - 1) * pitch + size > span.size_bytes
-            or form.row_scale is not None
+            or layout.row_scale is not None
         ):
             check(segment, span)
         device = memory.memory.get_device()
@@ -113,40 +117,40 @@ class Lists:
         if which is None:
             which = self._seen[id(places)] = len(self.places)
             self.places.append(places)
-            self.limits.append(form.places)
-        self.limits[which] = min(self.limits[which], form.places)
-        return form, self.offsets.setdefault((which, *form.places_key), len(self.offsets))
+            self.limits.append(layout.places)
+        self.limits[which] = min(self.limits[which], layout.places)
+        return layout, self.offsets.setdefault((which, *layout.places_key), len(self.offsets))
 
     def check(self, places: Sequence[Places]) -> None:
-        """ValueError unless these may stand for those that are here, one for one."""
+        """ValueError unless `places` can replace `self.places`, one for one."""
         if len(places) != len(self.places):
-            raise ValueError(f"{len(places)} lists of places, the recipe has {len(self.places)}")
+            raise ValueError(f"{len(places)} lists of places, the copy was prepared with {len(self.places)}")
         for found, mine, limit in zip(places, self.places, self.limits, strict=True):
             if found.count != mine.count:
-                raise ValueError(f"{found.count} places, the recipe is for {mine.count}")
+                raise ValueError(f"{found.count} places, the copy was prepared with {mine.count}")
             if found.lowest < 0 or found.highest >= limit:
                 raise ValueError(f"places reach from {found.lowest} to {found.highest}, the field has {limit}")
 
 
 class PlacedCopy(NamedTuple):
-    """A recipe with places: what gather and scatter move."""
+    """A prepared copy with its places: what gather and scatter move."""
 
-    recipe: PreparedCopy
+    prepared: PreparedCopy
     places: Sequence[Places]
 
 
 class PreparedCopy:
-    """Segments of a slot of `slot_bytes` but for their places. ValueError where something does not fit."""
+    """The segments of a slot of `slot_bytes`, without their places. ValueError if something does not fit."""
 
     def __init__(self, segments: Sequence[Segment], slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self.lists = Lists()
         groups: dict[object, LaunchGroup] = {}
         span = Span(0, slot_bytes)
-        end = 0  # of the segments, as long as each begins where the one before ends
+        end = 0  # of the segments so far; -1 once one does not begin where the last ends
         for segment in segments:
-            form, number = self.lists.add(segment, span)
-            key = form, segment.places.count
+            layout, number = self.lists.add(segment, span)
+            key = layout, segment.places.count
             group = groups.get(key)
             if group is None:
                 group = groups[key] = LaunchGroup(*key)
@@ -157,20 +161,20 @@ class PreparedCopy:
                 end = offset + planes * size if is_next else -1
         self.groups = [group.pack() for group in groups.values() if group.rows]
         found = gaps(segments, slot_bytes) if end != slot_bytes else []
-        self.gaps = np.array(found, dtype=np.int64).reshape(-1)  # start and end of each
+        self.gaps = np.array(found, dtype=np.int64).reshape(-1)  # the start and end of each
 
     @property
     def places(self) -> Sequence[Places]:
-        """Those of the segments, each once."""
+        """The lists of places that the segments had, each once."""
         return self.lists.places
 
     def at(self, places: Sequence[Places]) -> PlacedCopy:
-        """With `places` instead of those in `self.places`, one for one and as many each."""
+        """The copy with `places` instead of `self.places`: as many lists, each as long. ValueError if they differ."""
         self.lists.check(places)
         return PlacedCopy(self, places)
 
 
-def _form(segment: Segment, forms: dict[object, Form]) -> Form:
+def _layout(segment: Segment, layouts: dict[object, SegmentLayout]) -> SegmentLayout:
     memory, cast = segment.field, segment.cast
     key: tuple[object, ...] = (memory.blocks, memory.tokens, memory.heads, memory.elements, memory.element_bytes)
     if cast is not None:
@@ -183,12 +187,12 @@ def _form(segment: Segment, forms: dict[object, Form]) -> Form:
             _scale_key(inner),
             _scale_key(outer),
         )
-    form = forms.get(key)
-    if form is None:
+    layout = layouts.get(key)
+    if layout is None:
         if cast is not None:
             check_cast(cast, memory)
-        form = forms[key] = form_of(memory, cast)
-    return form
+        layout = layouts[key] = layout_of(memory, cast)
+    return layout
 
 
 def _scale_key(number: Number) -> object:

@@ -1,8 +1,7 @@
-"""What a pull is made of: segments of the sender's memory and of the receiver's that meet in one slot which nobody
-makes.
+"""Pairs the sender's segments of a chunk with the receiver's, once for many pulls with other places.
 
-Both sides' segments of a chunk lie at the same places of its slot. So the slot says which plane belongs to which, and
-where each row counts in the digest; the rows themselves go from memory to memory.
+Both sides describe where their rows would lie in the chunk's slot. A pull has no slot: rows go from memory to memory.
+But equal positions in the slot pair the planes, and the position of a row decides how it counts in the digest.
 """
 
 from __future__ import annotations
@@ -12,48 +11,48 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .codecs_ref import DTYPES, Cast, Number
-from .form import Form
 from .places import Places
 from .prepared_copy import LaunchGroup, Lists, Packed
 from .segment import Segment, Span
+from .segment_layout import SegmentLayout
 
 
 class Pair(NamedTuple):
-    """The same rows as they lie in both memories: as many planes, heads and places, at one place of the slot."""
+    """The same rows in both memories: equally many planes, heads and places, at equal positions in the slot."""
 
     sender: Segment
     receiver: Segment
 
 
 class PulledGroup(NamedTuple):
-    """Planes that one launch pulls; record for record those of the sender and of the receiver."""
+    """Planes that one launch, or a few, pull. Records of the sender and of the receiver match one for one."""
 
     sender: Packed
     receiver: Packed
 
 
 class PlacedPull(NamedTuple):
-    """A recipe with places: what a pull moves."""
+    """A prepared pull with its places."""
 
-    recipe: PreparedPull
+    prepared: PreparedPull
     senders: Sequence[Places]
     receivers: Sequence[Places]
 
     def pairs(self) -> Iterator[Pair]:
-        """With these places."""
-        recipe = self.recipe
-        ours = dict(zip(map(id, recipe.sender.places), self.senders, strict=True))
-        theirs = dict(zip(map(id, recipe.receiver.places), self.receivers, strict=True))
-        for sender, receiver in recipe.pairs:
+        """The pairs of segments with these places."""
+        prepared = self.prepared
+        ours = dict(zip(map(id, prepared.sender.places), self.senders, strict=True))
+        theirs = dict(zip(map(id, prepared.receiver.places), self.receivers, strict=True))
+        for sender, receiver in prepared.pairs:
             yield Pair(
                 replace(sender, places=ours[id(sender.places)]), replace(receiver, places=theirs[id(receiver.places)])
             )
 
 
 class PreparedPull:
-    """Segments of a chunk of `size_bytes` as its sender and its receiver see them, but for their places.
+    """The segments of a chunk of `size_bytes`, as its sender and its receiver see them, without their places.
 
-    Several chunks may be one, their slots one behind the other: planes alike then share launches. ValueError where
+    To let several chunks share launches, pass them as one, with their slots one behind the other. ValueError if
     something does not fit, in one memory or between the two.
     """
 
@@ -76,19 +75,22 @@ class PreparedPull:
         self.groups = [PulledGroup(sender.pack(), receiver.pack()) for sender, receiver in groups.values()]
 
     def at(self, senders: Sequence[Places], receivers: Sequence[Places]) -> PlacedPull:
-        """With these instead of `sender.places` and `receiver.places`, one for one and as many each."""
+        """The pull with these lists instead of `sender.places` and `receiver.places`. ValueError if they do not fit."""
         self.sender.check(senders)
         self.receiver.check(receivers)
         return PlacedPull(self, senders, receivers)
 
     @property
     def chunk(self) -> PlacedPull:
-        """With the places of its segments."""
+        """The pull with the places that its segments had."""
         return PlacedPull(self, self.sender.places, self.receiver.places)
 
 
 def pairs(senders: Sequence[Segment], receivers: Sequence[Segment]) -> list[Pair]:
-    """The planes that meet, as many at once as lie alike on both sides. ValueError where one meets nothing."""
+    """Pairs of planes at equal positions in the slot, as many planes per pair as possible.
+
+    ValueError if a plane has no counterpart.
+    """
     ends = {
         start: (number, plane)
         for number, receiver in enumerate(receivers)
@@ -112,25 +114,27 @@ def pairs(senders: Sequence[Segment], receivers: Sequence[Segment]) -> list[Pair
     return found
 
 
-def check_pair(pair: Pair, sender: Form, receiver: Form) -> None:
-    """ValueError with both values where rows of the one cannot become rows of the other."""
+def check_pair(pair: Pair, sender: SegmentLayout, receiver: SegmentLayout) -> None:
+    """ValueError with both values if the sender's rows cannot become the receiver's."""
     ours, theirs = (
-        (form.heads, segment.places.count, form.wire_row_bytes)
-        for form, segment in ((sender, pair.sender), (receiver, pair.receiver))
+        (layout.heads, segment.places.count, layout.wire_row_bytes)
+        for layout, segment in ((sender, pair.sender), (receiver, pair.receiver))
     )
     if ours != theirs:
-        raise ValueError(f"heads, places and bytes of a row: {ours} of the sender, {theirs} of the receiver")
-    names = {form.codecs[1] for form in (sender, receiver) if form.codecs is not None}
+        raise ValueError(f"heads, places, bytes per row: the sender has {ours}, the receiver {theirs}")
+    names = {layout.codecs[1] for layout in (sender, receiver) if layout.codecs is not None}
     if len(names) > 1:
-        raise ValueError(f"on the way: {sorted(names)}, the sender's and the receiver's must be one")
+        raise ValueError(f"codecs on the wire: {sorted(names)}, sender and receiver must have the same")
     for name in names:
-        for form in (sender, receiver):
-            if form.codecs is None and form.run_bytes % DTYPES[name].itemsize:
-                raise ValueError(f"on the way: {name}, of a side that is not converted {form.run_bytes} bytes at once")
+        for layout in (sender, receiver):
+            if layout.codecs is None and layout.run_bytes % DTYPES[name].itemsize:
+                raise ValueError(
+                    f"codec on the wire: {name}, but a side that is not converted has runs of {layout.run_bytes} bytes"
+                )
 
 
 def planes_of(segment: Segment, first: int, count: int) -> Segment:
-    """Some planes of a segment."""
+    """`count` planes of a segment, from number `first` on."""
     field = segment.field
     if count == field.planes.count:
         return segment
@@ -154,7 +158,7 @@ def _number_of(number: Number, first: int, count: int) -> Number:
 
 
 def _starts(segment: Segment) -> list[int]:
-    """Where each plane begins in the slot; of no places there is none."""
+    """Where each plane begins in the slot. Empty if the segment has no places."""
     if not segment.plane_bytes:
         return []
     return [segment.slot_offset + plane * segment.slot_pitch for plane in range(segment.field.planes.count)]

@@ -1,9 +1,9 @@
-"""Blocks -> blocks on a GPU: rows of one memory become rows of another in one pass, with no slot between.
+"""Blocks -> blocks on a GPU: rows of one memory become rows of another in one pass, without a slot.
 
-What gather and scatter do, in registers: read and convert as gather would, sum what it would have put into the slot,
-convert and write as scatter would. So the result and the digest are theirs, bit for bit, and rounding is theirs too:
-to the codec on the way, which is the sender's or the receiver's own wherever one of them can be (a conversion is then
-one rounding, equal codecs none), and fp32 between rows that have scales of their own on both sides.
+The kernel reads and converts as gather does, sums what gather would put into the slot, then converts and writes as
+scatter does, all in registers. So the result and the digest equal theirs, bit for bit. Rows are rounded to the codec on
+the wire. That is the sender's or the receiver's codec wherever possible, so that a conversion rounds once and equal
+codecs not at all. Between rows that have a scale each on both sides it is fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from .codecs import TYPES, cast
 from .codecs_ref import DTYPES
 from .digest import sum_of, words_of
 from .digest_ref import word_bytes
-from .form import Form, low_bit, tile_of, tiles_at_once
 from .launch import (
     UINTS,
     Kernel,
@@ -35,7 +34,9 @@ from .launch import (
 )
 from .prepared_pull import PlacedPull, PulledGroup
 from .scales import Steps
+from .segment_layout import SegmentLayout, low_bit
 from .tables import LaunchTables, Work
+from .tiling import tile_of, tiles_at_once
 
 ARGUMENTS = [f"{end}_{table}" for end in ("sender", "receiver") for table in ("records", "columns", "scales")]
 ARGUMENTS += ["sums", "planes", "places", "heads", "row", "first_tile", "end_tile"]
@@ -48,45 +49,46 @@ def pull(
     stream: torch.cuda.Stream | None = None,
     programs: int | None = None,
 ) -> None:
-    """Write the receiver's rows from the sender's; the sum64 of the chunk's slot is added to `sums`, int64 [1].
+    """Write the receiver's rows from the sender's. Adds the sum64 of the chunk's slot to `sums`, int64 [1].
 
-    Enqueued on `stream`, or the current one of `work.device`, in launches of about `work.launch_us` at most, each of
-    `programs` programs (CTAs) at most; nothing is allocated or waited for. Places and scales are read before this
-    returns, `work` until the launches have run. Both memories must be such as the device can reach: the sender's may be
-    a peer's, as `field.Mapped`. Places of the receiver must not repeat, and no row may be read here that is written
-    here. ValueError, or NotCompiled as `work` says, before anything is enqueued.
+    Enqueued on `stream`, or on the current stream of `work.device`, in launches of at most about `work.launch_us` and
+    at most `programs` programs (CTAs). Allocates nothing and waits for nothing. Places and scales are read before this
+    returns; `work` is read until the launches have run. The device must be able to reach both memories; the sender's
+    may be a peer GPU's (`field.Mapped`). The receiver's places must not repeat, and none of the rows that this writes
+    may be among those it reads. Raises ValueError if something does not fit, and NotCompiled unless `work.compiles`,
+    both before anything is enqueued.
     """
     check_sums(sums, work)
-    tables = LaunchTables(work, chunk.recipe.size_bytes)
+    tables = LaunchTables(work, chunk.prepared.size_bytes)
     lists = _checked(chunk, work, tables)
     total = None if sums is None else sums.data_ptr()
-    launches = [_launch(group, lists, total, tables, work) for group in chunk.recipe.groups]
+    launches = [_launch(group, lists, total, tables, work) for group in chunk.prepared.groups]
     enqueue(launches, tables, work, stream, programs)
 
 
 def warm(chunk: PlacedPull, has_sums: bool, work: Work) -> None:
-    """Compile what `pull` would launch for these, or NotCompiled, as `work` says. The number of places is no matter."""
+    """Compile what `pull` would launch; NotCompiled unless `work.compiles`. The number of places does not matter."""
     check_sums(None, work)
-    tables = LaunchTables(work, chunk.recipe.size_bytes)
+    tables = LaunchTables(work, chunk.prepared.size_bytes)
     lists = _checked(chunk, work, tables)
     total = work.table.data_ptr() if has_sums else None  # zero is added to it
-    compiled([_launch(group, lists, total, tables, work) for group in chunk.recipe.groups], work)
+    compiled([_launch(group, lists, total, tables, work) for group in chunk.prepared.groups], work)
 
 
 def _checked(chunk: PlacedPull, work: Work, tables: LaunchTables) -> tuple[list[int], list[int]]:
-    """The addresses of both ends' offsets."""
-    recipe = chunk.recipe
-    check_device(recipe.sender, work)
-    check_device(recipe.receiver, work)
-    return offsets_of(recipe.sender, chunk.senders, tables), offsets_of(recipe.receiver, chunk.receivers, tables)
+    """Check the devices. Returns the addresses of both ends' offsets."""
+    prepared = chunk.prepared
+    check_device(prepared.sender, work)
+    check_device(prepared.receiver, work)
+    return offsets_of(prepared.sender, chunk.senders, tables), offsets_of(prepared.receiver, chunk.receivers, tables)
 
 
 def _launch(
     packed: PulledGroup, lists: tuple[list[int], list[int]], total: int | None, tables: LaunchTables, work: Work
 ) -> Launch:
     groups = packed.sender.group, packed.receiver.group
-    sender, receiver = (group.form for group in groups)
-    aligns = tuple(low_bit(group.near_bits | group.form.stride_bits | 16) for group in groups)
+    sender, receiver = (group.layout for group in groups)
+    aligns = tuple(low_bit(group.near_bits | group.layout.stride_bits | 16) for group in groups)
     scales = groups[0].scales(True, work.steps), groups[1].scales(False, work.steps)
     steps = scales[0].steps, scales[1].steps
     key = (pull_tiles, aligns, steps, total is not None, sender.key, receiver.key)
@@ -103,8 +105,8 @@ def _launch(
 
 
 def _kernel(
-    sender: Form,
-    receiver: Form,
+    sender: SegmentLayout,
+    receiver: SegmentLayout,
     sender_align: int,
     receiver_align: int,
     sender_steps: Steps,
@@ -113,11 +115,11 @@ def _kernel(
     work: Work,
 ) -> Kernel:
     align = min(sender_align, receiver_align, low_bit(sender.run_bytes), low_bit(receiver.run_bytes))
-    wire = next((form.codecs[1] for form in (sender, receiver) if form.codecs is not None), None)
+    wire = next((layout.codecs[1] for layout in (sender, receiver) if layout.codecs is not None), None)
     if wire is None:
         kind, sizes = "pull_sum" if has_sums else "pull", (min(8, align),) * 3
     else:
-        names = [wire if form.codecs is None else form.codecs[0] for form in (sender, receiver)]
+        names = [wire if layout.codecs is None else layout.codecs[0] for layout in (sender, receiver)]
         kind, sizes = "pull_cast", tuple(DTYPES[name].itemsize for name in (names[0], wire, names[1]))
         sender_align = min(sender_align, access(sizes[0], max(sizes), True))
         receiver_align = min(receiver_align, access(sizes[2], max(sizes), has_sums))
@@ -127,8 +129,8 @@ def _kernel(
     walked = sender if sender.head_stride < sender.token_stride else receiver
     tile = tile_of(walked, row, max(sizes), 16 // min(sizes), tiling, is_whole)
     word = word_bytes(sender.wire_row_bytes) if has_sums else 0
-    # Numbers of 8 bits that the processor rounded are written as the words that are summed (see gather.py), or else
-    # rounded by arithmetic.
+    # If 8-bit numbers are both summed and written, either write the words that are summed or do not let the processor
+    # round them: see `write_words` in tiles.py.
     is_rounded = has_sums and sender.codecs is not None and sizes[1] == 1
     is_joined = is_rounded and receiver.codecs is None and receiver.is_dense
     constants = {
@@ -151,8 +153,8 @@ def _kernel(
     constants |= {f"SENDER_{key}": value for key, value in sender_end.items()}
     constants |= {f"RECEIVER_{key}": value for key, value in receiver_end.items()}
     columns = [
-        None if form.is_dense else form.columns(size, size if align >= size else 1)
-        for form, size, align in ((sender, sizes[0], sender_align), (receiver, sizes[2], receiver_align))
+        None if layout.is_dense else layout.columns(size, size if align >= size else 1)
+        for layout, size, align in ((sender, sizes[0], sender_align), (receiver, sizes[2], receiver_align))
     ]
     tile_bytes = tile[0] * tile[1] * tile[2] * max(sizes)
     has_own = sender.row_scale is not None or is_whole
@@ -160,16 +162,16 @@ def _kernel(
     return Kernel(constants, tiling.warps, tiling.tiles, at_once, row, tile, columns)
 
 
-def _constants_of(form: Form, size: int, align: int, columns: int) -> dict[str, object]:
-    """What the kernel knows of one end's memory, whose elements have `size` bytes, when it is compiled."""
+def _constants_of(layout: SegmentLayout, size: int, align: int, columns: int) -> dict[str, object]:
+    """The constants for one end's memory, whose elements have `size` bytes."""
     return {
         "TYPE": UINTS[size],
-        "CODEC": None if form.codecs is None else TYPES[form.codecs[0]],
+        "CODEC": None if layout.codecs is None else TYPES[layout.codecs[0]],
         "ALIGN": align,
-        "RUN": columns if form.is_dense else min(columns, low_bit(form.run_bytes // size)),
-        "DENSE": form.is_dense,
-        "SCALE_AT": 0 if form.row_scale is None else form.row_scale.at,
-        "SCALE_SKEW": 0 if form.row_scale is None else form.row_scale.head_stride - form.head_stride,
+        "RUN": columns if layout.is_dense else min(columns, low_bit(layout.run_bytes // size)),
+        "DENSE": layout.is_dense,
+        "SCALE_AT": 0 if layout.row_scale is None else layout.row_scale.at,
+        "SCALE_SKEW": 0 if layout.row_scale is None else layout.row_scale.head_stride - layout.head_stride,
     }
 
 
@@ -244,10 +246,7 @@ def pull_tiles(
             position = tiles.start(sender_records, plane) + i_row * row * SIZE
             total += sum_of(words, position + first_column * SIZE, WORD)
         if JOINED:
-            MANY: tl.constexpr = WORD // SIZE
-            i_word, m_word = tiles.columns_of(first_column // MANY, row // MANY, words.shape[1], STEP // MANY)
-            o_word = tiles.in_slot(i_word, words.dtype, RECEIVER_ALIGN)
-            tiles.write(receiver, o_word, words, m_row[:, None] & m_word[None, :], RECEIVER_ALIGN, words.shape[1])
+            tiles.write_words(receiver, words, first_column, row, m_row, WORD // SIZE, STEP, RECEIVER_ALIGN)
         else:
             if RECEIVER_CODEC is not None:
                 own = receiver + RECEIVER_SCALE_AT + i_head.to(tl.int64) * RECEIVER_SCALE_SKEW

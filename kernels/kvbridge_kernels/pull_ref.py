@@ -1,6 +1,6 @@
-"""Blocks -> blocks on a CPU, in plain torch: the reference of the pull kernel, and the one that runs without a GPU.
+"""Blocks -> blocks on a CPU, in plain torch: the reference for the pull kernel, and what runs without a GPU.
 
-A tile of rows is gathered, summed and scattered while it is in a cache; there is no slot.
+Gathers, sums and scatters a tile of rows at a time, while it is in a cache. There is no slot.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from .scatter_ref import scatter_rows
 from .segment import Segment
 from .tables import Work
 
-# Of the rows in a slot. Half as much took 1.4 times as long, for calls (64 MiB, 2 cores, AMD EPYC, 2026-11).
+# Bytes of a tile on the wire. With half as much, the calls made 64 MiB take 1.4 times as long (2 cores, AMD EPYC,
+# 2026-11).
 TILE_BYTES = 1 << 20
 
 
 class Cut(NamedTuple):
-    """Some of the places of a pair, one after another."""
+    """Consecutive places of a pair, from number `first` on."""
 
     first: int
     sender: Places
@@ -31,7 +32,7 @@ class Cut(NamedTuple):
 
 
 def pull(chunk: PlacedPull, sums: torch.Tensor | None, work: Work) -> None:
-    """Write the receiver's rows from the sender's; the sum64 of the chunk's slot is added to `sums`, int64 [1]."""
+    """Write the receiver's rows from the sender's. Adds the sum64 of the chunk's slot to `sums`, int64 [1]."""
     total = 0
     known: dict[object, list[Cut]] = {}
     for pair in chunk.pairs():
@@ -49,14 +50,14 @@ def pull(chunk: PlacedPull, sums: torch.Tensor | None, work: Work) -> None:
 
 
 def _tile_of(segment: Segment) -> tuple[int, int]:
-    """How many planes and places are moved at once."""
+    """How many planes and how many places one tile has."""
     if segment.plane_bytes <= TILE_BYTES:
         return TILE_BYTES // segment.plane_bytes, segment.places.count
     return 1, max(1, TILE_BYTES * segment.places.count // segment.plane_bytes)
 
 
 def _cuts(pair: Pair, most: int) -> Iterator[Cut]:
-    """The places in parts of about `most`, which begin where a block of the side with the longer ones does."""
+    """The places in parts of about `most`, each from the start of a block, on the side with longer blocks."""
     sender, receiver = pair.sender, pair.receiver
     longer = max(sender, receiver, key=lambda segment: segment.field.block_tokens)
     count, block = sender.places.count, longer.field.block_tokens
@@ -72,7 +73,7 @@ def _cuts(pair: Pair, most: int) -> Iterator[Cut]:
 
 
 def _pull_tile(pair: Pair, cut: Cut, has_sums: bool, work: Work) -> int:
-    """The sum over its rows, or 0."""
+    """Move one tile. Returns the sum over its rows if `has_sums`, else 0."""
     sender, receiver = pair
     planes, heads, row = sender.field.planes.count, sender.field.heads.count, sender.wire_row_bytes
     head_bytes = cut.sender.count * row

@@ -1,4 +1,4 @@
-"""The scales of a launch, and how little arithmetic its conversion takes with them."""
+"""The scales of a launch, and the cheapest arithmetic that converts exactly with them."""
 
 from __future__ import annotations
 
@@ -10,42 +10,44 @@ import numpy.typing as npt
 import torch
 
 from .codecs_ref import DTYPES, LARGEST, Cast
-from .form import Form, Offsets
+from .segment_layout import Offsets, SegmentLayout
 
 Floats = npt.NDArray[np.float32]
-# Scales between which codecs.py divides without a division.
+# For scales in this range codecs.py can divide by multiplying.
 FAST_FROM, FAST_TO = 2.0**-50, 2.0**50
-# Exponents of a quotient from where all of it is lost in 8 bits to where all of it is clamped.
+# Exponents of a quotient, from those that become zero in 8 bits to those that are clamped.
 EXPONENTS = range(-19, 18)
 
 
 class Steps(NamedTuple):
-    """What a conversion takes, see codecs.py."""
+    """MULTIPLY and DIVIDE of a conversion: see `cast` in codecs.py."""
 
     multiply: bool = False
     divide: str = ""
 
 
 class Scaled(NamedTuple):
-    """fp32 [old | new | 1 / new, planes, heads] as int64 words (none without scales), and what is to be done."""
+    """fp32 [old | new | 1 / new, planes, heads] as int64 words (empty without scales), and how to apply them."""
 
     table: Offsets
     steps: Steps
 
 
-def scaled(form: Form, casts: Sequence[Cast], planes: int, is_gather: bool, known: dict[object, Steps]) -> Scaled:
-    """The scales of `planes` planes, those of each cast alike in shape, for one way of a conversion.
+def scaled(
+    layout: SegmentLayout, casts: Sequence[Cast], planes: int, is_gather: bool, known: dict[object, Steps]
+) -> Scaled:
+    """The scales of `planes` planes for one direction of a conversion. The casts' scales have equal shapes.
 
-    `known` keeps what was found out before.
+    `known` caches the steps that were found.
     """
-    assert form.codecs is not None
-    old, new = form.codecs if is_gather else form.codecs[::-1]
+    assert layout.codecs is not None
+    old, new = layout.codecs if is_gather else layout.codecs[::-1]
     ends = [(c.memory.table, c.wire.table) if is_gather else (c.wire.table, c.memory.table) for c in casts]
-    is_any = is_gather and form.row_scale is not None  # what the rows' own scales are is known to the kernel alone
+    is_any = is_gather and layout.row_scale is not None  # rows have scales that only the kernel reads
     if not ends or ends[0] == (None, None):
         return Scaled(np.empty(0, np.int64), Steps())
-    room = np.ones((3 * planes * form.heads + 1) // 2 * 2, np.float32)
-    table = room[: 3 * planes * form.heads].reshape(3, planes, form.heads)
+    room = np.ones((3 * planes * layout.heads + 1) // 2 * 2, np.float32)
+    table = room[: 3 * planes * layout.heads].reshape(3, planes, layout.heads)
     for end in range(2):
         if ends[0][end] is not None:
             found = torch.cat([scale for scales in ends if (scale := scales[end]) is not None]).numpy()
@@ -70,10 +72,11 @@ def _steps(old: str, new: str, has_old: bool, has_new: bool, old_scale: Floats, 
 
 
 def _is_inverse_enough(old: str, new: str, old_scale: Floats, new_scale: Floats) -> bool:
-    """Whether values * (1 / new_scale) becomes the same 8 bits as values / new_scale, for all numbers of the old codec.
+    """Whether values * (1 / new_scale) gives the same 8 bits as values / new_scale, for all numbers of the old codec.
 
-    Mostly so: the two differ in the last bit of an fp32, and 8 bits show that next to a tie only. Tried out for every
-    number of an 8-bit codec, and for every bf16 whose quotient is neither lost nor clamped; others are too many.
+    It mostly does: the two differ in the last bit of an fp32, which changes the 8 bits only next to a tie. Every number
+    of an 8-bit codec is tried, and every bf16 whose quotient is neither zero nor clamped. Other codecs have too many
+    numbers to try.
     """
     pairs = np.unique(np.stack([old_scale.reshape(-1), new_scale.reshape(-1)]), axis=1)[:, :, None]
     if DTYPES[old].itemsize == 1:

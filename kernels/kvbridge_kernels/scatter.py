@@ -1,4 +1,4 @@
-"""Slot -> blocks on a GPU: planes alike in form at once, in short launches, converting and summing as it goes."""
+"""Slot -> blocks on a GPU: planes of one layout together, in short launches, converting and summing on the way."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def scatter(
     work: Work,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Write the rows in the slot to the places of a chunk; the slot's sum64 is added to `sums`, int64 [1].
+    """Write the rows in the slot to the places of a chunk. Adds the slot's sum64 to `sums`, int64 [1].
 
-    Enqueued on `stream`, or the current one of `work.device`; nothing is allocated or waited for. Places and scales are
-    read before this returns, `work` until the launch has run. ValueError, or NotCompiled as `work` says, before
-    anything is enqueued.
+    Enqueued on `stream`, or on the current stream of `work.device`. Allocates nothing and waits for nothing. Places and
+    scales are read before this returns; `work` is read until the launches have run. Raises ValueError if something does
+    not fit, and NotCompiled unless `work.compiles`, both before anything is enqueued.
     """
     launch.run(scatter_tiles, chunk, slot, sums, work, is_gather=False, stream=stream)
 
 
 def warm(chunk: Sequence[Segment] | PlacedCopy, slot: Span, has_sums: bool, work: Work) -> None:
-    """Compile what `scatter` would launch for these, or NotCompiled, as `work` says. Their number is no matter."""
+    """Compile what `scatter` would launch; NotCompiled unless `work.compiles`. The number of places does not matter."""
     launch.warm(scatter_tiles, chunk, slot, has_sums, work, is_gather=False)
 
 

@@ -1,4 +1,4 @@
-"""Slot -> blocks on a CPU, in plain torch: the reference of the scatter kernel, and the one that runs without a GPU."""
+"""Slot -> blocks on a CPU, in plain torch: the reference for the scatter kernel, and what runs without a GPU."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .codecs_ref import Cast, RowScale, cast, cast_rows
 from .digest_ref import sum64
 from .field import Field
 from .gather_ref import by_line, by_row, check, ends, row_scales, rows_in, rows_of
-from .layout import End, views
 from .places import Places, Route
 from .scratch import Scratch
 from .segment import Segment, Span
 from .tables import Work
+from .walks import End, views
 
-# From here on numpy's assignment, a memcpy per run, beats torch's loop over words: 21 against 12 GB/s for 16 KiB at
-# random places (one EPYC core of family 26, 2026-11); torch reads every line that it is about to write.
+# For runs of at least this many bytes numpy's assignment, a memcpy per run, beats torch's loop over words: 21 against
+# 12 GB/s for 16 KiB at random places (one EPYC core of family 26, 2026-11). torch reads every line before it writes it.
 LONG_RUN = 2048
 
 
 def scatter(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, work: Work) -> None:
-    """Write the rows in the slot to the places of all segments; the slot's sum64 is added to `sums`, int64 [1].
+    """Write the rows in the slot to the places of all segments. Adds the slot's sum64 to `sums`, int64 [1].
 
-    ValueError before any byte is written when something does not fit.
+    Raises ValueError, before any byte is written, if something does not fit.
     """
     for segment in segments:
         chunk.check(segment, slot)
@@ -43,9 +43,9 @@ def scatter_rows(
     conversion: Cast | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """Write the rows in `slot`, laid out as gather left them, to `places`; nothing else of the field changes.
+    """Write the rows in `slot`, laid out as `gather_rows` does, to `places`. Nothing else in the field changes.
 
-    ValueError before any byte is written when something does not fit. Places must not repeat.
+    Places must not repeat. Raises ValueError, before any byte is written, if something does not fit.
     """
     check(field, places, slot, conversion)
     if not places.count:
@@ -69,20 +69,20 @@ def _scatter_route(field: Field, route: Route, slot: torch.Tensor, scratch: Scra
     memory, rows = ends(field, route, slot)
     index, detour = route.piece.index, route.detour
     if detour is None:
-        target, sender = views(memory, rows, route.direct)
-        _put(target, index, sender)
+        target, source = views(memory, rows, route.direct)
+        _put(target, index, source)
         return
     between = scratch.take("order", detour.size_bytes * index.numel(), slot.device)
     dense = End(between, 0, index.numel(), detour.size_bytes)
-    target, sender = views(dense, rows, detour.to_slot)
-    target.copy_(sender)
-    target, sender = views(memory, dense, detour.to_scratch)
-    _put(target, index, sender)
+    target, source = views(dense, rows, detour.to_slot)
+    target.copy_(source)
+    target, source = views(memory, dense, detour.to_scratch)
+    _put(target, index, source)
 
 
-def _put(target: torch.Tensor, index: torch.Tensor, sender: torch.Tensor) -> None:
-    """target[index] = sender, [index, axes..., words]."""
+def _put(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> None:
+    """target[index] = source, both [index, axes..., words]."""
     if target.shape[-1] * target.element_size() >= LONG_RUN:
-        target.numpy()[index.numpy()] = sender.numpy()
+        target.numpy()[index.numpy()] = source.numpy()
     else:
-        target.index_copy_(0, index, sender)
+        target.index_copy_(0, index, source)

@@ -1,4 +1,4 @@
-"""What a chunk is made of: segments of planes alike, moved between engine memory and one slot. Pure."""
+"""A chunk's segments: each is similar planes, moved between engine memory and one slot. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .codecs_ref import DTYPES, Cast, RowScale
 from .field import Field
 from .places import Places
 
-# A row that gets a scale of its own is held whole while it is made.
+# A kernel that computes a row's scale holds the whole row, so the row may have no more numbers than this.
 MOST_NUMBERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows at `places` of a field's planes; in the slot each plane's lie densely as [head][place][row].
+    """The rows at `places` of a field's planes. In the slot each plane's rows lie densely as [head][place][row].
 
-    `field.memory` is a uint8 tensor, on the CPU or on a GPU. Without a cast the bytes are moved as they are; with one,
-    its scales are on the CPU, or beside the rows. Places must not repeat where they are written. Segments of a chunk
-    mostly share `places`.
+    The first plane begins at byte `slot_offset` of the slot, and the next `slot_pitch` bytes further. Without a cast
+    the bytes are moved as they are. The scales of a cast are on the CPU, or beside the rows. Places that are written
+    must not repeat. Most segments of a chunk share `places`.
     """
 
     field: Field
@@ -38,31 +38,31 @@ class Segment:
 
     @property
     def plane_bytes(self) -> int:
-        """What the rows of one plane take in the slot."""
+        """How many bytes the rows of one plane take in the slot."""
         return self.field.heads.count * self.places.count * self.wire_row_bytes
 
     @property
     def slot_end(self) -> int:
-        """One past the last byte of the slot that is this segment's."""
+        """One past the segment's last byte in the slot."""
         return self.slot_offset + (self.field.planes.count - 1) * self.slot_pitch + self.plane_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A slot by address: it may be memory of a peer GPU, which torch must never see as a tensor."""
+    """A slot by its address. It may be memory of a peer GPU, which torch must never see as a tensor."""
 
     address: int
     size_bytes: int
 
     def on_cpu(self) -> torch.Tensor:
-        """The bytes as a tensor that does not own them; the caller keeps them alive."""
+        """The bytes as a tensor that does not own them. The caller keeps them alive."""
         if not self.size_bytes:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer((ctypes.c_uint8 * self.size_bytes).from_address(self.address), dtype=torch.uint8)
 
 
 def check(segment: Segment, slot: Span) -> None:
-    """ValueError with both values where a segment does not fit its memory, its places or the slot."""
+    """ValueError with both values if a segment does not fit its memory, its places or the slot."""
     field, places = segment.field, segment.places
     if field.offset < 0 or field.end > field.memory.numel():
         raise ValueError(f"field ends at byte {field.end}, its memory has {field.memory.numel()}")
@@ -75,7 +75,7 @@ def check(segment: Segment, slot: Span) -> None:
 
 
 def check_cast(cast: Cast, field: Field) -> None:
-    """ValueError where the numbers of a cast are not those of the field."""
+    """ValueError if a cast does not fit the field: its element size, the shape of its scales, its row scales."""
     size = DTYPES[cast.memory.name].itemsize
     if size != field.element_bytes:
         raise ValueError(f"{cast.memory.name} takes {size} bytes, the field's elements {field.element_bytes}")
@@ -83,7 +83,7 @@ def check_cast(cast: Cast, field: Field) -> None:
     if isinstance(cast.memory.scale, RowScale):
         _check_row_scale(cast.memory.name, cast.memory.scale, field)
     if isinstance(cast.wire.scale, RowScale):
-        raise ValueError("scales of single rows are for memory, the wire has none")
+        raise ValueError("row scales are for memory, the wire has none")
     for number in (cast.memory, cast.wire):
         scale = number.table
         if scale is not None and (
@@ -99,10 +99,10 @@ def check_cast(cast: Cast, field: Field) -> None:
 
 def _check_row_scale(name: str, scale: RowScale, field: Field) -> None:
     if name not in ("fp8_e4m3", "int8"):
-        raise ValueError(f"scales of single rows are for fp8_e4m3 and int8, not for {name}")
+        raise ValueError(f"row scales are for fp8_e4m3 and int8, not for {name}")
     numbers = field.row_bytes // field.element_bytes
     if numbers > MOST_NUMBERS:
-        raise ValueError(f"row: {numbers} numbers, a row with a scale of its own may have {MOST_NUMBERS}")
+        raise ValueError(f"row: {numbers} numbers, with row scales at most {MOST_NUMBERS}")
     scales = scale.of(field)
     if scales.offset < 0 or scales.end > field.memory.numel():
         raise ValueError(
@@ -114,7 +114,7 @@ def _check_row_scale(name: str, scale: RowScale, field: Field) -> None:
 
 
 def gaps(segments: Sequence[Segment], size_bytes: int) -> list[tuple[int, int]]:
-    """[start, end) of every part of a slot that no segment covers."""
+    """[start, end) of each part of a slot that no segment covers."""
     found, end = [], 0
     for start, stop in sorted(_extents(segments)):
         if start > end:

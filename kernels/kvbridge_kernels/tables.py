@@ -1,6 +1,7 @@
-"""What a chunk in flight needs besides its slot: room for tables, and the tables that the kernels read.
+"""The buffers of a chunk in flight, and the tables in them that its kernels read.
 
-int64 words in one buffer, one upload a chunk: a record per plane, offsets of places, scales.
+The tables are int64 words in one buffer, uploaded once per chunk: a record per plane, offsets of places and of
+elements, scales, gaps.
 """
 
 from __future__ import annotations
@@ -11,24 +12,26 @@ from typing import Any
 import torch
 
 from .field import Axis
-from .form import LAUNCH_US, TILINGS, Offsets, Tiling, place_offsets
 from .places import Places
 from .scratch import Scratch
+from .segment_layout import Offsets, place_offsets
+from .tiling import LAUNCH_US, TILINGS, Tiling
 
 TABLE_BYTES = 1 << 20
-# Slots up to this size: the few programs that fill them read the tables where they are, in pinned memory. That is a
-# microsecond or two over PCIe; the upload costs its caller nine.
+# For slots up to this size the kernels read the tables in pinned memory: few programs read them, which takes a
+# microsecond or two over PCIe. An upload costs its caller nine.
 IN_PLACE_BYTES = 4 << 20
 
 
 class Work:
-    """Buffers allocated once. One per chunk in flight: a launch reads them until its event has passed.
+    """Buffers, allocated once. Each chunk in flight needs its own: launches read it until they have run.
 
-    On a GPU `table_bytes` of pinned and as much device memory hold the tables of one chunk: 8 bytes a place, 32 a
-    plane, 12 a plane and head where it converts. On the CPU it is scratch for the plain-torch twins. Not thread-safe.
-    `copy` enqueues a copy from pinned memory, given target, sender, bytes and stream: with one nothing has to make that
-    stream torch's current one, which costs its caller more than the copy. Unless it `compiles`, a kernel that is new is
-    raised as NotCompiled, for its user to compile on another thread.
+    On a GPU, `table_bytes` of pinned memory and as much device memory hold the tables of one chunk: 8 bytes per place
+    of each list of offsets, 32 per plane, and 12 per plane and head if it converts with scales. On the CPU it is
+    scratch for the plain-torch twins. Not thread-safe.
+    `copy(target, source, bytes, stream)` enqueues a copy from pinned memory. With it, no stream need be made torch's
+    current one, which costs more than the copy. With `compiles` a new kernel is compiled when it is first used. Without
+    it NotCompiled is raised, for the caller to compile on another thread.
     """
 
     def __init__(
@@ -50,19 +53,19 @@ class Work:
         self.copy = copy
         self.compiles = compiles
         self.scratch = Scratch()
-        self.kernels: dict[object, Any] = {}  # launch.py's
-        self.steps: dict[object, Any] = {}  # scales.py's
+        self.kernels: dict[object, Any] = {}  # for launch.py and pull.py
+        self.steps: dict[object, Any] = {}  # for scales.py
         words = table_bytes // 8
         self.host = torch.zeros(words, dtype=torch.int64, pin_memory=is_gpu)
         self.table = torch.empty(words, dtype=torch.int64, device=device) if is_gpu else self.host
         self.words = self.host.numpy()
-        self.index = device.index if is_gpu else -1  # as torch.Tensor.get_device says it
+        self.index = device.index if is_gpu else -1  # as torch.Tensor.get_device
         self.is_native = is_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
 
 
 class LaunchTables:
-    """Fills a `Work` from its start."""
+    """Fills the tables of a `Work`, from their start."""
 
     def __init__(self, work: Work, slot_bytes: int) -> None:
         self._work = work
@@ -71,26 +74,26 @@ class LaunchTables:
         self.address = (work.table if self.must_upload else work.host).data_ptr()
 
     def take(self, words: int) -> tuple[Offsets, int]:
-        """Room for `words`, and its address for the kernels. ValueError if they are too many."""
+        """The next `words` words, and their address as kernels see it. ValueError if there is no room."""
         start, self.used = self.used, self.used + words
         if self.used > len(self._work.words):
             raise ValueError(f"tables take {8 * self.used} bytes and more, work has {8 * len(self._work.words)}")
         return self._work.words[start : self.used], self.address + 8 * start
 
     def put(self, numbers: Offsets) -> int:
-        """Address of a copy."""
+        """Put a copy of `numbers` into the tables. Returns its address."""
         room, address = self.take(len(numbers))
         room[:] = numbers
         return address
 
     def offsets(self, places: Places, block_stride: int, tokens: tuple[Axis, ...]) -> int:
-        """Address of the offsets of all places."""
+        """Put the offsets of all places into the tables. Returns their address."""
         room, address = self.take(places.count)
         place_offsets(places.array, block_stride, tokens, room)
         return address
 
     def upload(self, stream: int | None = None) -> None:
-        """At most one copy, on this stream, for which work must have a `copy`, or on the current one."""
+        """Copy the tables to the GPU, if kernels read them there. To name a `stream`, `work` must have a `copy`."""
         work = self._work
         if self.must_upload and stream is not None:
             assert work.copy is not None

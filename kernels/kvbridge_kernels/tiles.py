@@ -1,8 +1,9 @@
 """Where the rows of a tile are: addresses in engine memory and positions in the slot, read from the tables.
 
-A tile is PLACES places x HEADS heads x COLUMNS elements of one plane: [R, C] with R = PLACES * HEADS, head fastest, so
-that both a token's heads (NHD) and a head's tokens (the slot) are long runs. Tiles count columns fastest, then heads,
-places, planes. A record, int64 [4], is a plane: address, offset in the slot, address of its place offsets, head stride.
+A tile is PLACES places x HEADS heads x COLUMNS elements of one plane: [R, C] with R = PLACES * HEADS, head fastest. So
+both a token's heads (NHD) and a head's tokens (the slot) are long runs. Tiles are numbered with columns fastest, then
+heads, places, planes. A record, int64 [4], describes a plane: its address, its offset in the slot, the address of its
+place offsets, its head stride.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What a kernel is given at run time; nothing is compiled for a value of one.
+# The run-time arguments of a kernel. No kernel is compiled for particular values of these.
 ARGUMENTS = ["records", "columns", "scales", "slot", "sums", "planes", "places", "heads", "row"]
 ARGUMENTS += ["first_tile", "end_tile"]
 
@@ -27,7 +28,7 @@ def split(
     MANY_HEADS: tl.constexpr,
     MANY_COLUMNS: tl.constexpr,
 ):
-    """First column, head and place of a tile, and its plane; MANY where the heads, a row take several tiles."""
+    """First column, head and place of a tile, and its plane. MANY_HEADS: one tile does not hold all heads."""
     first_column = 0
     first_head = 0
     if MANY_COLUMNS:
@@ -44,7 +45,7 @@ def split(
 
 @triton.jit
 def rows(records, plane, first_head, first_place, places, PLACES: tl.constexpr, HEADS: tl.constexpr):
-    """Of each row [R]: its address in memory, its number in the plane's part of the slot, its head, whether it is."""
+    """For each row [R]: its address in memory, its number in the plane's part of the slot, its head, its mask."""
     record = (records + plane.to(tl.int64) * 32).to(tl.pointer_type(tl.int64))
     memory = tl.load(record)
     offsets = tl.load(record + 2).to(tl.pointer_type(tl.int64))
@@ -65,9 +66,9 @@ def start(records, plane):
 
 @triton.jit
 def columns_of(first_column, row, COLUMNS: tl.constexpr, STEP: tl.constexpr):
-    """Of each element [C] of a tile: its number in the row, whether it is.
+    """For each element [C] of a tile: its number in the row, and its mask.
 
-    STEP divides the row: the mask is then alike for STEP neighbours, which may be loaded as one word.
+    STEP divides the row. So STEP neighbours have equal masks and may be loaded as one word.
     """
     i_column = first_column + tl.arange(0, COLUMNS)
     return i_column, i_column < row // STEP * STEP
@@ -75,7 +76,7 @@ def columns_of(first_column, row, COLUMNS: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def in_memory(columns, i_column, m_column, TYPE: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr):
-    """Where elements are from the start of their row, as read and write count."""
+    """Where elements are from the start of their row, in the units of `read` and `write`."""
     if DENSE:
         return in_slot(i_column, TYPE, ALIGN)
     else:
@@ -84,7 +85,7 @@ def in_memory(columns, i_column, m_column, TYPE: tl.constexpr, ALIGN: tl.constex
 
 @triton.jit
 def in_slot(i_column, TYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """The same for dense rows."""
+    """As `in_memory`, for dense rows."""
     if TYPE.primitive_bitwidth > ALIGN * 8:
         return i_column * (TYPE.primitive_bitwidth // 8)
     return i_column
@@ -92,9 +93,10 @@ def in_slot(i_column, TYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def read(address, o_column, mask, TYPE: tl.constexpr, ALIGN: tl.constexpr, RUN: tl.constexpr):
-    """TYPE [R, C], zeros where masked, at address [R] + o_column [C] elements; bytes, where ALIGN is less.
+    """TYPE [R, C] at address [R] + o_column [C], zeros where masked.
 
-    RUN neighbours are contiguous, the first of them at a multiple of ALIGN bytes.
+    `o_column` counts elements, or bytes if ALIGN is smaller than an element. RUN neighbours are contiguous, and the
+    first of them lies at a multiple of ALIGN bytes.
     """
     if TYPE.primitive_bitwidth <= ALIGN * 8:
         return tl.load(_pointers(address, o_column, TYPE, ALIGN, RUN), mask=mask, other=0)
@@ -118,8 +120,29 @@ def write(address, o_column, elements, mask, ALIGN: tl.constexpr, RUN: tl.conste
 
 
 @triton.jit
+def write_words(
+    address,
+    words,
+    first_column,
+    row,
+    m_row,
+    MANY: tl.constexpr,
+    STEP: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Write a tile's elements as the words that are summed, MANY elements each, to dense rows at address [R].
+
+    Use it instead of `write` where elements were summed: ptxas 12.8 loses pairs of fp8 used both alone and packed.
+    """
+    COLUMNS: tl.constexpr = words.shape[1]
+    i_word, m_word = columns_of(first_column // MANY, row // MANY, COLUMNS, STEP // MANY)
+    o_word = in_slot(i_word, words.dtype, ALIGN)
+    write(address, o_word, words, m_row[:, None] & m_word[None, :], ALIGN, COLUMNS)
+
+
+@triton.jit
 def _pointers(address, o_column, TYPE: tl.constexpr, ALIGN: tl.constexpr, RUN: tl.constexpr):
-    """The hints stand on the addition: what is known of an integer does not survive its becoming a pointer."""
+    """The hints are on the sum of pointers: Triton forgets what it knew of an integer that becomes a pointer."""
     pointers = address.to(tl.pointer_type(TYPE))[:, None] + o_column[None, :]
     return tl.max_contiguous(tl.multiple_of(pointers, [1, ALIGN]), [1, RUN])
 

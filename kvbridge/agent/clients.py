@@ -1,6 +1,6 @@
-"""Who connects to the agent's socket: the engine, and commands that ask for status. Each connection is one client.
+"""Serves the clients of the agent's socket: the engine, and commands that ask for status. A connection is one client.
 
-The first client that attaches is the engine. The end of its connection is the end of the engine.
+The client that attaches is the engine. When its connection ends, the engine has left.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Clients:
         self._clock = clock
 
     async def serve(self, connection: LocalConnection) -> None:
-        """One client, from its first byte to its end."""
+        """Serve one client until its connection ends."""
         try:
             while (received := await connection.receive()) is not None:
                 message, fds = received
@@ -106,7 +106,7 @@ class Clients:
             case Attach():
                 self._engines.attach(connection, message, fds)
             case _ if engine is None or connection is not self._current.connection:
-                if (leaving := self._engines.leaving) is not None:  # a refusal promises that nothing is touched
+                if (leaving := self._engines.leaving) is not None:  # Refused promises that its memory is not touched
                     await asyncio.shield(leaving)
                 about = getattr(message, "request", "")
                 connection.send(Refused(code="not_attached", reasons=("attach first",), about=about))

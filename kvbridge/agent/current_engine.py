@@ -1,4 +1,4 @@
-"""The engine that is attached now. Engines writes it; all others read it here, and tell the engine through it."""
+"""The engine that is attached now. Engines writes it; everyone else reads it, and sends to the engine through it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from .prompts import Prompts
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """One epoch of an engine: what sessions are about, its memory, and its connection until it leaves."""
+    """One epoch of an engine: what sessions need of it, its memory, and its connection (None once it is leaving).
+
+    `version` is that of the protocol which was agreed on with its adapter.
+    """
 
     engine: AttachedEngine
     memory: AttachedMemory
     connection: LocalConnection | None
+    version: int
 
 
 class CurrentEngine:
@@ -43,18 +47,18 @@ class CurrentEngine:
         return None if self.attachment is None else self.attachment.connection
 
     def hang_up(self) -> None:
-        """The engine is leaving: it is told nothing more, and its memory stays for what is under way."""
+        """The engine is leaving: send it nothing more. Its memory stays for moves under way."""
         if self.attachment is not None:
             self.attachment = replace(self.attachment, connection=None)
 
     def tell(self, message: ToEngine) -> None:
-        """Send this to the engine. Dropped when there is none: nobody else hears of its requests."""
+        """Send this to the engine, or drop it if none is connected: its requests concern nobody else."""
         if (connection := self.connection) is not None:
             connection.send(message)
             self._prompts.told(message, self._clock())
 
     def listen(self) -> None:
-        """Note the time if we have heard all that the engine has said so far."""
+        """Note the time if we have read everything that the engine has sent so far."""
         now = self._clock()
         if self.memory is not None and self.connection is not None and self.connection.is_silent:
             self.memory.liveness.heard_at = now

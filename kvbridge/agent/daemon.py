@@ -1,6 +1,6 @@
 """The agent's life: start, serve, drain with a deadline, stop.
 
-Everything that decides lives in exchange/; this file puts the parts together and takes them apart again, in order.
+Decisions are made in exchange/. This file assembles the parts, and takes them apart in order.
 """
 
 from __future__ import annotations
@@ -78,25 +78,25 @@ log = logging.getLogger("kvbridge.agent")
 TICK_S = 0.02
 IDLE_TICK_S = 0.25
 STATES = (SessionState.NEW, SessionState.GREETING, SessionState.OPEN)  # of sessions that we have dialled
-# The loop and the data plane share the interpreter; at Python's 5 ms each waits that long for the other.
+# The loop and the data plane share the interpreter. With Python's default each waits up to 5 ms for the other.
 SWITCH_S = 0.0002
 
 
 def run(config: AgentConfig, stuck_s: float = STUCK_S, supervision: Supervision | None = None) -> None:
     """Run one agent until SIGTERM or SIGINT. Raises OperatorError or FabricError when it cannot start.
 
-    Does not return if the data plane is stuck (stuck.py): the process ends with its STATUS.
+    Does not return if the data plane is stuck: the process ends with the STATUS of dataplane/watchdog.py.
     """
     set_up(config.log_level, config.log_format, errors := LastErrors())
-    faulthandler.enable()  # systemd's watchdog ends us by SIGABRT: the log says where each thread stood
-    disable_created_metrics()  # type: ignore[no-untyped-call] # a series more for each counter, and nobody looks at it
+    faulthandler.enable()  # systemd's watchdog ends us with SIGABRT: the log then has every thread's stack
+    disable_created_metrics()  # one more series per counter, which nobody reads
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
     uvloop.run(Agent(config, stuck_s=stuck_s, errors=errors, supervisor=Supervisor(supervision)).run())
 
 
 def trust_of(config: AgentConfig) -> Trust:
-    """Whom we let in and whom we dial, as the operator said. Raises OperatorError."""
+    """Which peers may dial us and which we may dial, from the configuration. Raises OperatorError."""
     keys = load_keys(config.key, config.peers) if config.key else None
     trust = Trust(keys, config.dial, config.allow_unauthenticated)
     trust.check_places()
@@ -104,7 +104,7 @@ def trust_of(config: AgentConfig) -> Trust:
 
 
 class Agent:
-    """One start of one agent. Its clock and its `entropy(size)` are the process's, or a simulator's."""
+    """One incarnation of one agent. A simulator brings its own `clock` and `entropy(size)`."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Agent:
         self._clock = clock
         self._entropy = entropy
         self.incarnation = entropy(8).hex()
-        self.before: frozenset[str] = frozenset()  # starts of this agent that are dead
+        self.before: frozenset[str] = frozenset()  # dead incarnations of this agent
         self.metrics = metrics or Metrics()
         self.journal = Journal(clock)
         self._supervisor = supervisor or Supervisor(None)
@@ -135,7 +135,7 @@ class Agent:
         self._spans: Spans | None = None
 
     def stop(self) -> None:
-        """Begin to drain; `run` returns when that is over."""
+        """Begin to drain. `run` returns once that is over."""
         self._stop.set()
 
     async def run(self) -> None:
@@ -152,9 +152,9 @@ class Agent:
                 if self._supervisor.look_s:
                     serving.append(tasks.create_task(self._supervisor.feed(lambda: self.data_plane.turns)))
                 self.state = "serving"
-                self.control.trusts(self.trust)  # should the list have changed meanwhile
+                self.control.set_trust(self.trust)  # the list may have been read again while we started
                 gc.collect()
-                gc.freeze()  # torch's hundred thousand objects stay: no collection has to look at them again
+                gc.freeze()  # torch's hundred thousand objects stay: no collection needs to scan them again
                 log.info(
                     "serving: name=%s incarnation=%s address=%s socket=%s device=%s links: %s",
                     self.card.name,
@@ -180,7 +180,7 @@ class Agent:
         config, loop = self.config, asyncio.get_running_loop()
         self._arm()
         if config.otlp_endpoint:
-            from .spans import Spans  # of an extra that few have
+            from .spans import Spans  # needs an extra that few have
 
             self._spans = Spans(config.otlp_endpoint, config.name, self.metrics.spans)
             stack.callback(self._spans.close)
@@ -191,7 +191,7 @@ class Agent:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         if config.allow_unauthenticated and self.trust.keys is None:
             log.warning("allow_unauthenticated: anybody who reaches %s may fetch KV and name its bytes", config.listen)
-        self.lock = Lock(config.socket, self.incarnation)  # first, and given back last: who takes it takes us for dead
+        self.lock = Lock(config.socket, self.incarnation)  # first, and released last: the next owner takes us for dead
         stack.callback(self.lock.close)
         self.before = self.lock.before
         devices = self.trust.data_devices(config.listen, config.advertise, config.net_devices)
@@ -218,7 +218,7 @@ class Agent:
             version=version("kvbridge"),
         )
         self._assemble()
-        # However we end: no socket closes before the data plane is through with its engine's memory.
+        # However we end, no socket closes before the data plane has finished with the engine's memory.
         stack.push_async_callback(self.engines.leave, "the agent is ending")
         stack.callback(self.rebuilder.close)
         if config.metrics:
@@ -226,7 +226,7 @@ class Agent:
             stack.callback(self.metrics.serve(config.metrics))
 
     def _arm(self) -> None:
-        """Say it as loudly as we can if we were started to fail."""
+        """Arm failpoints from the environment, and warn of them in the log and the metrics."""
         if said := arm_from_environment():
             log.warning("FAILPOINTS ARE ON, this agent will fail on purpose: %s=%s", VARIABLE, ",".join(said))
             self.metrics.warn_of_failpoints(said)
@@ -240,19 +240,19 @@ class Agent:
         return Control(self.incarnation, config.listen, settings=settings, allow_wildcard=wildcard, trust=self.trust)
 
     def _reload(self) -> None:
-        """The list of peers has changed. One that cannot be read changes nothing; our own key stays as it is."""
+        """Read the list of peers again. If it cannot be read the old one stays. Our own key does not change."""
         try:
             trust = trust_of(self.config)
         except OperatorError as error:
             return log.error("peers not read again, the old list stays: %s: %s", error.code, error)
         ours, read = self.trust.keys, trust.keys
         if ours is not None and read is not None and ours.public != read.public:
-            names = read.names if self.config.peers else ours.names  # without a list they go with the pair in use
+            names = read.names if self.config.peers else ours.names  # without a list, peers are those with our pair
             trust = replace(trust, keys=replace(ours, names=names))
             log.warning("key: the file has another one, %s; it counts after a restart", read.public)
         self.trust = trust
         if self.state != "starting":
-            self.control.trusts(trust)
+            self.control.set_trust(trust)
         log.info("peers read again: %s", trust.description)
 
     def _assemble(self) -> None:
@@ -352,13 +352,13 @@ class Agent:
         return min(DAY_S, self.data_plane.still_s)
 
     def _look_back(self, record: RequestRecord) -> None:
-        """A request is over."""
-        self.metrics.lived(record)
+        """Record a request that has ended."""
+        self.metrics.request_ended(record)
         if self._spans is not None:
             self._spans.ended(record)
 
     def _receive_slots(self) -> SlotCounts:
-        """What was written and is being read is the data plane's to know."""
+        """Counts of our receive slots. The data plane knows which lent slots were written and are being read."""
         counts = self.slots.counts()
         landed = min(counts.lent, self.data_plane.receive_orders.scattering)
         return structs.replace(counts, lent=counts.lent - landed, landed=landed)
@@ -390,7 +390,7 @@ class Agent:
             self.tick(self._clock() - at)
 
     def tick(self, late_s: float) -> None:
-        """Time has passed. For so long we stood still: what others said meanwhile is not heard yet."""
+        """Act on deadlines. The loop stood still for `late_s`: what peers sent meanwhile has not been read yet."""
         self.current.listen()
         self.peers.outgoing.tick(self._clock(), late_s)
         self.receiver.tick()
@@ -414,14 +414,14 @@ class Agent:
     # Drain:
 
     async def _drain(self) -> None:
-        """Take nothing new, let what flows finish, then say goodbye."""
+        """Accept nothing new, let what is under way finish, then say goodbye."""
         self.state = "draining"
         self._supervisor.stopping()
         self.engines.is_closing = self.peers.incoming.is_closing = True
         log.info("draining: wants=%d transfers=%d", len(self.receiving.wants), len(self.sending.outgoing_transfers))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_s):
-                while self.receiving.wants or self.sending.outgoing_transfers:  # noqa: ASYNC110 - two machines, no one event
+                while self.receiving.wants or self.sending.outgoing_transfers:  # noqa: ASYNC110 - no event covers both
                     await asyncio.sleep(TICK_S)
         await self.engines.leave("the agent is stopping")
         self.peers.end_all("the agent is stopping")

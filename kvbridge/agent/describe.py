@@ -1,4 +1,4 @@
-"""What an agent says of a session, in its log and in `kvbridge status`."""
+"""Describes a session for the log and for `kvbridge status`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def described(session: Session) -> str:
 
 
 def route_of(session: Session) -> str:
-    """The route, what it was measured at, and what stood against the better ones."""
+    """The route, its measured rate, and why better routes were rejected."""
     route, why, rate = session.routed.route, session.routed.why, session.routed.rate
     said = f" {rate.bytes_per_s / 1e9:.3g} GB/s in {rate.size_bytes >> 10} KiB" if rate else ""
     return f"{route}{said}" + (f" ({why})" if why else "")

@@ -1,4 +1,4 @@
-"""How receivers come to the memory of our engine, and we to that of theirs, on the route `pull`."""
+"""Shares our engine's memory with receivers, and maps that of senders, for the route `pull`."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ from ..transport.link import Link
 
 log = logging.getLogger("kvbridge.doors")
 
-LINK_FIRST_S = 0.02  # what a link says of its session's end says why, and closes the memory by itself
+LINK_FIRST_S = 0.02  # for the link to report the end of the session: it has the reason, and closes the memory itself
 
 Ended = Callable[[str, str], None]  # code, reason
 
 
 class Doors(Protocol):
-    """Of one agent."""
+    """The memory that one agent shares and maps."""
 
     async def serve(self) -> None:
-        """Hear who comes to our door, and what is said at those of others, until cancelled."""
+        """Answer callers at our door, and watch the memory we have mapped, until cancelled."""
 
-    def let_in(self, session: Session, link: Link) -> DoorCard | None:
-        """Where the receiver of this session finds our engine's memory, and what it has to say there.
+    def admit(self, session: Session, link: Link) -> DoorCard | None:
+        """The card with which this session's receiver may open our engine's memory; None if nothing is shared.
 
-        There it is given a pipe as well, if its link has none.
+        Opening it also hands over a pipe, if the link has none.
         """
 
-    def see_off(self, session: Session) -> None:
-        """The session is over: its receiver is to close what it found."""
+    def revoke(self, session: Session) -> None:
+        """The session is over: void its card, and tell its receiver to close the memory."""
 
     async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
-        """Map the memory of the sender's engine; how fast it is read, if that was measured. Raises KVBridgeError.
+        """Map the memory of the sender's engine. Returns the read rate, if it was measured. Raises KVBridgeError.
 
-        `ended` is called when its agent has it closed, or is gone; not once we have closed it ourselves.
+        `ended` is called when the sender's agent wants it closed, or is gone; not once we have closed it ourselves.
         """
 
     def share(self, attached: AttachedMemory) -> None:
-        """Hand this over from now on."""
+        """Hand over this memory from now on."""
 
     def withdraw(self, attached: AttachedMemory, reason: str) -> None:
-        """Hand it over to nobody any more; who has it is to close it."""
+        """Stop handing over this memory, and tell its holders to close it."""
 
     def holders(self) -> list[Holder]:
-        """Who has memory of our engine mapped."""
+        """Which processes have our engine's memory mapped."""
 
 
 class NoDoors:
-    """Of an agent that shares no memory and asks for none."""
+    """For an agent that neither shares nor maps memory."""
 
     async def serve(self) -> None: ...
 
-    def let_in(self, session: Session, link: Link) -> DoorCard | None:
+    def admit(self, session: Session, link: Link) -> DoorCard | None:
         return None
 
-    def see_off(self, session: Session) -> None: ...
+    def revoke(self, session: Session) -> None: ...
 
     async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
         raise PeerError("sharing_off", "share_memory is off, or routes do not name pull")
@@ -79,7 +79,7 @@ class NoDoors:
 
 
 class LocalDoors:
-    """Our door, and those of other agents of this host. `name` is ours, for their logs."""
+    """Our door, and those of other agents on this host. `name` is this agent's, for their logs."""
 
     def __init__(self, door: MemoryDoor, data_plane: DataPlane, name: str, allowed_uids: Iterable[int]) -> None:
         self._door = door
@@ -92,10 +92,10 @@ class LocalDoors:
         async with asyncio.TaskGroup() as self._listening:
             await self._door.serve()
 
-    def let_in(self, session: Session, link: Link) -> DoorCard | None:
+    def admit(self, session: Session, link: Link) -> DoorCard | None:
         return self._door.admit(session.peer.incarnation, None if link.pipe else link.carry_by)
 
-    def see_off(self, session: Session) -> None:
+    def revoke(self, session: Session) -> None:
         self._door.dismiss(session.peer.incarnation, "the session is over")
 
     async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
@@ -105,7 +105,7 @@ class LocalDoors:
             if (pipe := handover.take_pipe()) is not None:
                 link.carry_by(pipe)
             rate = await self._data_plane.open_peer(
-                session.whose, session.peer_pool, handover.handles, handover.fds, handover.close
+                session.memory_id, session.peer_pool, handover.handles, handover.fds, handover.close
             )
             stack.pop_all()
         failpoint("receiver.memory_opened")
@@ -125,7 +125,7 @@ class LocalDoors:
 
 
 async def _listen(handover: Handover, ended: Ended) -> None:
-    """Until the memory is to be closed, or was. Its session may be over without our having heard of it."""
+    """Wait until the memory is to be closed, and report that: our link may not have heard that the session is over."""
     reason = await handover.ending()
     if not handover.is_closed:
         await asyncio.sleep(LINK_FIRST_S)

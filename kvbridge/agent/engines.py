@@ -65,9 +65,9 @@ class Engines:
         self._epoch = 0
 
     async def leave(self, reason: str) -> None:
-        """The engine is gone, or we are going: forget its requests, end its sessions, unmap its memory, say so.
+        """The engine leaves, or we do: forget its requests, end its sessions, unmap its memory, and confirm.
 
-        Returns when nothing touches its memory any more, whoever called first and even if a caller is cancelled.
+        Returns once nothing touches its memory, even if another call began this or the caller is cancelled.
         """
         if self.leaving is None:
             self.leaving = asyncio.create_task(self._leave(reason))
@@ -93,12 +93,12 @@ class Engines:
         self._metrics.left()
         self._doors.withdraw(memory, reason)
         failpoint("agent.leaving")
-        is_let_go = await self._data_plane.let_go(memory)  # what was begun is finished; nothing new can begin
+        is_let_go = await self._data_plane.let_go(memory)  # moves under way finish; none can begin
         memory.close()
         if attachment.connection is not None:
             await self._sender.unread()
         if attachment.connection is not None and is_let_go:
-            attachment.connection.send(Detached(epoch=epoch))  # without it the engine waits for the end of our process
+            attachment.connection.send(Detached(epoch=epoch))  # without it the engine waits for our process to end
         log.info("engine left: epoch=%d %s", epoch, reason)
 
     def attach(self, connection: LocalConnection, attach: Attach, fds: list[int]) -> None:
@@ -113,7 +113,7 @@ class Engines:
         own = Rank(tp_rank=pool.shard.tp_rank, pp_rank=pool.shard.pp_rank, address=agent.address)
         site, digests = self._data_plane.site, self._data_plane.digests
         engine = AttachedEngine(agent, self._epoch, pool, site, digests, (own,), attach.policy)
-        self._current.attachment = Attachment(engine, memory, connection)
+        self._current.attachment = Attachment(engine, memory, connection, version)
         self._doors.share(memory)
         log.info(
             "attached: %s epoch=%d pid=%d planes=%d memory=%s",
@@ -127,11 +127,11 @@ class Engines:
         connection.send(Attached(version=version, epoch=self._epoch, agent=agent, is_shared=bool(site.machine)))
         failpoint("agent.attached")
         twin, slot_bytes = Planner(pool, pool), self._data_plane.site.fabric.slot_bytes
-        for is_sender in (True, False):  # most peers will be alike; what others need is made ready when they come
+        for is_sender in (True, False):  # most peers will be alike; kernels for others are compiled when they come
             self._data_plane.warm(memory, twin.samples(slot_bytes, is_sender))
 
     def rescale(self, connection: LocalConnection, message: Rescale, engine: AttachedEngine) -> None:
-        """Rows come under other scales: another epoch of the same memory. What is under way ends as its end comes."""
+        """Give the same memory a new epoch under new scales. Offers, transfers and claimed wants end."""
         try:
             pool = _checked(message, engine)
         except EngineError as error:
@@ -152,27 +152,30 @@ class Engines:
         connection.send(Rescaled(revision=message.revision, epoch=self._epoch))
 
     def pause(self) -> bool:
-        """Begin nothing for our engine until `rebuild` or `resume`. Whether nothing is under way any more."""
+        """Hold back our engine's requests until `rebuild` or `resume`. Returns whether nothing is under way.
+
+        If the engine has several ranks, its sending half goes on (see `Sender.pause`).
+        """
         engine = self._current.engine
         is_alone = engine is None or engine_ranks(engine.pool) == 1
         return all([self._receiver.pause(), self._sender.pause(is_alone)])
 
     def resume(self) -> None:
-        """There will be no rebuild."""
+        """The rebuild is cancelled."""
         self._receiver.resume()
         self._sender.resume()
 
     def staged(self, site: Site) -> None:
-        """There are slots now: sessions from here on name them, and those of before need none."""
+        """Slots exist now: new sessions name them, earlier ones need none."""
         if (attachment := self._current.attachment) is not None:
             self._current.attachment = replace(attachment, engine=replace(attachment.engine, site=site))
 
     def rebuild(self, endpoints: StagingEndpoints, reason: str) -> None:
-        """Other slots for the same engine and epoch: all sessions end, and new ones name these."""
-        self._sender.rebuilt(reason)  # while its receivers hear it: their wants need not wait for what is over
+        """Switch to new slots for the same engine and epoch: all sessions end, and new ones name these slots."""
+        self._sender.rebuilt(reason)  # while receivers can still hear it: their wants need not wait
         self._peers.renew(reason)
         self.staged(endpoints.site)
-        self._receiver.rebuilt(self._current.engine)  # first: what lands in the old slots from here on is nobody's
+        self._receiver.rebuilt(self._current.engine)  # first: what lands in the old slots is ignored from now on
         self._data_plane.switch(endpoints)
 
     def _refuse(self, connection: LocalConnection, what: str, error: KVBridgeError, about: str = "") -> None:
@@ -198,7 +201,7 @@ class Engines:
         return version
 
     def name_ranks(self, engine: AttachedEngine, ranks: tuple[Rank, ...]) -> None:
-        """The engine says which agents its other ranks have."""
+        """Record which agents serve the engine's ranks."""
         attachment = self._current.attachment
         assert attachment is not None
         self._current.attachment = replace(attachment, engine=replace(engine, ranks=ranks))
@@ -209,9 +212,10 @@ class Engines:
         return PoolStatus(pool=engine.pool, slot_bytes=self._data_plane.site.fabric.slot_bytes)
 
     def engine_status(self) -> EngineStatus | None:
-        engine, connection = self._current.engine, self._current.connection
-        if engine is None or connection is None:
+        attachment = self._current.attachment
+        if attachment is None or attachment.connection is None:
             return None
+        engine, connection = attachment.engine, attachment.connection
         pool = engine.pool
         return EngineStatus(
             engine=f"{pool.engine.kind} {pool.engine.version} {pool.engine.id}"[:256],
@@ -223,6 +227,7 @@ class Engines:
             planes=len(pool.planes),
             model_key=model_key(pool),
             traits=traits(pool),
+            protocol=attachment.version,
         )
 
 

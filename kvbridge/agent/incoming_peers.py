@@ -1,4 +1,4 @@
-"""Sessions that others opened, to fetch from us. By incarnation, for that is who they are."""
+"""The sender's sessions: receivers opened them with us. Kept by the receiver's incarnation."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from .peer_records import IncomingPeer, SenderEvents
 
 log = logging.getLogger("kvbridge.peers")
 
-LEVELS = {"already_open": logging.INFO, "busy": logging.DEBUG}  # what an honest agent may do often
-MOST_GREETINGS = PROBE_LANES  # Hellos at once, each with a proof of its own
-# A proof alone takes a few milliseconds, and proofs side by side slow each other down: so the next one begins when the
-# one before has ended, or after this time. Who never answers keeps nobody longer.
+LEVELS = {"already_open": logging.INFO, "busy": logging.DEBUG}  # an honest agent may cause these often
+MOST_GREETINGS = PROBE_LANES  # Hellos answered at once, each with its own proof
+# A proof takes a few milliseconds, and simultaneous proofs slow each other down. So the next one begins when the one
+# before has ended, or after this time: a peer that never answers delays nobody longer.
 TURN_S = 0.02
 
 
@@ -68,12 +68,12 @@ class IncomingPeers:
         self._doors = doors
         self._turn = asyncio.Lock()
         self._of_incarnation: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._greeted_by: dict[Link, Hello | None] = {}  # what is being answered; None: it has taken it back
+        self._greeted_by: dict[Link, Hello | None] = {}  # the Hello being answered; None after its Goodbye
 
-    def knocked(self, link: Link, sender: str, greeting: Hello) -> Coroutine[Any, Any, None] | None:
-        """What answers this Hello, or None if it is refused at once or answered already.
+    def hello_received(self, link: Link, sender: str, greeting: Hello) -> Coroutine[Any, Any, None] | None:
+        """The coroutine that answers this Hello. None if it was refused, or the link's running one will answer it.
 
-        Each may cost a connection to be made: so many wait at once, and one of a link.
+        An answer may need a new connection: at most MOST_GREETINGS wait at once, and one per link.
         """
         is_known = link in self._greeted_by
         if self._greeted_by.get(link) is not None or (not is_known and len(self._greeted_by) >= MOST_GREETINGS):
@@ -88,16 +88,16 @@ class IncomingPeers:
             accepted.link.send(body)
 
     def name_of(self, incarnation: str) -> str:
-        """What the agent of this incarnation calls itself, while it has a session; else the incarnation."""
+        """The agent's name while this incarnation has a session, otherwise the incarnation."""
         accepted = self.sessions.get(incarnation)
         return incarnation if accepted is None else accepted.session.peer.name
 
     def hear(
         self, link: Link, sender: str, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled | Goodbye
     ) -> None:
-        """A receiver says something else than Hello."""
+        """Handle a receiver's message other than Hello."""
         accepted = self.sessions.get(sender)
-        if accepted is not None and accepted.link is not link:  # who else says this incarnation's name is not its agent
+        if accepted is not None and accepted.link is not link:  # only its own link speaks for an incarnation
             accepted = None
         match body:
             case Goodbye():
@@ -105,7 +105,7 @@ class IncomingPeers:
                     self._greeted_by[link] = None
                 if accepted is not None:
                     self._end(sender, body.reason)
-            case Claim() if accepted is not None and self.is_closing and self._sender.is_hopeless(body):
+            case Claim() if accepted is not None and self.is_closing and self._sender.will_never_be_offered(body):
                 link.send(Refuse(code="draining", reasons=("this agent is stopping",), about=body.transfer))
             case Claim() | Grant() | Renew() | Check() | Cancel() | Hold() | Settled() if accepted is not None:
                 self._sender.from_receiver(accepted.session, body)
@@ -119,9 +119,9 @@ class IncomingPeers:
                 self._metrics.rejected("unexpected_message")
 
     def _is_over(self, sender: str, cancel: Cancel) -> bool:
-        """Whether nothing of a transfer is or will be written, as far as who has no session by this link may ask.
+        """Whether to confirm, to a receiver without a session by this link, that nothing will be written.
 
-        It may have one by another link, and the claim may be on its way to us there.
+        Not for its own transfers while it has a session by another link: the claim may still be on its way there.
         """
         return (bool(cancel.incarnation) or sender not in self.sessions) and self._sender.renounce(sender, cancel)
 
@@ -130,12 +130,12 @@ class IncomingPeers:
             self._end(incarnation, reason)
 
     def renew(self, reason: str) -> None:
-        """All sessions end, and the receivers hear it."""
+        """End all sessions, and tell the receivers."""
         for incarnation in list(self.sessions):
             self._dismiss(incarnation, reason)
 
     async def _greet(self, link: Link, sender: str) -> None:
-        """One Hello of an agent at a time: two must not undo each other's connection."""
+        """Answer an incarnation's Hellos one at a time: two must not undo each other's connection."""
         async with self._of_incarnation.setdefault(sender, asyncio.Lock()):
             try:
                 while (greeting := self._greeted_by[link]) is not None:
@@ -146,13 +146,13 @@ class IncomingPeers:
                         self._say_no(link, Refuse(code="bad_hello", reasons=(reason,)))
                     elif self._is_waiting(link, greeting):
                         await self._greeted(link, greeting)
-                    if self._greeted_by[link] is greeting:  # else it has taken it back, and may have said another
+                    if self._greeted_by[link] is greeting:  # otherwise Goodbye came, and perhaps another Hello
                         break
             finally:
                 del self._greeted_by[link]
 
     async def _greeted(self, link: Link, greeting: Hello) -> None:
-        """Somebody wants to fetch from us."""
+        """Open a session with a receiver, or refuse it."""
         failpoint("sender.hello_received")
         engine = self._engine()
         if self.is_closing:
@@ -170,12 +170,12 @@ class IncomingPeers:
             return
         if known is not None and known.link is link and known.is_like(greeting):
             connected: Connected | None = known.connected
-        else:  # it has forgotten what was proved before, or never knew
-            if known is not None and known.link is not link:  # what it lent may be other slots in those proved now
+        else:  # nothing proved so far serves this Hello
+            if known is not None and known.link is not link:  # its leases may mean other slots by the new route
                 self._sender.lost(incarnation)
             connected = await self._connect(link, greeting, engine)
             if connected is None and known is not None and self.sessions.get(incarnation) is known:
-                self._dismiss(incarnation, "its route was given up for another that could not be had")
+                self._dismiss(incarnation, "its route was given up, and the new one could not be proved")
         if connected is None:
             return
         session = replace(session, routed=connected.routed)
@@ -188,24 +188,24 @@ class IncomingPeers:
             warn_of_route(session.peer.name, session)
         elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
             self._sender.lost(incarnation)
-        if known is not None and connected.serial == NOT_CONNECTED:  # another that is connected takes its place itself
+        if known is not None and connected.serial == NOT_CONNECTED:  # a new connection replaces it by itself
             self._data_plane.disconnect(incarnation, known.connected.serial)
         self.sessions[incarnation] = IncomingPeer(link, session, connected, greeting)
         if known is None or known.session.routed.route != session.routed.route:
             self._sender.met(session)
         link.version = session.version
-        door = self._doors.let_in(session, link) if session.routed.is_pulled else None
+        door = self._doors.admit(session, link) if session.routed.is_pulled else None
         link.send(welcome(session, engine, door))
         failpoint("sender.welcome_sent")
 
     def _may_replace(self, known: IncomingPeer, link: Link, greeting: Hello) -> bool:
-        """Whether a Hello by another link takes the session over; if not, its sender is told why.
+        """Whether a Hello by another link takes the session over. If not, refuses it.
 
-        Links do not keep each other's order: what was said by one that its agent has given up may come last.
+        Links are not ordered among each other: a Hello by a link that its agent has given up may come last.
         """
         incarnation = greeting.agent.incarnation
         is_given_up = known.link.is_lost or known.serial < greeting.oldest
-        if known.link.key != link.key:  # an incarnation is of who proved to have it first
+        if known.link.key != link.key:  # an incarnation belongs to the first key it came with
             self._refuse(link, "incarnation_of_another_key", f"agent.incarnation: {incarnation} came with another key")
         elif greeting.address == known.address and greeting.serial < known.serial:
             self._refuse(link, "stale_hello", f"serial: got {greeting.serial}, a later one was {known.serial}")
@@ -221,16 +221,16 @@ class IncomingPeers:
         self._say_no(link, Refuse(code=code, reasons=(reason,)))
 
     def _say_no(self, link: Link, refuse: Refuse) -> None:
-        """The answer to a Hello."""
+        """Refuse a Hello."""
         self._metrics.greeted("sender", refuse.code)
         link.send(refuse)
 
     def _is_waiting(self, link: Link, greeting: Hello) -> bool:
-        """Whether the receiver that said this Hello is still there and has not said Goodbye since."""
+        """Whether the receiver is still connected, and has said no Goodbye since this Hello."""
         return not link.is_lost and self._greeted_by[link] is greeting
 
     async def _connect(self, link: Link, greeting: Hello, engine: AttachedEngine) -> Connected | None:
-        """Prove a route to the receiver's slots; None if there is none or it has become pointless meanwhile."""
+        """Choose and prove a route to the receiver. None, with a Refuse if it still waits, if there is none."""
         incarnation = greeting.agent.incarnation
         try:
             engine = await self._staged(greeting, engine)
@@ -253,7 +253,7 @@ class IncomingPeers:
         return connected
 
     async def _staged(self, greeting: Hello, engine: AttachedEngine) -> AttachedEngine:
-        """We have slots, and so does the receiver, if it can only be written to. Raises FabricError."""
+        """Make our slots if the receiver can only be written to. Raises FabricError if it or we can have none."""
         site = Site.of(greeting)
         if to_be_read(engine.site, site) is not None or not may_be_written(engine.site, site):
             return engine
@@ -265,7 +265,7 @@ class IncomingPeers:
         return engine if current is None or current.epoch != engine.epoch else current
 
     async def _proved(self, link: Link, greeting: Hello, engine: AttachedEngine) -> Connected | None:
-        """When its turn comes; None if nobody waits for it any more. Raises FabricError."""
+        """Prove a route when its turn comes. None if nobody waits for it any more. Raises FabricError."""
         await self._turn.acquire()
         with ExitStack() as turn:
             turn.callback(self._turn.release)
@@ -287,4 +287,4 @@ class IncomingPeers:
         log.info("session over: receiver=%s incarnation=%s %s", accepted.session.peer.name, incarnation, reason)
         self._sender.lost(incarnation)
         self._data_plane.disconnect(incarnation, accepted.connected.serial)
-        self._doors.see_off(accepted.session)
+        self._doors.revoke(accepted.session)

@@ -1,4 +1,4 @@
-"""What became of the last requests: a line for each thing that happened, kept for `kvbridge trace`."""
+"""The latest events of requests, kept in memory for `kvbridge trace`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Iterable
 
 from kvbridge_proto.status import MAX_ENTRIES, TraceEntry
 
-KEPT = 8192  # entries: of some hundred requests, or of the last seconds of a busy agent
+KEPT = 8192  # entries: some hundred requests, or the last seconds of a busy agent
 MOST_TEXT = 1024
 
 
 class Journal:
-    """Of one agent. `clock` is the one that its times are read from; entries say the time of day."""
+    """One agent's journal. Times are read from `clock`; entries have seconds since 1970."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, kept: int = KEPT) -> None:
         self._clock = clock
@@ -29,11 +29,11 @@ class Journal:
         rendezvous: str = "",
         transfer: str = "",
         seconds: float | None = None,
+        at: float | None = None,
     ) -> TraceEntry:
-        """Something has happened now."""
-        at_s = self._began_at + self._clock()
+        """Record an event that happened at `at` on our clock, or now."""
         entry = TraceEntry(
-            at_s=at_s,
+            at_s=self._began_at + (self._clock() if at is None else at),
             what=what,
             request=request,
             rendezvous=rendezvous,
@@ -45,10 +45,9 @@ class Journal:
         return entry
 
     def about(self, names: Collection[str]) -> tuple[TraceEntry, ...]:
-        """What is known of these requests, rendezvous ids or transfers, and of all that belongs to them; the newest if
-        too many.
+        """Entries about these requests, rendezvous ids or transfers, and about all that belongs to them, by time.
 
-        Without a name: of the want that took longest, of those that are kept.
+        At most MAX_ENTRIES, the newest. Without names: about the slowest want that is still kept.
         """
         if not names:
             slowest = max((each for each in self._entries if each.seconds is not None), key=_seconds, default=None)
@@ -59,7 +58,8 @@ class Journal:
             for entry in self._entries:
                 if belongs(entry, known):
                     known.update(each for each in (entry.request, entry.rendezvous, entry.transfer) if each)
-        return tuple(entry for entry in self._entries if belongs(entry, known))[-MAX_ENTRIES:]
+        found = (entry for entry in self._entries if belongs(entry, known))
+        return tuple(sorted(found, key=lambda entry: entry.at_s)[-MAX_ENTRIES:])
 
 
 def belongs(entry: TraceEntry, names: Collection[str]) -> bool:
@@ -67,7 +67,7 @@ def belongs(entry: TraceEntry, names: Collection[str]) -> bool:
 
 
 def names_in(entries: Iterable[TraceEntry]) -> set[str]:
-    """The requests, rendezvous ids and transfers that they are about."""
+    """The requests, rendezvous ids and transfers named in these entries."""
     return {name for each in entries for name in (each.request, each.rendezvous, each.transfer) if name}
 
 

@@ -14,7 +14,7 @@ from .status import DAY_S
 
 
 class LastErrors(logging.Handler):
-    """Keeps MAX_ERRORS of them, cut short; those that `log_level` lets through. May be told on any thread."""
+    """Keeps the last MAX_ERRORS that `log_level` lets through, truncated. Callable from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
@@ -26,7 +26,7 @@ class LastErrors(logging.Handler):
         self._kept.append((self._clock(), record.levelname.lower(), record.name, text))
 
     def statuses(self) -> tuple[ErrorStatus, ...]:
-        """The latest one last."""
+        """The kept ones, the latest last."""
         now = self._clock()
         return tuple(
             ErrorStatus(level=level, logger=logger, text=text, age_s=min(DAY_S, max(0.0, now - at)))

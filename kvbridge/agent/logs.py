@@ -1,4 +1,4 @@
-"""How an agent's log lines look: one line an event, for people or as JSON, and no flood of the same."""
+"""Formats an agent's log, one line per event, for people or as JSON, and limits floods of similar lines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from ..oneline import plain, plain_lines
 
-BURST, WINDOW_S = 50, 10.0  # lines alike, in so long
+BURST, WINDOW_S = 50, 10.0  # similar lines, and the time in which they may come
 MOST_KINDS = 1024
 FIELD = re.compile(r"%%|(?:(\w+)=)?%[-#0 +]*\d*(?:\.\d+)?[a-zA-Z]")
 
 
 def set_up(level: str, form: Literal["text", "json"], *others: logging.Handler) -> None:
-    """Log to stderr and these from here on."""
+    """Log to stderr and to `others` from now on."""
     handler = logging.StreamHandler(sys.stderr)
     line = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
     handler.setFormatter(JsonFormatter() if form == "json" else PlainFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
@@ -29,7 +29,7 @@ def set_up(level: str, form: Literal["text", "json"], *others: logging.Handler) 
 
 
 class PlainFormatter(logging.Formatter):
-    """What is said is one line, whoever chose its words; of an exception every line is indented."""
+    """Keeps a message on one line, even if a peer chose its words. Indents the lines of an exception."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = plain(record.message)
@@ -40,7 +40,7 @@ class PlainFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object a line: time (UTC), level, logger, message, and each value that the message names: `request=%s`."""
+    """One JSON object per line: time (UTC), level, logger, message, and each value the message names (`request=%s`)."""
 
     def format(self, record: logging.LogRecord) -> str:
         said: dict[str, Any] = {
@@ -52,11 +52,11 @@ class JsonFormatter(logging.Formatter):
         said |= {name: value for name, value in fields(record).items() if name not in said}
         if record.exc_info:
             said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said)  # in ASCII: nothing in it breaks a line or moves a cursor
+        return json.dumps(said)  # ASCII: nothing in it breaks a line or moves a cursor
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The values that a message names: of `request=%s` the one that is put there."""
+    """The values that a message names: for `request=%s` its argument, under "request"."""
     if not isinstance(record.args, tuple):
         return {}
     names = [found[1] for found in FIELD.finditer(str(record.msg)) if found[0] != "%%"]
@@ -72,9 +72,9 @@ class _Kind:
 
 
 class RateLimit(logging.Filter):
-    """Of lines that differ in their values alone only so many pass in a while. The next says how many did not.
+    """Lets `burst` lines that differ only in their values pass per `window_s`. The next says how many were left out.
 
-    What is left out is counted all the same, in the agent's metrics.
+    The agent's metrics count what was left out all the same.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RateLimit(logging.Filter):
         self._kinds: dict[tuple[str, int, str], _Kind] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.INFO:  # who asks for those wants all
+        if record.levelno < logging.INFO:  # whoever turns on debug wants all of it
             return True
         now, key = self._clock(), (record.name, record.levelno, str(record.msg))
         kind = self._kinds.get(key)

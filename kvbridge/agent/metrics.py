@@ -1,4 +1,4 @@
-"""What Prometheus sees. One registry per agent; served on the address the operator names, loopback by default."""
+"""The metrics of one agent, in its own registry, served on the address that the operator configured."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ SECONDS = (
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """Read when Prometheus asks, on a thread of its own: nothing that the loop may change meanwhile is iterated."""
+    """Read on another thread when Prometheus asks: none may iterate over what the loop may change meanwhile."""
 
     receive_slots: Callable[[], SlotCounts]
     send_slots: Callable[[], SlotCounts]
     wants: Callable[[], int]
     offers: Callable[[], int]
     unclaimed: Callable[[], int]
-    waiting: Mapping[tuple[Role, str], Callable[[], int]]  # by what is waited for
+    waiting: Mapping[tuple[Role, str], Callable[[], int]]  # by role and what is waited for
     moving: Mapping[Role, Callable[[], int]]
-    sessions: Mapping[tuple[Role, str], Callable[[], int]]  # by their state
+    sessions: Mapping[tuple[Role, str], Callable[[], int]]  # by role and state
     open_sessions: Mapping[Role, Callable[[], Iterable[Session]]]
     is_attached: Callable[[], bool]
     is_rebuild_refused: Callable[[], bool]
@@ -49,23 +49,23 @@ class Gauges:
 
 
 class Metrics:
-    """Counted where it happens; every method is cheap and never raises."""
+    """Counts things where they happen. The counting methods are cheap and never raise."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         Gauge("kvbridge_build_info", "1", ["version"], registry=registry).labels(version("kvbridge")).set(1)
-        self._codes = set(CAUSES)  # which no peer can crowd out
+        self._codes = set(CAUSES)  # codes from peers cannot crowd these out
         self._here: dict[str, Counter] = {}
         self._chunks = Counter("kvbridge_chunks", "Chunks moved", ["role"], registry=registry)
         self._bytes = Counter("kvbridge_wire_bytes", "Bytes moved, in the wire's codec", ["role"], registry=registry)
-        text = "The same bytes by the route that they took, and by what was done to them on the way"
+        text = "The same bytes, by the route they took and by how they were converted"
         labels = ["role", "route", "conversion"]
         self._routed = Counter("kvbridge_route_bytes", text, labels, registry=registry)
-        text = "Stages of requests that are over: until both sides had met, until bytes could move, until all had"
+        text = "Stages of requests that ended: until both sides had met, until bytes could move, until all had"
         self._stage_s = Histogram("kvbridge_stage_seconds", text, ["role", "stage"], buckets=SECONDS, registry=registry)
-        text = "Handshakes with other agents: open, or the code of what stood against it"
         text = "Spans of requests that were sent to otlp_endpoint, or dropped"
         self._spans = Counter("kvbridge_spans", text, ["outcome"], registry=registry)
+        text = "Handshakes with other agents: open, or the code of the failure"
         self._handshakes = Counter("kvbridge_handshakes", text, ["role", "outcome"], registry=registry)
         self._wants = Counter("kvbridge_wants", "Wants that ended", ["outcome"], registry=registry)
         self._want_s = Histogram("kvbridge_want_seconds", "From want to done", buckets=SECONDS, registry=registry)
@@ -77,34 +77,34 @@ class Metrics:
             self._here[what] = Counter(f"kvbridge_{what}_computed_here", text, ["reason"], registry=registry)
         text = "Prompt tokens that came by the bridge"
         self._fetched = Counter("kvbridge_prompt_tokens_fetched", text, registry=registry)
-        self._late = Counter("kvbridge_late_writes", "Landed writes that counted for nothing", registry=registry)
-        text = "Read leases whose end blocks were kept for: receivers did not say that they were through"
+        self._late = Counter("kvbridge_late_writes", "Writes that landed and did not count", registry=registry)
+        text = "Read leases whose blocks were kept until they ended, because receivers did not confirm"
         self._leases_over = Counter("kvbridge_leases_over", text, registry=registry)
         text = "Pulled chunks of which receiver and sender compared the digest"
         self._compared = Counter("kvbridge_chunks_compared", text, ["role"], registry=registry)
-        text = "Pulled chunks of a sample whose sender did not say its digest in time"
+        text = "Sampled chunks whose sender did not send its digest in time"
         self._uncompared = Counter("kvbridge_chunks_uncompared", text, registry=registry)
         text = "Pulled chunks whose digest differed: what was read is not what the sender has"
         self._differing = Counter("kvbridge_digest_mismatches", text, ["role"], registry=registry)
-        for counter in (self._chunks, self._bytes, self._compared, self._differing):  # an alert needs a value before
+        for counter in (self._chunks, self._bytes, self._compared, self._differing):  # alerts need an earlier value
             for role in ("sender", "receiver"):
                 counter.labels(role)
         for role in ("sender", "receiver"):
             self._handshakes.labels(role, "open")
-        text = "1 for the engine that is attached; of one model_key are engines between which rows can be carried"
+        text = "1 for the attached engine; rows can be carried between engines with the same model_key"
         labels = ["model_key", *Traits.__struct_fields__]
         self._engine = Gauge("kvbridge_engine_info", text, labels, registry=registry)
-        self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were made anew", registry=registry)
+        self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were replaced", registry=registry)
         self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)
         failpoints = "Armed: this agent was started to fail, for a test"
         self._failpoints = Counter("kvbridge_failpoints", failpoints, ["armed"], registry=registry)
         self._refused = Counter("kvbridge_refused", "Engines and peers refused", ["code"], registry=registry)
 
     def watch(self, gauges: Gauges) -> None:
-        """Add what is read at scrape time."""
+        """Add the gauges, which are read at scrape time."""
         for name, text, counts in (
             ("receive_slots", "Slots of the staging that others write to", gauges.receive_slots),
-            ("send_slots", "Slots of the staging that we send out of", gauges.send_slots),
+            ("send_slots", "Slots of the staging that we send from", gauges.send_slots),
         ):
             slots = Gauge(f"kvbridge_{name}", text, ["state"], registry=self.registry)
             for state in SlotCounts.__struct_fields__:
@@ -124,10 +124,10 @@ class Metrics:
         for name, text, read in (
             ("wants_open", "Wants under way", gauges.wants),
             ("offers_open", "Offers not yet released", gauges.offers),
-            ("offers_unclaimed", "Prompts that are held and that nobody has asked for", gauges.unclaimed),
+            ("offers_unclaimed", "Complete offers that nobody has asked for", gauges.unclaimed),
             ("engine_attached", "1 while an engine is attached", lambda: int(gauges.is_attached())),
-            ("data_plane_still_seconds", "Since the data thread last came round", gauges.still_s),
-            ("rebuild_refused", "1 while slots cannot be made anew", lambda: int(gauges.is_rebuild_refused())),
+            ("data_plane_still_seconds", "Since the data thread last made a turn", gauges.still_s),
+            ("rebuild_refused", "1 while slots cannot be replaced", lambda: int(gauges.is_rebuild_refused())),
         ):
             Gauge(f"kvbridge_{name}", text, registry=self.registry).set_function(read)
 
@@ -138,7 +138,7 @@ class Metrics:
         self.registry.register(_Proofs(gauges.open_sessions))
 
     def attached(self, model_key: str, traits: Traits) -> None:
-        """This engine, and no other."""
+        """Show this engine as the attached one."""
         self._engine.clear()
         self._engine.labels(model_key=model_key, **structs.asdict(traits)).set(1)
 
@@ -147,12 +147,12 @@ class Metrics:
         self._engine.clear()
 
     def warn_of_failpoints(self, said: tuple[str, ...]) -> None:
-        """Show that this agent was told to fail, wherever anybody looks."""
+        """Show which failpoints this agent was started with."""
         for each in said:
             self._failpoints.labels(each).inc()
 
     def serve(self, address: str) -> Callable[[], None]:
-        """Serve on `host:port`; returns what stops it. Raises OperatorError."""
+        """Serve on `host:port`. Returns a function that stops it. Raises OperatorError."""
         return scraping.serve(self.registry, address)
 
     def values(self) -> dict[str, float]:
@@ -167,34 +167,34 @@ class Metrics:
         return found
 
     def chunks(self, role: Role, count: int, size_bytes: int, session: Session) -> None:
-        """So many were moved by this session, of so many bytes together."""
+        """Count chunks that this session moved, and their bytes."""
         self._chunks.labels(role).inc(count)
         self._bytes.labels(role).inc(size_bytes)
         self._routed.labels(role, session.routed.route, conversion(session.verdict)).inc(size_bytes)
 
-    def lived(self, record: RequestRecord) -> None:
-        """A request is over."""
+    def request_ended(self, record: RequestRecord) -> None:
+        """Observe the stages of a request that has ended."""
         for stage, began_at, ended_at in record.stages:
             self._stage_s.labels(record.role, stage).observe(ended_at - began_at)
 
     def spans(self, outcome: str, count: int) -> None:
-        """So many were "sent", or "dropped"."""
+        """Count spans that were "sent" or "dropped"."""
         self._spans.labels(outcome).inc(count)
 
     def greeted(self, role: Role, outcome: str) -> None:
-        """A handshake has ended: "open", or with the code of what stood against it."""
+        """Count a handshake that has ended: "open", or the code of its failure."""
         self._handshakes.labels(role, self._known(outcome)).inc()
 
     def compared(self, role: str, count: int, differing: int) -> None:
-        """So many pulled chunks, and how many of them were not the same on both sides."""
+        """Count pulled chunks that were compared, and how many of them differed."""
         self._compared.labels(role).inc(count)
         self._differing.labels(role).inc(differing)
 
     def uncompared(self, count: int) -> None:
         self._uncompared.inc(count)
 
-    def leases_over(self, count: int) -> None:
-        self._leases_over.inc(count)
+    def lease_over(self) -> None:
+        self._leases_over.inc()
 
     def gathered(self, seconds: float) -> None:
         self._gather_s.inc(seconds)
@@ -210,7 +210,7 @@ class Metrics:
         self._fetched.inc(tokens)
 
     def prompt_computed(self, reason: str, tokens: int) -> str:
-        """The reason as it is shown."""
+        """Count a prompt that our engine computed. Returns the reason as it is shown."""
         known = self._known(reason)
         self._here["prompts"].labels(known).inc()
         self._here["prompt_tokens"].labels(known).inc(tokens)
@@ -235,20 +235,20 @@ class Metrics:
         self._refused.labels(self._known(code)).inc()
 
     def _known(self, code: str) -> str:
-        """The code as a label; peers may make up codes, and must not fill Prometheus with them."""
+        """The code as a label, "other" once there are too many: peers could make codes up and fill Prometheus."""
         if len(self._codes) < MAX_CODES:
             self._codes.add(code)
         return code if code in self._codes else "other"
 
 
 class _Proofs(Collector):
-    """The slowest of the open sessions by each route, as it was measured in its proof; nothing where none was."""
+    """For each route, the rate of its slowest open session, as measured in the proof. Left out if none was measured."""
 
     def __init__(self, sessions: Mapping[Role, Callable[[], Iterable[Session]]]) -> None:
         self._sessions = sessions
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        text = "Of the open sessions by this route the slowest, as measured when it was proved"
+        text = "Rate of the slowest open session by this route, as measured when it was proved"
         found = GaugeMetricFamily("kvbridge_route_bytes_per_second", text, labels=["role", "route"])
         for role, sessions in self._sessions.items():
             slowest: dict[str, float] = {}

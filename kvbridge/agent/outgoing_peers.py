@@ -1,4 +1,4 @@
-"""Sessions that we opened, with the agents that we fetch from. By address, for that is what a want names."""
+"""The receiver's sessions: we opened them with senders. Kept by address, because a want names an address."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from .peer_records import OutgoingPeer, ProbeLanes, ReceiverEvents
 log = logging.getLogger("kvbridge.peers")
 
 NOT_OPEN = ("no_session", "no_engine", "stale_epoch")
-LATE_S = 0.1  # of a tick: not worth a thought
-REST_S = 60.0  # what is in doubt is asked about much more often, and keeps its link
-MOST_NAMES = 16  # of one session: requests bring them, and a host may have any number
+LATE_S = 0.1  # a tick that is less late does not matter
+REST_S = 60.0  # undrained transfers are asked about much more often, which keeps their link
+MOST_NAMES = 16  # addresses of one session: requests bring them, and a host may have any number
 
 
 class OutgoingPeers:
     """The receiver's half of `Peers`.
 
-    One agent may have several addresses, as a name and as a number for instance; it has one session all the same. The
-    one it was dialled at first is its own, the others are other names of it for as long as that session lasts.
+    An agent may have several addresses, for instance a name and a number, but it has one session. The session is kept
+    under the address that was dialled first. The others are its other names for as long as it lasts.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class OutgoingPeers:
         self._connect_s = connect_s
         self._clock = clock
         self._open_door = open_door
-        self._also: dict[str, str] = {}  # other names -> the address of the session
+        self._aliases: dict[str, str] = {}  # other names -> the address of the session
         self._serial = 0
         self._deadlines: Deadlines[str] = Deadlines()
-        self._resting: Deadlines[Link] = Deadlines()  # links without a session, kept for what is still to be heard
+        self._resting: Deadlines[Link] = Deadlines()  # links without a session, kept for late messages
         self._lanes = ProbeLanes()
         self._without_lane: deque[str] = deque()
 
     def reach(self, address: str) -> None:
-        """See to it that `opened` or `unreachable` is heard for this address."""
+        """Make sure that the receiver hears `opened` or `unreachable` for this address."""
         dialled = self._at(address)
         if dialled is not None and dialled.state is SessionState.OPEN and dialled.session is not None:
             self._receiver.opened(address, dialled.session)
@@ -82,7 +82,7 @@ class OutgoingPeers:
                 self._receiver.unreachable(address, error.code, str(error))
 
     def ask(self, address: str) -> None:
-        """Say Hello, the first time or again. A lane is lent only to who can be spoken to."""
+        """Say Hello, for the first time or again. A lane is lent only once the link is up."""
         engine, dialled = self._engine(), self._at(address)
         if engine is None or dialled is None or not dialled.link.is_up or dialled.state is SessionState.GREETING:
             return
@@ -94,13 +94,13 @@ class OutgoingPeers:
         self._greet(engine, dialled, min(each.serial for each in self.sessions.values()))
 
     def _greet(self, engine: AttachedEngine, dialled: OutgoingPeer, oldest: int) -> None:
-        """What we have dialled before `oldest` we have given up, but for this one."""
+        """Say Hello. It also says that we gave up all sessions dialled before serial `oldest`, except this one."""
         can_pull = not dialled.against_pull
         dialled.names_slots = engine.site.has_slots
         dialled.link.send(hello(engine, dialled.lane, dialled.address, dialled.serial, oldest, can_pull))
 
     def reached(self, link: Link) -> None:
-        """Somebody is there."""
+        """This link is up."""
         if (dialled := self._of(link)) is not None and dialled.state is SessionState.NEW:
             self.ask(link.address)
 
@@ -109,18 +109,18 @@ class OutgoingPeers:
             dialled.link.send(body)
 
     def tick(self, now: float, late_s: float = 0.0) -> None:
-        """Time has passed, during which we stood still for so long: that is no silence of others."""
+        """Act on deadlines. The loop stood still for `late_s`, which does not count as silence of peers."""
         if late_s > LATE_S:
             self._deadlines.put_off(late_s)
         for address in self._deadlines.due(now):
             reason = f"connect_s: no Welcome from {address} in {self._connect_s}"
-            self._end(address, "peer_unreachable", reason, is_deaf=True)
+            self._end(address, "peer_unreachable", reason, may_be_dead=True)
         for link in self._resting.due(now):
             if self._of(link) is None and not link.is_lost:
                 link.close()
 
     def welcomed(self, link: Link, greeting: Welcome) -> Coroutine[Any, Any, None]:
-        """The sender agrees, with what this link greets for now. Its route counts once we have seen that it works."""
+        """Take the Welcome for the session that greets by this link now. It opens once its route has proved to work."""
         return self._welcomed(link, self._of(link), greeting)
 
     async def _welcomed(self, link: Link, dialled: OutgoingPeer | None, greeting: Welcome) -> None:
@@ -148,7 +148,7 @@ class OutgoingPeers:
                 session, is_greeted_again = readable or session, readable is None
             elif not await self._is_proved(session, dialled):
                 session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
-        current = self._engine()  # looking took a while; the engine may have named more ranks, or left
+        current = self._engine()  # the check took a while; the engine may have named more ranks, or left
         if current is None or current.epoch != engine.epoch or self._of(link) is not dialled:
             return
         if dialled.state is not SessionState.GREETING:
@@ -165,13 +165,13 @@ class OutgoingPeers:
         self._open(dialled, session)
 
     def lacks_slots(self, link: Link) -> OutgoingPeer | None:
-        """Whom we greet by this link without naming slots: that may be all that stands against a session."""
+        """The peer we are greeting by this link without naming slots, if any: they may be all that is missing."""
         dialled = self._of(link)
         is_greeting = dialled is not None and dialled.state is SessionState.GREETING and dialled.session is None
         return dialled if dialled is not None and is_greeting and not dialled.names_slots else None
 
     async def greet_with_slots(self, dialled: OutgoingPeer) -> None:
-        """Greet once more, with slots of ours to write to: the sender's blocks are not read by us."""
+        """Greet again, and name slots: we cannot read the sender's blocks, so it has to write."""
         if (engine := self._engine()) is not None and engine.site.routes_to(can_pull=False):
             try:
                 await self._data_plane.stage()
@@ -204,10 +204,10 @@ class OutgoingPeers:
     def hear(
         self, link: Link, sender: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse | Goodbye
     ) -> None:
-        """A sender says something else than Welcome."""
+        """Handle a sender's message other than Welcome."""
         address = link.address
         if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):
-            self._receiver.from_sender(sender, link.key, body)  # Drained is of use when the session is over, too
+            self._receiver.from_sender(sender, link.key, body)  # Drained is of use after the session, too
         if (dialled := self._of(link)) is None:
             return
         match body:
@@ -217,10 +217,10 @@ class OutgoingPeers:
                 dialled.known_incarnation = sender
                 self._sort_out()
             case Refuse(about=""):
-                self._receiver.refused(address, sender, link.key)  # while there is a way to ask it
+                self._receiver.refused(address, sender, link.key)  # before the end: it can still be asked
                 self._end(address, body.code, "; ".join(filter(None, (dialled.against_pull, *body.reasons))))
-            case Refuse() if body.code in NOT_OPEN and dialled.session is not None:  # or it was of the one before
-                self._end(address, body.code, "; ".join(body.reasons))  # what we think is open is not
+            case Refuse() if body.code in NOT_OPEN and dialled.session is not None:  # not of an earlier session
+                self._end(address, body.code, "; ".join(body.reasons))  # the sender has no such session
 
     def lose(self, link: Link, reason: str) -> None:
         if (dialled := self._of(link)) is not None:
@@ -228,9 +228,9 @@ class OutgoingPeers:
             self._end(link.address, code, f"{link.address}: {reason}")
 
     def renew(self, reason: str) -> list[str]:
-        """All sessions end, and the senders hear it; the receiver is not told. Returns all addresses that had one."""
-        addresses = [*self.sessions, *self._also]
-        self._also.clear()
+        """End all sessions and tell the senders, but not the receiver. Returns all addresses that had one."""
+        addresses = [*self.sessions, *self._aliases]
+        self._aliases.clear()
         self._without_lane.clear()
         while self.sessions:
             address, dialled = self.sessions.popitem()
@@ -238,16 +238,16 @@ class OutgoingPeers:
             self._lanes.take_back(dialled)
             self._close_memory(dialled)
             dialled.step(SessionEvent.LOSE)
-            self._part(dialled.link, reason)
+            self._say_goodbye(dialled.link, reason)
         return addresses
 
     def give_up(self, addresses: Sequence[str], code: str, reason: str) -> None:
-        """Tell the receiver that nobody is reached at these."""
+        """Tell the receiver that these addresses are unreachable."""
         for address in addresses:
             self._receiver.unreachable(address, code, reason)
 
     def _at(self, address: str) -> OutgoingPeer | None:
-        return self.sessions.get(self._also.get(address, address))
+        return self.sessions.get(self._aliases.get(address, address))
 
     def _of(self, link: Link) -> OutgoingPeer | None:
         """The session that this link carries now."""
@@ -255,10 +255,10 @@ class OutgoingPeers:
         return dialled if dialled is not None and dialled.link is link else None
 
     def _sort_out(self) -> None:
-        """What agents have refused because they have a session with us by another address becomes a name of that one.
+        """Settle sessions refused with `already_open`: the agent has a session with us by another address.
 
-        It may not have been heard of yet: its Welcome is on its way by another connection, and waited for. If we have
-        no such session, or none any more, we say so.
+        The refused address becomes another name of that session. If its Welcome may still be on its way, wait for it.
+        If we have no such session (any more), insist.
         """
         refused = [each for each in self.sessions.values() if each.known_incarnation]
         for dialled in refused:
@@ -274,17 +274,17 @@ class OutgoingPeers:
                 self._insist(dialled)
 
     def _insist(self, dialled: OutgoingPeer) -> None:
-        """Greet once more: what that agent takes for a session with us we have given up."""
+        """Greet again, and say that we gave up the session which that agent believes open."""
         dialled.known_incarnation, dialled.has_insisted = "", True
         if (engine := self._engine()) is not None:
             self._greet(engine, dialled, self._serial + 1)
 
     def _names(self, address: str) -> list[str]:
-        return [address, *(name for name, own in self._also.items() if own == address)]
+        return [address, *(name for name, own in self._aliases.items() if own == address)]
 
     def _dial(self, address: str) -> None:
         """Raises PeerError."""
-        if self._engine() is None:  # nobody could say Hello then
+        if self._engine() is None:  # without one we cannot say Hello
             raise PeerError("not_attached", "no engine is attached to this agent")
         link = self._control.dial(address)
         self._serial += 1
@@ -293,21 +293,21 @@ class OutgoingPeers:
         self.ask(address)
 
     def _merge(self, dialled: OutgoingPeer, own: OutgoingPeer) -> None:
-        """What we dialled becomes another name of a session that we have, with all its names."""
+        """Make a dialled address, with all its names, another name of a session that we have."""
         names = self._names(dialled.address)
         self._drop(dialled)
         dialled.link.close()
-        self._also |= dict.fromkeys(names, own.address)
+        self._aliases |= dict.fromkeys(names, own.address)
         for name in names:
-            if name in self._also:
+            if name in self._aliases:
                 self._named(name, own)
 
     def _named(self, name: str, own: OutgoingPeer) -> None:
-        """A session has one name more; where that is too many, an idle one goes for it."""
+        """A session has a new name. If it has too many now, an idle one is given up."""
         if (count := len(self._names(own.address))) > MOST_NAMES and not self._give_up_name(name, own):
-            # What is in doubt by this name is asked for all the same.
+            # Undrained transfers under this name are asked about all the same.
             self._receiver.refused(name, own.link.peer_incarnation, own.link.key)
-            del self._also[name]
+            del self._aliases[name]
             reason = f"{name} is {own.address}, by a name too many: got {count}, limit {MOST_NAMES}"
             return self._receiver.unreachable(name, "too_many_names", reason)
         log.info("one agent: %s is %s as well", name, own.address)
@@ -315,46 +315,46 @@ class OutgoingPeers:
             self._receiver.opened(name, own.session)
 
     def _give_up_name(self, new: str, own: OutgoingPeer) -> bool:
-        """Whether there was another name, the oldest, that no want and no engine's rank has now. It may come again."""
+        """Give up the oldest other name that no want and no engine's rank uses, if there is one. It may come again."""
         ranks = {rank.address for each in self.sessions.values() if each.session for rank in each.session.ranks}
         others = [name for name in self._names(own.address)[1:] if name != new and name not in ranks]
         if (idle := next((name for name in others if not self._receiver.is_wanted(name)), None)) is None:
             return False
-        del self._also[idle]
+        del self._aliases[idle]
         self._receiver.unreachable(idle, "too_many_names", f"{idle}: {new} is another name of this agent")
         return True
 
     def _give_up_lane(self, dialled: OutgoingPeer) -> None:
-        """Its turn is over; who waits for a lane comes next."""
+        """Take its lane back, and greet the next peer that waits for one."""
         self._lanes.take_back(dialled)
         while self._without_lane and len(self._lanes):
             waiting = self.sessions.get(self._without_lane.popleft())
             if waiting is not None and waiting.state is SessionState.NEW:
                 self.ask(waiting.address)
 
-    def _end(self, address: str, code: str, reason: str, is_deaf: bool = False) -> None:
-        """A session is over, by all names. Its sender may see it otherwise, or a Hello of ours be on the way to it.
+    def _end(self, address: str, code: str, reason: str, may_be_dead: bool = False) -> None:
+        """End a session under all its names, and tell the sender: it may not know, or our Hello may be on its way.
 
-        By a link that is deaf it may have given it up long ago without our noticing: next time another one is made.
+        `may_be_dead`: the peer may have given up this link long ago. Close it; a new one is dialled.
         """
         if (dialled := self.sessions.get(address)) is None:
             return
         self._drop(dialled)
-        self._part(dialled.link, code)
-        if is_deaf:
+        self._say_goodbye(dialled.link, code)
+        if may_be_dead:
             dialled.link.close()
         if dialled.session is None:
             self._metrics.greeted("receiver", code)
         log.info("session over: peer=%s code=%s %s", address, code, reason)
         names = self._names(address)
         for name in names:
-            self._also.pop(name, None)
+            self._aliases.pop(name, None)
         for name in names:
             self._receiver.unreachable(name, code, reason)
         self._sort_out()
 
-    def _part(self, link: Link, reason: str) -> None:
-        """Its session is over; it stays for a while, for what is still to be heard by it."""
+    def _say_goodbye(self, link: Link, reason: str) -> None:
+        """Say Goodbye on a link whose session is over. The link stays for a while, for late messages."""
         link.send(Goodbye(reason=reason))
         self._resting.set(link, self._clock() + REST_S)
 
@@ -366,7 +366,7 @@ class OutgoingPeers:
         dialled.step(SessionEvent.LOSE)
 
     async def _open_memory(self, session: Session, door: DoorCard | None, dialled: OutgoingPeer) -> Session | None:
-        """Be ready to read the blocks of its engine; with the rate. None, and noted why, if we cannot."""
+        """Map the memory of the sender's engine. Returns the session with the read rate, or None if we cannot read."""
         try:
             if door is None:
                 raise PeerError("bad_welcome", "door: none, and the route is pull")
@@ -376,13 +376,13 @@ class OutgoingPeers:
             dialled.against_pull = f"pull: {error}"[:1024]
             return None
         if self._of(dialled.link) is dialled:
-            dialled.opened = session.whose
-        else:  # it is over meanwhile
-            self._data_plane.close_peer(session.whose)
+            dialled.opened = session.memory_id
+        else:  # the session ended meanwhile
+            self._data_plane.close_peer(session.memory_id)
         return replace(session, routed=replace(session.routed, read=rate))
 
     def _memory_ended(self, dialled: OutgoingPeer, code: str, reason: str) -> None:
-        """Its owner wants closed what was opened for this session, whatever our link with it has heard."""
+        """The owner wants its memory closed, or is gone: end the session, whatever its link has heard."""
         if self._of(dialled.link) is dialled:
             self._end(dialled.address, code, f"{dialled.address}: {reason}")
 

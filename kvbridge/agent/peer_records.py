@@ -1,4 +1,4 @@
-"""What we keep of other agents: those we fetch from, those that fetch from us, and who of us hears of them."""
+"""Records of other agents, senders and receivers, and the interfaces that hear of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvbridge_proto.peer import (
 )
 
 from ..dataplane.routes.choice import Connected
-from ..exchange.session import Session, Whose
+from ..exchange.session import EngineMemoryId, Session
 from ..states import SESSION_TABLE, SessionEvent, SessionState
 from ..transport.link import Link
 
@@ -52,7 +52,7 @@ class SenderEvents(Protocol):
     ) -> None: ...
     def renounce(self, incarnation: str, cancel: Cancel) -> bool: ...
     def lost(self, incarnation: str) -> None: ...
-    def is_hopeless(self, claim: Claim) -> bool: ...
+    def will_never_be_offered(self, claim: Claim) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -64,13 +64,13 @@ class OutgoingPeer:
     serial: int = 0  # among all that we dialled
     state: SessionState = SessionState.NEW
     session: Session | None = None
-    lane: int = 0  # where the sender proves its route
-    has_lane: bool = False  # still: nobody else may use it
-    names_slots: bool = False  # our last Hello does
-    is_checked: bool = False  # a Welcome is being looked at
-    known_incarnation: str = ""  # the agent there says that it is this one, and has another session with us
-    has_insisted: bool = False  # we have said that there is no other
-    opened: Whose | None = None  # its engine's memory is mapped
+    lane: int = 0  # of our probe slot, where the sender proves its route
+    has_lane: bool = False  # it is lent to this peer now
+    names_slots: bool = False  # our last Hello named slots
+    is_checked: bool = False  # a Welcome is being checked, or was
+    known_incarnation: str = ""  # the agent there says it is this one, and has another session with us
+    has_insisted: bool = False  # we have answered that there is no other
+    opened: EngineMemoryId | None = None  # names its engine's memory while we have it mapped
     against_pull: str = ""  # why we cannot read its engine's memory ourselves
 
     def step(self, event: SessionEvent) -> None:
@@ -88,7 +88,7 @@ class IncomingPeer:
 
     @property
     def address(self) -> str:
-        """By which it reached us."""
+        """The address by which it reached us."""
         return self.greeting.address
 
     @property
@@ -96,12 +96,12 @@ class IncomingPeer:
         return self.greeting.serial
 
     def is_like(self, greeting: Hello) -> bool:
-        """Whether the route that was proved is the one to prove for this Hello."""
+        """Whether the proved route serves this Hello as well."""
         return (greeting.probe_lane, greeting.routes) == (self.greeting.probe_lane, self.greeting.routes)
 
 
 class ProbeLanes:
-    """The lanes of our probe slot. Two proofs at once never share one; the longest unused is taken first."""
+    """The lanes of our probe slot. Simultaneous proofs never share one. The one unused for longest is lent first."""
 
     def __init__(self) -> None:
         self._free = deque(range(PROBE_LANES))
@@ -111,13 +111,13 @@ class ProbeLanes:
         return len(self._free)
 
     def lend(self, dialled: OutgoingPeer) -> bool:
-        """Whether it has one now."""
+        """Lend a lane if one is free. Returns whether this peer has one now."""
         if not dialled.has_lane and self._free:
             dialled.lane, dialled.has_lane = self._free.popleft(), True
         return dialled.has_lane
 
     def take_back(self, dialled: OutgoingPeer) -> None:
-        """Its proof was seen, or is of no interest any more."""
+        """Take its lane back: its proof was checked, or no longer matters."""
         if dialled.has_lane:
             dialled.has_lane = False
             self._free.append(dialled.lane)

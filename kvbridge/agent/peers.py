@@ -1,4 +1,4 @@
-"""Our sessions with other agents: those we dialled to fetch from, those that dialled us. Who hears what comes in."""
+"""Our sessions with other agents, dialled and accepted, and the dispatch of what comes in."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WARN_S = 60.0
 
 
 class Peers:
-    """Sessions come and go here; what they are for is the receiver's and the sender's business."""
+    """Opens and ends sessions. What they are used for is up to the receiver and the sender."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Peers:
         self._warned: dict[str, float] = {}
 
     async def serve(self) -> None:
-        """Hear what comes in until cancelled."""
+        """Handle what comes in until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             async for event in self._control.events():
                 match event:
@@ -81,11 +81,14 @@ class Peers:
                         self._rejected(code, text)
 
     def end_all(self, reason: str) -> None:
-        """Our engine left or we are stopping: every session names an epoch that is over."""
+        """End all sessions, because our engine left or we are stopping: the epoch they name is over."""
         self.outgoing.give_up(self.renew(reason), "engine_left", reason)
 
     def renew(self, reason: str) -> list[str]:
-        """Another epoch of the same engine: sessions end, the receiver knows and asks anew for whom it needs."""
+        """End all sessions, because our engine has a new epoch or new slots. Returns the addresses of senders.
+
+        The receiver is told by the caller, and reaches again for those it needs.
+        """
         addresses = self.outgoing.renew(reason)
         self.incoming.renew(reason)
         return addresses
@@ -94,7 +97,7 @@ class Peers:
         name_of = self._control.trust.name_of
         return peer_statuses(self.outgoing.sessions.values(), self.incoming.sessions.values(), name_of)
 
-    # Any thread may ask for these: each list is made without a step of Python in between.
+    # Callable from any thread: `list` copies atomically.
 
     def count_dialled(self, state: SessionState) -> int:
         """How many sessions that we dialled are in this state."""
@@ -104,18 +107,18 @@ class Peers:
         return len(self.incoming.sessions)
 
     def open_dialled(self) -> list[Session]:
-        """Sessions with those that we fetch from."""
+        """Open sessions with senders."""
         return [each.session for each in list(self.outgoing.sessions.values()) if each.session is not None]
 
     def open_accepted(self) -> list[Session]:
-        """Sessions with those that fetch from us."""
+        """Open sessions with receivers."""
         return [each.session for each in list(self.incoming.sessions.values())]
 
     def _take(self, tasks: asyncio.TaskGroup, link: Link, sender: str, body: Body) -> None:
-        """One message; what goes wrong with it costs its link and nothing else."""
+        """Handle one message. A failure costs its link and nothing else."""
         try:
-            if isinstance(body, Hello):  # waits for the data plane; nobody else shall
-                if (answered := self.incoming.knocked(link, sender, body)) is not None:
+            if isinstance(body, Hello):  # its answer waits for the data plane; nothing else may
+                if (answered := self.incoming.hello_received(link, sender, body)) is not None:
                     tasks.create_task(self._answer(link, f"Hello of {sender}", answered))
             elif isinstance(body, Welcome) and link.is_dialled:
                 tasks.create_task(self._welcome(link, body))
@@ -131,12 +134,12 @@ class Peers:
             self._fault(link, f"{type(body).__name__} of {sender}")
 
     def _to_greet_again(self, link: Link, body: Body) -> OutgoingPeer | None:
-        """Who would write to slots of ours, where our greeting named none."""
+        """The peer to greet again: it refused because it has to write, and our Hello named no slots."""
         is_of_hello = isinstance(body, Refuse) and body.code == "no_slots" and not body.about
         return self.outgoing.lacks_slots(link) if is_of_hello and link.is_dialled else None
 
     def _welcome(self, link: Link, greeting: Welcome) -> Coroutine[Any, Any, None]:
-        """Answers whom we greet now: once this has its turn, that may be over, and the link greet for another."""
+        """Answer a Welcome for the session that this link carries now: once the task runs it may carry another."""
         return self._answer(link, f"Welcome of {link.address}", self.outgoing.welcomed(link, greeting))
 
     async def _answer(self, link: Link, what: str, answered: Coroutine[Any, Any, None]) -> None:
@@ -158,7 +161,7 @@ class Peers:
         (self.outgoing if link.is_dialled else self.incoming).lose(link, reason)
 
     def _fault(self, link: Link, what: str) -> None:
-        """Our own fault: it costs the link, the log has the cause."""
+        """We failed to handle a message: log the cause, and end the link."""
         log.exception("a message could not be handled: %s", what)
         self._metrics.rejected("internal_error")
         link.close()
@@ -167,6 +170,6 @@ class Peers:
     def _rejected(self, code: str, text: str) -> None:
         self._metrics.rejected(code)
         now = self._clock()
-        if now - self._warned.get(code, -WARN_S) >= WARN_S:  # counted each time, said once a minute
+        if now - self._warned.get(code, -WARN_S) >= WARN_S:  # counted every time, logged once a minute
             self._warned[code] = now
             log.warning("rejected a message: code=%s %s", code, text)

@@ -1,6 +1,6 @@
-"""What becomes of our engine's prompts: those it is to decode, and those it offers. Counted, and said once a minute.
+"""Counts what becomes of our engine's prompts, wanted and offered, and logs it once a minute.
 
-On each rank's agent for itself: an engine of two ranks counts every prompt twice.
+Each rank's agent counts for itself: an engine of two ranks counts every prompt twice.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Prompts:
             self._say_unfetched(now)
 
     def _say_unfetched(self, now: float) -> None:
-        """Prompts are computed for nothing: something else than us is amiss."""
+        """Warn of prompts that were computed for nothing: the cause is outside this agent."""
         cause = SOME_FETCHED if now - self._fetched_at < EVERY_S else NONE_FETCHED
         log.warning("prompts that nobody fetched: %d, the last: %s; %s", self._unfetched, self._last, cause)
         self._unfetched = 0

@@ -1,8 +1,8 @@
-"""When doubt has eaten the staging: other slots behind another fabric, beside the same engine.
+"""Replaces the staging once quarantine holds too much of it: new slots behind a new fabric, for the same engine.
 
-A receive slot is quarantined until there is proof that nothing can be written there any more, a send slot until
-the late write out of it ends. Where that does not come (the peer stands still, or went and never came back), the slots
-are not freed: they are left behind, receive slots for good with their addresses, and others take their place.
+A receive slot is quarantined until there is proof that nothing can be written to it any more, a send slot until the
+late write out of it ends. If that never comes (the peer is frozen, or is gone for good), the slots are not freed. They
+are left behind, receive slots for good with their addresses, and new ones take their place.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .metrics import Metrics
 log = logging.getLogger("kvbridge.agent")
 
 LOOK_S = 0.5
-PAUSE_S = 2.0  # no request begins while those under way end; those that have not by then fail, as `rebuilt`
+PAUSE_S = 2.0  # no request begins while those under way end; the ones left after this fail with `rebuilt`
 PAUSED_LOOK_S = 0.01
-AGAIN_S = 10.0  # after a rebuild that failed: it takes the data plane some time
+AGAIN_S = 10.0  # after a failed attempt: each costs the data plane some time
 
 
-class Patience:
-    """How long half the slots of one kind have been in quarantine. Pure; the caller brings the clock."""
+class QuarantineTimer:
+    """How long at least half the slots of one kind have been quarantined. Pure: the caller passes the time."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._since: float | None = None
 
     def is_over(self, counts: SlotCounts, now: float) -> bool:
-        """Whether it has been too long. Wants to be asked now and then."""
+        """Whether that is too long. To be called regularly: the time counts from the first call that sees it."""
         slots = counts.free + counts.lent + counts.landed + counts.quarantined
         if not counts.quarantined or 2 * counts.quarantined < slots:
             self._since = None
@@ -49,7 +49,7 @@ class Patience:
 
 
 class Rebuilder:
-    """Watches the slots of one agent."""
+    """Watches the slots of one agent, and replaces them."""
 
     def __init__(
         self,
@@ -68,15 +68,13 @@ class Rebuilder:
         self._seconds = seconds
         self._patience = self._patient()
         self._clock = clock
-        self.refused = ""  # why others cannot be had although it is time for them: a code
+        self.refused = ""  # the code why slots that are due cannot be made
         self._again_at = float("-inf")
-        self._endpoints: StagingEndpoints | None = (
-            None  # made, and not worked with yet: what is under way comes to its end
-        )
+        self._endpoints: StagingEndpoints | None = None  # made, but not used until what is under way has ended
         self._pause_ends = 0.0
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Look regularly, until cancelled."""
         while True:
             await asyncio.sleep(self.look_in_s)
             await self.look()
@@ -87,7 +85,7 @@ class Rebuilder:
 
     @property
     def look_in_s(self) -> float:
-        """When to look next."""
+        """Seconds until the next look."""
         return PAUSED_LOOK_S if self.is_pausing else LOOK_S
 
     async def look(self) -> None:
@@ -106,27 +104,27 @@ class Rebuilder:
         endpoints, self._endpoints = self._endpoints, None
         reason = f"rebuild_s: {' and '.join(reasons)} were quarantined for {self._seconds:g} s"
         self._engines.rebuild(endpoints, reason)
-        self._patience = self._patient()  # the data plane's slots are as they were until its thread has heard of it
+        self._patience = self._patient()  # send slots count as before until the data plane's thread has switched
         self._metrics.rebuilt()
-        log.warning("made the slots anew: %s", reason)
+        log.warning("replaced the slots: %s", reason)
 
-    def _patient(self) -> dict[str, Patience]:
-        return {kind: Patience(self._seconds) for kind in self._slots}
+    def _patient(self) -> dict[str, QuarantineTimer]:
+        return {kind: QuarantineTimer(self._seconds) for kind in self._slots}
 
     def _reasons(self) -> list[str]:
-        """Of which slots so many have been in quarantine for so long that others are needed."""
+        """For each kind of slots that has to be replaced, how many are quarantined."""
         counts, now = {kind: slots.counts() for kind, slots in self._slots.items()}, self._clock()
         over = [kind for kind, patience in self._patience.items() if patience.is_over(counts[kind], now)]
         return [f"{counts[kind].quarantined} of {len(self._slots[kind])} {kind} slots" for kind in over]
 
     def close(self) -> None:
-        """Nothing is made anew: what proof was missing has come, or the agent ends."""
+        """Discard the new slots: the missing proof has come, or the agent ends."""
         if self._endpoints is not None:
             self._data_plane.discard(self._endpoints)
             self._endpoints = None
 
     async def _prepared(self) -> StagingEndpoints | None:
-        """Other endpoints, if it is time for them and they can be had."""
+        """New endpoints, if they are due and can be made."""
         now = self._clock()
         if not self._reasons():
             self.refused = ""
@@ -135,12 +133,12 @@ class Rebuilder:
             return None
         try:
             endpoints = await self._data_plane.prepare_endpoints()
-        except (KVBridgeError, OSError, RuntimeError, MemoryError) as error:  # no memory, most likely: as it was
+        except (KVBridgeError, OSError, RuntimeError, MemoryError) as error:  # no memory, most likely
             self._again_at = now + AGAIN_S
             code = error.code if isinstance(error, KVBridgeError) else type(error).__name__
-            if code != self.refused:  # said once; tried as long as it is needed
+            if code != self.refused:  # logged once, though tried again
                 self.refused = code
-                log.error("the slots cannot be made anew: code=%s %s", code, error)
+                log.error("the slots cannot be replaced: code=%s %s", code, error)
             return None
         self.refused = ""
         return endpoints

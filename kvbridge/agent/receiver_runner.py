@@ -1,7 +1,7 @@
-"""The receiver's story: our engine wants tokens, other agents bring them, we put them into its blocks.
+"""The receiver's story: our engine wants tokens, other agents have them, we put them into its blocks.
 
-A want comes in (`want`), sessions open (`opened`), the data plane reports what has come into the blocks (`hear`), and
-the engine is told. What to do is decided by exchange.receiving; here it is done.
+A want comes in (`want`), sessions open (`opened`), the data plane reports which rows are in the blocks (`hear`), and
+the engine is told. exchange/receiver.py decides what to do; this file does it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvbridge_proto.peer import (
 from msgspec import structs
 
 from ..dataplane.data_plane import DataPlane
-from ..exchange.actions import Action, Ask, Reach, Send, Tell
+from ..exchange.actions import Action, Ask, Reach, Send, Tell, Uncompared
 from ..exchange.orders import (
     Broken,
     Dropped,
@@ -38,6 +38,7 @@ from ..exchange.orders import (
     Pulled,
     ReceiveOrder,
     ReceivingReport,
+    StageReached,
     StopReceiving,
 )
 from ..exchange.receiver import CHECK_S, Receiver
@@ -48,9 +49,8 @@ from .current_engine import CurrentEngine
 from .metrics import Metrics
 from .outgoing_peers import OutgoingPeers
 from .peer_records import ReceiverEvents
+from .request_log import RequestLog
 from .request_records import RequestRecords
-
-log = logging.getLogger("kvbridge.receiver")
 
 WARN_S = 60.0
 
@@ -73,6 +73,7 @@ class ReceiverRunner:
         self._data_plane = data_plane
         self._metrics = metrics
         self._records = records
+        self._log = RequestLog(logging.getLogger("kvbridge.receiver"), records.names)
         self._current = current
         self._clock = clock
         self._warned = float("-inf")
@@ -85,20 +86,13 @@ class ReceiverRunner:
 
     def want(self, want: Want, engine: AttachedEngine) -> None:
         want = structs.replace(want, sender=canonical(want.sender))
-        log.debug(
-            "want: request=%s rendezvous=%s tokens=[%d,%d) sender=%s",
-            want.request,
-            want.rendezvous,
-            want.first_token,
-            want.end_token,
-            want.sender,
-        )
         tokens = f"tokens [{want.first_token}, {want.end_token}) of {want.sender}"
         self._records.note(
             "wanted", tokens, request=want.request, rendezvous=want.rendezvous, traceparent=want.traceparent
         )
+        self._log.debug("want", "rendezvous=%s %s", want.rendezvous, tokens, request=want.request)
         failpoint("receiver.want_heard")
-        self._data_plane.get_up()
+        self._data_plane.wake()
         self._do(self._receiving.want(want, engine, self._clock()))
 
     def knows(self, request: str) -> bool:
@@ -116,7 +110,7 @@ class ReceiverRunner:
         self._do(self._receiving.rebuilt(engine, self._clock()))
 
     def pause(self) -> bool:
-        """Begin nothing until `rebuilt` or `resume`. Whether nothing is under way any more."""
+        """Claim nothing until `rebuilt` or `resume`. Returns whether nothing is under way."""
         return self._receiving.pause()
 
     def resume(self) -> None:
@@ -131,14 +125,14 @@ class ReceiverRunner:
     # Other agents:
 
     def met(self, session: Session) -> None:
-        """A sender we did not know: be ready for what it will bring."""
+        """A session with a new sender: compile the kernels for what it will send."""
         if self._current.memory is None:
             return
         ours = session.planner.samples(session.slot_bytes, is_sender=False)
         if session.routed.is_pulled:
             theirs = session.planner.samples(session.slot_bytes, is_sender=True)
-            pairs = list(zip(theirs, ours, strict=False))  # where one side cannot have such samples there are none
-            self._data_plane.warm_pull(self._current.memory, session.whose, pairs, self._receiving.sampling.kinds)
+            pairs = list(zip(theirs, ours, strict=False))  # none if either side has no samples
+            self._data_plane.warm_pull(self._current.memory, session.memory_id, pairs, self._receiving.sampling.kinds)
         else:
             self._data_plane.warm(self._current.memory, ours)
 
@@ -178,7 +172,7 @@ class ReceiverRunner:
             case Drained(transfer=transfer, code=code, reason=reason):
                 failpoint("receiver.drained_heard")
                 self._do(receiving.drained(incarnation, transfer, code, reason, now, key))
-            case Refuse(about=transfer, code=code, reasons=reasons):  # a refused claim is never written for
+            case Refuse(about=transfer, code=code, reasons=reasons):  # nothing is ever written for a refused claim
                 self._do(receiving.drained(incarnation, transfer, code, "; ".join(reasons), now, key))
 
     def _note_heard(self, body: BlockTables | Checked | Ready | Failing | Drained | Refuse) -> None:
@@ -199,20 +193,21 @@ class ReceiverRunner:
     # The data plane:
 
     def hear(self, reports: Sequence[ReceivingReport]) -> None:
-        """What the data plane reports."""
+        """Take the data plane's reports."""
         for report in reports:
             match report:
+                case StageReached():
+                    self._records.reach(report)
                 case Landed(transfer=transfer, chunks=chunks, size_bytes=size_bytes):
                     failpoint("receiver.scattered")
                     if chunks:
-                        self._records.note("landed", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
+                        self._records.note("scattered", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
                         self._metrics.chunks("receiver", chunks, size_bytes, self._receiving.session_of(transfer))
                 case Dropped():
                     self._on_dropped(report)
                 case Malformed(code=code):
                     self._metrics.rejected(code)
                 case Pulled(transfer=transfer, chunks=chunks, size_bytes=size_bytes, failure=None):
-                    self._records.note("read", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
                     self._metrics.chunks("receiver", chunks, size_bytes, self._receiving.session_of(transfer))
                 case (
                     Pulled(transfer=transfer, failure=(code, reason))
@@ -224,16 +219,15 @@ class ReceiverRunner:
     def _on_dropped(self, dropped: Dropped) -> None:
         self._metrics.late_write()
         now = self._clock()
-        if now - self._warned >= WARN_S:  # counted each time, said once a minute: whoever may write may write on
+        if now - self._warned >= WARN_S:  # counted every time, logged once a minute: a peer can go on writing
             self._warned = now
-            log.warning("late or foreign write dropped: transfer=%r slot=%d", dropped.transfer, dropped.slot)
+            self._log.warning("late or foreign write dropped", "slot=%d", dropped.slot, transfer=dropped.transfer)
 
     def tick(self) -> None:
-        before = self._receiving.uncompared
-        self._do(self._receiving.tick(self._clock()))
-        if late := self._receiving.uncompared - before:
-            log.warning("%d pulled chunks were not compared: their sender said no digests in %g s", late, CHECK_S)
-            self._metrics.uncompared(late)
+        actions = self._receiving.tick(self._clock())
+        self._do(actions)
+        if late := sum(each.chunks for each in actions if isinstance(each, Uncompared)):
+            self._log.warning("chunks not compared", "%d, their senders sent no digests in %g s", late, CHECK_S)
 
     # Doing:
 
@@ -259,21 +253,21 @@ class ReceiverRunner:
                 case Tell(message=message):
                     self._current.tell(message)
                     self._told(message)
+                case Uncompared(transfer=transfer, chunks=chunks):
+                    self._log.debug("chunks not compared", "chunks=%d", chunks, transfer=transfer)
+                    self._metrics.uncompared(chunks)
                 case ReceiveOrder() | Lend() | StopReceiving() | Pull():
-                    if isinstance(action, Pull):
-                        chunks = f"chunks [{action.first_chunk}, {action.end_chunk}) of {action.plan.chunks}"
-                        self._records.note("reading", chunks, transfer=action.transfer)
                     self._data_plane.give(action, self._current.memory)
 
     def _told(self, message: ToEngine) -> None:
         match message:
             case Done(request=request, moved_bytes=moved, seconds=seconds):
-                log.debug("done: request=%s bytes=%d ms=%.2f", request, moved, seconds * 1e3)
+                self._log.debug("done", "bytes=%d ms=%.2f", moved, seconds * 1e3, request=request)
                 self._records.note("done", f"{moved} bytes", request=request, seconds=seconds)
                 self._metrics.want_done(seconds)
                 failpoint("receiver.done_told")
             case Failed(request=request, code=code, reason=reason):
-                log.warning("failed: request=%s code=%s %s", request, code, reason)
+                self._log.warning("failed", "code=%s %s", code, reason, request=request)
                 self._records.note("failed", f"{code}: {reason}", request=request)
                 self._metrics.want_failed(code)
 

@@ -1,4 +1,4 @@
-"""Requests that are under way, by what the journal was told of them: each is looked back at when it has ended."""
+"""Collects the journal's entries of each open request, and hands the record on once the request has ended."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Literal
 
 from kvbridge_proto.status import TraceEntry
 
+from ..exchange.orders import StageReached, TransferStage
 from .journal import Journal
+from .request_names import MOST_TRANSFERS, RequestNames
 
 Role = Literal["sender", "receiver"]
 Stage = Literal["claim", "begin", "move"]
 
-MOST = 4096  # of each role; the oldest go first, and with them those whose end nobody told
+MOST = 4096  # per role; the oldest go first, and so do requests whose end was never noted
 BEGINS: dict[Role, str] = {"sender": "offered", "receiver": "wanted"}
 ENDS: dict[Role, tuple[str, ...]] = {"sender": ("released",), "receiver": ("done", "failed")}
-FIRST_BYTES: dict[Role, tuple[str, ...]] = {"sender": ("readable", "written"), "receiver": ("reading", "landed")}
+BEGINNINGS: tuple[TransferStage, ...] = ("gathering", "reading")
+FIRST_BYTES: dict[Role, tuple[str, ...]] = {"sender": ("readable", "gathering"), "receiver": ("reading", "landed")}
 
 
 @dataclass(slots=True)
@@ -26,26 +29,26 @@ class RequestRecord:
     role: Role
     first: dict[str, TraceEntry] = field(default_factory=dict)
     transfers: set[str] = field(default_factory=set)
-    traceparent: str = ""  # the engine's span, as its request said it
+    traceparent: str = ""  # the engine's span, from its request
 
     def add(self, entry: TraceEntry) -> None:
         known = self.first.get(entry.what)
         if known is None or entry.at_s < known.at_s:
             self.first[entry.what] = entry
-        if entry.transfer:
+        if entry.transfer and len(self.transfers) < MOST_TRANSFERS:
             self.transfers.add(entry.transfer)
 
     @property
     def stages(self) -> Iterator[tuple[Stage, float, float]]:
-        """Each stage that it went through, with its begin and end, seconds since 1970.
+        """Each stage that it went through, with its begin and end in seconds since 1970.
 
-        claim: until receiver and sender had met. begin: until the first bytes could move. move: until it was over.
+        claim: until receiver and sender had met. begin: until the first bytes could move. move: until its end.
         """
         began_at, claimed_at = self._first_of(BEGINS[self.role]), self._first_of("claimed")
         moved_at, over_at = self._first_of(*FIRST_BYTES[self.role]), self._first_of(*ENDS[self.role])
         if began_at is None or claimed_at is None:
             return
-        met_at = max(began_at, claimed_at)  # a sender may be asked before its engine has anything to offer
+        met_at = max(began_at, claimed_at)  # a claim may come before the offer
         yield "claim", began_at, met_at
         if moved_at is not None:
             yield "begin", met_at, max(met_at, moved_at)
@@ -57,15 +60,16 @@ class RequestRecord:
 
 
 class RequestRecords:
-    """The journal as one role writes it. `ended` hears of each request that is over."""
+    """Writes the journal for one role. `ended` is called with each request that has ended."""
 
     def __init__(self, role: Role, journal: Journal, ended: Callable[[RequestRecord], None], most: int = MOST) -> None:
         self._role: Role = role
         self._journal = journal
         self._ended = ended
         self._most = most
+        self.names = RequestNames(most)
         self._of_request: dict[str, RequestRecord] = {}
-        self._of_transfer: dict[str, RequestRecord] = {}  # also of claims that nobody has found a request for
+        self._of_transfer: dict[str, RequestRecord] = {}  # also claims whose request is not known yet
 
     def note(
         self,
@@ -77,11 +81,14 @@ class RequestRecords:
         transfer: str = "",
         seconds: float | None = None,
         traceparent: str = "",
+        at: float | None = None,
     ) -> None:
-        """Something has happened now."""
+        """Record an event that happened at `at` on the journal's clock, or now."""
         entry = self._journal.note(
-            what, text, request=request, rendezvous=rendezvous, transfer=transfer, seconds=seconds
+            what, text, request=request, rendezvous=rendezvous, transfer=transfer, seconds=seconds, at=at
         )
+        if request and transfer:
+            self.names.join(request, transfer)
         if (record := self._record(entry)) is None:
             return
         record.add(entry)
@@ -94,17 +101,23 @@ class RequestRecords:
                 self._of_transfer.pop(each, None)
             self._ended(record)
 
+    def reach(self, report: StageReached) -> None:
+        """Record a stage that a transfer reached."""
+        chunks = f"from chunk {report.chunks}" if report.stage in BEGINNINGS else f"{report.chunks} chunks so far"
+        self.note(report.stage, chunks, transfer=report.transfer, at=report.at)
+
     def _record(self, entry: TraceEntry) -> RequestRecord | None:
-        """Whose entry it is; None for what comes after the end."""
+        """The record that an entry belongs to; None after the request has ended."""
         record = self._of_request.get(entry.request)
         by_transfer = self._of_transfer.get(entry.transfer)
         if record is None and entry.what == BEGINS[self._role]:
             self._keep(self._of_request, entry.request, record := RequestRecord(self._role))
+            self.names.begin(entry.request)
         if by_transfer is None and record is None and entry.what == "claimed":
             return RequestRecord(self._role)
         if record is None:
             return by_transfer
-        if by_transfer is not None and by_transfer is not record:  # claimed before anybody knew by which request
+        if by_transfer is not None and by_transfer is not record:  # claimed before its request was known
             for each in by_transfer.first.values():
                 record.add(each)
         return record

@@ -1,6 +1,6 @@
-"""Where Prometheus asks: HTTP that anybody who reaches the port may speak, so few at once and none of them for long.
+"""Serves the metrics over HTTP. Anybody who reaches the port may connect, so connections are few and short.
 
-Threads of their own answer; the loop does not know of them.
+Its own threads answer; the loop is not involved.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvbridge.metrics")
 
 AT_ONCE = 16
-REQUEST_S = 5.0  # from the connection's begin to its end; Prometheus itself waits 10 s unless told otherwise
+REQUEST_S = 5.0  # for a whole connection; Prometheus itself waits 10 s by default
 LOOK_S = 0.5
 KEPT_S = 1.0
 
 
 def serve(registry: CollectorRegistry, address: str, request_s: float = REQUEST_S) -> Callable[[], None]:
-    """Answer on `host:port`; returns what stops it. Raises OperatorError."""
+    """Answer on `host:port`. Returns a function that stops it. Raises OperatorError."""
     host, _, port = address.rpartition(":")
     try:
         family, _, _, _, place = socket.getaddrinfo(
@@ -54,9 +54,9 @@ def serve(registry: CollectorRegistry, address: str, request_s: float = REQUEST_
 
 
 class Page:
-    """What is shown. Made at most once in KEPT_S, by one thread; others wait for it.
+    """The page of metrics. One thread makes it, at most once in KEPT_S; others wait for it.
 
-    To make it takes more than a millisecond of the interpreter, and the loop and the data plane wait for that.
+    Making it holds the interpreter for more than a millisecond, and the loop and the data plane wait for that.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -80,29 +80,29 @@ class Page:
 
 
 def _server(family: socket.AddressFamily) -> type[_Server]:
-    """The library takes the family from the class."""
+    """A server class for this family: the library reads it from the class."""
     return type("_Server", (_Server,), {"address_family": family})
 
 
 class _Request(WSGIRequestHandler):
-    """One request, not logged: who asks often would fill the log."""
+    """One request. It is not logged: a frequent client would fill the log."""
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, AT_ONCE at most: the others are closed, and so is who takes too long.
+    """One thread per connection, AT_ONCE at most. Further connections are closed, and so are those that take too long.
 
-    A timeout of the socket would not do: who sends a byte now and then never meets it.
+    A socket timeout would not do: a client that sends a byte now and then never runs into it.
     """
 
     daemon_threads = True
-    request_queue_size = 128  # with the library's 5 a flood costs who comes after it a second
+    request_queue_size = 128  # with the library's 5 a flood delays the next client by a second
 
     def __init__(self, place: tuple[str, int], request_s: float) -> None:
         self._request_s = request_s
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, float] = {}  # with the time when it is cut off
+        self._open: dict[socket.socket, float] = {}  # and when each is cut off
         super().__init__(place, _Request)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -116,7 +116,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:  # `_cut` must not meet another's descriptor of this number
+        with self._lock:  # or `_cut` could hit a new connection with this descriptor
             self._open.pop(request, None)
             super().shutdown_request(request)
 
@@ -129,7 +129,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._cut(float("inf"))
 
     def _cut(self, now: float) -> None:
-        """The thread that waits for such a connection reads its end, and closes it."""
+        """Shut down late connections. The thread that serves one reads its end, and closes it."""
         with self._lock:
             for request, ends in self._open.items():
                 if now > ends:

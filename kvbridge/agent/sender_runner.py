@@ -1,8 +1,8 @@
-"""The sender's story: our engine offers tokens, other agents claim them, we gather and push.
+"""The sender's story: our engine offers tokens, other agents claim them, we send them or let them be read.
 
 An offer comes in (`offer`) as the prompt is computed; a claim comes in (`from_receiver`), before or after it; the data
-plane gets an order, and reports (`hear`); the engine gets its blocks back. What to do is decided by exchange.sending;
-here it is done.
+plane gets an order, and reports (`hear`); the engine gets its blocks back. exchange/sender.py decides what to do; this
+file does it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvbridge_proto.peer import (
 )
 
 from ..dataplane.data_plane import DataPlane
-from ..exchange.actions import Action, Send, Tell
+from ..exchange.actions import Action, Met, Send, Tell, Unconfirmed
 from ..exchange.orders import (
     Broken,
     Credit,
@@ -39,6 +39,7 @@ from ..exchange.orders import (
     SendingReport,
     SendOrder,
     Shipped,
+    StageReached,
     StopSending,
     Watch,
 )
@@ -49,9 +50,8 @@ from .current_engine import CurrentEngine
 from .incoming_peers import IncomingPeers
 from .metrics import Metrics
 from .peer_records import SenderEvents
+from .request_log import RequestLog
 from .request_records import RequestRecords
-
-log = logging.getLogger("kvbridge.sender")
 
 UNREAD_LOOK_S = 0.01
 
@@ -74,28 +74,22 @@ class SenderRunner:
         self._data_plane = data_plane
         self._metrics = metrics
         self._records = records
+        self._log = RequestLog(logging.getLogger("kvbridge.sender"), records.names)
         self._current = current
         self._clock = clock
-        self._watched = -1  # the count of our engine's fence that is looked out for
+        self._watched = -1  # the count of our engine's fence that we wait for; -1: none
 
     # The engine:
 
     def offer(self, offer: Offer, engine: AttachedEngine) -> None:
-        log.debug(
-            "offer: request=%s rendezvous=%s tokens=[%d, %d)%s",
-            offer.request,
-            offer.rendezvous,
-            offer.first_token,
-            offer.tokens,
-            " (last)" if offer.is_last else "",
-        )
         tokens = f"tokens [{offer.first_token}, {offer.tokens}){', all there are' * offer.is_last}"
         self._records.note(
             "offered", tokens, request=offer.request, rendezvous=offer.rendezvous, traceparent=offer.traceparent
         )
+        self._log.debug("offer", "rendezvous=%s %s", offer.rendezvous, tokens, request=offer.request)
         failpoint("sender.offer_heard")
         self._do(self._sending.offer(offer, engine, self._clock()))
-        if self._sending.is_owing:  # its socket is not found empty before we have read what we are at
+        if self._sending.is_owing:  # its socket counts as empty only after this message
             asyncio.get_running_loop().call_soon(self._do, [])
 
     def knows(self, request: str) -> bool:
@@ -103,17 +97,17 @@ class SenderRunner:
         return request in self._sending.offers
 
     def is_due(self, offer: Offer) -> bool:
-        """Whether it goes on with what was offered before, or somebody has claimed it already."""
+        """Whether it continues an open offer, or a claim waits for it."""
         return self.knows(offer.request) or self._sending.is_awaited(offer.rendezvous)
 
-    def is_hopeless(self, claim: Claim) -> bool:
-        """Whether what it takes is not offered, and will not be if nothing new is."""
+    def will_never_be_offered(self, claim: Claim) -> bool:
+        """Whether there is no offer for this claim, and none will be accepted while we stop."""
         return not (self._sending.is_awaited(claim.rendezvous) or self._sending.has_offer(claim))
 
     def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
         actions = self._sending.withdraw(request, reason, self._clock(), comes_again)
         self._records.note("withdrawn", reason, request=request)
-        if self.knows(request):  # it is being read
+        if self.knows(request):  # it is still being read
             failpoint("sender.withdraw_heard")
         self._do(actions)
 
@@ -124,8 +118,10 @@ class SenderRunner:
         self._do(self._sending.rescaled(reason, self._clock()))
 
     def pause(self, is_alone: bool) -> bool:
-        """Begin nothing until `rebuilt` or `resume`, if we serve all of our engine. Whether nothing is under way but
-        what is late."""
+        """Begin nothing until `rebuilt` or `resume`, if our engine has one rank (`is_alone`).
+
+        Returns whether nothing is under way except late writes.
+        """
         return self._sending.pause(is_alone) and not self._data_plane.send_orders.moving
 
     def resume(self) -> None:
@@ -140,7 +136,7 @@ class SenderRunner:
     # Other agents:
 
     def met(self, session: Session) -> None:
-        """A receiver we did not know: be ready for what it will take, or read itself and compare."""
+        """A session with a new receiver: compile the kernels for what it will take, or read and compare."""
         if self._current.memory is not None:
             self._data_plane.warm(self._current.memory, session.planner.samples(session.slot_bytes, is_sender=True))
 
@@ -153,10 +149,11 @@ class SenderRunner:
             case Claim():
                 assert engine is not None
                 failpoint("sender.claim_received")
-                log.debug("claim: transfer=%s want=%s rendezvous=%s", body.transfer, body.want, body.rendezvous)
                 tokens = f"tokens [{body.first_token}, {body.end_token}) by {session.peer.name}"
                 self._records.note("claimed", tokens, rendezvous=body.rendezvous, transfer=body.transfer)
                 self._do(self._sending.claim(body, session, engine, self._clock()))
+                said = ("want=%s rendezvous=%s", body.want, body.rendezvous)
+                self._log.debug("claim", *said, transfer=body.transfer)  # once it is known of which request
             case Grant():
                 self._do(self._sending.grant(incarnation, body))
             case Cancel():
@@ -172,7 +169,7 @@ class SenderRunner:
                 self._do(self._sending.check(incarnation, body))
             case Settled(transfer=transfer):
                 failpoint("sender.settled_heard")
-                log.debug("settled: transfer=%s", transfer)
+                self._log.debug("settled", transfer=transfer)
                 self._records.note("settled", transfer=transfer)
                 self._metrics.transfer_settled()
                 if (read := self._sending.read_by(incarnation, transfer)) is not None:
@@ -180,7 +177,7 @@ class SenderRunner:
                 self._do(self._sending.settled(incarnation, transfer))
 
     def renounce(self, incarnation: str, cancel: Cancel) -> bool:
-        """Whether nothing of this transfer of that receiver is or will be written."""
+        """Whether nothing is or will be written for this receiver's transfer."""
         return self._sending.renounce(incarnation, cancel)
 
     def lost(self, incarnation: str) -> None:
@@ -189,47 +186,45 @@ class SenderRunner:
     # The data plane:
 
     def hear(self, reports: Sequence[SendingReport]) -> None:
-        """What the data plane reports."""
+        """Take the data plane's reports."""
         for report in reports:
             match report:
+                case StageReached():
+                    self._records.reach(report)
                 case Shipped(transfer=transfer, chunks=chunks, size_bytes=size_bytes, gather_s=gather_s):
-                    took = f"{chunks} chunks, {size_bytes} bytes, gathered in {sum(gather_s) * 1e3:.2f} ms"
-                    self._records.note("written", took, transfer=transfer)
+                    self._records.note("written", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
                     self._metrics.chunks("sender", chunks, size_bytes, self._sending.session_of(transfer))
                     for seconds in gather_s:
                         self._metrics.gathered(seconds)
                 case Broken(transfer=transfer, code=code, reason=reason):
-                    log.warning("chunk not shipped: transfer=%s code=%s %s", transfer, code, reason)
+                    self._log.warning("chunk not shipped", "code=%s %s", code, reason, transfer=transfer)
                     self._records.note("broken", f"{code}: {reason}", transfer=transfer)
                 case Digested():
                     self._on_digested(report)
-                case FenceReached():  # our engine's stream is further on, or as far as we wait for it
+                case FenceReached():  # our engine's fence was reached, or the wait for it ended
                     self._watched = -1
         self._do(self._sending.hear(reports))
 
     def _on_digested(self, report: Digested) -> None:
         transfer, found, read = report.transfer, report.found, report.read
         if report.failure is not None:
-            return log.warning("chunk not compared: transfer=%s code=%s %s", transfer, *report.failure)
+            return self._log.warning("chunk not compared", "code=%s %s", *report.failure, transfer=transfer)
         self._metrics.compared("sender", 1, int(found != read))
         if found != read:
             words = "chunk %d: we have digest %016x, read was %016x"
-            log.warning("digest_mismatch: transfer=%s " + words, transfer, found.chunk, found.digest, read.digest)
+            self._log.warning("digest_mismatch", words, found.chunk, found.digest, read.digest, transfer=transfer)
 
     async def unread(self) -> None:
-        """Return when no receiver counts on our engine's blocks any more: soon, and at most a lease from now."""
+        """Return once no receiver may read our engine's blocks: at most one lease from now."""
         while self._sending.is_promised:
             await asyncio.sleep(UNREAD_LOOK_S)
             self.tick()
 
     def tick(self) -> None:
-        before = self._sending.leases_over
-        self._do(self._sending.tick(self._clock()))
-        if over := self._sending.leases_over - before:
-            log.warning(
-                "blocks were kept until %d read leases were over: receivers did not say that they were through", over
-            )
-            self._metrics.leases_over(over)
+        actions = self._sending.tick(self._clock())
+        self._do(actions)
+        if over := sum(isinstance(each, Unconfirmed) for each in actions):
+            self._log.warning("read leases over", "%d receivers did not confirm that they had finished", over)
 
     # Doing:
 
@@ -239,7 +234,7 @@ class SenderRunner:
             self._answer()
 
     def _answer(self) -> None:
-        """Tell receivers what they may read, if our engine has said nothing that we have not heard."""
+        """Tell receivers what they may read, if we have lately read everything that our engine sent."""
         if (memory := self._current.memory) is not None:
             self._current.listen()
             heard_at = memory.liveness.heard_at
@@ -261,16 +256,21 @@ class SenderRunner:
                     if isinstance(message, Released):
                         why = f"{message.code} {message.reason}".strip()
                         self._records.note("released", why, request=message.request)
-                        log.debug("released: request=%s %s %s", message.request, message.code, message.reason)
+                        said = ("code=%s %s", message.code, message.reason) if message.code else ()
+                        self._log.debug("released", *said, request=message.request)
                         self._metrics.offer_released(message.code, message.is_declined)
                     self._current.tell(message)
                     if isinstance(message, Released):
                         failpoint("sender.released_told")
-                case SendOrder(transfer=transfer, plan=plan, request=request):
-                    size = f"{plan.chunks} chunks, {plan.total_bytes} bytes"
-                    self._records.note("ordered", size, request=request, transfer=transfer)
-                    self._data_plane.give(action, self._current.memory)
-                case Progress() | Credit() | StopSending() | Digest():
+                case Met(transfer=transfer, request=request, chunks=chunks, size_bytes=size_bytes):
+                    size = f"{chunks} chunks, {size_bytes} bytes"
+                    self._records.note("met", size, request=request, transfer=transfer)
+                    self._log.debug("met", "chunks=%d bytes=%d", chunks, size_bytes, transfer=transfer)
+                case Unconfirmed(transfer=transfer):
+                    why = "its receiver did not confirm that it had finished; blocks were kept until now"
+                    self._log.debug("read lease over", why, transfer=transfer)
+                    self._metrics.lease_over()
+                case SendOrder() | Progress() | Credit() | StopSending() | Digest():
                     self._data_plane.give(action, self._current.memory)
                 case Watch(fence=fence):
                     self._watch(fence)
@@ -286,7 +286,7 @@ class SenderRunner:
                 Failing(transfer=transfer, code=code, reason=reason)
                 | Drained(transfer=transfer, code=code, reason=reason)
             ) if code:
-                self._records.note("failed", f"{code}: {reason}", transfer=transfer)
+                self._records.note("broken", f"{code}: {reason}", transfer=transfer)
 
 
 def _pass_sent(body: Body) -> None:

@@ -1,6 +1,6 @@
-"""OpenTelemetry: a request that is over becomes spans, sent over OTLP/HTTP by a thread of its own.
+"""Sends requests that have ended to OpenTelemetry, as spans, over OTLP/HTTP on a thread of its own.
 
-Needs the packages of the extra `otel`. What cannot be sent is dropped and counted; nobody waits for it.
+Needs the packages of the extra `otel`. Spans that cannot be sent are dropped and counted; nobody waits for them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f
 
 
 class Spans:
-    """Sends to `endpoint`, http(s)://HOST:PORT/v1/traces. `count` hears from any thread how many spans were "sent" or
-    "dropped". Raises OperatorError (`bad_option`) for another endpoint.
+    """Sends to `endpoint`, http(s)://HOST:PORT/v1/traces. Raises OperatorError (`bad_option`) if it is malformed.
+
+    `count` is called on any thread, with "sent" or "dropped" and how many spans.
     """
 
     def __init__(self, endpoint: str, agent: str, count: Callable[[str, int], None]) -> None:
@@ -57,7 +58,7 @@ class Spans:
         self._thread.start()
 
     def ended(self, record: RequestRecord) -> None:
-        """A request is over. Never blocks."""
+        """Send the spans of a request that has ended. Never blocks."""
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
@@ -68,7 +69,7 @@ class Spans:
         with suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(CLOSE_S)
-        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+        self._exporter.shutdown()
 
     def _run(self) -> None:
         is_open = True
@@ -97,9 +98,9 @@ class Spans:
 
 
 def spans_of(record: RequestRecord, resource: Resource) -> Iterator[ReadableSpan]:
-    """One of the request, with what the journal was told as events, and one of each stage. None if it is not sampled.
+    """One span for the request, with its journal entries as events, and one per stage. Nothing if it is not sampled.
 
-    Its parent is the engine's span, where it has said one; else both agents of a rendezvous make the same trace of it.
+    The parent is the engine's span, if it named one. Otherwise both agents of a rendezvous derive the same trace.
     """
     known = _TRACEPARENT.fullmatch(record.traceparent)
     if known and not int(known["flags"], 16) & TraceFlags.SAMPLED:
@@ -148,7 +149,7 @@ def _names(record: RequestRecord) -> tuple[Iterator[str], Iterator[str]]:
 
 
 def _number(rendezvous: str) -> int:
-    """Of the trace. Both agents know the rendezvous."""
+    """The trace's id, from the rendezvous id, which both agents know."""
     return int.from_bytes(hashlib.sha256(rendezvous.encode(errors="replace")).digest()[:16], "big") or 1
 
 

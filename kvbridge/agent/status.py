@@ -1,7 +1,8 @@
-"""Transfers under way and other agents, in the words of `kvbridge status`."""
+"""Builds the parts of `kvbridge status`: transfers, offers, readers and peers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import islice
 
@@ -16,11 +17,11 @@ from ..transport.link import Link
 from .describe import route_of, verdict_of
 from .peer_records import IncomingPeer, OutgoingPeer
 
-# What a status may say at most (status.py of the protocol).
+# Limits of the status message (status.py of the protocol).
 MOST = 1 << 40
 DAY_S = 86400.0
-MOST_OFFERS = 1024  # the oldest; metrics count them all
-MOST_VERDICT, MOST_ROUTE = 4096, 2048  # two peers can differ in more than fits
+MOST_OFFERS = 1024  # the oldest; metrics count all
+MOST_VERDICT, MOST_ROUTE = 4096, 2048  # their differences may not fit
 
 
 def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[TransferStatus, ...]:
@@ -55,7 +56,7 @@ def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[Transfe
 
 
 def offers(sending: Sender, name_of: Callable[[str], str], now: float) -> tuple[OfferStatus, ...]:
-    """One line per prompt that is held for others, the oldest first; `name_of` tells whose an incarnation is."""
+    """One line per offer, the oldest first. `name_of` gives the name of an incarnation's agent."""
     unclaimed = {offered.request for offered in sending.unclaimed(now)}
     claimed_by = {
         out.offered.request: out.incarnation for out in sending.outgoing_transfers.values() if out.offered is not None
@@ -69,6 +70,7 @@ def offers(sending: Sender, name_of: Callable[[str], str], now: float) -> tuple[
             tokens=offered.tokens - offered.first_token,
             blocks=offered.blocks,
             age_s=_age(offered.began, now),
+            left_s=_left(sending.held_until(offered), now),
         )
         for offered in islice(sending.offers.values(), MOST_OFFERS)
     )
@@ -76,6 +78,11 @@ def offers(sending: Sender, name_of: Callable[[str], str], now: float) -> tuple[
 
 def _age(since: float, now: float) -> float:
     return min(DAY_S, max(0.0, now - since))
+
+
+def _left(until: float | None, now: float) -> float | None:
+    """How long until then, rounded down to milliseconds: never more than there is."""
+    return None if until is None else min(DAY_S, max(0.0, math.floor((until - now) * 1e3) / 1e3))
 
 
 def _state(offered: OpenOffer, is_unclaimed: bool) -> str:
@@ -87,7 +94,7 @@ def _state(offered: OpenOffer, is_unclaimed: bool) -> str:
 
 
 def readers(holders: Iterable[Holder], now: float) -> tuple[ReaderStatus, ...]:
-    """One line per agent that has memory of our engine mapped, the longest first."""
+    """One line per agent that has our engine's memory mapped, the longest first."""
     return tuple(
         ReaderStatus(
             agent=holder.agent,
@@ -120,6 +127,7 @@ def peer_statuses(
 def _peer(session: Session | None, address: str, state: str, key: str | None, link: Link) -> PeerStatus:
     if session is None:
         return PeerStatus(name="", address=address, incarnation="", state=state, verdict="", key=key or "")
+    rate = session.routed.rate
     return PeerStatus(
         name=session.peer.name,
         address=address,
@@ -127,6 +135,9 @@ def _peer(session: Session | None, address: str, state: str, key: str | None, li
         state=state,
         verdict=verdict_of(session)[:MOST_VERDICT],
         route=route_of(session)[:MOST_ROUTE],
+        route_name=session.routed.route,
+        bytes_per_s=rate.bytes_per_s if rate else None,
         key=key or "",
-        has_pipe=link.says_by_pipe,
+        has_pipe=link.sends_by_pipe,
+        protocol=session.version,
     )

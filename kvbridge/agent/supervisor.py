@@ -1,4 +1,4 @@
-"""What systemd hears of this agent, by sd_notify: that it serves, that it drains, that its data thread turns."""
+"""Tells systemd, by sd_notify, that this agent serves, that it drains, and that its data thread is alive."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LOOKS = 4  # per deadline
 
 
 class Supervisor:
-    """Whoever started us and wants to hear; without one nothing is said."""
+    """The service manager that started us. Without one nothing is sent."""
 
     def __init__(self, supervision: Supervision | None) -> None:
         self._said = supervision
 
     @property
     def look_s(self) -> float:
-        """Seconds between two looks at the data thread; 0 if nobody asked for them."""
+        """Seconds between two looks at the data thread; 0 if no watchdog was asked for."""
         return self._said.watchdog_s / LOOKS if self._said else 0.0
 
     def ready(self) -> None:
@@ -32,9 +32,9 @@ class Supervisor:
         self._say("STOPPING=1\nSTATUS=draining")
 
     async def feed(self, turns: Callable[[], int]) -> None:
-        """Say that we are well whenever the data thread has turned since the last look. Does not return.
+        """Feed the watchdog whenever the data thread has made a turn since the last look. Does not return.
 
-        It says nothing while the thread stands still, nor while the loop does: who listens ends us then.
+        While the thread or the loop stands still nothing is sent, and systemd ends us.
         """
         seen = -1
         while True:
@@ -50,5 +50,5 @@ class Supervisor:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as end:
                 end.sendto(message.encode(), "\0" + address[1:] if address.startswith("@") else address)
-        except OSError as error:  # it ends us if it needed to hear this
+        except OSError as error:  # systemd ends us if it had to hear this
             log.warning("systemd was not told %s: %s", message.splitlines()[0], error)

@@ -1,4 +1,4 @@
-"""Which commands there are. Each imports what it needs when it is called."""
+"""Defines the commands and their flags. Each command imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ..config import load, supervision
 from ..errors import KVBridgeError, OperatorError
-from ..extras import missing
 from ..oneline import plain_lines
 from ..options import choices, defaults, flag_of, off_flag_of, options, section_of
+from .answer import write_reasons
 
-USAGE = (  # what only a change of the command line or the settings mends, however often it is tried again
+USAGE = (  # these need another command line or other settings: trying again does not help
     "bad_option",
     "bad_address",
     "bad_config_file",
@@ -54,7 +55,7 @@ def build() -> typer.Typer:
         "proxy": proxy,
     }
     for name, command in commands.items():
-        app.command(name)(command)
+        app.command(name, cls=JSONReasons if command is plan else None)(command)
     app.add_typer(_config_command(), name="config")
     return app
 
@@ -68,17 +69,27 @@ def _root(
         raise typer.Exit
 
 
+class JSONReasons(TyperCommand):
+    """A command whose --json says what is wrong with its command line, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)  # parsing empties it
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # a UsageError: of click, or of the copy that later versions of typer have
+            if "--json" in words and hasattr(error, "format_message"):
+                write_reasons("bad_option", [error.format_message()])
+            raise
+
+
 @contextmanager
 def told(command: str) -> Iterator[None]:
-    """An error of ours, or a package that is not there, becomes a line on stderr and an exit code."""
+    """Turn a KVBridgeError into a line on stderr and an exit code."""
     try:
         yield
     except KVBridgeError as error:
         typer.echo(plain_lines(f"kvbridge {command}: {error.code}: {error}"), err=True)
         raise typer.Exit(2 if error.code in USAGE else 1) from None
-    except ModuleNotFoundError as error:
-        typer.echo(missing(error), err=True)
-        raise typer.Exit(1) from None
 
 
 def _agent_command() -> Callable[..., None]:
@@ -87,7 +98,7 @@ def _agent_command() -> Callable[..., None]:
     def agent(config: Path | None = None, **flags: Any) -> None:
         """Run one agent, until SIGTERM or Ctrl-C.
 
-        A flag beats KVBRIDGE_NAME in the environment, which beats the file. `kvbridge config show` says what holds.
+        A flag beats KVBRIDGE_NAME in the environment, which beats the file. `kvbridge config show` shows the result.
 
         \b
         Examples:
@@ -110,7 +121,7 @@ def _config_command() -> typer.Typer:
     def show(config: Path | None = None, as_json: bool = False, **flags: Any) -> None:
         """Show every option of an agent: its value, and where that came from.
 
-        Takes what `kvbridge agent` takes, and starts nothing. Ends with 2 if the agent would not start with it.
+        Takes the options of `kvbridge agent`, and starts nothing. Exits with 2 if the agent would not start with them.
 
         \b
         Examples:
@@ -135,35 +146,42 @@ def _doctor_command() -> Callable[..., None]:
         config: Path | None = None,
         only: list[str] | None = None,
         peer: str = "",
+        prove_route: bool = False,
         as_json: bool = False,
         **flags: Any,
     ) -> None:
-        """Look at this machine and at an agent's options, and move something by every route there is.
+        """Check this machine and an agent's options, and move bytes by every route.
 
-        Takes what `kvbridge agent` takes. It starts agents of its own, beside one that runs, for up to a minute. Ends
-        with 0, with 1 if a check failed, with 2 if an agent would not start with these options. What the machine lacks
-        is "not here". docs/troubleshooting.md has an entry for every check.
+        Takes the options of `kvbridge agent`. Starts agents of its own, beside any that runs, for up to a minute. Exits
+        with 0, with 1 if a check failed, with 2 if an agent would not start with these options. A check of what the
+        machine lacks says "not here". A warning or a failure comes with what to do.
 
         \b
         Examples:
           kvbridge doctor
           kvbridge doctor --config /etc/kvbridge/agent-0.toml --json
           kvbridge doctor --only ptrace --only route-nixl
-          kvbridge doctor --config /etc/kvbridge/agent-0.toml --only peer --peer tcp://10.0.0.2:7700
+          kvbridge doctor --config /etc/kvbridge/agent-0.toml --only peer --peer tcp://10.0.0.2:7700 --prove-route
         """
         with told("doctor"):
             from .doctor import run
 
-            run(_path(config), _flags(flags), only or [], peer, as_json)
+            run(_path(config), _flags(flags), only or [], peer, as_json, prove_route)
 
     names = typer.Option("--only", help="Do this check alone; may be repeated.")
     address = typer.Option(
         "--peer",
         help="Another agent to dial and greet: tcp://HOST:PORT, or tcp://HOST:PORT#PUBLICKEY.",
     )
+    proof = typer.Option(
+        "--prove-route",
+        help="Have that agent write a pattern to us. If it has no staging memory yet, it allocates it, with its "
+        "transfers paused, and keeps it until it ends.",
+    )
     more = (
         _parameter("only", Annotated[list[str] | None, names]),
         _parameter("peer", Annotated[str, address], default=""),
+        _parameter("prove_route", Annotated[bool, proof], default=False),
         _parameter("as_json", JSON, default=False),
     )
     return _with_options(doctor, *more)
@@ -181,12 +199,12 @@ def _bench_command() -> Callable[..., None]:
         as_json: bool = False,
         **flags: Any,
     ) -> None:
-        """Measure what each route of this machine carries, beside a copy of the same bytes on the same devices.
+        """Measure how fast each route of this machine is, beside a copy of the same bytes on the same devices.
 
-        Takes what `kvbridge agent` takes, of which device, routes, net_devices and share_memory count. It starts agents
-        of its own and is over in half a minute; it wants the machine for itself, or shows what is left of it. Ends with
-        0, with 1 if a route failed or is too slow to be right, with 2 if the command line is wrong. What the machine
-        lacks is "not here".
+        Takes the options of `kvbridge agent`, but uses only device, routes, net_devices and share_memory. Starts agents
+        of its own and takes half a minute. Other load on the machine lowers the numbers. Exits with 0, with 1 if a
+        route failed or is too slow to be right, with 2 if the command line is wrong. A route that the machine lacks is
+        "not here".
 
         \b
         Examples:
@@ -200,7 +218,7 @@ def _bench_command() -> Callable[..., None]:
 
             run(_path(config), _flags(flags), to, only or [], seconds, most_mib << 20, as_json)
 
-    other = typer.Option("--to", help="The device of the agent that receives. Default: the second GPU, or the same.")
+    other = typer.Option("--to", help="The receiving agent's device. Default: the second GPU, or the same device.")
     names = typer.Option("--only", help="Measure this route alone; may be repeated.")
     time_s = typer.Option("--seconds", min=0.0, help="How long to measure, all routes together.")
     most = typer.Option(
@@ -282,20 +300,20 @@ def status(
         bool, typer.Option("--pool", help="Print the attached pools instead, as `kvbridge plan` reads them.")
     ] = False,
     labels: Annotated[
-        bool, typer.Option("--labels", help="Print labels for the pod of the attached engine instead.")
+        bool, typer.Option("--labels", help="Print labels for the attached engine's pod instead.")
     ] = False,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Say nothing: end with 1 unless the agents answer and can move bytes.")
+        bool, typer.Option("--probe", help="Print nothing; exit with 1 unless the agents answer and can move bytes.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Draw it anew each second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Redraw it every second, until Ctrl-C.")] = False,
     as_json: JSON = False,
 ) -> None:
     """Show what the agents of this host are doing.
 
-    Ends with 0 if all of them answer, 1 if one does not or there is none, 2 if the command line is wrong. With --json:
+    Exits with 0 if all of them answer, 1 if one does not or there is none, 2 if the command line is wrong. With --json:
     the agent's message for one --socket, else a list of
-    {socket, status} or {socket, code, reasons}. With --probe: also 1 where a data thread, which moves all bytes, has
-    not come round for 5 s. One that compiles or allocates may take 30 s: count several failures before you act.
+    {socket, status} or {socket, code, reasons}. With --probe: also 1 if a data thread, which moves all bytes, has not
+    come round for 5 s. One that compiles or allocates may take 30 s: count several failures before you act.
 
     \b
     Examples:
@@ -342,10 +360,10 @@ def trace(
     ] = None,
     as_json: JSON = False,
 ) -> None:
-    """Show the life of a request: when it was offered, wanted, claimed, read or written, done; by both agents.
+    """Show the life of a request on both agents: when it was offered, wanted, claimed, read or written, done.
 
-    Agents remember some thousand things, the last ones. Times are of each host's clock: between hosts they are as
-    good as those agree. Ends with 1 if nothing is known of the request, or an agent does not answer.
+    Agents remember the last few thousand events. Times are from each host's clock: between hosts they are only as good
+    as the clocks agree. Exits with 1 if nothing is known of the request, or an agent does not answer.
 
     \b
     Examples:
@@ -374,7 +392,7 @@ def plan(
         typer.Option(
             min=1,
             max=1 << 40,
-            help="Slot size of both agents. Default: the smaller one of agents that are asked; of files 4 MiB.",
+            help="Slot size of both agents. Default: the smaller one if agents are asked; 4 MiB for files.",
         ),
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="Which pool of a list of decoding ranks.")] = 0,
@@ -382,8 +400,11 @@ def plan(
 ) -> None:
     """Say whether two pools fit, why not, and what would move.
 
-    An engine on another host is named by a file: agents show their pool to processes of their own host only. There:
+    Name an engine on another host by a file: agents show their pool only to processes of their own host. Make it there:
     kvbridge status --pool > prefill.json
+
+    Exits with 0 if rows can be moved, 1 if not, 2 if the command line is wrong. With --json it says why not on stdout:
+    {code, reasons, ...}.
 
     \b
     Examples:
@@ -397,7 +418,7 @@ def plan(
 
 
 def keygen(
-    path: Annotated[Path, typer.Argument(help="Where the secret key goes. Must not be there yet.")],
+    path: Annotated[Path, typer.Argument(help="Where to write the secret key. The file must not exist yet.")],
     name: Annotated[str, typer.Option(help="What others call the owner of this key.")] = "fleet",
 ) -> None:
     """Make the key pair by which agents know each other.
@@ -418,7 +439,7 @@ def proxy(
         list[str] | None,
         typer.Option(
             help="An engine that prefills: vllm=http://HOST:PORT, or sglang=http://HOST:PORT[,bootstrap=PORT] with the "
-            "port of its bootstrap server (8998 unless told). May be repeated."
+            "port of its bootstrap server (default 8998). May be repeated."
         ),
     ] = None,
     decode: Annotated[
@@ -428,11 +449,11 @@ def proxy(
     engines: Annotated[
         Path | None,
         typer.Option(
-            help="In place of both, a file: a line for each engine, as `prefill vllm=http://10.0.0.1:8000`. SIGHUP has "
-            "it read again: an engine that is not there any more gets nothing new, and finishes what it has."
+            help="Instead of both, a file with a line per engine, such as `prefill vllm=http://10.0.0.1:8000`. SIGHUP "
+            "reads it again: an engine that is no longer listed gets nothing new, and finishes what it has."
         ),
     ] = None,
-    listen: Annotated[str, typer.Option(help="Where clients ask, HOST:PORT. It asks nobody who he is.")] = (
+    listen: Annotated[str, typer.Option(help="Where clients connect, HOST:PORT. It does not authenticate them.")] = (
         "127.0.0.1:8080"
     ),
     prefill_timeout_s: Annotated[
@@ -446,11 +467,11 @@ def proxy(
             help="How long a decode engine may take for an answer, or be silent in a stream.",
         ),
     ] = 600,
-    log_level: Annotated[LogLevel, typer.Option(help="The least that is logged.")] = LogLevel.INFO,
+    log_level: Annotated[LogLevel, typer.Option(help="The lowest level that is logged.")] = LogLevel.INFO,
 ) -> None:
     """Route OpenAI completions and chats, and SGLang's /generate, to pairs of engines: any of vLLM and SGLang.
 
-    A prefill and a decode engine each take their part of a request, in their own words; kvbridge's agents beside them
+    A prefill and a decode engine each do their part of a request, by their own API; kvbridge's agents beside them
     carry the KV. An engine that fails its health check gets no requests; a failed prefill is tried on another one.
 
     \b

@@ -1,9 +1,7 @@
-"""`kvbridge bench`: what each route of this machine carries, beside a copy of the same bytes on the same devices."""
+"""`kvbridge bench`: how fast each route of this machine is, beside a copy of the same bytes on the same devices."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,16 +17,16 @@ from ..config import resolve
 from ..dataplane.resources import chosen_gpu
 from ..doctor.pace import RECEIVERS, Bench, Pace
 from ..doctor.routes import TITLES, why_not_here
-from ..errors import KVBridgeError, OperatorError, meant
+from ..errors import KVBridgeError, OperatorError, did_you_mean
 from ..oneline import plain
 from ..options import AgentConfig
-
-PAGE = "docs/troubleshooting.md"
+from .answer import write
+from .console import stdout
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOutcome:
-    """What was found of a route: how fast it is, or what stands against it; `error` if it is this machine's to have."""
+    """The result for a route: its paces, or why it does not exist here (`lacks`), or why it failed (`error`)."""
 
     route: Route
     paces: tuple[Pace, ...] = ()
@@ -49,14 +47,14 @@ def run(
     most_bytes: int,
     as_json: bool,
 ) -> None:
-    """Print what is measured, `seconds` of all routes together; requests are of at most so many bytes.
+    """Measure for `seconds`, all routes together, with requests of at most `most_bytes`, and print the results.
 
-    Raises OperatorError for options that no agent starts with, and (`check_failed`) when a route is slow, or failed.
+    Raises OperatorError for options that no agent starts with, and (`check_failed`) if a route is slow or failed.
     """
     config, _ = resolve(path, flags)
     for name in only:
         if name not in TITLES:
-            raise OperatorError("bad_option", f"only: {name}: no such route; {meant(name, TITLES)}")
+            raise OperatorError("bad_option", f"only: {name}: no such route; {did_you_mean(name, TITLES)}")
     routes = [route for route in TITLES if not only or route in only]
     devices = _devices(config, to)
     lacks = {route: why_not_here(route, config, is_gpu=devices[0] != "cpu") for route in routes}
@@ -64,15 +62,17 @@ def run(
     measured = _measured(devices, here, config.net_devices or "lo", seconds, most_bytes) if here else {}
     outcomes = [measured.get(route) or BenchOutcome(route, lacks=lacks[route]) for route in routes]
     if as_json:
-        sys.stdout.write(json.dumps([row for outcome in outcomes for row in _plain(outcome)], indent=2) + "\n")
+        write([row for outcome in outcomes for row in _plain(outcome)])
     else:
-        _show(Console(markup=False, emoji=False, highlight=False), devices, outcomes)
+        _show(stdout(), devices, outcomes)
     if bad := [outcome.route for outcome in outcomes if outcome.is_bad]:
-        raise OperatorError("check_failed", f"{len(bad)} of {len(routes)} routes: {', '.join(bad)}; see {PAGE}")
+        raise OperatorError(
+            "check_failed", f"{len(bad)} of {len(routes)} routes: {', '.join(bad)}; see `kvbridge doctor`"
+        )
 
 
 def _devices(config: AgentConfig, to: str) -> tuple[str, str]:
-    """Of the agent that sends and of the one that receives, as torch spells them."""
+    """The devices of the sending and of the receiving agent, as torch spells them."""
     ours = chosen_gpu(config.device)
     if ours is None:
         if to not in ("", "cpu"):
@@ -157,7 +157,7 @@ def _verdict(pace: Pace) -> str:
 
 
 def _plain(outcome: BenchOutcome) -> Iterator[dict[str, Any]]:
-    """A row for each pace; one with what stands against the route where something does."""
+    """A row for each pace, and one if the route is not here or failed."""
     for pace in outcome.paces:
         yield {
             "route": pace.route,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -16,29 +13,31 @@ from ..config import FILES_OF_KEYS, Said, resolve
 from ..errors import KVBridgeError
 from ..oneline import plain
 from ..options import AgentConfig, defaults
+from .answer import write
+from .console import stdout
 
 HIDDEN = "(not shown: no such file, so it may be a key itself)"
 
 
 def show(path: str | None, flags: Mapping[str, str | None], as_json: bool) -> None:
-    """Print what an agent with this file, these flags and this environment would run with.
+    """Print the options that an agent would have with this file, these flags and this environment.
 
-    Raises OperatorError for what it would not start with; stdout has code and reasons too, as JSON.
+    Raises OperatorError if it would not start with them. With `as_json` stdout has the code and reasons too.
     """
     try:
         config, said = resolve(path, flags)
     except KVBridgeError as error:
         if as_json:
-            _write({"code": error.code, "reasons": error.reasons, "options": {}})
+            write({"code": error.code, "reasons": error.reasons, "options": {}})
         raise
     if as_json:
-        _write({"code": "", "reasons": [], "options": described(config, said)})
+        write({"code": "", "reasons": [], "options": described(config, said)})
     else:
-        Console(markup=False, emoji=False, highlight=False).print(_table(config, said))
+        stdout().print(_table(config, said))
 
 
 def described(config: AgentConfig, said: Mapping[str, Said]) -> dict[str, dict[str, Any]]:
-    """Every option's value, its default, the value's origin, and the file, variable or flag that it was in."""
+    """By option: its value, its default, the value's origin, and the file, variable or flag that set it."""
     return {
         name: {
             "value": _value(config, name),
@@ -51,7 +50,7 @@ def described(config: AgentConfig, said: Mapping[str, Said]) -> dict[str, dict[s
 
 
 def _value(config: AgentConfig, name: str) -> Any:
-    """What may be shown of it: who sets `key` to the key itself must not see it on a screen."""
+    """What may be shown of it: a `key` that was set to the key itself must not appear on a screen."""
     value = getattr(config, name)
     return HIDDEN if name in FILES_OF_KEYS and value and not os.path.exists(value) else value
 
@@ -77,7 +76,3 @@ def _shown(value: Any) -> str:
         case tuple():
             return ", ".join(map(str, value)) or "empty"
     return str(value) or "empty"
-
-
-def _write(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer, indent=2) + "\n")

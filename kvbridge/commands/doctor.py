@@ -1,24 +1,23 @@
-"""`kvbridge doctor`: looks at the machine and at an agent's options, and moves something by every route it has."""
+"""`kvbridge doctor`: checks the machine and an agent's options, and moves bytes by every route."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvbridge_proto.status import Status
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..config import of_libraries, resolve
 from ..doctor import machine, peer, routes, settings
+from ..doctor.entries import of_check, of_code
 from ..doctor.finding import CheckOutcome, DoctorCheck, Finding, Subject, failed
-from ..errors import KVBridgeError, OperatorError, meant
+from ..errors import KVBridgeError, OperatorError, did_you_mean
 from ..local_agents import ask
 from ..oneline import plain
+from .answer import write
+from .console import stdout
 
-PAGE = "docs/troubleshooting.md"
 STYLES = {
     CheckOutcome.OK: "green",
     CheckOutcome.WARNING: "yellow",
@@ -44,28 +43,35 @@ CHECKS = (
 )
 
 
-def run(path: str | None, flags: Mapping[str, str | None], only: Sequence[str], address: str, as_json: bool) -> None:
-    """Print what every check finds, as it is found.
+def run(
+    path: str | None,
+    flags: Mapping[str, str | None],
+    only: Sequence[str],
+    address: str,
+    as_json: bool,
+    prove_route: bool = False,
+) -> None:
+    """Run the checks, and print what each finds as soon as it is found.
 
-    Raises OperatorError for options that no agent starts with, and (`check_failed`) when a check failed.
+    Raises OperatorError for options that no agent starts with, and (`check_failed`) if a check failed.
     """
     config, _ = resolve(path, flags)
     chosen = [_named(name) for name in only] or list(CHECKS)
-    subject = Subject(config, _status(config.socket), of_libraries(), address)
+    subject = Subject(config, _status(config.socket), of_libraries(), address, prove_route)
     found = _shown(looked(chosen, subject)) if not as_json else list(looked(chosen, subject))
     if as_json:
-        sys.stdout.write(json.dumps([_plain(check, finding) for check, finding in found], indent=2) + "\n")
+        write([_plain(check, finding) for check, finding in found])
     if bad := [check.name for check, finding in found if finding.outcome is CheckOutcome.FAILED]:
-        raise OperatorError("check_failed", f"{len(bad)} of {len(found)} checks: {', '.join(bad)}; see {PAGE}")
+        raise OperatorError("check_failed", f"{len(bad)} of {len(found)} checks: {', '.join(bad)}")
 
 
 def looked(checks: Iterable[DoctorCheck], subject: Subject) -> Iterator[tuple[DoctorCheck, Finding]]:
-    """What each check finds; one that cannot even look has failed."""
+    """What each check finds. A check that raises has failed."""
     for check in checks:
         try:
             yield check, check.look(subject)
         except KVBridgeError as error:
-            yield check, failed(f"{error.code}: {error}", f"see the entry of {error.code}")
+            yield check, failed(f"{error.code}: {error}", of_code(error.code))
         except OSError as error:
             yield check, failed(str(error), "see whether this user may do that")
 
@@ -73,7 +79,7 @@ def looked(checks: Iterable[DoctorCheck], subject: Subject) -> Iterator[tuple[Do
 def _named(name: str) -> DoctorCheck:
     names = {check.name: check for check in CHECKS}
     if name not in names:
-        raise OperatorError("bad_option", f"only: {name}: no such check; {meant(name, names)}")
+        raise OperatorError("bad_option", f"only: {name}: no such check; {did_you_mean(name, names)}")
     return names[name]
 
 
@@ -85,23 +91,21 @@ def _status(path: str) -> Status | None:
 
 
 def _shown(found: Iterable[tuple[DoctorCheck, Finding]]) -> list[tuple[DoctorCheck, Finding]]:
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = stdout()
     kept = []
     for check, finding in found:
         kept.append((check, finding))
         told = f"{check.title}: {plain(finding.text)}"
         if finding.remedy:
-            told += f"\n{plain(finding.remedy)}\n{_link(check)}"
+            told += f"\n{plain(finding.remedy)}"
         row = Table.grid(padding=(0, 1, 0, 0))
         row.add_column(width=max(map(len, CheckOutcome)), no_wrap=True)
         row.add_column(overflow="fold")
         row.add_row(Text(finding.outcome, style=STYLES[finding.outcome]), Text(told))
+        if finding.remedy:
+            row.add_row("", Text(of_check(check.name), style="dim"))
         console.print(row)
     return kept
-
-
-def _link(check: DoctorCheck) -> str:
-    return f"{PAGE}#{check.name}"
 
 
 def _plain(check: DoctorCheck, finding: Finding) -> dict[str, str]:
@@ -110,5 +114,5 @@ def _plain(check: DoctorCheck, finding: Finding) -> dict[str, str]:
         "outcome": finding.outcome.value,
         "text": finding.text,
         "remedy": finding.remedy,
-        "see": _link(check),
+        "entry": of_check(check.name) if finding.remedy else "",
     }

@@ -11,7 +11,7 @@ from ..transport.keys import NAME, write_pair
 
 
 def run(path: Path, name: str) -> None:
-    """Write the secret half to `path`, print the line for the others' lists. Raises OperatorError."""
+    """Write the secret key to `path`, and print the line for other agents' `peers` lists. Raises OperatorError."""
     if not NAME.fullmatch(name):
         raise OperatorError("bad_name", f"name: got {name!r}, need up to 64 letters, digits, dots, dashes, underscores")
     public = write_pair(path)

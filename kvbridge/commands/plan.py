@@ -1,10 +1,8 @@
-"""`kvbridge plan`: verdict and chunks for the pools of two engines, read from JSON or asked of their agents."""
+"""`kvbridge plan`: verdict and chunks for the pools of two engines, from JSON files or from their agents."""
 
 from __future__ import annotations
 
-import json
 import stat
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 import msgspec
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Pool
-from rich.console import Console
 from rich.table import Table
 
 from ..errors import KVBridgeError, OperatorError
@@ -25,6 +22,8 @@ from ..geometry.plan import Chunk, Plan, plan
 from ..geometry.shard import assign
 from ..local_agents import ask_pool
 from ..oneline import plain
+from .answer import write, write_reasons
+from .console import stdout
 
 SHOWN_CHUNKS = 8
 SLOT_BYTES = 4 << 20
@@ -41,7 +40,7 @@ class PlannedPart:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is not the same on both sides, and what it means. Without words, it stands in the way."""
+    """A difference between the two pools, and what it means. `words` is empty if it makes them incompatible."""
 
     field: str
     sender: str
@@ -54,16 +53,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class EngineSide:
-    """All ranks of one engine that were named, and the smallest slot of the agents that were asked."""
+    """The named ranks of one engine, and the smallest slot of those agents that were asked (None without any)."""
 
     pools: Sequence[Pool]
     slot_bytes: int | None
 
 
 def show(sender: str, receiver: str, tokens: int, slot_bytes: int | None, rank: int, as_json: bool) -> None:
-    """Print it for one rank of the receiver.
+    """Print verdict and plan for one rank of the receiver.
 
-    Raises KVBridgeError for what is no pool and for pools that do not fit; stdout has code and reasons too, as JSON.
+    Raises KVBridgeError if there are no such pools or they do not fit. With `as_json` stdout has code and reasons too.
     """
     try:
         giving, taking = side(sender), side(receiver)
@@ -71,7 +70,7 @@ def show(sender: str, receiver: str, tokens: int, slot_bytes: int | None, rank: 
             raise OperatorError("bad_option", f"rank: {rank}, {receiver} has {len(taking.pools)}")
     except KVBridgeError as error:
         if as_json:
-            _write({"code": error.code, "reasons": list(error.reasons)})
+            write_reasons(error.code, error.reasons)
         raise
     usable = slot_bytes or min(filter(None, (giving.slot_bytes, taking.slot_bytes)), default=SLOT_BYTES)
     _judge(giving.pools, taking.pools[rank], tokens, usable, as_json)
@@ -89,25 +88,21 @@ def _judge(senders: Sequence[Pool], target: Pool, tokens: int, slot_bytes: int, 
     except KVBridgeError as error:
         failure = error
     if as_json:
-        _write(_plain(found, failure, said, target, parts))
+        write(_plain(found, failure, said, target, parts))
     else:
         _print(found, said, target, parts)
     if failure is not None:
         raise failure
 
 
-def _write(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer, indent=2) + "\n")
-
-
 def _judged(senders: Sequence[Pool], receiver: Pool) -> tuple[Verdict, Pool]:
-    """The verdict on the first rank that does not fit, with that rank; on the first if all do."""
+    """The verdict on the first rank that does not fit, and that rank; on the first rank if all fit."""
     found = [(_verdict(sender, receiver), sender) for sender in senders]
     return next((each for each in found if isinstance(each[0], Incompatible)), found[0])
 
 
 def _verdict(sender: Pool, receiver: Pool) -> Verdict:
-    """Also on what an agent refuses when such an engine attaches."""
+    """The verdict, including what an agent would refuse when such an engine attaches."""
     found = verdict(sender, receiver)
     if isinstance(found, Incompatible):
         return found
@@ -117,7 +112,7 @@ def _verdict(sender: Pool, receiver: Pool) -> Verdict:
 
 
 def side(said: str) -> EngineSide:
-    """The pools of one engine: files and agents' sockets, with commas between. Raises OperatorError."""
+    """The pools of one engine, from a comma-separated list of files and agents' sockets. Raises OperatorError."""
     found: list[Pool] = []
     slots: list[int] = []
     for path in map(Path, said.split(",")):
@@ -134,7 +129,7 @@ def _is_socket(path: Path) -> bool:
     try:
         return stat.S_ISSOCK(path.stat().st_mode)
     except (OSError, ValueError):
-        return False  # said when it is read
+        return False  # reading it raises a better error
 
 
 def pools(path: Path) -> Sequence[Pool]:
@@ -150,7 +145,7 @@ def pools(path: Path) -> Sequence[Pool]:
 
 
 def parts_of(senders: Sequence[Pool], receiver: Pool, tokens: int, slot_bytes: int) -> list[PlannedPart]:
-    """Who gives what. Raises OperatorError (`rows_not_held`) when the senders are not the whole engine."""
+    """What each sender gives. Raises OperatorError (`rows_not_held`) if the senders are not the whole engine."""
     try:
         takes = assign(senders, receiver)
     except KVBridgeError as error:
@@ -163,7 +158,7 @@ def parts_of(senders: Sequence[Pool], receiver: Pool, tokens: int, slot_bytes: i
 
 
 def _changes(found: Verdict, sender: Pool, receiver: Pool) -> list[Change]:
-    """What is changed, or what stands in the way. Nothing of pools that make no sense: the verdict has said why."""
+    """What is converted, or what prevents that. Nothing for malformed pools: the verdict says why."""
     if isinstance(found, Incompatible):
         is_nonsense = check_pool(sender) or check_pool(receiver)
         return [] if is_nonsense else [_change(each, "") for each in obstacles(sender, receiver)]
@@ -177,7 +172,7 @@ def _change(each: Difference, words: str) -> Change:
 def _plain(
     found: Verdict, failure: KVBridgeError | None, said: Sequence[Change], receiver: Pool, parts: Sequence[PlannedPart]
 ) -> dict[str, Any]:
-    """`code` is empty where rows can be moved; else the reasons are why they cannot."""
+    """The answer as JSON. `code` is empty if rows can be moved; otherwise the reasons say why they cannot."""
     return {
         "verdict": type(found).__name__,
         "code": failure.code if failure else "",
@@ -198,16 +193,16 @@ def _plain(
 
 
 def _print(found: Verdict, said: Sequence[Change], receiver: Pool, parts: Sequence[PlannedPart]) -> None:
-    console = Console()
-    console.print(f"[bold]{type(found).__name__}[/bold]")
+    console = stdout()
+    console.print(type(found).__name__, style="bold")
     if not isinstance(found, Incompatible):  # its reasons are the error's text
         for each in said:
-            console.print(f"  {plain(each.text)}", markup=False, highlight=False)
-            console.print(f"    {plain(each.words)}", markup=False, highlight=False, style="dim")
+            console.print(f"  {plain(each.text)}")
+            console.print(f"    {plain(each.words)}", style="dim")
     if parts:
-        console.print(f"\nto {_rank(receiver)}", markup=False, highlight=False)
+        console.print(f"\nto {_rank(receiver)}")
     for part in parts:
-        console.print(f"\nfrom {_rank(part.pool)}", markup=False, highlight=False)
+        console.print(f"\nfrom {_rank(part.pool)}")
         console.print(_takes(part))
         console.print(f"{part.plan.chunks} chunks, {part.plan.total_bytes:,} bytes, plan {part.plan.digest}")
         console.print(_chunks(part.plan))
@@ -235,7 +230,7 @@ def _chunks(plan: Plan) -> Table:
 
 
 def _row(chunk: Chunk) -> tuple[str, str, str, str]:
-    tokens = f"{chunk.first_mark}-{chunk.end_mark - 1}"
+    tokens = f"{chunk.first_local}-{chunk.end_local - 1}"
     return str(chunk.index), tokens, f"{chunk.first_pair}-{chunk.end_pair - 1}", f"{chunk.size_bytes:,}"
 
 

@@ -18,7 +18,7 @@ from kvbridge_proto.status import (
     Status,
     TransferStatus,
 )
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
@@ -27,37 +27,39 @@ from rich.text import Text
 from ..errors import OperatorError
 from ..local_agents import ask, ask_pool, found
 from ..oneline import plain
+from .answer import write
+from .console import stdout
 
 LABELS = "kvbridge/"  # before the name of each label
 WATCH_S = 1.0
-STILL_S = 5.0  # a data thread that is well comes round every second
-ROWS = 100  # a section, at most: nobody reads more, and rich needs a second for a thousand
+STILL_S = 5.0  # a healthy data thread comes round every second
+ROWS = 100  # at most, per section: nobody reads more, and rich needs a second for a thousand
 
 
 def show(named: Sequence[str], as_json: bool) -> None:
-    """Print the status of the agents at these sockets, of all on this host if none is named.
+    """Print the status of the agents at these sockets, or of all on this host if none is named.
 
-    Raises OperatorError when one of them does not answer, after the others are shown.
+    Raises OperatorError if one of them does not answer, after the others are shown.
     """
     if len(named) == 1 and as_json:
-        return _write(msgspec.json.encode(ask(named[0])))
+        return write(_plain_json(ask(named[0])))
     paths = named or found()
     answers = {path: _tried(path) for path in paths}
     if as_json:
-        _write(json.dumps([_plain_answer(path, answer) for path, answer in answers.items()]).encode())
+        write([_plain_answer(path, answer) for path, answer in answers.items()])
     else:
-        _console().print(*_answered(answers), sep="\n")
+        stdout().print(*_answered(answers), sep="\n")
     failures = [answer for answer in answers.values() if isinstance(answer, OperatorError)]
     if failures:
         raise failures[0] if len(failures) == 1 else OperatorError(failures[0].code, *map(str, failures))
 
 
 def watch(named: Sequence[str], every_s: float = WATCH_S) -> None:
-    """The same again and again on one screen, until Ctrl-C. An agent that does not answer is said so, and asked again.
+    """Print the status on one screen again and again, until Ctrl-C. Silent agents are named, and asked again.
 
-    What is not a terminal gets one after the other.
+    Without a terminal one status follows the other.
     """
-    console = _console()
+    console = stdout()
     with (
         _interrupts() as interrupts,
         contextlib.suppress(KeyboardInterrupt),
@@ -70,7 +72,7 @@ def watch(named: Sequence[str], every_s: float = WATCH_S) -> None:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Each Ctrl-C, noted as well as raised: what is raised inside a finalizer is lost."""
+    """Note each Ctrl-C besides raising it: an exception raised inside a finalizer is lost."""
     interrupts: list[int] = []
 
     def note(number: int, frame: object) -> NoReturn:
@@ -85,7 +87,7 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def _seen(named: Sequence[str]) -> list[RenderableType]:
-    """What there is to see now, though it be nothing."""
+    """The screen as it is now. Errors become lines of it."""
     try:
         answers = {path: _tried(path) for path in named or found()}
     except OperatorError as error:
@@ -102,21 +104,17 @@ def _answered(answers: Mapping[str, Status | OperatorError]) -> list[RenderableT
     return parts
 
 
-def _console() -> Console:
-    return Console(markup=False, emoji=False, highlight=False)  # a key may look like markup
-
-
 def probe(named: Sequence[str]) -> None:
-    """Print nothing. Raises OperatorError unless all agents answer and their data threads come round."""
+    """Print nothing. Raises OperatorError unless all agents answer and their data threads came round lately."""
     for path in named or found():
         if (still_s := ask(path).still_s) > STILL_S:
             raise OperatorError("data_plane_stuck", f"{path}: the data thread has not come round for {still_s:.0f} s")
 
 
 def show_labels(named: Sequence[str]) -> None:
-    """Print what schedulers need to know of the attached engine, as labels for its pod: `name=value` in one line.
+    """Print labels for the attached engine's pod, for schedulers: `name=value` on one line.
 
-    Raises OperatorError when an agent does not answer or has no engine, or when there are several engines.
+    Raises OperatorError if an agent does not answer or has no engine, or if the engines differ.
     """
     found_labels = {_labels(path) for path in named or found()}
     if len(found_labels) > 1:
@@ -135,14 +133,14 @@ def _labels(path: str) -> str:
 def show_pools(named: Sequence[str]) -> None:
     """Print the pool of the engine behind these sockets, as `kvbridge plan` reads it: one, or a list of its ranks.
 
-    Raises OperatorError when an agent does not answer or has no engine, or when there are several engines.
+    Raises OperatorError if an agent does not answer or has no engine, or if there are several engines.
     """
     pools = [ask_pool(path).pool for path in named or found()]
     engines = sorted({pool.engine.id for pool in pools})
     if len(engines) > 1:
         reason = f"engines: {', '.join(engines)} are attached here; name the sockets of one with --socket"
         raise OperatorError("bad_option", reason)
-    _write(msgspec.json.encode(pools[0] if len(pools) == 1 else sorted(pools, key=_rank)))
+    write(_plain_json(pools[0] if len(pools) == 1 else sorted(pools, key=_rank)))
 
 
 def _rank(pool: Pool) -> tuple[int, int]:
@@ -156,17 +154,17 @@ def _tried(path: str) -> Status | OperatorError:
         return error
 
 
-def _write(encoded: bytes) -> None:
-    sys.stdout.write(json.dumps(json.loads(encoded), indent=2) + "\n")  # in ASCII
+def _plain_json(answer: Any) -> Any:
+    return json.loads(msgspec.json.encode(answer))  # JSON has no infinity, which a peer may name
 
 
 def _plain_answer(path: str, answer: Status | OperatorError) -> dict[str, Any]:
     if isinstance(answer, Status):
-        return {"socket": path, "status": msgspec.to_builtins(answer)}
+        return {"socket": path, "status": _plain_json(answer)}
     return {"socket": path, "code": answer.code, "reasons": list(answer.reasons)}
 
 
-# For people: a function for each section, none of them wider than it must be.
+# For people: a function for each section, which is no wider than it must be.
 
 
 def rendered(status: Status) -> RenderableType:
@@ -175,7 +173,7 @@ def rendered(status: Status) -> RenderableType:
 
 
 def _failpoints(status: Status) -> list[RenderableType]:
-    """An agent that was started to fail must not be taken for one that serves."""
+    """Shown first: an agent that was started to fail must not be taken for a healthy one."""
     said = _labelled(status, "kvbridge_failpoints_total{armed=")
     return [plain(f"FAILPOINTS ARE ON, this agent fails on purpose: {', '.join(said)}")] if said else []
 
@@ -194,7 +192,7 @@ def _agent(status: Status) -> list[RenderableType]:
     if engine is None:
         _add(rows, "engine", "none attached")
     else:
-        _add(rows, "engine", f"{engine.engine}, pid {engine.pid}, epoch {engine.epoch}")
+        _add(rows, "engine", f"{engine.engine}, pid {engine.pid}, epoch {engine.epoch}, protocol {engine.protocol}")
         size = f"{engine.pool_bytes / 2**20:.1f} MiB in {engine.planes} planes"
         _add(rows, "pool", f"{engine.model}, {engine.shard}, {size}")
         _add(rows, "model key", engine.model_key)
@@ -223,9 +221,9 @@ def _peers(status: Status) -> list[RenderableType]:
 
 def _peer(peer: PeerStatus) -> list[RenderableType]:
     rows = _pairs()
-    for name in ("state", "address", "key", "route", "verdict"):
+    for name in ("state", "protocol", "address", "key", "route", "verdict"):
         if said := getattr(peer, name):
-            _add(rows, name, said)
+            _add(rows, name, str(said))
     return [_indented(_plain(peer.name or "(not greeted yet)")), Padding(rows, (0, 0, 0, 4))]
 
 
@@ -244,7 +242,7 @@ def _whose(transfer: TransferStatus) -> str:
 
 
 def _offers(status: Status) -> list[RenderableType]:
-    """Prompts that are held for others, the oldest first."""
+    """Offers, the oldest first."""
     table = Table(box=None, pad_edge=False)
     for name in ("state", "tokens", "blocks", "age", "request, who asked"):
         is_number = name in ("tokens", "blocks", "age")
@@ -256,7 +254,7 @@ def _offers(status: Status) -> list[RenderableType]:
 
 
 def _readers(status: Status) -> list[RenderableType]:
-    """Who has our engine's memory mapped, and who should not have it any more."""
+    """Which agents have our engine's memory mapped, and which should have closed it."""
     table = Table(box=None, pad_edge=False)
     for name in ("epoch", "age", "pid", "agent"):
         table.add_column(name, justify="right" if name != "agent" else "left", no_wrap=name != "agent", overflow="fold")
@@ -269,7 +267,7 @@ def _readers(status: Status) -> list[RenderableType]:
 
 
 def _prompts(status: Status) -> list[RenderableType]:
-    """What became of the prompts since the agent started: those of our engine, and those that it offered."""
+    """What became of the prompts that our engine wanted and offered, since the agent started."""
     rows = _pairs()
     fetched = status.counters.get("kvbridge_prompt_tokens_fetched_total", 0.0)
     here = _labelled(status, "kvbridge_prompts_computed_here_total{reason=")
@@ -300,7 +298,7 @@ def _left_out(rows: Sized) -> list[RenderableType]:
 
 
 def _labelled(status: Status, prefix: str) -> dict[str, float]:
-    """Counters that differ in one label, by it, the largest first."""
+    """Counters that differ in one label, by that label, the largest first."""
     found = {
         name.removeprefix(prefix)[:-1]: value for name, value in status.counters.items() if name.startswith(prefix)
     }
@@ -326,7 +324,7 @@ def _title(text: str) -> Text:
 
 
 def _pairs() -> Table:
-    """Names and values; a value that is too long for the line goes on below itself."""
+    """A table of names and values. A value too long for its line continues below itself."""
     rows = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     rows.add_column(no_wrap=True)
     rows.add_column(overflow="fold")

@@ -1,9 +1,8 @@
-"""`kvbridge trace`: the life of a request, from what the agents of both sides remember of it."""
+"""`kvbridge trace`: the life of a request, from the journals of both sides' agents."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 
 import msgspec
 from kvbridge_proto.status import MAX_ENTRIES, Trace, TraceEntry
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -20,13 +18,15 @@ from ..agent.journal import belongs, names_in
 from ..errors import OperatorError
 from ..local_agents import ask_trace, found
 from ..oneline import plain
+from .answer import write
+from .console import stdout
 
-MOST_ROUNDS = 8  # each agent tells others' names of the same request, of which more agents may know something
+MOST_ROUNDS = 8  # each answer may bring other names of the request, under which more agents may know it
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An entry, which agent's it is, and of which of that agent's requests, or transfers where nobody knows."""
+    """An entry, its agent, and the agent's request that it belongs to (or the transfer, if no request is known)."""
 
     agent: str
     entry: TraceEntry
@@ -34,7 +34,7 @@ class Event:
 
 
 def _events(traces: Sequence[Trace]) -> list[Event]:
-    """All of them in the order of their times."""
+    """The entries of all traces, in the order of their times."""
     events = []
     for trace in traces:
         of_transfer = {each.transfer: each.request for each in trace.entries if each.transfer and each.request}
@@ -45,11 +45,10 @@ def _events(traces: Sequence[Trace]) -> list[Event]:
 
 
 def show(request: str, named: Sequence[str], saved: Sequence[Path], as_json: bool, chrome: Path | None) -> None:
-    """Print what became of `request`: a request, a rendezvous or a transfer; of the slowest want if it is "".
+    """Print what became of `request`: a request, rendezvous id or transfer; the slowest want if it is "".
 
-    `saved` are what `--json` printed on other hosts. With `chrome` a file is written for Chrome's and Perfetto's
-    viewers. Raises OperatorError: `no_such_request`, `bad_trace_file`, or as `kvbridge status` does for an agent that
-    is silent.
+    `saved` are files that `--json` printed on other hosts. `chrome` is a file to write for Chrome's and Perfetto's
+    viewers. Raises OperatorError: `no_such_request`, `bad_trace_file`, or for a silent agent as `kvbridge status` does.
     """
     others = [trace for path in saved for trace in _loaded(path)]
     paths = named if named or saved else found()
@@ -59,11 +58,11 @@ def show(request: str, named: Sequence[str], saved: Sequence[Path], as_json: boo
     traces = _told(paths, answers, others, request)
     events = _events(traces)
     if as_json:
-        sys.stdout.write(json.dumps([msgspec.to_builtins(trace) for trace in traces], indent=2) + "\n")
+        write([msgspec.to_builtins(trace) for trace in traces])
     if chrome is not None:
         chrome.write_text(json.dumps(chrome_trace(events)) + "\n")
     if not as_json and events:
-        Console(markup=False, emoji=False, highlight=False).print(_title(request, events), timeline(events), sep="\n")
+        stdout().print(_title(request, events), timeline(events), sep="\n")
     failures = [answer for answer in answers.values() if isinstance(answer, OperatorError)]
     if failures:
         raise failures[0] if len(failures) == 1 else OperatorError(failures[0].code, *map(str, failures))
@@ -87,7 +86,7 @@ def _loaded(path: Path) -> list[Trace]:
 
 
 def _slowest(answers: Iterable[Trace | OperatorError]) -> str:
-    """The request that took longest, of those that the agents have chosen."""
+    """The slowest of the requests that the agents chose, "" if they know none."""
     entries = [entry for each in answers if isinstance(each, Trace) for entry in each.entries]
     timed = [entry for entry in entries if entry.seconds is not None]
     return max(timed, key=lambda entry: entry.seconds or 0.0).request if timed else ""
@@ -96,7 +95,7 @@ def _slowest(answers: Iterable[Trace | OperatorError]) -> str:
 def _told(
     paths: Sequence[str], answers: dict[str, Trace | OperatorError], others: Sequence[Trace], request: str
 ) -> list[Trace]:
-    """All that is known of it, by all its names: both engines have one for it, and each transfer has one."""
+    """Everything known of the request under all its names: both engines have one for it, and so has each transfer."""
     names, count, traces = {request}, 0, list[Trace]()
     for _ in range(MOST_ROUNDS):
         if count == len(names):
@@ -121,7 +120,7 @@ def _title(request: str, events: Sequence[Event]) -> Text:
 
 
 def timeline(events: Sequence[Event]) -> Table:
-    """A line for each event: milliseconds since the first, since the one before, who, what."""
+    """A row per event: milliseconds since the first and since the one before, the agent, what happened."""
     table = Table(box=None, pad_edge=False)
     for name in ("ms", "+ms", "agent", "what", "of", ""):
         table.add_column(name, justify="right" if "ms" in name else "left", no_wrap="ms" in name, overflow="fold")
@@ -136,7 +135,7 @@ def timeline(events: Sequence[Event]) -> Table:
 
 
 def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
-    """The Trace Event Format: a process for each agent, a thread for each request and transfer."""
+    """The events in Trace Event Format: a process for each agent, a thread for each request and transfer."""
     agents = {name: number for number, name in enumerate(dict.fromkeys(event.agent for event in events), 1)}
     lines = {key: number for number, key in enumerate(dict.fromkeys(map(_line, events)), 1)}
     named: list[dict[str, Any]] = [
@@ -154,7 +153,7 @@ def _line(event: Event) -> tuple[str, str]:
 def _slices(
     events: Sequence[Event], agents: dict[str, int], lines: dict[tuple[str, str], int]
 ) -> Iterator[dict[str, Any]]:
-    """Each event lasts until the next of its line; the last one of a line is an instant."""
+    """Each event lasts until the next of its line. The last one of a line is an instant."""
     by_line: dict[tuple[str, str], list[TraceEntry]] = {}
     for event in events:
         by_line.setdefault(_line(event), []).append(event.entry)

@@ -1,1 +1,1 @@
-"""The thread that moves bytes: it has orders from the exchange, and reports to it."""
+"""The thread that moves bytes: it takes orders from the exchange and reports to it."""

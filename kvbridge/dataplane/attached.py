@@ -1,4 +1,4 @@
-"""What an engine attached: its memory, and the fence that says how far its stream is."""
+"""An attached engine: its memory, and the fence that says how far its stream is."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ KEPT = 1024
 
 @dataclass(slots=True)
 class EngineLiveness:
-    """How far the loop has heard our engine, on its clock. The loop writes it, the data plane reads it.
+    """How far the loop has read our engine's messages, on its own clock. The loop writes it, the data plane reads it.
 
-    An engine that takes blocks back waits for us to stop reading them, but not for ever (READERS_S): what was read
-    while we stood still may be another request's.
+    An engine that takes blocks back waits READERS_S at most for us to stop reading them. What was read while this agent
+    stalled may belong to another request.
     """
 
-    heard_at: float = float("inf")  # all that it had said by then
+    heard_at: float = float("inf")  # everything sent before this time has been read
     withdrawals: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By request: when the last was heard, and after when the first was said."""
-    forgotten_at: float = float("-inf")  # when the last of those was heard that are not kept any more
-    has_left: bool = False  # its memory is about to be unmapped: nothing is made ready for it, or heard of it, any more
+    """By request: when its last withdrawal was read, and a time after which its first was sent."""
+    forgotten_at: float = float("-inf")  # when the last withdrawal that is no longer kept was read
+    has_left: bool = False  # its memory is about to be unmapped: warm nothing for it, expect no message from it
 
     def withdrew(self, request: str, now: float) -> None:
         _, said_after = self.withdrawals.get(request, (now, self.heard_at))
@@ -37,32 +37,32 @@ class EngineLiveness:
             oldest = next(iter(self.withdrawals))
             self.forgotten_at = max(
                 self.forgotten_at, self.withdrawals[oldest][0]
-            )  # first: the data plane looks at both
+            )  # before the deletion: the data plane checks both
             del self.withdrawals[oldest]
 
     def has_withdrawn(self, request: str, since: float, before: float) -> bool:
-        """Whether it may have been heard after `since` that this one was withdrawn, said by `before`."""
+        """Whether a withdrawal of this request may have been read since `since`, and sent by `before`."""
         at, said_after = self.withdrawals.get(request, (float("-inf"), 0.0))
         return since <= self.forgotten_at or (at >= since and said_after <= before)
 
 
 @dataclass(frozen=True, slots=True)
 class AttachedMemory:
-    """One epoch of our engine. Close it when nothing touches the memory any more."""
+    """One epoch of our engine. Close it once nothing touches the memory."""
 
     epoch: int
     memory: AttachedPool
     fence: FencePage | None
     liveness: EngineLiveness = field(default_factory=EngineLiveness)
-    shared: SharedHandles | None = None  # what receivers of this host open it by
+    shared: SharedHandles | None = None  # with these, receivers on this host open the memory
 
     @classmethod
     def open(
         cls, attach: Attach, fds: list[int], epoch: int, heard_at: float, device: str, is_shared: bool
     ) -> AttachedMemory:
-        """Map what the engine sent, on `device`. Raises KVBridgeError; nothing stays mapped then.
+        """Map what the engine sent, on `device`. Raises KVBridgeError, with nothing left mapped.
 
-        With `is_shared` the handles are kept, for receivers of this host to open.
+        With `is_shared` the handles are kept, for receivers on this host.
         """
         with ExitStack() as opened:
             memory = AttachedPool.open(attach.pool, attach.handles, fds, device)
@@ -76,7 +76,7 @@ class AttachedMemory:
         return cls(epoch, memory, fence, EngineLiveness(heard_at), shared)
 
     def has_reached(self, count: int) -> bool:
-        """Whether the engine's stream has finished what it counted as `count`."""
+        """Whether the engine's stream has finished all work up to `count`."""
         return self.fence is None or self.fence.reached(count)
 
     def close(self) -> None:

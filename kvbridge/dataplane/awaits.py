@@ -1,4 +1,4 @@
-"""Jobs of the data plane's thread: generators that say what they wait for and are resumed with how it ended."""
+"""What a job of the data plane waits for. A job is a generator: it yields a wait and is resumed with the outcome."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from ..device.copier import BlockCopier, Compiling, Moved
 from ..errors import EngineError, KVBridgeError
 from ..exchange.leases import ReadLease
+from ..exchange.orders import Digest, Pull, ReceiveOrder, SendOrder
 from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
 from .attached import AttachedMemory
 from .receive_orders import OrderedReceive
@@ -20,15 +21,15 @@ log = logging.getLogger("kvbridge.data_plane")
 
 @dataclass(frozen=True, slots=True)
 class WaitFence:
-    """Until the engine's stream has finished what it counted as `count`, or `what` is to stop; resumed with None.
+    """Until the engine's stream has finished all work up to `count`, or `what` is to stop; resumed with None.
 
-    EngineError is thrown instead when the engine leaves (`engine_left`) or the deadline passes (`fence_late`).
+    EngineError is thrown into the job if the engine leaves (`engine_left`) or the deadline passes (`fence_late`).
     """
 
     attachment: AttachedMemory
     count: int
     deadline: float
-    what: OrderedSend | OrderedReceive | None  # waits for it
+    what: OrderedSend | OrderedReceive | None  # the transfer that waits
 
     @property
     def is_over(self) -> bool:
@@ -40,7 +41,7 @@ class WaitFence:
 
 @dataclass(frozen=True, slots=True)
 class WaitEngineHeard:
-    """Until the loop has heard all that the engine had said by `at`; resumed with None, or EngineError as above."""
+    """Until the loop has read all that the engine had sent by `at`; resumed with None, or EngineError as above."""
 
     attachment: AttachedMemory
     at: float
@@ -56,7 +57,7 @@ class WaitEngineHeard:
 
 @dataclass(frozen=True, slots=True)
 class WaitLease:
-    """Until a renewal was answered by which the lease holds at `at`, or the transfer has ended; as WaitFence else."""
+    """Until the lease covers `at`, or the transfer has ended; resumed with None, or EngineError as above."""
 
     attachment: AttachedMemory
     lease: ReadLease
@@ -73,7 +74,7 @@ class WaitLease:
 
 @dataclass(frozen=True, slots=True)
 class WaitCopier:
-    """Until the copier may begin another move; resumed with None, or EngineError as WaitFence is."""
+    """Until the copier may begin another move; resumed with None, or EngineError as above."""
 
     attachment: AttachedMemory
     copier: BlockCopier
@@ -89,7 +90,7 @@ class WaitCopier:
 
 @dataclass(frozen=True, slots=True)
 class WaitKernels:
-    """Until kernels are compiled, or what was wrong with them is known; resumed with None, or EngineError as above."""
+    """Until kernels are compiled, or failed to compile; resumed with None, or EngineError as above."""
 
     attachment: AttachedMemory
     compiling: Compiling
@@ -112,23 +113,23 @@ class WaitMove:
 
 @dataclass(frozen=True, slots=True)
 class WaitWrite:
-    """Until the write has ended, or once it is late; resumed with what happened. Wait again after WriteLate."""
+    """Until the write has ended or is late; resumed with the event. After WriteLate, wait again for the end."""
 
     fabric: Fabric
     id: int
 
 
-WaitOnLoop = WaitFence | WaitEngineHeard | WaitLease | WaitCopier | WaitKernels  # looked at now and then
+WaitOnLoop = WaitFence | WaitEngineHeard | WaitLease | WaitCopier | WaitKernels  # polled
 Wait = WaitOnLoop | WaitMove | WaitWrite
 Event = Moved | Wrote | WriteFailed | WriteLate | None
 Job = Generator[Wait, Event, None]
-Settle = Callable[[Any, Exception | None], None]  # what a job found, or what went wrong
+Settle = Callable[[Any, Exception | None], None]  # takes a job's result, or its error
 
 
 def begun(
     attachment: AttachedMemory, count: int, ends: float, what: OrderedSend | OrderedReceive
 ) -> Generator[Wait, Event, None]:
-    """Wait until our engine is through with the blocks. Raises EngineError if the transfer is over by then."""
+    """Wait until our engine has finished with the blocks. Raises EngineError if the transfer is stopped by then."""
     yield WaitFence(attachment, count, ends, what)
     if (stop := what.stop) is not None:
         raise EngineError(stop.code, stop.reason)
@@ -140,7 +141,7 @@ def started(
     wait_s: float,
     clock: Callable[[], float],
 ) -> Generator[Wait, Event, int]:
-    """The ticket of a move. Where its kernels have to be compiled it is begun anew after that, from its first wait."""
+    """Begin a move and return its ticket. If kernels are missing, wait for them and run `begin` again."""
     while True:
         try:
             return (yield from begin())
@@ -149,9 +150,9 @@ def started(
         yield wait
 
 
-def failure_of(code: str, error: Exception, transfer: str) -> tuple[str, str]:
-    """What a transfer's failure says: an error of ours in its own words, any other with its cause in the log."""
+def failure_of(code: str, error: Exception, order: SendOrder | Digest | ReceiveOrder | Pull) -> tuple[str, str]:
+    """Code and reason of a transfer's failure. An error that is not KVBridgeError is logged with its traceback."""
     if isinstance(error, KVBridgeError):
         return error.code, str(error)
-    log.error("%s: transfer=%s", code, transfer, exc_info=error)
+    log.error("%s: request=%s transfer=%s", code, order.request, order.transfer, exc_info=error)
     return code, f"{type(error).__name__}: {error}"

@@ -1,10 +1,10 @@
-"""The one thread that touches memory: it gathers, pushes, scatters, and owns the copier and the fabrics.
+"""The data plane: the one thread that moves bytes, and owns the copier and the fabrics.
 
-The loop gives it orders, one or a few for each transfer, and hears reports, in the order in which things happened
-(orders.py). What goes out next and whether what lands counts is found here (send_orders.py, receive_orders.py), so that
-rows do not wait for the loop. A job is a generator (see awaits.py), so that each reads as a story while many are under
-way. The thread sleeps on an eventfd while nothing is in flight, and polls while something is, with naps between: one
-that spins keeps the interpreter from the loop.
+The loop gives it orders, one or a few per transfer, and gets reports in the order of events (orders.py). The thread
+itself decides which chunk is sent next and whether one that lands counts (send_orders.py, receive_orders.py), so rows
+do not wait for the loop. A job is a generator (awaits.py): it reads from top to bottom, and many are under way at once.
+While nothing is in flight the thread sleeps on an eventfd. Otherwise it polls, with naps between: a thread that spins
+keeps the interpreter from the loop.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ..exchange.orders import (
     Watch,
 )
 from ..exchange.route import Rate, Site
-from ..exchange.session import Whose
+from ..exchange.session import EngineMemoryId
 from ..failpoints import failpoint
 from ..geometry.plan import Part
 from ..transport.fabric import Noticed
@@ -82,18 +82,18 @@ log = logging.getLogger("kvbridge.data_plane")
 
 IDLE_S = 1.0
 ALIVE_S = 1.0
-# A nap takes some 7 us more than it says (H200 machine, 2026-11), once the kernel does not round it up to 50.
+# With `nap_exactly` a nap lasts about 7 us longer than asked (H200 machine, 2026-11); without, up to 50.
 NAP_S = 2e-6
 SHORT_S = 0.002
 LONGEST_S = 0.001
 LINGER_ON_GPU_S = 0.03
-SEND_S = 5e-4  # a CPU gathers while it is asked to; what it has gathered leaves once that is polled for
-LINGER_NAP_S = 5e-5  # a task ends it; its processor does not sleep deeply meanwhile
-NOTICE = Limits(frame_bytes=4096)  # the fabric would bring notices of 16 MiB
+SEND_S = 5e-4  # a CPU gathers inside the call, and what it has gathered leaves only at the next poll
+LINGER_NAP_S = 5e-5  # a task ends it; the processor does not sleep deeply in so short a nap
+NOTICE = Limits(frame_bytes=4096)  # the fabric itself allows notices of 16 MiB
 
 
 class DataPlaneListener(Protocol):
-    """Who hears what the data plane did, on the loop."""
+    """Takes the data plane's reports, on the loop."""
 
     def on_send_orders(self, reports: Sequence[SendingReport]) -> None: ...
     def on_receive_orders(self, reports: Sequence[ReceivingReport]) -> None: ...
@@ -102,11 +102,11 @@ class DataPlaneListener(Protocol):
 
 
 class DataPlane:
-    """Start with `start`, end with `stop`; everything else may be called from the loop at any time between."""
+    """Begin with `start`, end with `stop`. In between, the loop may call everything else at any time."""
 
     def __init__(
         self,
-        equip: Callable[[], Resources],
+        make_resources: Callable[[], Resources],
         incarnation: str,
         listener: DataPlaneListener,
         write_timeout_s: float,
@@ -119,7 +119,7 @@ class DataPlane:
         self.site: Site  # from `start` on
         self.digests: tuple[str, ...] = ()
         self.device = self.description = ""
-        self._equip = equip
+        self._make_resources = make_resources
         self._incarnation = incarnation
         self._listener = listener
         self._write_timeout_s = write_timeout_s
@@ -130,14 +130,14 @@ class DataPlane:
         self._tasks: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._moving: dict[int, Job] = {}  # by ticket
-        self._moved: dict[int, Moved] = {}  # what is over and not waited for yet
+        self._moved: dict[int, Moved] = {}  # moves that are over, which no job waits for yet
         self._writing: dict[tuple[int, int], Job] = {}
         self._fenced: list[tuple[WaitOnLoop, Job]] = []
         self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbridge-data_plane", daemon=True)
         self._watchdog = Watchdog(self._thread, stuck_s, end, clock)
-        self._equipment: Resources | None = None
+        self._resources: Resources | None = None
         self._jobs: Jobs
         self._pulling: PullRoute
         self._loop: asyncio.AbstractEventLoop
@@ -145,13 +145,13 @@ class DataPlane:
     # On the loop:
 
     async def start(self) -> None:
-        """Start the thread and what it works with. Raises OperatorError or FabricError."""
+        """Start the thread and open its resources. Raises OperatorError or FabricError."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         await self._call(self._open)
 
     async def stop(self) -> None:
-        """End the thread and the fabrics; jobs that were not begun are dropped."""
+        """End the thread and the fabrics. Jobs that have not begun are dropped."""
 
         def last() -> None:
             self._stopping = True
@@ -161,13 +161,13 @@ class DataPlane:
         os.close(self._wake)
 
     def open(self, attach: Attach, fds: list[int], epoch: int, heard_at: float) -> AttachedMemory:
-        """Map what an engine sent. Raises KVBridgeError; nothing stays mapped then. Close it after `let_go`."""
+        """Map what an engine sent. Raises KVBridgeError, with nothing left mapped. Close it after `let_go`."""
         return AttachedMemory.open(attach, fds, epoch, heard_at, self.device, bool(self.site.machine))
 
     async def stage(self) -> None:
-        """Have slots, from the first call on. Raises FabricError `no_staging`; another call may do better.
+        """Make slots, if there are none. Raises FabricError `no_staging`; a later call may succeed.
 
-        It takes the data thread from others for as long as memory and fabric take to be made.
+        The data plane does nothing else while memory and fabric are made.
         """
         if self.site.has_slots:
             return
@@ -177,52 +177,52 @@ class DataPlane:
             self._listener.on_staged(site)
 
     async def connect(self, landing: Landing) -> Connected:
-        """Choose and prove a route to a receiver's slots; it takes the place of the one before. Raises FabricError.
+        """Choose and prove a route to a receiver's slots, which replaces the one before. Raises FabricError.
 
-        We have slots (`stage`), or none of these routes needs any.
+        Call `stage` first, unless none of these routes needs slots.
         """
         connected: Connected = await self._job(lambda settle: self._jobs.connect(landing, settle))
         return connected
 
     @property
     def turns(self) -> int:
-        """Grows as long as the thread comes round: at least once a second, or after the task that it has in hand."""
+        """A count that grows while the thread lives: at least once a second, or after its present task."""
         return self._watchdog.beats
 
     @property
     def still_s(self) -> float:
-        """How long the thread has not come round."""
+        """Seconds since the thread last showed that it lives."""
         return self._watchdog.still_s
 
     def stir(self) -> None:
-        """Something was heard, and more will be: the loop looks again for a while before it sleeps."""
+        """A message came, and more will: the loop keeps looking for a while before it sleeps."""
         self._linger.stir()
 
-    def get_up(self) -> None:
-        """There will be something to move soon."""
+    def wake(self) -> None:
+        """There will be something to move soon: wake the thread, if it lingers."""
         if self._linger_s:
             os.eventfd_write(self._wake, 1)
 
     def disconnect(self, incarnation: str, serial: int) -> None:
-        """Give up what `connect` made under this serial; another one since stays."""
+        """Give up the route that `connect` made under this serial. A later one stays."""
         self._put(lambda: self._jobs.disconnect(incarnation, serial))
 
     def give(self, order: SendingOrder | ReceivingOrder, attachment: AttachedMemory | None) -> None:
-        """Orders are taken up one after the other. `attachment` is our engine's, None once it has left."""
+        """Give an order; they are taken up one after the other. `attachment` is our engine's, None once it has left."""
         self._put(partial(self._take_up, order, attachment, self._clock()))
 
     async def open_peer(
         self,
-        whose: Whose,
+        memory_id: EngineMemoryId,
         pool: Pool,
         handles: Sequence[Handle],
         fds: Sequence[int],
         closed: Callable[[], None],
     ) -> Rate | None:
-        """Map the memory of a peer's engine, for `pull`; how fast it is read, None if that could not be measured.
+        """Map the memory of a peer's engine, for `pull`. Returns its read rate, None if that could not be measured.
 
-        `closed` is called once it is unmapped again. The fds stay the caller's. Raises KVBridgeError, and `closed` is
-        not called then. Who is cancelled leaves it mapped: that happens where the agent ends.
+        `closed` is called once the memory is unmapped again, but not if this raises KVBridgeError. The fds stay the
+        caller's. A cancelled call leaves the memory mapped: that happens when the agent ends.
         """
         kept = [os.dup(fd) for fd in fds]
 
@@ -232,37 +232,41 @@ class DataPlane:
             finally:
                 close_fds(kept)
 
-        rate: Rate | None = await self._job(lambda settle: self._pulling.open(whose, mapped, closed, settle))
+        rate: Rate | None = await self._job(lambda settle: self._pulling.open(memory_id, mapped, closed, settle))
         return rate
 
-    def close_peer(self, whose: Whose) -> None:
-        """Give up what `open_peer` mapped, once nothing reads it any more."""
-        self._put(lambda: self._pulling.close(whose))
+    def close_peer(self, memory_id: EngineMemoryId) -> None:
+        """Undo one `open_peer`: after the last, the memory is unmapped once nothing reads it."""
+        self._put(lambda: self._pulling.close(memory_id))
 
     def warm(self, attachment: AttachedMemory, parts: Sequence[Part]) -> None:
-        """Begin to compile what parts like these need."""
+        """Begin to compile the kernels that parts like these need."""
         for part in parts:
             self._put(partial(self._jobs.warm, attachment, part))
 
     def warm_pull(
-        self, attachment: AttachedMemory, whose: Whose, parts: Sequence[tuple[Part, Part]], kinds: Sequence[bool]
+        self,
+        attachment: AttachedMemory,
+        memory_id: EngineMemoryId,
+        parts: Sequence[tuple[Part, Part]],
+        kinds: Sequence[bool],
     ) -> None:
-        """The same for pulls of parts like these, each as its sender and its receiver see it; with a digest, or not."""
+        """The same for pulls, for each value of `has_digest` in `kinds`. A pair of parts is (sender's, receiver's)."""
         for theirs, ours in parts:
             for has_digest in kinds:
-                self._put(partial(self._pulling.warm, attachment, whose, theirs, ours, has_digest))
+                self._put(partial(self._pulling.warm, attachment, memory_id, theirs, ours, has_digest))
 
     async def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the sender says it wrote."""
         return bool(await self._call(lambda: self._jobs.is_proved(route, lane, probe)))
 
     async def prepare_endpoints(self) -> StagingEndpoints:
-        """Slots behind a fabric that nobody knows yet, for `switch`. Raises FabricError."""
+        """Make slots, and a fabric that no peer knows yet, for `switch`. Raises FabricError."""
         endpoints: StagingEndpoints = await self._call(self._prepare)
         return endpoints
 
     def switch(self, endpoints: StagingEndpoints) -> None:
-        """Work with these slots. What was begun with those of before is finished; nobody may be connected to them."""
+        """Use these slots from now on. Work begun with the old ones goes on; no peer may be connected to those."""
         self.site = endpoints.site
         self._put(lambda: self._switch(endpoints))
 
@@ -271,17 +275,17 @@ class DataPlane:
             return self._at_work.prepare()
 
     def _stage(self) -> Site:
-        equipment = self._at_work
-        if equipment.current is None:
-            began, card = time.monotonic(), equipment.bare.fabric
+        resources = self._at_work
+        if resources.current is None:
+            began, card = time.monotonic(), resources.bare.fabric
             try:
                 with self._starting_threads():
-                    equipment.stage()
-            except Exception as error:  # no memory, no fabric: nothing of it is kept
+                    resources.stage()
+            except Exception as error:  # no memory or no fabric: nothing of it is kept
                 reason = f"staging: slots of {card.slot_bytes} bytes in {card.memory} cannot be made: {error}"
                 raise FabricError("no_staging", reason) from error
-            self.send_orders.slots.make(equipment.endpoint.send_slots.slots)
-            receive_slots, send_slots = equipment.endpoint.receive_slots, equipment.endpoint.send_slots
+            self.send_orders.slots.make(resources.endpoint.send_slots.slots)
+            receive_slots, send_slots = resources.endpoint.receive_slots, resources.endpoint.send_slots
             log.info(
                 "made slots: receive_slots=%d send_slots=%d slot_bytes=%d memory=%s s=%.3f",
                 receive_slots.slots,
@@ -290,21 +294,21 @@ class DataPlane:
                 receive_slots.memory,
                 time.monotonic() - began,
             )
-        return equipment.site
+        return resources.site
 
     def _switch(self, endpoints: StagingEndpoints) -> None:
         self._at_work.switch(endpoints)
         self.send_orders.slots.make(endpoints.endpoint.send_slots.slots)
 
     def discard(self, endpoints: StagingEndpoints) -> None:
-        """Close endpoints that were prepared and are not switched to."""
+        """Close endpoints that were prepared and will not be used."""
         self._put(endpoints.closing.close)
 
     async def let_go(self, attachment: AttachedMemory) -> bool:
-        """Return when no job given before touches this memory or will (writes out of slots may be under way).
+        """Wait until no job given before touches this memory, or will. Writes out of slots may still be under way.
 
-        False if that is not known: the thread has died, and what it left to a GPU may still run.
-        Ends the process when that does not come about: to unmap under a running kernel would be worse.
+        Returns False if that is not known: the thread has died, and the GPU may still run what it enqueued. Ends the
+        process if the wait takes too long: to unmap memory under a running kernel would be worse.
         """
         attachment.liveness.has_left = True
         await self._watchdog.until(self._unused(attachment))
@@ -313,7 +317,7 @@ class DataPlane:
     async def _unused(self, attachment: AttachedMemory) -> None:
         ends = self._loop.time() + self._watchdog.stuck_s
         while True:
-            is_late = self._loop.time() > ends  # asked before: if we were stopped, the GPU was not
+            is_late = self._loop.time() > ends  # taken before the check: if this process was stopped, the GPU was not
             if not await self._may_use(attachment):
                 return
             if is_late:
@@ -322,13 +326,13 @@ class DataPlane:
 
     @property
     def _at_work(self) -> Resources:
-        assert self._equipment is not None
-        return self._equipment
+        assert self._resources is not None
+        return self._resources
 
     async def _may_use(self, attachment: AttachedMemory) -> bool:
         try:
             return bool(await self._call(lambda: self._is_using(attachment)))
-        except FabricError:  # a data plane that has died begins nothing more either
+        except FabricError:  # a dead data plane begins nothing more
             return False
 
     def _put(self, task: Callable[[], None]) -> None:
@@ -336,14 +340,14 @@ class DataPlane:
         os.eventfd_write(self._wake, 1)
 
     async def _job(self, job: Callable[[Settle], Job]) -> Any:
-        """What a job settles with, or raises."""
+        """Run a job on the thread. Returns what it settles with, or raises that."""
         done: asyncio.Future[Any] = self._loop.create_future()
         settle = lambda found, error: self._tell(_settle, done, found, error)  # noqa: E731
         self._put(lambda: self._resume(job(settle), None))
         return await self._settled(done)
 
     async def _call(self, task: Callable[[], Any]) -> Any:
-        """What `task` returns or raises, on the thread."""
+        """Run `task` on the thread. Returns or raises what it does."""
         done: asyncio.Future[Any] = self._loop.create_future()
 
         def run() -> None:
@@ -373,8 +377,8 @@ class DataPlane:
             self._tell(self._listener.on_data_plane_died, error)
         finally:
             self._say()
-            if self._equipment is not None:
-                self._equipment.close()
+            if self._resources is not None:
+                self._resources.close()
                 self._pulling.close_all()
 
     def _serve(self) -> None:
@@ -382,10 +386,10 @@ class DataPlane:
         while not self._stopping:
             self._watchdog.beat()
             moved = self._do_tasks()
-            if self._equipment is None:
+            if self._resources is None:
                 self._sleep(IDLE_S)
                 continue
-            moved = self._poll(self._equipment) or moved
+            moved = self._poll(self._resources) or moved
             self._say()
             now = self._clock()
             if moved:
@@ -400,7 +404,7 @@ class DataPlane:
                 last_move = now
 
     def _sleep(self, seconds: float) -> bool:
-        """True if the loop woke us: there is a task, or something to expect."""
+        """True if the loop woke us: there is a task, or one will come soon."""
         if not select.select([self._wake], [], [], seconds)[0]:
             return False
         os.eventfd_read(self._wake)
@@ -412,7 +416,7 @@ class DataPlane:
             self._tasks.popleft()()
             self._watchdog.beat()
             self._say()
-        self._send()  # what is to stop has been heard
+        self._send()  # after the tasks: one may have stopped a transfer
         return moved
 
     def _take_up(
@@ -449,7 +453,7 @@ class DataPlane:
                 self._resume(self._pulling.pull(order, attachment), None)
 
     def _send(self) -> bool:
-        """Gather what is ready to go out, while there are slots, for a while. Whether anything was begun."""
+        """Gather chunks that are ready while there are slots, for about SEND_S. Returns whether anything was begun."""
         ends, has_begun = self._clock() + SEND_S, False
         while (not has_begun or self._clock() < ends) and (departure := self.send_orders.begin()) is not None:
             self._resume(self._jobs.send(departure), None)
@@ -457,17 +461,17 @@ class DataPlane:
         return has_begun
 
     def _open(self) -> None:
-        equipment = self._equip()
-        self.site, self.digests = equipment.site, equipment.copier.digests
-        self.device, self.description = equipment.copier.device, equipment.copier.description
-        if equipment.current is not None:
-            self.send_orders.slots.make(equipment.endpoint.send_slots.slots)
+        resources = self._make_resources()
+        self.site, self.digests = resources.site, resources.copier.digests
+        self.device, self.description = resources.copier.device, resources.copier.description
+        if resources.current is not None:
+            self.send_orders.slots.make(resources.endpoint.send_slots.slots)
         wait_s, clock = self._write_timeout_s, self._clock
-        self._jobs = Jobs(equipment, self._incarnation, self.send_orders, self.receive_orders, wait_s, clock)
-        self._pulling = PullRoute(equipment, self._tell, self.receive_orders, wait_s, clock)
-        self._equipment = equipment
+        self._jobs = Jobs(resources, self._incarnation, self.send_orders, self.receive_orders, wait_s, clock)
+        self._pulling = PullRoute(resources, self._tell, self.receive_orders, wait_s, clock)
+        self._resources = resources
         if self._linger_s is None:
-            self._linger_s = LINGER_ON_GPU_S if equipment.copier.memory == "vram" else 0.0
+            self._linger_s = LINGER_ON_GPU_S if resources.copier.memory == "vram" else 0.0
         self._linger = Linger(self._linger_s)
         self._nap_exactly()
 
@@ -475,10 +479,10 @@ class DataPlane:
         nap_exactly()
 
     def _starting_threads(self) -> AbstractContextManager[None]:
-        """NIXL's would inherit how we nap."""
+        """NIXL's threads would inherit our timer slack."""
         return usual_naps()
 
-    def _poll(self, equipment: Resources) -> bool:
+    def _poll(self, resources: Resources) -> bool:
         """Resume the jobs whose wait is over."""
         fenced, self._fenced = self._fenced, []
         now = self._clock()
@@ -489,33 +493,33 @@ class DataPlane:
                 self._fail(job, wait.late())
             else:
                 self._fenced.append((wait, job))
-        moves = equipment.copier.poll()
+        moves = resources.copier.poll()
         for moved in moves:
             if moved.ticket in self._moving:
                 self._resume(self._moving.pop(moved.ticket), moved)
-            else:  # one of several that its job has begun
+            else:  # its job has begun several, and waits for another
                 self._moved[moved.ticket] = moved
         if moves:
             self._pulling.close_parting()
-        self._say()  # slots to lend, before others are scattered
+        self._say()  # report slots that can be lent again before the next are scattered
         is_moving = bool(moves) or len(self._fenced) < len(fenced)
-        for endpoint in equipment.endpoints:
+        for endpoint in resources.endpoints:
             events = endpoint.fabric.poll(self._clock())
             if any(isinstance(event, Noticed) for event in events):
-                self._do_tasks()  # a receive order is given before its notices can come, perhaps since we looked last
+                self._do_tasks()  # an order is given before its notices can come, but perhaps after our last look
             for event in events:
                 is_moving = True
                 if isinstance(event, Noticed):
                     self._notice(event.payload)
-                elif (id(endpoint.fabric), event.id) in self._writing:  # else a probe's that was given up
+                elif (id(endpoint.fabric), event.id) in self._writing:  # else it is from a probe that was given up
                     self._resume(self._writing.pop((id(endpoint.fabric), event.id)), event)
         is_moving = self._send() or is_moving
-        if equipment.has_retired and not self._moving and not self._fenced:
-            equipment.close_retired()
+        if resources.has_retired and not self._moving and not self._fenced:
+            resources.close_retired()
         return is_moving
 
     def _resume(self, job: Job, event: Event) -> None:
-        """Go on with a job up to its next wait, or its end."""
+        """Run a job up to its next wait, or its end."""
         self._go_on(job, lambda: job.send(event))
 
     def _go_on(self, job: Job, step: Callable[[], Wait]) -> None:
@@ -542,6 +546,7 @@ class DataPlane:
         except BadFrame as error:
             return self.receive_orders.report(Malformed(error.code))
         if (arrival := self.receive_orders.landed(notice)) is not None:
+            self.receive_orders.note_landed(arrival, self._clock())
             failpoint("receiver.notice_landed")
             self._scatter(arrival)
 
@@ -550,12 +555,12 @@ class DataPlane:
         self._say()
 
     def _fail(self, job: Job, error: EngineError) -> None:
-        """Go on with a job that waits for what will not come; it tells so itself, once what it has begun is over."""
+        """Throw into a job whose wait is in vain. It reports the error itself, once what it has begun is over."""
         self._go_on(job, lambda: job.throw(error))
 
     def _is_using(self, attachment: AttachedMemory) -> bool:
-        """Also ends the jobs that wait for this engine's fence: it may never come."""
-        memory = attachment.memory  # of all its epochs: scales may have changed since a job began
+        """Whether a move uses this memory. Also ends the jobs that wait for this engine: its fence may never come."""
+        memory = attachment.memory  # the same in all its epochs: scales may have changed since a job began
         error = EngineError("engine_left", "the engine left before its forward had finished")
         self._end_waits(lambda wait: wait.attachment.memory is memory, error)
         copier = self._at_work.copier
@@ -574,11 +579,11 @@ class DataPlane:
         self._telling.append((hear, args))
 
     def _say(self) -> None:
-        """Let the loop hear all there is to tell: to wake it costs more than what it is told."""
+        """Send the loop all reports at once: waking it costs more than the reports."""
         if sent := self.send_orders.take_reports():
-            self._tell(self._listener.on_send_orders, sent)
+            self._tell(self._listener.on_send_orders, [*self.send_orders.take_reached(), *sent])
         if received := self.receive_orders.take_reports():
-            self._tell(self._listener.on_receive_orders, received)
+            self._tell(self._listener.on_receive_orders, [*self.receive_orders.take_reached(), *received])
         if self._telling:
             telling, self._telling = self._telling, []
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
@@ -586,7 +591,7 @@ class DataPlane:
 
 
 def _hear(told: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
-    """Everything in order; a fault of one hearer costs the others nothing."""
+    """Call everything in order. If one call fails, the others still happen."""
     for hear, args in told:
         try:
             hear(*args)
@@ -596,7 +601,7 @@ def _hear(told: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> Non
 
 
 def _pause(still_s: float) -> float:
-    """How long to look away when nothing has moved for so long: hardly at first, then longer and longer."""
+    """How long to nap when nothing has moved for `still_s`: briefly at first, then longer and longer."""
     return NAP_S if still_s < SHORT_S else min(still_s / 20, LONGEST_S)
 
 

@@ -1,4 +1,4 @@
-"""What the data plane's thread does with a chunk, each job a story: out of the blocks and over, or into the blocks."""
+"""The jobs of the data plane's thread: a chunk out of the blocks and to the peer, or from a slot into the blocks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ from .awaits import (
 )
 from .receive_orders import LandedChunk, ReceiveOrders
 from .resources import Resources
-from .routes.choice import STAGED, Connected, pattern, prove
-from .routes.rate import MOST_BYTES
+from .routes.choice import STAGED, Connected, is_proved, prove
 from .routes.staged import Landing, Target
 from .send_orders import LeavingChunk, SendOrders
 
@@ -50,14 +49,14 @@ class Jobs:
 
     def __init__(
         self,
-        equipment: Resources,
+        resources: Resources,
         incarnation: str,
         send_orders: SendOrders,
         receive_orders: ReceiveOrders,
         write_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._equipment = equipment
+        self._resources = resources
         self._incarnation = incarnation
         self._send_orders = send_orders
         self._receive_orders = receive_orders
@@ -70,21 +69,21 @@ class Jobs:
 
     @property
     def _ends(self) -> float:
-        """When what begins to wait now has waited long enough."""
+        """The deadline of a wait that begins now."""
         return self._clock() + self._write_timeout_s
 
     @property
     def _copier(self) -> BlockCopier:
-        return self._equipment.copier
+        return self._resources.copier
 
     # Receivers:
 
     def connect(self, landing: Landing, settle: Settle) -> Job:
-        """Prove a route to a receiver; `settle` gets it, or what went wrong."""
+        """Prove a route to a receiver; `settle` gets it, or the error."""
         self._serial += 1
         serial = self._serial
         try:
-            target, routed = yield from prove(self._equipment, landing, serial, self._clock)
+            target, routed = yield from prove(self._resources, landing, serial, self._clock)
         except FabricError as error:
             settle(None, error)
         else:
@@ -95,7 +94,7 @@ class Jobs:
             settle(Connected(routed, serial), None)
 
     def disconnect(self, incarnation: str, serial: int) -> None:
-        """No new writes to this target. It is let go once those under way have ended."""
+        """Begin no more writes to this target. It is closed once those under way have ended."""
         target = self._targets.get(incarnation)
         if target is not None and target.serial == serial:
             del self._targets[incarnation]
@@ -109,29 +108,24 @@ class Jobs:
             target.close()
 
     def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
-        """Whether our lane holds what the sender says it wrote."""
-        endpoint = STAGED[route].endpoint(self._equipment)
-        ours = endpoint.receive_slots.lane(lane)
-        if not 0 < probe.size_bytes <= min(ours.size_bytes, MOST_BYTES):
-            return False
-        found = endpoint.copier.read(Span(ours.address, probe.size_bytes))
-        return found == pattern(probe.seed, probe.size_bytes)
+        """Whether our lane holds the pattern that the sender says it wrote."""
+        return is_proved(self._resources, route, lane, probe)
 
     # Out:
 
     def send(self, departure: LeavingChunk) -> Job:
         """Gather a chunk once the engine has computed it, and write it into the leased slot."""
-        send_orders, began, is_late = self._send_orders, self._clock(), False
+        send_orders, is_late = self._send_orders, False
         try:
             target = self._target(departure)
         except PeerError as error:
             send_orders.gathered(departure)
             return send_orders.written(departure, 0.0, (error.code, str(error)))
         self._users[target] += 1
-        digest, failure = yield from self._gathered(departure, target)
+        gather_s, digest, failure = yield from self._gathered(departure, target)
         send_orders.gathered(departure)
-        gather_s = self._clock() - began
         if failure is None:
+            send_orders.note_gathered(departure, self._clock())
             is_late, failure = yield from self._pushed(departure, target, digest)
         self._users[target] -= 1
         self._close_unused(target)
@@ -146,9 +140,13 @@ class Jobs:
             raise PeerError("bad_lease", reason)
         return target
 
-    def _gathered(self, departure: LeavingChunk, target: Target) -> Generator[Wait, Event, tuple[int, Failure]]:
-        """The digest of the chunk, which is in our slot now, or in the peer's on the direct route."""
+    def _gathered(self, departure: LeavingChunk, target: Target) -> Generator[Wait, Event, tuple[float, int, Failure]]:
+        """Gather the chunk into our slot, or the peer's on the route `direct`.
+
+        Returns the seconds that it took, without the waits before it, its digest, and the failure.
+        """
         order, attachment, size = departure.order, departure.attachment, departure.size_bytes
+        began = 0.0
         try:
             slot, host = target.places(departure.local, departure.lease, size)
             part = Part(order.plan, order.plan.chunk(departure.chunk), departure.tables, True)
@@ -156,18 +154,23 @@ class Jobs:
             def begin() -> Generator[Wait, Event, int]:
                 yield from begun(attachment, departure.fence, self._ends, departure.dispatch)
                 failpoint("sender.gather_begun")
-                return self._copier.gather(attachment.memory, part, slot, order.digest_kind, host)
+                nonlocal began
+                began = self._clock()
+                ticket = self._copier.gather(attachment.memory, part, slot, order.digest_kind, host)
+                self._send_orders.note_gathering(departure, began)
+                return ticket
 
             moved = yield WaitMove((yield from self._started(begin, attachment)))
             assert isinstance(moved, Moved)
+            gather_s = self._clock() - began
             failpoint("sender.gathered")
             is_theirs = self._taken_back(attachment, order.request, departure.asked_at)
-            return moved.digest, moved.failure or (yield from is_theirs)
-        except Exception as error:  # it costs this transfer, nobody else
-            return 0, failure_of("gather_failed", error, order.transfer)
+            return gather_s, moved.digest, moved.failure or (yield from is_theirs)
+        except Exception as error:  # only this transfer fails
+            return 0.0, 0, failure_of("gather_failed", error, order)
 
     def digest(self, digest: Digest, attachment: AttachedMemory, asked_at: float) -> Job:
-        """Digest a chunk that its receiver has read, as it is in the engine's blocks now. Asked for at that time."""
+        """Digest a chunk that its receiver has read, as it is in the engine's blocks now. Ordered at `asked_at`."""
         part, found = Part(digest.plan, digest.plan.chunk(digest.read.chunk), digest.tables, True), 0
         copier = self._copier
         failure: Failure
@@ -182,8 +185,8 @@ class Jobs:
             assert isinstance(ended, Moved)
             found = ended.digest
             failure = ended.failure or (yield from self._taken_back(attachment, digest.request, asked_at))
-        except Exception as error:  # it costs this transfer, nobody else
-            failure = failure_of("gather_failed", error, digest.transfer)
+        except Exception as error:  # only this transfer fails
+            failure = failure_of("gather_failed", error, digest)
         self._send_orders.report(Digested(digest.transfer, Sum(digest.read.chunk, found), digest.read, failure))
 
     def _started(
@@ -192,27 +195,27 @@ class Jobs:
         return started(begin, attachment, self._write_timeout_s, self._clock)
 
     def _taken_back(self, attachment: AttachedMemory, request: str, asked_at: float) -> Generator[Wait, Event, Failure]:
-        """Whether the blocks may have been another request's while they were read: only if some of us stood still.
+        """The failure if the engine may have reused the blocks while they were read. That takes a stall on our side.
 
-        An engine uses them again READERS_S after it withdrew them or gave us up. It was sent after we last found the
-        socket empty and before we read it; once the engine is gone it is not found empty again.
+        An engine reuses blocks READERS_S after it withdrew them or gave us up. A withdrawal was sent after we last
+        found the socket empty and before we read it. Once the engine is gone, the socket is not found empty again.
         """
-        word, now = attachment.liveness, self._clock()
-        if word.has_left:  # nobody will hear of it any more
+        liveness, now = attachment.liveness, self._clock()
+        if liveness.has_left:  # no withdrawal will be read any more
             return "engine_left", "the engine left while its blocks were read"
-        if now - word.heard_at >= UNHEARD_S:
+        if now - liveness.heard_at >= UNHEARD_S:
             yield WaitEngineHeard(attachment, now, now + self._write_timeout_s)
-        if not word.has_withdrawn(request, asked_at, now - UNHEARD_S):
+        if not liveness.has_withdrawn(request, asked_at, now - UNHEARD_S):
             return None
-        reason = "blocks were withdrawn while this agent stood still over a gather"
+        reason = "blocks were withdrawn while this agent was stalled in a gather"
         return "blocks_taken_back", reason
 
     def _pushed(
         self, departure: LeavingChunk, target: Target, digest: int
     ) -> Generator[Wait, Event, tuple[bool, Failure]]:
-        """Write our slot to the peer's, notice with it; on the direct route the notice is all that is left.
+        """Write our slot and the notice to the peer; on the route `direct` only the notice is left to send.
 
-        Whether that was late, and what went wrong.
+        Returns whether the write was late, and the failure.
         """
         size, notice = departure.size_bytes, encode(self._notice(departure, digest))
         deadline, is_late = self._ends, False
@@ -247,7 +250,7 @@ class Jobs:
         )
 
     def warm(self, attachment: AttachedMemory, part: Part) -> None:
-        """Begin to compile for parts like this one, if the engine stays. What goes wrong is said when it matters."""
+        """Begin to compile for parts like this one, unless the engine leaves. Errors are only logged."""
         if attachment.liveness.has_left:
             return
         try:
@@ -256,8 +259,8 @@ class Jobs:
             log.exception("could not get ready for a peer")
 
     def _any_slot(self, part: Part) -> Span | None:
-        """That such a part may be moved to or from, if there are slots: else what a session needs is warmed with it."""
-        endpoints = self._equipment.current
+        """A slot for such a part, None before there are slots. A session that needs slots warms their kernels."""
+        endpoints = self._resources.current
         if endpoints is None:
             return None
         staging = endpoints.endpoint.send_slots if part.is_sender else endpoints.endpoint.receive_slots
@@ -266,12 +269,12 @@ class Jobs:
     # In:
 
     def scatter(self, arrival: LandedChunk) -> Job:
-        """Put a chunk that landed into the engine's blocks, once the engine is through with them."""
+        """Put a chunk that landed into the engine's blocks, once the engine has finished with them."""
         order, notice, attachment = arrival.order, arrival.notice, arrival.attachment
         chunk = order.plan.chunk(notice.chunk)
-        endpoint, copier = STAGED[order.route].endpoint(self._equipment), self._copier
-        slot, host = self._equipment.endpoint.receive_slots.span(notice.slot, chunk.size_bytes), None
-        if endpoint is not self._equipment.endpoint:
+        endpoint, copier = STAGED[order.route].endpoint(self._resources), self._copier
+        slot, host = self._resources.endpoint.receive_slots.span(notice.slot, chunk.size_bytes), None
+        if endpoint is not self._resources.endpoint:
             host = endpoint.receive_slots.span(notice.slot, chunk.size_bytes)
         failure: Failure
 
@@ -285,12 +288,12 @@ class Jobs:
             ended = yield WaitMove((yield from self._started(begin, attachment)))
             assert isinstance(ended, Moved)
             failure = ended.failure
-        except Exception as error:  # it costs this transfer, nobody else
-            failure = failure_of("scatter_failed", error, order.transfer)
+        except Exception as error:  # only this transfer fails
+            failure = failure_of("scatter_failed", error, order)
         self._receive_orders.scattered(arrival, failure)
 
     def watch(self, attachment: AttachedMemory, fence: int) -> Job:
-        """Say when our engine's fence has reached this count, or that nobody can wait for it any more."""
+        """Report when our engine's fence has reached this count, or when the wait for it has ended."""
         with contextlib.suppress(EngineError):
             yield WaitFence(attachment, fence, self._ends, None)
         self._send_orders.report(FenceReached())

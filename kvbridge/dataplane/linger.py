@@ -1,7 +1,7 @@
-"""Keeps the loop looking for a while after something has happened: what comes next finds it awake.
+"""Keeps the event loop awake for a while after a message, so that it handles the next one at once.
 
-A thread that sleeps is late: its processor sleeps too, and comes back with cold caches. Requests come in chains (an
-offer, a claim, a read), so who has just heard of one hears of it again soon.
+A sleeping thread wakes late: its processor sleeps too, and its caches are cold. Messages come in chains (an offer, a
+claim, a read), so one is usually followed by another soon.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NAP_S = 5e-6  # others have the interpreter meanwhile
-IDLE_TURN_S = 3e-5  # a turn of the loop that took longer did something, and what follows from that is due at once
+NAP_S = 5e-6  # lets other threads have the interpreter
+IDLE_TURN_S = 3e-5  # a longer turn of the loop did some work: do not nap, what follows from it is due at once
 TIMER_SLACK_NS = 1000
 PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
 
 def nap_exactly() -> None:
-    """For the calling thread and those that it starts: naps end when they should, and not 50 us later."""
+    """Let naps of the calling thread, and of threads it starts, end on time and not 50 us later."""
     _set_slack(TIMER_SLACK_NS)
 
 
 @contextmanager
 def usual_naps() -> Iterator[None]:
-    """Threads that are started meanwhile, by one that naps exactly, do not."""
-    _set_slack(0)  # what this thread began with
+    """Threads started inside this block do not nap exactly, although the calling thread does."""
+    _set_slack(0)  # back to the thread's default
     try:
         yield
     finally:
@@ -38,7 +38,7 @@ def _set_slack(nanoseconds: int) -> None:
 
 
 class Linger:
-    """Of one loop. With `seconds` 0 it sleeps whenever it can."""
+    """Keeps one loop awake for `seconds` after each `stir`. With 0 the loop sleeps whenever it can."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -46,7 +46,7 @@ class Linger:
         self._is_looking = False
 
     def stir(self) -> None:
-        """Something has happened. On the loop."""
+        """Something has happened: stay awake from now on. Called on the loop."""
         if not self._seconds:
             return
         self._until = time.monotonic() + self._seconds
@@ -56,7 +56,7 @@ class Linger:
             asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
-        """A loop that has something to call does not sleep."""
+        """Called again and again: a loop that has something to call does not sleep."""
         now = time.monotonic()
         self._is_looking = now < self._until
         if self._is_looking:

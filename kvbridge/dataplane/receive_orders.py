@@ -1,4 +1,4 @@
-"""The receive orders of the data plane: what lands is checked against them, without asking anybody. Pure."""
+"""The data plane's receive orders: chunks that land are checked against them, without asking the loop. Pure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from ..exchange.orders import (
     Quiet,
     ReceiveOrder,
     ReceivingReport,
+    StageReached,
     StopReceiving,
+    TransferStage,
 )
 from .attached import AttachedMemory
 
 
 @dataclass(slots=True, eq=False)
 class OrderedReceive:
-    """One transfer that is being received. `order` is None where its rows are pulled."""
+    """One transfer that is being received. `order` is None on the route `pull`."""
 
     transfer: str
     order: ReceiveOrder | None = None
     attachment: AttachedMemory | None = None
-    leases: dict[int, int] = field(default_factory=dict)  # generations by slot, of those that nothing has landed under
+    leases: dict[int, int] = field(default_factory=dict)  # generation by slot, where nothing has landed yet
     missing: set[int] = field(default_factory=set)  # chunks that have not landed
     moving: int = 0  # scatters and reads under way
     stop: StopReceiving | None = None
@@ -35,7 +37,7 @@ class OrderedReceive:
 
 @dataclass(frozen=True, slots=True)
 class LandedChunk:
-    """A chunk that landed and counts, on its way into the engine's blocks."""
+    """A chunk that landed and matched its order, on its way into the engine's blocks."""
 
     receipt: OrderedReceive
     order: ReceiveOrder
@@ -48,29 +50,30 @@ class LandedChunk:
 
 
 class ReceiveOrders:
-    """All transfers that are being received. On the data plane's thread, but for the counts, which anybody may read."""
+    """All transfers that are being received. For the data plane's thread; any thread may read the counts."""
 
     def __init__(self) -> None:
-        self.lent = 0  # leases that nothing has landed under: notices must be looked for
+        self.lent = 0  # leases that nothing has landed under: while there are any, poll for notices
         self.scattering = 0  # slots that are being read
         self._open: dict[str, OrderedReceive] = {}
+        self._reached: list[StageReached] = []
         self._landed: dict[str, Landed] = {}
         self._reports: list[ReceivingReport] = []
 
     def order(self, order: ReceiveOrder, attachment: AttachedMemory) -> None:
-        """Chunks of this transfer may come, once slots are lent for them."""
+        """Accept chunks of this transfer, once slots are lent for them."""
         missing = set(range(order.plan.chunks))
         self._open[order.transfer] = OrderedReceive(order.transfer, order, attachment, missing=missing)
 
     def lend(self, lend: Lend) -> None:
-        """Chunks may come in these slots."""
+        """Accept chunks in these slots."""
         if (receipt := self._open.get(lend.transfer)) is None:
-            return  # all of it is here: nothing will be written under them
+            return  # all chunks have landed: nothing will be written under these leases
         receipt.leases.update((lease.slot, lease.generation) for lease in lend.leases)
         self.lent += len(lend.leases)
 
     def stop(self, stop: StopReceiving) -> None:
-        """Take nothing more of this transfer. Quiet is reported once nothing of it is being moved."""
+        """Accept nothing more of this transfer. Quiet is reported once none of it is being moved."""
         if (receipt := self._open.get(stop.transfer)) is None:
             self._reports.append(Quiet(stop.transfer))
             return
@@ -79,7 +82,7 @@ class ReceiveOrders:
         self._end_if_over(receipt)
 
     def landed(self, notice: Notice) -> LandedChunk | None:
-        """A chunk came in. It counts only if everything matches; anything else is reported as dropped: None."""
+        """A notice came. Returns its chunk if everything matches an order, otherwise None and Dropped is reported."""
         receipt = self._open.get(notice.transfer)
         if receipt is None or receipt.order is None or not matches(notice, receipt, receipt.order):
             self._reports.append(Dropped(notice.transfer, notice.slot))
@@ -92,8 +95,18 @@ class ReceiveOrders:
         self.scattering += 1
         return LandedChunk(receipt, receipt.order, receipt.attachment, notice)
 
+    def reach(self, transfer: str, stage: TransferStage, at: float, chunks: int) -> None:
+        """A transfer reached a stage: for the journal."""
+        self._reached.append(StageReached(transfer, stage, at, chunks))
+
+    def note_landed(self, arrival: LandedChunk, at: float) -> None:
+        """The chunk came in: for the journal, if it is the first or the last of its transfer."""
+        chunks, missing = arrival.order.plan.chunks, len(arrival.receipt.missing)
+        if missing in (0, chunks - 1):
+            self.reach(arrival.receipt.transfer, "landed", at, chunks - missing)
+
     def scattered(self, arrival: LandedChunk, failure: Failure) -> None:
-        """Its slot is read no more; `failure` says why its rows were not taken over."""
+        """The chunk's slot is no longer read. `failure` says why its rows do not count, if they do not."""
         receipt, notice = arrival.receipt, arrival.notice
         lease, transfer = SlotLease(notice.slot, notice.generation), receipt.transfer
         before = self._landed.get(transfer) or Landed(transfer, (), 0, 0)
@@ -106,23 +119,28 @@ class ReceiveOrders:
         self._moved(receipt)
 
     def begin_read(self, transfer: str) -> OrderedReceive:
-        """Rows of it are pulled from here on, until `end_read`."""
+        """Rows of this transfer are pulled from now on, until `end_read`."""
         receipt = self._open.setdefault(transfer, OrderedReceive(transfer))
         receipt.moving += 1
         return receipt
 
     def end_read(self, receipt: OrderedReceive) -> None:
-        """They are not any more."""
+        """The pull that `begin_read` announced is over."""
         self._moved(receipt)
 
     def take_reports(self) -> list[ReceivingReport]:
-        """What there is to report since the last call. Nothing lands of a transfer that something else is said of."""
+        """The reports since the last call. Landed go first: nothing of a transfer lands after its Quiet."""
         reports = [*self._landed.values(), *self._reports]
         self._landed, self._reports = {}, []
         return reports
 
+    def take_reached(self) -> list[StageReached]:
+        """The stages reached since the last call. They wait for a report: none of them is worth waking the loop."""
+        reached, self._reached = self._reached, []
+        return reached
+
     def report(self, report: ReceivingReport) -> None:
-        """Something else that our exchange waits for."""
+        """Add another report for the exchange."""
         self._reports.append(report)
 
     def _moved(self, receipt: OrderedReceive) -> None:
@@ -143,7 +161,7 @@ class ReceiveOrders:
 
 
 def matches(notice: Notice, receipt: OrderedReceive, order: ReceiveOrder) -> bool:
-    """Whether a notice is what we are waiting for, in every field."""
+    """Whether every field of a notice is what we expect."""
     return (
         receipt.leases.get(notice.slot) == notice.generation
         and notice.chunk in receipt.missing

@@ -1,7 +1,6 @@
-"""What the data plane works with: a copier, slots, fabrics. Made and closed on the data plane's thread, which owns all
-of it.
+"""The data plane's resources: a copier, slots, fabrics. The data plane's thread makes, owns and closes them.
 
-Slots and fabrics are made when a peer needs them, at the start where every peer will: who reads and is read needs none.
+Slots and fabrics are made when the first peer needs them, or at the start if every peer will. `pull` needs none.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ from ..transport.lock import KERNEL
 
 PULL: Route = "pull"
 SCRATCH_BYTES = 4 << 20
-MOST_KEPT = 2  # stagings that rebuilds may keep: of a GPU for good, host memory while something is written out of it
+MOST_KEPT = 2  # old stagings that rebuilds may keep: GPU memory for good, host memory until writes out of it have ended
 
 
 @dataclass(frozen=True, slots=True)
 class StagingEndpoint:
     """Slots in one kind of memory, the fabric that knows them and the copier that reaches them.
 
-    `name` is what the fabric is called among all fabrics. `lanes` are those of `send_slots` that no proof writes out
-    of.
+    `name` is the fabric's, unique among all fabrics. `lanes` are the probe lanes of `send_slots` that no proof uses.
     """
 
     name: str
@@ -59,8 +57,7 @@ class StagingEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class StagingEndpoints:
-    """`endpoint` holds the slots that rows are moved to and from; `host` their twins in host memory, on a GPU's
-    agent."""
+    """`endpoint` has the slots that rows are moved to and from. On a GPU, `host` may have twins in host memory."""
 
     endpoint: StagingEndpoint
     host: StagingEndpoint | None
@@ -72,7 +69,7 @@ class StagingEndpoints:
         return (self.endpoint,) if self.host is None else (self.endpoint, self.host)
 
     def retire(self) -> int:
-        """End them although peers that stand still may write to them yet. Returns how many bytes that keeps."""
+        """Close them, although frozen peers may still write to them. Returns how many bytes stay allocated."""
         for endpoint in self.all:
             endpoint.fabric.close()
         kept = sum(endpoint.receive_slots.seal() for endpoint in self.all)
@@ -82,14 +79,14 @@ class StagingEndpoints:
 
 @dataclass(slots=True)
 class Resources:
-    """A copier, and endpoints that can be made anew; those of before stay until what they write has ended.
+    """A copier, and endpoints that can be replaced. Replaced ones stay until their writes have ended.
 
     `bare` is our site while there are no endpoints.
     """
 
     copier: BlockCopier
     bare: Site
-    _make: Callable[[int], StagingEndpoints]  # the n-th
+    _make: Callable[[int], StagingEndpoints]  # makes the n-th endpoints
     _closing: ExitStack
     current: StagingEndpoints | None = None
     _retired: list[StagingEndpoints] = field(default_factory=list)
@@ -113,24 +110,23 @@ class Resources:
 
     @property
     def scratch(self) -> Span:
-        """SCRATCH_BYTES that anything may be written to, by several at once: nobody reads them.
+        """SCRATCH_BYTES that several may write to at once, since nobody reads them.
 
-        OperatorError if there is no room.
+        Raises OperatorError if there is no room.
         """
         if self._scratch is None:
             self._scratch = self.copier.staging(SCRATCH_BYTES, 1)
         return self._scratch.span(0)
 
     def stage(self) -> None:
-        """See to it that there are endpoints. Raises OperatorError or FabricError."""
+        """Make endpoints, if there are none. Raises OperatorError or FabricError."""
         if self.current is None:
             endpoints = self._make(0)
             self.copier.make_room(endpoints.endpoint.receive_slots.slots + endpoints.endpoint.send_slots.slots)
             self.current = endpoints
 
     def prepare(self) -> StagingEndpoints:
-        """Other endpoints, which nobody knows yet. Raises FabricError, `rebuild_refused` where it would keep too
-        much."""
+        """Make new endpoints, for `switch`. Raises FabricError, `rebuild_refused` if old ones keep too much memory."""
         staging_bytes = self.endpoint.receive_slots.size_bytes
         kept_bytes = self._kept_bytes + len(self._retired) * staging_bytes
         if kept_bytes >= MOST_KEPT * staging_bytes:
@@ -140,13 +136,13 @@ class Resources:
         return self._make(self._made)
 
     def switch(self, endpoints: StagingEndpoints) -> None:
-        """Work with these from here on."""
+        """Use these endpoints from now on."""
         if self.current is not None:
             self._retired.append(self.current)
         self.current = endpoints
 
     def close_retired(self) -> None:
-        """Close the endpoints of before that nothing is written from any more. No job may be at work in memory."""
+        """Close replaced endpoints that have no write under way. No job may be moving rows."""
         for endpoints in [
             endpoints for endpoints in self._retired if not any(endpoint.fabric.is_busy for endpoint in endpoints.all)
         ]:
@@ -154,12 +150,12 @@ class Resources:
             self._kept_bytes += endpoints.retire()
 
     def join(self, endpoint: StagingEndpoint, name: str, descriptor: bytes) -> None:
-        """Let a peer's slots be written by this endpoint's fabric; leave as often. Raises FabricError."""
+        """Connect this endpoint's fabric to a peer's slots. Each join needs one `leave`. Raises FabricError."""
         endpoint.fabric.connect(name, descriptor)
         self._joined[endpoint.name, name] += 1
 
     def leave(self, endpoint: StagingEndpoint, name: str) -> None:
-        """The last one that leaves disconnects the peer."""
+        """Undo one `join`. The last one disconnects the peer."""
         self._joined[endpoint.name, name] -= 1
         if not self._joined[endpoint.name, name]:
             del self._joined[endpoint.name, name]
@@ -171,7 +167,7 @@ class Resources:
 
     @property
     def endpoints(self) -> tuple[StagingEndpoint, ...]:
-        """All whose fabrics want to be polled."""
+        """All endpoints whose fabrics must be polled."""
         return tuple(endpoint for endpoints in self._all for endpoint in endpoints.all)
 
     @property
@@ -179,7 +175,7 @@ class Resources:
         return self._retired if self.current is None else [self.current, *self._retired]
 
     def close(self) -> None:
-        """The copier, then fabrics, then the memory they knew: all of it, whatever goes wrong with one."""
+        """Close the copier, then fabrics, then their memory. If one fails, the others are still closed."""
         with ExitStack() as last_first:
             if self._scratch is not None:
                 last_first.callback(self._scratch.close)
@@ -190,21 +186,21 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class StagingSize:
-    """How much staging memory: (receive_slots + send_slots + 2) * slot_bytes, a probe slot each."""
+    """The size of staging: (receive_slots + send_slots + 2) * slot_bytes, with a probe slot for each direction."""
 
     slot_bytes: int
     receive_slots: int
     send_slots: int
 
 
-# A chunk costs either agent about half a millisecond of Python, whatever its size: large ones for fast links.
 PULLS = 4  # at once: while one is read the next are launched
+# A chunk costs each agent about half a millisecond of Python, whatever its size. So fast links get large chunks.
 ROOM_ON_GPU = StagingSize(128 << 20, 6, 2)
 ROOM_IN_HOST = StagingSize(4 << 20, 32, 16)
 
 
 def staging_size(config: AgentConfig, is_gpu: bool) -> StagingSize:
-    """What the operator said, and the rest as it suits the device."""
+    """What the operator set, with defaults that suit the device."""
     usual = ROOM_ON_GPU if is_gpu else ROOM_IN_HOST
     return StagingSize(
         config.slot_bytes or usual.slot_bytes,
@@ -214,26 +210,26 @@ def staging_size(config: AgentConfig, is_gpu: bool) -> StagingSize:
 
 
 def open_resources(config: AgentConfig, incarnation: str) -> Resources:
-    """For the device that the operator chose. Raises OperatorError or FabricError."""
+    """Resources on the device that the operator chose. Raises OperatorError or FabricError."""
     gpu = chosen_gpu(config.device)
     size = staging_size(config, gpu is not None)
     check_slots(size.slot_bytes, min(size.receive_slots, size.send_slots))
     with ExitStack() as closing:
         copier = _copier(gpu, size, config)
-        closing.callback(copier.close)  # before anything that its streams may work on
+        closing.callback(copier.close)  # closed before any memory that its streams may use
         make = partial(_endpoints, incarnation, config, size, gpu, copier)
-        equipment = Resources(copier, _bare(incarnation, config, size, copier), make, closing.pop_all())
+        resources = Resources(copier, _bare(incarnation, config, size, copier), make, closing.pop_all())
     if config.routes[0] != PULL or not config.share_memory:  # every peer will need slots
         try:
-            equipment.stage()
+            resources.stage()
         except BaseException:
-            equipment.close()
+            resources.close()
             raise
-    return equipment
+    return resources
 
 
 def _bare(incarnation: str, config: AgentConfig, size: StagingSize, copier: BlockCopier) -> Site:
-    """As long as there are no slots."""
+    """Our site while there are no slots."""
     kind, memory = NixlFabric.kind, copier.memory
     card = FabricCard(
         kind=kind, name=incarnation, memory=memory, descriptor=b"", base=0, slot_bytes=size.slot_bytes, slots=0
@@ -260,7 +256,7 @@ def _endpoints(
 
 
 def chosen_gpu(device: str) -> driver.Gpu | None:
-    """The GPU that `device` names, None for the CPU. OperatorError if there is no such GPU."""
+    """The GPU that `device` names, None for the CPU. Raises OperatorError if there is no such GPU."""
     if device == "cpu":
         return None
     try:

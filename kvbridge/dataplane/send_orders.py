@@ -1,4 +1,4 @@
-"""The send orders of the data plane: which chunk is gathered next, and what is under way of each transfer. Pure."""
+"""The data plane's send orders: which chunk to gather next, and what is under way for each transfer. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvbridge_proto.peer import SlotLease
 
-from ..exchange.containers import Turns
+from ..exchange.containers import FairQueue
 from ..exchange.orders import (
     Broken,
     Credit,
@@ -20,6 +20,7 @@ from ..exchange.orders import (
     SendOrder,
     Sent,
     Shipped,
+    StageReached,
     StopSending,
 )
 from ..geometry.tokens import BlockTable
@@ -33,15 +34,15 @@ class OrderedSend:
 
     order: SendOrder
     attachment: AttachedMemory
-    asked_at: float  # when our exchange, which had heard of no end of it, asked for something last
-    turn: int  # when it came, or had a slot to gather into last
+    asked_at: float  # time of the exchange's last order; it knew of no withdrawal then
+    turn: int  # when it came, or last got a slot to gather into
     tables: Mapping[int, BlockTable] = field(default_factory=dict)
-    ready: deque[tuple[int, int]] = field(default_factory=deque)  # (end_chunk, fence): chunks up to there, from then on
-    leases: deque[SlotLease] = field(default_factory=deque)  # under which nothing was begun
+    ready: deque[tuple[int, int]] = field(default_factory=deque)  # (end_chunk, fence): ready once fence is reached
+    leases: deque[SlotLease] = field(default_factory=deque)  # not used yet
     next_chunk: int = 0
     gathering: int = 0
     writing: int = 0  # begun and not over, gathers included
-    is_broken: bool = False  # a chunk did not come through
+    is_broken: bool = False  # a chunk failed
     stop: StopSending | None = None
 
     @property
@@ -50,13 +51,13 @@ class OrderedSend:
 
     @property
     def can_begin(self) -> bool:
-        """Whether the next chunk is ready, and has a slot to go to."""
+        """Whether the next chunk is ready and the receiver has lent a slot for it."""
         return bool(self.ready and self.leases) and not self.is_broken and self.stop is None
 
 
 @dataclass(frozen=True, slots=True)
 class LeavingChunk:
-    """A chunk on its way out of the engine's blocks, over our slot `local`, into one that its receiver lent."""
+    """A chunk on its way from the engine's blocks, through our slot `local`, to a slot that its receiver lent."""
 
     dispatch: OrderedSend
     tables: Mapping[int, BlockTable]
@@ -80,23 +81,28 @@ class LeavingChunk:
 
 
 class SendOrders:
-    """All transfers that are being sent, and the slots they gather into. On the data plane's thread, but for the
-    counts, which anybody may read."""
+    """All transfers that are being sent, and the slots they gather into.
+
+    For the data plane's thread; any thread may read the counts.
+    """
 
     def __init__(self, slots: int) -> None:
         self.slots = LocalSlots(slots)
-        self.moving = 0  # chunks that are under way, and not late
+        self.moving = 0  # chunks under way, and not late
         self._open: dict[str, OrderedSend] = {}
-        self._hungry: Turns[OrderedSend] = Turns()  # that can begin a chunk, or have ended since
+        self._awaiting_slots: FairQueue[OrderedSend] = (
+            FairQueue()
+        )  # could begin a chunk when queued; may have ended since
+        self._reached: list[StageReached] = []
         self._shipped: dict[str, Shipped] = {}
         self._reports: list[SendingReport] = []
 
     def order(self, order: SendOrder, attachment: AttachedMemory, asked_at: float) -> None:
-        """Chunks of this transfer go out as they are ready and slots are lent for them."""
+        """Send chunks of this transfer as they become ready and slots are lent for them."""
         self._open[order.transfer] = OrderedSend(order, attachment, asked_at, self.slots.turn)
 
     def progress(self, progress: Progress, asked_at: float) -> None:
-        """More of its chunks are ready."""
+        """More chunks of a transfer are ready."""
         if (dispatch := self._open.get(progress.transfer)) is not None:
             dispatch.asked_at = asked_at
             dispatch.tables = progress.tables
@@ -104,27 +110,27 @@ class SendOrders:
             self._queue(dispatch)
 
     def credit(self, credit: Credit, asked_at: float) -> None:
-        """More slots are lent to it."""
+        """More slots are lent to a transfer."""
         if (dispatch := self._open.get(credit.transfer)) is not None:
             dispatch.asked_at = asked_at
             dispatch.leases.extend(credit.leases)
             self._queue(dispatch)
 
     def stop(self, stop: StopSending) -> None:
-        """Begin nothing more of this transfer. Quiet is reported once nothing of it is under way."""
+        """Begin nothing more of this transfer. Quiet is reported once none of it is under way."""
         if (dispatch := self._open.get(stop.transfer)) is None:
             self._reports.append(Quiet(stop.transfer))
             return
         has_gathered = self._has_gathered(dispatch)
         dispatch.stop = stop
-        self._hungry.discard(stop.transfer)
+        self._awaiting_slots.discard(stop.transfer)
         if dispatch.writing and not dispatch.gathering and not has_gathered:
             self._reports.append(Gathered(stop.transfer))
         self._end_if_over(dispatch)
 
     def begin(self) -> LeavingChunk | None:
-        """Who has waited longest for a slot gathers a chunk into it. None while there is no slot, or nobody to."""
-        while self.slots.free and (dispatch := self._hungry.take()) is not None:
+        """The next chunk to gather, of the transfer that has waited longest. None without a free slot or a chunk."""
+        while self.slots.free and (dispatch := self._awaiting_slots.take()) is not None:
             if dispatch.can_begin:  # it may have ended since
                 return self._begin(dispatch)
         return None
@@ -148,26 +154,40 @@ class SendOrders:
 
     def _queue(self, dispatch: OrderedSend) -> None:
         if dispatch.can_begin:
-            self._hungry.add(dispatch.transfer, dispatch.turn, dispatch)
+            self._awaiting_slots.add(dispatch.transfer, dispatch.turn, dispatch)
 
     def gathered(self, departure: LeavingChunk) -> None:
-        """It has left the engine's blocks, or will not be read any more."""
+        """The chunk has been gathered, or never will be."""
         dispatch = departure.dispatch
         dispatch.gathering -= 1
         if not dispatch.gathering and (dispatch.stop is not None or dispatch.next_chunk == dispatch.order.plan.chunks):
             self._reports.append(Gathered(dispatch.transfer))
 
+    def note_gathering(self, departure: LeavingChunk, at: float) -> None:
+        """The chunk began to be gathered: for the journal."""
+        transfer, chunks = departure.order.transfer, departure.order.plan.chunks
+        if departure.chunk == 0:
+            self._reached.append(StageReached(transfer, "gathering", at, 0))
+        if departure.chunk == chunks - 1:
+            self._reached.append(StageReached(transfer, "computed", at, chunks))
+
+    def note_gathered(self, departure: LeavingChunk, at: float) -> None:
+        """The chunk has been gathered without a failure: for the journal."""
+        dispatch = departure.dispatch
+        if self._has_gathered(dispatch) and not dispatch.is_broken:
+            self._reached.append(StageReached(dispatch.transfer, "gathered", at, dispatch.order.plan.chunks))
+
     def _has_gathered(self, dispatch: OrderedSend) -> bool:
         return not dispatch.gathering and dispatch.next_chunk == dispatch.order.plan.chunks
 
     def late(self, departure: LeavingChunk, reason: str) -> None:
-        """Its write has passed its deadline. It may still land, so its slots stay as they are until it ends."""
+        """The chunk's write has passed its deadline. It may still land, so its slots stay in use until it ends."""
         self.slots.doubt(departure.local)
         self.moving -= 1
         self._fail(departure.dispatch, "write_timeout", reason)
 
     def written(self, departure: LeavingChunk, gather_s: float, failure: Failure, is_late: bool = False) -> None:
-        """Its write has ended, or will not begin: nothing is read out of our slot any more."""
+        """The chunk's write has ended, or will not begin: our slot is no longer read."""
         dispatch, transfer = departure.dispatch, departure.dispatch.transfer
         self.slots.give_back(departure.local)
         self.moving -= not is_late
@@ -181,24 +201,29 @@ class SendOrders:
         self._end_if_over(dispatch)
 
     def take_reports(self) -> list[SendingReport]:
-        """What there is to report since the last call. Nothing is shipped of a transfer that is sent, or quiet."""
+        """The reports since the last call. Shipped go first: nothing is shipped after a transfer's Sent or Quiet."""
         reports = [*self._shipped.values(), *self._reports]
         self._shipped, self._reports = {}, []
         return reports
 
+    def take_reached(self) -> list[StageReached]:
+        """The stages reached since the last call. They wait for a report: none of them is worth waking the loop."""
+        reached, self._reached = self._reached, []
+        return reached
+
     def report(self, report: SendingReport) -> None:
-        """Something else that our exchange waits for."""
+        """Add another report for the exchange."""
         self._reports.append(report)
 
     @property
     def without_credit(self) -> int:
-        """Transfers of which chunks are ready, and for which no slot is lent."""
+        """How many transfers have chunks ready, but no slot lent to them."""
         return sum(bool(each.ready) and not each.leases for each in list(self._open.values()))
 
     @property
     def without_slot(self) -> int:
-        """Transfers that could go on if we had a free slot to gather into."""
-        return len(self._hungry)
+        """How many transfers wait for a free slot of ours to gather into."""
+        return len(self._awaiting_slots)
 
     def _fail(self, dispatch: OrderedSend, code: str, reason: str) -> None:
         if dispatch.stop is None and not dispatch.is_broken:

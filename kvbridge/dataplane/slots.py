@@ -1,4 +1,4 @@
-"""The slots that chunks are gathered into, on their way to others. Pure."""
+"""Our slots that chunks are gathered into before they are sent. Pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from kvbridge_proto.status import SlotCounts
 
 @dataclass(frozen=True, slots=True)
 class LocalSlot:
-    """One slot that we gather into, of the slots that were made so many rebuilds ago."""
+    """One slot that we gather into. `era` is the number of the `make` that made it."""
 
     index: int
     era: int
 
 
 class LocalSlots:
-    """The slots we gather into: only we write them, but a write out of one may stay under way for ever."""
+    """The slots we gather into. Only we write them, but a write out of one may stay under way for ever."""
 
     def __init__(self, count: int) -> None:
         self._era = 0
         self._late: set[LocalSlot] = set()
-        self.turn = 0  # how many were taken so far
+        self.turn = 0  # slots taken so far
         self.make(count)
 
     def __len__(self) -> int:
@@ -39,12 +39,12 @@ class LocalSlots:
         return LocalSlot(self._free.popleft(), self._era)
 
     def doubt(self, local: LocalSlot) -> None:
-        """The write out of it is late: nobody knows when it ends."""
+        """The write out of this slot is late: nobody knows when it ends."""
         if local.era == self._era:
             self._late.add(local)
 
     def give_back(self, local: LocalSlot) -> None:
-        """Nothing is written out of it any more."""
+        """The write out of this slot has ended."""
         if local.era != self._era:
             return
         assert local.index not in self._free
@@ -52,13 +52,13 @@ class LocalSlots:
         self._free.append(local.index)
 
     def make(self, count: int) -> None:
-        """There are so many from here on; those of before are left to what is written out of them."""
+        """Replace the slots by `count` new ones. Old ones are left to the writes out of them."""
         self._era += 1
         self._count = count
         self._free = deque(range(count))
         self._late.clear()
 
     def counts(self) -> SlotCounts:
-        """Of those that are quarantined a write is late. Any thread may ask."""
+        """How many slots are in which state; `quarantined` are those with a late write. Any thread may ask."""
         late, free = len(self._late), self.free
         return SlotCounts(free=free, lent=max(0, self._count - free - late), landed=0, quarantined=late)

@@ -1,7 +1,7 @@
-"""The end of an agent whose data plane's thread does not come back from what it has in hand.
+"""Ends the agent's process if the data plane's thread hangs.
 
-Nothing takes a thread out of a driver's call, and while it is there its engine's memory is mapped and may be touched.
-The end of the process is what unmaps it for sure, and what the engine sees; whoever keeps agents starts another.
+Nothing can take a thread out of a driver call, and meanwhile the engine's memory is mapped and may be touched. Ending
+the process unmaps it for certain, and the engine sees that. A supervisor then starts another agent.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import NoReturn, TypeVar
 log = logging.getLogger("kvbridge.data_plane")
 T = TypeVar("T")
 
-STUCK_S = 30.0  # what it may take at most: a kernel's compilation, slots made anew, on a busy host
+STUCK_S = 30.0  # longer than a task takes on a busy host, such as compiling a kernel or making new slots
 LOOK_S = 0.25
 STATUS = 3
 FRAMES = 6
 
 
 def end_process(reason: str) -> NoReturn:
-    """At once: to end in order would wait for the thread, and give the lock back while it may still write."""
+    """Exit at once. An orderly end would wait for the thread, and release the agent's lock while it may still write."""
     log.error("ending the agent: code=data_plane_stuck %s", reason)
     os._exit(STATUS)
 
 
 class Watchdog:
-    """Of a thread that says `beat` while it is well, by those who wait for it."""
+    """Watches a thread that calls `beat` while it is well, for callers that wait for it."""
 
     def __init__(
         self,
@@ -50,19 +50,19 @@ class Watchdog:
         self._beat_at = clock()
 
     def beat(self) -> None:
-        """On the thread."""
+        """Show life. Called on the thread."""
         self.beats += 1
         self._beat_at = self._clock()
 
     @property
     def still_s(self) -> float:
-        """How long ago the last beat was."""
+        """Seconds since the last beat."""
         return max(0.0, self._clock() - self._beat_at)
 
     async def until(self, done: Awaitable[T]) -> T:
-        """What this gives, once it is done. Ends the process if the thread shows no life for so long meanwhile.
+        """Await `done` and return its result. Ends the process if the thread does not beat for `stuck_s` meanwhile.
 
-        Looks are counted, not seconds: a process that was stopped has not given its thread the time.
+        Looks are counted, not seconds: while the process was stopped, its thread could not run either.
         """
         waiting = asyncio.ensure_future(done)
         beats, still = self.beats, 0
@@ -80,7 +80,7 @@ class Watchdog:
 
 
 def _doing(thread: threading.Thread) -> str:
-    """The innermost places of its stack."""
+    """The innermost frames of its stack, for the log."""
     frame = sys._current_frames().get(thread.ident or 0)
     places = traceback.extract_stack(frame)[-FRAMES:] if frame is not None else []
     return " < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in reversed(places)) or "its end"

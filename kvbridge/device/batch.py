@@ -1,4 +1,4 @@
-"""Finds the moves of a chunk that are alike, so that they can be made in one call. Pure."""
+"""Groups the similar moves of a chunk, so that each group takes one call. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..geometry.plan import Move
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Moves alike but for where they begin: `count` planes, `pitch` bytes apart in memory, `slot_pitch` in the slot.
+    """Moves that differ only in where they begin: `pitch` bytes apart in memory, `slot_pitch` in the slot.
 
-    A model's layers mostly are; moved as one they cost one call.
+    Most of a model's layers do. As one batch they cost one call.
     """
 
     moves: tuple[Move, ...]
@@ -21,7 +21,7 @@ class Batch:
 
 
 def batches(moves: Sequence[Move]) -> Iterator[Batch]:
-    """The moves in groups that differ in offsets only, each cut where the distances change."""
+    """The moves in groups that differ only in offsets, cut where the distance between moves changes."""
     alike: dict[object, list[Move]] = {}
     for move in moves:
         if len(move.places):
@@ -42,7 +42,7 @@ def batches(moves: Sequence[Move]) -> Iterator[Batch]:
 
 
 def _form(move: Move) -> object:
-    """Everything a batch has in common."""
+    """What the moves of a batch have in common."""
     plane = move.plane
     strides = (plane.block_stride, plane.token_axis, plane.head_stride, plane.element_axis)
     codecs = [

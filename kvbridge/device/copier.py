@@ -1,8 +1,8 @@
-"""Who moves rows between an engine's blocks and slots: a CPU, or a GPU's streams. The contract of both.
+"""Moves rows between an engine's blocks and slots, on a CPU or a GPU: the contract of both copiers.
 
-Every call is made on the data plane's thread. A move is begun by `gather`, `digest`, `scatter`, `pull` or `copy`, which
-return a ticket at once, and is over when `poll` says so; until then memory, slots and pool stay as they are. All but
-`copy` may raise Compiling where kernels are new.
+Every call is made on the data plane's thread. `gather`, `digest`, `scatter`, `pull` and `copy` begin a move and return
+its ticket at once. The move is over when `poll` says so; until then memory, slots and pool must stay as they are. All
+but `copy` may raise Compiling, if they need new kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .staging import Staging
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A move is over. `digest` is that of the slot's bytes; with a `failure`, (code, reason), nothing counts."""
+    """A move is over. `digest` is of the bytes moved. With a `failure`, (code, reason), nothing of it counts."""
 
     ticket: int
     digest: int = 0
@@ -28,9 +28,9 @@ class Moved:
 
 
 class DeviceLost(BaseException):
-    """The GPU does not work for this process any more: nothing can be finished or begun, the agent has to end.
+    """The GPU no longer works for this process: no move can end or begin, so the agent has to end.
 
-    No Exception, so that no job takes it for its own failure.
+    Not an Exception, so that no job takes it for its own failure.
     """
 
 
@@ -47,7 +47,7 @@ class BlockCopier(Protocol):
 
     @property
     def memory(self) -> Literal["dram", "vram"]:
-        """Where its slots are."""
+        """Which memory its slots are in."""
 
     @property
     def device(self) -> str:
@@ -55,17 +55,17 @@ class BlockCopier(Protocol):
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """The kinds of digest it can make, the fastest first."""
+        """The kinds of digest it can compute, the fastest first."""
 
     @property
     def description(self) -> str:
         """For people: which processor, and how it is shared with the engine."""
 
     def staging(self, slot_bytes: int, slots: int) -> Staging:
-        """Slots of its own memory. OperatorError if there is no room."""
+        """Allocate slots. Raises OperatorError if there is not enough memory."""
 
     def make_room(self, moves: int) -> None:
-        """So many more may be under way at once that do not ask whether there is room."""
+        """Allow `moves` more moves under way at once, of the kinds that do not check `has_room`."""
 
     def gather(
         self,
@@ -77,11 +77,11 @@ class BlockCopier(Protocol):
     ) -> int:
         """Fill `slot` from the engine's blocks, padding with zeros, then copy it to `host` if that is given.
 
-        `slot` may be a peer's memory. EngineError when the engine is gone or the part is not right: nothing was begun.
+        `slot` may be a peer's memory. EngineError, with nothing begun, if the engine is gone or the part is invalid.
         """
 
     def digest(self, pool: AttachedPool, part: Part) -> int:
-        """The sum64 that `gather` would find, without a slot: nothing is written. EngineError as there."""
+        """Find the sum64 that `gather` would, without writing to a slot. Raises as `gather`."""
 
     def scatter(
         self,
@@ -95,49 +95,50 @@ class BlockCopier(Protocol):
         """Put the rows in `slot`, copied there from `host` first if that is given, into the engine's blocks.
 
         A digest other than `expected` is the failure `digest_mismatch`; a GPU may have written the blocks by then. The
-        digest is that of the very bytes that are written: peers may write to the slot at any time, so it is read once.
+        digest is of the very bytes that are written: peers may write to the slot at any time, so it is read once.
         """
 
     def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
-        """Read a chunk out of the blocks of a peer's engine into those of ours, converted on the way.
+        """Read a chunk from the blocks of a peer's engine, convert it, and write it into our engine's blocks.
 
-        With `has_digest` its sum64 is taken of the very rows that are read: what `gather` would find for them.
+        With `has_digest` the rows that are read also give their sum64, as `gather` would find it.
 
-        EngineError when either engine is gone or a part is not right: nothing was begun.
+        EngineError, with nothing begun, if either engine is gone or a part is invalid.
         """
 
     def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
-        """Begin to compile for parts like this one, so that the first request does not wait. Without a slot for
-        `digest` alone.
+        """Begin to compile for parts like this one, so that the first request does not wait.
+
+        Without a slot, compile for `digest` only.
         """
 
     def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
         """The same for `pull`."""
 
-    def copy(self, sender: Span, target: Span) -> int:
-        """Copy between two slots, either of which may be a peer's; a move without a digest."""
+    def copy(self, source: Span, target: Span) -> int:
+        """Copy between two slots, either of which may be a peer's. This move has no digest."""
 
     def fill(self, span: Span, content: bytes) -> None:
-        """Write to a span of our own, now."""
+        """Write to a span of our own. Returns when it is written."""
 
     def read(self, span: Span) -> bytes:
-        """What a span of our own holds, now."""
+        """The bytes that a span of our own holds now."""
 
     @property
     def has_room(self) -> bool:
-        """Whether another pull or digest may be begun; else one has to end first. Other moves do not ask."""
+        """Whether another pull or digest may begin. Otherwise one has to end first. Other moves do not check this."""
 
     def poll(self) -> list[Moved]:
-        """The moves that are over since the last call. Raises only what ends the agent."""
+        """The moves that ended since the last call. Raises only what ends the agent."""
 
     def is_using(self, pool: AttachedPool) -> bool:
         """Whether a move of this pool, ours or a peer's, is under way."""
 
     def forget(self, pool: AttachedPool) -> None:
-        """The pool is about to be closed: keep nothing of it."""
+        """Keep nothing of this pool, which is about to be closed."""
 
     def close(self) -> None:
-        """Wait for what is under way. Idempotent."""
+        """Wait for the moves under way. Idempotent."""
 
 
 def compared(ticket: int, digest: int, expected: int | None) -> Moved:

@@ -1,7 +1,7 @@
 """The copier without a GPU: rows are moved by this thread, at once.
 
-What peers may write to is read once: a chunk is copied out of its slot, and only the copy is checked and scattered, so
-that a write which comes late cannot change what was found right.
+Peers may write to a slot at any time, so it is read once: a chunk is copied out, and only the copy is checked and
+scattered. A late write cannot change what was checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .staging import Staging
 
 
 class CpuBlockCopier:
-    """Keeps the contract of `copier.Copier`. The copies release the GIL."""
+    """Keeps the contract of `copier.BlockCopier`. The copies release the GIL."""
 
     memory: Literal["dram", "vram"] = "dram"
     device = "cpu"
@@ -39,7 +39,7 @@ class CpuBlockCopier:
     def __init__(self) -> None:
         self._work = Work("cpu")
         self._copies = Scratch()
-        self._forms = CopyTemplates()
+        self._templates = CopyTemplates()
         self._pulls = Pulls()
         self._count = 0
         self._moved: list[Moved] = []
@@ -101,8 +101,8 @@ class CpuBlockCopier:
     def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
         """Nothing is compiled for a CPU."""
 
-    def copy(self, sender: Span, target: Span) -> int:
-        ctypes.memmove(target.address, sender.address, min(sender.size_bytes, target.size_bytes))
+    def copy(self, source: Span, target: Span) -> int:
+        ctypes.memmove(target.address, source.address, min(source.size_bytes, target.size_bytes))
         return self._over(0)
 
     def fill(self, span: Span, content: bytes) -> None:
@@ -123,7 +123,7 @@ class CpuBlockCopier:
         return False
 
     def forget(self, pool: AttachedPool) -> None:
-        self._forms.forget(pool)
+        self._templates.forget(pool)
         self._pulls.forget(pool)
 
     def close(self) -> None:
@@ -131,8 +131,8 @@ class CpuBlockCopier:
         self._copies = Scratch()
 
     def _segments(self, pool: AttachedPool, regions: Regions, part: Part, size_bytes: int) -> list[Segment]:
-        form = self._forms.of(pool, regions, part, size_bytes)
-        return form.segments(form.places(part))
+        template = self._templates.of(pool, regions, part, size_bytes)
+        return template.segments(template.places(part))
 
     def _over(self, digest: int, expected: int | None = None) -> int:
         self._count += 1
@@ -141,7 +141,7 @@ class CpuBlockCopier:
 
 
 def _sums(digest_kind: str) -> torch.Tensor | None:
-    """What the kernels add the digest to, or None where it is made of the finished slot."""
+    """The tensor that kernels add a sum64 to. None for other digests, which are taken of the whole chunk."""
     return torch.zeros(1, dtype=torch.int64) if digest_kind == "sum64" else None
 
 

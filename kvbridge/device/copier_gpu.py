@@ -1,7 +1,7 @@
-"""The copier on a GPU: kernels on two streams, copies to and from host slots on two more, nobody waits for any.
+"""The copier on a GPU: kernels on two streams, copies to and from host slots on two more, and no call waits.
 
-Gathers and scatters have a stream each, so that what comes in does not queue behind what goes out. Buffers and events
-are made beforehand; a move takes one bundle of them and gives it back when it is over.
+Gathers and scatters have a stream each, so that incoming chunks do not queue behind outgoing ones. Buffers and events
+are made in advance; a move takes one bundle of them and gives it back at its end.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class _Bundle:
     """What one move needs besides its slot."""
 
     work: Work
-    sums: torch.Tensor  # int64 [1] on the GPU: the digests of all its moves so far, added up
+    sums: torch.Tensor  # int64 [1] on the GPU: the sum of the digests of all its moves so far
     total: torch.Tensor  # the same, pinned
-    before: int = 0  # what it was when the last move was over
+    before: int = 0  # the total at the end of the last move
     halfway: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     end: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
     def fetch(self, stream: torch.cuda.Stream) -> None:
-        """Enqueue: the total as it is then."""
+        """Enqueue a copy of the total to the host."""
         size_bytes = self.total.itemsize
         driver.copy_to_host(self.total.data_ptr(), self.sums.data_ptr(), size_bytes, stream.cuda_stream)
 
     def digest(self) -> int:
-        """Of the move that is over now. Sums are never set back: a launch less, and it would have to come first."""
+        """The digest of the move that just ended. Sums are never reset: that would cost a launch before each move."""
         total = int(self.total)
         found, self.before = (total - self.before) % (1 << 64), total
         return found
@@ -67,15 +67,16 @@ class _GpuMove:
     bundle: _Bundle
     expected: int | None
     has_digest: bool
-    sender: AttachedPool | None = None  # the peer's that is read
+    sender: AttachedPool | None = None  # the peer's pool that is read
 
 
 class GpuBlockCopier:
-    """Keeps the contract of `copier.Copier`. `moves` is how many may be under way at once, beside so many `pulls`.
+    """Keeps the contract of `copier.BlockCopier`. At most `moves` moves and `pulls` pulls may be under way at once.
 
-    `table_bytes` a move, pinned and on the GPU, hold where its rows are: 8 bytes a token and list of places. A pull
-    takes `pull_ctas` at most; None: few where they run beside the engine's own (MPS), all where they take turns. New
-    kernels are compiled by the caller, or `aside`: then a move that needs some raises Compiling.
+    Each move has `table_bytes`, pinned and on the GPU, for where its rows are: 8 bytes per token and list of places. A
+    pull takes at most `pull_ctas` CTAs. None means few if they run beside the engine's own (MPS), and all if they take
+    turns. The caller's thread compiles new kernels. With `aside` another does, and a move that needs some raises
+    Compiling.
     """
 
     memory: Literal["dram", "vram"] = "vram"
@@ -92,7 +93,7 @@ class GpuBlockCopier:
         aside: bool = False,
     ) -> None:
         self._pull_ctas = pull_ctas or (ENOUGH_PROGRAMS if gpu.is_under_mps else None)
-        self._kept = moves  # for moves that do not ask whether there is room
+        self._kept = moves  # bundles for moves that do not check `has_room`
         self._has_pulls = pulls > 0
         self._table_bytes = table_bytes
         torch.cuda.set_device(gpu.ordinal)
@@ -102,13 +103,13 @@ class GpuBlockCopier:
             torch.cuda.ExternalStream(driver.new_stream(gpu, priority=-1), gpu.ordinal) for _ in range(4)
         )
         self._torch_device = torch.device("cuda", gpu.ordinal)
-        self._kernels: dict[object, Any] = {}  # what one bundle's work needs serves all
+        self._kernels: dict[object, Any] = {}  # shared by all bundles
         self._compiles, self._compiler = not aside, Compiler(gpu)
         self._compiler.call(warm_clear)
         self._bundles: deque[_Bundle] = deque()
         self._make_bundles(moves + pulls)
         self._moves: deque[_GpuMove] = deque()
-        self._forms = CopyTemplates()
+        self._templates = CopyTemplates()
         self._pulls = Pulls()
         self._count = 0
 
@@ -117,10 +118,10 @@ class GpuBlockCopier:
         self._kept += moves
 
     def _make_bundles(self, count: int) -> None:
-        """So many more."""
+        """Make `count` more."""
         device = self._torch_device
         totals = torch.zeros(count, dtype=torch.int64).pin_memory()
-        sums = totals.to(device)  # torch's own kernels, one to clear memory among them, would take 92 MiB of the GPU
+        sums = totals.to(device)  # not zeros on the GPU: loading torch's own kernels would take 92 MiB of it
         for i in range(count):
             work = Work(device, self._table_bytes, copy=driver.copy_to_device, compiles=self._compiles)
             work.kernels = self._kernels
@@ -178,7 +179,7 @@ class GpuBlockCopier:
             with pool.hold() as regions:
                 chunk = self._chunk(pool, regions, part, slot.size_bytes)
                 if host is not None:
-                    warm_scatter(chunk, slot, True, bundle.work)  # or else NotCompiled, with nothing enqueued
+                    warm_scatter(chunk, slot, True, bundle.work)  # raises NotCompiled before anything is enqueued
                     driver.copy_to_device(slot.address, host.address, slot.size_bytes, self._up.cuda_stream)
                     bundle.halfway.record(self._up)
                     self._in.wait_event(bundle.halfway)
@@ -208,7 +209,7 @@ class GpuBlockCopier:
             if slot is not None:
                 span = Span(slot.address, size_bytes)
                 self._compile(lambda work: warm(chunk, span, True, work))
-            if part.is_sender and self._has_pulls:  # receivers may ask what they have read
+            if part.is_sender and self._has_pulls:  # receivers may ask for digests of what they read
                 self._compile(lambda work: warm_digest(chunk, size_bytes, work))
 
     def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
@@ -217,7 +218,7 @@ class GpuBlockCopier:
             self._compile(lambda work: warm_pull_rows(chunk, has_digest, work))
 
     def _compile(self, warm: Callable[[Work], None]) -> None:
-        """Begin to compile what this finds missing. While no bundle is free nobody could use it either."""
+        """Begin to compile the kernels that `warm` finds missing. Without a free bundle, do nothing."""
         if not self._bundles:
             return
         work = self._bundles[0].work
@@ -226,10 +227,10 @@ class GpuBlockCopier:
         except NotCompiled as missing:
             self._compiler.begin(missing.launches, work)
 
-    def copy(self, sender: Span, target: Span) -> int:
+    def copy(self, source: Span, target: Span) -> int:
         def enqueue(bundle: _Bundle) -> None:
-            size_bytes = min(sender.size_bytes, target.size_bytes)
-            driver.copy_on_device(target.address, sender.address, size_bytes, self._out.cuda_stream)
+            size_bytes = min(source.size_bytes, target.size_bytes)
+            driver.copy_on_device(target.address, source.address, size_bytes, self._out.cuda_stream)
             bundle.end.record(self._out)
 
         return self._begin(enqueue, None, None, False)
@@ -265,7 +266,7 @@ class GpuBlockCopier:
         return any(pool in (move.pool, move.sender) for move in self._moves)
 
     def forget(self, pool: AttachedPool) -> None:
-        self._forms.forget(pool)
+        self._templates.forget(pool)
         self._pulls.forget(pool)
 
     def close(self) -> None:
@@ -275,11 +276,11 @@ class GpuBlockCopier:
         self._moves.clear()
 
     def _chunk(self, pool: AttachedPool, regions: Regions, part: Part, size_bytes: int) -> PlacedCopy:
-        form = self._forms.of(pool, regions, part, size_bytes)
-        places = form.places(part)
-        if form.recipe is None:
-            form.recipe = PreparedCopy(form.segments(places), size_bytes)
-        return form.recipe.at(places)
+        template = self._templates.of(pool, regions, part, size_bytes)
+        places = template.places(part)
+        if template.prepared is None:
+            template.prepared = PreparedCopy(template.segments(places), size_bytes)
+        return template.prepared.at(places)
 
     def _begin(
         self,
@@ -298,7 +299,7 @@ class GpuBlockCopier:
             self._bundles.append(bundle)
             raise self._compiler.begin(missing.launches, bundle.work) from None
         except BaseException:
-            # Part of it may be on a stream: what it works on is given back to others once this returns.
+            # Part of the move may be on a stream, and the memory it uses may be reused once this returns.
             try:
                 for stream in (self._out, self._down, self._in, self._up):
                     stream.synchronize()

@@ -1,4 +1,4 @@
-"""Turns a part of a plan into what the kernels work on, everything checked before the first byte is written."""
+"""Turns a part of a plan into segments for the kernels, all checked before the first byte is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .memory import AttachedPool, Regions, check_plane
 
 @dataclass(frozen=True, slots=True)
 class _SegmentTemplate:
-    """A segment but for its places, which are `unit_tokens` long units of a group and below `limit`."""
+    """A segment without its places, which count units of `unit_tokens` in a group and are below `limit`."""
 
     field: Field
     slot_offset: int
@@ -45,12 +45,12 @@ class _SegmentTemplate:
 
 
 class CopyTemplate:
-    """What the segments of parts alike have in common: all but the contents of their places. Compared by identity."""
+    """What similar parts have in common: their segments, without the places. Compared by identity."""
 
     def __init__(self, attached: AttachedPool, pairs: object, segment_templates: Sequence[_SegmentTemplate]) -> None:
         self.attached = attached
         self.pairs = pairs
-        self.recipe: PreparedCopy | None = None  # for a copier that keeps one
+        self.prepared: PreparedCopy | None = None  # set by a copier that uses one
         self._segment_templates = segment_templates
         first: dict[tuple[int, int], _SegmentTemplate] = {}
         for segment_template in segment_templates:
@@ -58,7 +58,7 @@ class CopyTemplate:
         self._first = list(first.values())
 
     def places(self, part: Part) -> list[Places]:
-        """Where the part's rows are, each list once in the order of the segments. EngineError if one is outside."""
+        """Where the part's rows are: each list once, in the order of the segments. EngineError if a row is outside."""
         found: list[Places] = []
         for segment_template in self._first:
             places = Places(torch.from_numpy(part.places(segment_template.group, segment_template.unit_tokens)))
@@ -67,7 +67,7 @@ class CopyTemplate:
         return found
 
     def segments(self, places: Sequence[Places]) -> list[Segment]:
-        """With these places, as `places` gave them."""
+        """The segments with these places, as returned by `places`."""
         of = {
             (segment_template.group, segment_template.unit_tokens): each
             for segment_template, each in zip(self._first, places, strict=True)
@@ -79,7 +79,7 @@ class CopyTemplate:
 
 
 class CopyTemplates:
-    """The forms of one copier. Most parts are like one before."""
+    """The copy templates of one copier, kept since most parts resemble an earlier one."""
 
     KEPT = 256
 
@@ -87,19 +87,19 @@ class CopyTemplates:
         self._kept: dict[object, CopyTemplate] = {}
 
     def of(self, attached: AttachedPool, regions: Regions, part: Part, slot_bytes: int) -> CopyTemplate:
-        """The form of a part in a slot of `slot_bytes`. EngineError when something in it is not right."""
-        key, pairs = (part.form, slot_bytes), part.plan.pairs
-        form = self._kept.pop(key, None)
-        if form is None or form.attached is not attached or form.pairs is not pairs:
-            form = CopyTemplate(attached, pairs, _segment_templates(attached, regions, part.moves(), slot_bytes))
+        """The template of a part in a slot of `slot_bytes`. EngineError if something in it is invalid."""
+        key, pairs = (part.template_key, slot_bytes), part.plan.pairs
+        template = self._kept.pop(key, None)
+        if template is None or template.attached is not attached or template.pairs is not pairs:
+            template = CopyTemplate(attached, pairs, _segment_templates(attached, regions, part.moves(), slot_bytes))
             if len(self._kept) == self.KEPT:
                 del self._kept[next(iter(self._kept))]
-        self._kept[key] = form  # the newest last
-        return form
+        self._kept[key] = template  # the newest last
+        return template
 
     def forget(self, attached: AttachedPool) -> None:
-        """Keep nothing of this pool any more."""
-        self._kept = {key: form for key, form in self._kept.items() if form.attached is not attached}
+        """Keep nothing of this pool."""
+        self._kept = {key: template for key, template in self._kept.items() if template.attached is not attached}
 
 
 def _segment_templates(
@@ -131,7 +131,7 @@ def _check(pool: Pool, move: Move, slot_bytes: int) -> None:
 
 
 def _check_scale(pool: Pool, plane: Plane, scale: Plane) -> None:
-    """A row and its scale must lie at one place of one region, and the rows must be such."""
+    """A row and its scale must lie at the same place of one region, and the row's codec must have row scales."""
     check_plane(pool, scale)
     ours, theirs = ((each.region, each.group, each.block_stride, each.token_axis) for each in (plane, scale))
     if plane.codec.name not in ROW_SCALED or scale.codec.name != "fp32" or scale.codec.width != 1 or ours != theirs:
@@ -183,7 +183,7 @@ def _conversion(batch: Batch) -> Cast | None:
 
 
 def _number(codec: Codec, scales: Sequence[tuple[float, ...]]) -> Number:
-    """The codec with the scales of all planes: none if they are all 1, one where they are all equal."""
+    """The codec with the scales of all planes: none if all are 1, a single one if all are equal."""
     distinct = {scale for each in scales for scale in each}
     if distinct <= {1.0}:
         return Number(codec.name)

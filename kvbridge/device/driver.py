@@ -1,7 +1,7 @@
-"""The few CUDA driver calls that torch does not make for us, each checked; nothing of CUDA is imported before a call.
+"""The few CUDA driver calls that torch does not offer, each checked. CUDA is imported at the first call.
 
-All of them work in a device's primary context, the one torch uses: memory of another process may be open in one
-context of a process only. Addresses are plain integers.
+All of them work in a device's primary context, the one torch uses, because a process may open another's memory in one
+context only. Addresses are plain integers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CudaError(OperatorError):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device of this process. Its context lives as long as the process: nothing here ever gives it back."""
+    """A device of this process. Its context lives as long as the process: nothing here releases it."""
 
     ordinal: int
     uuid: str
@@ -61,7 +61,7 @@ class Gpu:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """The calling thread's context inside the block. Every function below that has no `gpu` needs one."""
+        """Make this the calling thread's context inside the block. Every function below without `gpu` needs one."""
         _call("cuCtxPushCurrent", self.context)
         try:
             yield
@@ -79,14 +79,14 @@ class Gpu:
 
 
 def uuids() -> list[str]:
-    """Of every GPU this process sees, in its own order; the same in every process of every container."""
+    """The UUIDs of the GPUs this process sees, in its own order. A GPU's UUID is the same in every container."""
     _call("cuInit", 0)
     devices = [_call("cuDeviceGet", i) for i in range(_call("cuDeviceGetCount"))]
     return [f"GPU-{uuid.UUID(bytes=bytes(_call('cuDeviceGetUuid', device).bytes))}" for device in devices]
 
 
 def can_access_peer(gpu: Gpu, peer: str) -> bool | None:
-    """Whether `gpu` can reach the memory of the GPU with UUID `peer`. None: this process does not see it."""
+    """Whether `gpu` can reach the memory of the GPU with UUID `peer`. None if this process does not see it."""
     seen = uuids()
     if peer not in seen:
         return None
@@ -96,7 +96,7 @@ def can_access_peer(gpu: Gpu, peer: str) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What the driver knows about an address. A virtual one's base and size are of one physical piece."""
+    """What the driver knows about an address. Base and size of virtual memory are of one physical piece."""
 
     base: int
     size_bytes: int
@@ -108,12 +108,12 @@ class Allocation:
 
     @property
     def is_exportable(self) -> bool:
-        """By file descriptor."""
+        """Whether it can be exported as a file descriptor."""
         return bool(self.handle_types & POSIX_FD)
 
 
 def allocation(address: int) -> Allocation:
-    """What holds the byte at `address`, memory of this process's GPUs. Raises CudaError for any other."""
+    """The allocation that holds `address`, on a GPU of this process. Raises CudaError for other addresses."""
     base, size_bytes = range_of(address)
     return Allocation(
         base,
@@ -127,7 +127,7 @@ def allocation(address: int) -> Allocation:
 
 
 def range_of(address: int) -> tuple[int, int]:
-    """Base and size in bytes of what holds `address`, imported memory too; of virtual memory one mapping."""
+    """Base and size in bytes of the allocation, or of the virtual mapping, that holds `address`. It may be imported."""
     base, size_bytes = _call("cuMemGetAddressRange", address)
     return int(base), int(size_bytes)
 
@@ -139,7 +139,7 @@ def memory_get_info() -> tuple[int, int]:
 
 
 def allocate(size_bytes: int) -> int:
-    """Plain memory, the kind that legacy IPC and every fabric take. At least 256-byte aligned, not cleared."""
+    """Allocate plain memory, which legacy IPC and every fabric accept. At least 256-byte aligned, not cleared."""
     return int(_call("cuMemAlloc", size_bytes))
 
 
@@ -154,7 +154,7 @@ def ipc_export(address: int) -> bytes:
 
 
 def ipc_open(payload: bytes) -> int:
-    """Map another process's allocation for the current device, a peer's memory too. Close once for every open."""
+    """Map another process's allocation for the current device, even from a peer GPU. Close it once for every open."""
     assert len(payload) == IPC_HANDLE_BYTES, f"payload: {len(payload)} bytes, must be {IPC_HANDLE_BYTES}"
     handle = _cuda().CUipcMemHandle()
     ctypes.memmove(handle.getPtr(), payload, IPC_HANDLE_BYTES)
@@ -162,12 +162,12 @@ def ipc_open(payload: bytes) -> int:
 
 
 def ipc_close(address: int) -> None:
-    """Unmap. No kernel or copy may use it any more."""
+    """Unmap what `ipc_open` mapped. No kernel or copy may still use it."""
     _call("cuIpcCloseMemHandle", address)
 
 
 def vmm_create(gpu: Gpu, size_bytes: int, is_exportable: bool = True) -> int:
-    """Physical memory, not mapped yet; `size_bytes` in whole granules. Release it once it is mapped."""
+    """Allocate physical memory, not mapped yet. `size_bytes` is in whole granules. Release it once it is mapped."""
     return int(_call("cuMemCreate", size_bytes, _properties(gpu, is_exportable), 0))
 
 
@@ -177,7 +177,7 @@ def vmm_granule(gpu: Gpu) -> int:
 
 
 def vmm_export(address: int) -> int:
-    """A new descriptor, the caller's, of the physical memory behind a virtual address."""
+    """A new descriptor of the physical memory behind a virtual address. The caller closes it."""
     handle = _call("cuMemRetainAllocationHandle", address)
     try:
         fd = int(_call("cuMemExportToShareableHandle", handle, _posix_fd(), 0))
@@ -187,12 +187,12 @@ def vmm_export(address: int) -> int:
 
 
 def vmm_import(fd: int) -> int:
-    """Physical memory behind a descriptor, which stays the caller's."""
+    """A handle of the physical memory behind a descriptor, which stays the caller's."""
     return int(_call("cuMemImportFromShareableHandle", fd, _posix_fd()))
 
 
 def vmm_map(gpu: Gpu, handle: int, size_bytes: int) -> int:
-    """Where physical memory of exactly `size_bytes` is now readable and writable by `gpu`."""
+    """Map physical memory of exactly `size_bytes` for `gpu` to read and write. Returns the address."""
     address = int(_call("cuMemAddressReserve", size_bytes, 0, 0, 0))
     try:
         _call("cuMemMap", address, size_bytes, 0, handle, 0)
@@ -208,18 +208,18 @@ def vmm_map(gpu: Gpu, handle: int, size_bytes: int) -> int:
 
 
 def vmm_unmap(address: int, size_bytes: int) -> None:
-    """Undo `vmm_map`. No kernel or copy may use it any more."""
+    """Undo `vmm_map`. No kernel or copy may still use the memory."""
     _call("cuMemUnmap", address, size_bytes)
     _call("cuMemAddressFree", address, size_bytes)
 
 
 def vmm_release(handle: int) -> None:
-    """Drop a reference; the memory itself goes with its last mapping and descriptor."""
+    """Drop a reference. The memory is freed with its last mapping and descriptor."""
     _call("cuMemRelease", handle)
 
 
 def host_register(address: int, size_bytes: int) -> int:
-    """Pin host pages for every context; the address that GPUs know them by."""
+    """Pin host pages for every context. Returns the address at which GPUs reach them."""
     flags = _cuda().CU_MEMHOSTREGISTER_PORTABLE | _cuda().CU_MEMHOSTREGISTER_DEVICEMAP
     _call("cuMemHostRegister", address, size_bytes, flags)
     return int(_call("cuMemHostGetDevicePointer", address, 0))
@@ -230,34 +230,34 @@ def host_unregister(address: int) -> None:
 
 
 def new_stream(gpu: Gpu, priority: int = 0) -> int:
-    """One that waits for no other, for torch.cuda.ExternalStream. It lives as long as the process.
+    """A non-blocking stream, for torch.cuda.ExternalStream. It lives as long as the process.
 
-    Of a lower priority number what is enqueued comes first. torch's own streams come from a pool: with the first it
-    makes 32, which take 70 MiB (NVIDIA H200, torch 2.11, 2026-11).
+    A lower number is a higher priority. torch's own streams come from a pool of 32, made with the first one, which take
+    70 MiB (NVIDIA H200, torch 2.11, 2026-11).
     """
     with gpu.current():
         return int(_call("cuStreamCreateWithPriority", STREAM_NON_BLOCKING, priority))
 
 
 def write_in_order(stream: int, address: int, value: int) -> None:
-    """Store 8 bytes once everything enqueued on `stream` has finished and its writes can be seen by anyone."""
-    # The default flags are the ones with a fence: CU_STREAM_WRITE_VALUE_DEFAULT.
+    """Store 8 bytes once everything enqueued on `stream` has finished and its writes are visible to all."""
+    # 0 is CU_STREAM_WRITE_VALUE_DEFAULT, which includes a memory fence.
     _call("cuStreamWriteValue64", stream, address, value, 0)
 
 
 def copy_to_host(host: int, device: int, size_bytes: int, stream: int) -> None:
-    """Enqueue. `host` must be pinned, or the call waits."""
+    """Enqueue. If `host` is not pinned, the call waits."""
     _call("cuMemcpyDtoHAsync", host, device, size_bytes, stream)
 
 
 def copy_to_device(device: int, host: int, size_bytes: int, stream: int) -> None:
-    """Enqueue. `host` must be pinned, or the call waits."""
+    """Enqueue. If `host` is not pinned, the call waits."""
     _call("cuMemcpyHtoDAsync", device, host, size_bytes, stream)
 
 
-def copy_on_device(target: int, sender: int, size_bytes: int, stream: int) -> None:
-    """Enqueue. Between two GPUs with peer access a copy engine does it, within one GPU a kernel."""
-    _call("cuMemcpyDtoDAsync", target, sender, size_bytes, stream)
+def copy_on_device(target: int, source: int, size_bytes: int, stream: int) -> None:
+    """Enqueue. A copy engine does it between two GPUs with peer access, a kernel within one GPU."""
+    _call("cuMemcpyDtoDAsync", target, source, size_bytes, stream)
 
 
 def _is_virtual(address: int) -> bool:
@@ -324,7 +324,7 @@ def _call(name: str, *arguments: Any) -> Any:
     cuda = _cuda()
     try:
         result, *values = getattr(cuda, name)(*arguments)
-    except RuntimeError as error:  # what the bindings raise without libcuda
+    except RuntimeError as error:  # raised by the bindings if there is no libcuda
         remedy = "install the NVIDIA driver, or run on the CPU (--device cpu)"
         raise OperatorError("cuda_unavailable", f"{name}: {error}: {remedy}") from error
     if result != cuda.CUresult.CUDA_SUCCESS:

@@ -1,7 +1,7 @@
 """How far an engine's stream has come: a count in a shared page, written in stream order, read by its agent.
 
-One way for every engine, and not CUDA's interprocess events: a page crosses containers that share no /dev/shm, and a
-dead engine leaves no stream of the agent waiting.
+Used for every engine instead of CUDA's interprocess events: a page works across containers that share no /dev/shm, and
+a dead engine leaves no stream of the agent waiting.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class EngineFence:
-    """The engine's side, used by one thread of it. `fd` is the page's, kept until `close`; send it with Attach."""
+    """The engine's side, for one thread. `fd` is the page's, open until `close`; send it with Attach."""
 
     def __init__(self, device: str | torch.device) -> None:
-        """OperatorError `fence_unsupported` for a GPU that cannot write in stream order."""
+        """Raises OperatorError `fence_unsupported` if the GPU cannot write in stream order."""
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -47,14 +47,14 @@ class EngineFence:
                 self._address = driver.host_register(self._host, mmap.PAGESIZE)
 
     def mark(self) -> int:
-        """The next count, which the page reaches once all that is enqueued on torch's current stream has finished.
+        """The next count. The page reaches it once all work enqueued on torch's current stream has finished.
 
-        A mark on another stream than the last one makes that stream wait for the last one's work, since a count
-        stands for all counts before it. Not while a graph is captured.
+        A count implies all counts before it. So a mark on another stream than the last makes that stream wait for the
+        last one's work. Do not call it while a graph is captured.
         """
         self._count += 1
         if self._gpu is None:
-            # Released and taken again: no store of the caller's passes this, on any processor.
+            # Releasing and retaking the lock keeps the caller's earlier stores before the count, on any processor.
             with self._barrier:
                 pass
             with self._barrier:
@@ -69,7 +69,7 @@ class EngineFence:
         return self._count
 
     def close(self) -> None:
-        """Waits for the marks that are still to be written. Idempotent."""
+        """Waits for marks that are not written yet. Idempotent."""
         if self.fd < 0:
             return
         if self._gpu is not None:
@@ -92,12 +92,12 @@ class EngineFence:
 
 
 class FencePage:
-    """The agent's side: reads only, never waits. One thread at a time."""
+    """The agent's side: only reads, never waits. One thread at a time."""
 
     def __init__(self, fd: int) -> None:
-        """`fd` stays the caller's. EngineError `fence_unmappable` for anything but a sealed page of memory.
+        """`fd` stays the caller's. EngineError `fence_unmappable` unless it is a sealed page of memory.
 
-        Sealed, because a page that its engine could cut off would kill the agent at its next look.
+        If the engine could truncate the page, the agent's next read would kill the agent.
         """
         try:
             status = os.fstat(fd)
@@ -111,10 +111,10 @@ class FencePage:
         self._words = memoryview(self._page).cast("Q")
 
     def reached(self, count: int) -> bool:
-        """Whether the work before that mark has finished; its results can be seen by all who see this."""
+        """Whether the work before that mark has finished. If so, its results are visible."""
         return self._words[0] >= count
 
     def close(self) -> None:
-        """Idempotent; not to be asked afterwards."""
+        """Idempotent. Do not call `reached` afterwards."""
         self._words.release()
         self._page.close()

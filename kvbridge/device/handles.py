@@ -16,12 +16,12 @@ VMM_SIZE_BYTES = 8  # the payload of a vmm_fd handle: the allocation's size, lit
 
 
 def export(storage: torch.UntypedStorage, region: int, fd_index: int, shm: str = SHM) -> tuple[Handle, int | None]:
-    """A handle of `storage`, with a new fd if it takes one: the caller's to send as number `fd_index` and to close.
+    """A handle of `storage`, and a new fd if it needs one. The caller sends that as number `fd_index` and closes it.
 
     CPU memory moves into shared memory in place (`shm` is where torch puts it); every view keeps working. GPU memory
     stays where it is. `region` is the storage's index in the pool; the region's size is `storage.nbytes()`. May be
     called again for the same storage. The memory must stay allocated until the agent has detached.
-    OperatorError, with the remedy, for memory that no other process can map.
+    Raises OperatorError, with the remedy, for memory that no other process can map.
     """
     if storage.device.type == "cpu":
         return _export_shared(storage, region, fd_index, shm)
@@ -33,7 +33,7 @@ def export(storage: torch.UntypedStorage, region: int, fd_index: int, shm: str =
 
 
 def export_all(storages: Iterable[torch.UntypedStorage]) -> tuple[tuple[Handle, ...], list[int]]:
-    """Every region's handle, in order, and the fds to send with them: the caller's to close. Raises as `export`."""
+    """Every region's handle, in order, and the fds to send with them, which the caller closes. Raises as `export`."""
     handles: list[Handle] = []
     fds: list[int] = []
     try:
@@ -49,10 +49,10 @@ def export_all(storages: Iterable[torch.UntypedStorage]) -> tuple[tuple[Handle, 
 
 
 def check_exportable(memory: driver.Allocation, address: int, size_bytes: int) -> None:
-    """OperatorError unless `size_bytes` from `address` on can be mapped by another process through one handle. Pure.
+    """OperatorError unless another process can map `size_bytes` from `address` on through one handle. Pure.
 
-    A region of virtual memory is one physical piece or it is refused: torch builds an expandable segment of 20 MiB
-    pieces, so that a cache of 80 GB would need 4096 descriptors held open on both sides and 64 messages to pass them.
+    Virtual memory in several physical pieces is refused: torch builds an expandable segment of 20 MiB pieces, so a
+    cache of 80 GB would need 4096 descriptors held open on both sides and 64 messages to pass them.
     """
     if memory.is_managed:
         raise OperatorError("managed_memory", "KV cache: is managed memory, must be plain; allocate it with cudaMalloc")
@@ -84,7 +84,7 @@ def check_exportable(memory: driver.Allocation, address: int, size_bytes: int) -
 
 
 def _export_cuda(storage: torch.UntypedStorage, region: int, fd_index: int) -> tuple[Handle, int | None]:
-    """torch's own way (`_share_cuda_`) is not taken: it counts users in a file that containers do not share."""
+    """Without torch's own `_share_cuda_`, which counts users in a file that containers do not share."""
     gpu, address = driver.Gpu.open(str(storage.device)), storage.data_ptr()
     with gpu.current():
         memory = driver.allocation(address)
@@ -107,13 +107,13 @@ def _export_shared(storage: torch.UntypedStorage, region: int, fd_index: int, sh
         )
     if not storage.is_shared():
         _check_room(shm, storage.nbytes())
-    # The fd belongs to the storage, which gives the same one at every call.
+    # The fd belongs to the storage, which returns the same one at every call.
     fd, _size_bytes = storage._share_fd_cpu_()
     return Handle(region=region, kind="shm_fd", fd=fd_index), os.dup(fd)
 
 
 def _check_room(shm: str, size_bytes: int) -> None:
-    """Running out of shared memory is no error but a bus fault while the storage is copied, so look first."""
+    """Check first: if shared memory runs out while the storage is copied, the result is a bus fault, not an error."""
     try:
         room = os.statvfs(shm)
     except OSError:

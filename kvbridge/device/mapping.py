@@ -1,4 +1,4 @@
-"""Opens handles: one region after another, of memory that stays its engine's, ours or a peer's."""
+"""Opens handles: maps the regions of an engine's memory, ours or a peer's, into this process."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ STALE = {"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_MA
 
 
 class Mappings(Protocol):
-    """What one pool's handles were opened as. One thread at a time."""
+    """The mappings of one pool's handles. One thread at a time."""
 
     def map(self, handle: Handle, size_bytes: int, fds: Sequence[int]) -> torch.Tensor | Mapped:
         """The region's bytes, valid until `close`. EngineError or OperatorError if the handle cannot be opened."""
 
     def close(self) -> None:
-        """Unmap everything at once. No move may be under way, no tensor used any more."""
+        """Unmap everything at once. No move may be under way, and no tensor may be used afterwards."""
 
 
 def mappings_for(device: str) -> Mappings:
-    """`device` is the agent's: "cpu", or its GPU as torch spells it."""
+    """Mappings for our engine's memory. `device` is the agent's: "cpu", or its GPU as torch spells it."""
     return HostMappings() if device == "cpu" else GpuMappings(driver.Gpu.open(device))
 
 
 def peer_mappings_for(device: str) -> Mappings:
-    """For a peer's memory, which we read and never write."""
+    """Mappings for a peer's memory, which we read and never write."""
     return HostMappings(is_readonly=True) if device == "cpu" else PeerMappings(driver.Gpu.open(device))
 
 
 class HostMappings:
-    """Shared memory in this process's address space. Where it is read-only, a write to a tensor of it is a fault."""
+    """Shared memory in this process's address space. If it is read-only, a write to a tensor of it is a fault."""
 
     def __init__(self, is_readonly: bool = False) -> None:
         self._access = mmap.PROT_READ if is_readonly else mmap.PROT_READ | mmap.PROT_WRITE
@@ -65,7 +65,7 @@ class HostMappings:
         except (OSError, ValueError, OverflowError) as error:
             raise EngineError("region_unmappable", f"region {handle.region}: {error}") from error
         self._pages.append(pages)
-        address = int(np.frombuffer(pages, np.uint8).ctypes.data)  # torch warns of a buffer that it may not write
+        address = int(np.frombuffer(pages, np.uint8).ctypes.data)  # not by torch, which warns of a read-only buffer
         return Span(address + lead, size_bytes).on_cpu()
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class HostMappings:
 
 
 class GpuMappings:
-    """Memory of another process on `gpu`. Regions that lie in one allocation open it once."""
+    """Memory of another process on `gpu`. An allocation that holds several regions is opened once."""
 
     def __init__(self, gpu: driver.Gpu) -> None:
         self._gpu = gpu
@@ -88,7 +88,7 @@ class GpuMappings:
             return wrap(self.open(handle, size_bytes, fds), size_bytes, self._gpu)
 
     def open(self, handle: Handle, size_bytes: int, fds: Sequence[int]) -> int:
-        """Where `gpu` reaches the region, whichever GPU holds it. Called with `gpu` current; raises as `map`."""
+        """Map the region for `gpu`, whichever GPU holds it. Returns its address, raises as `map`. `gpu` is current."""
         check_payload(handle)
         if handle.kind == "cuda_ipc":
             address = self._import(handle)
@@ -98,8 +98,8 @@ class GpuMappings:
         return address + handle.offset
 
     def close(self) -> None:
-        """Waits for nothing of its own: whoever calls has seen the end of every kernel and copy on the regions."""
-        with self._gpu.current(), contextlib.ExitStack() as stack:  # one that fails does not keep the others mapped
+        """Does not wait: every kernel and copy on the regions must have ended."""
+        with self._gpu.current(), contextlib.ExitStack() as stack:  # if one fails, the others are still unmapped
             for address in self._imported.values():
                 stack.callback(driver.ipc_close, address)
             for address, size_bytes in self._mapped:
@@ -113,7 +113,7 @@ class GpuMappings:
         return self._imported[handle.payload]
 
     def _map_fd(self, handle: Handle, size_bytes: int, fd: int) -> int:
-        """All of the allocation or nothing: the driver maps no part of one, nor says how large it is."""
+        """Map the whole allocation: the driver cannot map a part of one, nor tell its size."""
         held_bytes = int.from_bytes(handle.payload, "little")
         check_end(handle, size_bytes, held_bytes, "its allocation")
         if handle.device != self._gpu.uuid:
@@ -133,7 +133,7 @@ class GpuMappings:
 
 
 class PeerMappings:
-    """Memory of a peer's engine as kernels on `gpu` read it, by address: torch takes no address of another GPU."""
+    """Memory of a peer's engine, which kernels on `gpu` read by address: torch takes no address of another GPU."""
 
     def __init__(self, gpu: driver.Gpu) -> None:
         self._gpu = gpu
@@ -149,9 +149,9 @@ class PeerMappings:
 
 
 def open_ipc(gpu: driver.Gpu, payload: bytes, what: str, peer: str = "") -> int:
-    """The address on `gpu` of another process's allocation; `peer` is the GPU that holds it, if it is another.
+    """Map another process's allocation for `gpu`. Returns its address. `peer` is the GPU that holds it, if not `gpu`.
 
-    The caller closes it with `driver.ipc_close`, `gpu.current()`. `what` names it in errors: OperatorError
+    The caller closes it with `driver.ipc_close`, under `gpu.current()`. `what` names it in errors: OperatorError
     `no_peer_access`, EngineError `own_memory` and `region_unmappable`.
     """
     if peer:
@@ -178,7 +178,7 @@ def wrap(address: int, size_bytes: int, gpu: driver.Gpu) -> torch.Tensor:
 
 
 class _Bytes:
-    """What torch reads memory from."""
+    """Memory in the form that torch accepts."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -191,7 +191,7 @@ class _Bytes:
 
 
 def check_kind(handle: Handle, device: str) -> None:
-    """OperatorError for a handle that an agent on `device` does not open."""
+    """Raises OperatorError for a handle that an agent on `device` cannot open."""
     kinds = ("shm_fd",) if device == "cpu" else ("cuda_ipc", "vmm_fd")
     if handle.kind in kinds:
         return
@@ -204,7 +204,7 @@ def check_kind(handle: Handle, device: str) -> None:
 
 
 def check_device(handle: Handle, ours: str) -> None:
-    """OperatorError unless the region lies on our GPU."""
+    """Raises OperatorError unless the region is on our GPU."""
     if handle.device != ours:
         raise OperatorError(
             "wrong_device",
@@ -214,7 +214,7 @@ def check_device(handle: Handle, ours: str) -> None:
 
 
 def check_peer(ours: str, peer: str, can_access: bool | None, what: str) -> None:
-    """OperatorError if it is known that one GPU cannot reach another's memory; not known, opening it will tell."""
+    """Raises OperatorError if `can_access` is False. If it is None (unknown), opening the memory will show."""
     if can_access is False:
         raise OperatorError(
             "no_peer_access",

@@ -1,4 +1,4 @@
-"""An engine's memory as this process sees it: mapped regions, every plane checked against them."""
+"""An engine's memory in this process: mapped regions, with every plane checked against them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .mapping import Mappings, mappings_for, peer_mappings_for
 
 @dataclass(slots=True)
 class Regions:
-    """What a move works with while the pool is held: a uint8 tensor per region, and working memory.
+    """What a move uses while the pool is held: a uint8 tensor per region, and working memory.
 
-    torch does not keep the memory alive: never use a tensor, or leave a kernel on it, once the pool is closed. Of a
-    peer's pool on a GPU a region is known by address, to kernels alone.
+    torch does not keep the memory alive: once the pool is closed, no tensor may be used and no kernel may run on it. A
+    region of a peer's pool on a GPU has only an address, for kernels.
     """
 
     memories: Sequence[torch.Tensor | Mapped]
@@ -34,7 +34,7 @@ class Regions:
 
 
 def span_of(region: torch.Tensor | Mapped) -> Span:
-    """Where it lies in this process's, or our GPU's, address space."""
+    """The region's address in this process, or on our GPU, and its size."""
     if isinstance(region, Mapped):
         return Span(region.address, region.size_bytes)
     return Span(region.data_ptr(), region.nbytes)
@@ -53,15 +53,15 @@ class AttachedPool:
     def open(cls, pool: Pool, handles: Sequence[Handle], fds: Sequence[int], device: str = "cpu") -> Self:
         """Map every region of `pool`, on the agent's `device`. The fds stay the caller's, to close in any case.
 
-        EngineError for a pool, handle or fd that cannot be, OperatorError for memory not served on this device.
+        EngineError for an invalid pool, handle or fd, OperatorError for memory not served on this device.
         """
         return cls._open(pool, handles, fds, lambda: mappings_for(device))
 
     @classmethod
     def open_peer(cls, pool: Pool, handles: Sequence[Handle], fds: Sequence[int], device: str = "cpu") -> Self:
-        """Map a peer's pool as it was handed over, to be read on our `device`, whichever GPU holds it.
+        """Map a peer's pool, which our `device` will read, whichever GPU holds it.
 
-        Raises as `open`; OperatorError `no_peer_access` where our GPU does not reach that one.
+        Raises as `open`; OperatorError `no_peer_access` if our GPU cannot reach that one.
         """
         return cls._open(pool, handles, fds, lambda: peer_mappings_for(device))
 
@@ -84,16 +84,16 @@ class AttachedPool:
 
     @contextmanager
     def hold(self) -> Iterator[Regions]:
-        """The regions, which stay mapped inside the block; nothing of them may be kept after it."""
+        """The regions, mapped until the block ends. Keep nothing of them after it."""
         with self._in_use:
             if self._regions is None:
                 raise EngineError("detached", f"engine {self.pool.engine.id}: its memory is unmapped")
             yield self._regions
 
     def close(self) -> None:
-        """Unmap at once. Waits for a hold to end, a chunk at most; every later use is an EngineError.
+        """Unmap at once. Waits for a `hold` to end, which lasts one chunk at most. Every later use is an EngineError.
 
-        On a GPU it waits for nothing else: the caller has seen the end of every kernel and copy it enqueued there.
+        Waits for nothing else: on a GPU, the caller has seen the end of every kernel and copy it enqueued.
         """
         with self._in_use:
             self._regions = None
@@ -114,7 +114,7 @@ class AttachedPool:
 
 
 def check_plane(pool: Pool, plane: Plane) -> None:
-    """EngineError unless all of `plane`, one of the pool's or folded from them, lies inside its region."""
+    """EngineError unless all of `plane`, one of the pool's or coalesced from them, lies inside its region."""
     if plane.region >= len(pool.regions) or plane.group >= len(pool.groups):
         raise EngineError(
             "bad_plane",

@@ -1,4 +1,4 @@
-"""Turns a chunk that both ends see into what a pull moves, everything checked before the first byte is written."""
+"""Turns a chunk, with both ends' blocks, into what a pull moves. All is checked before the first byte is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .memory import AttachedPool, Regions
 
 
 class Pulls:
-    """The recipes of one data plane. Most chunks are like one before."""
+    """The prepared pulls of one copier, kept since most chunks resemble an earlier one."""
 
     def __init__(self) -> None:
         self._senders, self._receivers = CopyTemplates(), CopyTemplates()
@@ -20,35 +20,37 @@ class Pulls:
         self,
         sender: AttachedPool,
         sender_regions: Regions,
-        ours: Part,
+        sender_part: Part,
         receiver: AttachedPool,
         receiver_regions: Regions,
-        theirs: Part,
+        receiver_part: Part,
     ) -> PlacedPull:
-        """One chunk of a plan, as its sender (`ours`) and its receiver have it in their blocks.
+        """The pull of one chunk, from its sender's blocks into its receiver's.
 
-        EngineError where something in one of them is not right, ValueError where the two do not meet.
+        EngineError if something in either part is invalid, ValueError if the two do not match.
         """
-        assert ours.is_sender and not theirs.is_sender and ours.chunk == theirs.chunk
-        size_bytes = ours.chunk.size_bytes
-        forms = (
-            self._senders.of(sender, sender_regions, ours, size_bytes),
-            self._receivers.of(receiver, receiver_regions, theirs, size_bytes),
+        assert sender_part.is_sender and not receiver_part.is_sender and sender_part.chunk == receiver_part.chunk
+        size_bytes = sender_part.chunk.size_bytes
+        templates = (
+            self._senders.of(sender, sender_regions, sender_part, size_bytes),
+            self._receivers.of(receiver, receiver_regions, receiver_part, size_bytes),
         )
-        places = forms[0].places(ours), forms[1].places(theirs)
-        recipe = self._kept.pop(forms, None)
-        if recipe is None:
-            segments = forms[0].segments(places[0]), forms[1].segments(places[1])
-            recipe = PreparedPull(*segments, size_bytes)
+        places = templates[0].places(sender_part), templates[1].places(receiver_part)
+        prepared = self._kept.pop(templates, None)
+        if prepared is None:
+            segments = templates[0].segments(places[0]), templates[1].segments(places[1])
+            prepared = PreparedPull(*segments, size_bytes)
             if len(self._kept) == CopyTemplates.KEPT:
                 del self._kept[next(iter(self._kept))]
-        self._kept[forms] = recipe  # the newest last
-        return recipe.at(*places)
+        self._kept[templates] = prepared  # the newest last
+        return prepared.at(*places)
 
     def forget(self, pool: AttachedPool) -> None:
-        """Keep nothing of this pool any more."""
+        """Keep nothing of this pool."""
         self._senders.forget(pool)
         self._receivers.forget(pool)
         self._kept = {
-            forms: recipe for forms, recipe in self._kept.items() if all(form.attached is not pool for form in forms)
+            templates: prepared
+            for templates, prepared in self._kept.items()
+            if all(template.attached is not pool for template in templates)
         }

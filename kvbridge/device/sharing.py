@@ -1,4 +1,4 @@
-"""What another agent of this host needs to open our engine's memory, kept from attach until the epoch ends."""
+"""What another agent on this host needs to open our engine's memory, kept from attach until the epoch ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .mapping import fd_of
 
 
 class SharedHandles:
-    """The handles of one epoch and descriptors of our own, in the order of each handle's `fd`.
+    """The handles of one epoch and descriptors of our own, which each handle's `fd` numbers.
 
-    Those of shared memory are for reading only: who is handed one cannot map it to write. (A process of the user who
-    owns the memory could open it anew by /proc; it could as well write to the engine itself.)
+    Descriptors of shared memory are read-only: a process that gets one cannot map it for writing. (A process of the
+    memory's owner could reopen it through /proc, but could also write to the engine itself.)
     """
 
     def __init__(self, handles: tuple[Handle, ...], fds: tuple[int, ...]) -> None:
@@ -26,11 +26,11 @@ class SharedHandles:
 
     @classmethod
     def keep(cls, handles: Sequence[Handle], fds: Sequence[int]) -> Self:
-        """Of handles as they came with an attach; its fds stay the caller's.
+        """Keep the handles of an attach, with descriptors of our own. Its fds stay the caller's.
 
         OperatorError `not_shareable` for shared memory that our user may not open, EngineError for a missing fd.
         """
-        ours: dict[int, int] = {}  # by theirs: handles may share one
+        ours: dict[int, int] = {}  # by the fd that came: handles may share one
         try:
             for handle in handles:
                 if handle.kind != "cuda_ipc" and (theirs := fd_of(handle, fds)) not in ours:
@@ -53,7 +53,7 @@ class SharedHandles:
         return cls(tuple(kept), tuple(ours.values()))
 
     def close(self) -> None:
-        """Idempotent. What was handed over stays open where it was handed to."""
+        """Idempotent. Descriptors that other agents were given stay open there."""
         _close(self.fds)
         self.fds = ()
 

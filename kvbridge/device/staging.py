@@ -19,13 +19,13 @@ from . import driver
 SLOT_ALIGN = 64
 PROT_NONE = 0
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # asm-generic/mman.h
-_sealed: list[object] = []  # what must not be unmapped as long as this process lives
+_sealed: list[object] = []  # must not be unmapped while this process lives
 
 
 class Staging:
     """`slots` slots of `slot_bytes`, and one more for probes, in one allocation at address `base`.
 
-    Whoever calls `close` has made sure that no view of a slot is left and no fabric knows the memory any more.
+    Before `close`, no view of a slot may be left, and no fabric may know the memory.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Staging:
 
     @classmethod
     def pageable(cls, slot_bytes: int, slots: int) -> Self:
-        """In this process's memory, every page touched: no request pays for the first use of one."""
+        """In this process's memory. Every page is touched, so that no request pays for its first use."""
         size_bytes = _total(slot_bytes, slots)
         pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -57,7 +57,7 @@ class Staging:
 
     @classmethod
     def pinned(cls, slot_bytes: int, slots: int) -> Self:
-        """In host memory that the GPU's copy engines reach. Needs a CUDA context on this thread."""
+        """In pinned host memory, for the GPU's copy engines. Needs a CUDA context on this thread."""
         staging = cls.pageable(slot_bytes, slots)
         driver.host_register(staging.base, staging.size_bytes)
         staging._is_pinned = True
@@ -65,7 +65,7 @@ class Staging:
 
     @classmethod
     def on_gpu(cls, slot_bytes: int, slots: int) -> Self:
-        """In an allocation of its own on the thread's current GPU: one that fabrics and peers can open."""
+        """In an allocation of its own on the thread's current GPU, which fabrics and peers can open."""
         base = driver.allocate(_total(slot_bytes, slots))
         return cls(slot_bytes, slots, "vram", base, lambda: driver.free(base))
 
@@ -85,7 +85,7 @@ class Staging:
         return self.base + index * self.slot_bytes
 
     def lane(self, number: int) -> Span:
-        """Where a probe is written."""
+        """A lane of the slot for probes, which one probe is written to."""
         return lane_of(self.base, self.slot_bytes, self.slots, number)
 
     def close(self) -> None:
@@ -101,10 +101,10 @@ class Staging:
             self._is_pinned = False
 
     def seal(self) -> int:
-        """End it although somebody may still write here: the addresses are never used for anything else.
+        """Close it although a peer may still write here: the addresses are never used for anything else.
 
-        Host memory goes back and writes to it fault; a GPU has no such thing, there the memory stays ours. Returns
-        how many bytes that keeps. Idempotent, and `close` has nothing left to do.
+        Host memory is given back, and writes to it fault. A GPU cannot do that, so its memory stays allocated. Returns
+        how many bytes stay allocated. Idempotent; `close` does nothing afterwards.
         """
         if self._free is None:
             return 0
@@ -112,7 +112,7 @@ class Staging:
             _sealed.append(self._free)
             self._free = None
             return self.size_bytes
-        _sealed.append(self._pages)  # its end would unmap them
+        _sealed.append(self._pages)  # its destructor would unmap them
         self._unpin()
         _reserve(self.base, self.size_bytes)
         self._free = None
@@ -128,7 +128,7 @@ class Staging:
 
 
 def _reserve(address: int, size_bytes: int) -> None:
-    """Put nothing at these addresses, for good: what was there is given back, every access faults."""
+    """Reserve these addresses for good: the memory there is given back, and every access faults."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -138,13 +138,13 @@ def _reserve(address: int, size_bytes: int) -> None:
 
 
 def lane_of(base: int, slot_bytes: int, slots: int, number: int) -> Span:
-    """A lane of a staging, ours or a peer's."""
+    """A probe lane of a staging, ours or a peer's."""
     lane_bytes = slot_bytes // PROBE_LANES // SLOT_ALIGN * SLOT_ALIGN
     return Span(base + slots * slot_bytes + number % PROBE_LANES * lane_bytes, lane_bytes)
 
 
 def check_slots(slot_bytes: int, slots: int) -> None:
-    """Raises OperatorError if a staging cannot have such slots."""
+    """Raise OperatorError if a staging cannot have such slots."""
     if slot_bytes <= 0 or slot_bytes % SLOT_ALIGN or slots <= 0:
         raise OperatorError(
             "slot_bytes",

@@ -1,4 +1,4 @@
-"""What a check is about, and what it finds. Pure."""
+"""What a check looks at, and what it finds. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class CheckOutcome(StrEnum):
     OK = "ok"
     WARNING = "warning"
     FAILED = "failed"
-    NOT_HERE = "not here"  # what this machine lacks, or nobody asked for; never "ok"
+    NOT_HERE = "not here"  # the machine lacks it, or nobody asked for it; never "ok"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`text` is what was seen, with its values; `remedy` what to do about a warning or a failure."""
+    """`text` says what was seen, with its values; `remedy` what to do about a warning or a failure."""
 
     outcome: CheckOutcome
     text: str
@@ -29,20 +29,22 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """`config` is the agent's that is meant, `status` what the agent at its socket says, None if there is none.
+    """The options of an agent, and the status of the agent at its socket (None if there is none).
 
     `environment` holds the variables that the libraries beneath us read, `peer` the address of --peer or "".
+    `prove_route`: that agent may be made to write to us, for which it takes staging memory.
     """
 
     config: AgentConfig
     status: Status | None
     environment: dict[str, str]
     peer: str = ""
+    prove_route: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorCheck:
-    """`name` is its anchor in docs/troubleshooting.md too. `look` may raise KVBridgeError or OSError: it failed."""
+    """`name` is also its heading in docs/troubleshooting.md. If `look` raises KVBridgeError or OSError, it failed."""
 
     name: str
     title: str

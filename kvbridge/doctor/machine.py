@@ -25,7 +25,7 @@ NO_GPU = "no GPU here"
 
 
 def gpu(subject: Subject, driver_version: Path = NVIDIA) -> Finding:
-    """The GPU that the agent is to serve, and the driver."""
+    """The agent's GPU, and the driver."""
     found = chosen_gpu(subject.config.device)
     if found is None and subject.config.device == "auto" and driver_version.exists():
         return failed(
@@ -39,11 +39,11 @@ def gpu(subject: Subject, driver_version: Path = NVIDIA) -> Finding:
 
 
 def gpu_ipc(subject: Subject) -> Finding:
-    """Whether memory of a GPU that one process of ours has can be mapped by another."""
+    """Whether one process of ours can map the GPU memory of another."""
     found = chosen_gpu(subject.config.device)
     if found is None:
         return not_here(NO_GPU)
-    remedy = "give both containers the same GPU and other PIDs (no two of PID 1), and no gVisor or MIG between them"
+    remedy = "give both containers the same GPU and different PIDs (not both 1), and no gVisor or MIG between them"
     try:
         with lender("lend-gpu", found.device) as (_, handle), found.current():
             driver.ipc_close(driver.ipc_open(bytes.fromhex(handle)))
@@ -69,7 +69,7 @@ def mps(subject: Subject) -> Finding:
 
 
 def allocator(subject: Subject) -> Finding:
-    """Whether torch's allocator gives memory in pieces of virtual address space."""
+    """Whether torch's allocator uses expandable segments, pieces of virtual memory that may be impossible to map."""
     said = {f"our {name}": subject.environment.get(name, "") for name in ALLOCATOR}
     pid = subject.status.engine.pid if subject.status and subject.status.engine else 0
     said |= {f"{name} of the engine (pid {pid})": value for name, value in _allocator_of(pid).items()}
@@ -85,7 +85,7 @@ def allocator(subject: Subject) -> Finding:
 
 
 def _allocator_of(pid: int) -> dict[str, str]:
-    """What another process was started with; nothing where we may not look, or it is not of our PID namespace."""
+    """The allocator's variables of another process; empty if we may not look, or it is in another PID namespace."""
     try:
         pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0") if pid else []
     except OSError:
@@ -94,7 +94,7 @@ def _allocator_of(pid: int) -> dict[str, str]:
 
 
 def namespaces(subject: Subject) -> Finding:
-    """Whether the engine and we see the same processes and the same shared memory."""
+    """Whether the engine and this process share the PID and IPC namespaces."""
     if subject.status is not None and subject.status.engine is not None:
         pid = subject.status.engine.pid
         try:
@@ -117,7 +117,7 @@ def _namespace(pid: int | str, name: str) -> int:
 
 
 def shm(subject: Subject, folder: str = SHM, least_bytes: int = SHM_BYTES) -> Finding:
-    """Whether there is room in shared memory: for engines on a CPU, and for UCX."""
+    """Whether there is room in shared memory, for engines on a CPU and for UCX."""
     room = os.statvfs(folder)
     free_bytes, size_bytes = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     text = f"{folder}: {free_bytes >> 20} MiB free of {size_bytes >> 20}"
@@ -145,7 +145,7 @@ def ptrace(subject: Subject) -> Finding:
 
 
 def clock(subject: Subject) -> Finding:
-    """Whether the wall clock is kept right. Only logs depend on it: every deadline is of the monotonic clock."""
+    """Whether the wall clock is synchronised. Only logs depend on it: deadlines use the monotonic clock."""
     if ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(TIMEX_BYTES)) == TIME_ERROR:
         return warning(
             "the kernel says that the clock is not synchronised",

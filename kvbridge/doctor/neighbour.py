@@ -1,9 +1,9 @@
-"""Another process of ours, which a check reads or is read by: `python -m kvbridge.doctor.neighbour WORD ...`.
+"""The second process of checks that need two: `python -m kvbridge.doctor.neighbour WORD ...`.
 
-lend           says where a page of its memory is, and waits
+lend           prints the address of a page of its memory, and waits
 read PID AT    reads that page out of another process
-lend-gpu DEV   says the CUDA IPC handle of memory on this GPU, and waits
-nixl DEVICES   starts NIXL's UCX backend and says which plugins there are; an abort of UCX's ends this process only
+lend-gpu DEV   prints the CUDA IPC handle of memory on this GPU, and waits
+nixl DEVICES   starts NIXL's UCX backend and prints its plugins; if UCX aborts, only this process ends
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 def _lend() -> None:
     page = ctypes.create_string_buffer(PAGE)
-    ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY_PROCESS, 0, 0, 0)  # as UCX does where yama asks for it
+    ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY_PROCESS, 0, 0, 0)  # as UCX does under yama
     print(ctypes.addressof(page), flush=True)
     sys.stdin.readline()
 

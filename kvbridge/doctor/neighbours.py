@@ -1,4 +1,4 @@
-"""Starts neighbours: bounded in time, always ended."""
+"""Starts neighbour processes, with a time limit, and always ends them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANSWER_S = 30.0
 
 
 def told(*words: str) -> str:
-    """What a neighbour says that ends by itself. Raises OperatorError (`neighbour_failed`) with its last line."""
+    """The output of a neighbour that ends by itself. Raises OperatorError (`neighbour_failed`) with its last line."""
     try:
         done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=ANSWER_S)
     except subprocess.TimeoutExpired:
@@ -28,7 +28,7 @@ def told(*words: str) -> str:
 
 @contextmanager
 def lender(*words: str) -> Iterator[tuple[int, str]]:
-    """A neighbour that lends something: its PID and what it says. Raises as `told` does."""
+    """Run a neighbour that lends something. Yields its PID and what it printed. Raises as `told` does."""
     with subprocess.Popen(
         [*COMMAND, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

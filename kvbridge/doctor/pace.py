@@ -1,6 +1,7 @@
 """How fast each route of this machine is, beside a copy of the same bytes on the same devices in the same run.
 
-Two agents of its own, as the checks of routes have them; both engines are this process.
+It starts agents of its own, as the checks of routes do: one that sends, and for each route one that receives. Both
+engines are in this process.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from ..loopback.engine import PATIENCE_S, Job, RequestRejected, SyntheticEngine
 from ..loopback.pools import DemoRequest, Shape, rows_of
 from ..loopback.processes import AgentProcess, agents
 
-Agents = tuple[AgentProcess, AgentProcess]  # that sends, that receives
+Agents = tuple[AgentProcess, AgentProcess]  # the sender's, the receiver's
 Pools = Literal["equal", "mismatched"]
 
-# A model of 8 billion parameters: 128 KiB a token, of which 1024 are 128 MiB.
+# A model of 8 billion parameters: 128 KiB per token, so 1024 tokens are 128 MiB.
 SENDER = Shape(name="sender", axes="LPBTHE", block_tokens=16, blocks=0, layers=32)
 RECEIVERS: dict[Pools, Shape] = {
     "equal": structs.replace(SENDER, name="receiver"),
@@ -39,23 +40,24 @@ RECEIVERS: dict[Pools, Shape] = {
 }
 USUAL_BYTES = 128 << 20
 MOST_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}  # more takes longer, and is not faster
-SHARE_OF_MEMORY = 8  # four times as much is needed, where both engines are on one device
-LOOKED_AT = 256  # tokens, whether they are right
+SHARE_OF_MEMORY = 8  # a request needs four times its size if both engines are on one device
+LOOKED_AT = 256  # tokens that are compared
 LEAST_ROUNDS, MOST_ROUNDS = 3, 1000
-# Of the copy, for the largest request; less means that something is wrong with a route. Between two H200 2 GiB came
-# to 0.74 by pull, 0.59 by direct, 0.44 by nixl, and to 0.014 by host (bench/results/gpu_2*.json); UCX that falls back
-# comes to 0.001. On one, whose copies make 2 TB/s, 8 GiB came to 0.28, 0.13, 0.11 and 0.002 (721f084). On a CPU it
-# was 0.07 to 0.22, beside other work (2 cores, AMD EPYC, Linux 6.18, 2026-11-23).
+# The share of the copy's rate that the largest request should reach; less means that something is wrong with a route.
+# Between two H200s 2 GiB reached 0.74 by pull, 0.59 by direct, 0.44 by nixl and 0.014 by host
+# (bench/results/gpu_2*.json); UCX that falls back reaches 0.001. On one H200, whose copies run at 2 TB/s, 8 GiB reached
+# 0.28, 0.13, 0.11 and 0.002 (721f084). On a CPU it was 0.07 to 0.22, beside other work (2 cores, AMD EPYC, Linux 6.18,
+# 2026-11-23).
 FLOORS: dict[Route, float] = {"pull": 0.1, "direct": 0.05, "nixl": 0.05, "host": 0.001}
 FLOOR_ON_CPU = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Requests of so many bytes, one after the other.
+    """Requests of `size_bytes`, one after the other, and the seconds each took.
 
-    `ceiling` is the best of as many copies, in bytes per second. `floor` is the share of it that there should be; 0 for
-    all but the largest, of which the time counts and not the rate.
+    `ceiling` is the best of as many copies, in bytes per second. `floor` is the share of it that should be reached. It
+    is 0 for all but the largest requests: for the smaller ones the time counts, not the rate.
     """
 
     route: Route
@@ -71,7 +73,7 @@ class Pace:
 
     @property
     def p99_s(self) -> float:
-        """Of fewer than a hundred it is the slowest."""
+        """The slowest, if there are fewer than a hundred."""
         return sorted(self.seconds)[int(0.99 * len(self.seconds))]
 
     @property
@@ -80,23 +82,24 @@ class Pace:
 
     @property
     def share(self) -> float:
-        """Of the ceiling."""
+        """The rate, as a share of the ceiling."""
         return self.bytes_per_s / self.ceiling
 
     @property
     def is_slow(self) -> bool:
-        """Whether something is wrong."""
+        """Whether the rate is below the floor."""
         return self.share < self.floor
 
 
 class Bench:
-    """What is measured with: memory of two engines, and of a copy between the same `devices`.
+    """The memory to measure with: that of two engines, and of a copy between the same `devices`.
 
-    Requests have at most so many bytes, and never more than fit. Raises OperatorError (`no_staging`) if none do.
+    Requests have at most `most_bytes` (0: a default for the device), and no more than fit. Raises OperatorError
+    (`no_staging`) if not even the usual ones fit.
     """
 
     def __init__(self, devices: tuple[str, str], most_bytes: int = 0) -> None:
-        torch.set_num_threads(1)  # as agents have it; more make small copies slow wherever a core is busy
+        torch.set_num_threads(1)  # as in agents; more threads slow small copies down if a core is busy
         kind = torch.device(devices[0]).type
         fits = min(map(free_bytes, devices)) // SHARE_OF_MEMORY
         largest = min(most_bytes or MOST_BYTES[kind], fits) // USUAL_BYTES * USUAL_BYTES
@@ -115,9 +118,9 @@ class Bench:
 
     @contextmanager
     def agents(self, routes: Sequence[Route], net_devices: str) -> Iterator[dict[Route, Agents]]:
-        """One that sends, by whatever route, and for each route one that receives by no other.
+        """Start one sender for all routes, and for each route a receiver that allows no other.
 
-        Raises OperatorError: `agent_start`.
+        Raises OperatorError (`agent_start`).
         """
         names = ["sender", *routes]
         devices = [self._devices[0], *[self._devices[1]] * len(routes)]
@@ -131,9 +134,9 @@ class Bench:
     def measure(
         self, route: Route, between: Agents, seconds: float, begun: Callable[[Pools, int], None]
     ) -> Iterator[Pace]:
-        """Each pair of pools and each size, so many seconds each; `begun` hears of it before.
+        """Measure each pair of pools and each size, for `seconds` each. `begun` is called before each.
 
-        Raises OperatorError: `demo_engine` with what an agent said, or where wrong bytes lie.
+        Raises OperatorError (`demo_engine`) with what an agent said, or with the place of wrong bytes.
         """
         for pools, shape in RECEIVERS.items():
             try:
@@ -149,7 +152,7 @@ class Bench:
     @contextmanager
     def _attached(self, between: Agents, shape: Shape) -> Iterator[tuple[SyntheticEngine, SyntheticEngine]]:
         for region in self._memory[1]:
-            region.zero_()  # what an earlier route has brought
+            region.zero_()  # remove what an earlier route brought
         _wait(self._devices)
         sender = SyntheticEngine(self._job("sender", SENDER, between[0]), self._memory[0])
         receiver = SyntheticEngine(self._job("receiver", shape, between[1]), self._memory[1])
@@ -181,7 +184,7 @@ class Bench:
         seconds: float,
     ) -> Pace:
         tokens = size_bytes // SENDER.token_bytes
-        for _ in range(2):  # the agents meet, memory is registered, kernels are compiled, with a digest and without
+        for _ in range(2):  # sessions open, memory is registered, kernels are compiled, with and without a digest
             self._carry(tokens, sender, receiver)
         took, copies = list[float](), list[float]()
         ends = time.monotonic() + seconds
@@ -193,7 +196,7 @@ class Bench:
         return Pace(route, pools, size_bytes, tuple(took), size_bytes / min(copies), floor)
 
     def _carry(self, tokens: int, sender: SyntheticEngine, receiver: SyntheticEngine) -> float:
-        """Seconds from the want to its end. The offer is there before."""
+        """Seconds from the want to its end. The offer is made before."""
         name = f"r{next(self._numbers)}"
         offered, wanted = (_blocks(engine, tokens) for engine in (sender, receiver))
         sender.client.send(
@@ -226,7 +229,7 @@ class Bench:
 
 
 def free_bytes(device: str) -> int:
-    """What a device has free; of a CPU, what may be shared between processes."""
+    """The free memory of a device; for a CPU, what can be shared between processes."""
     if device != "cpu":
         return torch.cuda.mem_get_info(device)[0]
     shared, page_bytes = os.statvfs(SHM), os.sysconf("SC_PAGE_SIZE")
@@ -243,8 +246,10 @@ def _blocks(engine: SyntheticEngine, tokens: int) -> tuple[Blocks, ...]:
 
 
 def _difference(sender: SyntheticEngine, receiver: SyntheticEngine) -> str:
-    """Where rows that were carried are not those of the sender, or nothing. Of the last tokens, which only the largest
-    request has."""
+    """Where the receiver's rows differ from the sender's, or "".
+
+    Compares the last tokens, which only the largest request has.
+    """
     tokens = sender.job.requests[0].tokens
     ours, theirs = (
         rows_of(engine.regions, engine.job.shape, engine.tables["all"], range(tokens - LOOKED_AT, tokens))

@@ -1,4 +1,4 @@
-"""Checks that move something: two agents, two synthetic engines, as `make demo` runs them, a route at a time."""
+"""Checks that move bytes, one route at a time: two agents and two synthetic engines, as `make demo` runs them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SENDER, RECEIVER = (
     Shape(name=name, axes="LPBHTE", block_tokens=32, blocks=64) for name in ("sender", "receiver")
 )  # 64 MiB
 REQUESTS = [DemoRequest(name="first", tokens=17, seed=1), DemoRequest(name="rest", tokens=1024, seed=2)]  # 32 MiB
-# Of memcpy, where there is no GPU. By pull and cma it was 0.5 to 0.8 GB/s of 6 beside other work (2 cores, Linux 6.18,
-# 2026-11-23).
+# The share of memcpy's rate, without a GPU. By pull and cma it was 0.5 to 0.8 GB/s of 6, beside other work (2 cores,
+# Linux 6.18, 2026-11-23).
 FLOOR_SHARE = 0.01
 ROUNDS = 2  # at most: in the first a GPU's kernels may have to be compiled
-UCX_SAYS = {"UCX_PROTO_INFO": "y"}  # one table for each way to move something that UCX has chosen
+UCX_SAYS = {"UCX_PROTO_INFO": "y"}  # UCX logs a table for each kind of operation, with the transports it chose
 UCX_TABLE = re.compile(r"\| (?P<what>[a-z][^|]*?) +\|$")
 UCX_ROW = re.compile(r"\| +(?P<range>\d[\w.]*) +\| (?P<how>[^|]+?) +\| (?P<by>[^|]+?) +\|$")
 UCX_WRITE = re.compile(r"remote memory write .* from (?P<ours>[a-z]+).* to (?P<theirs>[a-z]+)")
@@ -53,7 +53,7 @@ def nixl(subject: Subject) -> Finding:
 
 
 def carried(route: Route, subject: Subject) -> Finding:
-    """A real transfer by this route between two agents of this machine: every byte, its rate, by what it went."""
+    """Carry requests by this route between two agents of this machine. Checks every byte, the rate and UCX's choice."""
     config = subject.config
     gpu = chosen_gpu(config.device)
     if lacks := why_not_here(route, config, is_gpu=gpu is not None):
@@ -75,7 +75,7 @@ def carried(route: Route, subject: Subject) -> Finding:
 
 
 def why_not_here(route: Route, config: AgentConfig, is_gpu: bool) -> str:
-    """What stands against a route whatever the other side is, nothing if nobody can tell before it is tried."""
+    """Why a route cannot work here, whatever the peer; "" if only a try can tell."""
     if route not in config.routes:
         return f"routes: {', '.join(config.routes)}"
     if route == "pull" and not config.share_memory:
@@ -115,9 +115,9 @@ def _judged(
 
 
 def written_by(log: str) -> frozenset[str]:
-    """What UCX writes large pieces of remote memory with, such as "cma/memory", by its tables of UCX_PROTO_INFO.
+    """The transports UCX writes large pieces of remote memory with, such as "cma/memory", from its log.
 
-    A few bytes may well go by TCP, and what we never do: from host memory into a GPU's, or back.
+    Other rows may say TCP: those for a few bytes, and those for what we never do, from host to GPU memory or back.
     """
     found, is_write = set(), False
     for line in log.splitlines():

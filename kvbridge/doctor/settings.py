@@ -1,26 +1,36 @@
-"""Checks of what an agent is set to: keys, sockets, ports."""
+"""Checks of an agent's options: keys, sockets, ports."""
 
 from __future__ import annotations
 
+import errno
+import http.client
 import os
 import socket
 import stat
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
+from kvbridge_proto.status import Status
 
 from ..agent.daemon import trust_of
 from ..errors import OperatorError
+from ..local_agents import ask, found
 from ..options import AgentConfig
-from ..transport.endpoint import check_metrics
+from ..transport.endpoint import check_metrics, place_of
 from ..transport.lock import check_folder
 from .finding import Finding, Subject, failed, ok, warning
 
-LIBZMQ = (4, 3, 5)  # those before can be made to fall over from outside, with CURVE too
+LIBZMQ = (4, 3, 5)  # earlier ones can be crashed from outside, even with CURVE
+ASKED_S = 2.0
+BUILD = b"kvbridge_build_info"  # every agent serves it
+SERVED_BYTES = 1 << 20
 
 
 def keys(subject: Subject) -> Finding:
-    """Key files, their owners and modes, and where may be dialled."""
+    """Key files, their owners and modes, and the addresses that may be dialled."""
     config = subject.config
     if zmq.zmq_version_info() < LIBZMQ or not zmq.has("curve"):
         return failed(f"libzmq {zmq.zmq_version()}, curve {zmq.has('curve')}", "install pyzmq 27 or newer")
@@ -36,7 +46,7 @@ def keys(subject: Subject) -> Finding:
 
 
 def sockets(subject: Subject) -> Finding:
-    """The folder of the unix socket and, where an agent has made it, the socket's mode."""
+    """The folder of the unix socket and, if an agent has made the socket, its mode."""
     config, path = subject.config, Path(subject.config.socket)
     try:
         check_folder(path)
@@ -52,34 +62,58 @@ def sockets(subject: Subject) -> Finding:
     folder = f"{path.parent} has mode {stat.S_IMODE(path.parent.stat().st_mode):04o}"
     if not path.exists():
         return ok(f"{folder}; no agent has made {path.name} yet")
-    found, wanted = path.stat(), 0o666 if config.allowed_uids else 0o600
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISSOCK(found.st_mode) or mode & ~wanted:
+    made, wanted = path.stat(), 0o666 if config.allowed_uids else 0o600
+    mode = stat.S_IMODE(made.st_mode)
+    if not stat.S_ISSOCK(made.st_mode) or mode & ~wanted:
         return failed(f"{path} has mode {mode:04o}, should be {wanted:04o}", "start the agent again, which makes it")
     return ok(f"{folder}, {path.name} {mode:04o}")
 
 
 def listen(subject: Subject) -> Finding:
-    """Whether the address for other agents is free, or our agent's."""
+    """Whether the address for other agents is free, or used by our agent."""
     if subject.status is not None:
         return ok(f"the agent {subject.status.agent.name} listens at {subject.status.agent.address}")
     host, _, port = subject.config.listen.removeprefix("tcp://").rpartition(":")
-    return _bound("listen", host.strip("[]"), port)
+    return _free("listen", host.strip("[]"), port, lambda: _listens_at(port))
 
 
 def metrics(subject: Subject) -> Finding:
-    """The same of the address for Prometheus."""
+    """The same for the address for Prometheus."""
     if not subject.config.metrics:
         return warning("metrics: off", "set `metrics`, or nobody sees what the agent does")
     if subject.status is not None:
-        return ok(f"the agent {subject.status.agent.name} runs; meant is {subject.config.metrics}")
+        return ok(f"the agent {subject.status.agent.name} runs; the address is set to {subject.config.metrics}")
     check_metrics(subject.config.metrics, allow_wildcard=subject.config.allow_wildcard)
     host, _, port = subject.config.metrics.rpartition(":")
-    return _bound("metrics", host.strip("[]"), port)
+    return _free("metrics", host.strip("[]"), port, lambda: _serves_metrics(host, port))
 
 
-def _bound(option: str, host: str, port: str) -> Finding:
-    """Bind it and let it go."""
+def _listens_at(port: str) -> str:
+    """The agent that listens at `port`, if `kvbridge status` finds it and may ask it, or ""."""
+    for status in _answers():
+        if place_of(status.agent.address).endswith(f":{port}"):
+            return f"the agent {status.agent.name}"
+    return ""
+
+
+def _answers() -> Iterator[Status]:
+    with suppress(OperatorError):
+        for path in found():
+            with suppress(OperatorError):
+                yield ask(path, ASKED_S)
+
+
+def _serves_metrics(host: str, port: str) -> str:
+    """Returns "an agent" if an agent's metrics are served there, otherwise ""."""
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=ASKED_S) as answer:
+            return "an agent" if BUILD in answer.read(SERVED_BYTES) else ""
+    except (OSError, http.client.HTTPException):
+        return ""
+
+
+def _free(option: str, host: str, port: str, holder: Callable[[], str]) -> Finding:
+    """Whether the address can be bound. `holder` names the agent that has it, or returns ""."""
     where = f"{option}: {host}:{port}"
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
@@ -89,6 +123,9 @@ def _bound(option: str, host: str, port: str) -> Finding:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind(place)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE and (agent := holder()):
+            remedy = f"to check that agent name its --socket; for another one take another port (set {option})"
+            return warning(f"{where}: {agent} has it", remedy)
         return failed(
             f"{where}: {error.strerror}",
             f"take another port, or an address of this host; `ss -ltnp` says who has it (set {option})",

@@ -1,4 +1,4 @@
-"""What the exchange asks its shell to do. Records only; the shell does them in order. Pure."""
+"""What the exchange asks its caller to do. Records only; the caller carries them out in order. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .orders import ReceivingOrder, SendingOrder
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Open a session with the agent at this address, or say at once that there is one."""
+    """Open a session with the agent at this address, or report at once the one that is open."""
 
     address: str
 
@@ -39,4 +39,30 @@ class Tell:
     message: ToEngine
 
 
-Action = Reach | Ask | Send | Tell | SendingOrder | ReceivingOrder
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A claim has met its offer: this transfer takes so much of this request of our engine."""
+
+    transfer: str
+    request: str
+    chunks: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unconfirmed:
+    """The receiver never said that it had finished, so blocks were kept until its read lease ended."""
+
+    transfer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Uncompared:
+    """The sender sent no digests of this many sampled chunks in time."""
+
+    transfer: str
+    chunks: int
+
+
+Notable = Met | Unconfirmed | Uncompared  # nothing is to be done: the caller logs, counts or remembers it
+Action = Reach | Ask | Send | Tell | Notable | SendingOrder | ReceivingOrder

@@ -1,4 +1,4 @@
-"""Whether our engine takes the scales of a sender: asked once for the same scales, then remembered. Pure."""
+"""Whether our engine adopts a sender's scales: asked once per set of scales, then remembered. Pure."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from kvbridge_proto.engine import Adopt, Scales
 from kvbridge_proto.pool import Pool
 
 from ..errors import EngineError
-from ..geometry.scales import other_scales, scales_there
+from ..geometry.scales import other_scales, sender_scales
 from .actions import Action, Tell
 from .session import AttachedEngine, Session, are_same
 
-MOST_ANSWERS = 64  # kept; senders that calibrate anew at each start are strangers each time
+MOST_ANSWERS = 64  # refusals kept; a sender that calibrates at each start brings new scales each time
 
 
 class Adoption:
-    """What our engine was asked, and what it said. The agent's policy is its engine's (Attach)."""
+    """What our engine was asked about scales, and what it answered. The policy is the engine's (Attach)."""
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[Scales, ...], int] = {}  # -> the revision by which it is answered
+        self._asked: dict[tuple[Scales, ...], int] = {}  # -> the revision that answers it
         self._refusals: dict[int, str] = {}
         self._last = 0
         self._agreed: dict[str, tuple[list[Session], Pool]] = {}
 
     def question(self, sender: str, sessions: Sequence[Session], engine: AttachedEngine) -> list[Action] | None:
-        """What to ask before rows of these sessions are taken; nothing while an answer is awaited, None if all is well.
+        """What to ask the engine before taking rows from these sessions: empty while an answer is awaited, None if the
+        scales agree.
 
         Raises EngineError if the engine has other scales and will keep them.
         """
         if engine.policy != "adopt" or self._is_known(sender, sessions, engine):
             return None
-        scales = scales_there([session.peer_pool for session in sessions], engine.pool)
+        scales = sender_scales([session.peer_pool for session in sessions], engine.pool)
         difference = other_scales(scales, engine.pool)
         if difference is None:
             self._agreed[sender] = list(sessions), engine.pool
@@ -47,18 +48,18 @@ class Adoption:
         raise EngineError("adopt_refused", f"{difference} ({self._refusals.get(revision, 'the engine took others')})")
 
     def declined(self, revision: int, reason: str) -> bool:
-        """The engine keeps its own. False if it was not asked."""
+        """The engine keeps its scales. False if it was not asked."""
         if revision not in self._asked.values():
             return False
         self._refusals[revision] = reason
         return True
 
     def forget(self) -> None:
-        """A session is over: keep none of its engine's."""
+        """Drop all agreements: a session is over."""
         self._agreed.clear()
 
     def _is_known(self, sender: str, sessions: Sequence[Session], engine: AttachedEngine) -> bool:
-        """The very same sessions and pool: to compare scales costs more than all else of a want."""
+        """Whether these are the same session and pool objects. Comparing scales costs more than the rest of a want."""
         before, pool = self._agreed.get(sender, ([], engine.pool))
         return pool is engine.pool and are_same(before, sessions)
 

@@ -1,4 +1,4 @@
-"""Block tables as requests bring them: checked when they come in, never changed after. Pure."""
+"""Block tables from offers and wants: checked on arrival, never changed afterwards. Pure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def extended(
     end_token: int,
     is_last: bool,
 ) -> dict[int, BlockTable]:
-    """`tables` with `pieces` appended. Raises EngineError if they lack some of [first_token, end_token) in any group.
+    """`tables` with `pieces` appended. Raises EngineError if any group lacks part of [first_token, end_token).
 
-    A group that keeps a window is looked at when `is_last`: its blocks change until then, and need not be said before.
+    Windows and states are checked only when `is_last`: their blocks change until then and may be left out.
     """
     grown = _appended(tables, engine, pieces)
     _check(grown, engine, first_token, end_token, is_last)
@@ -34,11 +34,11 @@ def extended(
 def tables_of(
     engine: AttachedEngine, pieces: Sequence[Blocks], first_token: int, end_token: int
 ) -> dict[int, BlockTable]:
-    """The tables of a want. Raises EngineError if they do not cover what is needed of [first_token, end_token)."""
+    """The tables of a want. Raises EngineError if they do not cover the needed part of [first_token, end_token)."""
     tables = _appended({}, engine, pieces)
     _check(tables, engine, first_token, end_token, True)
     for index, table in tables.items():
-        if engine.pool.groups[index].kind == "full":  # the others may point at one block for all that they do not keep
+        if engine.pool.groups[index].kind == "full":  # the others may use one block for all tokens they do not keep
             table.check_distinct(index)
     return tables
 
@@ -77,7 +77,8 @@ def _check(
 def check_begin(plan: Plan, first_token: int) -> None:
     """Raises EngineError if a plan takes tokens before `first_token`, where its offer begins.
 
-    They may lie in the first block of the offer, and yet be anything. A state is of all tokens, wherever it begins.
+    Such tokens may lie in the offer's first block, but their content is undefined. A state depends on all tokens, so
+    its first token is not checked.
     """
     for group_plan in plan.group_plans:
         if group_plan.kind != "state" and group_plan.first < group_plan.token_shard.count(first_token):
@@ -86,10 +87,10 @@ def check_begin(plan: Plan, first_token: int) -> None:
 
 
 def check_late(plan: Plan, tables: Mapping[int, BlockTable], tokens: int) -> None:
-    """Raises EngineError if the late group plans of a plan are not in the sender's tables, now that they are whole.
+    """Raises EngineError if the sender's complete tables do not hold the plan's late groups (windows and states).
 
-    What was offered last, `tokens`, may be more than is wanted. Its windows begin later then, and its states are those
-    after tokens that are not wanted.
+    The offer may hold more tokens (`tokens`) than are wanted. Then its windows begin later, and its states include
+    tokens that are not wanted.
     """
     for group_plan in plan.group_plans:
         if not group_plan.is_late:
@@ -113,6 +114,6 @@ def _table(tables: Mapping[int, BlockTable], group: int) -> BlockTable:
 
 
 def ready_chunks(plan: Plan, tokens: int, is_last: bool) -> int:
-    """How many chunks of the plan, in order, can be read while the first `tokens` tokens are there."""
+    """How many chunks of the plan, in order, can be read once the first `tokens` tokens are computed."""
     chunks = range(plan.chunks if is_last else plan.early_chunks)
     return bisect.bisect_right(chunks, tokens, key=lambda index: plan.chunk(index).needs_tokens)

@@ -1,4 +1,4 @@
-"""Small collections that the exchange keeps names in: by deadline, by turn, the newest only. Pure."""
+"""Small collections: by deadline, by turn, most recent only. Pure."""
 
 from __future__ import annotations
 
@@ -34,12 +34,16 @@ class Deadlines(Generic[K]):
         self._shrink()
 
     def put_off(self, seconds: float) -> None:
-        """All of them come later by so much."""
+        """Delay all deadlines by `seconds`."""
         self._at = {key: at + seconds for key, at in self._at.items()}
         self._rebuild()
 
+    def at(self, key: K) -> float | None:
+        """When this one is due, or None."""
+        return self._at.get(key)
+
     def due(self, now: float) -> list[K]:
-        """The keys whose time has come; they are cleared."""
+        """Remove and return the keys whose deadline has passed."""
         keys = []
         while (first := self._first()) is not None and first[0] <= now:
             heapq.heappop(self._heap)
@@ -58,7 +62,7 @@ class Deadlines(Generic[K]):
         return self._heap[0] if self._heap else None
 
     def _shrink(self) -> None:
-        """Forget what was moved or cleared before a day's worth of it has gathered."""
+        """Rebuild the heap when stale entries outnumber live ones."""
         if len(self._heap) > 2 * len(self._at) + SPARE:
             self._rebuild()
 
@@ -74,8 +78,8 @@ T = TypeVar("T")
 SPARE = 64
 
 
-class Turns(Generic[T]):
-    """Who came, or had a slot, longest ago goes first; of equals, who was able to use one first. Each name once."""
+class FairQueue(Generic[T]):
+    """A fair queue: the lowest turn goes first; among equals, the one added first. Each name waits once."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[int, T]] = {}
@@ -86,7 +90,7 @@ class Turns(Generic[T]):
         return len(self._waiting)
 
     def add(self, name: str, turn: int, what: T) -> None:
-        """Unless it waits already. `turn` must not change while it does."""
+        """Queue `what`, unless `name` is queued already. `turn` must not change while it waits."""
         if name in self._waiting:
             return
         self._count += 1
@@ -94,7 +98,7 @@ class Turns(Generic[T]):
         heapq.heappush(self._heap, (turn, self._count, name))
 
     def take(self) -> T | None:
-        """Whose turn it is; it does not wait any more."""
+        """Remove and return the next one, or None."""
         while self._heap:
             _, count, name = heapq.heappop(self._heap)
             if name in self._waiting and self._waiting[name][0] == count:
@@ -109,7 +113,7 @@ class Turns(Generic[T]):
 
 
 class Recent(Generic[K]):
-    """The last `most` that were added."""
+    """The last `most` names added."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -122,7 +126,7 @@ class Recent(Generic[K]):
         return name in self._names
 
     def add(self, name: K) -> None:
-        """It is the newest, also if it was known."""
+        """Make it the newest, even if it was known."""
         self.discard(name)
         self._names[name] = None
         if len(self._names) > self._most:

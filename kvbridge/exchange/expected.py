@@ -1,7 +1,7 @@
-"""What our engine waits for, as the senders are told: requests that queue in it, and wants under way. Pure.
+"""Tells senders what our engine waits for: requests that queue in it, and open wants. Pure.
 
-A sender holds what it offers for a short time only. Whoever waits says so, soon after it began and then every few
-seconds: all rendezvous ids of a sender at once, however many requests there are.
+A sender holds an offer only for a short time. A receiver says that it waits soon after it begins to, and then every few
+seconds, naming all its rendezvous ids of a sender at once.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from kvbridge_proto.engine import Expect
 from kvbridge_proto.peer import MAX_HOLD_RENDEZVOUS, Hold
 
 HOLD_EVERY_S = 5.0
-SOON_S = 0.05  # most requests have their blocks by then, and their claims say all
+SOON_S = 0.05  # most requests have blocks by then; their claim makes a Hold unnecessary
 
 
 class ExpectedRequests:
-    """Requests that have no blocks yet, by name; and when their senders hear of them."""
+    """Requests that have no blocks yet, by name, and when to tell their senders."""
 
     def __init__(self) -> None:
         self._expected: dict[str, Expect] = {}
         self._of: dict[str, dict[str, Expect]] = {}  # by sender
-        self._untold: dict[str, dict[str, float]] = {}  # by sender: the requests that it has not heard of, since when
+        self._untold: dict[str, dict[str, float]] = {}  # by sender: requests it was not told of, since when
         self._again_at = 0.0
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class ExpectedRequests:
         self._untold.setdefault(expect.sender, {})[expect.request] = now
 
     def end(self, request: str) -> None:
-        """It has blocks, or is over."""
+        """The request has blocks, or is over."""
         expect = self._expected.pop(request, None)
         if expect is None:
             return
@@ -60,7 +60,7 @@ class ExpectedRequests:
         """Rendezvous ids to name now, by sender. `wanted` are (sender, rendezvous) of the wants; `can_hear` says
         whether there is a session with every rank of a sender.
 
-        Everything, every few seconds; between, what has begun to wait and whose sender can hear it.
+        Every HOLD_EVERY_S all of them; in between, new ones whose sender can hear of them.
         """
         rendezvous_ids: dict[str, list[str]] = {}
         if now >= self._again_at:
@@ -74,7 +74,7 @@ class ExpectedRequests:
         return rendezvous_ids
 
     def _told(self, until: float, can_hear: Callable[[str], bool]) -> dict[str, list[str]]:
-        """Those that have waited since `until`, of which nobody was told, and whose sender can hear of them now."""
+        """By sender: requests that began to wait before `until` and whose sender can hear of them now. Each once."""
         told: dict[str, list[str]] = {}
         for sender in [each for each in self._untold if can_hear(each)]:
             its = self._untold[sender]
@@ -88,7 +88,7 @@ class ExpectedRequests:
 
 
 def holds(rendezvous_ids: list[str]) -> list[Hold]:
-    """As many messages as it takes."""
+    """The ids as Hold messages, each within its limit."""
     return [
         Hold(rendezvous_ids=tuple(rendezvous_ids[at : at + MAX_HOLD_RENDEZVOUS]))
         for at in range(0, len(rendezvous_ids), MAX_HOLD_RENDEZVOUS)

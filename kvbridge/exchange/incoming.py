@@ -1,4 +1,4 @@
-"""One want as the receiver keeps it: the transfers that satisfy it, and the slots that they are lent. Pure."""
+"""One want as the receiver keeps it: the transfers that satisfy it, and the slots lent to them. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from ..states import IncomingState, WantState
 from .actions import Action, Send, Tell
-from .containers import Turns
+from .containers import FairQueue
 from .leases import Reading
 from .orders import Lend, Pull, ReceiveOrder
 from .session import AttachedEngine, Session, engine_ranks, rank_index
 from .slots import SlotPool
 
-# How sessions end with a peer that may go on, under another epoch. If it does not, the next greeting tells.
+# A session that ends with one of these may have a successor under another epoch. The next Hello shows it.
 GOES_ON = ("peer_left", "stale_epoch")
 
 
@@ -33,21 +33,21 @@ class IncomingTransfer:
     token: bytes
     state: IncomingState = IncomingState.CLAIMED
     ready: int = 0
-    turn: int = 0  # when it came, or was lent a slot last
-    scattered: int = 0  # chunks that are in the blocks
+    turn: int = 0  # when it came, or was last lent a slot
+    scattered: int = 0  # chunks in the engine's blocks
     is_carried: bool = False  # the data plane has an order for it, or reads
-    is_drained: bool = False  # its sender writes no more, but the data plane may still read what it wrote
+    is_drained: bool = False  # the sender has stopped writing, but the data plane may still read what it wrote
     reading: Reading | None = None  # on the route `pull`
 
     @property
     def is_silent(self) -> bool:
-        """Whether it was claimed, and neither did a chunk come nor was one said to be ready."""
+        """Whether it was claimed, and no chunk has come or been announced as ready."""
         return self.state is IncomingState.CLAIMED and not self.ready and not self.scattered
 
 
 @dataclass(slots=True)
 class OpenWant:
-    """One want and how far it is."""
+    """One want and its progress."""
 
     want: Want
     engine: AttachedEngine
@@ -55,7 +55,7 @@ class OpenWant:
     started: float
     state: WantState = WantState.REACHING
     incoming_transfers: dict[str, IncomingTransfer] = field(default_factory=dict)
-    parting: list[Action] = field(default_factory=list)  # what senders hear once nothing is read any more
+    parting: list[Action] = field(default_factory=list)  # sent to senders once no read is under way
     failure: tuple[str, str] = ("", "")
 
     @property
@@ -69,7 +69,7 @@ class OpenWant:
 
     @property
     def has_rows(self) -> bool:
-        """Whether any have come, as far as the data plane has said, or are being read."""
+        """Whether the data plane has reported any rows, or is reading some."""
         incoming_transfers = self.incoming_transfers.values()
         return any(each.scattered or (each.reading is not None and each.reading.is_busy) for each in incoming_transfers)
 
@@ -77,7 +77,7 @@ class OpenWant:
 def claim_of(
     wanted: OpenWant, incoming: IncomingTransfer, takes: tuple[Take, ...], leases: tuple[SlotLease, ...], now: float
 ) -> Claim:
-    """What the sender of an incoming transfer is asked for."""
+    """The claim to send for an incoming transfer."""
     want, engine = wanted.want, wanted.engine
     return Claim(
         transfer=incoming.transfer,
@@ -98,10 +98,11 @@ def claim_of(
 
 
 def order_of(wanted: OpenWant, incoming: IncomingTransfer) -> ReceiveOrder:
-    """What the data plane is to do with chunks of an incoming transfer."""
+    """The data plane's order for an incoming transfer."""
     session = incoming.session
     return ReceiveOrder(
         incoming.transfer,
+        wanted.want.request,
         incoming.plan,
         wanted.tables,
         incoming.token,
@@ -118,10 +119,11 @@ def order_of(wanted: OpenWant, incoming: IncomingTransfer) -> ReceiveOrder:
 def pull_of(
     wanted: OpenWant, incoming: IncomingTransfer, reading: Reading, end_chunk: int, compared: frozenset[int]
 ) -> Pull:
-    """What is to be read, from the first chunk that has not been, up to `end_chunk`; some of it is `compared`."""
+    """The order to read from the first unread chunk up to `end_chunk`. Chunks in `compared` get a digest."""
     return Pull(
         incoming.transfer,
-        incoming.session.whose,
+        wanted.want.request,
+        incoming.session.memory_id,
         incoming.plan,
         dict(reading.tables),
         wanted.tables,
@@ -134,10 +136,10 @@ def pull_of(
 
 
 def can_begin_again(wanted: OpenWant, code: str) -> bool:
-    """Whether a want may go back to reaching after its session ended with `code`.
+    """Whether a want may return to REACHING after its session ended with `code`.
 
-    Else it has to fail: its sender may not go on or may still hold its claim, rows have come, or another rank's claim
-    stands.
+    Otherwise it fails: the sender may be gone or may still hold the claim, rows have come, or another rank's claim is
+    still open.
     """
     if wanted.state is WantState.REACHING:
         return code in GOES_ON
@@ -148,7 +150,7 @@ def can_begin_again(wanted: OpenWant, code: str) -> bool:
 
 
 def why_late(wanted: OpenWant, lacks: str) -> str:
-    """What a want had come to when its time was over; `lacks` says which ranks were not reached."""
+    """How far a want was when its deadline passed; `lacks` says which ranks were not reached."""
     passed = f"deadline_s: {wanted.want.deadline_s} passed"
     if wanted.state is WantState.REACHING:
         return f"{passed} while reaching {lacks}" if lacks else f"{passed} while agreeing with the sender"
@@ -162,8 +164,8 @@ def why_late(wanted: OpenWant, lacks: str) -> str:
 
 
 def duplicate(want: Want) -> Tell:
-    """Another want under a name that is open: the first goes on, so this must not read like the answer to it."""
-    reasons = (f"request: {want.request} is wanted already, with other words",)
+    """The answer to a second, different want under an open name. The first goes on, so this is Refused, not Failed."""
+    reasons = (f"request: {want.request} is wanted already, with other contents",)
     return Tell(Refused(code="duplicate_request", reasons=reasons, about=f"want {want.request}"[:256]))
 
 
@@ -173,19 +175,19 @@ def failed(request: str, code: str, reason: str) -> Tell:
 
 
 def lend_early(slots: SlotPool, incoming: IncomingTransfer) -> tuple[SlotLease, ...]:
-    """Slots for a transfer that is being claimed: saves the round trip of asking once chunks are ready."""
-    plenty = slots.free - len(slots) // 2  # half stays for those that are ready for sure
+    """Slots for a transfer that is being claimed. This saves a round trip once chunks are ready."""
+    plenty = slots.free - len(slots) // 2  # half stays for transfers with ready chunks
     return _lend(slots, min(max(plenty, 0), incoming.plan.chunks), incoming)
 
 
-def queue(slots: SlotPool, hungry: Turns[IncomingTransfer], incoming: IncomingTransfer) -> None:
-    """It waits for a slot if it can use one."""
+def queue(slots: SlotPool, hungry: FairQueue[IncomingTransfer], incoming: IncomingTransfer) -> None:
+    """Queue the transfer for a slot, if it can use one."""
     if incoming.state is IncomingState.CLAIMED and _hunger(slots, incoming) > 0:
         hungry.add(incoming.transfer, incoming.turn, incoming)
 
 
-def grants(slots: SlotPool, hungry: Turns[IncomingTransfer]) -> list[Action]:
-    """Lend free slots to transfers whose chunks are ready, one each in turn from call to call; what to tell whom."""
+def grants(slots: SlotPool, hungry: FairQueue[IncomingTransfer]) -> list[Action]:
+    """Lend free slots to transfers with ready chunks, one each in turn. Returns what to tell whom."""
     lent: dict[tuple[str, str], tuple[SlotLease, ...]] = {}
     while slots.free and (incoming := hungry.take()) is not None:
         whom = incoming.address, incoming.transfer
@@ -204,5 +206,5 @@ def _lend(slots: SlotPool, count: int, incoming: IncomingTransfer) -> tuple[Slot
 
 
 def _hunger(slots: SlotPool, incoming: IncomingTransfer) -> int:
-    """How many chunks are ready and have no slot."""
+    """How many ready chunks have no slot."""
     return incoming.ready - incoming.scattered - slots.lent_to(incoming.transfer)

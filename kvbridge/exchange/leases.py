@@ -1,9 +1,9 @@
-"""A transfer whose receiver reads the sender's blocks itself: what it was told, and until when that holds. Pure.
+"""The `pull` route: what the sender has told its receiver, and the read lease that bounds it. Pure.
 
-The read lease. Of a claim or renewal the receiver's lease begins when it is sent, and the sender's when it is answered:
-so the receiver's ends first, whatever was late in between, and no two clocks are compared. A sender answers only if it
-has found its engine silent within HEARD_S. So a lease ends before an engine that waits READERS_S after its withdrawal
-uses the blocks again, even if nobody hears that withdrawal.
+For each claim or renewal, the receiver's lease starts when it sends the message and the sender's when it answers. So
+the receiver's lease always ends first, and no two clocks are compared. A sender answers only if it has read everything
+its engine sent up to less than HEARD_S ago. An engine waits READERS_S after a withdrawal before it reuses the blocks.
+So the lease ends before that reuse, even if nobody reads the withdrawal.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..geometry.tokens import BlockTable
 from .block_tables import ready_chunks
 from .session import Session
 
-DRIFT = 1e-3  # by which one clock's rate differs from that of true time at most
+DRIFT = 1e-3  # the most by which a clock's rate differs from true time
 LEASE_S = 0.4  # how long a promise lasts, on the sender's clock
-COUNTED_S = LEASE_S * (1 - 2 * DRIFT)  # the same on the receiver's, which may be the slower one
-HEARD_S = 0.1  # how old what a sender knows of its engine may be when it promises
-CHECK_EVERY = {"always": 1, "sampled": 64, "never": 0}  # which chunks are compared, by the option `verify`
+COUNTED_S = LEASE_S * (1 - 2 * DRIFT)  # the same on the receiver's clock, which may be slower
+HEARD_S = 0.1  # a sender may promise only if it heard its engine within this time
+CHECK_EVERY = {"always": 1, "sampled": 64, "never": 0}  # one chunk in so many is compared; by the option `verify`
 
 assert READERS_S * (1 - DRIFT) > (LEASE_S + HEARD_S) * (1 + DRIFT)
 
@@ -35,16 +35,16 @@ assert READERS_S * (1 - DRIFT) > (LEASE_S + HEARD_S) * (1 + DRIFT)
 class Promise:
     """What the sender of a transfer has promised its receiver."""
 
-    renewal: int = 0  # the number of the last one that came; 0 is the claim
-    is_asked: bool = False  # whether that one waits for its answer
-    ready: int = 0  # chunks that it can read, as it was told
-    ends: float | None = None  # on the sender's clock; None where nothing is promised
-    _entries: dict[int, int] = field(default_factory=dict)  # by group: one past the last that was told
+    renewal: int = 0  # the number of the last renewal received; 0 is the claim
+    is_asked: bool = False  # whether that renewal still needs an answer
+    ready: int = 0  # chunks the receiver was told it can read
+    ends: float | None = None  # on the sender's clock; None if nothing is promised
+    _entries: dict[int, int] = field(default_factory=dict)  # by group: one past the last entry told
 
     def answer(
         self, transfer: str, plan: Plan, tables: Mapping[int, BlockTable], tokens: int, is_last: bool
     ) -> BlockTables:
-        """What to say when `tokens` are there. Windows and states are told once they are whole."""
+        """The block tables to send when `tokens` are computed. Windows and states are sent once they are complete."""
         pieces = []
         for group in _groups(plan, is_last):
             table = tables[group]
@@ -62,7 +62,7 @@ class Promise:
 
 
 def _groups(plan: Plan, is_last: bool) -> list[int]:
-    """Of the sender's pool: those that the plan reads, and can already."""
+    """Groups of the sender's pool that the plan reads and that are readable now."""
     group_plans = [group_plan for group_plan in plan.group_plans if is_last or not group_plan.is_late]
     return sorted({pair.sender.group for group_plan in group_plans for pair in group_plan.pairs})
 
@@ -76,42 +76,42 @@ def _end_entry(tokens: int, table: BlockTable) -> int:
 
 
 class ReadLease:
-    """Until when what a receiver reads counts, on its own clock. The loop moves it on, the data thread looks at it."""
+    """How long a receiver's reads count, on its own clock. The loop renews it; the data thread checks it."""
 
     def __init__(self, now: float) -> None:
         self.ends = float("-inf")
         self.asked_at = now
-        self.number = 0  # of the renewal that was asked for last; 0 is the claim
+        self.number = 0  # of the last renewal requested; 0 is the claim
         self.is_given_up = False  # the transfer has ended: read no more
         self._asked: dict[int, float] = {0: now}
 
     def renew(self, now: float) -> int:
-        """Ask for it; the number under which."""
+        """Record that a renewal is requested. Returns its number."""
         self.number += 1
         self.asked_at = self._asked[self.number] = now
         return self.number
 
     def answered(self, number: int) -> None:
-        """By the sender. Whatever was asked for before is answered too, or never will be."""
+        """The sender answered this renewal. Earlier ones are answered by it too, or never will be."""
         if (asked_at := self._asked.get(number)) is None:
             return
         self.ends = max(self.ends, asked_at + COUNTED_S)
         self._asked = {each: at for each, at in self._asked.items() if each > number}
 
     def counts(self, now: float) -> bool:
-        """Whether what was read counts, asked after its end was seen."""
+        """Whether a read counts. `now` must be taken after the read was seen to end."""
         return now < self.ends
 
 
 class Sampling:
-    """Which of the chunks that are read are compared with the sender's: one in `every`, the first among them."""
+    """Chooses the chunks to compare with the sender's: one in `every`, starting with the first."""
 
     def __init__(self, every: int) -> None:
         self._every = every  # 0: none
         self._count = 0  # chunks read so far
 
     def choose(self, first_chunk: int, end_chunk: int) -> frozenset[int]:
-        """Of chunks that are read next."""
+        """The chunks to compare among [first_chunk, end_chunk), which are read next."""
         if not self._every:
             return frozenset()
         skipped = -self._count % self._every
@@ -124,7 +124,7 @@ class Sampling:
 
     @property
     def kinds(self) -> tuple[bool, ...]:
-        """Whether chunks are read with a digest: all that occurs, what comes first at the head."""
+        """The values of "read with a digest" that occur; the one that occurs first comes first."""
         return {0: (False,), 1: (True,)}.get(self._every, (True, False))
 
 
@@ -135,12 +135,12 @@ class Reading:
     lease: ReadLease
     session: Session
     tables: dict[int, BlockTable] = field(default_factory=dict)
-    begun: int = 0  # chunks that are read, or being read
-    is_busy: bool = False  # some are being read
-    unchecked: dict[int, int] = field(default_factory=dict)  # digests by chunk, which the sender has not confirmed
+    begun: int = 0  # chunks that have been read or are being read
+    is_busy: bool = False  # whether a read is under way
+    unchecked: dict[int, int] = field(default_factory=dict)  # by chunk: digests the sender has not confirmed
 
     def learn(self, told: BlockTables, plan: Plan) -> None:
-        """Raises KVBridgeError for blocks that its pool or its plan does not have, or that leave some out."""
+        """Add the sender's block tables. Raises KVBridgeError for blocks outside its pool or plan, or for a gap."""
         pool = self.session.peer_pool
         for piece in told.blocks:
             if piece.group >= len(pool.groups):

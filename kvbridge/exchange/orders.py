@@ -1,20 +1,21 @@
-"""What the exchange asks of the data plane, and what that reports: one queue each way, in order. Records only. Pure.
+"""Orders from the exchange to the data plane, and its reports: one queue each way, in order. Records only. Pure.
 
-A transfer is ordered once, at each of its ends. After its Stop there is always one `Quiet`, and nothing of that
-transfer after it.
+Each end orders a transfer once. Every Stop is followed by exactly one `Quiet`, and by no report on that transfer after
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from kvbridge_proto.peer import Route, SlotLease, Sum
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from .leases import ReadLease
-from .session import Whose
+from .session import EngineMemoryId
 
 Failure = tuple[str, str] | None  # (code, reason)
 
@@ -23,9 +24,9 @@ Failure = tuple[str, str] | None  # (code, reason)
 
 @dataclass(frozen=True, slots=True)
 class SendOrder:
-    """Gather the chunks of a transfer, in their order, and write each into a slot that its receiver lends.
+    """Gather the chunks of a transfer in order, and write each into a slot lent by the receiver.
 
-    `request` is our engine's name for what it has offered. It is over once the last chunk is written.
+    `request` is our engine's name for the offer. The order is over once the last chunk is written.
     """
 
     transfer: str
@@ -57,7 +58,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class StopSending:
-    """Gather nothing more for this transfer, and end what waits for the engine's fence. What is begun goes on."""
+    """Gather nothing more for this transfer, and end its waits for the engine's fence. What has begun goes on."""
 
     transfer: str
     code: str
@@ -66,9 +67,9 @@ class StopSending:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Digest a chunk that its receiver has read, `read` being what it found. It takes no slot.
+    """Digest a chunk that its receiver has read; `read` is the receiver's digest. Needs no slot.
 
-    Its receiver was told of the blocks, so the engine's fence has reached them. `request` is as in SendOrder.
+    The receiver was told of the blocks, so the engine's fence has passed them. `request` is as in SendOrder.
     """
 
     transfer: str
@@ -80,7 +81,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Say when our engine's fence has reached this count: readers wait for what was computed until then."""
+    """Report when our engine's fence reaches this count: receivers wait for tokens computed by then."""
 
     fence: int
 
@@ -90,12 +91,14 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOrder:
-    """Put the chunks of a transfer that land in our slots into the engine's blocks, not before the fence says so.
+    """Move the chunks of a transfer from our slots into the engine's blocks, once its fence has reached `fence`.
 
-    Given before the sender is asked for anything. It is over once all chunks are in the blocks.
+    `request` is our engine's name for the want. Given before the sender is asked for anything. The order is over once
+    all chunks are in the blocks.
     """
 
     transfer: str
+    request: str
     plan: Plan
     tables: Mapping[int, BlockTable]
     token: bytes
@@ -118,7 +121,7 @@ class Lend:
 
 @dataclass(frozen=True, slots=True)
 class StopReceiving:
-    """Begin nothing more of this transfer, and end what waits for the engine's fence. What is being moved goes on."""
+    """Begin nothing more for this transfer, and end its waits for the engine's fence. Moves under way go on."""
 
     transfer: str
     code: str
@@ -127,14 +130,16 @@ class StopReceiving:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Read chunks [first_chunk, end_chunk) out of the blocks of the sender's engine into ours, on the route `pull`.
+    """Read chunks [first_chunk, end_chunk) from the blocks of the sender's engine into ours, on the route `pull`.
 
-    Not before the fence says so. `peer_tables` are of the engine `whose` memory that is, `tables` of ours.
-    What was read after the end of `lease` does not count. Chunks that are `compared` are digested as they are read.
+    Begins once our engine's fence has reached `fence`. `memory_id` names the sender's memory, `peer_tables` its blocks;
+    `tables` are ours. Reads that end after `lease` do not count. Chunks in `compared` are digested as they are read.
+    `request` is as in ReceiveOrder.
     """
 
     transfer: str
-    whose: Whose
+    request: str
+    memory_id: EngineMemoryId
     plan: Plan
     peer_tables: Mapping[int, BlockTable]
     tables: Mapping[int, BlockTable]
@@ -146,7 +151,7 @@ class Pull:
 
     @property
     def size_bytes(self) -> int:
-        """Of all its chunks."""
+        """Bytes of all its chunks."""
         return sum(self.plan.chunk(index).size_bytes for index in range(self.first_chunk, self.end_chunk))
 
 
@@ -155,10 +160,26 @@ ReceivingOrder = ReceiveOrder | Lend | StopReceiving | Pull
 
 # From both:
 
+TransferStage = Literal["gathering", "computed", "gathered", "landed", "reading", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageReached:
+    """A transfer reached this stage at `at`, with `chunks` chunks behind it. For the journal; comes with a report.
+
+    A sender's stages: `gathering` (the first gather began), `computed` (the last one began: all rows are computed),
+    `gathered` (the last one ended). A receiver's: `landed` (first and last), or each Pull's `reading` and `read`.
+    """
+
+    transfer: str
+    stage: TransferStage
+    at: float
+    chunks: int
+
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A chunk did not come through, or may not have. Others of the transfer may be under way."""
+    """A chunk failed, or may have failed. Others of the transfer may be under way."""
 
     transfer: str
     code: str
@@ -167,7 +188,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """After a Stop: neither the engine's blocks nor slots are touched for this transfer, and will not be."""
+    """After a Stop: this transfer no longer touches the engine's blocks or slots, and never will."""
 
     transfer: str
 
@@ -177,14 +198,14 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The engine's blocks are read no more for this transfer. Writes of it may be under way."""
+    """The engine's blocks are no longer read for this transfer. Its writes may be under way."""
 
     transfer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """So many chunks are in the receiver's slots. Each took so many seconds to be gathered."""
+    """`chunks` more chunks are in the receiver's slots. `gather_s` has the seconds each gather took."""
 
     transfer: str
     chunks: int
@@ -201,7 +222,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Digested:
-    """What a chunk's rows are in our engine's blocks, and what its receiver had `read`; or why nobody knows."""
+    """Our digest of a chunk (`found`) and the receiver's (`read`); or why there is none."""
 
     transfer: str
     found: Sum
@@ -211,7 +232,7 @@ class Digested:
 
 @dataclass(frozen=True, slots=True)
 class FenceReached:
-    """Our engine's stream is as far as `Watch` said, or nobody can wait for it any more."""
+    """Our engine's fence has reached the count of a `Watch`, or the wait for it ended."""
 
 
 # From the data plane of a receiver:
@@ -219,7 +240,7 @@ class FenceReached:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Writes under these leases have arrived whole, and are read no more; so many chunks of them are in the blocks."""
+    """Writes under these leases have arrived whole and their slots are no longer read; `chunks` are in the blocks."""
 
     transfer: str
     leases: tuple[SlotLease, ...]
@@ -229,7 +250,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A notice came that no order waits for."""
+    """A notice came that matches no order."""
 
     transfer: str
     slot: int
@@ -237,14 +258,14 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """What came was no notice at all."""
+    """A notice could not be decoded."""
 
     code: str
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """The chunks of a `Pull` are in our engine's blocks, with the digests of those that were compared; or why not."""
+    """The chunks of a `Pull` are in our engine's blocks; `digests` of the compared ones. Or why it failed."""
 
     transfer: str
     end_chunk: int
@@ -254,5 +275,5 @@ class Pulled:
     failure: Failure
 
 
-SendingReport = Gathered | Shipped | Sent | Broken | Quiet | Digested | FenceReached
-ReceivingReport = Landed | Broken | Quiet | Dropped | Malformed | Pulled
+SendingReport = StageReached | Gathered | Shipped | Sent | Broken | Quiet | Digested | FenceReached
+ReceivingReport = StageReached | Landed | Broken | Quiet | Dropped | Malformed | Pulled

@@ -17,7 +17,7 @@ from .session import Session
 
 @dataclass(slots=True)
 class OpenOffer:
-    """One request of our engine whose KV may be read. `want` is the receivers' name for what it was given to."""
+    """One request of our engine whose KV may be read. `want` names the want it serves, once claimed."""
 
     request: str
     rendezvous: str
@@ -25,39 +25,39 @@ class OpenOffer:
     first_token: int = 0
     tokens: int = 0
     is_last: bool = False
-    fence: int = 0  # what the engine's fence must have reached before `tokens` may be read
-    steps: deque[tuple[int, int]] = field(default_factory=deque)  # (fence, tokens) that the fence had not reached
-    readable: int = 0  # tokens that it had
+    fence: int = 0  # the engine's fence must reach this before `tokens` may be read
+    steps: deque[tuple[int, int]] = field(default_factory=deque)  # (fence, tokens) that the fence has not reached
+    readable: int = 0  # tokens that the fence has passed
     want: str | None = None
     receivers: int = 0
-    is_declined: bool = False  # they said that they need nothing
+    is_declined: bool = False  # the receivers need nothing
     served: set[int] = field(default_factory=set)
     outgoing_transfers: dict[str, OutgoingTransfer] = field(
         default_factory=dict, repr=False, compare=False
     )  # that read it, until they end
     state: OfferState = OfferState.OPEN
     over: tuple[str, str] | None = None  # (code, reason) why it ended early
-    is_told_out: bool = False  # its engine says no more of it
-    short: tuple[str, str] | None = None  # (code, reason): of the first transfer that ended without all its chunks
+    is_complete: bool = False  # its engine sends nothing more about it
+    short: tuple[str, str] | None = None  # (code, reason) of the first transfer that ended without all its chunks
     began: float = 0.0
-    told_at: float = 0.0  # when its engine said something of it last
+    told_at: float = 0.0  # when its engine last sent something about it
     hold_s: float = 0.0
 
     def grew(self, fence: int, tokens: int) -> None:
-        """So many tokens are there once the engine's fence has reached this."""
+        """`tokens` are computed once the engine's fence reaches `fence`."""
         self.fence, self.tokens = max(self.fence, fence), tokens
         if not self.steps or self.steps[-1] != (self.fence, tokens):
             self.steps.append((self.fence, tokens))
 
     def look(self, has_reached: Callable[[int], bool]) -> int | None:
-        """See how far its engine's fence is; which count comes next, if any does."""
+        """Update `readable` from the engine's fence. Returns the next fence count to wait for, or None."""
         while self.steps and has_reached(self.steps[0][0]):
             self.readable = self.steps.popleft()[1]
         return self.steps[0][0] if self.steps else None
 
     @property
     def blocks(self) -> int:
-        """How many blocks its engine keeps for it."""
+        """How many blocks the engine keeps for this offer."""
         return sum(len(table.ids) for table in self.tables.values())
 
 
@@ -71,21 +71,21 @@ class OutgoingTransfer:
     started: float
     state: OutgoingState = OutgoingState.WAITING
     offered: OpenOffer | None = None
-    early: tuple[SlotLease, ...] = ()  # lent before there was an order
+    early: tuple[SlotLease, ...] = ()  # lent before the data plane had an order
     lent: int = 0
     shipped: int = 0
-    progress: int = 0  # chunks that the data plane knows to be ready
+    progress: int = 0  # chunks the data plane was told are ready
     told_ready: int = 0
-    is_ordered: bool = False  # the data plane has an order of it, and is not through
-    is_gathering: bool = False  # it may read the engine's blocks for that
-    says: tuple[str, str] = ("", "")
-    is_lost: bool = False
+    is_ordered: bool = False  # the data plane has an order for it and has not finished
+    is_gathering: bool = False  # the data plane may read the engine's blocks for it
+    says: tuple[str, str] = ("", "")  # (code, reason) why it stopped
+    is_lost: bool = False  # the session with its receiver is over
     promise: Promise | None = None  # on the route `pull`: what its receiver may count on
-    asked: set[int] = field(default_factory=set)  # chunks that its receiver has read and wants to compare
-    checks: deque[Sum] = field(default_factory=deque)  # what it read of those that are not digested yet
-    is_settled: bool = False  # its receiver is through
-    digesting: int = 0  # chunks that are being digested
-    checked: list[Sum] = field(default_factory=list)  # what is to be told it
+    asked: set[int] = field(default_factory=set)  # chunks its receiver has read and wants to compare
+    checks: deque[Sum] = field(default_factory=deque)  # the receiver's digests of chunks we have not digested yet
+    is_settled: bool = False  # its receiver has finished
+    digesting: int = 0  # chunks being digested
+    checked: list[Sum] = field(default_factory=list)  # our digests, not sent to the receiver yet
 
     @property
     def transfer(self) -> str:
@@ -93,12 +93,12 @@ class OutgoingTransfer:
 
     @property
     def incarnation(self) -> str:
-        """Of the agent that takes it."""
+        """The receiver's incarnation."""
         return self.session.peer.incarnation
 
     @property
     def is_promised(self) -> bool:
-        """Whether its receiver may read our engine's blocks: until it says that it is through, or its lease ends."""
+        """Whether its receiver may read our engine's blocks: until it says it has finished, or its lease ends."""
         return self.promise is not None and self.promise.ends is not None
 
     @property
@@ -108,12 +108,12 @@ class OutgoingTransfer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything of it is under way."""
+        """Whether any work on it is under way."""
         return self.is_ordered or self.is_reading
 
     @property
     def will_read(self) -> bool:
-        """Whether chunks of the offer are still to be gathered, or may be read by its receiver."""
+        """Whether chunks are still to be gathered, or its receiver may still read them."""
         return self.state is OutgoingState.FLOWING and (self.is_gathering or self.promise is not None)
 
     @property
@@ -124,7 +124,7 @@ class OutgoingTransfer:
 
 @dataclass(slots=True)
 class ReceiverClaims:
-    """What one receiver has claimed and is not over. `unused` counts its leases under which nothing was shipped."""
+    """The open claims of one receiver. `unused` counts its leases that nothing was shipped under."""
 
     outgoing_transfers: dict[str, OutgoingTransfer] = field(default_factory=dict)
     unused: int = 0

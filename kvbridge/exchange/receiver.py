@@ -1,9 +1,9 @@
 """The receiver's half: wants of our engine, satisfied by chunks that land in our slots. Pure.
 
-A want needs every rank of the prefilling engine. It reaches them, orders the data plane to receive and claims its rows
-from each, lends slots as chunks become ready, and ends once: Done when all rows are in the blocks, Failed otherwise,
-and never before the data plane is quiet. Slots whose lease is still out when a transfer ends are quarantined (see
-slots.py).
+A want needs every rank of the prefill engine. The receiver opens sessions with them, orders the data plane to receive,
+claims rows from each rank, and lends slots as chunks become ready. A want ends once: Done when all rows are in the
+blocks, otherwise Failed, and never before the data plane is quiet. Slots still lent when a transfer ends are
+quarantined (see slots.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, R
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
 from ..states import INCOMING_TABLE, WANT_TABLE, IncomingEvent, IncomingState, WantEvent, WantState
-from .actions import Action, Ask, Reach, Send, Tell
+from .actions import Action, Ask, Reach, Send, Tell, Uncompared
 from .adoption import Adoption
 from .block_tables import ready_chunks, tables_of
-from .containers import Deadlines, Turns
+from .containers import Deadlines, FairQueue
 from .expected import ExpectedRequests, holds
 from .incoming import (
     IncomingTransfer,
@@ -41,16 +41,16 @@ from .sender_sessions import SenderSessions, ShardAssignment, UndrainedTransfers
 from .session import AttachedEngine, Session
 from .slots import SlotPool
 
-ASK_AGAIN_S = 0.1  # for ranks that the sender's engine has not named yet
+ASK_AGAIN_S = 0.1  # between questions for ranks that the sender's engine has not named yet
 MOST_WANTS = 16384
-CHECK_S = 2.0  # that a request waits for the digests of a sample, once it has its rows
-DOUBT_AGAIN_S = 5.0  # for slots that only the sender's agent can give back
+CHECK_S = 2.0  # how long a request that has its rows waits for the digests of a sample
+DOUBT_AGAIN_S = 5.0  # between attempts to reach a sender that must confirm quarantined slots
 
 
 class Receiver:
     """All wants of this agent's engine.
 
-    Of the chunks that it pulls one in `check_every` is compared with the sender's, none if that is 0.
+    One in `check_every` pulled chunks is compared with the sender's; 0 compares none.
     """
 
     def __init__(
@@ -58,8 +58,7 @@ class Receiver:
     ) -> None:
         self.slots = slots
         self.sampling = Sampling(check_every)
-        self.compared = self.differing = 0  # pulled chunks, and those of them that were not the sender's
-        self.uncompared = 0  # of which the sender did not say its digest in time
+        self.compared = self.differing = 0  # pulled chunks that were compared, and those that differed
         self.wants: dict[str, OpenWant] = {}
         self.awaited = ExpectedRequests()
         self._is_paused = False
@@ -69,14 +68,14 @@ class Receiver:
         self._senders = SenderSessions()
         self._adoption = Adoption()
         self._wanted_by: dict[str, OpenWant] = {}  # transfer -> its want
-        self._hungry: Turns[IncomingTransfer] = Turns()  # of which chunks are ready that have no slot
+        self._awaiting_slots: FairQueue[IncomingTransfer] = FairQueue()  # with ready chunks that have no slot
         self._undrained = UndrainedTransfers()
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
 
     # From our engine:
 
     def expect(self, expect: Expect, now: float) -> list[Action]:
-        """A request queues in our engine: its sender is reached, and asked to hold the offer."""
+        """A request queues in our engine: reach its sender, and ask it to hold the offer."""
         if expect.request in self.wants or len(self.awaited) >= MOST_WANTS:
             return []
         self.awaited.add(expect, now)
@@ -117,29 +116,29 @@ class Receiver:
         return [action for action in actions if not isinstance(action, Tell)]
 
     def rescaled(self, engine: AttachedEngine, now: float) -> list[Action]:
-        """Our rows come under other scales from here on, and all sessions are over: they were planned with the old."""
+        """Our engine's scales changed. All sessions end: they were planned with the old ones."""
         return self._end_sessions(engine, "rescaled", "scales of our engine changed", now)
 
     def pause(self) -> bool:
-        """Claim nothing until `rebuilt`. Whether nothing is under way any more: until then it had better wait."""
+        """Claim nothing until `rebuilt` or `resume`. Returns whether nothing is under way: then a rebuild may begin."""
         self._is_paused = True
         return not (self.slots.lent or len(self._in(WantState.REACHING)) < len(self.wants))
 
     def resume(self, now: float) -> list[Action]:
-        """There will be no rebuild."""
+        """The rebuild is cancelled."""
         self._is_paused = False
         return self._advance_all(now)
 
     def rebuilt(self, engine: AttachedEngine | None, now: float) -> list[Action]:
-        """Our slots are others from here on, and all sessions are over: theirs were the old ones. So is every doubt."""
+        """Our slots were replaced. All sessions end, because they named the old slots. No slot is in doubt any more."""
         self._is_paused = False
         actions = [] if engine is None else self._end_sessions(engine, "rebuilt", "the agent made its slots anew", now)
         self._undrained.clear()
         self.slots.rebuilt()
-        return actions + self._pump()
+        return actions + self._lend_slots()
 
     def _end_sessions(self, engine: AttachedEngine, code: str, reason: str, now: float) -> list[Action]:
-        """All sessions are over. Wants that have not claimed anything yet go on, by new ones."""
+        """End all sessions. Wants that have claimed nothing yet go on, by new sessions."""
         actions: list[Action] = []
         for wanted in list(self.wants.values()):
             if wanted.state in (WantState.REACHING, WantState.RETURNING):
@@ -151,7 +150,7 @@ class Receiver:
         return actions + self._advance_all(now)
 
     def declined(self, revision: int, reason: str, now: float) -> list[Action]:
-        """Our engine does not take the scales that it was asked to take: wants that wait for them fail."""
+        """Our engine refuses the scales it was asked to adopt: wants that wait for them fail."""
         if not self._adoption.declined(revision, reason):
             reasons = (f"revision: {revision}, you were not asked",)
             return [Tell(Refused(code="stale_revision", reasons=reasons, about=f"decline {revision}"))]
@@ -165,16 +164,16 @@ class Receiver:
         self._senders.open[address] = session
         if address in self.awaited.senders:
             actions += [Reach(other) for other in self._senders.missing(address)]
-        return actions + self._advance_all(now) + self._pump()
+        return actions + self._advance_all(now) + self._lend_slots()
 
     def refused(self, address: str, incarnation: str, key: str = "") -> list[Action]:
-        """The agent at `address` is there but will have no session; what it may still write it can say all the same."""
-        return self._met(address, incarnation, key) + self._pump()
+        """The agent at `address` answers but refuses a session. It can still confirm what it will not write."""
+        return self._met(address, incarnation, key) + self._lend_slots()
 
     def _met(self, address: str, incarnation: str, key: str) -> list[Action]:
-        """This start of an agent answers there: it is asked for what is in doubt.
+        """An incarnation answers at the address: ask it about undrained transfers.
 
-        It proves nothing about the start before it, unless it knows that one to be dead: an address may lead elsewhere.
+        It can speak for another incarnation only if it knows that one to be dead: the address may now lead elsewhere.
         """
         return [
             Send(address, Cancel(transfer=transfer, code="forgotten", incarnation="" if of == incarnation else of))
@@ -183,14 +182,14 @@ class Receiver:
         ]
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
-        """There is no session with `address`, and there will be none by itself. Also how an open one ends."""
+        """The session with `address` could not be opened, or has ended. It is not retried without being asked for."""
         reaching = self._in(WantState.REACHING)
         waiting = [each for each in reaching if address in self._senders.needed(each.want.sender)]
-        hurt = {wanted.want.request: wanted for wanted in [*waiting, *self._lose(address, now)]}
-        actions: list[Action] = [  # perhaps that rank has moved: ask who knows
+        affected = {wanted.want.request: wanted for wanted in [*waiting, *self._lose(address, now)]}
+        actions: list[Action] = [  # the rank may have moved: ask the other ranks
             Ask(other) for other, s in self._senders.open.items() if any(rank.address == address for rank in s.ranks)
         ]
-        for wanted in hurt.values():
+        for wanted in affected.values():
             if not can_begin_again(wanted, code):
                 actions += self._fail(wanted, code, reason, now)
             elif wanted.state is WantState.REACHING:
@@ -200,8 +199,8 @@ class Receiver:
         return actions
 
     def _begin_again(self, wanted: OpenWant, code: str, reason: str, now: float) -> list[Action]:
-        """By another session, once nothing is put into its blocks that came by this one."""
-        wanted.failure = (code, reason)  # if rows turn out to have come
+        """Start the want again by another session, once nothing of this one is put into its blocks."""
+        wanted.failure = (code, reason)  # used if rows turn out to have come
         if not wanted.is_carried:
             return self._reach_again(wanted, WantEvent.AGAIN, now)
         wanted.state = WANT_TABLE.after(wanted.state, WantEvent.AGAIN_BUSY)
@@ -215,33 +214,32 @@ class Receiver:
         return self._advance(wanted, now)
 
     def _lose(self, address: str, now: float) -> list[OpenWant]:
-        """The session with `address` is over: so is all that comes from there. Whose transfers that were."""
+        """The session with `address` is over, and so are its transfers. Returns the wants they belonged to."""
         self._senders.open.pop(address, None)
         self._assignment.forget()
         self._adoption.forget()
-        hurt = []
+        affected = []
         for transfer, wanted in list(self._wanted_by.items()):
             incoming = wanted.incoming_transfers[transfer]
             if incoming.address == address and incoming.state is not IncomingState.ENDED:
                 self._end_incoming(incoming, IncomingEvent.LOSE, now)
-                hurt.append(wanted)
+                affected.append(wanted)
                 self._forget_if_over(transfer)
-        return hurt
+        return affected
 
-    # From a sender, named by its incarnation and its key: it may say at one of its addresses what it was asked at
-    # another.
+    # From a sender, named by its incarnation and key: it may answer at one of its addresses what was asked at another.
 
     def ready(self, incarnation: str, transfer: str, chunks: int, key: str = "") -> list[Action]:
-        """The sender could gather this many chunks."""
+        """The sender has this many chunks ready to gather."""
         incoming = self._incoming(incarnation, transfer, key)
         if incoming is None or incoming.state is not IncomingState.CLAIMED or incoming.reading is not None:
             return []
         incoming.ready = max(incoming.ready, min(chunks, incoming.plan.chunks))
-        queue(self.slots, self._hungry, incoming)
-        return self._pump()
+        queue(self.slots, self._awaiting_slots, incoming)
+        return self._lend_slots()
 
     def tables(self, incarnation: str, told: BlockTables, now: float, key: str = "") -> list[Action]:
-        """Where the sender's rows lie, as far as they are computed: read them."""
+        """The sender's block tables, as far as they are computed: read those rows."""
         incoming = self._incoming(incarnation, told.transfer, key)
         if incoming is None or incoming.state is not IncomingState.CLAIMED or (reading := incoming.reading) is None:
             return []
@@ -254,7 +252,7 @@ class Receiver:
         return self._read(incoming, reading, now)
 
     def _read(self, incoming: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
-        """Read what is there, one read after another."""
+        """Read what is ready, unless a read is under way."""
         if reading.is_busy or reading.begun >= incoming.ready:
             return []
         wanted = self._wanted_by[incoming.transfer]
@@ -264,7 +262,7 @@ class Receiver:
         return [*self._renew(incoming, reading, now), pull]
 
     def _renew(self, incoming: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
-        """Ask for the lease again where it ends soon."""
+        """Renew the lease if half of it has passed; otherwise do so when it has."""
         due = reading.lease.asked_at + LEASE_S / 2
         if now < due:
             self._deadlines.set(("lease", incoming.transfer), due)
@@ -287,7 +285,7 @@ class Receiver:
         assert reading is not None
         reading.is_busy = False
         self._deadlines.clear(("lease", transfer))
-        if wanted.state is not WantState.FLOWING:  # it was told to stop, and will be quiet
+        if wanted.state is not WantState.FLOWING:  # it was told to stop: Quiet follows
             return []
         incoming.is_carried = False
         if pulled.failure is not None:
@@ -301,7 +299,7 @@ class Receiver:
     def _check(
         self, incoming: IncomingTransfer, reading: Reading, digests: Mapping[int, int], now: float
     ) -> list[Action]:
-        """Ask the sender for its digests of these chunks. It keeps their blocks meanwhile."""
+        """Ask the sender to compare its digests of these chunks. It keeps their blocks meanwhile."""
         if not digests and not reading.unchecked:
             return []
         reading.unchecked.update(digests)
@@ -311,7 +309,7 @@ class Receiver:
         return [*self._renew(incoming, reading, now), *asked]
 
     def checked(self, incarnation: str, told: Checked, now: float, key: str = "") -> list[Action]:
-        """What the sender finds in its blocks. Chunks that it was not asked for are nothing to us."""
+        """The sender's digests of its chunks. Chunks it was not asked about are ignored."""
         incoming = self._incoming(incarnation, told.transfer, key)
         if incoming is None or incoming.state is not IncomingState.CLAIMED or (reading := incoming.reading) is None:
             return []
@@ -326,7 +324,7 @@ class Receiver:
         return self._settle_if_read(incoming, reading, now)
 
     def _settle_if_read(self, incoming: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
-        """All was read, and nothing of it waits to be compared."""
+        """Finish the transfer if all its chunks are read and none waits for its digest."""
         if incoming.scattered < incoming.plan.chunks:
             return []
         if reading.unchecked:
@@ -339,16 +337,16 @@ class Receiver:
         return [*self._finish_if_complete(self._wanted_by[incoming.transfer], now), settled]
 
     def _compare_no_more(self, incoming: IncomingTransfer, now: float) -> list[Action]:
-        """Its sender does not say its digests, for long: a sample is not worth the request."""
+        """The sender has not sent its digests in time: finish without them. A sample is not worth failing a request."""
         reading = incoming.reading
         if reading is None or incoming.state is not IncomingState.CLAIMED:
             return []
-        self.uncompared += len(reading.unchecked)
+        said: list[Action] = [Uncompared(incoming.transfer, len(reading.unchecked))] if reading.unchecked else []
         reading.unchecked.clear()
-        return self._settle_if_read(incoming, reading, now)
+        return said + self._settle_if_read(incoming, reading, now)
 
     def hear(self, reports: Iterable[ReceivingReport], now: float) -> list[Action]:
-        """What the data plane reports."""
+        """Take the data plane's reports."""
         actions: list[Action] = []
         for report in reports:
             match report:
@@ -360,7 +358,7 @@ class Receiver:
                     actions += self._fail(self._wanted_by[transfer], code, reason, now)
                 case Quiet(transfer=transfer):
                     actions += self._quiet(transfer, now)
-        return actions + self._pump()
+        return actions + self._lend_slots()
 
     def _landed(self, landed: Landed, now: float) -> list[Action]:
         transfer = landed.transfer
@@ -376,7 +374,7 @@ class Receiver:
             return []
         self._end_incoming(incoming, IncomingEvent.FINISH, now)
         settled = Send(incoming.address, Settled(transfer=transfer))
-        return [*self._finish_if_complete(wanted, now), settled]  # our engine waits: it hears first
+        return [*self._finish_if_complete(wanted, now), settled]  # our engine hears first: it waits
 
     def _quiet(self, transfer: str, now: float) -> list[Action]:
         wanted = self._wanted_by[transfer]
@@ -385,7 +383,7 @@ class Receiver:
         if incoming.is_drained:
             self.slots.drain(transfer)
         if incoming.state is IncomingState.STOPPING and not self.slots.has_out(transfer):
-            self._end_incoming(incoming, IncomingEvent.DRAIN, now)  # all it was lent has landed
+            self._end_incoming(incoming, IncomingEvent.DRAIN, now)  # everything written under its leases has landed
         if wanted.is_carried:
             return []
         if wanted.state is WantState.ENDING:
@@ -406,7 +404,7 @@ class Receiver:
     def drained(
         self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
     ) -> list[Action]:
-        """The sender will not write anything of this transfer any more: its slots are free again."""
+        """The sender will not write for this transfer again: its slots become free."""
         incoming = self._incoming(incarnation, transfer, key)
         if incoming is None and not self._undrained.can_settle(transfer, incarnation, key):
             return []
@@ -419,10 +417,10 @@ class Receiver:
             if was_claimed:
                 actions = self._fail(self._wanted_by[transfer], code or "sender_failed", reason, now)
         self._forget_if_over(transfer)
-        return actions + self._pump()
+        return actions + self._lend_slots()
 
     def _drain(self, transfer: str) -> None:
-        """Its slots are free once the data plane is through with them as well."""
+        """Free its slots, once the data plane has finished with them too."""
         incoming = self._known(transfer)
         if incoming is not None and incoming.is_carried:
             incoming.is_drained = True
@@ -449,7 +447,7 @@ class Receiver:
         return actions + self._hold(now)
 
     def _hold(self, now: float) -> list[Action]:
-        """Tell senders what is waited for here; reach those that requests in the queue will need."""
+        """Tell senders which offers we wait for; reach the senders that queued requests will need."""
         wanted = ((each.want.sender, each.want.rendezvous) for each in self.wants.values() if each.is_open)
         actions: list[Action] = []
         can_hear = lambda sender: not self._senders.missing(sender)  # noqa: E731
@@ -486,7 +484,7 @@ class Receiver:
             return self._fail(wanted, error.code, str(error), now)
 
     def _claim(self, wanted: OpenWant, sessions: Mapping[str, Session], now: float) -> list[Action]:
-        """Everybody is there: say who gives what. Raises KVBridgeError before anything has changed."""
+        """All ranks have sessions: claim each one's rows. Raises KVBridgeError before anything has changed."""
         want, engine = wanted.want, wanted.engine
         takes = self._assignment.takes(want.sender, list(sessions.values()), engine.pool)
         if want.first_token == want.end_token:
@@ -531,7 +529,7 @@ class Receiver:
         return [Tell(Done(request=want.request, moved_bytes=moved, seconds=seconds, tokens=tokens))]
 
     def _fail(self, wanted: OpenWant, code: str, reason: str, now: float) -> list[Action]:
-        """End the want without its rows: cancel what flows, doubt what is lent."""
+        """End the want without its rows: cancel its transfers, quarantine the slots lent to them."""
         if wanted.state in (WantState.ENDING, WantState.ENDED):
             return []
         wanted.failure = (code, reason)
@@ -549,7 +547,7 @@ class Receiver:
         return actions + self._end_failed(wanted, WantEvent.FAIL)
 
     def _stops(self, wanted: OpenWant) -> list[Action]:
-        """Nothing more is put into its blocks. What waits for our engine's own stream does not hold up its end."""
+        """Stop putting rows into its blocks. Waits for our engine's fence end too, so they do not delay the failure."""
         return [
             StopReceiving(each.transfer, *wanted.failure)
             for each in wanted.incoming_transfers.values()
@@ -557,7 +555,10 @@ class Receiver:
         ]
 
     def _waive(self, wanted: OpenWant) -> list[Action]:
-        """Tell the ranks we did reach that nothing will be taken, or they keep their blocks until the hold ends."""
+        """Tell the ranks we reached that nothing will be taken. Otherwise they keep their blocks until the hold ends.
+
+        Each gets a claim without rows.
+        """
         want = wanted.want
         actions: list[Action] = []
         for address, session in self._senders.reached(want.sender).items():
@@ -571,11 +572,11 @@ class Receiver:
         return [failed(wanted.want.request, *wanted.failure), *wanted.parting]
 
     def _end_incoming(self, incoming: IncomingTransfer, event: IncomingEvent, now: float) -> None:
-        """Move an incoming transfer on; leases that are still out when it stops or is lost become doubtful."""
+        """Apply `event` to an incoming transfer. Slots still lent when it stops or is lost are quarantined."""
         incoming.state = INCOMING_TABLE.after(incoming.state, event)
         if incoming.reading is not None:
             incoming.reading.lease.is_given_up = True
-        self._hungry.discard(incoming.transfer)
+        self._awaiting_slots.discard(incoming.transfer)
         if event in (IncomingEvent.STOP, IncomingEvent.LOSE):
             doubted = self.slots.doubt(incoming.transfer)
             if doubted:
@@ -583,11 +584,11 @@ class Receiver:
                     incoming.transfer, incoming.address, incoming.session.peer.incarnation, incoming.session.key
                 )
                 self._deadlines.set(("doubt", incoming.address), now + DOUBT_AGAIN_S)
-            elif event is IncomingEvent.STOP:  # no slot is out: nothing that the sender could say is waited for
+            elif event is IncomingEvent.STOP:  # no slot is lent: no confirmation is needed
                 incoming.state = INCOMING_TABLE.after(incoming.state, IncomingEvent.DRAIN)
         elif event is IncomingEvent.FINISH:
             incoming.is_carried = False
-            self.slots.drain(incoming.transfer)  # leases it never used: the sender has written every chunk it will
+            self.slots.drain(incoming.transfer)  # its unused leases: the sender has written every chunk it will
 
     def _forget(self, wanted: OpenWant) -> None:
         del self.wants[wanted.want.request]
@@ -605,28 +606,28 @@ class Receiver:
             del self._wanted_by[transfer]
 
     def request_of(self, transfer: str) -> str:
-        """Whose rows it brings; "" where nobody waits for it any more."""
+        """The request whose rows it brings; "" if nobody waits for it any more."""
         wanted = self._wanted_by.get(transfer)
         return wanted.want.request if wanted is not None else ""
 
     def session_of(self, transfer: str) -> Session:
-        """By which it comes, while the data plane may report something of it."""
+        """The session of a transfer, for as long as the data plane may report on it."""
         return self._wanted_by[transfer].incoming_transfers[transfer].session
 
     @property
     def moving(self) -> int:
-        """Transfers that are under way. Any thread may ask."""
+        """How many transfers are under way. Callable from any thread."""
         return len(self._wanted_by)
 
     @property
     def without_session(self) -> int:
-        """Wants that have not claimed anything yet. Any thread may ask: the list is made without a step of Python."""
+        """How many wants have claimed nothing yet. Callable from any thread: `list` copies atomically."""
         return sum(wanted.state is WantState.REACHING for wanted in list(self.wants.values()))
 
     @property
     def without_slot(self) -> int:
-        """Transfers of which chunks are ready that have no slot. Any thread may ask."""
-        return len(self._hungry)
+        """How many transfers have ready chunks without a slot. Callable from any thread."""
+        return len(self._awaiting_slots)
 
     def _incoming(self, incarnation: str, transfer: str, key: str) -> IncomingTransfer | None:
         incoming = self._known(transfer)
@@ -640,9 +641,9 @@ class Receiver:
         wanted = self._wanted_by.get(transfer)
         return wanted.incoming_transfers.get(transfer) if wanted else None
 
-    def _pump(self) -> list[Action]:
-        """Lend what is free to whom it serves."""
-        return grants(self.slots, self._hungry)
+    def _lend_slots(self) -> list[Action]:
+        """Lend free slots to transfers that can use them."""
+        return grants(self.slots, self._awaiting_slots)
 
     def _in(self, state: WantState) -> list[OpenWant]:
         return [wanted for wanted in self.wants.values() if wanted.state is state]

@@ -11,18 +11,18 @@ from ..states import OfferState
 from .containers import Recent
 from .outgoing import OpenOffer
 
-AWAITED_S = 15.0  # who waits says so three times meanwhile
+AWAITED_S = 15.0  # a waiting receiver repeats its Hold three times within this
 MOST_AWAITED = 16384
-MOST_CUT_SHORT = 4096  # should an engine never say its last word
+MOST_CUT_SHORT = 4096  # bound, in case engines never send the last part of an offer
 MOST_ENDED = 16384  # as many as may be open
-ENDED_S = 300.0  # a want comes when its engine has blocks for it, and waits for a minute (vLLM's `deadline_s`)
+ENDED_S = 300.0  # a want is sent when its engine has blocks for it, and then waits a minute (vLLM's `deadline_s`)
 
 
 @dataclass(slots=True, eq=False)
 class EndedOffer:
-    """An offer that ended before all claims on it came. They come in vain: each hears why, once.
+    """An offer that ended before all claims on it came. Each late claim is refused once, with the reason.
 
-    `want` is None if none had come; then it is the first one's that does. `heard` are the receivers that had an answer.
+    `want` is None if no claim had come; the first late claim sets it. `heard` are the receivers already answered.
     """
 
     rendezvous: str
@@ -34,43 +34,43 @@ class EndedOffer:
 
 
 class Rendezvous:
-    """Offers by rendezvous id, oldest first; those that ended, for as long as a claim on them may yet come.
+    """Open offers by rendezvous id, oldest first, and ended ones for as long as a claim on them may still come.
 
-    What is awaited in a rendezvous may have been said before anything was offered there. `cut_short` are the names of
-    those that ended before their engine had said all of them. What it says of such a one later, its agent has no part
-    in: the blocks may be anybody's by then.
+    A receiver may say that it waits under an id before anything is offered there. `cut_short` names offers that ended
+    before their engine had sent all of them. Later offers under such a name are ignored; their blocks may be reused at
+    once.
     """
 
     def __init__(self) -> None:
         self._offers: dict[str, list[OpenOffer]] = {}
         self._awaited: dict[
             str, dict[str, tuple[int, float]]
-        ] = {}  # by rendezvous, incarnation of a receiver: how many wait, said when
+        ] = {}  # by rendezvous and receiver incarnation: (how many wait, when it said so)
         self._ended: dict[str, list[EndedOffer]] = {}
         self._by_age: OrderedDict[EndedOffer, None] = OrderedDict()
         self.cut_short: Recent[str] = Recent(MOST_CUT_SHORT)
 
     def enter(self, offered: OpenOffer) -> None:
-        """Whoever comes from now on comes for this one, and not for one that ended before."""
+        """Add an open offer. Unclaimed ended offers under the same id are forgotten: later claims are for this one."""
         self._offers.setdefault(offered.rendezvous, []).append(offered)
         for ended in [each for each in self._ended.get(offered.rendezvous, ()) if each.want is None]:
             self._forget(ended)
 
     def leave(self, offered: OpenOffer) -> None:
-        """It is released."""
+        """Remove a released offer."""
         rendezvous = self._offers[offered.rendezvous]
         rendezvous.remove(offered)
         if not rendezvous:
             del self._offers[offered.rendezvous]
-        if not offered.is_told_out:
+        if not offered.is_complete:
             self.cut_short.add(offered.request)
 
     def open_in(self, rendezvous: str) -> list[OpenOffer]:
-        """Those that may be read, oldest first."""
+        """Open offers, oldest first."""
         return [each for each in self._offers.get(rendezvous, ()) if each.state is OfferState.OPEN]
 
     def await_in(self, rendezvous: str, incarnation: str, count: int, now: float) -> list[OpenOffer]:
-        """So many requests of a receiver wait for offers under this id. Which offers are awaited, by whomever."""
+        """Record that `count` requests of a receiver wait under this id. Returns the offers awaited by any receiver."""
         receivers = self._awaited.pop(rendezvous, {})
         recent = {receiver: said for receiver, said in receivers.items() if now - said[1] <= AWAITED_S}
         before, _ = recent.pop(incarnation, (0, now))
@@ -80,16 +80,16 @@ class Rendezvous:
         return self.open_in(rendezvous)[: self.awaited_in(rendezvous, now)]
 
     def awaited_in(self, rendezvous: str, now: float) -> int:
-        """How many requests wait there: for the oldest offers."""
+        """How many requests wait under this id. They wait for the oldest offers."""
         receivers = self._awaited.get(rendezvous, {})
         return sum(count for count, at in receivers.values() if now - at <= AWAITED_S)
 
     def awaiting(self, rendezvous: str) -> str:
-        """The incarnation of the receiver that said last that it waits there."""
+        """The incarnation of the last receiver that said it waits there; "" if none."""
         return next(reversed(self._awaited.get(rendezvous, {})), "")
 
     def remember(self, ended: EndedOffer, now: float) -> None:
-        """The newest; what is too old goes, and the oldest when there are too many."""
+        """Keep an ended offer. Expired ones are dropped, and the oldest if there are too many."""
         self._ended.setdefault(ended.rendezvous, []).append(ended)
         self._by_age[ended] = None
         self.forget_old(now)
@@ -113,9 +113,10 @@ class Rendezvous:
             del self._ended[ended.rendezvous]
 
     def place_of(self, claim: Claim) -> OpenOffer | EndedOffer | None:
-        """All claims of one want get one offer, also when it has ended meanwhile; what is open goes before what is not.
+        """The offer for this claim. All claims of one want get the same offer, even if it has ended meanwhile.
 
-        So a claim on the next equal prompt hears of one that ended unserved only where no other is open.
+        A new want gets an open offer before an ended one. So it is refused for an earlier equal prompt only if no other
+        offer is open.
         """
         offers = self.open_in(claim.rendezvous)
         ended = [each for each in self._ended.get(claim.rendezvous, ()) if claim.receiver not in each.heard]
@@ -126,7 +127,7 @@ class Rendezvous:
         return next(iter(found), None)
 
     def hear(self, ended: EndedOffer, claim: Claim) -> tuple[str, str]:
-        """This claim came in vain: why. Nothing is kept once all of its want have heard."""
+        """Record that this claim is refused, and return (code, reason). Forget the offer once all have heard."""
         ended.want, ended.receivers = claim.want, ended.receivers or claim.receivers
         ended.heard.add(claim.receiver)
         if len(ended.heard) >= ended.receivers:

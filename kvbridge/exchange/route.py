@@ -1,4 +1,4 @@
-"""What agents tell each other of where their slots are, and by which route one reaches the other. Pure."""
+"""Where an agent's slots are, and the route between two agents. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ROUTES: tuple[Route, ...] = ("direct", "nixl", "host")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where an agent's slots are. `host` is their twin in host memory, `routes` what its operator allows, in order.
+    """Where an agent's slots are. `host` are their counterparts in host memory; `routes` are the allowed routes.
 
-    `machine` is the boot id of its kernel, "" where its engine's memory is not shared. While all its peers are read, or
-    read it, an agent has no slots.
+    `machine` is the kernel's boot id, "" if the engine's memory is not shared. An agent has no slots until a route
+    needs them: `pull` does not.
     """
 
     fabric: FabricCard
@@ -32,7 +32,7 @@ class Site:
         return self.fabric.slots > 0
 
     def routes_to(self, can_pull: bool) -> tuple[Route, ...]:
-        """What is allowed towards a peer that we may read ourselves, or may not."""
+        """The allowed routes to a peer; `can_pull` says whether we may read its memory."""
         return tuple(route for route in self.routes if can_pull or not Routed(route).is_pulled)
 
     @property
@@ -43,7 +43,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What was measured: so many bytes at once, at best."""
+    """The best measured rate, for transfers of `size_bytes`."""
 
     size_bytes: int
     bytes_per_s: float
@@ -51,9 +51,9 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The way that was proved. `why` says what stood against the better ones.
+    """The proved route. `why` says why better ones were rejected.
 
-    `probe` is what its sender wrote by it, `read` what its receiver measured where it reads itself.
+    `probe` is what the sender wrote over it. `read` is the rate the receiver measured, on `pull`.
     """
 
     route: Route

@@ -1,9 +1,9 @@
-"""The sender's half: what our engine offers, and the transfers that carry it away. Pure.
+"""The sender's half: our engine's offers, and the transfers that read them. Pure.
 
-An offer and the claims on it may come in either order; they meet in a rendezvous, and the data plane gets one order for
-the transfer (orders.py). It ships chunks as soon as we say that their tokens are computed and the receiver has lent a
-slot; windows and states once the offer is whole, for an engine that goes on computing gives their blocks to other
-tokens. The engine's blocks are its own again when nobody reads them or will; that does not wait for the network.
+An offer and the claims on it may come in either order. They meet under a rendezvous id, and the data plane gets one
+order for each transfer (orders.py). It ships a chunk once its tokens are computed and the receiver has lent a slot.
+Windows and states are shipped once the offer is complete, because an engine that goes on computing reuses their blocks.
+The engine gets its blocks back when nobody reads them or will read them; this does not wait for the network.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvbridge_proto.peer import (
 from ..errors import EngineError, KVBridgeError, PeerError
 from ..geometry.plan import Plan
 from ..states import OFFER_TABLE, OUTGOING_TABLE, OfferEvent, OfferState, OutgoingEvent, OutgoingState
-from .actions import Action, Send, Tell
+from .actions import Action, Met, Send, Tell, Unconfirmed
 from .block_tables import check_begin, check_late, extended, ready_chunks
 from .containers import Deadlines, Recent
 from .leases import HEARD_S, LEASE_S, Promise
@@ -56,17 +56,17 @@ from .session import AttachedEngine, Session
 
 MOST_OFFERS = 16384
 MOST_CLAIMS = 2048  # open at once, of one receiver
-MOST_CLAIMS_OF_ALL = 32768  # of all receivers together: 16 that claim all they may
-# An offer that is so young may be wanted in a moment: who asked for the prefill has only just heard that it is done.
+MOST_CLAIMS_OF_ALL = 32768  # of all receivers together: 16 at their limit
+# A younger offer is not reclaimed: the router has only just heard that the prefill is done, and a claim may follow.
 FRESH_S = 0.25
-MOST_DIGESTS = 4  # at once, of all transfers: other moves have their turn between
-MOST_RENOUNCED = 16384  # of all receivers together; the link that brings such a claim is lost within silence_s
+MOST_DIGESTS = 4  # at once, of all transfers, so that other moves get their turn
+MOST_RENOUNCED = 16384  # of all receivers together; the link that could still bring such a claim is lost in silence_s
 
 
 class Sender:
-    """All offers of this agent's engine and all transfers out of them.
+    """All offers of this agent's engine and all transfers that read them.
 
-    `before` are the starts of our agent that are dead.
+    `before` are earlier incarnations of our agent, known to be dead.
     """
 
     def __init__(self, most_claims: int = MOST_CLAIMS, before: Collection[str] = ()) -> None:
@@ -77,23 +77,20 @@ class Sender:
         self.outgoing_transfers: dict[str, OutgoingTransfer] = {}
         self._of_receiver: dict[str, ReceiverClaims] = {}  # by incarnation
         self._waiting: dict[str, dict[str, OutgoingTransfer]] = {}  # by rendezvous
-        self._comparing: dict[
-            str, OutgoingTransfer
-        ] = {}  # of which chunks are to be digested, in the order of their turns
+        self._comparing: dict[str, OutgoingTransfer] = {}  # with chunks to be digested, in the order of their turns
         self._digesting = 0
         self._rendezvous_ids = Rendezvous()
         self._is_paused = False
-        self._owed: dict[str, OutgoingTransfer] = {}  # receivers that wait for an answer, or for the fence, by transfer
+        self._owed: dict[str, OutgoingTransfer] = {}  # by transfer: receivers that wait for an answer or for the fence
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
-        self.leases_over = 0  # for whose end blocks were kept, since no receiver said that it was through
 
     # From our engine:
 
     def offer(self, offer: Offer, engine: AttachedEngine, now: float) -> list[Action]:
-        """Tokens are ready, the first time or more of them."""
+        """Our engine offers tokens, for the first time or more of them."""
         offered = self.offers.get(offer.request)
         if offered is not None and offered.state is not OfferState.OPEN:
-            offered.is_told_out |= offer.is_last
+            offered.is_complete |= offer.is_last
             return []
         if offer.request in self._rendezvous_ids.cut_short:
             if offer.is_last:
@@ -109,7 +106,7 @@ class Sender:
             offered = OpenOffer(offer.request, offer.rendezvous, {}, offer.first_token, began=now)
             self.offers[offer.request] = offered
             self._rendezvous_ids.enter(offered)
-        offered.is_told_out |= offer.is_last
+        offered.is_complete |= offer.is_last
         try:
             self._grow(offered, offer, engine)
         except KVBridgeError as error:
@@ -124,19 +121,19 @@ class Sender:
         return actions
 
     def withdraw(self, request: str, reason: str, now: float, comes_again: bool = False) -> list[Action]:
-        """Our engine takes an offer back. Released follows when no gather is under way.
+        """Our engine takes an offer back. Released follows once nobody reads its blocks.
 
-        If it is to be offered again, claims that come wait for that.
+        With `comes_again` the request will be offered again: later claims wait for that.
         """
         offered = self.offers.get(request)
         if offered is None:
             self._rendezvous_ids.cut_short.discard(request)
             return [Tell(Released(request=request, code="unknown_offer"))]
-        offered.is_told_out = True
+        offered.is_complete = True
         return self._end_offer(offered, "withdrawn", reason, now, comes_again)
 
     def reclaim(self, blocks: int, now: float) -> list[Action]:
-        """Our engine is short of so many blocks: offers that nobody has asked for end, the oldest first."""
+        """Our engine is short of `blocks` blocks: end offers that nobody has asked for, oldest first."""
         actions: list[Action] = []
         for offered in self.unclaimed(now):
             if blocks <= 0:
@@ -148,12 +145,12 @@ class Sender:
         return actions
 
     def unclaimed(self, now: float) -> list[OpenOffer]:
-        """Whole offers that nobody has claimed, or has said lately that a request waits for; the oldest first.
+        """Complete offers that nobody has claimed and nobody has lately said to wait for, oldest first.
 
-        Any thread may ask: the list of all is made without a step of Python in between.
+        Callable from any thread: `list` copies atomically.
         """
         found: list[OpenOffer] = []
-        awaited: dict[str, int] = {}  # by rendezvous: of so many of those that follow
+        awaited: dict[str, int] = {}  # by rendezvous: how many of the offers that follow are awaited
         for offered in list(self.offers.values()):
             if offered.state is not OfferState.OPEN:
                 continue
@@ -165,37 +162,52 @@ class Sender:
         return found
 
     def awaited_by(self, offered: OpenOffer) -> str:
-        """The incarnation of who said last that a request waits under this id."""
+        """The incarnation of the last receiver that said a request waits under this offer's id."""
         return self._rendezvous_ids.awaiting(offered.rendezvous)
 
+    def held_until(self, offered: OpenOffer) -> float | None:
+        """When an open offer expires; when the last read lease on an ended one does.
+
+        None if an ended one is gathered or digested: its blocks are kept until that is over.
+        """
+        if offered.state is OfferState.OPEN:
+            return self._deadlines.at(("offer", offered.request))
+        reading = [out for out in offered.outgoing_transfers.values() if out.is_reading]
+        if any(out.is_gathering or out.digesting for out in reading):
+            return None
+        return max((out.promise.ends for out in reading if out.promise and out.promise.ends is not None), default=None)
+
     def rescaled(self, reason: str, now: float) -> list[Action]:
-        """Rows come under other scales from here on: what is planned says the old ones."""
+        """Our engine's scales changed: end everything that was planned with the old ones."""
         return self._end_all("rescaled", reason, now)
 
     def pause(self, is_alone: bool) -> bool:
-        """Whether all that flowed has ended, but for writes that do. Begin no transfer until `rebuilt` or `resume`, if
-        we are our engine's one rank: what others have begun a receiver could not claim again."""
+        """Returns whether no transfer flows and no block is read; writes of stopped transfers may be under way.
+
+        If `is_alone` (our engine has one rank), begin no transfer until `rebuilt` or `resume`. With several ranks
+        transfers do begin: a receiver could not claim again what the other ranks have begun.
+        """
         self._is_paused = is_alone
         return not any(out.state is OutgoingState.FLOWING or out.is_reading for out in self.outgoing_transfers.values())
 
     def resume(self) -> list[Action]:
-        """There will be no rebuild."""
+        """The rebuild is cancelled."""
         self._is_paused = False
         return [action for rendezvous in list(self._waiting) for action in self._bind_waiting(rendezvous)]
 
     def rebuilt(self, reason: str) -> list[Action]:
-        """Our agent makes its slots anew, and so ends all sessions: receivers need not wait for what they have claimed.
+        """Our agent replaces its slots and ends all sessions: stop the transfers, so that receivers need not wait.
 
-        Claims of what is not offered yet go with their sessions, and come again by others.
+        Claims on what is not offered yet end with their sessions, and come again by new ones.
         """
         self._is_paused = False
         moving = [out for out in self.outgoing_transfers.values() if out.state is not OutgoingState.WAITING]
         return [action for out in moving for action in self._stop(out, "rebuilt", reason)]
 
     def engine_left(self, now: float) -> list[Action]:
-        """Our engine is gone: its memory must not be read any more."""
+        """Our engine is gone: its memory must no longer be read."""
         for offered in self.offers.values():
-            offered.is_told_out = True
+            offered.is_complete = True
         actions = self._end_all("engine_left", "the engine left", now)
         self._rendezvous_ids.cut_short.clear()
         self._rendezvous_ids.forget_ended()
@@ -212,7 +224,7 @@ class Sender:
     # From a receiver:
 
     def claim(self, claim: Claim, session: Session, engine: AttachedEngine, now: float) -> list[Action]:
-        """A receiver takes rows that are offered under a rendezvous id."""
+        """A receiver claims rows that are or will be offered under a rendezvous id."""
         incarnation = session.peer.incarnation
         if (incarnation, claim.transfer) in self._renounced:
             return [
@@ -237,7 +249,7 @@ class Sender:
                 return [
                     refused(incarnation, claim, "bad_lease", f"leases: {len(claim.leases)} of a route without slots")
                 ]
-        if too_many := surplus(out, claim.leases, its.unused):
+        if too_many := lease_excess(out, claim.leases, its.unused):
             return [refused(incarnation, claim, "bad_lease", too_many)]
         self._of_receiver[incarnation] = its
         self.outgoing_transfers[claim.transfer] = its.outgoing_transfers[claim.transfer] = out
@@ -248,16 +260,15 @@ class Sender:
         return self._bind_waiting(claim.rendezvous)
 
     def is_awaited(self, rendezvous: str) -> bool:
-        """Whether claims wait for what is offered under this id."""
+        """Whether claims wait for an offer under this id."""
         return rendezvous in self._waiting
 
     def has_offer(self, claim: Claim) -> bool:
-        """Whether its rows are offered, or an offer ended that was its own."""
+        """Whether there is an open offer for this claim, or an ended one to refuse it with."""
         return self._rendezvous_ids.place_of(claim) is not None
 
     def hold(self, incarnation: str, rendezvous_ids: Sequence[str], now: float) -> list[Action]:
-        """Requests of a receiver wait for what is or will be offered under these ids, one for each time a
-        id is named."""
+        """Requests of a receiver wait for offers under these ids, one for each time an id is named."""
         held: list[str] = []
         for rendezvous, count in Counter(rendezvous_ids).items():
             for offered in self._rendezvous_ids.await_in(rendezvous, incarnation, count, now):
@@ -277,7 +288,7 @@ class Sender:
             return []
         if out.promise is not None:
             return self._stop(out, "bad_lease", f"leases: {len(grant.leases)} of a route without slots")
-        if too_many := surplus(out, grant.leases, self._of_receiver[incarnation].unused):
+        if too_many := lease_excess(out, grant.leases, self._of_receiver[incarnation].unused):
             return self._stop(out, "bad_lease", too_many)
         return self._lend(out, grant.leases)
 
@@ -290,22 +301,22 @@ class Sender:
         return []
 
     def cancel(self, incarnation: str, cancel: Cancel) -> list[Action]:
-        """The receiver gives up. Drained follows when nothing is being written; at once for what we do not know."""
+        """The receiver gives up. Drained follows once nothing is being written; at once for an unknown transfer."""
         if self.renounce(incarnation, cancel):
             return [Send(incarnation, Drained(transfer=cancel.transfer))]
         out = self.outgoing_transfers.get(cancel.transfer)
         if cancel.incarnation or out is None or out.incarnation != incarnation:
             return []
-        out.is_lost = False  # it came back, and asks about what it could not hear the end of
-        self._take_back(out)  # who reads itself says this once it is through
+        out.is_lost = False  # it came back, and asks about a transfer whose end it did not hear
+        self._take_back(out)  # on `pull` a receiver sends this once it reads no more
         if out.state is OutgoingState.STOPPING and out.promise is not None:
             return self._end_if_quiet(out)
         return self._stop(out, cancel.code or "cancelled", cancel.reason)
 
     def renounce(self, incarnation: str, cancel: Cancel) -> bool:
-        """Whether nothing of this transfer is or will be written: we do not know of it, or who knew is dead.
+        """Whether nothing is or will be written for this transfer: it is unknown here, or its incarnation is dead.
 
-        It cannot be claimed any more: the claim may come yet, by a link that its receiver has given up.
+        An unknown transfer is remembered, so that a claim that still comes, by a link its receiver gave up, is refused.
         """
         if cancel.incarnation:
             return cancel.incarnation in self._before
@@ -324,30 +335,30 @@ class Sender:
         return actions
 
     def request_of(self, transfer: str) -> str:
-        """Whose rows it takes; "" while nobody knows."""
+        """The request whose rows it takes; "" while it has no offer."""
         out = self.outgoing_transfers.get(transfer)
         return out.offered.request if out is not None and out.offered is not None else ""
 
     def session_of(self, transfer: str) -> Session:
-        """By which it goes, while the data plane may report something of it."""
+        """The session of a transfer, for as long as the data plane may report on it."""
         return self.outgoing_transfers[transfer].session
 
     @property
     def without_offer(self) -> int:
-        """Transfers that are claimed before anything is offered to them. Any thread may ask."""
+        """How many claimed transfers have no offer yet. Callable from any thread."""
         return sum(map(len, list(self._waiting.values())))
 
     # Receivers that read our engine's blocks themselves:
 
     def renew(self, incarnation: str, renew: Renew) -> None:
-        """It is still reading. Heard of by `answers`, if the blocks are still its to read."""
+        """It is still reading. `answers` renews the lease, if it may still read the blocks."""
         out = self.outgoing_transfers.get(renew.transfer)
         if out is not None and out.incarnation == incarnation and out.promise is not None:
             out.promise.renewal, out.promise.is_asked = max(out.promise.renewal, renew.number), True
             self._owe(out)
 
     def read_by(self, incarnation: str, transfer: str) -> Plan | None:
-        """What this receiver reads itself, if it does."""
+        """The plan of what this receiver reads itself, or None."""
         out = self.outgoing_transfers.get(transfer)
         if out is None or out.incarnation != incarnation or out.promise is None or out.is_settled:
             return None
@@ -365,11 +376,11 @@ class Sender:
         if out.state is OutgoingState.STOPPING:
             return self._end_if_quiet(out)
         out.is_settled = True
-        out.checks.clear()  # it does not wait for them any more
+        out.checks.clear()  # it no longer waits for them
         return self._end_settled(out)
 
     def _end_settled(self, out: OutgoingTransfer) -> list[Action]:
-        """Its receiver is through with it; so are we once nothing of it is digested."""
+        """Its receiver has finished. So have we, once none of its chunks is being digested."""
         if out.digesting:
             return []
         offered = out.offered
@@ -380,7 +391,7 @@ class Sender:
         return self._release_if_over(offered)
 
     def check(self, incarnation: str, check: Check) -> list[Action]:
-        """It has read these chunks, and wants to compare. Nobody is answered whose transfer has ended."""
+        """It has read these chunks, and wants to compare digests. No answer if the transfer has ended."""
         out = self.outgoing_transfers.get(check.transfer)
         if out is None or out.incarnation != incarnation or out.promise is None:
             return []
@@ -425,7 +436,7 @@ class Sender:
         return self._answer_check(out)
 
     def _answer_check(self, out: OutgoingTransfer) -> list[Action]:
-        """In few messages."""
+        """Send the digests once none is under way, or a message is full."""
         if (out.checks or out.digesting) and len(out.checked) < MAX_SUMS:
             return []
         told, out.checked = tuple(out.checked), []
@@ -442,10 +453,10 @@ class Sender:
         return bool(self._owed)
 
     def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
-        """What receivers wait for, if we know well enough that our engine has not taken it back.
+        """Answers that receivers wait for; none if we heard our engine too long ago to rule out a withdrawal.
 
-        `heard_at` is when it was last found to have said nothing that we have not heard; `has_reached` tells of its
-        fence. Every answer is a promise, and begins now.
+        `heard_at` is when we last had read everything the engine sent. `has_reached` says whether its fence has reached
+        a count. Every answer begins a lease now.
         """
         actions: list[Action] = []
         if now - heard_at >= HEARD_S:
@@ -468,28 +479,27 @@ class Sender:
         return actions
 
     def _owe(self, out: OutgoingTransfer) -> None:
-        """There is something to tell it."""
+        """Remember that its receiver waits for an answer."""
         if out.promise is None or out.is_settled:
             return
         if out.will_read and out.offered is not None and out.offered.state is OfferState.OPEN:
             self._owed[out.transfer] = out
 
     def _take_back(self, out: OutgoingTransfer) -> None:
-        """Its receiver is through, or what it reads from now on does not count."""
+        """End its lease: its receiver has finished, or what it reads from now on does not count."""
         if out.promise is not None:
             out.promise.ends = None
             self._deadlines.clear(("lease", out.transfer))
 
     def _lease_over(self, out: OutgoingTransfer) -> list[Action]:
-        self.leases_over += (
-            out.state is OutgoingState.STOPPING
-        )  # one that has read what is computed so far does not renew
+        is_late = out.state is OutgoingState.STOPPING  # one that has read all that is computed so far does not renew
+        said: list[Action] = [Unconfirmed(out.transfer)] if is_late else []
         self._take_back(out)
         assert out.offered is not None
-        return self._end_if_quiet(out) + self._release_if_over(out.offered)
+        return said + self._end_if_quiet(out) + self._release_if_over(out.offered)
 
     def _end_if_quiet(self, out: OutgoingTransfer) -> list[Action]:
-        """End a transfer that stops, if nothing of it is under way any more."""
+        """End a stopping transfer, if nothing of it is under way."""
         assert out.offered is not None
         if out.state is not OutgoingState.STOPPING or out.is_busy:
             return []
@@ -498,7 +508,7 @@ class Sender:
     # From the data plane:
 
     def hear(self, reports: Iterable[SendingReport]) -> list[Action]:
-        """What it reports."""
+        """Take the data plane's reports."""
         actions: list[Action] = []
         for report in reports:
             match report:
@@ -529,7 +539,7 @@ class Sender:
         return self._release_if_over(offered)
 
     def _sent(self, out: OutgoingTransfer) -> None:
-        if out.state is OutgoingState.FLOWING:  # else it was told to stop, and will be quiet
+        if out.state is OutgoingState.FLOWING:  # else it was told to stop: Quiet follows
             out.is_ordered = False
             out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
             self._forget(out)
@@ -570,7 +580,7 @@ class Sender:
         offered.grew(offer.fence, offer.tokens)
 
     def _bind_waiting(self, rendezvous: str) -> list[Action]:
-        """Let claims and offers under one id find each other, oldest first; one want's claims all get one offer."""
+        """Match claims and offers under one id, oldest first. All claims of one want get the same offer."""
         actions: list[Action] = []
         for out in list(self._waiting.get(rendezvous, {}).values()):
             offered = self._rendezvous_ids.place_of(out.claim)
@@ -591,6 +601,7 @@ class Sender:
             offered.outgoing_transfers[out.transfer] = out
             self._waits_no_more(out)
             out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.BIND)
+            actions.append(Met(out.transfer, offered.request, out.plan.chunks, out.plan.total_bytes))
             if out.plan.chunks == 0:
                 offered.served.add(out.claim.receiver)
                 out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
@@ -601,7 +612,7 @@ class Sender:
         return actions
 
     def _order(self, out: OutgoingTransfer) -> list[Action]:
-        """Let the data plane send it, or its receiver read it, if it can be had."""
+        """Order the data plane to send it, or let its receiver read it."""
         offered, claim = out.offered, out.claim
         assert offered is not None
         if out.state is not OutgoingState.FLOWING:
@@ -630,7 +641,7 @@ class Sender:
             del self._waiting[out.claim.rendezvous]
 
     def _short_of(self, offered: OpenOffer) -> list[Action]:
-        """Fail what an offer can never satisfy: what it lacks at its begin at once, all else with its last word."""
+        """Fail transfers that the offer cannot satisfy. Its begin is checked at once, the rest once it is complete."""
         actions: list[Action] = []
         for out in list(offered.outgoing_transfers.values()):
             try:
@@ -656,21 +667,21 @@ class Sender:
             ended = EndedOffer(offered.rendezvous, offered.over, now + ENDED_S, offered.want, offered.receivers, heard)
             actions += self._come_in_vain(ended, now)
         for out in list(offered.outgoing_transfers.values()):
-            if out.will_read:  # what is read already may arrive
+            if out.will_read:  # what has been read already may arrive
                 actions += self._stop(out, code, reason)
         return actions + self._release_if_over(offered)
 
     def _come_in_vain(self, ended: EndedOffer, now: float) -> list[Action]:
-        """Claims on it hear at once; those that wait already, because of a pause, as well."""
+        """Remember an ended offer, and refuse claims on it: later ones, and those that wait because of a pause."""
         self._rendezvous_ids.remember(ended, now)
         return self._bind_waiting(ended.rendezvous)
 
     def _readers(self, offered: OpenOffer) -> list[OutgoingTransfer]:
-        """Who has not read all of it that it claimed. A receiver that claims again what it gave up is one of them."""
+        """Transfers that have not read all they claimed, those of a receiver that claimed again included."""
         return [out for out in offered.outgoing_transfers.values() if out.will_read]
 
     def _release_if_over(self, offered: OpenOffer) -> list[Action]:
-        """Give the blocks back once nobody reads or will read them."""
+        """Release the blocks once nobody reads or will read them."""
         all_served = offered.want is not None and len(offered.served) == offered.receivers
         if offered.state is OfferState.RELEASED or (offered.state is OfferState.OPEN and not all_served):
             return []
@@ -690,8 +701,7 @@ class Sender:
     # How a transfer goes on:
 
     def _progress(self, out: OutgoingTransfer) -> list[Action]:
-        """More chunks are computed, as the data plane must know; and the receiver, if it has not lent slots for
-        them."""
+        """Tell the data plane that more chunks are computed, and the receiver, if it has not lent slots for them."""
         offered = out.offered
         if out.state is not OutgoingState.FLOWING or offered is None or out.promise is not None:
             return []
@@ -706,7 +716,7 @@ class Sender:
         return actions
 
     def _stop(self, out: OutgoingTransfer, code: str, reason: str) -> list[Action]:
-        """End a transfer early; the receiver hears Drained only when nothing of it is under way."""
+        """End a transfer early. The receiver gets Drained only when nothing of it is under way."""
         if out.state in (OutgoingState.STOPPING, OutgoingState.ENDED):
             return []
         out.says = (code[:64], reason[:1024])
@@ -758,7 +768,7 @@ MOST_LEASES = 4096  # unused, of one receiver: as many slots as an agent can hav
 
 
 def planned(claim: Claim, session: Session, engine: AttachedEngine) -> Plan:
-    """What its receiver takes, which must be what it says. Raises KVBridgeError."""
+    """The plan of a claim. Raises KVBridgeError if it differs from what the receiver planned."""
     epochs = (
         ("sender_epoch", engine.epoch, claim.sender_epoch),
         ("receiver_epoch", session.peer_epoch, claim.receiver_epoch),
@@ -774,9 +784,9 @@ def planned(claim: Claim, session: Session, engine: AttachedEngine) -> Plan:
     return plan
 
 
-def surplus(out: OutgoingTransfer, leases: Sequence[SlotLease], unused: int) -> str:
-    """Why these are more slots than a receiver can have or has a use for; we keep them. It has lent `unused`
-    already."""
+def lease_excess(out: OutgoingTransfer, leases: Sequence[SlotLease], unused: int) -> str:
+    """Why these leases are more than the transfer needs or a receiver can have; "" if they are not. `unused` is how
+    many the receiver has lent already and nothing was shipped under."""
     if not leases:
         return ""
     if (lent := out.lent + len(leases)) > out.plan.chunks:
@@ -786,5 +796,5 @@ def surplus(out: OutgoingTransfer, leases: Sequence[SlotLease], unused: int) -> 
 
 
 def refused(incarnation: str, claim: Claim, code: str, reason: str) -> Send:
-    """What its receiver hears of a claim that is not served."""
+    """The refusal of a claim."""
     return Send(incarnation, Refuse(code=code, reasons=(reason[:1024],), about=claim.transfer))

@@ -1,5 +1,5 @@
-"""What a receiver knows of the engines that prefill for its own: open sessions, who holds which rows, which transfers
-may still be written. Pure."""
+"""What a receiver knows of its senders: open sessions, which rank holds which rows, which transfers may still be
+written. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .session import Session, are_same, engine_ranks, rank_index
 
 
 class SenderSessions:
-    """Open sessions, by each address that wants have named."""
+    """Open sessions, by address."""
 
     def __init__(self) -> None:
         self.open: dict[str, Session] = {}
 
     def needed(self, sender: str) -> list[str]:
-        """Addresses of all ranks of the engine that is reached at `sender`, as far as they are known."""
+        """Addresses of all known ranks of the engine at `sender`."""
         first = self.open.get(sender)
         if first is None:
             return [sender]
@@ -31,11 +31,11 @@ class SenderSessions:
         return [sender, *others]
 
     def missing(self, sender: str) -> list[str]:
-        """Those of them that there is no session with."""
+        """The needed addresses without a session."""
         return [address for address in self.needed(sender) if address not in self.open]
 
     def lacks(self, sender: str) -> str:
-        """Who is missing for a claim, in words; nothing if nobody is."""
+        """Which ranks are missing for a claim, as text; "" if none."""
         if missing := self.missing(sender):
             return ", ".join(missing)
         if self.is_whole(sender):
@@ -44,11 +44,11 @@ class SenderSessions:
         return f"{of - known} of {of} ranks, for its engine has told {sender} of {known} only"
 
     def reached(self, sender: str) -> dict[str, Session]:
-        """The sessions with those that there is one with."""
+        """The open sessions with the needed addresses."""
         return {address: self.open[address] for address in self.needed(sender) if address in self.open}
 
     def is_whole(self, sender: str) -> bool:
-        """Whether the addresses of all its engine's ranks are known."""
+        """Whether the addresses of all ranks of the engine at `sender` are known."""
         first = self.open.get(sender)
         return first is not None and len(self.needed(sender)) >= engine_ranks(first.peer_pool)
 
@@ -57,13 +57,13 @@ Takes = tuple[tuple[Take, ...], ...]
 
 
 class ShardAssignment:
-    """What was assigned last, by the address that wants name."""
+    """The last assignment of rows to ranks, by the sender address in the wants."""
 
     def __init__(self) -> None:
         self._assigned: dict[str, tuple[list[Session], Pool, Takes]] = {}
 
     def takes(self, sender: str, sessions: Sequence[Session], pool: Pool) -> Takes:
-        """What `pool` takes from each of these sessions, all with the engine that is reached at `sender`.
+        """What `pool` takes from each of these sessions with the ranks of the engine at `sender`.
 
         Raises PeerError unless they are all the ranks of one engine and hold every row.
         """
@@ -75,7 +75,7 @@ class ShardAssignment:
         return known[2]
 
     def forget(self) -> None:
-        """A session is over: keep none of its engine's."""
+        """Drop all assignments: a session is over."""
         self._assigned.clear()
 
 
@@ -92,16 +92,17 @@ def _check_ranks(sessions: Sequence[Session]) -> None:
 
 
 class UndrainedTransfers:
-    """By transfer: the address it was claimed at, which start of the agent there has not drained it, its key.
+    """Ended transfers whose sender has not confirmed that it stopped writing, with the sender's address, incarnation
+    and key.
 
-    Who answers at such an address is kept as long as something is in doubt there, and of no other address. A
-    incarnation is a word that anybody can say: it counts only with the key that the transfer was claimed of.
+    For each such address it remembers the last incarnation met there, until all its transfers are settled. Anybody can
+    claim an incarnation, so one counts only together with the key that the transfer was claimed from.
     """
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[str, str, str]] = {}
+        self._of: dict[str, tuple[str, str, str]] = {}  # by transfer: (address, incarnation, key)
         self._at: Counter[str] = Counter()  # how many, by address
-        self._met: dict[str, tuple[str, str]] = {}  # an address of those -> the start that was met there last, its key
+        self._met: dict[str, tuple[str, str]] = {}  # by address: the last (incarnation, key) met there
 
     def add(self, transfer: str, address: str, incarnation: str, key: str) -> None:
         self.settle(transfer)
@@ -118,7 +119,7 @@ class UndrainedTransfers:
             self._met.pop(at, None)
 
     def clear(self) -> None:
-        """What they could have written is nothing any more."""
+        """Forget all: the slots they could write no longer exist."""
         self._of.clear()
         self._at.clear()
         self._met.clear()
@@ -127,14 +128,15 @@ class UndrainedTransfers:
         return address in self._at
 
     def meet(self, address: str, incarnation: str, key: str) -> list[tuple[str, str]]:
-        """This start answers at the address. The transfers that it could settle: its own, and those of another start
-        that was claimed of there, if it knows that one to be dead. With each whose it was."""
+        """This incarnation answers at the address. Returns the transfers it may settle, as (transfer, incarnation that
+        owned it): its own, and those claimed at this address from another incarnation, which it may know to be dead."""
         if self.is_any(address):
             self._met[address] = incarnation, key
         mine = [(transfer, at, of) for transfer, (at, of, its) in self._of.items() if its == key]
         return [(transfer, of) for transfer, at, of in mine if of == incarnation or at == address]
 
     def can_settle(self, transfer: str, incarnation: str, key: str) -> bool:
-        """Whether this start could settle that one: its own, or of where it was met, by whatever link it says so."""
+        """Whether this incarnation may settle the transfer: it owns it, or was the last one met at its address. The
+        link it uses does not matter."""
         at, of, its = self._of.get(transfer, ("", "", ""))
         return bool(of) and key == its and (incarnation == of or self._met.get(at) == (incarnation, key))

@@ -1,7 +1,7 @@
 """What two agents agree on before anything moves: version, identity, verdict, digest. Pure.
 
-The receiver's agent says Hello and gets Welcome or Refuse. A session binds one start of each agent to one epoch of each
-engine: when any of the four changes, it is over and another one is made.
+The receiver's agent sends Hello and gets Welcome or Refuse. A session binds one incarnation of each agent to one epoch
+of each engine. When any of the four changes, the session is over and a new one is needed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .route import UNPROVED, Routed, Site
 
 @dataclass(frozen=True, slots=True)
 class AttachedEngine:
-    """Our side of every session: this start of the agent and what its engine attached.
+    """Our side of every session: this incarnation of the agent and what its engine attached.
 
-    `policy` is what the engine wants done about other scales, `revision` that of its own.
+    `policy` says what to do if the sender has other scales; `revision` is that of our engine's scales.
     """
 
     agent: AgentCard
@@ -36,20 +36,21 @@ class AttachedEngine:
     ranks: tuple[Rank, ...] = ()
     policy: Literal["requantize", "adopt"] = "requantize"
     revision: int = 0
-    share: TokenShard = field(init=False, repr=False, compare=False)  # the tokens that our pool holds
+    share: TokenShard = field(init=False, repr=False, compare=False)  # the tokens our pool holds
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "share", TokenShard.of(self.pool.shard))
 
 
-Whose = tuple[str, int, str]  # an engine's memory: incarnation of its agent, epoch, and the key that this agent proved
+# An engine's memory: the incarnation of its agent, the epoch, and the key that this agent proved.
+EngineMemoryId = tuple[str, int, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """An agreed relation with one peer; `peer` is its incarnation, `verdict` what has to be converted.
+    """What was agreed with one peer. `peer` identifies it; `verdict` says what has to be converted.
 
-    `key` is what a sender proved to have at the link it was agreed by, "" where nobody proves anything.
+    `key` is the key the sender proved on the link where this was agreed, "" if links prove no keys.
     """
 
     peer: AgentCard
@@ -66,13 +67,13 @@ class Session:
     planner: Planner = field(kw_only=True, repr=False, compare=False)
 
     @property
-    def whose(self) -> Whose:
-        """The memory of its engine."""
+    def memory_id(self) -> EngineMemoryId:
+        """Identifies the memory of the peer's engine."""
         return self.peer.incarnation, self.peer_epoch, self.key
 
 
 def are_same(before: Sequence[Session], now: Sequence[Session]) -> bool:
-    """Whether these are the very same sessions: to compare what they hold costs more than what is kept of them."""
+    """Whether these are the very same objects. Comparing contents would cost more than the caching saves."""
     return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
 
 
@@ -113,7 +114,7 @@ def hello(
 
 
 def answer(greeting: Hello, engine: AttachedEngine | None) -> Session | Refuse:
-    """What a sender makes of a Hello; a Session is told to the peer with `welcome`."""
+    """The sender's answer to a Hello: a Session, told to the peer with `welcome`, or why there is none."""
     if engine is None:
         return Refuse(code="no_engine", reasons=("no engine is attached to this agent",))
     if greeting.agent.incarnation == engine.agent.incarnation:
@@ -170,7 +171,7 @@ def welcome(session: Session, engine: AttachedEngine, door: DoorCard | None = No
 
 
 def accept(greeting: Welcome, engine: AttachedEngine, key: str = "") -> Session | Refuse:
-    """What a receiver makes of a Welcome; Refuse says why it cannot go on, in the words it would tell its engine."""
+    """The receiver's view of a Welcome: a Session, or a Refuse that says why it cannot go on."""
     if not OURS.oldest <= greeting.version <= OURS.newest:
         reason = f"version: ours {OURS.oldest}-{OURS.newest}, theirs {greeting.version}"
         return Refuse(code="version_mismatch", reasons=(reason,))

@@ -31,14 +31,14 @@ class SlotPool:
         self._free: deque[int] = deque()
         self.make(count)
         self._of_transfer: dict[str, set[int]] = {}
-        self.turn = 0  # how many leases there have been
+        self.turn = 0  # leases granted so far
         self.lent = 0
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def make(self, count: int) -> None:
-        """There are so many from here on; before there were none."""
+        """Create the slots. May be called with a count above zero only once."""
         assert not self._slots, f"slots: {len(self._slots)} were made before"
         self._slots = [_Slot() for _ in range(count)]
         self._free = deque(range(count))
@@ -72,29 +72,32 @@ class SlotPool:
         return tuple(leases)
 
     def land(self, leases: Iterable[SlotLease], transfer: str) -> None:
-        """The data plane is through with what was written under them. Slots made anew since are none of theirs."""
+        """The data plane has finished with these leases. A lease whose slot has moved on to another is ignored."""
         for lease in leases:
             slot = self._slots[lease.slot]
             if (slot.generation, slot.transfer) == (lease.generation, transfer):
                 self._step(lease.slot, SlotEvent.LAND)
 
     def doubt(self, transfer: str) -> int:
-        """The transfer ended: what it still has out is quarantined. Returns how many slots that is."""
+        """The transfer ended: quarantine the slots still lent to it. Returns how many."""
         return self._step_all(transfer, (SlotState.LENT,), SlotEvent.DOUBT)
 
     def drain(self, transfer: str) -> int:
-        """The sender has proven that the transfer writes no more. Returns how many slots became free."""
+        """The sender has proven that it will not write for this transfer again. Returns how many slots became free."""
         return self._step_all(transfer, (SlotState.LENT, SlotState.QUARANTINED), SlotEvent.DRAIN)
 
     def rebuilt(self) -> int:
-        """Our fabric was torn down and made anew. Returns how many slots became free."""
+        """The indexes name new memory from now on. What they named, with the writes into it, is left behind.
+
+        Returns how many slots became free.
+        """
         quarantined = [i for i, slot in enumerate(self._slots) if slot.state is SlotState.QUARANTINED]
         for index in quarantined:
             self._step(index, SlotEvent.REBUILD)
         return len(quarantined)
 
     def has_out(self, transfer: str) -> bool:
-        """Whether it may still write any."""
+        """Whether this transfer may still write any slot."""
         return transfer in self._of_transfer
 
     def lent_to(self, transfer: str) -> int:

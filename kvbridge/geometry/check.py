@@ -1,6 +1,6 @@
-"""Whether a pool makes sense at all: every plane inside its region, none of its rows on top of another. Pure.
+"""Whether a pool is valid: every plane is inside its region, and no two of its rows overlap. Pure.
 
-Whether two planes lie on top of each other is a question of its own: overlap.py.
+Whether two planes overlap is checked in overlap.py.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .token_shard import MOST_PERIOD, period_of
 from .wire import PLAIN, ROW_SCALED, SCALED_ROWS, is_scale
 
 MOST_REASONS = 32
-MOST_LETTERS = 1024  # of a reason
-# Codecs of one byte a number, which have scales.
+MOST_LETTERS = 1024  # in one reason
+# Codecs with one byte per number. Only these have scales.
 NARROW = {name for name, size in PLAIN.items() if size == 1}
-# Numbers that share a scale of one byte.
+# How many numbers share a scale of one byte.
 SCALE_BLOCK = {"mxfp8_e4m3": 32, "nvfp4": 16}
-# Bytes of a row, and numbers in it where there is one width only.
+# Bytes of a row, and its width in numbers; 0 if the width varies.
 WHOLE_ROWS: dict[str, tuple[int, int]] = {
     "fp8_ds_mla": (656, 576),
     "fp8_ds_v4": (576, 0),
@@ -32,7 +32,7 @@ WHOLE_ROWS: dict[str, tuple[int, int]] = {
 
 
 def check_pool(pool: Pool) -> tuple[str, ...]:
-    """Why this pool cannot be, each reason with its field and both values; nothing if it can."""
+    """Why this pool is not valid, each reason with its field and both values. Empty if it is valid."""
     reasons = [*_check_shard(pool), *_check_groups(pool), *_check_layers(pool), *_check_scale_planes(pool)]
     for index, plane in enumerate(pool.planes):
         where = f"plane {index} (layer {plane.layer} {plane.part})"
@@ -41,7 +41,7 @@ def check_pool(pool: Pool) -> tuple[str, ...]:
 
 
 def rescaled(pool: Pool, scales: Sequence[Scales]) -> Pool:
-    """The pool with these scales; planes that are not named keep theirs."""
+    """The pool with these scales. Planes that are not named keep theirs."""
     new = {(each.layer, each.part): each.scales for each in scales}
     replace = msgspec.structs.replace
     planes = (
@@ -52,7 +52,7 @@ def rescaled(pool: Pool, scales: Sequence[Scales]) -> Pool:
 
 
 def shortened(reasons: Sequence[str]) -> tuple[str, ...]:
-    """No more reasons than a message may carry, and none longer."""
+    """The reasons, cut to the number and length that a message may carry."""
     kept = tuple(
         reason if len(reason) <= MOST_LETTERS else f"{reason[: MOST_LETTERS - 3]}..."
         for reason in reasons[:MOST_REASONS]
@@ -66,7 +66,7 @@ def extent(plane: Plane, group: Group) -> int:
 
 
 def places_of(axis: Sequence[Step]) -> int:
-    """How many places an axis counts."""
+    """How many places an axis has."""
     return prod(step.count for step in axis)
 
 
@@ -104,7 +104,7 @@ def _check_groups(pool: Pool) -> Iterator[str]:
 
 
 def _check_layers(pool: Pool) -> Iterator[str]:
-    """One plane for each (layer, part), and the parts of a layer for the same heads under as many scales."""
+    """Each (layer, part) has one plane. Parts of a layer have the same heads, and K and V as many scales."""
     first: dict[int, Plane] = {}
     seen: set[tuple[int, str]] = set()
     for plane in pool.planes:
@@ -123,7 +123,7 @@ def _check_layers(pool: Pool) -> Iterator[str]:
 
 
 def _check_scale_planes(pool: Pool) -> Iterator[str]:
-    """Rows and the plane of their scales: neither without the other, and as the codec says."""
+    """Scaled rows and the plane of their scales: each needs the other, and they must match."""
     planes = {(plane.layer, plane.part): plane for plane in pool.planes}
     for plane in pool.planes:
         where = f"layer {plane.layer} {plane.part}"
@@ -156,7 +156,7 @@ def _check_scales_of(plane: Plane, scales: Plane) -> Iterator[str]:
 
 
 def _check_words(plane: Plane) -> Iterator[str]:
-    """Scales are read as words of four bytes."""
+    """Scales are read as words of four bytes, so they must be aligned."""
     strides = [plane.offset, plane.block_stride, *(step.stride for step in plane.token_axis)]
     if plane.heads > 1:
         strides.append(plane.head_stride)

@@ -1,11 +1,11 @@
-"""Longer rows where both sides keep the same bytes together: fewer, larger copies and nothing else. Pure.
+"""Coalesces rows that both sides keep next to each other, so that copies are fewer and larger. Pure.
 
-A pair whose rows are bit-equal on both sides is read as a run of bytes, and the run grows while both sides agree on
-what comes next: the other heads, the other tokens of the block, the next plane (K then V, layer after layer). What
-comes out is a pair again, of two ordinary planes whose rows are the runs; nothing after this knows of folding.
+A pair whose rows are bit-equal on both sides is read as a run of bytes. The run grows while both sides agree on what
+comes next: the other heads, the other tokens of the block, the next plane (K then V, layer after layer). The result is
+a pair again, of two ordinary planes whose rows are the runs; no later code knows of coalescing.
 
-A run over a whole block needs the same block_tokens and a first token on a border; the last block then travels whole,
-with whatever its unused rows hold.
+A run over a whole block needs the same block_tokens on both sides and a first token on a block border. The last block
+then travels whole, with whatever its unused rows hold.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvbridge_proto.pool import Codec, Plane, Pool, Step
 from .plane_pair import PlanePair
 from .wire import is_same_row, is_same_scales, scales_of
 
-# Longer rows are not faster any more, and shorter ones fill slots better.
+# Longer rows are no faster, and shorter ones fill slots better.
 LONGEST_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlane:
-    """Where the first run of a pair is in one pool; blocks and region are the plane's."""
+    """Where the first run of a pair is in one pool, in the blocks and the region of `plane`."""
 
     plane: Plane
     offset: int
@@ -32,7 +32,7 @@ class RunPlane:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`heads` times one run of `row_bytes` bytes per place, a place being a token or (`is_block`) a block."""
+    """`heads` runs of `row_bytes` bytes per place. A place is a token or, if `is_block`, a block."""
 
     sender: RunPlane
     receiver: RunPlane
@@ -45,7 +45,7 @@ class Run:
 def coalesce(
     pairs: Sequence[PlanePair], sender: Pool, receiver: Pool, first_token: int, slot_bytes: int, is_whole: bool = True
 ) -> list[PlanePair]:
-    """The same bytes as fewer pairs of longer rows, none longer than a slot; of tokens only, unless `is_whole`."""
+    """The same bytes as fewer pairs of longer rows, none longer than a slot. No row spans tokens unless `is_whole`."""
     longest = min(LONGEST_BYTES, slot_bytes)
     kept: list[PlanePair] = []
     runs: list[Run] = []
@@ -69,7 +69,7 @@ def coalesce(
 
 
 def _first_run(pair: PlanePair, block_tokens: int, longest: int) -> Run | None:
-    """One row, or all rows of a block and head where rows are not dense but blocks are; None if neither."""
+    """One row if it is dense, else all rows of a block and head if they are; None if neither is one run."""
     sender, receiver, heads = pair.sender, pair.receiver, pair.heads
     ours, theirs = sender.codec, receiver.codec
     if not is_same_row(ours, theirs) or sender.element_axis != receiver.element_axis:
@@ -92,7 +92,7 @@ def _first_run(pair: PlanePair, block_tokens: int, longest: int) -> Run | None:
 
 
 def _is_dense(axis: Sequence[Step], element_bytes: int) -> bool:
-    """True if the places of an axis fill their bytes without a gap, in whatever order."""
+    """True if the places of an axis fill their bytes without a gap, in any order."""
     covered = element_bytes
     for step in sorted(axis, key=lambda step: step.stride) if len(axis) > 1 else axis:
         if step.count > 1:
@@ -103,7 +103,7 @@ def _is_dense(axis: Sequence[Step], element_bytes: int) -> bool:
 
 
 def _grown(run: Run, longest: int) -> Run:
-    """The run over all heads, or over all tokens of a block, where they follow each other on both sides."""
+    """The run grown over all heads, or all tokens of a block, if they follow each other on both sides."""
     sender, receiver, row_bytes = run.sender.plane, run.receiver.plane, run.row_bytes
     if run.heads > 1 and run.heads * row_bytes <= longest and sender.head_stride == receiver.head_stride == row_bytes:
         return replace(run, heads=1, row_bytes=run.heads * row_bytes)
@@ -115,7 +115,7 @@ def _grown(run: Run, longest: int) -> Run:
 
 
 def _joined(runs: Sequence[Run], longest: int) -> list[Run]:
-    """Runs that follow each other on both sides, block by block, as one."""
+    """Joins runs that follow each other on both sides, block by block."""
     joined: list[Run] = []
     for run in runs:
         last = joined[-1] if joined else None
@@ -154,7 +154,7 @@ def _plane_pair(run: Run, codec: Codec) -> PlanePair:
 
 
 def _plane(side: RunPlane, run: Run, codec: Codec) -> Plane:
-    """The plane whose rows are the runs; layer and part are those of the first."""
+    """The plane whose rows are the runs. Layer and part are those of its first run."""
     plane = side.plane
     return Plane(
         layer=plane.layer,

@@ -25,9 +25,9 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class Convertible:
-    """Everything can be moved; `changes` say what becomes different, with both values.
+    """Everything can be moved. `changes` say what becomes different, with both values.
 
-    `has_casts` if numbers are among it, and not only where rows lie.
+    `has_casts` is true if numbers change, and not only where rows lie.
     """
 
     changes: tuple[str, ...]
@@ -36,7 +36,7 @@ class Convertible:
 
 @dataclass(frozen=True, slots=True)
 class Incompatible:
-    """Nothing can be moved; `reasons` name each field and both values."""
+    """Nothing can be moved. `reasons` name each field and both values."""
 
     reasons: tuple[str, ...]
 
@@ -47,9 +47,9 @@ Conversion = Literal["none", "layout", "codec"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One field on both sides, the same or not.
+    """One field with its values on both sides, equal or not.
 
-    `place` says where, if it is not one of the whole pool; `needs` what would help, where it stands in the way.
+    `place` says where it is, unless it is a field of the whole pool. `needs` is what would help, if it is an obstacle.
     """
 
     field: str
@@ -64,16 +64,16 @@ class Difference:
         return f"{self.field}: sender {self.sender}, receiver {self.receiver}{place}{needs}"
 
 
-# The kinds of layer that are attention with keys and values of their own; how much of them is kept is a group's matter.
+# Layers that are attention with keys and values of their own. Their group says how many tokens are kept.
 ATTENTION = ("full", "sliding", "chunked")
-ATTENTION_PARTS = ("k", "v", "latent")  # their widths are the model's
-CASTS = ("codec", "scales")  # the differences by which numbers are others
+ATTENTION_PARTS = ("k", "v", "latent")  # the model says how wide they are
+CASTS = ("codec", "scales")  # differences that change numbers
 SAME_MODEL = "the same model on both sides"
 SAME_CODEC = "the same kv_cache_dtype on both sides"
 
 
 def verdict(sender: Pool, receiver: Pool) -> Verdict:
-    """Whether rows of `sender` can become rows of `receiver`. Both agents judge the same two pools alike."""
+    """Whether rows of `sender` can become rows of `receiver`. Both agents come to the same verdict."""
     reasons = [f"sender {reason}" for reason in check_pool(sender)]
     reasons += [f"receiver {reason}" for reason in check_pool(receiver)]
     reasons = reasons or [str(each) for each in obstacles(sender, receiver)]
@@ -85,14 +85,14 @@ def verdict(sender: Pool, receiver: Pool) -> Verdict:
 
 
 def conversion(found: Verdict) -> Conversion:
-    """What is done to rows on the way, in one word: nothing, laid out otherwise, or other numbers as well."""
+    """What happens to rows on the way: nothing, another layout, or other numbers as well."""
     if isinstance(found, Convertible):
         return "codec" if found.has_casts else "layout"
     return "none"
 
 
 def obstacles(sender: Pool, receiver: Pool) -> list[Difference]:
-    """What stands in the way between two pools that make sense; each once, however many layers have it."""
+    """What stands in the way between two valid pools; each once, however many layers have it."""
     aligned = align(sender, receiver)
     return _merged(
         [*_other_model(sender, aligned, receiver), *_other_tokens(aligned, receiver), *_other_form(aligned, receiver)]
@@ -116,7 +116,7 @@ def _other_model(sender: Pool, aligned: Pool, receiver: Pool) -> Iterator[Differ
     held = {plane.layer for plane in aligned.planes}
     known = len(sender.model.layers)
     for plane in {plane.layer: plane for plane in receiver.planes}.values():
-        # A rank of a pipeline holds some layers only; what none of them holds is found when they are assigned.
+        # A pipeline rank holds some layers only. Layers that no rank holds are found by `shard.assign`.
         if plane.layer not in held and (sender.shard.pp_size == 1 or (plane.layer >= known and not plane.name)):
             needs = "every layer of the decode side on the prefill side"
             name = f" {plane.name}" if plane.name else ""
@@ -130,14 +130,14 @@ def _other_layer(ours: Layer, theirs: Layer, place: str) -> Iterator[Difference]
     for name in Layer.__struct_fields__:
         mine, yours = getattr(ours, name), getattr(theirs, name)
         if name == "kind" and mine in ATTENTION and yours in ATTENTION:
-            continue  # an engine may keep all tokens of a layer that looks at a window: see _other_tokens
+            continue  # an engine may keep all tokens of a layer with a window: see _other_tokens
         if name == "window" and not (mine and yours):
             continue
         yield from _if_other(name, mine, yours, place, SAME_MODEL)
 
 
 def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
-    """Tokens that one side does not keep, or not where the other could find them."""
+    """Tokens that one side does not keep, or keeps where the other cannot find them."""
     token_shards = [(pool.shard.cp_size, pool.shard.cp_interleave) for pool in (sender, receiver)]
     if lcm(period_of(sender.shard), period_of(receiver.shard)) > MOST_PERIOD:
         needs = f"interleaves whose common period is below {MOST_PERIOD} tokens"
@@ -149,7 +149,7 @@ def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
         if kept.kind != "full":
             needs = "the hybrid KV cache manager on the receiver, or off at the sender"
             yield from _if_other("kind", _keeps(kept), _keeps(wanted), place, needs)
-            # What the sender keeps begins with a block of its own, and that maybe inside one of the receiver.
+            # What the sender keeps begins on its own block border, which may be inside a block of the receiver.
             is_inside = whole_block(kept, sender.shard) % whole_block(wanted, receiver.shard) > 0
             if kept.kind == wanted.kind != "state" and kept.window == wanted.window and is_inside:
                 needs = "a block at the sender that is a multiple of the receiver's, where layers keep a window"
@@ -164,13 +164,13 @@ def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
 
 
 def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
-    """Rows that no conversion takes from one form to the other."""
+    """Rows whose form cannot be converted to the other side's."""
     scales = {(plane.layer, plane.part): plane for plane in sender.planes if is_scale(plane.part)}
     theirs_of = {(plane.layer, plane.part): plane for plane in receiver.planes if is_scale(plane.part)}
     for ours, theirs in common_planes(sender, receiver):
         place = f"layer {ours.layer} {ours.part}"
         if ours.total_heads != theirs.total_heads:
-            continue  # of another model, or a state cut in other pieces
+            continue  # another model, or a state cut differently: reported elsewhere
         if ours.part not in ATTENTION_PARTS and ours.codec.width != theirs.codec.width:
             yield Difference("width", ours.codec.width, theirs.codec.width, place, SAME_MODEL)
             continue
@@ -216,7 +216,7 @@ def _if_other(field: str, sender: object, receiver: object, place: str = "", nee
 
 
 def common_planes(sender: Pool, receiver: Pool) -> Iterator[tuple[Plane, Plane]]:
-    """Planes of rows; those of their scales go where they go."""
+    """The planes of rows that both pools have. Planes of scales follow their rows."""
     mine = {(plane.layer, plane.part): plane for plane in sender.planes}
     for theirs in receiver.planes:
         ours = mine.get((theirs.layer, theirs.part))
@@ -241,7 +241,7 @@ def _block(group: Group, shard: Shard) -> str:
 
 
 def form_of(plane: Plane) -> str:
-    """What rows are made of, for people."""
+    """The form of a plane's rows, for people to read."""
     codec = plane.codec
     return codec.name if codec.name in (*PLAIN, *ROW_SCALED) else f"{codec.name} of {codec.row_bytes} bytes"
 
@@ -256,12 +256,12 @@ def _spread(plane: Plane) -> str:
 
 
 def spelled(scales: Sequence[float]) -> str:
-    """The scales of a plane, for people."""
+    """The scales of a plane, for people to read."""
     return "none" if not scales else f"{scales[0]:g}" if len(scales) == 1 else f"{len(scales)} from {scales[0]:g} on"
 
 
 def _layout(plane: Plane) -> str:
-    """Which axis is outside which: the order of their strides, in words for people."""
+    """The axes in the order of their strides, the largest first, for people to read."""
     axes = {"head": plane.head_stride if plane.heads > 1 else 0, "block": plane.block_stride}
     for name, axis in (("token", plane.token_axis), ("element", plane.element_axis)):
         for depth, step in enumerate(axis):

@@ -1,4 +1,4 @@
-"""What each change means for whoever runs the engines, one sentence each. Pure."""
+"""What each change means for the people who run the engines, one sentence each. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .compat import Difference, common_planes
 from .layers import align
 from .wire import PLAIN, ROW_SCALED, base_name, is_same_row, is_same_scales, wire_codec
 
-# The most that a number x may be off by once it has 8 bits under a scale s, and where it saturates.
+# The most by which a number x may be off after conversion to 8 bits with scale s, and where it saturates.
 BOUNDS = {
     "fp8_e4m3": "|x|/16 + s/1024, saturating at 448 s",
     "fp8_e5m2": "|x|/8 + s/131072, saturating at 57344 s",
@@ -35,7 +35,7 @@ def _cp_size(change: Difference, sender: Pool, receiver: Pool) -> str:
     ranks = sender.shard.cp_size
     if ranks == 1:
         return f"tokens are picked out at the sender: 1/{receiver.shard.cp_size} of them for each rank of the receiver"
-    return f"tokens are gathered again, those of each rank of the sender (1/{ranks}) that the receiver's rank keeps"
+    return f"a rank of the receiver takes the tokens that it keeps from each rank of the sender (1/{ranks} of all)"
 
 
 def _cp_interleave(change: Difference, sender: Pool, receiver: Pool) -> str:
@@ -48,11 +48,11 @@ def _kind(change: Difference, sender: Pool, receiver: Pool) -> str:
 
 
 def _block_tokens(change: Difference, sender: Pool, receiver: Pool) -> str:
-    return "tokens are placed anew; only whole rows travel, no blocks"
+    return "tokens get new places in the receiver's blocks; whole rows travel, not blocks"
 
 
 def _layout(change: Difference, sender: Pool, receiver: Pool) -> str:
-    return "rows are gathered from the one order and scattered in the other; the wire has neither"
+    return "rows are gathered in the sender's order and scattered in the receiver's"
 
 
 def _layers(change: Difference, sender: Pool, receiver: Pool) -> str:
@@ -72,7 +72,7 @@ def _codec(change: Difference, sender: Pool, receiver: Pool) -> str:
 
 
 def _wire(sender: Codec, receiver: Codec) -> Codec:
-    """What a row is on its way; tiles and rope of a latent are two of them, as wide together as the plain side's."""
+    """The codec of a row on its way. A latent's tiles and rope are together as wide as the plain side's row."""
     if "fp8_ds_mla" in (sender.name, receiver.name):
         return receiver if sender.name == "fp8_ds_mla" else sender
     return wire_codec(sender, 0, receiver, 0, 1)
@@ -85,12 +85,12 @@ def _scales(change: Difference, sender: Pool, receiver: Pool) -> str:
 
 def _error(codec: Codec) -> str:
     bound = BOUNDS.get(base_name(codec))
-    own = ", s being of each row" if codec.name in ROW_SCALED else ""
+    own = ", with the s of each row" if codec.name in ROW_SCALED else ""
     return f"; off by at most {bound}{own}" if bound else ""
 
 
 def _first(sender: Pool, receiver: Pool, is_other: Callable[[Plane, Plane], bool]) -> tuple[Plane, Plane]:
-    """The first planes that differ so."""
+    """The first planes for which `is_other` is true."""
     return next(pair for pair in common_planes(align(sender, receiver), receiver) if is_other(*pair))
 
 

@@ -1,8 +1,8 @@
-"""GroupPlans: pairs that move for the same tokens, as a grid of token spans x bands of pairs. Pure.
+"""Group plans: plane pairs that move for the same tokens, as a grid of token spans x bands of pairs. Pure.
 
-A group plan counts marks: the tokens that sender and receiver have in common, one after another (see token_shard.py).
-All full layers are one group plan; layers that keep a window of tokens are another for each kind, window and block; the
-states, one row each however many tokens, are the last. A pair is of the group plan of its group in the receiver's pool.
+A group plan counts marks: the tokens that sender and receiver have in common, numbered from 0 (see token_shard.py). All
+full layers are one group plan. Layers that keep a window are one for each kind, window and block size. The states, one
+row each however many tokens, are the last. A pair belongs to the group plan of its group in the receiver's pool.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .token_shard import TokenShard
 
 # Plane pairs begin at multiples of this in a slot, so that rows can be moved as wide words.
 ALIGN = 16
-# Tokens are cut so that a pair has about this much in a chunk: less costs a call per few rows, more delays the
+# Spans are cut so that a pair has about this much in a chunk: less costs a call per few rows, more delays the
 # first chunk of a prompt that is still being computed.
 PIECE_BYTES = 128 << 10
 ORDER: tuple[GroupKind, ...] = ("full", "sliding", "chunked", "state")
@@ -29,14 +29,14 @@ Numbers = npt.NDArray[np.int64]
 
 
 def whole_block(group: Group, shard: Shard) -> int:
-    """Tokens of one entry of a group's table, those of all context-parallel ranks together."""
+    """Tokens in one entry of a group's block table, on all context-parallel ranks together."""
     return group.block_tokens * shard.cp_size
 
 
 def kept(group: Group, end_token: int, shard: Shard) -> int:
-    """The first token of a request of `end_token` tokens, its next query at `end_token`, that must be in this group.
+    """The first token that this group must hold of a request of `end_token` tokens, whose next query is at `end_token`.
 
-    It is the first of a block: an engine that keeps a block may take it, whole, for another request that begins alike.
+    It begins a block: an engine that keeps a block may reuse it, whole, for another request with the same prefix.
     """
     block = whole_block(group, shard)
     match group.kind:
@@ -52,7 +52,7 @@ def kept(group: Group, end_token: int, shard: Shard) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTemplate:
-    """The pairs of a group plan, before its tokens are known; `first_pair` is where they begin among all of a plan."""
+    """A group plan before its tokens are known. `first_pair` is where its pairs begin among those of the plan."""
 
     group: Group  # the receiver's, or one like it: it says which tokens are needed
     shard: Shard  # the receiver's
@@ -71,7 +71,7 @@ class GroupTemplate:
         return cls(group, shard, token_shard, tuple(pairs), first_pair, unit_tokens, unit_bytes)
 
     def cut(self, first_token: int, end_token: int, slot_bytes: int) -> GroupPlan | None:
-        """The group plan of the tokens [first_token, end_token), at least one; None if none of them is needed here."""
+        """The group plan of tokens [first_token, end_token), at least one. None if this group needs none of them."""
         kind, token_shard = self.group.kind, self.token_shard
         if kind == "state":
             first, end = 0, 1
@@ -91,11 +91,10 @@ class GroupTemplate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPlan:
-    """Marks [first, end) of `token_shard` for each pair; a state's is [0, 1). `bands`: where a band begins, and the
-    end.
+    """Marks [first, end) of `token_shard` for each pair; [0, 1) for states. `bands` are where each begins, and the end.
 
-    Chunk i of a group plan is band `i % bands` of span `i // bands`, so that the first tokens leave first while a
-    prompt is still being computed.
+    With n bands, chunk i is band `i % n` of span `i // n`, so the first tokens leave first while a prompt is still
+    being computed.
     """
 
     kind: GroupKind
@@ -113,7 +112,7 @@ class GroupPlan:
 
     @property
     def is_late(self) -> bool:
-        """True if nothing of it can be read before all tokens are there: what is needed depends on the last."""
+        """True if nothing can be read before all tokens are there: the last one decides what is needed."""
         return self.kind != "full"
 
     @property
@@ -124,12 +123,12 @@ class GroupPlan:
         return spans * full + int(_sizes(self.unit_tokens, self.unit_bytes, tail).sum())
 
     def sizes(self, band: int, marks: int) -> Numbers:
-        """Slot bytes of each pair of a band, for a span of so many marks."""
+        """Slot bytes of each pair of a band, for a span of `marks` marks."""
         first, end = self.bands[band], self.bands[band + 1]
         return _sizes(self.unit_tokens[first:end], self.unit_bytes[first:end], marks)
 
     def bytes_of(self, band: int, marks: int) -> int:
-        """Of a chunk; most are alike."""
+        """Slot bytes of a chunk. Remembered, as most chunks are alike."""
         size = self._known_bytes.get((band, marks))
         if size is None:
             size = self._known_bytes[band, marks] = int(self.sizes(band, marks).sum())
@@ -137,7 +136,7 @@ class GroupPlan:
 
 
 def fitted(pairs: Sequence[PlanePair], slot_bytes: int) -> list[PlanePair] | None:
-    """The pairs, cut by heads so that the fewest tokens of a span fit a slot; None where one head does not."""
+    """The pairs, cut by heads so that the shortest possible span fits a slot; None if one head does not fit."""
     grain = lcm(*{pair.unit_tokens for pair in pairs})
     fitting: list[PlanePair] = []
     for pair in pairs:
@@ -149,14 +148,14 @@ def fitted(pairs: Sequence[PlanePair], slot_bytes: int) -> list[PlanePair] | Non
 
 
 def _sizes(unit_tokens: Numbers, unit_bytes: Numbers, tokens: int) -> Numbers:
-    """Slot bytes of each pair for a span of so many tokens."""
+    """Slot bytes of each pair for a span of `tokens` tokens."""
     return -(-(-(-tokens // unit_tokens) * unit_bytes) // ALIGN) * ALIGN
 
 
 def _span(unit_tokens: Numbers, unit_bytes: Numbers, tokens: int, slot_bytes: int) -> int:
-    """Tokens of a span: enough to fill a slot, or pairs of about PIECE_BYTES; no pair more than a slot.
+    """Tokens of a span: enough to fill a slot or to give each pair PIECE_BYTES, but no pair more than a slot.
 
-    A multiple of every unit, and of ALIGN where it can be (then nothing is padded); all about equal.
+    A multiple of every unit and, if possible, of ALIGN (then nothing is padded). All spans are about equal.
     """
     grain = int(np.lcm.reduce(unit_tokens))
     grain_bytes = grain // unit_tokens * unit_bytes

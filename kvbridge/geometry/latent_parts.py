@@ -1,8 +1,8 @@
-"""A latent row cut where the two sides differ: tiles of the latent, each under a scale or none, and the rope. Pure.
+"""Cuts latent rows for conversion: tiles of the latent, each with a scale or without, and the rope. Pure.
 
 `fp8_ds_mla` is 512 fp8 numbers in tiles of 128, the four fp32 scales of the tiles, and 64 bf16 numbers of rope: 656
-bytes. Against a plain row the tiles are heads whose rows have scales of their own, and the rope is a plain plane; after
-this nothing knows of latents.
+bytes. To convert it to or from a plain row, the tiles become heads whose rows have scales of their own, and the rope
+becomes a plain plane. No later code knows of latents.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ ROPE_WIDTH = 64
 
 @dataclass(frozen=True, slots=True)
 class LatentPart:
-    """Numbers of one codec out of every row of a plane, as a plane; `scale` has the scales of its rows."""
+    """One part of every row of a plane, all in one codec, as a plane. `scale` holds the scales of its rows."""
 
     plane: Plane
     scale: Plane | None
 
 
 def is_cuttable(plane: Plane, rope_width: int = ROPE_WIDTH) -> bool:
-    """True if `latent_parts` can cut the plane: one head of dense rows, plain or `fp8_ds_mla`, whole tiles and a
-    rope."""
+    """True if `latent_parts` can cut the plane: one head, dense rows, plain or `fp8_ds_mla`, whole tiles and a rope."""
     codec = plane.codec
     steps = tuple(step for step in plane.element_axis if step.count > 1)
     tiles = codec.width - rope_width
@@ -46,7 +45,7 @@ def is_cuttable(plane: Plane, rope_width: int = ROPE_WIDTH) -> bool:
 
 
 def latent_parts(plane: Plane, rope_width: int = ROPE_WIDTH) -> tuple[LatentPart, LatentPart]:
-    """The tiles as heads of TILE_WIDTH numbers, and the rope as one head; cut alike on both sides they are pairs."""
+    """The tiles as heads of TILE_WIDTH numbers, and the rope as one head. The parts of both sides form pairs."""
     assert is_cuttable(plane, rope_width), f"layer {plane.layer} {plane.part}"
     codec = plane.codec
     width = codec.width - rope_width
@@ -75,7 +74,7 @@ def _dense(name: str, width: int, size: int, scales: tuple[float, ...] = ()) -> 
 
 
 def _cut(plane: Plane, at: int, heads: int, codec: Codec, part: str = "") -> Plane:
-    """`heads` rows side by side, from byte `at` of each row of the plane on."""
+    """`heads` rows side by side, beginning at byte `at` of each row of the plane."""
     return msgspec.structs.replace(
         plane,
         part=part or plane.part,

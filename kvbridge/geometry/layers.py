@@ -1,7 +1,7 @@
-"""Which layer of one engine is which of another: by name where the planes have names, by number otherwise. Pure.
+"""Matches the layers of two engines: by name where the planes have names, by number otherwise. Pure.
 
-Engines number layers alike as a rule. A draft model's are the exception: they come after the model's own on one side,
-somewhere else or not at all on the other.
+Engines usually number layers alike. A draft model's layers are the exception: on one side they come after the model's
+own, on the other somewhere else or not at all.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvbridge_proto.pool import Layer, Plane, Pool
 def align(sender: Pool, receiver: Pool) -> Pool:
     """The sender with its layers numbered as the receiver numbers them, without those that the receiver does not have.
 
-    A layer of the model that the sender says nothing of is None. The sender itself where the numbers agree.
+    A layer of the model that the sender does not describe is None. Returns the sender itself if the numbers agree.
     """
     return align_all((sender,), receiver)[0]
 
 
 def align_all(senders: Sequence[Pool], receiver: Pool) -> list[Pool]:
-    """Each of many senders, aligned."""
+    """`align` for each of many senders."""
     yours = _names(receiver.planes)
     return [_aligned(sender, receiver, yours) for sender in senders] if any(yours.values()) else list(senders)
 
@@ -46,7 +46,7 @@ def _aligned(sender: Pool, receiver: Pool, yours: Mapping[int, str]) -> Pool:
 
 
 def _origins(mine: Mapping[int, str], yours: Mapping[int, str]) -> dict[int, int]:
-    """The sender's number of each layer that both have."""
+    """The sender's number of each layer that both have, by the receiver's number."""
     named = {name: layer for layer, name in mine.items() if name}
     elsewhere = {name for name in yours.values() if name}
     origins: dict[int, int] = {}

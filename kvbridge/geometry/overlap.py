@@ -1,11 +1,11 @@
-"""Whether two planes of a pool hold the same bytes: then rows of one would be written over rows of the other. Pure.
+"""Finds planes of a pool that share bytes, so that rows of one would overwrite rows of the other. Pure.
 
 A plane that `check_pool` has passed is runs of bytes at nested strides: each stride clears all that smaller ones cover.
-So two planes are compared from the largest stride down, and at each of them only the few units count that reach into
-the other plane. That is exact, and quick for what engines have; what would take long is refused.
+So two planes are compared from the largest stride down, and at each stride only the few units matter that reach into
+the other plane. This is exact, and quick for the pools of engines; a pool that would take long is refused.
 
 Planes of two groups may share bytes block by block: an engine gives a block to one group at a time (vLLM lays its
-groups over each other). That holds only where both have the same block stride, and for blocks of the same number.
+groups over each other). This holds only if both have the same block stride, and for blocks of the same number.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvbridge_proto.pool import Plane, Pool
 
 from .check import shortened
 
-# Comparisons for one pool, some microseconds each. Those of engines need some hundreds.
+# The most comparisons for one pool, some microseconds each. The pools of engines need some hundreds.
 MOST_COMPARISONS = 50_000
-# Units that are looked at one by one before two strides are brought to a common multiple.
+# From this many units on, two strides are brought to a common multiple; fewer units are compared one by one.
 FEW = 4
 
 Strides = tuple[tuple[int, int], ...]  # (stride, count) of each step, the largest stride first
@@ -29,7 +29,7 @@ Strides = tuple[tuple[int, int], ...]  # (stride, count) of each step, the large
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Runs of `run` bytes, the first at `start`; from there to the end of the last are `cover` bytes."""
+    """Runs of `run` bytes. The first is at `start`; from there to the end of the last there are `cover` bytes."""
 
     start: int
     strides: Strides
@@ -42,12 +42,12 @@ class Bytes:
 
     @property
     def grain(self) -> int:
-        """The smallest stride, if all others are multiples of it; 0 if there is none such."""
+        """The smallest stride, if all others are multiples of it; else 0."""
         smallest = self.strides[-1][0] if self.strides else 0
         return smallest if smallest and not any(stride % smallest for stride, _ in self.strides) else 0
 
     def unit(self, index: int) -> Bytes:
-        """One of those at the largest stride."""
+        """One of the units at the largest stride."""
         (stride, count), *_ = self.strides
         return Bytes(self.start + index * stride, self.strides[1:], self.run, self.cover - stride * (count - 1))
 
@@ -64,7 +64,7 @@ class _TooMany(Exception):
 
 
 def overlaps(pool: Pool) -> tuple[str, ...]:
-    """The planes that share bytes, two by two, of a pool that `check_pool` has nothing against."""
+    """The planes that share bytes, two by two, in a pool that `check_pool` has passed."""
     regions: dict[int, list[HeldBytes]] = {}
     for plane in pool.planes:
         held = HeldBytes(plane, _bytes(plane, range(pool.groups[plane.group].blocks)))
@@ -75,14 +75,14 @@ def overlaps(pool: Pool) -> tuple[str, ...]:
 
 
 class _Search:
-    """For bytes that planes share, with a bound on what it costs."""
+    """Searches for bytes that planes share, with a bound on the cost."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._left = MOST_COMPARISONS
 
     def among(self, members: Sequence[HeldBytes]) -> Iterator[str]:
-        """The planes of one region that share bytes."""
+        """The planes of one region that share bytes, a sentence for each two."""
         one = other = members[0]
         try:
             for one, other in self._near(members):
@@ -100,7 +100,7 @@ class _Search:
     # Which planes to compare:
 
     def _near(self, members: Sequence[HeldBytes]) -> Iterator[tuple[HeldBytes, HeldBytes]]:
-        """Those without a gap of bytes between them, two by two."""
+        """Planes without a gap of bytes between them, two by two."""
         ordered = sorted(members, key=lambda member: member.bytes.start)
         first = end = 0
         for index, member in enumerate(ordered):
@@ -111,7 +111,7 @@ class _Search:
         yield from self._near_within(ordered[first:])
 
     def _near_within(self, members: Sequence[HeldBytes]) -> Iterator[tuple[HeldBytes, HeldBytes]]:
-        """Most lie interleaved at a stride that all have in common: of these only those that meet within it."""
+        """Most planes are interleaved at a stride that all have in common. Of these, only those that meet within it."""
         alike: dict[int, list[HeldBytes]] = {}
         for member in members:
             alike.setdefault(member.bytes.grain, []).append(member)
@@ -125,7 +125,7 @@ class _Search:
     def _meeting(
         self, spans: Sequence[tuple[int, int, HeldBytes]], grain: int
     ) -> Iterator[tuple[HeldBytes, HeldBytes]]:
-        """Whose spans meet. One that reaches beyond the grain goes on at 0."""
+        """Planes whose spans meet. A span that reaches beyond the grain goes on at 0."""
         beyond = [(start - grain, end - grain, member) for start, end, member in spans if grain and end > grain]
         ordered = sorted([*beyond, *spans], key=lambda span: span[0])
         for index, (_, end, one) in enumerate(ordered):
@@ -139,19 +139,19 @@ class _Search:
     # Two planes:
 
     def _shared(self, one: HeldBytes, other: HeldBytes) -> int | None:
-        """A byte that both hold and must not."""
+        """A byte that both hold but must not share."""
         if one.plane.group == other.plane.group or one.plane.block_stride != other.plane.block_stride:
             return self._met(one.bytes, other.bytes)
         for ours, theirs in ((one.plane, other.plane), (other.plane, one.plane)):
             blocks = self._pool.groups[ours.group].blocks
-            if blocks > 1:  # by how many blocks ours is ahead of theirs is all that matters
+            if blocks > 1:  # it matters only by how many blocks ours is ahead of theirs
                 found = self._met(_bytes(ours, range(1, blocks)), _bytes(theirs, range(1)))
                 if found is not None:
                     return found
         return None
 
     def _met(self, one: Bytes, other: Bytes) -> int | None:
-        """A byte of both."""
+        """A byte that both hold."""
         self._spend()
         if one.end <= other.start or other.end <= one.start:
             return None
@@ -172,7 +172,7 @@ class _Search:
         return self._first(self._met(one.unit(index), other) for index in range(first, last + 1))
 
     def _met_in_step(self, one: Bytes, other: Bytes) -> int | None:
-        """Both have the same largest stride: it matters only by how many units they are apart."""
+        """`_met` if both have the same largest stride: it matters only by how many units they are apart."""
         (stride, ours), (_, theirs) = one.strides[0], other.strides[0]
         mine, its = one.unit(0), other.unit(0)
         first = max(1 - theirs, (its.start - mine.start - mine.cover) // stride + 1)
@@ -184,7 +184,7 @@ class _Search:
         return None
 
     def _met_in_parts(self, one: Bytes, other: Bytes) -> int | None:
-        """Both with the least common multiple of their largest strides as the largest."""
+        """`_met` with the least common multiple of the largest strides as the largest stride of both."""
         period = lcm(one.strides[0][0], other.strides[0][0])
         parts = ((mine, its) for mine in _cut(one, period) for its in _cut(other, period))
         return self._first(self._met(mine, its) for mine, its in parts)
@@ -206,14 +206,14 @@ def _within(held: Bytes, grain: int) -> tuple[int, int]:
 
 
 def _bytes(plane: Plane, blocks: range) -> Bytes:
-    """What a plane holds in these of its blocks."""
+    """The bytes of a plane in these of its blocks."""
     axes = [*plane.token_axis, *plane.element_axis]
     steps = [(len(blocks), plane.block_stride), (plane.heads, plane.head_stride), *((s.count, s.stride) for s in axes)]
     return _nested(plane.offset + blocks.start * plane.block_stride, steps, plane.codec.element_bytes)
 
 
 def _nested(start: int, steps: Iterable[tuple[int, int]], run: int) -> Bytes:
-    """Runs at these steps, (count, stride) each. One that leaves no gap becomes part of what is below it."""
+    """Runs at these steps, (count, stride) each. A step that leaves no gap is merged into the one below."""
     strides: list[tuple[int, int]] = []
     cover = run
     for stride, count in sorted((stride, count) for count, stride in steps if count > 1):
@@ -228,7 +228,7 @@ def _nested(start: int, steps: Iterable[tuple[int, int]], run: int) -> Bytes:
 
 
 def _cut(held: Bytes, period: int) -> Iterator[Bytes]:
-    """The same bytes with `period`, a multiple of the largest stride, as the largest, and what is left then."""
+    """The same bytes with `period`, a multiple of the largest stride, as the largest stride; then the rest."""
     (stride, count), *inner = held.strides
     whole, rest = divmod(count, period // stride)
     for units, start, counts in (

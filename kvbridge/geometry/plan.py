@@ -2,8 +2,8 @@
 
 Both agents derive the same plan from the two pools; they compare its digest, then speak of chunks by number.
 
-A plan is a list of group plans, each a grid of chunks (see group_plan.py): first the full layers, then what keeps a
-window, then states. Nothing is listed: a chunk is arithmetic, and only its moves are spelled out when its turn comes.
+A plan is a list of group plans, each a grid of chunks (see group_plan.py): first the full layers, then layers that keep
+a window, then states. Chunks are computed, not listed, and their moves are made only when their turn comes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Move:
     The plane's own heads [first_head, first_head + heads) at `places` lie in the slot from `slot_offset` on
     as `[head][place][row]` in the codec `wire`. `plane.codec` is the memory's; its scales are none, one, or one
     for each of the plane's heads; those of `wire` are none, one, or one for each of the move's heads. Place p
-    is unit `p % units` of block `p // units`, `units` being the count of the plane's token axis. `scale` is where
-    the plane's rows have a scale each: numbers are converted, and their scales read or made anew.
+    is unit `p % units` of block `p // units`, where `units` is the count of the plane's token axis. If the rows have a
+    scale each and are converted, `scale` is the plane of these scales, which are read or computed.
     """
 
     plane: Plane
@@ -66,16 +66,15 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Plane pairs [first_pair, end_pair) of marks [first_mark, end_mark) of a group plan, to be gathered once it may
-    be.
+    """Plane pairs [first_pair, end_pair) of marks [first_mark, end_mark) of a group plan.
 
-    That is once `needs_tokens` tokens are there, and if it `is_late`, once no more will come.
+    It may be gathered once `needs_tokens` tokens are there and, if it `is_late`, no more will come.
     """
 
     index: int
     group_plan: int
-    first_mark: int
-    end_mark: int
+    first_local: int
+    end_local: int
     first_pair: int
     end_pair: int
     size_bytes: int
@@ -85,7 +84,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The group plans, see the module; `pairs` are those of all group plans, `digest` names all of it."""
+    """The group plans, see the module. `pairs` are those of all group plans; `digest` covers everything."""
 
     first_token: int
     end_token: int
@@ -93,7 +92,7 @@ class Plan:
     group_plans: tuple[GroupPlan, ...]
     chunks: int
     digest: str
-    _spelled: dict[int, Chunk] = field(default_factory=dict, init=False, repr=False)  # asked for many times each
+    _chunk_cache: dict[int, Chunk] = field(default_factory=dict, init=False, repr=False)  # each is asked for many times
 
     @property
     def total_bytes(self) -> int:
@@ -102,12 +101,12 @@ class Plan:
 
     @property
     def early_chunks(self) -> int:
-        """How many chunks, the first ones, may be gathered while tokens are still being computed."""
+        """How many chunks may be gathered while tokens are still being computed; they come first."""
         return sum(group_plan.chunks for group_plan in self.group_plans if not group_plan.is_late)
 
     def chunk(self, index: int) -> Chunk:
         """Chunk `index` of [0, chunks)."""
-        if (known := self._spelled.get(index)) is not None:
+        if (known := self._chunk_cache.get(index)) is not None:
             return known
         if not 0 <= index < self.chunks:
             raise IndexError(f"chunk: {index} of {self.chunks}")
@@ -119,7 +118,7 @@ class Plan:
         span, band = divmod(at, len(group_plan.bands) - 1)
         first = group_plan.first + span * group_plan.span_tokens
         end = min(first + group_plan.span_tokens, group_plan.end)
-        chunk = self._spelled[index] = Chunk(
+        chunk = self._chunk_cache[index] = Chunk(
             index,
             number,
             first,
@@ -153,7 +152,7 @@ class Part:
     def moves(self) -> tuple[Move, ...]:
         chunk, group_plan = self.chunk, self.plan.group_plans[self.chunk.group_plan]
         first, end = chunk.first_pair - group_plan.first_pair, chunk.end_pair - group_plan.first_pair
-        sizes = group_plan.sizes(bisect_left(group_plan.bands, first), chunk.end_mark - chunk.first_mark)
+        sizes = group_plan.sizes(bisect_left(group_plan.bands, first), chunk.end_local - chunk.first_local)
         offsets = (np.cumsum(sizes) - sizes).tolist()
         places: dict[tuple[int, int], Places] = {}
         moves: list[Move] = []
@@ -175,22 +174,22 @@ class Part:
         table = self.tables[group]
         if group_plan.kind == "state":
             return table.last(self.plan.end_token)
-        return table.at(group_plan.token_shard, chunk.first_mark, chunk.end_mark, unit_tokens)
+        return table.at(group_plan.token_shard, chunk.first_local, chunk.end_local, unit_tokens)
 
     @property
-    def form(self) -> object:
+    def template_key(self) -> object:
         """Equal for parts whose moves differ in their places only, while the plan's pairs exist.
 
-        The pairs tell the group plan: each is of one.
+        The pairs imply the group plan: each belongs to one.
         """
         chunk = self.chunk
-        marks = chunk.end_mark - chunk.first_mark
+        marks = chunk.end_local - chunk.first_local
         return id(self.plan.pairs), chunk.first_pair, chunk.end_pair, marks, self.is_sender
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanTemplate:
-    """What plans of the same rows share, whichever tokens they are of; `digest` is of all of it."""
+    """What all plans of the same rows share, whatever their tokens. `digest` covers everything."""
 
     pairs: tuple[PlanePair, ...]
     group_templates: tuple[GroupTemplate, ...]
@@ -201,7 +200,7 @@ NOTHING = PlanTemplate((), (), b"")
 
 
 class Planner:
-    """Makes the plans between two pools. Keeps what it has prepared: requests mostly differ in their tokens only."""
+    """Makes the plans between two pools. Keeps its templates: requests mostly differ in their tokens only."""
 
     KEPT = 64
 
@@ -217,26 +216,26 @@ class Planner:
     def plan(self, takes: Sequence[Take], first_token: int, end_token: int, slot_bytes: int) -> Plan:
         """The plan by which the sender gives the rows `takes` of tokens [first_token, end_token) to the receiver.
 
-        It has no chunks where the two have no tokens in common. Raises PeerError for takes or tokens that cannot be,
+        It has no chunks if the two have no tokens in common. Raises PeerError for invalid takes or tokens,
         OperatorError if a slot is too small for a row.
         """
         if not 0 <= first_token <= end_token:
             raise PeerError("bad_tokens", f"end_token: {end_token}, first_token: {first_token}")
         if not takes or first_token == end_token:
             return _cut(NOTHING, first_token, first_token, slot_bytes)
-        first_mark = self._token_shard.count(first_token) % self._period if self._is_whole else 0
-        key = (tuple(takes), first_mark, slot_bytes)
+        first_local = self._token_shard.count(first_token) % self._period if self._is_whole else 0
+        key = (tuple(takes), first_local, slot_bytes)
         if (template := self._templates.pop(key, None)) is None:
-            template = self._template(takes, first_mark, slot_bytes)
+            template = self._template(takes, first_local, slot_bytes)
             if len(self._templates) == self.KEPT:
                 del self._templates[next(iter(self._templates))]
         self._templates[key] = template  # the newest last
         return _cut(template, first_token, end_token, slot_bytes)
 
     def samples(self, slot_bytes: int, is_sender: bool) -> list[Part]:
-        """The first chunk of each group plan, from a block's border on and from inside a block: what is to be expected.
+        """Chunks to expect: the first of each group plan, beginning on a block's border and inside a block.
 
-        As one side sees them; their blocks are any. Empty where the two pools have no rows in common.
+        They are as one side sees them, with arbitrary blocks. Empty if the two pools have nothing in common.
         """
         takes, own = common(self._sender, self._receiver), self._sender if is_sender else self._receiver
         if not self._token_shard.marks:
@@ -247,7 +246,7 @@ class Planner:
         tables = {}
         for index, group in enumerate(own.groups):
             entries = -(-share.count(end_token + 1) // group.block_tokens)
-            if group.kind == "state":  # the last two entries: the peer's blocks say how many there are
+            if group.kind == "state":  # only the last two entries: large blocks of the peer may make many
                 piece = Blocks(index, max(0, entries - 2), (0,) * min(2, entries))
             elif entries <= group.blocks:
                 piece = Blocks(index, 0, tuple(range(entries)))
@@ -256,22 +255,22 @@ class Planner:
             tables[index] = BlockTable.of(group, piece, share=share)
         try:
             plans = [self.plan(takes, first, end_token + first, slot_bytes) for first in (0, 1)]
-        except KVBridgeError:  # whoever wants something will be told
+        except KVBridgeError:  # the first real request will report it
             return []
         return [
             Part(each, each.chunk(index), tables, is_sender) for each in plans for index in _first_of_group_plans(each)
         ]
 
-    def _template(self, takes: Sequence[Take], first_mark: int, slot_bytes: int) -> PlanTemplate:
+    def _template(self, takes: Sequence[Take], first_local: int, slot_bytes: int) -> PlanTemplate:
         usable, groups = slot_bytes // ALIGN * ALIGN, self._receiver.groups
         group_templates: list[GroupTemplate] = []
         sealed: list[object] = [self._token_shard.period, self._token_shard.marks]
         first_pair = 0
         for group, rows in _by_group_plan(pair_planes(self._sender, self._receiver, takes), groups):
             pairs = None
-            if group.kind != "state":  # a window does not begin at `first_mark`, by which rows are folded
+            if group.kind != "state":  # a window does not begin at `first_local`, as coalescing assumes
                 is_whole = self._is_whole and group.kind == "full"
-                pairs = fitted(coalesce(rows, self._sender, self._receiver, first_mark, usable, is_whole), usable)
+                pairs = fitted(coalesce(rows, self._sender, self._receiver, first_local, usable, is_whole), usable)
             pairs = pairs or fitted(rows, usable)
             if pairs is None:
                 widest = max(rows, key=lambda pair: pair.wire.row_bytes)
@@ -299,7 +298,7 @@ def plan(
 
 
 def _by_group_plan(pairs: Sequence[PlanePair], groups: Sequence[Group]) -> list[tuple[Group, list[PlanePair]]]:
-    """The pairs of each group plan, in the order of the group plans, with a group that is like all of its groups."""
+    """The pairs of each group plan, in order, with a group that stands for all of its groups."""
     group_plans: dict[tuple[int, int, int], tuple[Group, list[PlanePair]]] = {}
     of = [group_plans.setdefault(_group_plan_of(group), (group, []))[1] for group in groups]
     for pair in pairs:
@@ -308,13 +307,13 @@ def _by_group_plan(pairs: Sequence[PlanePair], groups: Sequence[Group]) -> list[
 
 
 def _group_plan_of(group: Group) -> tuple[int, int, int]:
-    """Groups for which this is the same need the same tokens."""
+    """The key of a group's plan. Groups with the same key need the same tokens."""
     is_window = group.kind in ("sliding", "chunked")
     return ORDER.index(group.kind), *((group.window, group.block_tokens) if is_window else (0, 0))
 
 
 def _seal(pairs: Sequence[PlanePair]) -> list[object]:
-    """All of these pairs that both sides must see alike."""
+    """What both sides must agree on about these pairs."""
     return [
         (
             pair.receiver.layer,

@@ -17,8 +17,8 @@ from .wire import ROW_SCALED, SCALED_ROWS, is_same_row, is_scale, wire_codec
 class PlanePair:
     """`heads` heads that move together: from `sender_head` on in one plane, from `receiver_head` on in the other.
 
-    In a slot it is `[head][unit][row]` in the wire codec; a unit is `unit_tokens` tokens (1 unless folded). A side
-    whose rows have scales of their own that the other side's have not says where it keeps them.
+    In a slot they are `[head][unit][row]` in the wire codec; a unit is `unit_tokens` tokens (1 unless coalesced). If
+    rows with a scale each are converted, `sender_scale` and `receiver_scale` are the planes of these scales.
     """
 
     sender: Plane
@@ -38,14 +38,14 @@ class PlanePair:
 
 
 class _Side:
-    """The planes of one pool by what they hold."""
+    """The planes of one pool by layer and part."""
 
     def __init__(self, name: str, pool: Pool) -> None:
         self._name = name
         self._planes = {(plane.layer, plane.part): plane for plane in pool.planes}
 
     def held(self, layer: int, part: str, take: Take) -> Plane:
-        """The plane of a part. PeerError if it has not all heads of a take."""
+        """The plane of a part. Raises PeerError if it lacks heads of the take."""
         plane = self._planes.get((layer, part))
         first, end = (plane.first_head, plane.first_head + plane.heads) if plane else (0, 0)
         if plane is None or take.first_head < first or take.end_head > end:
@@ -56,14 +56,14 @@ class _Side:
         return plane
 
     def own_scale(self, plane: Plane, take: Take) -> Plane | None:
-        """Where the rows of a plane have a scale each."""
+        """The plane of the scales, if the rows of `plane` have a scale each."""
         return self.held(plane.layer, f"{plane.part}_scale", take) if plane.codec.name in ROW_SCALED else None
 
 
 def pair_planes(sender: Pool, receiver: Pool, takes: Sequence[Take]) -> list[PlanePair]:
     """Plane pairs for all of the receiver's rows that a take touches. Raises PeerError for rows a side lacks.
 
-    One for each plane, but two of a latent that is cut; scales in memory follow the rows that both sides keep alike.
+    One for each plane, two for a latent that is cut. If both sides keep a plane's rows alike, one for its scales too.
     """
     theirs, ours = _Side("sender", sender), _Side("receiver", receiver)
     layers: dict[int, list[str]] = {}
@@ -116,7 +116,7 @@ def _plane_pair(sender: Plane, receiver: Plane, take: Take) -> PlanePair:
 
 
 def split_heads(pair: PlanePair, heads: int) -> list[PlanePair]:
-    """The pair as several of at most `heads` heads each."""
+    """The pair as several pairs of at most `heads` heads each."""
     if pair.heads <= heads:
         return [pair]
     pieces = []

@@ -1,4 +1,4 @@
-"""The scales that a sender's ranks have for a receiver's planes, and whether the receiver has them too. Pure."""
+"""The scales that a sender's ranks have for a receiver's planes, and whether the receiver has the same. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .layers import align
 from .wire import PLAIN, is_same_scales
 
 
-def scales_there(senders: Sequence[Pool], receiver: Pool) -> tuple[Scales, ...]:
-    """What the ranks `senders` of one engine have for planes of the receiver whose numbers are of the same kind.
+def sender_scales(senders: Sequence[Pool], receiver: Pool) -> tuple[Scales, ...]:
+    """The scales of the ranks `senders` of one engine, for planes that have the same codec at the receiver.
 
-    One for the plane where all its heads have the same, and in all parts of its layer; else one for each head.
+    One for a plane if all heads have the same one, in each part of its layer; else one for each head.
     """
     found: dict[tuple[int, str], dict[int, float]] = {}  # plane -> head -> scale
     for sender in senders:
@@ -40,7 +40,7 @@ def scales_there(senders: Sequence[Pool], receiver: Pool) -> tuple[Scales, ...]:
 
 
 def other_scales(scales: Sequence[Scales], receiver: Pool) -> Difference | None:
-    """The first plane of the receiver that has others than these."""
+    """The first plane of the receiver whose scales are not these; None if there is none."""
     held = {(plane.layer, plane.part): plane.codec.scales for plane in receiver.planes}
     for each in scales:
         ours = held[each.layer, each.part]

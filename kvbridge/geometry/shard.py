@@ -1,4 +1,4 @@
-"""Who gives which rows: an exact cover of the receiver's layers x heads x tokens by the senders' holdings. Pure."""
+"""Assigns rows to senders: an exact cover of the receiver's layers x heads x tokens by their holdings. Pure."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Holding:
 
 
 def holdings(pool: Pool) -> list[Holding]:
-    """What a pool holds, in layer order; neighbouring layers that are held alike make one holding.
+    """What a pool holds, in layer order. Neighbouring layers that are held alike make one holding.
 
-    Scales are no part of it: they are held where their rows are, or the rows have none.
+    Scales are left out: they are held where their rows are, or the rows have none.
     """
     rows: dict[str, list[tuple[int, int, int]]] = {}
     for plane in pool.planes:
@@ -49,7 +49,7 @@ def holdings(pool: Pool) -> list[Holding]:
 
 
 def _alike(rows: dict[str, list[tuple[int, int, int]]]) -> Iterator[tuple[frozenset[str], list[tuple[int, int, int]]]]:
-    """The rows (layer, first head, heads) that the same parts have: mostly all of them, which is quick to see."""
+    """The rows (layer, first head, heads) that the same parts have: mostly all parts, so that is checked first."""
     lists = [sorted(each) for each in rows.values()]
     if lists and all(each == lists[0] for each in lists):
         yield frozenset(rows), lists[0]
@@ -66,11 +66,11 @@ def _alike(rows: dict[str, list[tuple[int, int, int]]]) -> Iterator[tuple[frozen
 
 
 def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], ...]:
-    """For each sender the rows that the receiver takes from it: together every row of the receiver, none twice.
+    """For each sender the rows that the receiver takes from it. Together they are all its rows, none twice.
 
-    Under context parallelism a row is taken from several senders, from each the tokens that both hold. Where several
+    Under context parallelism a row is taken from several senders, from each the tokens that both hold. If several
     senders hold a head of the same tokens, the receivers spread over them by their tensor-parallel rank.
-    Raises PeerError naming the rows that nobody holds.
+    Raises PeerError naming the rows that no sender holds.
     """
     held = [holdings(pool) for pool in align_all(senders, receiver)]
     shares = _shares(senders, receiver)
@@ -89,7 +89,7 @@ def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], .
 
 
 def common(sender: Pool, receiver: Pool) -> tuple[Take, ...]:
-    """All rows that both hold, whoever takes them from whom."""
+    """All rows that both hold, whether they are assigned or not."""
     held = holdings(align(sender, receiver))
     holders: dict[int, list[int]] = {}
     for index, have in enumerate(held):
@@ -108,14 +108,14 @@ def common(sender: Pool, receiver: Pool) -> tuple[Take, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The senders that hold the same tokens; `tokens` names these tokens where not all senders hold all."""
+    """The senders that hold the same tokens. `tokens` names these tokens, unless every sender holds all."""
 
     senders: frozenset[int]
     tokens: str
 
 
 def _shares(senders: Sequence[Pool], receiver: Pool) -> list[Share]:
-    """The shares of tokens that the receiver has tokens of, with nobody in them if nobody is there."""
+    """The shares that hold tokens of the receiver. A share may have no sender."""
     shards = [pool.shard for pool in senders]
     splits = sorted({(shard.cp_size, shard.cp_interleave if shard.cp_size > 1 else 1) for shard in shards})
     if len(splits) > 1:
@@ -134,7 +134,7 @@ def _shares(senders: Sequence[Pool], receiver: Pool) -> list[Share]:
 
 
 def _ranks_of(size: int, interleave: int, receiver: Pool) -> list[int]:
-    """Which of `size` context-parallel ranks hold tokens that this receiver holds too."""
+    """Which of `size` context-parallel ranks hold tokens that this receiver also holds."""
     share = TokenShard.of(receiver.shard)
     periods = lcm(size * interleave, share.period) // share.period
     tokens = share.tokens(0, periods * len(share.marks))
@@ -144,7 +144,7 @@ def _ranks_of(size: int, interleave: int, receiver: Pool) -> list[int]:
 def _cut_heads(
     held: Sequence[Sequence[Holding]], shares: Sequence[Share], cell: Holding, receiver_rank: int
 ) -> list[tuple[int, Take]]:
-    """The takes of one run of layers in which every sender holds the same heads throughout."""
+    """The takes for one run of layers, in all of which every sender holds the same heads."""
     holders: list[tuple[int, int, int]] = []
     for index, each in enumerate(held):
         for have in each:
@@ -173,7 +173,7 @@ def _cut_heads(
 
 
 def _append(takes: list[Take], take: Take) -> None:
-    """Add a take, grown into the last one where the two make a rectangle."""
+    """Add a take, joined with the last one if the two make a rectangle."""
     last = takes[-1] if takes else take
     same_layers = (last.first_layer, last.end_layer) == (take.first_layer, take.end_layer)
     same_heads = (last.first_head, last.end_head) == (take.first_head, take.end_head)

@@ -1,4 +1,4 @@
-"""TokenShards: the tokens that a rank holds under context parallelism, and that two ranks have in common. Pure."""
+"""Token shards: the tokens that a rank holds under context parallelism, or that two ranks have in common. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import numpy.typing as npt
 from kvbridge_proto.pool import Shard
 
 Places = npt.NDArray[np.int64]
-# Tokens. A token shard is listed mark by mark: whoever speaks to us makes us do that, so it is a few milliseconds at
-# most.
+# In tokens. The marks of a token shard are listed one by one, at the request of any peer: this takes a few milliseconds
+# at most.
 MOST_PERIOD = 1 << 16
 
 
 def period_of(shard: Shard) -> int:
-    """After how many tokens a rank's share repeats. Two ranks have token shards in common up to an lcm of
-    MOST_PERIOD."""
+    """After how many tokens a rank's share repeats. The lcm of two ranks' periods may be MOST_PERIOD at most."""
     return shard.cp_size * shard.cp_interleave if shard.cp_size > 1 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
-    """The tokens t with `t % period` in `marks`: ascending, in [0, period); none if there are no marks.
+    """The tokens t with `t % period` in `marks`, which ascend in [0, period). Without marks there are no tokens.
 
-    A token of the token shard is a mark; marks are counted from the first on, over all periods. `of` and `&` give the
-    least period, so that equal sets compare equal.
+    Each token of the shard is a mark. Marks are numbered from 0, over all periods: mark i is local token i. `of` and
+    `&` give the least period, so equal sets compare equal.
     """
 
     period: int
@@ -41,7 +40,7 @@ class TokenShard:
 
     @classmethod
     def of(cls, shard: Shard) -> TokenShard:
-        """The tokens of one rank; `check_pool` bounds the period."""
+        """The tokens of one rank. `check_pool` bounds the period."""
         if shard.cp_size == 1:
             return ALL
         assert period_of(shard) <= MOST_PERIOD
@@ -49,7 +48,7 @@ class TokenShard:
         return cls(period_of(shard), tuple(range(first, first + shard.cp_interleave)))
 
     def __and__(self, other: TokenShard) -> TokenShard:
-        """The tokens of both; the verdict bounds the common period."""
+        """The tokens of both. The verdict bounds the common period."""
         if self == other:
             return self
         period = lcm(self.period, other.period)
@@ -73,7 +72,7 @@ class TokenShard:
         return period * self.period + self._places[at]
 
     def index(self, tokens: Places) -> Places:
-        """Which mark each of these tokens is; all of them must be marks."""
+        """The number of the mark that each of these tokens is; all of them must be marks."""
         period, rest = np.divmod(tokens, self.period)
         at = np.searchsorted(self._places, rest)
         assert np.array_equal(np.append(self._places, -1)[at], rest)
@@ -89,8 +88,7 @@ ALL = TokenShard(1, (0,))
 
 
 def _least(mask: npt.NDArray[np.bool_]) -> TokenShard:
-    """The token shard of a mask, with the least period it has: every prime of its length is taken out where that can
-    be."""
+    """The token shard of a mask, with its least period: each prime factor of the length is removed if possible."""
     rest, prime = len(mask), 2
     while rest > 1:
         if prime * prime > rest:

@@ -1,4 +1,4 @@
-"""Where the tokens of one request are: block ids in, places in a plane out. Pure."""
+"""Where the tokens of one request are: turns block ids into places in a plane. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BlockTable:
     """The blocks of one request in one group: `ids[i]` holds tokens from `(first_block + i) * block_tokens` on.
 
     Tokens are counted as the rank keeps them: under context parallelism only those of its `share`, without gaps.
-    A value: growing makes a new one, so a table that the data plane thread reads never changes under it.
+    A table is immutable: growing makes a new one, so one that the data plane thread reads never changes.
     """
 
     group: Group
@@ -32,14 +32,14 @@ class BlockTable:
 
     @classmethod
     def of(cls, group: Group, *pieces: Blocks, share: TokenShard = ALL) -> BlockTable:
-        """The table that these pieces make; it begins at the first piece's first entry. Raises EngineError."""
+        """The table made of these pieces. It begins at the first piece's first entry. Raises EngineError."""
         table = cls(group, pieces[0].first if pieces else 0, share=share)
         for piece in pieces:
             table = table.extended(piece)
         return table
 
     def extended(self, piece: Blocks) -> BlockTable:
-        """This table with a piece appended. Raises EngineError for a gap or a block that is not there."""
+        """This table with a piece appended. Raises EngineError for a gap or a block outside the pool."""
         first = self.first_block if len(self.ids) else piece.first
         expected = first + len(self.ids)
         if piece.first != expected:
@@ -76,7 +76,7 @@ class BlockTable:
             )
 
     def check_distinct(self, group: int) -> None:
-        """Raises EngineError if a block comes twice: two pieces of the request would be written into it."""
+        """Raises EngineError if a block is there twice: two pieces of the request would be written into it."""
         ordered = np.sort(self.ids)
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if len(twice):
@@ -85,9 +85,9 @@ class BlockTable:
     def places(self, first_token: int, end_token: int, unit_tokens: int = 1) -> Places:
         """The place of every unit of `unit_tokens` tokens in [first_token, end_token), in token order.
 
-        A unit divides the block and `first_token` lies on its border; the last unit counts whole. Place p is
+        Units must divide the block, and `first_token` must begin one; the last unit counts whole. Place p is
         unit `p % units` of block `p // units`, where a block has `units = block_tokens / unit_tokens`.
-        Raises EngineError where a token has no block.
+        Raises EngineError if a token has no block.
         """
         assert self.group.block_tokens % unit_tokens == 0 and first_token % unit_tokens == 0
         self.check(first_token, end_token)
@@ -103,7 +103,7 @@ class BlockTable:
     def at(self, token_shard: TokenShard, first: int, end: int, unit_tokens: int = 1) -> Places:
         """The places of marks [first, end) of a token shard whose tokens are all in this share.
 
-        Units of more than a token need the whole share. Raises EngineError where a token has no block.
+        Units of more than one token need the whole share. Raises EngineError if a token has no block.
         """
         if first == end or token_shard == self.share:
             return self.places(first, end, unit_tokens)
@@ -115,7 +115,7 @@ class BlockTable:
         return self.ids[block - self.first_block] * block_tokens + (token - block * block_tokens)
 
     def last(self, end_token: int) -> Places:
-        """The place of the state after `end_token` tokens: its block. Raises EngineError where there is none."""
+        """The place of the state after `end_token` tokens: its block. Raises EngineError if there is none."""
         self.check(end_token - 1, end_token)
         entry = (end_token - 1) // self.group.block_tokens - self.first_block
         return self.ids[entry : entry + 1]

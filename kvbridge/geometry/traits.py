@@ -1,4 +1,4 @@
-"""What schedulers need to know of an engine's pool, to choose pairs before anything is sent. Pure."""
+"""What schedulers need to know about an engine's pool to choose pairs before anything is sent. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .compat import ATTENTION, form_of
 from .wire import is_scale
 
 KEY_DIGITS = 16
-MOST_VALUE = 63  # of a label in Kubernetes
+MOST_VALUE = 63  # characters in the value of a Kubernetes label
 
 
 def model_key(pool: Pool) -> str:
-    """A short hash of what nothing converts: the model, and the shapes of the layers that this rank knows.
+    """A short hash of what no conversion changes: the model, and the shapes of the layers that this rank knows.
 
-    Pools between which rows can be carried have the same key, where every rank holds layers of each kind. Of the same
-    key some pairs still differ in what cannot be converted, such as windows: `kvbridge plan` has the last word.
+    Pools whose rows can move between them have the same key, if every rank holds layers of each kind. Pairs with the
+    same key may still differ in something that cannot be converted, such as windows: `kvbridge plan` decides.
     """
     layers = sorted({_shape(layer) for layer in pool.model.layers if layer is not None})
     said = msgspec.json.encode([pool.model.name, pool.model.depth, layers])
@@ -28,13 +28,13 @@ def model_key(pool: Pool) -> str:
 
 
 def _shape(layer: Layer) -> tuple[str, int, int, int, int]:
-    """All fields that must be equal, of two layers; a window need not be (an engine may keep all tokens)."""
+    """The fields that must be equal in two layers. A window need not be: an engine may keep all tokens."""
     kind = "attention" if layer.kind in ATTENTION else layer.kind
     return kind, layer.kv_heads, layer.key_width, layer.value_width, layer.rope_width
 
 
 def traits(pool: Pool) -> Traits:
-    """What may differ between two engines, and is converted then; all of it can be a label in Kubernetes."""
+    """What may differ between two engines and is then converted. Each value can be a Kubernetes label's."""
     shard = pool.shard
     rows = [plane for plane in pool.planes if not is_scale(plane.part)]
     return Traits(
@@ -48,5 +48,5 @@ def traits(pool: Pool) -> Traits:
 
 
 def _each(values: Iterable[str]) -> str:
-    """The different ones, as long as a label's value may be."""
+    """The distinct values, cut to the length of a label's value."""
     return "_".join(dict.fromkeys(values))[:MOST_VALUE]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 from kvbridge_proto.pool import Codec
 
-# One number per element, with a scale at most: any of these can become any other.
+# Codec -> bytes per number. One number per element, with one scale at most: any can be converted to any other.
 PLAIN = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
-# One fp32 scale beside each row -> what the numbers of the row are.
+# Codec with one fp32 scale beside each row -> codec of the numbers in the row.
 ROW_SCALED = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
-# Numbers in a row that is given a scale of its own: the kernels hold all of them at once.
+# The most numbers in a converted row with a scale of its own: the kernels hold all of them at once.
 MOST_NUMBERS = 1024
-# The scales of these are rows of another plane of the layer, part `<part>_scale`.
+# Codecs whose scales are rows of another plane of the layer, part `<part>_scale`.
 SCALED_ROWS = {*ROW_SCALED, "int4_row_scale", "mxfp8_e4m3", "nvfp4", "fp8_ds_v4"}
 
 
@@ -21,7 +21,7 @@ def is_scale(part: str) -> bool:
 
 
 def base_name(codec: Codec) -> str:
-    """What the numbers of a row are, whatever scales it."""
+    """The codec of a row's numbers, without its scale."""
     return ROW_SCALED.get(codec.name, codec.name)
 
 
@@ -40,7 +40,7 @@ def is_same_row(ours: Codec, theirs: Codec) -> bool:
 
 
 def can_convert(sender: Codec, receiver: Codec) -> bool:
-    """True if rows of the one can become rows of the other, scales and all."""
+    """True if rows of the sender can become rows of the receiver, scales included."""
     if is_same_row(sender, receiver):
         return True
     names = {sender.name, receiver.name}
@@ -50,15 +50,15 @@ def can_convert(sender: Codec, receiver: Codec) -> bool:
 
 
 def is_same_scales(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
-    """True if every head has the same scale, however it is spelled."""
+    """True if each head has the same scale on both sides, given for all heads or for each; none means 1."""
     return ours == theirs or len(set(ours or (1.0,)) | set(theirs or (1.0,))) == 1
 
 
 def wire_codec(sender: Codec, sender_head: int, receiver: Codec, receiver_head: int, heads: int) -> Codec:
     """The narrower of two codecs (the sender's if equally wide) with the scales of just these heads.
 
-    Only memory has rows with a scale of their own: converted rows cross as the other side has them, in fp32 if both
-    have such scales.
+    Rows with a scale each exist only in memory: if converted, they cross in the other side's codec, or in fp32 if both
+    sides have such rows.
     """
     is_receivers = receiver.row_bytes < sender.row_bytes
     if not is_same_row(sender, receiver):

@@ -1,4 +1,4 @@
-"""One pair of synthetic engines that disagree, an agent beside each rank, every element checked."""
+"""Carries requests between two synthetic engines of different shapes, and checks every element."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .processes import AgentProcess, EngineProcess, end, moved_bytes
 
 @dataclass(frozen=True, slots=True)
 class PairOutcome:
-    """How one pair went; `wrong` is empty when every element was right."""
+    """The result of one pair. `wrong` is empty if every element was right."""
 
     sender: Shape
     receiver: Shape
@@ -44,9 +44,10 @@ def carry(
     late_cycles: int = 0,
     unfenced: str = "",
 ) -> PairOutcome:
-    """One pair: start the engines, let the requests flow, hear what the receivers found in their memory.
+    """One pair: start the engines, carry the requests, and let the receivers check their memory.
 
-    With `late_cycles` both sides are late (see Job); or only the `unfenced` one, which the other must not outlast.
+    With `late_cycles` both sides are late (see Job). If `unfenced` names a side, only that side is late, and it
+    sends no fence. Its lateness must outlast the transfer.
     """
     before, after = running[: sender.tp_size], running[sender.tp_size : sender.tp_size + receiver.tp_size]
 
@@ -118,7 +119,7 @@ def _start(folder: Path, stack: ExitStack, job: Job) -> EngineProcess:
 def _follow(
     progress: Progress, title: str, total: int, after: Sequence[AgentProcess], receivers: Sequence[EngineProcess]
 ) -> None:
-    """Draw what the receivers' agents say they have moved, until every receiver has spoken."""
+    """Show the bytes that the receivers' agents have moved, until every receiver has reported."""
     task = progress.add_task(title, total=total)
     began = sum(map(moved_bytes, after))
     while not all(receiver.is_heard() for receiver in receivers):
@@ -128,13 +129,13 @@ def _follow(
 
 
 def _wire_bytes(sender: Shape, receiver: Shape, requests: Sequence[DemoRequest]) -> int:
-    """The narrower side's rows; each receiver rank takes its own heads."""
+    """The bytes to move: the narrower side's rows, since each receiver rank takes its own heads."""
     tokens = sum(request.tokens - request.first_token for request in requests)
     return tokens * min(sender.token_bytes, receiver.token_bytes)
 
 
 def memcpy_bytes_per_s(size_bytes: int = 128 << 20) -> float:
-    """The best of three."""
+    """How fast this machine copies memory: the best of three."""
     sender, target = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
     best = float("inf")
     for _ in range(3):

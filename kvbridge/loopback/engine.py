@@ -1,8 +1,8 @@
 """One rank of a synthetic engine, as a process: `python -m kvbridge.loopback.engine '<Job as JSON>'`.
 
-It attaches memory as a real engine would, through adapters/engine/client.py, offers or wants its requests when a line
-comes on stdin, and reports in lines of JSON on stdout. On a GPU every layer has memory of its own where the layout
-allows, and offers and wants are sent while the stream is still at work, with its fence.
+It attaches memory as a real engine would, through adapters/engine/client.py. When a line comes on stdin it offers or
+wants its requests. It reports in lines of JSON on stdout. On a GPU every layer has memory of its own if the layout
+allows it, and offers and wants are sent with a fence while the stream is still at work.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What this rank is and does. `ranks` are the agents of its engine; a receiver is told one agent of the sender.
+    """What this rank is and does. `ranks` are the agents of its engine; a receiver knows one agent of the sender.
 
-    With `late_cycles`, on a GPU, a kernel that long runs ahead of every piece that a sender computes, and ahead of
-    the last write by the former owner of the blocks that a receiver wants: who does not wait for the fence is found
-    out.
+    With `late_cycles`, on a GPU only, a kernel of that many cycles runs before every piece that a sender computes, and
+    before the last write by the former owner of the blocks that a receiver wants. An agent that does not wait for the
+    fence then leaves wrong rows.
     """
 
     role: Literal["sender", "receiver"]
@@ -51,15 +51,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     sender_codec: CodecName = "bf16"
     device: str = "cpu"
     late_cycles: int = 0
-    is_fenced: bool = True  # if not, it says that its stream has finished when it has not
+    is_fenced: bool = True  # if False, offers and wants claim that the stream has finished
 
 
 class RequestRejected(Exception):
-    """The agent said no, or nothing."""
+    """The agent refused, failed the request, or did not answer."""
 
 
 class SyntheticEngine:
-    """The rank's memory and its connection. `regions` is memory that is there already, of the same sizes."""
+    """The rank's memory and its connection. `regions` is existing memory to use, of the same sizes."""
 
     def __init__(self, job: Job, regions: Sequence[torch.Tensor] = ()) -> None:
         assert job.device != "cpu" or not job.late_cycles, "late_cycles: a CPU has no stream to be late on"
@@ -76,7 +76,7 @@ class SyntheticEngine:
 
     @property
     def memory(self) -> torch.Tensor:
-        """All of it, where one region holds all."""
+        """All memory, if one region holds it."""
         (memory,) = self.regions
         return memory
 
@@ -98,7 +98,7 @@ class SyntheticEngine:
         self.client.send(Directory(ranks=ranks))
 
     def offer_all(self) -> None:
-        """As a prompt is computed: some tokens at a time, every request in turn."""
+        """Offer the requests one after another, each in pieces, as a prompt is computed."""
         job = self.job
         for request in job.requests:
             given = computed = 0
@@ -122,7 +122,7 @@ class SyntheticEngine:
             self.ended(request.name, Released, Refused)
 
     def want(self, requests: Sequence[DemoRequest]) -> tuple[float, int]:
-        """Seconds from the first want to the last done, and bytes moved."""
+        """Want all these requests. Returns the seconds from the first want to the last done, and the bytes moved."""
         job, began = self.job, time.perf_counter()
         for request in requests:
             first = request.first_token // job.shape.block_tokens
@@ -149,20 +149,20 @@ class SyntheticEngine:
         self.close()
 
     def close(self) -> None:
-        """Its connection, and its fence: the next engine's page may get the same address. Idempotent."""
+        """Close the connection and the fence: the next engine's page may get the same address. Idempotent."""
         self.client.close()
         if self.fence is not None:
             self.fence.close()
 
     def fill_own(self) -> None:
-        """Every prompt, all at once; with `late_cycles` each piece is computed when it is offered instead."""
+        """Write the rows of every prompt. With `late_cycles` each piece is written when it is offered instead."""
         if not self.job.late_cycles:
             for request in self.job.requests:
                 for rows in self._rows(self.regions, request, self.job.shape.codec):
                     rows.put()
 
     def verify(self) -> str:
-        """What is wrong with the memory, or nothing: every wanted element, and poison everywhere else."""
+        """What is wrong with the memory, or "". Checks every wanted element, and for poison everywhere else."""
         job = self.job
         expected = [torch.full_like(region, POISON) for region in self.regions]
         for request in job.requests:
@@ -173,14 +173,14 @@ class SyntheticEngine:
         return next(filter(None, wrong), "")
 
     def digest(self) -> str:
-        """Of every byte, region after region."""
+        """The digest of every byte, region after region."""
         digest = xxhash.xxh3_64()
         for region in self.regions:
             digest.update(region.cpu().numpy().data)
         return digest.hexdigest()
 
     def _compute(self, request: DemoRequest, first_token: int, tokens: int) -> int:
-        """The fence behind which these tokens are there."""
+        """Compute these tokens. Returns the fence behind which they are there."""
         if self.job.late_cycles and tokens > request.first_token:
             first_token = max(first_token, request.first_token)
             piece = msgspec.structs.replace(request, first_token=first_token, tokens=tokens)
@@ -188,7 +188,7 @@ class SyntheticEngine:
         return self._mark()
 
     def _leave(self, request: DemoRequest) -> int:
-        """The fence behind which nobody else writes the wanted blocks."""
+        """Let the former owner write for the last time. Returns the fence behind which nobody else writes."""
         if self.job.late_cycles:
             former = msgspec.structs.replace(request, seed=request.seed + 1)
             self._put_late(self._rows(self.regions, former, self.job.sender_codec))
@@ -198,9 +198,9 @@ class SyntheticEngine:
         return self.fence.mark() if self.fence and self.job.is_fenced else 0
 
     def _put_late(self, rows: Iterator[DemoRows]) -> None:
-        ready = list(rows)  # all that copies from the host, and so would wait, is done before the kernel
+        ready = list(rows)  # copies from the host would wait for the kernel, so they come before it
         with torch.cuda.device(self.job.device):
-            torch.cuda._sleep(self.job.late_cycles)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(self.job.late_cycles)
             for each in ready:
                 each.put()
 
@@ -210,7 +210,7 @@ class SyntheticEngine:
             yield from prepare(region, job.shape, job.rank, table, request, codec, layer)
 
     def wait(self, is_wanted: Callable[[Any], bool]) -> Any:
-        """The first message that is wanted; others stay. Raises Rejected by its deadline."""
+        """The first wanted message; others are kept. Raises RequestRejected after PATIENCE_S, or if disconnected."""
         end = time.monotonic() + PATIENCE_S
         while True:
             self._heard += self.client.poll()
@@ -225,7 +225,7 @@ class SyntheticEngine:
             select.select([self.client], [], [], 0.02)
 
     def ended(self, name: str, good: type[T], *bad: type) -> T:
-        """How this request ended. Raises Rejected if not with `good`."""
+        """How this request ended. Raises RequestRejected unless it ended with `good`."""
 
         def is_its_end(message: Any) -> bool:
             named: tuple[Any, Any] = (getattr(message, "request", None), getattr(message, "about", None))
@@ -240,7 +240,7 @@ class SyntheticEngine:
 
 
 def main() -> None:
-    """Attach, wait for a line, do the job, say how it went."""
+    """Attach, wait for a line, do the job, report the result."""
     torch.set_num_threads(1)
     engine = SyntheticEngine(msgspec.json.decode(sys.argv[1], type=Job))
     try:
@@ -252,12 +252,12 @@ def main() -> None:
         if engine.job.role == "sender":
             engine.offer_all()
             _say("released")
-            sys.stdin.readline()  # a sender that leaves takes what is still on its way with it
+            sys.stdin.readline()  # a sender that leaves would cut off transfers under way
             engine.detach()
             _say("done")
         else:
             first, *rest = engine.job.requests
-            first_s, _ = engine.want([first])  # the two agents meet: sockets, memory registration, a plan
+            first_s, _ = engine.want([first])  # includes setting up the session: sockets, memory registration, a plan
             seconds, moved_bytes = engine.want(rest)
             _say("moved", first_s=first_s, seconds=seconds, moved_bytes=moved_bytes)
             wrong = engine.verify()

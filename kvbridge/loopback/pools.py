@@ -1,6 +1,6 @@
-"""Synthetic pools: what an engine of some shape would attach, and what every element of it must be.
+"""Synthetic pools: the pool that an engine of a given shape would attach, and the expected value of every element.
 
-An element is a number made from its (layer, part, head, token, element), so that one in a wrong place shows.
+A value is made from its (layer, part, head, token, element), so a value in the wrong place shows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ POISON = 0xA5
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. `axes` is how its memory runs, outermost first: Layer, Part, Block, Token, Head, Element."""
+    """One engine. `axes` is the order of its memory, outermost first: Layer, Part, Block, Token, Head, Element."""
 
     name: str
     axes: str
@@ -37,7 +37,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """All ranks together."""
+        """Bytes of one token, on all ranks together."""
         return self.layers * len(PARTS) * self.kv_heads * self.width * DTYPES[self.codec].itemsize
 
     @property
@@ -46,12 +46,12 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers_apart(self) -> tuple[int | None, ...]:
-        """The layer that each region holds, if every layer has its own, as on a GPU. (None,): one holds all."""
+        """The layer of each region if every layer has its own, as on a GPU. (None,) if one region holds all."""
         return tuple(range(self.layers)) if self.axes.startswith("L") else (None,)
 
 
 class DemoRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt. Tokens before `first_token` are there already on the receiver's side."""
+    """One prompt. The receiver already has the tokens before `first_token`."""
 
     name: str
     tokens: int
@@ -61,7 +61,7 @@ class DemoRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class DemoRows:
-    """What `put` writes into one plane: [T, H, E], at [T] places."""
+    """What `put` writes into one plane: values [T, H, E] at blocks [T] and offsets [T]."""
 
     plane: torch.Tensor
     blocks: torch.Tensor
@@ -69,12 +69,12 @@ class DemoRows:
     values: torch.Tensor
 
     def put(self) -> None:
-        """On a GPU it is enqueued and waits for nothing."""
+        """Write the values. On a GPU this only enqueues."""
         self.plane[self.blocks, self.offsets] = self.values
 
 
 def describe(shape: Shape, rank: int, layers: tuple[int | None, ...] = (None,)) -> Pool:
-    """The pool of one rank; `layers` has the layer that each region holds, None for all of them."""
+    """The pool of one rank. `layers` has the layer of each region, or None for a region that holds all."""
     strides = _strides(shape)
     itemsize = DTYPES[shape.codec].itemsize
     codec = Codec(
@@ -114,7 +114,7 @@ def describe(shape: Shape, rank: int, layers: tuple[int | None, ...] = (None,)) 
 
 
 def tables(shape: Shape, requests: list[DemoRequest]) -> dict[str, list[int]]:
-    """Blocks for every request, scattered over the pool as after a day of serving. The same on every rank."""
+    """The blocks of every request, scattered over the pool as after a day of serving. The same on every rank."""
     free = torch.randperm(shape.blocks, generator=torch.Generator().manual_seed(shape.block_tokens)).tolist()
     return {request.name: [free.pop() for _ in range(-(-request.tokens // shape.block_tokens))] for request in requests}
 
@@ -128,7 +128,7 @@ def fill(
     codec: CodecName,
     layer: int | None = None,
 ) -> None:
-    """Write tokens [first_token, tokens) of a request as they are once they came from an engine of codec `codec`.
+    """Write tokens [first_token, tokens) of a request, as they must be after a transfer from an engine of `codec`.
 
     `memory` holds that `layer`, or all of them.
     """
@@ -159,7 +159,7 @@ def prepare(
 def rows_of(
     regions: Sequence[torch.Tensor], shape: Shape, table: list[int], tokens: range
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """These tokens of a request, plane by plane as [T, H, E] integers, with the plane's name. Of rank 0."""
+    """These tokens of a request on rank 0: for each plane its name, and its rows as integers [T, H, E]."""
     bits = {1: torch.uint8, 2: torch.int16}[DTYPES[shape.codec].itemsize]
     layers = range(shape.layers) if len(regions) > 1 else (None,)
     for layer, memory in zip(layers, regions, strict=True):
@@ -172,7 +172,7 @@ def rows_of(
 def first_difference(
     found: torch.Tensor, expected: torch.Tensor, shape: Shape, rank: int, layer: int | None = None
 ) -> str:
-    """Where two memories of this shape first differ, in words; empty if nowhere."""
+    """Describes where two memories of this shape first differ; empty if nowhere."""
     if torch.equal(found, expected):
         return ""
     bits = {1: torch.uint8, 2: torch.int16}[DTYPES[shape.codec].itemsize]
@@ -206,7 +206,7 @@ def _strides(shape: Shape) -> dict[str, int]:
 
 
 def _planes(memory: torch.Tensor, shape: Shape, layer: int | None) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Every plane of one layer or of all as [block, token, head, element]."""
+    """Every plane of one layer, or of all, as [block, token, head, element]."""
     typed = memory.view(DTYPES[shape.codec])
     strides = {axis: size // typed.itemsize for axis, size in _strides(shape).items()}
     size = (shape.blocks, shape.block_tokens, shape.local_heads, shape.width)
@@ -217,7 +217,7 @@ def _planes(memory: torch.Tensor, shape: Shape, layer: int | None) -> Iterator[t
 
 
 def _values(layer: int, part: int, heads: torch.Tensor, tokens: torch.Tensor, width: int, seed: int) -> torch.Tensor:
-    """Numbers in [-8, 8), fp32 [T, H, E], each from its coordinates."""
+    """Values in [-8, 8), fp32 [T, H, E], each made from its coordinates."""
     rows = (tokens[:, None] * 1009 + heads[None, :] * 9176 + layer * 40503 + part * 30011 + seed * 7919) & 0xFFFF
     mixed = rows[:, :, None].int() * 25173 + torch.arange(width, dtype=torch.int32, device=rows.device) * 13849
     mixed = (mixed ^ (mixed >> 7)) & 0xFFFF

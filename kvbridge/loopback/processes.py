@@ -1,4 +1,4 @@
-"""Agents and engines of a demo as child processes: started together, watched, always ended."""
+"""Runs agents and engines as child processes: starts them together, watches them, and always ends them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ..options import flag_of
 
 START_S = 40.0
 STOP_S = 15.0
-# The kernel asks an agent to stop once the thread that started it has ended, by whatever (PR_SET_PDEATHSIG is 1).
+# The kernel sends an agent SIGTERM when the thread that started it ends, for any reason (PR_SET_PDEATHSIG is 1).
 BOUND = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM); from kvbridge.cli import main; main()"
-# The environment of real engines. Without the first two, steps on a machine of two cores stall for 200 ms at random.
+# The environment of real engines. Without the first two, steps stall for 200 ms at random on a two-core machine.
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 class AgentProcess:
-    """One `kvbridge agent`, which does not outlive us; `settings` are for its environment, beside this one's."""
+    """One `kvbridge agent`, which does not outlive us. `settings` are added to its environment."""
 
     def __init__(
         self, folder: Path, name: str, options: dict[str, str], settings: Mapping[str, str] | None = None
@@ -55,7 +55,7 @@ class AgentProcess:
         self.address = ""
 
     def wait_serving(self) -> None:
-        """Raises OperatorError (`agent_start`) with the end of its log."""
+        """Wait until the agent serves. Raises OperatorError (`agent_start`) with the end of its log."""
         end = time.monotonic() + START_S
         while self.process.poll() is None and time.monotonic() < end:
             try:
@@ -73,7 +73,7 @@ class AgentProcess:
 
 
 class EngineProcess:
-    """One rank of an engine; it speaks JSON lines."""
+    """One rank of an engine, which speaks JSON lines."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         self.name = name
@@ -91,12 +91,12 @@ class EngineProcess:
         self.process.stdin.write(line + "\n")
 
     def is_heard(self) -> bool:
-        """Whether `hear` would not wait."""
+        """Whether `hear` would return at once."""
         assert self.process.stdout is not None
         return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def hear(self, event: str, seconds: float = START_S) -> dict[str, Any]:
-        """Its next line, which must be this event. Raises OperatorError (`demo_engine`)."""
+        """Its next line, which must be this event. Raises OperatorError (`demo_engine`), also after `seconds`."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
         line = self.process.stdout.readline() if ready else ""
@@ -108,12 +108,12 @@ class EngineProcess:
 
 
 class ServerProcess:
-    """A process, and those that it spawns, which serves HTTP on `port` of this host."""
+    """A process that serves HTTP on `port` of this host, with the processes that it spawns."""
 
     def __init__(
         self, folder: Path, name: str, command: Sequence[str], port: int, settings: Mapping[str, str] | None = None
     ) -> None:
-        """`folder` gets its log; it runs in `folder`/rows. `settings` are for its environment, beside this one's."""
+        """It logs to `folder` and runs in `folder`/rows. `settings` are added to its environment."""
         self.name = name
         self.port = port
         self.log = folder / f"{name}.log"
@@ -125,11 +125,11 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder / "rows",
-                process_group=0,  # not a session: Linux gives each session the same share, whatever is nice in it
+                process_group=0,  # not a session: Linux gives all sessions equal shares, whatever `nice` says inside
             )
 
     def wait_well(self, seconds: float) -> None:
-        """Raises OperatorError (`demo_engine`) with the end of its log."""
+        """Wait until /health answers 200. Raises OperatorError (`demo_engine`) with the end of its log."""
         end = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < end:
             with suppress(OSError, HTTPException):
@@ -139,7 +139,7 @@ class ServerProcess:
         raise OperatorError("demo_engine", f"{self.name} does not serve; its log ends:\n{tail(self.log)}")
 
     def ask(self, path: str, body: dict[str, Any], seconds: float) -> Any:
-        """What it answers to this JSON. Raises OperatorError (`demo_engine`)."""
+        """Its answer to this JSON. Raises OperatorError (`demo_engine`)."""
         try:
             status, text = self._asked("POST", path, json.dumps(body), seconds)
             if status == 200:
@@ -149,7 +149,7 @@ class ServerProcess:
         raise OperatorError("demo_engine", f"{self.name}: {status} {text}; its log ends:\n{tail(self.log)}")
 
     def page(self, path: str) -> str:
-        """What it answers to a GET. Raises OperatorError (`demo_engine`)."""
+        """Its answer to a GET. Raises OperatorError (`demo_engine`)."""
         try:
             return self._asked("GET", path, None, 5.0)[1]
         except (OSError, HTTPException) as error:
@@ -162,7 +162,7 @@ class ServerProcess:
             return answer.status, answer.read().decode()
 
     def kill(self) -> None:
-        """With all that it spawned, at once: it has nothing to put away."""
+        """Kill it and all that it spawned, at once: it has nothing to save."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -204,7 +204,7 @@ def agents(
     routes_of: Mapping[str, str] | None = None,
     **options: str,
 ) -> Iterator[list[AgentProcess]]:
-    """Agents that serve, `devices` dealt out to them in turn; stopped at the end. `routes_of` are by their names."""
+    """Yields agents that serve, and stops them at the end. They take `devices` in turn. `routes_of` is by name."""
     with ExitStack() as stack:
         started = []
         for i, name in enumerate(names):
@@ -218,12 +218,12 @@ def agents(
 
 
 def moved_bytes(agent: AgentProcess) -> float:
-    """What this agent, as a receiver, has taken over so far."""
+    """How many bytes this agent has received so far."""
     return agent.status().counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0)
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Ask it to stop, then make it."""
+    """Ask it to stop; after STOP_S kill it."""
     if process.poll() is None:
         process.terminate()
         try:

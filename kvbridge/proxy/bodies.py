@@ -1,4 +1,4 @@
-"""What a client asks, read at the door: one body becomes one ask for each prompt and sample. Pure."""
+"""Reads and checks a client's request: one body becomes one ask for each prompt and sample. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ GENERATE = "/generate"
 PATHS = (COMPLETIONS, CHAT, GENERATE)
 
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
-OURS = ("kv_transfer_params", *BOOTSTRAP)  # what the proxy says to engines, and a client may not
-REPLICAS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")  # rooms say which of SGLang's
-KEY = "kvbridge"  # in `custom_params`: likewise
+OURS = ("kv_transfer_params", *BOOTSTRAP)  # set by the proxy, refused from clients
+REPLICAS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")  # refused: rooms choose replicas
+KEY = "kvbridge"  # in `custom_params`: set by the proxy, refused from clients
 MOST_ASKS = 256  # prompts times samples of one body
-# Of /generate, one for each prompt of a batch or one for all.
+# Fields of /generate that have one value for each prompt of a batch, or one for all.
 PER_PROMPT = (
     *("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", "extra_key"),
     *("cache_salt", "return_hidden_states", "custom_logit_processor"),
@@ -34,7 +34,7 @@ Body = dict[str, Any]
 
 
 class ClientError(KVBridgeError):
-    """The client can fix it: what it sent, or where to. `status` is HTTP's."""
+    """An error that the client can fix. `status` is the HTTP status."""
 
     def __init__(self, code: str, *reasons: str, status: int = 400) -> None:
         super().__init__(code, *reasons)
@@ -55,7 +55,7 @@ class PromptAsk:
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """All of one body. `is_list` where SGLang answers with a list of objects, `samples` of each prompt follow it."""
+    """All asks of one body; the `samples` of a prompt stand together. `is_list`: SGLang would answer with a list."""
 
     asks: tuple[PromptAsk, ...]
     samples: int = 1
@@ -63,7 +63,7 @@ class Asks:
 
 
 def parse(raw: bytes) -> Any:
-    """JSON as the standard has it. Raises ValueError, whatever the bytes are."""
+    """Parse strict JSON, without NaN and infinity. Raises only ValueError, whatever the bytes are."""
     try:
         return json.loads(raw, parse_constant=_refuse_constant)
     except RecursionError:
@@ -75,7 +75,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def encode(body: Any) -> bytes:
-    """Raises ClientError: a number too large for JSON reads as infinity, which engines do not take."""
+    """Raises ClientError. A number that is too large was parsed as infinity, which engines do not take."""
     try:
         return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     except (ValueError, RecursionError):
@@ -83,10 +83,10 @@ def encode(body: Any) -> bytes:
 
 
 def read(path: str, raw: bytes) -> Asks:
-    """Raises ClientError."""
+    """Read a client's body. Raises ClientError."""
     try:
         body = parse(raw)
-    except ValueError:  # its text may quote the body
+    except ValueError:  # the error's text may quote the body
         raise ClientError("bad_json", "the body is no JSON") from None
     if not isinstance(body, dict):
         raise ClientError("bad_json", f"the body must be a JSON object, got {_kind(body)}")
@@ -113,7 +113,7 @@ def _refuse_ours(body: Body) -> None:
 
 
 def _check_custom(body: Body) -> None:
-    """SGLang 0.5.23 takes scalars there, and lists and objects of them; anything deeper ends its scheduler."""
+    """SGLang 0.5.23 takes scalars, and lists and objects of scalars. Anything deeper crashes its scheduler."""
     for custom in _customs(body):
         for name, value in custom.items():
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -122,7 +122,7 @@ def _check_custom(body: Body) -> None:
 
 
 def _customs(body: Body) -> list[Body]:
-    """The `custom_params` of a body: at its top, or of each prompt's sampling_params."""
+    """All `custom_params` of a body: at its top, and in each prompt's sampling_params."""
     params = body.get("sampling_params")
     every = [body, *(params if isinstance(params, list) else [params])]
     return [_object(each.get("custom_params")) or {} for each in every if isinstance(each, dict)]
@@ -162,7 +162,7 @@ def _split_generate(body: Body) -> Asks:
 
 
 def _of_prompt(body: Body, place: int, count: int) -> Body:
-    """A batch's body for one of its prompts."""
+    """The body for one prompt of a batch."""
     own = dict(body)
     for name in PER_PROMPT:
         value = body.get(name)
@@ -200,7 +200,7 @@ def _asks(path: str, bodies: Sequence[Body], samples: int, name: str, is_list: b
 
 
 def _sample(path: str, body: Body, index: int) -> Body:
-    """One of `n`. A seed is another in each, as engines have it: one seed for all would give the same n times."""
+    """The body of one of `n` samples. Each has a seed of its own, as in engines: one seed would give equal samples."""
     if path == GENERATE:
         own = body | {"sampling_params": _seeded(body["sampling_params"] | {"n": 1}, "sampling_seed", index)}
         return own | {"rid": f"{own['rid']}_{index}"} if isinstance(own.get("rid"), str) else own
@@ -249,7 +249,7 @@ def _kind(value: Any) -> str:
 
 
 def merge(asked: Asks, answers: Sequence[Body]) -> Any:
-    """One answer for the client out of one for each ask, in their order."""
+    """Merge the answers, in the order of the asks, into one for the client."""
     path = asked.asks[0].path
     if path == GENERATE:
         return list(answers) if asked.is_list else answers[0]
@@ -260,7 +260,7 @@ def merge(asked: Asks, answers: Sequence[Body]) -> Any:
 
 
 def _usage(answers: Sequence[Body], samples: int) -> Body:
-    """Prompts count once, whatever the number of their samples."""
+    """A prompt counts once, however many samples it has."""
     used = [_object(answer.get("usage")) or {} for answer in answers]
     prompt = sum(_number(each, "prompt_tokens") for each in used[::samples])
     completion = sum(_number(each, "completion_tokens") for each in used)

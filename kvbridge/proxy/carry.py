@@ -1,4 +1,4 @@
-"""Takes one ask to a pair of engines: picks them, sends both legs, tries others, and cuts off what is not needed."""
+"""Carries one ask through a pair of engines: picks them, sends both legs, retries, and cancels what is left over."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 ANSWER_BYTES = 64 << 20
-SAID_BYTES = 2000  # of an engine's error, for the client
-BLAME_S = 1.0  # when a decode leg failed: for what became of its prefill leg
-SETTLE_S = 5.0  # for a prefill leg to end by itself when the answer is whole
-ELSEWHERE = (408, 425, 429)  # not the client's doing: another engine may take it
+SAID_BYTES = 2000  # of an engine's error text, for the client
+BLAME_S = 1.0  # after a decode leg failed, for a failure of its prefill leg to show
+SETTLE_S = 5.0  # for a prefill leg to end by itself after the answer is complete
+ELSEWHERE = (408, 425, 429)  # not the client's fault: another engine may take the request
 
 
 class Refusal(Exception):
-    """What an engine said of the client's request: it would be the same elsewhere, and goes back as it is."""
+    """An engine refused the client's request. Others would too, so its answer goes to the client as it is."""
 
     def __init__(self, status: int, body: bytes, content_type: str = "application/json") -> None:
         super().__init__(f"refused with {status}")
@@ -59,7 +59,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A decode engine's answer as it comes: what is after `data:` of the first event, and of those that follow."""
+    """A decode engine's streamed answer: the data of its first event, and of those that follow."""
 
     first: bytes
     rest: AsyncGenerator[bytes, None]
@@ -76,7 +76,7 @@ class Carrier:
 
     @asynccontextmanager
     async def carried(self, ask: PromptAsk, headers: Mapping[str, str]) -> AsyncIterator[Opened]:
-        """The decode engine's answer, from its first word on. What is still under way is cut off at the end.
+        """Yields the decode engine's answer as soon as it begins. Cancels what is still under way on exit.
 
         Raises ClientError, Refusal, NoEngine, LegFailed.
         """
@@ -102,7 +102,7 @@ class Carrier:
     async def _attempt(
         self, outer: AsyncExitStack, ask: PromptAsk, headers: Mapping[str, str], failed: list[Backend]
     ) -> Opened:
-        """One pair, one room. What it holds is the caller's when it succeeds, and let go of when it does not."""
+        """Try one pair, under a new room. On success `outer` takes what is held; on failure it is released."""
         async with AsyncExitStack() as stack:
             prefill = stack.enter_context(self._fleet.lend(Role.PREFILL, failed))
             decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed))
@@ -124,9 +124,9 @@ class Carrier:
     async def _prefill_first(
         self, prefill: Backend, decode: Backend, ask: PromptAsk, headers: Mapping[str, str], room: int
     ) -> Leg:
-        """The decode leg that follows from what the prefill engine answered."""
+        """Prefill. Returns the decode leg that follows from the answer."""
         if decode.kind is Kind.VLLM:
-            vllm_decode_after(ask, PrefilledLeg(None))  # what it cannot be asked is refused before anybody computes
+            vllm_decode_after(ask, PrefilledLeg(None))  # refuse what vLLM cannot do before anybody computes
         leg = vllm_prefill(ask, room, decode.kind)
         answer = await self._whole(prefill, leg, headers, self._waits.prefill_s)
         try:
@@ -160,17 +160,17 @@ class Carrier:
         await asyncio.wait((prefilling, opening), return_when=asyncio.FIRST_COMPLETED)
         if prefilling.done() and (failure := prefilling.result()) is not None and not _is_open(opening):
             raise failure
-        opened = await opening  # bounded by its own waits
+        opened = await opening  # bounded by its own timeouts
         if isinstance(opened, Whole | Streamed):
             return opened
         if isinstance(opened, LegFailed) and opened.code != "unreachable":
             await asyncio.wait((prefilling,), timeout=BLAME_S)
             if prefilling.done() and (failure := prefilling.result()) is not None:
-                raise failure  # the decode engine had nothing to decode
+                raise failure  # the cause: the decode engine had nothing to decode
         raise opened
 
     async def _settled(self, prefill: Backend, leg: Leg, headers: Mapping[str, str]) -> Failure | None:
-        """A prefill leg whose answer says nothing but that it is over; what went wrong."""
+        """Run a prefill leg whose answer is not used. Returns its failure, or None."""
         began = time.monotonic()
         try:
             await self._whole(prefill, leg, headers, self._waits.prefill_s)
@@ -194,7 +194,7 @@ class Carrier:
         return Streamed(await anext(events), events)
 
     def _checked(self, engine: Backend, ask: PromptAsk, answer: Body) -> Whole:
-        """Raises LegFailed for an answer that is none."""
+        """The answer as the client is to have it. Raises LegFailed if it is incomplete."""
         try:
             if ask.path == GENERATE and engine.kind is Kind.VLLM:
                 answer = Answering(_rid(ask)).whole(answer)
@@ -213,7 +213,7 @@ class Carrier:
     async def _events(
         self, engine: Backend, reply: aiohttp.ClientResponse, ask: PromptAsk
     ) -> AsyncGenerator[bytes, None]:
-        """The events of a stream as the client is to have them, the last one `[DONE]`. Raises LegFailed, Refusal."""
+        """The stream's events as the client is to have them, the last one `[DONE]`. Raises LegFailed, Refusal."""
         answering = Answering(_rid(ask)) if ask.path == GENERATE and engine.kind is Kind.VLLM else None
         is_said = is_finish = False
         cutter = Events()
@@ -274,7 +274,7 @@ class Carrier:
     async def _post(
         self, engine: Backend, leg: Leg, headers: Mapping[str, str], timeout_s: float
     ) -> aiohttp.ClientResponse:
-        """Open, with status 200. Raises LegFailed, Refusal."""
+        """Send a leg. Returns the open reply, with status 200. Raises LegFailed, Refusal."""
         is_prefill = engine.role is Role.PREFILL
         try:
             async with asyncio.timeout(timeout_s):
@@ -326,7 +326,7 @@ def _shown(said: bytes) -> str:
 
 
 def _refused(event: bytes) -> int:
-    """The status of an error that is the client's to mend, 0 for another."""
+    """The status of an error that the client can fix, 0 for any other."""
     try:
         code = parse(event)["error"]["code"]
     except (ValueError, KeyError, TypeError):
@@ -347,7 +347,7 @@ async def _outcome(opening: Awaitable[Opened]) -> Opened | Failure:
 
 @asynccontextmanager
 async def _beside(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
-    """A task for as long as the context: cancelled with it, and over when it is. It does not raise."""
+    """Run `work` as a task. On a normal exit it gets SETTLE_S to end, then it is cancelled. Drops its errors."""
     task = asyncio.create_task(work)
     try:
         yield task

@@ -1,4 +1,4 @@
-"""Server-sent events of an engine's stream: cut out of the bytes as they come, and what they say. Pure."""
+"""Splits an engine's stream into server-sent events and recognizes what they report. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EVENT_BYTES = 16 << 20
 DONE = b"[DONE]"
 GAP = re.compile(rb"\r?\n\r?\n")  # between two events
 LONGEST_GAP = 4
-# In the text of an answer the quotes would have a backslash before them.
+# In an answer's text these quotes would have a backslash before them, so the text cannot match.
 FINISH = re.compile(rb'(?<!\\)"finish_reason"\s*:\s*(?!null)["{]')
 FAILED = re.compile(rb'^\{\s*"(error|object"\s*:\s*"error)"')
 
@@ -23,7 +23,7 @@ class Events:
         self._rest = bytearray()
 
     def take(self, chunk: bytes) -> Iterator[bytes]:
-        """What is after `data:` of each event that is complete now. Raises EngineError."""
+        """The data of each event that is now complete. Raises EngineError if an event is too long."""
         looked = max(0, len(self._rest) - LONGEST_GAP + 1)
         self._rest += chunk
         whole, begin = [], 0
@@ -39,7 +39,7 @@ class Events:
 
 
 def data(event: bytes) -> bytes:
-    """Empty for a comment."""
+    """What follows `data:` in an event. Empty for a comment."""
     lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines)
 

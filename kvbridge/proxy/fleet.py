@@ -1,4 +1,4 @@
-"""The engines of both sides: how they are named, which are well, and whose turn it is."""
+"""The engines of both sides: their names, their health, and which one takes the next request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("kvbridge.proxy")
 log.addFilter(OneLine())
 
 BOOTSTRAP_PORT = 8998  # SGLang's default
-AGENTS_S = 10.0  # for so long is kept where SGLang's agents are
+AGENTS_S = 10.0  # how long the addresses of SGLang's agents are kept
 SMALL_BYTES = 1 << 20
 ALL_RANKS = {f"{name}_rank": "-1" for name in ("prefill_dp", "prefill_cp", "target_tp", "target_pp")}
 
@@ -37,7 +37,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """How long is waited, in seconds."""
+    """Timeouts and intervals, in seconds."""
 
     prefill_s: float = 300.0  # for a prefill engine's whole answer
     answer_s: float = 600.0  # for a decode engine's whole answer, or its next event
@@ -48,9 +48,9 @@ class Waits:
 
 
 class LegFailed(KVBridgeError):
-    """An engine did not do its part. `is_retryable` while another may do it instead.
+    """An engine failed at its leg. `is_retryable`: another engine may do it instead.
 
-    `said` are the engine's own words: they may quote the prompt, so they are for the client and not for the log.
+    `said` is the engine's own text. It may quote the prompt, so it is for the client and not for the log.
     """
 
     def __init__(self, engine: Backend, code: str, reason: str, is_retryable: bool = True, said: str = "") -> None:
@@ -114,7 +114,7 @@ def read_engine(role: Role, said: str) -> Backend:
 
 
 def read_engines(path: Path) -> list[Backend]:
-    """A line for each, `prefill vllm=URL` or `decode sglang=URL`; empty ones and those with `#` say nothing.
+    """Read the engines, one a line: `prefill vllm=URL` or `decode sglang=URL`. `#` begins a comment.
 
     Raises OperatorError.
     """
@@ -134,7 +134,7 @@ def read_engines(path: Path) -> list[Backend]:
 
 
 def checked(engines: list[Backend]) -> list[Backend]:
-    """The same. Raises OperatorError where one is named twice, or a side has none."""
+    """`engines` unchanged. Raises OperatorError if one is named twice, or a side has none."""
     if len({(each.role, each.url) for each in engines}) < len(engines):
         raise OperatorError("bad_option", "prefill, decode: an engine is named twice")
     for role in Role:
@@ -154,7 +154,7 @@ class Fleet:
         self.replace(engines)
 
     def replace(self, engines: Sequence[Backend]) -> None:
-        """These from now on. One that is not among them gets nothing new; what it has under way goes on."""
+        """Use these engines from now on. One that is removed gets no new requests and finishes what it has."""
         known = {(each.role, each.name, each.bootstrap_port): each for each in self._all()}
         kept = [known.get((each.role, each.name, each.bootstrap_port), each) for each in engines]
         for gone in set(self._all()).difference(kept):
@@ -167,7 +167,7 @@ class Fleet:
         self._engines = {role: [each for each in kept if each.role is role] for role in Role}
 
     async def close(self) -> None:
-        """Ask no engine any more how it is."""
+        """Stop the health checks."""
         for watch in self._watches.values():
             watch.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
@@ -180,7 +180,7 @@ class Fleet:
 
     @contextmanager
     def lend(self, role: Role, without: Collection[Backend] = ()) -> Iterator[Backend]:
-        """The well one with the fewest legs under way; of several the one that waited longest. Raises NoEngine."""
+        """The healthy engine with the fewest legs under way; among equals the one lent longest ago. Raises NoEngine."""
         able = self.well(role, without)
         if not able:
             raise NoEngine("no_engine", f"no {role} engine is well: {', '.join(e.name for e in self._engines[role])}")
@@ -196,7 +196,7 @@ class Fleet:
             gauge.dec()
 
     def failed(self, failure: LegFailed) -> None:
-        """Count it. An engine that cannot be reached gets nothing more until it passes a health check."""
+        """Count a failure. An engine that cannot be reached gets nothing more until it passes a health check."""
         engine = failure.engine
         log.warning("%s: %s", failure.code, failure)
         self._metrics.failures.labels(engine.role, engine.name, failure.code).inc()
@@ -206,13 +206,13 @@ class Fleet:
             self._set_well(engine, False, "it cannot be reached")
 
     async def _watch(self, engine: Backend) -> None:
-        """Ask it how it is, until cancelled."""
+        """Check its health until cancelled."""
         while True:
-            why = await self._ails(engine)
+            why = await self._health_problem(engine)
             self._set_well(engine, not why, why)
             await asyncio.sleep(self._waits.health_every_s)
 
-    async def _ails(self, engine: Backend) -> str:
+    async def _health_problem(self, engine: Backend) -> str:
         """Why an engine gets no requests; empty if it is well."""
         try:
             async with asyncio.timeout(self._waits.health_s):
@@ -236,7 +236,7 @@ class Fleet:
         engine.is_well = is_well
 
     async def agent_of(self, engine: Backend, room: int) -> AgentPlace:
-        """The agent that offers what this prefill server of SGLang's computes under `room`. Raises LegFailed."""
+        """The agent that offers what this SGLang prefill server computes under `room`. Raises LegFailed."""
         now = time.monotonic()
         try:
             async with asyncio.timeout(self._waits.connect_s):
@@ -262,7 +262,7 @@ class Fleet:
 
 
 class NoEngine(KVBridgeError):
-    """None of a side is well."""
+    """No engine of one side is healthy."""
 
 
 async def bounded(answer: aiohttp.ClientResponse, most: int) -> bytes:

@@ -1,4 +1,4 @@
-"""SGLang's /generate in front of a vLLM engine: the request as /v1/completions, and the answer back. Pure."""
+"""Translates SGLang's /generate for a vLLM engine: the request to /v1/completions, and the answer back. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import EngineError
 from .bodies import Body, ClientError, PromptAsk
 
-# sampling_params -> /v1/completions; what has another meaning there is in `_params`.
+# Names in sampling_params -> names in /v1/completions. `_params` handles those whose meaning differs.
 SAME = {
     **{name: name for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")},
     **{name: name for name in ("repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "logit_bias")},
@@ -20,16 +20,16 @@ SAME = {
     "sampling_seed": "seed",
 }
 GRAMMARS = {"regex": "regex", "json_schema": "json", "ebnf": "grammar"}
-# SGLang's own: vLLM would take what is not said from the model's folder.
+# SGLang's defaults: vLLM would take missing values from the model's folder.
 DEFAULTS = {"max_tokens": 128, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 KNOWN = ("text", "input_ids", "sampling_params", "stream", "rid", "log_metrics", "no_logs", "lora_path", "cache_salt")
 LOGPROBS = ("return_logprob", "top_logprobs_num", "logprob_start_len", "return_text_in_logprobs")
 
 
 def completions(ask: PromptAsk, with_logprobs: bool = False) -> Body:
-    """Raises ClientError, which names what vLLM has no word for.
+    """The body for /v1/completions. Raises ClientError naming the fields that vLLM does not have.
 
-    `with_logprobs` for a prefill leg, of which only the first token's are wanted: what is asked of prompt tokens is
+    `with_logprobs` is for a prefill leg, which needs the first token's log probabilities. Those of prompt tokens are
     refused there too.
     """
     body = ask.body
@@ -53,12 +53,12 @@ def completions(ask: PromptAsk, with_logprobs: bool = False) -> Body:
 
 
 def _params(params: Body, with_custom: bool) -> tuple[Body, list[str]]:
-    """What vLLM calls them, and which it has no word for."""
+    """The parameters under vLLM's names, and those that vLLM does not have."""
     own: Body = dict(DEFAULTS)
     unknown = []
     for name, value in params.items():
         if name == "n":
-            continue  # 1, see `bodies`
+            continue  # always 1 here (`bodies.py`)
         if name == "max_new_tokens" and value is None:
             unknown.append("max_new_tokens: null")
         elif value is None:
@@ -75,13 +75,13 @@ def _params(params: Body, with_custom: bool) -> tuple[Body, list[str]]:
 
 
 def _says(value: Any) -> bool:
-    """An option that is off asks for nothing."""
+    """Whether an option asks for anything. One that is off does not."""
     return value is not None and value is not False and value not in ("", [], {})
 
 
 @dataclass(slots=True)
 class Answering:
-    """One answer of vLLM's being put into SGLang's words: whole, or event by event. SGLang repeats what it has said."""
+    """Translates one answer of vLLM, whole or event by event. An event of SGLang repeats the answer so far."""
 
     rid: str
     text: str = ""
@@ -90,14 +90,14 @@ class Answering:
     finish: Body | None = None
 
     def whole(self, answer: Body) -> Body:
-        """Raises EngineError."""
+        """The whole answer in SGLang's format. Raises EngineError."""
         self._add(answer)
         if self.finish is None:
             raise EngineError("bad_answer", "an answer without finish_reason")
         return self._said()
 
     def event(self, answer: Body) -> Body | None:
-        """Nothing where the event has no news. Raises EngineError."""
+        """The event in SGLang's format; None if it has no news. Raises EngineError."""
         if not answer.get("choices"):
             return None  # usage
         self._add(answer)

@@ -1,4 +1,4 @@
-"""From one ask to the requests that a prefill and a decode engine get, each in its own words. Pure."""
+"""Turns one ask into a request for a prefill and one for a decode engine, each in its own API. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..errors import EngineError
 from .bodies import CHAT, COMPLETIONS, GENERATE, KEY, OURS, Body, ClientError, PromptAsk
 from .generate import completions
 
-FOREIGN_HOST = "kvbridge"  # the `bootstrap_host` by which SGLang knows that no server of its own has prefilled
-TOKEN = "token_id:"  # how vLLM writes a token that is asked for by its number
-# They decide the first token, which vLLM samples when SGLang decodes, and vLLM does not know them.
+FOREIGN_HOST = "kvbridge"  # the `bootstrap_host` that tells SGLang that another engine has prefilled
+TOKEN = "token_id:"  # how vLLM names a token if asked for ids (`return_tokens_as_token_ids`)
+# vLLM does not know these. They affect the first token, which vLLM samples when SGLang decodes.
 SGLANG_ONLY = ("regex", "ebnf", "json_schema", "stop_regex", "custom_logit_processor")
 
 
@@ -47,7 +47,7 @@ class AgentPlace:
 
 @dataclass(frozen=True, slots=True)
 class PrefilledLeg:
-    """What vLLM answered to a prefill leg. Without `params` it offered nothing."""
+    """vLLM's answer to a prefill leg. `params` is None if it offered nothing."""
 
     params: Body | None
     first_token: int | None = None
@@ -56,14 +56,14 @@ class PrefilledLeg:
 
 
 def vllm_prefill(ask: PromptAsk, room: int, decode: Kind) -> Leg:
-    """One token, not streamed. Where SGLang decodes, this token is the answer's first. Raises ClientError."""
+    """Asks for one token, not streamed. If SGLang decodes, it is the answer's first token. Raises ClientError."""
     if decode is Kind.SGLANG and ask.path != GENERATE and (odd := [n for n in SGLANG_ONLY if ask.body.get(n)]):
         raise ClientError("not_supported", f"prefilled by vLLM and decoded by SGLang, not supported: {', '.join(odd)}")
     if ask.path == GENERATE:
         body = completions(ask, with_logprobs=decode is Kind.SGLANG)
     else:
         body = _plain(ask)
-    asked = body.get("logprobs")  # 0 asks for the token's own
+    asked = body.get("logprobs")  # 0 asks for the sampled token's only
     wants_logprobs = decode is Kind.SGLANG and asked is not None and asked is not False
     left_out: tuple[str, ...] = (
         "stream_options",
@@ -82,7 +82,7 @@ def vllm_prefill(ask: PromptAsk, room: int, decode: Kind) -> Leg:
     if ask.path == CHAT:
         body["max_completion_tokens"] = 1
     if type(least) is int and least > 0:
-        body["min_tokens"] = 1  # else the first token might be the end
+        body["min_tokens"] = 1  # else the first token might end the answer
     if wants_logprobs:
         body["return_tokens_as_token_ids"] = True
     body["kv_transfer_params"] = {"do_remote_decode": True, "bootstrap_room": room}
@@ -90,7 +90,7 @@ def vllm_prefill(ask: PromptAsk, room: int, decode: Kind) -> Leg:
 
 
 def vllm_decode_after(ask: PromptAsk, prefilled: PrefilledLeg) -> Leg:
-    """After vLLM's prefill, whose answer says where the KV is. If it offered nothing, the prompt is computed there."""
+    """The decode leg after vLLM's prefill. If that offered no KV, the decode engine computes the prompt."""
     body = _vllm_decode(ask)
     if prefilled.params is not None:
         body["kv_transfer_params"] = prefilled.params
@@ -98,7 +98,7 @@ def vllm_decode_after(ask: PromptAsk, prefilled: PrefilledLeg) -> Leg:
 
 
 def vllm_decode_beside(ask: PromptAsk, room: int, agent: AgentPlace) -> Leg:
-    """While SGLang prefills."""
+    """The decode leg while SGLang prefills."""
     params: Body = {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room}
     params |= {"remote_host": agent.host, "remote_port": agent.port}
     params |= {"remote_key": agent.key} if agent.key else {}
@@ -106,7 +106,7 @@ def vllm_decode_beside(ask: PromptAsk, room: int, agent: AgentPlace) -> Leg:
 
 
 def sglang_prefill(ask: PromptAsk, room: int, host: str, port: int, decode: Kind) -> Leg:
-    """The whole body: SGLang's prefill server stops after one token by itself. Nothing of its answer is used."""
+    """The client's whole body: SGLang's prefill server stops after one token by itself. Its answer is not used."""
     body = {name: value for name, value in _plain(ask).items() if name != "stream_options"}
     body |= {"stream": False, "bootstrap_host": host, "bootstrap_room": room}
     if decode is Kind.SGLANG:
@@ -117,12 +117,12 @@ def sglang_prefill(ask: PromptAsk, room: int, host: str, port: int, decode: Kind
 
 
 def sglang_decode_beside(ask: PromptAsk, room: int, host: str, port: int) -> Leg:
-    """While a prefill server of SGLang's works at it: the two know each other."""
+    """The decode leg while SGLang prefills. The two servers talk to each other themselves."""
     return Leg(ask.path, _plain(ask) | {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room})
 
 
 def sglang_decode_after(ask: PromptAsk, room: int, prefilled: PrefilledLeg) -> Leg:
-    """After vLLM's prefill. Raises EngineError: SGLang's decode side cannot compute a prompt itself."""
+    """The decode leg after vLLM's prefill. Raises EngineError without KV: SGLang's decode side computes no prompt."""
     if prefilled.params is None:
         raise EngineError("not_offered", "the prefill engine offered no KV: its answer has no kv_transfer_params")
     if prefilled.first_token is None:
@@ -132,7 +132,7 @@ def sglang_decode_after(ask: PromptAsk, room: int, prefilled: PrefilledLeg) -> L
         told["rendezvous"] = name
     if prefilled.logprob is not None:
         told["logprob"] = prefilled.logprob
-    if prefilled.top_logprobs:  # as text: SGLang hands on no lists in an object
+    if prefilled.top_logprobs:  # as text: SGLang passes on no lists inside an object
         told["top_logprobs"] = json.dumps(prefilled.top_logprobs)
     body = _plain(ask) | {"bootstrap_host": FOREIGN_HOST, "bootstrap_room": room}
     return Leg(ask.path, _told(ask.path, body, told))
@@ -147,12 +147,12 @@ def _vllm_decode(ask: PromptAsk) -> Body:
 
 
 def _plain(ask: PromptAsk) -> Body:
-    """The client's body. What says null where only the proxy may speak is left out."""
+    """The client's body without the fields that only the proxy sets. A client may have set them to null."""
     return {name: value for name, value in ask.body.items() if name not in OURS}
 
 
 def _told(path: str, body: Body, told: Body) -> Body:
-    """With what SGLang's adapter is to know, where SGLang hands it on."""
+    """The body with `told` where SGLang passes it on to its adapter."""
     if path == GENERATE:
         return body | {"sampling_params": _custom(body["sampling_params"], told)}
     return _custom(body, told)
@@ -163,7 +163,7 @@ def _custom(body: Body, told: Body) -> Body:
 
 
 def read_prefilled(ask: PromptAsk, answer: Any, wants_token: bool) -> PrefilledLeg:
-    """What vLLM answered to `vllm_prefill`. Raises EngineError."""
+    """Read vLLM's answer to `vllm_prefill`. Raises EngineError."""
     try:
         choice = answer["choices"][0]
         tokens, said = choice.get("token_ids"), choice.get("logprobs")
@@ -220,7 +220,7 @@ def _place(params: Body) -> AgentPlace:
 
 
 def read_replicas(answer: Any) -> int:
-    """How many replicas SGLang's bootstrap server knows, where a room says which one it goes to. Raises EngineError."""
+    """How many replicas SGLang's bootstrap server has. Raises EngineError, also if rooms do not choose them."""
     count = answer.get("dp_size") if isinstance(answer, dict) else None
     if type(count) is not int or count < 1:
         raise EngineError("bad_answer", "the bootstrap server tells no dp_size")
@@ -231,7 +231,7 @@ def read_replicas(answer: Any) -> int:
 
 
 def read_agent(answer: Any) -> AgentPlace:
-    """The first agent of a replica, of [[pp_rank, tp_rank, address], ...]. Raises EngineError."""
+    """The first agent of a replica, from [[pp_rank, tp_rank, address], ...]. Raises EngineError."""
     try:
         _, _, address = min((pp, tp, address) for pp, tp, address in answer)
         place = urlsplit(address)

@@ -1,4 +1,4 @@
-"""What Prometheus sees of the proxy. One registry per proxy; engines are named as the operator wrote them."""
+"""The proxy's Prometheus metrics. One registry per proxy; engines are labelled as the operator named them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ProxyMetrics:
             "kvbridge_proxy_engine_outstanding", "Legs under way", ["role", "engine"], registry=registry
         )
         self.prefill_s = self._seconds("prefill", "From the request to the prefill engine's answer")
-        self.first_s = self._seconds("first_answer", "From the request to the first of the decode engine's answer")
+        self.first_s = self._seconds("first_answer", "From the request to the first part of the decode engine's answer")
         self.request_s = self._seconds("request", "From the request to the end of its answer")
 
     def _seconds(self, name: str, text: str) -> Histogram:

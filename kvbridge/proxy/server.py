@@ -1,4 +1,4 @@
-"""The proxy's HTTP: what clients ask comes in, what a pair of engines answers goes out."""
+"""The proxy's HTTP server: takes clients' requests and returns what a pair of engines answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log.addFilter(OneLine())
 
 
 class _NotMalformed(logging.Filter):
-    """What is no HTTP is answered so, and not logged: the library would quote the bytes, which may be a prompt's."""
+    """Keeps malformed HTTP out of the log: the library would quote its bytes, which may be a prompt's."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -41,16 +41,16 @@ library_log = logging.getLogger("kvbridge.proxy.http")
 library_log.addFilter(_NotMalformed())
 
 BODY_BYTES = 64 << 20
-AT_ONCE = 16  # of the requests that one body becomes: each holds that body
-LINGER_S = 1.0  # the rest of a body that was refused is read for so long, that the client reads why
-STOP_S = 10.0  # what is under way when the proxy is told to stop has so long
+AT_ONCE = 16  # asks of one body that run at a time: each holds the whole body
+LINGER_S = 1.0  # how long the rest of a refused body is read, so that the client can read why
+STOP_S = 10.0  # how long requests under way may take once the proxy is told to stop
 PASSED_ON = ("Authorization",)
 
 
 def run(
     prefill: Sequence[str], decode: Sequence[str], listed: Path | None, listen: str, waits: Waits, log_level: str
 ) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP has the file `listed` read again. Raises OperatorError."""
+    """Serve until SIGTERM or SIGINT. On SIGHUP read the file `listed` again. Raises OperatorError."""
     named = [read_engine(Role.PREFILL, said) for said in prefill] + [read_engine(Role.DECODE, s) for s in decode]
     if listed is not None and named:
         raise OperatorError("bad_option", "engines: they are in the file, or named by --prefill and --decode; not both")
@@ -63,7 +63,7 @@ def run(
 
 
 class _PlainFormatter(logging.Formatter):
-    """Also of what libraries log, an exception's lines are indented, so that none looks like one of ours."""
+    """Indents the lines of exceptions, also in libraries' records, so that none looks like a record of ours."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain_lines(super().format(record))
@@ -89,7 +89,7 @@ async def _run(engines: Sequence[Backend], listed: Path | None, host: str, port:
 
 
 def _reload(fleet: Fleet, listed: Path) -> None:
-    """The engines that the file names now; those that it named before, where it cannot be read."""
+    """Use the engines that the file names now. If it cannot be read, keep those that it named before."""
     try:
         engines = read_engines(listed)
     except OperatorError as error:
@@ -104,8 +104,8 @@ def _sides(engines: Sequence[Backend]) -> str:
 
 @asynccontextmanager
 async def serving(engines: Sequence[Backend], host: str, port: int, waits: Waits) -> AsyncIterator[tuple[str, Fleet]]:
-    """The proxy, from its first look at the engines on; yields its address and the engines. Raises OperatorError."""
-    # A connection each: an engine that closes one that was kept open looks like one that failed.
+    """Run the proxy; yields its address and its engines. Raises OperatorError if it cannot listen there."""
+    # A connection per request: an engine that closes an idle connection would look like one that failed.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=waits.connect_s)
     metrics = ProxyMetrics()
@@ -138,7 +138,7 @@ async def serving(engines: Sequence[Backend], host: str, port: int, waits: Waits
 
 
 class Proxy:
-    """The pages. A request's outcome is counted once, whatever becomes of it."""
+    """The HTTP paths. The outcome of every request is counted, once."""
 
     def __init__(self, fleet: Fleet, http: aiohttp.ClientSession, waits: Waits, metrics: ProxyMetrics) -> None:
         self._fleet, self._http, self._waits, self._metrics = fleet, http, waits, metrics
@@ -161,7 +161,7 @@ class Proxy:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _models(self, request: web.Request) -> web.Response:
-        """As a decode engine says it."""
+        """A decode engine's own answer."""
         try:
             with self._fleet.lend(Role.DECODE) as engine:
                 async with asyncio.timeout(self._waits.connect_s):
@@ -179,7 +179,7 @@ class Proxy:
         try:
             response, outcome = await self._answered(request)
             return response
-        except OSError:  # it went while it was written to
+        except OSError:  # the client left while we wrote to it
             return web.Response()
         finally:
             self._metrics.requests.labels(request.path, outcome).inc()
@@ -217,7 +217,7 @@ class Proxy:
     async def _whole(
         self, request: web.Request, asked: Asks, headers: Mapping[str, str]
     ) -> tuple[web.StreamResponse, str]:
-        if len(asked.asks) == 1:  # sent before what is left of the prefill leg is waited for
+        if len(asked.asks) == 1:  # the answer is sent before we wait for the rest of the prefill leg
             async with self._carrier.carried(asked.asks[0], headers) as opened:
                 assert isinstance(opened, Whole)
                 response = web.Response(body=encode(merge(asked, [opened.answer])), content_type="application/json")
@@ -228,7 +228,7 @@ class Proxy:
         return web.Response(body=encode(merge(asked, answers)), content_type="application/json"), "answered"
 
     async def _each(self, asks: Sequence[PromptAsk], headers: Mapping[str, str]) -> list[Body]:
-        """Side by side, as many as there are places. The first that fails ends the others."""
+        """Carry the asks side by side, AT_ONCE at a time. The first that fails cancels the others."""
         places = asyncio.Semaphore(AT_ONCE)
         tasks = [asyncio.create_task(self._one(ask, headers, places)) for ask in asks]
         try:
@@ -261,11 +261,11 @@ class Proxy:
             if not response.prepared:
                 raise
             await self._sent(response.write(framed(json.dumps(_said(error.code, error.for_client, 502)).encode())))
-            await self._sent(response.write_eof())  # without [DONE]: this is no whole answer
+            await self._sent(response.write_eof())  # without [DONE]: the answer is incomplete
             return response, error.code
 
     async def _sent(self, writing: object) -> None:
-        """Raises ConnectionError for a client that does not read either."""
+        """Await a write to the client. Raises ConnectionError, also if the client does not read."""
         try:
             async with asyncio.timeout(self._waits.client_s):
                 await writing  # type: ignore[misc]
@@ -279,7 +279,7 @@ def _headers(request: web.Request) -> dict[str, str]:
 
 
 def _said(code: str, message: str, status: int) -> Body:
-    """As OpenAI's API says errors."""
+    """An error in the format of OpenAI's API."""
     kind = "invalid_request_error" if status < 500 else "engine_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 

@@ -1,11 +1,12 @@
 """Messages between agents over ZeroMQ: links that deliver everything in order, or are lost and say so.
 
-ZeroMQ alone reconnects in silence, drops what was under way and delivers ghosts of old incarnations. So a link is one
-connection between two incarnations, its envelopes are numbered from 0, and the first gap, silence, other incarnation or
-full queue ends it. Dial again for a new one.
+ZeroMQ alone reconnects silently, drops what was under way and delivers stale messages of old incarnations. So a link
+is one connection between two incarnations. Its envelopes are numbered from 0, and the first gap, silence, other
+incarnation or full queue ends it. Dial again for a new link.
 
-The sockets are driven by the loop's `add_reader` on ZeroMQ's own descriptors: sending stays a plain call, there is no
-task per socket, and asyncio and uvloop serve alike. A descriptor is edge-triggered, hence "drain after what we did".
+The sockets are driven by the loop's `add_reader` on ZeroMQ's own descriptors: sending stays a plain call, no socket
+needs a task, and both asyncio and uvloop work. The descriptors are edge-triggered, so a socket is read again after
+every call on it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import AsyncIterator, Callable
 import zmq
 from kvbridge_proto.codec import BadFrame, Limits, decode, encode
 from kvbridge_proto.common import OURS
-from kvbridge_proto.peer import Body, Envelope, Goodbye, Ping, Pong
+from kvbridge_proto.peer import Body, Envelope, Goodbye, Ping, Pong, Sessionless
 
 from ..errors import OperatorError, PeerError
 from ..states import PeerLinkEvent
@@ -35,15 +36,15 @@ from .zap import AuthDoor, Buckets, guard, introduce
 TICK_S = 0.1
 AWAY_S = 5 * TICK_S
 PROBE_S = 0.5
-BACKLOG = 4096  # events nobody has taken; beyond, the sockets' own queues fill and push back
-LINGER_MS = 100  # what a Goodbye gets when we close a link ourselves
-TRIED_AT_ONCE, RETRY_S = 8, 0.005  # to set a socket up takes some 0.3 ms
+BACKLOG = 4096  # untaken events; beyond that we stop reading, and the sockets' own queues push back
+LINGER_MS = 100  # time for a Goodbye to leave when we close a link ourselves
+TRIED_AT_ONCE, RETRY_S = 8, 0.005  # setting up a socket takes about 0.3 ms
 
 
 class Control:
     """This agent's end of all links. Use as `async with`, on one loop; one task reads `events`.
 
-    `listen` is None for an agent that only dials. Entry raises OperatorError. `rejected` counts what was dropped.
+    `listen` is None for an agent that only dials. Entry raises OperatorError. `rejected` counts dropped input by code.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class Control:
         self._limits = Limits(frame_bytes=self.settings.frame_bytes)
         self._events: deque[Event] = deque()
         self._dialled: dict[str, Link] = {}
-        self._waiting: dict[Link, str] = {}  # of them, those that are not tried yet, and their endpoints
-        self._is_newest_next = True  # of those that wait
-        self._unreached: dict[Link, None] = {}  # of them, those that are tried; the oldest first
+        self._waiting: dict[Link, str] = {}  # dialled but not tried yet, with their endpoints
+        self._tries_newest_next = True  # of `_waiting`
+        self._unreached: dict[Link, None] = {}  # dialled and being tried; the oldest first
         self._retrying: asyncio.TimerHandle | None = None
         self._accepted: dict[bytes, Link] = {}
         self._ports: dict[Link, Port] = {}
@@ -77,7 +78,7 @@ class Control:
         self._probed_at = 0.0
         self._is_closed = False
         self._pipes: set[Connection[Envelope, Envelope]] = set()
-        self._hearing: set[asyncio.Task[None]] = set()
+        self._pipe_tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Control:
         self._loop = asyncio.get_running_loop()
@@ -103,7 +104,7 @@ class Control:
     def dial(self, address: str) -> Link:
         """The link to this address; a new one if there is none or it was lost. Raises PeerError.
 
-        It may have to wait for its turn to be tried; where too many do, the one that has waited longest is lost.
+        A new link may have to wait before it is tried. If too many wait, the one that has waited longest is lost.
         """
         if link := self._dialled.get(address):
             return link
@@ -121,24 +122,24 @@ class Control:
         return link
 
     def _try_waiting(self) -> None:
-        """Try those that wait, as far as there is room; a few at a time, for it takes a while.
+        """Try waiting links while there is room, a few at a time because each takes a while.
 
-        The newest and the oldest take turns, so who comes now has a place soon, however many wait before it.
+        The newest and the oldest take turns, so a new link is tried soon however many wait before it.
         """
         self._retrying = None
         for _ in range(TRIED_AT_ONCE):
             if not self._waiting or not self._has_room():
                 break
-            link = next(reversed(self._waiting) if self._is_newest_next else iter(self._waiting))
-            self._is_newest_next = not self._is_newest_next
+            link = next(reversed(self._waiting) if self._tries_newest_next else iter(self._waiting))
+            self._tries_newest_next = not self._tries_newest_next
             self._try(link, self._waiting.pop(link))
         if self._waiting:
             self._retrying = self._loop.call_later(RETRY_S, self._try_waiting)
 
     def _has_room(self) -> bool:
-        """Whether one more may be tried. For that, another may have to give way: who was refused, or had its time.
+        """Whether one more link may be tried. To make room, one that was refused or has had `grace_s` may be lost.
 
-        Requests make addresses up, by the thousand; who answers at a real one does so within `grace_s`.
+        Requests can make up addresses by the thousand; an agent at a real one answers within `grace_s`.
         """
         if are_short():
             return False
@@ -146,7 +147,7 @@ class Control:
             oldest = next(iter(self._unreached))
             last = next((link for link in self._unreached if link.is_refused), oldest)
             self._ports[last].watch()
-            if last not in self._unreached:  # it has answered just now
+            if last not in self._unreached:  # it has just answered
                 continue
             if not last.is_refused and self._loop.time() - last.made_at < self.settings.grace_s:
                 return False
@@ -161,7 +162,7 @@ class Control:
             port = self._port(
                 zmq.DEALER, is_ipv6(endpoint), lambda: self._serve(link), lambda event: self._watched(link, event)
             )
-        except zmq.ZMQError as error:  # no descriptors, or no sockets, are left
+        except zmq.ZMQError as error:  # out of descriptors or sockets
             self._lose(link, "too_many_links", f"links: {len(self.links)}, no socket for {link.address}: {error}")
             return
         self._ports[link] = port
@@ -173,7 +174,7 @@ class Control:
             self._lose(link, "bad_address", f"{link.address}: {error}")
 
     async def events(self) -> AsyncIterator[Event]:
-        """What happens, in order, to one reader at a time; ends when the control closes."""
+        """Events in order, for one reader at a time. Ends when the control closes."""
         while not self._is_closed:
             while self._events:
                 yield self._events.popleft()
@@ -183,11 +184,11 @@ class Control:
 
     @property
     def links(self) -> list[Link]:
-        """All that are not lost."""
+        """All links that are not lost."""
         return [*self._dialled.values(), *self._accepted.values()]
 
-    def trusts(self, trust: Trust) -> None:
-        """Another list of keys: who is not on it any more is lost, now. Our own pair must be the same."""
+    def set_trust(self, trust: Trust) -> None:
+        """Use another list of keys: links whose key is not on it are lost at once. Our own pair must be the same."""
         self.trust = trust
         for link in self.links:
             if trust.name_of(link.key) is None:
@@ -205,7 +206,7 @@ class Control:
             limit = self.settings.frame_bytes
             self._lose(link, "frame_too_large", f"frame_bytes: ours {len(frame)}, limit {limit}")
             return False
-        if link.pipe is not None and link.says_by_pipe:
+        if link.pipe is not None and link.sends_by_pipe:
             link.pipe.send_encoded(frame)
             return True
         link.outbox.append(frame)
@@ -216,20 +217,20 @@ class Control:
         return not link.is_lost
 
     def carry_by(self, link: Link, pipe: socket.socket) -> None:
-        """Take a pipe whose other end the same peer has, on this host. What goes by it wakes no thread of ZeroMQ's.
+        """Carry a link by a pipe whose other end the same peer has on this host. This wakes no thread of ZeroMQ's.
 
-        Who dialled speaks by it at once, the other once it has heard something there: the peer has it then. Envelopes
-        are counted in the order of their numbers, whichever way they come. The end of a pipe that was used is the
-        link's.
+        The dialling side sends by the pipe at once. The other side does so once it has received something there, which
+        proves that the peer has the pipe. Envelopes count in the order of their numbers, whichever way they come. The
+        end of a pipe that was used ends the link.
         """
         if link.is_lost or link.pipe is not None:
             pipe.close()
             return
         link.pipe = Connection(pipe, Envelope, self._limits, self._pipes, most_fds=0)
-        self._hearing.add(task := self._loop.create_task(self._hear_pipe(link, link.pipe)))
-        task.add_done_callback(self._hearing.discard)
+        self._pipe_tasks.add(task := self._loop.create_task(self._hear_pipe(link, link.pipe)))
+        task.add_done_callback(self._pipe_tasks.discard)
         if link.is_dialled:
-            link.says_by_pipe = True
+            link.sends_by_pipe = True
             self.send(link, Ping(number=0))
 
     def close_link(self, link: Link) -> None:
@@ -256,7 +257,7 @@ class Control:
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def _serve(self, link: Link) -> None:
-        """A dialled link's socket may have something for us, or take something."""
+        """Send and receive on a dialled link's socket, as far as it lets us."""
         if link.is_lost:
             return
         self._flush(link)
@@ -271,7 +272,7 @@ class Control:
                 return
 
     async def _hear_pipe(self, link: Link, pipe: Connection[Envelope, Envelope]) -> None:
-        """All that comes by the link's pipe, to its end."""
+        """Take what comes by the link's pipe until it ends."""
         try:
             for count in itertools.count(1):
                 if link.is_lost or (received := await pipe.receive()) is None:
@@ -285,16 +286,16 @@ class Control:
             self._reject(link, error.code, str(error))
         finally:
             pipe.close()
-            if not link.is_lost and link.says_by_pipe:
+            if not link.is_lost and link.sends_by_pipe:
                 self._lose(link, "peer_disconnected", f"the pipe to {link.address}: {pipe.why}")
-            elif not link.is_lost:  # the peer never had it
+            elif not link.is_lost:  # the peer never got the pipe
                 link.pipe = None
 
     def _take_from_pipe(self, link: Link, envelope: Envelope) -> None:
-        """An envelope; those before it may still be on their way by the connection."""
+        """Take one envelope. Those before it may still be on their way by the connection."""
         if not self._is_for_us(link, envelope):
             return
-        link.says_by_pipe = True
+        link.sends_by_pipe = True
         if link.is_early(envelope):
             link.early[envelope.number] = envelope
             link.early_bytes += len(encode(envelope))
@@ -305,7 +306,7 @@ class Control:
             self._count_in(link, envelope)
 
     def _count_in(self, link: Link, envelope: Envelope) -> bool:
-        """An envelope, and those that came before their turn. False if it was not the next one: the link is lost."""
+        """Count it in, then early ones that follow it. False if it was not the next: the link is lost."""
         following: Envelope | None = envelope
         while following is not None and not link.is_lost:
             if fault := link.check(following):
@@ -324,12 +325,12 @@ class Control:
             if frames is None:
                 self._reject(None, "frame_malformed", "frames: not 1 after the identity")
             else:
-                self._take_proved(frames[0].bytes, frames[1])
+                self._receive_authenticated(frames[0].bytes, frames[1])
             if self._is_full:
                 return
 
-    def _take_proved(self, identity: bytes, frame: zmq.Frame) -> None:
-        """The key that a connection proved must be on our list at each of its messages, and its link's own."""
+    def _receive_authenticated(self, identity: bytes, frame: zmq.Frame) -> None:
+        """Take a message if its connection's proved key is still on our list and is its link's key."""
         key, link = _key_of(frame), self._accepted.get(identity)
         if self.trust.name_of(key) is None or (link is not None and link.key != key):
             return self._reject(link, "key_not_allowed", f"key {key or 'none'} of {frame.get('Peer-Address')}")
@@ -348,7 +349,8 @@ class Control:
             self._greet(envelope, identity, frame)
 
     def _is_for_us(self, link: Link | None, envelope: Envelope) -> bool:
-        if not OURS.oldest <= envelope.version <= OURS.newest:
+        is_spoken = OURS.oldest <= envelope.version <= OURS.newest
+        if not is_spoken and not isinstance(envelope.body, Sessionless):
             self._reject(link, "version_unknown", f"version: ours {OURS}, theirs {envelope.version}")
         elif not envelope.sender or envelope.receiver not in ("", self.incarnation):
             text = f"incarnations: from {envelope.sender!r} to {envelope.receiver!r}, ours {self.incarnation!r}"
@@ -358,7 +360,7 @@ class Control:
         return False
 
     def _greet(self, envelope: Envelope, identity: bytes, frame: zmq.Frame) -> None:
-        """A stranger's envelope: number 0 begins a link, any other is the tail of one that ended."""
+        """An envelope without a link. Number 0 begins one; any other is the tail of a link that ended."""
         link = Link(self, str(frame.get("Peer-Address")), identity, self._loop.time(), _key_of(frame))
         if fault := link.check(envelope):
             return self._reject(None, *fault)
@@ -395,7 +397,7 @@ class Control:
             link.heard_at = link.pinged_at = self._loop.time()
             self._serve(link)
         elif event == GONE and link.is_up:
-            self._serve(link)  # its last words
+            self._serve(link)  # what it sent before it closed
             if not link.is_lost:
                 self._lose(link, "peer_disconnected", f"{link.address} closed the connection")
         elif event == REFUSED:
@@ -406,7 +408,7 @@ class Control:
             link.is_refused = True
 
     def _watched_router(self, event: int) -> None:
-        # ZeroMQ does not say whose connection ended. Ask all, but not as often as strangers come and go.
+        # ZeroMQ does not say whose connection ended. Ping all, but less often than strangers come and go.
         if event == GONE and self._probe_at is None:
             self._probe_at = max(self._loop.time(), self._probed_at + PROBE_S)
 
@@ -421,7 +423,7 @@ class Control:
                 self._serve(link)
             elif link.outbox:
                 self._flush(link)
-            if away_s > self.settings.silence_s / 2:  # what the peers sent meanwhile may still be on its way to us
+            if away_s > self.settings.silence_s / 2:  # we stalled; what peers sent meanwhile may not be read yet
                 link.heard_at = now
             if away_s > AWAY_S:
                 link.made_at += away_s
@@ -442,12 +444,12 @@ class Control:
             if now - link.made_at > settings.connect_s:
                 reason = f"nobody answers at {link.address} in {settings.connect_s} s"
                 if link.failures:
-                    reason += f"; {link.failures} handshakes failed: is it an agent, has it that key, have both one?"
+                    reason += f"; {link.failures} handshakes failed: is it an agent, is that its key, do both use keys?"
                 self._lose(link, "peer_unreachable", reason)
         elif now - link.heard_at > settings.silence_s and not self._is_full:
             self._lose(link, "peer_silent", f"nothing heard from {link.address} for {settings.silence_s} s")
         elif now - link.pinged_at >= settings.ping_s and (
-            link.is_dialled or now - link.heard_at > settings.silence_s / 2  # the other may have more patience than we
+            link.is_dialled or now - link.heard_at > settings.silence_s / 2  # the peer may ping too rarely for us
         ):
             link.pinged_at = now
             self.send(link, Ping(number=0))
@@ -463,7 +465,7 @@ class Control:
         link.outbox.clear()
         link.early.clear()
         if link.pipe is not None and linger_ms:
-            link.pipe.close()  # what was said leaves, if the peer reads
+            link.pipe.close()  # queued messages leave, if the peer reads
             self._loop.call_later(linger_ms / 1000, link.pipe.shut)
         elif link.pipe is not None:
             link.pipe.shut()
@@ -482,7 +484,7 @@ class Control:
         self._tell(Rejected(link, code, text))
 
     def _refused(self, code: str, text: str) -> None:
-        """The door's word; in a flood it is counted, and said as long as there is room."""
+        """The AuthDoor refused a connection. Counted always; an event only while there is room for one."""
         if self._is_full:
             self.rejected[code] += 1
         else:
@@ -529,15 +531,15 @@ class Control:
             self._router.close(LINGER_MS)
         if self._door is not None:
             self._door.close()
-        for task in self._hearing:
+        for task in self._pipe_tasks:
             task.cancel()
         for pipe in list(self._pipes):
             pipe.shut()
-        self._context.term()  # waits for the lingering at most
+        self._context.term()  # waits LINGER_MS at most
 
 
 def _key_of(frame: zmq.Frame) -> str:
-    """What its connection proved at the door; "" if there was nothing to prove."""
+    """The key that its connection proved at the AuthDoor; "" without keys."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:

@@ -1,4 +1,4 @@
-"""How many file descriptors this process may have, and how many links to others that is enough for."""
+"""How many file descriptors this process may have, and how many links to peers that allows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import resource
 
 log = logging.getLogger("kvbridge.agent")
 
-ENOUGH = 1 << 16  # more than all links take; a limit of millions makes programs slow that walk through all of them
-RESERVED = 256  # what an agent without peers has, its engine and others at its doors, and some more
-# One that is dialled has 4, one that is accepted 1; a peer of the data side some 3, and both may be full.
+ENOUGH = 1 << 16  # more than all links take; with a limit of millions, programs that loop over all descriptors are slow
+RESERVED = 256  # for an agent without peers: its engine, others at its doors, and some to spare
+# A dialled link takes 4, an accepted one 1, a peer of the fabric about 3. There may be `links` of each.
 OF_A_LINK = 16
-FEW = 64  # links: fewer are said
-SPARE = 64  # that links leave to others
+FEW = 64  # links; fewer are logged
+SPARE = 64  # descriptors that links leave to others
 
 
 def raised() -> int:
-    """The limit, once it is as high as we may have it: by itself it is 1024, for the sake of `select`."""
+    """Raise the limit as far as is allowed and useful, and return it. The default, 1024, is for `select`'s sake."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -27,7 +27,7 @@ def raised() -> int:
 
 
 def links(limit: int, most: int) -> int:
-    """How many links to others such a limit is enough for, `most` at most: dialled, and as many accepted."""
+    """How many dialled links, and as many accepted ones, such a limit allows; `most` at most."""
     enough = max(1, (limit - RESERVED) // OF_A_LINK)
     if enough < min(most, FEW):
         log.warning("RLIMIT_NOFILE: %d descriptors are enough for %d peers each way; raise it", limit, enough)
@@ -35,9 +35,9 @@ def links(limit: int, most: int) -> int:
 
 
 def are_short() -> bool:
-    """Whether no more than SPARE are left. The lowest that is free tells: all below it are taken.
+    """Whether no more than SPARE descriptors are left. A new one has the lowest free number: all below it are taken.
 
-    ZeroMQ gives those of a closed socket back on a thread of its own, and that may be behind.
+    ZeroMQ frees those of a closed socket on a thread of its own, which may lag behind.
     """
     try:
         lowest = os.eventfd(0, os.EFD_CLOEXEC)

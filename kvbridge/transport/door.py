@@ -1,9 +1,9 @@
-"""The door: where an agent hands handles to its engine's memory to other agents of its host, and never further.
+"""The memory door: an agent hands handles to its engine's memory to other agents of its host, and to nobody else.
 
-A unix socket beside the agent's own. The kernel says which process and user calls, a token that travelled in the
+It is a unix socket beside the agent's own. The kernel says which process and user calls. A token that travelled in the
 authenticated handshake says for which session and which epoch of the engine. A connection stays open as long as the
-receiver has the memory mapped, so that its end is the end of the mapping, or of the process that had it. On a GPU the
-end of a process comes some 10 ms before that of its kernels; they read, and what they read nobody counts.
+receiver has the memory mapped, so its end is the end of the mapping, or of the process that had it. On a GPU a process
+ends some 10 ms before its kernels do; they may still read, but what they read does not count.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from .unix import Server, is_allowed
 
 log = logging.getLogger("kvbridge.door")
 
-Pipe = Callable[[socket.socket], None]  # takes our end of one
+Pipe = Callable[[socket.socket], None]  # takes our end of a pipe
 
-MAX_CONNECTIONS = 256  # of receivers that hold memory, and callers
-MAX_CALLERS = 32  # that have not been handed anything
-MAX_TOKENS = 1024  # that nobody has shown yet
+MAX_CONNECTIONS = 256  # receivers that hold memory, and callers
+MAX_CALLERS = 32  # connections that have not been handed anything
+MAX_TOKENS = 1024  # that have not been shown yet
 CALL_S = 1.0  # for the first message
 HAND_OVER_S = 2.0  # for the handles to leave
 CALL_LIMITS = Limits(frame_bytes=2048)
@@ -63,7 +63,7 @@ REFUSALS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """One epoch's memory, as it is handed over. The fds are its owner's, open until `MemoryDoor.end` has returned."""
+    """One epoch's memory as it is handed over. The owner keeps the fds open until `MemoryDoor.end` has returned."""
 
     epoch: int
     handles: tuple[Handle, ...]
@@ -72,7 +72,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who has our engine's memory mapped. `over_at` is when it was told to close it, None before."""
+    """A process that has our engine's memory mapped. `over_at` is when it was told to close it, None before."""
 
     pid: int
     uid: int
@@ -86,8 +86,8 @@ class Holder:
 class MemoryDoor(Server["_Caller"]):
     """Listens beside the lock's socket. Use as `async with`, then `serve` until cancelled; all on one loop.
 
-    `allowed_uids` may call besides our own user and root. With `is_sharing` false every caller is refused. `clock` is
-    what `Holder` counts by. OperatorError on entry.
+    Users in `allowed_uids` may call, besides our own user and root. With `is_sharing` false every caller is refused.
+    `clock` gives the times in `Holder`. Raises OperatorError on entry.
     """
 
     def __init__(
@@ -109,16 +109,16 @@ class MemoryDoor(Server["_Caller"]):
     def connection(self, accepted: socket.socket) -> _Caller:
         return _Caller(accepted, self.open)
 
-    # What the agent does:
+    # Called by the agent:
 
     def share(self, shared: Shared) -> None:
-        """Hand this over from now on, and nothing older."""
+        """From now on hand this over, and nothing older."""
         self._shared = shared
 
     def admit(self, session: str, pipe: Pipe | None = None) -> DoorCard | None:
-        """A card for what is shared now, good for one opening; earlier ones of the session are void.
+        """A card for what is shared now, good for one opening. Earlier cards of the session become void.
 
-        Who opens it is given one end of a pipe, and `pipe` takes the other. None where nothing is shared.
+        If `pipe` is given, the opener gets one end of a pipe, and `pipe` the other. None if nothing is shared.
         """
         if self._shared is None or not self._is_sharing:
             return None
@@ -136,14 +136,14 @@ class MemoryDoor(Server["_Caller"]):
         return card
 
     def dismiss(self, session: str, reason: str) -> None:
-        """The session is over: its card is void, and what it holds is to be closed."""
+        """The session is over: void its card, and tell its holder to close the memory."""
         self._cards.pop(session, None)
         self._tell(reason, lambda holder: holder.session == session)
 
     def end(self, epoch: int, reason: str) -> None:
-        """The engine leaves, or its memory changes: nobody is handed this epoch any more, who holds it is to close it.
+        """The engine leaves, or its memory changes: stop handing out this epoch, and tell its holders to close it.
 
-        Waits for nobody. Until they have, `holders` names them, and a GPU keeps the memory.
+        Does not wait for them. Until they have closed it, `holders` names them, and a GPU does not free the memory.
         """
         if self._shared is not None and self._shared.epoch == epoch:
             self._shared = None
@@ -152,7 +152,7 @@ class MemoryDoor(Server["_Caller"]):
         self._tell(reason, lambda holder: holder.epoch == epoch)
 
     def holders(self) -> list[Holder]:
-        """Who has which epoch, the longest first."""
+        """Who has which epoch mapped, the longest first."""
         return list(self._holders.values())
 
     async def serve(self) -> None:
@@ -167,10 +167,10 @@ class MemoryDoor(Server["_Caller"]):
                 else:
                     tasks.create_task(self._answer(caller))
 
-    # What a caller says:
+    # Answers to callers:
 
     async def _answer(self, caller: _Caller) -> None:
-        """One caller, from its first byte to its end."""
+        """Serve one caller, from its first byte to its end."""
         try:
             shared, said, pipe = await self._proven(caller)
             await self._hand_over(caller, shared, said, pipe)
@@ -188,7 +188,7 @@ class MemoryDoor(Server["_Caller"]):
                 caller.shut()
 
     async def _proven(self, caller: _Caller) -> tuple[Shared, OpenMemory, Pipe | None]:
-        """What it may have. PeerError, with the refusal's code, for one that proves nothing."""
+        """Check the first message. Returns what the caller may have; raises PeerError with the refusal's code."""
         try:
             async with asyncio.timeout(CALL_S):
                 received = await caller.receive()
@@ -209,7 +209,10 @@ class MemoryDoor(Server["_Caller"]):
         return self._shared, said, pipe
 
     async def _hand_over(self, caller: _Caller, shared: Shared, said: OpenMemory, pipe: Pipe | None) -> None:
-        """PeerError for one that does not take it. It is a holder from the first byte on: it may have been enough."""
+        """Send the handles. Raises PeerError if they are not all taken.
+
+        The caller is a holder before the first byte leaves: that byte may be enough for it to map the memory.
+        """
         holder = Holder(caller.pid, caller.uid, said.agent, said.session, shared.epoch, self._clock())
         self._holders[caller] = holder
         version = negotiate(OURS, said.versions)
@@ -243,18 +246,18 @@ class MemoryDoor(Server["_Caller"]):
 
 
 class _Caller(Connection[ToDoor, FromDoor]):
-    """A receiver at our door. It brings no descriptors."""
+    """A receiver at our door. It must send no descriptors."""
 
     def __init__(self, accepted: socket.socket, owner: set[_Caller]) -> None:
-        self.taking: int | None = None  # the epoch whose fds leave just now
+        self.taking: int | None = None  # the epoch whose fds are being sent
         super().__init__(accepted, ToDoor, CALL_LIMITS, owner, most_fds=0)
 
 
 class Handover:
-    """A peer's memory as it was handed to us: ours to map until `close`, which is what the peer waits for.
+    """A peer's memory as it was handed to us. We may map it until `close`, which the peer waits for.
 
-    `fds` are closed by `close_fds`, once they are mapped, or by `close`; so is `pipe`, if we were given one, unless
-    `take_pipe` was called before.
+    `close_fds`, to be called once they are mapped, or `close` closes the `fds`. It also closes the pipe, if we were
+    given one; call `take_pipe` before to keep it.
     """
 
     def __init__(self, connection: Connection[FromDoor, ToDoor], opened: MemoryOpened, fds: list[int]) -> None:
@@ -262,16 +265,16 @@ class Handover:
         self.handles = opened.handles
         self.fds = fds
         self._pipe = opened.pipe
-        self.is_peer_gone = False  # `ending` has returned because its agent's end of the connection is closed
+        self.is_peer_gone = False  # `ending` returned because the peer's agent closed its end of the connection
         self._connection = connection
 
     @property
     def is_closed(self) -> bool:
-        """By us."""
+        """Whether we have closed it."""
         return self._connection.is_closed
 
     async def ending(self) -> str:
-        """Returns, with the reason, when the memory is to be closed: its agent says so, or is gone."""
+        """Wait until the memory must be closed, because its agent says so or is gone. Returns the reason."""
         try:
             received = await self._connection.receive()
         except BadFrame as error:
@@ -284,7 +287,7 @@ class Handover:
         return message.reason if isinstance(message, MemoryEnding) else f"said {type(message).__name__}"
 
     def take_pipe(self) -> socket.socket | None:
-        """The pipe that was given beside the handles; the caller's from here on. PeerError for what is none."""
+        """The pipe given beside the handles, if any; the caller must close it. PeerError if it is something else."""
         if self._pipe is None or self._pipe >= len(self.fds):
             return None
         fd = os.dup(self.fds[self._pipe])
@@ -303,7 +306,7 @@ class Handover:
         self.fds = []
 
     def close(self) -> None:
-        """Nothing of the memory is mapped any more: say so. Idempotent."""
+        """Tell the peer that none of the memory is mapped any more. Idempotent."""
         self.close_fds()
         self._connection.close()
         self._connection.shut()
@@ -318,10 +321,10 @@ class Handover:
 async def open_memory(
     card: DoorCard, agent: str, *, allowed_uids: Iterable[int] = (), within_s: float = 2.0
 ) -> Handover:
-    """Have a peer's memory handed over, as its card promises. `agent` is our name.
+    """Get a peer's memory handed over, as its card promises. `agent` is our name.
 
-    PeerError `wrong_machine`, `door_unreachable`, `uid_not_allowed` where it is not ours, root's or an allowed user's
-    process that listens there, `door_refused`, or the code that it refuses with.
+    Raises PeerError `wrong_machine`, `door_unreachable`, `uid_not_allowed` if the process that listens there is not
+    our user's, root's or an allowed user's, `door_refused`, or the code that it refuses with.
     """
     if card.machine != KERNEL.read_text().strip() or not card.path.endswith(DOOR_SUFFIX):
         raise PeerError("wrong_machine", f"door: {card.path} of machine {card.machine} is none of ours")
@@ -356,7 +359,7 @@ def _refusal(message: FromDoor) -> PeerError:
 
 
 async def _connected(path: str, allowed_uids: frozenset[int]) -> Connection[FromDoor, ToDoor]:
-    """We say nothing to a foreign user who listens in our peer's place: the token would be theirs."""
+    """Connect. A foreign user who listens in our peer's place is told nothing: it would get the token."""
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connecting.setblocking(False)
@@ -364,7 +367,7 @@ async def _connected(path: str, allowed_uids: frozenset[int]) -> Connection[From
             try:
                 connecting.connect(path)
                 break
-            except BlockingIOError:  # its backlog is full; loops take this for a connection under way
+            except BlockingIOError:  # the backlog is full; event loops would take this for a connection under way
                 await asyncio.sleep(0.01)
         pid, uid, _ = credentials_of(connecting)
         if not is_allowed(uid, allowed_uids):

@@ -1,7 +1,7 @@
 """Which ZeroMQ addresses an agent may listen on and dial. Resolves names only when it listens.
 
-An address is `tcp://host:port`, and `tcp://host:port#KEY` where the agent there has a key: so whoever is handed an
-address knows whom to expect. The key is public; that it is one we trust is decided by our own list.
+An address is `tcp://host:port`, or `tcp://host:port#KEY` if the agent there has a key, which says whom to expect. The
+key is public; our own list decides whether we trust it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PLACE = re.compile(
 
 
 def canonical(address: str) -> str:
-    """The one spelling of an address, so that nobody makes two of it. What is none stays: it is refused in its words.
+    """The one spelling of an address, so that it is never taken for two. Malformed ones are returned unchanged.
 
-    A name stays a name, and another name of the same host another address: to resolve them is not for us.
+    Names are not resolved: two names of one host are two addresses.
     """
     endpoint, _, key = address.partition("#")
     found = _TCP.fullmatch(endpoint)
@@ -42,8 +42,11 @@ def check_dialled(address: str) -> None:
 
 
 def check_listened(address: str, *, allow_wildcard: bool, is_guarded: bool = True) -> None:
-    """Raises OperatorError `bad_address`, `wildcard_listen` unless every interface is really meant, or
-    `unauthenticated_listen` if others than this host could reach us and nothing guards us. Port 0: any."""
+    """Raises OperatorError unless we may listen there. Port 0 means any.
+
+    `bad_address` is malformed, `wildcard_listen` every interface without `allow_wildcard`, `unauthenticated_listen` an
+    address that other hosts can reach while `is_guarded` is false.
+    """
     found = _TCP.fullmatch(address)
     if not found or (found["port"].isdigit() and int(found["port"]) > 65535):
         raise OperatorError("bad_address", f"listen: got {address!r}, need tcp://host:port")
@@ -61,7 +64,7 @@ def check_listened(address: str, *, allow_wildcard: bool, is_guarded: bool = Tru
 
 
 def check_metrics(address: str, *, allow_wildcard: bool) -> None:
-    """Raises OperatorError `wildcard_metrics` for host:port of every interface unless that is meant."""
+    """Raises OperatorError `wildcard_metrics` for host:port of every interface without `allow_wildcard`."""
     host = address.rpartition(":")[0]
     if not allow_wildcard and _opens_everything(host):
         raise OperatorError(
@@ -83,9 +86,9 @@ def check_place(place: str) -> None:
 
 
 def is_place(endpoint: str, place: str) -> bool:
-    """Whether `tcp://host:port` is one of the places that the pattern `host:port` means.
+    """Whether `tcp://host:port` matches the pattern `host:port`.
 
-    A network matches addresses only: a name could be made to mean another one after we looked.
+    A network matches addresses only: a name could resolve to another one after we looked.
     """
     there, meant = _TCP.fullmatch(endpoint), _PLACE.fullmatch(place)
     assert there is not None and meant is not None, (endpoint, place)
@@ -102,7 +105,7 @@ def is_place(endpoint: str, place: str) -> bool:
 
 
 def is_local_place(place: str) -> bool:
-    """Whether the pattern `host:port` can only mean places on this host."""
+    """Whether the pattern `host:port` matches places on this host only."""
     found = _PLACE.fullmatch(place)
     assert found is not None, place
     host = found["host"].strip("[]").lower()
@@ -113,12 +116,12 @@ def is_local_place(place: str) -> bool:
 
 
 def place_of(endpoint: str) -> str:
-    """The pattern that means `tcp://host:port` alone: what an operator would add to let it be dialled."""
+    """The pattern that matches only `tcp://host:port`, for an operator to add so that it may be dialled."""
     return re.sub(r"%\w+", "", canonical(endpoint).removeprefix("tcp://"))
 
 
 def with_key(address: str, key: str) -> str:
-    """The address as it is told to others."""
+    """The address as it is told to others, with the key if there is one."""
     return f"{address}#{key}" if key and "#" not in address else address
 
 
@@ -157,7 +160,7 @@ def _is_wildcard(host: str) -> bool:
 
 
 def _opens_everything(host: str) -> bool:
-    """`0` and names that mean 0.0.0.0 are wildcards as well; names of interfaces do not resolve and are fine."""
+    """`0` and names that resolve to 0.0.0.0 are wildcards too. Interface names do not resolve and are fine."""
     return _is_wildcard(host) or any(_is_wildcard(place) for place in _resolved(host))
 
 

@@ -1,4 +1,4 @@
-"""A fabric inside one process: writes are memmoves, and the network between can be told to stall or fail."""
+"""A fabric inside one process: writes are memmoves, and the network can be told to stall or fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PREFIX = b"loopback:"
 
 
 class LoopbackNetwork:
-    """Joins the loopback fabrics of one process, each on a thread of its own if need be."""
+    """Joins the loopback fabrics of one process. Each may be on a thread of its own."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -23,15 +23,14 @@ class LoopbackNetwork:
         self.failing: dict[str, str] = {}
 
     def stall(self, incarnation: str) -> None:
-        """Writes to `incarnation` neither end nor land until `resume`, and then with the sender's bytes of that
-        time."""
+        """Writes to `incarnation` neither end nor land until `resume`. Then the sender's bytes of that time land."""
         self.stalled.add(incarnation)
 
     def resume(self, incarnation: str) -> None:
         self.stalled.discard(incarnation)
 
     def fail(self, incarnation: str, reason: str = "peer_gone") -> None:
-        """Writes to `incarnation` under way and yet to come fail until `heal`; half of each one's bytes land."""
+        """Writes to `incarnation`, under way or later, fail until `heal`; half of each one's bytes land."""
         self.failing[incarnation] = reason
 
     def heal(self, incarnation: str) -> None:
@@ -141,7 +140,7 @@ class LoopbackFabric:
             write.is_late = True
             return WriteLate(number)
         del self._writes[number]
-        with self._network.lock:  # so that the target's memory is not taken away under us by its `close`
+        with self._network.lock:  # the target's `close` must not take its memory away meanwhile
             target = self._network.fabrics.get(write.incarnation)
             reason = "peer_gone" if target is None else self._network.failing.get(write.incarnation)
             moved = write.size if reason is None else write.size // 2

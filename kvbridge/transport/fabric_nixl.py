@@ -1,7 +1,7 @@
 """The fabric over NIXL: UCX writes between agents' staging, polled to their end by one thread.
 
-Speaks to NIXL's bindings, not to its Python agent: that one fixes pthrDelay at 0, which spins a core while idle,
-and wraps in pickle what we never use.
+It uses NIXL's bindings, not its Python agent: that one fixes pthrDelay at 0, which spins a core while idle, and
+pickles what we never use.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote, not_reg
 
 log = logging.getLogger("kvbridge.fabric")
 
-# How often NIXL's progress thread looks by itself; events wake it in between. 0, NIXL's default, means "spin".
+# How often NIXL's progress thread polls by itself; events wake it in between. With 0, NIXL's default, it spins.
 PROGRESS_DELAY_US = 10_000
 DESCRIPTOR_BYTES = 1 << 16
-# Peers that were left and may come back. To remove one and to load it again leaves a TCP connection of UCX open on
-# both sides for as long as both live (nixl 1.5.1, tests/system/faults): an engine's every restart would cost one.
+# Disconnected peers that are kept, as they may come back. Removing one and loading it again leaves a TCP connection of
+# UCX open on both sides while both live (nixl 1.5.1, tests/system/faults): every restart of an engine would cost one.
 IDLE_PEERS = 32
-# Between two tries to connect to a peer anew. Each that finds nobody leaves an ended socket open, for good
-# (nixl 1.5.1), and when a peer dies all that was gathered for it would try, one after the other.
+# Between two tries to reconnect to a peer. A try that finds nobody leaks an ended socket (nixl 1.5.1), and when a peer
+# dies, everything gathered for it would try in turn.
 HEAL_S = 0.2
-# A descriptor is NIXL's metadata behind the number of the device that the memory is on.
+# A descriptor is the number of the device that the memory is on, then NIXL's metadata.
 DEVICE = struct.Struct("<I")
 
 
@@ -36,11 +36,11 @@ class _Peer:
     """A remote agent that NIXL knows."""
 
     descriptor: bytes
-    device: int = 0  # that its memory is on, by its own count: part of every address
+    device: int = 0  # of its memory, in its own numbering: part of every address
     writes: int = 0
     is_known: bool = True  # to NIXL
     is_failed: bool = False
-    heals_at: float = 0.0  # when it may be connected to anew
+    heals_at: float = 0.0  # when it may be reconnected
     is_leaving: bool = False
 
 
@@ -54,9 +54,9 @@ class _NixlWrite:
 
 
 class NixlFabric:
-    """Keeps the contract of `fabric.Fabric`. The NIXL agent is named by our incarnation: unique among all agents, ever.
+    """Keeps the contract of `fabric.Fabric`. Our incarnation names the NIXL agent: it is unique among all agents, ever.
 
-    `net_devices` restricts UCX to these network devices, e.g. `lo`; its tcp otherwise listens on every interface.
+    `net_devices` restricts UCX to these network devices, e.g. `lo`; otherwise its tcp listens on every interface.
     """
 
     kind = "nixl"
@@ -70,10 +70,10 @@ class NixlFabric:
         net_devices: str | None = None,
         idle_peers: int = IDLE_PEERS,
     ) -> None:
-        # Neither library has another switch; what they would print comes back to us as exceptions anyway.
+        # Neither library has another switch. We get their errors as exceptions anyway.
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
-        os.environ["UCX_DEBUG_SIGNO"] = "0"  # else SIGHUP, our reload, is UCX's: it would log everything it does
+        os.environ["UCX_DEBUG_SIGNO"] = "0"  # else UCX would take SIGHUP, our reload, and log everything it does
         import nixl._bindings as nixl
 
         self._nixl: Any = nixl
@@ -93,7 +93,7 @@ class NixlFabric:
         config.useProgThread = True  # without it a target that does not poll would stall its writers
         config.useListenThread = False  # it binds 0.0.0.0 and trusts everybody
         config.pthrDelay = PROGRESS_DELAY_US
-        if net_devices:  # by NIXL's own option only the first of several would count
+        if net_devices:  # with NIXL's own option only the first of several would count
             os.environ["UCX_NET_DEVICES"] = net_devices
         try:
             agent = self._nixl.nixlAgent(self._incarnation, config)
@@ -103,7 +103,7 @@ class NixlFabric:
             raise FabricError("fabric_unavailable", reason) from error
 
     def register(self, address: int, size: int, *, is_target: bool = True) -> None:
-        # NIXL would take an overlap and then fail to find the larger region.
+        # NIXL would accept an overlap and then fail to find the larger region.
         if size < 1 or any(address < end and begin < address + size for begin, end, _ in self._regions):
             raise FabricError("region_overlaps", f"region: {size} bytes are empty or overlap another")
         region = self._nixl.nixlRegDList(self._memory, [(address, size, self._device, "")])
@@ -128,7 +128,7 @@ class NixlFabric:
         return DEVICE.pack(self._device) + found
 
     def connect(self, incarnation: str, descriptor: bytes) -> None:
-        # NIXL adds what it loads to whatever agent the descriptor names: look at the name before.
+        # NIXL adds what it loads to whichever agent the descriptor names: check the name first.
         if len(descriptor) > DESCRIPTOR_BYTES:
             raise FabricError(
                 "descriptor_malformed", f"descriptor_bytes: got {len(descriptor)}, limit {DESCRIPTOR_BYTES}"
@@ -144,7 +144,7 @@ class NixlFabric:
         if peer is not None:
             if peer.descriptor == descriptor:
                 peer.is_leaving = False
-                peer.heals_at = 0.0  # somebody greets us in its name: it is there
+                peer.heals_at = 0.0  # a greeting in its name came: it is there
                 return
             if peer.writes:
                 raise FabricError("peer_busy", f"peer: {peer.writes} writes to {incarnation} are still under way")
@@ -189,7 +189,7 @@ class NixlFabric:
             if self._agent.postXferReq(handle, notice) == nixl.NIXL_SUCCESS:
                 write.ended = Wrote(self._count)
         except _errors(nixl) as error:
-            # Some of it may have left: it is a write that failed, not one that was never posted.
+            # Some bytes may have left: this write failed, it was not refused.
             write.ended = WriteFailed(self._count, _text(error))
         return self._count
 
@@ -211,12 +211,12 @@ class NixlFabric:
 
     @property
     def plugins(self) -> list[str]:
-        """What NIXL could load besides UCX."""
+        """The plugins that NIXL could load."""
         return list(self._agent.getAvailPlugins())
 
     @property
     def known(self) -> list[str]:
-        """The incarnations that NIXL knows, those that were left longest ago first."""
+        """The incarnations of our peers. Idle ones are in the order in which they were disconnected."""
         return list(self._peers)
 
     @property
@@ -224,7 +224,7 @@ class NixlFabric:
         return bool(self._writes)
 
     def close(self) -> None:
-        """Destroying the agent is the only thing that stops writes under way for certain."""
+        """Destroy the NIXL agent: nothing else is certain to stop writes under way."""
         if self._agent is None:
             return
         for write in self._writes.values():
@@ -266,13 +266,13 @@ class NixlFabric:
     def _notices(self) -> list[bytes]:
         try:
             arrived = self._agent.getNotifs({}, [self._backend])
-        except Exception as error:  # the sender's name is whatever it claims
+        except Exception as error:  # the sender's name is whatever it claims, so any error may come
             log.warning("notices were dropped: %s", _text(error))
             return []
         return [payload for payloads in arrived.values() for payload in payloads]
 
     def _writable(self, incarnation: str) -> _Peer:
-        """The peer, connected anew if its last write failed. Raises FabricError if nothing can be posted."""
+        """The peer, reconnected if its last write failed. Raises FabricError if nothing can be posted."""
         peer = self._peers.get(incarnation)
         if peer is None or peer.is_leaving:
             raise FabricError("peer_not_connected", f"peer: {incarnation} is not connected")
@@ -281,7 +281,7 @@ class NixlFabric:
         return peer
 
     def _heal(self, incarnation: str, peer: _Peer) -> None:
-        """NIXL's connection stays broken after one error, even if the peer is well; only a new one helps."""
+        """Reconnect: NIXL's connection stays broken after one error, even if the peer is well."""
         if peer.writes:
             raise FabricError("peer_lost", f"peer: {peer.writes} writes to {incarnation} are still to fail")
         if (now := time.monotonic()) < peer.heals_at:
@@ -297,7 +297,7 @@ class NixlFabric:
     def _leave(self, incarnation: str, peer: _Peer) -> None:
         if not peer.is_leaving or peer.writes:
             return
-        self._peers[incarnation] = self._peers.pop(incarnation)  # the last of those that were left
+        self._peers[incarnation] = self._peers.pop(incarnation)  # the most recently disconnected is last
         idle = [name for name, other in self._peers.items() if other.is_leaving and not other.writes]
         for name in idle[: len(idle) - min(len(idle), self._idle_peers)]:
             self._forget(name)
@@ -322,7 +322,7 @@ class NixlFabric:
 
 
 def _header(incarnation: str) -> bytes:
-    """How NIXL 1.5 begins the descriptor of an agent of this name."""
+    """How a NIXL 1.5 descriptor of an agent with this name begins."""
     name = incarnation.encode()
     return b"nixlSerDes|Agent" + struct.pack("<q", len(name)) + name + b"|"
 
@@ -337,7 +337,7 @@ def _named(descriptor: bytes) -> str:
 
 
 def _errors(nixl: Any) -> tuple[type[Exception], ...]:
-    """All that NIXL's bindings raise; they share no base of their own."""
+    """All exceptions that NIXL's bindings raise; they have no base class of their own."""
     return (
         nixl.nixlBackendError,
         nixl.nixlCancelledError,

@@ -1,9 +1,9 @@
-"""One end of a unix socket between processes of a host: framed messages, file descriptors beside them, an end.
+"""One end of a unix socket between processes of a host: framed messages, with file descriptors beside them.
 
-Whose descriptors are whose: a frame that carries descriptors is sent by a `sendmsg` of its own, and they ride with its
-first byte. The kernel never joins the bytes behind a descriptor-carrying send to it, so on the receiving side the
-descriptors belong to the last frame that begins in the bytes they came with. Those of `Descriptors` frames go to the
-message behind them.
+Which descriptors belong to which frame: a frame with descriptors is sent by a `sendmsg` of its own, and they travel
+with its first byte. The kernel never returns later bytes together with a send that carried descriptors, so on the
+receiving side the descriptors belong to the last frame that begins in the bytes they came with. Those of `Descriptors`
+frames belong to the message after them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def close_fds(fds: Iterable[int]) -> None:
 
 
 def credentials_of(connected: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group of the other end, as the kernel knows them; of one that listens, when it began to."""
+    """Process, user and group of the other end, from the kernel; for a listener, those when it began to listen."""
     found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(found)
     return pid, uid, gid
@@ -47,8 +47,8 @@ def credentials_of(connected: socket.socket) -> tuple[int, int, int]:
 class Connection(Generic[Heard, Said]):
     """One end. One task receives; anyone on the loop may send. Only `close` closes it, whatever the other end does.
 
-    It hears messages of the union `kind`, with `most_fds` descriptors beside one at most. An `owner` knows it while it
-    is open. What is `last_word` is said even to an end that does not read.
+    It receives messages of the union `kind`, each with at most `most_fds` descriptors. It is in `owner` while it is
+    open. Messages of the types `last_word` are sent even to an end that does not read.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Connection(Generic[Heard, Said]):
         self._unsent: deque[_Piece] = deque()
         self._unsent_bytes = 0
         self._is_over = False  # nothing more is received
-        self._is_deaf = False  # nothing more is sent but the last word
+        self._is_deaf = False  # the other end does not read: only the last word is still sent
         self._is_closing = False
         self._wake: asyncio.Future[None] | None = None
         self._flushed: asyncio.Future[None] | None = None
@@ -89,7 +89,7 @@ class Connection(Generic[Heard, Said]):
 
     @property
     def is_silent(self) -> bool:
-        """Whether the other end has said nothing but what was received, and all of that is dealt with."""
+        """Whether `receive` waits, and nothing that the other end sent is left to read, not even part of a frame."""
         if self._wake is None or self._wake.done() or self.is_closed or self._reader.is_midway:
             return False
         try:
@@ -101,9 +101,9 @@ class Connection(Generic[Heard, Said]):
         return False
 
     async def receive(self) -> tuple[Heard, list[int]] | None:
-        """The next message and its descriptors, which are the caller's to close; None once nothing more will come.
+        """The next message and its descriptors, which the caller must close; None once nothing more will come.
 
-        Raises BadFrame, after the good messages before it; then nothing more comes either: say Refused. Close at last.
+        Raises BadFrame after the good messages before it. Nothing more comes then: send Refused. Close at last.
         """
         while not self._is_over:
             if found := self._reader.next():
@@ -123,17 +123,17 @@ class Connection(Generic[Heard, Said]):
         return None
 
     def send(self, message: Said, fds: Sequence[int] = ()) -> None:
-        """Queue a message. Never blocks or raises; for an end that does not read, `receive` says that it is over.
+        """Queue a message. Never blocks or raises; if the other end does not read, `receive` returns None.
 
-        It may read again, and then waits for our last word: what it was told before leaves whole, and that word. The
-        descriptors stay the caller's, who keeps them open until they have left (`flush`).
+        It may read again and wait for our last word, so what was queued before still leaves whole, and then that word.
+        The descriptors stay the caller's, who keeps them open until they have left (`flush`).
         """
         if self._is_closing or (self._is_deaf and not isinstance(message, self._last_word)):
             return
         self._queue(pack(message), fds)
 
     def send_encoded(self, body: bytes) -> None:
-        """`send` of a message without descriptors that is encoded already."""
+        """`send` for a message without descriptors that is already encoded."""
         if not self._is_closing and not self._is_deaf:
             self._queue(framed(body), ())
 
@@ -152,13 +152,13 @@ class Connection(Generic[Heard, Said]):
             self._end(f"unsent_bytes: {self._unsent_bytes}, limit {UNSENT_BYTES}: the other end does not read")
 
     async def flush(self) -> None:
-        """Returns once all that was said has left, or never will."""
+        """Return once all that was queued has left, or never will."""
         while self._unsent and not self.is_closed:
             self._flushed = self._flushed or self._loop.create_future()
             await asyncio.shield(self._flushed)
 
     def close(self, why: str = "closed here") -> None:
-        """End the connection, once all that was said has left; a `receive` under way returns None. Idempotent."""
+        """End the connection once all that was queued has left. A `receive` under way returns None. Idempotent."""
         if self._is_closing:
             return
         self._end(why)
@@ -168,7 +168,7 @@ class Connection(Generic[Heard, Said]):
             self.shut()
 
     def shut(self) -> None:
-        """Close our end at once, whatever has not left yet. Idempotent."""
+        """Close our end at once, even if not everything has left. Idempotent."""
         if not self.is_closed:
             self._is_closing = True
             self._loop.remove_writer(self._fd)
@@ -198,7 +198,7 @@ class Connection(Generic[Heard, Said]):
                 sent = piece.send(self._socket)
             except BlockingIOError:
                 return
-            except OSError:  # gone; what it sent before that is still to be read, so `receive` closes
+            except OSError:  # it is gone, but what it sent before is still unread: `receive` ends the connection
                 self._unsent.clear()
                 self._unsent_bytes = 0
                 break
@@ -233,7 +233,7 @@ class Connection(Generic[Heard, Said]):
 
 
 class _Piece:
-    """Bytes that leave one after another; a frame with descriptors is one `apart`, and they leave with its first."""
+    """Bytes sent in order. A frame with descriptors is a piece of its own; they leave with its first byte."""
 
     __slots__ = ("_fds", "is_apart", "rest")
 
@@ -251,13 +251,13 @@ class _Piece:
 
 
 class FrameReader(StreamReader[Heard]):
-    """Cuts the stream and hands each frame its descriptors."""
+    """Cuts the stream into messages, each with its descriptors."""
 
     def __init__(self, kind: Any, limits: Limits, most_fds: int = MESSAGE_FDS) -> None:
         super().__init__(kind, limits)
         self._ready: deque[tuple[Heard, list[int]]] = deque()
         self._waiting: list[int] = []  # descriptors of the frame that is not complete yet
-        self._ahead: list[int] = []  # those of the next message that came before it
+        self._ahead: list[int] = []  # descriptors that came before their message
         self._most_fds = min(most_fds, _open_limit() // 2)
         self._error: BadFrame | None = None
 
@@ -303,7 +303,7 @@ class FrameReader(StreamReader[Heard]):
             raise BadFrame("stray_fds", f"fds: {len(fds)} came where no frame begins")
 
     def close(self) -> None:
-        """Close the descriptors nobody received."""
+        """Close the descriptors that nobody took."""
         for _, fds in self._ready:
             close_fds(fds)
         self._ready.clear()
@@ -323,9 +323,9 @@ def _open_limit() -> int:
 
 
 def _receive(source: socket.socket) -> tuple[bytes, list[int], int]:
-    """Bytes, descriptors and flags of one recvmsg. The kernel drops descriptors beyond FRAME_FDS and says so.
+    """Bytes, descriptors and flags of one recvmsg. The kernel drops descriptors beyond FRAME_FDS and sets MSG_CTRUNC.
 
-    Neither this nor what we send relies on O_NONBLOCK: that is the socket's, and another process may hold its end too.
+    Neither receiving nor sending relies on O_NONBLOCK: the flag is the socket's, and another process may hold our end.
     """
     fds = array.array("i")
     space = socket.CMSG_SPACE(FRAME_FDS * fds.itemsize)

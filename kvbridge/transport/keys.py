@@ -1,4 +1,4 @@
-"""Who we are and whom we know: our CURVE key pair, and the public keys of other agents with their names.
+"""Our CURVE key pair, and the public keys of other agents with their names.
 
 A key is Z85 text, 40 characters, as ZeroMQ's own tools write it. Only the secret half is secret.
 """
@@ -22,14 +22,14 @@ Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 BETWEEN = re.compile(r"[\s\"',]+")  # around a key that was set as an option by mistake
 FILE_BYTES = 1 << 20
 MOST_KEYS = 4096
-MODE_OF_LISTS = 0o022  # who may write a list of keys decides who is let in
+MODE_OF_LISTS = 0o022  # whoever may write a list of keys decides who is let in
 MODE_OF_SECRETS = 0o077
-MODE_OF_LENT_SECRETS = 0o037  # root's, lent to our group: a systemd credential (its ACL shows so) or a mounted Secret
+MODE_OF_LENT_SECRETS = 0o037  # root's, our group may read: systemd credential (its ACL shows as that) or mounted Secret
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """`public` and `secret` are ours; `names` holds every public key that may speak to us, with its owner's name."""
+    """`public` and `secret` are ours; `names` maps every public key that may speak to us to its owner's name."""
 
     public: str
     secret: str = field(repr=False)
@@ -37,12 +37,12 @@ class Keys:
 
     @property
     def one(self) -> str:
-        """The only key we know, or nothing: then an address has to say which it is."""
+        """The key if we know just one, else empty: then an address has to say which key it means."""
         return next(iter(self.names)) if len(self.names) == 1 else ""
 
 
 def load_keys(path: str, peers: str) -> Keys:
-    """Our pair and whom we let in: `peers`, or agents with our own pair if it is empty. Raises OperatorError."""
+    """Our pair, and the keys we let in: those of `peers`, or if it is empty our own. Raises OperatorError."""
     secret = _only_line(_place(path, "key"))
     public = zmq.curve_public(secret.encode()).decode()
     return Keys(public, secret, load_peers(peers) if peers else {public: "fleet"})
@@ -51,7 +51,7 @@ def load_keys(path: str, peers: str) -> Keys:
 def load_peers(path: str) -> dict[str, str]:
     """Public key -> name, from a file of lines `NAME KEY` or a folder of `*.pub` with such lines.
 
-    A name may have several keys (while one is changed for another), a key has one name. Raises OperatorError.
+    A name may have several keys (while one replaces another); a key has one name. Raises OperatorError.
     """
     names: dict[str, str] = {}
     for where, line in _lines(_place(path, "peers")):
@@ -74,12 +74,12 @@ def is_key(text: str) -> bool:
         return False
     try:
         return bool(z85.encode(z85.decode(text.encode())) == text.encode())
-    except Exception:  # five characters that are more than 32 bits; what is raised depends on pyzmq
+    except Exception:  # five characters exceed 32 bits; what is raised depends on pyzmq
         return False
 
 
 def write_pair(path: Path) -> str:
-    """A new pair: the secret half into `path`, which must not exist; the public half is returned."""
+    """Make a pair: write the secret half to `path`, which must not exist, and return the public half."""
     public, secret = (half.decode() for half in zmq.curve_keypair())
     text = f"# kvbridge secret key. Its public half: {public}\n{secret}\n"
     try:
@@ -99,22 +99,22 @@ def write_pair(path: Path) -> str:
 
 
 def _place(said: str, option: str) -> Path:
-    """Where the file is said to be. Raises OperatorError, without showing it, for what is a key and no file's name."""
+    """The path of the file. Raises OperatorError if a key was given instead, without showing it."""
     if any(is_key(word) for word in BETWEEN.split(said)) and not os.path.exists(said):
-        reason = "names a file; what it has looks like a key itself and no file is called so, so it is not shown"
+        reason = "must name a file, but its value looks like a key, so it is not shown"
         raise OperatorError("bad_option", f"{option}: {reason}: put a key into a file of mode 0600, and name that")
     return Path(said)
 
 
 def _only_line(path: Path) -> str:
     found = [line for line in _read(path, "key").splitlines() if line.strip() and not line.startswith("#")]
-    if len(found) != 1 or not is_key(found[0].strip()):  # what it says instead may be a secret: it is not shown
+    if len(found) != 1 or not is_key(found[0].strip()):  # the text may be a secret: do not show it
         raise OperatorError("bad_key", f"key: {path} is not a key of `kvbridge keygen`: one line of 40 characters")
     return found[0].strip()
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Every line of the list, with where it is."""
+    """Every line of the list, with its file and number."""
     try:
         files = sorted(path.glob("*.pub")) if path.is_dir() else [path]
         if path.is_dir():
@@ -128,10 +128,10 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _read(path: Path, option: str) -> str:
-    """A file whose owner and mode are as they must be. Raises OperatorError."""
+    """The text of a file. Raises OperatorError if its owner or mode is not as it must be."""
     code = f"bad_{option}"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not hold us up
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not block
         with os.fdopen(fd, "rb") as file:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):

@@ -1,4 +1,4 @@
-"""One connection to one incarnation of another agent: what it numbers, expects and still has to send. No IO."""
+"""One connection to one incarnation of another agent: its numbers, its state and its outbox. No IO."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 class Numbered:
-    """The order of a connection's envelopes: numbered from 0 in each direction, all between the same two
-    incarnations."""
+    """Numbers a connection's envelopes from 0 in each direction, all between the same two incarnations."""
 
     def __init__(self) -> None:
         self.peer_incarnation = ""
@@ -33,7 +32,7 @@ class Numbered:
         return Envelope(version=self.version, sender=sender, receiver=self.peer_incarnation, number=number, body=body)
 
     def check(self, envelope: Envelope) -> tuple[str, str] | None:
-        """Count an envelope in; or why it ends the link, as code and reason."""
+        """Count an envelope in. Returns code and reason if it ends the link instead."""
         if self.peer_incarnation and envelope.sender != self.peer_incarnation:
             return "peer_restarted", f"incarnation: was {self.peer_incarnation}, now {envelope.sender}"
         if envelope.number != self._expected:
@@ -43,21 +42,21 @@ class Numbered:
         return None
 
     def is_early(self, envelope: Envelope) -> bool:
-        """Whether others come before it."""
+        """Whether envelopes before it are still missing."""
         return envelope.number > self._expected
 
     @property
     def expected(self) -> int:
-        """The number of the next one that counts."""
+        """The number that the next envelope must have."""
         return self._expected
 
 
 class Link(Numbered):
-    """Made by Control: `dial` makes one, a stranger's first envelope another.
+    """Made by Control, for an address that was dialled or for a stranger's first envelope.
 
-    `address` is what was dialled, or where the peer called from. `peer_incarnation` is empty until its first envelope
-    came. `key` is the public key that the peer proved, empty without keys. `version` goes into our envelopes; set it
-    once agreed.
+    `address` is what was dialled, or where the peer called from. `peer_incarnation` is empty until the peer's first
+    envelope. `key` is the public key that the peer proved, empty without keys. `version` goes into our envelopes; set
+    it once agreed.
     """
 
     def __init__(self, control: Control, address: str, identity: bytes | None, now: float, key: str = "") -> None:
@@ -66,13 +65,13 @@ class Link(Numbered):
         self.key = key
         self.state = PeerLinkState.QUEUED if identity is None else PeerLinkState.UP
         self.failures = 0  # handshakes that failed before it was up
-        self.is_refused = False  # a try to connect found nobody; others follow
+        self.is_refused = False  # a try to connect found nobody; ZeroMQ tries again
         self.identity = identity
         self.outbox: deque[bytes] = deque()
         self.waiting_bytes = 0
-        self.pipe: Connection[Envelope, Envelope] | None = None  # to a peer on this host, which has its other end
-        self.says_by_pipe = False
-        self.early: dict[int, Envelope] = {}  # heard by the pipe, while those before them come by the connection
+        self.pipe: Connection[Envelope, Envelope] | None = None  # to a peer on this host, which has the other end
+        self.sends_by_pipe = False
+        self.early: dict[int, Envelope] = {}  # came by the pipe before earlier ones by the connection
         self.early_bytes = 0
         self.made_at = now
         self.heard_at = now
@@ -88,12 +87,12 @@ class Link(Numbered):
 
     @property
     def is_up(self) -> bool:
-        """Whether it was connected, and is not known to be lost."""
+        """Whether it is connected, as far as we know."""
         return self.state is PeerLinkState.UP
 
     @property
     def is_tried(self) -> bool:
-        """Whether it had its turn to be connected."""
+        """Whether it no longer waits for its turn to be connected."""
         return self.state is not PeerLinkState.QUEUED
 
     @property
@@ -105,15 +104,15 @@ class Link(Numbered):
         return self.identity is None
 
     def send(self, body: Body) -> bool:
-        """Queue a message; waits for the connection if it is not up yet. False if the link is lost: it was dropped."""
+        """Queue a message, which waits until the link is up. False if the link is lost and the message dropped."""
         return self._control.send(self, body)
 
     def carry_by(self, pipe: socket.socket) -> None:
-        """Take a pipe to the same peer, see `Control.carry_by`; it is the link's from here on."""
+        """Use a pipe to the same peer, see `Control.carry_by`. The link owns it from here on."""
         self._control.carry_by(self, pipe)
 
     def close(self) -> None:
-        """End the link from our side, without a Lost; what was sent still leaves."""
+        """End the link from our side, without a Lost. What was sent may still leave."""
         self._control.close_link(self)
 
     def seal(self, sender: str, body: Body) -> bytes:

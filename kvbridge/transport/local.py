@@ -1,4 +1,4 @@
-"""The agent's unix socket to its engine: who may speak there, and the one who does; EOF when the engine dies."""
+"""The agent's unix socket for its engine and for commands. A connection ends when its engine dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_CONNECTIONS = 64
 
 
 class LocalServer(Server["LocalConnection"]):
-    """Listens where the lock is. Use as `async with`, then `accept` until cancelled. OperatorError on entry."""
+    """Listens beside the lock. Use as `async with`, then `accept` until cancelled. Entry raises OperatorError."""
 
     def __init__(self, lock: Lock, *, allowed_uids: Iterable[int] | None = None, limits: Limits = LIMITS) -> None:
         super().__init__(lock.socket, frozenset([os.getuid(), *(allowed_uids or ())]), MAX_CONNECTIONS)
@@ -30,7 +30,7 @@ class LocalServer(Server["LocalConnection"]):
 class LocalConnection(Connection[ToAgent, ToEngine]):
     """One engine (or command) on the socket.
 
-    Only `close` closes our end, whatever the other does: an engine waits for what we say last (`Detached`), and if it
+    Only `close` closes our end, whatever the other does: an engine waits for our last message (`Detached`), or if that
     does not come for the end of our process.
     """
 

@@ -1,11 +1,11 @@
-"""The lock beside an agent's socket: who holds it is the one agent there, and knows that those before it are dead.
+"""The lock beside an agent's socket: its holder is the only agent there, and knows that earlier holders are dead.
 
-The kernel gives a lock (flock) to nobody while a process lives that holds it. So a list of those that held it, kept in
-the file itself, is proof of their death for who holds it now: of those that ran under this very kernel, for a file that
-several hosts see (or sandboxes with kernels of their own) may be locked in each of them. That is why an agent takes it
-before it opens anything that others' memory can be written by, and gives it back after it has closed that: the kernel,
-too, closes first what was opened last. What a dead process left in its kernel's send buffers (UCX over TCP) may come
-later still, and meets the digest.
+The kernel grants a lock (flock) to nobody while a process that holds it lives. So the file itself lists its holders,
+and for the present one the list proves that the earlier ones are dead. It proves this only for those under the same
+kernel: a file that several hosts see (or sandboxes with kernels of their own) may be locked in each of them. An agent
+takes the lock before it opens anything that can write others' memory, and releases it after it has closed that; the
+kernel, too, closes first what was opened last. What a dead process left in its kernel's send buffers (UCX over TCP) may
+still come later; the digest catches it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import OperatorError
 
 log = logging.getLogger("kvbridge.local")
 
-KEPT = 64  # incarnations: whoever still waits for news of an older one has to rebuild its slots
+KEPT = 64  # incarnations; a peer that still waits for proof about an older one has to rebuild its slots
 KERNEL = Path("/proc/sys/kernel/random/boot_id")
 LINE_BYTES = 54
 INCARNATION = re.compile(rb"[0-9a-f]{16}")
@@ -30,10 +30,10 @@ PATH_BYTES = 107  # sun_path, less its NUL
 
 
 class Lock:
-    """Of the agent that listens, or will, at the path `socket`; held until `close`.
+    """Held until `close` by the agent that listens, or will listen, at the path `socket`.
 
     Raises OperatorError if another agent holds it, or if others could put another socket there. `before` are the
-    incarnations that have held it.
+    incarnations that held it earlier.
     """
 
     def __init__(self, socket: str | Path, incarnation: str) -> None:
@@ -67,26 +67,26 @@ class Lock:
             raise
 
     def _inherit(self, incarnation: str) -> frozenset[str]:
-        """Who was here before; and write down that we are, for whoever comes next."""
+        """Return the earlier incarnations, and add ours to the list for the next agent."""
         kernel = KERNEL.read_bytes().strip()
         said = os.pread(self._fd, KEPT * LINE_BYTES, 0)
-        whole = said[: said.rfind(b"\n") + 1].splitlines()  # one that is cut off could be longer than it looks
+        whole = said[: said.rfind(b"\n") + 1].splitlines()  # a cut-off line could be longer than it looks
         lines = [line.partition(b" ") for line in whole]
         before = [found.decode() for found, _, under in lines if INCARNATION.fullmatch(found) and under == kernel]
         kept = b"".join(b"%s %s\n" % (each.encode(), kernel) for each in [*before, incarnation][-KEPT:])
-        try:  # lines of one length each: cut off anywhere, the others stay what they were
+        try:  # all lines have one length: a write that is cut off leaves the others as they were
             if (written := os.pwrite(self._fd, kept, 0)) < len(kept):
                 raise OSError(errno.ENOSPC, f"{written} of {len(kept)} bytes")
-            os.ftruncate(self._fd, len(kept))  # the rest of a line that was longer could look like an incarnation
+            os.ftruncate(self._fd, len(kept))  # the rest of a longer line could look like an incarnation
         except OSError as error:
             log.warning("our incarnation was not written down, our successor will not know us: %s", error)
         return frozenset(before)
 
 
 def check_folder(socket: Path) -> None:
-    """Who may write in the folder may put another socket there. Like /tmp, a sticky one keeps what is ours ours.
+    """Raises OperatorError `socket_unsafe` if others could put another socket there, OSError if there is no folder.
 
-    Raises OperatorError `socket_unsafe`, OSError for a folder that is not there.
+    A folder that others may write is safe if it is sticky, like /tmp.
     """
     folder = socket.parent
     found = folder.stat()

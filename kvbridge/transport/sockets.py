@@ -1,4 +1,4 @@
-"""ZeroMQ sockets on an event loop: set up, read to the end without blocking, watched for connects and disconnects."""
+"""ZeroMQ sockets on an event loop: set up, drained without blocking, watched for connects and disconnects."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 QUEUE_MESSAGES = 1000
-INCOMING_MESSAGES = 64  # of each caller while we do not look, of frame_bytes each at worst
-CURVE_BYTES = 64  # at least what it adds to a frame (33 in libzmq 4.3)
+INCOMING_MESSAGES = 64  # queued of each caller while we do not read, each up to frame_bytes
+CURVE_BYTES = 64  # at least what CURVE adds to a frame (33 in libzmq 4.3)
 DRAIN_MESSAGES = 256  # in one go, so that one loud peer does not hold the loop
 GONE = zmq.EVENT_DISCONNECTED
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
 AGAIN = zmq.EVENT_CONNECT_RETRIED
-# Nobody may ask for HANDSHAKE_FAILED_PROTOCOL: under CURVE libzmq 4.3.5 tells it of any spoilt message, and in telling
-# forgets the error; then it neither reads that connection any more nor closes it, ever.
+# Never watch HANDSHAKE_FAILED_PROTOCOL: under CURVE libzmq 4.3.5 reports it for any corrupt message, and in doing so
+# loses the error; then it neither reads that connection any more nor ever closes it.
 WATCHED = UP | GONE | REFUSED | AGAIN
 
 
 class Port:
-    """One socket and its monitor. `on_ready` is called when there may be something to do, `on_watch` with an event.
+    """One socket and its monitor. Calls `on_ready` when there may be something to do, and `on_watch` with each event.
 
-    Takes three descriptors, and one more for its connection. Raises zmq.ZMQError where it cannot be had.
+    Takes three descriptors, and one more for its connection. Raises zmq.ZMQError if it cannot be made.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Port:
         self.socket.send_multipart(frames, zmq.NOBLOCK)
 
     def messages(self, parts: int) -> Iterator[list[zmq.Frame] | None]:
-        """What came, at most DRAIN_MESSAGES; None for a message that has not exactly `parts` frames."""
+        """Received messages, at most DRAIN_MESSAGES; None for one that does not have exactly `parts` frames."""
         for _ in range(DRAIN_MESSAGES):
-            if self._is_closed or not self._has_mail():  # zmq.Again costs ten times as much as to ask
+            if self._is_closed or not self._has_mail():  # catching zmq.Again costs ten times as much as asking
                 return
             try:
                 frame = self.socket.recv(zmq.NOBLOCK, copy=False)
@@ -79,7 +79,7 @@ class Port:
         self.rouse()
 
     def rouse(self) -> None:
-        """Call `on_ready` soon if something waits: whatever we did may have eaten the descriptor's edge."""
+        """Call `on_ready` soon if something waits. Any call on the socket may have consumed the descriptor's edge."""
         if self._is_closed or self._is_roused or not self._has_mail():
             return
         self._is_roused = True
@@ -104,7 +104,7 @@ class Port:
             self._on_ready()
 
     def watch(self) -> None:
-        """Tell what has happened, now."""
+        """Report the events that have happened so far."""
         while not self._is_closed:
             try:
                 parts = self._monitor.recv_multipart(zmq.NOBLOCK)
@@ -115,7 +115,7 @@ class Port:
 
 def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, ipv6: bool, silence_ms: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a peer that is not there: tomorrow's ghosts
+    socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for an absent peer: it would arrive stale
     socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes + CURVE_BYTES)
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, INCOMING_MESSAGES if socket.type == zmq.ROUTER else QUEUE_MESSAGES)
@@ -123,8 +123,8 @@ def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, ipv6: bool, silence_ms:
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    # The kernel finds out connections that are dead, and we who is silent. libzmq 4.3.5 aborts the process if it has to
-    # send a heartbeat, or to answer one, on a connection that was reset while its queue was full: none are asked for.
+    # The kernel detects dead connections, and our pings silent peers. libzmq 4.3.5 aborts the process if it has to send
+    # or answer a heartbeat on a connection that was reset while its queue was full, so heartbeats are off.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, silence_ms // 1000))
@@ -133,8 +133,8 @@ def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, ipv6: bool, silence_ms:
     socket.setsockopt(zmq.TCP_MAXRT, 2 * silence_ms)
     socket.setsockopt(zmq.IPV6, int(ipv6))
     if socket.type == zmq.ROUTER:
-        # libzmq 4.3.5 loses 18 KB for each connection that speaks ZMTP 1, which it refuses where there is ZAP to ask;
-        # and 10 KB for each that comes under an identity in use. Our peers have none of their own: theirs are random.
+        # libzmq 4.3.5 leaks 18 KB for each connection that speaks ZMTP 1, but refuses those if there is a ZAP domain;
+        # and 10 KB for each under an identity already in use. Our peers set none, so theirs are random.
         socket.setsockopt(zmq.ZAP_DOMAIN, b"kvbridge")
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a peer that is gone is an error, not a silence
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a peer that is gone raises, and is not dropped silently

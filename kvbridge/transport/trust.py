@@ -1,4 +1,4 @@
-"""Whom this agent lets in and whom it may dial: requests name addresses, and must not choose them freely."""
+"""Whom this agent lets in and whom it may dial. Requests name addresses, so dialling must be restricted."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .keys import Keys
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """`places` say where may be dialled, `keys` who is spoken to there and here.
+    """`places` say what may be dialled, `keys` whom we speak to, whichever side dials.
 
-    `places` are HOST:PORT patterns, and nothing but what they name is dialled; without any it is loopback. Without keys
-    (None: nobody proves who they are) it is loopback as well, both ways, unless `allow_unauthenticated`. Raises
-    OperatorError if a pattern is not one.
+    `places` are HOST:PORT patterns. Only what they match is dialled; without any, only loopback. Without keys (None:
+    nobody proves who they are) we dial and serve loopback only, unless `allow_unauthenticated`. Raises OperatorError
+    for a malformed pattern.
     """
 
     keys: Keys | None = None
@@ -29,7 +29,7 @@ class Trust:
 
     @property
     def description(self) -> str:
-        """For people: what protects the links to other agents."""
+        """What protects the links to other agents, for people to read."""
         dialled = f"dials {len(self.places)} patterns" if self.places else "dials loopback only"
         if self.keys is not None:
             return f"curve, own key {self.keys.public}, {len(self.keys.names)} keys allowed, {dialled}"
@@ -39,11 +39,11 @@ class Trust:
 
     @property
     def _is_guarded(self) -> bool:
-        """Whether other hosts may be dealt with; else it is loopback, both ways."""
+        """Whether other hosts may be dialled and served; else only loopback."""
         return self.keys is not None or self.allow_unauthenticated
 
     def check_places(self) -> None:
-        """Raises OperatorError unless the places can be dialled as they are named: beyond loopback needs a guard."""
+        """Raises OperatorError if a place is beyond loopback while nothing guards us: it would not be dialled."""
         for place in self.places:
             if not self._is_guarded and not is_local_place(place):
                 raise OperatorError(
@@ -57,10 +57,10 @@ class Trust:
         check_listened(address, allow_wildcard=allow_wildcard, is_guarded=self._is_guarded)
 
     def data_devices(self, listen: str, advertise: str, named: str) -> str:
-        """The network devices for the data, as UCX names them: the `named`, else loopback.
+        """The network devices for the data, as UCX names them: `named`, else loopback.
 
-        UCX believes whoever reaches its ports, key or none. So where agents of other hosts are served or dialled, those
-        who run this one must say by which networks. Raises OperatorError `no_net_devices` if they have not.
+        UCX trusts everyone who reaches its ports, with a key or without. So the operator must name the devices if
+        agents of other hosts are served or dialled. Raises OperatorError `no_net_devices` if they are not named.
         """
         if named or not self._is_guarded:
             return named or "lo"
@@ -70,15 +70,15 @@ class Trust:
         if where:
             raise OperatorError(
                 "no_net_devices",
-                f"net_devices: got '', but other hosts are meant ({where[0]}); name the network devices of the data, "
-                "as eth1 or mlx5_0:1, or all: UCX asks nobody there for a key",
+                f"net_devices: got '', but other hosts are served or dialled ({where[0]}); name the network devices "
+                "of the data, as eth1 or mlx5_0:1, or all: UCX asks nobody there for a key",
             )
         return "lo"
 
     def check_dialled(self, address: str) -> tuple[str, str]:
-        """Endpoint and server key ("": none) of an address that may be dialled. Raises PeerError.
+        """Endpoint and server key ("" for none) of an address that may be dialled.
 
-        `bad_address` is not one at all; `peer_not_allowed` is one that the configuration does not let us dial.
+        Raises PeerError `bad_address` if it is malformed, `peer_not_allowed` if the configuration does not allow it.
         """
         endpoint, _, said = address.partition("#")
         check_dialled(endpoint)
@@ -93,7 +93,7 @@ class Trust:
         return endpoint, self._server_key(endpoint, said, self.keys) if self.keys is not None else ""
 
     def name_of(self, key: str) -> str | None:
-        """Whose key this is; None if its holder is not to be spoken to. Without keys nobody has one."""
+        """The name of the key's owner; None if we must not speak to it. Without keys the name is empty."""
         return self.keys.names.get(key) if self.keys is not None else ""
 
     def _server_key(self, endpoint: str, said: str, keys: Keys) -> str:

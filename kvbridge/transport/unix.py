@@ -1,4 +1,4 @@
-"""A unix socket that an agent listens on: the rights of its file, who is let in, and how many."""
+"""A unix socket that an agent listens on: the mode of its file, who is let in, and how many."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ C = TypeVar("C", bound=Connection[Any, Any])
 
 
 def is_allowed(uid: int, allowed_uids: frozenset[int]) -> bool:
-    """Whether a process of this user may speak to the agent; root always may, it could read our memory anyway."""
+    """Whether a process of this user may speak to the agent. Root always may: it could read our memory anyway."""
     return uid == 0 or uid in allowed_uids
 
 
 class Server(ABC, Generic[C]):
     """Listens at `path` for `most` connections of these users. Use as `async with`, then `accept` until cancelled.
 
-    A socket that is there already is replaced: who listens holds the agent's lock, so it is a dead agent's. Raises
-    OperatorError on entry.
+    An existing socket is replaced: we hold the agent's lock, so it is a dead agent's. Raises OperatorError on entry.
     """
 
     def __init__(self, path: Path, allowed_uids: frozenset[int], most: int) -> None:
@@ -46,7 +45,7 @@ class Server(ABC, Generic[C]):
 
     @abstractmethod
     def connection(self, accepted: socket.socket) -> C:
-        """One that `open` knows."""
+        """A connection over this socket, added to `open`."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -67,13 +66,13 @@ class Server(ABC, Generic[C]):
         self._give_back()
 
     async def accept(self) -> C:
-        """The next one that may speak; the others are told why not."""
+        """The next connection that is let in. The others are told why not."""
         assert self._socket is not None, "accept() belongs inside `async with`"
         loop = asyncio.get_running_loop()
         while True:
             try:
                 accepted, _ = await loop.sock_accept(self._socket)
-            except OSError as error:  # out of descriptors, or the peer was gone again
+            except OSError as error:  # out of descriptors, or the peer has left already
                 log.warning("accept failed: %s", error)
                 await asyncio.sleep(0.1)
                 continue
@@ -86,7 +85,7 @@ class Server(ABC, Generic[C]):
                 return connection
 
     def refuse(self, connection: C, code: str, reason: str) -> None:
-        """Say why, and close it."""
+        """Tell it why, and close it."""
         self.refused += 1
         log.warning("refused pid=%d: %s", connection.pid, reason)
         connection.send(Refused(code=code, reasons=(reason,)))
@@ -107,9 +106,9 @@ class Server(ABC, Generic[C]):
         self._socket.listen(self._most)
 
     def _set_mode(self, mode: int) -> int:
-        """Give our socket its mode, whatever the umask; others are let in, or not, by their uid. Its inode.
+        """Set the mode of our socket, whatever the umask, and return its inode. `accept` checks the uid.
 
-        By a descriptor of the file itself: who may write in the folder could put a link in its place meanwhile.
+        Uses a descriptor of the file itself: whoever may write in the folder could put a link in its place meanwhile.
         """
         fd = os.open(self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

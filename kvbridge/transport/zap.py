@@ -1,7 +1,7 @@
-"""The door of our listening socket: ZeroMQ asks here, before a connection may speak, whether it may (RFC 27, ZAP).
+"""Authentication for our listening socket: ZeroMQ asks here whether a new connection may speak (RFC 27, ZAP).
 
-Runs on the loop, without a thread. With keys a connection must prove one of them, and is known by it from then on
-(`User-Id` of every frame); without, it is only counted, so that nobody keeps us busy with handshakes.
+Runs on the loop, without a thread. With keys, a connection must prove one of them, and each of its frames names it
+(`User-Id`). Handshakes are limited with keys and without, so that nobody keeps us busy with them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ log = logging.getLogger("kvbridge.door")
 DOMAIN = b"kvbridge"
 ENDPOINT = "inproc://zeromq.zap.01"
 MOST_ANSWERS = 256  # in one go, so that a flood does not hold the loop
-MOST_CALLERS = 1024  # remembered; an older one starts with a full bucket again
+MOST_CALLERS = 1024  # remembered; one that was forgotten starts with a full bucket
 GRANTED, LATER, DENIED = b"200", b"300", b"400"
 
 
 class Buckets:
-    """So many handshakes per second of each caller, and as many at once as `burst`. Pure."""
+    """Lets each caller make `per_s` handshakes per second, and `burst` at once. Pure."""
 
     def __init__(self, per_s: float, burst: int) -> None:
         self._per_s, self._burst = per_s, float(burst)
@@ -36,7 +36,7 @@ class Buckets:
         return len(self._left)
 
     def take(self, caller: str, now: float) -> bool:
-        """Whether the caller may have one more now."""
+        """Whether the caller may make one more now. If so it is counted."""
         tokens, when = self._left.pop(caller, (self._burst, now))
         tokens = min(self._burst, tokens + (now - when) * self._per_s)
         is_granted = tokens >= 1
@@ -47,9 +47,9 @@ class Buckets:
 
 
 class AuthDoor:
-    """Answers ZeroMQ while open. `keys` is asked each time, so that a new list counts at once.
+    """Answers ZeroMQ while open. `keys` is called each time, so a new list counts at once.
 
-    `refused` hears a code and a reason: `key_not_allowed`, `handshakes_too_many`.
+    `refused` is called with a code, `key_not_allowed` or `handshakes_too_many`, and a reason.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class AuthDoor:
             version, request = frames[:2]
             status, user = self._judge(frames)
             self._socket.send_multipart([version, request, status, b"", user, b""], zmq.NOBLOCK)
-            int(self._socket.getsockopt(zmq.EVENTS))  # what we sent may have eaten the descriptor's edge
+            int(self._socket.getsockopt(zmq.EVENTS))  # sending may have consumed the descriptor's edge
         self._loop.call_soon(self._serve)
 
     def _judge(self, frames: list[bytes]) -> tuple[bytes, bytes]:
-        """Status and user of ZeroMQ's question: version, request, domain, address, identity, mechanism, credentials."""
+        """Status and user. Frames: version, request, domain, address, identity, mechanism, credentials."""
         keys, mechanism, address = self._keys(), frames[5], frames[3].decode(errors="replace")
         if keys is None:
             return self._in_time(address) if mechanism == b"NULL" else DENIED, b""
@@ -106,11 +106,11 @@ class AuthDoor:
         if self._buckets.take(caller, self._loop.time()):
             return GRANTED
         self._refused("handshakes_too_many", f"handshakes: {caller} connects too often")
-        return LATER  # it may come again
+        return LATER  # it may try again
 
 
 def guard(socket: zmq.Socket[bytes], keys: Keys | None) -> None:
-    """Make a listening socket ask the door about every connection; with keys, speak nothing but CURVE."""
+    """Make a listening socket ask the AuthDoor about every connection and, with keys, accept only CURVE."""
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     if keys is not None:
@@ -119,7 +119,7 @@ def guard(socket: zmq.Socket[bytes], keys: Keys | None) -> None:
 
 
 def introduce(socket: zmq.Socket[bytes], keys: Keys | None, server: str) -> None:
-    """Make a dialling socket prove our key, to nobody but the holder of the `server` key."""
+    """Make a dialling socket prove our key, and only to the holder of the `server` key."""
     if keys is not None:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())

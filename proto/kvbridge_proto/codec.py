@@ -1,11 +1,11 @@
 """Bytes <-> messages: first unpacked under hard limits, then typed. Pure.
 
 A frame that is too large, too deep or too long is refused before anything of its size is built: msgpack unpacks with
-its max_* limits, msgspec converts what came out. Nothing here imports by name or runs what it was sent. A frame so
+its max_* limits, msgspec converts the result. Nothing here imports by name or runs what it was sent. A frame so
 small that it cannot exceed any other limit, as most are, is decoded by msgspec alone, which takes a tenth of the time.
 
 The frame is walked once before it is unpacked: msgpack (up to 1.2.0) makes room for every array at its announced
-length, so that 1 MiB of nested array headers with nothing behind them would cost 4 GB.
+length, so 1 MiB of nested array headers with nothing behind them would cost 4 GB.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def decode(frame: bytes | bytearray | memoryview, kind: type[T] | Any, limits: L
     known: Any = kind
     if len(frame) <= min(msgspec.structs.astuple(limits)):
         # msgspec builds only what is there, whatever length is announced, and goes no deeper than Python's stack.
-        # What it does not like is looked at again below, where it gets its name.
+        # What it rejects is decoded again below, which names the error.
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             message = _decoder(known).decode(frame)
             return message

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from .pool import Count, Name
 
 MAX_BLOCKS = 1 << 20
-MAX_RANKS = 1024  # of one engine: each is a link of whoever fetches from it
+MAX_RANKS = 1024  # of one engine: an agent that fetches from it has a link to each
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 RendezvousId = Annotated[str, Meta(min_length=1, max_length=256)]
 Address = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -17,7 +17,7 @@ Incarnation = Annotated[str, Meta(max_length=64)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
 Reasons = Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=64)]
 Code = Annotated[str, Meta(max_length=64)]
-# Of W3C's Trace Context; "" where there is none. What is none is as good as "": a trace must not cost a request.
+# As in W3C's Trace Context, or "". A malformed one counts as "": a trace must not cost a request.
 Traceparent = Annotated[str, Meta(max_length=55)]
 
 

@@ -1,6 +1,6 @@
 """Agent <-> agent messages of one host, over the sender's door: handles to its engine's memory. Pure.
 
-One connection is one epoch of one engine's memory, open in one receiver: it lasts as long as that has it mapped.
+One connection is one epoch of one engine's memory in one receiver. It lasts as long as the memory is mapped there.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from .common import VersionRange
 from .engine import Descriptors, Refused
 from .pool import Count, Handle, Name
 
-DOOR_SUFFIX = ".door"  # a receiver speaks to no socket of another name, whatever path it is told
+DOOR_SUFFIX = ".door"  # a receiver connects to no socket without it, whatever path it is told
 TOKEN_BYTES = 32
 SessionName = Annotated[str, Meta(min_length=1, max_length=128)]
 Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
 class DoorCard(Struct, frozen=True, kw_only=True):
-    """Where the handles of one epoch are handed over, once, to who shows this `token`; never leaves the session.
+    """Where the handles of one epoch are handed over, once, to the agent with this `token`. Never leaves the session.
 
-    For agents of the same `machine`, which is its kernel's boot id. `path` ends with DOOR_SUFFIX.
+    Only for agents of the same `machine`, which is its kernel's boot id. `path` ends with DOOR_SUFFIX.
     """
 
     machine: Name
@@ -35,7 +35,7 @@ class DoorCard(Struct, frozen=True, kw_only=True):
 class OpenMemory(Struct, frozen=True, kw_only=True, tag="open_memory"):
     """Hand over the memory of your engine, as a card promised. Answered by MemoryOpened or Refused.
 
-    `agent` is who I am, for people. Nothing else is said on this connection; I end it once the memory is unmapped.
+    `agent` is my name, for people. I say nothing else on this connection, and end it once the memory is unmapped.
     """
 
     versions: VersionRange
@@ -46,7 +46,7 @@ class OpenMemory(Struct, frozen=True, kw_only=True, tag="open_memory"):
 
 
 class MemoryOpened(Struct, frozen=True, kw_only=True, tag="memory_opened"):
-    """Here it is; fds ride along, those of shared memory for reading only.
+    """The handles. Their fds come with this message, those of shared memory for reading only.
 
     `pipe` is the fd of a unix stream socket, if the sender gives one: envelopes of the session's link may go by it.
     """

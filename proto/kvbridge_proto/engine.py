@@ -1,7 +1,7 @@
 """Engine <-> agent messages, over the agent's unix socket. Pure.
 
-One engine rank holds one connection; its EOF is the engine's death certificate. Requests are named by the
-engine's own request ids, rendezvous ids by whatever both engines were told (for vLLM the prefill request's id).
+One engine rank holds one connection; its EOF proves that the rank is dead. Requests have the engine's own request ids.
+A rendezvous id is a name that both engines were told (for vLLM the prefill request's id).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_HELD = 1024  # in one message
 Requests = Annotated[tuple[Request, ...], Meta(min_length=1, max_length=MAX_HELD)]
 Tables = Annotated[tuple[Blocks, ...], Meta(max_length=256)]
 
-# So long an engine that must compute on waits for the Released that answers its Withdraw, or once it gave its agent up.
+# How long an engine that must compute on waits for the Released after its Withdraw, or after giving up its agent.
 READERS_S = 1.0
 
 
@@ -35,17 +35,17 @@ NewScales = Annotated[tuple[Scales, ...], Meta(max_length=65536)]
 
 
 class Descriptors(Struct, frozen=True, kw_only=True, tag="descriptors"):
-    """What rides with this frame belongs to the next message of another kind, before what rides with that itself."""
+    """The fds beside this frame belong to the next message of another kind, and come before that message's own."""
 
 
 class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     """Here is my memory. Answered by Attached or Refused.
 
-    `fence_fd` is the place, beside the message, of a descriptor of one shared page whose first 8 bytes count what my
-    stream has finished; without it every Offer and Want is about work that is finished already.
+    `fence_fd` is the index, among the descriptors beside the message, of a shared page whose first 8 bytes count what
+    my stream has finished. Without it every Offer and Want is about work that is already finished.
 
-    `policy` says what becomes of rows that come under other scales than mine: requantized to mine, or I am asked
-    (Adopt) to take theirs.
+    `policy` says what happens to rows that come under other scales than mine: they are requantized to mine, or I am
+    asked (Adopt) to take the sender's.
     """
 
     versions: VersionRange
@@ -56,7 +56,7 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
 
 
 class Directory(Struct, frozen=True, kw_only=True, tag="directory"):
-    """Where all ranks of my engine have their agents; replaces what was said before."""
+    """The agents of all ranks of my engine. Replaces the Directory sent before."""
 
     ranks: Annotated[Ranks, Meta(min_length=1)]
 
@@ -65,13 +65,13 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     """These tokens are computed and may be read. Repeated as the prompt grows.
 
     Tokens [first_token, tokens) of the request may be read. `first_token` is the same in every offer of it; the tables
-    begin with the block that it lies in, and who takes tokens before it fails with `tokens_missing`. `blocks` appends
+    begin with the block that it lies in, and a claim of tokens before it fails with `tokens_missing`. `blocks` appends
     to the tables offered before. `is_last` says that no more will come. An offer of no tokens needs no blocks. The
-    agent answers Released once nobody will read the blocks again: `hold_s` after the last Offer at the latest, or after
+    agent answers Released once nobody will read the blocks again: at the latest `hold_s` after the last Offer, or after
     the last Held that names it. The blocks may be read once the fence has reached `fence`.
 
     `first_token` and `tokens` count tokens of the request, the same on all ranks of an engine. `blocks` are this rank's
-    (see Blocks): those that hold its own of these tokens, and none for a group in which it has none of them.
+    (see Blocks): those that hold its share of these tokens, and none for a group in which it has none of them.
     """
 
     rendezvous: RendezvousId
@@ -88,8 +88,7 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
 class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
     """The offer is over (abort, preemption). Answered by Released once no read is under way.
 
-    Claims that come later fail at once, unless it `comes_again`: the same prompt will be offered anew in its
-    rendezvous.
+    Later claims fail at once, unless it `comes_again`: the same prompt will be offered again under its rendezvous id.
     """
 
     request: Request
@@ -98,15 +97,17 @@ class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
 
 
 class Reclaim(Struct, frozen=True, kw_only=True, tag="reclaim"):
-    """I am short of so many blocks. The agent releases the oldest offers that nobody has claimed or waits for, until
-    they hold as many; each is answered by its Released (`reclaimed`), and the message itself by nothing.
+    """I am short of this many blocks.
+
+    The agent releases the oldest offers that nobody has claimed or waits for, until they hold as many. Each of them is
+    answered by its Released (`reclaimed`); this message itself is not answered.
     """
 
     blocks: Positive
 
 
 class Expect(Struct, frozen=True, kw_only=True, tag="expect"):
-    """This request is queued here and has no blocks yet; it will want this rendezvous of that sender.
+    """This request is queued here without blocks. It will want this rendezvous from that sender.
 
     The sender's side is asked to hold its offer meanwhile. Ends with the Want of the same request, or with Abandon.
     Not answered.
@@ -120,14 +121,14 @@ class Expect(Struct, frozen=True, kw_only=True, tag="expect"):
 class Want(Struct, frozen=True, kw_only=True, tag="want"):
     """Put tokens [first_token, end_token) of the rendezvous into these blocks. Answered once, by Done or Failed.
 
-    The same want again changes nothing; another one under the name of an open one is refused, and the open one goes on.
-    `sender` is the agent of any rank of the prefilling engine; the others are found through it. An empty range, at any
-    token, needs no blocks and tells the sender that nothing is needed: Done follows once all its ranks were told,
+    The same want again changes nothing. A different one under the name of an open one is refused, and the open one goes
+    on. `sender` is the agent of any rank of the prefilling engine; the others are found through it. An empty range, at
+    any token, needs no blocks and tells the sender that nothing is needed: Done follows once all its ranks were told,
     whether anything is offered there yet or not. The blocks may be written once the fence has reached `fence`.
 
     `first_token` and `end_token` count tokens of the request, the same on all ranks of an engine. `blocks` are this
-    rank's (see Blocks): those that hold its own of these tokens, and none for a group in which it has none of them. So
-    rank 1 of 2, with an interleave of 1 and blocks of 16, wants [10, 39) with entries 0 and 1 (its own are tokens
+    rank's (see Blocks): those that hold its share of these tokens, and none for a group in which it has none of them.
+    So rank 1 of 2, with an interleave of 1 and blocks of 16, wants [10, 39) with entries 0 and 1 (its own are tokens
     11 to 37), [32, 39) with entry 1 alone, and [32, 33) without any.
     """
 
@@ -143,8 +144,9 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
 
 
 class Abandon(Struct, frozen=True, kw_only=True, tag="abandon"):
-    """I no longer want this, or expect it. A Want is still answered once, by Done or Failed, after which the blocks are
-    the engine's again.
+    """I no longer want or expect this.
+
+    A Want is still answered once, by Done or Failed. After that the blocks are the engine's again.
     """
 
     request: Request
@@ -152,9 +154,9 @@ class Abandon(Struct, frozen=True, kw_only=True, tag="abandon"):
 
 
 class Computed(Struct, frozen=True, kw_only=True, tag="computed"):
-    """I compute so many tokens of a prompt that another engine could have sent me; `reason` says why. Not answered.
+    """I compute `tokens` tokens of a prompt that another engine could have sent me; `reason` says why. Not answered.
 
-    Its last token does not count, nor do those that I had. Of a want that failed it is the code that it failed with.
+    The prompt's last token does not count, nor do those that I already had. If a want failed, `reason` is its code.
     """
 
     tokens: Positive
@@ -164,7 +166,7 @@ class Computed(Struct, frozen=True, kw_only=True, tag="computed"):
 class Rescale(Struct, frozen=True, kw_only=True, tag="rescale"):
     """From here on rows are written under these scales. Answered by Rescaled or Refused.
 
-    `revision` grows with each. Planes that are not named keep theirs. What was planned before fails with `rescaled`,
+    `revision` grows each time. Planes that are not named keep theirs. What was planned before fails with `rescaled`,
     and offers made before are over.
     """
 
@@ -184,9 +186,9 @@ class Detach(Struct, frozen=True, kw_only=True, tag="detach"):
 
 
 class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
-    """With `is_shared`, other agents of this host may read your memory, for as long as we promise them.
+    """If `is_shared`, other agents of this host may read your memory for as long as we promise them.
 
-    A promise outlives us, but not by READERS_S: so long after our end without Detached wait with what you have offered.
+    A promise may outlive us, by less than READERS_S. If we end without Detached, keep what you have offered that long.
     """
 
     version: int
@@ -198,7 +200,7 @@ class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
 class Detached(Struct, frozen=True, kw_only=True, tag="detached"):
     """I have let go of your memory: nothing touches it any more, and nothing that you asked for will be answered.
 
-    The answer to Detach, and the last word of every agent that ends the attachment while it lives. A connection that
+    The answer to Detach, and the last message of every agent that ends the attachment while it lives. A connection that
     ends without it has ended with its agent's process, whose kernels may outlive its sockets.
     """
 
@@ -208,8 +210,8 @@ class Detached(Struct, frozen=True, kw_only=True, tag="detached"):
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
     """Your last message was not accepted.
 
-    `about` names the request, which is over by that; or the revision (`rescale 3`), or a second want of a request that
-    goes on (`want NAME`); or is empty for the connection.
+    `about` names the request, which is then over; or the revision (`rescale 3`), or a second want of a request that
+    goes on (`want NAME`). It is empty for the connection.
     """
 
     code: Code
@@ -218,9 +220,9 @@ class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Released(Struct, frozen=True, kw_only=True, tag="released"):
-    """The offered blocks of this request are yours again. `code` is empty when every receiver had what it wanted.
+    """The offered blocks of this request are yours again. `code` is empty if every receiver had what it wanted.
 
-    `is_declined` where they wanted none of it.
+    `is_declined` if they wanted none of it.
     """
 
     request: Request
@@ -230,13 +232,13 @@ class Released(Struct, frozen=True, kw_only=True, tag="released"):
 
 
 class Held(Struct, frozen=True, kw_only=True, tag="held"):
-    """Somebody still waits for these offers of yours: they are held for their `hold_s` from now on."""
+    """A receiver still waits for these offers of yours: their `hold_s` begins anew."""
 
     requests: Requests
 
 
 class Done(Struct, frozen=True, kw_only=True, tag="done"):
-    """All wanted rows are in your blocks, `tokens` of them."""
+    """All wanted rows are in your blocks, those of `tokens` tokens."""
 
     request: Request
     moved_bytes: Count

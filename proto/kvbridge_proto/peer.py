@@ -17,7 +17,7 @@ TransferId = Annotated[str, Meta(min_length=1, max_length=64)]
 Digest = Annotated[str, Meta(max_length=64)]
 Route = Literal["pull", "direct", "nixl", "host"]
 
-# Lanes of the slot that probes are written to: as many senders may prove their routes at once.
+# Lanes of the slot that probes are written to: this many senders may prove their routes at once.
 PROBE_LANES = 64
 MAX_HOLD_RENDEZVOUS = 1024  # in one message
 MAX_SUMS = 1024  # in one message
@@ -26,9 +26,9 @@ MAX_SUMS = 1024  # in one message
 class FabricCard(Struct, frozen=True, kw_only=True):
     """How to reach an agent's staging. `descriptor` is the fabric's own; slot i starts at `base + i * slot_bytes`.
 
-    After the slots follows one more, cut into PROBE_LANES lanes: only probes are written there. `name` is what the
-    descriptor calls this staging: the agent's incarnation, or that with a dot and more behind it. An agent that has no
-    slots yet says of what kind, in which memory and how large they would be.
+    One more slot follows the others, cut into PROBE_LANES lanes: only probes are written there. `name` is what the
+    descriptor calls this staging: the agent's incarnation, perhaps with a dot and more behind it. An agent that has no
+    slots yet says of which kind, in which memory and how large they would be.
     """
 
     kind: Name
@@ -41,8 +41,11 @@ class FabricCard(Struct, frozen=True, kw_only=True):
 
 
 class DeviceCard(Struct, frozen=True, kw_only=True):
-    """The GPU that holds a staging, for agents of the same machine: `machine` is its kernel's boot id, `payload` the
-    64-byte CUDA IPC handle of the allocation that begins at the card's `base`."""
+    """The GPU that holds a staging, for agents of the same machine.
+
+    `machine` is its kernel's boot id, `payload` the 64-byte CUDA IPC handle of the allocation that begins at the card's
+    `base`.
+    """
 
     machine: Name
     uuid: Name
@@ -52,13 +55,13 @@ class DeviceCard(Struct, frozen=True, kw_only=True):
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     """Receiver to sender: who I am, my engine's pool, where you may write. Answered by Welcome or Refuse.
 
-    `fabric` is my staging, `host` its twin in host memory where there is one, `device` the GPU it is on. The sender
-    chooses a route and proves it in lane `probe_lane` before it welcomes; `pull` it only names, for I prove that.
-    `machine` is the boot id of my kernel: who has the same can open the door to its engine's memory for me.
+    `fabric` is my staging, `host` its twin in host memory if there is one, `device` the GPU it is on. The sender
+    chooses a route and proves it in lane `probe_lane` before it sends Welcome; `pull` it only names, as I prove that.
+    `machine` is the boot id of my kernel: a sender with the same one can open its memory door for me.
 
-    `address` is how I reached you: one session is enough, whatever you are called. `serial` is the number of this
-    connection among all that I made: at one address the latest one counts. Those before `oldest` I have given up, but
-    for this one.
+    `address` is how I reached you: one session is enough, whatever addresses you have. `serial` numbers the
+    connections that I made: of those at one address the latest counts. I have given up all before `oldest`, except
+    this one.
     """
 
     versions: VersionRange
@@ -78,8 +81,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Probe(Struct, frozen=True, kw_only=True):
-    """What the sender wrote into lane `lane` of the receiver to prove its route: `size_bytes` of SHAKE128 of the
-    seed."""
+    """What the sender wrote into the receiver's `lane` to prove its route: `size_bytes` of SHAKE128 of the seed."""
 
     lane: Count
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -88,11 +90,11 @@ class Probe(Struct, frozen=True, kw_only=True):
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
-    """Sender to receiver: agreed. `ranks` are the agents of my whole engine, so far as it has told me.
+    """Sender to receiver: agreed. `ranks` are the agents of my whole engine, as far as it has told me.
 
     `slot_bytes` bounds the chunks of every plan of this session: the smaller of both stagings' slots. `route` is how
     the chunks will come, `why` says what stood against the better ones, `probe` is what the receiver must find. On the
-    route `pull` it opens `door` instead, and says Hello again without that route if it cannot.
+    route `pull` the receiver opens `door` instead, and says Hello again without that route if it cannot.
     """
 
     version: int
@@ -109,7 +111,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
-    """No, and why. `about` names a transfer, or is empty for the session."""
+    """A session or transfer is refused. `about` names the transfer, or is empty for the session."""
 
     code: Code
     reasons: Reasons
@@ -138,9 +140,9 @@ Leases = Annotated[tuple[SlotLease, ...], Meta(max_length=4096)]
 class Claim(Struct, frozen=True, kw_only=True, tag="claim"):
     """Receiver to sender: I take these rows of this rendezvous. Sent to every rank of the sender engine.
 
-    `want` is one name for all `receivers` ranks of the receiver engine, so that the sender knows when everybody has
-    claimed; no takes means this receiver needs nothing from you. `plan` is the digest of the plan the receiver derived.
-    `token` must come back in every notice.
+    `want` is one name for all `receivers` ranks of the receiver engine, so that the sender knows when all have claimed.
+    No takes means that this receiver needs nothing from you. `plan` is the digest of the plan that the receiver
+    derived. `token` must come back in every notice.
     """
 
     transfer: TransferId
@@ -162,9 +164,9 @@ class Claim(Struct, frozen=True, kw_only=True, tag="claim"):
 class BlockTables(Struct, frozen=True, kw_only=True, tag="tables"):
     """Sender to receiver, on the route `pull`: tokens up to `tokens` of this transfer lie in these blocks; read them.
 
-    The answer to the claim (`renewal` 0) or to the renewal of that number, and said again when more tokens are there.
-    `blocks` go on where those of the last one ended. With `is_last` no more will come. What was read counts if it was
-    read before the lease ended that began when the claim or renewal was sent.
+    The answer to the claim (`renewal` 0) or to the renewal of that number, and sent again when more tokens are there.
+    `blocks` go on where those of the last one ended. With `is_last` no more will come. The lease begins when the claim
+    or renewal is sent; what was read counts if it was read before the lease ended.
     """
 
     transfer: TransferId
@@ -175,14 +177,14 @@ class BlockTables(Struct, frozen=True, kw_only=True, tag="tables"):
 
 
 class Renew(Struct, frozen=True, kw_only=True, tag="renew"):
-    """Receiver to sender, on the route `pull`: I am still reading. Answered by Tables if the blocks are still there."""
+    """Receiver to sender, on the route `pull`: I am still reading. Answered by BlockTables if the blocks are there."""
 
     transfer: TransferId
     number: Annotated[int, Meta(ge=1, lt=1 << 62)]
 
 
 class Sum(Struct, frozen=True, array_like=True):
-    """The sum64 of a chunk as it is on the wire: of what its slot would hold."""
+    """The sum64 of a chunk as it would be in a slot."""
 
     chunk: Count
     digest: Annotated[int, Meta(ge=0)]  # 64 bits, as in Notice
@@ -192,7 +194,7 @@ Sums = Annotated[tuple[Sum, ...], Meta(min_length=1, max_length=MAX_SUMS)]
 
 
 class Check(Struct, frozen=True, kw_only=True, tag="check"):
-    """Receiver to sender, on the route `pull`: this is what I read of these chunks. Each chunk once.
+    """Receiver to sender, on the route `pull`: digests of what I read of these chunks. Each chunk once.
 
     Answered by Checked; the receiver says Settled only after that.
     """
@@ -202,7 +204,7 @@ class Check(Struct, frozen=True, kw_only=True, tag="check"):
 
 
 class Checked(Struct, frozen=True, kw_only=True, tag="checked"):
-    """Sender to receiver: and this is what lies in my engine's blocks."""
+    """Sender to receiver: digests of what is in my engine's blocks."""
 
     transfer: TransferId
     digests: Sums
@@ -225,10 +227,10 @@ class Grant(Struct, frozen=True, kw_only=True, tag="grant"):
 class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):
     """Receiver to sender: stop. Answered by Drained, once no write of this transfer is under way.
 
-    On the route `pull` it says besides that nothing of this transfer is being read any more.
+    On the route `pull` it also says that nothing of this transfer is being read any more.
 
-    `incarnation` is the start of the sender's agent that it was claimed of, where that is not the one which is asked:
-    answered by Drained if that start is known to be dead, and not at all otherwise.
+    `incarnation` is that of the agent from which it was claimed, if that is not the one which is asked. Then the answer
+    is Drained if that incarnation is known to be dead, and there is none otherwise.
     """
 
     transfer: TransferId
@@ -240,8 +242,8 @@ class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):
 class Drained(Struct, frozen=True, kw_only=True, tag="drained"):
     """Sender to receiver: nothing of this transfer will be written any more; all its leases are void.
 
-    A sender says this only when every write it posted has ended. With a code it is also the transfer's failure. By TCP
-    the rest of a write that failed may land yet, out of a kernel: the digest is against that.
+    A sender says this only when every write it posted has ended. With a code it is also the transfer's failure. Over
+    TCP the rest of a failed write may still land, out of a kernel: the digest guards against that.
     """
 
     transfer: TransferId
@@ -250,7 +252,7 @@ class Drained(Struct, frozen=True, kw_only=True, tag="drained"):
 
 
 class Failing(Struct, frozen=True, kw_only=True, tag="failing"):
-    """Sender to receiver: this transfer fails, but writes may still be under way; Drained follows when they ended."""
+    """Sender to receiver: this transfer fails, but writes may be under way; Drained follows when they end."""
 
     transfer: TransferId
     code: Code
@@ -258,10 +260,10 @@ class Failing(Struct, frozen=True, kw_only=True, tag="failing"):
 
 
 class Hold(Struct, frozen=True, kw_only=True, tag="hold"):
-    """Receiver to sender: requests of my engine wait for the offers in these rendezvous ids, one for each time that a
-    rendezvous is named.
+    """Receiver to sender: requests of my engine wait for the offers under these rendezvous ids.
 
-    Each holds its offer for another `hold_s`. Said again every few seconds, for all that wait at once.
+    An id is named once for each request that waits. Each holds its offer for another `hold_s`. Sent again every few
+    seconds, for all that wait at once.
     """
 
     rendezvous_ids: Annotated[tuple[RendezvousId, ...], Meta(min_length=1, max_length=MAX_HOLD_RENDEZVOUS)]
@@ -284,11 +286,13 @@ class Pong(Struct, frozen=True, kw_only=True, tag="pong"):
 
 
 class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
-    """I am stopping, or my engine left: the session ends here."""
+    """I am stopping, my engine left, or I give the session up: it ends here."""
 
     reason: Annotated[str, Meta(max_length=1024)] = ""
 
 
+# What is said without a session, so without an agreed version: read whatever version its envelope names.
+Sessionless = Hello | Refuse | Cancel | Drained | Ping | Pong | Goodbye
 ToSender = Hello | Claim | Grant | Renew | Check | Cancel | Hold | Settled | Ping | Goodbye
 ToReceiver = Welcome | Refuse | BlockTables | Checked | Ready | Drained | Failing | Ping | Pong | Goodbye
 Body = (
@@ -314,7 +318,10 @@ Body = (
 
 
 class Envelope(Struct, frozen=True, kw_only=True):
-    """One message between two incarnations. `receiver` is empty while it is not known (Hello)."""
+    """One message between two incarnations. `receiver` is empty while it is not known (Hello).
+
+    `version` is the session's, and the oldest that the sender speaks while there is none.
+    """
 
     version: int
     sender: Incarnation

@@ -50,8 +50,8 @@ class Codec(Struct, frozen=True, kw_only=True):
 
     scales: empty (none), one for the plane, or one per head of the plane; value = stored * scale.
     A codec whose scales lie in memory, one or more for each row (`*_row_scale`, `mxfp8_e4m3`, `nvfp4`, `fp8_ds_v4`),
-    keeps them in another plane of the layer, part `<part>_scale`, and `row_bytes` is without them. Three codecs are
-    whole rows with all they need inside: `fp8_ds_mla` (656 bytes), `fp8_ds_v41` (528), `nvfp4_ds_mla` (352).
+    keeps them in another plane of the layer, part `<part>_scale`, and `row_bytes` excludes them. In three codecs the
+    row contains all it needs: `fp8_ds_mla` (656 bytes), `fp8_ds_v41` (528), `nvfp4_ds_mla` (352).
     `element_bytes` is the unit that the plane's element axis counts; a packed row (`fp8_ds_mla`, `opaque`) counts
     single bytes.
     """
@@ -68,7 +68,7 @@ class Plane(Struct, frozen=True, kw_only=True):
 
     The byte of (block b, token t, head h, element e) is at
     `offset + b*block_stride + at(token_axis, t) + h*head_stride + at(element_axis, e)` of the region, where an
-    axis is a mixed radix number, outermost step first: most have one step, tiled caches two.
+    axis is a mixed-radix number, outermost step first. Most axes have one step, those of tiled caches two.
     The token axis counts to the group's `block_tokens`, the element axis to `row_bytes / element_bytes`.
     """
 
@@ -103,7 +103,7 @@ class Group(Struct, frozen=True, kw_only=True):
 
 
 class Shard(Struct, frozen=True, kw_only=True):
-    """Which rank of its engine this is. Layers and heads are spelled on the planes; tokens are split here.
+    """Which rank of its engine this is. The planes say which layers and heads it holds, this says which tokens.
 
     With `cp_size` > 1, token i belongs to rank `(i // cp_interleave) % cp_size`. `tp_rank` counts all ranks of a
     pipeline stage, those of prefill context parallelism one after another (`pcp_rank * tp + tp_rank`); `cp_rank` and
@@ -133,8 +133,8 @@ class Layer(Struct, frozen=True, kw_only=True):
 class Model(Struct, frozen=True, kw_only=True):
     """The identity of a cache: two pools are of one model when these are equal.
 
-    A layer is None where this rank does not know it, being on another pipeline rank. `depth` counts the model's own
-    layers, without those of a draft model, which one side may have alone; 0 where that is not known.
+    A layer is None if this rank does not know it because it is on another pipeline rank. `depth` counts the model's own
+    layers, without those of a draft model, which only one side may have; 0 if it is not known.
     """
 
     name: Name
@@ -143,7 +143,7 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 class Engine(Struct, frozen=True, kw_only=True):
-    """Who attached. `id` is one for all ranks of an engine and no other; the rest is for people."""
+    """Who attached. All ranks of an engine have the same `id`, and no other engine has it; the rest is for people."""
 
     kind: Name
     version: Name
@@ -157,7 +157,7 @@ class Region(Struct, frozen=True):
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """All KV memory of one engine rank, in words that may be sent to anyone (no handles)."""
+    """All KV memory of one engine rank. It has no handles, so it may be sent to anyone."""
 
     engine: Engine
     model: Model
@@ -168,10 +168,10 @@ class Pool(Struct, frozen=True, kw_only=True):
 
 
 class Handle(Struct, frozen=True, kw_only=True):
-    """How to open one region; never leaves the host. fds ride beside the message, in the order of `fd`.
+    """How to open one region; never leaves the host. fds come beside the message, in the order of `fd`.
 
-    shm_fd: `fd` indexes the passed descriptors. cuda_ipc: `payload` is the 64-byte handle of the allocation
-    `device` (a UUID) holds, `offset` bytes before the region. vmm_fd: `fd` and `device`.
+    shm_fd: `fd` indexes the passed descriptors. cuda_ipc: `payload` is the 64-byte handle of an allocation on `device`
+    (a UUID), which begins `offset` bytes before the region. vmm_fd: `fd` and `device`.
     """
 
     region: Annotated[int, Meta(ge=0, lt=4096)]

@@ -1,4 +1,4 @@
-"""What `kvbridge status`, `plan` and `trace` ask over the unix socket, and what they are told. Pure."""
+"""What `kvbridge status`, `plan` and `trace` ask over the unix socket, and the answers. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from .common import AgentCard, Seconds
 from .pool import Count, Name, Pool
 
-MAX_ENTRIES = 2048  # of a trace, in one answer
+MAX_ENTRIES = 2048  # of a trace in one answer
 MAX_ERRORS = 16
 MAX_ERROR_TEXT = 512
 
@@ -19,7 +19,7 @@ class StatusQuery(Struct, frozen=True, kw_only=True, tag="status?"):
 
 
 class Traits(Struct, frozen=True, kw_only=True):
-    """What may differ between two engines of one model, and is converted then. Several values are joined by "_"."""
+    """What may differ between two engines of one model and is then converted. Several values are joined by "_"."""
 
     engine: Name
     tp_size: Count
@@ -30,7 +30,10 @@ class Traits(Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(Struct, frozen=True, kw_only=True):
-    """Engines of one `model_key` are of one model."""
+    """The attached engine. Engines with the same `model_key` have the same model.
+
+    `protocol` is the version that was agreed on with its adapter.
+    """
 
     engine: Name
     epoch: Count
@@ -41,12 +44,15 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     planes: Count
     model_key: Annotated[str, Meta(max_length=64)] = ""
     traits: Traits | None = None
+    protocol: Count = 0
 
 
 class PeerStatus(Struct, frozen=True, kw_only=True):
     """`key` is the name that our list gives to the key that the peer proved.
 
-    `has_pipe` says that messages go by a unix socket between the two, and not by ZeroMQ.
+    `route` is for people: the name, the rate and why no better route was taken. `bytes_per_s` is the rate measured when
+    the route was proved, None if it was not. `has_pipe` says that messages go by a unix socket between the two, not by
+    ZeroMQ. `protocol` is the version that was agreed on, 0 before the session is open.
     """
 
     name: Name
@@ -55,8 +61,11 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
     state: Name
     verdict: Annotated[str, Meta(max_length=4096)]
     route: Annotated[str, Meta(max_length=2048)] = ""
+    route_name: Name = ""
+    bytes_per_s: Annotated[float, Meta(ge=0)] | None = None
     key: Annotated[str, Meta(max_length=256)] = ""
     has_pipe: bool = False
+    protocol: Count = 0
 
 
 class TransferStatus(Struct, frozen=True, kw_only=True):
@@ -73,8 +82,12 @@ class TransferStatus(Struct, frozen=True, kw_only=True):
 
 
 class OfferStatus(Struct, frozen=True, kw_only=True):
-    """One prompt that is held for others. `state` is computing, unclaimed, awaited, claimed or ending;
-    `peer` is who asked for it last."""
+    """One prompt that is held for others.
+
+    `state` is computing, unclaimed, awaited, claimed or ending. `peer` is the one that asked for it last. `left_s` is
+    how long it is held at most, rounded down to milliseconds: until it expires, or if it is ending, until the last read
+    lease on its blocks does. None if it is ending and our own reads keep its blocks: they have no time limit.
+    """
 
     request: Name
     rendezvous: Name
@@ -83,6 +96,7 @@ class OfferStatus(Struct, frozen=True, kw_only=True):
     tokens: Count
     blocks: Count
     age_s: Seconds
+    left_s: Seconds | None = None
 
 
 class ReaderStatus(Struct, frozen=True, kw_only=True):
@@ -100,7 +114,7 @@ class ReaderStatus(Struct, frozen=True, kw_only=True):
 
 
 class ErrorStatus(Struct, frozen=True, kw_only=True):
-    """One line that the agent logged: `level` is warning, error or critical, `logger` the part that said it."""
+    """One line that the agent logged: `level` is warning, error or critical, `logger` the part that logged it."""
 
     level: Name
     logger: Name
@@ -116,10 +130,10 @@ class SlotCounts(Struct, frozen=True, kw_only=True):
 
 
 class Status(Struct, frozen=True, kw_only=True, tag="status"):
-    """What an agent says of itself. `rebuild_refused` is why its slots cannot be made anew though they should.
+    """The state of an agent. `rebuild_refused` is why its slots cannot be rebuilt although they should be.
 
-    `errors` are the last ones that it logged, the latest one last. `still_s` is how long its data thread has not come
-    round, which takes it a second at most while it is well and has nothing long in hand.
+    `errors` are the last ones that it logged, the latest last. `still_s` is how long its data plane thread has not
+    completed a round; a healthy thread with no long work in hand needs a second at most.
     """
 
     agent: AgentCard
@@ -156,7 +170,7 @@ class PoolStatus(Struct, frozen=True, kw_only=True, tag="pool"):
 class TraceQuery(Struct, frozen=True, kw_only=True, tag="trace?"):
     """Answered by Trace on the same connection; needs no Attach.
 
-    `names` are requests, rendezvous ids or transfers; without any the agent chooses the want that took longest.
+    `names` are requests, rendezvous ids or transfers; without any, the agent chooses the want that took longest.
     """
 
     names: Annotated[tuple[Name, ...], Meta(max_length=MAX_ENTRIES)] = ()
@@ -165,7 +179,7 @@ class TraceQuery(Struct, frozen=True, kw_only=True, tag="trace?"):
 class TraceEntry(Struct, frozen=True, kw_only=True):
     """One thing that happened to a request, at this time of day on its agent's host. `seconds` is how long a want took.
 
-    An entry has a request, a transfer of it, or both; the rendezvous where the agent was told it.
+    An entry has a request, a transfer of it, or both. It has the rendezvous id if the agent was told it.
     """
 
     at_s: Annotated[float, Meta(ge=0, le=1 << 40)]
@@ -178,7 +192,7 @@ class TraceEntry(Struct, frozen=True, kw_only=True):
 
 
 class Trace(Struct, frozen=True, kw_only=True, tag="trace"):
-    """What an agent remembers of some requests, in the order in which it happened."""
+    """What an agent remembers of some requests, in order."""
 
     agent: AgentCard
     entries: Annotated[tuple[TraceEntry, ...], Meta(max_length=MAX_ENTRIES)]

@@ -1,6 +1,6 @@
 """Messages on a byte stream: a 4-byte big-endian length, then one msgpack frame. Pure.
 
-Both ends of the engine's unix socket use it; who reads and writes the bytes is their business.
+Both ends of the engine's unix socket use it. Reading and writing the bytes is left to them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from .codec import LIMITS, BadFrame, Limits, decode, encode
 
 T = TypeVar("T")
 HEADER = struct.Struct(">I")
-FRAME_FDS = 64  # descriptors that ride with one frame at most; Linux takes 253
-MESSAGE_FDS = 1024  # and that belong to one message, with the `Descriptors` before it
+FRAME_FDS = 64  # the most descriptors beside one frame; Linux takes 253
+MESSAGE_FDS = 1024  # the most for one message, with the `Descriptors` before it
 
 
 def pack(message: Any) -> bytes:
@@ -30,8 +30,8 @@ def framed(body: bytes) -> bytes:
 class StreamReader(Generic[T]):
     """Cuts received bytes into messages of one kind (a tagged union).
 
-    A frame longer than the limit is refused as soon as its length is read. After BadFrame the stream has no known
-    place to go on from: close it.
+    A frame longer than the limit is refused as soon as its length is read. After BadFrame the stream cannot go
+    on: close it.
     """
 
     def __init__(self, kind: Any, limits: Limits = LIMITS) -> None:
@@ -40,13 +40,13 @@ class StreamReader(Generic[T]):
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> Iterator[T]:
-        """The messages that `received` completes, decoded as they are asked for: BadFrame is raised by the iterator."""
+        """The messages that `received` completes. They are decoded lazily: the iterator raises BadFrame."""
         self._buffer += received
         return self._messages()
 
     @property
     def is_midway(self) -> bool:
-        """Whether a message has begun that is not all here."""
+        """Whether a message has begun but is not complete."""
         return bool(self._buffer)
 
     def _messages(self) -> Iterator[T]:

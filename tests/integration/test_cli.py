@@ -1,4 +1,4 @@
-"""The command line, by real processes: what is printed, where, and the exit code."""
+"""The command line in real processes: what is printed, where, and the exit code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +28,35 @@ from kvbridge_proto.status import PeerStatus, PoolQuery, StatusQuery, TransferSt
 from kvbridge_proto.stream import HEADER, StreamReader, pack
 
 from kvbridge.commands import app
+from kvbridge.commands.console import WIDE, stdout
 from kvbridge.commands.keygen import run as keygen
 from kvbridge.local_agents import found
 from kvbridge.options import options
 from kvbridge.transport.keys import load_keys
+from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build_all, describe
 from tests.unit.proto.samples import TO_ENGINE
 
 STATUS, POOL_STATUS, TRACE = TO_ENGINE[-3:]
 START_S = 30
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def kvbridge(*arguments: str | Path, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+def started(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a Python that has imported nothing, as a user starts it."""
     command = [sys.executable, "-m", "kvbridge.cli", *map(str, arguments)]
-    wide = {**os.environ, "COLUMNS": "160", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=wide)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 
 def test_version() -> None:
-    for told in (kvbridge("--version"), kvbridge("--version", PYTHONPATH="/nowhere")):
+    for told in (started("--version"), started("--version", PYTHONPATH="/nowhere")):
         assert (told.returncode, told.stdout) == (0, "kvbridge 0.1.0\n")
 
 
 def test_the_command_line_is_there_at_once() -> None:
     before = os.times()
-    assert kvbridge("--help").returncode == 0
+    assert started("--help").returncode == 0
     assert os.times().children_user - before.children_user < 1.5, "seconds of a processor, of which Python takes 0.3"
 
 
@@ -60,6 +64,19 @@ def test_wrong_command_line_is_exit_code_2() -> None:
     told = kvbridge("statsu")
     assert told.returncode == 2
     assert "statsu" in told.stderr
+
+
+def started_without(package: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """As in an engine's environment, where the package is not there: a finder that does not find it."""
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] == {package!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+    )
+    return started(*command, PYTHONPATH=str(folder))
 
 
 @pytest.mark.parametrize(
@@ -74,20 +91,19 @@ def test_wrong_command_line_is_exit_code_2() -> None:
 def test_base_install_says_what_a_command_needs(
     package: str, command: tuple[str, ...], extra: str, tmp_path: Path
 ) -> None:
-    """As in an engine's environment, where the package is not there: a finder that does not find it."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Absent:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name.partition('.')[0] == {package!r}:\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Absent())\n"
-    )
-    told = kvbridge(*command, PYTHONPATH=str(tmp_path))
+    told = started_without(package, tmp_path, *command)
     assert told.returncode == 1
     assert told.stderr == (
         f"kvbridge: this needs the packages of the {extra}: pip install 'kvbridge[{extra}]' (missing: {package})\n"
     )
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_plan_as_json_says_which_package_it_lacks(package: str, tmp_path: Path) -> None:
+    told = started_without(package, tmp_path, "plan", "a.json", "b.json", "--json")
+    found = json.loads(told.stdout)
+    assert (told.returncode, found["code"]) == (1, "missing_package")
+    assert f"(missing: {package})" in found["reasons"][0] and found["reasons"][0] in told.stderr
 
 
 def test_config_show_says_where_each_value_came_from(tmp_path: Path) -> None:
@@ -152,6 +168,20 @@ def test_help_has_examples_that_the_command_takes(command: str) -> None:
         parse(words[1:])
 
 
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """The command lines of kvbridge in a page's blocks of shell, in words."""
+    for block in re.findall(r"^ *```(?:bash)?\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            if found := re.match(r"\s*(?:\S+/bin/)?(kvbridge [^#>&|]+)", line):
+                yield shlex.split(found[1])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(commands_of(page))], ids=lambda page: page.name)
+def test_commands_on_pages_are_those_that_kvbridge_takes(page: Path) -> None:
+    for words in commands_of(page):
+        parse(words[1:])
+
+
 def parse(words: list[str]) -> None:
     """Raises for a command line that kvbridge would refuse; runs nothing."""
     command: Any = typer.main.get_command(app.build())
@@ -170,7 +200,8 @@ def test_a_wrong_example_would_be_seen(words: list[str]) -> None:
 
 
 def test_every_command_has_its_examples_looked_at() -> None:
-    assert {command.split()[0] for command in COMMANDS} == set(typer.main.get_command(app.build()).commands)
+    built: Any = typer.main.get_command(app.build())
+    assert {command.split()[0] for command in COMMANDS} == set(built.commands)
 
 
 BASH = """
@@ -413,8 +444,8 @@ def test_a_key_set_in_the_place_of_its_files_name_is_not_printed(option: str, tm
     places = ("--socket", tmp_path / "a.sock", "--metrics", "", "--listen", "tcp://127.0.0.1:0")
     for told, said in (
         (kvbridge("agent", *places, **{**key, f"KVBRIDGE_{option.upper()}": content.strip()}), "got what is not shown"),
-        (kvbridge("agent", *places, f'--{option}="{secret}"', **key), "names a file"),
-        (kvbridge("agent", *places, "--config", config, **key), "names a file"),
+        (kvbridge("agent", *places, f'--{option}="{secret}"', **key), "must name a file"),
+        (kvbridge("agent", *places, "--config", config, **key), "must name a file"),
     ):
         assert told.returncode == 2 and f"bad_option: {option}: {said}" in told.stderr
         assert not any(secret[at : at + 8] in told.stdout + told.stderr for at in range(33))
@@ -466,6 +497,14 @@ def test_status_finds_an_agent_wherever_its_socket_is(tmp_path: Path) -> None:
             assert f"{tmp_path}/other" not in found()
 
 
+def test_what_is_no_terminal_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that grep finds them."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert stdout().width == WIDE
+    monkeypatch.setenv("COLUMNS", "60")
+    assert stdout().width == 60
+
+
 def test_status_finds_the_agents_of_the_host_and_names_the_dead(tmp_path: Path) -> None:
     beside = {"KVBRIDGE_SOCKET": str(tmp_path / "agent-0.sock")}
     told = on_another_host("status", **beside)
@@ -486,6 +525,7 @@ def test_status_finds_the_agents_of_the_host_and_names_the_dead(tmp_path: Path) 
             path.unlink()
     alive, dead = json.loads(told.stdout)
     assert msgspec.convert(alive["status"], type(STATUS)) == STATUS
+    assert alive["status"]["engine"]["model_key"] == "0123456789abcdef", "where docs/routers.md says that it is"
     assert (dead["socket"], dead["code"]) == (f"{tmp_path}/agent-1.sock", "no_agent")
 
 
@@ -510,7 +550,8 @@ def test_status_says_that_it_may_not_look_for_agents() -> None:
         )
         told = subprocess.run([sys.executable, "-c", program, folder, other], capture_output=True, text=True)
     first, second = told.stdout.splitlines()
-    assert first == f"may not look for agents in {folder}: Permission denied; be of the agent's group, or root"
+    who = "be root, or in the agent's group and named in its allowed_uids"
+    assert first == f"may not look for agents in {folder}: Permission denied; {who}"
     assert second == str([f"{other}/b.sock"]), "one that may not be read hides the other"
 
 
@@ -707,12 +748,67 @@ def test_plan_with_slots_that_hold_no_row_says_so(tmp_path: Path) -> None:
     assert found["code"] == "slot_too_small" and "slot_bytes: 1, a row of layer 0" in found["reasons"][0]
 
 
-def test_plan_as_json_says_whatever_it_fails_with(tmp_path: Path) -> None:
+WRONG_LINES = {  # options of plan, after two pools that fit: a part of the reason that all versions of typer say
+    "--tokens x": "Invalid value for '--tokens'",
+    "--tokens -1": "Invalid value for '--tokens'",
+    "--slot-bytes 0": "Invalid value for '--slot-bytes'",
+    "--rank -1": "Invalid value for '--rank'",
+    "--rank 7": "rank: 7, ",
+    "--rank": "'--rank'",
+    "--token 5": "No such option: --token",
+    "--json=no": "'--json' does not take a value",
+    "more.json": "(more.json)",
+}
+
+
+def failed(code: str, reason: str, exit_code: int, *words: object) -> None:
+    """`plan --json` ends like this, with one object on stdout and the reason on stderr as ever."""
+    for arguments in (("--json", *words), (*words, "--json")):
+        told = kvbridge("plan", *arguments)
+        found = json.loads(told.stdout)
+        assert (told.returncode, found["code"]) == (exit_code, code), told.stderr
+        assert reason in "; ".join(found["reasons"]) and told.stderr.strip() and "Traceback" not in told.stderr
+        assert not kvbridge("plan", *words).stdout, "for people, reasons are on stderr"
+
+
+@pytest.mark.parametrize("words", WRONG_LINES)
+def test_plan_as_json_says_what_is_wrong_with_its_command_line(words: str, tmp_path: Path) -> None:
     pool = write_pools(tmp_path, "pool", Shape())
-    cases = {"bad_pool_file": (tmp_path / "none.json", pool), "bad_option": (pool, pool, "--rank", "7")}
-    for code, arguments in cases.items():
-        found = json.loads(kvbridge("plan", *arguments, "--json").stdout)
-        assert found["code"] == code and found["reasons"]
+    failed("bad_option", WRONG_LINES[words], 2, pool, pool, *words.split())
+
+
+def test_plan_as_json_says_that_pools_are_not_named(tmp_path: Path) -> None:
+    failed("bad_option", "Missing argument", 2)
+    failed("bad_option", "Missing argument", 2, tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", '{"engine": 5}'])
+def test_plan_as_json_says_that_a_file_is_no_pool(text: str | None, tmp_path: Path) -> None:
+    pool, bad = write_pools(tmp_path, "pool", Shape()), tmp_path / "bad.json"
+    if text is not None:
+        bad.write_text(text)
+    failed("bad_pool_file", str(bad), 1, bad, pool)
+    failed("bad_pool_file", str(bad), 1, pool, bad)
+
+
+def test_plan_as_json_says_that_an_agent_does_not_tell_its_pool(tmp_path: Path) -> None:
+    pool = write_pools(tmp_path, "pool", Shape())
+    listener = socket.socket(socket.AF_UNIX)
+    with listener:
+        listener.bind(str(tmp_path / "dead.sock"))
+    failed("no_agent", "Connection refused", 1, tmp_path / "dead.sock", pool)
+    with Scripted(tmp_path / "a.sock", pack(TO_ENGINE[2]), PoolQuery()) as agent:
+        found = json.loads(kvbridge("plan", pool, agent.path, "--json").stdout)
+    assert found["code"] == "agent_refused" and "version_mismatch" in found["reasons"][0]
+
+
+def test_plan_as_json_says_that_nothing_can_be_moved(tmp_path: Path) -> None:
+    pool = write_pools(tmp_path, "pool", Shape())
+    other = write_pools(tmp_path, "other", Shape(key_width=96))
+    for code, words in {"incompatible": (pool, other), "slot_too_small": (pool, pool, "--slot-bytes", "1")}.items():
+        told = kvbridge("plan", *words, "--json")
+        found = json.loads(told.stdout)
+        assert (told.returncode, found["code"], bool(found["reasons"])) == (1, code, True)
     assert json.loads(kvbridge("plan", pool, pool, "--json").stdout)["code"] == ""
 
 
@@ -783,11 +879,16 @@ def test_a_hangup_while_it_starts_ends_no_agent_and_one_later_reads_the_peers_ag
             (tmp_path / "peers").write_text(ours + theirs)
             agent.send_signal(signal.SIGHUP)
             wait_for(lambda: "peers read again: curve" in log.read_text(), "it reads them again")
-            wait_for(lambda: "2 keys allowed" in log.read_text(), "it knows both")
+            wait_for(lambda: "2 keys allowed" in status_of(tmp_path / "a.sock"), "it knows both")
             agent.send_signal(signal.SIGTERM)
             assert agent.wait(20) == 0
         finally:
             agent.kill()
+
+
+def status_of(socket: Path) -> str:
+    """As JSON; the log leaves out lines that repeat too often."""
+    return kvbridge("status", "--json", "--socket", socket).stdout
 
 
 def takes_hangups(pid: int) -> bool:

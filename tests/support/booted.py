@@ -1,7 +1,7 @@
-"""systemd itself, booted in namespaces of its own with nothing but the agent's units: what it makes of them is real.
+"""Boots a real systemd in its own namespaces, with only the agent's units.
 
-It has its own processes, network, /etc, /run, /tmp, /var/cache and control group; of the rest of the host it can change
-nothing that outlives it. Needs root, and a host that lets root have all that.
+It has its own processes, network, /etc, /run, /tmp, /var/cache and control group. Nothing that it changes outside these
+outlives it. Needs root, and a host on which root may create all of these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.sandbox import HOMES, ROOT, of_python
 DEPLOY = ROOT / "deploy" / "systemd"
 SYSTEMD = Path("/lib/systemd/systemd")
 TOOLS = ("unshare", "nsenter", "mount", "systemctl", "systemd-sysusers", "systemd-tmpfiles")
-UNITS = "/run/units"  # the only ones that it knows; the host's own would mount, load and clear away
+UNITS = "/run/units"  # the only units; the host's own would mount, load and clean up things
 START_S = 20.0
 OF_NOBODY = "[Unit]\nDefaultDependencies=no\n"  # a target that pulls nothing in
 # Cgroups of version 2, alone or beside those of version 1.
@@ -29,7 +29,7 @@ GROUPS = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
 
 
 def why_not() -> str:
-    """Why this machine cannot have it; empty if it can."""
+    """Why this machine cannot boot it. Empty if it can."""
     if os.geteuid() != 0:
         return "systemd in namespaces of its own needs root"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None] + ([] if SYSTEMD.exists() else [str(SYSTEMD)])
@@ -42,7 +42,7 @@ def why_not() -> str:
 
 
 class Booted:
-    """A systemd that runs. `root` is its file system as this process sees it."""
+    """A running systemd. `root` is its file system as this process sees it."""
 
     def __init__(self, process: subprocess.Popen[bytes], pid: int) -> None:
         self._process = process
@@ -50,7 +50,7 @@ class Booted:
         self.root = Path(f"/proc/{pid}/root")
 
     def run(self, *command: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """In there, as root."""
+        """Run a command inside, as root."""
         entered = ["nsenter", f"--target={self.pid}", "--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup"]
         return subprocess.run([*entered, *command], capture_output=True, text=True, timeout=seconds)
 
@@ -59,23 +59,23 @@ class Booted:
         return self.run("systemctl", "show", unit, f"--property={name}", "--value").stdout.strip()
 
     def waits(self, unit: str, name: str, value: str, seconds: float) -> None:
-        """Until the property is this. Fails by the deadline, with what the unit says."""
+        """Wait until the property has this value. Fails after `seconds`, with the unit's output."""
         end = time.monotonic() + seconds
         while (found := self.shows(unit, name)) != value:
             assert time.monotonic() < end, f"{name}={found}, not {value}\n{self.text(unit)}"
             time.sleep(0.1)
 
     def text(self, unit: str) -> str:
-        """What its process has written."""
+        """The output of the unit's process."""
         path = self.root / f"run/log/{unit}"
         return path.read_text(errors="replace") if path.exists() else ""
 
 
 @contextmanager
 def booted(folder: Path, drop_in: str = "") -> Iterator[Booted]:
-    """A systemd with the agent's units, its user and its folders, as docs/systemd.md has them made.
+    """A systemd with the agent's units, user and folders, as docs/systemd.md describes.
 
-    The program is this Python's, the agent's words go to a file, and `drop_in` says what else differs.
+    It runs the program of this Python. The agent's output goes to a file. `drop_in` has other differences.
     """
     groups = _groups()
     assert groups is not None
@@ -88,7 +88,7 @@ def booted(folder: Path, drop_in: str = "") -> Iterator[Booted]:
     try:
         yield _once_up(process, folder)
     finally:
-        process.kill()  # its child, pid 1 in there, goes with it, and all others with that
+        process.kill()  # its child, pid 1 inside, dies with it, and with that all others
         process.wait()
         _remove(group)
 
@@ -103,7 +103,7 @@ def _unshared() -> list[str]:
 
 
 def _script(folder: Path, drop_in: str) -> list[str]:
-    """Commands: what pid 1 finds, then pid 1."""
+    """The commands that set up what pid 1 needs, then start it."""
     program = f"{sys.executable} -m kvbridge.cli"
     unit = (DEPLOY / "kvbridge-agent@.service").read_text().replace("/opt/kvbridge/bin/kvbridge", program)
     written = {
@@ -131,7 +131,7 @@ def _script(folder: Path, drop_in: str) -> list[str]:
 
 
 def _seen() -> str:
-    """Homes are as hidden, but for this Python, which an operator would have put elsewhere."""
+    """Hide homes as the unit does, except this Python, which an operator would have installed elsewhere."""
     inside = [path for path in of_python() if any(Path(engine) in Path(path).parents for engine in HOMES)]
     return "ProtectHome=tmpfs\n" + "".join(f"BindReadOnlyPaths={path}\n" for path in inside) if inside else ""
 
@@ -149,7 +149,7 @@ def _once_up(process: subprocess.Popen[bytes], folder: Path) -> Booted:
 
 
 def _remove(group: Path) -> None:
-    """With what systemd made inside; its processes may take a moment to be gone."""
+    """Remove a control group and those inside it. Their processes may take a moment to end."""
     end = time.monotonic() + START_S
     while group.exists():
         try:

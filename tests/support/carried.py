@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -11,7 +9,8 @@ from kvbridge_kernels.segment import Span
 from kvbridge_proto.pool import Pool
 
 from kvbridge.device.copier_cpu import CpuBlockCopier
-from kvbridge.device.memory import Regions
+from kvbridge.device.mapping import HostMappings
+from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
@@ -27,19 +26,16 @@ class Carrier(Protocol):
     def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None: ...
 
 
-class Mapped:
-    """A pool whose memory is this process's own: what AttachedPool is once it is open."""
+class Mapped(AttachedPool):
+    """A pool in this process's own memory, used like an open AttachedPool."""
 
     def __init__(self, pool: Pool, memories: list[torch.Tensor]) -> None:
-        self.pool, self.memories = pool, memories
-
-    @contextmanager
-    def hold(self) -> Iterator[Regions]:
-        yield Regions(self.memories)
+        super().__init__(pool, HostMappings(), memories)
+        self.memories = memories
 
 
 class OnCpu:
-    """By the CPU's copier, in the pools' own memory."""
+    """Carries with the CPU's copier, in the pools' own memory."""
 
     def __init__(self) -> None:
         self._copier = CpuBlockCopier()
@@ -63,13 +59,13 @@ class OnCpu:
 
 
 def pools_of(case: Case, number: int) -> tuple[Pool, Pool]:
-    """What the verdict is asked about: the first rank of the sender, some rank of the receiver."""
+    """The pools for the verdict: the sender's first rank and one of the receiver's ranks."""
     ranks = ranks_of(case.receiver)
     return build(case.sender).pool, build(case.receiver, *ranks[number % len(ranks)]).pool
 
 
 def carried(case: Case, number: int, carrier: Carrier) -> tuple[Held, str]:
-    """The receiver afterwards, and what is wrong in it (nothing, if all is right). Raises if it cannot be carried."""
+    """The receiver afterwards, and what is wrong in it ("" if nothing is). Raises if the case cannot be carried."""
     ranks = ranks_of(case.receiver)[number % len(ranks_of(case.receiver))]
     senders, receiver = build_all(case.sender), build(case.receiver, *ranks)
     table, receiver_table = tables_of(senders[0].pool, case.end, seed=1), tables_of(receiver.pool, case.end, seed=2)

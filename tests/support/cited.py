@@ -1,4 +1,4 @@
-"""Tests that the pages name, `tests/path.py::test` or a whole file, as they are: whether they exist, what they need."""
+"""Finds the tests that pages name (`tests/path.py::test`, or a whole file), whether they exist, and what they need."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What a marker of pyproject.toml is called on a page, in parentheses behind the test.
+# How pages write a marker of pyproject.toml, in parentheses after the test.
 NEEDS = {"gpu": "on a GPU", "multi_gpu": "on two GPUs", "vllm": "with vLLM", "routers": "with vLLM"}
-# A bare file name is found too, and is no path of any file.
+# Also finds a bare file name, which then is not the path of any file.
 NAMED = re.compile(
     r"(?P<path>\b(?:\w[\w/]*/)?test_\w+\.py)(?:::(?P<test>\w+))?"
     rf"(?:`\s+\((?P<said>{'|'.join(NEEDS.values())}))?"
@@ -20,7 +20,7 @@ NAMED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Cited:
-    """`test` is empty for a whole file, `said` if the page says of no need."""
+    """A test that a page names. `test` is empty for a whole file. `said` is the need that the page states, or empty."""
 
     path: str
     test: str
@@ -33,7 +33,7 @@ class Cited:
 
     @property
     def needs(self) -> str:
-        """What every test of it needs that not every machine has; "" if one of them needs nothing."""
+        """What all of its tests need that not every machine has. Empty if one of them needs nothing."""
         needed = needs_of(self.path)
         all_of = {needed[self.test]} if self.test else set(needed.values())
         return all_of.pop() if len(all_of) == 1 else ""
@@ -45,7 +45,7 @@ def cited(text: str) -> list[Cited]:
 
 @cache
 def needs_of(path: str) -> dict[str, str]:
-    """The tests of a file by name, and what each needs, as a page says it."""
+    """The tests of a file, and what each needs, as pages write it."""
     tree = ast.parse((ROOT / path).read_text())
     of_all = [ast.unparse(node) for node in tree.body if _is_mark(node)]
     tests = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]

@@ -1,8 +1,7 @@
-"""What can be carried, as rows of cases: data only. `tests/unit/test_matrix.py` carries each, docs/convertible.md has
-all.
+"""What can be carried, as rows of cases. Only data: tests/unit/test_matrix.py carries them.
 
-A row is one line of that page. All of its cases have one verdict; a row where some can be carried and some cannot
-must be split.
+A row is one line of docs/convertible.md. All of its cases have the same verdict. If some can be carried and some
+cannot, split the row.
 """
 
 from __future__ import annotations
@@ -14,23 +13,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvbridge_proto.pool import CodecName, GroupKind
+
 from tests.support.oracle import Shape, mla
 from tests.support.pools import ranks_of
 
-PLAIN = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8")
-ROW_SCALED = ("fp8_row_scale", "int8_row_scale")
-BLOCK_SCALED = ("mxfp8_e4m3", "nvfp4", "int4_row_scale")
-LATENT = ("bf16", "fp8_e4m3", "fp8_ds_mla")
-PACKED_LATENT = {"fp8_ds_v4": 512, "fp8_ds_v41": 512, "nvfp4_ds_mla": 576}
+PLAIN: tuple[CodecName, ...] = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8")
+ROW_SCALED: tuple[CodecName, ...] = ("fp8_row_scale", "int8_row_scale")
+BLOCK_SCALED: tuple[CodecName, ...] = ("mxfp8_e4m3", "nvfp4", "int4_row_scale")
+LATENT: tuple[CodecName, ...] = ("bf16", "fp8_e4m3", "fp8_ds_mla")
+PACKED_LATENT: dict[CodecName, int] = {"fp8_ds_v4": 512, "fp8_ds_v41": 512, "nvfp4_ds_mla": 576}
 LAYOUTS = ("nhd", "packed_hnd", "cross_layer", "cpu_vec")
 BLOCKS = (1, 16, 48)
 RANKS = (1, 2, 4, 8)
 SHARES = ((1, 1), (2, 1), (3, 16), (8, 3))
 WINDOW = 20
-HYBRID = ("full", "sliding")
-STATE = ("full", "sliding", "state")
+HYBRID: tuple[GroupKind, ...] = ("full", "sliding")
+STATE: tuple[GroupKind, ...] = ("full", "sliding", "state")
+WINDOWS: tuple[tuple[GroupKind, ...], ...] = (("sliding",), HYBRID, ("chunked",))
 END = 70
-FIRSTS = (0, 5, 48)  # nothing is there yet, inside a block, on the border of each
+FIRSTS = (0, 5, 48)  # no prefix; inside a block; at a border of blocks of every size
 # `of` of each head where there are 4.
 SCALES: dict[str, dict[str, tuple[float, ...]] | None] = {
     "none": None,
@@ -60,7 +62,7 @@ class Row:
     to_every_rank: bool = False
 
     def ranks(self, case: Case, number: int) -> Sequence[int]:
-        """Which of the receiver's ranks case `number` is carried to: one, another each time, or all."""
+        """The receiver's ranks to which case `number` is carried: all, or one that changes from case to case."""
         count = len(ranks_of(case.receiver))
         return range(count) if self.to_every_rank else [number % count]
 
@@ -70,26 +72,27 @@ LATENT_SHAPE = mla(layers=1, blocks=8)
 
 
 def sized(shape: Shape) -> Shape:
-    """With as many blocks as END tokens and a few more need."""
+    """The shape with blocks for END tokens and a few more."""
     blocks = -(-END // min([shape.block_tokens, *shape.group_tokens.values()])) + 3
     return replace(shape, blocks=blocks)
 
 
 def case(sender: Shape, receiver: Shape, number: int = 0) -> Case:
-    """The other axes change from case to case."""
+    """A case. Its first token and slot size change from number to number."""
     first, slot_bytes = FIRSTS[number % 3], (1 << 14, 5000, 1 << 12, 1 << 17)[number % 4]
     return Case(sized(sender), sized(receiver), first, END, slot_bytes)
 
 
 def product(shape: Shape, axis: str, values: Sequence[Any], **receiver: Any) -> Iterator[Case]:
-    """Every value of an axis with every other."""
+    """Every value of an axis with every other, as sender and receiver."""
     for number, (ours, theirs) in enumerate(itertools.product(values, values)):
         one, other = ({axis: value} if axis else value for value in (ours, theirs))
         yield case(replace(shape, **one), replace(shape, **{**receiver, **other}), number)
 
 
 def equal() -> Iterator[Case]:
-    for codec in (*PLAIN, "opaque"):
+    every: tuple[CodecName, ...] = (*PLAIN, "opaque")
+    for codec in every:
         for number, layout in enumerate(LAYOUTS):
             shape = replace(GQA, codec=codec, layout=layout, scales=SCALES["head"])
             yield case(shape, shape, number)
@@ -102,7 +105,7 @@ def codecs() -> Iterator[Case]:
 
 
 def scales() -> Iterator[Case]:
-    eight = ("fp8_e4m3", "fp8_e5m2", "int8")
+    eight: tuple[CodecName, ...] = ("fp8_e4m3", "fp8_e5m2", "int8")
     for number, (ours, theirs) in enumerate(itertools.product(itertools.product(eight, SCALES), repeat=2)):
         if ours != theirs:
             sender, receiver = (replace(GQA, codec=codec, scales=SCALES[name]) for codec, name in (ours, theirs))
@@ -119,7 +122,8 @@ def row_scales() -> Iterator[Case]:
 
 
 def equal_row_scales() -> Iterator[Case]:
-    for codec in (*ROW_SCALED, "int4_row_scale"):
+    every: tuple[CodecName, ...] = (*ROW_SCALED, "int4_row_scale")
+    for codec in every:
         for number, (layout, other, ranks) in enumerate(itertools.product(LAYOUTS[:3], LAYOUTS[:3], (1, 2))):
             sender = replace(GQA, codec=codec, layout=layout, tp_size=ranks)
             yield case(sender, replace(GQA, codec=codec, layout=other, block_tokens=BLOCKS[number % 3]), number)
@@ -176,12 +180,12 @@ def shares(shape: Shape) -> Iterator[Case]:
 
 
 def windows() -> Iterator[Case]:
-    kinds = [{"kinds": kinds, "window": WINDOW} for kinds in (("sliding",), ("chunked",), HYBRID, ("chunked", "full"))]
-    for number, each in enumerate(kinds):
+    every: tuple[tuple[GroupKind, ...], ...] = (("sliding",), ("chunked",), HYBRID, ("chunked", "full"))
+    for number, kinds in enumerate(every):
         for block in BLOCKS:
-            receiver = replace(GQA, layers=4, block_tokens=block, **each)
+            receiver = replace(GQA, layers=4, block_tokens=block, kinds=kinds, window=WINDOW)
             yield case(replace(receiver, block_tokens=48), receiver, number + block)
-            yield case(replace(GQA, layers=4, tp_size=2), receiver, number + block)  # all tokens are kept there
+            yield case(replace(GQA, layers=4, tp_size=2), receiver, number + block)  # the receiver keeps all tokens
             wide = replace(receiver, group_tokens={"sliding": 32, "chunked": 8})
             yield case(replace(receiver, block_tokens=16, cp_size=2), wide, number + block)
             yield case(
@@ -190,20 +194,21 @@ def windows() -> Iterator[Case]:
 
 
 def odd_windows() -> Iterator[Case]:
-    for kinds in (("sliding",), HYBRID, ("chunked",)):
+    for kinds in WINDOWS:
         shape = replace(GQA, kinds=kinds, window=WINDOW)
         for receiver in (replace(shape, block_tokens=48), replace(shape, cp_size=3)):
             yield replace(case(shape, receiver), end=40)  # from the middle of a block of the receiver on
 
 
 def lost_windows() -> Iterator[Case]:
-    for kinds in (("sliding",), HYBRID, ("chunked",)):
+    for kinds in WINDOWS:
         yield case(replace(GQA, kinds=kinds, window=WINDOW), GQA)
 
 
 def states() -> Iterator[Case]:
     for ranks, block in itertools.product((1, 2), BLOCKS):
-        for number, codec in enumerate(("bf16", "fp32")):
+        kept: tuple[CodecName, ...] = ("bf16", "fp32")
+        for number, codec in enumerate(kept):
             receiver = replace(
                 GQA, layers=3, kinds=STATE, window=WINDOW, tp_size=ranks, codec=codec, block_tokens=block
             )
@@ -270,7 +275,7 @@ ALL_AXES: dict[str, Sequence[Any]] = {
 
 
 def mixed(axes: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
-    """Every two values together at least once, where they can be together at all."""
+    """Cases in which any two values of two axes meet at least once, if they can."""
     for chosen in pairwise(axes):
         kinds = chosen.get("kinds", ("full",))
         has_state = "state" in kinds
@@ -304,7 +309,7 @@ def mixed(axes: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Choices of one value for each axis, so that every two values of every two axes are together in one of them."""
+    """Choices of one value for each axis, such that any two values of two axes meet in one choice."""
     dice, names = random.Random(seed), list(axes)
     missing = {
         (one, i, other, j)

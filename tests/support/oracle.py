@@ -1,12 +1,12 @@
-"""Pools whose every element knows its own (layer, part, head, token, element), and a data plane in plain numpy.
+"""Pools whose every element names its own (layer, part, head, token, element), and a data plane in plain numpy.
 
-`tests.support.pools` makes a pool of a layout that an engine uses, poison in all of its memory; `fill` writes the rows
-of a request, every element a hash of its five coordinates; `mismatch` says which row of a pool is wrong and where what
-is there came from. `read` is the slow reference that everything else is measured by.
+`tests.support.pools` makes a pool of any layout, with poison in all of its memory. `fill` writes the rows of a request:
+every element is a hash of its five coordinates. `mismatch` says which row is wrong, and where its bytes came from.
+`read` is the slow reference for everything else.
 
-Which tokens a rank keeps, and where, is said here once more in the plainest way, beside no code of ours: the one with
-`(token // interleave) % size == rank` of its context-parallel rank, in the order of the tokens; of a window the
-blocks of which the next query sees a token; of a state one row for all of them.
+This file says independently of kvbridge's code which tokens a rank keeps, and where. A context-parallel rank keeps
+those with `(token // interleave) % size == rank`, in order. A window keeps the blocks in which the next query sees a
+token. A state keeps one row for all tokens.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ NAMES_OF_8_BITS = {
     "fp8_ds_mla": "fp8_e4m3",
 }
 
-# The blocks of a request from its first token on: of every group the same, or of each its own.
+# The blocks of a request from its first token on: the same for every group, or by group.
 Table = Sequence[int] | Mapping[int, Sequence[int]]
 
 
 def value(layer: int, part: str, head: Any, token: Any, element: Any) -> Any:
-    """The 64-bit number that element has; an element of n bytes keeps the lowest n."""
+    """The 64-bit number of an element. An element of n bytes keeps the lowest n."""
     mixed: Any = np.uint64((layer * 16 + ALL_PARTS.index(part) + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
     with np.errstate(over="ignore"):
         for coordinate in (head, token, element):
@@ -63,7 +63,7 @@ def value(layer: int, part: str, head: Any, token: Any, element: Any) -> Any:
 def rows(plane: Plane, tokens: range | np.ndarray, is_tame: bool = False) -> np.ndarray:
     """What the plane's heads must hold for these tokens: bytes [token, head, row]. Scales are powers of two.
 
-    Tame numbers are finite, and those of more than 8 bits in [-8, 8): there is more to lose by converting them.
+    Tame numbers are finite. Those of more than 8 bits are in [-8, 8), where conversions lose more.
     """
     codec = plane.codec
     token = np.asarray(tokens, np.int64)[:, None, None]
@@ -97,7 +97,7 @@ def _scales(numbers: np.ndarray) -> np.ndarray:
 
 
 def at(axis: Sequence[Step], index: int) -> int:
-    """Where place `index` of an axis is: a mixed radix number, outermost step first."""
+    """The byte offset of position `index` on an axis of several steps, the outermost first."""
     offset = 0
     for step in reversed(axis):
         index, digit = divmod(index, step.count)
@@ -152,7 +152,7 @@ def put_rows(held: Held, plane: Plane, places: np.ndarray, what: np.ndarray, hea
 
 
 def places_of(table: Sequence[int], tokens: range, block_tokens: int) -> np.ndarray:
-    """Where tokens are, by the definition of a block table."""
+    """The places of tokens, by the definition of a block table."""
     token = np.arange(tokens.start, tokens.stop)
     return np.asarray(table, np.int64)[token // block_tokens] * block_tokens + token % block_tokens
 
@@ -163,12 +163,12 @@ def ids_of(table: Table, group: int) -> Sequence[int]:
 
 
 def is_own(shard: Shard, tokens: np.ndarray) -> np.ndarray:
-    """Which tokens are this context-parallel rank's."""
+    """Which tokens this context-parallel rank keeps."""
     return (tokens // shard.cp_interleave) % shard.cp_size == shard.cp_rank
 
 
 def first_seen(group: Group, end_token: int, cp_size: int = 1) -> int:
-    """The first token of [0, end_token] in a block of which the next query, at `end_token`, sees any token."""
+    """The first token in the first block of which the next query, at `end_token`, sees a token."""
     if group.kind == "full":
         return 0
     seen = end_token
@@ -188,7 +188,7 @@ def is_seen(group: Group, token: int, query: int) -> bool:
 
 
 def rows_at(pool: Pool, group: int, table: Table, tokens: range) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of which a rank has rows in this group once it has computed or received `tokens`, and their places."""
+    """The tokens whose rows a rank has in this group after computing or receiving `tokens`, and their places."""
     kept, ids = pool.groups[group], np.asarray(ids_of(table, group), np.int64)
     if not tokens:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -196,23 +196,23 @@ def rows_at(pool: Pool, group: int, table: Table, tokens: range) -> tuple[np.nda
         return np.array([tokens.stop - 1]), ids[[(tokens.stop - 1) // kept.block_tokens]]
     every = np.arange(tokens.stop)
     own = is_own(pool.shard, every)
-    index = np.cumsum(own) - 1  # how many tokens of this rank's own are before each
+    index = np.cumsum(own) - 1  # for each token: how many of the rank's tokens precede it
     token = every[own & (every >= max(tokens.start, first_seen(kept, tokens.stop, pool.shard.cp_size)))]
     index = index[token]
     return token, ids[index // kept.block_tokens] * kept.block_tokens + index % kept.block_tokens
 
 
 def fill(held: Held, table: Table, tokens: range, is_tame: bool = False) -> None:
-    """Write the rows of a request whose blocks from token 0 on are `table`, as this rank keeps them."""
+    """Write the rows that this rank keeps of a request. `table` has its blocks from token 0 on."""
     for plane in held.pool.planes:
         token, places = rows_at(held.pool, plane.group, table, tokens)
         put_rows(held, plane, places, rows(plane, token, is_tame))
 
 
 def mismatch(held: Held, before: Held, table: Table, tokens: range, tail: range = range(0)) -> str:
-    """Empty if `held` is `before` with the rows of `tokens` written and nothing else; or what is wrong, in words.
+    """How `held` differs from `before` with exactly the rows of `tokens` written. Empty if it does not.
 
-    Rows of `tail` (the rest of a last block) may hold anything where all tokens are kept.
+    In groups that keep all tokens, rows of `tail` (the rest of a last block) may hold anything.
     """
     expected = before.copy()
     fill(expected, table, tokens)
@@ -220,7 +220,7 @@ def mismatch(held: Held, before: Held, table: Table, tokens: range, tail: range 
 
 
 def difference(held: Held, expected: Held, table: Table, tokens: range, tail: range = range(0)) -> str:
-    """Empty if the two hold the same; or what is wrong in `held`, in words."""
+    """How `held` differs from `expected`, in words. Empty if it does not."""
     found, expected = held.copy(), expected.copy()
     for each in (found, expected):
         for plane in each.pool.planes:
@@ -235,7 +235,7 @@ def difference(held: Held, expected: Held, table: Table, tokens: range, tail: ra
 
 
 def _tail(pool: Pool, group: int, table: Table, tail: range) -> np.ndarray:
-    """The places of those tokens that have a block."""
+    """The places of the tokens of `tail` that have a block."""
     kept, ids = pool.groups[group], np.asarray(ids_of(table, group), np.int64)
     if kept.kind != "full" or not tail:
         return np.zeros(0, np.int64)
@@ -267,7 +267,7 @@ def _name(plane: Plane, head: int, token: int) -> str:
 
 
 def gather(held: Held, moves: Iterable[Move], slot: np.ndarray) -> None:
-    """Rows into the slot, bit for bit."""
+    """Copy rows into the slot, bit for bit."""
     for move in moves:
         assert move.is_bitwise
         heads = slice(move.first_head, move.first_head + move.heads)
@@ -276,7 +276,7 @@ def gather(held: Held, moves: Iterable[Move], slot: np.ndarray) -> None:
 
 
 def scatter(held: Held, moves: Iterable[Move], slot: np.ndarray) -> None:
-    """The slot into rows, bit for bit."""
+    """Copy rows out of the slot, bit for bit."""
     for move in moves:
         assert move.is_bitwise
         heads = slice(move.first_head, move.first_head + move.heads)
@@ -286,12 +286,12 @@ def scatter(held: Held, moves: Iterable[Move], slot: np.ndarray) -> None:
 
 
 def table_of(pool: Pool, tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """Blocks of the first group for so many tokens in a shuffled order."""
+    """Blocks of the first group for `tokens` tokens, in shuffled order."""
     return _shuffled(pool, 0, tokens, seed)
 
 
 def tables_of(pool: Pool, tokens: int, seed: int = 0) -> dict[int, tuple[int, ...]]:
-    """Blocks of every group for so many tokens: the same for all ranks of an engine, as a scheduler gives them."""
+    """Blocks of every group for `tokens` tokens. As with a scheduler, the same for all ranks of an engine."""
     return {group: _shuffled(pool, group, tokens, seed + 100 * group) for group in range(len(pool.groups))}
 
 
@@ -306,17 +306,17 @@ def _shuffled(pool: Pool, group: int, tokens: int, seed: int) -> tuple[int, ...]
 
 
 def block_table(pool: Pool, table: Table, first_block: int = 0, end_token: int = 0) -> dict[int, BlockTable]:
-    """What the adapter would send: entries from `first_block` on.
+    """The table that an adapter would send: entries from `first_block` on.
 
-    With `end_token`, windows have the entries of the tokens that they keep, and no more; of states all entries are
-    there, so that it shows which one is taken.
+    With `end_token`, windows have only the entries of the tokens that they keep. States have all entries, so that it
+    shows which one is used.
     """
     tables = {}
     for index, group in enumerate(pool.groups):
         ids, first = ids_of(table, index), first_block
         if group.kind in ("sliding", "chunked") and end_token:
             before = np.count_nonzero(is_own(pool.shard, np.arange(first_seen(group, end_token, pool.shard.cp_size))))
-            first = max(first, before // group.block_tokens)
+            first = max(first, int(before) // group.block_tokens)
         piece = Blocks(index, first, tuple(ids[first:]))
         tables[index] = BlockTable.of(group, piece, share=TokenShard.of(pool.shard))
     return tables
@@ -336,9 +336,9 @@ def run(planned: Plan, sender: Held, sender_table: Table, receiver: Held, receiv
 def transfer(
     senders: Sequence[Held], receivers: Sequence[Held], tokens: range, slot_bytes: int = 1 << 16, prompt: int = 0
 ) -> str:
-    """Fill the senders, carry `tokens` to every receiver, and say what is wrong there; empty if nothing is.
+    """Fill the senders and carry `tokens` to every receiver. Returns what is wrong there, empty if nothing is.
 
-    The prompt is `prompt` tokens long, or ends where `tokens` do.
+    The prompt is `prompt` tokens long. By default it ends where `tokens` end.
     """
     end = max(prompt, tokens.stop)
     sender_table = tables_of(senders[0].pool, end, seed=1)
@@ -357,7 +357,7 @@ def transfer(
 
 
 def tail_of(senders: Sequence[Held], receiver: Held, table: Table, tokens: range) -> range:
-    """The tokens behind these in the receiver's last blocks, if a sender may send it whole blocks."""
+    """The tokens after these in the receiver's last blocks, if a sender may send whole blocks."""
     shares = [(held.pool.shard.cp_size, held.pool.shard.cp_rank, held.pool.shard.cp_interleave) for held in senders]
     shard = receiver.pool.shard
     if not tokens or (shard.cp_size, shard.cp_rank, shard.cp_interleave) not in shares:

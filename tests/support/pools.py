@@ -1,6 +1,6 @@
-"""Pools of every shape that an engine may have, and their memory; `tests.support.oracle` fills it.
+"""Pools of every shape that an engine may have, and their memory, which `tests.support.oracle` fills.
 
-`describe` is the record of one rank's pool, `build` the pool with poison in all of its memory.
+`describe` makes the record of one rank's pool. `build` also makes its memory, full of poison.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ POISON = 0xA5
 PARTS = ("k", "v")
 STATES = ("conv", "ssm")
 STATE_WIDTHS = {"conv": 24, "ssm": 80}  # of all ranks together
-ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}  # all others are counted in single bytes
-# Of which a row has fewer bytes than numbers, or more.
+ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}  # all others: 1
+# Codecs whose rows have fewer bytes than numbers, or more.
 ROW_BYTES: dict[str, int] = {"fp8_ds_mla": 656, "fp8_ds_v4": 576, "fp8_ds_v41": 528, "nvfp4_ds_mla": 352}
 HALF = ("int4_row_scale", "nvfp4")
 EIGHT_BITS = ("fp8_e4m3", "fp8_e5m2", "int8")
-# The numbers for which one block of a row has one scale of a byte.
+# How many numbers share one scale of a byte.
 SCALE_BLOCK: dict[str, int] = {"mxfp8_e4m3": 32, "nvfp4": 16}
 ROW_SCALES = ("fp8_row_scale", "int8_row_scale", "int4_row_scale")
 
-# Axes of one region, outermost first: L layer, P part, B block, T token, H head, E element. A letter that is missing
-# means a region for each of its values. A scale of a row lies behind its numbers; other scales are parts like K and V.
+# The axes of a region, outermost first: L layer, P part, B block, T token, H head, E element. If a letter is missing,
+# there is a region for each of its values. A row's scale lies after its numbers. Other scales are parts like K and V.
 LAYOUTS = {
     "nhd": "BTHE",  # K and V apart
     "hnd": "BHTE",
@@ -69,11 +69,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The model and how an engine keeps it; a rank of it is `build(shape, ...)`.
+    """A model and how an engine keeps it. `build(shape, ...)` makes one rank.
 
-    Layer i lies in a group of kind `kinds[i % len(kinds)]`; `window` is of those that are sliding or chunked, and
-    `group_tokens` has the block sizes of kinds that have another than `block_tokens`. An engine has
-    `tp_size * cp_size` ranks in each pipeline stage: each holds the heads of `tp_rank` and the tokens of `cp_rank`.
+    Layer i is in a group of kind `kinds[i % len(kinds)]`. `window` is for sliding and chunked kinds. `group_tokens` has
+    the block sizes of kinds whose blocks are not of `block_tokens`. An engine has `tp_size * cp_size` ranks in each
+    pipeline stage. Each holds the heads of its `tp_rank` and the tokens of its `cp_rank`.
     """
 
     layout: str = "nhd"
@@ -92,7 +92,7 @@ class Shape:
     group_tokens: Mapping[str, int] = field(default_factory=dict)
     tp_size: int = 1
     pp_size: int = 1
-    pp_layers: tuple[int, ...] = ()  # of each stage, where they are not split evenly
+    pp_layers: tuple[int, ...] = ()  # of each stage, if they are not split evenly
     cp_size: int = 1
     cp_interleave: int = 1
     pad_bytes: int = 0
@@ -121,7 +121,7 @@ def mla(codec: CodecName = "bf16", **changes: Any) -> Shape:
 
 
 def split(count: int, rank: int, size: int) -> range:
-    """What rank `rank` of `size` holds of `count` heads or layers; with more ranks than heads they are repeated."""
+    """Which of `count` heads or layers rank `rank` of `size` holds. With more ranks than heads, heads repeat."""
     first = rank * count // size
     return range(first, max((rank + 1) * count // size, first + 1))
 
@@ -196,7 +196,7 @@ def _layers(shape: Shape, pp_rank: int) -> range:
 
 
 def codecs_of(shape: Shape) -> dict[str, Codec]:
-    """The codec of each part of an attention layer, without scales of the plane; parts of one row in this order."""
+    """The codec of each part of an attention layer, without the plane's scales. Parts of one row are in this order."""
     widths = {"latent": shape.key_width} if shape.is_mla else {"k": shape.key_width, "v": shape.value_width}
     found: dict[str, Codec] = {}
     for part, width in widths.items():
@@ -262,7 +262,7 @@ class _Planes:
             )
 
     def _state(self, layer: int) -> None:
-        """One row of each part in a block, a part of each rank's own."""
+        """One row of each part per block. Each rank has its own part of the state."""
         shape = self._shape
         name: CodecName = shape.codec if shape.codec in ELEMENT_BYTES else "bf16"
         element_bytes = ELEMENT_BYTES[name]
@@ -298,7 +298,7 @@ class _Planes:
 
 
 def _scaled(shape: Shape, part: str, heads: range, codec: Codec) -> Codec:
-    """`Shape.scales` has one for all, or one for each of the model's heads; only numbers of 8 bits have any."""
+    """The codec with its scales. `Shape.scales` has one for all heads or one for each; only 8-bit numbers have any."""
     scales = (shape.scales or {}).get(part, ())
     if codec.name not in EIGHT_BITS:
         scales = ()
@@ -309,7 +309,7 @@ def _scaled(shape: Shape, part: str, heads: range, codec: Codec) -> Codec:
 def _strides(
     shape: Shape, codecs: Mapping[str, Codec], tokens: int, heads: int, layers: int, part: str
 ) -> tuple[dict[str, int], int]:
-    """Bytes between neighbours of each axis for this part (of P: where the part begins), and the region's size."""
+    """The stride in bytes of each axis for this part (for P: where the part begins), and the region's size."""
     counts = {"L": layers, "B": shape.blocks, "T": tokens, "H": heads}
     own = {name: name.removesuffix("_scale") if shape.codec in ROW_SCALES else name for name in codecs}
     row_bytes = {name: sum(codecs[each].row_bytes for each in codecs if own[each] == name) for name in own.values()}

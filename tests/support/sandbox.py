@@ -1,8 +1,7 @@
-"""The sandbox of the systemd unit without systemd: made of the unit's own directives, in a mount namespace.
+"""The sandbox of the systemd unit without systemd: enacts the unit's directives in a mount namespace. Needs root.
 
-Where systemd itself can be had, booted.py has it make the whole of it.
-
-What it does not enact stands in OTHER; a directive that is neither there nor enacted is an error. Needs root.
+Where systemd can be booted, booted.py has it enact all of them. Directives that are not enacted here are in OTHER. A
+directive that is neither there nor enacted is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "deploy" / "systemd" / "kvbridge-agent@.service"
-NOBODY = 65534  # stands for the unit's own user, who is not here
+NOBODY = 65534  # stands for the unit's user, which this machine does not have
 PLACES = {"RuntimeDirectory": "/run", "CacheDirectory": "/var/cache"}
 SPECIFIERS = {"%i": "0", "%t": "/run", "%C": "/var/cache", "%%": "%"}
 HOMES = ("/engine", "/root")
@@ -39,7 +38,7 @@ OTHER = {
 
 
 def why_not() -> str:
-    """Why this machine cannot have it; empty if it can."""
+    """Why this machine cannot make it. Empty if it can."""
     if os.geteuid() != 0:
         return "a mount namespace needs root"
     missing = [tool for tool in ("unshare", "setpriv", "mount", "bash") if shutil.which(tool) is None]
@@ -52,7 +51,7 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """What the unit says of one instance's process."""
+    """The directives of the unit for the process of one instance."""
 
     said: dict[str, list[str]]
 
@@ -78,14 +77,14 @@ class Sandbox:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What systemd gives every service of a user, and what the unit says."""
+        """The environment that systemd gives every service of a user, and the unit's own."""
         user = pwd.getpwuid(NOBODY)
         found = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
         found |= {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell}
         return found | dict(part.split("=", 1) for line in self.said["Environment"] for part in shlex.split(line))
 
     def directories(self) -> list[tuple[str, str]]:
-        """What it may write, with the modes; the outer ones first."""
+        """The folders that it may write, with their modes, the outer ones first."""
         return [
             (f"{place}/{name}", self.said.get(f"{kind}Mode", ["0755"])[0])
             for kind, place in PLACES.items()
@@ -93,24 +92,24 @@ class Sandbox:
         ]
 
     def start(self, command: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
-        """The command in the sandbox, under the very pid of the process that is returned."""
+        """Start a command in the sandbox. It has the pid of the returned process."""
         inside = ["env", "-i", *(f"{name}={value}" for name, value in self.environment.items()), *command]
         lowered = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
         lowered += ["--bounding-set=-all", "--inh-caps=-all", *inside]
         then = [f"umask {self.said['UMask'][0]}", "cd /", f"exec {shlex.join(lowered)}"]
         script = [*self._mounts(), *self._limits(), *then]
-        return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
+        return subprocess.Popen(  # type: ignore[call-overload]
             ["unshare", "--mount", "--propagation=private", "bash", "-euc", "\n".join(script)], **options
         )
 
     def _limits(self) -> list[str]:
-        """Commands: the unit's limits, where this machine lets root raise them."""
+        """Commands that set the unit's limits, if this machine lets root raise them."""
         flags = {"NOFILE": "n", "CORE": "c", "MEMLOCK": "l"}
         meant = {flag: self.said[f"Limit{name}"][0].replace("infinity", "unlimited") for name, flag in flags.items()}
         return [f"ulimit -{flag} {value} 2>/dev/null || true" for flag, value in meant.items()]
 
     def _mounts(self) -> list[str]:
-        """Commands: empty places for what it may write, homes hidden, all else read-only."""
+        """Commands that make empty folders to write to, hide homes, and make all else read-only."""
         script = [f"mount -t tmpfs -o mode=0755 tmpfs {place}" for place in PLACES.values()]
         script += _hidden(HOMES, of_python())
         for path, mode in self.directories():
@@ -133,14 +132,14 @@ def _specified(value: str) -> str:
 
 
 def of_python() -> list[str]:
-    """Where this Python and all that it imports lie: an operator would have put them where they can be read."""
+    """The folders of this Python and its imports. An operator would have installed them where they can be read."""
     places = {Path(sys.base_prefix), Path(sys.prefix), ROOT, *map(Path, sys.path)}
     found = sorted({place.resolve() for place in places if place.is_dir()})
     return [str(place) for place in found if not any(outer in place.parents for outer in found)]
 
 
 def _hidden(homes: Iterable[str], needed: Iterable[str]) -> list[str]:
-    """Commands: nothing is seen there but what is needed."""
+    """Commands that hide homes, except what is needed."""
     script = []
     for engine in filter(os.path.isdir, homes):
         inside = [path for path in needed if Path(engine) in Path(path).parents]

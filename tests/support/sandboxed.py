@@ -1,4 +1,4 @@
-"""Run inside the unit's sandbox: does what an agent beside a GPU does at its first kernel, and says what came of it."""
+"""Runs inside the unit's sandbox: does what an agent on a GPU does at its first kernel, and prints the results."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ PyMODINIT_FUNC PyInit_stub(void) { return PyModule_Create(&module); }
 """
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def copy(source, sink, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(sink + at, tl.load(source + at, at < count), at < count)
 
 
 def compiled() -> str:
-    """A kernel, for a GPU that need not be here."""
+    """Compile a kernel. This needs no GPU."""
     signature = {"source": "*i32", "sink": "*i32", "count": "i32", "BLOCK": "constexpr"}
     source = ASTSource(fn=copy, signature=signature, constexprs={"BLOCK": 128})
     return f"{len(triton.compile(source, target=GPUTarget('cuda', 90, 32)).asm['cubin'])} bytes"
 
 
 def launched() -> str:
-    """Like triton's launcher, which is C: compiled, kept and loaded."""
+    """Compile, cache and load C code, as Triton does with its launcher."""
     return str(compile_module_from_src(src=LAUNCHER, name="stub").answer())
 
 
@@ -49,13 +49,13 @@ def stored() -> str:
 
 
 def at_home() -> str:
-    """As the driver keeps what it compiled, in ~/.nv."""
+    """Write to ~/.nv, where the driver caches what it compiled."""
     Path("~/.nv").expanduser().mkdir()
     return str(Path("~").expanduser())
 
 
 def outside() -> str:
-    """Where it could write though it should not."""
+    """The folders in which it can write but should not."""
     found = []
     for folder in ("/", "/tmp", "/var/tmp", "/var/cache", "/run", "/etc", "/usr", sys.argv[1]):
         try:

@@ -1,9 +1,8 @@
-"""What rows become when they are converted, row by row and by definition: nothing here knows plans, latent parts or
-token shards.
+"""What converted rows must be, row by row and by definition. Nothing here knows plans, latent parts or token shards.
 
-A row's numbers are decoded from the bytes that the sender has for its coordinates, and encoded again as the receiver
-stores them. Where the receiver makes scales of its own only the numbers are compared, within a bound: a number of 8
-bits is off by half a step at most, a step being a part of the largest number of its row.
+Decodes a row's numbers from the bytes that the sender has for its coordinates, and encodes them as the receiver stores
+them. If the receiver computes its own scales, only the numbers are compared: a number of 8 bits may be off by half a
+step, where a step is a fraction of the largest number of its row.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ROW_SCALED = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
 WORDS = {"bf16": "<u2", "fp16": "<u2", "fp32": "<f4"}
 LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0}
 TILE, TILES, ROPE = 128, 4, 64  # numbers, in a row of fp8_ds_mla: 4 tiles of fp8, 4 scales, then rope in bf16
-FP32 = 2.0**-22  # what the arithmetic may be off by, of a number
+FP32 = 2.0**-22  # the relative error that fp32 arithmetic may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,12 @@ def rows_of(held: Held, plane: Plane, places: np.ndarray) -> Rows:
 
 
 def twin_of(sender: Shape, receiver: Shape, ranks: tuple[int, int, int]) -> Pool:
-    """A rank that holds what this rank of the receiver does, in the sender's codec."""
+    """The pool of a rank that holds the same as this rank of the receiver, in the sender's codec."""
     return describe(replace(receiver, codec=sender.codec, scales=sender.scales, layout="nhd"), *ranks)
 
 
 def wrong(twin: Pool, receiver: Held, before: Held, table: Table, tokens: range, tail: range) -> str:
-    """Empty if the receiver is as it was `before` with the rows of `tokens` that `twin` would have; or what is
-    wrong."""
+    """How the receiver differs from `before` with the rows of `tokens` that `twin` would have. Empty if it does not."""
     expected = before.copy()
     theirs = {(plane.layer, plane.part): plane for plane in twin.planes}
     for plane in receiver.pool.planes:
@@ -90,7 +88,7 @@ def wrong(twin: Pool, receiver: Held, before: Held, table: Table, tokens: range,
 
 
 def _is_right(values: np.ndarray, found: Rows) -> np.ndarray:
-    """Which numbers are what these became."""
+    """Which numbers were converted correctly."""
     name = found.plane.codec.name
     if name in ROW_SCALED:
         return _is_near(values, found.numbers(), ROW_SCALED[name])
@@ -104,14 +102,14 @@ def _is_right(values: np.ndarray, found: Rows) -> np.ndarray:
 
 
 def _is_near(values: np.ndarray, found: np.ndarray, name: str) -> np.ndarray:
-    """Within half a step, each row under a scale of its own."""
+    """Which numbers are within half a step. Each row has its own scale."""
     scale = np.abs(values).max(axis=-1, keepdims=True) / LARGEST[name]
     bound = scale / 2 if name == "int8" else np.abs(values) / 16 + scale / 1024
     return np.abs(found - values) <= bound + np.abs(values) * FP32
 
 
 def _words(stored: np.ndarray, name: str) -> np.ndarray:
-    """Bytes as the patterns of a codec, an integer each (fp32: the numbers themselves)."""
+    """Bytes as the patterns of a codec, one integer each (fp32: the numbers themselves)."""
     if name not in WORDS:
         return stored
     found = np.ascontiguousarray(stored).view(WORDS[name])
@@ -119,7 +117,7 @@ def _words(stored: np.ndarray, name: str) -> np.ndarray:
 
 
 def _plane_scales(plane: Plane) -> np.ndarray | None:
-    """Shaped as [token, head, number]."""
+    """The plane's scales, shaped to fit [token, head, number]. None if it has none."""
     scales = plane.codec.scales
     return np.array(scales, np.float32)[None, :, None] if scales else None
 

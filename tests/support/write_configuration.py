@@ -1,4 +1,4 @@
-"""Writes deploy/kvbridge.toml and docs/configuration.md from what options.py says of each option."""
+"""Writes deploy/kvbridge.toml and docs/configuration.md from the options in options.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes docs/convertible.md: what can be carried, each line judged by the verdict over all of its cases."""
+"""Writes docs/convertible.md: what can be carried, by the verdicts of all cases of each line."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_a_slow_machine_does_not_push_the_verdict_out() -> None:
     names = ("K|V packed HND", "cross-layer NHD")
     shapes = [structs.replace(SMALL, name=name, codec="fp8_e4m3", tp_size=2) for name in names]
     changes = ("codec: sender bf16, receiver fp8_e4m3",)
-    outcome = PairOutcome(*shapes, changes, 160 << 20, 1.0, 123.456, ("a" * 16,), "")
+    outcome = PairOutcome(shapes[0], shapes[1], changes, 160 << 20, 1.0, 123.456, ("a" * 16,), "")
     screen = StringIO()
     synthetic._report(Console(file=screen, width=80), [outcome], 200.0)
     assert "exact" in screen.getvalue() and "123456" in screen.getvalue(), screen.getvalue()
@@ -124,14 +124,15 @@ def test_the_whole_demo() -> None:
     ids=["right", "token", "one engine alone", "row", "nothing"],
 )
 def test_cross_demo_ends_with_1_if_anything_is_wrong(outcome: CrossOutcome, says: str) -> None:
-    console = Console(file=StringIO(), width=120)
+    screen = StringIO()
+    console = Console(file=screen, width=120)
     report(console, "both ways", [AS_ALONE, outcome])
-    told = console.file.getvalue()
+    told = screen.getvalue()
     assert ("WRONG" in told) == (says not in ("", "nothing was carried"))
     assert not says or f"40 tokens, block 32 TP 1 to page 32 TP 1: {says}" in told
     with pytest.raises(typer.Exit) if says else nullcontext() as ended:
         conclude(console, [AS_ALONE, outcome])
-    assert not says or ended.value.exit_code == 1
+    assert not says or (ended is not None and ended.value.exit_code == 1)
 
 
 @pytest.mark.parametrize(("sender", "receiver"), CROSSED, ids=lambda engine: engine.name)
@@ -153,7 +154,7 @@ def test_cross_demo_sees_a_wrong_row(sender: DemoServer, receiver: DemoServer, t
 
 @pytest.mark.parametrize(("flag", "engine"), [("--vllm", "vllm"), ("--cross", "vllm"), ("--cross", "sglang")])
 def test_demo_of_real_engines_says_what_it_needs(tmp_path: Path, flag: str, engine: str) -> None:
-    others = [] if engine == "vllm" else ["--vllm-python", _python(tmp_path / "good", 0)]
+    others: list[str | Path] = [] if engine == "vllm" else ["--vllm-python", _python(tmp_path / "good", 0)]
     told = demo(flag, *others, f"--{engine}-python", tmp_path / "python")
     assert told.returncode == 1
     assert f"no_{engine}: no Python at {tmp_path}/python" in told.stderr

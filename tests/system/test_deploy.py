@@ -1,4 +1,4 @@
-"""What lies in deploy/ is accepted by the programs it is for, and agrees with the options."""
+"""The programs for which deploy/ has files accept these files, and the files agree with the options."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.agent.supervisor import LOOKS
+from kvbridge.config import load
 from kvbridge.dataplane.watchdog import STUCK_S
 from kvbridge.options import ENVIRONMENT_PREFIX, AgentConfig, options
 
@@ -87,6 +88,15 @@ def test_the_unit_starts_an_agent_again_whatever_ended_it_but_a_wrong_option() -
     """A SIGHUP that comes before the agent's first line ends it, and to systemd that is a clean end."""
     assert "\nRestart=always\n" in UNIT.read_text()
     assert "\nRestartPreventExitStatus=2\n" in UNIT.read_text()
+
+
+def test_the_page_gives_each_gpu_a_file_that_an_agent_takes(tmp_path: Path) -> None:
+    page = (DEPLOY.parent / "docs/systemd.md").read_text()
+    (loop,) = re.findall(r"^for i in .*?^done$", page, re.MULTILINE | re.DOTALL)
+    subprocess.run(["bash", "-euc", loop.replace("/etc/kvbridge", str(tmp_path))], check=True)
+    found = [load(str(path)) for path in sorted(tmp_path.glob("agent-*.toml"))]
+    assert [config.device for config in found] == [f"cuda:{i}" for i in range(8)]
+    assert len({config.listen for config in found} | {config.metrics for config in found}) == 16
 
 
 def test_prometheus_scrapes_where_an_agent_serves() -> None:

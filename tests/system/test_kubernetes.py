@@ -1,4 +1,4 @@
-"""Each overlay is built by kubectl, is what Kubernetes takes, and its agent starts as the pod says."""
+"""kubectl builds each overlay, Kubernetes' schemas accept it, and its agent starts as the pod says."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kvbridge.config import load
 from kvbridge.local_agents import ask
 from kvbridge.transport.keys import write_pair
 from tests.integration.agent.harness import START_S
+from tests.support.nursery import kvbridge
 
 ROOT = Path(__file__).parents[2]
 PODMONITOR = ROOT / ".podmonitor/node_modules"
@@ -28,7 +29,8 @@ ROUTERS = (KUBERNETES.parents[1] / "docs" / "routers.md").read_text()
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
 VERSIONS = ("1.34", "1.37")  # the oldest with resource.k8s.io/v1, and the newest that the validator knows
 OURS = ("prefill", "decode")
-OF_OPERATORS = "monitoring.coreos.com/v1"  # no package of the registries has its schema
+OF_OPERATORS = "monitoring.coreos.com/v1"  # not Kubernetes' own: pod_monitor_faults has its schema
+COMMAND = (sys.executable, "-m", "kvbridge.cli")
 LOOPBACK = f"127.{os.getpid() >> 8 & 255}.{os.getpid() & 255}.9"  # of this test alone: its ports are the pod's
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (constraints.txt)")
@@ -184,15 +186,14 @@ def test_an_agent_starts_as_the_pod_says_and_the_probe_tells(tmp_path: Path, ins
     assert '"eth0"' in text
     (tmp_path / "agent.toml").write_text(inside(text).replace('"eth0"', '"lo"'))
     write_pair(tmp_path / "fleet.key")
-    kvbridge = [sys.executable, "-m", "kvbridge.cli"]
     program, *asked = map(inside, sidecar["livenessProbe"]["exec"]["command"])
     assert program == "kvbridge"
-    probe = lambda: subprocess.run([*kvbridge, *asked], capture_output=True, text=True)  # noqa: E731
+    probe = lambda: kvbridge(*asked)  # noqa: E731
     assert probe().returncode == 1
     said = {**os.environ, **environment(sidecar, LOOPBACK), "KVBRIDGE_DEVICE": "cpu"}
     with (
         (tmp_path / "log").open("wb") as log,
-        subprocess.Popen([*kvbridge, *map(inside, sidecar["args"])], env=said, stderr=log) as process,
+        subprocess.Popen([*COMMAND, *map(inside, sidecar["args"])], env=said, stderr=log) as process,
     ):
         try:
             end = time.monotonic() + START_S

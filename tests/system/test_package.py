@@ -1,4 +1,4 @@
-"""The wheel, built from the sdist, in a clean environment that has what the metadata asks for and nothing else."""
+"""The wheel, built from the sdist, in a clean environment that has only what the metadata asks for."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
-import tomllib
 import zipfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -18,32 +16,15 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[2]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "kvbridge", "proto/kvbridge_proto", "kernels/kvbridge_kernels")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Only machines with a GPU need them: constraints.txt leaves them out.
+from tests.support.packaged import PROJECT, PYTHONS, ROOT, built_wheel, told
+
+# Only machines with a GPU need them: constraints-gpu.txt has them, constraints.txt leaves them out.
 FOR_GPUS = {"cuda-bindings", "nixl-cu12"}
-BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as pip would: an sdist of the sources, then a wheel of the unpacked sdist. Never from a used `build/`."""
-    folder = tmp_path_factory.mktemp("package")
-    for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-        copy(ROOT / name, folder / "tree" / name)
-    with tarfile.open(folder / _built("sdist", folder / "tree", folder)) as sdist:
-        sdist.extractall(folder / "unpacked", filter="data")
-    (unpacked,) = (folder / "unpacked").iterdir()
-    return folder / _built("wheel", unpacked, folder)
-
-
-def _built(kind: str, tree: Path, folder: Path) -> str:
-    told = subprocess.run([sys.executable, "-c", BUILD, kind, folder], cwd=tree, capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
-    return told.stdout.splitlines()[-1]
+    return built_wheel(tmp_path_factory.mktemp("package"))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +41,8 @@ def environment(folder: Path, wheel: Path, extra: str) -> Path:
             place = Path(str(distribution(name).locate_file(part)))
             if place.exists() and part != "__pycache__" and not (site / part).exists():
                 (site / part).symlink_to(place)
-    pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "--disable-pip-version-check", "install"]
+    into = str(folder / "bin/python")
+    pip = [sys.executable, "-m", "pip", "--python", into, "--disable-pip-version-check", "install"]
     subprocess.run([*pip, "--quiet", "--no-index", "--no-deps", wheel], check=True)
     return folder / "bin"
 
@@ -84,21 +66,13 @@ def needed(extra: str) -> list[str]:
     return list(found)
 
 
-def told(command: list[str | Path], folder: Path, timeout_s: float = 60) -> str:
-    """What it prints, run away from this checkout and without a word of it in the environment."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVBRIDGE"))}
-    done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=timeout_s)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout
-
-
 def test_wheel_has_all_of_ours_and_nothing_else(wheel: Path) -> None:
     roots = (ROOT, ROOT / "proto", ROOT / "kernels")
     ours = {
         str(path.relative_to(root))
         for root, name in zip(roots, ("kvbridge", "kvbridge_proto", "kvbridge_kernels"), strict=True)
         for path in (root / name).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix == ".py" or path.name in ("py.typed", "troubleshooting.txt")
     }
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -121,6 +95,12 @@ def test_the_wheel_answers(clean: Path, tmp_path: Path) -> None:
     assert found["options"]["name"]["value"] == "agent-0"
 
 
+def test_doctor_of_the_wheel_brings_the_page_that_it_quotes(clean: Path, tmp_path: Path) -> None:
+    said = told([clean / "kvbridge", "doctor", "--only", "metrics", "--metrics", "", "--json"], tmp_path)
+    (found,) = json.loads(said)
+    assert found["outcome"] == "warning" and found["entry"].startswith("The same as listen, for the port of"), found
+
+
 def test_doctor_of_the_wheel_moves_something_by_a_route(clean: Path, tmp_path: Path) -> None:
     only = [part for name in ("shm", "nixl", "route-pull") for part in ("--only", name)]
     found = json.loads(told([clean / "kvbridge", "doctor", *only, "--json"], tmp_path, timeout_s=100))
@@ -128,13 +108,13 @@ def test_doctor_of_the_wheel_moves_something_by_a_route(clean: Path, tmp_path: P
     assert outcomes["route-pull"] == "ok" and "failed" not in outcomes.values(), found
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("version", PYTHONS)
 def test_every_python_that_is_named_installs_the_wheel(version: str, wheel: Path, tmp_path: Path) -> None:
     """Without what it needs: that is not here for other Pythons. Each of its files is Python to this one."""
-    assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
     python = python_of(version)
     subprocess.run([python, "-m", "venv", "--without-pip", tmp_path / "clean"], check=True)
-    pip = [sys.executable, "-m", "pip", "--python", tmp_path / "clean/bin/python", "--disable-pip-version-check"]
+    into = str(tmp_path / "clean/bin/python")
+    pip = [sys.executable, "-m", "pip", "--python", into, "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", wheel], check=True)
     assert told([tmp_path / "clean/bin/kvbridge", "--version"], tmp_path) == f"kvbridge {PROJECT['version']}\n"
     told(
@@ -145,7 +125,7 @@ def test_every_python_that_is_named_installs_the_wheel(version: str, wheel: Path
 def python_of(version: str) -> str:
     """A Python of this version, of pyenv's too. Skips where there is none."""
     kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python")
-    for found in filter(None, (shutil.which(f"python{version}"), sys.executable, *kept)):
+    for found in filter(None, (shutil.which(f"python{version}"), sys.executable, *map(str, kept))):
         asked = [found, "-c", "import sys; print(sys.executable, *sys.version_info[:2])"]
         path, *numbers = subprocess.run(asked, capture_output=True, text=True).stdout.split() or [""]
         if ".".join(numbers) == version:
@@ -162,7 +142,8 @@ def test_the_base_install_is_what_an_engine_needs(wheel: Path, tmp_path: Path) -
 
 
 def test_the_wheel_tells_type_checkers_its_types(clean: Path, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("from kvbridge.errors import meant\nmeant(5, [])\n")
-    command = [sys.executable, "-m", "mypy", "--python-executable", clean / "python", "--cache-dir", tmp_path / "cache"]
+    (tmp_path / "program.py").write_text("from kvbridge.errors import did_you_mean\ndid_you_mean(5, [])\n")
+    places = ["--python-executable", str(clean / "python"), "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "mypy", *places]
     done = subprocess.run([*command, "program.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert 'Argument 1 to "meant" has incompatible type "int"' in done.stdout, done.stdout + done.stderr
+    assert 'Argument 1 to "did_you_mean" has incompatible type "int"' in done.stdout, done.stdout + done.stderr

@@ -1,10 +1,12 @@
-"""Metrics, alerts and dashboard, by Prometheus itself: `make .prometheus/.ready` gets it from Debian's packages."""
+"""Prometheus scrapes two agents that everything has happened to, and every query of deploy/ finds something in it."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import os
+import re
 import socket
+import struct
 import subprocess
 import time
 import urllib.parse
@@ -15,69 +17,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvbridge_proto.engine import Done, Failed
+from kvbridge_proto.engine import Computed, Done, Failed, Refused
 
-from tests.integration.agent.harness import SyntheticEngine, agent
+from kvbridge.failpoints import VARIABLE
+from tests.integration.agent.harness import AgentProcess, Client, SyntheticEngine, agent
+from tests.integration.agent.test_spans import Collector
+from tests.support.monitoring import ALERTS, dashboard, program, promtool, rules, targets
 from tests.support.oracle import Shape, build
+from tests.support.promql import parsed, selectors
+from tests.support.served_metrics import QUEUES, series, values
 
-ROOT = Path(__file__).parents[2]
-ALERTS = ROOT / "deploy/prometheus/alerts.yml"
-SCRAPE = ROOT / "deploy/prometheus/kvbridge.yml"
-DASHBOARD = ROOT / "deploy/grafana/kvbridge.json"
-OWN = ROOT / ".prometheus/usr/bin"
-QUIET = {  # what a fleet that is well has no series of, or none above the threshold
-    "kvbridge_prompt_tokens_computed_here_total",
+LOOK_S = 30.0
+NOWHERE = "tcp://not an address"
+RULES = rules()
+HAPPENED = (  # two scrapes of the last of it: rates need two
+    "kvbridge_failpoints_total",
     "kvbridge_refused_total",
     "kvbridge_rejected_messages_total",
-    "kvbridge_failpoints_total",
+    "kvbridge_prompt_tokens_computed_here_total",
     "kvbridge_spans_total",
-}
-LOOK_S = 30.0
-
-
-def program(name: str) -> str:
-    found = shutil.which(name, path=str(OWN)) or shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not installed: make .prometheus/.ready")
-    return found
-
-
-def promtool(*arguments: str | Path, given: str = "") -> None:
-    told = subprocess.run(
-        [program("promtool"), *map(str, arguments)], input=given, capture_output=True, text=True, timeout=60
-    )
-    assert told.returncode == 0, told.stdout + told.stderr
-
-
-def test_alerts_are_rules_and_each_fires_in_its_case_alone() -> None:
-    promtool("check", "rules", ALERTS)
-    promtool("test", "rules", ROOT / "tests/system/alerts_test.yml")
-    tested = (ROOT / "tests/system/alerts_test.yml").read_text()
-    for name in (line.split()[-1] for line in ALERTS.read_text().splitlines() if "alert:" in line):
-        assert tested.count(name) >= 2, f"{name} is tested neither quiet nor firing"
-
-
-def test_the_scrape_configuration_is_one() -> None:
-    promtool("check", "config", SCRAPE)
-
-
-def exprs() -> list[str]:
-    """Of every panel of the dashboard, for all agents."""
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    return [target["expr"].replace("$instance", ".*") for panel in panels for target in panel["targets"]]
-
-
-def alerts() -> list[str]:
-    """The expressions of all alerts."""
-    lines, found = ALERTS.read_text().splitlines(), []
-    for at, line in enumerate(lines):
-        if line.strip().startswith("expr:"):
-            said = line.partition("expr:")[2].strip()
-            if said == "|":
-                end = next(i for i in range(at + 1, len(lines)) if ":" in lines[i] and "by (" not in lines[i][:30])
-                said = " ".join(lines[at + 1 : end])
-            found.append(said)
-    return found
+    'kvbridge_wants_total{outcome="done"}',
+    'kvbridge_wants_total{outcome="bad_address"}',
+    'kvbridge_handshakes_total{role="receiver",outcome="peer_unreachable"}',
+)
 
 
 def free_port() -> int:
@@ -103,12 +65,16 @@ class Server:
             [*command, f"--web.listen-address={self._url.removeprefix('http://')}"], stderr=self._log
         )
 
-    def query(self, expr: str) -> list[dict[str, Any]]:
-        """What it has for an expression. Raises for one that is none."""
-        address = f"{self._url}/api/v1/query?{urllib.parse.urlencode({'query': expr})}"
+    def ask(self, what: str, **query: str) -> Any:
+        """What its API answers. Raises for a query that is none."""
+        address = f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(query)}"
         answer = json.load(urllib.request.urlopen(address, timeout=5))
         assert answer["status"] == "success", answer
-        return list(answer["data"]["result"])
+        return answer["data"]
+
+    def query(self, expr: str) -> list[dict[str, Any]]:
+        """What it has for an expression."""
+        return list(self.ask("query", query=expr)["result"])
 
     def wait(self, expr: str) -> None:
         """Until there is something for it."""
@@ -128,68 +94,116 @@ class Server:
         self._log.close()
 
 
+def carry(sender: SyntheticEngine, receiver: SyntheticEngine, name: str) -> None:
+    sender.offer(name, list(range(64)), 1024)
+    receiver.want(name, sender.agent.address, list(range(64)), range(1024))
+    assert isinstance(receiver.answer(name), Done)
+
+
+def fail(receiver: SyntheticEngine, name: str, address: str) -> None:
+    receiver.want(name, address, [1], range(16))
+    assert isinstance(receiver.answer(name), Failed)
+
+
+def goes_wrong(sender: SyntheticEngine, receiver: SyntheticEngine) -> None:
+    """Once each: what agents count and a fleet that is well has nothing of."""
+    fail(receiver, "nowhere", NOWHERE)
+    fail(receiver, "nobody", f"tcp://127.0.0.1:{free_port()}")
+    receiver.client.send(Computed(tokens=10, reason="untagged"))
+    with closing(Client(receiver.agent.socket)) as second:
+        second.socket.sendall(struct.pack(">I", 1 << 31))
+        assert second.wait(Refused).code == "frame_too_large"
+    with closing(SyntheticEngine(sender.agent, sender.held)) as other:
+        assert isinstance(other.attach(), Refused), "an agent has one engine"
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """It has seen two agents carry some requests by slots, and one that failed."""
+    """It has seen two agents carry some requests by slots, and whatever else they count."""
     program("prometheus")
     folder, ports = tmp_path_factory.mktemp("prometheus"), [free_port() for _ in range(2)]
     with ExitStack() as stack:
-        agents = [
-            stack.enter_context(agent(folder, name, metrics=f"127.0.0.1:{port}", routes=routes))
-            for name, port, routes in zip("pd", ports, ("nixl,pull", "nixl,pull"), strict=True)
-        ]
+        collector = stack.enter_context(closing(Collector()))
+        options: dict[str, Any] = {"routes": "nixl,pull", "otlp_endpoint": collector.endpoint}
+        agents = list[AgentProcess]()
+        for name, port, failpoints in zip("pd", ports, ("", "sender.drained_sent=pause:0.1@1000"), strict=True):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(os.environ, VARIABLE, failpoints)
+                agents.append(stack.enter_context(agent(folder, name, metrics=f"127.0.0.1:{port}", **options)))
         sender, receiver = (
             stack.enter_context(closing(SyntheticEngine(running, build(Shape("nhd", blocks=64))))) for running in agents
         )
         sender.attach()
         receiver.attach()
         server = stack.enter_context(closing(Server(folder, [f"127.0.0.1:{port}" for port in ports])))
-
-        def carry(name: str) -> None:
-            sender.offer(name, list(range(64)), 1024)
-            receiver.want(name, sender.agent.address, list(range(64)), range(1024))
-            assert isinstance(receiver.answer(name), Done)
-
-        def fail(name: str) -> None:
-            receiver.want(name, "tcp://not an address", [1], range(16))
-            assert isinstance(receiver.answer(name), Failed)
-
-        carry("first")
-        fail("bad")
+        carry(sender, receiver, "first")
+        goes_wrong(sender, receiver)
         server.wait("count(up == 1) == 2")
-        server.wait('kvbridge_wants_total{outcome="bad_address"}')
         for number in range(3):
-            carry(f"r{number}")
-            fail(f"bad{number}")
-        server.wait('rate(kvbridge_wants_total{outcome="bad_address"}[5m]) > 0')
+            carry(sender, receiver, f"r{number}")
+            fail(receiver, f"nowhere{number}", NOWHERE)
+        for each in HAPPENED:
+            server.wait(f"count_over_time({each}[1m]) >= 2")
         server.wait('rate(kvbridge_wants_total{outcome="done"}[5m]) > 0')
         yield server
 
 
-@pytest.mark.parametrize("expr", exprs())
-def test_every_query_of_the_dashboard_has_something_to_show(server: Server, expr: str) -> None:
-    found = server.query(expr)
-    assert found or any(name in expr for name in QUIET), "nothing to show"
+def _named(legend: str, labels: dict[str, str]) -> str:
+    return re.sub(r"{{(\w+)}}", lambda label: labels[label[1]], legend)
 
 
-@pytest.mark.parametrize("expr", alerts())
-def test_every_alert_is_about_series_that_agents_have(server: Server, expr: str) -> None:
-    server.query(expr)
-    for name in set(part for part in _names(expr) if part not in QUIET):
-        assert server.query(name), f"no agent has {name}"
+@pytest.mark.parametrize(("title", "expr", "legend"), targets())
+def test_every_query_of_the_dashboard_has_something_to_show(server: Server, title: str, expr: str, legend: str) -> None:
+    found = server.query(expr.replace("$instance", ".*"))
+    assert found, "nothing to show"
+    names = [_named(legend, each["metric"]) for each in found]
+    assert len(names) == len(set(names)), f"lines that nobody can tell apart: {names}"
 
 
-def _names(expr: str) -> list[str]:
-    words = "".join(c if c.isalnum() or c == "_" else " " for c in expr).split()
-    return [word for word in words if word.startswith("kvbridge_")]
+def test_the_variables_of_the_dashboard_find_the_agents(server: Server) -> None:
+    (query,) = [each["query"] for each in dashboard()["templating"]["list"] if each["type"] == "query"]
+    selector, label = query.removeprefix("label_values(").removesuffix(")").split(", ")
+    assert len(server.ask(f"label/{label}/values", **{"match[]": selector})) == 2
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_every_alert_is_asked_whole_and_is_about_series_that_agents_have(server: Server, rule: dict[str, Any]) -> None:
+    server.query(rule["expr"])
+    for selector in selectors(parsed(rule["expr"])):
+        assert server.query(selector.prettify()), f"no agent has {selector.prettify()}"
+
+
+def test_prometheus_takes_every_alert_and_those_fire_that_should(server: Server) -> None:
+    (group,) = server.ask("rules")["groups"]
+    assert {each["name"]: each["health"] for each in group["rules"]} == dict.fromkeys(RULES, "ok")
+    server.wait('ALERTS{alertname="KvbridgeFailpoints",alertstate="firing"}')
+    server.wait('ALERTS{alertname="KvbridgeWantsFail",alertstate="pending"}')
+    assert not server.query('ALERTS{alertname!="KvbridgeFailpoints",alertstate="firing"}')
+
+
+def test_what_agents_serve_is_what_queries_are_judged_by(server: Server) -> None:
+    found = server.query('{__name__=~"kvbridge_.+"}')
+    labels, unknown, queues = series(), [], set()
+    for metric in (each["metric"] for each in found):
+        own = {label: value for label, value in metric.items() if label not in ("__name__", "instance", "job")}
+        assert own.keys() == labels[metric["__name__"]]
+        known = {label: values(metric["__name__"], label) for label in own}
+        unknown += [(metric, label) for label, few in known.items() if few is not None and own[label] not in few]
+        if metric["__name__"] == "kvbridge_queue_length":
+            queues.add((own["role"], own["awaits"]))
+    assert not unknown and queues == QUEUES
+    assert labels.keys() - {each["metric"]["__name__"] for each in found} == set()
 
 
 def test_stages_are_parts_of_what_a_fetch_took(server: Server) -> None:
     """They are taken from the journal's entries, that time from the exchange."""
-    found = {}
-    for name in ("stage_seconds_sum", "want_seconds_sum", "want_seconds_count"):
-        role = '{role="receiver"}' if name.startswith("stage") else ""
-        ((found[name]),) = (float(each["value"][1]) for each in server.query(f"sum(kvbridge_{name}{role})"))
+    found: dict[str, float] = {}
+    end = time.monotonic() + 20  # until all four have been scraped
+    while found.get("want_seconds_count", 0) < 4 and time.monotonic() < end:
+        for name in ("stage_seconds_sum", "want_seconds_sum", "want_seconds_count"):
+            role = '{role="receiver"}' if name.startswith("stage") else ""
+            ((found[name]),) = (float(each["value"][1]) for each in server.query(f"sum(kvbridge_{name}{role})"))
+        time.sleep(0.2)
     apart_s = abs(found["stage_seconds_sum"] - found["want_seconds_sum"])
     assert found["want_seconds_count"] >= 4 and apart_s < 0.01 * found["want_seconds_count"], found
 
@@ -197,6 +211,6 @@ def test_stages_are_parts_of_what_a_fetch_took(server: Server) -> None:
 def test_metrics_keep_prometheus_rules(server: Server) -> None:
     (target,) = server.query('topk(1, up{job="kvbridge"})')
     text = urllib.request.urlopen(f"http://{target['metric']['instance']}/metrics", timeout=5).read().decode()
-    promtool("check", "metrics", given=text)
+    assert promtool("check", "metrics", given=text) == ""
     assert 'kvbridge_build_info{version="' in text
     assert "_created" not in text

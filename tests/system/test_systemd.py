@@ -1,4 +1,4 @@
-"""The unit under systemd itself: started once it serves, watched, in its sandbox, stopped in order."""
+"""The unit under a real systemd: started once it serves, watched, in its sandbox, stopped in order."""
 
 from __future__ import annotations
 

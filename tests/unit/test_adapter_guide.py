@@ -1,4 +1,4 @@
-"""docs/adapters.md: its commands run as they stand there, and what it quotes is what runs."""
+"""docs/adapters.md: its commands run as written, and the code that it quotes is the code that runs."""
 
 from __future__ import annotations
 

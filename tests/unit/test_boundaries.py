@@ -1,8 +1,9 @@
-"""The import law, and what no file of ours may do. Reads the source as text: nothing is imported."""
+"""Which folder may import which, and what no file may do. Reads the source as text: nothing is imported."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,28 +132,44 @@ FILES = {
 }
 
 
+@functools.cache
 def _tree(module: str) -> ast.Module:
     return ast.parse(FILES[module].read_text(), str(FILES[module]))
 
 
-def _imports(module: str) -> Iterator[tuple[str, int]]:
+@functools.cache
+def _nodes(module: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(_tree(module)))
+
+
+@functools.cache
+def _imports(module: str) -> tuple[tuple[str, int], ...]:
     """Every module that `module` imports anywhere in it, in full, with the line."""
     package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(_tree(module)):
+    found = []
+    for node in _nodes(module):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno
+            found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parts = package.split(".")
             base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
             origin = ".".join(part for part in (base, node.module or "") if part)
-            for alias in node.names:
-                inner = f"{origin}.{alias.name}"
-                yield (inner if inner in FILES else origin), node.lineno
+            inner = [f"{origin}.{alias.name}" for alias in node.names]
+            found += [(name if name in FILES else origin, node.lineno) for name in inner]
+    return tuple(found)
 
 
-def _called(node: ast.Call) -> str:
-    return ast.unparse(node.func)
+def _heads(module: str) -> set[str]:
+    """The top-level packages that it imports."""
+    return {name.split(".")[0] for name, _ in _imports(module)}
+
+
+def _calls(module: str) -> Iterator[tuple[int, str]]:
+    return ((node.lineno, ast.unparse(node.func)) for node in _nodes(module) if isinstance(node, ast.Call))
+
+
+def _at(module: str, line: int) -> str:
+    return f"{FILES[module].relative_to(ROOT)}:{line}"
 
 
 def _is_in(module: str, room: str) -> bool:
@@ -160,107 +177,94 @@ def _is_in(module: str, room: str) -> bool:
 
 
 def _room(module: str) -> str | None:
-    found = [room for room in MAY if _is_in(module, room)]
-    return found[0] if found else None
+    return next((room for room in MAY if _is_in(module, room)), None)
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_imports_point_one_way(module: str) -> None:
-    room = _room(module)
-    if room is None:
-        assert any(_is_in(module, top) for top in TOP), f"{module} is in no room"
-        return
-    allowed = MAY[room] | {room}
-    wrong = [
-        f"{FILES[module].relative_to(ROOT)}:{line} imports {name}"
+def test_every_module_is_in_a_room() -> None:
+    assert not [m for m in FILES if _room(m) is None and not any(_is_in(m, top) for top in TOP)]
+
+
+def test_imports_point_one_way() -> None:
+    assert not [
+        f"{_at(module, line)} imports {name}"
+        for module in FILES
+        if (room := _room(module)) is not None
         for name, line in _imports(module)
-        if name.split(".")[0] in OURS and not any(_is_in(name, place) for place in allowed)
+        if name.split(".")[0] in OURS and not any(_is_in(name, place) for place in MAY[room] | {room})
     ]
-    assert not wrong
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_foreign_imports_are_the_ones_the_room_is_for(module: str) -> None:
-    allowed = THIRD.get(_room(module) or "")
-    if allowed is None:
-        return
-    wrong = [
-        f"{FILES[module].relative_to(ROOT)}:{line} imports {name}"
+def test_foreign_imports_are_the_ones_the_room_is_for() -> None:
+    assert not [
+        f"{_at(module, line)} imports {name}"
+        for module in FILES
+        if (allowed := THIRD.get(_room(module) or "")) is not None
         for name, line in _imports(module)
-        if (head := name.split(".")[0]) not in _stdlib() and head not in OURS and head not in allowed
+        if name.split(".")[0] not in {*sys.stdlib_module_names, *OURS, *allowed}
     ]
-    assert not wrong
 
 
-@pytest.mark.parametrize("module", [m for m in FILES if any(_is_in(m, room) for room in PURE)])
-def test_pure_rooms_touch_no_clock_no_environment_no_loop(module: str) -> None:
-    assert not [f"line {line}: {name}" for name, line in _imports(module) if name.split(".")[0] in IMPURE]
-    assert not [node.lineno for node in ast.walk(_tree(module)) if isinstance(node, ast.Await | ast.AsyncFunctionDef)]
-    assert not [n.lineno for n in ast.walk(_tree(module)) if isinstance(n, ast.Call) and _called(n) == "print"]
+def test_pure_rooms_touch_no_clock_no_environment_no_loop() -> None:
+    for module in (m for m in FILES if any(_is_in(m, room) for room in PURE)):
+        assert not _heads(module) & IMPURE, module
+        assert not [n.lineno for n in _nodes(module) if isinstance(n, ast.Await | ast.AsyncFunctionDef)], module
+        assert not [line for line, called in _calls(module) if called == "print"], module
 
 
-@pytest.mark.parametrize("module", [m for m in LIGHT if m in FILES or m in MAY])
-def test_what_runs_inside_an_engine_stays_light(module: str) -> None:
+@pytest.mark.parametrize("room", LIGHT)
+def test_what_runs_inside_an_engine_stays_light(room: str) -> None:
     """These are imported in the engine's process: the base install and the engine's own torch must do."""
-    for name in (m for m in FILES if _is_in(m, module)):
-        foreign = {n.split(".")[0] for n, _ in _imports(name)} - _stdlib() - set(OURS)
-        assert foreign <= {"msgpack", "msgspec", "torch"}
+    modules = [m for m in FILES if _is_in(m, room)]
+    assert modules
+    for module in modules:
+        assert _heads(module) - sys.stdlib_module_names - set(OURS) <= {"msgpack", "msgspec", "torch"}, module
 
 
 def test_adapters_know_one_engine_each() -> None:
-    engines = {"vllm", "sglang"}
     for module in FILES:
-        if _is_in(module, "kvbridge.adapters"):
-            seen = {name.split(".")[0] for name, _ in _imports(module)} & engines
-            assert len(seen) <= 1, module
-            assert all(_is_in(module, f"kvbridge.adapters.{engine}") for engine in seen), module
-        else:
-            outside = {name.split(".")[0] for name, _ in _imports(module)} & engines
-            assert not outside, module
+        seen = _heads(module) & {"vllm", "sglang"}
+        assert len(seen) <= 1, module
+        assert all(_is_in(module, f"kvbridge.adapters.{engine}") for engine in seen), module
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_nothing_runs_what_it_was_sent(module: str) -> None:
-    assert not {name.split(".")[0] for name, _ in _imports(module)} & FORBIDDEN_MODULES
-    for node in ast.walk(_tree(module)):
-        if isinstance(node, ast.Call):
-            called = _called(node)
+def test_nothing_runs_what_it_was_sent() -> None:
+    for module in FILES:
+        assert not _heads(module) & FORBIDDEN_MODULES, module
+        for line, called in _calls(module):
             is_method_eval = called.endswith(".eval")  # torch modules have one
-            assert called.rpartition(".")[2] not in FORBIDDEN_CALLS or is_method_eval, f"line {node.lineno}: {called}"
-            assert called != "torch.load", f"line {node.lineno}: {called}"
+            is_forbidden = called.rpartition(".")[2] in FORBIDDEN_CALLS and not is_method_eval
+            assert not is_forbidden and called != "torch.load", f"{_at(module, line)}: {called}"
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_environment_is_read_in_config_only(module: str) -> None:
-    if module in ("kvbridge.config", "kvbridge.failpoints") or _is_in(module, "kvbridge.adapters"):
-        return
-    for node in ast.walk(_tree(module)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in READS:
-            raise AssertionError(f"{FILES[module].relative_to(ROOT)}:{node.lineno} reads the environment")
+def test_environment_is_read_in_config_only() -> None:
+    may = ("kvbridge.config", "kvbridge.failpoints", "kvbridge.adapters")
+    assert not [
+        _at(module, node.lineno)
+        for module in FILES
+        if not any(_is_in(module, room) for room in may)
+        for node in _nodes(module)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in READS
+    ]
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_file_says_what_it_is_for(module: str) -> None:
-    if FILES[module].read_text():
-        assert ast.get_docstring(_tree(module)), f"{FILES[module].relative_to(ROOT)} does not say what it is for"
+def test_file_says_what_it_is_for() -> None:
+    assert not [m for m, path in FILES.items() if path.read_text() and not ast.get_docstring(_tree(m))]
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_functions_fit_a_screen(module: str) -> None:
+def test_functions_fit_a_screen() -> None:
     """Its parameters apart: a Triton kernel has one a line, and they are a list to look things up in."""
-    long = [
-        f"{FILES[module].relative_to(ROOT)}:{node.lineno} {node.name}: {size} lines"
-        for node in ast.walk(_tree(module))
+    assert not [
+        f"{_at(module, node.lineno)} {node.name}: {size} lines"
+        for module in FILES
+        for node in _nodes(module)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (size := (node.end_lineno or node.lineno) - node.body[0].lineno + 1) > FUNCTION_LINES
     ]
-    assert not long
 
 
 def test_the_product_does_without_its_tools() -> None:
     """The simulator, the demo and the tests import it; nothing of it imports them."""
-    tools = {"sim", "demo", "tests", "bench"}
-    assert not [(m, name) for m in FILES for name, _ in _imports(m) if name.split(".")[0] in tools]
+    assert not [m for m in FILES if _heads(m) & {"sim", "demo", "tests", "bench"}]
 
 
 def test_a_class_name_stands_once() -> None:
@@ -283,7 +287,3 @@ def test_every_room_is_watched() -> None:
     """A check that finds no files proves nothing."""
     for room in ("kvbridge_proto", "kvbridge.geometry", "kvbridge.exchange", "kvbridge.adapters.engine"):
         assert sum(_is_in(module, room) for module in FILES) > 3, room
-
-
-def _stdlib() -> frozenset[str]:
-    return frozenset(sys.stdlib_module_names)

@@ -1,8 +1,9 @@
-"""What tests/system/gpu/cross_pairs.py makes of what it is told: no engine and no GPU needed."""
+"""How tests/system/gpu/cross_pairs.py evaluates its figures. Needs no engine and no GPU."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu_table import cross_lines
 from demo.model import write_config
 from tests.system.engines import weights
 from tests.system.gpu.cross_pairs import Found, _same_weights, ratios
 from tests.system.gpu.sglang_pairs import DECODED, Voice, alike, apart, parting
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+from gpu_table import cross_lines
 
 TOKENS = list(range(DECODED))
 

@@ -1,4 +1,4 @@
-"""What the pages name exists: tests by their whole path, links and anchors, options; and each page can be found."""
+"""What pages name exists: tests by their whole path, links and anchors, options; and each page can be found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from kvbridge.options import options
 from tests.support.cited import ROOT, Cited, cited
 
-FILES = [*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/**/*.md")]  # environments begin with a dot
+FOLDERS = ("docs", "deploy", "proto", "kernels", "bench", "tests")
+FILES = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 LINK = re.compile(r'\]\(([^()\s]+)\)|\b(?:href|src|srcset)="([^"]+)"')
 

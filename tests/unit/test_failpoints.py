@@ -1,9 +1,8 @@
-"""Failpoints: every name has one place in the code and a line in the table, and does what it was told, once."""
+"""Failpoints: each name has one place in the code and a line in the table, and does what it was told, once."""
 
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 from kvbridge import failpoints
 from kvbridge.errors import FabricError, OperatorError
 from kvbridge.failpoints import PLACES, arm, armed, failpoint
+from tests.support.nursery import kvbridge
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,11 +89,6 @@ def test_kills_its_own_process() -> None:
 
 
 def test_an_agent_does_not_start_with_a_name_that_it_does_not_know(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvbridge.cli", "agent", "--socket", str(tmp_path / "a.sock"), "--metrics", ""],
-        env=os.environ | {failpoints.VARIABLE: "nowhere=kill"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    said = {failpoints.VARIABLE: "nowhere=kill"}
+    ended = kvbridge("agent", "--socket", tmp_path / "a.sock", "--metrics", "", **said)
     assert ended.returncode not in (0, -9) and "no failpoint 'nowhere'" in ended.stderr

@@ -1,4 +1,4 @@
-"""docs/guarantees.md: every promise names tests, and says of each what it needs that not every machine has."""
+"""docs/guarantees.md: every promise names tests, and says which of them need what not every machine has."""
 
 from __future__ import annotations
 

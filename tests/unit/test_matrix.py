@@ -1,4 +1,4 @@
-"""Every case of the matrix: what the verdict says of it is what carrying it gives, and the page says the same."""
+"""Every case of the matrix: the verdict agrees with the result of carrying it, and with the page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 from kvbridge_proto.pool import CodecName
 
+from kvbridge.adapters.engine import shards
 from kvbridge.adapters.vllm import dtypes
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.compat import Incompatible, verdict
@@ -67,7 +68,7 @@ def test_tokens_and_heads_that_are_split_are_carried_to_every_rank() -> None:
 
 def test_the_page_says_what_the_adapter_refuses() -> None:
     ours = set(get_args(CodecName)) - {"opaque"}
-    described = {*dtypes.PLAIN.values(), *dtypes.ROW_SCALED.values(), *dtypes.LATENT.values()}
+    described = {*shards.PLAIN.values(), *dtypes.ROW_SCALED.values(), *dtypes.LATENT.values()}
     assert ours - described == {"int8", "mxfp8_e4m3", "nvfp4"}
     said = page().partition("## What adapters refuse")[2]
     assert all(name in said for name in ("The vLLM adapter refuses", "Mamba", "MXFP8", "NVFP4"))

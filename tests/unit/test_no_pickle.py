@@ -1,7 +1,6 @@
-"""Nothing of ours unpickles, evaluates, or lets a library do so; and a secret travels in one message only.
+"""Nothing of ours unpickles or evaluates, or lets a library do so; and secrets are sent in one message only.
 
-Reads the source as text. That a running agent does not pickle either is shown in
-tests/integration/agent/test_security.py.
+Reads the source as text. tests/integration/agent/test_security.py shows that a running agent does not pickle either.
 """
 
 from __future__ import annotations

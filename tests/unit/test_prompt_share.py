@@ -1,4 +1,4 @@
-"""When it is said that prompts are computed though they could be fetched, and what is said."""
+"""When an engine is told that it computes prompts that it could fetch, and what it is told."""
 
 from __future__ import annotations
 

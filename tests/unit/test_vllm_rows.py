@@ -1,4 +1,4 @@
-"""What the demo keeps of a vLLM engine's rows: both ranks' heads, under the side's name; nothing here needs vLLM."""
+"""What the demo keeps of a vLLM engine's rows: both ranks' heads, under the side's name. Needs no vLLM."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The engine's end of the agent's unix socket: never blocks a step, opens no thread, raises nothing into the engine.
 
-`send` queues, `poll` moves bytes both ways. Whatever goes wrong ends what we say and says why; what the agent says is
-read on until its end is closed too. The end of its socket is not that of its process: see `is_agent_gone`.
+`send` queues, `poll` moves bytes both ways. After a connection fault nothing more is sent and `why` gives the reason;
+messages from the agent are still read until it closes its end. A closed socket does not mean a dead process: see
+`is_agent_gone`.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ RETRY_S = 0.05
 SO_PEERPIDFD = 77  # since Linux 6.5; Python does not name it
 RECEIVE_BYTES = 1 << 18
 _CREDENTIALS = struct.Struct("iII")
-POLL_BYTES = 4 << 20  # at most this much is read in one poll: an agent must not be able to hold up a step
+POLL_BYTES = 4 << 20  # read at most this much in one poll: an agent must not be able to hold up a step
 
 
 def pidfd_of(end: socket.socket) -> int:
-    """Readable once the process is gone that listens at the other end. -1 if there is none to be had for it.
+    """A pidfd of the process that listens at the other end, readable once it is gone. -1 if none can be had.
 
-    That is so on an older kernel for a process in a PID namespace that we do not see.
+    That happens on a kernel without SO_PEERPIDFD, for a process in a PID namespace that we cannot see.
     """
     with contextlib.suppress(OSError):
         return end.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
@@ -61,7 +62,7 @@ def pidfd_of(end: socket.socket) -> int:
 
 @dataclass(slots=True)
 class _Frame:
-    """What is left of one frame; `fds` are ours, and leave with its first byte."""
+    """The unsent rest of one frame. `fds` are our duplicates; they are closed once its first byte is sent."""
 
     left: memoryview
     fds: list[int]
@@ -70,10 +71,10 @@ class _Frame:
 class EngineClient:
     """One connection to the agent at `path`, used by one thread at a time.
 
-    What is sent gives our memory away, so nothing is before the kernel has said that who listens there is our own user,
-    root or one of `agent_uids`: while the agent is down, whoever may write in the folder can listen at its path.
-    `unsent_bytes` and `stall_s` bound how much, and how long, an agent that does not read may hold back. A child
-    forked while connected drops it (`drop_copy`), or the agent could not see this process die.
+    Messages give our memory away. So nothing is sent until the kernel confirms that the listener's user is ours, root
+    or one of `agent_uids`: while the agent is down, anyone who may write in the folder can listen at its path.
+    `unsent_bytes` and `stall_s` bound how much data, and for how long, an agent that does not read may hold back. A
+    child forked while connected must call `drop_copy`, or the agent could not see this process die.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class EngineClient:
     ) -> None:
         self.path = os.fspath(path)
         self.why = "not connected yet"
-        self.is_foreign = False  # whether the last try found somebody else's process at `path`
+        self.is_foreign = False  # whether the last try found another user's process at `path`
         self._agent_uids = frozenset([0, os.geteuid(), *agent_uids])
         self._unsent_limit = unsent_bytes
         self._stall_s = stall_s
@@ -96,8 +97,8 @@ class EngineClient:
         self._pidfd_of = pidfd_of
         self._socket: socket.socket | None = None
         self._pidfd = -1
-        self._is_hung_up = False  # nothing more is said
-        self._is_garbled = False  # what comes cannot be read any more
+        self._is_hung_up = False  # nothing more is sent
+        self._is_garbled = False  # what comes cannot be decoded any more
         self._reader: StreamReader[ToEngine] = StreamReader(ToEngine, limits)
         self._unsent: deque[_Frame] = deque()
         self._unsent_bytes = 0
@@ -116,22 +117,22 @@ class EngineClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether something may be sent."""
+        """Whether a message may be sent."""
         return self._socket is not None and not self._is_hung_up
 
     @property
     def has_ended(self) -> bool:
-        """Whether the agent's end of the socket is closed, or ours is altogether."""
+        """Whether no socket is open: the agent closed its end, or we closed ours in both directions."""
         return self._socket is None
 
     @property
     def pidfd(self) -> int:
-        """Readable once the agent's process is gone; -1 where that cannot be known."""
+        """A descriptor that is readable once the agent's process is gone; -1 where that cannot be known."""
         return self._pidfd
 
     @property
     def is_agent_gone(self) -> bool:
-        """Whether its process is known to be gone: before that its kernels may still run, whatever its socket says."""
+        """Whether the agent's process is known to be gone. Until then its kernels may run, whatever its socket says."""
         if self._pidfd < 0:
             return False
         poll = select.poll()
@@ -139,7 +140,7 @@ class EngineClient:
         return bool(poll.poll(0))
 
     def connect(self, timeout_s: float) -> bool:
-        """Wait until the agent is there, for start-up only. False, with `why`, if it is not in time."""
+        """Wait at most `timeout_s` for the agent; for start-up only. False, with `why`, if it does not come in time."""
         end = time.monotonic() + timeout_s
         while not self.reconnect():
             if time.monotonic() + RETRY_S > end:
@@ -149,7 +150,7 @@ class EngineClient:
         return True
 
     def reconnect(self) -> bool:
-        """Try once, without waiting; drops what was queued before. False, with `why`, if the agent is not there."""
+        """Try once, without waiting. Drops what was queued. False, with `why`, if the agent is not there."""
         self.close("connecting anew")
         attempt = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         attempt.setblocking(False)
@@ -170,7 +171,7 @@ class EngineClient:
         return True
 
     def _check_uid(self, attempt: socket.socket) -> None:
-        """OperatorError unless the process that began to listen there was one that we may give our memory to."""
+        """Raise OperatorError unless the process that called listen() there had a uid that we may give memory to."""
         credentials = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(credentials)
         if uid not in self._agent_uids:
@@ -178,11 +179,11 @@ class EngineClient:
             raise OperatorError("uid_not_allowed", reason)
 
     def send(self, message: ToAgent, fds: Sequence[int] = ()) -> bool:
-        """Queue a message, with descriptors the caller may close at once. Never blocks.
+        """Queue a message, with descriptors that the caller may close at once. Never blocks.
 
-        False if it will not be sent: the connection is lost, or no agent would take such a message (it cannot be
-        encoded, is too large, has too many or bad descriptors) and the connection stays. `why` says which.
-        Descriptors that are too many for one frame leave with some before it.
+        False if it will not be sent; `why` gives the reason. Either the connection is lost, or no agent would take
+        this message (it cannot be encoded, is too large, has too many or bad descriptors) and the connection stays.
+        Descriptors that do not fit in one frame are sent with frames before it.
         """
         if not self.is_connected:
             return False
@@ -218,11 +219,11 @@ class EngineClient:
 
     @property
     def is_all_sent(self) -> bool:
-        """Whether nothing waits here that the agent could not hear yet."""
+        """Whether everything queued has left this process."""
         return not self._unsent
 
     def poll(self) -> list[ToEngine]:
-        """Send what waits, return what came. Never blocks. Messages that came before a loss are still returned."""
+        """Send what is queued, return what came. Never blocks. Messages that came before a loss are still returned."""
         messages: list[ToEngine] = []
         self._flush()
         try:
@@ -241,20 +242,20 @@ class EngineClient:
         return messages
 
     def fileno(self) -> int:
-        """For a selector; -1 when the agent's end is closed."""
+        """For a selector; -1 if no socket is open."""
         return self._socket.fileno() if self._socket is not None else -1
 
     def hang_up(self, why: str) -> None:
-        """Say no more; the agent takes this for the engine's end. What it says is still heard. Idempotent."""
+        """Send nothing more: the agent takes this for the engine's end. Its messages are still read. Idempotent."""
         if self.is_connected:
             assert self._socket is not None
             self.why, self._is_hung_up = why, True
             self._drop_unsent()
-            with contextlib.suppress(OSError):  # its end may be closed already; the next read says so
+            with contextlib.suppress(OSError):  # the agent's end may be closed already; the next read shows that
                 self._socket.shutdown(socket.SHUT_WR)
 
     def close(self, why: str = "closed here") -> None:
-        """End the connection, and watch the agent no longer. Idempotent."""
+        """Close the connection and stop watching the agent's process. Idempotent."""
         if self._socket is not None:
             self._lose(why)
         if self._pidfd >= 0:
@@ -262,7 +263,7 @@ class EngineClient:
             self._pidfd = -1
 
     def drop_copy(self) -> None:
-        """In a forked child: close its copies of our descriptors, with no word to the agent."""
+        """In a forked child: close its copies of our descriptors. Sends nothing to the agent."""
         self.close("forked: the connection is the parent's")
 
     def _received(self) -> Iterator[bytes]:
@@ -285,7 +286,7 @@ class EngineClient:
                 sent = self._send(self._socket, frame)
             except BlockingIOError:
                 return
-            except (BrokenPipeError, ConnectionResetError):  # `poll` reads its last words and then sees the end
+            except (BrokenPipeError, ConnectionResetError):  # `poll` reads its last messages, then sees the end
                 self._drop_unsent()
                 return
             except OSError as error:
@@ -357,7 +358,7 @@ def _duplicate(fds: Sequence[int]) -> list[int]:
 
 
 def _close(fds: list[int]) -> None:
-    """Close and forget."""
+    """Close the descriptors and empty the list."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)

@@ -1,8 +1,8 @@
 """What one engine rank and its agent say to each other: offers, wants, and how each of them ends.
 
-An adapter attaches its memory once, says what it offers and wants, and asks in `turn` what has ended. Losing the agent,
-finding it again, and saying again what a new agent must know are done here. An offer or a want ends once, with one
-`Ended` under its request's name, whatever happened: then its blocks are the engine's again.
+An adapter attaches its memory once, sends offers and wants, and asks in `turn` what has ended. This module copes with
+the loss of the agent, finds it again, and tells a new agent what it must know. Whatever happens, an offer or a want
+ends exactly once, with one `Ended` under its request's name. Then its blocks are the engine's again.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from .client import EngineClient
 from .link import AgentLink, Over, ReadsOver
 from .memory import Memory
 
-GRACE_S = 10.0  # what an agent gets beyond its own deadline, and again after being asked to stop
-LOOK_S = 0.5  # how often deadlines are looked at
-NAME = 240  # characters of a request's name that a name made of it keeps
-MOST_UNSAID = 1024  # of what was computed while there was no agent to count it
+GRACE_S = 10.0  # how long an agent may exceed its own deadline, and again after being asked to stop
+LOOK_S = 0.5  # how often deadlines are checked
+NAME = 240  # characters of a request's name that are kept in a name derived from it
+MOST_UNSAID = 1024  # `Computed` messages kept while there is no agent to count them
 Kind = Literal["offer", "want"]
 
 
@@ -61,8 +61,8 @@ Kind = Literal["offer", "want"]
 class Ended:
     """An offer or a want is over, and its blocks are the engine's again.
 
-    `code` is empty where all was carried: an offer was read by everyone, a want's rows are in its blocks. Else nothing
-    may be relied on, and `reason` says why.
+    `code` is empty if everything was carried: all receivers have read the offer, or the want's rows are in its blocks.
+    Otherwise nothing may be relied on, and `reason` says why.
     """
 
     request: str
@@ -79,7 +79,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class AgentAttachment:
-    """Who has our memory: one start of one agent (`agent.incarnation`). `epoch` counts its attachments and rescales."""
+    """Who has our memory: one incarnation of an agent. `epoch` counts its attachments and rescales."""
 
     agent: AgentCard
     epoch: int
@@ -87,23 +87,23 @@ class AgentAttachment:
 
 @dataclass(slots=True)
 class _Open:
-    """`late_at` is when the agent's silence becomes suspicious; `is_nudged` once it was asked to stop."""
+    """`late_at` is when the agent's silence becomes suspicious. `is_asked_to_stop`: it has been asked to stop."""
 
     kind: Kind
     late_at: float
     hold_s: float = 0.0
-    is_told_out: bool = True  # the engine says no more of it
-    is_nudged: bool = False
+    is_complete: bool = True  # the engine will say no more about it
+    is_asked_to_stop: bool = False
 
 
 Heard = Ended | Adopt | Rescaled
 
 
 class Conversation:
-    """For one thread of the engine's, but for `share`, `address` and `attached`, which any may use.
+    """One engine rank's offers and wants. Used by one thread, except `share`, `address` and `attached`: by any.
 
-    Nothing but `start`, `rest`, `wait_for_readers` and `detach` blocks. `fence_of` makes the fence of a device whose
-    work goes on after the call that asked for it; None: there is none.
+    Only `start`, `rest`, `wait_for_readers` and `detach` block. `fence_of` returns the fence of a device that still
+    works after a call has returned, or None for a device that does not.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class Conversation:
         fence_of: Callable[[torch.device], EngineFence | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises OperatorError for memory that no other process can map. Memory of a CPU moves into shared memory."""
+        """Raises OperatorError for memory that no other process can map. Moves CPU memory into shared memory."""
         self.memory = memory
         self._log = log
         self._clock = clock
         self._open: dict[str, _Open] = {}
-        self._cut_short: set[str] = set()  # offers that ended before their last word was said
+        self._cut_short: set[str] = set()  # offers that ended before the engine had said its last word on them
         self._ended: list[Heard] = []  # for the next turn
         self._directory: Directory | None = None
         self._rescale: Rescale | None = None
@@ -148,11 +148,11 @@ class Conversation:
         return f"<Conversation {len(self._open)} open, {self._link!r}>"
 
     def start(self, wait_s: float) -> bool:
-        """Wait until attached, or refused for good, at most `wait_s`. False leaves it to later: the engine may run."""
+        """Wait until attached or refused for good, at most `wait_s`. False: not yet attached; the engine may run."""
         return self._link.start(wait_s)
 
     def close(self) -> None:
-        """The engine is leaving."""
+        """Close the connection, the fence and our descriptors: the engine is leaving."""
         self._link.close()
         if self._fence is not None:
             self._fence.close()
@@ -162,7 +162,7 @@ class Conversation:
     def detach(self) -> None:
         """The memory is about to go away: return when nothing touches it any more. What was open has ended then.
 
-        An agent that lives lets go within a chunk's time; of one that does not, the end of its process is waited for.
+        An agent that is alive lets go within a chunk's time. Otherwise this waits for the end of its process.
         """
         while True:
             with self._link.standing:  # or the link's thread could attach another agent in between
@@ -174,25 +174,25 @@ class Conversation:
 
     @property
     def attached(self) -> AgentAttachment | None:
-        """Who has our memory now, or None."""
+        """The agent that has our memory now, or None."""
         said = self._link.attached
         return None if said is None else AgentAttachment(said.agent, said.epoch)
 
     @property
     def address(self) -> str:
-        """Of the agent that has our memory; "" without one."""
+        """The address of the agent that has our memory; "" without one."""
         return self._link.address
 
-    # What is said:
+    # To the agent:
 
     def share(self, ranks: Iterable[Rank]) -> None:
-        """Where all ranks of our engine have their agents. Every agent that comes is told again."""
+        """Say where all ranks of our engine have their agents. Every agent that attaches later is told too."""
         with self._link.standing:
             self._directory = Directory(ranks=tuple(ranks))
             self._link.tell(self._directory)
 
     def rescale(self, message: Rescale) -> bool:
-        """Rows come under other scales from here on. Every agent that comes is told again."""
+        """Rows are written under these scales from here on. Every agent that attaches later is told too."""
         with self._link.standing:
             self._rescale = message
             return self._link.tell(message)
@@ -201,13 +201,13 @@ class Conversation:
         self._link.send(message)
 
     def expect(self, message: Expect) -> None:
-        """A queued request will want this. Ends with its want, or `abandon`. Every agent that comes is told again."""
+        """A queued request will want this, until its `want` or `abandon`. Agents that attach later are told too."""
         with self._link.standing:
             self._expected[message.request] = message
             self._link.tell(message)
 
     def offer(self, offer: Offer) -> None:
-        """Tokens may be read. More of one that has ended are let go of: its `Ended` was the last word."""
+        """Let these tokens be read. If this offer has ended already, more tokens of it are ignored."""
         name = offer.request
         if name in self._cut_short:
             if offer.is_last:
@@ -215,28 +215,28 @@ class Conversation:
             return
         is_new = name not in self._open
         opened = self._open.setdefault(name, _Open("offer", 0.0))
-        opened.is_told_out = offer.is_last
+        opened.is_complete = offer.is_last
         opened.hold_s, opened.late_at = offer.hold_s, self._clock() + offer.hold_s + GRACE_S
         if self._link.send(offer):
             return
         if is_new:
             self._end(name, "not_sent", self._link.why_not, kind="offer")
-        elif self._link.is_attached:  # what was said before may be read; otherwise its end follows from the link's
+        elif self._link.is_attached:  # its earlier tokens may be read; without a link the link's end also ends it
             self.withdraw(name, f"not sent: {self._link.why_not}"[:1024])
-            opened.is_told_out = offer.is_last
+            opened.is_complete = offer.is_last
 
     def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
-        """Nobody is to read this offer any more. Its `Ended` follows, or has come already."""
+        """End this offer: nobody may read it any more. Its `Ended` follows, or has come already."""
         self._cut_short.discard(request)
         if (opened := self._open.get(request)) is not None:
-            opened.is_told_out = True
+            opened.is_complete = True
             self._link.send(Withdraw(request=request, reason=reason, comes_again=comes_again))
             opened.late_at = min(opened.late_at, self._clock() + GRACE_S)
 
     def want(self, want: Want) -> None:
-        """Fetch these tokens; its `Ended` follows. An empty range says that nothing is needed: that has no end.
+        """Fetch these tokens; its `Ended` follows. An empty range says that nothing is needed, and has no `Ended`.
 
-        A want that cannot be said ends at once, and the other side need not keep its offer.
+        A want that cannot be sent ends at once. The other side is told, if possible, that it need not keep its offer.
         """
         is_expected = self._expected.pop(want.request, None) is not None
         if want.first_token == want.end_token:
@@ -250,23 +250,23 @@ class Conversation:
             self._decline(want)
 
     def _decline(self, want: Want) -> None:
-        """Under a name that no request has: its answer, which may be late, must not end the next want of this name."""
+        """Uses a name that no request has: a late answer must not end the next want of this request's name."""
         name = f"{want.request[:NAME]}#{next(self._numbers)}"
         self._link.tell(replace(want, request=name, first_token=0, end_token=0, blocks=(), fence=0))
 
     def abandon(self, request: str, reason: str) -> None:
-        """This want is not needed any more, or will not come. The `Ended` of an open one follows."""
+        """This want is no longer needed, or will not come. If it is open, its `Ended` follows."""
         self._expected.pop(request, None)
         self._link.tell(Abandon(request=request, reason=reason))
         if (opened := self._open.get(request)) is not None:
             opened.late_at = min(opened.late_at, self._clock() + GRACE_S)
 
     def reclaim(self, blocks: int) -> None:
-        """So many blocks are short: offers that nobody asked for may end, the oldest first."""
+        """The engine is short of `blocks` blocks: offers that nobody asked for may end, the oldest first."""
         self._link.send(Reclaim(blocks=blocks))
 
     def computed(self, message: Computed) -> None:
-        """A prompt of which these tokens could have come by the bridge: its agent counts them, or the next."""
+        """Report prompt tokens computed here that could have been fetched. Our agent counts them, or the next one."""
         self._unsaid.append(message)
         self._say_computed()
 
@@ -275,16 +275,16 @@ class Conversation:
             self._unsaid.popleft()
 
     def mark(self) -> int:
-        """For `fence` of an offer or a want: reached when the device has done all that is enqueued now.
+        """A value for `fence` of an offer or a want, reached when the device has done all that is enqueued now.
 
-        0 where a call returns when its work is done.
+        0 on a device whose calls return when their work is done.
         """
         return 0 if self._fence is None else self._fence.mark()
 
-    # What is heard:
+    # From the agent:
 
     def turn(self) -> list[Heard]:
-        """What has ended since the last time, and what the agent asks. Never blocks."""
+        """What has ended since the last call, and what the agent asks. Never blocks."""
         self._listen()
         self._say_computed()
         if self._clock() >= self._look_at:
@@ -299,25 +299,25 @@ class Conversation:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether anything is open, and no news of it is there yet."""
+        """Whether anything is open, and `turn` has nothing to return yet."""
         return bool(self._open) and not self._ended
 
     def rest(self, seconds: float) -> None:
-        """Wait until the agent says something, at most so long."""
+        """Wait until the agent says something, at most `seconds`."""
         self._link.rest(seconds)
 
     def give_up(self, why: str) -> None:
-        """Stop relying on this agent: all that is open ends as soon as it can hurt nobody."""
+        """Stop relying on this agent. Everything open ends as soon as the agent can do no harm to it."""
         self._link.give_up(why)
 
     def wait_for_readers(self, requests: Iterable[str]) -> None:
-        """Return when nothing reads these offers' blocks any more in a way that counts; they have been withdrawn.
+        """Return when no read of these withdrawn offers counts any more: then their blocks may be overwritten.
 
-        For an engine that must compute on: a chunk gathered while its forward overwrites the blocks would hold another
-        request's KV and nothing would tell. The agent answers when its reads have ended: a chunk's time. One that stays
-        silent for READERS_S after it could hear us is given up, and what it reads from then on does not count
-        (dataplane/jobs.py: UNHEARD_S). One that is lost, for whatever reason, is waited for as long from the loss
-        (link.py: ReadsOver).
+        For an engine that must compute on. If its forward overwrote blocks while a chunk is gathered from them, the
+        chunk would hold another request's KV, and nothing would show it. The agent answers when its reads have ended,
+        within a chunk's time. If it stays silent for READERS_S after it could hear us, it is given up, and what it
+        reads from then on does not count (dataplane/jobs.py: UNHEARD_S). If it is lost, for whatever reason, we wait
+        at most READERS_S from the loss (link.py: ReadsOver).
         """
         requests, ends, asked_at = list(requests), None, self._clock()
         link = self._link
@@ -335,13 +335,11 @@ class Conversation:
             if self.is_open(name):
                 self._end(name, "given_up", f"no answer within {READERS_S} s", kind="offer")
 
-    # How:
-
     def _first(self) -> list[ToAgent]:
         """What every agent is told before anything else.
 
-        Called on the link's thread as well, under its lock. What ends, the engine's thread takes out without it: each
-        read is one operation of the interpreter, so it sees what was or what is.
+        Called on the link's thread as well, under its lock. The engine's thread removes entries without that lock: each
+        read here is one operation of the interpreter, so it sees the state before a removal or after it.
         """
         again = (self._rescale, self._directory, *list(self._expected.values()))
         return [first for first in again if first is not None]
@@ -364,10 +362,10 @@ class Conversation:
             case Adopt() | Rescaled():
                 self._ended.append(message)
             case Refused(about=about, code=code, reasons=reasons) if about.startswith("rescale"):
-                # Nothing may be planned under the scales that the agent still believes in.
+                # Nothing may be planned under the scales that the agent still goes by.
                 self.give_up(f"{about} refused: {code}: {'; '.join(reasons)}")
             case Refused(code="duplicate_request", about=about, reasons=reasons):
-                self._log.warning("%s: refused by the agent: %s", about, "; ".join(reasons))  # the first goes on
+                self._log.warning("%s: refused by the agent: %s", about, "; ".join(reasons))  # the first want goes on
             case Refused(about=name, code=code, reasons=reasons):
                 if (opened := self._open.get(name)) is not None:
                     self._end(name, code, "; ".join(reasons), kind=opened.kind)
@@ -378,18 +376,18 @@ class Conversation:
                 self._all_lost("want", why)
 
     def _hold(self, name: str) -> None:
-        """Somebody waits for this offer: its agent may keep it for longer."""
-        if (opened := self._open.get(name)) is not None and not opened.is_nudged:
+        """A receiver waits for this offer, so the agent may keep it for longer."""
+        if (opened := self._open.get(name)) is not None and not opened.is_asked_to_stop:
             opened.late_at = max(opened.late_at, self._clock() + opened.hold_s + GRACE_S)
 
     def _end(
         self, name: str, code: str, reason: str, *, kind: Kind, moved_bytes: int = 0, seconds: float = 0.0
     ) -> None:
-        """Only what is open can end: what the agent says twice, or of another kind, is nobody's."""
+        """End only what is open: a repeated message, or one about the other kind, is ignored."""
         opened = self._open.get(name)
         if opened is not None and opened.kind == kind:
             del self._open[name]
-            if not opened.is_told_out:
+            if not opened.is_complete:
                 self._cut_short.add(name)
             self._ended.append(Ended(name, kind, code, reason, moved_bytes, seconds))
 
@@ -398,20 +396,20 @@ class Conversation:
             self._end(name, "agent_lost", why, kind=kind)
 
     def _look_for_late(self) -> None:
-        """An agent that is alive but silent is asked to stop, then given up.
+        """Ask an agent that is alive but silent to stop, then give it up.
 
-        Blocks that it may write stay wanted until it has let go.
+        Wants stay open until it has let go, since it may still write their blocks.
         """
         now = self._clock()
         for name, opened in [(name, each) for name, each in self._open.items() if now > each.late_at]:
-            if opened.is_nudged:
+            if opened.is_asked_to_stop:
                 return self.give_up(f"{name}: no answer within {GRACE_S} s of asking it to stop")
             reason = "no answer in time"
             is_want = opened.kind == "want"
             self._link.send(Abandon(request=name, reason=reason) if is_want else Withdraw(request=name, reason=reason))
-            opened.is_nudged, opened.late_at = True, now + GRACE_S
+            opened.is_asked_to_stop, opened.late_at = True, now + GRACE_S
 
 
 def fence_of_device(device: torch.device) -> EngineFence | None:
-    """A CPU's work is finished when its call returns."""
+    """The fence of a GPU; None for a CPU, whose work is finished when its call returns."""
     return EngineFence(device) if device.type == "cuda" else None

@@ -1,15 +1,15 @@
 """An engine rank's standing connection to its agent: attaches, attaches again after a loss, and knows when it is over.
 
-The engine's steps drive it through `turn`; nothing in them blocks. Between them a thread of its own does, for an engine
-without requests makes no steps: it sleeps until the agent's end closes, and tries again after that. What matters most
-is when a lost agent can no longer hurt.
+The engine's steps drive it through `turn`, which never blocks. Between steps its own thread drives it, because an
+engine without requests makes no steps. That thread sleeps until the agent's end closes, then tries to attach again.
+The most important question is when a lost agent can no longer harm our memory.
 
-- What it reads of our memory counts only if it has heard of us within half of `READERS_S`: so `READERS_S` after we
-  have given it up, or as soon as its end of the socket is closed, the blocks that it may read are ours again. Where
-  other agents read our memory on its word they may go on without it: then it is `READERS_S` after the loss in any case.
-- What it writes has no such bound: it may be stopped in the middle of a copy and go on a minute later, and the kernels
-  of a killed agent outlive its socket. It is over once the agent has said so (`Detached`, its last word), or its
-  process is gone.
+- Reads: what an agent reads counts only if it has heard from us within half of `READERS_S`. So the blocks that it may
+  read are ours again `READERS_S` after we gave it up, or as soon as its end of the socket is closed. If other agents
+  read our memory on its word, they may go on without it: then they are ours `READERS_S` after the loss in any case.
+- Writes have no such bound: an agent may be stopped in the middle of a copy and go on a minute later, and the kernels
+  of a killed agent outlive its socket. They are over once the agent has said so (`Detached`, its last message), or
+  its process is gone.
 """
 
 from __future__ import annotations
@@ -33,32 +33,34 @@ from .client import EngineClient
 
 RETRY_S = 1.0
 REFUSED_RETRY_S = 60.0  # after a refusal that can only change with the agent or its configuration
-ATTACH_S = 30.0  # an agent that answers an Attach later than this is not well
-GONE_S = 1.0  # after its socket's end a killed agent's process is gone, where nothing else says so (H200: 85 ms)
-WATCH_S = 1.0  # how long the thread sleeps at most
-LEFT_S = 0.01  # how long it leaves the link to an engine that rests
-PASSING = frozenset({"draining", "engine_present", "not_attached", "too_many_connections"})  # refusals that pass
+ATTACH_S = 30.0  # an agent that takes longer to answer Attach is given up
+GONE_S = 1.0  # without a pidfd: how long after its socket closed an agent's process counts as gone (H200: 85 ms)
+WATCH_S = 1.0  # the link's thread sleeps at most this long
+LEFT_S = 0.01  # how long that thread leaves the link alone while the engine is in `rest`
+# Refusals that pass by themselves.
+PASSING = frozenset({"draining", "engine_present", "not_attached", "too_many_connections"})
 
 
 @dataclass(frozen=True, slots=True)
 class ReadsOver:
-    """The connection is lost. Nothing that is read from here on of what was offered over it counts any more."""
+    """The connection is lost. Whatever is read of its offers from here on does not count."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The connection is over: nothing that was asked over it will be answered, nothing touches memory any more."""
+    """The connection is over. No request made over it will be answered, and nothing touches our memory any more."""
 
     why: str
 
 
 class AgentLink:
-    """`attach` is what we say first, `fds` the descriptors that go with it: the caller's, open for as long as the link.
+    """Keeps one engine rank attached to the agent that `client` connects to.
 
-    `first` is what is said whenever the agent has answered, before anything else. All methods belong to one thread of
-    the engine's; `first` is called on the link's own, too.
+    `attach` is our first message. `fds` go with it; they are the caller's and must stay open as long as the link.
+    `first` returns what to send once the agent has answered `attach`, before anything else; it is called on the link's
+    own thread too. `standing`, `tell`, `address` and `attached` may be used by any thread, all else by one only.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class AgentLink:
         clock: Callable[[], float] = time.monotonic,
         first: Callable[[], Sequence[ToAgent]] = tuple,
     ) -> None:
-        self.state = LinkState.AWAY
-        self.attached: Attached | None = None  # what the agent answered, while we are attached; the epoch of today
+        self.state = LinkState.DETACHED
+        self.attached: Attached | None = None  # the agent's answer while we are attached, with the current epoch
         self.why = "not connected yet"
         self._client = client
         self._attach = attach
@@ -82,17 +84,17 @@ class AgentLink:
         self._lock = threading.RLock()
         self._heard: list[ToEngine | ReadsOver | Over] = []  # for the next turn
         self._is_closed = False
-        self._is_refused = False  # in a way that will not pass by itself
-        self._was_here = False  # on this connection
-        self._has_let_go = True  # the agent, by its own word; or it has been asked for nothing
+        self._is_refused = False  # by a refusal that will not pass by itself
+        self._was_attached = False  # attached at some time on this connection
+        self._has_let_go = True  # the agent said so, or never attached us
         self._at = 0.0  # when to try again (AWAY) or to stop waiting for Attached (ASKING)
-        self._unread_at = 0.0  # when reads are over, however the agent ended (ENDING)
-        self._is_unread = False  # they are, and it was said
-        self._is_shared = False  # agents of this host may read our memory on the agent's word
-        self._gone_at: float | None = None  # when a process is gone that we cannot look at (ENDING)
+        self._unread_at = 0.0  # when reads no longer count, however the agent ended (ENDING)
+        self._reads_are_over = False  # ReadsOver has been reported
+        self._is_shared = False  # other agents of this host may read our memory on the agent's word
+        self._gone_at: float | None = None  # when a process without a pidfd counts as gone (ENDING)
         self._told = ""
-        self._failure = ""  # what last went wrong on the link's thread
-        self._is_resting = False  # the engine waits for what the agent says
+        self._failure = ""  # the last error on the link's thread
+        self._is_resting = False  # the engine is waiting in `rest`
         self._arm()
         _hold_over_forks(self)
 
@@ -100,7 +102,7 @@ class AgentLink:
         return f"<AgentLink {self._client.path} {self.state.name.lower()} {self.address or self.why}>"
 
     def _arm(self) -> None:
-        """Say it as loudly as we can if this engine was started to fail. What asks for nonsense must not stop it."""
+        """Warn loudly if this engine was started to fail on purpose. A malformed VARIABLE must not stop it."""
         try:
             said = arm_from_environment()
         except OperatorError as error:
@@ -110,19 +112,19 @@ class AgentLink:
 
     @property
     def address(self) -> str:
-        """Of the agent that has our memory; "" without one."""
+        """The address of the agent that has our memory; "" without one."""
         attached = self.attached
         return "" if attached is None else attached.agent.address
 
     @property
     def is_closed(self) -> bool:
-        """Whether the engine has left: nothing will be heard any more."""
+        """Whether the engine has left: no more messages will be read."""
         return self._is_closed
 
     @property
     def is_over(self) -> bool:
         """Whether no agent can touch our memory: none was attached, or the last one has let go or is gone."""
-        return self.state is LinkState.AWAY
+        return self.state is LinkState.DETACHED
 
     @property
     def why_not(self) -> str:
@@ -131,13 +133,13 @@ class AgentLink:
 
     @property
     def is_attached(self) -> bool:
-        """Whether what is said now is heard. Not before `turn` has told of the end of what was said before."""
-        return self.state is LinkState.HERE and not any(isinstance(each, ReadsOver | Over) for each in self._heard)
+        """Whether messages may be sent. False until `turn` has reported the end of the previous connection."""
+        return self.state is LinkState.ATTACHED and not any(isinstance(each, ReadsOver | Over) for each in self._heard)
 
     def start(self, wait_s: float) -> bool:
-        """For start-up only: wait until attached or refused for good, at most `wait_s`. False leaves it to later.
+        """For start-up only: wait until attached or refused for good, at most `wait_s`. Returns whether attached.
 
-        From here on the link looks after itself between the engine's turns.
+        If not, the link keeps trying: from here on its own thread drives it between the engine's turns.
         """
         end = time.monotonic() + wait_s
         while not self.is_attached and not self._is_refused and time.monotonic() < end:
@@ -159,16 +161,16 @@ class AgentLink:
 
     @property
     def standing(self) -> threading.RLock:
-        """Held while what `first` says is changed: no agent comes meanwhile."""
+        """Hold this lock while changing what `first` returns: no agent attaches meanwhile."""
         return self._lock
 
     def tell(self, message: ToAgent) -> bool:
-        """As `send`, of what `first` says or said: an agent that has come since the last `turn` is told, too."""
+        """Like `send`, for what `first` covers: an agent that has attached since the last `turn` is told too."""
         with self._lock:
-            return self.state is LinkState.HERE and self._send(message)
+            return self.state is LinkState.ATTACHED and self._send(message)
 
     def turn(self) -> list[ToEngine | ReadsOver | Over]:
-        """Move what waits, both ways; return what concerns the engine. Never blocks."""
+        """Move what waits both ways, and return what concerns the engine. Never blocks."""
         with self._lock:
             self._drive()
             heard, self._heard = self._heard, []
@@ -176,13 +178,13 @@ class AgentLink:
 
     @property
     def is_all_sent(self) -> bool:
-        """Whether the agent can hear all that was said."""
+        """Whether everything queued has left this process."""
         return self._client.is_all_sent
 
     def rest(self, seconds: float) -> None:
-        """Wait until the agent says something or reads what waits for it, at most so long; not if `turn` has news.
+        """Wait at most `seconds` until the agent says something or reads what is queued. Not if `turn` has news.
 
-        The link's thread reads nothing meanwhile: what it took would not wake us.
+        The link's thread reads nothing meanwhile: whatever it read would not wake us.
         """
         with self._lock:
             if self._heard:
@@ -201,19 +203,19 @@ class AgentLink:
             self._is_resting = False
 
     def give_up(self, why: str) -> None:
-        """Stop using this connection; `ReadsOver` and `Over` follow in `turn`."""
+        """Stop using this connection. `turn` reports `Over` later, and `ReadsOver` before it if reads end first."""
         with self._lock:
             self._lose(why)
 
     def close(self) -> None:
-        """The engine is leaving."""
+        """Close the connection for good: the engine is leaving."""
         with self._lock:
             self._client.close("engine shut down")
             self._step(LinkEvent.CLOSE)
             self.attached, self._is_closed = None, True
 
     def drop_copy(self) -> None:
-        """In a forked child: let go of what it inherited, or the agent could not see the engine die. Says nothing."""
+        """In a forked child: close what it inherited, or the agent could not see the engine die. Sends nothing."""
         self._client.drop_copy()
         self._lock = threading.RLock()
         self._step(LinkEvent.CLOSE)
@@ -234,9 +236,9 @@ class AgentLink:
     def _drive(self) -> None:
         if self._is_closed:
             return
-        if self.state is LinkState.AWAY and self._clock() >= self._at:
+        if self.state is LinkState.DETACHED and self._clock() >= self._at:
             self._try()
-        if self.state is not LinkState.AWAY:
+        if self.state is not LinkState.DETACHED:
             self._listen()
         if self.state is LinkState.ENDING:
             self._look_for_the_end()
@@ -248,7 +250,7 @@ class AgentLink:
             return self._later(self._client.why)
         self._step(LinkEvent.ASK)
         self._at = self._clock() + ATTACH_S
-        self._was_here, self._has_let_go, self._is_refused = False, True, False
+        self._was_attached, self._has_let_go, self._is_refused = False, True, False
         if not self._client.send(self._attach, self._fds):
             self._refused(f"attach cannot be sent: {self._client.why}")
 
@@ -256,7 +258,7 @@ class AgentLink:
         for message in self._client.poll():
             match message:
                 case Attached() if self.state is LinkState.ASKING:
-                    self._here(message)
+                    self._attached_to(message)
                 case Detached():
                     self._has_let_go = True
                     self._lose("it has let go of our memory")
@@ -275,27 +277,27 @@ class AgentLink:
         elif self._client.is_agent_gone:
             self._lose("the agent is gone")
 
-    def _here(self, attached: Attached) -> None:
+    def _attached_to(self, attached: Attached) -> None:
         self._step(LinkEvent.ATTACH)
         self.attached, self._told = attached, ""
-        self._was_here, self._has_let_go, self._is_shared = True, False, attached.is_shared
+        self._was_attached, self._has_let_go, self._is_shared = True, False, attached.is_shared
         self._log.info("kvbridge: attached to %s at %s", attached.agent.name, self.address)
         for message in self._first():
             self._client.send(message)
 
     def _refused(self, why: str) -> None:
-        """What will not pass by itself is said once, and tried rarely."""
+        """A refusal that will not pass by itself is logged once, and retried rarely."""
         self._is_refused = True
         self._lose(why)
 
     def _lose(self, why: str) -> None:
         if not LINK_TABLE.allows(self.state, LinkEvent.LOSE):
             return
-        what = "lost" if self.state is LinkState.HERE else "not attached to"
+        what = "lost" if self.state is LinkState.ATTACHED else "not attached to"
         self._client.hang_up(why)
         self._step(LinkEvent.LOSE)
         self.attached, self.why = None, why
-        self._unread_at, self._gone_at, self._is_unread = self._clock() + READERS_S, None, False
+        self._unread_at, self._gone_at, self._reads_are_over = self._clock() + READERS_S, None, False
         self._complain(f"{what} the agent at {self._client.path}: {why}")
 
     def _look_for_the_end(self) -> None:
@@ -306,12 +308,12 @@ class AgentLink:
         is_gone = self._client.is_agent_gone or (self._gone_at is not None and now >= self._gone_at)
         if self._has_let_go or (is_gone and (is_unread or not self._is_shared)):
             self._client.close()
-            if self._was_here:
+            if self._was_attached:
                 self._heard.append(Over(self.why))
             self._step(LinkEvent.LET_GO)
             self._later(self.why)
-        elif is_unread and not self._is_unread:
-            self._is_unread = True
+        elif is_unread and not self._reads_are_over:
+            self._reads_are_over = True
             self._heard.append(ReadsOver(self.why))
 
     def _later(self, why: str) -> None:
@@ -319,15 +321,15 @@ class AgentLink:
         self._at = self._clock() + (REFUSED_RETRY_S if self._is_refused else RETRY_S)
 
     def _next_at(self) -> float | None:
-        """When something has to be done that no descriptor tells."""
+        """When something is due that no descriptor announces."""
         if self.state is LinkState.ENDING:
-            if not self._is_unread:
+            if not self._reads_are_over:
                 return self._unread_at if self._is_shared else min(self._unread_at, self._gone_at or self._unread_at)
             return self._gone_at
-        return None if self.state is LinkState.HERE else self._at
+        return None if self.state is LinkState.ATTACHED else self._at
 
     def _complain(self, text: str) -> None:
-        """The same once per absence: an engine steps a thousand times a second."""
+        """Log the same text only once per absence: an engine steps a thousand times a second."""
         if text != self._told:
             self._told = text
             self._log.error("kvbridge: %s; requests are computed here until it is back", text)
@@ -335,19 +337,19 @@ class AgentLink:
     # On the link's own thread:
 
     def _sleep(self) -> select.poll:
-        """What to sleep on: while attached only the agent's end, for what it says is heard in the engine's turns."""
+        """What to sleep on. While attached only the agent's end wakes us: the engine's turns read its messages."""
         poll = select.poll()
         with self._lock:
             if (readable := self._client.fileno()) >= 0:
-                poll.register(readable, select.POLLRDHUP if self.state is LinkState.HERE else select.POLLIN)
+                poll.register(readable, select.POLLRDHUP if self.state is LinkState.ATTACHED else select.POLLIN)
             if self._client.pidfd >= 0 and not self._client.is_agent_gone:
                 poll.register(self._client.pidfd, select.POLLIN)
         return poll
 
     def _look(self) -> float:
-        """Do what is due. For how many seconds to leave it be then.
+        """Do what is due. Returns for how many seconds to leave the link alone.
 
-        No error ends the thread, or an idle engine would never attach again.
+        No error may end the thread, or an idle engine would never attach again.
         """
         with self._lock:
             if self._is_resting:
@@ -360,7 +362,7 @@ class AgentLink:
         return 0.0
 
     def _fail(self, error: Exception) -> None:
-        """Said once, with where it came from. What is connected cannot be relied on any more."""
+        """Log each error once, with its traceback, and give the connection up: it cannot be relied on any more."""
         text = f"{type(error).__name__}: {error}"
         if text != self._failure:
             self._failure = text
@@ -369,7 +371,7 @@ class AgentLink:
 
 
 def _watch(known: weakref.ref[AgentLink]) -> None:
-    """Drive the link between the engine's turns, for as long as there is one."""
+    """Drive the link between the engine's turns, for as long as the link exists."""
     while (link := known()) is not None and not link._is_closed:
         poll, until = link._sleep(), link._next_at()
         sleep_s = WATCH_S if until is None else min(WATCH_S, max(until - link._clock(), 0.001))
@@ -381,12 +383,12 @@ def _watch(known: weakref.ref[AgentLink]) -> None:
 
 
 def _hold_over_forks(link: AgentLink) -> None:
-    """A child gets no half of what the thread is at, and drops what it inherits.
+    """Hold the link's lock over forks, so that a child copies no half-done state; the child drops what it inherits.
 
-    For the link's life: what is registered at a fork stays registered, so it must not keep the link.
+    Fork hooks stay registered for the life of the process, so they hold the link by a weak reference.
     """
     known = weakref.ref(link)
-    mine = threading.local()  # threads may fork at once: each gives back what it took itself
+    mine = threading.local()  # threads may fork at once: each releases only what it took itself
 
     def hold() -> None:
         left = known()
@@ -396,7 +398,7 @@ def _hold_over_forks(link: AgentLink) -> None:
 
     def taken() -> AgentLink | None:
         held: list[AgentLink | None] = mine.__dict__.get("held", [])
-        return held.pop() if held else None  # none if the link came while this thread was forking
+        return held.pop() if held else None  # None if the link was created while this thread was forking
 
     def go_on() -> None:
         if (left := taken()) is not None:

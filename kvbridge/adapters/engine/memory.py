@@ -1,4 +1,4 @@
-"""An engine rank's KV memory as it is attached: the pool that describes it, and the storages behind it."""
+"""An engine rank's KV memory as it is attached: the pool that describes it and the storages that hold it."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class Memory:
 
     @property
     def device(self) -> torch.device:
-        """One for all."""
+        """The device of all storages."""
         return self.storages[0].device

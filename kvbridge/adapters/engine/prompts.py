@@ -1,7 +1,7 @@
 """The name under which an offer and a want meet, and the digest in it: the same for one prompt in any engine. Pure.
 
-A room alone is a number that a client may choose. The digest is made by each engine of its own request: whatever room
-a client or a router gives, two requests meet only where their KV is the same.
+A room (`bootstrap_room`) is just a number that a client may choose. So each engine computes the digest from its own
+request: whatever room a client or a router gives, two requests meet only if their KV is the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-DIGEST_BYTES = 20  # 160 bits: a client can try out prompts for two of one digest, so half of them must be out of reach
+DIGEST_BYTES = 20  # 160 bits: a client can search for two prompts of one digest, so 2^80 tries must be out of reach
 ROOMS = range(1, 1 << 63)  # what `bootstrap_room` may be
 
 
@@ -27,24 +27,24 @@ def is_in(name: str, room: int) -> bool:
 
 
 class PromptDigest:
-    """Of all that decides the KV of a prompt. Fields are added in one order; what an engine has not is left out."""
+    """Digest of all that decides a prompt's KV. Fields are added in one order; an engine leaves out what it lacks."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._hasher = blake2b(digest_size=DIGEST_BYTES)
         self.add("tokens", array("q", tokens).tobytes())
 
     def add(self, *words: str | int | bytes) -> None:
-        """A field. Each word says how long it is, and the first what it is: no two prompts are written alike."""
+        """Add a field; its first word names it. Words carry their length, so no two prompts hash the same bytes."""
         for word in words:
             written = word if isinstance(word, bytes) else str(word).encode("utf-8", "surrogatepass")
             self._hasher.update(len(written).to_bytes(8, "little"))
             self._hasher.update(written)
 
     def add_adapter(self, name: str, path: str) -> None:
-        """A LoRA, by its name and the last part of its path.
+        """Add a LoRA, by its name and the last part of its path.
 
-        Hosts keep adapters in different places, but a name that was pointed at another adapter has another folder, as
-        a rule. Numbers of adapters differ between engines.
+        Hosts keep adapters in different places. But when a name is pointed at another adapter, the last part usually
+        changes. Adapter numbers are of no use: they differ between engines.
         """
         self.add("lora", name, path.rstrip("/").rpartition("/")[2])
 

@@ -1,4 +1,4 @@
-"""What engines have in common in how they shard heads and store numbers."""
+"""How vLLM and SGLang both shard heads and store plain numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from kvbridge_proto.pool import CodecName
 
-# Numbers that are stored as they are; fp8 under scales that the engine knows.
+# Dtypes whose numbers are stored as they are; fp8 is under scales that the engine knows.
 PLAIN: dict[torch.dtype, CodecName] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -19,7 +19,7 @@ PLAIN: dict[torch.dtype, CodecName] = {
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The KV heads this rank holds; with fewer heads than ranks, neighbouring ranks hold the same one."""
+    """The KV heads that this rank holds. With fewer heads than ranks, neighbouring ranks hold the same one."""
 
     first: int
     count: int
@@ -27,7 +27,7 @@ class Heads:
 
     @classmethod
     def of(cls, total: int, tp_rank: int, tp_size: int) -> Heads:
-        """vLLM's rule and SGLang's (QKVParallelLinear)."""
+        """The heads of rank `tp_rank` by the rule of vLLM and SGLang (QKVParallelLinear)."""
         if total >= tp_size:
             return cls(tp_rank * (total // tp_size), total // tp_size, total)
         return cls(tp_rank // (tp_size // total), 1, total)

@@ -1,4 +1,4 @@
-"""The engine's own span, as a request names it: W3C Trace Context. Pure."""
+"""The engine's own span, as a request carries it (W3C Trace Context). Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", 
 
 
 def traceparent(*told: object) -> str:
-    """The first `traceparent` in these mappings that is one, or "". A client may have put anything there."""
+    """The first valid `traceparent` in these mappings, or "". A client may have put anything there."""
     for each in told:
         said = each.get("traceparent") if isinstance(each, Mapping) else None
         if isinstance(said, str) and _TRACEPARENT.fullmatch(said):

@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-AGENT = "kvbridge_agent"  # in what a rank registers, and in what is told of it
+AGENT = "kvbridge_agent"  # key in a rank's registration, and in the answer to those who ask for the rank
 RANKS = "/kvbridge/ranks"
 
 
@@ -30,7 +30,7 @@ class KVBridgeBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]  #
             replica = said["attn_dp_rank"] if said["system_dp_size"] == 1 else said["system_dp_rank"]
             rank = (replica, said["pp_rank"], said["attn_tp_rank"])
             if rank in self._agents:
-                self._registered_count -= 1  # one that has come again is counted already
+                self._registered_count -= 1  # a rank that registers again is counted already
             self._agents[rank] = str(said.get(AGENT, ""))
         return answer
 
@@ -44,7 +44,7 @@ class KVBridgeBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]  #
         return web.json_response(told | {AGENT: self._agents.get((replica, pp_rank, tp_rank), "")})
 
     async def _tell_ranks(self, request: web.Request) -> web.Response:
-        """The agents of one replica: pipeline rank, tensor rank, address."""
+        """Answer with the agents of one replica: [[pipeline rank, tensor rank, address], ...]."""
         replica = request.query.get("replica", "")
         ranks = [[pp, tp, address] for (of, pp, tp), address in sorted(self._agents.items()) if str(of) == replica]
         return web.json_response(ranks)

@@ -1,11 +1,11 @@
-"""What the plugin leaves for the manager that SGLang is about to make."""
+"""Hands the scheduler's queue from the plugin to the manager that SGLang is about to make."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from typing import Any
 
-TESTED = "0.5.23"  # SGLang's version
+TESTED = "0.5.23"  # the SGLang version that this adapter was tested with
 
-# The scheduler's queue whose manager is being made: managers are told addresses, and we describe tensors.
+# The queue whose manager is being made. SGLang passes its managers only addresses, and we need the tensors.
 building: ContextVar[Any] = ContextVar("building", default=None)

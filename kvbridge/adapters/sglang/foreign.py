@@ -1,7 +1,7 @@
-"""Requests whose other half runs in another engine: what their router says of it in `custom_params["kvbridge"]`.
+"""Requests whose other half runs in another kind of engine: reads what the router says in `custom_params["kvbridge"]`.
 
-Between SGLang's own servers the two halves speak over SGLang's sockets. Another engine has none of those: a router
-that pairs the two knows what its half has said, and writes it here.
+Two SGLang servers talk over SGLang's own sockets. Another engine has no such sockets. So the router that pairs it with
+SGLang writes here what that engine has answered.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ...errors import EngineError
 
 HOST = "kvbridge"  # the `bootstrap_host` of a request whose prompt another engine has prefilled
 KEY = "kvbridge"  # in `custom_params`
-MOST_LOGPROBS = 128  # SGLang has room for so many
+MOST_LOGPROBS = 128  # as many as SGLang's buffers have room for
 
 
 class Prefilled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For the decode side: where the prompt's KV is, and the token that follows it.
 
     `sender` is the address of one of the other engine's agents, `rendezvous` the id under which it offers the prompt,
-    if it has said so. `top_logprobs` is JSON, [[log probability, token], ...], best first: SGLang hands on numbers and
-    text only.
+    if it has told one. `top_logprobs` is JSON text, [[log probability, token], ...], best first, because SGLang passes
+    on only numbers and text.
     """
 
     sender: Address
@@ -36,20 +36,20 @@ class Prefilled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fetched(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For the prefill side: the prompt is for another engine, whose agent asks ours. No server asks before."""
+    """For the prefill side: another engine fetches the prompt. Its agent asks ours; no decode server asks first."""
 
     fetched_by: str
 
 
 def prefilled(req: Any, vocabulary: int) -> tuple[Prefilled, list[tuple[float, int]]]:
-    """What the decode side's request carries, and its `top_logprobs`. Raises EngineError `bad_params`."""
+    """Read a decode request's `Prefilled` and its `top_logprobs`. Raises EngineError `bad_params`."""
     said: Prefilled = _read(req, Prefilled)
     top: list[tuple[float, int]] = []
     if said.top_logprobs:
         top = _convert("top_logprobs", lambda: msgspec.json.decode(said.top_logprobs, type=list[tuple[float, int]]))
     if len(top) > MOST_LOGPROBS:
         raise _bad(f"top_logprobs: {len(top)}, limit {MOST_LOGPROBS}")
-    for token in (said.first_token, *(token for _, token in top)):  # the model would look it up where nothing is
+    for token in (said.first_token, *(token for _, token in top)):  # other ids are outside of the model's embeddings
         if not 0 <= token < vocabulary:
             raise _bad(f"token {token}: must be in [0, {vocabulary})")
     if not all(map(math.isfinite, [said.logprob or 0.0, *(value for value, _ in top)])):
@@ -73,7 +73,7 @@ def is_fetched_elsewhere(req: Any) -> bool:
 
 
 def write(buffers: Any, index: int, room: int, said: Prefilled, top: list[tuple[float, int]]) -> None:
-    """The auxiliary row that a prefill server of SGLang's would have sent (`MetadataBuffers.set_buf`)."""
+    """Write the auxiliary row that an SGLang prefill server would have sent (`MetadataBuffers.set_buf`)."""
     buffers.output_ids[index][0] = said.first_token
     buffers.cached_tokens[index].zero_()
     buffers.output_token_logprobs_val[index][0] = said.logprob or 0.0
@@ -81,11 +81,11 @@ def write(buffers: Any, index: int, room: int, said: Prefilled, top: list[tuple[
     for place, (value, token) in enumerate(top):
         buffers.output_top_logprobs_val[index][place] = value
         buffers.output_top_logprobs_idx[index][place] = token
-    buffers.bootstrap_room[index][0] = room  # the scheduler takes the row when it finds its room there
+    buffers.bootstrap_room[index][0] = room  # the scheduler takes the row once it finds the room here
 
 
 def custom_params(req: Any) -> Any:
-    """What its client says beside the sampling; anything at all."""
+    """The client's own parameters, unchecked: they may be anything."""
     return getattr(getattr(req, "sampling_params", None), "custom_params", None)
 
 

@@ -1,9 +1,9 @@
-"""One SGLang rank's manager: holds the conversation with its agent, and the control socket to the other server.
+"""The manager of one SGLang rank: owns the conversation with its agent and the control socket to the other server.
 
-The schedulers poll senders and receivers in each of their turns; whatever we say to the agent about a request, and hear
-of it, happens there, on the scheduler's thread. Two threads of ours sleep beside it: one reads SGLang's control socket,
-one keeps the bootstrap server and our agent told of where the agents are. What they learn of a request is its status,
-which the scheduler's thread acts on.
+A scheduler polls its senders and receivers in each turn. All that we tell the agent about a request, or hear from it,
+happens there, on the scheduler's thread. Beside it one thread of ours reads SGLang's control socket. On the prefill
+side another keeps the bootstrap server and our agent informed of where the agents are. What these threads learn about a
+request they record in its room and its status; the scheduler's thread acts on it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .building import TESTED, building
 from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unknown, unpack
 from .options import SGLangOptions
 from .pool import describe, moved
-from .prompts import prompt_digest, stays_here
+from .prompts import prompt_digest, why_not_carried
 from .rooms import OTHER_PROMPT, Rooms, endpoints
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
@@ -50,19 +50,19 @@ log.addFilter(OneLine())
 
 T = TypeVar("T")
 
-TURN_S = 0.0002  # a scheduler's turn polls every request it has: the agent is listened to once
-# While it has nothing to compute a scheduler turns as fast as it can. If it waits for its agent then, it may as well
-# leave it the core: it wakes at the agent's first word.
+TURN_S = 0.0002  # a scheduler's turn polls every request, but one look at the agent is enough for all
+# A scheduler with nothing to compute spins. While it waits for its agent it may as well leave the core to it: it wakes
+# at the agent's next message.
 REST_S = 0.0005
-REGISTER_S = 1.0  # how soon the bootstrap server hears of an agent that came or moved
-RANKS_S = 5.0  # how often the agents of the other ranks are asked for, once all are known
-EARLY_S = 0.1  # and until they are
-SEND_S = 1.0  # a server that does not read what we send may hold a scheduler up for so long
-AGAIN_S, AGAIN_MOST_S = 0.1, 10.0  # between tries to reach one that is away
+REGISTER_S = 1.0  # how soon the bootstrap server hears of a new or moved agent
+RANKS_S = 5.0  # how often we ask for the other ranks' agents once all are known
+EARLY_S = 0.1  # the same, until all are known
+SEND_S = 1.0  # how long a server that does not read may block our scheduler
+AGAIN_S, AGAIN_MOST_S = 0.1, 10.0  # between tries to connect to a server that is away
 
 
 class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not there for the checker
-    """Made by the scheduler's thread of each rank."""
+    """Made on the scheduler's thread of each rank."""
 
     supports_deferred_decode_kv_release = True
     kv_status_msg_tag = STATUS_TAG
@@ -85,16 +85,16 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._shard = _shard()
         self._engine_id = _common_id()
         self._bootstrap_url = ""
-        self._row: dict[str, Any] = {}  # ours in the bootstrap server
+        self._row: dict[str, Any] = {}  # our registration in the bootstrap server
         self._registered = ""
-        self._ranks: tuple[Rank, ...] = ()  # all of this replica's, as far as they are known
-        self._status_lock = threading.Lock()  # what is read of a status and written then
-        self._routes: dict[str, float] = {}  # by prefill server: when it was last asked for its ranks again
+        self._ranks: tuple[Rank, ...] = ()  # all of this replica's that are known
+        self._status_lock = threading.Lock()  # held from reading a request's status until it is changed
+        self._routes: dict[str, float] = {}  # by prefill server: when we last asked again for its ranks
         self._fence_stream: Any = None
         self.talk: Conversation | None = None
         self._attach()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        self._kv_replica_factor = 1  # what the agents move is counted by them
+        self._kv_replica_factor = 1  # the agents count what they move
         self.enable_deferred_decode_kv_release = True
         if self.attn_cp_size > 1 and self.enable_all_cp_ranks_for_transfer:
             reason = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER: on, must be off"
@@ -105,7 +105,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             _thread("kvbridge-registry", self._keep_registered)
         else:
             self.prefill_info_table: Any = PrefillServers()
-            # A block that our agent may still write is not given back because a timer ran out.
+            # A timer must not give back pages that our agent may still write.
             queue.transfer_queue.enable_deferred_kv_release = True
             queue.transfer_queue.deferred_kv_release_timeout = float("inf")
             self._start_heartbeat_checker_thread()
@@ -113,7 +113,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     # Our agent:
 
     def _attach(self) -> None:
-        """Share the memory. Without an agent the engine starts all the same; its requests fail until there is one."""
+        """Share the memory with the agent. Without one the engine still starts, and requests fail until one comes."""
         if self.is_silent:
             return
         name = self.options.model_name or self._queue.scheduler.server_args.model_path.rstrip("/").rpartition("/")[2]
@@ -130,7 +130,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     @property
     def is_silent(self) -> bool:
-        """A prefill rank whose rows another rank of its context parallel group sends."""
+        """Whether another rank of the context-parallel group sends this prefill rank's rows."""
         return bool(get_parallel().attn_cp_rank)
 
     @property
@@ -144,7 +144,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens the model has."""
+        """How many tokens the model's vocabulary has."""
         return int(self._queue.scheduler.model_config.vocab_size)
 
     @property
@@ -153,18 +153,18 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         return self._queue.metadata_buffers
 
     def deregister_buffer_to_engine(self) -> None:
-        """SGLang gives its memory back: returns when our agent has let go of it."""
+        """SGLang is about to free its memory: return once our agent has let go of it."""
         if self.talk is not None:
             self.talk.detach()
             self.talk = None
 
     def register_buffer_to_engine(self) -> None:
-        """SGLang has memory again."""
+        """SGLang has memory again: attach it."""
         if self.talk is None:
             self._attach()
 
     def look(self) -> None:
-        """Listen to the agent, once in a scheduler's turn."""
+        """Listen to the agent, at most once in TURN_S."""
         now = time.monotonic()
         if self.talk is None or now < self._look_at:
             return
@@ -178,7 +178,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
                 self._watched[each.request] = each
 
     def watch(self, name: str) -> None:
-        """Keep how this offer or want ends, for `ended`."""
+        """From now on record how this offer or want ends, for `ended`."""
         self._watched[name] = None
 
     def unwatch(self, name: str) -> None:
@@ -188,25 +188,25 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         return self._watched.get(name)
 
     def mark_free(self) -> int:
-        """For a want's fence: a step that is under way may still write the pages of a request that is over."""
+        """A want's fence, behind the steps under way: these may still write the pages of a finished request."""
         return self._mark(is_behind_steps=True)
 
     def mark_computed(self, event: Any) -> int:
-        """For an offer's fence: the rows are there. `event` is what a cached prefix, sent early, is behind.
+        """An offer's fence: reached once the rows are there. A cached prefix sent early is there after `event`.
 
-        Without stages SGLang sends no other rows than those of a result that it has waited for. The next prompt's
-        forward runs by then, and is nothing to wait for.
+        Without pipeline stages SGLang sends only rows of a result that it has waited for, so there is nothing to wait
+        for. The forward that runs by then is the next prompt's.
         """
         if self.pp_size == 1 and event is None:
             return 0
         return self._mark(is_behind_steps=self.pp_size > 1, event=event)
 
     def _mark(self, is_behind_steps: bool, event: Any = None) -> int:
-        """On a stream that has nothing else: behind all the scheduler has enqueued, behind `event`."""
+        """Mark a stream of our own that waits for the scheduler's streams, if `is_behind_steps`, and for `event`."""
         if self.talk is None or self.talk.memory.device.type != "cuda":
             return 0
         if self._fence_stream is None:
-            self._fence_stream = torch.cuda.Stream(self.talk.memory.device)  # type: ignore[no-untyped-call]
+            self._fence_stream = torch.cuda.Stream(self.talk.memory.device)
         if is_behind_steps:
             self._fence_stream.wait_stream(torch.cuda.current_stream())
             self._fence_stream.wait_stream(self._queue.scheduler.forward_stream)
@@ -216,14 +216,14 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             return self.talk.mark()
 
     def name(self, req: Any) -> tuple[str, str]:
-        """The digest of the request's prompt; or "", and why it does not travel."""
-        if reason := stays_here(req):
+        """The digest of the request's prompt; or "", and why the prompt is not carried."""
+        if reason := why_not_carried(req):
             return "", reason
         digest, reason = attempt(req, "its prompt has no name", self.digest)
         return digest or "", reason
 
     def digest(self, req: Any) -> str:
-        """Of the request's prompt, with the adapter that its number means here."""
+        """The digest of the request's prompt. A LoRA goes in by name and path: its id is this server's own."""
         lora = getattr(self._queue.scheduler.tp_worker.model_runner, "lora_manager", None)
         ref = getattr(lora, "lora_refs", {}).get(req.lora_id)
         return prompt_digest(req, (req.lora_id or "", "") if ref is None else (ref.lora_name, ref.lora_path))
@@ -231,11 +231,11 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     # A request's room:
 
     def enter(self, number: int, owner: object) -> str:
-        """Why this request has no room, or ""."""
+        """Give the room to this request. Returns why not, or ""."""
         return self.rooms.enter(number, owner, time.monotonic())
 
     def leave(self, number: int, owner: object, failure: str, forget: Callable[[], None]) -> None:
-        """The request is over, and SGLang's own traces of it go by `forget`. Who asked for it hears of its failure."""
+        """The request is over. `forget` removes SGLang's own records of it. Ranks that asked are told of a failure."""
         with self._status_lock:
             if not self.rooms.is_of(number, owner):
                 return
@@ -246,9 +246,9 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._tell_failed(number, asked, failure)
 
     def may_ask_again(self, bootstrap_addr: str, after_s: float) -> bool:
-        """Whether a prefill server may be asked for its ranks once more: for all requests together now and then.
+        """Whether a prefill server may be asked for its ranks again: once in `after_s`, for all requests together.
 
-        Not one that the heartbeat has given up: each question to it would hold up the scheduler.
+        A server that the heartbeat has given up on may not: each question to it would block the scheduler.
         """
         now = time.monotonic()
         if bootstrap_addr not in self.prefill_info_table or now - self._routes.get(bootstrap_addr, 0.0) < after_s:
@@ -272,18 +272,18 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             except BadMessage as error:
                 log.warning("dropped what came on the control socket: %s", error)
             except Exception:
-                log.exception("the control socket's thread goes on")
+                log.exception("an error on the control socket's thread, which goes on")
 
     # Prefill's side of it:
 
     def bind(self, number: int, owner: object, prompt: str) -> None:
-        """What a request is about. The decode side may have asked for it already."""
+        """Set the digest of the request's prompt. Decode ranks may have asked already, also for another prompt."""
         strangers = self.rooms.bind(number, owner, prompt)
         self._tell_failed(number, strangers, f"bootstrap_room {number}: {OTHER_PROMPT}")
         self.meet(number)
 
     def meet(self, number: int) -> None:
-        """A request, all questions for it, an agent: when they are there its prefill may begin."""
+        """Let the prefill begin, if the request, all questions for it and our agent are there."""
         if not (self.is_attached or self.is_silent):
             return
         with self._status_lock:
@@ -312,7 +312,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             self.meet(asked.room)
 
     def _hear_abort(self, said: Any) -> None:
-        """The scheduler sees the status, and its sender takes the offer back. A stranger's word is nobody's."""
+        """Fail the request: the scheduler sees the status and withdraws the offer. Ignored if that rank did not ask."""
         number = said.room
         with self._status_lock:
             if not self.rooms.unask(number, (said.decode_ip, said.decode_port)):
@@ -339,13 +339,13 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self.rooms.put(row)
 
     def send_row(self, row: Row, asked: Iterable[Asked]) -> None:
-        """Raises zmq.ZMQError."""
+        """Send the auxiliary row to every rank that asked. Raises zmq.ZMQError."""
         for endpoint, port in endpoints(asked):
             address = NetworkAddress(endpoint, port)
             self._send_multipart_locked(address.to_tcp(), pack(row), is_ipv6=address.is_ipv6)
 
     def _connect(self, endpoint: str, is_ipv6: bool = False) -> Any:
-        """To a decode rank. SGLang's own socket gives up for good when it was refused once, and says nothing of it."""
+        """Connect to a decode rank. SGLang's own socket silently gives up for good after one refused connection."""
         with self._socket_lock:
             if endpoint not in self._socket_cache:
                 made = self._zmq_ctx.socket(zmq.PUSH)
@@ -367,9 +367,9 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             return self._socket_cache[endpoint]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Only our own agent writes our blocks: they are free once it has said that this want is over.
+        """Whether the pages of an aborted request may be reused: once our agent has said that the want is over.
 
-        Nobody remote has to be heard for that.
+        Only our own agent writes our pages, so we need no acknowledgement from remote ranks.
         """
         self.look()
         return self.talk is None or not self.talk.is_open(str(bootstrap_room))
@@ -377,19 +377,19 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     # Who is where:
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
-        """A prefill rank's line in the bootstrap server, with its agent's address."""
+        """Register this prefill rank with the bootstrap server, and its agent's address with it."""
         self._bootstrap_url, self._row = url.removesuffix("/route"), payload
         self._registered = self.agent_address
         super()._register_topology_row(url, payload | {AGENT: self._registered})
 
     def _register_again(self, address: str) -> None:
-        """The same line with another agent. Raises RequestException."""
+        """Register again with another agent. Raises RequestException."""
         row = self._row | {AGENT: address}
         requests.put(f"{self._bootstrap_url}/route", json=row, timeout=5).raise_for_status()
         self._registered = address
 
     def _keep_registered(self) -> None:
-        """An agent that comes late, or moves, is registered anew; all ranks' addresses are told to ours."""
+        """Register an agent that comes late or moves, and tell our agent the addresses of all ranks' agents."""
         asked_at = 0.0
         while True:
             is_known = len(self._ranks) == self._shard.tp_size * self._shard.pp_size
@@ -402,12 +402,12 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
                     if self._ranks and self._ranks != before and (talk := self.talk) is not None:
                         talk.share(self._ranks)
                 for number in self.rooms.owned():
-                    self.meet(number)  # a later pipeline stage polls no sender until its prefill has begun
+                    self.meet(number)  # later pipeline stages poll no sender before its prefill begins
                 self.rooms.forget_old(time.monotonic())
             except requests.RequestException as error:
                 log.debug("the bootstrap server does not answer: %s", error)
             except Exception:
-                log.exception("the registry's thread goes on")
+                log.exception("an error on the registry's thread, which goes on")
 
     def _ask_ranks(self) -> tuple[Rank, ...]:
         answer = requests.get(f"{self._bootstrap_url}{RANKS}?replica={self._replica}", timeout=5)
@@ -415,9 +415,9 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         return tuple(Rank(tp_rank=tp, pp_rank=pp, address=address) for pp, tp, address in answer.json() if address)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """What the prefill server is, once. Page size, dtype, layout and sizes may be others than ours.
+        """Ask once what the prefill server is. Its page size, dtype, layout and sizes may differ from ours.
 
-        Whether their rows can become ours is for the agents to say, for one request.
+        The agents decide whether its rows can be converted to ours. If they cannot, only the request fails.
         """
         if bootstrap_addr in self.prefill_info_table:
             return True
@@ -433,14 +433,14 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             answer.raise_for_status()
             info = PrefillServerInfo(**answer.json())
         except (requests.RequestException, TypeError, ValueError) as error:
-            log.error("no word of the prefill server at %s: %s", bootstrap_addr, error)
+            log.error("no usable answer from the prefill server at %s: %s", bootstrap_addr, error)
             return False
         self._resolve_rank_mapping(info)
         self.prefill_info_table[bootstrap_addr] = info
         return True
 
     def _resolve_rank_mapping(self, info: Any) -> None:
-        """Whom this decode rank asks. The KV takes its own ways: an agent asks all agents of the other engine."""
+        """Set which prefill ranks this decode rank asks. For the KV its agent asks all agents of the other engine."""
         info.target_tp_ranks = list(shares(self.attn_tp_rank, self.attn_tp_size, info.attn_tp_size))
         info.target_tp_rank = info.target_tp_ranks[0]
         info.target_cp_ranks = [0]
@@ -449,14 +449,14 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         info.required_prefill_response_num = 1
 
     def askers(self, prefill_tp_rank: int, prefill_tp_size: int) -> int:
-        """How many of our engine's ranks ask that prefill rank."""
+        """How many ranks of our engine ask that prefill rank."""
         mine = range(self.attn_tp_size)
         asking = sum(prefill_tp_rank in shares(rank, self.attn_tp_size, prefill_tp_size) for rank in mine)
         return asking * int(self.pp_size)
 
 
 def attempt(req: Any, failure: str, read: Callable[[Any], T]) -> tuple[T | None, str]:
-    """What `read` finds in a request; or None, and why. On the scheduler's thread an exception would end the server."""
+    """`read(req)`; or None, and why it failed. An exception on the scheduler's thread would end the server."""
     try:
         return read(req), ""
     except EngineError as error:
@@ -467,12 +467,12 @@ def attempt(req: Any, failure: str, read: Callable[[Any], T]) -> tuple[T | None,
 
 
 def is_foreign(bootstrap_addr: str) -> bool:
-    """Whether its prompt was prefilled by another engine: there is no server of SGLang's to ask."""
+    """Whether another kind of engine prefills: then there is no SGLang server to ask."""
     return bootstrap_addr.rpartition(":")[0] == foreign.HOST
 
 
 class PrefillServers(dict[str, Any]):
-    """By address. Other engines are found here too and not listed: SGLang asks all that are listed for their health."""
+    """Prefill servers by address. Other engines are found but not listed: SGLang health-checks all that are listed."""
 
     foreign: Any = None
 
@@ -498,7 +498,7 @@ def _check_version() -> None:
 
 
 def _check_parallel(mode: Any) -> None:
-    """Raises OperatorError for what rows cannot be described under yet."""
+    """Raise OperatorError for a kind of parallelism that is not supported yet."""
     parallel = get_parallel()
     for name in ("attn_dcp_size", *(("attn_cp_size",) if mode == DisaggregationMode.DECODE else ())):
         if getattr(parallel, name) != 1:
@@ -521,19 +521,19 @@ def _shard() -> Shard:
 
 
 def _replica() -> int:
-    """Which copy of the model, as the bootstrap server counts them."""
+    """The number of this copy of the model, as the bootstrap server counts."""
     parallel = get_parallel()
     return int(parallel.attn_dp_rank if parallel.dp_size == 1 else parallel.dp_rank or 0)
 
 
 def _common_id() -> str:
-    """One for all ranks of a replica, and no other engine's."""
+    """An engine id that all ranks of a replica share, and no other engine has."""
     common = get_parallel().world_group.broadcast_object(uuid.uuid4().hex, src=0)
     return f"{common}-{_replica()}"
 
 
 def _local_rank() -> int:
-    """Its number among this engine's ranks on this host: what `{rank}` in the socket's path means."""
+    """This rank's number among the engine's ranks on this host: `{rank}` in the socket's path."""
     parallel = get_parallel()
     here = max(1, parallel.tp_size * parallel.pp_size // parallel.nnodes)
     rank = (parallel.pp_rank * parallel.tp_size + parallel.tp_rank) % here

@@ -1,8 +1,8 @@
-"""What kvbridge's halves in two SGLang servers say to each other over SGLang's own control sockets. Pure.
+"""Messages between kvbridge's adapters in two SGLang servers, over SGLang's own control sockets. Pure.
 
-The KV goes through the agents. Here go the question that starts a prefill, and the auxiliary row: what SGLang's decode
-side must know besides the KV (the first token, its log-probabilities, ...), one piece of bytes for each of its buffers.
-Everything comes from the network: what cannot be read raises BadMessage, and is nobody's end.
+The KV goes through the agents. These messages carry the question that starts a prefill, and the auxiliary row: what
+SGLang's decode side must know besides the KV (the first token, its log probabilities, ...), as one byte string for each
+of its buffers. All input comes from the network: an unreadable message raises BadMessage, and is dropped.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Text = Annotated[str, Meta(max_length=256)]
 
 
 class BadMessage(Exception):
-    """What came is no message of ours."""
+    """The frames are not one of our messages."""
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """Decode to prefill: I have places for this prompt from `first_token` on; `ranks` of my engine ask you so.
+    """Decode to prefill: we have pages for this prompt from `first_token` on. `ranks` of our ranks send you this.
 
-    `endpoint` and `dst_port` are where the answer goes (SGLang's names: its own code reads them).
+    `endpoint` and `dst_port` are where the answer goes. The names are SGLang's, because its own code reads them.
     """
 
     room: int
@@ -41,7 +41,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
 
     @property
     def is_dummy(self) -> bool:
-        """SGLang's word for a rank that asks without taking anything; ours all want the auxiliary row."""
+        """For SGLang: whether this rank takes nothing. False, because all our ranks need the auxiliary row."""
         return False
 
 
@@ -61,22 +61,22 @@ def pack(message: Asked | Row) -> list[bytes]:
 
 
 def unknown(frames: Sequence[bytes]) -> BadMessage:
-    """What came is nothing that we know."""
+    """The error for frames of an unknown kind."""
     return BadMessage(f"{len(frames)} frames beginning with {bytes(frames[0][:32]) if frames else b''!r}")
 
 
 def unpack(frames: Sequence[bytes]) -> Asked | Row:
-    """Raises BadMessage."""
+    """Decode a message. Raises BadMessage."""
     if len(frames) != 2 or frames[0] != TAG or len(frames[1]) > MOST_BYTES:
         raise unknown(frames)
     try:
         return _decoder.decode(frames[1])
-    except (ValueError, msgspec.MsgspecError, RecursionError) as error:  # text that is no UTF-8 is a ValueError
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:  # ValueError: text that is not UTF-8
         raise BadMessage(str(error)) from error
 
 
 def shares(mine: int, size: int, theirs: int) -> range:
-    """Which of `theirs` ranks rank `mine` of `size` speaks to, so that each of either side is spoken to by one or more.
+    """Which of the other side's `theirs` ranks our rank `mine` of `size` talks to. Every rank gets a partner.
 
     >>> [list(shares(mine, 2, 3)) for mine in range(2)]
     [[0, 1], [1, 2]]

@@ -1,4 +1,4 @@
-"""What an operator may set for SGLang's ranks, in the environment of its processes; read once, at the door. Pure."""
+"""Options of the SGLang adapter, read once from the environment of SGLang's processes. Pure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from ...errors import OperatorError
 
 PREFIX = "KVBRIDGE_ENGINE_"
-# What Kubernetes tells every pod of a service that is called kvbridge-engine.
+# Variables that Kubernetes sets in every pod for services whose names begin with kvbridge-engine.
 SERVICE = re.compile(rf"{PREFIX}(\w+_)?(SERVICE_(HOST|PORT)|PORT)(_\w+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class SGLangOptions:
-    """Spelled in capitals, with `KVBRIDGE_ENGINE_` in front. SGLang's own timeouts hold for all else.
+    """In the environment: `KVBRIDGE_ENGINE_` and the name in capitals. All other timeouts are SGLang's own.
 
     socket       the agent's unix socket, an absolute path; `{rank}` is the rank's number among this engine's ranks on
                  this host, `{gpu}` the number of its GPU
-    agent_uids   users whose agents are given this engine's memory, besides our own and root; numbers, with commas
-    hold_s       how long a prefilled prompt is kept for a decoding engine that does not come
-    connect_s    how long start-up waits for the agent; without one the engine starts all the same
-    model_name   what both engines call the model; the last part of the model's path if not set
+    agent_uids   user ids whose agents get this engine's memory, besides our own and root; separated by commas
+    hold_s       how long a prefilled prompt is kept for a decode engine that does not come
+    connect_s    how long start-up waits for the agent; then the engine starts without one
+    model_name   the model's name, the same on both engines; default: the last part of the model's path
     """
 
     socket: str = "/run/kvbridge/agent-{rank}.sock"
@@ -34,7 +34,7 @@ class SGLangOptions:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> SGLangOptions:
-        """Raises OperatorError for a name nobody knows or a value that makes no sense."""
+        """Raises OperatorError for an unknown name or a bad value."""
         known = {PREFIX + field.name.upper(): field for field in fields(cls)}
         given: dict[str, Any] = {}
         for variable, text in environment.items():

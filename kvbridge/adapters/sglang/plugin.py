@@ -1,8 +1,8 @@
-"""Makes `--disaggregation-transfer-backend kvbridge` known to SGLang (entry point `sglang.srt.plugins`).
+"""Registers `--disaggregation-transfer-backend kvbridge` with SGLang (entry point `sglang.srt.plugins`).
 
-SGLang has no registry for backends yet: the name joins its list of choices and its enum, and a few of its functions are
-hooked. SGLang only logs what goes wrong in a plugin, so whoever asks for this backend finds out in another way: without
-the name its command line refuses it, and without a hook our manager does (`manager.py`).
+SGLang has no registry for backends yet. So we add the name to its list of choices and to its enum, and hook a few of
+its functions. SGLang only logs errors of a plugin, but a failed registration still shows: without the name SGLang's
+command line refuses the backend, and without a hook our manager refuses to start (`manager.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def register() -> None:
-    """SGLang calls this in every process, and may call it twice."""
+    """Register the backend. SGLang calls this in every process, and may call it twice."""
     from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -47,7 +47,7 @@ def register() -> None:
 
 
 def _add_member(backends: Any) -> None:
-    """As the enum's own members are: found by name, by value, and in its list."""
+    """Add our member so that it is found by name, by value, and in the enum's list."""
     member = object.__new__(backends)
     member._name_, member._value_ = NAME.upper(), NAME
     backends._member_map_[NAME.upper()] = member
@@ -82,7 +82,7 @@ def _init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
 
 
 def _get_contiguous_buf_infos(original: Callable[..., Any], pool: Any) -> Any:
-    """SGLang's own backends cannot carry a pool whose pages hold heads before tokens, and so it refuses to list it."""
+    """SGLang refuses to list the buffers of an `hnd` pool, because its own backends cannot carry one. Ours can."""
     if building.get() is None or not pool.use_hnd:
         return original(pool)
     pool.use_hnd = False
@@ -115,7 +115,7 @@ def _send_kv_metadata(
 
 
 def _handle_batch_request(original: Callable[..., Any], manager: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-    """What is left on a prompt of the call is found again on each request that is made of it."""
+    """Leave `SampleRooms` on each prompt of the call. `_send_one_request` finds it on the requests made from it."""
     from sglang.srt.runtime_context import get_disagg
 
     if getattr(call, "parallel_sample_num", 1) > 1 and get_disagg().disaggregation_transfer_backend == NAME:

@@ -1,4 +1,4 @@
-"""SGLang's KV pools as a Pool: which planes they hold, and which allocations those lie in."""
+"""Describes SGLang's KV pool as a Pool: its planes, and the allocations that hold them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..engine.shards import PLAIN, Heads
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("nhd", "hnd")
-POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")  # these and no subclass: each of those keeps its rows in its own way
+POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")  # exactly these: each subclass stores its rows differently
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
-    """One tensor of a layer: [slots, heads, width], or pages of heads before tokens: [pages, heads, tokens, width]."""
+    """One tensor of a layer: [slots, heads, width], or in the layout `hnd` [pages, heads, tokens, width]."""
 
     layer: int
     name: str
@@ -29,7 +29,7 @@ class LayerTensor:
 
 
 def describe(queue: Any, shard: Shard, *, model_name: str, engine_id: str) -> Memory:
-    """The memory of one rank, from the scheduler's queue that owns it. Raises OperatorError naming what we cannot."""
+    """The memory of one rank; `queue` is the scheduler's queue. Raises OperatorError for a pool we cannot describe."""
     from sglang.version import __version__
 
     pool, config = queue.token_to_kv_pool, queue.scheduler.model_config
@@ -63,7 +63,7 @@ def describe(queue: Any, shard: Shard, *, model_name: str, engine_id: str) -> Me
 
 
 def check(queue: Any) -> None:
-    """Raises OperatorError for a cache that is not described yet, by the name that SGLang gives it."""
+    """Raise OperatorError if this cache is not supported yet, with SGLang's name for it."""
     pool = queue.token_to_kv_pool
     kind = type(pool).__name__
     if kind not in POOLS:
@@ -84,7 +84,7 @@ def check(queue: Any) -> None:
 
 
 def moved(pool: Any) -> None:
-    """The tensors of a CPU's pool have moved into shared memory: renew what SGLang remembers of their addresses."""
+    """Update the addresses that SGLang keeps, after a CPU pool's tensors have moved into shared memory."""
     if hasattr(pool, "_init_data_ptrs_and_strides"):
         pool._init_data_ptrs_and_strides()
     elif getattr(pool, "data_ptrs", None) is not None:
@@ -101,7 +101,7 @@ def _is_hnd(pool: Any) -> bool:
 
 
 def _attentions(model: Any) -> dict[int, Any]:
-    """The model's attention layers on this rank, by number; they know scales and windows."""
+    """This rank's attention layers by number. They have the scales and windows."""
     return {module.layer_id: module for module in model.modules() if type(module).__name__ == "RadixAttention"}
 
 
@@ -117,7 +117,7 @@ def _parts(pool: Any, attentions: dict[int, Any]) -> Iterator[LayerTensor]:
 
 
 def _scale(attention: Any, part: str) -> float:
-    """A stored number times this is the value; 1 where the checkpoint has none."""
+    """The factor from a stored number to its value; 1 if the checkpoint has none."""
     said = getattr(attention, f"{part}_scale_float", None)
     if said is None and (tensor := getattr(attention, f"{part}_scale", None)) is not None:
         said = float(tensor)
@@ -154,7 +154,7 @@ def _plane(part: LayerTensor, region: int, pool: Any, heads: Heads) -> Plane:
 def _layers(
     parts: list[LayerTensor], pool: Any, heads: Heads, attentions: dict[int, Any], config: Any, shard: Shard
 ) -> tuple[Layer | None, ...]:
-    """One record for each layer this rank has; None for those of other pipeline ranks."""
+    """One record per layer of this rank; None for layers of other pipeline ranks."""
     mine: dict[int, Layer] = {}
     for part in parts:
         widths = {other.name: other.tensor.shape[-1] for other in parts if other.layer == part.layer}
@@ -162,7 +162,7 @@ def _layers(
             rope = int(pool.qk_rope_head_dim)
             mine[part.layer] = Layer(kind="mla", kv_heads=1, key_width=widths["latent"], value_width=0, rope_width=rope)
             continue
-        # SGLang counts the tokens before the current one, models count it too.
+        # SGLang's window excludes the current token. A model's window includes it.
         before = getattr(attentions.get(part.layer), "sliding_window_size", -1)
         window = before + 1 if before > 0 else 0
         mine[part.layer] = Layer(

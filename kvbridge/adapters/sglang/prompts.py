@@ -1,4 +1,4 @@
-"""What of an SGLang request decides the KV of its prompt, and whether that may travel. Pure."""
+"""The digest of all that decides the KV of an SGLang request's prompt, and whether that KV may be carried. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from ..engine.prompts import PromptDigest
 
 
-def stays_here(req: Any) -> str:
-    """Why this prompt does not travel: nothing tells its KV from another's. "" if something does."""
+def why_not_carried(req: Any) -> str:
+    """Why this prompt is not carried: nothing tells its KV from another prompt's. "" if it is carried."""
     for name in ("input_embeds", "positional_embed_overrides"):
         if getattr(req, name, None) is not None:
             return f"{name}: prompt embeddings do not travel"
@@ -17,10 +17,10 @@ def stays_here(req: Any) -> str:
 
 
 def prompt_digest(req: Any, lora: tuple[str, str]) -> str:
-    """Of all that decides the KV of a request's prompt: what SGLang's prefix cache goes by, and a little more.
+    """The digest of all that decides the prompt's KV: what SGLang's prefix cache uses as key, and a little more.
 
-    Media are in the token ids already (SGLang fills their places with numbers made of their hashes), and here again
-    with their whole hashes. `lora` is the adapter's name and path.
+    The token ids already stand for media, because SGLang fills their places with numbers made from their hashes. The
+    whole hashes are added here. `lora` is the adapter's name and path.
     """
     digest = PromptDigest(prompt_tokens(req))
     for item in getattr(getattr(req, "multimodal_inputs", None), "mm_items", None) or ():
@@ -37,7 +37,7 @@ def prompt_digest(req: Any, lora: tuple[str, str]) -> str:
 
 
 def prompt_tokens(req: Any) -> list[int]:
-    """Whose KV travels: the prompt, and after a retraction what had been said before it (`_pre_alloc_fill_len`)."""
+    """The tokens whose KV is carried: the prompt, and after a retraction the output so far (`_pre_alloc_fill_len`)."""
     tokens = list(req.origin_input_ids)
     if getattr(req, "pd_rebootstrap_in_progress", False):
         tokens += list(req.output_ids)

@@ -1,4 +1,4 @@
-"""A request prefilled elsewhere, as SGLang's decode scheduler sees it: one want, and the auxiliary row behind it."""
+"""SGLang's decode side of a request: one want for the KV, and then the auxiliary row."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .rooms import OTHER_PROMPT
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
-AGENT_S = 10.0  # an agent that is started anew is waited for
+AGENT_S = 10.0  # how long a request waits for an agent that is away
 AGAIN_S = 0.5
 ANSWER_S = 30.0  # how long the other engine's agents may take to hear that nothing is needed
 
 
 class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not there for the checker
-    """Called on the scheduler's thread: what goes wrong here is the request's failure, or it would end the server."""
+    """Called on the scheduler's thread. An exception there would end the server, so an error fails the request."""
 
     kv_mgr: KVBridgeManager
 
     def __init__(self, mgr: KVBridgeManager, bootstrap_addr: str, bootstrap_room: int) -> None:
-        self._obstacle = mgr.enter(bootstrap_room, self)  # to its having a room at all
+        self._obstacle = mgr.enter(bootstrap_room, self)  # why it has no room, or ""
         if self._obstacle:
             self.kv_mgr, self.bootstrap_room, self.bootstrap_addr = mgr, bootstrap_room, bootstrap_addr
             self.conclude_state, self.abort_notified, self.require_staging = KVPoll.Failed, False, False
@@ -42,23 +42,23 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             self._expected: Expect | None = None
             return
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        self._name = ""  # of the want, once it is said
+        self._name = ""  # of the want, once it is sent
         self._prompt = self._traceparent = ""
-        self._tokens = 0  # that it is given pages for
+        self._tokens = 0  # that we have pages for
         self._aux_index = -1
-        self._pages = None  # given to us, and not asked for yet
+        self._pages = None  # allocated to us, and not asked for yet
         self._first_token = 0
-        self._is_wanted = False  # whether the row may be taken once nothing is outstanding
+        self._is_wanted = False  # all is asked for: `_poll` waits for the want and the row
         self._expected = None  # what another engine holds for us while the request queues
         self._prefilled: tuple[foreign.Prefilled, list[tuple[float, int]]] | None = None  # by another engine
 
     @property
     def _has_room(self) -> bool:
-        """Another request may have it as soon as this one's failure is told."""
+        """Whether the room is still ours. Once our failure is told another request may have it."""
         return self.kv_mgr.rooms.is_of(self.bootstrap_room, self)
 
     def queued(self, req: Any) -> None:
-        """It has no pages yet. What another engine has prefilled is held for it; what does not fit fails in `bind`."""
+        """The request has no pages yet. Ask another engine's agent to hold its prefill; a mismatch fails in `bind`."""
         if self._has_room and is_foreign(self.bootstrap_addr):
             attempt(req, "nothing is held for it", self._expect)
 
@@ -76,7 +76,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             talk.want(_nothing(Expect(request=str(number), rendezvous=told.rendezvous, sender=told.sender)))
 
     def bind(self, req: Any, tokens: int) -> None:
-        """Whose request this is, and for how many tokens of its prompt it is given pages."""
+        """The request has pages for `tokens` tokens. Fails it if its prompt is not carried or does not match."""
         if not self._has_room:
             return
         self._tokens = tokens
@@ -89,7 +89,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self.kv_mgr.rooms.bind(self.bootstrap_room, self, self._prompt)
 
     def _read_foreign(self, req: Any) -> str:
-        """What was said of another engine's prefill. Why it does not fit, or ""."""
+        """Read what the router said of another engine's prefill. Returns why it does not fit, or ""."""
         told, reason = attempt(req, "custom_params", lambda req: foreign.prefilled(req, self.kv_mgr.vocabulary))
         if told is None:
             return reason
@@ -112,12 +112,12 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
 
     def _setup_bootstrap_infos(self) -> None:
         if is_foreign(self.bootstrap_addr):
-            self.bootstrap_infos: list[dict[str, Any]] = []  # nobody to be told
+            self.bootstrap_infos: list[dict[str, Any]] = []  # no server to ask
         else:
             super()._setup_bootstrap_infos()
 
     def _register_kv_args(self) -> bool:
-        """Nothing is registered: the agents know each other."""
+        """Nothing to register: the agents know each other."""
         return True
 
     def send_metadata(
@@ -129,7 +129,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         destination: Any = KVTransferDestination.DEVICE,
         device_kv_indices: Any = None,
     ) -> None:
-        """Pages are there: ask the prefill server to begin, and our agent to fetch."""
+        """The pages are allocated: ask the prefill server to begin, and our agent to fetch."""
         if self.conclude_state is not None or self._has_failed:
             return
         try:
@@ -144,7 +144,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             self._fail(f"not asked for: {type(error).__name__}: {error}")
 
     def _ask_soon(self) -> None:
-        """Now, or when the agents of both sides are there."""
+        """Ask once both sides have agents. Fails the request if that takes longer than AGENT_S."""
         assert self._pages is not None and self.init_time is not None
         if self._has_failed:
             return
@@ -159,7 +159,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             self._fail(f"{lacks}, since {AGENT_S:g} s")
 
     def _lacks_theirs(self) -> str:
-        """Why the prefill server's agents are not known, or "". Its registry is asked again now and then."""
+        """Why the prefill server's agents are not known, or "". Asks its bootstrap server again every AGAIN_S."""
         if self._agents():
             return ""
         if self.kv_mgr.may_ask_again(self.bootstrap_addr, AGAIN_S):
@@ -169,7 +169,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
 
     @property
     def _has_failed(self) -> bool:
-        """By what another thread has heard."""
+        """Whether the status says so. Another thread may have set it."""
         return bool(self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Failed)
 
     def _agents(self) -> list[str]:
@@ -180,7 +180,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     def _ask(self, pages: list[int], first: int) -> None:
         manager, talk, number = self.kv_mgr, self.kv_mgr.talk, self.bootstrap_room
         assert talk is not None
-        if talk.is_open(str(number)):  # an aborted one, that the agent has not answered yet
+        if talk.is_open(str(number)):  # an aborted request, whose want the agent has not ended yet
             return self._fail(f"bootstrap_room {number}: in use by another request")
         for info in self.bootstrap_infos:
             asked = Asked(
@@ -229,12 +229,12 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         return int(status)
 
     def _advance(self) -> None:
-        """Success when the KV is in our pages and the row behind it."""
+        """Succeed once the KV is in our pages and the auxiliary row has come."""
         if self._pages is not None:
             return self._ask_soon()
         ended = self.kv_mgr.ended(self._name) if self._name else None
         if ended is not None and not ended.is_good:
-            self.invalidate_cached_bootstrap_infos()  # it may have been started anew, somewhere else
+            self.invalidate_cached_bootstrap_infos()  # the prefill server's agents may have moved
             return self._fail(f"{ended.code}: {ended.reason}")
         if ended is None and self._name:
             return
@@ -258,7 +258,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
 
     def abort(self) -> None:
-        """Perhaps on another thread: `_poll` tells our agent."""
+        """May run on another thread: `_poll` tells our agent."""
         if self._has_room:
             super().abort()
 
@@ -269,24 +269,24 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         super().failure_exception()
 
     def clear(self) -> None:
-        """SGLang says so twice of a request that has failed: when that is told, and when its pages are given back."""
+        """SGLang calls this twice for a failed request: when it reports the failure, and when it frees the pages."""
         self._abandon("the request is over")
         if self._has_room:
             self.kv_mgr.unwatch(self._name)
             self.kv_mgr.leave(self.bootstrap_room, self, "", super().clear)
 
     def _abandon(self, reason: str) -> None:
-        """Once. Its pages stay ours until the agent has answered: `is_abort_release_safe`."""
+        """Idempotent. The pages stay ours until the agent has ended the want (`is_abort_release_safe`)."""
         talk = self.kv_mgr.talk
         if self._is_wanted and self._name and talk is not None and talk.is_open(self._name):
             talk.abandon(self._name, reason)
-        if self._expected is not None and talk is not None:  # nobody comes for it: it need not be held
+        if self._expected is not None and talk is not None:  # no want follows: the other engine need not hold it
             talk.want(_nothing(self._expected))
         self._is_wanted, self._pages, self._expected = False, None, None
 
 
 def _nothing(expected: Expect) -> Want:
-    """What lets the other engine have its blocks back."""
+    """An empty want: the other engine may free its blocks."""
     return Want(
         request=expected.request,
         rendezvous=expected.rendezvous,

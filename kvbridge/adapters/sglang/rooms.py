@@ -1,7 +1,7 @@
-"""Bootstrap rooms of one rank: whose each is, what the other server has said of it, how it ended. Pure, but for a lock.
+"""The bootstrap rooms of one rank: who owns each, what the other server said of it, how it ended. Pure but for a lock.
 
-A room is a number that a client may choose, so it may come twice, with another prompt, or from a stranger. It is one
-request's at a time: from `enter` to `leave`. What the other server says may come before that, and after it.
+A room is a number that a client may choose. So the same number may come twice, with another prompt, or from a stranger.
+A room belongs to one request at a time, from `enter` to `leave`. The other server's messages may come before and after.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 
 from .messages import Asked, Row
 
-MOST_ROOMS = 65536  # asked for without a request
-MOST_ASKING = 1024  # ranks, of one room
-FORGET_S = 900.0  # a question whose request never came
-FAILED_S = 300.0  # a question that comes so long after its request has failed is told so
+MOST_ROOMS = 65536  # at this number a question opens no new room
+MOST_ASKING = 1024  # ranks that may ask for one room
+FORGET_S = 900.0  # how long a question waits for its request to come
+FAILED_S = 300.0  # how long after a failure a late question still gets its reason
 OTHER_PROMPT = "the request of the other side has another prompt, adapter, media or salt"
 
 
 @dataclass(slots=True)
 class Room:
-    """`owner` is the request of ours that has it, `prompt` its digest; "" until they are known.
+    """`owner` is our request in the room, None until it comes. `prompt` is its digest, "" until known.
 
-    `is_open`: nobody asks for it before it is computed (`foreign.py`).
+    `is_open`: no decode rank will ask, so the prefill may begin unasked (`foreign.py`).
     """
 
     since: float
@@ -35,7 +35,7 @@ class Room:
 
 
 class Rooms:
-    """Any thread may call."""
+    """All rooms of one rank. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class Rooms:
         self._failed: dict[int, tuple[str, float]] = {}  # why, and when
 
     def enter(self, number: int, owner: object, now: float) -> str:
-        """From here on it is this request's. Why it is not, or ""."""
+        """Give the room to this request. Returns why not, or ""."""
         if type(number) is not int or not 0 < number < 1 << 63:
             return f"bootstrap_room {number}: must be a number in [1, 2^63)"
         with self._lock:
@@ -60,7 +60,7 @@ class Rooms:
             return room is not None and room.owner is owner
 
     def bind(self, number: int, owner: object, prompt: str) -> list[Asked]:
-        """What its request is about. Whoever asked for another prompt is answered that it is not this one."""
+        """Set the digest of the request's prompt. Drops and returns the questions for another prompt."""
         with self._lock:
             room = self._rooms.get(number)
             if room is None or room.owner is not owner:
@@ -77,7 +77,7 @@ class Rooms:
                 room.is_open = True
 
     def is_open(self, number: int) -> bool:
-        """Whether its prefill may begin, though nobody has asked."""
+        """Whether the prefill may begin although nobody has asked."""
         with self._lock:
             room = self._rooms.get(number)
             return room is not None and room.is_open and bool(room.prompt)
@@ -90,7 +90,7 @@ class Rooms:
     # What the other server says:
 
     def ask(self, asked: Asked, now: float) -> str:
-        """A rank of the decode side has places for this prompt. Why it will not be served, or ""."""
+        """A decode rank has pages for this prompt. Returns why it will not be served, or ""."""
         with self._lock:
             if (failed := self._failed.get(asked.room)) is not None:
                 return failed[0]
@@ -105,7 +105,7 @@ class Rooms:
             return ""
 
     def whole(self, number: int) -> list[Asked]:
-        """All ranks of the decode side that will ask, once they have and the request is known; none before."""
+        """The questions of all decode ranks, once all have asked and the prompt is known. Empty before that."""
         with self._lock:
             room = self._rooms.get(number)
             if room is None or not room.prompt or not room.asked:
@@ -119,7 +119,7 @@ class Rooms:
             return room is not None and place in room.asked
 
     def unask(self, number: int, place: tuple[str, int]) -> bool:
-        """That rank asks no more. Whether it had."""
+        """Drop that rank's question. Returns whether there was one."""
         with self._lock:
             room = self._rooms.get(number)
             if room is None or room.asked.pop(place, None) is None:
@@ -129,7 +129,7 @@ class Rooms:
             return True
 
     def put(self, row: Row) -> bool:
-        """The auxiliary row of a prompt. Whether a request of ours waits for it."""
+        """Keep the auxiliary row of a prompt. Returns whether a request of ours waits for it."""
         with self._lock:
             room = self._rooms.get(row.room)
             if room is None or not room.prompt or room.prompt != row.prompt:
@@ -145,7 +145,7 @@ class Rooms:
     # The end:
 
     def leave(self, number: int, owner: object, failure: str, now: float) -> list[Asked]:
-        """Its request is over. Whom to tell, if it has failed; who asks later hears of it by `ask`."""
+        """The request is over. If it failed, returns the questions to answer; later ones get the failure from `ask`."""
         with self._lock:
             room = self._rooms.get(number)
             if room is None or room.owner is not owner:
@@ -157,7 +157,7 @@ class Rooms:
             return list(room.asked.values())
 
     def forget_old(self, now: float) -> list[int]:
-        """Questions for requests that never came, and failures that nobody asked for. Which rooms were let go."""
+        """Drop old failures, and rooms whose request never came. Returns the numbers of these rooms."""
         with self._lock:
             old = [n for n, room in self._rooms.items() if room.owner is None and now - room.since > FORGET_S]
             for number in old:
@@ -167,11 +167,11 @@ class Rooms:
             return old
 
     def owned(self) -> list[int]:
-        """Rooms that a request of ours has."""
+        """The rooms that have a request of ours."""
         with self._lock:
             return [number for number, room in self._rooms.items() if room.owner is not None]
 
 
 def endpoints(asked: Iterable[Asked]) -> list[tuple[str, int]]:
-    """Where they are to be answered, each once."""
+    """Where to send the answers, each address once."""
     return sorted({(each.endpoint, each.dst_port) for each in asked})

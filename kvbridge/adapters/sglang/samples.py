@@ -1,8 +1,8 @@
-"""Rooms of one call for several answers to a prompt (`n` > 1). Pure.
+"""Gives each sample of a prompt (`n` > 1) a room of its own. Pure.
 
-SGLang makes n + 1 requests of such a prompt, all in the prompt's one room: the first only fills the prefix cache, the
-others are copies of it. A room is one request's at a time (`rendezvous.py`), so each gets its own. Both servers send
-these requests in one order and number their rooms alike.
+SGLang turns such a prompt into n + 1 requests, all in the prompt's room. The first only fills the prefix cache, and the
+others are copies of it. A room belongs to one request at a time (`rooms.py`), so each request needs its own. Both
+servers send these requests in the same order, so they number the rooms alike.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from collections import Counter
 
 from ..engine.prompts import ROOMS
 
-# So far apart that rooms of a batch, which may follow each other, do not meet. And a multiple of all likely numbers of
-# replicas: SGLang picks one by the room's remainder, and all answers go where the first request has filled the cache.
+# Far enough apart that the rooms of a batch, which may be consecutive, do not collide. Also a multiple of all likely
+# replica counts: SGLang picks the replica by the room's remainder, and all samples must go to the replica whose cache
+# the first request has filled.
 STRIDE = math.lcm(*range(1, 17), 1024)
 TURN = ROOMS.stop // STRIDE * STRIDE
 
 
 class SampleRooms:
-    """Of one call."""
+    """The rooms of one call."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()
 
     def next(self, room: object) -> object:
-        """The room of the next request that is sent in this one. What is no room stays as it is, and is refused."""
+        """A room for the next request sent in `room`. An invalid room is returned as it is, and refused later."""
         if type(room) is not int or room not in ROOMS:
             return room
         count, self._sent[room] = self._sent[room], self._sent[room] + 1

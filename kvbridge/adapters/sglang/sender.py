@@ -1,4 +1,4 @@
-"""A prefilled request, as SGLang's prefill scheduler sees it: chunks become one offer, and it ends when all have it."""
+"""SGLang's prefill side of a request: its chunks become one offer, which ends when all receivers have read it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .prompts import prompt_tokens
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
-COMPUTING_S = 600.0  # an offer is held while the rest of its prompt is computed, however long a step takes
+COMPUTING_S = 600.0  # an offer is held this long for the prompt's next chunk: a step may be slow
 
 
 class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not there for the checker
-    """Called on the scheduler's thread. SGLang counts pages, we count tokens: `tokens` of them were sent."""
+    """Called on the scheduler's thread. SGLang counts pages, we count tokens: the offer ends at `_tokens`."""
 
     kv_mgr: KVBridgeManager
 
@@ -37,8 +37,8 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
-        self._why = mgr.enter(bootstrap_room, self)  # it has failed
-        self._is_over = bool(self._why)  # the room is not ours, or no longer
+        self._why = mgr.enter(bootstrap_room, self)  # why it failed, or ""
+        self._is_over = bool(self._why)  # the room is not ours, or not any more
         if self._is_over:
             self.kv_mgr, self.bootstrap_room, self.conclude_state = mgr, bootstrap_room, KVPoll.Failed
             return
@@ -52,7 +52,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._length = 0  # of the prompt
 
     def bind(self, req: Any) -> None:
-        """Whose request this is."""
+        """Take the prompt from SGLang's request. Fails it if the prompt is not carried or the parameters are bad."""
         if self._is_over:
             return
         self._prompt, reason = self.kv_mgr.name(req)
@@ -68,7 +68,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self.kv_mgr.bind(self.bootstrap_room, self, self._prompt)
 
     def pop_decode_prefix_len(self) -> int:
-        """From where on we are given pages: the decode side's prefix, in whole pages of ours."""
+        """The first token to send: the prefix that the decode side has, rounded down to whole pages of ours."""
         prefix, page = min(super().pop_decode_prefix_len(), self._length), self.kv_mgr.kv_args.page_size
         self._first_token = self._tokens = prefix - prefix % page
         return int(self._tokens)
@@ -119,7 +119,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._tokens = tokens
 
     def _send_row(self) -> bool:
-        """The auxiliary row goes to whoever asked; they use it when the KV is there. The last stage's is the one."""
+        """Send the auxiliary row to all ranks that asked, from the last pipeline stage only. False if that failed."""
         manager = self.kv_mgr
         self._is_row_sent = True
         if not manager.pp_group.is_last_rank:
@@ -144,13 +144,13 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         return int(super().poll_pp_consensus())
 
     def _advance(self) -> None:
-        """What the agent said becomes SGLang's status: Success only when nobody reads the pages any more."""
+        """Turn what the agent said into SGLang's status: Success only when nobody reads the pages any more."""
         manager = self.kv_mgr
         manager.look()
         if self.conclude_state is not None:
             return
         if not self._name:
-            manager.meet(self.bootstrap_room)  # our agent may be here by now
+            manager.meet(self.bootstrap_room)  # our agent may have come
             return
         if (ended := manager.ended(self._name)) is None:
             return
@@ -163,7 +163,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
 
     def abort(self) -> None:
-        """The pages are given to others as soon as this returns. SGLang may never speak of this request again."""
+        """SGLang may reuse the pages as soon as this returns, and may never mention the request again."""
         if not self._is_over:
             super().abort()
             self._end("Aborted by AbortReq.")
@@ -185,7 +185,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         )
 
     def _end(self, failure: str) -> None:
-        """Once: take the offer back, and leave the room. What was recorded as the cause goes before `failure`."""
+        """Withdraw the offer and leave the room. Idempotent. A recorded cause takes precedence over `failure`."""
         if self._is_over:
             return
         self._is_over = True
@@ -198,13 +198,13 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         manager.leave(number, self, said, super().clear)
 
     def _take_back(self, reason: str) -> None:
-        """Return when nothing reads the pages any more."""
+        """Withdraw the offer. Returns when nothing reads the pages any more."""
         name, self._name = self._name, ""
         talk = self.kv_mgr.talk
         if not name or talk is None:
             return
         is_open = talk.is_open(name)
-        talk.withdraw(name, reason)  # the last word, also of an offer that has ended before it was whole
+        talk.withdraw(name, reason)  # needed also if the offer ended before its last chunk was offered
         if is_open:
             talk.wait_for_readers([name])
         self.kv_mgr.unwatch(name)

@@ -1,9 +1,9 @@
 """Which entries of a request's block tables an offer or a want names. Pure.
 
-Full groups are offered as they grow. A window's blocks are given to others while a prompt goes on, so they come with
-the last offer only, and only those that vLLM keeps for the token that the decode side computes next. Entries before
-them hold vLLM's null block or somebody else's rows: nobody must read or write those. Whole blocks are kept, and vLLM's
-prefix cache hands out whole blocks: a window's first block travels from its first row on.
+Full groups are offered as they grow. vLLM gives a window's blocks to others while a prompt is computed. So they come
+with the last offer only, and only those that vLLM keeps for the token that the decode side computes next. Entries
+before them hold vLLM's null block or another request's rows: nobody may read or write those. vLLM keeps whole blocks,
+and its prefix cache hands out whole blocks, so a window's first block travels from its first row on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .versions import block_tokens, transfer_groups
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-NULL_BLOCK = 0  # vLLM's place for a block that a request does not have
+NULL_BLOCK = 0  # vLLM's placeholder for a block that a request does not have
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One group: tokens from one entry to the next, and which tokens vLLM keeps. `window` is the pool's."""
+    """Which tokens vLLM keeps of one group. A table entry spans `block_tokens` tokens; `window` is the pool's."""
 
     block_tokens: int
     kind: GroupKind
@@ -35,7 +35,7 @@ class Kept:
     def first(self, end_token: int) -> int:
         """The first token of the first block that vLLM keeps once `end_token` tokens are computed.
 
-        All blocks are given up that `get_num_skipped_tokens` covers whole.
+        vLLM gives up every block that `get_num_skipped_tokens` covers whole.
         """
         skipped = 0
         if self.kind == "sliding":
@@ -61,19 +61,19 @@ class GroupTables:
         return any(group.kind != "full" for group in self.groups)
 
     def outlives(self, tokens: int) -> bool:
-        """Whether what the other side needs of a prompt is still there when its request has ended.
+        """Whether all blocks that the other side needs of a prompt are still there when its request has ended.
 
-        Before vLLM asks us to keep the blocks, it gives up those that the token after the prompt does not need; the
-        other side computes the prompt's last token again, whose window may begin in the block before.
+        Before vLLM asks us to keep the blocks, it gives up those that the token after the prompt does not need. But
+        the other side computes the prompt's last token again, and that token's window may begin one block earlier.
         """
         return all(group.first(tokens) == group.first(tokens - 1) for group in self.groups)
 
     def count(self, tokens: int) -> int:
-        """How many blocks so many tokens take, in all groups."""
+        """How many blocks `tokens` tokens take, over all groups."""
         return sum(-(-tokens // group.block_tokens) for group in self.groups)
 
     def wanted(self, tables: Sequence[Sequence[int]], first: int, end: int) -> tuple[Blocks, ...]:
-        """The entries that hold tokens [first, end) of each group, as far as they are kept."""
+        """For each group, the entries that hold tokens [first, end), as far as vLLM keeps them."""
         return tuple(
             _piece(index, ids, group, max(first, group.first(end)), end)
             for index, (ids, group) in enumerate(zip(tables, self.groups, strict=True))
@@ -84,7 +84,7 @@ class GroupTables:
     ) -> tuple[Blocks, ...]:
         """The entries up to `tokens` that were not offered yet; `offered` counts those that were, by group.
 
-        Where the other side wants them up to `end`, and this is the last offer, windows come too.
+        `end` is None except in the last offer, which includes the windows: then it is the end of what is wanted.
         """
         pieces = []
         for index, (ids, group) in enumerate(zip(tables, self.groups, strict=True)):
@@ -96,7 +96,7 @@ class GroupTables:
         return tuple(pieces)
 
     def has_windows_of(self, tables: Sequence[Sequence[int]], end: int) -> bool:
-        """Whether the blocks are there that the last offer needs, where tokens up to `end` are wanted.
+        """Whether the window blocks are there that the last offer needs, if tokens up to `end` are wanted.
 
         The prefix cache gives a request its window, but none of the tokens that drafts need before it.
         """

@@ -1,8 +1,8 @@
-"""KVBridgeConnector: what vLLM loads. Hands each hook to the scheduler's or the worker's half; holds no logic.
+"""KVBridgeConnector: what vLLM loads. Passes each hook to the scheduler's or the worker's half; holds no logic.
 
 Load it by its short name (the `vllm.general_plugins` entry point registers it) or by module path: `"kv_connector":
 "KVBridgeConnector", "kv_connector_module_path": "kvbridge.adapters.vllm.connector", "kv_role": "kv_producer"`.
-Written against vLLM 0.32.0 and 0.26.0; options are in `options.Options`.
+Written against vLLM 0.32.0 and 0.26.0; options are in `options.VLLMOptions`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Finished = tuple[bool, dict[str, Any] | None]
 
 
 class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """One in the scheduler's process and one in each worker; `role` says which half is there."""
+    """One in the scheduler's process and one in each worker; `role` says which half it is."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -64,7 +64,7 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler.bind_pool(gpu_block_pool)
 
     def has_pending_block_frees(self) -> bool:
-        """Since 0.30, asked before a running request is preempted."""
+        """vLLM since 0.30 asks this before it preempts a running request."""
         return self.scheduler.may_free_blocks()
 
     def on_new_request(self, request: Request) -> None:
@@ -86,7 +86,7 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler.heard(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """The last that vLLM asks for in each step."""
+        """The last hook that vLLM calls in each step."""
         self.scheduler.step_over()
         return ()
 
@@ -97,7 +97,7 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler.finished(request)
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler.has_words
+        return self.scheduler.has_messages
 
     # Worker:
 
@@ -106,7 +106,7 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """Up to 0.28, whether all layers should be in one tensor; later versions have layouts for that."""
+        """Up to 0.28: whether all layers should be in one tensor. Later versions have layouts for that."""
         return self._options.cross_layer
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[Any]) -> None:
@@ -132,11 +132,11 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: the agent reads the cache itself."""
 
     def wait_for_save(self) -> None:
-        """When the forward is enqueued, drafts included; waits for nothing."""
+        """Called when the forward is enqueued, drafts included. Waits for nothing."""
         self.worker.after_forward()
 
     def clear_connector_metadata(self) -> None:
-        """The end of a step: 0.26 skips `wait_for_save` when nothing was computed."""
+        """The end of a step. 0.26 skips `wait_for_save` when nothing was computed."""
         self.worker.after_forward()
         super().clear_connector_metadata()
 
@@ -147,7 +147,7 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVConnectorTransferResults(reports.sent, reports.received, reports.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Before 0.30, which knows no failed receives: they show as blocks with load errors instead."""
+        """Used before 0.30. That has no failed receives: they show as blocks with load errors instead."""
         reports = self.worker.results()
         self._load_errors |= reports.failed_blocks
         return reports.sent or None, reports.received or None

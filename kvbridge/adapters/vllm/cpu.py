@@ -1,6 +1,6 @@
 """How vLLM's CPU attention lays K and V inside one (block, head) of N tokens and D elements. Pure.
 
-The cache looks like [B, H, N, 2D], but the kernels take each (block, head) for 2N x D numbers: first the K half, then
+The cache has shape [B, H, N, 2D], but the kernels treat each (block, head) as 2N x D numbers: first the K half, then
 the V half (`CPUAttentionBackendImpl.forward`: view, then chunk along dim 2). The axes are from csrc/cpu of vLLM 0.32.0:
 cpu_attn_vec.hpp, cpu_attn_vec16.hpp, cpu_attn_amx.hpp, cpu_attn_amx_fp8.hpp and cpu_attn_fp8.hpp.
 """
@@ -18,7 +18,7 @@ Axis = tuple[Step, ...]
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """K or V of one (block, head): where token t and element e are, in bytes from the half's start."""
+    """K or V of one (block, head): where token t and element e lie, in bytes from the half's start."""
 
     tokens: Axis
     elements: Axis
@@ -34,7 +34,7 @@ def halves(isa: str, tokens: int, width: int, element_bytes: int) -> tuple[Half,
         case "amx_fp8", 2:
             return _amx_tiles(tokens, width, element_bytes)
         case "amx_fp8", 1:
-            # Heads that are no whole number of 64-byte tile rows go to the plain AMX kernel.
+            # Heads whose width is not a multiple of a 64-byte tile row use the plain AMX kernel.
             return _amx_fp8_tiles(tokens, width) if width % 64 == 0 else _amx_tiles(tokens, width, 1)
     raise OperatorError(
         "layout_unknown",
@@ -50,8 +50,11 @@ def _column_major_k(tokens: int, width: int, size: int) -> tuple[Half, Half]:
 
 
 def _amx_tiles(tokens: int, width: int, size: int) -> tuple[Half, Half]:
-    """K: groups of 16 tokens, in each the pairs of elements of all 16 side by side. V: pairs of tokens side by side,
-    16 elements a run, then all tokens of the next 16 elements. fp8 has the same order with half the bytes."""
+    """K: groups of 16 tokens. In a group, the first two elements of all 16 tokens, then the next two, and so on.
+
+    V: groups of 16 elements. In a group, two tokens with their elements interleaved, then the next two, and so on.
+    fp8 has the same order with half the bytes.
+    """
     pair = 2 * size
     k = Half(
         (Step(tokens // 16, 16 * width * size), Step(16, pair)),
@@ -65,7 +68,7 @@ def _amx_tiles(tokens: int, width: int, size: int) -> tuple[Half, Half]:
 
 
 def _amx_fp8_tiles(tokens: int, width: int) -> tuple[Half, Half]:
-    """Native fp8 tiles: quadruples instead of pairs, K in slices of 64 elements."""
+    """Native fp8 tiles: groups of four instead of pairs, and K in slices of 64 elements."""
     k = Half(
         (Step(tokens // 16, 16 * width), Step(16, 4)),
         (Step(width // 64, 16 * 64), Step(16, 64), Step(4, 1)),

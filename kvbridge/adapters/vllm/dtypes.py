@@ -1,4 +1,4 @@
-"""How vLLM keeps the numbers of a layer: which codec, how many bytes, under which scales."""
+"""How vLLM stores the numbers of a layer: which codec, how many bytes, under which scales."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from .layers import KVLayer
 
 FP8: dict[str, CodecName] = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-# Each row of a head and token under a scale of its own, which stands behind it (`_ensure_scale_caches` of Triton's).
+# Each (head, token) row has a scale of its own, stored behind it (`_ensure_scale_caches` of the Triton backend).
 ROW_SCALED: dict[str, CodecName] = {
     "int8_per_token_head": "int8_row_scale",
     "fp8_per_token_head": "fp8_row_scale",
     "int4_per_token_head": "int4_row_scale",
 }
-# Latent rows with all they need inside, by their bytes; 584 keeps 8 of them behind the rows of its block.
+# Latent rows with their scales inside, by bytes per row; fp8_ds_v4 keeps 8 of its 584 behind the rows of its block.
 LATENT: dict[int, CodecName] = {656: "fp8_ds_mla", 584: "fp8_ds_v4", 528: "fp8_ds_v41", 352: "nvfp4_ds_mla"}
 V4_SCALE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RowForm:
-    """The codec of a layer's rows, and what that makes of the tensor's cells."""
+    """The codec of a layer's rows, and the tensor's cells that follow from it."""
 
     name: CodecName
     cell: Cell
@@ -74,7 +74,7 @@ def codec_of(member: KVLayer, form: RowForm, spot: Spot) -> Codec:
 
 
 def member_scales(member: KVLayer) -> dict[str, tuple[float, ...]]:
-    """The scales of a layer's parts: one each, or one a head in both where the checkpoint has them so in either."""
+    """The scales of a layer's parts: one each, or one per head in both if the checkpoint has that in either."""
     if member.is_latent:
         return {"latent": _scales(member, "k")}
     k, v = _scales(member, "k"), _scales(member, "v")
@@ -83,7 +83,7 @@ def member_scales(member: KVLayer) -> dict[str, tuple[float, ...]]:
 
 
 def _scales(member: KVLayer, part: str) -> tuple[float, ...]:
-    """Where there is one a head, vLLM's own float is no use."""
+    """One scale, or one per head: then vLLM's own float cannot be used."""
     scale = getattr(member.attention, f"_{part}_scale", None)
     if isinstance(scale, torch.Tensor) and scale.numel() > 1:
         scales = tuple(float(value) for value in scale.flatten().tolist())

@@ -1,4 +1,4 @@
-"""The layers that own KV in a vLLM engine's rank, with what vLLM says about each: its kind, widths, heads, number."""
+"""The layers that own KV on a vLLM rank, with what vLLM says about each: its kind, widths, heads, number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# Which tokens a group of such layers keeps. A window that vLLM does not make use of is in a FullAttentionSpec.
+# Which tokens a group of such layers keeps. A window that frees no blocks is in a FullAttentionSpec.
 KINDS: dict[str, GroupKind] = {
     "FullAttentionSpec": "full",
     "MLAAttentionSpec": "full",
@@ -56,13 +56,13 @@ class KVLayer:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Numbers in a row of K and of V; a latent has no V."""
+        """Numbers in a row of K and in a row of V; a latent has no V."""
         key = int(self.spec.head_size)
         return key, 0 if self.is_latent else int(getattr(self.spec, "head_size_v", None) or key)
 
     @property
     def record(self) -> Layer:
-        """What both engines must agree on: the model's, whatever this engine keeps of it."""
+        """What both engines must agree on: the model's own layer, whatever part of it this engine keeps."""
         sliding, chunk = (getattr(self.spec, n, None) or 0 for n in ("sliding_window", "attention_chunk_size"))
         kind: LayerKind = "mla" if self.is_latent else "sliding" if sliding else "chunked" if chunk else "full"
         return Layer(
@@ -78,7 +78,7 @@ class KVLayer:
 def members_of(
     kv_caches: Mapping[str, torch.Tensor], config: VllmConfig, cache: KVCacheConfig, shard: Shard
 ) -> list[KVLayer]:
-    """In the order of the groups that take part in transfers. Raises OperatorError naming what we do not know."""
+    """The layers, in the order of the groups that travel. Raises OperatorError naming what we do not know."""
     layers = config.compilation_config.static_forward_context
     parallel = config.parallel_config
     tp_size = shard.tp_size // getattr(parallel, "prefill_context_parallel_size", 1)
@@ -104,9 +104,9 @@ def members_of(
 
 
 def _heads(name: str, count: int, config: VllmConfig, tp_rank: int, tp_size: int) -> Heads:
-    """Layers of one model may differ in their heads, and drafts have their own. Only `count` is on the layer itself.
+    """The heads of a layer that holds `count` on each rank. The total may differ between layers, and for drafts.
 
-    One head on each of several ranks may be shared among them: then what the models say decides.
+    A single head may be shared by several ranks: then the models' totals decide.
     """
     if count > 1 or tp_size == 1:
         return Heads.of(count * tp_size, tp_rank, tp_size)
@@ -128,18 +128,18 @@ def kind_of(spec: Any) -> GroupKind:
 
 
 def window_of(spec: Any) -> int:
-    """How many tokens this spec's group keeps, 0 for all: the model's window, and what drafts need before it (0.32)."""
+    """Tokens that this spec's group keeps, 0 for all: the model's window, plus what drafts need before it (0.32)."""
     one, name = _one_of(spec), {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind_of(spec))
     return int(getattr(one, name)) + int(getattr(one, "extra_retained_tokens", 0)) if name else 0
 
 
 def _one_of(spec: Any) -> Any:
-    """Layers of one group may have specs of their own, all of one kind."""
+    """One spec of a group. Its layers may have specs of their own, all of one kind."""
     return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
 
 def model_layers(members: list[KVLayer], config: VllmConfig, shard: Shard) -> tuple[Layer | None, ...]:
-    """One record for each layer this rank has; None for those of other pipeline ranks and those without KV."""
+    """One record for each layer of this rank; None for layers of other pipeline ranks and layers without KV."""
     mine = {member.layer: member.record for member in members}
     count = max(mine) + 1
     if shard.pp_size > 1:
@@ -150,8 +150,8 @@ def model_layers(members: list[KVLayer], config: VllmConfig, shard: Shard) -> tu
 def _check(name: str, spec: Any, shard: Shard) -> None:
     kind = type(spec).__name__
     if kind == "MambaSpec":
-        # Agents carry states, and prompts can be cut short for them. But vLLM computes such layers on GPUs only, and up
-        # to 0.29 it takes no failed receive for models of several groups: nothing here could show that it works.
+        # Agents carry states, and prompts can be shortened for them. But vLLM computes such layers on GPUs only, and up
+        # to 0.29 it accepts no failed receive for models of several groups: no test here could show that it works.
         raise OperatorError(
             "layer_unsupported", f"{name}: MambaSpec; needs a model without recurrent state, whose layers keep all rows"
         )
@@ -168,18 +168,18 @@ def _check(name: str, spec: Any, shard: Shard) -> None:
 
 
 def _rope(attention: Any, config: VllmConfig) -> int:
-    """How many of a latent row's numbers, its last, are the rotated key."""
+    """How many numbers at the end of a latent row are the rotated key."""
     width = getattr(attention, "qk_rope_head_dim", None)
     return int(width or getattr(config.model_config.hf_text_config, "qk_rope_head_dim", None) or 0)
 
 
 def depth(config: VllmConfig) -> int:
-    """How many layers the model itself has, drafts apart."""
+    """How many layers the model itself has, without drafts."""
     return int(config.model_config.hf_text_config.num_hidden_layers)
 
 
 def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:
-    """Each under vLLM's own number. A draft model counts from 0 again: its layers get the next numbers after all."""
+    """Each under vLLM's own number. A draft model counts from 0 again: its layers get the numbers after the model's."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     seen: set[int] = set()

@@ -1,9 +1,9 @@
 """Bootstrap style in front of vLLM: `vllm serve --middleware kvbridge.adapters.vllm.middleware.BootstrapRooms ...`.
 
-sglang-router, smg and what else speaks SGLang's own style send one body to both engines at once, with `bootstrap_host`,
-`bootstrap_port` and `bootstrap_room` in it, which vLLM ignores. Here they become an offer of one token on an engine
-whose kv_role is kv_producer, and a want on a kv_consumer. Runs in vLLM's API server, outside of its authentication:
-nothing is kept of a body, and no more of it is read than `MOST_BYTES`.
+sglang-router, smg and other routers of SGLang's style send one body to both engines at once, with `bootstrap_host`,
+`bootstrap_port` and `bootstrap_room` in it, which vLLM ignores. This middleware turns it into a prefill of one token
+that is offered on an engine whose kv_role is kv_producer, and into a want on a kv_consumer. It runs in vLLM's API
+server before authentication: it keeps nothing of a body, and searches no more of it than `MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-MOST_BYTES = 64 << 20  # as much of a body is read before it is known whose it is; longer ones are not ours
+MOST_BYTES = 64 << 20  # how much of a body is searched for a room; a longer one with a room is refused
 FIELD = b'"bootstrap_room"'
 FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-PATHS = ("/v1/completions", "/v1/chat/completions")  # whose limits of tokens we know
+PATHS = ("/v1/completions", "/v1/chat/completions")  # whose token limits we know
 
 
 class BootstrapRooms:
-    """An ASGI middleware. What it needs to know of the engine it asks vLLM's application, of which it is a part."""
+    """An ASGI middleware. It reads the engine's configuration from vLLM's application state."""
 
     def __init__(self, app: Callable[[Any, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Any body but ours goes on as it came."""
+        """Rewrite a body with a room; pass any other one on as it came."""
         if not _may_be_ours(scope):
             return await self._app(scope, receive, send)
         heard = [await receive()]
@@ -68,7 +68,7 @@ def _may_be_ours(scope: MutableMapping[str, Any]) -> bool:
 
 
 def _turned(text: bytes, path: str, engine: Any) -> bytes:
-    """The body for this engine; as it came if it has no room, or is for vLLM to refuse. Raises EngineError."""
+    """The body rewritten for this engine; unchanged if it has no room or is not valid JSON. Raises EngineError."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -101,20 +101,20 @@ def _turned(text: bytes, path: str, engine: Any) -> bytes:
 
 
 def _one_token(body: dict[str, Any]) -> dict[str, Any]:
-    """What a prefill is asked instead. Whether it streams is left: routers only read it to its end."""
+    """Limits a prefill to one token. Streaming is left as it is: routers only read the answer to its end."""
     limits = ["max_tokens"] + ["max_completion_tokens"] * ("messages" in body) + ["min_tokens"] * ("min_tokens" in body)
     return dict.fromkeys(limits, 1)
 
 
 def _sizes(body: dict[str, Any]) -> set[int]:
-    """How many rooms such a call may have: one for each prompt, or for each answer to it."""
+    """How many rooms such a call may have: one for each prompt, or one for each answer."""
     prompt, answers = body.get("prompt"), body.get("n")
     prompts = len(prompt) if isinstance(prompt, list) and any(isinstance(each, str | list) for each in prompt) else 1
     return {prompts, prompts * answers} if type(answers) is int else {prompts}
 
 
 def _first(value: Any, name: str, sizes: set[int]) -> Any:
-    """Of a value that may be there once for each prompt. vLLM takes one room a call: prompts meet by their digests."""
+    """The first of values that may come once per prompt. vLLM takes one room a call: digests tell its prompts apart."""
     if not isinstance(value, list):
         return value
     if not value or len(value) not in sizes:
@@ -131,7 +131,7 @@ def _first(value: Any, name: str, sizes: set[int]) -> Any:
 
 
 async def _refuse(send: Send, reason: str) -> None:
-    """As vLLM itself answers a request that it cannot mean."""
+    """Answer as vLLM itself answers a bad request."""
     error = {"message": f"kvbridge: {reason}", "type": "BadRequestError", "param": None, "code": 400}
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

@@ -1,4 +1,4 @@
-"""What an operator may set in `kv_connector_extra_config`; read once, at the door. Pure."""
+"""What an operator may set in `kv_connector_extra_config`; read and checked once, at start-up. Pure."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ Policy = Literal["requantize", "adopt"]
 
 @dataclass(frozen=True, slots=True)
 class VLLMOptions:
-    """Spelled with `kvbridge_` in front.
+    """The options. An operator writes each name with `kvbridge_` in front.
 
     socket       the agent's unix socket, an absolute path; `{rank}` is the rank's number among this engine's ranks on
                  this host
-    agent_uids   users whose agents are given this engine's memory, besides our own and root
-    hold_s       how long a prefilled prompt is kept for a decoding engine that says nothing of it; it is kept on
+    agent_uids   users whose agents may have this engine's memory, besides our own user and root
+    hold_s       how long a prefilled prompt is kept for a decode engine that says nothing about it; it is kept longer
                  while a request waits for it there
     deadline_s   how long a decoding request waits for its KV before the engine's failure policy applies
-    connect_s    how long start-up waits for the agent; without one the engine starts all the same
+    connect_s    how long start-up waits for the agent; without one the engine starts anyway
     model_name   what both engines call the model; the last part of the model's path if not set
     prefill      the prefilling side's agent (tcp://host:port, with #KEY if it has one), for proxies that hand over no
                  kv_transfer_params
-    untagged_params  whether a kv_producer answers a one-token request that has no kv_transfer_params with some. It
-                 offers such a request under its prompt alone; a router that hands on what the prefill side returns
-                 then makes the decode side fetch it
+    untagged_params  whether a kv_producer returns kv_transfer_params for a one-token request that has none. It offers
+                 such a request under its prompt alone; a router that passes on what the prefill side returns then
+                 makes the decode side fetch it
     bootstrap_port  the port of prefill agents, where a router of the bootstrap style names none
-    scales       what becomes of rows under other scales than ours: "requantize" to ours, or "adopt" theirs, while
-                 no request was computed or received here; then rows under others are refused
-    cross_layer  ask vLLM up to 0.28 for one tensor that holds all layers (its V2 model runner has none);
-                 VLLM_KV_CACHE_LAYOUT=BLHNC does it later
+    scales       what to do with rows under other scales than ours: "requantize" them to ours, or "adopt" theirs. The
+                 latter works until a request was computed or received here; after that rows under others are refused
+    cross_layer  ask vLLM up to 0.28 for one tensor that holds all layers (its V2 model runner has none); from 0.29 on
+                 VLLM_KV_CACHE_LAYOUT=BLHNC does that
     """
 
     socket: str = "/run/kvbridge/agent-{rank}.sock"
@@ -50,7 +50,7 @@ class VLLMOptions:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> VLLMOptions:
-        """Raises OperatorError for a name nobody knows or a value of the wrong kind."""
+        """Raises OperatorError for an unknown name or a value of the wrong kind."""
         known = {field.name: field for field in fields(cls)}
         ours = {name.removeprefix(PREFIX): value for name, value in extra.items() if name.startswith(PREFIX)}
         for name, value in ours.items():

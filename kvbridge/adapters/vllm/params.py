@@ -1,6 +1,6 @@
-"""What `kv_transfer_params` says of the side that prefilled. A proxy writes it, or any client: read at the door. Pure.
+"""Reads what `kv_transfer_params` says about the prefill side. A proxy or any client may have written it. Pure.
 
-Nothing that leaves here can stop a message on its way: it is text that UTF-8 can say, no longer than the wire allows.
+Everything returned can be put into a message: it is valid UTF-8 text, no longer than the wire allows.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 from ...errors import EngineError
 from ..engine.prompts import ROOMS
 
-WIRE_TEXT = 256  # what `Room` and `Address` may hold
-SHOWN = 40  # characters of a value in a reason
+WIRE_TEXT = 256  # characters that a `RendezvousId` or an `Address` may have
+SHOWN = 40  # characters of a value that a reason shows
 INTEGER_BITS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """`sender` is the address of one of the other side's agents, `room` a number that a router gave both sides.
+    """What a decode request was told about the prefill side.
 
-    Without a room (0) `request` is the other side's name for the request, or its rendezvous id.
+    `sender` is the address of one of that side's agents, `room` a number that a router gave to both sides. Without a
+    room (0), `request` is that side's name for the request, or its rendezvous id.
     """
 
     request: str
@@ -30,7 +31,7 @@ class Remote:
 
 
 def read_remote(params: Mapping[str, Any]) -> Remote:
-    """Raises EngineError `bad_params`, with a reason that any log can take."""
+    """Raises EngineError `bad_params`, with a reason that is safe to log."""
     room = read_room(params)
     request, host, port = (_text(params, name) for name in ("remote_request_id", "remote_host", "remote_port"))
     if not ((request or room) and host and port):
@@ -44,7 +45,7 @@ def read_remote(params: Mapping[str, Any]) -> Remote:
 
 
 def read_room(params: Mapping[str, Any]) -> int:
-    """`bootstrap_room`, as routers give it to both sides of a request; 0 if there is none. Raises EngineError."""
+    """The `bootstrap_room` that a router gives to both sides of a request; 0 if there is none. Raises EngineError."""
     room = params.get("bootstrap_room")
     if room is None:
         return 0
@@ -54,7 +55,7 @@ def read_room(params: Mapping[str, Any]) -> int:
 
 
 def _text(params: Mapping[str, Any], name: str) -> str:
-    """ "" if it is not there."""
+    """The value as text; "" if it is missing."""
     value = params.get(name)
     if not value:
         return ""
@@ -65,12 +66,12 @@ def _text(params: Mapping[str, Any], name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise EngineError("bad_params", f"{name}: {value[:SHOWN]!a}, must be text that UTF-8 can say") from None
+        raise EngineError("bad_params", f"{name}: {value[:SHOWN]!a}, must be valid UTF-8 text") from None
     return value
 
 
 def _shown(value: Any) -> str:
-    """Any value, as much of it as a log line should have. Numbers too large are not written out."""
+    """Any value, shortened for a log line. Very large numbers are not written out."""
     if type(value) is int and value.bit_length() > INTEGER_BITS:
         return f"a number of {value.bit_length()} bits"
     return f"{value!a:.{SHOWN}}" if isinstance(value, str | int) else type(value).__name__

@@ -1,7 +1,7 @@
 """What one worker owes its scheduler: each awaited receive and each held send is reported once, and nothing else. Pure.
 
-vLLM asserts on a report that it does not expect, and such an assertion ends the engine. So whatever ends is looked up
-here first; names that nobody waits for are dropped.
+vLLM asserts on a report that it does not expect, and such an assertion ends the engine. So everything that ends is
+looked up here first, and names that nobody waits for are dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A request that waits for so many tokens of its prompt, and the blocks that they come into."""
+    """A request that waits for `tokens` tokens of its prompt, and the blocks that they go into."""
 
     request_id: str
     blocks: tuple[int, ...]
@@ -38,11 +38,11 @@ class Pending:
 
     @property
     def has_news(self) -> bool:
-        """Whether a request goes on, or its blocks are free, by what is to be told."""
+        """Whether there are reports that let a request go on or free its blocks."""
         return bool(self._reports.sent or self._reports.received)
 
     def take(self) -> Reports:
-        """What came since the last time."""
+        """What has come since the last call."""
         reports, self._reports = self._reports, Reports()
         return reports
 
@@ -50,7 +50,7 @@ class Pending:
         self.receives[name] = receive
 
     def refused(self, receive: Receive) -> None:
-        """Not asked for at all: reported as failed, whatever else is under way."""
+        """Report a receive as failed. It need not be awaited here; others of its name are left alone."""
         self._reports.received.add(receive.request_id)
         self._reports.failed.add(receive.request_id)
         self._reports.failed_blocks.update(receive.blocks)
@@ -66,7 +66,7 @@ class Pending:
             self.refused(receive)
 
     def held(self, name: str, request_id: str, is_open: bool) -> None:
-        """The scheduler keeps this offer's blocks until it is over. One that is not open is over already."""
+        """The scheduler keeps this offer's blocks until the offer ends. One that is not open has already ended."""
         if is_open:
             self.sends[name] = request_id
         else:

@@ -1,4 +1,4 @@
-"""vLLM's KV tensors as a Pool: which planes they hold, and which allocations those lie in."""
+"""vLLM's KV tensors as a Pool: which planes they hold, and in which allocations the planes lie."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 PLAIN_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
-# All of these write a latent row as one run of bytes, token after token; what is in it is a matter of the codec.
+# All of these write a latent row as one run of bytes, token after token. The codec says what is in it.
 LATENT_BACKENDS = (
     *("TRITON_MLA", "FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE"),
     *("CUTLASS_MLA", "CPU_MLA", "AMX_MLA", "DEEPSEEK_SPARSE_SWA"),
@@ -72,7 +72,7 @@ def describe(
 
 
 def _groups(cache: KVCacheConfig) -> tuple[Group, ...]:
-    """All that travel, also one that has no layer on this pipeline rank: block tables count them all."""
+    """All groups that travel, even one without a layer on this pipeline rank: block tables include them all."""
     specs = [group.kv_cache_spec for group in transfer_groups(cache)]
     return tuple(
         Group(kind=kind_of(spec), block_tokens=int(spec.block_size), blocks=cache.num_blocks, window=window_of(spec))
@@ -81,7 +81,7 @@ def _groups(cache: KVCacheConfig) -> tuple[Group, ...]:
 
 
 def _planes(member: KVLayer, region: int, blocks: int) -> Iterator[Plane]:
-    """What one layer holds."""
+    """The planes of one layer."""
     tensor, heads = member.tensor, member.held
     form = form_of(member, heads.count)
     try:
@@ -111,7 +111,7 @@ def _planes(member: KVLayer, region: int, blocks: int) -> Iterator[Plane]:
 
 
 def _laid_out(member: KVLayer, spots: list[Spot]) -> list[Spot]:
-    """The same, where the backend lays K and V out as the tensor's dimensions do not tell."""
+    """The spots, corrected for a backend that does not lay K and V out as the tensor's dimensions suggest."""
     backend = member.attention.attn_backend.get_name()
     known = LATENT_BACKENDS if member.is_latent else ("CPU_ATTN", *PLAIN_BACKENDS)
     if backend not in known:
@@ -122,7 +122,7 @@ def _laid_out(member: KVLayer, spots: list[Spot]) -> list[Spot]:
 
 
 def _cpu(member: KVLayer, spots: list[Spot]) -> list[Spot]:
-    """CPU attention takes each (block, head) for one run of memory: the K half, then the V half."""
+    """CPU attention treats each (block, head) as one run of memory: the K half, then the V half."""
     tensor, size, (key, value) = member.tensor, member.tensor.element_size(), member.widths
     is_dense = tensor.dim() == 4 and tensor.stride(3) == 1 and tensor.stride(2) == key + value
     if not is_dense or key != value or [spot.part for spot in spots] != ["k", "v"]:
@@ -141,7 +141,7 @@ def _cpu(member: KVLayer, spots: list[Spot]) -> list[Spot]:
 
 
 def _isa(member: KVLayer) -> str:
-    """What vLLM chose for this machine; its metadata builders write it on the layers before memory is registered."""
+    """The instruction set that vLLM chose. Its metadata builders set it on the layers before memory is registered."""
     isa = getattr(member.attention, "isa", None)
     if isa is not None:
         return str(isa)

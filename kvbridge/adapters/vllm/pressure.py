@@ -1,7 +1,7 @@
 """Whether the engine is short of blocks while prompts that nobody has fetched hold some. Pure.
 
-vLLM keeps a prompt's blocks until its agent has released them. While others wait for blocks, agents are asked to
-release the oldest of those that nobody has asked for.
+vLLM keeps a prompt's blocks until its agent has released them. While other requests wait for blocks, agents are asked
+to release the oldest prompts that nobody has asked for.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 
 from .block_tables import GroupTables
 
-AGAIN_S = 0.05  # an answer takes a step or two
-EASE_S = 0.2  # how long a running request may wait for blocks before it is preempted all the same
-REST_S = 1.0
+AGAIN_S = 0.05  # before the agents are asked again: an answer takes a step or two
+EASES_WITHIN_S = 0.2  # how long a running request may wait for blocks before it is preempted after all
+REST_S = 1.0  # from the start of one such wait to the next
 
 
 class Pressure:
     """Requests that have no blocks yet, and requests that are over but hold theirs.
 
-    `free_blocks` asks vLLM's pool; `limits` are its scheduler's: `max_num_batched_tokens` and `max_num_seqs`.
+    `free_blocks` asks vLLM's pool. `limits` has its scheduler's `max_num_batched_tokens` and `max_num_seqs`.
     """
 
     def __init__(self, tables: GroupTables, limits: Any) -> None:
         self.free_blocks: Callable[[], int] | None = None
         self._tables = tables
         self._limits = limits
-        self._tokens: dict[str, int] = {}  # of all requests that are not over
-        self._queue: dict[str, int] = {}  # of those without blocks
+        self._tokens: dict[str, int] = {}  # prompts of all requests that are not over
+        self._queue: dict[str, int] = {}  # prompts of those without blocks
         self._held: dict[str, int] = {}  # request -> blocks
         self._is_tight = False
         self._asked_at = self._eased_at = float("-inf")
@@ -51,23 +51,23 @@ class Pressure:
         self._queue.pop(request_id, None)
 
     def held(self, request_id: str, blocks: int) -> None:
-        """Over, but its blocks stay until they are released."""
+        """The request is over, but its blocks stay until they are released."""
         self._held[request_id] = blocks
 
     def freed(self, request_id: str) -> None:
         self._held.pop(request_id, None)
 
-    def may_ease(self, now: float) -> bool:
-        """A running request gets no block. Whether some may come soon: for a moment, and not again at once."""
+    def should_wait(self, now: float) -> bool:
+        """Whether a running request that gets no block should wait for some. True for EASE_S, at most every REST_S."""
         if not self._held:
             return False
         self._is_tight = True
         if now - self._eased_at > REST_S:
             self._eased_at = now
-        return now - self._eased_at < EASE_S
+        return now - self._eased_at < EASES_WITHIN_S
 
     def short_of(self, now: float) -> int:
-        """How many blocks to ask the agents for in this step; 0 if there are enough, or they were asked just now."""
+        """How many blocks to ask the agents for in this step; 0 if enough are free, or they were asked just now."""
         is_tight, self._is_tight = self._is_tight, False
         if not self._held or self.free_blocks is None or now - self._asked_at < AGAIN_S:
             return 0
@@ -78,7 +78,7 @@ class Pressure:
         return short
 
     def _needed(self) -> int:
-        """For what the next step could compute; at least the first request whole, if it may have one more."""
+        """Blocks for what the next step could compute: at least the whole first request, if one more may run."""
         needed, left = 0, self._limits.max_num_batched_tokens
         may_run = max(0, self._limits.max_num_seqs - (len(self._tokens) - len(self._queue)))
         for tokens in islice(self._queue.values(), may_run):

@@ -1,9 +1,9 @@
-"""Where prefill and decode of one request meet: names that both sides derive for themselves. Pure.
+"""Where prefill and decode of one request meet: rendezvous ids that both sides derive for themselves. Pure.
 
 vLLM (0.32) turns the `X-Request-Id` that a proxy sends to both engines into `cmpl-<id>-<index>-<8 hex>` or
-`chatcmpl-<id>-<8 hex>`, with other hex digits on each engine, and puts `<n>_` in front for the n-th of several samples.
-The room undoes that. It also holds a digest of all that decides the prompt's KV, made by each engine of its own
-request: whatever names a client or a proxy gives, two requests meet only where their KV is the same.
+`chatcmpl-<id>-<8 hex>`, with different hex digits on each engine, and puts `<n>_` in front for the n-th of several
+samples. The rendezvous id undoes that. It also holds a digest of all that decides the prompt's KV, which each engine
+computes from its own request: whatever names a client or a proxy gives, two requests meet only if their KV is the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from ..engine.prompts import DIGEST_BYTES, PromptDigest
 
 MOST_CHARACTERS = 200
-# A client may choose an id of a megabyte of digits: each run of them is looked at once, and only few make a number.
+# A client may choose an id of a megabyte of digits: each run of digits is scanned once, and long runs are no numbers.
 SAMPLE = re.compile(r"(?<!\d)\d+_(?=[a-z-]*cmpl-|generate-tokens-)")
 RANDOM = re.compile(r"-[0-9a-fA-F]{8}\Z")
 PREFIX = re.compile(r"cmpl-|chatcmpl-|generate-tokens-")
@@ -27,14 +27,14 @@ PROMPT_RENDEZVOUS = re.compile(rf"prompt-([0-9a-f]{{{2 * DIGEST_BYTES}}})\Z")
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """How the caller knows a request: its own name for it, and which prompt of that call it is."""
+    """How the caller knows a request: its own name for the call, and which prompt of that call it is."""
 
     external: str
     index: int
 
 
 def named(request_id: str) -> Named:
-    """What was asked for, from the engine's own request id."""
+    """The caller's name, from the engine's own request id."""
     text = RANDOM.sub("", SAMPLE.sub("", request_id))
     prefix = PREFIX.match(text)
     if prefix is None:
@@ -47,18 +47,18 @@ def named(request_id: str) -> Named:
 
 
 def offered_rendezvous(request_id: str, digest: str) -> str:
-    """The room the prefill side offers."""
+    """The rendezvous id that the prefill side offers."""
     who = named(request_id)
     return f"{who.external}/{who.index}/{digest}"
 
 
 def wanted_rendezvous(told: str, request_id: str, digest: str) -> str | None:
-    """The room the decode side asks for; None if it was told that another prompt was prefilled for this one.
+    """The rendezvous id that the decode side wants; None if it was told that another prompt was prefilled for it.
 
-    `told` is what a proxy hands over (`remote_request_id`): the offered room (it waited for the prefill's answer) or
-    the plain external id (it asks both engines at once). vLLM answers a call of several prompts with the room of the
-    first one alone; the others know their own places in it. A room of nobody's name (`prompt_rendezvous`) has no
-    places.
+    `told` is what a proxy hands over (`remote_request_id`): the offered rendezvous id if the proxy waited for the
+    prefill's answer, or the plain external id if it asks both engines at once. vLLM answers a call of several prompts
+    with the rendezvous id of the first one only; the others know their own index. A rendezvous id without a name
+    (`prompt_rendezvous`) has no index.
     """
     shared = PROMPT_RENDEZVOUS.match(told)
     if shared is not None and _short(told) != named(request_id).external:
@@ -72,32 +72,32 @@ def wanted_rendezvous(told: str, request_id: str, digest: str) -> str | None:
 
 
 def is_for(told: str, request_id: str) -> bool:
-    """Whether the told room is this request's own, by name and place; so it may be declined, and no sibling misses it.
+    """Whether the told rendezvous id is this request's own, by name and index. If so no sibling needs it: decline it.
 
-    Two engines that were sent no common id make up one each. Then nothing says for whom the room is.
+    Two engines that were sent no common id make up one each. Then nothing says for whom the rendezvous id is.
     """
     ours, (first, first_digest) = named(request_id), _told(told, request_id)
     return bool(first_digest) and ours.external == first.external and ours.index in (0, first.index)
 
 
 def is_rendezvous(told: str) -> bool:
-    """Whether this names one offer: not just a call, nor a prompt, whose other offers are for others."""
+    """Whether this names a single offer. A call's id, or a prompt's rendezvous id, may cover other requests' offers."""
     return ROOM.match(told) is not None
 
 
 def prompt_rendezvous(digest: str) -> str:
-    """The room of a request nobody named for both sides. Equal prompts share it, any of them will do."""
+    """The rendezvous id of a request that nobody named for both sides. Equal prompts share it: any of them will do."""
     return f"prompt-{digest}"
 
 
 def message_name(request_id: str, attempt: int = 0) -> str:
-    """How messages call a request: bounded, though a client's id may be of any length or empty; new when preempted."""
+    """A request's name in messages: bounded and never empty, whatever id a client chose; a new one per preemption."""
     name = _short(request_id) or "nameless"
     return f"{name}~{attempt}" if attempt else name
 
 
-def stays_here(request: Any, has_media_hashes: bool = True) -> str:
-    """Why this prompt is neither offered nor wanted: nothing tells its KV from another's. "" if something does."""
+def why_not_carried(request: Any, has_media_hashes: bool = True) -> str:
+    """Why this prompt is neither offered nor wanted: nothing here identifies its KV. "" if it may travel."""
     if request.prompt_embeds is not None or not request.prompt_token_ids:
         return "prompt embeddings do not travel"
     if getattr(request, "resumable", False):
@@ -108,19 +108,19 @@ def stays_here(request: Any, has_media_hashes: bool = True) -> str:
 
 
 def has_media_hashes(config: Any) -> bool:
-    """Whether vLLM calls images, audio and video by what is in them.
+    """Whether vLLM identifies images, audio and video by their content.
 
-    With neither of its two caches (0.26 to 0.32) it counts them instead, in each process from one on: two engines, or
-    one before and after a restart, then give one identifier to two images.
+    With neither of its two caches (0.26 to 0.32) it numbers them instead, from one on in each process. Then two
+    engines, or one engine before and after a restart, give the same identifier to different images.
     """
     media = config.model_config.multimodal_config
     return media is None or media.mm_processor_cache_gb != 0 or bool(config.cache_config.enable_prefix_caching)
 
 
 def prompt_digest(request: Any) -> str:
-    """Of all that decides the KV of a prompt that may travel: what vLLM's prefix cache goes by, and a little more.
+    """Digest of all that decides the KV of a prompt that may travel.
 
-    (`generate_block_hash_extra_keys`.)
+    That is what vLLM's prefix cache hashes (`generate_block_hash_extra_keys`), and a little more.
     """
     digest = PromptDigest(request.prompt_token_ids)
     for feature in request.mm_features or ():
@@ -134,7 +134,7 @@ def prompt_digest(request: Any) -> str:
 
 
 def _told(told: str, request_id: str) -> tuple[Named, str]:
-    """Whose room this is, and its digest; "" where a proxy told the call's plain id, which may look like a room too."""
+    """Whom a rendezvous id names, and its digest. That is "" for a call's plain id, which may look like one too."""
     room = ROOM.match(told)
     if room is None or _short(told) == named(request_id).external:
         return Named(_short(told), 0), ""

@@ -1,8 +1,8 @@
-"""The scales of a worker's layers, where they are not those that were attached.
+"""The scales of a worker's layers, when they differ from those that were attached.
 
-vLLM up to 0.27 may take them from the first rows it computes (`calculate_kv_scales`): each layer begins with 1 and
-computes its own once, in the first forward, before it writes a row; then they stay. And while no row is there at all,
-an engine may take those of the engine that prefills for it.
+vLLM up to 0.27 may compute scales from its first rows (`calculate_kv_scales`): each layer begins with 1 and computes
+its own once, in the first forward, before it writes a row. After that they stay. And an engine that holds no rows yet
+may take the scales of the engine that prefills for it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any
 from kvbridge_proto.engine import Adopt, Decline, Rescale, Scales
 from kvbridge_proto.pool import Pool
 
-# They read the layer's tensors in every forward; on a CPU, where no graph is captured, the floats beside them. Others
-# (FlashInfer's and those for latents, 0.26 to 0.32) multiply the floats into a factor in the first forward and keep it.
+# These read the layer's scale tensors in every forward; on a CPU, where no graph is captured, the floats beside them.
+# Others (FlashInfer's and those for latents, 0.26 to 0.32) multiply the floats into a factor in the first forward and
+# keep it.
 READ_ALWAYS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
 class LayerScales:
-    """What the agent is told of them. `layers` are vLLM's, by name.
+    """What the agent is told about scales. `layers` are vLLM's, by name.
 
-    `told` is since they are others than were attached; `is_taking` while the agent has not confirmed those we took.
+    `told` is set once they differ from those attached, `is_taking` until the agent has confirmed those that we took.
     """
 
     def __init__(self, pool: Pool, layers: Mapping[str, Any]) -> None:
@@ -33,7 +34,7 @@ class LayerScales:
         self._layers = layers
 
     def look(self) -> Rescale | None:
-        """What to tell, once they are computed and before rows under them are offered."""
+        """What to tell the agent once scales are computed, before rows under them are offered. Else None."""
         if not self.is_pending or are_pending(self._layers):
             return None
         self.is_pending = False
@@ -42,7 +43,7 @@ class LayerScales:
         return self.told
 
     def answer(self, question: Adopt) -> Rescale | Decline:
-        """Take a sender's scales, if nothing of this engine is under its own."""
+        """Take a sender's scales, if this engine holds no rows under its own."""
         if why := self._obstacle(question.scales):
             return Decline(revision=question.revision, reason=why)
         names = {(plane.layer, plane.part): plane.name for plane in self._pool.planes}
@@ -54,7 +55,7 @@ class LayerScales:
 
     def _obstacle(self, scales: tuple[Scales, ...]) -> str:
         if self.is_used:
-            return "rows are there under ours: a request was computed or received"
+            return "this engine holds rows under its own: a request was computed or received"
         if self.is_pending or self.told is not None:
             return "ours are computed with the first request" if self.is_pending else "others were taken before"
         planes = {(plane.layer, plane.part): plane for plane in self._pool.planes}
@@ -67,17 +68,17 @@ class LayerScales:
                 return f"layer {each.layer} {each.part}: one for each head, must be one for the layer"
             backend = layer.attn_backend.get_name()
             if backend not in READ_ALWAYS:
-                return f"backend: {backend} keeps those it began with, must be one of {', '.join(READ_ALWAYS)}"
+                return f"backend: {backend} keeps its first scales, must be one of {', '.join(READ_ALWAYS)}"
         return ""
 
 
 def are_pending(layers: Mapping[str, Any]) -> bool:
-    """Whether a layer has still to compute its scales."""
+    """Whether a layer still has to compute its scales."""
     return any(getattr(layer, "calculate_kv_scales", False) for layer in layers.values())
 
 
 def changed_scales(pool: Pool, layers: Mapping[str, Any]) -> tuple[Scales, ...]:
-    """What vLLM's layers say now, where that is not what the pool says. Planes are found by their layer's name."""
+    """The scales of vLLM's layers where they differ from the pool's. A plane has its layer's name."""
     found = []
     for plane in pool.planes:
         if len(plane.codec.scales) != 1:
@@ -89,12 +90,12 @@ def changed_scales(pool: Pool, layers: Mapping[str, Any]) -> tuple[Scales, ...]:
 
 
 def _half(part: str) -> str:
-    """vLLM's name: a latent is a key."""
+    """vLLM's name for a part: a latent is a key."""
     return "v" if part == "v" else "k"
 
 
 def _write(layer: Any, half: str, scale: float) -> None:
-    """In stream order, and in place: graphs have the tensor's address."""
+    """Written in stream order and in place: CUDA graphs hold the tensor's address."""
     getattr(layer, f"_{half}_scale").fill_(scale)
     setattr(layer, f"_{half}_scale_float", scale)
     copy = getattr(layer, f"_{half}_scale_cpu", None)  # vLLM since 0.32

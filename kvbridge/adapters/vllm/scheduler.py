@@ -1,9 +1,9 @@
 """The scheduler's half of the vLLM connector: which requests are offered or wanted, and what the workers must say.
 
-It speaks only through `ConnectorStep`: messages for the agents, in the order in which things happened. Prefill side: a
-request with `do_remote_decode` is offered piece by piece as its prompt is computed, and its blocks are kept until the
-workers report them sent. Decode side: a request with `do_remote_prefill` waits for its prompt, and is wanted once it
-has blocks. A request that will not fetch what it could still says so (an empty want), so that the other side may free.
+It speaks only through `ConnectorStep`: messages for the agents, in the order of events. Prefill side: a request with
+`do_remote_decode` is offered piece by piece as its prompt is computed, and its blocks are kept until the workers report
+them sent. Decode side: a request with `do_remote_prefill` waits for its prompt, and is wanted once it has blocks. A
+request that could fetch but will not sends an empty want, so that the other side may free its blocks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .rendezvous import (
     offered_rendezvous,
     prompt_digest,
     prompt_rendezvous,
-    stays_here,
     wanted_rendezvous,
+    why_not_carried,
 )
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
 from .versions import transfer_tables
@@ -54,25 +54,26 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-# Not under `kvbridge`: only vLLM's own loggers are shown by default. Requests are called as the agents' logs call them:
-# an id that a client chose may be of any length, and of text that no log can take.
+# Not under `kvbridge`: by default only vLLM's own loggers are shown. Requests have the names that agents' logs give
+# them: an id that a client chose may be of any length, and contain text that is unsafe in a log.
 log = init_logger("vllm.kvbridge.scheduler")
 log.addFilter(OneLine())
 
-# vLLM steps on, about a thousand times a second, while a request waits for its KV or its blocks are held. With tensor
-# parallelism its processes spin in and between those steps: with two ranks they kept both cores of a machine busy
-# and starved the agents (0.32.0). So when nothing was computed for some steps, workers wait a little for their agents:
-# one rank then takes 6 % of a core instead of 14 %, two ranks take 1.2 cores instead of all.
+# vLLM steps about a thousand times a second while a request waits for its KV or its blocks are held. With tensor
+# parallelism its processes spin in and between those steps: two ranks kept both cores of a machine busy and starved
+# the agents (0.32.0). So when nothing was computed for some steps, workers wait a little for their agents: one rank
+# then takes 6 % of a core instead of 14 %, two ranks take 1.2 cores instead of all.
 REST_S = 0.004
 LONG_REST_S = 0.010
-LONG_AFTER_STEPS = 250  # a second or so: nobody is in a hurry any more
+LONG_AFTER_STEPS = 250  # about a second: nobody is in a hurry any more
 
-# Workers are heard in steps only, and an idle engine makes none: after so long what they said of their agents is old.
+# Workers report only in steps, and an idle engine makes none: after this long their last word on their agents is old.
 KNOWN_S = 1.0
-ROLL_CALL_S = 1.0  # how long a request waits for them to say it again
+ROLL_CALL_S = 1.0  # how long a request waits for a new report
 WARN_S = 10.0
-COMPUTING_S = 600.0  # an offer is held while the rest of its prompt is computed, however long a step takes
-# Rooms of which vLLM may yet say that their call was refused: it does so when a call ends, for admitted ones too.
+COMPUTING_S = 600.0  # how long an offer is held while the rest of its prompt is computed: a step may take long
+# How many rendezvous ids are remembered because vLLM may later report their call as refused. It does so when a call
+# ends, even an admitted one.
 ROOMS_KNOWN = 4096
 
 PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -82,8 +83,8 @@ PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 class PromptOffered:
     """A request whose prompt is offered. `name` is "" until the first offer; `attempt` counts preemptions.
 
-    The other side wants tokens up to `end`, whether its last was taken off the prompt here or not. `tables` are its
-    blocks by group, `blocks` counts those that were offered.
+    The other side wants tokens up to `end`, whether the prompt's last token was removed here or not. `tables` are its
+    blocks by group; `blocks` counts those that were offered.
     """
 
     request: Request
@@ -138,7 +139,7 @@ class SchedulerSide:
         # Ranks of prefill context parallelism count as tensor-parallel ones.
         self._tp_size = parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
         self._pp_size = parallel.pipeline_parallel_size
-        # Proxies that hand over no parameters tell the sides apart by role only.
+        # If a proxy hands over no parameters, only the role tells the sides apart.
         self._offers_all = transfer.kv_role == "kv_producer"
         self._wants_all = transfer.kv_role == "kv_consumer" and bool(options.prefill)
         self._tables = GroupTables.of(cache, parallel)
@@ -158,15 +159,16 @@ class SchedulerSide:
         self._rooms: deque[str] = deque(maxlen=ROOMS_KNOWN)
         self._step = ConnectorStep()
         self._clock = clock
-        self._known_at = clock()  # what the workers last said of their agents was so then
-        self._asked_at: float | None = None  # when they were asked to say it again
+        self._known_at = clock()  # when the workers' last report on their agents was known to hold
+        self._asked_at: float | None = None  # when they were asked to report again
         self._empty_steps = 0
         self._is_used = False
-        # Batches in flight (pipeline, async scheduling) leave steps empty in between; replicas wait for each other.
+        # Batches in flight (pipeline, async scheduling) leave empty steps in between. With data parallelism no replica
+        # may rest: the others wait for it.
         self._busy_steps = 2 * config.max_concurrent_batches + 2
         self._may_rest = parallel.data_parallel_size == 1
 
-    # Who has an agent:
+    # Agents:
 
     def agents_at_start(self, addresses: dict[RankKey, AgentAddress]) -> None:
         self._agents_are({rank: said.address for rank, said in addresses.items()})
@@ -183,44 +185,44 @@ class SchedulerSide:
 
     @property
     def _has_agents(self) -> bool:
-        """A transfer needs all ranks: without one agent we neither offer nor want."""
+        """A transfer needs all ranks: if one of them has no agent, we neither offer nor want."""
         return len(self._agents) == self._tp_size * self._pp_size and all(self._agents.values())
 
     @property
-    def has_words(self) -> bool:
-        """Whether a step is due only to tell the workers something. One step clears it: never a reason to spin."""
+    def has_messages(self) -> bool:
+        """Whether a step is due only to tell the workers something. One step clears it, so vLLM does not spin on it."""
         return bool(self._step.before)
 
-    # How full it is:
+    # Free blocks:
 
     def bind_pool(self, pool: BlockPool) -> None:
         self._pressure.free_blocks = pool.get_num_free_blocks
 
     def may_free_blocks(self) -> bool:
-        """Whether a running request that gets no block had better wait a moment than be preempted."""
-        return self._pressure.may_ease(self._clock())
+        """Whether a running request that gets no block should wait a moment instead of being preempted."""
+        return self._pressure.should_wait(self._clock())
 
     # A request's life:
 
     def new_request(self, request: Request) -> None:
         self._pressure.came(request.request_id, request.num_prompt_tokens)
-        self._learn(request)
+        self._classify(request)
         receiving = self._receiving.get(request.request_id)
-        if receiving is not None:  # whether there are agents or not: who comes while it queues is told
+        if receiving is not None:  # even without agents: one that attaches while the request queues is told
             name = message_name(request.request_id)
             self._step.before.append(Expect(request=name, rendezvous=receiving.room, sender=receiving.sender))
 
-    def _learn(self, request: Request) -> None:
-        """Whether it is to be offered or fetched."""
+    def _classify(self, request: Request) -> None:
+        """Decide whether the request is to be offered or fetched."""
         given = request.kv_transfer_params
-        params = given if isinstance(given, dict) else {}  # `vllm_xargs` may bring anything under that name
+        params = given if isinstance(given, dict) else {}  # `vllm_xargs` may put anything there
         if getattr(request, "abort_immediately", False):
             if params.get("do_remote_prefill"):
                 self._refused(request, params)
             return
         is_unnamed = not request.kv_transfer_params and (self._offers_all or self._wants_all)
         is_named = params.get("do_remote_decode") or params.get("do_remote_prefill")
-        if (is_named or is_unnamed) and (reason := stays_here(request, self._has_media_hashes)):
+        if (is_named or is_unnamed) and (reason := why_not_carried(request, self._has_media_hashes)):
             log.debug("%s: %s: computed here", message_name(request.request_id), reason)
             if not params.get("do_remote_decode") and not self._offers_all:
                 self._unfetched[request.request_id] = Unfetched("does_not_travel")
@@ -237,12 +239,12 @@ class SchedulerSide:
                 return
             digest, end = prompt_digest(request), request.num_prompt_tokens - 1
             room = rendezvous(number, digest) if number else offered_rendezvous(request.request_id, digest)
-            # In a router's room another engine may go on with the token that follows the prompt: it must be the whole.
+            # In a router's room the other engine may continue after the prompt's last token: it needs the whole prompt.
             if self._tables.has_windows and not number and can_be_short(request):
                 shorten(request)
             elif not self._tables.outlives(request.num_prompt_tokens):
                 self._log_given_up(request)
-                if number:  # the other side may wait there already
+                if number:  # the other side may already wait there
                     self._step.before.append(self._nothing(room, message_name(request.request_id)))
                 return
             self._sending[request.request_id] = PromptOffered(request, room, True, end, number)
@@ -265,7 +267,7 @@ class SchedulerSide:
         if remote.room:
             agreed = rendezvous(remote.room, digest)
             self._rooms += agreed, remote.request
-            # Of a call of several prompts only the first one's name is told.
+            # For a call of several prompts we are told only the first one's name.
             if remote.request in ("", agreed) or named(request.request_id).index:
                 self._receive(request, agreed, remote.sender)
             else:
@@ -292,8 +294,8 @@ class SchedulerSide:
     def _refused(self, request: Request, params: dict[str, Any]) -> None:
         """A call with these params ended before all of it was admitted: nobody will fetch what they name.
 
-        vLLM (0.26 to 0.32) says so by a request of one token under a name of its own, also when a client hangs up
-        on a call that was admitted: then each request of it has spoken for itself already.
+        vLLM (0.26 to 0.32) reports that with a request of one token under a name of its own. It does the same when a
+        client hangs up on an admitted call, but then each request of the call has already been handled itself.
         """
         try:
             remote = read_remote(params)
@@ -322,17 +324,17 @@ class SchedulerSide:
         )
 
     def _nothing(self, room: str, name: str) -> Offer:
-        """The other side waits in this room whatever we do: now it knows, and computes itself. Holds no block."""
+        """An offer of nothing: the other side waits in this room, and must learn to compute itself. Holds no block."""
         return Offer(rendezvous=room, request=name, tokens=0, blocks=(), is_last=True, hold_s=self._options.hold_s)
 
-    def _stay_away(self, request: Request, sending: PromptOffered) -> None:
-        """Preempted, and not computed again: whoever waits for it, or comes yet, hears of that."""
+    def _offer_nothing(self, request: Request, sending: PromptOffered) -> None:
+        """Preempted and not computed again: tell all who wait for it, or will."""
         name = message_name(request.request_id, sending.attempt)
         reason = request.status.name.lower()
         self._step.before += [self._nothing(sending.room, name), Withdraw(request=name, reason=reason)]
 
     def _is_asking(self) -> bool:
-        """Whether the workers are to say first whether their agents are here: the next step asks them."""
+        """Whether requests wait for the workers to report whether their agents are here. The next step asks them."""
         now = self._clock()
         if self._asked_at is None and now - self._known_at > KNOWN_S:
             self._asked_at, self._step.is_roll_call = now, True
@@ -343,8 +345,8 @@ class SchedulerSide:
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """How much of the prompt to fetch beyond `computed`: all but its last token. None: ask again next step.
 
-        vLLM computes the last token itself in any case, to have something to sample from (0.32 takes one token off
-        a hit of the whole prompt). Fetching it would rewrite a block that the prefix cache already shares.
+        vLLM always computes the last token itself, to have something to sample from (0.32 takes one token off a hit
+        of the whole prompt). Fetching it would rewrite a block that the prefix cache already shares.
         """
         receiving = self._receiving.get(request.request_id)
         if (receiving is not None or request.request_id in self._sending) and self._is_asking():
@@ -366,7 +368,7 @@ class SchedulerSide:
         receiving = self._receiving.pop(request.request_id, None)
         if receiving is None:
             return
-        # Also on vLLM's own record: a retry after a failed receive must not fetch again.
+        # In vLLM's own record too: a retry after a failed receive must not fetch again.
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
         if external_tokens == 0:
@@ -383,7 +385,7 @@ class SchedulerSide:
         self._awaited.add(request.request_id)
 
     def _computes(self, request: Request, what: Unfetched) -> None:
-        """Now that it has blocks: what it computes of all but the last token, which every engine computes."""
+        """Report what it computes, now that it has blocks. The last token does not count: every engine computes it."""
         if (tokens := request.num_prompt_tokens - 1 - what.first_token) > 0:
             self._step.before.append(Computed(tokens=tokens, reason=what.reason))
             self._share.compute(what.reason, tokens, self._clock())
@@ -401,29 +403,29 @@ class SchedulerSide:
         )
 
     def _decline(self, request_id: str, receiving: PromptWanted) -> None:
-        """Nothing is needed; the other side may free. Nobody waits for the answer."""
+        """Nothing is needed, so the other side may free its blocks. Nobody waits for the answer."""
         self._step.before.append(self._want(message_name(request_id), receiving, 0, 0, ()))
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks must stay, and what a proxy should hand to the decode side."""
+        """Whether the request's blocks must stay, and what a proxy should hand to the decode side, if anything."""
         request_id = request.request_id
         self._pressure.ended(request_id)
         self._unfetched.pop(request_id, None)
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None:
-            self._decline(request_id, receiving)  # it never came to have blocks
+            self._decline(request_id, receiving)  # it never got blocks
         if request_id in self._awaited:
             self._step.before.append(Abandon(request=message_name(request_id), reason=request.status.name.lower()))
         sending = self._sending.pop(request_id, None)
         if sending is not None and sending.attempt and not sending.name:
-            self._stay_away(request, sending)
+            self._offer_nothing(request, sending)
         if sending is None or not sending.name:
             return False, None
         self._step.held[sending.name] = request_id
         self._pressure.held(request_id, sum(block != NULL_BLOCK for table in sending.tables for block in table))
         if request.status in PREFILLED and sending.is_whole:
             return True, self._params(sending) if sending.is_named or self._options.untagged_params else None
-        # Blocks stay even now: the agent may be reading them until it answers the withdrawal.
+        # Blocks stay even now: the agent may read them until it answers the withdrawal.
         self._step.before.append(Withdraw(request=sending.name, reason=request.status.name.lower()))
         return True, None
 
@@ -466,7 +468,7 @@ class SchedulerSide:
         return step
 
     def _reclaim(self, now: float) -> None:
-        """Have prompts that nobody fetches released while others wait for blocks."""
+        """Have agents release prompts that nobody fetches while other requests wait for blocks."""
         short = self._pressure.short_of(now)
         if not short:
             return
@@ -476,7 +478,7 @@ class SchedulerSide:
             log.warning("short of %d blocks: %s; those that nobody asked for are released", short, self._pressure)
 
     def _follow(self, output: SchedulerOutput) -> None:
-        """Which blocks the requests that we offer have now, as the workers are told (0.26 tells us in no other way)."""
+        """Track the blocks of the requests that we offer, from what the workers are told (0.26 has no other way)."""
         for request_id in output.preempted_req_ids or ():
             self._pressure.preempted(request_id)
         for new in output.scheduled_new_reqs:
@@ -497,7 +499,7 @@ class SchedulerSide:
                 sending.tables = [table + ids for table, ids in zip(sending.tables, more, strict=True)]
 
     def _withdraw(self, request_id: str) -> None:
-        """Preempted: its blocks are already somebody else's, what was offered is void and starts anew."""
+        """Preempted: its blocks already belong to others. Its offer is void; a later one begins anew."""
         sending = self._sending.get(request_id)
         if sending is None or not sending.name:
             return
@@ -506,7 +508,7 @@ class SchedulerSide:
         sending.attempt += 1
 
     def _offer(self, sending: PromptOffered, computed: int) -> None:
-        """What this step's forward will have computed, with the blocks that were not offered yet."""
+        """Offer what this step's forward will have computed, with the blocks that were not offered yet."""
         request = sending.request
         tokens = min(computed, request.num_prompt_tokens)
         if tokens <= sending.tokens:
@@ -536,7 +538,7 @@ class SchedulerSide:
         )
 
     def step_over(self) -> None:
-        """The workers have said what they had to in this step; no word of an agent means that nothing has changed."""
+        """The workers have reported for this step. If they said nothing of an agent, nothing has changed."""
         if self._asked_at is None:
             self._known_at = self._clock()
 
@@ -553,5 +555,5 @@ class SchedulerSide:
 
 
 def _traceparent(request: Request) -> str:
-    """vLLM's own span of it, or what its client says."""
+    """vLLM's own span of the request, or what its client sent."""
     return traceparent(getattr(request, "trace_headers", None), request.kv_transfer_params)

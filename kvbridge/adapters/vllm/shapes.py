@@ -1,6 +1,6 @@
 """Where K, V or a latent lie in a layer's tensor, for every shape that vLLM has given its KV cache. Pure.
 
-Nothing here looks at a version: dimensions and sizes decide, and where they allow no reading, or two, it is an error.
+Nothing here looks at a version: dimensions and sizes decide. If they allow no reading, or two, that is an error.
 
 | vLLM | attention | MLA |
 |---|---|---|
@@ -9,8 +9,8 @@ Nothing here looks at a version: dimensions and sizes decide, and where they all
 | 0.26 to 0.28 | (B, H, N, 2D) | (B, N, W) |
 | 0.29 and later | (B, H, N, 2D) | (B, 1, N, W) |
 
-B counts blocks of the kernel, of which several may make one of the block table. Which dimension is outermost in memory
-(NHD, HND, all layers of a block side by side, a page with padding) is a matter of strides.
+B counts blocks of the kernel, several of which may make one block of the block table. Strides alone say which dimension
+is outermost in memory (NHD, HND, all layers of a block side by side, a page with padding).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ...errors import OperatorError
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one (head, token) of a layer holds, as vLLM's spec has it; all sizes in bytes.
+    """What one (head, token) of a layer holds, by vLLM's spec; all sizes in bytes.
 
     value_bytes   0: there is no V, the row of K is a latent
-    scale_bytes   what stands behind a row and belongs to it alone: its scales
-    scale_unit    bytes of one of those numbers; 1 where nobody reads them as numbers
-    is_apart      the scales of a block stand behind all its rows instead
+    scale_bytes   the scales of one row, stored behind it
+    scale_unit    bytes of one scale; 1 where nobody reads them as numbers
+    is_apart      the scales of a block are stored behind all its rows instead
     """
 
     heads: int
@@ -42,13 +42,13 @@ class Cell:
 
     @property
     def bytes(self) -> int:
-        """Of one place of the tensor."""
+        """Size of one cell of the tensor."""
         return self.key_bytes + self.value_bytes + self.scale_bytes * (2 if self.value_bytes else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """One plane of a layer: its part, and where its rows are, in bytes from the tensor's first number.
+    """One plane of a layer: its part, and where its rows are, in bytes from the tensor's first element.
 
     `width` counts the elements of a row.
     """
@@ -64,7 +64,7 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """One way to read a tensor: which dimension is what. `half` is the one that holds K and V, if there is one."""
+    """One way to read a tensor: which dimension is what. `half` is the one that separates K and V, if there is one."""
 
     block: int
     token: int
@@ -82,7 +82,7 @@ GRIDS: dict[int, tuple[Grid, ...]] = {
 def halves_of(
     shape: Sequence[int], strides: Sequence[int], element_bytes: int, cell: Cell, block_tokens: int, blocks: int
 ) -> list[Spot]:
-    """The planes of a tensor whose `strides` count elements; `blocks` of `block_tokens` are those of the block table.
+    """The planes of a tensor. `strides` count elements; `blocks` and `block_tokens` are the block table's.
 
     Raises OperatorError for a shape that can be read in no way, or in two.
     """
@@ -134,13 +134,13 @@ def _expected(size: int, cell: Cell) -> str:
 def _spots(
     shape: Sequence[int], strides: Sequence[int], size: int, cell: Cell, block_tokens: int, grid: Grid
 ) -> Iterator[Spot]:
-    """`strides` are in bytes from here on."""
+    """Here `strides` are in bytes."""
     tokens = shape[grid.token]
     ratio = block_tokens // tokens
     kernel_block = strides[grid.block]
     split = (Step(ratio, kernel_block),) if ratio > 1 else ()
     head_stride = strides[grid.head] if grid.head is not None else 0
-    # Behind each other in a place, or in two halves of the whole tensor.
+    # V follows K in a cell, or they are two halves of the whole tensor.
     step = strides[-1]
     second = strides[grid.half] if grid.half is not None else (cell.key_bytes // size) * step + cell.scale_bytes
     rows = [("k", 0, cell.key_bytes), ("v", second, cell.value_bytes)]

@@ -1,4 +1,4 @@
-"""What passes between the scheduler's and the workers' half of the connector, each step and at start-up."""
+"""What the scheduler's and the workers' halves of the connector tell each other, in each step and at start-up."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ RankKey = tuple[int, int]
 
 
 @dataclass
-class ConnectorStep(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """Scheduler to every worker, once a step: messages for the agents, and what will be waited for.
+class ConnectorStep(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed when types are checked
+    """Scheduler to every worker, once a step: messages for the agents, and which reports the scheduler waits for.
 
-    `before` goes out before the forward pass, `after` when it has written what the messages speak of. `awaited` maps
-    the names of wants to requests whose receive must be reported, `held` those of offers to requests whose blocks
-    are kept until reported as sent. `rest_s` is how long a worker may wait for its agent in this step, because the
-    engine has had nothing to compute for some steps. `is_used` once anything was computed, in this step or before.
-    In a roll call every worker says where its agent is, changed or not.
+    `before` goes out before the forward pass, `after` once it has run or is enqueued. `awaited` maps the names of wants
+    to requests whose receive must be reported. `held` maps the names of offers to requests whose blocks are kept until
+    reported as sent. `rest_s` is how long a worker may wait for its agent in this step, because the engine has had
+    nothing to compute for some steps. `is_used` is true once anything was computed, in this step or before. In a roll
+    call every worker says where its agent is, changed or not.
     """
 
     before: list[ToAgent] = field(default_factory=list)
@@ -44,7 +44,7 @@ class AgentAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class AgentAddresses(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to the scheduler: the agents that came, moved or went (""), by rank."""
+    """Workers to the scheduler: addresses of the agents that came, moved or went (""), by rank."""
 
     addresses: dict[RankKey, str]
 

@@ -1,8 +1,8 @@
 """What differs between the versions of vLLM that we know, 0.26 to 0.32: the one place that asks which one this is.
 
-It never asks for the number: a version has a name or has not. Up to 0.28 a cache may hold all layers in one tensor and
-a connector is handed just that; before 0.30 a failed receive can be told of in blocks only; 0.32 lets groups stay out
-of transfers and some caches whole on every rank of decode context parallelism.
+It never compares version numbers: it looks whether a name exists. Up to 0.28 a cache may hold all layers in one tensor,
+and a connector is handed just that tensor. Before 0.30 a failed receive can be reported in blocks only. 0.32 lets
+groups stay out of transfers, and lets some caches stay whole on every rank of decode context parallelism.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def transfer_ids(cache: KVCacheConfig) -> tuple[int, ...]:
 
 
 def transfer_groups(cache: KVCacheConfig) -> tuple[Any, ...]:
-    """Those groups; a pool numbers them from 0."""
+    """The groups that travel; a pool numbers them from 0."""
     return tuple(cache.kv_cache_groups[index] for index in transfer_ids(cache))
 
 
 def transfer_tables(cache: KVCacheConfig, tables: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Their block tables out of a request's tables of all groups."""
+    """The block tables of the groups that travel, out of a request's tables of all groups."""
     return [list(tables[index]) for index in transfer_ids(cache)]
 
 
 def check_groups(cache: KVCacheConfig) -> None:
-    """Raises OperatorError for more groups than this version can report a failed receive for."""
+    """Raises OperatorError if this version cannot report a failed receive for so many groups."""
     from vllm import __version__
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
@@ -52,14 +52,14 @@ def check_groups(cache: KVCacheConfig) -> None:
 def block_tokens(spec: Any, parallel: Any) -> int:
     """Tokens of the request between one entry of a block table and the next.
 
-    Under decode context parallelism a block holds a rank's share of as many tokens as all ranks' blocks together.
+    Under decode context parallelism an entry spans the tokens of all ranks' blocks; a block holds its rank's share.
     """
     is_split = getattr(spec, "dcp_sharded", True)
     return int(spec.block_size) * (getattr(parallel, "decode_context_parallel_size", 1) if is_split else 1)
 
 
 def interleave_of(parallel: Any) -> int:
-    """How many tokens in a row belong to one rank of decode context parallelism."""
+    """How many consecutive tokens belong to one rank of decode context parallelism."""
     for name in ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"):
         if getattr(parallel, name, None):
             return int(getattr(parallel, name))
@@ -69,9 +69,9 @@ def interleave_of(parallel: Any) -> int:
 def shard_of(config: VllmConfig) -> Shard:
     """Which rank of its engine this process is. Raises OperatorError for both kinds of context parallelism at once.
 
-    With one of them: ranks of prefill context parallelism all hold every token (0.26 and 0.32 gather K and V before
-    they write them); ranks of decode context parallelism are neighbours among the tensor-parallel ones. With both,
-    0.32 splits the tokens among ranks of the former too, in another order.
+    Ranks of prefill context parallelism alone all hold every token (0.26 and 0.32 gather K and V before they write
+    them). Ranks of decode context parallelism alone are neighbours among the tensor-parallel ones. With both, 0.32
+    splits the tokens among prefill ranks too, in another order.
     """
     parallel = config.parallel_config
     pcp_rank, pcp_size = 0, getattr(parallel, "prefill_context_parallel_size", 1)
@@ -104,9 +104,9 @@ def shard_of(config: VllmConfig) -> Shard:
 
 
 def layers_of(tensor: torch.Tensor, backend: Any, cache: KVCacheConfig) -> dict[str, torch.Tensor]:
-    """Each layer's view of the one tensor that held them all up to 0.28, as vLLM itself makes them there.
+    """Each layer's view of the one tensor that held all layers up to 0.28, as vLLM itself makes these views.
 
-    The tensor has its dimensions as they lie in memory; the backend knows where the layers and all else went.
+    The tensor's dimensions are in memory order; the backend knows which one is the layers' and what the others are.
     """
     try:
         order = backend.get_kv_cache_stride_order(include_num_layers_dimension=True)

@@ -1,9 +1,9 @@
 """The worker's half of the vLLM connector: hands the step's messages to the agent and reports what ended.
 
 Everything happens in the hooks of the engine's own steps. A step that computes waits for the agent only where it
-preempts (`Conversation.wait_for_readers`). Block ids are the engine's; the agent alone touches memory. On a GPU a step
-is over here before it is computed there, so what we say carries a count of the stream's fence, and the agent waits,
-not we.
+preempts (`Conversation.wait_for_readers`). We only name blocks, by the engine's ids; only the agent touches memory. A
+step ends here before the GPU has computed it. So our messages carry a count of the stream's fence, and the agent waits
+for it instead of us.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class WorkerSide:
         self._fence_of = fence_of
         self._pidfd_of = pidfd_of
         self._ledger = Pending()
-        self._step = ConnectorStep()  # of which the part after the forward is still to be done
+        self._step = ConnectorStep()  # the step whose part after the forward is still to be done
         self._told = ""  # the agent address that the scheduler knows
-        self._is_asked = False  # where our agent is
-        self._abandoned: set[str] = set()  # wants of requests that are gone, until they end
+        self._is_asked = False  # the scheduler asks where our agent is
+        self._abandoned: set[str] = set()  # open wants of requests that are gone
         self._rest_s = 0.0
         self._key: RankKey = (0, 0)
         self._conversation: Conversation | None = None
@@ -84,7 +84,7 @@ class WorkerSide:
     # Start-up:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Describe and share the memory, and attach. Without an agent the engine starts all the same."""
+        """Describe and share the memory, and attach. Without an agent the engine starts anyway."""
         transfer = self._config.kv_transfer_config
         assert transfer is not None
         memory = describe(
@@ -101,10 +101,10 @@ class WorkerSide:
     def attach(self, path: str, memory: Memory, layers: Mapping[str, Any] | None = None) -> None:
         """Share the memory with the agent at `path`, now and after every loss.
 
-        `layers` are vLLM's, by name: their scales may become others than `memory` says.
+        `layers` are vLLM's, by name. Their scales may later differ from those in `memory`.
         """
         if self._options.cross_layer and (count := len(memory.pool.regions)) > 1:
-            log.warning("kvbridge_cross_layer: %d tensors hold the layers all the same; %s", count, ONE_TENSOR)
+            log.warning("kvbridge_cross_layer: %d tensors still hold the layers; %s", count, ONE_TENSOR)
         self._scales = LayerScales(memory.pool, layers or {})
         self._key = (memory.pool.shard.pp_rank, memory.pool.shard.tp_rank)
         client = EngineClient(path, agent_uids=self._options.agent_uids, pidfd_of=self._pidfd_of)
@@ -112,7 +112,7 @@ class WorkerSide:
             client, memory, log, policy=self._options.scales, fence_of=self._fence_of, clock=self._clock
         )
         conversation.start(self._options.connect_s)
-        # vLLM asks one rank of those that differ in prefill context parallelism only; they all tell in the first step.
+        # Of ranks that differ only in prefill context parallelism vLLM asks one; all of them report in the first step.
         is_asked = getattr(self._config.parallel_config, "prefill_context_parallel_size", 1) == 1
         self._told = conversation.address if is_asked else ""
 
@@ -120,7 +120,7 @@ class WorkerSide:
         return AgentAddress(self._told)
 
     def changed_address(self) -> AgentAddresses | None:
-        """For the scheduler, when our agent came or went, or it asks."""
+        """Our agent's address, for the scheduler: when it has changed, or the scheduler asks. Otherwise None."""
         address = self._conversation.address if self._conversation is not None else ""
         if address == self._told and not self._is_asked:
             return None
@@ -135,9 +135,9 @@ class WorkerSide:
     # A step:
 
     def before_forward(self, step: ConnectorStep) -> None:
-        """Say what need not wait for this step's forward. Withdrawals must leave before it overwrites blocks.
+        """Send what need not wait for this step's forward. Withdrawals must leave before it overwrites blocks.
 
-        Wanted blocks may still be written by an earlier forward, for a request that is gone: hence their fence.
+        An earlier forward may still write wanted blocks, for a request that is gone. So wants carry a fence.
         """
         self._step, self._rest_s, self._is_asked = step, step.rest_s, step.is_roll_call
         self._scales.is_used |= step.is_used
@@ -157,7 +157,7 @@ class WorkerSide:
             conversation.wait_for_readers(preempted)
 
     def after_forward(self) -> None:
-        """Offer what the forward writes; then what the scheduler keeps can be settled. Once a step, however called."""
+        """Offer what the forward writes, then settle which blocks the scheduler keeps. Idempotent within a step."""
         step, self._step = self._step, ConnectorStep()
         if (conversation := self._conversation) is None:
             for name, request_id in step.held.items():
@@ -183,13 +183,13 @@ class WorkerSide:
     def _want(self, conversation: Conversation, want: Want, request_id: str) -> None:
         blocks = tuple(block for piece in want.blocks for block in piece.ids)
         receive = Receive(request_id, blocks, want.end_token - want.first_token)
-        if conversation.is_open(want.request):  # of a request that is gone, which the agent has not answered yet
+        if conversation.is_open(want.request):  # for a request that is gone; the agent has not answered yet
             log.warning("%s: not fetched: the last fetch of this name is not over yet", want.request)
             self._computes(receive, "duplicate_request")
             return self._ledger.refused(receive)
         self._ledger.awaited(want.request, receive)
         if self._scales.is_pending:
-            log.warning("%s: not fetched: what scales its rows would have is not known yet", want.request)
+            log.warning("%s: not fetched: the scales of its rows are not known yet", want.request)
             self._failed(want.request, "scales_pending")
             conversation.want(replace(want, first_token=0, end_token=0, blocks=(), fence=0))
         else:
@@ -217,7 +217,7 @@ class WorkerSide:
             log.warning("%s: KV not received: %s: %s", name, ended.code, ended.reason)
             self._failed(name, ended.code)
         elif self._scales.is_taking:
-            log.warning("%s: KV came under the scales from before", name)
+            log.warning("%s: KV came under the previous scales", name)
             self._failed(name, "rescaled")
         else:
             self._scales.is_used = True
@@ -230,7 +230,7 @@ class WorkerSide:
         self._ledger.failed(name)
 
     def _computes(self, receive: Receive, code: str) -> None:
-        """vLLM computes now what did not come, if it was told to; else the request fails."""
+        """Count what vLLM now computes because it did not come. Without `recompute` the request fails instead."""
         transfer = self._config.kv_transfer_config
         assert transfer is not None
         if self._conversation is not None and transfer.kv_load_failure_policy == "recompute":
@@ -238,7 +238,7 @@ class WorkerSide:
 
 
 def _say(conversation: Conversation, message: ToAgent) -> None:
-    """What the scheduler has no answer to wait for, or none before a later step."""
+    """Send a message to which the scheduler awaits no answer, or none in this step."""
     match message:
         case Directory(ranks=ranks):
             conversation.share(ranks)
@@ -257,11 +257,11 @@ def _say(conversation: Conversation, message: ToAgent) -> None:
         case Reclaim(blocks=blocks):
             conversation.reclaim(blocks)
         case _:
-            raise AssertionError(f"{type(message).__name__}: the scheduler says no such thing")
+            raise AssertionError(f"{type(message).__name__}: the scheduler never sends this")
 
 
 def _rank_of(config: VllmConfig) -> int:
-    """Its number among this engine's ranks on this host: what `{rank}` in the path means."""
+    """This process's number among the engine's ranks on this host: `{rank}` in the socket's path."""
     from vllm.distributed.parallel_state import get_world_group
 
     parallel = config.parallel_config

@@ -1,4 +1,4 @@
-"""The peer's slots mapped into our GPU's address space by CUDA IPC: the gather is the write. NIXL brings the notice."""
+"""The peer's slots, mapped by CUDA IPC for our GPU: the gather itself writes them. NIXL carries the notice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DirectTarget(Target):
         self.endpoint.fabric.notify(self.name, notice)
 
     def probe(self, ours: Span, lane: Span, deadline: float) -> Wait:
-        return WaitMove(self.equipment.copier.copy(Span(ours.address, lane.size_bytes), lane))
+        return WaitMove(self.resources.copier.copy(Span(ours.address, lane.size_bytes), lane))
 
     def close(self) -> None:
         Target.close(self)
@@ -44,27 +44,27 @@ class DirectTarget(Target):
 class DirectRoute(SlotRoute):
     name: Route = "direct"
 
-    def against(self, ours: Site, theirs: Site) -> str:
+    def why_not(self, ours: Site, theirs: Site) -> str:
         if ours.device is None or theirs.device is None:
             return memories(ours, theirs)
         if ours.device.machine != theirs.device.machine:
             return f"machine: ours {ours.device.machine}, theirs {theirs.device.machine}"
         return ""
 
-    def open(self, equipment: Resources, landing: Landing, serial: int) -> Target:
+    def open(self, resources: Resources, landing: Landing, serial: int) -> Target:
         card = landing.site.fabric
-        endpoint = self.join(equipment, landing, card)
+        endpoint = self.join(resources, landing, card)
         try:
-            base = _map(equipment, landing.site)
+            base = _map(resources, landing.site)
         except BaseException:
-            equipment.leave(endpoint, card.name)
+            resources.leave(endpoint, card.name)
             raise
-        return DirectTarget(serial, self.name, card.name, base, card.slot_bytes, card.slots, equipment, endpoint)
+        return DirectTarget(serial, self.name, card.name, base, card.slot_bytes, card.slots, resources, endpoint)
 
 
-def _map(equipment: Resources, site: Site) -> int:
-    """The peer's slots in our address space. Raises KVBridgeError if they are out of reach, or not all there."""
-    ours, theirs = equipment.site.device, site.device
+def _map(resources: Resources, site: Site) -> int:
+    """Map the peer's slots into our address space. Raises KVBridgeError if they are out of reach or incomplete."""
+    ours, theirs = resources.site.device, site.device
     assert ours is not None and theirs is not None
     mapped = open_ipc(driver.Gpu.open(ours.uuid), theirs.payload, "the peer's slots", theirs.uuid)
     base, size_bytes = driver.range_of(mapped)

@@ -12,10 +12,10 @@ from .staged import Landing, SlotRoute, Target, memories
 class NixlRoute(SlotRoute):
     name: Route = "nixl"
 
-    def against(self, ours: Site, theirs: Site) -> str:
+    def why_not(self, ours: Site, theirs: Site) -> str:
         return "" if ours.fabric.memory == theirs.fabric.memory else memories(ours, theirs)
 
-    def open(self, equipment: Resources, landing: Landing, serial: int) -> Target:
+    def open(self, resources: Resources, landing: Landing, serial: int) -> Target:
         card = landing.site.fabric
-        endpoint = self.join(equipment, landing, card)
-        return Target(serial, self.name, card.name, card.base, card.slot_bytes, card.slots, equipment, endpoint)
+        endpoint = self.join(resources, landing, card)
+        return Target(serial, self.name, card.name, card.base, card.slot_bytes, card.slots, resources, endpoint)

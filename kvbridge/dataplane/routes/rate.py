@@ -1,4 +1,4 @@
-"""How fast a route is: measured before a request depends on it, a few megabytes some times over."""
+"""Measures how fast a route is, before a request depends on it: a few megabytes, several times."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ from ...exchange.route import Rate
 from ...transport.fabric import WriteFailed, WriteLate
 from ..awaits import Event, Wait
 
-# Slower than this something is wrong with a route: another one is tried first. PCIe and 100 Gb/s are ten times that.
+# A slower route has something wrong with it: others are tried first. PCIe and 100 Gb/s are ten times as fast.
 SLOW_BYTES_PER_S = 1e9
-SLOW_S = 0.001  # what took less was too small to tell
+SLOW_S = 0.001  # a shorter transfer is too small to tell
 MOST_BYTES = 4 << 20
 ROUNDS = 4
-MOST_ROUNDS = 12  # beside a busy engine a kernel waits a time slice, most times
-PROBE_S = 1.5  # for all rounds of a route: three routes take less than a handshake may
+MOST_ROUNDS = 12  # beside a busy engine most kernels wait for a time slice
+PROBE_S = 1.5  # for all rounds of a route: three routes must fit into a handshake's time limit
 
 
 def is_slow(rate: Rate) -> bool:
-    """Whether so much at such a rate means that something is wrong."""
+    """Whether a transfer of this size at this rate means that something is wrong."""
     return rate.bytes_per_s < SLOW_BYTES_PER_S and rate.size_bytes > rate.bytes_per_s * SLOW_S
+
+
+def is_too_small(rate: Rate) -> bool:
+    """Whether so few bytes say little of how fast the route is."""
+    return rate.size_bytes <= SLOW_BYTES_PER_S * SLOW_S
 
 
 def fastest(
     size_bytes: int, begin: Callable[[float], Wait], clock: Callable[[], float]
 ) -> Generator[Wait, Event, Rate]:
-    """The best of some rounds. `begin` is told by when all must be over. Raises FabricError."""
+    """The best rate of several rounds. `begin` gets the deadline of all rounds. Raises FabricError."""
     deadline, rate = clock() + PROBE_S, Rate(size_bytes, 0.0)
     for i in range(MOST_ROUNDS):
         if (i >= ROUNDS and not is_slow(rate)) or (i and clock() > deadline):

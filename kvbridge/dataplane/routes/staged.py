@@ -1,4 +1,4 @@
-"""What routes through slots have in common: the receiver lends slots of its staging, the sender writes them."""
+"""What the routes through slots share: the receiver lends slots of its staging, and the sender writes them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class Landing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A receiver's slots by one route. `name` is what `endpoint`'s fabric calls the peer, `serial` which connect it is
-    of."""
+    """A receiver's slots over one route. `name` is the peer's in `endpoint`'s fabric, `serial` numbers the connect."""
 
     serial: int
     route: Route
@@ -35,7 +34,7 @@ class Target:
     base: int
     slot_bytes: int
     slots: int
-    equipment: Resources = field(repr=False)
+    resources: Resources = field(repr=False)
     endpoint: StagingEndpoint
 
     def slot(self, lease: SlotLease, size_bytes: int) -> Span:
@@ -43,16 +42,16 @@ class Target:
         return Span(self.base + lease.slot * self.slot_bytes, size_bytes)
 
     def places(self, local: LocalSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
-        """Where a chunk is gathered to, and where it is copied to in host memory after that, if it is."""
+        """Where a chunk is gathered to, and where in host memory it is copied after that, or None."""
         return self.endpoint.send_slots.span(local.index, size_bytes), None
 
     def push(self, local: LocalSlot, lease: SlotLease, size_bytes: int, notice: bytes, deadline: float) -> Wait | None:
-        """Write our slot to the peer's, notice with it; what to wait for, if that is not over. Raises FabricError."""
+        """Write our slot and the notice to the peer. Returns the wait for its end, if any. Raises FabricError."""
         ours, theirs = self.endpoint.send_slots.address(local.index), self.slot(lease, size_bytes).address
         return self.write(ours, theirs, size_bytes, notice, deadline)
 
     def probe(self, ours: Span, lane: Span, deadline: float) -> Wait:
-        """Write a lane of ours to one of the peer's. Raises FabricError."""
+        """Write a probe lane of ours to one of the peer's. Raises FabricError."""
         return self.write(ours.address, lane.address, lane.size_bytes, b"", deadline)
 
     def write(self, ours: int, theirs: int, size_bytes: int, notice: bytes, deadline: float) -> Wait:
@@ -60,8 +59,8 @@ class Target:
         return WaitWrite(fabric, fabric.write(self.name, ours, theirs, size_bytes, notice, deadline))
 
     def close(self) -> None:
-        """Nothing is written to these slots by this route any more."""
-        self.equipment.leave(self.endpoint, self.name)
+        """Give these slots up. No write to them over this route may be under way."""
+        self.resources.leave(self.endpoint, self.name)
 
 
 class SlotRoute(abc.ABC):
@@ -70,28 +69,28 @@ class SlotRoute(abc.ABC):
     name: Route
 
     @abc.abstractmethod
-    def against(self, ours: Site, theirs: Site) -> str:
-        """What stands against it, as far as two cards can tell; nothing if it may be."""
+    def why_not(self, ours: Site, theirs: Site) -> str:
+        """The reason against this route, as far as two cards tell, "" if there is none."""
 
     @abc.abstractmethod
-    def open(self, equipment: Resources, landing: Landing, serial: int) -> Target:
-        """Connect. Raises KVBridgeError."""
+    def open(self, resources: Resources, landing: Landing, serial: int) -> Target:
+        """Connect to the receiver's slots. Raises KVBridgeError."""
 
-    def endpoint(self, equipment: Resources) -> StagingEndpoint:
-        """Whose slots of ours it leaves from and lands in."""
-        return equipment.endpoint
+    def endpoint(self, resources: Resources) -> StagingEndpoint:
+        """Our endpoint for this route: its slots are sent from and received into."""
+        return resources.endpoint
 
-    def join(self, equipment: Resources, landing: Landing, card: FabricCard) -> StagingEndpoint:
-        """Let our fabric know the peer's. Raises KVBridgeError; else `Resources.leave` is owed."""
-        incarnation, endpoint = landing.incarnation, self.endpoint(equipment)
+    def join(self, resources: Resources, landing: Landing, card: FabricCard) -> StagingEndpoint:
+        """Connect our fabric to the peer's. Raises KVBridgeError; otherwise the caller owes a `Resources.leave`."""
+        incarnation, endpoint = landing.incarnation, self.endpoint(resources)
         if card.name != incarnation and not card.name.startswith(
             f"{incarnation}."
-        ):  # another agent's is not this one's to give
+        ):  # a peer may not hand out another agent's card
             raise PeerError("bad_card", f"name: {card.name}, of {incarnation}")
-        equipment.join(endpoint, card.name, card.descriptor)
+        resources.join(endpoint, card.name, card.descriptor)
         return endpoint
 
 
 def memories(ours: Site, theirs: Site) -> str:
-    """In which memory two agents have their slots, for people."""
+    """Which memory two agents have their slots in, for messages."""
     return f"slots: ours {ours.fabric.memory}, theirs {theirs.fabric.memory}"

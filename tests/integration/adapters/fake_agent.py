@@ -1,7 +1,7 @@
-"""The agent's end of the unix socket, for tests of what sits inside an engine: hears, and answers as it is told to.
+"""The agent's end of the unix socket, for tests of what sits inside an engine. It answers as the test tells it.
 
-It runs in the test's own thread, a `pump` at a time, so that a test decides what happened before what; `alive` is for
-the few places where an engine waits.
+It runs in the test's own thread, one `pump` at a time, so that the test decides the order of events. `alive` is for the
+few places where an engine waits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine's adapter says and hears, over a real unix socket: each offer and each want ends once."""
+"""What an engine's adapter sends and receives, over a real unix socket: each offer and each want ends once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from kvbridge_proto.codec import Limits
 from kvbridge_proto.common import Blocks, Rank
 from kvbridge_proto.engine import (
@@ -43,11 +42,10 @@ from msgspec.structs import replace
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.conversation import GRACE_S, Conversation, Ended
 from kvbridge.adapters.engine.link import RETRY_S
-from kvbridge.adapters.engine.memory import Memory
 from kvbridge.device.fence import EngineFence
 from kvbridge.states import LinkState
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
-from tests.integration.adapters.test_link import POOL
+from tests.integration.adapters.small import Clock, memory_of
 
 OFFER = Offer(rendezvous="room", request="r", tokens=16, blocks=(Blocks(0, 0, (3,)),), is_last=True, hold_s=30)
 WANT = Want(
@@ -66,26 +64,15 @@ RANKS = (Rank(tp_rank=0, pp_rank=0, address="tcp://127.0.0.1:7700"),)
 SCALES = (Scales(0, "k", (0.5,)),)
 
 
-class Clock:
-    """Time that passes by itself, and more when a test says so."""
-
-    def __init__(self) -> None:
-        self.ahead = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead
-
-
 class Talk:
     """A conversation, its agent, and the clock of both. `attach` stands for the engine's start without its thread."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
         self.path = folder / "agent.sock"
         self.clock = Clock()
-        memory = Memory(POOL, (torch.zeros(4096, dtype=torch.uint8).untyped_storage(),))
         client = EngineClient(self.path, pidfd_of=fake_pidfd, limits=Limits(frame_bytes=4096))
         log = logging.getLogger("test")
-        self.engine = Conversation(client, memory, log, clock=self.clock, **more)
+        self.engine = Conversation(client, memory_of(), log, clock=self.clock, **more)
         self.link = self.engine._link
 
     def attach(self) -> FakeAgent:
@@ -95,14 +82,14 @@ class Talk:
         return agent
 
     def again(self, agent: FakeAgent) -> None:
-        self.clock.ahead += RETRY_S
+        self.clock.now += RETRY_S
         self.engine.turn()
         agent.pump()
         assert self.engine.turn() == [] and self.engine.attached is not None
         agent.pump()
 
     def pass_time(self, seconds: float) -> list[Any]:
-        self.clock.ahead += seconds
+        self.clock.now += seconds
         return list(self.engine.turn())
 
 
@@ -122,36 +109,24 @@ def agent(talk: Talk) -> FakeAgent:
 
 
 @pytest.mark.parametrize(
-    ("said", "ended"),
+    ("begun", "said", "ended"),
     [
-        (Done(request="r", moved_bytes=7, seconds=0.5), Ended("r", "want", moved_bytes=7, seconds=0.5)),
-        (Failed(request="r", code="peer_lost", reason="it left"), Ended("r", "want", "peer_lost", "it left")),
-        (Refused(about="r", code="bad_want", reasons=("a", "b")), Ended("r", "want", "bad_want", "a; b")),
+        (WANT, Done(request="r", moved_bytes=7, seconds=0.5), Ended("r", "want", moved_bytes=7, seconds=0.5)),
+        (WANT, Failed(request="r", code="peer_lost", reason="it left"), Ended("r", "want", "peer_lost", "it left")),
+        (WANT, Refused(about="r", code="bad_want", reasons=("a", "b")), Ended("r", "want", "bad_want", "a; b")),
+        (OFFER, Released(request="r"), Ended("r", "offer")),
+        (OFFER, Released(request="r", code="expired", reason="nobody"), Ended("r", "offer", "expired", "nobody")),
+        (OFFER, Refused(about="r", code="bad_offer", reasons=("a", "b")), Ended("r", "offer", "bad_offer", "a; b")),
     ],
-    ids=["done", "failed", "refused"],
 )
-def test_a_want_ends_by_one_word_under_its_name(talk: Talk, agent: FakeAgent, said: ToEngine, ended: Ended) -> None:
-    talk.engine.want(WANT)
-    assert agent.one(Want) == WANT and talk.engine.turn() == [] and talk.engine.is_open("r")
+def test_each_ends_by_one_word_under_its_name(
+    talk: Talk, agent: FakeAgent, begun: Want | Offer, said: ToEngine, ended: Ended
+) -> None:
+    talk.engine.want(begun) if isinstance(begun, Want) else talk.engine.offer(begun)
+    assert agent.one(type(begun)) == begun and talk.engine.turn() == [] and talk.engine.is_open("r")
     agent.say(said)
     assert talk.engine.turn() == [ended] and not talk.engine.is_open("r")
-    assert ended.is_good == isinstance(said, Done)
-
-
-@pytest.mark.parametrize(
-    ("said", "ended"),
-    [
-        (Released(request="r"), Ended("r", "offer")),
-        (Released(request="r", code="expired", reason="nobody"), Ended("r", "offer", "expired", "nobody")),
-        (Refused(about="r", code="bad_offer", reasons=("a", "b")), Ended("r", "offer", "bad_offer", "a; b")),
-    ],
-    ids=["released", "with a code", "refused"],
-)
-def test_an_offer_ends_by_one_word_under_its_name(talk: Talk, agent: FakeAgent, said: ToEngine, ended: Ended) -> None:
-    talk.engine.offer(OFFER)
-    assert agent.one(Offer) == OFFER and talk.engine.turn() == [] and talk.engine.is_open("r")
-    agent.say(said)
-    assert talk.engine.turn() == [ended] and not talk.engine.is_open("r")
+    assert ended.is_good == (not ended.code)
 
 
 def test_what_is_over_does_not_end_again_nor_does_what_never_began(talk: Talk, agent: FakeAgent) -> None:
@@ -400,12 +375,12 @@ def test_an_agent_that_came_since_the_last_turn_hears_what_every_agent_is_told(t
     talk.engine.expect(EXPECT)
     agent.let_go()
     talk.link._look()
-    talk.clock.ahead += RETRY_S
+    talk.clock.now += RETRY_S
     for _ in range(2):
         talk.link._look()
         agent.pump()
     agent.heard.clear()
-    assert talk.link.state is LinkState.HERE and not talk.link.is_attached
+    assert talk.link.state is LinkState.ATTACHED and not talk.link.is_attached
     talk.engine.share(RANKS)
     talk.engine.rescale(Rescale(revision=1, scales=SCALES))
     talk.engine.expect(replace(EXPECT, request="more"))
@@ -505,14 +480,14 @@ def test_waits_for_readers_whatever_became_of_the_agent(
         time.sleep(READERS_S / 2)
     elif loss == "away":
         talk.engine.turn()
-        assert talk.link.state is LinkState.AWAY
+        assert talk.link.state is LinkState.DETACHED
     elif loss.endswith("has come"):
         talk.link._look()
-        talk.clock.ahead += RETRY_S
+        talk.clock.now += RETRY_S
         for _ in range(2):
             talk.link._look()
             agent.pump()
-        assert talk.link.state is LinkState.HERE
+        assert talk.link.state is LinkState.ATTACHED
     assert least_s <= timed(talk, "r") < most_s
     assert not talk.engine.is_open("r")
 
@@ -556,7 +531,7 @@ def test_what_is_detached_nothing_touches_and_all_of_it_has_ended(talk: Talk, wh
     agent = None if when == "nobody came" else FakeAgent(talk.path)
     if agent is None or when == "asking":
         talk.engine.turn()
-        assert talk.link.state is (LinkState.AWAY if agent is None else LinkState.ASKING)
+        assert talk.link.state is (LinkState.DETACHED if agent is None else LinkState.ASKING)
     else:
         talk.again(agent)
         talk.engine.want(WANT)
@@ -570,7 +545,7 @@ def test_what_is_detached_nothing_touches_and_all_of_it_has_ended(talk: Talk, wh
     assert agent is None or agent._engine is None
     asked = [] if agent is None or when == "asking" else ["o", "r"]
     assert [ended.request for ended in talk.engine.turn() if isinstance(ended, Ended)] == asked
-    talk.clock.ahead += 1000
+    talk.clock.now += 1000
     assert talk.engine.turn() == [] and not talk.engine.start(0.1)
 
 
@@ -593,7 +568,7 @@ def test_no_agent_is_attached_to_while_the_memory_goes_away(
     def listen_long() -> None:
         listen()
         monkeypatch.setattr(talk.engine, "_listen", listen)
-        talk.clock.ahead += RETRY_S
+        talk.clock.now += RETRY_S
         thread = threading.Thread(target=talk.link._look)
         thread.start()
         thread.join()
@@ -640,14 +615,12 @@ def test_without_a_fence_work_is_finished_when_its_call_returns(talk: Talk, agen
 
 
 def test_what_was_opened_for_the_agent_is_closed_with_the_conversation(tmp_path: Path) -> None:
-    storage = torch.zeros(4096, dtype=torch.uint8).untyped_storage()
-    storage._share_fd_cpu_()  # this one is the storage's
+    memory = memory_of()
+    memory.storages[0]._share_fd_cpu_()  # this one is the storage's
     gc.collect()  # what earlier tests have left
     before = descriptors()
-    with Conversation(
-        EngineClient(tmp_path / "agent.sock"), Memory(POOL, (storage,)), logging.getLogger("test")
-    ) as engine:
-        assert len(descriptors()) > len(before) and "away" in repr(engine)
+    with Conversation(EngineClient(tmp_path / "agent.sock"), memory, logging.getLogger("test")) as engine:
+        assert len(descriptors()) > len(before) and "detached" in repr(engine)
     assert descriptors() == before
 
 

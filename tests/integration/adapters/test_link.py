@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,7 @@ import pytest
 from kvbridge_proto.common import OURS, Rank
 from kvbridge_proto.engine import READERS_S, Attach, Detached, Directory, Done, Refused, Want
 from kvbridge_proto.pool import (
-    Codec,
-    Engine,
-    Group,
     Handle,
-    Layer,
-    Model,
-    Plane,
-    Pool,
-    Region,
-    Shard,
-    Step,
 )
 from msgspec.structs import replace
 
@@ -42,39 +32,12 @@ from kvbridge.adapters.engine.link import RETRY_S, AgentLink, Over, ReadsOver
 from kvbridge.failpoints import VARIABLE, arm, armed
 from kvbridge.states import LinkState
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd, squatter
+from tests.integration.adapters.small import Clock, memory_of
 
-POOL = Pool(
-    engine=Engine(kind="test", version="1", id="e"),
-    model=Model(name="m", layers=(Layer(kind="full", kv_heads=1, key_width=4, value_width=0),)),
-    shard=Shard(),
-    groups=(Group(kind="full", block_tokens=16, blocks=8),),
-    regions=(Region(4096),),
-    planes=(
-        Plane(
-            layer=0,
-            part="k",
-            offset=0,
-            block_stride=128,
-            token_axis=(Step(16, 8),),
-            head_stride=8,
-            element_axis=(Step(4, 2),),
-            first_head=0,
-            heads=1,
-            total_heads=1,
-            codec=Codec(name="bf16", width=4, element_bytes=2, row_bytes=8),
-        ),
-    ),
-)
+POOL = memory_of().pool
 ATTACH = Attach(versions=OURS, pool=POOL, handles=(Handle(region=0, kind="shm_fd", fd=0),))
 WANT = Want(request="r", rendezvous="room", sender="tcp://x:1", first_token=0, end_token=0, blocks=(), deadline_s=1)
 DONE = Done(request="r", moved_bytes=0, seconds=0)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -84,15 +47,18 @@ def agent(tmp_path: Path) -> FakeAgent:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(is_still=True)
+
+
+def link_to(path: Path, clock: Callable[[], float] = time.monotonic, fds: Sequence[int] = (), **more: Any) -> AgentLink:
+    return AgentLink(EngineClient(path, pidfd_of=fake_pidfd), ATTACH, fds, logging.getLogger("test"), clock, **more)
 
 
 @pytest.fixture
-def link(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> AgentLink:
+def link(tmp_path: Path, clock: Clock) -> Iterator[AgentLink]:
     fd = os.open("/dev/null", os.O_RDONLY)
-    request.addfinalizer(lambda: os.close(fd))
-    client = EngineClient(tmp_path / "agent.sock", pidfd_of=fake_pidfd)
-    return AgentLink(client, ATTACH, [fd], logging.getLogger("test"), clock)
+    yield link_to(tmp_path / "agent.sock", clock, [fd])
+    os.close(fd)
 
 
 def attach(link: AgentLink, agent: FakeAgent) -> None:
@@ -140,7 +106,7 @@ def test_somebody_elses_socket_in_the_agents_place_is_no_agent_and_is_told_of(
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o1777)
         path = Path(folder) / "agent.sock"
-        link = AgentLink(EngineClient(path, pidfd_of=fake_pidfd), ATTACH, (), logging.getLogger("test"), clock)
+        link = link_to(path, clock)
         agent = FakeAgent(path)
         attach(link, agent)
         agent.die()
@@ -148,7 +114,7 @@ def test_somebody_elses_socket_in_the_agents_place_is_no_agent_and_is_told_of(
             assert isinstance(link.turn()[0], Over)
             for _ in range(5):
                 clock.now += 60
-                assert link.turn() == [] and link.state is LinkState.AWAY and heard() == b""
+                assert link.turn() == [] and link.state is LinkState.DETACHED and heard() == b""
         told = [record.getMessage() for record in caplog.records if "uid_not_allowed" in record.getMessage()]
         assert len(told) == 1, "once, not at every try"
         path.unlink()
@@ -186,7 +152,7 @@ def test_what_came_before_the_end_is_heard_before_it(link: AgentLink, agent: Fak
     agent.die()
     heard = link.turn()
     assert heard[0] == DONE and isinstance(heard[1], Over) and len(heard) == 2
-    assert link.state is LinkState.AWAY and link.address == ""
+    assert link.state is LinkState.DETACHED and link.address == ""
 
 
 def test_tries_again_every_second(link: AgentLink, agent: FakeAgent, clock: Clock) -> None:
@@ -335,7 +301,7 @@ def test_nothing_is_said_to_the_next_agent_before_the_end_of_the_last_was_told(
         clock.now += RETRY_S
         link._drive()
         agent.pump()
-    assert link.state is LinkState.HERE and len(agent.attaches) == 2
+    assert link.state is LinkState.ATTACHED and len(agent.attaches) == 2
     assert not link.is_attached and not link.send(WANT)
     assert [type(each) for each in link.turn()] == [Over]
     assert link.is_attached and link.send(WANT)
@@ -364,7 +330,7 @@ def test_a_refusal_that_will_not_pass_ends_the_start_and_is_tried_rarely(
 
 def test_a_start_waits_for_a_refusal_to_pass(agent: FakeAgent) -> None:
     agent.refusal = Refused(code="engine_present", reasons=("the one before is still being detached",))
-    link = AgentLink(EngineClient(agent.path, pidfd_of=fake_pidfd), ATTACH, (), logging.getLogger("test"))
+    link = link_to(agent.path)
 
     def pass_by() -> None:
         within(5.0, lambda: bool(agent.attaches))
@@ -386,8 +352,7 @@ def test_a_start_waits_for_a_refusal_to_pass(agent: FakeAgent) -> None:
 def test_what_keeps_attach_from_being_sent_is_said_at_once(
     agent: FakeAgent, clock: Clock, caplog: pytest.LogCaptureFixture, fds: list[int], reason: str
 ) -> None:
-    client = EngineClient(agent.path, pidfd_of=fake_pidfd)
-    link = AgentLink(client, ATTACH, fds, logging.getLogger("test"), clock)
+    link = link_to(agent.path, clock, fds)
     begun = time.monotonic()
     assert not link.start(20.0) and time.monotonic() - begun < 5
     link.close()
@@ -403,8 +368,7 @@ def test_an_idle_engines_link_notices_the_end_at_once_and_attaches_again(
 ) -> None:
     """Nobody calls `turn`. What every agent is to hear first is said again."""
     directory = Directory(ranks=(Rank(tp_rank=0, pp_rank=0, address="tcp://x:1"),))
-    client = EngineClient(agent.path, pidfd_of=fake_pidfd)
-    link = AgentLink(client, ATTACH, (), logging.getLogger("test"), first=lambda: [directory])
+    link = link_to(agent.path, first=lambda: [directory])
     caplog.set_level(logging.INFO)
     with agent.alive():
         assert link.start(10.0)
@@ -443,11 +407,10 @@ def test_an_error_that_nobody_expects_does_not_end_the_links_thread(
     agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is told once, with its cause, and tried again a second later, not at once."""
-    client = EngineClient(agent.path, pidfd_of=fake_pidfd)
-    link = AgentLink(client, ATTACH, (), logging.getLogger("test"))
+    link = link_to(agent.path)
     with agent.alive():
         assert link.start(10.0)
-    tries, reconnect = [0.0], client.reconnect
+    tries, reconnect = [0.0], link._client.reconnect
 
     def fail() -> bool:
         tries.append(time.monotonic())
@@ -455,11 +418,11 @@ def test_an_error_that_nobody_expects_does_not_end_the_links_thread(
             raise ZeroDivisionError("nobody expects this")
         return reconnect()
 
-    monkeypatch.setattr(client, "reconnect", fail)
+    monkeypatch.setattr(link._client, "reconnect", fail)
     agent.die()
     successor = FakeAgent(agent.path)
     with successor.alive():
-        within(10.0, lambda: len(tries) > 3 and link.state is LinkState.HERE)
+        within(10.0, lambda: len(tries) > 3 and link.state is LinkState.ATTACHED)
     link.close()
     assert all(later - earlier > 0.9 for earlier, later in pairwise(tries))
     (record,) = [record for record in caplog.records if "nobody expects" in record.getMessage()]
@@ -509,8 +472,8 @@ def test_the_links_thread_takes_nothing_that_an_engine_rests_for(
     assert link.turn() == [DONE]
 
 
-def test_a_refusal_is_told_with_its_reasons(
-    link: AgentLink, agent: FakeAgent, caplog: pytest.LogCaptureFixture
+def test_a_refusal_is_told_with_its_reasons_and_asked_about_again(
+    link: AgentLink, agent: FakeAgent, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent.is_answering_attach = False
     link.turn()
@@ -518,6 +481,11 @@ def test_a_refusal_is_told_with_its_reasons(
     agent.say(Refused(code="engine_present", reasons=("engine: vllm other (pid 12) is attached to this agent",)))
     link.turn()
     assert "engine_present" in caplog.text and "pid 12" in caplog.text
+    agent.pump()
+    assert agent._engine is None, "it saw us leave"
+    agent.is_answering_attach = True
+    clock.now += 60
+    attach(link, agent)
 
 
 def test_leaves_no_descriptor_behind(link: AgentLink, agent: FakeAgent, clock: Clock) -> None:
@@ -581,7 +549,7 @@ def test_the_links_of_a_killed_engine_end_while_its_child_lives(tmp_path: Path, 
     engine = os.fork()
     if engine == 0:
         try:
-            link = AgentLink(EngineClient(agent.path, pidfd_of=fake_pidfd), ATTACH, (), logging.getLogger("test"))
+            link = link_to(agent.path)
             link.start(10)
             with forked() as child:
                 os.write(told, child.to_bytes(4, "little"))
@@ -609,7 +577,7 @@ def test_threads_that_fork_at_once_give_back_what_each_took(tmp_path: Path, monk
     """The second takes the lock in the very moment in which the first has given it back."""
     hooks: dict[str, Callable[[], None]] = {}
     monkeypatch.setattr(os, "register_at_fork", lambda **said: hooks.update(said))
-    link = AgentLink(EngineClient(tmp_path / "agent.sock"), ATTACH, (), logging.getLogger("test"))
+    link = link_to(tmp_path / "agent.sock")
     is_held, may_go_on, failed = threading.Event(), threading.Event(), list[BaseException]()
 
     class Lock:
@@ -635,7 +603,7 @@ def test_threads_that_fork_at_once_give_back_what_each_took(tmp_path: Path, monk
             failed.append(error)
 
     second = threading.Thread(target=fork)
-    link._lock = Lock()  # type: ignore[assignment]
+    link._lock = Lock()
     hooks["before"]()
     hooks["after_in_parent"]()
     may_go_on.set()
@@ -644,7 +612,7 @@ def test_threads_that_fork_at_once_give_back_what_each_took(tmp_path: Path, monk
 
 
 def test_a_link_that_is_gone_is_not_kept_for_forks(tmp_path: Path) -> None:
-    link = AgentLink(EngineClient(tmp_path / "agent.sock", pidfd_of=fake_pidfd), ATTACH, (), logging.getLogger("test"))
+    link = link_to(tmp_path / "agent.sock")
     gone = weakref.ref(link)
     del link
     gc.collect()

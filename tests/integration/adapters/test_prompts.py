@@ -1,4 +1,4 @@
-"""One prompt, asked of two engines: their adapters name it alike if and only if its KV is the same."""
+"""One prompt sent to two engines: their adapters give it the same name if and only if its KV is the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an offer and a want wait for on a GPU, with streams that only remember whom they were told to wait for."""
+"""What an offer and a want wait for on a GPU, with streams that only record what they were told to wait for."""
 
 from __future__ import annotations
 

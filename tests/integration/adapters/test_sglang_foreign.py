@@ -1,4 +1,4 @@
-"""What a router says of another engine's half: read at the door, before a scheduler acts on it."""
+"""What a router says about another engine's half of a request: checked before a scheduler acts on it."""
 
 from __future__ import annotations
 

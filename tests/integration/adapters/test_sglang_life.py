@@ -1,4 +1,4 @@
-"""SGLang's senders and receivers from their first word to their last, beside a conversation that a test speaks for."""
+"""SGLang's senders and receivers from beginning to end, beside a conversation whose other side the test plays."""
 
 from __future__ import annotations
 
@@ -116,6 +116,16 @@ def manager(role: str, told: list[Any]) -> Any:
     return made
 
 
+@pytest.fixture
+def prefill() -> Any:
+    return manager("prefill", [])
+
+
+@pytest.fixture
+def decode() -> Any:
+    return manager("decode", [])
+
+
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -196,21 +206,19 @@ def test_a_prompt_that_another_engine_fetches_is_computed_without_being_asked_fo
     assert [each.fields for each in told] == [(bytes([4, 5, 6, 7]),)], "its row is for nobody"
 
 
-def test_nonsense_about_another_engine_is_that_requests_failure() -> None:
-    of = manager("prefill", [])
-    made = sender(of, told={"fetched": 1})
+def test_nonsense_about_another_engine_is_that_requests_failure(prefill: Any) -> None:
+    made = sender(prefill, told={"fetched": 1})
     assert made.poll() == FAILED
     with pytest.raises(Exception, match="unknown field `fetched`"):
         made.failure_exception()
-    assert not of.rooms.owned()
+    assert not prefill.rooms.owned()
 
 
 @pytest.mark.parametrize(("prefix", "begins"), [(0, 0), (15, 0), (16, 16), (33, 32)])
-def test_what_the_decode_side_has_is_left_out_in_whole_pages(prefix: int, begins: int) -> None:
-    of = manager("prefill", [])
-    made = begun(of, first_token=prefix)
+def test_what_the_decode_side_has_is_left_out_in_whole_pages(prefill: Any, prefix: int, begins: int) -> None:
+    made = begun(prefill, first_token=prefix)
     made.send(pages(*range(3 - begins // PAGE)), [], 40 - begins)
-    (offer,) = of.talk.said
+    (offer,) = prefill.talk.said
     assert (offer.first_token, offer.tokens, offer.blocks[0].first) == (begins, 40, begins // PAGE)
 
 
@@ -232,30 +240,28 @@ def test_an_aborted_request_leaves_its_room_though_sglang_never_speaks_of_it_aga
     assert again.poll() == BOOTSTRAPPING
 
 
-def test_the_next_request_of_a_room_begins_where_an_offer_was_cut_short() -> None:
+def test_the_next_request_of_a_room_begins_where_an_offer_was_cut_short(prefill: Any) -> None:
     """The conversation drops what is offered under a name that ended early, up to its last word: it has to be said."""
-    of = manager("prefill", [])
-    made = begun(of)
+    made = begun(prefill)
     made.send(pages(3, 4), None, 32)
-    of.talk.end(str(ROOM), "offer", "agent_lost")
-    of._look_at = 0.0
+    prefill.talk.end(str(ROOM), "offer", "agent_lost")
+    prefill._look_at = 0.0
     assert made.poll() == FAILED
-    of.talk.said.clear()
+    prefill.talk.said.clear()
     with pytest.raises(Exception, match="agent_lost"):
         made.failure_exception()
-    assert of.talk.said == [("withdraw", str(ROOM))]
+    assert prefill.talk.said == [("withdraw", str(ROOM))]
 
 
-def test_a_room_in_use_is_refused_and_its_owner_goes_on() -> None:
-    of = manager("prefill", [])
-    made = begun(of)
-    second = sender(of)
+def test_a_room_in_use_is_refused_and_its_owner_goes_on(prefill: Any) -> None:
+    made = begun(prefill)
+    second = sender(prefill)
     assert second.poll() == FAILED
     with pytest.raises(Exception, match="in use"):
         second.failure_exception()
     second.clear()
     second.abort()
-    assert made.poll() == WAITING and of.rooms.owned() == [ROOM]
+    assert made.poll() == WAITING and prefill.rooms.owned() == [ROOM]
 
 
 def test_strangers_neither_fail_a_request_nor_abort_it() -> None:
@@ -270,16 +276,14 @@ def test_strangers_neither_fail_a_request_nor_abort_it() -> None:
     assert made.poll() == FAILED
 
 
-def test_an_abort_that_comes_before_its_request_takes_the_question_back() -> None:
-    of = manager("prefill", [])
-    of._hear_asked(asked())
-    of._hear_abort(SimpleNamespace(room=ROOM, decode_ip="10.0.0.2", decode_port=4000))
-    assert sender(of).poll() == BOOTSTRAPPING, "nobody asks for it any more"
+def test_an_abort_that_comes_before_its_request_takes_the_question_back(prefill: Any) -> None:
+    prefill._hear_asked(asked())
+    prefill._hear_abort(SimpleNamespace(room=ROOM, decode_ip="10.0.0.2", decode_port=4000))
+    assert sender(prefill).poll() == BOOTSTRAPPING, "nobody asks for it any more"
 
 
-def test_a_prefix_longer_than_the_prompt_is_the_whole_prompt() -> None:
-    of = manager("prefill", [])
-    assert begun(of, first_token=1 << 30)._first_token == 48
+def test_a_prefix_longer_than_the_prompt_is_the_whole_prompt(prefill: Any) -> None:
+    assert begun(prefill, first_token=1 << 30)._first_token == 48
 
 
 @pytest.mark.parametrize("number", [0, -1, 1 << 64, ROOM])
@@ -299,21 +303,19 @@ def test_a_refused_room_leaves_nothing_behind(number: int) -> None:
         assert not of.request_status and not of.addr_to_rooms_tracker[ADDRESS] and of.rooms.owned() == [ROOM]
 
 
-def test_a_prefill_waits_for_its_agent() -> None:
-    of = manager("prefill", [])
-    of.talk.attached = None
-    made = sender(of)
-    of._hear_asked(asked())
+def test_a_prefill_waits_for_its_agent(prefill: Any) -> None:
+    prefill.talk.attached = None
+    made = sender(prefill)
+    prefill._hear_asked(asked())
     assert made.poll() == BOOTSTRAPPING
-    of.talk.attached = object()
+    prefill.talk.attached = object()
     assert made.poll() == WAITING
 
 
-def test_embeddings_stay_where_they_are() -> None:
+def test_embeddings_stay_where_they_are(prefill: Any) -> None:
     from kvbridge.adapters.sglang.sender import KVBridgeSender
 
-    of = manager("prefill", [])
-    made = KVBridgeSender(of, ADDRESS, ROOM)
+    made = KVBridgeSender(prefill, ADDRESS, ROOM)
     made.bind(SimpleNamespace(prompt="ab", input_embeds=[[0.5]]))
     assert made.poll() == FAILED
 
@@ -341,138 +343,129 @@ def listen(of: Any, made: Any) -> int:
     return int(made.poll())
 
 
-def test_a_request_has_succeeded_when_its_kv_is_there_and_then_its_row() -> None:
-    of = manager("decode", [])
-    made = receiver(of)
+def test_a_request_has_succeeded_when_its_kv_is_there_and_then_its_row(decode: Any) -> None:
+    made = receiver(decode)
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
-    (want,) = of.talk.said
+    (want,) = decode.talk.said
     assert (want.first_token, want.end_token, want.blocks[0].ids) == (0, 40, (5, 6, 7))
-    of._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
-    assert listen(of, made) == WAITING and of.kv_args.row[4] == 4, "the row comes last"
-    of.talk.end(str(ROOM), "want")
-    assert listen(of, made) == SUCCESS and of.kv_args.row[4:].tobytes() == b"rows"
+    decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    assert listen(decode, made) == WAITING and decode.kv_args.row[4] == 4, "the row comes last"
+    decode.talk.end(str(ROOM), "want")
+    assert listen(decode, made) == SUCCESS and decode.kv_args.row[4:].tobytes() == b"rows"
     made.clear()
-    assert not of.rooms.owned() and not of.request_status and not of._watched
+    assert not decode.rooms.owned() and not decode.request_status and not decode._watched
 
 
-def test_a_prefix_that_is_the_whole_prompt_needs_the_row_alone() -> None:
-    of = manager("decode", [])
-    made = receiver(of, tokens=0)
+def test_a_prefix_that_is_the_whole_prompt_needs_the_row_alone(decode: Any) -> None:
+    made = receiver(decode, tokens=0)
     made.send_metadata(pages(), 1, [], 48)
-    (want,) = of.talk.said
+    (want,) = decode.talk.said
     assert (want.first_token, want.end_token, want.blocks) == (48, 48, ())
-    assert listen(of, made) == WAITING
-    of._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
-    assert listen(of, made) == SUCCESS
+    assert listen(decode, made) == WAITING
+    decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    assert listen(decode, made) == SUCCESS
 
 
-def test_a_row_of_another_size_fails_that_request() -> None:
-    of = manager("decode", [])
-    made = receiver(of, tokens=0)
+def test_a_row_of_another_size_fails_that_request(decode: Any) -> None:
+    made = receiver(decode, tokens=0)
     made.send_metadata(pages(), 1, [], 48)
-    of._hear_row(Row(room=ROOM, prompt="ab", fields=(b"more", b"rows")))
-    assert listen(of, made) == FAILED and of.kv_args.row.tolist() == list(range(8))
-    assert "ours [4], theirs [4, 4]" in of.failure_records[ROOM]
+    decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"more", b"rows")))
+    assert listen(decode, made) == FAILED and decode.kv_args.row.tolist() == list(range(8))
+    assert "ours [4], theirs [4, 4]" in decode.failure_records[ROOM]
 
 
-def test_a_row_without_a_prompt_is_nobodys() -> None:
-    of = manager("decode", [])
-    of.rooms.enter(ROOM, "somebody", 0)
-    of._hear_row(Row(room=ROOM, prompt="", fields=(b"fake",)))
-    of.rooms.bind(ROOM, "somebody", "ab")
-    assert of.rooms.row(ROOM) is None
+def test_a_row_without_a_prompt_is_nobodys(decode: Any) -> None:
+    decode.rooms.enter(ROOM, "somebody", 0)
+    decode._hear_row(Row(room=ROOM, prompt="", fields=(b"fake",)))
+    decode.rooms.bind(ROOM, "somebody", "ab")
+    assert decode.rooms.row(ROOM) is None
 
 
-def test_what_has_failed_already_asks_for_nothing() -> None:
+def test_what_has_failed_already_asks_for_nothing(decode: Any) -> None:
     """Embeddings do not travel; a prefill server may be given up before there are pages."""
-    of = manager("decode", [])
-    made = receiver(of)
+    made = receiver(decode)
     made.bind(SimpleNamespace(prompt="ab", input_embeds=[[0.5]]), 40)
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
-    assert not of.talk.said and listen(of, made) == FAILED
+    assert not decode.talk.said and listen(decode, made) == FAILED
 
 
-def test_the_other_sides_agent_is_looked_for_again() -> None:
-    of = manager("decode", [])
-    made = receiver(of)
+def test_the_other_sides_agent_is_looked_for_again(decode: Any) -> None:
+    made = receiver(decode)
     known, looks = made.bootstrap_infos, []
     made.bootstrap_infos = [{**known[0], "kvbridge_agent": ""}]
     made._connection_pool_entries = {}
     made._setup_bootstrap_infos = lambda: looks.append(1)
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
-    assert listen(of, made) == WAITING and not of.talk.said
+    assert listen(decode, made) == WAITING and not decode.talk.said
     assert len(looks) == 1, "once for all requests, and not in every turn"
     made._setup_bootstrap_infos = lambda: setattr(made, "bootstrap_infos", known)
-    of._routes.clear()
-    assert listen(of, made) == WAITING and len(of.talk.said) == 1
+    decode._routes.clear()
+    assert listen(decode, made) == WAITING and len(decode.talk.said) == 1
 
 
-def test_a_prefill_server_that_is_given_up_holds_up_nobody() -> None:
-    of = manager("decode", [])
-    made = receiver(of)
+def test_a_prefill_server_that_is_given_up_holds_up_nobody(decode: Any) -> None:
+    made = receiver(decode)
     made.bootstrap_infos = []
-    of.prefill_info_table.clear()
+    decode.prefill_info_table.clear()
     made._setup_bootstrap_infos = lambda: pytest.fail("it was asked")
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
-    assert listen(of, made) == WAITING
+    assert listen(decode, made) == WAITING
 
 
-def test_pages_are_ours_until_the_agent_has_answered() -> None:
-    of = manager("decode", [])
-    made = receiver(of)
+def test_pages_are_ours_until_the_agent_has_answered(decode: Any) -> None:
+    made = receiver(decode)
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
     made.abort()
-    assert listen(of, made) == FAILED and ("abandon", str(ROOM)) in of.talk.said
+    assert listen(decode, made) == FAILED and ("abandon", str(ROOM)) in decode.talk.said
     with pytest.raises(Exception, match="Aborted"):
         made.failure_exception()
-    assert not of.is_abort_release_safe(ROOM, 0)
-    of.talk.end(str(ROOM), "want", "aborted")
-    assert of.is_abort_release_safe(ROOM, 0)
+    assert not decode.is_abort_release_safe(ROOM, 0)
+    decode.talk.end(str(ROOM), "want", "aborted")
+    assert decode.is_abort_release_safe(ROOM, 0)
 
 
-def test_the_second_clear_of_a_request_takes_nothing_of_the_next_one() -> None:
+def test_the_second_clear_of_a_request_takes_nothing_of_the_next_one(decode: Any) -> None:
     """SGLang clears when a failure is told, and when the pages are given back; the room may be another's by then."""
-    of = manager("decode", [])
-    made = receiver(of)
+    made = receiver(decode)
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
     made.abort()
-    assert listen(of, made) == FAILED
+    assert listen(decode, made) == FAILED
     with pytest.raises(Exception, match="Aborted"):
         made.failure_exception()
-    of.talk.end(str(ROOM), "want", "aborted")
-    following = receiver(of)
+    decode.talk.end(str(ROOM), "want", "aborted")
+    following = receiver(decode)
     made.clear()
-    assert listen(of, following) == WAITING and of.rooms.owned() == [ROOM]
+    assert listen(decode, following) == WAITING and decode.rooms.owned() == [ROOM]
     following.send_metadata(pages(8, 9, 10), 0, [], 0)
-    of.talk.end(str(ROOM), "want")
-    of._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
-    assert listen(of, following) == SUCCESS
+    decode.talk.end(str(ROOM), "want")
+    decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    assert listen(decode, following) == SUCCESS
 
 
-def test_what_goes_wrong_on_the_schedulers_thread_is_one_requests_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = manager("decode", [])
-    of.talk.attached = None
-    made = receiver(of)
+def test_what_goes_wrong_on_the_schedulers_thread_is_one_requests_failure(
+    decode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode.talk.attached = None
+    made = receiver(decode)
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
-    assert listen(of, made) == WAITING, "an agent that is started anew is waited for"
-    of.talk.attached = object()
+    assert listen(decode, made) == WAITING, "an agent that is started anew is waited for"
+    decode.talk.attached = object()
 
     def fail(**said: Any) -> bool:
         raise ZeroDivisionError("nobody expects this")
 
     made._send_bootstrap_message = fail
-    assert listen(of, made) == FAILED and "nobody expects this" in of.failure_records[ROOM]
+    assert listen(decode, made) == FAILED and "nobody expects this" in decode.failure_records[ROOM]
 
 
-def test_an_agent_that_does_not_come_back_costs_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_does_not_come_back_costs_the_request(decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvbridge.adapters.sglang import receiver as module
 
-    of = manager("decode", [])
-    of.talk.attached = None
-    made = receiver(of)
+    decode.talk.attached = None
+    made = receiver(decode)
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
     monkeypatch.setattr(module, "AGENT_S", -1.0)
-    assert listen(of, made) == FAILED and "no agent has our memory" in of.failure_records[ROOM]
+    assert listen(decode, made) == FAILED and "no agent has our memory" in decode.failure_records[ROOM]
 
 
 # Another engine's prompts:
@@ -503,78 +496,72 @@ def foreign_receiver(of: Any, told: dict[str, Any]) -> Any:
     return made
 
 
-def test_another_engines_prompt_is_fetched_where_the_router_says_and_goes_on_with_its_token() -> None:
-    of = manager("decode", [])
-    made = foreign_receiver(of, TOLD | {"rendezvous": f"room/{ROOM}/ab"})
+def test_another_engines_prompt_is_fetched_where_the_router_says_and_goes_on_with_its_token(decode: Any) -> None:
+    made = foreign_receiver(decode, TOLD | {"rendezvous": f"room/{ROOM}/ab"})
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
-    (want,) = of.talk.said
+    (want,) = decode.talk.said
     assert (want.rendezvous, want.sender, want.end_token) == (f"room/{ROOM}/ab", "tcp://10.0.0.7:7700", 40)
     assert want.traceparent == TRACE
-    assert listen(of, made) == WAITING and not of.buffers.bootstrap_room.any(), "the row comes last"
-    of.talk.end(str(ROOM), "want")
-    assert listen(of, made) == SUCCESS
-    assert of.buffers.bootstrap_room[1][0] == ROOM and of.buffers.output_ids[1][0] == 5
+    assert listen(decode, made) == WAITING and not decode.buffers.bootstrap_room.any(), "the row comes last"
+    decode.talk.end(str(ROOM), "want")
+    assert listen(decode, made) == SUCCESS
+    assert decode.buffers.bootstrap_room[1][0] == ROOM and decode.buffers.output_ids[1][0] == 5
     made.clear()
-    assert not of.rooms.owned() and not of.request_status and not of._watched
+    assert not decode.rooms.owned() and not decode.request_status and not decode._watched
 
 
 @pytest.mark.parametrize("told", [{}, TOLD | {"rendezvous": "room/7/cd"}, TOLD | {"first_token": 4096}])
-def test_what_does_not_fit_another_engines_prompt_fails_that_request(told: dict[str, Any]) -> None:
-    of = manager("decode", [])
-    made = foreign_receiver(of, told)
+def test_what_does_not_fit_another_engines_prompt_fails_that_request(decode: Any, told: dict[str, Any]) -> None:
+    made = foreign_receiver(decode, told)
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
-    assert not of.talk.said and listen(of, made) == FAILED
+    assert not decode.talk.said and listen(decode, made) == FAILED
 
 
-def test_another_engines_prompt_is_held_while_the_request_queues() -> None:
-    of = manager("decode", [])
-    made = foreign_receiver(of, TOLD)
+def test_another_engines_prompt_is_held_while_the_request_queues(decode: Any) -> None:
+    made = foreign_receiver(decode, TOLD)
     made.queued(req("ab", TOLD))
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
-    expect, want = of.talk.said
+    expect, want = decode.talk.said
     assert isinstance(expect, Expect) and expect.sender == TOLD["sender"]
     assert (expect.request, expect.rendezvous) == (want.request, want.rendezvous), "the want ends it"
-    of.talk.end(str(ROOM), "want")
-    assert listen(of, made) == SUCCESS
+    decode.talk.end(str(ROOM), "want")
+    assert listen(decode, made) == SUCCESS
     made.clear()
-    assert of.talk.said == [expect, want]
+    assert decode.talk.said == [expect, want]
 
 
 @pytest.mark.parametrize("end", ["clear", "abort", "fail"])
-def test_a_request_that_ends_while_it_queues_lets_go_of_another_engines_prompt_once(end: str) -> None:
-    of = manager("decode", [])
-    made = foreign_receiver(of, TOLD)
+def test_a_request_that_ends_while_it_queues_lets_go_of_another_engines_prompt_once(decode: Any, end: str) -> None:
+    made = foreign_receiver(decode, TOLD)
     made.queued(req("ab", TOLD))
     if end == "abort":
         made.abort()
     elif end == "fail":
         made._fail("whatever")
     if end != "clear":
-        assert listen(of, made) == FAILED
+        assert listen(decode, made) == FAILED
     made.clear()
     made.clear()
-    expect, want = of.talk.said
+    expect, want = decode.talk.said
     assert (want.request, want.rendezvous, want.sender) == (expect.request, expect.rendezvous, expect.sender)
     assert (want.first_token, want.end_token, want.blocks) == (0, 0, ())
 
 
 @pytest.mark.parametrize("told", [{}, TOLD | {"first_token": 4096}])
-def test_nothing_is_held_for_a_request_that_names_it_wrongly(told: dict[str, Any]) -> None:
-    of = manager("decode", [])
-    made = foreign_receiver(of, told)
+def test_nothing_is_held_for_a_request_that_names_it_wrongly(decode: Any, told: dict[str, Any]) -> None:
+    made = foreign_receiver(decode, told)
     made.queued(req("ab", told))
     made.clear()
-    assert not of.talk.said
+    assert not decode.talk.said
 
 
-def test_other_engines_are_found_among_the_prefill_servers_and_not_listed() -> None:
+def test_other_engines_are_found_among_the_prefill_servers_and_not_listed(decode: Any) -> None:
     """SGLang asks all that it lists for their health, and fails their requests if they do not answer."""
     from kvbridge.adapters.sglang.manager import PrefillServers
 
-    of = manager("decode", [])
-    of.prefill_info_table, of.attn_tp_rank, of.attn_tp_size = PrefillServers(), 0, 1
-    assert FOREIGN not in of.prefill_info_table and of.prefill_info_table.get(FOREIGN) is None
-    assert of.try_ensure_parallel_info(FOREIGN) and FOREIGN in of.prefill_info_table
-    assert of.prefill_info_table[FOREIGN].dp_size == of.prefill_info_table.get("kvbridge:1").dp_size == 1
-    of.prefill_info_table[ADDRESS] = "sglang's"
-    assert list(of.prefill_info_table.keys()) == [ADDRESS] and of.prefill_info_table[ADDRESS] == "sglang's"
+    decode.prefill_info_table, decode.attn_tp_rank, decode.attn_tp_size = PrefillServers(), 0, 1
+    assert FOREIGN not in decode.prefill_info_table and decode.prefill_info_table.get(FOREIGN) is None
+    assert decode.try_ensure_parallel_info(FOREIGN) and FOREIGN in decode.prefill_info_table
+    assert decode.prefill_info_table[FOREIGN].dp_size == decode.prefill_info_table.get("kvbridge:1").dp_size == 1
+    decode.prefill_info_table[ADDRESS] = "sglang's"
+    assert list(decode.prefill_info_table.keys()) == [ADDRESS] and decode.prefill_info_table[ADDRESS] == "sglang's"

@@ -1,4 +1,4 @@
-"""Every name of SGLang's that the adapter touches: one that moves is missed here and not in somebody's server."""
+"""Every name in SGLang that the adapter uses: a name that moves fails here, not in somebody's server."""
 
 from __future__ import annotations
 

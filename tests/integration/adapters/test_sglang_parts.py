@@ -1,4 +1,4 @@
-"""What of the SGLang adapter needs no SGLang: options, messages, who asks whom, names of prompts."""
+"""The parts of the SGLang adapter that need no SGLang: options, messages, who asks whom, names of prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from kvbridge.adapters.engine.prompts import rendezvous
 from kvbridge.adapters.sglang.messages import MOST_BYTES, TAG, Asked, BadMessage, Row, pack, shares, unpack
 from kvbridge.adapters.sglang.options import SGLangOptions
-from kvbridge.adapters.sglang.prompts import prompt_digest, prompt_tokens, stays_here
+from kvbridge.adapters.sglang.prompts import prompt_digest, prompt_tokens, why_not_carried
 from kvbridge.errors import OperatorError
 
 ASKED = Asked(room=7, prompt="ab", first_token=16, endpoint="127.0.0.1", dst_port=4000, rank=1, ranks=2)
@@ -165,8 +165,8 @@ def test_what_is_of_no_account_for_the_kv_does_not_change_the_name() -> None:
 
 
 def test_what_nothing_tells_apart_stays_where_it_is() -> None:
-    assert stays_here(Req([1, 2, 3])) == ""
-    assert "embeddings" in stays_here(Req([1, 1, 1], input_embeds=[[0.5], [0.25], [1.0]]))
+    assert why_not_carried(Req([1, 2, 3])) == ""
+    assert "embeddings" in why_not_carried(Req([1, 1, 1], input_embeds=[[0.5], [0.25], [1.0]]))
 
 
 def test_a_prompt_that_is_prefilled_again_has_grown() -> None:

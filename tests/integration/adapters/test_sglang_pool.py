@@ -1,4 +1,4 @@
-"""SGLang's real pools, described: every number lies where its plane says. No server, no model."""
+"""Descriptions of SGLang's real pools: every number lies where its plane says. No server, no model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if importlib.util.find_spec("sglang") is None:
 
 from demo.sglang_cpu import ENVIRONMENT, stand_in
 from kvbridge.adapters.engine.memory import Memory
-from kvbridge.adapters.sglang.pool import Heads, describe, moved
+from kvbridge.adapters.engine.shards import Heads
+from kvbridge.adapters.sglang.pool import describe, moved
 from kvbridge.device.handles import export_all
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
@@ -39,40 +40,21 @@ def sglang() -> Iterator[None]:
         yield
 
 
+COMMON = {"size": TOKENS, "layer_num": LAYERS, "device": "cpu", "enable_memory_saver": False}
+
+
 def plain(page: int = 16, dtype: torch.dtype = torch.bfloat16, heads: int = HEADS, **more: Any) -> Any:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    return MHATokenToKVPool(
-        **{
-            "size": TOKENS,
-            "page_size": page,
-            "dtype": dtype,
-            "head_num": heads,
-            "head_dim": WIDTH,
-            "layer_num": LAYERS,
-            "device": "cpu",
-            "enable_memory_saver": False,
-            **more,
-        }
-    )
+    own = {"page_size": page, "dtype": dtype, "head_num": heads, "head_dim": WIDTH}
+    return MHATokenToKVPool(**COMMON | own | more)
 
 
 def latent(page: int = 16, **more: Any) -> Any:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-    return MLATokenToKVPool(
-        **{
-            "size": TOKENS,
-            "page_size": page,
-            "dtype": torch.float32,
-            "kv_lora_rank": 12,
-            "qk_rope_head_dim": 4,
-            "layer_num": LAYERS,
-            "device": "cpu",
-            "enable_memory_saver": False,
-            **more,
-        }
-    )
+    own = {"page_size": page, "dtype": torch.float32, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
+    return MLATokenToKVPool(**COMMON | own | more)
 
 
 class RadixAttention(torch.nn.Module):
@@ -222,7 +204,7 @@ def test_what_moved_into_shared_memory_is_found_again() -> None:
 
 
 def test_what_cannot_be_described_is_refused_by_name() -> None:
-    class MHATokenToKVPoolOfItsOwn(type(plain())):  # type: ignore[misc]
+    class MHATokenToKVPoolOfItsOwn(type(plain())):
         """Any subclass keeps its rows in its own way."""
 
     other = plain()

@@ -1,4 +1,4 @@
-"""Bootstrap rooms: a number that a client may choose is one request's at a time."""
+"""Bootstrap rooms: a client may choose the number, but only one request at a time has it."""
 
 from __future__ import annotations
 

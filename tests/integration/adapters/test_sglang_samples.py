@@ -1,4 +1,4 @@
-"""Rooms of several answers to one prompt: each request's own, alike on both servers."""
+"""Several answers to one prompt: each request has a room of its own, the same on both servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_prompts_requests_have_rooms_of_their_own_beginning_with_its(room: int
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5, 8, 12, 16, 24, 32, 64, 96, 128, 256])
 @pytest.mark.parametrize("room", [1, 7, LAST - 10**9, LAST])
 def test_they_stay_with_the_replica(room: int, replicas: int) -> None:
-    assert {each % replicas for each in made(room)} == {room % replicas}  # type: ignore[operator]
+    assert {each % replicas for each in made(room)} == {room % replicas}
 
 
 def test_prompts_of_a_call_do_not_meet() -> None:

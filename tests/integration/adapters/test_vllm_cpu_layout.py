@@ -1,4 +1,4 @@
-"""What we say about vLLM's CPU cache against what vLLM's own kernel writes."""
+"""What we say about vLLM's CPU cache, compared with what vLLM's own kernel writes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ pytest.importorskip("vllm")
 import torch
 from vllm import _custom_ops as ops
 
-from kvbridge.adapters.vllm.cpu import Axis, halves
+from kvbridge.adapters.vllm.cpu import halves
 from kvbridge.errors import OperatorError
+from tests.integration.adapters.small import places
 
 pytestmark = pytest.mark.vllm
 
@@ -31,14 +32,6 @@ CASES = [
     for tokens, width in [(32, 32), (32, 128), (128, 64), (64, 80)]
     if width % 32 == 0 or (isa == "vec16" and width % 16 == 0)
 ]
-
-
-def places(axis: Axis) -> torch.Tensor:
-    """The byte of every place of an axis: a mixed radix number, outermost step first."""
-    total = torch.zeros(1, dtype=torch.int64)
-    for step in axis:
-        total = (total[:, None] + torch.arange(step.count) * step.stride).flatten()
-    return total
 
 
 @pytest.mark.parametrize(("isa", "dtype", "cache", "tokens", "width"), CASES)

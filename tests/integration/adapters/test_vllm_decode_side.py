@@ -1,8 +1,7 @@
-"""vLLM's real scheduler with the connector, on the side that decodes."""
+"""vLLM's real scheduler with the connector, on the decode side."""
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import time
@@ -19,8 +18,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from kvbridge.adapters.engine.prompts import DIGEST_BYTES, PromptDigest, rendezvous
-from kvbridge.adapters.vllm.rendezvous import offered_rendezvous, prompt_digest
-from tests.integration.adapters.fake_agent import squatter
+from kvbridge.adapters.vllm.rendezvous import prompt_digest
+from tests.integration.adapters.fake_agent import FakeAgent, squatter
 from tests.integration.adapters.world import BLOCK, HOOKS, World
 
 pytestmark = pytest.mark.vllm
@@ -39,27 +38,16 @@ def failed(want: Want) -> Failed:
     return Failed(request=want.request, code="peer_gone", reason="it left")
 
 
-def finish(world: World) -> list[Any]:
-    """Run to the end; every output."""
-    outputs = []
-    while world.scheduler.has_requests():
-        step = world.step()
-        outputs += step.outputs if step else []
-        assert len(outputs) < 100
-    return outputs
-
-
 def test_a_reason_that_is_a_line_of_its_own_forges_no_line_in_the_engines_log(
-    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    world: World, vllms_log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     forged = "it left\nINFO 11-21 00:00:00 [core.py:1] all is well\x1b[2J" + "x" * 900
     world.decode(40)
     world.steps(3)
     (agent,) = world.agents
     agent.say(Failed(request=agent.one(Want).request, code="peer_lost\n", reason=forged))
-    finish(world)
-    told = [record.getMessage() for record in caplog.records if "KV not received" in record.getMessage()]
+    world.finish()
+    told = [record.getMessage() for record in vllms_log.records if "KV not received" in record.getMessage()]
     assert told and all(text.isprintable() and "peer_lost\\x0a: it left\\x0aINFO" in text for text in told)
 
 
@@ -96,7 +84,7 @@ def test_both_sides_name_the_span_that_a_request_belongs_to(
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ({"remote_host": "h\ud800"}, "remote_host: 'h\\ud800', must be text"),
+        ({"remote_host": "h\ud800"}, "remote_host: 'h\\ud800', must be valid UTF-8 text"),
         ({"remote_request_id": "\udfff/0/0123456789abcdef0123456789abcdef01234567"}, "remote_request_id: "),
         ({"remote_key": "\ud800"}, "remote_key: "),
         ({"remote_port": [1]}, "remote_port: list, must be text or a number"),
@@ -107,16 +95,14 @@ def test_both_sides_name_the_span_that_a_request_belongs_to(
     ids=["host", "request", "key", "list", "number", "long", "none"],
 )
 def test_words_that_no_message_can_hold_are_refused_by_name_and_the_prompt_computed_here(
-    world: World, said: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    world: World, said: dict[str, Any], reason: str, vllms_log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     request = world.decode(40, name="cmpl-\ud800-0-1a2b3c4d", **said)
     world.steps(3)
     assert request.num_computed_tokens >= 40 and not world.agents[0].take(Want)
-    (told,) = [record.getMessage() for record in caplog.records if "computed here" in record.getMessage()]
+    (told,) = [record.getMessage() for record in vllms_log.records if "computed here" in record.getMessage()]
     assert reason in told and told.isprintable()
-    finish(world)
-    world.assert_empty()
+    world.finish()
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["in-step", "async-scheduling"])
@@ -135,8 +121,7 @@ def test_wants_all_but_the_last_token_and_runs_when_they_are_there(tmp_path: Pat
     world.steps(2)
     assert request.status == RequestStatus.RUNNING
     assert request.num_computed_tokens <= 40 + 1, "only the last prompt token was left to compute"
-    finish(world)
-    world.assert_empty()
+    world.finish()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
@@ -148,27 +133,14 @@ def test_memory_goes_to_no_agent_of_a_user_who_is_not_named(tmp_path: Path) -> N
         with squatter(strangers.path(0)) as (_, heard):
             strangers.attach()
             strangers.decode(40)
-            finish(strangers)  # as without an agent: it computes
+            strangers.finish()  # as without an agent: it computes
             strangers.assert_empty()
             assert heard() == b""
             named.attach()
             assert heard() != b""
 
 
-def test_two_sides_of_a_proxy_meet_in_one_room(world: World) -> None:
-    (agent,) = world.agents
-    prompt = list(range(50))
-    request = world.request(prompt=prompt)
-    prefilled = offered_rendezvous("cmpl-abc-0-11111111", prompt_digest(request))
-    world.abort(request)
-    world.decode(prompt=prompt, name="cmpl-abc-0-22222222", remote_request_id=prefilled)  # waited for the answer
-    world.decode(prompt=prompt, name="cmpl-abc-0-33333333", remote_request_id="abc")  # asked both at once
-    world.step()
-    assert [want.rendezvous for want in agent.take(Want)] == [prefilled, prefilled]
-
-
-def test_fetches_only_what_the_prefix_cache_lacks(world: World) -> None:
-    (agent,) = world.agents
+def test_fetches_only_what_the_prefix_cache_lacks(world: World, agent: FakeAgent) -> None:
     prompt = list(range(70))
     world.request(prompt=prompt[:40], max_tokens=1)
     world.run()
@@ -178,12 +150,10 @@ def test_fetches_only_what_the_prefix_cache_lacks(world: World) -> None:
     assert (want.first_token, want.end_token) == (32, 69)
     assert [(p.first, list(p.ids)) for p in want.blocks] == [(2, world.block_ids(request)[2:])]
     agent.say(done(want))
-    finish(world)
-    world.assert_empty()
+    world.finish()
 
 
-def test_says_so_when_it_needs_nothing_and_reports_no_receive(world: World) -> None:
-    (agent,) = world.agents
+def test_says_so_when_it_needs_nothing_and_reports_no_receive(world: World, agent: FakeAgent) -> None:
     prompt = list(range(4 * BLOCK + 1))
     world.request(prompt=prompt, max_tokens=1)
     world.run()
@@ -193,28 +163,28 @@ def test_says_so_when_it_needs_nothing_and_reports_no_receive(world: World) -> N
     assert want.first_token == want.end_token and want.blocks == ()
     agent.say(done(want))  # nobody waits for it; vLLM would assert on a report
     assert request.status == RequestStatus.RUNNING
-    finish(world)
-    world.assert_empty()
+    world.finish()
 
 
-def test_a_prompt_of_one_token_never_travels(world: World) -> None:
-    (agent,) = world.agents
+def test_a_prompt_of_one_token_never_travels(world: World, agent: FakeAgent) -> None:
     world.decode(1)
-    finish(world)
+    world.finish()
     assert agent.one(Want).end_token == 0
     world.assert_empty()
 
 
-def test_a_failed_receive_is_computed_here(world: World) -> None:
-    (agent,) = world.agents
+def refused(want: Want) -> Refused:
+    return Refused(code="not_attached", reasons=("attach first",), about=want.request)
+
+
+@pytest.mark.parametrize("answer", [failed, refused])
+def test_a_failed_receive_is_computed_here(world: World, agent: FakeAgent, answer: Any) -> None:
     request = world.decode(40)
     world.step()
-    agent.say(failed(agent.one(Want)))
-    outputs = finish(world)
-    assert [token for output in outputs for token in output.new_token_ids] == [7] * 4
+    agent.say(answer(agent.one(Want)))
+    assert [token for output in world.finish() for token in output.new_token_ids] == [7] * 4
     assert not agent.take(Want), "fetched once, not again"
     assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
-    world.assert_empty()
 
 
 def test_a_failed_receive_fails_the_request_if_the_engine_is_told_so(tmp_path: Path) -> None:
@@ -223,37 +193,15 @@ def test_a_failed_receive_fails_the_request_if_the_engine_is_told_so(tmp_path: P
     world.decode(40)
     world.step()
     agent.say(failed(agent.one(Want)))
-    (output,) = finish(world)
+    (output,) = world.finish()
     assert output.finish_reason == FinishReason.ERROR
     world.assert_empty()
 
 
-def test_a_refused_want_is_a_failed_receive(world: World) -> None:
-    (agent,) = world.agents
-    world.decode(40)
-    world.step()
-    agent.say(Refused(code="not_attached", reasons=("attach first",), about=agent.one(Want).request))
-    assert len(finish(world)) == 4
-    world.assert_empty()
-
-
-@pytest.mark.parametrize("about", ["want {}", "{}"])
-def test_a_second_want_that_is_refused_does_not_end_the_first(world: World, about: str) -> None:
-    (agent,) = world.agents
-    world.decode(40)
-    world.step()
-    want = agent.one(Want)
-    agent.say(Refused(code="duplicate_request", reasons=("wanted already",), about=about.format(want.request)))
-    world.steps(3)
-    assert world.free_blocks == 99 - 3
-    agent.say(done(want))
-    assert len(finish(world)) == 4
-    world.assert_empty()
-
-
 @pytest.mark.parametrize("answer", [done, failed])
-def test_an_abort_while_receiving_keeps_the_blocks_until_the_answer(world: World, answer: Any) -> None:
-    (agent,) = world.agents
+def test_an_abort_while_receiving_keeps_the_blocks_until_the_answer(
+    world: World, agent: FakeAgent, answer: Any
+) -> None:
     request = world.decode(40)
     world.step()
     want = agent.one(Want)
@@ -262,12 +210,10 @@ def test_an_abort_while_receiving_keeps_the_blocks_until_the_answer(world: World
     assert agent.one(Abandon).request == want.request
     assert world.free_blocks == 99 - 3
     agent.say(answer(want))
-    world.run()
-    world.assert_empty()
+    world.finish()
 
 
-def test_an_abort_after_the_last_byte_frees_at_once(world: World) -> None:
-    (agent,) = world.agents
+def test_an_abort_after_the_last_byte_frees_at_once(world: World, agent: FakeAgent) -> None:
     request = world.decode(40)
     world.step()
     agent.say(done(agent.one(Want)))
@@ -293,67 +239,36 @@ def test_a_request_that_never_ran_lets_the_other_side_free(tmp_path: Path) -> No
     assert want.end_token == 0 and want.blocks == ()
     agent.say(done(want))
     world.abort(running)
-    world.run()
-    world.assert_empty()
+    world.finish()
 
 
-def test_answers_that_nobody_waits_for_are_dropped(world: World) -> None:
-    (agent,) = world.agents
-    world.decode(40)
-    world.step()
-    want = agent.one(Want)
-    for message in (done(want), done(want), failed(want), Done(request="nobody", moved_bytes=0, seconds=0.0)):
-        agent.say(message)
-    agent.say(Released(request="nobody"))
-    assert len(finish(world)) == 4
-    agent.say(done(want))
-    world.steps(2)
-    world.assert_empty()
-
-
-def test_two_ranks_must_both_have_received(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answer", [done, failed])
+def test_a_receive_is_over_when_every_rank_has_answered(tmp_path: Path, answer: Any) -> None:
     world = World(tmp_path, tp=2).ready()
     request = world.decode(40)
     world.step()
     wants = [agent.one(Want) for agent in world.agents]
     assert wants[0] == wants[1]
-    world.agents[0].say(done(wants[0]))
-    world.steps(3)
-    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    world.agents[1].say(done(wants[1]))
-    finish(world)
-    world.assert_empty()
-
-
-def test_one_rank_that_failed_fails_the_receive(tmp_path: Path) -> None:
-    world = World(tmp_path, tp=2).ready()
-    request = world.decode(40)
-    world.step()
-    wants = [agent.one(Want) for agent in world.agents]
-    world.agents[0].say(failed(wants[0]))
+    world.agents[0].say(answer(wants[0]))
     world.steps(3)
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS, "the other rank's blocks are still written"
     world.agents[1].say(done(wants[1]))
-    assert len(finish(world)) == 4
-    world.assert_empty()
+    assert len(world.finish()) == 4
 
 
-def test_an_agent_that_dies_fails_what_it_was_receiving(world: World) -> None:
-    (agent,) = world.agents
+def test_an_agent_that_dies_fails_what_it_was_receiving(world: World, agent: FakeAgent) -> None:
     world.decode(40)
     world.decode(50)
     world.step()
     assert len(agent.take(Want)) == 2
     agent.die()
-    assert len(finish(world)) == 8
+    assert len(world.finish()) == 8
     world.decode(40)
-    assert len(finish(world)) == 4, "and without it everything is computed here"
-    world.assert_empty()
+    assert len(world.finish()) == 4, "and without it everything is computed here"
 
 
-def test_wanted_blocks_are_given_back_when_a_killed_agents_process_is_gone(world: World) -> None:
+def test_wanted_blocks_are_given_back_when_a_killed_agents_process_is_gone(world: World, agent: FakeAgent) -> None:
     """Its kernels may outlive its socket."""
-    (agent,) = world.agents
     request = world.decode(40)
     world.step()
     agent.hang_up()
@@ -363,27 +278,24 @@ def test_wanted_blocks_are_given_back_when_a_killed_agents_process_is_gone(world
         world.steps(2)
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and world.free_blocks == 99 - 3
     agent.vanish()
-    assert len(finish(world)) == 4
-    world.assert_empty()
+    assert len(world.finish()) == 4
 
 
-def test_the_first_want_after_a_rest_asks_whether_the_agent_is_there(world: World) -> None:
-    (agent,) = world.agents
+def test_the_first_want_after_a_rest_asks_whether_the_agent_is_there(world: World, agent: FakeAgent) -> None:
     agent.die()
     world.agents = []
     link = world.workers[0].worker._conversation._link
     assert link is not None
-    while link.state.name == "HERE":
+    while link.state.name == "ATTACHED":
         time.sleep(0.01)
     world.clock.now += 60
     request = world.decode(40)
-    assert len(finish(world)) == 4
+    assert len(world.finish()) == 4
     assert not request.num_preemptions and not world.workers[0].worker._ledger.receives
     world.assert_empty()
 
 
-def test_a_new_agent_is_attached_to_and_told_everything_again(world: World) -> None:
-    (agent,) = world.agents
+def test_a_new_agent_is_attached_to_and_told_everything_again(world: World, agent: FakeAgent) -> None:
     agent.die()
     world.steps(2)
     world.start_agents()
@@ -396,58 +308,12 @@ def test_a_new_agent_is_attached_to_and_told_everything_again(world: World) -> N
     world.decode(40)
     world.step()
     agent.say(done(agent.one(Want)))
-    finish(world)
-    world.assert_empty()
+    world.finish()
 
 
-def test_a_silent_agent_is_asked_to_stop_then_left_but_its_blocks_stay_until_it_lets_go(world: World) -> None:
-    (agent,) = world.agents
-    request = world.decode(40)
-    world.step()
-    want = agent.one(Want)
-    world.clock.now += 71
-    world.step()
-    assert agent.one(Abandon).request == want.request
-    world.agents = []  # stopped in the middle of a copy, for all we know: it neither reads nor writes
-    world.clock.now += 11
-    world.steps(2)
-    world.clock.now += 1000
-    world.steps(5)
-    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and world.free_blocks == 99 - 3
-    world.decode(20)
-    world.steps(8)
-    assert len(world.scheduler.requests) == 1, "others are computed here meanwhile"
-    agent.die()
-    assert len(finish(world)) == 4
-    world.assert_empty()
-
-
-def test_an_agent_that_refuses_the_engine_is_asked_again_later(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.start_agents()
-    (agent,) = world.agents
-    agent.is_answering_attach = False
-    world.attach()
-    agent.pump()
-    agent.say(Refused(code="engine_present", reasons=("engine: vllm other is attached",)))
-    world.steps(2)
-    assert agent._engine is None, "it saw us leave"
-    world.decode(40)
-    assert len(finish(world)) == 4
-    agent.is_answering_attach = True
-    world.clock.now += 60
-    world.steps(3)
-    world.decode(40)
-    world.step()
-    agent.say(done(agent.one(Want)))
-    finish(world)
-    world.assert_empty()
-
-
-def test_params_without_an_address_are_no_transfer(world: World) -> None:
-    (agent,) = world.agents
+def test_params_without_an_address_are_no_transfer(world: World, agent: FakeAgent) -> None:
     world.decode(40, remote_host=None)
-    assert len(finish(world)) == 4
+    assert len(world.finish()) == 4
     assert not agent.take(Want)
     world.assert_empty()
 
@@ -466,8 +332,7 @@ def test_a_consumer_wants_unnamed_requests_by_their_prompt(tmp_path: Path) -> No
     want = consumer.agents[0].one(Want)
     assert (want.rendezvous, want.sender) == (offer.rendezvous, "tcp://10.0.0.9:7700")
     consumer.agents[0].say(done(want))
-    finish(consumer)
-    consumer.assert_empty()
+    consumer.finish()
 
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["its prompt", "another prompt"])
@@ -487,7 +352,7 @@ def test_what_an_untagged_prefill_answered_is_fetched_for_its_prompt_alone(tmp_p
         want = consumer.agents[0].one(Want)
         assert (want.rendezvous, want.sender, want.end_token) == (offer.rendezvous, "tcp://127.0.0.1:7700", 39)
         consumer.agents[0].say(done(want))
-    finish(consumer)
+    consumer.finish()
     assert not consumer.agents[0].take(Want)
     consumer.assert_empty()
 
@@ -501,7 +366,7 @@ def test_a_preempted_request_is_computed_again_and_not_fetched_again(tmp_path: P
     world.step()
     want = agent.one(Want)
     agent.say(done(want))
-    finish(world)
+    world.finish()
     assert second.num_preemptions + first.num_preemptions >= 1
     assert not agent.take(Want)
     world.assert_empty()
@@ -525,8 +390,7 @@ def test_a_room_that_was_prefilled_for_another_prompt_is_not_waited_for(world: W
     assert request.num_computed_tokens >= 40
     declined = world.agents[0].one(Want)
     assert (declined.rendezvous, declined.first_token, declined.end_token) == (f"room/7/{'0' * 40}", 0, 0)
-    finish(world)
-    world.assert_empty()
+    world.finish()
 
 
 def test_later_prompts_of_a_call_in_a_room_go_by_their_own_digests(world: World) -> None:
@@ -631,8 +495,7 @@ def test_a_failed_receive_is_counted_where_it_is_computed_then(
 
 
 @pytest.mark.parametrize("code", ["aborted", "deadline"])
-def test_a_request_that_is_aborted_is_not_computed(world: World, code: str) -> None:
-    (agent,) = world.agents
+def test_a_request_that_is_aborted_is_not_computed(world: World, agent: FakeAgent, code: str) -> None:
     waiting = world.decode(40)
     world.step()
     want = agent.one(Want)
@@ -646,25 +509,6 @@ def test_a_request_that_is_aborted_is_not_computed(world: World, code: str) -> N
     assert not world.connector.scheduler._unfetched and not world.workers[0].worker._abandoned
 
 
-def test_an_agent_that_was_lost_meanwhile_hears_of_it_from_its_successor(world: World, tmp_path: Path) -> None:
-    """What was computed while nobody could count it is told to the next agent."""
-    (agent,) = world.agents
-    world.decode(40)
-    world.step()
-    agent.one(Want)
-    agent.die()
-    world.clock.now += 3
-    world.run(200)
-    world.start_agents()
-    world.clock.now += 3
-    for _ in range(200):
-        world.step()
-        if found := world.agents[0].take(Computed):
-            break
-        time.sleep(0.02)
-    assert [(each.reason, each.tokens) for each in found] == [("agent_lost", 39)]
-
-
 def test_one_rank_without_its_agent_is_the_reason(tmp_path: Path) -> None:
     world = World(tmp_path, tp=2).ready()
     world.agents[1].die()
@@ -675,14 +519,13 @@ def test_one_rank_without_its_agent_is_the_reason(tmp_path: Path) -> None:
 
 
 def test_the_engine_says_once_a_minute_that_it_computes_what_it_could_fetch(
-    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    world: World, vllms_log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
     def said() -> list[str]:
         world.steps(2)
-        found = [each.getMessage() for each in caplog.records if "computed here lately" in each.getMessage()]
-        caplog.clear()
+        found = [each.getMessage() for each in vllms_log.records if "computed here lately" in each.getMessage()]
+        vllms_log.clear()
         return found
 
     world.request(40)

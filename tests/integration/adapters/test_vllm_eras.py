@@ -1,4 +1,4 @@
-"""What differs between versions of vLLM, each asked for by name; and the tables of a rank that holds a share."""
+"""Differences between versions of vLLM, each detected by name; and the block tables of context-parallel ranks."""
 
 from __future__ import annotations
 

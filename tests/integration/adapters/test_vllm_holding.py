@@ -1,4 +1,4 @@
-"""Prompts that wait to be fetched, with vLLM's real scheduler: neither side lets the other's wait be forgotten."""
+"""Prompts that wait to be fetched, with vLLM's real scheduler: neither side forgets the other's wait."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvbridge_proto.engine import Abandon, Expect, Held, Offer, Reclaim, Release
 
 from kvbridge.adapters.engine.conversation import GRACE_S
 from kvbridge.adapters.vllm import pressure
+from tests.integration.adapters.fake_agent import FakeAgent
 from tests.integration.adapters.world import HOOKS, World
 
 pytestmark = pytest.mark.vllm
@@ -37,8 +38,7 @@ def filled(world: World) -> list[Offer]:
     return agent.take(Offer)
 
 
-def test_asks_for_blocks_while_a_prompt_that_came_has_none(world: World) -> None:
-    (agent,) = world.agents
+def test_asks_for_blocks_while_a_prompt_that_came_has_none(world: World, agent: FakeAgent) -> None:
     held = filled(world)
     world.steps(3)
     assert not agent.take(Reclaim), "nobody lacks a block"
@@ -54,8 +54,7 @@ def test_asks_for_blocks_while_a_prompt_that_came_has_none(world: World) -> None
     assert not agent.take(Reclaim), "it has what it needs"
 
 
-def test_asks_on_behalf_of_a_prompt_that_is_to_be_fetched_too(world: World) -> None:
-    (agent,) = world.agents
+def test_asks_on_behalf_of_a_prompt_that_is_to_be_fetched_too(world: World, agent: FakeAgent) -> None:
     held = filled(world)
     request = world.decode(60)
     world.step()
@@ -81,8 +80,7 @@ def test_a_running_request_waits_for_held_blocks_before_others_are_preempted(wor
     assert running.num_output_tokens > 2
 
 
-def test_a_request_that_queues_says_what_it_will_want(world: World) -> None:
-    (agent,) = world.agents
+def test_a_request_that_queues_says_what_it_will_want(world: World, agent: FakeAgent) -> None:
     filled(world)
     request = world.decode(60, remote_request_id="theirs")
     world.step()
@@ -95,8 +93,9 @@ def test_a_request_that_queues_says_what_it_will_want(world: World) -> None:
     assert (want.rendezvous, want.end_token) == (expected.rendezvous, 0)
 
 
-def test_a_request_that_gets_blocks_wants_under_the_name_that_it_was_expected_by(world: World) -> None:
-    (agent,) = world.agents
+def test_a_request_that_gets_blocks_wants_under_the_name_that_it_was_expected_by(
+    world: World, agent: FakeAgent
+) -> None:
     request = world.decode(60)
     world.step()
     expected, want = agent.one(Expect), agent.one(Want)
@@ -104,23 +103,6 @@ def test_a_request_that_gets_blocks_wants_under_the_name_that_it_was_expected_by
     world.abort(request)
     world.step()
     assert agent.one(Abandon).request == want.request
-
-
-def test_an_agent_that_comes_back_is_told_what_still_queues(world: World) -> None:
-    (agent,) = world.agents
-    for _ in range(2):
-        world.request(60, max_tokens=30)
-        world.step()
-    world.decode(60)
-    world.step()
-    expected = agent.one(Expect)
-    agent.die()
-    world.steps(2)
-    world.start_agents()
-    (agent,) = world.agents
-    world.clock.now += 1
-    world.steps(3)
-    assert agent.one(Expect) == expected
 
 
 def test_an_agent_that_comes_while_a_request_queues_is_told(tmp_path: Path) -> None:
@@ -138,8 +120,7 @@ def test_an_agent_that_comes_while_a_request_queues_is_told(tmp_path: Path) -> N
     assert agent.one(Expect).rendezvous.startswith("theirs/")
 
 
-def test_an_engine_that_takes_long_steps_is_not_idle(world: World) -> None:
-    (agent,) = world.agents
+def test_an_engine_that_takes_long_steps_is_not_idle(world: World, agent: FakeAgent) -> None:
     world.request(20, max_tokens=30)
     world.steps(3)
 
@@ -155,8 +136,7 @@ def test_an_engine_that_takes_long_steps_is_not_idle(world: World) -> None:
         world.abort(request)
 
 
-def test_what_is_awaited_is_not_taken_back_though_its_hold_is_over(world: World) -> None:
-    (agent,) = world.agents
+def test_what_is_awaited_is_not_taken_back_though_its_hold_is_over(world: World, agent: FakeAgent) -> None:
     agent.is_answering_withdrawals = True
     held = filled(world)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Bodies as routers of the bootstrap style send them, and what vLLM is given instead. Needs no vLLM, as it must not."""
+"""Bodies as routers of the bootstrap style send them, and what vLLM gets instead. Needs no vLLM."""
 
 from __future__ import annotations
 

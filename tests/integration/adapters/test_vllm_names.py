@@ -1,4 +1,4 @@
-"""vLLM's real requests under the names that both engines derive, and vLLM's word that a call was refused."""
+"""vLLM's real requests under the names that both engines derive, and how vLLM says that a call was refused."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.request import Request
 
 from kvbridge.adapters.vllm.rendezvous import has_media_hashes, prompt_digest
+from tests.integration.adapters.fake_agent import FakeAgent
 from tests.integration.adapters.world import HOOKS, World
 
 pytestmark = pytest.mark.vllm
@@ -142,8 +143,7 @@ UNLIKE = [
 ]
 
 
-def test_one_id_used_for_unlike_requests_wants_each_its_own_room(world: World) -> None:
-    (agent,) = world.agents
+def test_one_id_used_for_unlike_requests_wants_each_its_own_room(world: World, agent: FakeAgent) -> None:
     for number, kv in enumerate(UNLIKE):
         world.decode(prompt=PROMPT, name=f"chatcmpl-call-{number:08x}", remote_request_id="call", kv=kv)
     world.step()
@@ -176,11 +176,8 @@ def test_the_same_request_meets_itself_on_another_engine(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("has_tokens", [False, True], ids=["embeddings", "text and embeddings"])
-def test_embeddings_neither_leave_nor_come(
-    world: World, has_tokens: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.DEBUG, "vllm.kvbridge.scheduler")
+def test_embeddings_neither_leave_nor_come(world: World, has_tokens: bool, vllms_log: pytest.LogCaptureFixture) -> None:
+    vllms_log.set_level(logging.DEBUG, "vllm.kvbridge.scheduler")
     (agent,) = world.agents
     kv = {"prompt_token_ids": PROMPT if has_tokens else None, "prompt_embeds": embeddings(40)}
     world.prefill(kv=kv)
@@ -188,13 +185,12 @@ def test_embeddings_neither_leave_nor_come(
     world.request(kv=kv)
     world.run()
     assert not agent.take(Offer) and not agent.take(Want)
-    assert [r.levelname for r in caplog.records if "embeddings do not travel" in r.getMessage()] == ["DEBUG"] * 2
+    assert [r.levelname for r in vllms_log.records if "embeddings do not travel" in r.getMessage()] == ["DEBUG"] * 2
     world.assert_empty()
 
 
-def test_no_prompt_of_a_batch_takes_its_siblings_offer(world: World) -> None:
+def test_no_prompt_of_a_batch_takes_its_siblings_offer(world: World, agent: FakeAgent) -> None:
     """Two engines that were sent no common id; the answer of prefill names the first prompt alone."""
-    (agent,) = world.agents
     prompts = [PROMPT, list(range(100, 150)), list(range(200, 230))]
     digests = [prompt_digest(SimpleNamespace(**plain(prompt))) for prompt in prompts]
     for index in (2, 1, 0):
@@ -208,16 +204,14 @@ def test_no_prompt_of_a_batch_takes_its_siblings_offer(world: World) -> None:
 
 @pytest.mark.parametrize("call", ["call", "another"])
 def test_a_prompt_prefilled_otherwise_is_computed_at_once_and_declined_only_if_it_is_its_own(
-    world: World, call: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    world: World, agent: FakeAgent, call: str, vllms_log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    (agent,) = world.agents
     params = told("0" * 40, call)
     world.decode(prompt=PROMPT, name="chatcmpl-call-11111111", **params)
     world.run()
     declined = [(want.rendezvous, want.end_token) for want in agent.take(Want)]
     assert declined == ([(params["remote_request_id"], 0)] if call == "call" else [])
-    assert len([r for r in caplog.records if "prefilled for another prompt" in r.getMessage()]) == 1
+    assert len([r for r in vllms_log.records if "prefilled for another prompt" in r.getMessage()]) == 1
     refuse(world, params)
     world.run()
     assert not agent.take(Want), "it has spoken for itself"
@@ -225,10 +219,8 @@ def test_a_prompt_prefilled_otherwise_is_computed_at_once_and_declined_only_if_i
 
 
 def test_a_refused_call_lets_go_of_what_was_offered_for_it_and_is_no_prompt(
-    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    world: World, agent: FakeAgent, vllms_log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    (agent,) = world.agents
     params = told("0" * 40)
     refuse(world, params)
     world.run()
@@ -244,12 +236,11 @@ def test_a_refused_call_lets_go_of_what_was_offered_for_it_and_is_no_prompt(
     refuse(world, params | {"do_remote_prefill": False}, "not from there")
     world.run()
     assert not agent.take(Want)
-    assert not [r for r in caplog.records if r.levelno >= logging.INFO and "kvbridge" in r.name]
+    assert not [r for r in vllms_log.records if r.levelno >= logging.INFO and "kvbridge" in r.name]
     world.assert_empty()
 
 
-def test_a_client_that_hangs_up_declines_no_more_than_its_request_did(world: World) -> None:
-    (agent,) = world.agents
+def test_a_client_that_hangs_up_declines_no_more_than_its_request_did(world: World, agent: FakeAgent) -> None:
     digest = prompt_digest(SimpleNamespace(**plain(PROMPT)))
     params = told(digest)
     request = world.decode(prompt=PROMPT, name="chatcmpl-call-11111111", **params)

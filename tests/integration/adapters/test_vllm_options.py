@@ -1,4 +1,4 @@
-"""Options: every mistake is named."""
+"""Options: every mistake gets an error that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's tensors as planes: other backends' layouts, shards, refusals. Tensors are real, the engine is not."""
+"""vLLM's tensors as planes: other backends' layouts, shards, refusals. The tensors are real, the engine is not."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvbridge.adapters.engine.memory import Memory
+from kvbridge.adapters.engine.shards import Heads
 from kvbridge.adapters.vllm import worker
-from kvbridge.adapters.vllm.layers import Heads
 from kvbridge.adapters.vllm.pool import describe
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps
-from tests.integration.adapters.world import World, memory_of
+from tests.integration.adapters.small import memory_of, places
+from tests.integration.adapters.world import World
 
 pytestmark = pytest.mark.vllm
 
@@ -43,11 +44,18 @@ def spec(**changes: Any) -> FullAttentionSpec:
     )
 
 
-def tensors(order: str, layers: int, tokens: int = TOKENS, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Each layer's [B, H, N, 2D] view of one buffer with its dimensions in `order` (LBNH is NHD, BLHN cross-layer)."""
+def tensors(
+    order: str, layers: int, tokens: int = TOKENS, dtype: torch.dtype = torch.bfloat16, is_apart: bool = False
+) -> dict[str, Any]:
+    """Each layer's [B, H, N, 2D] view of one buffer with its dimensions in `order`: LBNH is NHD, BLHN cross-layer.
+
+    `is_apart` gives each a buffer of its own.
+    """
     sizes = {"L": layers, "B": BLOCKS, "H": HEADS, "N": tokens}
     buffer = torch.zeros(*(sizes[name] for name in order), 2 * WIDTH, dtype=dtype)
     views = buffer.permute(*(order.index(name) for name in "LBHN"), 4)
+    if is_apart:
+        views = [view.clone() for view in views]
     return {f"model.layers.{layer}.self_attn.attn": views[layer] for layer in range(layers)}
 
 
@@ -105,23 +113,20 @@ def build(
     return pool
 
 
-def places(axis: tuple[Step, ...]) -> torch.Tensor:
-    total = torch.zeros(1, dtype=torch.int64)
-    for step in axis:
-        total = (total[:, None] + torch.arange(step.count) * step.stride).flatten()
-    return total
-
-
+@pytest.mark.parametrize("is_apart", [False, True], ids=["one buffer", "a buffer each"])
 @pytest.mark.parametrize("order", ["LBHN", "LBNH", "BLHN", "BLNH", "BHLN", "LHBN"])
-def test_every_layout_of_vllm_is_a_matter_of_strides(order: str) -> None:
-    caches = tensors(order, 3)
+def test_every_layout_of_vllm_is_a_matter_of_strides(order: str, is_apart: bool) -> None:
+    """How vLLM's older backends pad and split their blocks is in test_vllm_shapes.py."""
+    caches = tensors(order, 3, is_apart=is_apart)
     numbers = torch.arange(3 * BLOCKS * HEADS * TOKENS * 2 * WIDTH, dtype=torch.int16)
     for layer, view in enumerate(caches.values()):
         view.view(torch.int16).copy_(numbers.view(3, BLOCKS, HEADS, TOKENS, 2 * WIDTH)[layer])
-    flat = torch.empty(0, dtype=torch.uint8).set_(next(iter(caches.values())).untyped_storage())
     pool = build(caches)
-    assert len(pool.planes) == 6 and len(pool.regions) == 1
+    assert len(pool.planes) == 6 and len(pool.regions) == (3 if is_apart else 1)
+    storages = list({view.untyped_storage().data_ptr(): view.untyped_storage() for view in caches.values()}.values())
+    assert [region.size_bytes for region in pool.regions] == [storage.nbytes() for storage in storages]
     for plane in pool.planes:
+        flat = torch.empty(0, dtype=torch.uint8).set_(storages[plane.region])
         where = (
             plane.offset
             + (torch.arange(BLOCKS) * plane.block_stride)[:, None, None, None]
@@ -143,10 +148,55 @@ def test_a_block_of_several_kernel_blocks_is_one_block() -> None:
     assert pool.planes[0].block_stride == 2 * kernel_block
 
 
-def test_fp8_carries_the_layers_scales() -> None:
-    pool = build(tensors("LBHN", 1, dtype=torch.uint8), kv_cache_dtype="fp8")
-    k, v = pool.planes
+@pytest.mark.parametrize(
+    ("backend", "dtype", "said"),
+    [("FLASH_ATTN", torch.uint8, "fp8"), ("FLASHINFER", torch.float8_e4m3fn, "fp8_e4m3")],
+)
+def test_fp8_carries_the_layers_scales(backend: str, dtype: torch.dtype, said: str) -> None:
+    k, v = build(tensors("LBHN", 1, dtype=dtype), backend=backend, kv_cache_dtype=said).planes
     assert (k.codec.name, k.codec.scales, v.codec.scales) == ("fp8_e4m3", (0.5,), (0.25,))
+
+
+def fp8_with(**changes: Any) -> Pool:
+    return build(
+        tensors("LBNH", 1, dtype=torch.uint8), kv_cache_dtype="fp8", kv_spec=spec(dtype=torch.uint8), **changes
+    )
+
+
+def test_a_scale_for_each_head_is_kept_for_each_head() -> None:
+    k, v = fp8_with(layer={"_k_scale": torch.tensor([0.5, 0.125]), "_v_scale": torch.tensor(0.25)}).planes
+    assert (k.codec.scales, v.codec.scales) == ((0.5, 0.125), (0.25, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        ({"layer": {"_k_scale": torch.ones(3)}}, "scales_unknown", "3 scales of k for 2 heads"),
+        ({"model": {"enable_sleep_mode": True}}, "sleep_mode_unsupported", "sleep"),
+    ],
+)
+def test_refuses_scales_that_fit_no_head_and_sleep_mode(change: dict[str, Any], code: str, text: str) -> None:
+    with pytest.raises(OperatorError, match=text) as error:
+        fp8_with(**change)
+    assert error.value.code == code
+
+
+def test_scales_that_are_not_stored_do_not_matter() -> None:
+    assert build(tensors("LBNH", 3), cache={"calculate_kv_scales": True}).planes
+
+
+def test_refuses_a_cache_on_two_devices() -> None:
+    caches = tensors("LBNH", 3, is_apart=True)
+    caches["model.layers.1.self_attn.attn"] = caches["model.layers.1.self_attn.attn"].to("meta")
+    with pytest.raises(OperatorError, match="on cpu, meta, must be on one device"):
+        build(caches)
+
+
+def test_groups_of_an_older_vllm_all_travel() -> None:
+    pool = build(tensors("LBNH", 3), older=True)
+    assert len(pool.groups) == 1 and len(pool.planes) == 6
+    half = build(tensors("LBNH", 3), older=True, shard=Shard(tp_rank=1, tp_size=2), total_heads=2 * HEADS)
+    assert {(plane.first_head, plane.heads, plane.total_heads) for plane in half.planes} == {(HEADS, HEADS, 2 * HEADS)}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""When agents are asked to release prompts that nobody fetched: exactly while others lack blocks. No vLLM needed."""
+"""Agents are asked to release prompts that nobody fetched exactly while other requests lack blocks. Needs no vLLM."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
-from kvbridge.adapters.vllm.pressure import AGAIN_S, EASE_S, REST_S, Pressure
+from kvbridge.adapters.vllm.pressure import AGAIN_S, EASES_WITHIN_S, REST_S, Pressure
 
 TABLES = GroupTables((Kept(16, "full", 0), Kept(32, "full", 0)))  # 3 blocks for 32 tokens
 
@@ -84,14 +84,14 @@ def test_what_is_freed_is_not_asked_for() -> None:
 
 def test_a_running_request_waits_a_moment_and_is_preempted_then() -> None:
     short = pressure(free=0)
-    assert not short.may_ease(1.0)  # nothing is held: nothing will come
+    assert not short.should_wait(1.0)  # nothing is held: nothing will come
     short.held("done", 10)
-    assert short.may_ease(1.0)
+    assert short.should_wait(1.0)
     assert short.short_of(1.0) == 1
-    assert short.may_ease(1.0 + EASE_S / 2)
-    assert not short.may_ease(1.0 + 1.5 * EASE_S)
-    assert not short.may_ease(1.0 + REST_S)
-    assert short.may_ease(1.0 + 2 * REST_S)
+    assert short.should_wait(1.0 + EASES_WITHIN_S / 2)
+    assert not short.should_wait(1.0 + 1.5 * EASES_WITHIN_S)
+    assert not short.should_wait(1.0 + REST_S)
+    assert short.should_wait(1.0 + 2 * REST_S)
 
 
 def test_without_a_pool_to_ask_nothing_is_said() -> None:

@@ -1,4 +1,4 @@
-"""Rooms: requests that are the same meet, others never do. Ids are spelled as vLLM 0.32 spells them."""
+"""Rendezvous ids: equal requests meet, others never do. Ids are spelled as in vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvbridge.adapters.vllm.rendezvous import (
     offered_rendezvous,
     prompt_digest,
     prompt_rendezvous,
-    stays_here,
     wanted_rendezvous,
+    why_not_carried,
 )
 
 HEADER = "5d3c9f0e-8f1a-4a8e-9f0b-0a1b2c3d4e5f"
@@ -86,51 +86,30 @@ def test_a_proxy_may_name_the_two_requests_differently() -> None:
 
 # What the decode side does with what it was told: the room it wants (None: it computes at once), and whether it may
 # decline the told one. Engines without a common id call one request P and D.
-@pytest.mark.parametrize(
-    ("told", "request_id", "digest", "wants", "may_decline"),
-    [
-        ("h/0/{A}", "cmpl-h-0-a1b2c3d4", "A", "h/0/{A}", True),
-        ("h/0/{A}", "cmpl-h-2-a1b2c3d4", "B", "h/2/{B}", False),
-        ("h/0/{A}", "cmpl-h-0-a1b2c3d4", "B", None, True),
-        ("h/0/{A}", "3_cmpl-h-0-a1b2c3d4", "A", "h/0/{A}", True),
-        ("h/0/{A}", "3_cmpl-h-1-a1b2c3d4", "B", "h/1/{B}", False),
-        ("h/0/{A}", "chatcmpl-h-a1b2c3d4", "A", "h/0/{A}", True),
-        ("h/0/{A}", "chatcmpl-h-a1b2c3d4", "B", None, True),
-        ("P/0/{A}", "cmpl-D-0-a1b2c3d4", "A", "P/0/{A}", False),
-        ("P/0/{A}", "cmpl-D-1-a1b2c3d4", "B", "P/1/{B}", False),
-        ("P/0/{A}", "cmpl-D-1-a1b2c3d4", "A", "P/1/{A}", False),
-        ("P/0/{A}", "1_cmpl-D-1-a1b2c3d4", "B", "P/1/{B}", False),
-        ("P/0/{A}", "cmpl-D-0-a1b2c3d4", "B", None, False),
-        ("P/0/{A}", "chatcmpl-D-a1b2c3d4", "A", "P/0/{A}", False),
-        ("P/0/{A}", "chatcmpl-D-a1b2c3d4", "B", None, False),
-        ("P/2/{A}", "cmpl-D-0-a1b2c3d4", "A", "P/2/{A}", False),
-        ("P/2/{A}", "cmpl-D-0-a1b2c3d4", "B", None, False),
-        ("job/7/{A}", "cmpl-job-7-a1b2c3d4", "A", "job/7/{A}", True),
-        ("h", "cmpl-h-1-a1b2c3d4", "B", "h/1/{B}", False),
-        ("P", "cmpl-D-1-a1b2c3d4", "B", "P/1/{B}", False),
-    ],
-    ids=[
-        "one id",
-        "one id, a later prompt",
-        "one id, another prompt",
-        "one id, a sample",
-        "one id, a sample of a later prompt",
-        "one id, chat",
-        "one id, another chat",
-        "two ids",
-        "two ids, a later prompt",
-        "two ids, a later prompt that equals the first",
-        "two ids, a sample of a later prompt",
-        "two ids, another prompt: perhaps a sibling's",
-        "two ids, chat",
-        "two ids, another chat",
-        "two ids, a proxy that asks for each prompt by itself",
-        "two ids, another prompt, asked for by itself",
-        "an id of the caller's own that ends like a place",
-        "both asked at once",
-        "both asked at once, two ids",
-    ],
-)
+TOLD = {
+    "one id": ("h/0/{A}", "cmpl-h-0-a1b2c3d4", "A", "h/0/{A}", True),
+    "one id, a later prompt": ("h/0/{A}", "cmpl-h-2-a1b2c3d4", "B", "h/2/{B}", False),
+    "one id, another prompt": ("h/0/{A}", "cmpl-h-0-a1b2c3d4", "B", None, True),
+    "one id, a sample": ("h/0/{A}", "3_cmpl-h-0-a1b2c3d4", "A", "h/0/{A}", True),
+    "one id, a sample of a later prompt": ("h/0/{A}", "3_cmpl-h-1-a1b2c3d4", "B", "h/1/{B}", False),
+    "one id, chat": ("h/0/{A}", "chatcmpl-h-a1b2c3d4", "A", "h/0/{A}", True),
+    "one id, another chat": ("h/0/{A}", "chatcmpl-h-a1b2c3d4", "B", None, True),
+    "two ids": ("P/0/{A}", "cmpl-D-0-a1b2c3d4", "A", "P/0/{A}", False),
+    "two ids, a later prompt": ("P/0/{A}", "cmpl-D-1-a1b2c3d4", "B", "P/1/{B}", False),
+    "two ids, a later prompt that equals the first": ("P/0/{A}", "cmpl-D-1-a1b2c3d4", "A", "P/1/{A}", False),
+    "two ids, a sample of a later prompt": ("P/0/{A}", "1_cmpl-D-1-a1b2c3d4", "B", "P/1/{B}", False),
+    "two ids, another prompt: perhaps a sibling's": ("P/0/{A}", "cmpl-D-0-a1b2c3d4", "B", None, False),
+    "two ids, chat": ("P/0/{A}", "chatcmpl-D-a1b2c3d4", "A", "P/0/{A}", False),
+    "two ids, another chat": ("P/0/{A}", "chatcmpl-D-a1b2c3d4", "B", None, False),
+    "two ids, a proxy that asks for each prompt by itself": ("P/2/{A}", "cmpl-D-0-a1b2c3d4", "A", "P/2/{A}", False),
+    "two ids, another prompt, asked for by itself": ("P/2/{A}", "cmpl-D-0-a1b2c3d4", "B", None, False),
+    "an id of the caller's own that ends like a place": ("job/7/{A}", "cmpl-job-7-a1b2c3d4", "A", "job/7/{A}", True),
+    "both asked at once": ("h", "cmpl-h-1-a1b2c3d4", "B", "h/1/{B}", False),
+    "both asked at once, two ids": ("P", "cmpl-D-1-a1b2c3d4", "B", "P/1/{B}", False),
+}
+
+
+@pytest.mark.parametrize(("told", "request_id", "digest", "wants", "may_decline"), TOLD.values(), ids=TOLD)
 def test_what_a_request_wants_and_what_it_may_decline(
     told: str, request_id: str, digest: str, wants: str | None, may_decline: bool
 ) -> None:
@@ -142,31 +121,25 @@ def test_what_a_request_wants_and_what_it_may_decline(
 
 
 # What prefill offered under its prompt alone, because nobody had tagged it, and a router hands on.
-@pytest.mark.parametrize(
-    ("told", "request_id", "digest", "wants"),
-    [
-        ("prompt-{A}", "cmpl-D-0-a1b2c3d4", "A", "prompt-{A}"),
-        ("prompt-{A}", "1_chatcmpl-D-a1b2c3d4", "A", "prompt-{A}"),
-        ("prompt-{A}", "17-a1b2c3d4", "A", "prompt-{A}"),
-        ("prompt-{A}", "cmpl-D-0-a1b2c3d4", "B", None),
-        ("prompt-{A}", "chatcmpl-D-a1b2c3d4", "B", None),
-        ("prompt-{A}", "cmpl-D-1-a1b2c3d4", "B", "prompt-{B}"),
-        ("prompt-{A}", "cmpl-D-1-a1b2c3d4", "A", "prompt-{A}"),
-        ("prompt-{A}", "chatcmpl-prompt-{A}-a1b2c3d4", "B", "prompt-{A}/0/{B}"),
-        ("prompt-{A}0", "cmpl-D-0-a1b2c3d4", "A", "prompt-{A}0/0/{A}"),
-    ],
-    ids=[
-        "the prompt",
-        "a sample of it",
-        "an offline engine",
-        "another prompt",
-        "another chat",
-        "a later prompt of the call",
-        "a later prompt that equals the first",
-        "both asked at once, under an id of the caller's own that looks like a prompt's room",
-        "no room",
-    ],
-)
+UNTAGGED = {
+    "the prompt": ("prompt-{A}", "cmpl-D-0-a1b2c3d4", "A", "prompt-{A}"),
+    "a sample of it": ("prompt-{A}", "1_chatcmpl-D-a1b2c3d4", "A", "prompt-{A}"),
+    "an offline engine": ("prompt-{A}", "17-a1b2c3d4", "A", "prompt-{A}"),
+    "another prompt": ("prompt-{A}", "cmpl-D-0-a1b2c3d4", "B", None),
+    "another chat": ("prompt-{A}", "chatcmpl-D-a1b2c3d4", "B", None),
+    "a later prompt of the call": ("prompt-{A}", "cmpl-D-1-a1b2c3d4", "B", "prompt-{B}"),
+    "a later prompt that equals the first": ("prompt-{A}", "cmpl-D-1-a1b2c3d4", "A", "prompt-{A}"),
+    "both asked at once, under an id of the caller's own that looks like a prompt's room": (
+        "prompt-{A}",
+        "chatcmpl-prompt-{A}-a1b2c3d4",
+        "B",
+        "prompt-{A}/0/{B}",
+    ),
+    "no room": ("prompt-{A}0", "cmpl-D-0-a1b2c3d4", "A", "prompt-{A}0/0/{A}"),
+}
+
+
+@pytest.mark.parametrize(("told", "request_id", "digest", "wants"), UNTAGGED.values(), ids=UNTAGGED)
 def test_a_prompt_that_was_offered_untagged_is_met_by_that_prompt_alone(
     told: str, request_id: str, digest: str, wants: str | None
 ) -> None:
@@ -296,7 +269,7 @@ def test_a_digest_is_long_enough_that_nobody_finds_two_prompts_of_one() -> None:
     ],
 )
 def test_what_nothing_tells_apart_stays_where_it_is(given: Any, said: str) -> None:
-    assert bool(stays_here(given)) == bool(said) and said in stays_here(given)
+    assert bool(why_not_carried(given)) == bool(said) and said in why_not_carried(given)
 
 
 @pytest.mark.parametrize(
@@ -320,4 +293,4 @@ def test_images_that_are_only_numbered_stay_where_they_are(
     )
     assert has_media_hashes(config) is has_hashes
     image, text = request(mm_features=[media("renderer0-mm-3-image-0")]), request()
-    assert bool(stays_here(image, has_hashes)) is not has_hashes and not stays_here(text, has_hashes)
+    assert bool(why_not_carried(image, has_hashes)) is not has_hashes and not why_not_carried(text, has_hashes)

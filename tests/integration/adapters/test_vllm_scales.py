@@ -1,9 +1,10 @@
-"""Scales that the first forward computes are told before the first rows under them are offered."""
+"""Scales that the first forward pass computes are sent before the first rows that use them are offered."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,36 +15,35 @@ from kvbridge_proto.engine import Adopt, Decline, Done, Offer, Refused, Rescale,
 from msgspec.structs import replace
 
 from kvbridge.adapters.engine.memory import Memory
-from tests.integration.adapters.world import World, memory_of
+from tests.integration.adapters.small import memory_of
+from tests.integration.adapters.world import World
 
 pytestmark = pytest.mark.vllm
 
 
-class Calibrated:
-    """A World whose one layer takes its scale from the first forward."""
+def fp8_world(folder: Path, layer: SimpleNamespace, **more: Any) -> World:
+    """An engine of this one layer of fp8, and the agent beside it."""
+    memory = memory_of()
+    plane = memory.pool.planes[0]
+    codec = replace(plane.codec, name="fp8_e4m3", element_bytes=1, width=8, scales=(1.0,))
+    pool = replace(memory.pool, planes=(replace(plane, codec=codec, name="layer"),))
+    world = World(folder, **more)
+    world.memory_of, world.layers = lambda rank, tp: Memory(pool, memory.storages), {"layer": layer}
+    return world.ready()
 
-    def __init__(self, folder: Path, scale: float = 0.25) -> None:
-        self.layer = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, calculate_kv_scales=True)
-        self.scale = scale
-        self.world = World(folder, on_forward=self.forward)
-        memory = memory_of(0, 1)
-        (plane,) = memory.pool.planes
-        codec = replace(plane.codec, name="fp8_e4m3", element_bytes=1, width=8, scales=(1.0,))
-        pool = replace(memory.pool, planes=(replace(plane, codec=codec, name="layer"),))
-        self.world.start_agents()
-        self.world.memory_of = lambda rank, tp: Memory(pool, memory.storages)
-        self.world.layers = {"layer": self.layer}
-        self.world.attach()
-        self.world.clock.now += 1
-        self.world.steps(3)
 
-    def forward(self) -> None:
-        """`Attention.calc_kv_scales` of vLLM 0.26."""
-        self.layer._k_scale_float, self.layer.calculate_kv_scales = self.scale, False
+def calibrated(folder: Path, scale: float = 0.25) -> World:
+    """The layer takes its scale from the first forward, as by `Attention.calc_kv_scales` of vLLM 0.26."""
+    layer = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, calculate_kv_scales=True)
+
+    def forward() -> None:
+        layer._k_scale_float, layer.calculate_kv_scales = scale, False
+
+    return fp8_world(folder, layer, on_forward=forward)
 
 
 def test_fetches_nothing_before_it_knows_its_scales(tmp_path: Path) -> None:
-    world = Calibrated(tmp_path).world
+    world = calibrated(tmp_path)
     (agent,) = world.agents
     world.decode(40)
     world.run()
@@ -54,7 +54,7 @@ def test_fetches_nothing_before_it_knows_its_scales(tmp_path: Path) -> None:
 
 
 def test_scales_of_the_first_forward_come_before_its_offer(tmp_path: Path) -> None:
-    world = Calibrated(tmp_path).world
+    world = calibrated(tmp_path)
     (agent,) = world.agents
     assert agent.take(Rescale) == []
     world.prefill(40)
@@ -68,22 +68,8 @@ def test_scales_of_the_first_forward_come_before_its_offer(tmp_path: Path) -> No
     assert agent.take(Rescale) == []
 
 
-def test_an_agent_that_comes_back_hears_of_them_first(tmp_path: Path) -> None:
-    world = Calibrated(tmp_path).world
-    (agent,) = world.agents
-    world.prefill(40)
-    world.steps(2)
-    agent.heard.clear()
-    agent.let_go()
-    for _ in range(6):
-        world.clock.now += 10
-        world.step()
-    assert len(agent.attaches) == 2
-    assert isinstance(agent.heard[0], Rescale)
-
-
 def test_an_agent_that_refuses_them_gets_no_more_offers(tmp_path: Path) -> None:
-    world = Calibrated(tmp_path, scale=0.0).world
+    world = calibrated(tmp_path, scale=0.0)
     (agent,) = world.agents
     world.prefill(40)
     world.step()
@@ -105,11 +91,7 @@ class Adopting:
             _k_scale_float=1.0,
             attn_backend=SimpleNamespace(get_name=lambda: backend),
         )
-        memory = memory_of(0, 1)
-        (plane,) = memory.pool.planes
-        codec = replace(plane.codec, name="fp8_e4m3", element_bytes=1, width=8, scales=(1.0,))
-        pool = replace(memory.pool, planes=(replace(plane, codec=codec, name="layer"),))
-        self.world = World(folder, extra={"kvbridge_scales": "adopt"})
+        self.world = fp8_world(folder, self.layer, extra={"kvbridge_scales": "adopt"})
         self.scheduled: list[int] = []  # tokens in each step
         schedule = self.world.scheduler.schedule
 
@@ -119,12 +101,6 @@ class Adopting:
             return output
 
         self.world.scheduler.schedule = counted
-        self.world.start_agents()
-        self.world.memory_of = lambda rank, tp: Memory(pool, memory.storages)
-        self.world.layers = {"layer": self.layer}
-        self.world.attach()
-        self.world.clock.now += 1
-        self.world.steps(3)
         (self.agent,) = self.world.agents
 
     @property
@@ -147,33 +123,21 @@ def test_takes_the_scales_of_its_sender_before_anything_is_there(tmp_path: Path)
     assert engine.scales == (0.375, 0.375, 0.375)
     engine.agent.say(Rescaled(revision=3, epoch=2))
     engine.agent.say(Done(request=engine.agent.one(Want).request, moved_bytes=1, seconds=0.1))
-    engine.world.run()
-    engine.world.assert_empty()
+    engine.world.finish()
     assert max(engine.scheduled) == 1  # all the others came
 
 
-def test_keeps_its_own_once_a_request_was_computed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", ["computing", "receiving", "nothing, but this step computes"])
+def test_keeps_its_own_once_rows_are_there(tmp_path: Path, after: str) -> None:
     engine = Adopting(tmp_path)
-    engine.world.request(40)
-    engine.world.step()
+    engine.world.decode(40) if after == "receiving" else engine.world.request(40)
+    if not after.startswith("nothing"):
+        engine.world.step()
+    if after == "receiving":
+        engine.agent.say(Done(request=engine.agent.one(Want).request, moved_bytes=1, seconds=0.1))
     answer = engine.ask(0.375)
     assert isinstance(answer, Decline) and "computed or received" in answer.reason
     assert engine.scales == (1.0, 1.0, 1.0)
-
-
-def test_keeps_its_own_in_the_very_step_that_computes(tmp_path: Path) -> None:
-    engine = Adopting(tmp_path)
-    engine.world.request(40)
-    assert isinstance(engine.ask(0.375), Decline)
-
-
-def test_keeps_its_own_once_a_request_was_received(tmp_path: Path) -> None:
-    engine = Adopting(tmp_path)
-    engine.world.decode(40)
-    engine.world.step()
-    engine.agent.say(Done(request=engine.agent.one(Want).request, moved_bytes=1, seconds=0.1))
-    answer = engine.ask(0.375)
-    assert isinstance(answer, Decline) and engine.scales == (1.0, 1.0, 1.0)
 
 
 def test_takes_one_senders_scales_only(tmp_path: Path) -> None:
@@ -206,17 +170,4 @@ def test_rows_that_came_under_the_scales_from_before_are_not_used(tmp_path: Path
     engine.agent.say(Rescaled(revision=1, epoch=2))
     engine.world.steps(2)
     assert 40 in engine.scheduled  # all of the prompt was computed here
-    engine.world.run()
-    engine.world.assert_empty()
-
-
-def test_an_agent_that_comes_back_hears_what_was_taken(tmp_path: Path) -> None:
-    engine = Adopting(tmp_path)
-    engine.ask(0.375)
-    engine.agent.heard.clear()
-    engine.agent.let_go()
-    for _ in range(6):
-        engine.world.clock.now += 10
-        engine.world.step()
-    assert len(engine.agent.attaches) == 2
-    assert engine.agent.heard[0] == Rescale(revision=1, scales=(Scales(0, "k", (0.375,)),))
+    engine.world.finish()

@@ -1,7 +1,7 @@
-"""Every shape that vLLM has given its KV cache, built as it builds it: a number the engine writes is where we say.
+"""Every shape that vLLM has given its KV cache, built as vLLM builds it: numbers are where our planes say.
 
-The engine is not needed: each case repeats how that version allocates (`get_kv_cache_shape`, its stride orders, padding
-behind a page, blocks split for the kernel) and how its kernels then find K and V.
+Needs no engine. Each case repeats how that version allocates (`get_kv_cache_shape`, its stride orders, padding after a
+page, blocks split for the kernel), and how its kernels find K and V.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from math import prod
 
 import pytest
 import torch
-from kvbridge_proto.pool import Step
 
 from kvbridge.adapters.vllm.shapes import Cell, Spot, halves_of
 from kvbridge.errors import OperatorError
+from tests.integration.adapters.small import places
 
 BLOCKS, HEADS, TOKENS, WIDTH = 6, 3, 16, 32
 Views = dict[str, "torch.Tensor"]
@@ -138,13 +138,6 @@ def tensor_of(case: Case) -> torch.Tensor:
         strides = (pages * page, *torch.empty(inner[1:], device="meta").stride())
         view = torch.as_strided(whole, inner, strides, (2 if pages == 4 else 0) * page)
     return view.permute(*(case.order.index(dimension) for dimension in range(len(inner))))
-
-
-def places(axis: tuple[Step, ...]) -> torch.Tensor:
-    total = torch.zeros(1, dtype=torch.int64)
-    for step in axis:
-        total = (total[:, None] + torch.arange(step.count) * step.stride).flatten()
-    return total
 
 
 def read(storage: torch.Tensor, start: int, spot: Spot, heads: int, unit: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Groups that keep a window only: which blocks are offered and wanted, with vLLM's real scheduler and managers."""
+"""Groups that keep only a window: which blocks are offered and wanted, with vLLM's real scheduler and managers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,17 @@ pytest.importorskip("vllm")
 
 import torch
 from kvbridge_proto.engine import Done, Offer, Released, Want
-from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+from kvbridge_proto.pool import Pool
 from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager, SlidingWindowManager
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from kvbridge.adapters.vllm.block_tables import Kept
 from kvbridge.adapters.vllm.layers import kind_of, window_of
 from kvbridge.adapters.vllm.prompt_trim import can_be_short
-from kvbridge.geometry.check import check_pool
-from kvbridge.geometry.overlap import overlaps
 from kvbridge.geometry.plan import Planner
 from kvbridge.geometry.shard import assign
 from tests.integration.adapters.world import BLOCK, World
+from tests.support.pools import Shape, describe
 
 pytestmark = pytest.mark.vllm
 
@@ -48,36 +48,8 @@ def kept(window: Any) -> Kept:
 
 def pool_of(window: Any, blocks: int) -> Pool:
     """A layer in each of two groups, one full and one with this window."""
-    planes = tuple(
-        Plane(
-            layer=layer,
-            part="k",
-            group=layer,
-            offset=layer * blocks * BLOCK * 4,
-            block_stride=BLOCK * 4,
-            token_axis=(Step(BLOCK, 4),),
-            head_stride=4,
-            element_axis=(Step(1, 4),),
-            first_head=0,
-            heads=1,
-            total_heads=1,
-            codec=Codec(name="fp32", width=1, element_bytes=4, row_bytes=4),
-        )
-        for layer in range(2)
-    )
-    pool = Pool(
-        engine=Engine(kind="vllm", version="test", id="engine"),
-        model=Model(name="model", layers=2 * (Layer(kind="full", kv_heads=1, key_width=1, value_width=0),)),
-        shard=Shard(),
-        groups=(
-            Group(kind="full", block_tokens=BLOCK, blocks=blocks),
-            Group(kind=kind_of(window), block_tokens=BLOCK, blocks=blocks, window=window_of(window)),
-        ),
-        regions=(Region(2 * blocks * BLOCK * 4),),
-        planes=planes,
-    )
-    assert check_pool(pool) == () == overlaps(pool)
-    return pool
+    shape = Shape(kinds=("full", kind_of(window)), window=window_of(window), block_tokens=BLOCK, blocks=blocks)
+    return describe(replace(shape, kv_heads=1, key_width=1, value_width=1, codec="fp32"))
 
 
 class Travels:
@@ -291,8 +263,7 @@ def test_wants_the_window_only(tmp_path: Path, window: Any) -> None:
     assert (late.group, late.first, list(late.ids)) == (1, first, tables[1][first:])
     assert set(tables[1][:first]) == {0} and 0 not in late.ids
     agent.say(Done(request=want.request, moved_bytes=1, seconds=0.1))
-    world.run()
-    world.assert_empty()
+    world.finish()
 
 
 def test_a_window_that_ends_with_the_tokens_wants_no_block_of_it(tmp_path: Path) -> None:

@@ -1,19 +1,17 @@
 """vLLM's real scheduler with our connector and its workers, a fake agent beside each rank, and no model.
 
-After vLLM 0.32.0's tests/v1/kv_connector/unit/utils.py (Apache-2.0), which drive the scheduler in the same way;
+Follows vLLM 0.32.0's tests/v1/kv_connector/unit/utils.py (Apache-2.0), which drives the scheduler in the same way.
 `assert_empty` follows its `assert_scheduler_empty`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
 from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
@@ -36,28 +34,17 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.vllm.connector import KVBridgeConnector
 from kvbridge.adapters.vllm.options import VLLMOptions
 from kvbridge.adapters.vllm.scheduler import SchedulerSide
 from kvbridge.adapters.vllm.worker import WorkerSide
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
+from tests.integration.adapters.small import Clock, memory_of
 from tests.system.engines.model import write_config
 
 BLOCK = 16
 # Whose hooks can be called: the installed vLLM's, and the older ones, which it still knows.
 HOOKS = ("0.32", "0.26") if hasattr(base, "KVConnectorTransferResults") else ("0.26",)
-
-
-class Clock:
-    """Time that passes by itself, and more when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self._began = time.monotonic()
-
-    def __call__(self) -> float:
-        return self.now + time.monotonic() - self._began
 
 
 class World:
@@ -202,13 +189,21 @@ class World:
         for _ in range(number):
             self.step()
 
-    def run(self, limit: int = 50) -> None:
-        """Step until nothing is left to do."""
+    def run(self, limit: int = 50) -> list[Any]:
+        """Step until nothing is left to do; every output."""
+        outputs: list[Any] = []
         for _ in range(limit):
             if not self.scheduler.has_requests():
-                return
-            self.step()
+                return outputs
+            step = self.step()
+            outputs += step.outputs if step else []
         raise AssertionError(f"still busy after {limit} steps: {list(self.scheduler.requests)}")
+
+    def finish(self) -> list[Any]:
+        """The same, and then nothing is left anywhere."""
+        outputs = self.run(100)
+        self.assert_empty()
+        return outputs
 
     def _work(self, worker: KVBridgeConnector, scheduled: Any) -> ModelRunnerOutput:
         """What vLLM's model runner does around a forward pass."""
@@ -310,31 +305,3 @@ def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmCon
         device_config=DeviceConfig("cpu"),
         parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp"),
     )
-
-
-def memory_of(rank: int, tp: int) -> Memory:
-    """Hardly any, but real: it goes through shared memory."""
-    tensor = torch.zeros(tp, 4096, dtype=torch.uint8)
-    codec = Codec(name="bf16", width=4, element_bytes=2, row_bytes=8)
-    plane = Plane(
-        layer=0,
-        part="k",
-        offset=0,
-        block_stride=128,
-        token_axis=(Step(16, 8),),
-        head_stride=8,
-        element_axis=(Step(4, 2),),
-        first_head=rank,
-        heads=1,
-        total_heads=tp,
-        codec=codec,
-    )
-    pool = Pool(
-        engine=Engine(kind="vllm", version="test", id="engine-under-test"),
-        model=Model(name="model", layers=(Layer(kind="full", kv_heads=tp, key_width=4, value_width=0),)),
-        shard=Shard(tp_rank=rank, tp_size=tp),
-        groups=(Group(kind="full", block_tokens=16, blocks=8),),
-        regions=(Region(tensor.untyped_storage().nbytes()),),
-        planes=(plane,),
-    )
-    return Memory(pool, (tensor.untyped_storage(),))

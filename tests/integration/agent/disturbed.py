@@ -1,7 +1,7 @@
-"""Large transfers between real agents and real engines, disturbed at random moments: the safety rule, story by story.
+"""Large transfers between real agents and real engines, disturbed at random moments: stories that test the safety rule.
 
-`tests/integration/agent/test_abandon.py` tells the stories on CPUs, `tests/system/gpu/test_abandon.py` on GPUs by every
-route; only devices, sizes and routes differ.
+tests/integration/agent/test_abandon.py runs them on CPUs, tests/system/gpu/test_abandon.py on GPUs over every route.
+Only devices, sizes and routes differ.
 """
 
 from __future__ import annotations

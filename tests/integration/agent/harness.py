@@ -1,9 +1,8 @@
-"""Real agent processes, and engines that are this process: oracle pools in shared memory behind real unix sockets."""
+"""Real agent processes, with this process as their engines: oracle pools in shared memory behind real unix sockets."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import select
@@ -36,7 +35,7 @@ from kvbridge_proto.pool import Handle
 from kvbridge_proto.status import Status, StatusQuery
 from kvbridge_proto.stream import FRAME_FDS, StreamReader, pack
 
-from tests.integration.agent.nursery import Child, Nursery
+from tests.support.nursery import Child, nursery
 from tests.support.oracle import Held
 
 # Tests that run in an engine's environment start agents from the agents' own.
@@ -165,7 +164,8 @@ def agent(
         for part in ([f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)]))
     ]
     with log.open("ab") as out:
-        process = _nursery().start(module, ["agent", *flags], out.fileno(), nofile)
+        pid = nursery(PYTHON).fork(module, ["agent", *flags], (None, out.fileno(), out.fileno()), nofile=nofile)
+    process = Child(pid)
     running = AgentProcess(process, path, log)
     try:
         _wait_serving(running, start_s)
@@ -178,11 +178,6 @@ def agent(
                 process.wait(15)
             except subprocess.TimeoutExpired:
                 running.kill()
-
-
-@functools.cache
-def _nursery() -> Nursery:
-    return Nursery(PYTHON)
 
 
 def _wait_serving(running: AgentProcess, start_s: float) -> None:

@@ -1,6 +1,6 @@
-"""`kvbridge agent` that keeps everything that an engine ever attached: what is unmapped was unmapped by a close.
+"""`kvbridge agent`, but it keeps a reference to all memory ever attached, so memory is unmapped only by a close.
 
-On a CPU memory goes with the last reference to it, on a GPU it does not. `python -m
+On a CPU memory is unmapped with the last reference to it, on a GPU it is not. `python -m
 tests.integration.agent.holding_agent`.
 """
 
@@ -20,7 +20,7 @@ def main() -> None:
         make(self, *parts, **named)
         kept.append((self, self.memory, self.fence))
 
-    AttachedMemory.__init__ = held  # type: ignore[method-assign]
+    AttachedMemory.__init__ = held
     cli.main()
 
 

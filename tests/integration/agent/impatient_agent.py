@@ -1,5 +1,7 @@
-"""`kvbridge agent` that waits STUCK_S for its data plane: `python -m tests.integration.agent.impatient_agent agent
---FLAG VALUE`."""
+"""`kvbridge agent`, but it waits only STUCK_S for its data plane.
+
+`python -m tests.integration.agent.impatient_agent agent --FLAG VALUE`.
+"""
 
 from __future__ import annotations
 

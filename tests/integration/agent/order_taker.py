@@ -1,4 +1,4 @@
-"""A data plane that moves nothing: it keeps orders, and says that it is quiet when it is told to stop."""
+"""A data plane that moves nothing. It keeps orders, and says that it is quiet when it is told to stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OrderTaker:
     def __init__(self) -> None:
         self.send_orders, self.receive_orders = SendOrders(2), ReceiveOrders()
 
-    def get_up(self) -> None: ...
+    def wake(self) -> None: ...
     def stir(self) -> None: ...
     def warm(self, attachment: Any, parts: Any) -> None: ...
 

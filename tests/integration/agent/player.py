@@ -1,4 +1,4 @@
-"""One agent's peers, greeted by tests that play all the others."""
+"""The peers of one agent, all played by the test."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""An engine rank as a process that is told, by lines of JSON, what to offer, want, abandon or kill, and when.
+"""An engine rank as a process. Lines of JSON tell it what to offer, want, abandon or kill, and when.
 
-`python -m tests.integration.agent.rank '<Job as JSON>'`. What an engine may do the moment it is told that a request is
-over, it does at once: a sender scribbles over blocks that were released, a receiver over blocks whose want has failed.
-A receiver then says whether anybody wrote there since.
+`python -m tests.integration.agent.rank '<Job as JSON>'`. Once a request is over, the rank does at once what an engine
+may do. A sender overwrites blocks that were released. A receiver overwrites blocks whose want has failed, and then says
+whether anybody wrote there since.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transfers that are abandoned, or lose an agent, at random moments: nobody writes where nobody may any more."""
+"""Transfers that are abandoned, or lose an agent, at random moments: nobody writes where they may no longer."""
 
 from __future__ import annotations
 

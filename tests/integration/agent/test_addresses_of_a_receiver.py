@@ -1,4 +1,4 @@
-"""One receiver that comes by several addresses of ours: one session, and it is the latest that counts."""
+"""One receiver that dials several of our addresses: there is one session, over the latest connection."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_session_whose_route_was_given_up_for_one_that_cannot_be_had_is_over()
         async def connect(landing: Landing) -> None:
             raise FabricError("no_route", "test")
 
-        player.connect = connect  # type: ignore[assignment,method-assign]
+        player.connect = connect
         await says_hello(player, world, wire, lane=1)
         assert codes(wire) == ["no_route"] and wire.said(Goodbye)
         assert player.peers.statuses() == [] and player.heard == [("D", "lost")] and player.disconnected == [("D", 1)]

@@ -1,4 +1,4 @@
-"""One sender, several addresses, several connections: one session, and every address is a name of it."""
+"""One sender with several addresses and connections: there is one session, found under every address."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_many_addresses_of_one_agent_become_names_of_the_one_that_is_welcome(ref
         assert player.opened_at[0] == "P0" and sorted(player.opened_at[1:]) == ["also", "fourth", "third"]
         assert list(player.peers.outgoing.sessions) == ["P0"] and not player.over
         player.peers._lose(player.wires["P0"], "gone")
-        assert len(player.over) == 4 and not player.peers.outgoing._also
+        assert len(player.over) == 4 and not player.peers.outgoing._aliases
 
     run(story)
 
@@ -148,7 +148,7 @@ def test_names_of_what_becomes_a_name_come_along() -> None:
         knows(player, "also", incarnation)
         outgoing.reach("other")
         outgoing._merge(outgoing.sessions["P0"], outgoing.sessions["other"])
-        assert outgoing._also == {"P0": "other", "also": "other"}
+        assert outgoing._aliases == {"P0": "other", "also": "other"}
 
     run(story)
 
@@ -173,7 +173,7 @@ def test_a_hello_that_nobody_answers_is_taken_back_before_its_connection_is_clos
         player.peers.outgoing.reach("P0")
         wire = player.wires["P0"]
         close = wire.close
-        wire.close = lambda: (wire.sent.append("closed"), close())  # type: ignore[method-assign,assignment]
+        wire.close = lambda: (wire.sent.append("closed"), close())
         player.peers.outgoing.tick(time.monotonic() + 1000.0)
         assert player.over == [("P0", "peer_unreachable")] and wire.is_lost
         assert [type(body).__name__ for body in wire.sent] == ["Hello", "Goodbye", "str"]

@@ -1,4 +1,4 @@
-"""Two agents and their engines: the receiver's is asked for the sender's scales, and takes them or does not."""
+"""Two agents and their engines: the receiver's engine is asked to take the sender's scales, and does or does not."""
 
 from __future__ import annotations
 

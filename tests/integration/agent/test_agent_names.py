@@ -1,4 +1,4 @@
-"""Names that clients make up for agents: only so many are kept, however they are spelled."""
+"""Names of agents that clients make up: only so many are kept, in whatever spelling."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Fetching(Player, OrderTaker):
         engine = lambda: self.engine  # noqa: E731
         clock = lambda: 0.0  # noqa: E731
         metrics = Metrics()
-        records = RequestRecords("receiver", Journal(), metrics.lived)
+        records = RequestRecords("receiver", Journal(), metrics.request_ended)
         open_peers = lambda receiver: outgoing_of(receiver, self, self, engine, 0.2)  # noqa: E731
         told: Any = EngineTold(self.told.append, engine)
-        self.receiver = ReceiverRunner(self.receiving, open_peers, self, metrics, records, told, clock)  # type: ignore[arg-type]
+        self.receiver = ReceiverRunner(self.receiving, open_peers, self, metrics, records, told, clock)
         self.peers = Peers(self, self.receiver.peers, self.peers.incoming, self, metrics)
         self.may_prove.set()
 
@@ -60,7 +60,7 @@ class Fetching(Player, OrderTaker):
             *vars(receiving._undrained).values(),
             receiving._assignment._assigned,
         ]
-        return [len(kept) for kept in (*parts, outgoing.sessions, outgoing._also)]
+        return [len(kept) for kept in (*parts, outgoing.sessions, outgoing._aliases)]
 
 
 async def fetching(world: World) -> tuple[Fetching, str]:
@@ -134,7 +134,7 @@ def test_an_address_of_a_rank_stays_a_name_whoever_else_comes() -> None:
         for address in ("its own", *(f"name-{number}" for number in range(40))):
             player.peers.outgoing.reach(address)
             knows(player, address, incarnation)
-        assert "its own" in player.peers.outgoing._also and "name-0" not in player.peers.outgoing._also
+        assert "its own" in player.peers.outgoing._aliases and "name-0" not in player.peers.outgoing._aliases
 
     run(story)
 

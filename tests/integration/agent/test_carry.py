@@ -1,4 +1,4 @@
-"""Real agents carry requests between pools that disagree: every row by the oracle, nothing else written."""
+"""Real agents carry requests between unequal pools: every row is as the oracle says, and nothing else is written."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ class Bench:
         """Every session is of this route."""
         for engine in self.receivers:
             assert {peer.route.split()[0] for peer in engine.agent.status.peers} == {route}, engine.agent.text()
+            for peer in engine.agent.status.peers:
+                assert peer.route_name == route and peer.bytes_per_s, peer
+                assert f" {peer.bytes_per_s / 1e9:.3g} GB/s" in peer.route
 
     def done(self, request: str) -> None:
         for engine in self.receivers:

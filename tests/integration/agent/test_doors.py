@@ -1,4 +1,4 @@
-"""Bad input at every door of an agent: a clear error on the right side, and everything else goes on."""
+"""Bad input at every entrance of an agent: the right side gets a clear error, and everything else goes on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The fence between engine and agent, by its page: nothing is read or written before the count is there.
+"""The fence page between engine and agent: nothing is read or written before the count is reached.
 
-A GPU's stream writes the count on a real engine (tests/system/gpu/test_carry.py); who waits for it is the same code.
+With a real engine a GPU's stream writes the count (tests/system/gpu/test_carry.py). The code that waits is the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A chunk that waits for its engine's stream has touched nothing: what has ended does not wait with it.
+"""A chunk that waits for its engine's stream has touched nothing, so a transfer that ends need not wait with it.
 
-The streams are pages that stand still, so nothing that waits for them ever begins.
+The fence pages never advance, so nothing that waits for them ever begins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Greetings in numbers and in bad faith: lanes, floods of Hellos, goodbyes during a proof, borrowed incarnations."""
+"""Many greetings, and hostile ones: lanes, floods of Hellos, goodbyes during a proof, borrowed incarnations."""
 
 from __future__ import annotations
 

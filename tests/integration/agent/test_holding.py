@@ -1,4 +1,4 @@
-"""Prompts that are held, with real agents: held on for who waits, given back to who lacks blocks, shown by status."""
+"""Held prompts, with real agents: held longer if somebody waits, given back if blocks are needed, shown by status."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def test_an_offer_is_held_for_whom_it_is_awaited_and_let_go_when_nobody_asks(tmp
             ("unclaimed", "", TOKENS, 3),
         ]
         assert all(0 < each.age_s < 60 for each in found.values())
+        assert all(each.left_s is not None and 0 <= each.left_s <= HOLD_S for each in found.values())
         gone = sender.released("forgotten", seconds=2 * HOLD_S)
         assert gone.code == "offer_expired"
         assert "nobody asked for its 40 tokens" in gone.reason

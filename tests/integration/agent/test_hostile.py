@@ -1,4 +1,4 @@
-"""What a peer says of another is not done, and nothing that a peer says keeps `kvbridge status` from being read."""
+"""Agents do not believe what a peer says about another, and no peer can make `kvbridge status` unreadable."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
     (session,) = world.senders[0].accepted.values()
     assert isinstance(session, Session)
     long = replace(session, verdict=Convertible(("x" * 1024,) * 33))
-    link = SimpleNamespace(key="", address="a" * 256, says_by_pipe=False)
-    accepted = IncomingPeer(link, long, Connected(session.routed, 1), hello(world.receivers[0].engine))  # type: ignore[arg-type]
+    link = SimpleNamespace(key="", address="a" * 256, sends_by_pipe=False)
+    accepted = IncomingPeer(link, long, Connected(session.routed, 1), hello(world.receivers[0].engine))
     (status,) = peer_statuses((), [accepted], {}.get)
     assert decode(encode(status), PeerStatus) == status and len(status.verdict) == 4096
 
@@ -113,7 +113,7 @@ def test_a_name_that_is_a_line_of_its_own_forges_no_line() -> None:
 
 
 def test_a_notice_that_is_larger_than_any_is_not_unpacked() -> None:
-    data_plane = DataPlane(lambda: pytest.fail("not started"), "us", None, 1.0)  # type: ignore[arg-type]
+    data_plane = DataPlane(lambda: pytest.fail("not started"), "us", None, 1.0)
     try:
         data_plane._notice(encode(NOTICE))
         assert data_plane.receive_orders.take_reports() == [Dropped(NOTICE.transfer, NOTICE.slot)]

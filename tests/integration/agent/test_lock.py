@@ -1,4 +1,4 @@
-"""An agent holds its lock for as long as it can write to others: whoever takes it takes that agent for dead."""
+"""An agent holds its lock for as long as it can write to others: whoever gets the lock takes that agent for dead."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_lock_is_taken_before_the_fabric_is_there_and_kept_until_it_is_gone(
 
     monkeypatch.setattr(DataPlane, "start", started)
     monkeypatch.setattr(DataPlane, "stop", stopped)
-    agents = [lived(socket) for _ in range(2)]
+    agents = [request_ended(socket) for _ in range(2)]
     assert heard == [True] * 4 and not is_held()
     assert agents[1].before == {agents[0].incarnation}
 
@@ -45,15 +45,15 @@ def test_the_lock_is_taken_before_the_fabric_is_there_and_kept_until_it_is_gone(
 def test_takes_nobody_for_dead_who_may_live_under_another_kernel(tmp_path: Path) -> None:
     """In a folder that hosts share, or after the host was started anew, the list is of somebody else's processes."""
     socket, lock = tmp_path / "a.sock", tmp_path / "a.sock.lock"
-    first = lived(socket)
+    first = request_ended(socket)
     lock.write_text(lock.read_text().replace(KERNEL.read_text().strip(), "11111111-2222-3333-4444-555555555555"))
-    second = lived(socket)
+    second = request_ended(socket)
     assert second.before == frozenset()
-    third = lived(socket)
+    third = request_ended(socket)
     assert third.before == {second.incarnation} and first.incarnation not in third.before
 
 
-def lived(socket: Path) -> Agent:
+def request_ended(socket: Path) -> Agent:
     """An agent that has served there for a moment and ended."""
     agent = Agent(AgentConfig(socket=str(socket), listen="tcp://127.0.0.1:0", slot_bytes=1 << 16, metrics=""))
 

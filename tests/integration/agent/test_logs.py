@@ -1,19 +1,25 @@
-"""Log lines: one an event, for people or programs, and no flood of the same."""
+"""Log lines: one per event, for people or for programs, without floods of the same line."""
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvbridge_proto.engine import Failed
+from kvbridge_proto.engine import Abandon, Done, Failed, Withdraw
+from kvbridge_proto.status import Trace, TraceQuery
 
 from kvbridge.agent.logs import JsonFormatter, RateLimit
-from tests.integration.agent.harness import SyntheticEngine, agent
+from kvbridge.agent.request_log import RequestLog
+from kvbridge.agent.request_names import MOST_TRANSFERS, RequestNames
+from tests.integration.agent.harness import Client, SyntheticEngine, agent, wait_for
+from tests.integration.agent.test_carry import Bench
+from tests.support.cited import ROOT
 from tests.support.oracle import Shape, build
 
 
@@ -77,3 +83,124 @@ def test_an_agent_logs_json_and_no_flood(tmp_path: Path) -> None:
     failed = [line for line in lines if line["message"].startswith("failed: ")]
     assert len(failed) == 50 and failed[0]["request"] == "r0" and failed[0]["code"] == "bad_address"
     assert any(line["logger"] == "kvbridge.engine" for line in lines)
+
+
+# Both names on each line:
+
+TOKENS = range(200)
+TABLE, WANTED = list(range(100, 113)), list(range(5, 9))
+FAILED = ("d-short", "d-gone")
+# Nobody has claimed anything yet; or a claim came before the offer, so that its request has no name here yet.
+BEFORE_BOTH = ("want: request=", "offer: request=", "claim: transfer=")
+
+
+def ended_in_every_way(made: Bench) -> dict[str, str]:
+    """The prefill engine's name of each request by the decode engine's: fetched, wanted too early, failed, aborted."""
+    (sender,), (receiver,) = made.senders, made.receivers
+    for name in ("one", "two"):
+        sender.offer(f"p-{name}", TABLE, len(TOKENS), rendezvous=name)
+        receiver.want(f"d-{name}", made.address, WANTED, TOKENS, rendezvous=name)
+        assert isinstance(receiver.answer(f"d-{name}"), Done)
+    receiver.want("d-early", made.address, WANTED, TOKENS, rendezvous="early")
+    wait_for(lambda: any(each.rendezvous == "early" for each in sender.agent.status.transfers))
+    sender.offer("p-early", TABLE, len(TOKENS), rendezvous="early")
+    assert isinstance(receiver.answer("d-early"), Done)
+    sender.offer("p-short", TABLE[:5], 80, rendezvous="short")
+    receiver.want("d-short", made.address, WANTED, TOKENS, rendezvous="short")
+    assert isinstance(receiver.answer("d-short"), Failed)
+    sender.offer("p-gone", TABLE[:5], 80, rendezvous="gone", is_last=False)
+    receiver.want("d-gone", made.address, WANTED, TOKENS, rendezvous="gone")
+    wait_for(lambda: any(each.request == "p-gone" for each in sender.agent.status.transfers))
+    receiver.client.send(Abandon(request="d-gone"))
+    assert isinstance(receiver.answer("d-gone"), Failed)
+    sender.client.send(Withdraw(request="p-gone"))
+    names = ("one", "two", "early", "short", "gone")
+    for name in names:
+        sender.released(f"p-{name}")
+    return {f"d-{name}": f"p-{name}" for name in names}
+
+
+def transfers_of(engine: SyntheticEngine, request: str) -> set[str]:
+    """By the agent's journal, which does not go through the log."""
+    with closing(Client(engine.agent.socket)) as client:
+        client.send(TraceQuery(names=(request,)))
+        return {entry.transfer for entry in client.wait(Trace).entries if entry.transfer}
+
+
+@pytest.mark.parametrize("route", ["nixl", "pull"])
+def test_each_line_about_a_transfer_names_it_and_its_request(route: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        shapes = Shape("nhd", blocks=200), Shape("hnd", block_tokens=64, blocks=60)
+        options = {"routes": f"{route},host", "log_format": "json", "log_level": "debug"}
+        made = Bench(tmp_path, stack, *shapes, **options)
+        made.fill(TABLE, TOKENS)
+        requests = ended_in_every_way(made)
+        for engine, names in ((made.senders[0], requests.values()), (made.receivers[0], requests)):
+            transfer_of = {name: transfers_of(engine, name) for name in names}
+            assert all(len(each) == 1 for each in transfer_of.values()), transfer_of
+            request_of = {transfer: name for name, (transfer,) in transfer_of.items()}
+            said, early = {name: set[str]() for name in names}, 0
+            for line in map(json.loads, engine.agent.text().splitlines()):
+                spoken = {name for name in (*said, *request_of) if name in line["message"]}
+                if not spoken or line["message"].startswith(BEFORE_BOTH):
+                    early += line["message"].startswith("claim: transfer=")
+                    continue
+                request, transfer = line.get("request"), line.get("transfer")
+                assert request in said and request_of.get(transfer) == request, line
+                assert f"request={request} transfer={transfer}" in line["message"], line
+                said[request].add(line["message"].split(":")[0])
+            is_sender = engine in made.senders
+            for name, events in said.items():
+                ended = {"met", "released"} if is_sender else {"failed" if name in FAILED else "done"}
+                assert ended <= events, (name, events)
+            assert early == is_sender, "only d-early was claimed before it was offered"
+
+
+def test_a_request_with_several_transfers_names_them_all_and_one_without_names_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names = RequestNames(most=3)
+    lines = RequestLog(logging.getLogger("kvbridge.test"), names)
+    caplog.set_level(logging.INFO)
+    names.join("r", "t1")
+    names.join("r", "t2")
+    names.join("r", "t2")
+    lines.warning("failed", "code=%s %s", "x", "why", request="r")
+    lines.warning("failed", "code=%s", "x", request="unknown")
+    lines.warning("dropped", transfer="t1")
+    lines.debug("not shown", transfer="t1")
+    names.begin("r")  # again, under the same name
+    names.join("r", "t3")
+    lines.warning("dropped", transfer="t2")
+    lines.warning("failed", request="r")
+    assert [record.getMessage() for record in caplog.records] == [
+        "failed: request=r transfer=t1,t2 code=x why",
+        "failed: request=unknown code=x",
+        "dropped: request=r transfer=t1",
+        "dropped: request=r transfer=t2",
+        "failed: request=r transfer=t3",
+    ]
+    for number in range(10):
+        names.join(f"r{number}", f"other{number}")
+    assert len(names._request_of) == len(names._transfers_of) == 3 and not names.request_of("t3")
+
+
+def test_a_request_that_is_claimed_again_and_again_keeps_the_last_transfers_only() -> None:
+    """By a peer that claims no rows at all, which leaves the offer open."""
+    names = RequestNames()
+    for number in range(10 * MOST_TRANSFERS):
+        names.join("r", f"t{number}")
+    assert names.transfers_of("r") == tuple(f"t{number}" for number in range(9 * MOST_TRANSFERS, 10 * MOST_TRANSFERS))
+
+
+def test_no_line_names_a_request_or_a_transfer_by_hand_without_the_other() -> None:
+    """RequestLog adds both. Where it is out of reach, on the data plane's thread, a line has both in its text."""
+    found = []
+    for path in sorted(path for part in ("agent", "dataplane") for path in (ROOT / "kvbridge" / part).rglob("*.py")):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            whose = call.func.value if isinstance(call.func, ast.Attribute) else None
+            if not isinstance(whose, ast.Name) or whose.id != "log" or not call.args:
+                continue
+            named = [name for name in ("request=%", "transfer=%") if name in ast.unparse(call.args[0])]
+            found += [f"{path.name}:{call.lineno}"] * (len(named) == 1)
+    assert not found

@@ -1,4 +1,4 @@
-"""Requests name addresses where nobody is, by the thousand: those requests fail, and nothing else is the worse."""
+"""Thousands of requests name addresses where nobody listens: they fail, and nothing else suffers."""
 
 from __future__ import annotations
 

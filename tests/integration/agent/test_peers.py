@@ -1,4 +1,4 @@
-"""Sessions while things change between a greeting and its answer; the control side is played by a list."""
+"""Sessions, if things change between a greeting and its answer. A list plays the control side."""
 
 from __future__ import annotations
 

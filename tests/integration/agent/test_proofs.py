@@ -1,4 +1,4 @@
-"""Several agents are greeted and proved at once: with a real data plane, over a fabric whose writes may never end."""
+"""Greeting and proving several agents at once, with a real data plane over a fabric whose writes may never end."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Network:
     def __init__(self, stack: ExitStack) -> None:
         self.loopback = LoopbackNetwork()
         self._stack = stack
-        self.sender = self.equipment("a")
+        self.sender = self.resources("a")
 
-    def equipment(self, incarnation: str) -> Resources:
+    def resources(self, incarnation: str) -> Resources:
         fabric = LoopbackFabric(self.loopback, incarnation)
         self._stack.callback(fabric.close)
         receiving, sending = (self._stack.enter_context(Staging.pageable(SLOT_BYTES, 1)) for _ in range(2))
@@ -71,7 +71,7 @@ async def proving(network: Network, world: World) -> Any:
 
 
 def hello_of(network: Network, world: World, incarnation: str) -> Hello:
-    site = network.equipment(incarnation).site
+    site = network.resources(incarnation).site
     return replace_struct(greeting(world, incarnation), fabric=site.fabric, host=site.host, device=site.device)
 
 
@@ -110,12 +110,12 @@ def resumed(network: Network, job: Job) -> WaitWrite | None:
 def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_meanwhile(network: Network) -> None:
     heard: list[Any] = []
     jobs = Jobs(network.sender, "a", SendOrders(0), ReceiveOrders(), 1.0)
-    slow = network.equipment("slow")
+    slow = network.resources("slow")
     network.loopback.stall("slow")
     first = jobs.connect(Landing("slow", slow.site, 3), lambda found, error: heard.append(found or error))
     held = resumed(network, first)
     assert held is not None
-    quick = network.equipment("quick")
+    quick = network.resources("quick")
     for _ in range(PROBE_LANES):
         job = jobs.connect(Landing("quick", quick.site, 5), lambda found, error: heard.append(found or error))
         wait = resumed(network, job)

@@ -1,4 +1,4 @@
-"""Who has an engine's memory mapped, by the route `pull`: shown while it reads, and more so when it should be gone."""
+"""Peers that have mapped an engine's memory for the route `pull`: shown while they read, and if they stay too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots that stay in doubt: other slots take their place, and what is written to them late goes nowhere."""
+"""If slots stay in doubt, other slots replace them, and late writes to them have no effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvbridge_proto.engine import Done, Failed
 from kvbridge_proto.status import SlotCounts
 
 from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.rebuild import PAUSE_S, Patience, Rebuilder
+from kvbridge.agent.rebuild import PAUSE_S, QuarantineTimer, Rebuilder
 from kvbridge.dataplane.slots import LocalSlots
 from kvbridge.device.driver import CudaError
 from kvbridge.errors import FabricError
@@ -40,14 +40,14 @@ def test_an_agent_that_stands_still_costs_others_their_slots_for_a_while_only(tm
 
 
 def test_patience_begins_when_half_are_quarantined_however_busy_the_others_are() -> None:
-    patience = Patience(10.0)
+    patience = QuarantineTimer(10.0)
     busy = SlotCounts(free=0, lent=1, landed=1, quarantined=2)
     for counts, now, is_over in ((HALF, 100.0, False), (busy, 109.9, False), (busy, 110.0, True), (HALF, 111.0, True)):
         assert patience.is_over(counts, now) is is_over
 
 
 def test_patience_begins_anew_once_fewer_are_quarantined() -> None:
-    patience = Patience(10.0)
+    patience = QuarantineTimer(10.0)
     for counts, now in ((HALF, 0.0), (LESS, 9.0), (HALF, 11.0), (HALF, 20.9)):
         assert not patience.is_over(counts, now)
     assert patience.is_over(HALF, 21.0)
@@ -55,7 +55,7 @@ def test_patience_begins_anew_once_fewer_are_quarantined() -> None:
 
 @pytest.mark.parametrize("quarantined", [4, 3])
 def test_patience_with_most_of_them(quarantined: int) -> None:
-    patience = Patience(1.0)
+    patience = QuarantineTimer(1.0)
     counts = SlotCounts(free=4 - quarantined, lent=0, landed=0, quarantined=quarantined)
     assert not patience.is_over(counts, 0.0) and patience.is_over(counts, 1.0)
 
@@ -77,8 +77,8 @@ class Played:
         self.rebuilder = Rebuilder(
             self.slots,
             self.local,
-            self,  # type: ignore[arg-type]
-            self,  # type: ignore[arg-type]
+            self,
+            self,
             Metrics(),
             1.0,
             lambda: self.now,
@@ -275,7 +275,7 @@ def test_slots_that_the_data_plane_has_not_made_anew_yet_are_no_reason_for_other
         assert local is not None
         played.local.doubt(local)
     make, later = played.local.make, list[int]()
-    played.local.make = later.append  # type: ignore[method-assign]
+    played.local.make = later.append
     played.look(0.0, 1.0, 1.5, 1.9)
     assert played.rebuilt == [1.0] and played.tried == 1
     make(*later)

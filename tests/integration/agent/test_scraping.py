@@ -1,4 +1,4 @@
-"""Who reaches the metrics' port and says nothing, little or nonsense costs the agent little, and not for long."""
+"""Clients of the metrics port that say nothing, little or nonsense cost the agent little, and not for long."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_who_asks_while_it_is_being_made_gets_that_very_page(monkeypatch: pytest
 def test_sessions_may_come_and_go_while_they_are_counted() -> None:
     peers = Player(World().receivers[0].engine).peers
     sessions, ends = peers.outgoing.sessions, time.monotonic() + 0.5
-    dialled = [OutgoingPeer(str(number), Wire(str(number), is_dialled=True)) for number in range(300)]  # type: ignore[arg-type]
+    dialled = [OutgoingPeer(str(number), Wire(str(number), is_dialled=True)) for number in range(300)]
 
     def come_and_go() -> None:
         while time.monotonic() < ends:
@@ -178,7 +178,7 @@ def test_sessions_may_come_and_go_while_they_are_counted() -> None:
         coming.join()
         sys.setswitchinterval(before)
     for number, state in enumerate(SessionState):
-        sessions[str(number)] = OutgoingPeer(str(number), Wire(str(number)), state=state)  # type: ignore[arg-type]
+        sessions[str(number)] = OutgoingPeer(str(number), Wire(str(number)), state=state)
     assert [peers.count_dialled(state) for state in SessionState] == [1] * len(SessionState)
 
 

@@ -1,4 +1,4 @@
-"""Real agents with and without keys: who is served, who is dialled, what leaves the process and what never does."""
+"""Real agents with and without keys: who is served, who is dialled, and what never leaves the process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -22,6 +20,7 @@ from kvbridge_proto.engine import Done, Failed
 
 from kvbridge.agent.outgoing_peers import MOST_NAMES
 from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent, wait_for
+from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build, fill, mismatch
 
 SIOCGIFADDR = 0x8915
@@ -60,9 +59,7 @@ def stack() -> Iterator[ExitStack]:
 def keygen(folder: Path, name: str) -> tuple[Path, str]:
     """A new key: its file, and the line for the others' lists."""
     path = folder / f"{name}.key"
-    told = subprocess.run(
-        [sys.executable, "-m", "kvbridge.cli", "keygen", str(path), "--name", name], capture_output=True, text=True
-    )
+    told = kvbridge("keygen", path, "--name", name)
     assert told.returncode == 0, told.stderr
     return path, told.stdout
 

@@ -1,4 +1,4 @@
-"""Spans of requests, taken by a real OTLP/HTTP receiver; nobody waits where there is none."""
+"""Spans of requests, received by a real OTLP/HTTP receiver. If there is none, nobody waits."""
 
 from __future__ import annotations
 

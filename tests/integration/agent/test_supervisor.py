@@ -1,4 +1,4 @@
-"""What systemd hears of an agent: that it serves once it does, and that it is well as long as its data thread turns."""
+"""What an agent tells systemd: that it serves, and that it is well as long as its data thread runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -22,6 +20,7 @@ from kvbridge.config import supervision
 from kvbridge.options import Supervision
 from tests.integration.agent.harness import AgentProcess, agent
 from tests.integration.dataplane.test_stuck import LONGER_S, paused
+from tests.support.nursery import kvbridge
 
 WATCHDOG_S = 2.0
 CREDENTIALS = struct.Struct("3i")
@@ -103,8 +102,7 @@ def test_the_probe_of_pods_fails_while_its_data_thread_stands_still_and_passes_a
 ) -> None:
     with ExitStack() as stack:
         running = paused(tmp_path, stack, monkeypatch, STILL_S + 4).agent
-        probe = [sys.executable, "-m", "kvbridge.cli", "status", "--probe", "--socket", str(running.socket)]
-        asked = lambda: subprocess.run(probe, capture_output=True, text=True)  # noqa: E731
+        asked = lambda: kvbridge("status", "--probe", "--socket", running.socket)  # noqa: E731
         assert asked().returncode == 0  # not yet
         while running.status.still_s <= STILL_S:
             time.sleep(0.1)

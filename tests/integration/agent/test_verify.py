@@ -1,4 +1,4 @@
-"""Real agents compare what is pulled with what the sender has: how much of it, and that what differs fails."""
+"""Real agents compare pulled rows with the sender's: the chosen share of them, and a difference fails the transfer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`kvbridge agent` that may not pickle and writes its secrets down. `SECRETS=FILE python -m
-tests.integration.agent.watched_agent`.
+"""`kvbridge agent`, but it may not pickle, and writes its secrets to a file.
 
-Each line of the file is a name and bytes in hex: what no log may hold. `OVERLAP=1` has the fabric refuse its memory.
+`SECRETS=FILE python -m tests.integration.agent.watched_agent`. Each line of the file is a name and bytes in hex, which
+no log may contain. With `OVERLAP=1` the fabric refuses its memory.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def main() -> None:
     recorded = write_down(file, "token", secrets.token_bytes)
     assert parts.__defaults__ and secrets.token_bytes in parts.__defaults__
     parts.__defaults__ = tuple(recorded if part is secrets.token_bytes else part for part in parts.__defaults__)
-    NixlFabric.register = watched_register(file, NixlFabric.register)  # type: ignore[method-assign]
-    NixlFabric.descriptor = write_down(file, "descriptor", NixlFabric.descriptor)  # type: ignore[method-assign]
+    NixlFabric.register = watched_register(file, NixlFabric.register)
+    NixlFabric.descriptor = write_down(file, "descriptor", NixlFabric.descriptor)
     forbid_pickle()
     if os.environ.get("PICKLE_ANYWAY"):
         pickle.dumps(1)

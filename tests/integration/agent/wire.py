@@ -1,4 +1,4 @@
-"""One end of a link to another agent, for tests that play the other."""
+"""One end of a link to another agent, for tests that play that agent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 class Wire:
     """A link that keeps what was sent."""
 
-    version, is_lost, is_up, says_by_pipe = 1, False, True, False
+    version, is_lost, is_up, sends_by_pipe = 1, False, True, False
 
     def __init__(self, address: str, key: str = "", peer_incarnation: str = "", *, is_dialled: bool = False) -> None:
         self.address, self.key, self.peer_incarnation, self.is_dialled = address, key, peer_incarnation, is_dialled

@@ -1,4 +1,4 @@
-"""A loop that has just heard of something looks again for a while, and sleeps once that is over."""
+"""A loop that has just received something polls again for a while, and then sleeps."""
 
 from __future__ import annotations
 

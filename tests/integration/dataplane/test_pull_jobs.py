@@ -1,4 +1,4 @@
-"""A pull that fails with reads under way ends when they have, and says so: nothing of it may be forgotten."""
+"""A pull that fails with reads under way ends when these have ended, and says so: no read may be forgotten."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from kvbridge.dataplane.awaits import Job, WaitCopier, WaitKernels, WaitMove
+from kvbridge.dataplane.awaits import Job, WaitCopier, WaitKernels, WaitLease, WaitMove
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.receive_orders import ReceiveOrders
-from kvbridge.dataplane.routes.pull import PullRoute
+from kvbridge.dataplane.routes.pull import ENDED_WHILE_READ, PullRoute
 from kvbridge.device.copier import Compiling, Moved
 from kvbridge.errors import EngineError
 from kvbridge.exchange.leases import ReadLease
@@ -24,11 +24,11 @@ class FullCopier:
 
     def __init__(self) -> None:
         self.begun = 0
-        self.is_compiled = True
+        self.is_compiled, self.is_roomy = True, False
 
     @property
     def has_room(self) -> bool:
-        return not self.begun
+        return self.is_roomy or not self.begun
 
     def pull(self, *parts: Any) -> int:
         if not self.is_compiled:
@@ -55,14 +55,20 @@ def lease() -> ReadLease:
 
 
 @pytest.fixture
-def job(told: ReceiveOrders, copier: FullCopier, lease: ReadLease) -> Job:
-    equipment: Any = SimpleNamespace(copier=copier)
-    pulling = PullRoute(equipment, lambda *args: None, told, 30.0, lambda: 0.0)
+def clock() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def job(told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[float]) -> Job:
+    resources: Any = SimpleNamespace(copier=copier)
+    pulling = PullRoute(resources, lambda *args: None, told, 30.0, lambda: clock[0])
     pulling._peers[WHOSE] = cast(Any, object()), lambda: None
     plan = SimpleNamespace(chunk=lambda index: index)
     pull: Any = SimpleNamespace(
-        whose=WHOSE,
+        memory_id=WHOSE,
         transfer="t",
+        request="r",
         plan=plan,
         first_chunk=0,
         end_chunk=3,
@@ -74,7 +80,7 @@ def job(told: ReceiveOrders, copier: FullCopier, lease: ReadLease) -> Job:
         compared=frozenset({0}),
     )
     attachment: Any = SimpleNamespace(
-        memory=object(), word=SimpleNamespace(has_left=False), has_reached=lambda count: True
+        memory=object(), liveness=SimpleNamespace(has_left=False), has_reached=lambda count: True
     )
     return pulling.pull(pull, attachment)
 
@@ -113,9 +119,44 @@ def test_a_transfer_that_ends_while_its_kernels_are_compiled_reads_nothing(
     lease.is_given_up = copier.is_compiled = True
     with pytest.raises(StopIteration):
         job.send(None)
-    assert not copier.begun and [each.failure for each in told.take_reports()] == [
-        ("aborted", "the transfer ended while it was read")
-    ]
+    assert not copier.begun and [each.failure for each in told.take_reports()] == [ENDED_WHILE_READ]
+    assert [each.stage for each in told.take_reached()] == ["reading"]
+
+
+def test_a_read_that_ends_after_its_lease_counts_once_a_renewal_covers_it(
+    job: Job, told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[float]
+) -> None:
+    wait = _read_until(1.0, job, copier, clock)
+    assert isinstance(wait, WaitLease) and not wait.is_over and not told.take_reports()
+    lease.answered(lease.renew(0.5))  # asked for before the read ended, and lasts for less than that
+    assert not wait.is_over
+    lease.answered(lease.renew(0.9))
+    assert wait.is_over
+    with pytest.raises(StopIteration):
+        job.send(None)
+    assert [each.failure for each in told.take_reports()] == [None]
+
+
+def test_a_read_that_ends_after_its_lease_is_lost_if_no_renewal_comes(
+    job: Job, told: ReceiveOrders, copier: FullCopier, clock: list[float]
+) -> None:
+    wait = _read_until(1.0, job, copier, clock)
+    assert isinstance(wait, WaitLease) and wait.deadline == 31.0
+    with pytest.raises(StopIteration):
+        job.throw(wait.late())
+    assert [each.failure and each.failure[0] for each in told.take_reports()] == ["lease_over"]
+
+
+def _read_until(at: float, job: Job, copier: FullCopier, clock: list[float]) -> object:
+    """All three chunks are read, the last until `at`. What the job waits for then."""
+    copier.is_roomy = True
+    wait = job.send(None)  # the fence
+    wait = job.send(None)
+    for ticket in (1, 2, 3):
+        assert wait == WaitMove(ticket)
+        clock[0] = at
+        wait = job.send(Moved(ticket, 7))
+    return wait
 
 
 def test_kernels_that_are_not_compiled_in_time_cost_the_transfer(

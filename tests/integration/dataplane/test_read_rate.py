@@ -1,4 +1,4 @@
-"""How fast a peer's memory is read, before anything is; and that it stays mapped meanwhile."""
+"""Measuring how fast a peer's memory can be read, before any transfer. The memory stays mapped meanwhile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def measured(memory: Memory, took_s: list[float]) -> tuple[Rate, list[tuple[Span
     copied: list[tuple[Span, Span]] = []
     copier = SimpleNamespace(copy=lambda sender, target: copied.append((sender, target)) or len(copied))
     now = [0.0]
-    job = read_rate(SimpleNamespace(scratch=SCRATCH, copier=copier), memory, lambda: now[0])  # type: ignore[arg-type]
+    job = read_rate(SimpleNamespace(scratch=SCRATCH, copier=copier), memory, lambda: now[0])
     waits = next(job)
     try:
         while True:
@@ -87,8 +87,8 @@ class Opening:
 
     def __init__(self) -> None:
         copier = SimpleNamespace(copy=self._copy, is_using=lambda memory: False, forget=lambda memory: None)
-        equipment: Any = SimpleNamespace(scratch=SCRATCH, copier=copier)
-        self.pulling = PullRoute(equipment, lambda hear, *args: hear(*args), ReceiveOrders(), 30.0, lambda: 0.0)
+        resources: Any = SimpleNamespace(scratch=SCRATCH, copier=copier)
+        self.pulling = PullRoute(resources, lambda hear, *args: hear(*args), ReceiveOrders(), 30.0, lambda: 0.0)
         self.closed: list[Peers] = []
         self.found: list[tuple[Rate | None, Exception | None]] = []
 

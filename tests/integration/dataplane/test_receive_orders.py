@@ -1,4 +1,4 @@
-"""What lands is checked by the data plane against its own receive orders, while the loop decides other things."""
+"""The data plane checks arrivals against its own receive orders, while the loop decides other things."""
 
 from __future__ import annotations
 

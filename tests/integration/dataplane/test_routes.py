@@ -1,4 +1,4 @@
-"""Choosing and proving a route, and who may use it how long: with real slots, and a fabric that can be told to fail."""
+"""Choosing and proving a route, and who may use it for how long: with real slots, and a fabric that can fail."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 from kvbridge_proto.peer import DeviceCard, Probe, SlotLease
+from msgspec.structs import replace as replace_struct
 
 from kvbridge.dataplane.attached import KEPT, AttachedMemory, EngineLiveness
 from kvbridge.dataplane.awaits import Job, WaitEngineHeard, WaitFence, WaitMove, WaitWrite
@@ -28,7 +29,7 @@ from kvbridge.dataplane.send_orders import SendOrders
 from kvbridge.device.copier import Compiling, DeviceLost
 from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.staging import Staging
-from kvbridge.errors import FabricError
+from kvbridge.errors import FabricError, KVBridgeError
 from kvbridge.exchange.orders import Credit, Progress, SendOrder
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.geometry.plan import Planner
@@ -53,14 +54,14 @@ class Agents:
     def __init__(self, stack: ExitStack, vram: bool = False) -> None:
         self.network = LoopbackNetwork()
         self.stack = stack
-        self.sender, self.receiver = self.equipment("a", vram), self.equipment("b", vram)
+        self.sender, self.receiver = self.resources("a", vram), self.resources("b", vram)
 
-    def equipment(self, incarnation: str, vram: bool) -> Resources:
+    def resources(self, incarnation: str, vram: bool) -> Resources:
         endpoints = [self.endpoint(incarnation)] + ([self.endpoint(f"{incarnation}.host")] if vram else [])
         cards = [endpoint.card() for endpoint in endpoints]
         device = None
         if vram:
-            cards[0] = _vram(cards[0])
+            cards[0] = replace_struct(cards[0], memory="vram")
             device = DeviceCard(machine="m", uuid="GPU-none", payload=bytes(64))
         site = Site(cards[0], cards[1] if vram else None, device)
         ours = StagingEndpoints(endpoints[0], endpoints[1] if vram else None, site, ExitStack())
@@ -78,19 +79,13 @@ class Agents:
         return Landing("b", self.receiver.site, lane)
 
 
-def _vram(card: Any) -> Any:
-    import msgspec
-
-    return msgspec.structs.replace(card, memory="vram")
-
-
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
 
 
-def run(equipment: Resources, job: Any) -> Any:
+def run(resources: Resources, job: Any) -> Any:
     """Drive a generator as the data plane does; what it returns."""
     answer = None
     while True:
@@ -99,7 +94,7 @@ def run(equipment: Resources, job: Any) -> Any:
         except StopIteration as end:
             return end.value
         if isinstance(wait, WaitMove):
-            (answer,) = equipment.copier.poll()
+            (answer,) = resources.copier.poll()
         else:
             assert isinstance(wait, WaitWrite)
             events: list[Any] = []
@@ -214,21 +209,17 @@ def ended(reason: str) -> NoReturn:
     raise Ended(reason)
 
 
-def test_memory_is_not_let_go_of_while_a_kernel_may_run(stack: ExitStack) -> None:
+async def test_memory_is_not_let_go_of_while_a_kernel_may_run(stack: ExitStack) -> None:
     agents = Agents(stack)
     busy = replace(agents.sender, copier=Busy())
-
-    async def story() -> None:
-        data_plane = DataPlane(lambda: busy, "a", Ears(), 1.0, stuck_s=0.05, end=ended)
-        await data_plane.start()
-        with attached(build(Shape())) as (_, pool), pytest.raises(Ended, match="has not finished"):
-            await data_plane.let_go(AttachedMemory(1, pool, None))
-        await data_plane.stop()
-
-    asyncio.run(story())
+    data_plane = DataPlane(lambda: busy, "a", Ears(), 1.0, stuck_s=0.05, end=ended)
+    await data_plane.start()
+    with attached(build(Shape())) as (_, pool), pytest.raises(Ended, match="has not finished"):
+        await data_plane.let_go(AttachedMemory(1, pool, None))
+    await data_plane.stop()
 
 
-def test_a_data_plane_that_has_died_proves_nothing(stack: ExitStack) -> None:
+async def test_a_data_plane_that_has_died_proves_nothing(stack: ExitStack) -> None:
     """What it has left to a GPU may still run: the engine waits for the end of our process."""
     agents, died = Agents(stack), threading.Event()
 
@@ -239,17 +230,14 @@ def test_a_data_plane_that_has_died_proves_nothing(stack: ExitStack) -> None:
     def fail() -> None:
         raise RuntimeError("broken on purpose")
 
-    async def story() -> None:
-        data_plane = DataPlane(lambda: agents.sender, "a", Broken(), 1.0)
-        await data_plane.start()
-        with attached(build(Shape())) as (_, pool):
-            assert await data_plane.let_go(AttachedMemory(1, pool, None))
-            data_plane._put(fail)
-            await asyncio.to_thread(data_plane._thread.join)
-            assert not await data_plane.let_go(AttachedMemory(2, pool, None))
-        await data_plane.stop()
-
-    asyncio.run(asyncio.wait_for(story(), 20))
+    data_plane = DataPlane(lambda: agents.sender, "a", Broken(), 1.0)
+    await data_plane.start()
+    with attached(build(Shape())) as (_, pool):
+        assert await data_plane.let_go(AttachedMemory(1, pool, None))
+        data_plane._put(fail)
+        await asyncio.to_thread(data_plane._thread.join)
+        assert not await data_plane.let_go(AttachedMemory(2, pool, None))
+    await data_plane.stop()
     assert died.is_set()
 
 
@@ -266,32 +254,28 @@ class Slow(CpuBlockCopier):
         assert self.go_on.wait(10)
 
 
-def test_nothing_more_is_made_ready_for_an_engine_that_leaves(stack: ExitStack) -> None:
+async def test_nothing_more_is_made_ready_for_an_engine_that_leaves(stack: ExitStack) -> None:
     agents, slow = Agents(stack), Slow()
-
-    async def story() -> None:
-        data_plane = DataPlane(lambda: replace(agents.sender, copier=slow), "a", Ears(), 1.0)
-        await data_plane.start()
-        with attached(build(Shape())) as (_, pool), attached(build(Shape())) as (_, next_pool):
-            parts = Planner(pool.pool, pool.pool).samples(SLOT_BYTES, is_sender=True)
-            before = AttachedMemory(1, pool, None)
-            data_plane.warm(before, parts * 3)
-            now = replace(before, epoch=2)  # its scales changed
-            data_plane.warm(now, parts * 3)
-            while not slow.warmed:  # noqa: ASYNC110 - the data plane's thread begins it
-                await asyncio.sleep(0.001)
-            leaving = asyncio.create_task(data_plane.let_go(now))
-            await asyncio.sleep(0.05)
-            assert not leaving.done(), "one is under way, in this engine's memory"
-            slow.go_on.set()
-            await leaving
-            assert slow.warmed == [pool]
-            data_plane.warm(AttachedMemory(3, next_pool, None), parts)
-            await data_plane._call(lambda: None)  # the thread is through with what came before
-            assert slow.warmed == [pool] + [next_pool] * len(parts)
-        await data_plane.stop()
-
-    asyncio.run(asyncio.wait_for(story(), 20))
+    data_plane = DataPlane(lambda: replace(agents.sender, copier=slow), "a", Ears(), 1.0)
+    await data_plane.start()
+    with attached(build(Shape())) as (_, pool), attached(build(Shape())) as (_, next_pool):
+        parts = Planner(pool.pool, pool.pool).samples(SLOT_BYTES, is_sender=True)
+        before = AttachedMemory(1, pool, None)
+        data_plane.warm(before, parts * 3)
+        now = replace(before, epoch=2)  # its scales changed
+        data_plane.warm(now, parts * 3)
+        while not slow.warmed:  # noqa: ASYNC110 - the data plane's thread begins it
+            await asyncio.sleep(0.001)
+        leaving = asyncio.create_task(data_plane.let_go(now))
+        await asyncio.sleep(0.05)
+        assert not leaving.done(), "one is under way, in this engine's memory"
+        slow.go_on.set()
+        await leaving
+        assert slow.warmed == [pool]
+        data_plane.warm(AttachedMemory(3, next_pool, None), parts)
+        await data_plane._call(lambda: None)  # the thread is through with what came before
+        assert slow.warmed == [pool] + [next_pool] * len(parts)
+    await data_plane.stop()
 
 
 class Lengthy(CpuBlockCopier):
@@ -308,29 +292,40 @@ class Lengthy(CpuBlockCopier):
         return self._over(0)
 
 
+def polled(agents: Agents, copier: CpuBlockCopier, target: Target, clock: Callable[[], float]) -> DataPlane:
+    """A sender's data plane that has no thread: a test polls it. It tells nobody anything."""
+    data_plane = DataPlane(lambda: replace(agents.sender, copier=copier), "a", Ears(), 1.0, clock=clock)
+    data_plane._open()
+    data_plane._say = lambda: None
+    data_plane._jobs._targets["b"] = target
+    return data_plane
+
+
+def order(data_plane: DataPlane, transfer: str, memory: Any, *slots: int) -> None:
+    """A chunk of this engine's memory for each of the receiver's slots."""
+    plan: Any = SimpleNamespace(chunks=len(slots), chunk=lambda index: SimpleNamespace(size_bytes=SLOT_BYTES))
+    attachment: Any = SimpleNamespace(
+        epoch=1, memory=memory, liveness=EngineLiveness(0.0), has_reached=lambda count: True
+    )
+    data_plane.give(SendOrder(transfer, "r", "b", plan, b"", 1, "xxh3"), attachment)
+    data_plane.give(Progress(transfer, {}, len(slots), 0), attachment)
+    data_plane.give(Credit(transfer, tuple(SlotLease(slot, 1) for slot in slots)), attachment)
+
+
 def test_a_chunk_leaves_before_the_next_one_is_gathered(stack: ExitStack) -> None:
     """On a CPU to begin a gather is to do it: with slots for all of a transfer nothing else would have its turn."""
     agents, copier = Agents(stack), Lengthy()
     target, _ = proved(agents)
-    data_plane = DataPlane(lambda: replace(agents.sender, copier=copier), "a", Ears(), 1.0, clock=lambda: copier.now)
-    data_plane._open()
-    data_plane._say = lambda: None  # type: ignore[method-assign]
+    data_plane = polled(agents, copier, target, lambda: copier.now)
     post = target.endpoint.fabric.write
 
     def write(*args: Any) -> int:
         copier.done.append("posted")
         return post(*args)
 
-    plan: Any = SimpleNamespace(chunks=2, chunk=lambda index: SimpleNamespace(size_bytes=SLOT_BYTES))
-    attachment: Any = SimpleNamespace(
-        epoch=1, memory=None, liveness=EngineLiveness(0.0), has_reached=lambda count: True
-    )
-    data_plane._jobs._targets["b"] = target
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(target.endpoint.fabric, "write", write)
-        data_plane.give(SendOrder("t", "r", "b", plan, b"", 1, "xxh3"), attachment)
-        data_plane.give(Progress("t", {}, 2, 0), attachment)
-        data_plane.give(Credit("t", (SlotLease(0, 1), SlotLease(1, 1))), attachment)
+        order(data_plane, "t", None, 0, 1)
         data_plane._do_tasks()
         for _ in range(3):
             data_plane._poll(data_plane._at_work)
@@ -356,18 +351,9 @@ class New(CpuBlockCopier):
 def test_what_needs_new_kernels_keeps_nobody_else_waiting(stack: ExitStack) -> None:
     agents, copier = Agents(stack), New("new")
     target, _ = proved(agents)
-    data_plane = DataPlane(lambda: replace(agents.sender, copier=copier), "a", Ears(), 1.0, clock=lambda: 0.0)
-    data_plane._open()
-    data_plane._say = lambda: None  # type: ignore[method-assign]
-    data_plane._jobs._targets["b"] = target
-    plan: Any = SimpleNamespace(chunks=1, chunk=lambda index: SimpleNamespace(size_bytes=SLOT_BYTES))
+    data_plane = polled(agents, copier, target, lambda: 0.0)
     for slot, engine in enumerate(("new", "known")):
-        attachment: Any = SimpleNamespace(
-            epoch=1, memory=engine, liveness=EngineLiveness(0.0), has_reached=lambda count: True
-        )
-        data_plane.give(SendOrder(engine, "r", "b", plan, b"", 1, "xxh3"), attachment)
-        data_plane.give(Progress(engine, {}, 1, 0), attachment)
-        data_plane.give(Credit(engine, (SlotLease(slot, 1),)), attachment)
+        order(data_plane, engine, engine, slot)
     data_plane._do_tasks()
     data_plane._poll(data_plane._at_work)
     assert copier.gathered == ["known"]
@@ -377,7 +363,7 @@ def test_what_needs_new_kernels_keeps_nobody_else_waiting(stack: ExitStack) -> N
     os.close(data_plane._wake)
 
 
-def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
+async def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
     agents = Agents(stack)
 
     class Never:
@@ -392,22 +378,19 @@ def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
     def job(attachment: AttachedMemory, deadline: float) -> Job:
         try:
             yield WaitFence(attachment, 7, deadline, chunk)
-        except Exception as error:
+        except KVBridgeError as error:
             ended.append(error.code)
 
-    async def story() -> None:
-        data_plane = DataPlane(lambda: agents.sender, "a", Ears(), 1.0)
-        await data_plane.start()
-        with attached(build(Shape())) as (_, pool):
-            attachment = AttachedMemory(1, pool, Never())
-            data_plane._put(lambda: data_plane._resume(job(attachment, 0.0), None))
-            data_plane._put(lambda: data_plane._resume(job(attachment, 1e12), None))
-            while not ended:  # noqa: ASYNC110 - the data plane's thread ends it
-                await asyncio.sleep(0.01)
-            await data_plane.let_go(attachment)
-        await data_plane.stop()
-
-    asyncio.run(asyncio.wait_for(story(), 10))
+    data_plane = DataPlane(lambda: agents.sender, "a", Ears(), 1.0)
+    await data_plane.start()
+    with attached(build(Shape())) as (_, pool):
+        attachment = AttachedMemory(1, pool, Never())
+        data_plane._put(lambda: data_plane._resume(job(attachment, 0.0), None))
+        data_plane._put(lambda: data_plane._resume(job(attachment, 1e12), None))
+        while not ended:  # noqa: ASYNC110 - the data plane's thread ends it
+            await asyncio.sleep(0.01)
+        await data_plane.let_go(attachment)
+    await data_plane.stop()
     assert ended == ["fence_late", "engine_left"]
 
 
@@ -421,22 +404,22 @@ def test_endpoints_of_before_are_kept_while_they_write_and_refused_when_they_are
         made.append(StagingEndpoints(endpoint, None, Site(endpoint.card()), ExitStack()))
         return made[-1]
 
-    equipment = Resources(CpuBlockCopier(), before.site, make, ExitStack(), before)
-    equipment.join(before.endpoint, "b", agents.receiver.endpoint.fabric.descriptor())
+    resources = Resources(CpuBlockCopier(), before.site, make, ExitStack(), before)
+    resources.join(before.endpoint, "b", agents.receiver.endpoint.fabric.descriptor())
     address = before.endpoint.send_slots.address(0), agents.receiver.endpoint.receive_slots.address(0)
     before.endpoint.fabric.write("b", *address, 64, b"", deadline=1e9)
-    equipment.switch(equipment.prepare())
-    assert equipment.endpoint is made[0].endpoint and equipment.endpoints == (made[0].endpoint, before.endpoint)
-    equipment.close_retired()
-    assert equipment.has_retired, "a write was under way"
-    equipment.switch(equipment.prepare())
+    resources.switch(resources.prepare())
+    assert resources.endpoint is made[0].endpoint and resources.endpoints == (made[0].endpoint, before.endpoint)
+    resources.close_retired()
+    assert resources.has_retired, "a write was under way"
+    resources.switch(resources.prepare())
     with pytest.raises(FabricError, match="keep, or wait for writes out of, 6291456 bytes"):
-        equipment.prepare()
+        resources.prepare()
     while before.endpoint.fabric.is_busy:
         before.endpoint.fabric.poll(0.0)
-    equipment.close_retired()
-    assert not equipment.has_retired and equipment.endpoints == (made[1].endpoint,)
-    assert equipment.prepare().endpoint.name == "a.3"
+    resources.close_retired()
+    assert not resources.has_retired and resources.endpoints == (made[1].endpoint,)
+    assert resources.prepare().endpoint.name == "a.3"
 
 
 @pytest.mark.parametrize(
@@ -532,15 +515,15 @@ def test_a_copier_that_cannot_be_closed_keeps_no_fabric_open() -> None:
     def endpoints(name: str) -> StagingEndpoints:
         closing = ExitStack()
         closing.callback(closed.append, name)
-        return StagingEndpoints(None, None, None, closing)  # type: ignore[arg-type]
+        return StagingEndpoints(None, None, None, closing)
 
     def lost() -> None:
         raise DeviceLost("the GPU is gone")
 
     closing = ExitStack()
     closing.callback(lost)
-    equipment = Resources(CpuBlockCopier(), None, lambda _: endpoints("second"), closing, endpoints("first"))  # type: ignore[arg-type]
-    equipment.switch(endpoints("second"))
+    resources = Resources(CpuBlockCopier(), None, lambda _: endpoints("second"), closing, endpoints("first"))
+    resources.switch(endpoints("second"))
     with pytest.raises(DeviceLost):
-        equipment.close()
+        resources.close()
     assert sorted(closed) == ["first", "second"]

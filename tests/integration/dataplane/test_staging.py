@@ -1,4 +1,4 @@
-"""Slots are made when a session needs them, on either side, and not before; sessions that need none go on meanwhile."""
+"""Slots are made only when a session needs them, on either side. Sessions that need none go on meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbridge_proto.peer import Hello, Refuse
 from kvbridge_proto.status import SlotCounts
 from msgspec.structs import replace as replace_struct
 
-from kvbridge.agent.rebuild import Patience
+from kvbridge.agent.rebuild import QuarantineTimer
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.linger import TIMER_SLACK_NS
 from kvbridge.dataplane.resources import open_resources
@@ -25,7 +25,7 @@ from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.options import AgentConfig
 from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent
-from tests.integration.agent.player import Player, run, settle, welcomed
+from tests.integration.agent.player import Player, settle, welcomed
 from tests.integration.agent.wire import Wire
 from tests.support.oracle import Shape, build
 from tests.unit.exchange.world import World
@@ -135,7 +135,7 @@ def test_slots_that_no_staging_can_have_are_refused_at_the_start() -> None:
 
 def site(routes: str, slots: int = 4, machine: str = "one") -> Site:
     card = World().senders[0].engine.site.fabric
-    return Site(replace_struct(card, slots=slots), routes=tuple(routes.split(",")), machine=machine)  # type: ignore[arg-type]
+    return Site(replace_struct(card, slots=slots), routes=tuple(routes.split(",")), machine=machine)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ class Bare(Player):
     """A receiver's side that has no slots until it is told to make some. Making them ends as `outcome` says."""
 
     def __init__(self, world: World) -> None:
-        self.staged = world.receivers[0].engine
+        self.world, self.staged = world, world.receivers[0].engine
         super().__init__(replace(self.staged, site=site("pull,nixl", 0)))
         self.outcome: FabricError | None = None
         self.may_stage = asyncio.Event()
@@ -193,62 +193,51 @@ class Bare(Player):
         self.peers._take(tasks, wire, "P", Refuse(code="no_slots", reasons=("fabric.slots: 0",)))
 
 
-def test_who_is_told_that_it_names_no_slots_makes_some_and_greets_again() -> None:
-    async def story(world: World) -> None:
-        player = Bare(world)
-        player.may_prove.set()
-        wire = player.greet()
-        async with asyncio.TaskGroup() as tasks:
-            player.refuse(tasks, wire)
-        first, second = wire.said(Hello)
-        assert second.fabric.slots > 0 and (second.probe_lane, second.serial) == (first.probe_lane, first.serial)
-        await player.peers._welcome(wire, welcomed(world, wire))
-        assert player.opened_at == ["P0"] and not player.over
-
-    run(story)
+@pytest.fixture
+def player() -> Bare:
+    return Bare(World())
 
 
-def test_who_is_told_so_although_it_named_slots_gives_up() -> None:
-    async def story(world: World) -> None:
-        player = Bare(world)
-        wire = player.greet()
-        async with asyncio.TaskGroup() as tasks:
-            player.refuse(tasks, wire)
-            await settle()
-            player.refuse(tasks, wire)
-        assert len(wire.said(Hello)) == 2 and player.over == [("P0", "no_slots")]
-
-    run(story)
+async def test_who_is_told_that_it_names_no_slots_makes_some_and_greets_again(player: Bare) -> None:
+    player.may_prove.set()
+    wire = player.greet()
+    async with asyncio.TaskGroup() as tasks:
+        player.refuse(tasks, wire)
+    first, second = wire.said(Hello)
+    assert second.fabric.slots > 0 and (second.probe_lane, second.serial) == (first.probe_lane, first.serial)
+    await player.peers._welcome(wire, welcomed(player.world, wire))
+    assert player.opened_at == ["P0"] and not player.over
 
 
-def test_slots_that_cannot_be_made_end_the_session_and_no_other() -> None:
-    async def story(world: World) -> None:
-        player = Bare(world)
-        player.outcome = FabricError("no_staging", "staging: no memory")
-        wire = player.greet()
-        async with asyncio.TaskGroup() as tasks:
-            player.refuse(tasks, wire)
-        assert len(wire.said(Hello)) == 1 and player.over == [("P0", "no_staging")]
-        player.outcome = None
-        player.peers.outgoing.reach("P0")
-        assert len(wire.said(Hello)) == 2
-
-    run(story)
+async def test_who_is_told_so_although_it_named_slots_gives_up(player: Bare) -> None:
+    wire = player.greet()
+    async with asyncio.TaskGroup() as tasks:
+        player.refuse(tasks, wire)
+        await settle()
+        player.refuse(tasks, wire)
+    assert len(wire.said(Hello)) == 2 and player.over == [("P0", "no_slots")]
 
 
-def test_a_session_that_ends_while_slots_are_made_is_not_greeted_again() -> None:
-    async def story(world: World) -> None:
-        player = Bare(world)
-        player.may_stage.clear()
-        wire = player.greet()
-        async with asyncio.TaskGroup() as tasks:
-            player.refuse(tasks, wire)
-            await settle()
-            player.peers.outgoing.lose(wire, "closed")
-            player.may_stage.set()
-        assert len(wire.said(Hello)) == 1 and player.over == [("P0", "peer_unreachable")]
+async def test_slots_that_cannot_be_made_end_the_session_and_no_other(player: Bare) -> None:
+    player.outcome = FabricError("no_staging", "staging: no memory")
+    wire = player.greet()
+    async with asyncio.TaskGroup() as tasks:
+        player.refuse(tasks, wire)
+    assert len(wire.said(Hello)) == 1 and player.over == [("P0", "no_staging")]
+    player.outcome = None
+    player.peers.outgoing.reach("P0")
+    assert len(wire.said(Hello)) == 2
 
-    run(story)
+
+async def test_a_session_that_ends_while_slots_are_made_is_not_greeted_again(player: Bare) -> None:
+    player.may_stage.clear()
+    wire = player.greet()
+    async with asyncio.TaskGroup() as tasks:
+        player.refuse(tasks, wire)
+        await settle()
+        player.peers.outgoing.lose(wire, "closed")
+        player.may_stage.set()
+    assert len(wire.said(Hello)) == 1 and player.over == [("P0", "peer_unreachable")]
 
 
 class Equipped:
@@ -256,48 +245,45 @@ class Equipped:
 
     def __init__(self, make: Callable[[], None]) -> None:
         self.made: list[Site] = []
-        self.equipment = open_resources(
+        self.resources = open_resources(
             AgentConfig(socket=Path("/run/none"), device="cpu", slot_bytes=65536), "incarnation"
         )
-        real = self.equipment._make
+        real = self.resources._make
 
         def endpoints(number: int) -> Any:
             make()
             return real(number)
 
-        self.equipment._make = endpoints
-        self.data_plane = DataPlane(lambda: self.equipment, "incarnation", self, 5.0)  # type: ignore[arg-type]
+        self.resources._make = endpoints
+        self.data_plane = DataPlane(lambda: self.resources, "incarnation", self, 5.0)
 
     def on_staged(self, site: Site) -> None:
         self.made.append(site)
 
 
-def test_slots_are_made_once_and_what_could_not_be_made_is_tried_again() -> None:
-    async def story() -> None:
-        tries: list[int] = []
+async def test_slots_are_made_once_and_what_could_not_be_made_is_tried_again() -> None:
+    tries: list[int] = []
 
-        def make() -> None:
-            tries.append(1)
-            if len(tries) == 1:
-                raise MemoryError("no memory")
+    def make() -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise MemoryError("no memory")
 
-        equipped = Equipped(make)
-        data_plane = equipped.data_plane
-        await data_plane.start()
-        try:
-            with pytest.raises(FabricError, match="no memory") as error:
-                await data_plane.stage()
-            assert error.value.code == "no_staging" and not data_plane.site.has_slots and not equipped.made
-            await asyncio.gather(*(data_plane.stage() for _ in range(4)))
-            assert len(tries) == 2 and len(equipped.made) == 1 and data_plane.site is equipped.made[0]
-            assert data_plane.site.fabric.slots == 32 and data_plane.send_orders.slots.free == 16
-            assert data_plane.site.fabric.descriptor and data_plane.site.fabric.slot_bytes == 65536
-        finally:
-            await data_plane.stop()
-
-    asyncio.run(asyncio.wait_for(story(), 30))
+    equipped = Equipped(make)
+    data_plane = equipped.data_plane
+    await data_plane.start()
+    try:
+        with pytest.raises(FabricError, match="no memory") as error:
+            await data_plane.stage()
+        assert error.value.code == "no_staging" and not data_plane.site.has_slots and not equipped.made
+        await asyncio.gather(*(data_plane.stage() for _ in range(4)))
+        assert len(tries) == 2 and len(equipped.made) == 1 and data_plane.site is equipped.made[0]
+        assert data_plane.site.fabric.slots == 32 and data_plane.send_orders.slots.free == 16
+        assert data_plane.site.fabric.descriptor and data_plane.site.fabric.slot_bytes == 65536
+    finally:
+        await data_plane.stop()
 
 
 def test_no_slots_are_no_reason_to_make_others() -> None:
-    patience = Patience(1.0)
+    patience = QuarantineTimer(1.0)
     assert not patience.is_over(NONE, 0.0) and not patience.is_over(NONE, 5.0)

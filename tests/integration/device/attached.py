@@ -1,4 +1,4 @@
-"""Attaches an oracle's pool as an engine would: its regions in shared memory of their own."""
+"""Attaches an oracle's pool as an engine would, with each region in shared memory of its own."""
 
 from __future__ import annotations
 

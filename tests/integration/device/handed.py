@@ -1,7 +1,7 @@
-"""An engine's pool in a process of its own, handed over at a real door, and pulls from it into a pool of ours.
+"""An engine's pool in another process, handed over at a real door, and pulls from it into our own pool.
 
-`Sender` is the test's end. The other is this module run as a program: engine and agent in one, told what to do by
-lines.
+`Sender` is the test's end. The other end is this module run as a program: engine and agent in one, told by lines what
+to do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from kvbridge.geometry.shard import assign
 from kvbridge.transport.door import MemoryDoor, Shared
 from kvbridge.transport.lock import Lock
 from tests.support.carried import Mapped
+from tests.support.nursery import PipedChild
 from tests.support.oracle import Shape, block_table, fill, tables_of, tail_of
 from tests.support.pools import Held, build
 from tests.support.slow_rows import twin_of, wrong
@@ -52,14 +52,12 @@ class Sender:
     """
 
     def __init__(self, path: Path, name: str, device: str = "cpu", slack_bytes: int = 0) -> None:
-        command = [sys.executable, "-m", "tests.integration.device.handed", str(path), name, device, str(slack_bytes)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = PipedChild("tests.integration.device.handed", path, name, device, slack_bytes)
 
     def ask(self, said: str) -> str:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(said + "\n")
+        self.process.stdin.write(f"{said}\n".encode())
         self.process.stdin.flush()
-        answer = self.process.stdout.readline().strip()
+        answer = self.process.stdout.readline().decode().strip()
         assert answer, "the sender died"
         return answer
 
@@ -70,8 +68,7 @@ class Sender:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.process.close()
 
 
 def filled(shape: Shape) -> Held:

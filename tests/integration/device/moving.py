@@ -28,7 +28,7 @@ class Moves:
         self._arrays = list(arrays.values())
         self._moves = [replace(move, unit_tokens=list(arrays).index(id(move.places))) for move in moves]
         self.plan = self
-        self.pairs = self.form = object()
+        self.pairs = self.template_key = object()
 
     def moves(self) -> list[Move]:
         return self._moves

@@ -1,9 +1,8 @@
-"""Whole transfers through mapped memory and slots, against the oracle and the slow codecs."""
+"""Moves between mapped memory and slots, one at a time; whole transfers are in test_carried.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -11,183 +10,28 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from kvbridge_kernels.digest_ref import digest as xxh3
-from kvbridge_proto.pool import Codec, CodecName, Plane, Step
+from kvbridge_proto.pool import Codec, Step
 
 from kvbridge.device import copier_cpu
 from kvbridge.device.batch import batches
 from kvbridge.device.memory import AttachedPool
-from kvbridge.device.pulls import Pulls
 from kvbridge.errors import EngineError
-from kvbridge.geometry.plan import Move, Plan, plan
+from kvbridge.geometry.plan import Move, plan
 from kvbridge.geometry.shard import assign
 from tests.integration.device.attached import attached
-from tests.integration.device.moving import gather, pull, scatter
+from tests.integration.device.moving import gather, scatter
 from tests.support.oracle import (
-    LAYOUTS,
     POISON,
     Held,
     Shape,
     block_table,
     build,
-    build_all,
     fill,
-    mismatch,
-    places_of,
     put_rows,
     table_of,
-    take_rows,
 )
-from tests.unit.kernels import slow_codecs as slow
 
-TOKENS = 75  # ends inside a block of any size here
 KINDS = ("xxh3", "sum64")
-
-
-def carry(
-    planned: Plan,
-    sender: AttachedPool,
-    sender_table: Sequence[int],
-    receiver: AttachedPool,
-    receiver_table: Sequence[int],
-) -> None:
-    """Every chunk through one poisoned slot, and pulled: both leave the same bytes in the receiver's memory."""
-    ours, theirs = block_table(sender.pool, sender_table), block_table(receiver.pool, receiver_table)
-    pulls = Pulls()
-    for index in range(planned.chunks):
-        chunk = planned.chunk(index)
-        slot = torch.full((chunk.size_bytes,), POISON, dtype=torch.uint8)
-        kind = KINDS[index % 2]
-        found = gather(sender, planned.sender_moves(chunk, ours), slot, kind)
-        assert kind == "sum64" or found == xxh3(slot)
-        before = copied(receiver)
-        assert scatter(receiver, planned.receiver_moves(chunk, theirs), slot, found, kind).failure is None
-        wanted = copied(receiver, before)
-        summed = pull(pulls, chunk, planned, sender, ours, receiver, theirs)
-        assert kind == "xxh3" or summed == found
-        assert all(torch.equal(*pair) for pair in zip(copied(receiver), wanted, strict=True))
-
-
-def copied(pool: AttachedPool, put_back: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """All of the pool's memory, in which something else is put then."""
-    with pool.hold() as regions:
-        found = [memory.clone() for memory in regions.memories]
-        for memory, content in zip(regions.memories, put_back or found, strict=True):
-            memory.copy_(content)
-    return found
-
-
-def transfer(senders: Sequence[Held], receiver: Held, tokens: range, slot_bytes: int = 1 << 15) -> str:
-    """What is wrong in the receiver's memory after a transfer; empty if nothing is."""
-    ours, theirs = table_of(senders[0].pool, tokens.stop, seed=1), table_of(receiver.pool, tokens.stop, seed=2)
-    takes = assign([sender.pool for sender in senders], receiver.pool)
-    for sender in senders:
-        fill(sender, ours, range(tokens.stop))
-    before = receiver.copy()
-    with ExitStack() as stack:
-        engine, pool = stack.enter_context(attached(receiver))
-        for sender, taken in zip(senders, takes, strict=True):
-            planned = plan(sender.pool, receiver.pool, taken, tokens.start, tokens.stop, slot_bytes)
-            _, sender_pool = stack.enter_context(attached(sender))
-            carry(planned, sender_pool, ours, pool, theirs)
-        tail = range(tokens.stop, len(theirs) * receiver.pool.groups[0].block_tokens)
-        return mismatch(engine, before, theirs, tokens, tail)
-
-
-@pytest.mark.parametrize("tokens", [range(TOKENS), range(37, TOKENS), range(32, 64), range(5, 6)])
-@pytest.mark.parametrize("receiver", LAYOUTS)
-@pytest.mark.parametrize("sender", ["nhd", "cpu_vec", "cpu_amx", "packed_hnd"])
-def test_any_layout_becomes_any_other(sender: str, receiver: str, tokens: range) -> None:
-    ours = Shape(layout=sender, key_width=16, value_width=32, block_tokens=16, blocks=8)
-    theirs = replace(ours, layout=receiver, block_tokens=32, blocks=6)
-    assert transfer([build(ours)], build(theirs), tokens) == ""
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_layout_on_both_sides(layout: str) -> None:
-    shape = Shape(layout=layout, key_width=16, value_width=16)
-    assert transfer([build(shape)], build(shape), range(TOKENS)) == ""
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [(2, 1), (1, 2), (4, 2), (3, 1), (8, 1)])
-def test_other_ranks(ours: int, theirs: int) -> None:
-    shape = Shape(layout="cpu_vec", kv_heads=6, key_width=16, value_width=16, tp_size=ours)
-    for rank in range(theirs):
-        assert transfer(build_all(shape), build(replace(shape, tp_size=theirs), rank), range(TOKENS)) == ""
-
-
-@pytest.mark.parametrize("slot_bytes", [64, 256, 1000, 1 << 20])
-def test_slots_of_any_size(slot_bytes: int) -> None:
-    shape = Shape(layout="cpu_vec", key_width=24, value_width=12, codec="fp8_e4m3", blocks=8)
-    assert transfer([build(shape)], build(replace(shape, block_tokens=24)), range(3, 60), slot_bytes) == ""
-
-
-def numbers_of(stored: np.ndarray, codec: Codec) -> np.ndarray:
-    """Bytes [place, head, row] as patterns [place, head, width]."""
-    types = {1: np.uint8, 2: np.uint16, 4: np.float32}
-    patterns = stored.view(types[codec.element_bytes])
-    return patterns if codec.element_bytes == 4 else patterns.astype(np.int64)
-
-
-def converted(stored: np.ndarray, old: Codec, new: Codec) -> np.ndarray:
-    scales = [np.asarray(codec.scales or (1.0,), np.float32)[None, :, None] for codec in (old, new)]
-    values = slow.decode(numbers_of(stored, old), old.name, scales[0] if old.scales else None)
-    return slow.encode(values, new.name, scales[1] if new.scales else None)
-
-
-SCALES = {"k": (0.5, 1.0, 0.3, 7.0), "v": (1.0, 0.25, 2.5, 0.04)}
-OTHER = {"k": (0.11,), "v": (0.02,)}
-CASES: list[tuple[CodecName, dict[str, tuple[float, ...]], CodecName, dict[str, tuple[float, ...]]]] = [
-    ("bf16", {}, "fp8_e4m3", {}),
-    ("bf16", {}, "fp8_e4m3", SCALES),
-    ("fp8_e4m3", SCALES, "bf16", {}),
-    ("fp8_e4m3", SCALES, "fp8_e4m3", OTHER),
-    ("fp8_e4m3", SCALES, "fp8_e5m2", OTHER),
-    ("fp16", {}, "bf16", {}),
-    ("bf16", {}, "fp16", {}),
-    ("fp32", {}, "fp8_e5m2", OTHER),
-    ("int8", SCALES, "fp32", {}),
-    ("bf16", {}, "int8", OTHER),
-]
-
-
-@pytest.mark.parametrize("layout", ["nhd", "cpu_vec"])
-@pytest.mark.parametrize(("old", "old_scales", "new", "new_scales"), CASES)
-def test_numbers_become_the_nearest_the_receiver_can_hold(
-    old: CodecName,
-    old_scales: dict[str, tuple[float, ...]],
-    new: CodecName,
-    new_scales: dict[str, tuple[float, ...]],
-    layout: str,
-) -> None:
-    """Every pattern an engine can hold, NaN and infinities too; half of the heads come from each of two ranks."""
-    shape = Shape(layout=layout, layers=3, codec=old, scales=old_scales, tp_size=2, key_width=16, value_width=32)
-    senders = build_all(shape)
-    receiver = build(replace(shape, codec=new, scales=new_scales, tp_size=1, block_tokens=32, blocks=4))
-    rng = np.random.default_rng(3)
-    ours, theirs = table_of(senders[0].pool, TOKENS, seed=1), table_of(receiver.pool, TOKENS, seed=2)
-    with ExitStack() as stack:
-        engine, pool = stack.enter_context(attached(receiver))
-        for sender, taken in zip(senders, assign([s.pool for s in senders], receiver.pool), strict=True):
-            for region in sender.memory:
-                region[:] = rng.integers(0, 256, region.size)
-            planned = plan(sender.pool, receiver.pool, taken, 0, TOKENS, 1 << 15)
-            _, sender_pool = stack.enter_context(attached(sender))
-            carry(planned, sender_pool, ours, pool, theirs)
-            for plane in sender.pool.planes:
-                expect_converted(sender, plane, ours, engine, theirs)
-
-
-def expect_converted(sender: Held, plane: Plane, ours: Sequence[int], engine: Held, theirs: Sequence[int]) -> None:
-    (wanted,) = [p for p in engine.pool.planes if (p.layer, p.part) == (plane.layer, plane.part)]
-    heads = slice(plane.first_head, plane.first_head + plane.heads)
-    stored = take_rows(sender, plane, places_of(ours, range(TOKENS), sender.pool.groups[0].block_tokens))
-    found = take_rows(engine, wanted, places_of(theirs, range(TOKENS), 32), heads)
-    scales = wanted.codec.scales if len(wanted.codec.scales) <= 1 else wanted.codec.scales[heads]
-    codec = msgspec.structs.replace(wanted.codec, scales=scales)
-    expected = converted(stored, plane.codec, codec)
-    agree = slow.same(numbers_of(np.ascontiguousarray(found), codec), expected, codec.name)
-    assert agree.all(), f"layer {plane.layer} {plane.part}: {np.argwhere(~agree)[:3].tolist()}"
 
 
 def moves_of(held: Held, tokens: range = range(16)) -> tuple[Move, ...]:

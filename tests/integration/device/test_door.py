@@ -1,4 +1,4 @@
-"""Pulling from an engine of another process whose memory came over a door, on the processor."""
+"""Pulling on a CPU from an engine of another process, whose memory was handed over at a door."""
 
 from __future__ import annotations
 
@@ -42,33 +42,27 @@ def peer_of(handed: Handover, name: str = "nhd16") -> AttachedPool:
 
 
 @pytest.mark.parametrize("name", ["nhd16", "packed", "fp8"])
-def test_rows_are_pulled_out_of_another_process_into_any_pool(path: Path, name: str) -> None:
-    async def story() -> None:
-        with Sender(path, name) as sender, await open_memory(sender.card(), "decode-0") as handed:
-            with peer_of(handed, name) as pool:
-                for receiver in (HND64, PACKED, FP8):
-                    assert pulled(SHAPES[name], pool, receiver, "cpu") == ""
-            assert sender.ask("check") == "unchanged"
-
-    asyncio.run(story())
+async def test_rows_are_pulled_out_of_another_process_into_any_pool(path: Path, name: str) -> None:
+    with Sender(path, name) as sender, await open_memory(sender.card(), "decode-0") as handed:
+        with peer_of(handed, name) as pool:
+            for receiver in (HND64, PACKED, FP8):
+                assert pulled(SHAPES[name], pool, receiver, "cpu") == ""
+        assert sender.ask("check") == "unchanged"
 
 
-def test_what_is_handed_over_cannot_be_mapped_to_write(path: Path) -> None:
-    async def story() -> None:
-        with Sender(path, "nhd16") as sender, await open_memory(sender.card(), "decode-0") as handed:
-            for fd in handed.fds:
-                with pytest.raises(PermissionError):
-                    mmap.mmap(fd, mmap.PAGESIZE)
-                with pytest.raises(OSError, match="Bad file descriptor"):
-                    os.write(fd, b"x")
-                with pytest.raises(OSError, match="Invalid argument"):
-                    os.ftruncate(fd, 0)
-            with pytest.raises(KVBridgeError) as raised:  # as an engine's own, which is mapped to be written
-                AttachedPool.open(build(NHD16).pool, handed.handles, handed.fds)
-            assert raised.value.code == "region_unmappable"
-            assert sender.ask("check") == "unchanged"
-
-    asyncio.run(story())
+async def test_what_is_handed_over_cannot_be_mapped_to_write(path: Path) -> None:
+    with Sender(path, "nhd16") as sender, await open_memory(sender.card(), "decode-0") as handed:
+        for fd in handed.fds:
+            with pytest.raises(PermissionError):
+                mmap.mmap(fd, mmap.PAGESIZE)
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.write(fd, b"x")
+            with pytest.raises(OSError, match="Invalid argument"):
+                os.ftruncate(fd, 0)
+        with pytest.raises(KVBridgeError) as raised:  # as an engine's own, which is mapped to be written
+            AttachedPool.open(build(NHD16).pool, handed.handles, handed.fds)
+        assert raised.value.code == "region_unmappable"
+        assert sender.ask("check") == "unchanged"
 
 
 WRITE = """
@@ -96,33 +90,27 @@ def test_a_write_to_the_mapping_is_a_fault_of_who_writes(path: Path) -> None:
         assert sender.ask("check") == "unchanged" and sender.ask("holders") == "0 holders"
 
 
-def test_the_engine_may_die_while_its_memory_is_read(path: Path) -> None:
-    async def story() -> None:
-        with (
-            Sender(path, "nhd16") as sender,
-            await open_memory(sender.card(), "decode-0") as handed,
-            peer_of(handed) as pool,
-        ):
-            sender.process.send_signal(signal.SIGKILL)
-            assert "is gone" in await handed.ending()
-            assert pulled(NHD16, pool, HND64, "cpu") == ""
-
-    asyncio.run(story())
+async def test_the_engine_may_die_while_its_memory_is_read(path: Path) -> None:
+    with (
+        Sender(path, "nhd16") as sender,
+        await open_memory(sender.card(), "decode-0") as handed,
+        peer_of(handed) as pool,
+    ):
+        sender.process.send_signal(signal.SIGKILL)
+        assert "is gone" in await handed.ending()
+        assert pulled(NHD16, pool, HND64, "cpu") == ""
 
 
-def test_the_sender_knows_when_the_mapping_is_closed(path: Path) -> None:
-    async def story() -> None:
-        with Sender(path, "nhd16") as sender, await open_memory(sender.card(), "decode-0") as handed:
-            with peer_of(handed):
-                assert sender.ask("end") == "ended" and sender.ask("holders") == "1 holders"
-                assert await handed.ending() == "the engine leaves"
-            handed.close()
-            async with asyncio.timeout(5):
-                while sender.ask("holders") != "0 holders":  # noqa: ASYNC110 - another process
-                    await asyncio.sleep(0.01)
-            assert sender.ask("card") == "none"
-
-    asyncio.run(story())
+async def test_the_sender_knows_when_the_mapping_is_closed(path: Path) -> None:
+    with Sender(path, "nhd16") as sender, await open_memory(sender.card(), "decode-0") as handed:
+        with peer_of(handed):
+            assert sender.ask("end") == "ended" and sender.ask("holders") == "1 holders"
+            assert await handed.ending() == "the engine leaves"
+        handed.close()
+        async with asyncio.timeout(5):
+            while sender.ask("holders") != "0 holders":  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.01)
+        assert sender.ask("card") == "none"
 
 
 def test_a_region_that_is_not_what_its_pool_says_is_refused() -> None:

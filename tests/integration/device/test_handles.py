@@ -1,4 +1,4 @@
-"""What the engine's side does: memory becomes shared in place, under one's own fd."""
+"""On the engine's side, memory becomes shared in place, with a descriptor of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attaching: every door has its error, nothing is mapped that was refused, nothing stays mapped after close."""
+"""Attaching memory: each refusal has its error, refused memory is not mapped, and nothing stays mapped after close."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,11 +18,17 @@ from kvbridge_proto.pool import Handle, Pool, Step
 from kvbridge.device import mapping
 from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import EngineError, KVBridgeError, OperatorError
-from tests.integration.device.attached import attached, engine_of
+from tests.integration.device.attached import Engine, attached, engine_of
 from tests.integration.device.moving import gather, scatter
 from tests.support.oracle import Shape, build
 
 replace = msgspec.structs.replace
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with engine_of(build(Shape())) as engine:
+        yield engine
 
 
 def maps_of(fd: int) -> list[str]:
@@ -40,19 +46,18 @@ def test_both_sides_see_the_same_bytes() -> None:
         assert held.memory[1][9] == 78
 
 
-def test_close_unmaps_at_once_and_later_use_is_an_error() -> None:
-    with engine_of(build(Shape())) as engine:
-        before = [maps_of(fd) for fd in engine.fds]
-        pool = AttachedPool.open(engine.held.pool, engine.handles, engine.fds)
-        assert [len(maps_of(fd)) - len(was) for fd, was in zip(engine.fds, before, strict=True)] == [1, 1, 1, 1]
-        pool.close()
-        assert [maps_of(fd) for fd in engine.fds] == before
-        pool.close()
-        assert not pool.is_open
-        for use in (gather, scatter):
-            with pytest.raises(EngineError) as caught:
-                use(pool, [], torch.zeros(0, dtype=torch.uint8))
-            assert caught.value.code == "detached"
+def test_close_unmaps_at_once_and_later_use_is_an_error(engine: Engine) -> None:
+    before = [maps_of(fd) for fd in engine.fds]
+    pool = AttachedPool.open(engine.held.pool, engine.handles, engine.fds)
+    assert [len(maps_of(fd)) - len(was) for fd, was in zip(engine.fds, before, strict=True)] == [1, 1, 1, 1]
+    pool.close()
+    assert [maps_of(fd) for fd in engine.fds] == before
+    pool.close()
+    assert not pool.is_open
+    for use in (gather, scatter):
+        with pytest.raises(EngineError) as caught:
+            use(pool, [], torch.zeros(0, dtype=torch.uint8))
+        assert caught.value.code == "detached"
 
 
 def test_close_waits_for_a_move_under_way() -> None:
@@ -67,15 +72,25 @@ def test_close_waits_for_a_move_under_way() -> None:
         assert not pool.is_open
 
 
-def test_the_engines_fds_stay_the_callers() -> None:
-    with engine_of(build(Shape())) as engine:
-        AttachedPool.open(engine.held.pool, engine.handles, engine.fds).close()
-        for fd in engine.fds:
-            os.fstat(fd)
+def test_the_engines_fds_stay_the_callers(engine: Engine) -> None:
+    AttachedPool.open(engine.held.pool, engine.handles, engine.fds).close()
+    for fd in engine.fds:
+        os.fstat(fd)
 
 
 def with_plane(pool: Pool, **changes: object) -> Pool:
     return replace(pool, planes=(replace(pool.planes[0], **changes), *pool.planes[1:]))
+
+
+def refusal(
+    engine: Engine, pool: Pool | None = None, handles: Sequence[Handle] = (), fds: tuple[int, ...] = ()
+) -> KVBridgeError:
+    """Of this engine's memory but for what is said to be else; nothing of it is mapped then."""
+    before = [maps_of(fd) for fd in engine.fds]
+    with pytest.raises(KVBridgeError) as caught:
+        AttachedPool.open(pool or engine.held.pool, handles or engine.handles, fds or engine.fds)
+    assert [maps_of(fd) for fd in engine.fds] == before
+    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -88,120 +103,95 @@ def with_plane(pool: Pool, **changes: object) -> Pool:
         ({"token_axis": (Step(16, 1 << 60),)}, 15 * (1 << 60) + 12288 - 15 * 64),
     ],
 )
-def test_refuses_a_plane_outside_its_region(changes: dict[str, object], end: int) -> None:
+def test_refuses_a_plane_outside_its_region(engine: Engine, changes: dict[str, object], end: int) -> None:
     """Also where the sum does not fit 64 bits."""
-    with engine_of(build(Shape())) as engine:
-        pool = with_plane(engine.held.pool, name="the first", **changes)
-        before = [maps_of(fd) for fd in engine.fds]
-        with pytest.raises(EngineError, match=f"the first: ends at byte {end}, region 0 has 12288 bytes") as caught:
-            AttachedPool.open(pool, engine.handles, engine.fds)
-        assert caught.value.code == "plane_outside_region"
-        assert [maps_of(fd) for fd in engine.fds] == before
+    error = refusal(engine, with_plane(engine.held.pool, name="the first", **changes))
+    assert error.code == "plane_outside_region"
+    assert f"the first: ends at byte {end}, region 0 has 12288 bytes" in str(error)
 
 
-def test_refuses_a_pool_that_cannot_be() -> None:
-    with engine_of(build(Shape())) as engine:
-        pool = with_plane(engine.held.pool, token_axis=(Step(8, 64),))
-        with pytest.raises(EngineError, match=r"counts 8, block_tokens 16") as caught:
-            AttachedPool.open(pool, engine.handles, engine.fds)
-        assert caught.value.code == "bad_pool"
-        for wrong in ({"region": 9}, {"group": 3}):
-            with pytest.raises(EngineError) as caught:
-                AttachedPool.open(with_plane(engine.held.pool, **wrong), engine.handles, engine.fds)
-            assert caught.value.code == "bad_plane"
+@pytest.mark.parametrize(
+    ("changes", "code", "reason"),
+    [
+        ({"token_axis": (Step(8, 64),)}, "bad_pool", "counts 8, block_tokens 16"),
+        ({"region": 9}, "bad_plane", ""),
+        ({"group": 3}, "bad_plane", ""),
+    ],
+)
+def test_refuses_a_pool_that_cannot_be(engine: Engine, changes: dict[str, object], code: str, reason: str) -> None:
+    error = refusal(engine, with_plane(engine.held.pool, **changes))
+    assert error.code == code and reason in str(error)
 
 
 @pytest.mark.parametrize("offset", [0, 64])
-def test_refuses_planes_on_top_of_each_other(offset: int) -> None:
+def test_refuses_planes_on_top_of_each_other(engine: Engine, offset: int) -> None:
     """V where K is, or a token further: rows of one would be written over rows of the other, and nobody would know."""
-    with engine_of(build(Shape())) as engine:
-        key, value, *others = engine.held.pool.planes
-        value = replace(value, region=key.region, offset=offset, block_stride=key.block_stride)
-        pool = replace(engine.held.pool, planes=(key, value, *others))
-        before = [maps_of(fd) for fd in engine.fds]
-        if offset:
-            pool = replace(pool, groups=(replace(pool.groups[0], blocks=11),))
-        with pytest.raises(
-            EngineError, match=f"layer 0 k and layer 0 v: both hold byte {offset} of region 0"
-        ) as caught:
-            AttachedPool.open(pool, engine.handles, engine.fds)
-        assert caught.value.code == "planes_overlap"
-        assert [maps_of(fd) for fd in engine.fds] == before
+    key, value, *others = engine.held.pool.planes
+    value = replace(value, region=key.region, offset=offset, block_stride=key.block_stride)
+    pool = replace(engine.held.pool, planes=(key, value, *others))
+    if offset:
+        pool = replace(pool, groups=(replace(pool.groups[0], blocks=11),))
+    error = refusal(engine, pool)
+    assert error.code == "planes_overlap"
+    assert f"layer 0 k and layer 0 v: both hold byte {offset} of region 0" in str(error)
 
 
-def test_refuses_an_fd_that_holds_less_than_the_region() -> None:
-    with engine_of(build(Shape())) as engine:
-        small = os.memfd_create("small")
-        os.ftruncate(small, 12287)
-        with pytest.raises(EngineError, match="ends at byte 12288, its fd has 12287") as caught:
-            AttachedPool.open(engine.held.pool, engine.handles, (small, *engine.fds[1:]))
-        assert caught.value.code == "region_too_small"
-        os.close(small)
+def small(_: Engine) -> int:
+    fd = os.memfd_create("small")
+    os.ftruncate(fd, 12287)
+    return fd
 
 
-def test_refuses_an_offset_that_leaves_too_little() -> None:
-    with engine_of(build(Shape())) as engine:
-        moved = (replace(engine.handles[0], offset=1), *engine.handles[1:])
-        with pytest.raises(EngineError, match="ends at byte 12289, its fd has 12288"):
-            AttachedPool.open(engine.held.pool, moved, engine.fds)
+@pytest.mark.parametrize(
+    ("made", "code", "reason"),
+    [
+        (small, "region_too_small", "ends at byte 12288, its fd has 12287"),
+        (lambda _: os.pipe()[0], "region_unmappable", ""),
+        (lambda engine: os.open(f"/proc/self/fd/{engine.fds[0]}", os.O_RDONLY), "region_unmappable", "Permission den"),
+    ],
+    ids=["holds less than the region", "is no memory", "cannot be written"],
+)
+def test_refuses_an_fd_by_what_it_is(engine: Engine, made: Callable[[Engine], int], code: str, reason: str) -> None:
+    fd = made(engine)
+    error = refusal(engine, fds=(fd, *engine.fds[1:]))
+    assert error.code == code and reason in str(error)
+    os.close(fd)
+
+
+def test_refuses_an_offset_that_leaves_too_little(engine: Engine) -> None:
+    error = refusal(engine, handles=(replace(engine.handles[0], offset=1), *engine.handles[1:]))
+    assert "ends at byte 12289, its fd has 12288" in str(error)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 100, 4096, 5000])
-def test_a_region_may_begin_inside_its_allocation(offset: int) -> None:
-    held = build(Shape())
-    with engine_of(held) as engine:
-        inside = os.memfd_create("inside")
-        os.write(inside, bytes(offset) + bytes(range(256)) * 49)
-        handles = (replace(engine.handles[0], offset=offset), *engine.handles[1:])
-        with AttachedPool.open(held.pool, handles, (inside, *engine.fds[1:])) as pool, pool.hold() as regions:
-            assert regions.memories[0].numel() == 12288
-            assert np.array_equal(regions.memories[0][:256].numpy(), np.arange(256))
-        os.close(inside)
+def test_a_region_may_begin_inside_its_allocation(engine: Engine, offset: int) -> None:
+    inside = os.memfd_create("inside")
+    os.write(inside, bytes(offset) + bytes(range(256)) * 49)
+    handles = (replace(engine.handles[0], offset=offset), *engine.handles[1:])
+    with AttachedPool.open(engine.held.pool, handles, (inside, *engine.fds[1:])) as pool, pool.hold() as regions:
+        assert regions.memories[0].numel() == 12288
+        assert np.array_equal(regions.memories[0][:256].numpy(), np.arange(256))
+    os.close(inside)
 
 
-def test_refuses_an_fd_that_is_no_memory() -> None:
-    reading, writing = os.pipe()
-    with engine_of(build(Shape())) as engine, pytest.raises(EngineError) as caught:
-        AttachedPool.open(engine.held.pool, engine.handles, (reading, *engine.fds[1:]))
-    assert caught.value.code == "region_unmappable"
-    os.close(reading), os.close(writing)
-
-
-def test_refuses_an_fd_that_cannot_be_written() -> None:
-    with engine_of(build(Shape())) as engine:
-        readonly = os.open(f"/proc/self/fd/{engine.fds[0]}", os.O_RDONLY)
-        with pytest.raises(EngineError, match="Permission denied") as caught:
-            AttachedPool.open(engine.held.pool, engine.handles, (readonly, *engine.fds[1:]))
-        assert caught.value.code == "region_unmappable"
-        os.close(readonly)
-
-
-def test_refuses_handles_that_do_not_match_the_regions() -> None:
-    with engine_of(build(Shape())) as engine:
-        first, *others = engine.handles
-        cases: list[tuple[list[Handle], tuple[int, ...], str]] = [
-            (others, engine.fds, "handle_missing"),
-            ([first, first, *others], engine.fds, "handle_repeated"),
-            ([first, *others, replace(first, region=7)], engine.fds, "handle_missing"),
-            ([first, *others], engine.fds[:1], "fd_missing"),
-            ([replace(first, fd=None), *others], engine.fds, "fd_missing"),
-        ]
-        before = [maps_of(fd) for fd in engine.fds]
-        for handles, fds, code in cases:
-            with pytest.raises(EngineError) as caught:
-                AttachedPool.open(engine.held.pool, handles, fds)
-            assert caught.value.code == code
-        assert [maps_of(fd) for fd in engine.fds] == before
+def test_refuses_handles_that_do_not_match_the_regions(engine: Engine) -> None:
+    first, *others = engine.handles
+    for handles, fds, code in (
+        (others, engine.fds, "handle_missing"),
+        ([first, first, *others], engine.fds, "handle_repeated"),
+        ([first, *others, replace(first, region=7)], engine.fds, "handle_missing"),
+        ([first, *others], engine.fds[:1], "fd_missing"),
+        ([replace(first, fd=None), *others], engine.fds, "fd_missing"),
+    ):
+        assert refusal(engine, handles=handles, fds=fds).code == code
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "vmm_fd"])
-def test_refuses_gpu_memory_on_a_cpu_and_says_which_device_it_takes(kind: str) -> None:
-    with engine_of(build(Shape())) as engine:
-        handles = (replace(engine.handles[0], kind=kind, device="GPU-1"), *engine.handles[1:])
-        expected = f"handle kind: {kind}, this agent on cpu opens shm_fd; start the agent with --device GPU-1"
-        with pytest.raises(OperatorError, match=expected) as caught:
-            AttachedPool.open(engine.held.pool, handles, engine.fds)
-        assert caught.value.code == "handle_kind_unsupported"
+def test_refuses_gpu_memory_on_a_cpu_and_says_which_device_it_takes(engine: Engine, kind: str) -> None:
+    error = refusal(engine, handles=(replace(engine.handles[0], kind=kind, device="GPU-1"), *engine.handles[1:]))
+    assert isinstance(error, OperatorError) and error.code == "handle_kind_unsupported"
+    expected = f"handle kind: {kind}, this agent on cpu opens shm_fd; start the agent with --device GPU-1"
+    assert expected in str(error)
 
 
 IPC = Handle(region=2, kind="cuda_ipc", device="GPU-1", payload=bytes(64))

@@ -1,6 +1,6 @@
-"""Pulls from one engine's mapped memory into another's: shards, windows and states, against the oracle.
+"""Pulls from one engine's mapped memory into another's have the digest of what their sender reads.
 
-Layouts, widths, codecs and latents are pulled in test_copier_cpu.py and test_row_scales.py, beside their slots.
+Where their rows go is in test_carried.py.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from kvbridge_kernels.segment import Span
 
 from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.memory import AttachedPool
-from kvbridge.device.pulls import Pulls
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from tests.integration.device.attached import attached
-from tests.integration.device.moving import pull
-from tests.support.oracle import Shape, block_table, build_all, fill, mismatch, mla, tables_of, tail_of
+from tests.support.oracle import Shape, block_table, build_all, fill, mla, tables_of
 
 HYBRID = Shape(layers=4, kinds=("full", "sliding", "state", "chunked"), window=24, blocks=16)
 CASES = {
@@ -35,29 +33,6 @@ CASES = {
                   layout="packed_hnd", block_tokens=24)),
     "scales beside rows": (Shape(codec="fp8_row_scale"), Shape(codec="fp8_row_scale", layout="hnd", tp_size=2)),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("tokens", [range(75), range(37, 75), range(33, 34)], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_rows_are_pulled_to_where_the_oracle_has_them(case: str, tokens: range) -> None:
-    ours, theirs = CASES[case]
-    senders, end = build_all(ours), tokens.stop
-    sender_table = tables_of(senders[0].pool, end, seed=1)
-    for sender in senders:
-        fill(sender, sender_table, range(end))
-    with ExitStack() as stack:
-        opened = [stack.enter_context(attached(sender))[1] for sender in senders]
-        for receiver in build_all(theirs):
-            table, before, pulls = tables_of(receiver.pool, end, seed=2), receiver.copy(), Pulls()
-            engine, pool = stack.enter_context(attached(receiver))
-            takes = assign([sender.pool for sender in senders], receiver.pool)
-            for sender, taken in zip(opened, takes, strict=True):
-                planned = plan(sender.pool, receiver.pool, taken, tokens.start, end, 1 << 14)
-                tables = block_table(sender.pool, sender_table, 0, end), block_table(receiver.pool, table, 0, end)
-                for index in range(planned.chunks):
-                    pull(pulls, planned.chunk(index), planned, sender, tables[0], pool, tables[1])
-                pulls.forget(sender)
-            assert mismatch(engine, before, table, tokens, tail_of(senders, receiver, table, tokens)) == ""
 
 
 CONVERTED = Shape(codec="fp8_e4m3", layout="hnd", block_tokens=64), Shape(block_tokens=32, layout="packed")

@@ -1,9 +1,8 @@
-"""`kvbridge bench`: real agents, a moment each; what is slow, wrong or gone is told."""
+"""`kvbridge bench` with real agents, for a moment each: it reports what is slow, wrong or gone."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -14,14 +13,13 @@ import pytest
 from kvbridge.commands.bench import BenchOutcome, _said, _verdict
 from kvbridge.doctor.pace import RECEIVERS, USUAL_BYTES, Bench, Pace
 from kvbridge.errors import OperatorError
+from tests.support.nursery import kvbridge
 
 QUICK = ("--device", "cpu", "--seconds", "0.1", "--most-mib", "128")
 
 
 def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvbridge.cli", "bench", *map(str, arguments)]
-    wide = {**os.environ, "COLUMNS": "80"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=wide)
+    return kvbridge("bench", *arguments, timeout_s=100, COLUMNS="80")
 
 
 def test_each_size_of_both_kinds_of_pools_is_measured_beside_a_copy() -> None:

@@ -1,7 +1,8 @@
-"""`kvbridge doctor`: what it looks at is broken, one thing after the other, and it says so."""
+"""`kvbridge doctor`: each test breaks one thing, and the doctor says so."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -17,39 +18,63 @@ from typing import Any
 
 import msgspec
 import pytest
+from kvbridge_proto.peer import Goodbye, Hello
 from kvbridge_proto.status import Status
 
 from kvbridge.commands.doctor import CHECKS, looked
 from kvbridge.config import load
-from kvbridge.doctor import machine, neighbours, peer, settings
+from kvbridge.dataplane.resources import chosen_gpu
+from kvbridge.doctor import entries, machine, neighbours, peer, settings
 from kvbridge.doctor.finding import CheckOutcome, Finding, Subject
 from kvbridge.doctor.routes import carried, written_by
 from kvbridge.errors import OperatorError
+from kvbridge.transport.control import Control
+from kvbridge.transport.events import Arrived
 from kvbridge.transport.keys import write_pair
-from tests.integration.agent.harness import SyntheticEngine, agent
+from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent
+from tests.integration.transport.ears import LOOPBACK, Ear
+from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build
+from tests.support.write_entries import COPY
 from tests.unit.proto.samples import TO_ENGINE
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
 
 
-def subject(folder: Path, address: str = "", **options: Any) -> Subject:
+def subject(folder: Path, address: str = "", prove_route: bool = False, **options: Any) -> Subject:
     said = {"socket": str(folder / "ours.sock"), "device": "cpu"} | {
         name: str(value) for name, value in options.items()
     }
-    return Subject(load(flags=said, environment={}), None, {}, address)
+    return Subject(load(flags=said, environment={}), None, {}, address, prove_route)
 
 
 def doctor(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvbridge.cli", "doctor", *map(str, arguments)]
-    wide = {**os.environ, "COLUMNS": "160", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=wide)
+    return kvbridge("doctor", *arguments, timeout_s=120, **environment)
 
 
 def test_every_check_has_its_anchor_and_every_anchor_its_check() -> None:
     checks = PAGE.partition("\n## Checks\n")[2].partition("\n## ")[0]
     assert re.findall(r"^### (.*)$", checks, re.M) == [check.name for check in CHECKS]
+
+
+def test_doctor_has_the_page_of_today_with_an_entry_for_every_check_and_code() -> None:
+    assert COPY.read_text() == PAGE, "python -m tests.support.write_entries"
+    for check in CHECKS:
+        entry = entries.of_check(check.name)
+        assert entry and not re.search(r"^#|\]\(|\*\*", entry, re.M), entry
+    assert entries.of_check("clock").splitlines() == [entries.of_check("clock")], "a paragraph is one line"
+    codes = set(
+        re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| (`[^|]*)", PAGE.partition("\n## Error codes\n")[2], re.M)))
+    )
+    rows = entries.of_check("peer").splitlines()
+    assert "|" not in "".join(rows) and "---" not in "".join(rows), rows
+    assert any(row.startswith("`key_refused`: it does not know our key") for row in rows), rows
+    assert len(codes) > 200
+    for code in codes:
+        assert "does not know" not in entries.of_code(code) and "|" not in entries.of_code(code), code
+    assert entries.of_code("untagged") == "the router names nothing to fetch: routers"
+    assert "does not know of_tomorrow" in entries.of_code("of_tomorrow")
 
 
 def test_too_little_shared_memory_fails(tmp_path: Path) -> None:
@@ -66,14 +91,16 @@ def is_unshared() -> bool:
 def test_a_container_with_the_shared_memory_that_docker_gives_is_told_to_take_more() -> None:
     script = f"mount -t tmpfs -o size=64m none /dev/shm && exec {sys.executable} -m kvbridge.cli doctor --only shm"
     told = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=60)
-    assert told.returncode == 1 and "docs/troubleshooting.md#shm" in told.stdout, told.stderr
+    assert told.returncode == 1 and "docker gives a container 64 MiB of it" in " ".join(told.stdout.split()), (
+        told.stderr
+    )
     assert "check_failed: 1 of 1 checks: shm" in told.stderr
 
 
 def test_a_driver_without_a_gpu_is_no_machine_without_gpus(tmp_path: Path) -> None:
     (tmp_path / "version").write_text("NVRM version: 1\n")
     any_device = subject(tmp_path, device="auto")
-    if machine.chosen_gpu("auto") is None:
+    if chosen_gpu("auto") is None:
         assert machine.gpu(any_device, tmp_path / "version").outcome is CheckOutcome.FAILED
         assert machine.gpu(any_device, tmp_path / "none").outcome is CheckOutcome.NOT_HERE
     assert machine.gpu(subject(tmp_path)).outcome is CheckOutcome.NOT_HERE
@@ -157,9 +184,20 @@ def test_a_port_that_is_taken_fails(tmp_path: Path) -> None:
     assert settings.listen(ours).outcome is settings.metrics(ours).outcome is CheckOutcome.OK
 
 
+def test_a_port_of_another_agent_is_told_from_a_port_that_is_taken(tmp_path: Path) -> None:
+    """Who asks the doctor about a host where agents run has nothing to mend."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        metrics = f"127.0.0.1:{free.getsockname()[1]}"
+    with agent(tmp_path, "decode", metrics=metrics, routes="nixl") as running:
+        ours = subject(tmp_path, listen=running.address, metrics=metrics)
+        listened, served = settings.listen(ours), settings.metrics(ours)
+    assert listened.outcome is served.outcome is CheckOutcome.WARNING
+    assert "the agent decode has it" in listened.text and "an agent has it" in served.text
+
+
 def test_a_check_that_cannot_look_has_failed(tmp_path: Path) -> None:
     ours = subject(tmp_path, device="cuda:0")
-    if machine.chosen_gpu("auto") is None:
+    if chosen_gpu("auto") is None:
         ((_, found),) = looked([check for check in CHECKS if check.name == "gpu"], ours)
         assert found.outcome is CheckOutcome.FAILED and "cuda_unavailable" in found.text
 
@@ -201,9 +239,9 @@ def test_what_failed_is_the_exit_code_and_json_names_every_check(tmp_path: Path)
     only = ("--only", "route-host", "--only", "sockets", "--device", "cpu", "--json")
     told = doctor(*only, "--socket", tmp_path / "none" / "a.sock")
     assert told.returncode == 1 and "check_failed: 1 of 2 checks: sockets" in told.stderr
-    assert [(each["check"], each["outcome"], each["see"]) for each in json.loads(told.stdout)] == [
-        ("route-host", "not here", "docs/troubleshooting.md#route-host"),
-        ("sockets", "failed", "docs/troubleshooting.md#sockets"),
+    assert [(each["check"], each["outcome"], each["entry"][:33]) for each in json.loads(told.stdout)] == [
+        ("route-host", "not here", ""),
+        ("sockets", "failed", "The folder of the unix socket must"[:33]),
     ]
     assert doctor(*only, "--socket", tmp_path / "a.sock").returncode == 0
 
@@ -231,7 +269,22 @@ def test_a_peer_is_reached_and_judged_and_one_that_is_stopped_or_gone_is_told_ap
             same = SyntheticEngine(ours, build(Shape(layout="hnd", block_tokens=64)))
             same.attach()
             found = look(tmp_path, address, key)
+            assert found.outcome is CheckOutcome.OK and "no byte was moved; --prove-route moves" in found.text, found
+            assert free_slots(other) == (0, 0) and "made slots" not in other.text(), "it keeps its memory"
+            found = look(tmp_path, address, key, prove_route=True)
+            assert found.outcome is CheckOutcome.OK, found
+            route = r"; nixl [\d.]+ GB/s in 1 KiB \(direct: .*\), too small to judge its rate, and its bytes are here; "
+            assert re.search(route, found.text), found
+            assert free_slots(other) == (8, 4), "it has taken it"
+            assert "pull, which reads an engine's memory, was not looked at" in found.text, found
+            assert re.search(r"session open: receiver=doctor .* nixl [\d.]+ GB/s", other.text()), "it has written"
+            found = look(tmp_path, address, key, prove_route=True, routes="host")
+            assert found.outcome is CheckOutcome.FAILED and "refuses: no_route" in found.text, found
+            found = look(tmp_path, address, key, routes="pull")
             assert found.outcome is CheckOutcome.OK and "its engine's pool fits ours" in found.text, found
+            assert "no route was tried: pull is the only one" in found.text, found
+            found = look(tmp_path, address, key, prove_route=True, net_devices="none0")
+            assert found.outcome is CheckOutcome.WARNING and "no route was tried: " in found.text, found
             same.close()
         stranger, known = tmp_path / "stranger.key", tmp_path / "known"
         known.write_text(f"other {address.partition('#')[2]}\nus {write_pair(stranger)}\n")
@@ -248,8 +301,44 @@ def test_a_peer_is_reached_and_judged_and_one_that_is_stopped_or_gone_is_told_ap
     assert "peer_not_allowed" in look(tmp_path, "tcp://192.0.2.1:7700", key).text
 
 
-def look(folder: Path, address: str, key: Path, **options: Path) -> Finding:
-    return peer.peer(subject(folder, address, key=key, connect_s=1, **options))
+def look(folder: Path, address: str, key: Path, prove_route: bool = False, **options: object) -> Finding:
+    return peer.peer(subject(folder, address, prove_route, key=key, connect_s=1, **options))
+
+
+def free_slots(running: AgentProcess) -> tuple[int, int]:
+    return running.status.receive_slots.free, running.status.send_slots.free
+
+
+def test_a_peer_that_allows_only_pull_has_not_failed_and_makes_no_slots(tmp_path: Path) -> None:
+    key = tmp_path / "fleet.key"
+    write_pair(key)
+    with agent(tmp_path, "other", key=key, routes="pull") as other, agent(tmp_path, "ours", key=key) as ours:
+        engines = [SyntheticEngine(running, build(Shape())) for running in (other, ours)]
+        for engine in engines:
+            engine.attach()
+        for prove_route in (False, True):
+            found = look(tmp_path, other.address, key, prove_route)
+            assert found.outcome is CheckOutcome.OK and "it allows pull alone; pull, which reads" in found.text, found
+        assert free_slots(other) == (0, 0)
+        found = look(tmp_path, other.address, key, routes="nixl")
+        assert found.outcome is CheckOutcome.FAILED and "refuses: no_route" in found.text, "then we cannot have it"
+        for engine in engines:
+            engine.close()
+
+
+def test_a_peer_that_does_not_answer_is_told_goodbye(tmp_path: Path) -> None:
+    """It may be about to write: a Goodbye has it stop."""
+
+    async def told() -> Finding:
+        async with Control("silent", LOOPBACK) as silent:
+            ear = Ear(silent)
+            looking = asyncio.create_task(asyncio.to_thread(peer.peer, subject(tmp_path, silent.address, connect_s=1)))
+            assert isinstance((await ear.hear(Arrived)).envelope.body, Hello)
+            assert isinstance((await ear.hear(Arrived, peer.ANSWER_S + 5)).envelope.body, Goodbye)
+            return await looking
+
+    found = asyncio.run(told())
+    assert found.outcome is CheckOutcome.FAILED and "peer_silent" in found.text, found
 
 
 def test_no_peer_is_not_here(tmp_path: Path) -> None:

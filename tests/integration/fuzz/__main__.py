@@ -1,7 +1,7 @@
 """Fuzzes for long, by hand: `python -m tests.integration.fuzz --target all --frames 1000000 --seed 1 --jobs 2`.
 
-A frame that does harm is made small and kept in tests/integration/fuzz/corpus/TARGET, which `make test` runs from then
-on.
+A frame that does harm is made smaller and kept in tests/integration/fuzz/corpus/TARGET. From then on `make test` runs
+it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The real parts of an agent behind its sockets, hostile agents on three links, honest ones beside them.
+"""The real parts of an agent behind its sockets, with hostile agents on three links and honest ones beside them.
 
-Control, data plane and engine are played here. A frame is a script, as in machines.py.
+The control, the data plane and the engine are played here. A frame is a script, as in machines.py.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Wire:
 
     def __init__(self, address: str, incarnation: str, is_dialled: bool) -> None:
         self.address, self.peer_incarnation, self.is_dialled = address, incarnation, is_dialled
-        self.version, self.is_lost, self.is_up, self.key, self.says_by_pipe = 1, False, True, "", False
+        self.version, self.is_lost, self.is_up, self.key, self.sends_by_pipe = 1, False, True, "", False
         self.heard: deque[Any] = deque(maxlen=32)
 
     def send(self, body: Any) -> bool:
@@ -127,8 +127,8 @@ class Besieged(OrderTaker):
         clock = lambda: self.now  # noqa: E731
         journal = Journal()
         receivers, senders = (
-            RequestRecords("receiver", journal, self.metrics.lived),
-            RequestRecords("sender", journal, self.metrics.lived),
+            RequestRecords("receiver", journal, self.metrics.request_ended),
+            RequestRecords("sender", journal, self.metrics.request_ended),
         )
         engine = lambda: self.engine  # noqa: E731
         told, us = EngineTold(self.tell, engine), self
@@ -140,11 +140,11 @@ class Besieged(OrderTaker):
             receivers,
             told,
             clock,
-        )  # type: ignore[arg-type]
-        self.sender = SenderRunner(  # type: ignore[arg-type]
+        )
+        self.sender = SenderRunner(
             self.sending, lambda sender: incoming_of(sender, us, engine), self, self.metrics, senders, told, clock
         )
-        self.peers = Watched(self, self.receiver.peers, self.sender.peers, self, self.metrics)  # type: ignore[arg-type]
+        self.peers = Watched(self, self.receiver.peers, self.sender.peers, self, self.metrics)
 
     @staticmethod
     def agent(incarnation: str) -> AgentCard:
@@ -251,7 +251,7 @@ class Siege:
         return max(1, len(script))
 
     async def hear(self, link: Wire, sender: str, body: Any) -> None:
-        self.ours.peers._take(self.ours, link, sender, body)  # type: ignore[arg-type]
+        self.ours.peers._take(self.ours, link, sender, body)
         await self.ours.settle()
 
     def hello(self, incarnation: str, lane: int = 1) -> Hello:
@@ -379,7 +379,7 @@ class Siege:
                 ours.sender.tick()
             case 1:
                 for wire in (*self.links, ours.dial(EVIL)):
-                    ours.peers._lose(wire, "test")  # type: ignore[arg-type]
+                    ours.peers._lose(wire, "test")
                 ours.wires.pop(EVIL)
             case 2:
                 blocks = (Blocks(0, 0, tuple(range(20))),)

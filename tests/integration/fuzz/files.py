@@ -1,4 +1,4 @@
-"""Targets that an operator reads with: the config file, environment and flags, pool files, what an agent answers."""
+"""Targets that an operator uses: the config file, environment and flags, pool files, answers of an agent."""
 
 from __future__ import annotations
 
@@ -27,33 +27,12 @@ from tests.unit.proto.samples import POOL, TO_ENGINE
 
 ROOT = Path(__file__).parents[3]
 VALUES = (
-    "",
-    "1",
-    "-1",
-    "true",
-    "auto",
-    "cuda:0",
-    "9" * 5000,
-    "1e400",
-    "nan",
-    "\udcff",
-    "/run/\udcff",
-    "a:٣",
-    "h:" + "9" * 5000,
+    *("", "1", "-1", "true", "auto", "cuda:0", "9" * 5000, "1e400", "nan", "\udcff", "/run/\udcff", "a:٣"),
+    *("h:" + "9" * 5000,),
 )
 TOML = (
-    "[" * 3000,
-    "a.b.c = 1",
-    "= 1",
-    '"\\u0000"',
-    "9" * 5000,
-    "1979-05-27",
-    "[[x]]",
-    "'''",
-    "\ufeff",
-    "inf",
-    "0x",
-    "{" * 200,
+    *("[" * 3000, "a.b.c = 1", "= 1", '"\\u0000"', "9" * 5000, "1979-05-27", "[[x]]", "'''", "\ufeff", "inf"),
+    *("0x", "{" * 200),
 )
 
 
@@ -88,10 +67,10 @@ class ConfigText:
     def run(self, frame: bytes) -> int:
         environment, flags, text = [*frame.split(b"\x00", 2), b"", b""][:3]
         self._path.write_bytes(text)
-        named = {config.ENVIRONMENT_PREFIX + name.upper(): value for name, value in _pairs(environment).items()}
+        named = {options.ENVIRONMENT_PREFIX + name.upper(): value for name, value in _pairs(environment).items()}
         with contextlib.suppress(OperatorError):
             loaded = config.load(str(self._path), _pairs(flags), named)
-            assert isinstance(loaded, config.AgentConfig)
+            assert isinstance(loaded, options.AgentConfig)
             msgspec.json.encode(loaded)  # what is text can be said, in logs and to peers
         return 1
 
@@ -137,11 +116,12 @@ class PoolFile:
 
     def run(self, frame: bytes) -> int:
         sender, _, receiver = frame.partition(b"\x00")
-        for path, text in zip(self._paths, (sender, receiver), strict=True):
-            path.write_bytes(text)
+        ours, theirs = self._paths
+        ours.write_bytes(sender)
+        theirs.write_bytes(receiver)
         for as_json, tokens in ((True, 1 << 40), (False, 33)):
             with contextlib.suppress(OperatorError), contextlib.redirect_stdout(io.StringIO()):
-                plan.show(*map(str, self._paths), tokens, 4 << 20, 0, as_json)
+                plan.show(str(ours), str(theirs), tokens, 4 << 20, 0, as_json)
         return 1
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The same targets, guided by coverage: `python -m tests.integration.fuzz.guided TARGET [libFuzzer's options]`.
 
-Needs atheris, which nothing else here does: `make fuzz-guided` installs it. Frames come from the target's own generator
-and from libFuzzer, which keeps those that reach new branches of kvbridge. One that does harm is kept like any other.
+Needs atheris, which `make fuzz-guided` installs. Frames come from the target's own generator and from libFuzzer, which
+keeps those that reach new branches of kvbridge. A frame that does harm is kept like any other.
 """
 
 from __future__ import annotations

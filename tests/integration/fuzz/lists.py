@@ -14,22 +14,8 @@ from kvbridge.transport.keys import MOST_KEYS, NAME, is_key, load_peers
 from kvbridge.transport.lock import INCARNATION, KEPT, KERNEL, LINE_BYTES, Lock
 
 ODD = (
-    b"",
-    b"\r",
-    b"#",
-    b" ",
-    b"\t",
-    b"\x00",
-    b"\xff\xfe",
-    b"\xef\xbb\xbf",
-    b"\xe2\x80\xa8",
-    b"\xd9\xa3",
-    b"\x1b[2J",
-    b"../..",
-    b"%" * 40,
-    b"a" * 65,
-    b"0" * 16,
-    b"f" * 17,
+    *(b"", b"\r", b"#", b" ", b"\t", b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\xe2\x80\xa8", b"\xd9\xa3"),
+    *(b"\x1b[2J", b"../..", b"%" * 40, b"a" * 65, b"0" * 16, b"f" * 17),
 )
 
 

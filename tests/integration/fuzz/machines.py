@@ -1,8 +1,8 @@
 """A hostile agent and a careless engine against the real exchange machines, while an honest transfer goes on.
 
-A frame is a script: messages that the wire allows, in any order. Names in it that mean nothing stand for things that
-the hostile agent has been told, so that it is a peer with a session, and not a stranger. It is written to and writes,
-or is read and reads, as its sessions say.
+A frame is a script: valid messages in any order. Names in it that mean nothing are replaced by names that the hostile
+agent was told, so that it acts as a peer with a session, not as a stranger. Its sessions decide whether it writes and
+is written to, or reads and is read.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Siege(World):
         if not departure.order.incarnation.startswith("evil"):
             return super()._begin(sender, departure)
         offered = sender.sending.offers[departure.order.request]
-        first = departure.order.plan.chunk(departure.chunk).first_mark  # every rank has all tokens here
+        first = departure.order.plan.chunk(departure.chunk).first_local  # every rank has all tokens here
         assert first >= offered.first_token, "a token before the offer is read"
         self.later("gather", lambda: self._read(sender, departure))
 

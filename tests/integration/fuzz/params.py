@@ -1,4 +1,4 @@
-"""What strangers say to a decoding engine: `kv_transfer_params` and the request's id, as vLLM's scheduler has them."""
+"""What strangers send to a decode engine: `kv_transfer_params` and the request's id, as vLLM's scheduler has them."""
 
 from __future__ import annotations
 
@@ -17,33 +17,15 @@ from kvbridge.errors import EngineError
 
 NAMES = ("remote_request_id", "remote_host", "remote_port", "remote_key")
 TEXTS = (
-    "",
-    "r",
-    "r/0/0123456789abcdef0123456789abcdef01234567",
-    "r/٣/0123456789abcdef0123456789abcdef01234567",
-    "\ud800/1/0123456789abcdef0123456789abcdef01234567",
-    "/" + "9" * 206 + "/0123456789abcdef0123456789abcdef01234567",
-    "10.0.0.1",
-    "fd00::1",
-    "host\udfff",
-    "\x00",
-    "\x1b[2J\n",
-    "%s{0}",
-    "日本" * 64,
-    "x" * 240,
-    "x" * 255,
-    "x" * 256,
-    "x" * 5000,
-    "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7",
+    *("", "r", "r/0/0123456789abcdef0123456789abcdef01234567", "r/٣/0123456789abcdef0123456789abcdef01234567"),
+    *("\ud800/1/0123456789abcdef0123456789abcdef01234567",),
+    *("/" + "9" * 206 + "/0123456789abcdef0123456789abcdef01234567", "10.0.0.1", "fd00::1", "host\udfff", "\x00"),
+    *("\x1b[2J\n", "%s{0}", "日本" * 64, "x" * 240, "x" * 255, "x" * 256, "x" * 5000),
+    *("rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7",),
 )
 IDS = (
-    "cmpl-{}-0-1a2b3c4d",
-    "chatcmpl-{}-1a2b3c4d",
-    "generate-tokens-{}-1a2b3c4d",
-    "0_cmpl-{}-0-1a2b3c4d",
-    "cmpl-{}",
-    "{}",
-    "1_" * 50 + "{}",
+    *("cmpl-{}-0-1a2b3c4d", "chatcmpl-{}-1a2b3c4d", "generate-tokens-{}-1a2b3c4d", "0_cmpl-{}-0-1a2b3c4d"),
+    *("cmpl-{}", "{}", "1_" * 50 + "{}"),
 )
 LONG_IDS = ("9" * 50_000, "1_" * 20_000, "0_cmpl-" * 8000, "a-" * 20_000, "x-" + "9" * 5000, "-99999999" * 5000)
 ODD = (None, True, -1, 7700, 1 << 64, 1 << 70, 0.5, [], ["x"], {"a": {}}, {})

@@ -1,4 +1,4 @@
-"""A peer's pool, whatever it claims, against one of ours: judged, planned and refused by name, in bounded time."""
+"""A peer's pool, with whatever it claims, against one of ours: judged, planned or refused by name, in bounded time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is fuzzed, and how a frame is judged: it may raise nothing, and take a second of the processor.
+"""What is fuzzed, and how a frame is judged: it may raise nothing, and may take a second of processor time.
 
-That nothing grows is judged of a long run, by `python -m tests.integration.fuzz`.
+Only a long run, by `python -m tests.integration.fuzz`, also checks that nothing grows.
 """
 
 from __future__ import annotations

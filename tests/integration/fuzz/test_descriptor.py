@@ -1,6 +1,6 @@
-"""What NIXL and UCX are told they believe, be it a peer's descriptor or a stranger's bytes: known weaknesses, in sight.
+"""NIXL and UCX believe every descriptor, a peer's or a stranger's: these tests show the known weaknesses.
 
-What follows from them for who runs agents stands in docs/threat-model.md.
+docs/threat-model.md says what follows for those who run agents.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every decoder and what is behind it, fuzzed for a short while; and the frames that once did harm, again."""
+"""Fuzzes every decoder and the code behind it for a short while, and replays the frames that once did harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A live agent under fire at both its doors: it serves on, its memory stays flat, its descriptors come back."""
+"""A live agent under attack at both its sockets: it serves on, its memory stays flat, its descriptors come back."""
 
 from __future__ import annotations
 

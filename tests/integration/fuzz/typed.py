@@ -1,4 +1,4 @@
-"""Draws absurd values that a wire type still allows: its bounds and what lies beside them. Pure."""
+"""Draws absurd values that a wire type still allows: its bounds and their neighbours. Pure."""
 
 from __future__ import annotations
 

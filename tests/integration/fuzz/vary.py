@@ -1,4 +1,4 @@
-"""Good records with a few fields changed: far enough to be wrong, near enough to pass the first checks. Pure."""
+"""Valid records with a few fields changed: wrong, but close enough to pass the first checks. Pure."""
 
 from __future__ import annotations
 

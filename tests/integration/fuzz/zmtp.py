@@ -1,4 +1,4 @@
-"""ZeroMQ's own protocol (ZMTP 3.0, RFC 23) by hand, so that what no ZeroMQ would send can be sent. Pure."""
+"""ZeroMQ's own protocol (ZMTP 3.0, RFC 23) by hand, to send what no ZeroMQ would. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small engines that speak what real ones do, keep what they got, and misbehave when told to. Loopback only."""
+"""Small engines that speak like real ones, keep what they received, and misbehave when told to. Loopback only."""
 
 from __future__ import annotations
 
@@ -238,4 +238,4 @@ async def world(prefill: str, decode: str, waits: Waits = WAITS) -> AsyncIterato
 
 
 def named(engine: StandIn) -> str:
-    return Backend(Role(engine.role), engine.kind, engine.url).name  # type: ignore[arg-type]
+    return Backend(Role(engine.role), engine.kind, engine.url).name

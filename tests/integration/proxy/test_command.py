@@ -19,11 +19,7 @@ pytestmark = pytest.mark.timeout(60)
 COMMAND = [sys.executable, "-m", "kvbridge.cli", "proxy"]
 
 
-def test_serves_until_it_is_told_to_stop() -> None:
-    asyncio.run(asyncio.wait_for(_serves(), 40))
-
-
-async def _serves() -> None:
+async def test_serves_until_it_is_told_to_stop() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -50,19 +46,12 @@ async def _serves() -> None:
                 await process.wait()
 
 
-def test_reads_its_engines_again_when_told_to(tmp_path: Path) -> None:
-    asyncio.run(asyncio.wait_for(_reloads(tmp_path / "engines"), 40))
-
-
-def names(listed: Path, *engines: str) -> None:
-    listed.write_text("\n".join(engines))
-
-
-async def _reloads(listed: Path) -> None:
+async def test_reads_its_engines_again_when_told_to(tmp_path: Path) -> None:
+    listed = tmp_path / "engines"
     async with world("vllm", "vllm,vllm") as w:
         one, other = (f"decode vllm={each.url}" for each in w.all("decode"))
         prefill = f"prefill vllm={w.prefill.url}  # the only one"
-        names(listed, prefill, "", one)
+        listed.write_text("\n".join((prefill, "", one)))
         process = await asyncio.create_subprocess_exec(
             *COMMAND, "--engines", str(listed), "--listen", "127.0.0.1:0", stderr=asyncio.subprocess.PIPE
         )
@@ -71,9 +60,9 @@ async def _reloads(listed: Path) -> None:
             async with asyncio.timeout(30):
                 while b"serving" not in (line := await process.stderr.readline()):
                     assert line
-                w.url = re.search(r"http://\S+", line.decode())[0]  # type: ignore[index]
+                w.url = re.search(r"http://\S+", line.decode())[0]
                 for engines, said in ((["prefill"], b"not reloaded"), ([prefill, other], b"reloaded: ")):
-                    names(listed, *engines)
+                    listed.write_text("\n".join(engines))
                     process.send_signal(signal.SIGHUP)
                     while said not in (line := await process.stderr.readline()):
                         assert line

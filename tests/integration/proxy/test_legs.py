@@ -1,4 +1,4 @@
-"""What each engine is asked, and what is made of what it says: the pure part."""
+"""What the proxy asks each engine, and what it makes of the answers: the pure part."""
 
 from __future__ import annotations
 
@@ -176,44 +176,13 @@ def test_what_names_no_replicas_is_an_engines_error(answer: Any) -> None:
 
 
 def test_sampling_params_in_vllms_words() -> None:
-    params = {
-        "max_new_tokens": 9,
-        "min_new_tokens": 2,
-        "temperature": 0,
-        "top_p": 0.5,
-        "top_k": -1,
-        "min_p": 0.1,
-        "stop": ["x"],
-        "stop_token_ids": [3],
-        "ignore_eos": True,
-        "frequency_penalty": 0.1,
-        "presence_penalty": 0.2,
-        "repetition_penalty": 1.1,
-        "sampling_seed": 4,
-        "no_stop_trim": True,
-        "json_schema": '{"type": "object"}',
-        "regex": None,
-        "structural_tag": "",
-    }
-    assert completions(generate(**params)) == {
-        "prompt": "a",
-        "return_token_ids": True,
-        "max_tokens": 9,
-        "min_tokens": 2,
-        "temperature": 0,
-        "top_p": 0.5,
-        "top_k": 0,
-        "min_p": 0.1,
-        "stop": ["x"],
-        "stop_token_ids": [3],
-        "ignore_eos": True,
-        "frequency_penalty": 0.1,
-        "presence_penalty": 0.2,
-        "repetition_penalty": 1.1,
-        "seed": 4,
-        "include_stop_str_in_output": True,
-        "structured_outputs": {"json": '{"type": "object"}'},
-    }
+    alike = {"temperature": 0, "top_p": 0.5, "min_p": 0.1, "stop": ["x"], "stop_token_ids": [3], "ignore_eos": True}
+    alike |= {"frequency_penalty": 0.1, "presence_penalty": 0.2, "repetition_penalty": 1.1}
+    asked = {"max_new_tokens": 9, "min_new_tokens": 2, "top_k": -1, "sampling_seed": 4, "no_stop_trim": True}
+    asked |= {"json_schema": '{"type": "object"}', "regex": None, "structural_tag": ""}
+    said = {"prompt": "a", "return_token_ids": True, "max_tokens": 9, "min_tokens": 2, "top_k": 0, "seed": 4}
+    said |= {"include_stop_str_in_output": True, "structured_outputs": {"json": '{"type": "object"}'}}
+    assert completions(generate(**alike, **asked)) == alike | said
 
 
 def test_what_generate_leaves_out_is_sglangs_default_and_not_the_models() -> None:

@@ -1,4 +1,4 @@
-"""The real proxy before stand-in engines: every pair, streams, failures, and clients that leave."""
+"""The real proxy in front of stand-in engines: every pair, streams, failures, and clients that leave."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -29,14 +28,6 @@ BODIES: dict[str, dict[str, Any]] = {
 COMPLETION = BODIES["/v1/completions"]
 
 
-def bounded(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(*args: Any, **named: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **named), 20))
-
-    return run
-
-
 def text_of(path: str, answer: Any) -> str:
     if path == "/generate":
         return str(answer["text"])
@@ -46,7 +37,6 @@ def text_of(path: str, answer: Any) -> str:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("pair", PAIRS, ids=">".join)
-@bounded
 async def test_answers_are_the_decode_engines(pair: tuple[str, str], path: str) -> None:
     async with world(*pair) as w:
         status, answer = await w.ask(path, BODIES[path], headers={"Authorization": "Bearer x"})
@@ -97,7 +87,6 @@ def rooms(w: World, prefill: str, decode: str) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("pair", PAIRS, ids=">".join)
-@bounded
 async def test_streams_come_event_by_event(pair: tuple[str, str], path: str) -> None:
     body = BODIES[path] | {"stream": True}
     body |= {} if path == "/generate" else {"stream_options": {"include_usage": True}, "min_tokens": 3}
@@ -116,7 +105,6 @@ async def test_streams_come_event_by_event(pair: tuple[str, str], path: str) -> 
         rooms(w, *pair)
 
 
-@bounded
 async def test_a_body_goes_to_the_decode_engine_as_it_came() -> None:
     body = COMPLETION | {"temperature": 0.25, "stop": ["x"], "seed": 9, "unheard_of": {"a": [1.5, None, "ä"]}}
     async with world("vllm", "vllm") as w:
@@ -134,7 +122,6 @@ async def test_a_body_goes_to_the_decode_engine_as_it_came() -> None:
         ("/generate", {"return_logprob": True}, 0),
     ],
 )
-@bounded
 async def test_the_first_tokens_logprobs_go_along_to_sglang(path: str, more: dict[str, Any], count: int) -> None:
     async with world("vllm", "sglang") as w:
         assert (await w.ask(path, BODIES[path] | more))[0] == 200
@@ -145,7 +132,6 @@ async def test_the_first_tokens_logprobs_go_along_to_sglang(path: str, more: dic
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=">".join)
-@bounded
 async def test_batches_and_samples_have_a_room_each(pair: tuple[str, str]) -> None:
     async with world(*pair) as w:
         body = COMPLETION | {"prompt": [[1, 2], [3, 4], [5, 6]], "n": 2, "seed": 10}
@@ -159,7 +145,6 @@ async def test_batches_and_samples_have_a_room_each(pair: tuple[str, str]) -> No
         assert len({b.get("bootstrap_room") or b["kv_transfer_params"]["bootstrap_room"] for b in bodies}) == 6
 
 
-@bounded
 async def test_no_more_of_a_batch_is_asked_at_once_than_there_are_places() -> None:
     async with world("vllm", "vllm") as w:
         at_once = most = 0
@@ -178,7 +163,6 @@ async def test_no_more_of_a_batch_is_asked_at_once_than_there_are_places() -> No
         assert most == AT_ONCE
 
 
-@bounded
 async def test_a_batch_of_generate_is_a_list() -> None:
     async with world("sglang", "vllm") as w:
         params = [{"max_new_tokens": 3}, {"max_new_tokens": 4}]
@@ -218,7 +202,6 @@ async def test_a_batch_of_generate_is_a_list() -> None:
         ("/v1/completions", {"prompt": "a", "kv_transfer_params": {"x": 1}}, "has_transfer_params", "kv_transfer"),
     ],
 )
-@bounded
 async def test_bad_input_is_refused_by_name_at_the_door(path: str, body: Any, code: str, said: str) -> None:
     async with world("vllm", "sglang") as w:
         status, answer = await w.ask(path, body)
@@ -227,7 +210,6 @@ async def test_bad_input_is_refused_by_name_at_the_door(path: str, body: Any, co
         assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
 
 
-@bounded
 async def test_parameters_of_both_styles_are_named() -> None:
     async with world("vllm", "vllm") as w:
         both = {"kv_transfer_params": {"do_remote_decode": True}, "bootstrap_host": "h", "bootstrap_room": 4}
@@ -236,14 +218,12 @@ async def test_parameters_of_both_styles_are_named() -> None:
         assert status == 400 and "two styles" in message and all(name in message for name in both)
 
 
-@bounded
 async def test_a_body_too_large_is_refused() -> None:
     async with world("vllm", "vllm") as w:
         status, answer = await w.ask("/v1/completions", b" " * ((64 << 20) + 1))
         assert status == 413 and answer["error"]["code"] == "too_large"
 
 
-@bounded
 async def test_what_vllm_has_no_word_for_is_named() -> None:
     async with world("sglang", "vllm") as w:
         params = {"max_new_tokens": 3, "beam_width": 2, "stop_regex": "x", "frobnicate": 1, "structural_tag": None}
@@ -285,7 +265,6 @@ FAILURES: dict[str, Callable[[web.Request, Any], Awaitable[Any]]] = {
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("kinds", ["vllm>vllm", "vllm>sglang", "sglang>vllm", "sglang>sglang"])
-@bounded
 async def test_a_failed_prefill_is_tried_elsewhere_in_another_room(kinds: str, is_stream: bool, failure: str) -> None:
     prefill, decode = kinds.split(">")
     async with world(f"{prefill},{prefill}", decode) as w:
@@ -307,7 +286,6 @@ async def _slowly(is_stuck: bool) -> None:
         await asyncio.sleep(5)
 
 
-@bounded
 async def test_a_prefill_that_failed_everywhere_is_a_502_that_names_it() -> None:
     async with world("vllm,vllm", "vllm") as w:
         for each in w.all("prefill"):
@@ -320,7 +298,6 @@ async def test_a_prefill_that_failed_everywhere_is_a_502_that_names_it() -> None
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("kinds", ["vllm>vllm", "vllm>sglang", "sglang>vllm", "sglang>sglang"])
-@bounded
 async def test_what_an_engine_refuses_goes_back_as_it_is(kinds: str, role: str) -> None:
     prefill, decode = kinds.split(">")
     async with world(f"{prefill},{prefill}", decode) as w:
@@ -333,7 +310,6 @@ async def test_what_an_engine_refuses_goes_back_as_it_is(kinds: str, role: str) 
         assert sum(len(each.got) for each in w.all("prefill")) == 1
 
 
-@bounded
 async def test_an_error_that_sglang_streams_first_is_an_answer_of_its_own() -> None:
     async with world("sglang", "sglang") as w:
         w.decode.act = lambda request, body: stream(request, [{"error": {"message": "too long", "code": 400}}])
@@ -341,7 +317,6 @@ async def test_an_error_that_sglang_streams_first_is_an_answer_of_its_own() -> N
         assert (status, answer["error"]["message"]) == (400, "too long")
 
 
-@bounded
 async def test_vllm_that_offers_nothing_lets_vllm_compute_and_sglang_fail() -> None:
     async with world("vllm", "vllm") as w:
         w.prefill.act = lambda request, body: _raw(b'{"choices": [{"text": "x", "token_ids": [7]}]}')
@@ -356,7 +331,6 @@ async def test_vllm_that_offers_nothing_lets_vllm_compute_and_sglang_fail() -> N
 
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-@bounded
 async def test_a_failed_decode_is_an_error_of_this_request_only(is_stream: bool, failure: str) -> None:
     async with world("vllm", "vllm") as w:
         w.decode.act = FAILURES[failure]
@@ -374,7 +348,6 @@ CUT_NATIVE = {"text": " 7", "output_ids": [7], "meta_info": {"id": "r", "finish_
 @pytest.mark.parametrize(
     ("kind", "path"), [("vllm", "/v1/completions"), ("vllm", "/generate"), ("sglang", "/generate")]
 )
-@bounded
 async def test_a_stream_that_ends_early_ends_with_an_error(kind: str, path: str, is_done: bool) -> None:
     said = CUT if kind == "vllm" else CUT_NATIVE
     async with world("vllm", kind) as w:
@@ -384,7 +357,6 @@ async def test_a_stream_that_ends_early_ends_with_an_error(kind: str, path: str,
         assert json.loads(events[1])["error"]["code"] == "ended_early"
 
 
-@bounded
 async def test_a_stream_that_breaks_off_or_falls_silent_ends_with_an_error() -> None:
     async def broken(request: web.Request, body: Any) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -405,7 +377,6 @@ async def test_a_stream_that_breaks_off_or_falls_silent_ends_with_an_error() -> 
             assert json.loads(events[-1])["error"]["code"] == code and "[DONE]" not in events
 
 
-@bounded
 async def test_an_error_within_a_stream_is_passed_on_without_done() -> None:
     async with world("vllm", "vllm") as w:
         w.decode.act = lambda request, body: stream(request, [CUT, {"error": {"message": "broke", "code": 500}}])
@@ -415,7 +386,6 @@ async def test_an_error_within_a_stream_is_passed_on_without_done() -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("pair", PAIRS, ids=">".join)
-@bounded
 async def test_a_client_that_leaves_ends_both_legs(pair: tuple[str, str], is_stream: bool) -> None:
     async def forever(request: web.Request, body: Any) -> None:
         await asyncio.sleep(10)
@@ -437,7 +407,6 @@ async def test_a_client_that_leaves_ends_both_legs(pair: tuple[str, str], is_str
         assert 'outcome="client_left",path="/v1/completions"} 1.0' in await w.metrics()
 
 
-@bounded
 async def test_a_client_that_leaves_during_prefill_ends_it() -> None:
     async def forever(request: web.Request, body: Any) -> None:
         await asyncio.sleep(10)
@@ -451,7 +420,6 @@ async def test_a_client_that_leaves_during_prefill_ends_it() -> None:
         assert not w.decode.got
 
 
-@bounded
 async def test_an_engine_that_is_not_well_gets_nothing_until_it_is() -> None:
     async with world("vllm,vllm", "vllm") as w:
         sick, well = w.all("prefill")
@@ -468,7 +436,6 @@ async def test_an_engine_that_is_not_well_gets_nothing_until_it_is() -> None:
         assert (len(sick.got), len(well.got)) == (2, 6)
 
 
-@bounded
 async def test_without_a_well_engine_requests_are_refused_and_health_says_so() -> None:
     async with world("vllm", "vllm") as w:
         async with w.http.get(w.url + "/health") as answer:
@@ -482,7 +449,6 @@ async def test_without_a_well_engine_requests_are_refused_and_health_says_so() -
         w.decode.is_well = True
 
 
-@bounded
 async def test_an_engine_that_hangs_at_its_health_check_is_not_well() -> None:
     async with world("vllm", "vllm", replace(WAITS, health_s=0.1)) as w:
         hung = asyncio.Event()
@@ -492,7 +458,6 @@ async def test_an_engine_that_hangs_at_its_health_check_is_not_well() -> None:
         hung.set()
 
 
-@bounded
 async def test_least_outstanding_comes_first() -> None:
     gate = asyncio.Event()
 
@@ -509,13 +474,11 @@ async def test_least_outstanding_comes_first() -> None:
         assert {status for status, _ in await asyncio.gather(*asking)} == {200}
 
 
-@bounded
 async def test_models_are_those_of_a_decode_engine() -> None:
     async with world("vllm", "sglang") as w, w.http.get(w.url + "/v1/models") as answer:
         assert (await answer.json())["data"] == [{"id": "sglang"}]
 
 
-@bounded
 async def test_a_prompt_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def quoting(request: web.Request, body: Any) -> web.StreamResponse:
         if body.get("stream"):
@@ -534,7 +497,6 @@ async def test_a_prompt_is_never_logged(caplog: pytest.LogCaptureFixture) -> Non
     assert "kvbridge" in caplog.text and "a secret" not in caplog.text
 
 
-@bounded
 async def test_a_bootstrap_server_that_tells_nothing_of_agents_is_named() -> None:
     async with world("sglang", "vllm") as w:
         w.prefill.agents = []
@@ -545,7 +507,6 @@ async def test_a_bootstrap_server_that_tells_nothing_of_agents_is_named() -> Non
 
 @pytest.mark.parametrize("pair", PAIRS, ids=">".join)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@bounded
 async def test_an_engine_that_is_gone_is_left_out_at_once(pair: tuple[str, str], role: str) -> None:
     prefill, decode = pair
     kinds = (f"{prefill},{prefill}", decode) if role == "prefill" else (prefill, f"{decode},{decode}")
@@ -563,7 +524,6 @@ async def test_an_engine_that_is_gone_is_left_out_at_once(pair: tuple[str, str],
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-@bounded
 async def test_a_decode_that_failed_for_want_of_its_prefill_is_tried_again(is_stream: bool) -> None:
     """SGLang's decode server hears of a failed prefill before its client does."""
     async with world("sglang,sglang", "sglang") as w:
@@ -593,7 +553,6 @@ async def test_a_decode_that_failed_for_want_of_its_prefill_is_tried_again(is_st
         (b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd", 415),
     ],
 )
-@bounded
 async def test_a_body_that_does_not_come_whole_harms_nobody(
     raw: bytes, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -609,7 +568,6 @@ async def test_a_body_that_does_not_come_whole_harms_nobody(
     assert "Traceback" not in caplog.text
 
 
-@bounded
 async def test_a_client_that_does_not_read_is_cut_off() -> None:
     async with world("vllm", "vllm", replace(WAITS, client_s=0.3)) as w:
         large = {"id": "x" * (1 << 20), "choices": [{"index": 0, "text": "", "finish_reason": None}]}
@@ -618,7 +576,6 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
             await w.until(lambda: w.decode.left == 1, 5.0)
 
 
-@bounded
 async def test_an_engine_off_the_list_gets_nothing_new_and_finishes_what_it_has() -> None:
     async with world("vllm", "vllm,vllm") as w:
         goes_on = asyncio.Event()
@@ -648,7 +605,6 @@ async def test_an_engine_off_the_list_gets_nothing_new_and_finishes_what_it_has(
         assert (len(leaving.got), len(staying.got)) == (2, 2)
 
 
-@bounded
 async def test_what_an_engine_says_of_one_prompt_comes_whole() -> None:
     """Its usage too, with details that we do not know how to add up."""
     usage = {

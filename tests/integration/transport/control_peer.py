@@ -1,7 +1,7 @@
-"""An agent's control in a process of its own. `python -m tests.integration.transport.control_peer INCARNATION LISTEN
-[DIAL]`.
+"""An agent's control in a process of its own.
 
-Prints its address, then answers each Cancel with a Drained of the same transfer. With DIAL it sends a Cancel there.
+`python -m tests.integration.transport.control_peer INCARNATION LISTEN [DIAL]` prints its address, then answers each
+Cancel with a Drained of the same transfer. With DIAL it sends a Cancel there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import sys
 
 from kvbridge_proto.peer import Cancel, Drained
 
-from kvbridge.transport.control import Arrived, Control
+from kvbridge.transport.control import Control
+from kvbridge.transport.events import Arrived
 
 
 async def main(incarnation: str, listen: str, dial: str = "") -> None:

@@ -1,4 +1,4 @@
-"""What listens to controls in tests: one that reads events, a second process, a stranger who says anything."""
+"""Listeners for tests of controls: one that reads events, a second process, a stranger who says anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,12 +15,13 @@ import zmq
 from kvbridge_proto.codec import encode
 from kvbridge_proto.peer import Body, Cancel, Envelope
 
-from kvbridge.transport.control import Control, Event, Reached, Settings
+from kvbridge.transport.control import Control
+from kvbridge.transport.events import Event, Reached, Settings
+from kvbridge.transport.trust import Trust
 
 ROOT = Path(__file__).parents[3]
 LOOPBACK = "tcp://127.0.0.1:0"
 QUICK = Settings(connect_s=0.6, silence_s=0.8)
-Run = Callable[[Coroutine[Any, Any, None]], None]
 E = TypeVar("E", bound=Event)
 
 
@@ -50,11 +51,14 @@ class Ear:
 
 @contextlib.asynccontextmanager
 async def two(
-    settings: Settings | None = None, *, of_sender: Settings | None = None
+    *trusts: Trust, settings: Settings | None = None, of_sender: Settings | None = None
 ) -> AsyncIterator[tuple[Control, Ear, Control, Ear]]:
-    """A receiver and a sender with these settings; the sender may have others."""
-    own = of_sender or settings
-    async with Control("receiver", settings=settings) as receiver, Control("sender", LOOPBACK, settings=own) as sender:
+    """A receiver and a sender with these settings, and a trust each; the sender may have other settings."""
+    receivers, senders = trusts or (None, None)
+    async with (
+        Control("receiver", settings=settings, trust=receivers) as receiver,
+        Control("sender", LOOPBACK, settings=of_sender or settings, trust=senders) as sender,
+    ):
         yield receiver, Ear(receiver), sender, Ear(sender)
 
 

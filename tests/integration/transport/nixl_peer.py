@@ -1,7 +1,6 @@
-"""One NIXL fabric in a process of its own, told what to do by JSON lines on stdin. `python nixl_peer.py INCARNATION
-BYTES`.
+"""One NIXL fabric in a process of its own, with JSON commands on stdin. `python nixl_peer.py INCARNATION BYTES`.
 
-While a `watch` lasts it polls every 200 us, as an agent does that expects something.
+During a `watch` it polls every 200 us, like an agent that expects something.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Who may speak to a control over real sockets: those that prove a key on its list, and only as long as it is there."""
+"""Who may speak to a control over real sockets: those that prove a key on its list, for as long as it is listed."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,7 @@ from kvbridge.transport.events import Arrived, Lost, Rejected, Settings
 from kvbridge.transport.keys import Keys
 from kvbridge.transport.trust import Trust
 from kvbridge.transport.zap import MOST_CALLERS, Buckets
-from tests.integration.transport.ears import LOOPBACK, QUICK, Ear, Run, cancel, envelope
+from tests.integration.transport.ears import LOOPBACK, QUICK, Ear, cancel, envelope, two
 
 Pair = tuple[bytes, bytes]
 FLOOD_S = 3.0
@@ -37,17 +36,6 @@ def pairs(count: int) -> list[Pair]:
     return [zmq.curve_keypair() for _ in range(count)]
 
 
-@contextlib.asynccontextmanager
-async def two(
-    receiver: Trust, sender: Trust, settings: Settings | None = None
-) -> AsyncIterator[tuple[Control, Ear, Control, Ear]]:
-    async with (
-        Control("receiver", settings=settings, trust=receiver) as dialling,
-        Control("sender", LOOPBACK, settings=settings, trust=sender) as listening,
-    ):
-        yield dialling, Ear(dialling), listening, Ear(listening)
-
-
 @contextlib.contextmanager
 def caller(address: str, own: Pair | None, server: bytes = b"") -> Iterator[zmq.Socket[bytes]]:
     """A DEALER that can say anything, with this key pair."""
@@ -60,263 +48,219 @@ def caller(address: str, own: Pair | None, server: bytes = b"") -> Iterator[zmq.
         yield dealer
 
 
-def test_agents_that_know_each_other_speak_and_know_by_which_key(run: Run) -> None:
-    async def story() -> None:
-        decode, prefill = pairs(2)
-        async with two(trust(decode, prefill=prefill), trust(prefill, decode=decode)) as (receiver, heard, sender, ear):
-            link = receiver.dial(with_key(sender.address, prefill[0].decode()))
-            link.send(cancel("t"))
-            arrived = await ear.hear(Arrived)
-            assert arrived.link.key == decode[0].decode() and sender.trust.name_of(arrived.link.key) == "decode"
-            assert link.key == prefill[0].decode() and receiver.trust.name_of(link.key) == "prefill"
-            arrived.link.send(Drained(transfer="t"))
-            assert (await heard.hear(Arrived)).envelope.body == Drained(transfer="t")
-
-    run(story())
+async def test_agents_that_know_each_other_speak_and_know_by_which_key() -> None:
+    decode, prefill = pairs(2)
+    async with two(trust(decode, prefill=prefill), trust(prefill, decode=decode)) as (receiver, heard, sender, ear):
+        link = receiver.dial(with_key(sender.address, prefill[0].decode()))
+        link.send(cancel("t"))
+        arrived = await ear.hear(Arrived)
+        assert arrived.link.key == decode[0].decode() and sender.trust.name_of(arrived.link.key) == "decode"
+        assert link.key == prefill[0].decode() and receiver.trust.name_of(link.key) == "prefill"
+        arrived.link.send(Drained(transfer="t"))
+        assert (await heard.hear(Arrived)).envelope.body == Drained(transfer="t")
 
 
-def test_one_pair_for_the_whole_fleet_needs_no_list(run: Run) -> None:
-    async def story() -> None:
-        (own,) = pairs(1)
-        fleet = trust(own, fleet=own)
-        async with two(fleet, fleet) as (receiver, _, sender, ear):
-            receiver.dial(sender.address).send(cancel("t"))
-            assert (await ear.hear(Arrived)).link.key == own[0].decode()
-
-    run(story())
+async def test_one_pair_for_the_whole_fleet_needs_no_list() -> None:
+    (own,) = pairs(1)
+    fleet = trust(own, fleet=own)
+    async with two(fleet, fleet) as (receiver, _, sender, ear):
+        receiver.dial(sender.address).send(cancel("t"))
+        assert (await ear.hear(Arrived)).link.key == own[0].decode()
 
 
-def test_who_is_not_on_the_list_is_told_so_and_heard_of_by_its_public_key_alone(run: Run) -> None:
-    async def story() -> None:
-        known, stranger, server = pairs(3)
-        async with two(trust(stranger, sender=server), trust(server, known=known)) as (receiver, heard, sender, ear):
-            receiver.dial(sender.address).send(cancel("t"))
-            rejected = await ear.hear(Rejected)
-            assert rejected.code == "key_not_allowed" and stranger[0].decode() in rejected.text
-            assert stranger[1].decode() not in rejected.text
-            lost = await heard.hear(Lost)
-            assert lost.code == "key_refused" and sender.links == [] == receiver.links
-
-    run(story())
+async def test_who_is_not_on_the_list_is_told_so_and_heard_of_by_its_public_key_alone() -> None:
+    known, stranger, server = pairs(3)
+    async with two(trust(stranger, sender=server), trust(server, known=known)) as (receiver, heard, sender, ear):
+        receiver.dial(sender.address).send(cancel("t"))
+        rejected = await ear.hear(Rejected)
+        assert rejected.code == "key_not_allowed" and stranger[0].decode() in rejected.text
+        assert stranger[1].decode() not in rejected.text
+        lost = await heard.hear(Lost)
+        assert lost.code == "key_refused" and sender.links == [] == receiver.links
 
 
-def test_a_server_that_has_another_key_than_it_should_hears_nothing(run: Run) -> None:
+async def test_a_server_that_has_another_key_than_it_should_hears_nothing() -> None:
     """Somebody has taken the address: what we would have said stays with us."""
-
-    async def story() -> None:
-        ours, server, impostor = pairs(3)
-        async with two(trust(ours, sender=server), trust(impostor, anybody=ours), QUICK) as (
-            receiver,
-            heard,
-            sender,
-            ear,
-        ):
-            receiver.dial(with_key(sender.address, server[0].decode())).send(cancel("secret"))
-            lost = await heard.hear(Lost)
-            assert lost.code == "peer_unreachable" and "handshakes failed" in lost.reason
-            await ear.silence(0.2)
-
-    run(story())
+    ours, server, impostor = pairs(3)
+    async with two(trust(ours, sender=server), trust(impostor, anybody=ours), settings=QUICK) as (
+        receiver,
+        heard,
+        sender,
+        ear,
+    ):
+        receiver.dial(with_key(sender.address, server[0].decode())).send(cancel("secret"))
+        lost = await heard.hear(Lost)
+        assert lost.code == "peer_unreachable" and "handshakes failed" in lost.reason
+        await ear.silence(0.2)
 
 
 @pytest.mark.parametrize("side", ["dialling", "listening"])
-def test_an_agent_with_a_key_and_one_without_do_not_speak(run: Run, side: str) -> None:
-    async def story() -> None:
-        (own,) = pairs(1)
-        keyed, bare = trust(own, fleet=own), Trust()
-        sides = (keyed, bare) if side == "dialling" else (bare, keyed)
-        async with two(*sides, QUICK) as (receiver, heard, sender, ear):
+async def test_an_agent_with_a_key_and_one_without_do_not_speak(side: str) -> None:
+    (own,) = pairs(1)
+    keyed, bare = trust(own, fleet=own), Trust()
+    sides = (keyed, bare) if side == "dialling" else (bare, keyed)
+    async with two(*sides, settings=QUICK) as (receiver, heard, sender, ear):
+        receiver.dial(sender.address).send(cancel("t"))
+        assert (await heard.hear(Lost)).code in ("peer_unreachable", "peer_disconnected")
+        await ear.silence(0.2)
+        assert sender.links == []
+
+
+async def test_raw_and_plain_callers_get_nowhere_and_stop_nobody() -> None:
+    own, stranger = pairs(2)
+    fleet = trust(own, fleet=own)
+    async with two(fleet, fleet) as (receiver, _, sender, ear):
+        host, port = sender.address.removeprefix("tcp://").split(":")
+        with (
+            caller(sender.address, None) as plain,
+            caller(sender.address, stranger, stranger[0]) as wrong,
+            socket.create_connection((host, int(port))) as raw,
+        ):
+            raw.sendall(os.urandom(4096))
+            for turned_away in (plain, wrong):
+                with contextlib.suppress(zmq.Again):  # it knows already
+                    turned_away.send(envelope(), zmq.NOBLOCK)
+            await ear.silence(0.5)
             receiver.dial(sender.address).send(cancel("t"))
-            assert (await heard.hear(Lost)).code in ("peer_unreachable", "peer_disconnected")
-            await ear.silence(0.2)
-            assert sender.links == []
-
-    run(story())
-
-
-def test_raw_and_plain_callers_get_nowhere_and_stop_nobody(run: Run) -> None:
-    async def story() -> None:
-        own, stranger = pairs(2)
-        fleet = trust(own, fleet=own)
-        async with two(fleet, fleet) as (receiver, _, sender, ear):
-            host, port = sender.address.removeprefix("tcp://").split(":")
-            with (
-                caller(sender.address, None) as plain,
-                caller(sender.address, stranger, stranger[0]) as wrong,
-                socket.create_connection((host, int(port))) as raw,
-            ):
-                raw.sendall(os.urandom(4096))
-                for turned_away in (plain, wrong):
-                    with contextlib.suppress(zmq.Again):  # it knows already
-                        turned_away.send(envelope(), zmq.NOBLOCK)
-                await ear.silence(0.5)
-                receiver.dial(sender.address).send(cancel("t"))
-                assert (await ear.hear(Arrived)).envelope.sender == "receiver"
-                assert sender.rejected == {}
-
-    run(story())
+            assert (await ear.hear(Arrived)).envelope.sender == "receiver"
+            assert sender.rejected == {}
 
 
 # A list that changes:
 
 
-def test_a_key_that_is_added_is_let_in_without_a_restart(run: Run) -> None:
-    async def story() -> None:
-        server, old, new = pairs(3)
-        async with two(trust(new, sender=server), trust(server, decode=old)) as (receiver, heard, sender, ear):
-            receiver.dial(sender.address)
-            assert (await heard.hear(Lost)).code == "key_refused"
-            assert (await ear.hear(Rejected)).code == "key_not_allowed"
-            names = {old[0].decode(): "decode", new[0].decode(): "decode"}
-            assert sender.trust.keys is not None
-            sender.trusts(replace(sender.trust, keys=replace(sender.trust.keys, names=names)))
-            receiver.dial(sender.address).send(cancel("t"))
-            assert (await ear.hear(Arrived)).link.key == new[0].decode()
-
-    run(story())
+async def test_a_key_that_is_added_is_let_in_without_a_restart() -> None:
+    server, old, new = pairs(3)
+    async with two(trust(new, sender=server), trust(server, decode=old)) as (receiver, heard, sender, ear):
+        receiver.dial(sender.address)
+        assert (await heard.hear(Lost)).code == "key_refused"
+        assert (await ear.hear(Rejected)).code == "key_not_allowed"
+        names = {old[0].decode(): "decode", new[0].decode(): "decode"}
+        assert sender.trust.keys is not None
+        sender.set_trust(replace(sender.trust, keys=replace(sender.trust.keys, names=names)))
+        receiver.dial(sender.address).send(cancel("t"))
+        assert (await ear.hear(Arrived)).link.key == new[0].decode()
 
 
-def test_a_key_that_is_taken_off_the_list_is_cut_off_at_once_and_stays_so(run: Run) -> None:
+async def test_a_key_that_is_taken_off_the_list_is_cut_off_at_once_and_stays_so() -> None:
     """Even on the connection that it proved itself on before: what it says there counts for nothing any more."""
-
-    async def story() -> None:
-        server, good, bad = pairs(3)
-        async with Control("sender", LOOPBACK, trust=trust(server, good=good, bad=bad)) as sender:
-            ear = Ear(sender)
-            with caller(sender.address, bad, server[0]) as dealer, caller(sender.address, good, server[0]) as other:
-                dealer.send(envelope(0))
-                first = (await ear.hear(Arrived)).link
-                other.send(envelope(0, sender="good"))
-                kept = (await ear.hear(Arrived)).link
-                sender.trusts(trust(server, good=good))
-                lost = await ear.hear(Lost)
-                assert (lost.link, lost.code) == (first, "key_revoked") and sender.links == [kept]
-                dealer.send(envelope(1))
-                assert (await ear.hear(Rejected)).code == "key_not_allowed"
-                dealer.send(envelope(0, sender="another incarnation"))
-                assert (await ear.hear(Rejected)).code == "key_not_allowed"
-                other.send(envelope(1, sender="good"))
-                assert (await ear.hear(Arrived)).link is kept
-
-    run(story())
+    server, good, bad = pairs(3)
+    async with Control("sender", LOOPBACK, trust=trust(server, good=good, bad=bad)) as sender:
+        ear = Ear(sender)
+        with caller(sender.address, bad, server[0]) as dealer, caller(sender.address, good, server[0]) as other:
+            dealer.send(envelope(0))
+            first = (await ear.hear(Arrived)).link
+            other.send(envelope(0, sender="good"))
+            kept = (await ear.hear(Arrived)).link
+            sender.set_trust(trust(server, good=good))
+            lost = await ear.hear(Lost)
+            assert (lost.link, lost.code) == (first, "key_revoked") and sender.links == [kept]
+            dealer.send(envelope(1))
+            assert (await ear.hear(Rejected)).code == "key_not_allowed"
+            dealer.send(envelope(0, sender="another incarnation"))
+            assert (await ear.hear(Rejected)).code == "key_not_allowed"
+            other.send(envelope(1, sender="good"))
+            assert (await ear.hear(Arrived)).link is kept
 
 
-def test_a_dialled_server_whose_key_is_taken_off_the_list_is_lost_too(run: Run) -> None:
-    async def story() -> None:
-        ours, server, other = pairs(3)
-        async with two(trust(ours, sender=server), trust(server, receiver=ours)) as (receiver, heard, sender, ear):
-            address = with_key(sender.address, server[0].decode())
-            link = receiver.dial(address)
-            link.send(cancel("t"))
-            await ear.hear(Arrived)
-            receiver.trusts(trust(ours, other=other))
-            assert (await heard.hear(Lost)).code == "key_revoked"
-            with pytest.raises(PeerError) as caught:
-                receiver.dial(address)
-            assert caught.value.code == "peer_not_allowed" and not link.send(Goodbye())
-
-    run(story())
+async def test_a_dialled_server_whose_key_is_taken_off_the_list_is_lost_too() -> None:
+    ours, server, other = pairs(3)
+    async with two(trust(ours, sender=server), trust(server, receiver=ours)) as (receiver, heard, sender, ear):
+        address = with_key(sender.address, server[0].decode())
+        link = receiver.dial(address)
+        link.send(cancel("t"))
+        await ear.hear(Arrived)
+        receiver.set_trust(trust(ours, other=other))
+        assert (await heard.hear(Lost)).code == "key_revoked"
+        with pytest.raises(PeerError) as caught:
+            receiver.dial(address)
+        assert caught.value.code == "peer_not_allowed" and not link.send(Goodbye())
 
 
 # Floods:
 
 
-def test_a_caller_that_connects_too_often_waits_and_nobody_else_does(run: Run) -> None:
-    async def story() -> None:
-        server, good, loud = pairs(3)
-        settings = Settings(handshakes_per_s=1, handshakes_at_once=3)
-        known = trust(server, good=good, loud=loud)
-        async with Control("sender", LOOPBACK, settings=settings, trust=known) as sender:
-            ear, arrived = Ear(sender), 0
-            for number in range(8):
-                with caller(sender.address, loud, server[0]) as dealer:
-                    dealer.send(envelope(sender=f"loud{number}"))
+async def test_a_caller_that_connects_too_often_waits_and_nobody_else_does() -> None:
+    server, good, loud = pairs(3)
+    settings = Settings(handshakes_per_s=1, handshakes_at_once=3)
+    known = trust(server, good=good, loud=loud)
+    async with Control("sender", LOOPBACK, settings=settings, trust=known) as sender:
+        ear, arrived = Ear(sender), 0
+        for number in range(8):
+            with caller(sender.address, loud, server[0]) as dealer:
+                dealer.send(envelope(sender=f"loud{number}"))
+                event = await ear.next()
+                while isinstance(event, Lost):
                     event = await ear.next()
-                    while isinstance(event, Lost):
-                        event = await ear.next()
-                    arrived += isinstance(event, Arrived)
-                    assert isinstance(event, Arrived) or event.code == "handshakes_too_many"
-            assert 3 <= arrived < 8
-            with caller(sender.address, good, server[0]) as dealer:
-                dealer.send(envelope(sender="good"))
-                while not isinstance(event := await ear.next(), Arrived) or event.envelope.sender != "good":
-                    pass
-
-    run(story())
+                arrived += isinstance(event, Arrived)
+                assert isinstance(event, Arrived) or event.code == "handshakes_too_many"
+        assert 3 <= arrived < 8
+        with caller(sender.address, good, server[0]) as dealer:
+            dealer.send(envelope(sender="good"))
+            while not isinstance(event := await ear.next(), Arrived) or event.envelope.sender != "good":
+                pass
 
 
-def test_one_caller_has_not_all_the_links(run: Run) -> None:
-    async def story() -> None:
-        server, good, loud = pairs(3)
-        settings = Settings(max_links=8, max_links_of_one=3)
-        known = trust(server, good=good, loud=loud)
-        async with Control("sender", LOOPBACK, settings=settings, trust=known) as sender:
-            ear = Ear(sender)
-            with contextlib.ExitStack() as callers:
-                for number in range(5):
-                    callers.enter_context(caller(sender.address, loud, server[0])).send(envelope(sender=f"l{number}"))
-                    event = await ear.next()
-                    assert isinstance(event, Arrived) == (number < 3), event
-                assert isinstance(event, Rejected) and event.code == "too_many_links"
-                callers.enter_context(caller(sender.address, good, server[0])).send(envelope(sender="good"))
-                assert (await ear.hear(Arrived)).link.key == good[0].decode()
-
-    run(story())
+async def test_one_caller_has_not_all_the_links() -> None:
+    server, good, loud = pairs(3)
+    settings = Settings(max_links=8, max_links_of_one=3)
+    known = trust(server, good=good, loud=loud)
+    async with Control("sender", LOOPBACK, settings=settings, trust=known) as sender:
+        ear = Ear(sender)
+        with contextlib.ExitStack() as callers:
+            for number in range(5):
+                callers.enter_context(caller(sender.address, loud, server[0])).send(envelope(sender=f"l{number}"))
+                event = await ear.next()
+                assert isinstance(event, Arrived) == (number < 3), event
+            assert isinstance(event, Rejected) and event.code == "too_many_links"
+            callers.enter_context(caller(sender.address, good, server[0])).send(envelope(sender="good"))
+            assert (await ear.hear(Arrived)).link.key == good[0].decode()
 
 
 @pytest.mark.parametrize("kind", ["allowed", "not allowed", "no curve"])
-def test_memory_is_bounded_under_a_flood(kind: str) -> None:
+async def test_memory_is_bounded_under_a_flood(loop: object, kind: str) -> None:
     """4 MiB frames of nonsense as fast as loopback takes them; and an honest agent is served meanwhile."""
-
-    async def story() -> None:
-        server, good, loud = pairs(3)
-        known = trust(server, good=good, loud=loud) if kind == "allowed" else trust(server, good=good)
-        async with two(trust(good, sender=server), known, Settings()) as (receiver, heard, sender, ear):
-            flood = caller(sender.address, None if kind == "no curve" else loud, server[0])
-            link = receiver.dial(sender.address)
-            with flood as dealer:
-                before, most, answered, sent = resident_bytes(), 0, 0, 0
-                end = time.monotonic() + FLOOD_S
-                frame = b"\x91" * (4 << 20)
-                link.send(cancel("t"))
-                while time.monotonic() < end or not answered:
-                    with contextlib.suppress(zmq.Again):
-                        dealer.send(frame, zmq.NOBLOCK, copy=False)
-                        sent += 1
-                    with contextlib.suppress(AssertionError, TimeoutError):
-                        if isinstance(event := await ear.next(0.01), Arrived):
-                            event.link.send(Drained(transfer="t"))
-                    if any(isinstance(event, Arrived) for event in heard._control._events):
-                        assert isinstance(await heard.next(), Arrived)
-                        answered += 1
-                        link.send(cancel("t"))
-                    assert receiver.links == [link]
-                    most = max(most, resident_bytes() - before)
-                assert answered > 3
-                assert (sender.rejected["frame_too_deep"] + sender.rejected["frame_malformed"] > 0) == (
-                    kind == "allowed"
-                )
-                assert most < FLOOD_BYTES, f"{most >> 20} MiB more after {sent} frames"
-
-    asyncio.run(asyncio.wait_for(story(), 60))
+    server, good, loud = pairs(3)
+    known = trust(server, good=good, loud=loud) if kind == "allowed" else trust(server, good=good)
+    async with two(trust(good, sender=server), known) as (receiver, heard, sender, ear):
+        flood = caller(sender.address, None if kind == "no curve" else loud, server[0])
+        link = receiver.dial(sender.address)
+        with flood as dealer:
+            before, most, answered, sent = resident_bytes(), 0, 0, 0
+            end = time.monotonic() + FLOOD_S
+            frame = b"\x91" * (4 << 20)
+            link.send(cancel("t"))
+            while time.monotonic() < end or not answered:
+                with contextlib.suppress(zmq.Again):
+                    dealer.send(frame, zmq.NOBLOCK, copy=False)
+                    sent += 1
+                with contextlib.suppress(AssertionError, TimeoutError):
+                    if isinstance(event := await ear.next(0.01), Arrived):
+                        event.link.send(Drained(transfer="t"))
+                if any(isinstance(event, Arrived) for event in heard._control._events):
+                    assert isinstance(await heard.next(), Arrived)
+                    answered += 1
+                    link.send(cancel("t"))
+                assert receiver.links == [link]
+                most = max(most, resident_bytes() - before)
+            assert answered > 3
+            assert (sender.rejected["frame_too_deep"] + sender.rejected["frame_malformed"] > 0) == (kind == "allowed")
+            assert most < FLOOD_BYTES, f"{most >> 20} MiB more after {sent} frames"
 
 
-def test_memory_is_bounded_while_the_agent_is_too_busy_to_read() -> None:
-    async def story() -> None:
-        server, loud = pairs(2)
-        async with Control("sender", LOOPBACK, trust=trust(server, loud=loud)) as sender:
-            with caller(sender.address, loud, server[0]) as dealer:
-                dealer.send(envelope())
-                assert isinstance(await Ear(sender).next(), Arrived)
-                before = resident_bytes()
-                frame = bytes(1 << 20)
-                for _ in range(900):
-                    dealer.send(frame, copy=False)
-                time.sleep(2)  # noqa: ASYNC251  the loop is held up on purpose
-                more = resident_bytes() - before
-                assert (8 << 20) < more < (160 << 20), f"{more >> 20} MiB more"
-
-    asyncio.run(asyncio.wait_for(story(), 60))
+async def test_memory_is_bounded_while_the_agent_is_too_busy_to_read(loop: object) -> None:
+    server, loud = pairs(2)
+    async with Control("sender", LOOPBACK, trust=trust(server, loud=loud)) as sender:
+        with caller(sender.address, loud, server[0]) as dealer:
+            dealer.send(envelope())
+            assert isinstance(await Ear(sender).next(), Arrived)
+            before = resident_bytes()
+            frame = bytes(1 << 20)
+            for _ in range(900):
+                dealer.send(frame, copy=False)
+            time.sleep(2)  # noqa: ASYNC251  the loop is held up on purpose
+            more = resident_bytes() - before
+            assert (8 << 20) < more < (160 << 20), f"{more >> 20} MiB more"
 
 
 def resident_bytes() -> int:

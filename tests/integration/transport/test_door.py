@@ -1,4 +1,4 @@
-"""Handing engine memory over at the door: to whom, to whom not, and how the sender knows who still has it."""
+"""Handing over engine memory at the door: who gets it, who does not, and how the sender knows who still has it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -29,12 +28,10 @@ from kvbridge.transport import door as doors
 from kvbridge.transport.door import Holder, MemoryDoor, Shared, open_memory
 from kvbridge.transport.framed import close_fds
 from kvbridge.transport.lock import Lock
-from tests.integration.transport.ears import Run
-from tests.integration.transport.ends import INCARNATION, inode, open_fds, pipes
-from tests.integration.transport.test_local_access import heard_by
+from tests.integration.adapters.fake_agent import squatter
+from tests.integration.transport.ends import INCARNATION, NEEDS_ROOT, heard_by, inode, open_fds, pipes
 
 change = msgspec.structs.replace
-NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
 RECEIVER = """
 import asyncio, sys
 from kvbridge_proto.codec import decode
@@ -46,23 +43,6 @@ async def main():
         print(await handed.ending(), flush=True)
         await asyncio.sleep(60)
 asyncio.run(main())
-"""
-# Says what it is told to, as another user, and shows what it hears.
-SPEAKER = """
-import socket, sys
-s = socket.socket(socket.AF_UNIX)
-s.settimeout(2)
-s.connect(sys.argv[1])
-s.send(bytes.fromhex(sys.argv[2]))
-print(s.recv(9999))
-"""
-SQUATTER = """
-import socket, sys
-s = socket.socket(socket.AF_UNIX)
-s.bind(sys.argv[1])
-s.listen(1)
-print("up", flush=True)
-print(s.accept()[0].recv(9999), flush=True)
 """
 
 
@@ -81,6 +61,11 @@ async def opened(
                 serving.cancel()
                 await asyncio.wait([serving])
                 assert serving.cancelled()
+
+
+@pytest.fixture
+def door(path: Path) -> contextlib.AbstractAsyncContextManager[MemoryDoor]:
+    return opened(path)
 
 
 def shared(epoch: int, fds: Iterable[int] = ()) -> Shared:
@@ -136,338 +121,224 @@ def receiving(card: DoorCard) -> Iterator[subprocess.Popen[bytes]]:
             receiver.kill()
 
 
-@contextlib.contextmanager
-def squatter(path: str) -> Iterator[Callable[[], bytes]]:
-    """A process of another user that listens there; gives the line that says what it heard."""
-    command = ["/usr/bin/env", "python3", "-c", SQUATTER, path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, user=65534, group=65534, extra_groups=[]) as listening:
-        try:
-            assert listening.stdout is not None and listening.stdout.readline() == b"up\n"
-            yield listening.stdout.readline
-        finally:
-            listening.kill()
-
-
 # What is handed over:
 
 
-def test_hands_over_the_epochs_handles_and_descriptors(run: Run, path: Path) -> None:
-    async def story() -> None:
-        mine = pipes(200)
-        before = open_fds()
-        async with opened(path, mine) as door:
-            with await open_memory(card_of(door), "decode-0") as handed:
-                assert handed.epoch == 3 and handed.handles == shared(3, mine).handles
-                assert [inode(fd) for fd in handed.fds] == [inode(fd) for fd in mine]
-                assert not any(os.get_inheritable(fd) for fd in handed.fds)
-                (holder,) = door.holders()
-                assert (holder.pid, holder.uid, holder.agent) == (os.getpid(), os.getuid(), "decode-0")
-                assert (holder.session, holder.epoch, holder.over_at) == ("decode-0/1", 3, None)
-                assert 0 <= time.monotonic() - holder.since < 5
-            await until_held_by(door, 0)
-        assert open_fds() == before
-        close_fds(mine)
-
-    run(story())
-
-
-def test_several_receivers_hold_one_epoch(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            handed = [await open_memory(card_of(door, f"s{i}"), f"decode-{i}") for i in range(8)]
-            assert [holder.agent for holder in door.holders()] == [f"decode-{i}" for i in range(8)]
-            handed[3].close()
-            assert "decode-3" not in {holder.agent for holder in await until_held_by(door, 7)}
-            for each in handed:
-                each.close()
-
-    run(story())
+async def test_hands_over_the_epochs_handles_and_descriptors(path: Path) -> None:
+    mine = pipes(200)
+    before = open_fds()
+    async with opened(path, mine) as door:
+        with await open_memory(card_of(door), "decode-0") as handed:
+            assert handed.epoch == 3 and handed.handles == shared(3, mine).handles
+            assert [inode(fd) for fd in handed.fds] == [inode(fd) for fd in mine]
+            assert not any(os.get_inheritable(fd) for fd in handed.fds)
+            (holder,) = door.holders()
+            assert (holder.pid, holder.uid, holder.agent) == (os.getpid(), os.getuid(), "decode-0")
+            assert (holder.session, holder.epoch, holder.over_at) == ("decode-0/1", 3, None)
+            assert 0 <= time.monotonic() - holder.since < 5
+        await until_held_by(door, 0)
+    assert open_fds() == before
+    close_fds(mine)
 
 
 # To whom it is not:
 
 
-def test_refuses_a_wrong_token_and_keeps_the_right_one_good(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            card, other = card_of(door), card_of(door, "another")
-            for token in (bytes(32), card.token[:-1] + bytes([card.token[-1] ^ 1]), other.token):
-                assert await refused(change(card, token=token)) == "wrong_token"
-            assert await refused(change(card, session="unheard of")) == "wrong_token"
-            assert door.holders() == [] and door.refused == 4
+async def test_refuses_a_wrong_token_and_keeps_the_right_one_good(door: MemoryDoor) -> None:
+    card, other = card_of(door), card_of(door, "another")
+    for token in (bytes(32), card.token[:-1] + bytes([card.token[-1] ^ 1]), other.token):
+        assert await refused(change(card, token=token)) == "wrong_token"
+    assert await refused(change(card, session="unheard of")) == "wrong_token"
+    assert door.holders() == [] and door.refused == 4
+    (await open_memory(card, "decode-0")).close()
+
+
+async def test_a_token_opens_once_and_a_new_one_opens_again(door: MemoryDoor) -> None:
+    first = card_of(door)
+    with await open_memory(first, "decode-0"):
+        assert await refused(first) == "wrong_token"
+    second = card_of(door)
+    third = card_of(door)  # makes the second one void
+    assert len({first.token, second.token, third.token}) == 3
+    assert await refused(second) == "wrong_token"
+    (await open_memory(third, "decode-0")).close()
+    door.dismiss("decode-0/1", "the session ended")
+    card = card_of(door)
+    door.dismiss("decode-0/1", "the session ended")
+    assert await refused(card) == "wrong_token"
+
+
+async def test_cards_that_nobody_shows_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "MAX_TOKENS", 4)
+    async with opened(path) as door:
+        cards = [card_of(door, f"s{i}") for i in range(6)]
+        assert [await refused(card) for card in cards[:2]] == ["wrong_token"] * 2
+        for card in cards[2:]:
             (await open_memory(card, "decode-0")).close()
 
-    run(story())
+
+async def test_refuses_an_epoch_that_is_over(door: MemoryDoor) -> None:
+    old, other = card_of(door), card_of(door, "other")
+    door.end(3, "the engine left")
+    assert door.admit("late") is None
+    assert await refused(old) == "stale_epoch"
+    door.share(shared(4))
+    assert await refused(other) == "stale_epoch"
+    assert await refused(change(card_of(door), epoch=3)) == "stale_epoch"
+    third = card_of(door)
+    door.end(3, "heard again")  # it has nothing to do with the fourth
+    (await open_memory(third, "decode-0")).close()
 
 
-def test_a_token_opens_once_and_a_new_one_opens_again(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            first = card_of(door)
-            with await open_memory(first, "decode-0"):
-                assert await refused(first) == "wrong_token"
-            second = card_of(door)
-            third = card_of(door)  # makes the second one void
-            assert len({first.token, second.token, third.token}) == 3
-            assert await refused(second) == "wrong_token"
-            (await open_memory(third, "decode-0")).close()
-            door.dismiss("decode-0/1", "the session ended")
-            card = card_of(door)
-            door.dismiss("decode-0/1", "the session ended")
-            assert await refused(card) == "wrong_token"
-
-    run(story())
+async def test_refuses_everybody_where_sharing_is_switched_off(path: Path) -> None:
+    async with opened(path) as door:
+        card = card_of(door)
+    async with opened(path, is_sharing=False) as door:
+        assert door.admit("decode-0/1") is None
+        assert await refused(card) == "sharing_off"
 
 
-def test_cards_that_nobody_shows_are_bounded(run: Run, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "MAX_TOKENS", 4)
-
-    async def story() -> None:
-        async with opened(path) as door:
-            cards = [card_of(door, f"s{i}") for i in range(6)]
-            assert [await refused(card) for card in cards[:2]] == ["wrong_token"] * 2
-            for card in cards[2:]:
-                (await open_memory(card, "decode-0")).close()
-
-    run(story())
-
-
-def test_refuses_an_epoch_that_is_over(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            old, other = card_of(door), card_of(door, "other")
-            door.end(3, "the engine left")
-            assert door.admit("late") is None
-            assert await refused(old) == "stale_epoch"
-            door.share(shared(4))
-            assert await refused(other) == "stale_epoch"
-            assert await refused(change(card_of(door), epoch=3)) == "stale_epoch"
-            third = card_of(door)
-            door.end(3, "heard again")  # it has nothing to do with the fourth
-            (await open_memory(third, "decode-0")).close()
-
-    run(story())
-
-
-def test_refuses_everybody_where_sharing_is_switched_off(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            card = card_of(door)
-        async with opened(path, is_sharing=False) as door:
-            assert door.admit("decode-0/1") is None
-            assert await refused(card) == "sharing_off"
-
-    run(story())
-
-
-def test_refuses_a_receiver_of_other_versions(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            with caller(door) as raw:
-                raw.send(speech(card_of(door), versions=VersionRange(OURS.newest + 1, OURS.newest + 1)))
-                assert b"version_mismatch" in await heard(raw)
-
-    run(story())
+async def test_refuses_a_receiver_of_other_versions(door: MemoryDoor) -> None:
+    with caller(door) as raw:
+        raw.send(speech(card_of(door), versions=VersionRange(OURS.newest + 1, OURS.newest + 1)))
+        assert b"version_mismatch" in await heard(raw)
 
 
 @NEEDS_ROOT
 @pytest.mark.parametrize(("allowed", "code"), [([65533], b"uid_not_allowed"), ([], b"PermissionError")])
-def test_refuses_another_user(run: Run, allowed: list[int], code: bytes) -> None:
-    async def story(path: Path) -> None:
-        async with opened(path, allowed_uids=allowed) as door:
-            assert code in await asyncio.to_thread(heard_by, 65534, door.path)
-            assert b"memory_opened" not in await spoken_by(65534, door, speech(card_of(door)))
-            assert door.holders() == []
-
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o711)
-        run(story(Path(folder) / "agent.sock"))
+async def test_refuses_another_user(open_path: Path, allowed: list[int], code: bytes) -> None:
+    async with opened(open_path, allowed_uids=allowed) as door:
+        assert code in await heard_by(65534, door.path)
+        assert b"memory_opened" not in await heard_by(65534, door.path, speech(card_of(door)).hex())
+        assert door.holders() == []
 
 
 @NEEDS_ROOT
-def test_hands_over_to_a_user_who_is_named_and_proves_the_session(run: Run) -> None:
-    async def story(path: Path) -> None:
-        async with opened(path, allowed_uids=[65534]) as door:
-            assert b"wrong_token" in await spoken_by(65534, door, speech(card_of(door), token=bytes(32)))
-            assert b"memory_opened" in await spoken_by(65534, door, speech(card_of(door)))
-
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o711)
-        run(story(Path(folder) / "agent.sock"))
-
-
-async def spoken_by(uid: int, door: MemoryDoor, said: bytes) -> bytes:
-    """What a process of this user hears when it says that."""
-    command = ["/usr/bin/env", "python3", "-c", SPEAKER, str(door.path), said.hex()]
-
-    def spoken() -> bytes:
-        ran = subprocess.run(command, capture_output=True, user=uid, group=uid, extra_groups=[], timeout=20)
-        return ran.stdout
-
-    return await asyncio.to_thread(spoken)
+async def test_hands_over_to_a_user_who_is_named_and_proves_the_session(open_path: Path) -> None:
+    async with opened(open_path, allowed_uids=[65534]) as door:
+        wrong, right = speech(card_of(door), token=bytes(32)), speech(card_of(door))
+        assert b"wrong_token" in await heard_by(65534, door.path, wrong.hex())
+        assert b"memory_opened" in await heard_by(65534, door.path, right.hex())
 
 
 @NEEDS_ROOT
-def test_shows_its_token_to_no_foreign_user_who_listens_in_the_peers_place(run: Run) -> None:
-    async def story(path: Path) -> None:
-        async with opened(path) as door:
-            card = card_of(door)
-        with squatter(card.path) as heard_there:
-            assert await refused(card) == "uid_not_allowed"
-            assert heard_there() == b"b''\n"
-
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o1777)
-        run(story(Path(folder) / "agent.sock"))
+async def test_shows_its_token_to_no_foreign_user_who_listens_in_the_peers_place(open_path: Path) -> None:
+    async with opened(open_path) as door:
+        card = card_of(door)
+    with squatter(Path(card.path)) as (_, heard_there):
+        assert await refused(card) == "uid_not_allowed" and heard_there() == b""
 
 
-def test_a_receiver_goes_to_no_socket_that_is_no_door_of_this_machine(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            card = card_of(door)
-            with socket.socket(socket.AF_UNIX) as other:
-                other.bind(str(path))
-                other.listen(1)
-                other.setblocking(False)
-                assert await refused(change(card, path=str(path))) == "wrong_machine"
-                with pytest.raises(BlockingIOError):
-                    other.accept()
-            assert await refused(change(card, machine="another")) == "wrong_machine"
-            assert await refused(change(card, path=f"{path}.not.door")) == "door_unreachable"
-
-    run(story())
+async def test_a_receiver_goes_to_no_socket_that_is_no_door_of_this_machine(door: MemoryDoor, path: Path) -> None:
+    card = card_of(door)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen(1)
+        other.setblocking(False)
+        assert await refused(change(card, path=str(path))) == "wrong_machine"
+        with pytest.raises(BlockingIOError):
+            other.accept()
+    assert await refused(change(card, machine="another")) == "wrong_machine"
+    assert await refused(change(card, path=f"{path}.not.door")) == "door_unreachable"
 
 
 # How it ends:
 
 
-def test_tells_receivers_of_an_epochs_end_and_names_them_until_they_have_closed(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            one, other = await open_memory(card_of(door, "s1"), "one"), await open_memory(card_of(door, "s2"), "other")
-            door.end(3, "the engine left")
-            door.share(shared(4))
-            newer = await open_memory(card_of(door, "s3"), "newer")
-            assert await one.ending() == await other.ending() == "the engine left"
-            assert not one.is_peer_gone and not one.is_closed
-            held = {holder.agent: holder for holder in door.holders()}
-            assert held["one"].over_at is not None and held["newer"].over_at is None
-            one.close()
-            left = await until_held_by(door, 2)
-            assert [(holder.agent, holder.epoch) for holder in left] == [("other", 3), ("newer", 4)]
-            other.close()
-            newer.close()
-
-    run(story())
+async def test_tells_receivers_of_an_epochs_end_and_names_them_until_they_have_closed(door: MemoryDoor) -> None:
+    one, other = await open_memory(card_of(door, "s1"), "one"), await open_memory(card_of(door, "s2"), "other")
+    door.end(3, "the engine left")
+    door.share(shared(4))
+    newer = await open_memory(card_of(door, "s3"), "newer")
+    assert await one.ending() == await other.ending() == "the engine left"
+    assert not one.is_peer_gone and not one.is_closed
+    held = {holder.agent: holder for holder in door.holders()}
+    assert held["one"].over_at is not None and held["newer"].over_at is None
+    one.close()
+    left = await until_held_by(door, 2)
+    assert [(holder.agent, holder.epoch) for holder in left] == [("other", 3), ("newer", 4)]
+    other.close()
+    newer.close()
 
 
-def test_the_end_of_a_session_ends_what_it_holds(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            one, other = await open_memory(card_of(door, "s1"), "a"), await open_memory(card_of(door, "s2"), "b")
-            door.dismiss("s1", "the link ended")
-            assert await one.ending() == "the link ended"
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(other.ending(), 0.05)
-            one.close()
-            other.close()
-
-    run(story())
+async def test_the_end_of_a_session_ends_what_it_holds(door: MemoryDoor) -> None:
+    one, other = await open_memory(card_of(door, "s1"), "a"), await open_memory(card_of(door, "s2"), "b")
+    door.dismiss("s1", "the link ended")
+    assert await one.ending() == "the link ended"
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(other.ending(), 0.05)
+    one.close()
+    other.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_receiver_that_dies_holds_nothing_any_more(run: Run, path: Path, number: int) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            with receiving(card_of(door)) as receiver:
-                (holder,) = await until_held_by(door, 1)
-                assert (holder.pid, holder.agent) == (receiver.pid, "decode-7")
-                receiver.send_signal(number)
-                await until_held_by(door, 0)
-
-    run(story())
+async def test_a_receiver_that_dies_holds_nothing_any_more(door: MemoryDoor, number: int) -> None:
+    with receiving(card_of(door)) as receiver:
+        (holder,) = await until_held_by(door, 1)
+        assert (holder.pid, holder.agent) == (receiver.pid, "decode-7")
+        receiver.send_signal(number)
+        await until_held_by(door, 0)
 
 
-def test_a_receiver_that_keeps_the_memory_is_named_though_it_was_told(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            with receiving(card_of(door)) as receiver:
-                await until_held_by(door, 1)
-                door.end(3, "engine gone")
-                assert receiver.stdout is not None
-                assert await asyncio.to_thread(receiver.stdout.readline) == b"0\n"
-                assert await asyncio.to_thread(receiver.stdout.readline) == b"engine gone\n"
-                await asyncio.sleep(0.05)
-                (holder,) = door.holders()
-                assert holder.pid == receiver.pid and holder.over_at is not None
-
-    run(story())
+async def test_a_receiver_that_keeps_the_memory_is_named_though_it_was_told(door: MemoryDoor) -> None:
+    with receiving(card_of(door)) as receiver:
+        await until_held_by(door, 1)
+        door.end(3, "engine gone")
+        assert receiver.stdout is not None
+        assert await asyncio.to_thread(receiver.stdout.readline) == b"0\n"
+        assert await asyncio.to_thread(receiver.stdout.readline) == b"engine gone\n"
+        await asyncio.sleep(0.05)
+        (holder,) = door.holders()
+        assert holder.pid == receiver.pid and holder.over_at is not None
 
 
-def test_a_receiver_hears_when_the_senders_agent_is_gone(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            handed = await open_memory(card_of(door), "decode-0")
-        assert "is gone" in await handed.ending() and handed.is_peer_gone
-        handed.close()
-        assert handed.is_closed
-
-    run(story())
+async def test_a_receiver_hears_when_the_senders_agent_is_gone(path: Path) -> None:
+    async with opened(path) as door:
+        handed = await open_memory(card_of(door), "decode-0")
+    assert "is gone" in await handed.ending() and handed.is_peer_gone
+    handed.close()
+    assert handed.is_closed
 
 
 # Callers that are slow, mute, loud or mad:
 
 
-def test_a_mute_caller_and_a_slow_one_are_cut_off(run: Run, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mute_caller_and_a_slow_one_are_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "CALL_S", 0.2)
-
-    async def story() -> None:
-        async with opened(path) as door:
-            with caller(door) as mute, caller(door) as slow:
-                began = time.monotonic()
-                slow.send(speech(card_of(door))[:20])
-                assert b"caller_slow" in await heard(mute) and b"caller_slow" in await heard(slow)
-                assert await heard(mute) == b"" == await heard(slow) and time.monotonic() - began < 4
-            assert door.open == set() and door.holders() == []
-
-    run(story())
+    async with opened(path) as door:
+        with caller(door) as mute, caller(door) as slow:
+            began = time.monotonic()
+            slow.send(speech(card_of(door))[:20])
+            assert b"caller_slow" in await heard(mute) and b"caller_slow" in await heard(slow)
+            assert await heard(mute) == b"" == await heard(slow) and time.monotonic() - began < 4
+        assert door.open == set() and door.holders() == []
 
 
-def test_a_caller_that_does_not_take_the_handles_is_cut_off(
-    run: Run, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_caller_that_does_not_take_the_handles_is_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "HAND_OVER_S", 1.5)
-
-    async def story() -> None:
-        before = open_fds()
-        async with opened(path) as door:
-            many = Handle(region=0, kind="cuda_ipc", device="GPU-1", payload=b"h" * 4096)
-            door.share(Shared(4, (many,) * 1000, ()))
-            with caller(door) as raw:
-                raw.send(speech(card_of(door)))
-                await until_held_by(door, 1)
-                with await open_memory(card_of(door, "s2"), "decode-0") as handed:  # others go on meanwhile
-                    assert len(handed.handles) == 1000
-                await until_held_by(door, 0)
-                assert door.open == set()
-        assert open_fds() == before
-
-    run(story())
+    before = open_fds()
+    async with opened(path) as door:
+        many = Handle(region=0, kind="cuda_ipc", device="GPU-1", payload=b"h" * 4096)
+        door.share(Shared(4, (many,) * 1000, ()))
+        with caller(door) as raw:
+            raw.send(speech(card_of(door)))
+            await until_held_by(door, 1)
+            with await open_memory(card_of(door, "s2"), "decode-0") as handed:  # others go on meanwhile
+                assert len(handed.handles) == 1000
+            await until_held_by(door, 0)
+            assert door.open == set()
+    assert open_fds() == before
 
 
-def test_an_epoch_that_ends_while_it_is_handed_over_sends_no_closed_descriptor(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            many = Handle(region=0, kind="cuda_ipc", device="GPU-1", payload=b"h" * 4096)
-            door.share(Shared(4, (many,) * 1000, ()))
-            with caller(door) as raw:
-                raw.send(speech(card_of(door)))
-                await until_held_by(door, 1)
-                door.end(4, "the engine left")
-                assert door.open == set()
-                await until_held_by(door, 0)
-
-    run(story())
+async def test_an_epoch_that_ends_while_it_is_handed_over_sends_no_closed_descriptor(door: MemoryDoor) -> None:
+    many = Handle(region=0, kind="cuda_ipc", device="GPU-1", payload=b"h" * 4096)
+    door.share(Shared(4, (many,) * 1000, ()))
+    with caller(door) as raw:
+        raw.send(speech(card_of(door)))
+        await until_held_by(door, 1)
+        door.end(4, "the engine left")
+        assert door.open == set()
+        await until_held_by(door, 0)
 
 
 HOSTILE = {
@@ -481,140 +352,100 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_names_what_is_wrong_and_goes_on_with_others(run: Run, path: Path, name: str) -> None:
+async def test_names_what_is_wrong_and_goes_on_with_others(path: Path, name: str) -> None:
     said, code = HOSTILE[name]
-
-    async def story() -> None:
-        async with opened(path) as door:
-            with caller(door) as raw:
-                raw.send(said)
-                assert code in await heard(raw)
-            (await open_memory(card_of(door), "decode-0")).close()
-
-    run(story())
+    async with opened(path) as door:
+        with caller(door) as raw:
+            raw.send(said)
+            assert code in await heard(raw)
+        (await open_memory(card_of(door), "decode-0")).close()
 
 
-def test_takes_no_descriptors_from_a_caller(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            (mine,) = pipes(1)
-            with caller(door) as raw:
-                before = open_fds()
-                socket.send_fds(raw, [speech(card_of(door))], [mine])
-                assert b"too_many_fds" in await heard(raw)
-                assert door.holders() == [] and open_fds() <= before
-            os.close(mine)
-
-    run(story())
+async def test_takes_no_descriptors_from_a_caller(door: MemoryDoor) -> None:
+    (mine,) = pipes(1)
+    with caller(door) as raw:
+        before = open_fds()
+        socket.send_fds(raw, [speech(card_of(door))], [mine])
+        assert b"too_many_fds" in await heard(raw)
+        assert door.holders() == [] and open_fds() <= before
+    os.close(mine)
 
 
-def test_a_holder_that_goes_on_talking_is_cut_off(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            with caller(door) as raw:
-                raw.send(speech(card_of(door)))
-                assert b"memory_opened" in await heard(raw)
-                raw.send(speech(card_of(door)))
-                assert b"message_invalid" in await heard(raw)
-            await until_held_by(door, 0)
-
-    run(story())
+async def test_a_holder_that_goes_on_talking_is_cut_off(door: MemoryDoor) -> None:
+    with caller(door) as raw:
+        raw.send(speech(card_of(door)))
+        assert b"memory_opened" in await heard(raw)
+        raw.send(speech(card_of(door)))
+        assert b"message_invalid" in await heard(raw)
+    await until_held_by(door, 0)
 
 
-def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(
-    run: Run, path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doors, "CALL_S", 0.3)
-
-    async def story() -> None:
-        async with opened(path) as door:
-            handed = await open_memory(card_of(door), "decode-0")
-            callers, turned_away = [], 0
-            for _ in range(4 * doors.MAX_CALLERS):
-                callers.append(caller(door))
-                await asyncio.sleep(0.001)
-                assert len(door.open) <= doors.MAX_CALLERS + 2
-            for each in callers:
-                turned_away += b"too_many_connections" in await heard(each)
-                each.close()
-            assert turned_away >= 2 * doors.MAX_CALLERS and len(door.holders()) == 1
-            (await open_memory(card_of(door, "after"), "decode-0")).close()
-            handed.close()
-
-    run(story())
+    async with opened(path) as door:
+        handed = await open_memory(card_of(door), "decode-0")
+        callers, turned_away = [], 0
+        for _ in range(4 * doors.MAX_CALLERS):
+            callers.append(caller(door))
+            await asyncio.sleep(0.001)
+            assert len(door.open) <= doors.MAX_CALLERS + 2
+        for each in callers:
+            turned_away += b"too_many_connections" in await heard(each)
+            each.close()
+        assert turned_away >= 2 * doors.MAX_CALLERS and len(door.holders()) == 1
+        (await open_memory(card_of(door, "after"), "decode-0")).close()
+        handed.close()
 
 
-@pytest.mark.parametrize("garbage", [b"\xff" * 8, struct.pack(">I", 2) + b"\xc1\xc1", b""])
-def test_a_receiver_survives_a_mad_door(run: Run, path: Path, garbage: bytes) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            card = card_of(door)
-        before = open_fds()
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(card.path)
-            listening.listen(1)
-            opening = asyncio.create_task(refused(card))
-            accepted, _ = await asyncio.to_thread(listening.accept)
-            accepted.sendall(garbage)
-            accepted.close()
-            assert await opening == "door_unreachable"
-            assert open_fds() == before + 1
-        os.unlink(card.path)
-
-    run(story())
-
-
-def test_a_receiver_waits_for_a_mute_door_no_longer_than_it_says(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            card = card_of(door)
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(card.path)
-            listening.listen(0)
-            for _ in range(2):  # the second finds its backlog full
-                with pytest.raises(PeerError) as raised:
-                    await open_memory(card, "decode-0", within_s=0.2)
-                assert raised.value.code == "door_unreachable"
-
-    run(story())
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        *((garbage, "door_unreachable") for garbage in (b"\xff" * 8, struct.pack(">I", 2) + b"\xc1\xc1", b"")),
+        (pack(Refused(code="made_up", reasons=())), "door_refused"),
+    ],
+)
+async def test_a_receiver_survives_a_mad_door_and_takes_no_new_code_from_it(path: Path, said: bytes, code: str) -> None:
+    async with opened(path) as door:
+        card = card_of(door)
+    before = open_fds()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(card.path)
+        listening.listen(1)
+        opening = asyncio.create_task(refused(card))
+        accepted, _ = await asyncio.to_thread(listening.accept)
+        accepted.sendall(said)
+        accepted.close()
+        assert await opening == code
+        assert open_fds() == before + 1
+    os.unlink(card.path)
 
 
-def test_a_refusal_under_a_name_of_its_own_makes_no_new_code(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            card = card_of(door)
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(card.path)
-            listening.listen(1)
-            opening = asyncio.create_task(refused(card))
-            accepted, _ = await asyncio.to_thread(listening.accept)
-            accepted.sendall(pack(Refused(code="made_up", reasons=())))
-            assert await opening == "door_refused"
-            accepted.close()
-
-    run(story())
+async def test_a_receiver_waits_for_a_mute_door_no_longer_than_it_says(path: Path) -> None:
+    async with opened(path) as door:
+        card = card_of(door)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(card.path)
+        listening.listen(0)
+        for _ in range(2):  # the second finds its backlog full
+            with pytest.raises(PeerError) as raised:
+                await open_memory(card, "decode-0", within_s=0.2)
+            assert raised.value.code == "door_unreachable"
 
 
-# Its socket:
+# Its socket (the rest of it is in test_local_access.py):
 
 
-def test_only_who_has_the_agents_lock_listens_and_a_dead_ones_socket_is_replaced(run: Run, path: Path) -> None:
-    async def story() -> None:
-        async with opened(path) as door:
-            first = os.lstat(door.path).st_ino
-            assert oct(os.stat(door.path).st_mode & 0o777) == "0o600"
-            with pytest.raises(OperatorError) as raised:
-                Lock(path, INCARNATION)
-            assert raised.value.code == "socket_in_use" and os.lstat(door.path).st_ino == first
-        assert not door.path.exists()
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(door.path))
-        async with opened(path) as door:
-            (await open_memory(card_of(door), "decode-0")).close()
-        door.path.write_text("precious")
-        with pytest.raises(OperatorError, match="something else"):
-            async with opened(path):
-                pass
-        assert door.path.read_text() == "precious"
-
-    run(story())
+async def test_only_who_has_the_agents_lock_listens_and_a_dead_ones_socket_is_replaced(path: Path) -> None:
+    async with opened(path) as door:
+        first = os.lstat(door.path).st_ino
+        assert oct(os.stat(door.path).st_mode & 0o777) == "0o600"
+        with pytest.raises(OperatorError) as raised:
+            Lock(path, INCARNATION)
+        assert raised.value.code == "socket_in_use" and os.lstat(door.path).st_ino == first
+    assert not door.path.exists()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(door.path))
+    async with opened(path) as door:
+        (await open_memory(card_of(door), "decode-0")).close()

@@ -1,4 +1,4 @@
-"""The loopback fabric keeps the contract, and the faults it can play."""
+"""The loopback fabric: it keeps the contract, and plays faults."""
 
 from __future__ import annotations
 

@@ -7,8 +7,6 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 
 from kvbridge.errors import FabricError
 from kvbridge.transport.fabric_nixl import HEAL_S, NixlFabric
+from tests.support.nursery import PipedChild
 from tests.system.faults.processes import Held
 from tests.system.faults.world import UCX_KEEPS
 
@@ -33,13 +32,7 @@ class Remote:
 
     def __init__(self, incarnation: str, size: int = 8 * MIB, environment: dict[str, str] | None = None) -> None:
         self.incarnation = incarnation
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.transport.nixl_peer", incarnation, str(size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, **(environment or {})},
-        )
+        self._child = PipedChild("tests.integration.transport.nixl_peer", incarnation, size, env=environment)
         self.descriptor, self.address = "", 0
 
     def __enter__(self) -> Remote:
@@ -62,7 +55,6 @@ class Remote:
         return self.answer()
 
     def post(self, verb: str, **arguments: Any) -> None:
-        assert self._child.stdin is not None
         self._child.stdin.write(json.dumps([verb, arguments]).encode() + b"\n")
         self._child.stdin.flush()
 
@@ -83,11 +75,9 @@ class Remote:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        self._child.kill()
-        self._child.wait(10)
+        self._child.close()
 
     def _line(self) -> Any:
-        assert self._child.stdout is not None
         assert select.select([self._child.stdout], [], [], 60)[0], f"{self.incarnation} does not answer"
         return json.loads(self._child.stdout.readline() or "{}")
 

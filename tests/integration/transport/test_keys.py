@@ -1,4 +1,4 @@
-"""Key files and lists of keys: what is read, and everything that is refused instead, by name."""
+"""Key files and lists of keys: what is read, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_key_where_a_files_name_belongs_is_not_shown(tmp_path: Path, said: str
     secret = zmq.curve_keypair()[1].decode()
     write_pair(tmp_path / "key")
     for key, peers in ((said.format(secret), ""), (str(tmp_path / "key"), said.format(secret))):
-        with pytest.raises(OperatorError, match="names a file") as caught:
+        with pytest.raises(OperatorError, match="must name a file") as caught:
             load_keys(key, peers)
         assert caught.value.code == "bad_option" and not shared(secret, str(caught.value))
 

@@ -1,4 +1,4 @@
-"""Engine and agent over a real unix socket: whose descriptors are whose, and how either end dies."""
+"""Engine and agent over a real unix socket: who owns which descriptors, and what happens when either end dies."""
 
 from __future__ import annotations
 
@@ -22,96 +22,82 @@ from kvbridge_proto.stream import pack
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.transport.framed import close_fds
 from kvbridge.transport.local import LocalConnection, LocalServer
-from tests.integration.transport.ends import inode, meet, open_fds, pipes, polled, run, served
+from tests.integration.transport.ends import inode, join, meet, open_fds, pipes, polled, served
 
 # Messages and descriptors:
 
 
-def test_each_message_keeps_its_own_descriptors(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        client, mine = EngineClient(path), pipes(5)
-        assert client.connect(1)
-        connection = await server.accept()
-        sent = [[], mine[:2], [], mine[2:3], mine[3:], []]
-        for number, fds in enumerate(sent):
-            assert client.send(Withdraw(request=f"{number}"), fds)
-        for number, fds in enumerate(sent):
-            message, got = await connection.receive() or (None, [])
-            assert message == Withdraw(request=f"{number}")
-            assert [inode(fd) for fd in got] == [inode(fd) for fd in fds]
-            assert not any(os.get_inheritable(fd) for fd in got)
-            close_fds(got)
-        close_fds(mine)
-
-    run(path, story)
+async def test_each_message_keeps_its_own_descriptors(server: LocalServer) -> None:
+    (client, connection), mine = await join(server), pipes(5)
+    sent = [[], mine[:2], [], mine[2:3], mine[3:], []]
+    for number, fds in enumerate(sent):
+        assert client.send(Withdraw(request=f"{number}"), fds)
+    for number, fds in enumerate(sent):
+        message, got = await connection.receive() or (None, [])
+        assert message == Withdraw(request=f"{number}")
+        assert [inode(fd) for fd in got] == [inode(fd) for fd in fds]
+        assert not any(os.get_inheritable(fd) for fd in got)
+        close_fds(got)
+    close_fds(mine)
 
 
 @pytest.mark.parametrize("pause", [False, True])
 @pytest.mark.parametrize("cut", [1, 3, 4, 5, 20])
-def test_descriptors_find_their_message_however_its_bytes_are_cut(path: Path, cut: int, pause: bool) -> None:
-    async def story(server: LocalServer) -> None:
-        engine, connection = await meet(server)
-        (mine,) = pipes(1)
-        before, with_fd, after = (pack(Withdraw(request=name * 30)) for name in "abc")
-        received = asyncio.create_task(take(connection, 3))
-        engine.send(before[:-cut])
-        await asyncio.sleep(0.01 if pause else 0)
-        engine.send(before[-cut:])
-        socket.send_fds(engine, [with_fd[:cut]], [mine])
-        await asyncio.sleep(0.01 if pause else 0)
-        engine.send(with_fd[cut:] + after)
-        messages = await received
-        assert [(message.request[0], len(fds)) for message, fds in messages] == [("a", 0), ("b", 1), ("c", 0)]
-        assert inode(messages[1][1][0]) == inode(mine)
-        close_fds([mine, *messages[1][1]])
-
-    run(path, story)
+async def test_descriptors_find_their_message_however_its_bytes_are_cut(
+    server: LocalServer, cut: int, pause: bool
+) -> None:
+    engine, connection = await meet(server)
+    (mine,) = pipes(1)
+    before, with_fd, after = (pack(Withdraw(request=name * 30)) for name in "abc")
+    received = asyncio.create_task(take(connection, 3))
+    engine.send(before[:-cut])
+    await asyncio.sleep(0.01 if pause else 0)
+    engine.send(before[-cut:])
+    socket.send_fds(engine, [with_fd[:cut]], [mine])
+    await asyncio.sleep(0.01 if pause else 0)
+    engine.send(with_fd[cut:] + after)
+    messages = await received
+    assert [(message.request[0], len(fds)) for message, fds in messages] == [("a", 0), ("b", 1), ("c", 0)]
+    assert inode(messages[1][1][0]) == inode(mine)
+    close_fds([mine, *messages[1][1]])
 
 
 async def take(connection: LocalConnection, count: int) -> list[tuple[Withdraw, list[int]]]:
     return [await connection.receive() for _ in range(count)]
 
 
-def test_a_large_frame_with_descriptors_crosses_in_pieces(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        client, mine = EngineClient(path), pipes(3)
-        assert client.connect(1)
-        connection = await server.accept()
-        big = [Withdraw(request=f"{number}", reason="x" * 1000) for number in range(5000)]
-        for number, message in enumerate(big):
-            assert client.send(message, mine if number == 4000 else ())
-        close_fds(mine)  # the client keeps its own until they are sent
-        for number, message in enumerate(big):
-            waiting = asyncio.create_task(connection.receive())
-            while not waiting.done():
-                client.poll()
-                await asyncio.sleep(0)
-            got, fds = await waiting or (None, [])
-            assert got == message and len(fds) == (3 if number == 4000 else 0)
-            close_fds(fds)
-
-    run(path, story)
-
-
-def test_closes_descriptors_that_nobody_takes(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        before = open_fds()
-        engine, connection = await meet(server)
-        mine = pipes(8)
-        frame = pack(StatusQuery())
-        socket.send_fds(engine, [frame], mine[:4])
-        socket.send_fds(engine, [pack(Detach())[:3]], mine[4:])
-        close_fds(mine)
-        message, fds = await connection.receive() or (None, [])
-        assert message == StatusQuery()
+async def test_a_large_frame_with_descriptors_crosses_in_pieces(server: LocalServer) -> None:
+    (client, connection), mine = await join(server), pipes(3)
+    big = [Withdraw(request=f"{number}", reason="x" * 1000) for number in range(5000)]
+    for number, message in enumerate(big):
+        assert client.send(message, mine if number == 4000 else ())
+    close_fds(mine)  # the client keeps its own until they are sent
+    for number, message in enumerate(big):
+        waiting = asyncio.create_task(connection.receive())
+        while not waiting.done():
+            client.poll()
+            await asyncio.sleep(0)
+        got, fds = await waiting or (None, [])
+        assert got == message and len(fds) == (3 if number == 4000 else 0)
         close_fds(fds)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(connection.receive(), 0.05)  # the second half never comes
-        connection.close()
-        engine.close()
-        assert open_fds() == before
 
-    run(path, story)
+
+async def test_closes_descriptors_that_nobody_takes(server: LocalServer) -> None:
+    before = open_fds()
+    engine, connection = await meet(server)
+    mine = pipes(8)
+    frame = pack(StatusQuery())
+    socket.send_fds(engine, [frame], mine[:4])
+    socket.send_fds(engine, [pack(Detach())[:3]], mine[4:])
+    close_fds(mine)
+    message, fds = await connection.receive() or (None, [])
+    assert message == StatusQuery()
+    close_fds(fds)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(connection.receive(), 0.05)  # the second half never comes
+    connection.close()
+    engine.close()
+    assert open_fds() == before
 
 
 @pytest.mark.parametrize(
@@ -125,244 +111,189 @@ def test_closes_descriptors_that_nobody_takes(path: Path) -> None:
         (pack(Detached(epoch=1)), "message_invalid"),
     ],
 )
-def test_garbage_is_named_after_the_good_messages_before_it(path: Path, garbage: bytes, code: str) -> None:
-    async def story(server: LocalServer) -> None:
-        engine, connection = await meet(server)
-        other, bystander = await meet(server)
-        engine.send(pack(StatusQuery()) + garbage)
-        assert await connection.receive() == (StatusQuery(), [])
-        with pytest.raises(BadFrame) as raised:
-            await connection.receive()
-        assert raised.value.code == code
-        connection.send(Refused(code=code, reasons=(str(raised.value),)))
-        connection.close(code)
-        assert code.encode() in engine.recv(1 << 16)
-        assert await connection.receive() is None
-        other.send(pack(Detach()))
-        assert await bystander.receive() == (Detach(), [])
-
-    run(path, story)
-
-
-def test_refuses_more_descriptors_than_the_limit_and_leaks_none(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        engine, connection = await meet(server)
-        mine = pipes(65)
-        before = open_fds()
-        socket.send_fds(engine, [pack(StatusQuery())], mine)
-        with pytest.raises(BadFrame) as raised:
-            await connection.receive()
-        assert raised.value.code == "too_many_fds" and open_fds() == before
-        client = EngineClient(path)
-        assert client.connect(1) and not client.send(StatusQuery(), mine * 16)
-        assert client.is_connected and "limit 1024" in client.why
-        close_fds(mine)
-
-    run(path, story)
+async def test_garbage_is_named_after_the_good_messages_before_it(
+    server: LocalServer, garbage: bytes, code: str
+) -> None:
+    engine, connection = await meet(server)
+    other, bystander = await meet(server)
+    engine.send(pack(StatusQuery()) + garbage)
+    assert await connection.receive() == (StatusQuery(), [])
+    with pytest.raises(BadFrame) as raised:
+        await connection.receive()
+    assert raised.value.code == code
+    connection.send(Refused(code=code, reasons=(str(raised.value),)))
+    connection.close(code)
+    assert code.encode() in engine.recv(1 << 16)
+    assert await connection.receive() is None
+    other.send(pack(Detach()))
+    assert await bystander.receive() == (Detach(), [])
 
 
-def test_hundreds_of_descriptors_go_to_the_one_message_they_were_sent_with(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        client, mine = EngineClient(path), pipes(201)
-        assert client.connect(1)
-        connection = await server.accept()
-        before = open_fds()
-        assert client.send(Withdraw(request="before"), mine[:1]) and client.send(Withdraw(request="all"), mine[1:])
-        assert client.send(Withdraw(request="after"))
-        heard = await take(connection, 3)
-        assert [(message.request, len(fds)) for message, fds in heard] == [("before", 1), ("all", 200), ("after", 0)]
-        assert [inode(fd) for fd in heard[1][1]] == [inode(fd) for fd in mine[1:]]
-        close_fds([*heard[0][1], *heard[1][1]])
-        assert open_fds() == before
-        close_fds(mine)
-
-    run(path, story)
+async def test_refuses_more_descriptors_than_the_limit_and_leaks_none(server: LocalServer, path: Path) -> None:
+    engine, connection = await meet(server)
+    mine = pipes(65)
+    before = open_fds()
+    socket.send_fds(engine, [pack(StatusQuery())], mine)
+    with pytest.raises(BadFrame) as raised:
+        await connection.receive()
+    assert raised.value.code == "too_many_fds" and open_fds() == before
+    client = EngineClient(path)
+    assert client.connect(1) and not client.send(StatusQuery(), mine * 16)
+    assert client.is_connected and "limit 1024" in client.why
+    close_fds(mine)
 
 
-def test_descriptors_without_a_message_are_bounded_and_closed(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        engine, connection = await meet(server)
-        (mine,) = pipes(1)
-        before, most = open_fds(), 0
-        hearing = asyncio.create_task(connection.receive())
-        with contextlib.suppress(BrokenPipeError):
-            while not hearing.done():
-                socket.send_fds(engine, [pack(Descriptors())], [mine] * 64)
-                await asyncio.sleep(0.001)
-                most = max(most, open_fds() - before)
-        with pytest.raises(BadFrame) as raised:
-            await hearing
-        limit = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        assert raised.value.code == "too_many_fds" and str(limit) in str(raised.value)
-        assert most <= limit and open_fds() == before
-        os.close(mine)
-
-    run(path, story)
+async def test_hundreds_of_descriptors_go_to_the_one_message_they_were_sent_with(server: LocalServer) -> None:
+    (client, connection), mine = await join(server), pipes(201)
+    before = open_fds()
+    assert client.send(Withdraw(request="before"), mine[:1]) and client.send(Withdraw(request="all"), mine[1:])
+    assert client.send(Withdraw(request="after"))
+    heard = await take(connection, 3)
+    assert [(message.request, len(fds)) for message, fds in heard] == [("before", 1), ("all", 200), ("after", 0)]
+    assert [inode(fd) for fd in heard[1][1]] == [inode(fd) for fd in mine[1:]]
+    close_fds([*heard[0][1], *heard[1][1]])
+    assert open_fds() == before
+    close_fds(mine)
 
 
-def test_what_was_said_last_is_sent_before_the_end_though_the_engine_is_slow_to_read(path: Path) -> None:
-    """It waits for that word, and without it for the end of our process."""
-
-    async def story(server: LocalServer) -> None:
-        client = EngineClient(path)
-        assert client.connect(1)
-        connection = await server.accept()
-        for number in range(20_000):
-            connection.send(Detached(epoch=number))
-        connection.close()
-        connection.send(Detached(epoch=0))
-        assert (await polled(client, 20_000))[-1] == Detached(epoch=19_999)
-        while not client.has_ended:
-            assert client.poll() == []
+async def test_descriptors_without_a_message_are_bounded_and_closed(server: LocalServer) -> None:
+    engine, connection = await meet(server)
+    (mine,) = pipes(1)
+    before, most = open_fds(), 0
+    hearing = asyncio.create_task(connection.receive())
+    with contextlib.suppress(BrokenPipeError):
+        while not hearing.done():
+            socket.send_fds(engine, [pack(Descriptors())], [mine] * 64)
             await asyncio.sleep(0.001)
-        assert connection.is_closed
+            most = max(most, open_fds() - before)
+    with pytest.raises(BadFrame) as raised:
+        await hearing
+    limit = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    assert raised.value.code == "too_many_fds" and str(limit) in str(raised.value)
+    assert most <= limit and open_fds() == before
+    os.close(mine)
 
-    run(path, story)
+
+async def test_all_that_was_said_is_sent_in_order_before_the_end_though_the_engine_is_slow_to_read(
+    server: LocalServer,
+) -> None:
+    """It waits for that word, and without it for the end of our process."""
+    client, connection = await join(server)
+    for number in range(20_000):
+        connection.send(Detached(epoch=number))
+    connection.close()
+    connection.send(Detached(epoch=0))
+    assert await polled(client, 20_000) == [Detached(epoch=number) for number in range(20_000)]
+    while not client.has_ended:
+        assert client.poll() == []
+        await asyncio.sleep(0.001)
+    assert connection.is_closed
 
 
-def test_refuses_descriptors_where_no_frame_begins(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        engine, connection = await meet(server)
-        (mine,) = pipes(1)
-        frame = pack(StatusQuery())
-        socket.send_fds(engine, [frame[:2]], [mine])
-        socket.send_fds(engine, [frame[2:5]], [mine])
-        with pytest.raises(BadFrame) as raised:
-            await connection.receive()
-        assert raised.value.code == "stray_fds"
-        os.close(mine)
-
-    run(path, story)
+async def test_refuses_descriptors_where_no_frame_begins(server: LocalServer) -> None:
+    engine, connection = await meet(server)
+    (mine,) = pipes(1)
+    frame = pack(StatusQuery())
+    socket.send_fds(engine, [frame[:2]], [mine])
+    socket.send_fds(engine, [frame[2:5]], [mine])
+    with pytest.raises(BadFrame) as raised:
+        await connection.receive()
+    assert raised.value.code == "stray_fds"
+    os.close(mine)
 
 
 # How it ends:
 
 
-def test_a_killed_engine_is_seen_at_once(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        program = "import socket,sys,time; s=socket.socket(1); s.connect(sys.argv[1]); time.sleep(60)"
-        engine = await asyncio.create_subprocess_exec(sys.executable, "-c", program, str(path))
-        connection = await server.accept()
-        assert connection.pid == engine.pid
-        ending = asyncio.create_task(connection.receive())
-        await asyncio.sleep(0.05)
-        begin = time.monotonic()
-        engine.send_signal(signal.SIGKILL)
-        assert await ending is None and time.monotonic() - begin < 2
-        await engine.wait()
-
-    run(path, story)
+async def test_a_killed_engine_is_seen_at_once(server: LocalServer, path: Path) -> None:
+    program = "import socket,sys,time; s=socket.socket(1); s.connect(sys.argv[1]); time.sleep(60)"
+    engine = await asyncio.create_subprocess_exec(sys.executable, "-c", program, str(path))
+    connection = await server.accept()
+    assert connection.pid == engine.pid
+    ending = asyncio.create_task(connection.receive())
+    await asyncio.sleep(0.05)
+    begin = time.monotonic()
+    engine.send_signal(signal.SIGKILL)
+    assert await ending is None and time.monotonic() - begin < 2
+    await engine.wait()
 
 
-def test_an_engine_that_does_not_read_loses_its_connection_and_holds_up_nobody(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        engine, connection = await meet(server)
-        message, begin = Failed(request="r", code="c", reason="x" * 1000), time.monotonic()
-        while not connection.why:
-            connection.send(message)
-        assert "does not read" in connection.why and time.monotonic() - begin < 10
-        assert await connection.receive() is None and not connection.is_closed
-        connection.close()
-        while await asyncio.to_thread(engine.recv, 1 << 20):
-            pass
-
-    run(path, story)
+async def test_an_engine_that_does_not_read_loses_its_connection_and_holds_up_nobody(server: LocalServer) -> None:
+    engine, connection = await meet(server)
+    message, begin = Failed(request="r", code="c", reason="x" * 1000), time.monotonic()
+    while not connection.why:
+        connection.send(message)
+    assert "does not read" in connection.why and time.monotonic() - begin < 10
+    assert await connection.receive() is None and not connection.is_closed
+    connection.close()
+    while await asyncio.to_thread(engine.recv, 1 << 20):
+        pass
 
 
-def test_an_engine_that_reads_again_hears_that_we_have_let_go(path: Path) -> None:
+async def test_an_engine_that_reads_again_hears_that_we_have_let_go(server: LocalServer) -> None:
     """It would wait for that word as long as our process lives; frames before it must not be cut in the middle."""
-
-    async def story(server: LocalServer) -> None:
-        client = EngineClient(path)
-        assert client.connect(1)
-        connection = await server.accept()
-        message, count = Failed(request="r", code="c", reason="x" * 1000), 0
-        while not connection.why:
-            connection.send(message)
-            count += 1
-        connection.send(message)  # too late, and not heard
-        connection.send(Detached(epoch=7))
-        connection.close()
-        assert await polled(client, count + 1) == [message] * count + [Detached(epoch=7)]
-        while not client.has_ended:
-            assert client.poll() == []
-            await asyncio.sleep(0.001)
-
-    run(path, story)
+    client, connection = await join(server)
+    message, count = Failed(request="r", code="c", reason="x" * 1000), 0
+    while not connection.why:
+        connection.send(message)
+        count += 1
+    connection.send(message)  # too late, and not heard
+    connection.send(Detached(epoch=7))
+    connection.close()
+    assert await polled(client, count + 1) == [message] * count + [Detached(epoch=7)]
+    while not client.has_ended:
+        assert client.poll() == []
+        await asyncio.sleep(0.001)
 
 
-def test_our_end_stays_open_and_speaks_until_we_close_it(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        engine, connection = await meet(server)
-        engine.settimeout(0.1)
-        engine.shutdown(socket.SHUT_WR)
-        assert await connection.receive() is None
-        connection.send(Detached(epoch=7))
-        assert engine.recv(1 << 16) == pack(Detached(epoch=7))
-        with pytest.raises(TimeoutError):
-            engine.recv(1)
-        connection.close()
-        assert engine.recv(1) == b""
-
-    run(path, story)
+async def test_our_end_stays_open_and_speaks_until_we_close_it(server: LocalServer) -> None:
+    engine, connection = await meet(server)
+    engine.settimeout(0.1)
+    engine.shutdown(socket.SHUT_WR)
+    assert await connection.receive() is None
+    connection.send(Detached(epoch=7))
+    assert engine.recv(1 << 16) == pack(Detached(epoch=7))
+    with pytest.raises(TimeoutError):
+        engine.recv(1)
+    connection.close()
+    assert engine.recv(1) == b""
 
 
-def test_is_silent_once_all_that_was_said_is_dealt_with(path: Path) -> None:
+async def test_is_silent_once_all_that_was_said_is_dealt_with(server: LocalServer) -> None:
     """What was read while a Withdraw waited in the socket, all of it or its first half, may be another request's."""
-
-    async def story(server: LocalServer) -> None:
-        engine, connection = await meet(server)
-        said = pack(Withdraw(request="r"))
-        assert not connection.is_silent  # nobody listens yet
-        listening = asyncio.create_task(connection.receive())
-        await asyncio.sleep(0)
-        assert connection.is_silent
-        engine.send(said[:-1])
-        assert not connection.is_silent  # it has come, and the loop had no turn
-        await asyncio.sleep(0.05)
-        assert not connection.is_silent and not listening.done()
-        engine.send(said[-1:])
-        assert await listening and not connection.is_silent  # it is being dealt with
-        listening = asyncio.create_task(connection.receive())
-        await asyncio.sleep(0)
-        assert connection.is_silent
-        engine.close()
-        assert not connection.is_silent  # its end has come
-        assert await listening is None
-        connection.close()
-        assert not connection.is_silent
-
-    run(path, story)
+    engine, connection = await meet(server)
+    said = pack(Withdraw(request="r"))
+    assert not connection.is_silent  # nobody listens yet
+    listening = asyncio.create_task(connection.receive())
+    await asyncio.sleep(0)
+    assert connection.is_silent
+    engine.send(said[:-1])
+    assert not connection.is_silent  # it has come, and the loop had no turn
+    await asyncio.sleep(0.05)
+    assert not connection.is_silent and not listening.done()
+    engine.send(said[-1:])
+    assert await listening and not connection.is_silent  # it is being dealt with
+    listening = asyncio.create_task(connection.receive())
+    await asyncio.sleep(0)
+    assert connection.is_silent
+    engine.close()
+    assert not connection.is_silent  # its end has come
+    assert await listening is None
+    connection.close()
+    assert not connection.is_silent
 
 
-def test_a_slow_reader_gets_everything_in_order(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        client = EngineClient(path)
-        assert client.connect(1)
-        connection = await server.accept()
-        for number in range(20_000):
-            connection.send(Detached(epoch=number))
-        assert await polled(client, 20_000) == [Detached(epoch=number) for number in range(20_000)]
-
-    run(path, story)
-
-
-def test_an_engine_hears_the_agents_last_words_and_then_its_end(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        client = EngineClient(path)
-        assert client.connect(1)
-        connection = await server.accept()
-        client.send(StatusQuery())  # unread when the agent closes
-        connection.send(Refused(code="draining", reasons=()))
-        connection.close()
-        for _ in range(3):
-            client.send(StatusQuery())
-        assert client.poll() == [Refused(code="draining", reasons=())]
-        assert client.poll() == [] and not client.is_connected and client.why
-        assert not client.send(StatusQuery())
-        assert client.reconnect() and client.is_connected and client.why == ""
-
-    run(path, story)
+async def test_an_engine_hears_the_agents_last_words_and_then_its_end(server: LocalServer) -> None:
+    client, connection = await join(server)
+    client.send(StatusQuery())  # unread when the agent closes
+    connection.send(Refused(code="draining", reasons=()))
+    connection.close()
+    for _ in range(3):
+        client.send(StatusQuery())
+    assert client.poll() == [Refused(code="draining", reasons=())]
+    assert client.poll() == [] and not client.is_connected and client.why
+    assert not client.send(StatusQuery())
+    assert client.reconnect() and client.is_connected and client.why == ""
 
 
 def test_a_client_without_an_agent_says_so_in_time(path: Path) -> None:
@@ -372,15 +303,12 @@ def test_a_client_without_an_agent_says_so_in_time(path: Path) -> None:
     assert not client.send(StatusQuery()) and client.poll() == [] and not client.reconnect()
 
 
-def test_a_client_waits_for_an_agent_that_starts_later(path: Path) -> None:
-    async def story() -> None:
-        client = EngineClient(path)
-        connecting = asyncio.create_task(asyncio.to_thread(client.connect, 5))
-        await asyncio.sleep(0.2)
-        async with served(path):
-            assert await connecting
-
-    asyncio.run(story())
+async def test_a_client_waits_for_an_agent_that_starts_later(path: Path) -> None:
+    client = EngineClient(path)
+    connecting = asyncio.create_task(asyncio.to_thread(client.connect, 5))
+    await asyncio.sleep(0.2)
+    async with served(path):
+        assert await connecting
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", struct.pack(">I", 2) + b"\xc1\xc1", pack(StatusQuery())])

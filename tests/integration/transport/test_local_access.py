@@ -1,4 +1,4 @@
-"""Who may listen at an agent's unix socket and who may speak: one agent under a lock, its own user, few at a time."""
+"""Who may listen at an agent's unix socket (one agent, with a lock) and who may speak (its user, few at a time)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from kvbridge.errors import OperatorError
 from kvbridge.transport.local import MAX_CONNECTIONS, LocalServer
 from kvbridge.transport.unix import is_allowed
 from tests.integration.adapters.fake_agent import squatter
-from tests.integration.transport.ends import meet, polled, run, served
+from tests.integration.transport.ends import NEEDS_ROOT, heard_by, meet, polled, served
 
 SERVE = """
 import asyncio, os, sys
@@ -70,7 +69,7 @@ def test_the_socket_is_never_open_further_than_it_is_to_be(path: Path, monkeypat
     monkeypatch.setattr(os, "chmod", changed)
     before = os.umask(0)
     try:
-        run(path, lambda server: asyncio.sleep(0))
+        serve(path)
     finally:
         os.umask(before)
     assert seen == [0o600]
@@ -96,26 +95,33 @@ def test_the_mode_goes_to_our_socket_and_to_nothing_that_took_its_place(
 
 def test_refuses_a_path_in_use_and_replaces_a_dead_agents_socket(path: Path) -> None:
     with serving(path):
-
-        async def story(server: LocalServer) -> None:
-            raise AssertionError("the path is in use")
-
-        with pytest.raises(OperatorError) as raised:
-            run(path, story)
-        assert raised.value.code == "socket_in_use" and path.exists()
+        first = os.lstat(path).st_ino
+        assert refusal(path).code == "socket_in_use" and os.lstat(path).st_ino == first
     assert path.exists()  # killed: nobody removed it
+    with serving(path):
+        assert EngineClient(path).connect(1)  # a socket that nobody listens at refuses
 
-    async def again(server: LocalServer) -> None:
-        assert EngineClient(path).connect(1)
 
-    run(path, again)
+def serve(path: Path) -> None:
+    """For a moment."""
+
+    async def moment() -> None:
+        async with served(path):
+            pass
+
+    asyncio.run(moment())
+
+
+def refusal(path: Path) -> OperatorError:
+    with pytest.raises(OperatorError) as raised:
+        serve(path)
+    return raised.value
 
 
 def unsafe(path: Path) -> str:
-    with pytest.raises(OperatorError) as raised:
-        run(path, lambda server: asyncio.sleep(0))
-    assert raised.value.code in ("socket_unsafe", "socket_unavailable"), raised.value
-    return f"{raised.value.code}: {raised.value}"
+    error = refusal(path)
+    assert error.code in ("socket_unsafe", "socket_unavailable"), error
+    return str(error)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +131,7 @@ def test_refuses_a_folder_where_anybody_could_replace_the_socket(path: Path, mod
     path.parent.chmod(mode)
     try:
         if is_safe:
-            run(path, lambda server: asyncio.sleep(0))
+            serve(path)
         else:
             assert f"{mode:04o}" in unsafe(path) and not path.exists()
     finally:
@@ -160,39 +166,22 @@ def test_follows_no_lock_that_points_elsewhere(path: Path) -> None:
     assert target.read_text() == "precious"
 
 
-def test_does_not_remove_a_socket_that_took_its_place(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
+async def test_does_not_remove_a_socket_that_took_its_place(path: Path) -> None:
+    async with served(path):
         os.unlink(path)
         with socket.socket(socket.AF_UNIX) as thief:
             thief.bind(str(path))
-
-    run(path, story)
-    assert path.exists()
-
-
-def test_a_socket_of_a_dead_agent_is_replaced_only_under_the_lock(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        first = os.lstat(path).st_ino
-        with pytest.raises(OperatorError) as raised:
-            async with served(path):
-                raise AssertionError("stolen")
-        assert raised.value.code == "socket_in_use" and os.lstat(path).st_ino == first
-
-    run(path, story)
+    assert stat.S_ISSOCK(os.lstat(path).st_mode)
 
 
 def test_never_replaces_what_is_not_a_socket(path: Path) -> None:
     path.write_text("precious")
-    with pytest.raises(OperatorError, match="something else"):
-        run(path, lambda server: asyncio.sleep(0))
-    assert path.read_text() == "precious"
+    assert "something else" in str(refusal(path)) and path.read_text() == "precious"
 
 
 def test_names_a_path_that_is_too_long_or_has_no_directory(tmp_path: Path) -> None:
-    for path, code in ((tmp_path / ("x" * 108), "socket_path_too_long"), (tmp_path / "no/a", "socket_unavailable")):
-        with pytest.raises(OperatorError) as raised:
-            run(path, lambda server: asyncio.sleep(0))
-        assert raised.value.code == code
+    assert refusal(tmp_path / ("x" * 108)).code == "socket_path_too_long"
+    assert refusal(tmp_path / "no/a").code == "socket_unavailable"
 
 
 def test_allows_its_own_user_root_and_who_is_named() -> None:
@@ -200,73 +189,48 @@ def test_allows_its_own_user_root_and_who_is_named() -> None:
     assert not is_allowed(1001, frozenset([1000])) and not is_allowed(1001, frozenset())
 
 
-def test_knows_the_peers_process_and_user(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        _, connection = await meet(server)
-        assert (connection.pid, connection.uid, connection.gid) == (os.getpid(), os.getuid(), os.getgid())
-
-    run(path, story)
+async def test_knows_the_peers_process_and_user(server: LocalServer) -> None:
+    _, connection = await meet(server)
+    assert (connection.pid, connection.uid, connection.gid) == (os.getpid(), os.getuid(), os.getgid())
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
-def test_tells_a_foreign_user_why_it_may_not_speak() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o711)
-        path = Path(folder) / "agent.sock"
-        with serving(path, "65533", "077"):
-            assert b"uid_not_allowed" in heard_by(65534, path)
+@NEEDS_ROOT
+async def test_tells_a_foreign_user_why_it_may_not_speak(open_path: Path) -> None:
+    with serving(open_path, "65533", "077"):
+        assert b"uid_not_allowed" in await heard_by(65534, open_path)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
+@NEEDS_ROOT
 @pytest.mark.parametrize("umask", ["022", "077"])
-def test_an_engine_of_another_user_that_is_named_is_let_in(umask: str) -> None:
+async def test_an_engine_of_another_user_that_is_named_is_let_in(open_path: Path, umask: str) -> None:
     """As the unit has it: UMask=0077, a folder that only our user and its group may enter."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o750)
-        os.chown(folder, 0, 65533)
-        path = Path(folder) / "agent.sock"
-        with serving(path, "65534", umask):
-            assert heard_by(65534, path, 65533) == b""
-            assert b"PermissionError" in heard_by(65534, path, 65532)
+    os.chmod(open_path.parent, 0o750)
+    os.chown(open_path.parent, 0, 65533)
+    with serving(open_path, "65534", umask):
+        assert await heard_by(65534, open_path, gid=65533) == b""
+        assert b"PermissionError" in await heard_by(65534, open_path, gid=65532)
 
 
-def heard_by(uid: int, path: Path, gid: int = 65534) -> bytes:
-    """What a process of this user is told at the socket, if anything is."""
-    program = (
-        "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.settimeout(0.5)\n"
-        "try: s.connect(sys.argv[1]); print(s.recv(999))\nexcept TimeoutError: pass\n"
-        "except OSError as error: print(type(error))"
-    )
-    command = ["/usr/bin/env", "python3", "-c", program, str(path)]
-    return subprocess.run(command, stdout=subprocess.PIPE, user=uid, group=gid, extra_groups=[], timeout=20).stdout
+@NEEDS_ROOT
+def test_an_engine_says_nothing_to_a_foreign_user_who_listens_in_its_agents_place(open_path: Path) -> None:
+    with squatter(open_path) as (pid, heard):
+        client = EngineClient(open_path)
+        assert not client.reconnect() and not client.is_connected and client.is_foreign
+        assert client.why.startswith(f"uid_not_allowed: agent_uids: pid {pid} of uid 65534 listens")
+        assert not client.send(StatusQuery()) and heard() == b""
+        named = EngineClient(open_path, agent_uids=[65534])
+        assert named.reconnect() and not named.is_foreign and named.send(StatusQuery())
+        assert heard() == pack(StatusQuery())
+    assert not client.reconnect() and not client.is_foreign  # nobody listens
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
-def test_an_engine_says_nothing_to_a_foreign_user_who_listens_in_its_agents_place() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o1777)  # as /tmp is, which an agent accepts
-        path = Path(folder) / "agent.sock"
-        with squatter(path) as (pid, heard):
-            client = EngineClient(path)
-            assert not client.reconnect() and not client.is_connected and client.is_foreign
-            assert client.why.startswith(f"uid_not_allowed: agent_uids: pid {pid} of uid 65534 listens")
-            assert not client.send(StatusQuery()) and heard() == b""
-            named = EngineClient(path, agent_uids=[65534])
-            assert named.reconnect() and not named.is_foreign and named.send(StatusQuery())
-            assert heard() == pack(StatusQuery())
-        assert not client.reconnect() and not client.is_foreign  # nobody listens
-
-
-def test_bounds_how_many_connect(path: Path) -> None:
-    async def story(server: LocalServer) -> None:
-        ends = [await meet(server) for _ in range(MAX_CONNECTIONS)]
-        one_more = EngineClient(path)
-        assert one_more.connect(1)
-        accepting = asyncio.create_task(server.accept())
-        (refused,) = await polled(one_more)
-        assert isinstance(refused, Refused) and refused.code == "too_many_connections"
-        ends.pop()[1].close()
-        assert EngineClient(path).connect(1)
-        assert not (await accepting).is_closed
-
-    run(path, story)
+async def test_bounds_how_many_connect(server: LocalServer, path: Path) -> None:
+    ends = [await meet(server) for _ in range(MAX_CONNECTIONS)]
+    one_more = EngineClient(path)
+    assert one_more.connect(1)
+    accepting = asyncio.create_task(server.accept())
+    (refused,) = await polled(one_more)
+    assert isinstance(refused, Refused) and refused.code == "too_many_connections"
+    ends.pop()[1].close()
+    assert EngineClient(path).connect(1)
+    assert not (await accepting).is_closed

@@ -1,4 +1,4 @@
-"""A pipe beside a link's connection, between agents of one host: one order, one end, whichever way envelopes come."""
+"""A pipe beside a link's connection, between agents of one host: one order and one end for both ways."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from kvbridge_proto.codec import encode
@@ -20,38 +21,36 @@ from kvbridge_proto.stream import framed
 
 from kvbridge.errors import PeerError
 from kvbridge.transport import control as control_module
-from kvbridge.transport.control import Arrived, Control, Lost, Rejected
-from kvbridge.transport.door import MemoryDoor, Shared, open_memory
-from kvbridge.transport.events import Settings
+from kvbridge.transport.control import Control
+from kvbridge.transport.door import open_memory
+from kvbridge.transport.events import Arrived, Lost, Rejected, Settings
 from kvbridge.transport.link import Link
-from kvbridge.transport.lock import Lock
-from tests.integration.transport.ears import Ear, Run, cancel, two
-
-
-def accepted(control: Control) -> Link:
-    (link,) = control.links
-    return link
-
+from kvbridge.transport.sockets import Port
+from tests.integration.transport.ears import Ear, cancel, two
+from tests.integration.transport.test_door import card_of, opened
 
 Joined = tuple[Link, Ear, Link, Ear, socket.socket, socket.socket]
 
 
 @asynccontextmanager
-async def joined(
-    settings: Settings | None = None,
-) -> AsyncIterator[tuple[Link, Ear, Link, Ear, socket.socket, socket.socket]]:
-    """Two agents with a link, each end and its ear, and the ends of a pipe that neither has taken yet."""
-    async with two(settings) as (receiver, receiver_ear, sender, sender_ear):
+async def joined(settings: Settings | None = None, is_piped: bool = False) -> AsyncIterator[Joined]:
+    """Two agents with a link, each end and its ear, and the ends of a pipe that both have taken, or neither yet."""
+    async with two(settings=settings) as (receiver, receiver_ear, sender, sender_ear):
         dialled = receiver.dial(sender.address)
         dialled.send(cancel("first"))
         await sender_ear.hear(Arrived)
         ours, theirs = socket.socketpair()
-        yield dialled, receiver_ear, accepted(sender), sender_ear, ours, theirs
+        (link,) = sender.links
+        if is_piped:
+            link.carry_by(theirs)
+            dialled.carry_by(ours)
+            await until_by_pipe(link)
+        yield dialled, receiver_ear, link, sender_ear, ours, theirs
 
 
 async def until_by_pipe(link: Link) -> None:
     async with asyncio.timeout(5):
-        while not link.says_by_pipe:  # noqa: ASYNC110 - a link has no event for it
+        while not link.sends_by_pipe:  # noqa: ASYNC110 - a link has no event for it
             await asyncio.sleep(0.001)
 
 
@@ -61,94 +60,70 @@ def named(ear_heard: list[Arrived]) -> list[str]:
 
 @pytest.mark.parametrize("is_sender_first", [True, False])
 @pytest.mark.parametrize("before", [0, 1, 300])
-def test_what_is_said_while_the_pipe_comes_keeps_its_order(run: Run, before: int, is_sender_first: bool) -> None:
-    async def story() -> None:
-        async with joined() as (dialled, receiver_ear, link, sender_ear, ours, theirs):
-            count = 2 * before + 50
-            for number in range(count):
-                if number == before:
-                    both = [lambda: link.carry_by(theirs), lambda: dialled.carry_by(ours)]
-                    for take in both if is_sender_first else reversed(both):
-                        take()
-                dialled.send(cancel(f"{number}"))
-                link.send(Drained(transfer=f"{number}"))
-                if number % 7 == 0:
-                    await asyncio.sleep(0)
-            there = [await sender_ear.hear(Arrived) for _ in range(count)]
-            back = [await receiver_ear.hear(Arrived) for _ in range(count)]
-            assert named(there) == named(back) == [f"{number}" for number in range(count)]
-            await until_by_pipe(link)
-            assert dialled.says_by_pipe and not link.outbox and not dialled.outbox
-
-    run(story())
+async def test_what_is_said_while_the_pipe_comes_keeps_its_order(before: int, is_sender_first: bool) -> None:
+    async with joined() as (dialled, receiver_ear, link, sender_ear, ours, theirs):
+        count = 2 * before + 50
+        for number in range(count):
+            if number == before:
+                both = [lambda: link.carry_by(theirs), lambda: dialled.carry_by(ours)]
+                for take in both if is_sender_first else reversed(both):
+                    take()
+            dialled.send(cancel(f"{number}"))
+            link.send(Drained(transfer=f"{number}"))
+            if number % 7 == 0:
+                await asyncio.sleep(0)
+        there = [await sender_ear.hear(Arrived) for _ in range(count)]
+        back = [await receiver_ear.hear(Arrived) for _ in range(count)]
+        assert named(there) == named(back) == [f"{number}" for number in range(count)]
+        await until_by_pipe(link)
+        assert dialled.sends_by_pipe and not link.outbox and not dialled.outbox
 
 
-def test_by_the_pipe_no_message_takes_the_connection(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        async with joined() as (dialled, receiver_ear, link, sender_ear, ours, theirs):
-            link.carry_by(theirs)
-            dialled.carry_by(ours)
-            await until_by_pipe(link)
-            monkeypatch.setattr(control_module.Port, "send", lambda *_: pytest.fail("the connection was used"))
-            for number in range(20):
-                dialled.send(cancel(f"{number}"))
-                assert named([await sender_ear.hear(Arrived)]) == [f"{number}"]
-                link.send(Drained(transfer=f"{number}"))
-                assert named([await receiver_ear.hear(Arrived)]) == [f"{number}"]
-
-    run(story())
+async def test_by_the_pipe_no_message_takes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with joined(is_piped=True) as (dialled, receiver_ear, link, sender_ear, *_):
+        monkeypatch.setattr(Port, "send", lambda *_: pytest.fail("the connection was used"))
+        for number in range(20):
+            dialled.send(cancel(f"{number}"))
+            assert named([await sender_ear.hear(Arrived)]) == [f"{number}"]
+            link.send(Drained(transfer=f"{number}"))
+            assert named([await receiver_ear.hear(Arrived)]) == [f"{number}"]
 
 
-def test_who_was_called_speaks_by_a_pipe_only_once_the_peer_has_it(run: Run) -> None:
-    async def story() -> None:
-        async with joined() as (dialled, receiver_ear, link, sender_ear, ours, theirs):
-            link.carry_by(theirs)
-            link.send(Drained(transfer="a"))
-            assert named([await receiver_ear.hear(Arrived)]) == ["a"]
-            ours.close()  # the peer did not take it
-            await asyncio.sleep(0.05)
-            assert not link.is_lost and link.pipe is None
-            dialled.send(cancel("b"))
-            assert named([await sender_ear.hear(Arrived)]) == ["b"]
-            other, another = socket.socketpair()  # so it may be given another one
-            link.carry_by(another)
-            dialled.carry_by(other)
-            await until_by_pipe(link)
-
-    run(story())
+async def test_who_was_called_speaks_by_a_pipe_only_once_the_peer_has_it() -> None:
+    async with joined() as (dialled, receiver_ear, link, sender_ear, ours, theirs):
+        link.carry_by(theirs)
+        link.send(Drained(transfer="a"))
+        assert named([await receiver_ear.hear(Arrived)]) == ["a"]
+        ours.close()  # the peer did not take it
+        await asyncio.sleep(0.05)
+        assert not link.is_lost and link.pipe is None
+        dialled.send(cancel("b"))
+        assert named([await sender_ear.hear(Arrived)]) == ["b"]
+        other, another = socket.socketpair()  # so it may be given another one
+        link.carry_by(another)
+        dialled.carry_by(other)
+        await until_by_pipe(link)
 
 
 @pytest.mark.parametrize("who", ["dialled", "accepted"])
-def test_the_end_of_a_pipe_that_was_used_is_the_links(run: Run, who: str) -> None:
-    async def story() -> None:
-        async with joined() as (dialled, receiver_ear, link, sender_ear, ours, theirs):
-            link.carry_by(theirs)
-            dialled.carry_by(ours)
-            await until_by_pipe(link)
-            (ours if who == "dialled" else theirs).shutdown(socket.SHUT_RDWR)
-            for ear in (receiver_ear, sender_ear):
-                assert (await ear.hear(Lost)).code == "peer_disconnected"
-            assert dialled.is_lost and link.is_lost and not dialled.send(cancel("late"))
-
-    run(story())
+async def test_the_end_of_a_pipe_that_was_used_is_the_links(who: str) -> None:
+    async with joined(is_piped=True) as (dialled, receiver_ear, link, sender_ear, ours, theirs):
+        (ours if who == "dialled" else theirs).shutdown(socket.SHUT_RDWR)
+        for ear in (receiver_ear, sender_ear):
+            assert (await ear.hear(Lost)).code == "peer_disconnected"
+        assert dialled.is_lost and link.is_lost and not dialled.send(cancel("late"))
 
 
-def test_last_words_leave_by_it(run: Run) -> None:
-    async def story() -> None:
-        async with joined() as (dialled, _, link, sender_ear, ours, theirs):
-            link.carry_by(theirs)
-            dialled.carry_by(ours)
-            await until_by_pipe(link)
-            for number in range(500):
-                dialled.send(cancel(f"{number}"))
-            dialled.send(Goodbye(reason="enough"))
-            dialled.close()
-            heard = [await sender_ear.hear(Arrived) for _ in range(501)]
-            assert named(heard) == [f"{number}" for number in range(500)]
-            assert heard[-1].envelope.body == Goodbye(reason="enough")
-            assert (await sender_ear.hear(Lost)).code == "peer_disconnected"
-
-    run(story())
+async def test_last_words_leave_by_it() -> None:
+    async with joined(is_piped=True) as (dialled, _, _, sender_ear, *_):
+        for number in range(500):
+            dialled.send(cancel(f"{number}"))
+        dialled.send(Goodbye(reason="enough"))
+        dialled.close()
+        heard = [await sender_ear.hear(Arrived) for _ in range(501)]
+        assert named(heard) == [f"{number}" for number in range(500)]
+        assert heard[-1].envelope.body == Goodbye(reason="enough")
+        assert (await sender_ear.hear(Lost)).code == "peer_disconnected"
 
 
 def garbage(link: Link) -> dict[str, tuple[bytes, str]]:
@@ -163,89 +138,73 @@ def garbage(link: Link) -> dict[str, tuple[bytes, str]]:
 
 
 @pytest.mark.parametrize("what", ["no message", "too long a frame", "a number twice"])
-def test_what_is_no_envelope_costs_the_link_or_the_pipe_and_nobody_else(run: Run, what: str) -> None:
-    async def story() -> None:
-        async with joined() as (dialled, _, link, sender_ear, ours, theirs):
-            link.carry_by(theirs)
-            said, code = garbage(link)[what]
-            ours.sendall(said)
-            event = await sender_ear.hear(Rejected if not code else Lost)
-            assert not code or event.code == code
-            if not code:  # nothing was heard by it: the link goes on without
-                await asyncio.sleep(0.05)
-                assert link.pipe is None
-                dialled.send(cancel("on"))
-                assert named([await sender_ear.hear(Arrived)]) == ["on"]
-            ours.close()
-
-    run(story())
+async def test_what_is_no_envelope_costs_the_link_or_the_pipe_and_nobody_else(what: str) -> None:
+    async with joined() as (dialled, _, link, sender_ear, ours, theirs):
+        link.carry_by(theirs)
+        said, code = garbage(link)[what]
+        ours.sendall(said)
+        event = await sender_ear.hear(Rejected if not code else Lost)
+        assert not code or event.code == code
+        if not code:  # nothing was heard by it: the link goes on without
+            await asyncio.sleep(0.05)
+            assert link.pipe is None
+            dialled.send(cancel("on"))
+            assert named([await sender_ear.hear(Arrived)]) == ["on"]
+        ours.close()
 
 
-def test_numbers_that_never_come_end_the_link(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_numbers_that_never_come_end_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_module, "BACKLOG", 10)
-
-    async def story() -> None:
-        async with joined() as (_, _, link, sender_ear, ours, theirs):
-            link.carry_by(theirs)
-            for number in range(3, 20):
-                body = Envelope(version=1, sender="receiver", receiver="sender", number=number, body=cancel("x"))
-                ours.sendall(framed(encode(body)))
-            assert (await sender_ear.hear(Lost)).code == "messages_lost"
-            assert not link.early
-            ours.close()
-
-    run(story())
+    async with joined() as (_, _, link, sender_ear, ours, theirs):
+        link.carry_by(theirs)
+        for number in range(3, 20):
+            body = Envelope(version=1, sender="receiver", receiver="sender", number=number, body=cancel("x"))
+            ours.sendall(framed(encode(body)))
+        assert (await sender_ear.hear(Lost)).code == "messages_lost"
+        assert not link.early
+        ours.close()
 
 
-def test_a_number_that_never_comes_ends_the_link_though_pings_do(run: Run) -> None:
-    async def story() -> None:
-        async with joined(Settings(silence_s=0.5)) as (dialled, _, link, sender_ear, ours, theirs):
-            dialled.pinged_at = link.pinged_at = float("inf")  # they say nothing themselves
-            link.carry_by(theirs)
-            pings = (
-                Envelope(version=1, sender="receiver", receiver="sender", number=number, body=Ping(number=0))
-                for number in itertools.count(dialled._sent + 1)
-            )
-            began = time.monotonic()
-            while not link.is_lost and time.monotonic() - began < 5:
-                ours.sendall(framed(encode(next(pings))))
-                await asyncio.sleep(0.05)
-            assert (await sender_ear.hear(Lost)).code == "peer_silent"
-            ours.close()
-
-    run(story())
+async def test_a_number_that_never_comes_ends_the_link_though_pings_do() -> None:
+    async with joined(Settings(silence_s=0.5)) as (dialled, _, link, sender_ear, ours, theirs):
+        dialled.pinged_at = link.pinged_at = float("inf")  # they say nothing themselves
+        link.carry_by(theirs)
+        pings = (
+            Envelope(version=1, sender="receiver", receiver="sender", number=number, body=Ping(number=0))
+            for number in itertools.count(dialled._sent + 1)
+        )
+        began = time.monotonic()
+        while not link.is_lost and time.monotonic() - began < 5:
+            ours.sendall(framed(encode(next(pings))))
+            await asyncio.sleep(0.05)
+        assert (await sender_ear.hear(Lost)).code == "peer_silent"
+        ours.close()
 
 
-def test_a_second_pipe_is_closed(run: Run) -> None:
-    async def story() -> None:
-        async with joined() as (dialled, _, link, _, ours, theirs):
-            link.carry_by(theirs)
-            dialled.carry_by(ours)
-            first = link.pipe
-            one, other = socket.socketpair()
-            link.carry_by(other)
-            assert link.pipe is first and one.recv(1) == b""
-            one.close()
-
-    run(story())
+async def test_a_second_pipe_is_closed() -> None:
+    async with joined() as (dialled, _, link, _, ours, theirs):
+        link.carry_by(theirs)
+        dialled.carry_by(ours)
+        first = link.pipe
+        one, other = socket.socketpair()
+        link.carry_by(other)
+        assert link.pipe is first and one.recv(1) == b""
+        one.close()
 
 
-def test_what_came_early_is_bounded_by_its_bytes(run: Run) -> None:
-    async def story() -> None:
-        bound = Settings(queue_bytes=1 << 20)
-        async with joined(bound) as (dialled, _, link, sender_ear, ours, theirs):
-            link.carry_by(theirs)
-            ours.setblocking(False)
-            rooms = Hold(rendezvous_ids=tuple(f"{number:0200}" for number in range(300)))
-            for number in range(dialled._sent + 1, dialled._sent + 40):
-                body = Envelope(version=1, sender="receiver", receiver="", number=number, body=rooms)
-                with contextlib.suppress(OSError):  # it is lost on the way
-                    await asyncio.get_running_loop().sock_sendall(ours, framed(encode(body)))
-            assert (await sender_ear.hear(Lost)).code == "messages_lost"
-            assert not link.early
-            ours.close()
-
-    run(story())
+async def test_what_came_early_is_bounded_by_its_bytes() -> None:
+    bound = Settings(queue_bytes=1 << 20)
+    async with joined(bound) as (dialled, _, link, sender_ear, ours, theirs):
+        link.carry_by(theirs)
+        ours.setblocking(False)
+        rooms = Hold(rendezvous_ids=tuple(f"{number:0200}" for number in range(300)))
+        for number in range(dialled._sent + 1, dialled._sent + 40):
+            body = Envelope(version=1, sender="receiver", receiver="", number=number, body=rooms)
+            with contextlib.suppress(OSError):  # it is lost on the way
+                await asyncio.get_running_loop().sock_sendall(ours, framed(encode(body)))
+        assert (await sender_ear.hear(Lost)).code == "messages_lost"
+        assert not link.early
+        ours.close()
 
 
 async def longest_turn(seconds: float) -> float:
@@ -257,23 +216,19 @@ async def longest_turn(seconds: float) -> float:
     return longest
 
 
-def test_a_flood_by_the_pipe_leaves_the_loop_its_turns(run: Run) -> None:
+async def test_a_flood_by_the_pipe_leaves_the_loop_its_turns() -> None:
     """Of what is no event, so that no backlog slows it. The peer need not even read our pongs."""
-
-    async def story() -> None:
-        async with joined() as (dialled, _, link, _, ours, theirs):
-            link.carry_by(theirs)
-            pings = b"".join(
-                framed(encode(Envelope(version=1, sender="receiver", receiver="", number=number, body=Ping(number=0))))
-                for number in range(dialled._sent, dialled._sent + 200_000)
-            )
-            flood = threading.Thread(target=_say, args=(ours, pings))
-            flood.start()
-            assert (longest := await longest_turn(2.0)) < 0.5, longest
-            ours.shutdown(socket.SHUT_RDWR)
-            flood.join()
-
-    run(story())
+    async with joined() as (dialled, _, link, _, ours, theirs):
+        link.carry_by(theirs)
+        pings = b"".join(
+            framed(encode(Envelope(version=1, sender="receiver", receiver="", number=number, body=Ping(number=0))))
+            for number in range(dialled._sent, dialled._sent + 200_000)
+        )
+        flood = threading.Thread(target=_say, args=(ours, pings))
+        flood.start()
+        assert (longest := await longest_turn(2.0)) < 0.5, longest
+        ours.shutdown(socket.SHUT_RDWR)
+        flood.join()
 
 
 def _say(to: socket.socket, all_of_it: bytes) -> None:
@@ -281,42 +236,35 @@ def _say(to: socket.socket, all_of_it: bytes) -> None:
         to.sendall(all_of_it)
 
 
-def test_who_gave_a_pipe_cannot_make_its_other_end_block(run: Run) -> None:
+async def test_who_gave_a_pipe_cannot_make_its_other_end_block() -> None:
     """O_NONBLOCK is the socket's, and who made both ends may have kept one."""
-
-    async def story() -> None:
-        async with joined() as (dialled, _, _, _, ours, theirs):
-            kept = ours.dup()
-            dialled.carry_by(ours)
-            await asyncio.sleep(0.05)
-            fcntl.fcntl(kept, fcntl.F_SETFL, fcntl.fcntl(kept, fcntl.F_GETFL) & ~os.O_NONBLOCK)
-            rescue = threading.Timer(1.5, theirs.shutdown, [socket.SHUT_RDWR])  # else for ever
-            rescue.start()
-            theirs.send(b"\0")
-            assert (longest := await longest_turn(1.0)) < 0.5, longest
-            for number in range(20_000):
-                dialled.send(Drained(transfer=f"{number}"))
-            assert (longest := await longest_turn(0.3)) < 0.25, longest
-            rescue.cancel()
-            kept.close()
-            theirs.close()
-
-    run(story())
+    async with joined() as (dialled, _, _, _, ours, theirs):
+        kept = ours.dup()
+        dialled.carry_by(ours)
+        await asyncio.sleep(0.05)
+        fcntl.fcntl(kept, fcntl.F_SETFL, fcntl.fcntl(kept, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+        rescue = threading.Timer(1.5, theirs.shutdown, [socket.SHUT_RDWR])  # else for ever
+        rescue.start()
+        theirs.send(b"\0")
+        assert (longest := await longest_turn(1.0)) < 0.5, longest
+        for number in range(20_000):
+            dialled.send(Drained(transfer=f"{number}"))
+        assert (longest := await longest_turn(0.3)) < 0.25, longest
+        rescue.cancel()
+        kept.close()
+        theirs.close()
 
 
-def test_a_pipe_that_nobody_reads_ends_with_its_link(run: Run) -> None:
-    async def story() -> None:
-        async with joined() as (dialled, _, _, _, ours, theirs):
-            dialled.carry_by(ours)
-            for number in range(20_000):
-                dialled.send(Drained(transfer=f"{number}"))
-            dialled.close()
-            assert dialled._control._pipes
-            await asyncio.sleep(1.0)
-            assert not dialled._control._pipes
-            theirs.close()
-
-    run(story())
+async def test_a_pipe_that_nobody_reads_ends_with_its_link() -> None:
+    async with joined() as (dialled, _, _, _, ours, theirs):
+        dialled.carry_by(ours)
+        for number in range(20_000):
+            dialled.send(Drained(transfer=f"{number}"))
+        dialled.close()
+        assert dialled._control._pipes
+        await asyncio.sleep(1.0)
+        assert not dialled._control._pipes
+        theirs.close()
 
 
 def test_any_two_ways_make_one_order() -> None:
@@ -346,46 +294,30 @@ def test_any_two_ways_make_one_order() -> None:
             assert heard == list(range(count)), (split, places)
 
 
-def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(run: Run, tmp_path: object) -> None:
-    async def story() -> None:
-        ends: list[socket.socket] = []
-        with contextlib.closing(Lock(f"{tmp_path}/a.sock", "incarnation")) as lock:
-            async with MemoryDoor(lock) as door:
-                serving = asyncio.create_task(door.serve())
-                door.share(Shared(3, (), ()))
-                card = door.admit("decode-0", ends.append)
-                assert card is not None
-                with await open_memory(card, "decode-0") as handover:
-                    pipe = handover.take_pipe()
-                    assert pipe is not None and len(ends) == 1
-                    ends[0].sendall(b"hello")
-                    assert pipe.recv(5) == b"hello"
-                    pipe.close()
-                assert ends[0].recv(1) == b""
-                ends[0].close()
-                again = door.admit("decode-0")
-                assert again is not None
-                with await open_memory(again, "decode-0") as without:
-                    assert without.take_pipe() is None
-                serving.cancel()
-
-    run(story())
+async def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(path: Path) -> None:
+    ends: list[socket.socket] = []
+    async with opened(path) as door:
+        card = door.admit("decode-0", ends.append)
+        assert card is not None
+        with await open_memory(card, "decode-0") as handover:
+            pipe = handover.take_pipe()
+            assert pipe is not None and len(ends) == 1
+            ends[0].sendall(b"hello")
+            assert pipe.recv(5) == b"hello"
+            pipe.close()
+        assert ends[0].recv(1) == b""
+        ends[0].close()
+        with await open_memory(card_of(door, "decode-0"), "decode-0") as without:
+            assert without.take_pipe() is None
 
 
-def test_another_descriptor_is_no_pipe(run: Run, tmp_path: object) -> None:
-    async def story() -> None:
-        with contextlib.closing(Lock(f"{tmp_path}/a.sock", "incarnation")) as lock:
-            async with MemoryDoor(lock) as door:
-                serving = asyncio.create_task(door.serve())
-                door.share(Shared(3, (), ()))
-                card = door.admit("decode-0", lambda end: end.close())
-                assert card is not None
-                with await open_memory(card, "decode-0") as handover:
-                    null = os.open("/dev/null", os.O_RDONLY)
-                    os.dup2(null, handover.fds[-1])
-                    os.close(null)
-                    with pytest.raises(PeerError, match="pipe"):
-                        handover.take_pipe()
-                serving.cancel()
-
-    run(story())
+async def test_another_descriptor_is_no_pipe(path: Path) -> None:
+    async with opened(path) as door:
+        card = door.admit("decode-0", lambda end: end.close())
+        assert card is not None
+        with await open_memory(card, "decode-0") as handover:
+            null = os.open("/dev/null", os.O_RDONLY)
+            os.dup2(null, handover.fds[-1])
+            os.close(null)
+            with pytest.raises(PeerError, match="pipe"):
+                handover.take_pipe()

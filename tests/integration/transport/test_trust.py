@@ -1,4 +1,4 @@
-"""Which addresses may be dialled and listened on. Pure, but for names that are resolved when listening."""
+"""Which addresses may be dialled and listened on. Pure, except that names to listen on are resolved."""
 
 from __future__ import annotations
 
@@ -51,30 +51,14 @@ def test_what_is_no_address_is_left_as_it_was_said(address: str) -> None:
 
 
 LOOPBACK = [
-    "tcp://127.0.0.1:1",
-    "tcp://127.8.9.1:1",
-    "tcp://localhost:1",
-    "tcp://LocalHost:1",
-    "tcp://[::1]:1",
-    "tcp://[::ffff:127.0.0.1]:1",
+    f"tcp://{place}:1" for place in ("127.0.0.1", "127.8.9.1", "localhost", "LocalHost", "[::1]", "[::ffff:127.0.0.1]")
 ]
 ELSEWHERE = [
-    *(
-        "tcp://10.0.0.1:1",
-        "tcp://169.254.169.254:80",
-        "tcp://host:1",
-        "tcp://127.0.0.1.example.com:1",
-        "tcp://[fe80::1]:1",
-    ),
-    *(
-        "tcp://2130706433:1",
-        "tcp://0x7f.1:1",
-        "tcp://127.1:1",
-        "tcp://localhost.:1",
-        "tcp://LOCALHOST.evil:1",
-        "tcp://lo:1",
-    ),
-    *("tcp://[::ffff:10.0.0.1]:1", "tcp://[2001:db8::1]:1"),
+    f"tcp://{place}"
+    for place in (
+        *("10.0.0.1:1", "169.254.169.254:80", "host:1", "127.0.0.1.example.com:1", "[fe80::1]:1", "2130706433:1"),
+        *("0x7f.1:1", "127.1:1", "localhost.:1", "LOCALHOST.evil:1", "lo:1", "[::ffff:10.0.0.1]:1", "[2001:db8::1]:1"),
+    )
 ]
 
 
@@ -132,7 +116,11 @@ def test_an_address_without_a_key_does_where_there_is_but_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["tcp://a:1;b:2", "tcp://*:1", "ipc:///x", f"#{THEIRS}", "", "tcp://h:1 #k", "tcp://h:0"]
+    "address",
+    [
+        *("tcp://a:1;b:2", "tcp://*:1", "ipc:///x", f"#{THEIRS}", "", "tcp://h:1 #k", "tcp://h:0"),
+        *("tcp://0.0.0.0:1", "tcp://h", "tcp://h:1\n", "inproc://x"),
+    ],
 )
 def test_what_is_no_address_is_none_with_keys_either(address: str) -> None:
     for trust in (Trust(keys(THEIRS)), Trust(allow_unauthenticated=True), Trust()):
@@ -181,7 +169,7 @@ def test_a_pattern_that_is_none_is_refused_at_start(place: str) -> None:
     assert caught.value.code == "bad_option" and repr(place) in str(caught.value)
 
 
-@pytest.mark.parametrize("host", ["10.9.8.7", "eth0", "host.invalid", "[2001:db8::1]"])
+@pytest.mark.parametrize("host", ["10.9.8.7", "eth0", "host.invalid", "127.0.0.77.example", "[2001:db8::1]"])
 def test_listening_beyond_loopback_needs_a_key_or_the_hatch(host: str) -> None:
     address = f"tcp://{host}:7700"
     with pytest.raises(OperatorError) as caught:

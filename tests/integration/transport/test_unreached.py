@@ -1,4 +1,4 @@
-"""Addresses where nobody is, and descriptors that run out: what it costs others."""
+"""Addresses where nobody listens, and exhausted descriptors: what they cost others."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 import zmq
 
 from kvbridge.transport import descriptors
-from kvbridge.transport.control import Arrived, Control, Lost, Settings
-from kvbridge.transport.events import Event, Reached
-from tests.integration.transport.ears import LOOPBACK, ROOT, Ear, Run, cancel, remote
+from kvbridge.transport.control import Control
+from kvbridge.transport.events import Arrived, Event, Lost, Reached, Settings
+from tests.integration.transport.ears import LOOPBACK, ROOT, Ear, cancel, remote
 
 FEW = Settings(max_unreached=8, grace_s=0.5)
 
@@ -51,80 +51,68 @@ async def until_lost(control: Control, count: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("kind", ["silent", "closed"])
-def test_who_answers_is_reached_among_thousands_where_nobody_is(run: Run, kind: str) -> None:
-    async def story() -> None:
-        with ExitStack() as stack:
-            _, real = stack.enter_context(remote("sender"))
-            async with Control("receiver", settings=Settings(max_unreached=32)) as receiver:
-                made_up = silent(stack, 600) if kind == "silent" else closed(3000)
-                for number, address in enumerate(made_up):
-                    receiver.dial(address)
-                    if number == len(made_up) // 2:
-                        link = receiver.dial(real)
-                    await asyncio.sleep(0)
-                codes = await until_lost(receiver, 500)
-                assert codes.keys() == {"too_many_links"}
-                while not link.is_up:
-                    assert not link.is_lost
-                    await asyncio.sleep(0.01)
-
-    run(story())
+async def test_who_answers_is_reached_among_thousands_where_nobody_is(kind: str) -> None:
+    with ExitStack() as stack:
+        _, real = stack.enter_context(remote("sender"))
+        async with Control("receiver", settings=Settings(max_unreached=32)) as receiver:
+            made_up = silent(stack, 600) if kind == "silent" else closed(3000)
+            for number, address in enumerate(made_up):
+                receiver.dial(address)
+                if number == len(made_up) // 2:
+                    link = receiver.dial(real)
+                await asyncio.sleep(0)
+            codes = await until_lost(receiver, 500)
+            assert codes.keys() == {"too_many_links"}
+            while not link.is_up:
+                assert not link.is_lost
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("most", [4096, 100])
-def test_a_newcomer_has_a_place_soon_however_many_wait(run: Run, most: int) -> None:
-    async def story() -> None:
-        settings = Settings(max_unreached=8, grace_s=0.5, max_waiting=most)  # in order: 16 a second, lost after 5 s
-        with ExitStack() as stack:
-            _, real = stack.enter_context(remote("sender"))
-            async with Control("receiver", settings=settings) as receiver:
-                made_up = [receiver.dial(address) for address in silent(stack, 400)]
-                link = receiver.dial(real)
-                while not link.is_up:
-                    assert not link.is_lost
-                    await asyncio.sleep(0.01)
-                assert sum(not (each.is_tried or each.is_lost) for each in made_up) > min(most, 400) - 60
-
-    run(story())
+async def test_a_newcomer_has_a_place_soon_however_many_wait(most: int) -> None:
+    settings = Settings(max_unreached=8, grace_s=0.5, max_waiting=most)  # in order: 16 a second, lost after 5 s
+    with ExitStack() as stack:
+        _, real = stack.enter_context(remote("sender"))
+        async with Control("receiver", settings=settings) as receiver:
+            made_up = [receiver.dial(address) for address in silent(stack, 400)]
+            link = receiver.dial(real)
+            while not link.is_up:
+                assert not link.is_lost
+                await asyncio.sleep(0.01)
+            assert sum(not (each.is_tried or each.is_lost) for each in made_up) > min(most, 400) - 60
 
 
-def test_those_that_found_nobody_give_way_first_and_then_the_oldest(run: Run) -> None:
-    async def story() -> None:
-        with ExitStack() as stack:
-            async with Control("receiver", settings=FEW) as receiver:
-                waiting = [receiver.dial(address) for address in silent(stack, 4)]
-                refused = [receiver.dial(address) for address in closed(4)]
-                while not all(link.is_refused for link in refused):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-                began = time.monotonic()
-                later = [receiver.dial(address) for address in silent(stack, 5)]
-                ear = Ear(receiver)
-                lost = [await ear.hear(Lost) for _ in range(5)]
-                assert time.monotonic() - began >= FEW.grace_s / 2
-                assert receiver.links == [*waiting[1:], *later]
-                assert [event.link for event in lost] == [*refused, waiting[0]]
-                assert {event.code for event in lost} == {"too_many_links"}
-
-    run(story())
+async def test_those_that_found_nobody_give_way_first_and_then_the_oldest() -> None:
+    with ExitStack() as stack:
+        async with Control("receiver", settings=FEW) as receiver:
+            waiting = [receiver.dial(address) for address in silent(stack, 4)]
+            refused = [receiver.dial(address) for address in closed(4)]
+            while not all(link.is_refused for link in refused):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            began = time.monotonic()
+            later = [receiver.dial(address) for address in silent(stack, 5)]
+            ear = Ear(receiver)
+            lost = [await ear.hear(Lost) for _ in range(5)]
+            assert time.monotonic() - began >= FEW.grace_s / 2
+            assert receiver.links == [*waiting[1:], *later]
+            assert [event.link for event in lost] == [*refused, waiting[0]]
+            assert {event.code for event in lost} == {"too_many_links"}
 
 
-def test_who_is_up_is_said_and_makes_room_for_nobody(run: Run) -> None:
-    async def story() -> None:
-        with ExitStack() as stack:
-            async with Control("sender", LOOPBACK) as sender, Control("receiver", settings=FEW) as receiver:
-                link = receiver.dial(sender.address)
-                heard: list[Event] = []
-                async for event in receiver.events():
-                    heard.append(event)
-                    break
-                assert heard == [Reached(link)]
-                for address in silent(stack, 20):
-                    receiver.dial(address)
-                assert not link.is_lost and sum(each.is_tried for each in receiver.links) == 9
-                link.send(cancel("t"))
-                assert isinstance(await Ear(sender).next(), Arrived)
-
-    run(story())
+async def test_who_is_up_is_said_and_makes_room_for_nobody() -> None:
+    with ExitStack() as stack:
+        async with Control("sender", LOOPBACK) as sender, Control("receiver", settings=FEW) as receiver:
+            link = receiver.dial(sender.address)
+            heard: list[Event] = []
+            async for event in receiver.events():
+                heard.append(event)
+                break
+            assert heard == [Reached(link)]
+            for address in silent(stack, 20):
+                receiver.dial(address)
+            assert not link.is_lost and sum(each.is_tried for each in receiver.links) == 9
+            link.send(cancel("t"))
+            assert isinstance(await Ear(sender).next(), Arrived)
 
 
 def test_a_dial_for_which_no_descriptors_are_left_fails_alone() -> None:
@@ -176,32 +164,26 @@ async def starved(left: int) -> None:
         print(left, "served", flush=True)
 
 
-def test_a_context_that_is_full_costs_one_dial(run: Run) -> None:
-    async def story() -> None:
-        async with Control("receiver") as receiver:
-            receiver._context.set(zmq.MAX_SOCKETS, 16)
-            made_up = [receiver.dial(address) for address in closed(16)]
-            codes = Counter(event.code for event in receiver._events if isinstance(event, Lost))
-            assert codes.keys() == {"too_many_links"} and codes.total() + len(receiver.links) == len(made_up)
-
-    run(story())
+async def test_a_context_that_is_full_costs_one_dial() -> None:
+    async with Control("receiver") as receiver:
+        receiver._context.set(zmq.MAX_SOCKETS, 16)
+        made_up = [receiver.dial(address) for address in closed(16)]
+        codes = Counter(event.code for event in receiver._events if isinstance(event, Lost))
+        assert codes.keys() == {"too_many_links"} and codes.total() + len(receiver.links) == len(made_up)
 
 
-def test_who_gets_no_turn_hears_so_by_name(run: Run) -> None:
-    async def story() -> None:
-        settings = Settings(connect_s=0.5, max_unreached=2, grace_s=9.0, max_waiting=3)
-        with ExitStack() as stack:
-            async with Control("receiver", settings=settings) as receiver:
-                dialled = [receiver.dial(address) for address in silent(stack, 6)]
-                event = await Ear(receiver).hear(Lost)
-                assert (event.link, event.code) == (dialled[2], "too_many_links")
-                assert "3 wait to be tried, limit 3" in event.reason
-                codes = await until_lost(receiver, 5)
-                # Their time is over in one tick, in which a place that becomes free may be one's turn yet.
-                assert codes.keys() == {"too_many_links", "peer_unreachable"} and codes.total() == 5
-                assert codes["peer_unreachable"] >= 2
-
-    run(story())
+async def test_who_gets_no_turn_hears_so_by_name() -> None:
+    settings = Settings(connect_s=0.5, max_unreached=2, grace_s=9.0, max_waiting=3)
+    with ExitStack() as stack:
+        async with Control("receiver", settings=settings) as receiver:
+            dialled = [receiver.dial(address) for address in silent(stack, 6)]
+            event = await Ear(receiver).hear(Lost)
+            assert (event.link, event.code) == (dialled[2], "too_many_links")
+            assert "3 wait to be tried, limit 3" in event.reason
+            codes = await until_lost(receiver, 5)
+            # Their time is over in one tick, in which a place that becomes free may be one's turn yet.
+            assert codes.keys() == {"too_many_links", "peer_unreachable"} and codes.total() == 5
+            assert codes["peer_unreachable"] >= 2
 
 
 def test_the_limit_is_raised_as_far_as_is_of_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Prefill in one engine, decode in the other: rows as the reference conversion has them, tokens as each alone."""
+"""Prefill in one engine, decode in the other: rows as in the reference conversion, tokens as from each engine alone."""
 
 from __future__ import annotations
 

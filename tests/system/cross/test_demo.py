@@ -1,4 +1,4 @@
-"""`python -m demo --cross`, as a newcomer runs it; what makes it end with 1 is in tests/system/test_demo.py."""
+"""`python -m demo --cross`, as a newcomer runs it. tests/system/test_demo.py tests what makes it exit with 1."""
 
 from __future__ import annotations
 

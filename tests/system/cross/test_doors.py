@@ -1,19 +1,21 @@
-"""What a router may get wrong between two engines: it costs that request, and both engines go on."""
+"""Mistakes of a router between two engines: each costs one request, and both engines go on."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.agent.harness import wait_for
 from tests.system.cross.fleet import TOKENS, Cross
-from tests.system.engines.fleet import PREFILL
+from tests.system.engines.fleet import PREFILL, Fleet
 from tests.system.sglang import rows
 from tests.system.sglang.fleet import answer_of, assert_idle, assert_same_tokens, prompt
 
@@ -39,6 +41,9 @@ def go_on(cross: Cross) -> Iterator[None]:
 
 
 SEEDS = iter(range(9000, 9100))
+SOON_S = 1.0
+FETCHED = {"do_remote_prefill": True, "do_remote_decode": False}
+COMPUTED = "kvbridge_prompts_computed_here_total{reason=incompatible}"
 
 
 @pytest.mark.parametrize(
@@ -122,3 +127,31 @@ def test_what_vllm_has_prefilled_is_held_while_sglang_lets_requests_queue(cross:
     wait_for(lambda: not states(), 5)
     running.close()
     assert_idle(cross.sglang, "d16-small")
+
+
+def test_engines_of_two_models_answer_within_a_second(cross: Cross, tmp_path: Path) -> None:
+    """Also the first time, when the two agents have never met: SGLang with an error, vLLM with a prompt of its own."""
+    with ExitStack() as stack:
+        python, options = os.environ["KVBRIDGE_TEST_VLLM_PYTHON"], {"kvbridge_model_name": "another"}
+        other = Fleet(tmp_path, stack, dtype="float32", options=options, python=python)
+        other.start("small")
+        for _ in range(3):
+            tokens, room = prompt(300, seed=next(SEEDS)), cross.room()
+            prefilled = other["small"].run(other.name("p"), tokens, 1, PREFILL | {"bootstrap_room": room})
+            body = cross.decode_body("d16", tokens, room, prefilled)
+            began = time.monotonic()
+            status, said = cross.sglang["d16"].generate(body)
+            assert time.monotonic() - began < SOON_S
+            assert status != 200 and "incompatible: model: sender another, receiver model" in str(said), said
+        for _ in range(3):
+            tokens, room = prompt(300, seed=next(SEEDS)), cross.room()
+            host, _, port = cross.sglang.agents["p16"][0].address.removeprefix("tcp://").partition(":")
+            fetched = FETCHED | {"bootstrap_room": room, "remote_host": host, "remote_port": int(port)}
+            began = time.monotonic()
+            prefilling = cross.sglang["p16"].begin(cross.prefill_body(tokens, room))
+            answer = other["small"].run(other.name("d"), tokens, TOKENS, fetched)
+            assert time.monotonic() - began < SOON_S
+            assert len(answer.tokens) == TOKENS and answer.cached == 0
+            prefilling.close()
+        (agent,) = other.agents["small"]
+        wait_for(lambda: agent.status.counters.get(COMPUTED) == 3)

@@ -1,4 +1,4 @@
-"""`kvbridge proxy` in front of real servers of both engines: tokens as from one server alone, KV really carried."""
+"""`kvbridge proxy` in front of real servers of both engines: tokens as from one server alone, and KV really carried."""
 
 from __future__ import annotations
 

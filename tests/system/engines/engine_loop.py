@@ -1,6 +1,6 @@
-"""The engine's side of `engine_process`: steps a real vLLM engine and does what it is told between the steps.
+"""The engine's side of `engine_process`: steps a real vLLM engine, and obeys commands between steps.
 
-vLLM's engine core runs in this process, so that what it holds can be looked at; tensor-parallel workers are its own.
+vLLM's engine core runs in this process, so that tests can look at what it holds. Tensor-parallel workers are its own.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Loop:
             return
         whole, codecs = joined(self.engine.collective_rpc(read_rows, args=(table, first, end)))
         with open(path, "wb") as out:
-            np.savez(out, **whole)
+            np.savez(out, **dict[str, Any](whole))
         self.say(kind="dumped", request=request, codecs=codecs)
 
     def state(self) -> None:

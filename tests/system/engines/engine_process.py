@@ -1,7 +1,7 @@
-"""A real vLLM engine in a process of its own, told what to do over a socket pair; many requests run at once.
+"""A real vLLM engine in a process of its own, commanded over a socket pair. Many requests run at once.
 
-The test's side (`EngineProcess`) needs numpy only, so it can sit in either environment. The engine's side runs
-`tests.system.engines.engine_loop` with the Python of the environment that has vLLM.
+The test's side (`EngineProcess`) needs only numpy, so it runs in either environment. The engine's side runs
+`tests.system.engines.engine_loop` with the Python that has vLLM.
 """
 
 from __future__ import annotations

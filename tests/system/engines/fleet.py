@@ -1,4 +1,4 @@
-"""Real vLLM engines, each rank beside a real agent, kept for a whole test module; and one engine alone as reference."""
+"""Real vLLM engines, each rank beside a real agent, kept for a whole test module; and a single engine as reference."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""When an engine's adapter says and hears what moves KV, noted in the engine's own process: the same in any engine.
+"""Notes in the engine's process when its adapter sends and receives the messages that move KV. The same in any engine.
 
-`KVBRIDGE_TEST_TIMES` names a file that gets a line of JSON each time. Processes of one machine share the clock.
+`KVBRIDGE_TEST_TIMES` names a file, which gets a line of JSON each time. Processes of one machine share the clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model that tests run real engines on; the demo ships it."""
+"""The model on which tests run real engines. It is the demo's."""
 
 from __future__ import annotations
 

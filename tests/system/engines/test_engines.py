@@ -1,4 +1,4 @@
-"""Two real engines that disagree: the tokens of one engine alone, and the KV bytes of the prefill side."""
+"""Two real engines that differ: tokens as from one engine alone, and the KV bytes of the prefill side."""
 
 from __future__ import annotations
 
@@ -44,10 +44,17 @@ def test_decodes_what_an_engine_with_other_blocks_prefilled(
     assert_same_as_alone(fleet, sender, receiver, prompt(length, seed=2 * length + (sender == "large")))
 
 
+def attached(fleet: Fleet, name: str) -> list[tuple[int, int]]:
+    """The engine of each of its agents."""
+    engines = [agent.status.engine for agent in fleet.agents[name]]
+    assert all(engines), engines
+    return [(each.epoch, each.pid) for each in engines if each]
+
+
 def test_engines_that_serve_both_roles_do_so_at_once_and_stay_attached(fleet: Fleet) -> None:
     """Each prefills for the other and decodes what the other prefilled, side by side; no agent hears of a role."""
     names = ("small", "large")
-    before = {name: [agent.status.engine for agent in fleet.agents[name]] for name in names}
+    before = {name: attached(fleet, name) for name in names}
     tokens = {
         name: [prompt(300 + seed, seed=901 + seed + 10 * (name == "large")) for seed in range(4)] for name in names
     }
@@ -55,14 +62,12 @@ def test_engines_that_serve_both_roles_do_so_at_once_and_stay_attached(fleet: Fl
     for sender, receiver in (names, names[::-1]):
         for prefilled in [(each, fleet.prefill(sender, each)[1]) for each in tokens[sender]]:
             asked[fleet.name(f"d-{receiver}")] = (receiver, *prefilled)
-    for request, (receiver, each, prefilled) in asked.items():
-        fleet[receiver].submit(request, each, 12, prefilled.params)
+    for request, (receiver, each, prefill) in asked.items():
+        fleet[receiver].submit(request, each, 12, prefill.params)
     for request, (receiver, each, _) in asked.items():
         answer = fleet[receiver].result(request)
         assert answer.cached == len(each) - 1 and list(answer.tokens) == fleet.alone(each, 12)
-    after = {name: [agent.status.engine for agent in fleet.agents[name]] for name in names}
-    for name in names:
-        assert [(each.epoch, each.pid) for each in before[name]] == [(each.epoch, each.pid) for each in after[name]]
+    assert {name: attached(fleet, name) for name in names} == before
 
 
 @needs_fp8

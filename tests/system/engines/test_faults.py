@@ -1,4 +1,4 @@
-"""An agent that dies or stands still in the very middle of a real engine's request, at a named place."""
+"""An agent dies or freezes in the middle of a real engine's request, at a named place."""
 
 from __future__ import annotations
 

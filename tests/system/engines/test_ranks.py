@@ -1,4 +1,4 @@
-"""Engines with other tensor parallel sizes, in fp32: TP changes the order of sums, and in bf16 near-ties would show."""
+"""Engines of unequal tensor parallel sizes. In fp32: TP changes the order of sums, which would show in bf16."""
 
 from __future__ import annotations
 

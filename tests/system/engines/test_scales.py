@@ -1,4 +1,4 @@
-"""A real engine takes the scales of the one that prefills for it, and with them the bytes as they are."""
+"""A real engine takes the scales of the engine that prefills for it, so bytes are moved as they are."""
 
 from __future__ import annotations
 

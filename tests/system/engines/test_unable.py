@@ -1,4 +1,4 @@
-"""Two real engines that cannot share KV: whoever asked has his answer, or an error, within a second."""
+"""Two real engines that cannot share KV: the client has an answer, or an error, within a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of a model that is only a config.json, the same in any engine however it shards them; and their digests."""
+"""Weights for a model that is only a config.json, equal in any engine however it shards them; and their digests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`python -m tests.system.faults --all --times 3 --workers 2`: the whole matrix, so many times in a row, every second
-time between agents that speak CURVE, each with a key of its own.
+"""Runs the whole matrix of faults: `python -m tests.system.faults --all --times 3 --workers 2`.
 
-A part of it: `--match "kill the receiver's engine"`, or `--all --first 100 --count 50`.
+Every second time agents use CURVE, each with its own key. To run a part: `--match "kill the receiver's engine"`, or
+`--all --first 100 --count 50`.
 """
 
 from __future__ import annotations

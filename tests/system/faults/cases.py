@@ -1,13 +1,13 @@
-"""Every failpoint, and each of the four processes killed and stopped while one of them is there: a story each.
+"""Every failpoint, and each of the four processes killed and stopped while one of them is there: one story each.
 
-The process that passes it is started again with the failpoint armed, and requests flow until it fires. It is the victim
-itself; or it stands still there, the victim is killed or stopped, and it goes on beside a victim that nobody has missed
-yet. The others must bear it: what must hold is the oracle of `world.py`. Then the victim goes on or comes back, and
-requests succeed again.
+The process that passes the failpoint is started with it armed, and requests flow until it fires. Either this process is
+the victim. Or it freezes at the failpoint, the victim is killed or stopped, and it goes on before anybody has missed
+the victim. The others must bear this: the oracle of world.py says what must hold. Then the victim goes on or comes
+back, and requests succeed again.
 
-Places on the way of slots are passed in a world of agents with slots alone, those on that of pulls between agents that
-pull, and those on any way in both. At a place of pulls who is stopped stands still for longer than any lease lasts, and
-the sender's engine takes its blocks back and uses them as soon as it may.
+Failpoints on the way of slots are passed by agents that only use slots, those on the way of pulls by agents that pull,
+all others by both. At a failpoint of pulls, a stopped process stays frozen for longer than any lease, and the sender's
+engine takes its blocks back and reuses them as soon as it may.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvbridge_proto.engine import READERS_S
 
@@ -138,7 +138,7 @@ class Case:
         return tuple({self.passer, self.victim} if self.action == "stop" else {self.passer} - {self.victim})
 
     @property
-    def load(self) -> dict[str, float]:
+    def load(self) -> dict[str, Any]:
         """What requests are like."""
         return {"abandon": self.abandon, "withdraw": self.withdraw, "pace_s": PACE_S if self._is_any(PACED) else 0.0}
 
@@ -241,12 +241,12 @@ def _strikes(world: World, case: Case) -> None:
     if case.action == "kill":
         victim.kill()
     else:
-        victim.send(signal.SIGSTOP)
+        victim.send_signal(signal.SIGSTOP)
         assert victim.is_stopped(1.0), f"the {case.victim} does not stand still"
     if case.is_of_pull:
         _takes_back(world, case)
     time.sleep(case.hold_s)
-    case.passer.process(world).send(signal.SIGCONT)
+    case.passer.process(world).send_signal(signal.SIGCONT)
     if not world.is_busy():  # as when it was attaching; those who live shall miss the victim
         world.begin(**case.load)
 

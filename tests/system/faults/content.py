@@ -1,4 +1,4 @@
-"""What every element of a pool must be: each rendezvous has rows of its own, and every owner of a block a stamp."""
+"""What every element of a pool must be: each rendezvous has its own rows, and each owner of a block its own stamp."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """An engine rank that serves rendezvous ids, as a process: `python -m tests.system.faults.engine '<Job as JSON>'`.
 
-It speaks to its agent through the adapters' own link, as an engine's worker does, and uses its blocks as soon as the
-contract allows: what is not under way always has an owner, whose numbers are compared element by element. It is told
-in lines of JSON what to do, and says in lines of JSON how each rendezvous ended, what its agent was late with, and what
-is wrong.
+It speaks to its agent through the adapters' own link, like an engine's worker, and reuses its blocks as soon as the
+contract allows. Every block that is not under way has an owner, whose numbers are compared element by element. Lines of
+JSON tell it what to do. In lines of JSON it says how each rendezvous ended, what its agent was late with, and what is
+wrong.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Open:
     abandon_at: float = float("inf")
     offered: int = 0  # blocks
     rest_at: float = float("inf")  # when the rest of them is offered
-    is_nudged: bool = False
+    is_asked_to_stop: bool = False
     is_foreign: bool = False  # rows were in its blocks that are no room's of its name
 
 
@@ -297,8 +297,8 @@ class Engine:
                 else:
                     self.link.send(Abandon(request=name, reason="as the seed says"))
             # What came while we were stopped is no less in time for being unread.
-            if self._read > each.late_at and not each.is_nudged and self.job.role == "receiver":
-                each.is_nudged, each.late_at = True, now + self.patience_s
+            if self._read > each.late_at and not each.is_asked_to_stop and self.job.role == "receiver":
+                each.is_asked_to_stop, each.late_at = True, now + self.patience_s
                 self.link.send(Abandon(request=name, reason="late"))
                 say("late", what=f"{name}: no answer {now - each.began:.1f} s after it was wanted; asked to stop")
             elif self._read > each.late_at:

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a cable that can be cut: packets are dropped, nobody is told."""
+"""Two network namespaces joined by a cable that can be cut: packets are dropped, and nobody is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents and engines as the runner of faults holds them: started armed or not, stopped, killed, looked into."""
+"""Agents and engines as the runner of faults handles them: started armed or not, stopped, killed, inspected."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ import json
 import os
 import random
 import select
-import signal
 import socket
-import subprocess
-import sys
 import time
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,73 +19,11 @@ from kvbridge_proto.status import Status
 from kvbridge.errors import OperatorError
 from kvbridge.failpoints import VARIABLE
 from kvbridge.local_agents import ask
+from tests.support.nursery import Child, Nursery, PipedChild
 from tests.system.faults.engine import Job
 
 START_S = 30.0
 POOL = "kvbridge-fault"  # how memory of engines is called in /proc/PID/maps
-
-
-class Nursery:
-    """Where agents are forked, in that network namespace."""
-
-    def __init__(self, netns: str = "") -> None:
-        self.netns = netns
-        inside = ["ip", "netns", "exec", netns] if netns else []
-        self._process = subprocess.Popen(
-            [*inside, sys.executable, "-m", "tests.system.faults.nursery"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-
-    def fork(self, argv: list[str], log: Path, environment: dict[str, str]) -> int:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        told = {"argv": argv, "log": str(log), "environment": environment}
-        self._process.stdin.write(json.dumps(told) + "\n")
-        ready, _, _ = select.select([self._process.stdout], [], [], START_S)
-        assert ready, "no agent was forked"
-        return int(self._process.stdout.readline())
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait(10)
-
-
-class Process:
-    """One process by its pid; it is ours, so the number is not anybody else's before we let go of its descriptor."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._fd = os.pidfd_open(pid)
-        weakref.finalize(self, os.close, self._fd)
-
-    def is_dead(self, seconds: float = 0.0) -> bool:
-        return bool(select.select([self._fd], [], [], seconds)[0])
-
-    def is_stopped(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while _state(self.pid) != "T":
-            if self.is_dead() or time.monotonic() >= end:
-                return False
-            time.sleep(0.01)
-        return True
-
-    def send(self, number: int) -> None:
-        if not self.is_dead():
-            signal.pidfd_send_signal(self._fd, number)
-
-    def end(self, seconds: float = 10.0) -> None:
-        """Ask, then make it."""
-        self.send(signal.SIGCONT)
-        self.send(signal.SIGTERM)
-        if not self.is_dead(seconds):
-            self.send(signal.SIGKILL)
-            assert self.is_dead(10.0), f"{self.pid} does not die"
-
-    def kill(self) -> None:
-        self.send(signal.SIGKILL)
-        assert self.is_dead(10.0), f"{self.pid} does not die"
 
 
 # Where the kernel lists sockets. One of none is a TCP connection that is over, of which only the descriptor is left.
@@ -150,7 +84,7 @@ def free_address() -> str:
             return f"tcp://127.0.0.1:{port}"
 
 
-class Agent(Process):
+class Agent(Child):
     """`kvbridge agent`."""
 
     def __init__(self, nursery: Nursery, folder: Path, name: str, options: dict[str, str], armed: str = "") -> None:
@@ -158,9 +92,9 @@ class Agent(Process):
         self.options = {"name": name, "socket": self.socket, "listen": "tcp://127.0.0.1:0", "metrics": ""} | options
         said = {f"--{key.replace('_', '-')}": value for key, value in self.options.items()}
         argv = [part for flag, value in said.items() for part in ((flag,) if value == "true" else (flag, value))]
-        # Between namespaces of one machine UCX would go by shared memory, where no packet is dropped.
-        environment = {VARIABLE: armed} | ({"UCX_TLS": "tcp"} if nursery.netns else {})
-        super().__init__(nursery.fork(argv, self.log, environment))
+        with self.log.open("ab") as log:
+            streams = None, log.fileno(), log.fileno()
+            super().__init__(nursery.fork("kvbridge.cli", ["agent", *argv], streams, {VARIABLE: armed}))
         self.address, self.is_armed = "", bool(armed)
 
     def wait_serving(self) -> None:
@@ -187,46 +121,37 @@ class Agent(Process):
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-class Engine(Process):
+class Engine(PipedChild):
     """`tests.system.faults.engine`; what it says is kept until it is asked for."""
 
     def __init__(self, job: Job, log: Path, armed: str = "") -> None:
         self.job, self.log = job, log
         with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.system.faults.engine", msgspec.json.encode(job).decode()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=os.environ | {VARIABLE: armed},
-            )
-        assert self.process.stdout is not None
-        os.set_blocking(self.process.stdout.fileno(), False)
-        super().__init__(self.process.pid)
+            said = msgspec.json.encode(job).decode()
+            super().__init__("tests.system.faults.engine", said, errors=errors.fileno(), env={VARIABLE: armed})
+        os.set_blocking(self.stdout.fileno(), False)
         self._unread = b""
         self.said: list[dict[str, Any]] = []
 
     def tell(self, do: str, **more: Any) -> None:
-        assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
-            self.process.stdin.flush()
+            self.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
+            self.stdin.flush()
         except BrokenPipeError:
             assert self.is_dead(1.0)
 
     def hear(self, seconds: float = 0.0) -> bool:
         """Take in what it says within so long; False if nothing came."""
-        assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], seconds)[0]:
+        if not select.select([self.stdout], [], [], seconds)[0]:
             return False
-        got = self.process.stdout.read()
+        got = self.stdout.read()
         *lines, self._unread = (self._unread + (got or b"")).split(b"\n")
         self.said += [json.loads(line) for line in lines]
         if not got:
             time.sleep(0.01)
         return bool(got)
 
-    def wait(self, event: str, seconds: float = START_S) -> dict[str, Any]:
+    def wait_for(self, event: str, seconds: float = START_S) -> dict[str, Any]:
         """The first such event; it is taken out."""
         end = time.monotonic() + seconds
         while True:
@@ -237,19 +162,3 @@ class Engine(Process):
             assert time.monotonic() < end, f"{self.job.role} engine: no {event} in {seconds} s: {self.said[-5:]}"
             assert not self.is_dead() or self.hear(), f"{self.job.role} engine died: {self.log.read_text()[-2000:]}"
             self.hear(0.1)
-
-    def close(self) -> None:
-        self.send(signal.SIGCONT)
-        self.kill()
-        self.process.wait(10)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "X"

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback between two agents' control sockets that can spoil what passes it, on a thread of its own."""
+"""A TCP proxy on loopback between two agents' control sockets, on its own thread, which can spoil what passes."""
 
 from __future__ import annotations
 

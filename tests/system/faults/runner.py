@@ -1,4 +1,4 @@
-"""Tells the stories of many cases, one after the other in one world; a world where one went wrong is given up."""
+"""Runs the stories of many cases, one after another in one world. A world where one fails is dropped."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from types import TracebackType
 
 from kvbridge.failpoints import Way
 from tests.system.faults.cases import Case, tell
-from tests.system.faults.processes import Nursery
 from tests.system.faults.world import World
 
 
 class Runner:
     """One world at a time. Survivors of one story are in the next: what leaks, adds up and shows."""
 
-    def __init__(self, nursery: Nursery | None = None) -> None:
-        self._nursery = nursery or Nursery()
+    def __init__(self) -> None:
         self._world: World | None = None
 
     def tell(self, case: Case, is_keyed: bool = False) -> str:
@@ -34,7 +32,7 @@ class Runner:
             return self._world
         self._leave()
         folder = Path(tempfile.mkdtemp(prefix="kvbridge-faults-"))
-        self._world = world = World(folder, self._nursery, is_keyed=is_keyed, way=way)
+        self._world = world = World(folder, is_keyed=is_keyed, way=way)
         try:
             world.meet()
         except BaseException:
@@ -48,7 +46,6 @@ class Runner:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._leave(is_well=kind is None)
-        self._nursery.close()
 
     def _leave(self, is_well: bool = True) -> None:
         """Another world will be needed, or none; of one that went wrong the logs stay."""

@@ -1,5 +1,7 @@
-"""A slice of the matrix of `tests.system.faults.cases`, one half of it with keys; `make test-faults` tells all of it,
-three times, and the second time with keys."""
+"""A slice of the matrix of `tests.system.faults.cases`, half of it with keys.
+
+`make test-faults` runs all of it three times, the second time with keys.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,7 @@ def test_an_agent_that_answers_nothing_is_noticed(runner: Runner) -> None:
     """Nobody has said that it would stand still."""
     world = runner.world()
     world.calm()
-    world.receiver.agent.send(signal.SIGSTOP)
+    world.receiver.agent.send_signal(signal.SIGSTOP)
     world.begin()
     with pytest.raises(AssertionError, match="no answer"):
         world.finish()
@@ -144,11 +146,11 @@ def test_a_receiver_that_was_given_up_lets_go_of_the_memory(runner: Runner) -> N
     world = runner.world(way="pull")
     world.calm()
     world.hurts(world.receiver)
-    world.receiver.agent.send(signal.SIGSTOP)
+    world.receiver.agent.send_signal(signal.SIGSTOP)
     world.sender.becomes(lambda status: not status.peers, 5.0)
     name = world.sender.job.name
     world.sender.engine.close()
-    world.receiver.agent.send(signal.SIGCONT)
+    world.receiver.agent.send_signal(signal.SIGCONT)
     world.unmaps(name)
     world.sender.start_engine()
     world.serves()

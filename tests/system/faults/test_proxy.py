@@ -1,4 +1,4 @@
-"""What an evil network does to the control channel under load: requests may fail, and nothing else happens."""
+"""What a hostile network can do to the control channel under load: requests may fail, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.system.faults.processes import Nursery
 from tests.system.faults.proxy import Proxy
 from tests.system.faults.world import World
 
@@ -21,19 +20,10 @@ def proxy() -> Iterator[Proxy]:
     proxy.close()
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "keyed"])
-def world(
-    tmp_path_factory: pytest.TempPathFactory, nursery: Nursery, proxy: Proxy, request: pytest.FixtureRequest
-) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory, proxy: Proxy, request: pytest.FixtureRequest) -> Iterator[World]:
     """CURVE goes through the proxy as it is, end to end."""
-    world = World(tmp_path_factory.mktemp("proxy"), nursery, through=proxy.through, is_keyed=request.param)
+    world = World(tmp_path_factory.mktemp("proxy"), through=proxy.through, is_keyed=request.param)
     try:
         world.meet()
         yield world

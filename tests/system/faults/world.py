@@ -1,5 +1,4 @@
-"""A sender and a receiver, each an agent and an engine, and the oracle that holds whatever happens to any of the
-four."""
+"""A sender and a receiver, each an agent and an engine, and the oracle: what must hold whatever happens to the four."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +16,9 @@ from kvbridge_proto.status import Status
 
 from kvbridge.failpoints import Way
 from kvbridge.transport.keys import write_pair
+from tests.support.nursery import Nursery, nursery
 from tests.system.faults.engine import LEFT, PATIENCE_S, Job
-from tests.system.faults.processes import POOL, Agent, Engine, Held, Nursery, free_address, maps_pool
+from tests.system.faults.processes import POOL, Agent, Engine, Held, free_address, maps_pool
 
 Role = Literal["sender", "receiver"]
 ROLES: tuple[Role, ...] = ("sender", "receiver")
@@ -78,7 +79,7 @@ class Side:
         self.ends.clear()
 
     def wait_attached(self) -> None:
-        self.engine.wait("attached", 20.0)
+        self.engine.wait_for("attached", 20.0)
 
     def hear(self, seconds: float = 0.0) -> None:
         """Keep how rendezvous ids ended; anything wrong ends the story, and so does an answer that an agent owes."""
@@ -155,7 +156,6 @@ class World:
     def __init__(
         self,
         folder: Path,
-        nursery: Nursery,
         *,
         options: dict[str, str] | None = None,
         through: Callable[[str], str] = lambda address: address,
@@ -171,7 +171,7 @@ class World:
         self.base: dict[Role, Held] = {}  # of a fresh agent that has served
         self.slots: dict[Role, tuple[int, int]] = {}  # free to be lent, and to gather into
         for role in ROLES:
-            own, more = (apart or {}).get(role, (nursery, {}))
+            own, more = (apart or {}).get(role, (nursery(), {}))
             its = {"deadline_s": DEADLINE_S, "width": WIDTHS[way], "may_be_foreign": way == "pull", **job}
             told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **its)
             listen = {"listen": free_address()}
@@ -218,8 +218,7 @@ class World:
     def knows_its_peers(self) -> None:
         """Either agent has one, whose key is the other's by our list, or none has a key."""
         for role, other in zip(ROLES, reversed(ROLES), strict=True):
-            keys = [other if self.is_keyed else ""]
-            self.sides[role].becomes(lambda status, keys=keys: [peer.key for peer in status.peers] == keys, QUIET_S)
+            self.sides[role].becomes(partial(_has_peer, other if self.is_keyed else ""), QUIET_S)
 
     def begin(
         self, rendezvous_ids: int = BATCH, abandon: float = 0.0, withdraw: float = 0.0, pace_s: float = 0.0
@@ -274,7 +273,7 @@ class World:
         for side in self.sides.values():
             side.becomes(is_free, QUIET_S)
             side.engine.tell("audit")
-            side.engine.wait("audited", 10.0)
+            side.engine.wait_for("audited", 10.0)
             side.hear()
             assert "Traceback" not in side.agent.log.read_text(errors="replace"), side.agent.tail(60)
 
@@ -331,8 +330,12 @@ class World:
         for each in self.sides.values():
             each.stuck_s = seconds
         time.sleep(seconds)
-        process.send(signal.SIGCONT)
+        process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         for side in self.sides.values():
             side.close()
+
+
+def _has_peer(key: str, status: Status) -> bool:
+    return [peer.key for peer in status.peers] == [key]

@@ -1,4 +1,4 @@
-"""Tests marked `gpu` and `multi_gpu` skip, with the reason, where the machine has no GPU, or only one."""
+"""Tests marked `gpu` and `multi_gpu` skip, with the reason, if the machine has no GPU, or only one."""
 
 from __future__ import annotations
 

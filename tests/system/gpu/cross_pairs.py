@@ -3,35 +3,34 @@
     python -m tests.system.gpu.cross_pairs --out FOLDER [--only vllm16-to-sglang64] [--repeats 11] [--limit-s 340]
     python -m tests.system.gpu.cross_pairs --cpu --out FOLDER        the same, small, on a CPU: to try the script
 
-Needs two GPUs, SGLang, vLLM (of another Python if KVBRIDGE_TEST_VLLM_PYTHON names one) and no network. Llama-8B's shape
-in bf16, the same weights in every engine: made on the GPUs from one seed, and compared by digests of every tensor. The
-prefill engines are on GPU 0, the decode engines on GPU 1, an agent beside each. An engine is told what `kvbridge proxy`
-tells it: where vLLM prefills, the decode engine is asked when the prefill is answered; where SGLang does, both at once.
+Needs two GPUs, SGLang, vLLM (of another Python if KVBRIDGE_TEST_VLLM_PYTHON names one) and no network. All engines have
+Llama-8B's shape in bf16 and the same weights, made on the GPUs from one seed and compared by digests of every tensor.
+The prefill engines are on GPU 0, the decode engines on GPU 1, each beside an agent. Requests are made as by `kvbridge
+proxy`: if vLLM prefills, the decode engine is asked once prefill has answered; if SGLang does, both are asked at once.
 
-The pairs in the order of their worth. Each is measured in turn, request by request, with an equal pair of either engine
-(vLLM 16 to vLLM 16, SGLang 16 to SGLang 16, by kvbridge), so that a ratio is of the same seconds. Of each pair and
-prompt length, medians without the first:
+The most important pairs come first. Each is measured in turn, request by request, with an equal pair of either engine
+(vLLM 16 to vLLM 16, SGLang 16 to SGLang 16, by kvbridge), so that ratios are of the same seconds. For each pair and
+prompt length, medians without the first request:
 
-  transfer   from both engines' adapters having said their part, the offer of the whole prompt and the want of it, to
-             the decode engine's adapter hearing that it is there: noted by the same lines in both engines
-             (tests.system.engines.marks). What vLLM's offer waits for on the GPU is over by then, since it is answered
-             first
-  ttft       from the first of the two requests to the first token at the decode engine: the prompt's prefill is in it,
-             and what the two ways of asking cost. vLLM is asked over a socket pair, SGLang over HTTP, in all pairs
-  handover   from where the transfer begins to the first token: without the prefill, so that a slower engine's prefill
-             is not held against the bridge
-  reported   SGLang's own metric of the transfer, where SGLang prefills (tests.system.gpu.sglang_pairs says what it is)
-  asked      the decode side's agent, from want to done. Where SGLang prefills, its prefill is in it
-  tokens     against the decode engine alone, up to where the two engines, each alone, part. "tie": they part where the
-             engine itself finds the two tokens' chances no further apart than TIE nats, or than twice the most by which
-             the two engines alone differ in the same places, whose kernels differ
-  rows       KV bytes on the decode side against the reference conversion of those on the prefill side, all layers
+  transfer   from the later of the offer of the whole prompt and the want of it, until the decode engine's adapter hears
+             that the prompt is there. Both engines note this in the same way (tests.system.engines.marks). vLLM's offer
+             waits for the GPU; that wait is over by then, since prefill has answered
+  ttft       from the first of the two requests to the decode engine's first token. It includes the prompt's prefill and
+             the cost of asking: vLLM is always asked over a socket pair, SGLang over HTTP
+  handover   from the begin of the transfer to the first token. It excludes prefill, so that a slower engine's prefill
+             does not count against the bridge
+  reported   SGLang's own metric of the transfer, if SGLang prefills (see tests.system.gpu.sglang_pairs)
+  asked      from want to done, at the decode side's agent. If SGLang prefills, this includes its prefill
+  tokens     compared with the decode engine alone, up to where the two engines, each alone, diverge. "tie": the tokens
+             diverge where the engine itself finds the two tokens' log probabilities no further apart than TIE nats, or
+             than twice the largest difference of the two engines alone at the same positions (their kernels differ)
+  rows       KV bytes on the decode side compared with the reference conversion of those on the prefill side, all layers
 
-A pair across engines is held against both equal pairs, by the worse of the two ratios. The prefill engine's equal pair
-is asked in the same way and computes the same prefill; the decode engine's takes the prompt over in the same way. Where
-one engine prefills faster, the ratio of ttft to its equal pair says so whatever the bridge does: hence handover.
+A pair across engines is judged by the worse of its ratios to the two equal pairs. The prefill engine's equal pair is
+asked in the same way and computes the same prefill. The decode engine's equal pair takes the prompt in the same way. If
+one engine prefills faster, this changes the ratio of ttft whatever the bridge does. Hence handover.
 
-Exit code 1 if weights, tokens or rows differ, 2 if a pair could not be driven to its end.
+Exits with 1 if weights, tokens or rows differ, with 2 if a pair could not be run to its end.
 """
 
 from __future__ import annotations
@@ -57,6 +56,7 @@ from tests.system.engines import weights
 from tests.system.engines.fleet import PREFILL, prompt
 from tests.system.gpu import pair_engines as vllm
 from tests.system.gpu import sglang_servers as sglang
+from tests.system.gpu.pair_run import chosen_from, exit_code, keep_logs, machine, options
 from tests.system.gpu.sglang_pairs import (
     ANSWER_S,
     DECODED,
@@ -67,7 +67,6 @@ from tests.system.gpu.sglang_pairs import (
     apart,
     greedy,
     handles_of,
-    machine,
     parting,
     side_by_side,
     voice,
@@ -122,6 +121,7 @@ def pairs_of(is_cpu: bool) -> list[Pair]:
     """In the order of their worth. vLLM on a CPU has fp8 only with AVX-512 or AMX."""
     equal = equal_pairs(is_cpu)
     of_vllm, of_sglang = equal["vllm"], equal["sglang"]
+    assert isinstance(of_vllm.receiver, vllm.Side)
     page, block = 64, of_vllm.receiver.block
     large = sglang.Side("sglang-d64", "decode", (1,), page=page)
     narrow = sglang.Side("sglang-d-fp8", "decode", (1,), kv="fp8_e4m3")
@@ -305,15 +305,14 @@ class Drive:
                 until = length - 1 if isinstance(self.receiver, vllm.Running) else length
                 taken = self._rows(self.receiver, "decode", came, until)
                 assert self.pair.is_same_codec == (given.codec == taken.codec), f"{given.codec} to {taken.codec}"
-                cut = {key: each[:until] for key, each in given.rows.items()}
-                rows.assert_carried(rows.Rows(cut, given.codec), taken)
+                rows.assert_carried(given.first(until), taken)
         finally:
             self._both.servers.keep_rows(False)
             for file in self._both.servers.kept.glob("*.npz"):
                 file.unlink()
         return "yes" if self.pair.is_same_codec else "as converted"
 
-    def _rows(self, where: Running, side: str, came: Came, until: int) -> rows.Rows:
+    def _rows(self, where: Running, side: str, came: Came, until: int) -> rows.SavedRows:
         """Of the first tokens. vLLM's are read from its blocks, which nobody has had since."""
         if isinstance(where, sglang.Running):
             return rows.load(self._both.servers.kept, side, came.room, 1)
@@ -343,8 +342,8 @@ def _asked(sender: sglang.Running, body: dict[str, Any]) -> Iterator[None]:
                 said = connection.getresponse().read()[:500].decode(errors="replace")
             raise AssertionError(f"{type(error).__name__}: {error}\nThe prefill server said: {said}") from error
         answer = connection.getresponse()
-        said = answer.read()
-        assert answer.status == 200, f"prefill: {answer.status} {said[:500]!r}"
+        body_said = answer.read()
+        assert answer.status == 200, f"prefill: {answer.status} {body_said[:500]!r}"
 
 
 def _awaited(where: Running, what: str, known: int) -> dict[str, Any]:
@@ -388,7 +387,7 @@ class Run:
         self._began = time.monotonic()
         self._equal = equal_pairs(chosen.cpu)
         self._alone = sglang.Side(sglang.ALONE, sglang.ALONE, (0,))
-        self._voices: dict[str, list[Voice]] = {}
+        self._voices: dict[str, Voice] = {}
         every = pairs_of(chosen.cpu)
         self.pairs = [pair for pair in every if not chosen.only or pair.name in chosen.only.split(",")]
         unknown = set(filter(None, chosen.only.split(","))) - {pair.name for pair in every}
@@ -482,7 +481,9 @@ class Run:
     def _ask_alone(self, kind: str, tokens: list[int]) -> Voice:
         if kind == "sglang":
             return voice(self._both.servers.get(self._alone), tokens)
-        running = self._both.engines.get(self._equal["vllm"].sender)
+        side = self._equal["vllm"].sender
+        assert isinstance(side, vllm.Side)
+        running = self._both.engines.get(side)
         return Voice(*running.likely(self._both.name(), tokens, DECODED))
 
     def _say_all(self, pair: Pair) -> None:
@@ -572,47 +573,20 @@ def report(results: list[Found]) -> None:
             print(f"{found.name:>21s} FAILED: {found.failure.strip()[-1500:]}")
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a folder for cross_pairs.json and the logs")
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU: to try the script")
-    parser.add_argument("--only", default="", help="pairs, by name, with commas between")
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--prompts", type=int, default=2, help="prompts whose tokens are compared")
-    parser.add_argument("--lengths", default="1024,8192", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--limit-s", type=float, default=340.0, help="no pair begins after so long")
-    parser.add_argument("--agent", action="append", default=[], help="an agent's option: slot_bytes=8388608")
-    chosen = parser.parse_args()
-    assert chosen.repeats > 1, "one repeat is the first and leaves none for later"
-    return chosen
-
-
 def main() -> int:
-    chosen = options()
+    chosen = chosen_from(options(__doc__ or "", repeats=11, limit_s=340.0))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines are sessions of their own: end them
-    chosen.out.mkdir(parents=True, exist_ok=True)
     agent_options = dict(part.split("=", 1) for part in chosen.agent)
     with tempfile.TemporaryDirectory(prefix="pairs-") as name, ExitStack() as stack:
         both = Both(Path(name), stack, chosen.cpu, agent_options)
-        stack.callback(_keep_logs, Path(name), chosen.out)
+        stack.callback(keep_logs, Path(name), chosen.out / "cross_logs.tar.gz")
         run = Run(chosen, both, machine("vllm", "sglang"))
         run.start_all()
         run.all()
     report(run.results)
     said = [run.weights, *(each.kv_rows for each in run.results)]
     said += [verdict for each in run.results for verdict in each.tokens.values()]
-    if any("NO" in value for value in said):
-        return 1
-    return 2 if any(each.failure for each in run.results) else 0
-
-
-def _keep_logs(folder: Path, out: Path) -> None:
-    """In one archive: few files come back from some machines."""
-    import tarfile
-
-    with tarfile.open(out / "cross_logs.tar.gz", "w:gz") as archive:
-        for path in [*folder.glob("*/*.log"), *folder.glob("*/*.times")]:
-            archive.add(path, path.relative_to(folder))
+    return exit_code(said, (each.failure for each in run.results))
 
 
 if __name__ == "__main__":

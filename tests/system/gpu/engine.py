@@ -1,6 +1,6 @@
 """An engine in a process of its own, for tests: it holds GPU memory, exports it, writes it late, and dies when told.
 
-`Engine` is the test's end. The other is this module run as a program, told what to do by one datagram a time.
+`Engine` is the test's end. The other end is this module run as a program, which gets one command per datagram.
 """
 
 from __future__ import annotations

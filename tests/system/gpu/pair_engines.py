@@ -1,4 +1,4 @@
-"""Engines for `vllm_pairs`, each rank beside an agent of its own, or all on vLLM's NixlConnector."""
+"""Engines for `vllm_pairs`: each rank beside its own agent, or all with vLLM's NixlConnector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integration.agent.harness import AgentProcess, agent
 from tests.system.engines import marks, weights
 from tests.system.engines.engine_process import EngineConfig, EngineProcess
 
-DONE = re.compile(r"done: request=(\S+) bytes=(\d+) ms=([\d.]+)")
+DONE = re.compile(r"done: request=(\S+)(?: transfer=\S+)? bytes=(\d+) ms=([\d.]+)")
 CROSSED = "Allocating a cross layer KV cache"  # vLLM's own words
 START_S = 150.0
 AGENT_START_S = 90.0  # while as many engines import
@@ -99,7 +99,7 @@ class Running:
         own."""
         return marks.noted(self.times, side, room)
 
-    def route(self, sender: Running) -> str:
+    def route(self, sender: Any) -> str:
         """How the KV comes from `sender`, as its agent found and proved it."""
         to = {each.address for each in self.agents}
         peers = [peer for each in sender.agents for peer in each.status.peers if peer.state.startswith("receiver")]

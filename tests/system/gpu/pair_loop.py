@@ -1,4 +1,4 @@
-"""The engine's side of `pairs`: an engine loop that also makes weights on its GPU and watches vLLM's own connector."""
+"""The engine's side of `vllm_pairs`: an engine loop that also makes weights and watches vLLM's own connector."""
 
 from __future__ import annotations
 

@@ -3,21 +3,22 @@
     python -m tests.system.gpu.sglang_pairs --out FOLDER [--only equal,16to64] [--repeats 11] [--limit-s 340]
     python -m tests.system.gpu.sglang_pairs --cpu --out FOLDER        the same, small, on a CPU: to try the script
 
-Needs two GPUs, SGLang, and no network. A Llama-8B shape with weights made on the GPUs, the same however they are
-sharded; one agent process a rank; overlap scheduling on, as it is by default (not on a CPU). The pairs in the order of
-their worth; each one that is not `equal` is measured beside `equal`, request by request in turn, so that their ratio is
-of the same seconds. Of each pair and prompt length:
+Needs two GPUs, SGLang, and no network. The model has Llama-8B's shape, with weights made on the GPUs, the same however
+they are sharded. Each rank has an agent process. Overlap scheduling is on, as by default (not on a CPU). The most
+important pairs come first. Each pair other than `equal` is measured in turn with `equal`, request by request, so that
+their ratio is of the same seconds. For each pair and prompt length:
 
-  transfer   SGLang's own metric, of the prefill server: from the first send to the poll that finds it finished (the
-             slowest rank's). "first" is the first request of this length
-  carried    from the prefill server's last send to the decode server's taking the request into its batch
-  ttft       decode server, from both servers being asked to its first token: the prompt's prefill is in it
-  tokens     against a server alone of TP 1. "tie": they part where that server itself finds the two tokens' chances no
-             further apart than TIE nats, as bf16 in another order of summation does. With TP 2 on one side, how far
-             is measured: twice the most by which servers alone of TP 1 and of TP 2 differ in the same places
-  rows       KV bytes on the decode side against the reference conversion of those on the prefill side, all layers
+  transfer   the prefill server's own metric: from the first send to the poll that finds it finished (the slowest
+             rank's). "first" is the first request of this length
+  carried    from the prefill server's last send until the decode server takes the request into its batch
+  ttft       from asking both servers to the decode server's first token. It includes the prompt's prefill
+  tokens     compared with a server alone of TP 1. "tie": the tokens diverge where that server itself finds the two
+             tokens' log probabilities no further apart than TIE nats, as bf16 does if the order of a sum changes. With
+             TP 2 on one side the limit is twice the largest difference of servers alone of TP 1 and of TP 2 at the same
+             positions
+  rows       KV bytes on the decode side compared with the reference conversion of those on the prefill side, all layers
 
-Exit code 1 if tokens or rows differ, 2 if a pair could not be driven to its end.
+Exits with 1 if tokens or rows differ, with 2 if a pair could not be run to its end.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bench import record
 from tests.integration.agent.harness import AgentProcess
 from tests.system.engines.fleet import prompt
+from tests.system.gpu.pair_run import chosen_from, exit_code, keep_logs, machine, options
 from tests.system.gpu.sglang_servers import ALONE, TIMES_S, Answer, Running, Servers, Side, ask
 from tests.system.sglang import rows
 
@@ -417,64 +418,20 @@ def report(results: list[Found]) -> None:
             print(f"{ratio['transfer_min_ms']} of minima; carried {ratio['carried_ms']}, ttft {ratio['ttft_ms']}")
 
 
-def machine(*names: str) -> dict[str, Any]:
-    """With the versions of these packages beside those that all pairs need."""
-    from importlib import metadata
-
-    def version(name: str) -> str:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return "-"
-
-    import torch
-
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    every = (*names, "torch", "triton", "nixl", "nixl-cu13")
-    return {**record.machine(), "gpus": gpus, "versions": {name: version(name) for name in every}}
-
-
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a folder for sglang_pairs.json and the logs")
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU: to try the script")
-    parser.add_argument("--only", default="", help="pairs, by name, with commas between")
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--prompts", type=int, default=2, help="prompts whose tokens are compared")
-    parser.add_argument("--lengths", default="1024,8192", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--limit-s", type=float, default=340.0, help="no pair begins after so long")
-    parser.add_argument("--agent", action="append", default=[], help="an agent's option: slot_bytes=8388608")
-    chosen = parser.parse_args()
-    assert chosen.repeats > 1, "one repeat is the first and leaves none for later"
-    return chosen
-
-
 def main() -> int:
-    chosen = options()
+    chosen = chosen_from(options(__doc__ or "", repeats=11, limit_s=340.0))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are sessions of their own: end them
-    chosen.out.mkdir(parents=True, exist_ok=True)
     agent_options = dict(part.split("=", 1) for part in chosen.agent)
     with tempfile.TemporaryDirectory(prefix="pairs-") as name, ExitStack() as stack:
         servers = Servers(Path(name), stack, chosen.cpu, agent_options)
-        stack.callback(_keep_logs, Path(name), chosen.out)
+        stack.callback(keep_logs, Path(name), chosen.out / "sglang_logs.tar.gz")
         run = Run(chosen, servers, machine("sglang"))
         if not chosen.cpu:
             run.start_all()
         run.all()
     report(run.results)
-    said = [str(value) for each in run.results for value in (each.kv_rows, *(r.get("decoded") for r in each.rows))]
-    if any("NO" in value for value in said):
-        return 1
-    return 2 if any(each.failure for each in run.results) else 0
-
-
-def _keep_logs(folder: Path, out: Path) -> None:
-    """In one archive: few files come back from some machines."""
-    import tarfile
-
-    with tarfile.open(out / "sglang_logs.tar.gz", "w:gz") as archive:
-        for path in [*folder.glob("*.log"), *folder.glob("*.times")]:
-            archive.add(path, path.name)
+    said = [value for each in run.results for value in (each.kv_rows, *(r.get("decoded") for r in each.rows))]
+    return exit_code(said, (each.failure for each in run.results))
 
 
 if __name__ == "__main__":

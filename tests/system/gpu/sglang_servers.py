@@ -1,4 +1,4 @@
-"""Servers for `sglang_pairs`, each rank beside an agent of its own, or with SGLang's own NIXL backend."""
+"""Servers for `sglang_pairs`: each rank beside its own agent, or all with SGLang's own NIXL backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.system.gpu.pair_engines import LLAMA_8B, MODEL_NAME
 from tests.system.sglang.plugin import PAUSE, SEEDED
 from tests.system.sglang.server import Server, ServerConfig
 
-DONE = re.compile(r"done: request=(\S+) bytes=(\d+)")
+DONE = re.compile(r"done: request=(\S+)(?: transfer=\S+)? bytes=(\d+)")
 START_S = 120.0
 AGENT_START_S = 90.0  # while as many servers import
 TIMES_S = 5.0  # until a prefill server has written how long a transfer took
@@ -72,7 +72,7 @@ class Running:
         lines = [line for each in self.agents for line in DONE.findall(each.text())]
         return sum(int(size) for name, size in lines if name == str(room))
 
-    def route(self, sender: Running) -> str:
+    def route(self, sender: Any) -> str:
         """How the KV comes from `sender`, as its agents found and proved it."""
         to = {each.address for each in self.agents}
         peers = [peer for each in sender.agents for peer in each.status.peers if peer.state.startswith("receiver")]

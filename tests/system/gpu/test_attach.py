@@ -1,4 +1,4 @@
-"""Attaching an engine's GPU memory from another process: bit-exact where it can be, refused by name where not."""
+"""Attaching an engine's GPU memory from another process: bit-exact if it can be attached, else refused by name."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def check_both_ways(engine: Engine, attached: AttachedPool) -> None:
     engine.ask("write", 1)
     with attached.hold() as regions:
         for index, memory in enumerate(regions.memories):
+            assert isinstance(memory, torch.Tensor)
             assert torch.equal(memory, pattern(memory.numel(), 1 + index, str(memory.device)))
             memory.copy_(pattern(memory.numel(), 7 + index, str(memory.device)))
     torch.cuda.synchronize()

@@ -1,8 +1,7 @@
-"""Whole transfers on GPUs: engines and agents as processes of their own, every element of the receiver's memory
-checked.
+"""Whole transfers on GPUs, with engines and agents as processes. Every element of the receiver's memory is checked.
 
-Engines offer and want while a long kernel keeps their stream from having written yet, so that reading or writing
-before the fence shows as wrong bytes; `test_who_does_not_wait_is_found_out` says so by not waiting.
+Engines offer and want while a long kernel delays their stream's writes. So reading or writing before the fence shows as
+wrong bytes. `test_who_does_not_wait_is_found_out` proves this by not waiting.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.progress import Progress
@@ -36,7 +36,7 @@ def carried(
     receiver: Shape,
     late_cycles: int = 0,
     unfenced: str = "",
-    **options: str,
+    **options: Any,
 ) -> tuple[PairOutcome, list[str]]:
     """How the transfers of one pair went, and what the agents logged when their sessions opened."""
     with ExitStack() as stack:

@@ -1,12 +1,13 @@
-"""The GPU's copier: nothing is over before its kernels are, and its digest is the CPU's."""
+"""The GPU's copier: no move is over before its kernels are, and its digest equals the CPU's."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ import torch
 from kvbridge.device import driver
 from kvbridge.device.copier import Compiling, Moved
 from kvbridge.device.copier_gpu import GpuBlockCopier
-from kvbridge.device.mapping import wrap
-from kvbridge.device.memory import Regions
+from kvbridge.device.mapping import HostMappings, wrap
+from kvbridge.device.memory import AttachedPool
 from kvbridge.device.staging import Staging
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
@@ -31,16 +32,12 @@ SPIN = 100_000_000  # 50 ms on an H200
 SHAPE = Shape(layout="nhd", key_width=16, value_width=32, block_tokens=16, blocks=8)
 
 
-class OnGpu:
-    """A pool whose memory is this process's own GPU memory: what AttachedPool is once it is open."""
+class OnGpu(AttachedPool):
+    """A pool whose memory is this process's own GPU memory."""
 
     def __init__(self, held: Held) -> None:
-        self.pool = held.pool
         self.memories = [torch.from_numpy(region.copy()).cuda() for region in held.memory]
-
-    @contextmanager
-    def hold(self) -> Iterator[Regions]:
-        yield Regions(self.memories)
+        super().__init__(held.pool, HostMappings(), self.memories)
 
 
 @pytest.fixture
@@ -50,7 +47,7 @@ def copier() -> Iterator[GpuBlockCopier]:
     copier.close()
 
 
-def one_chunk(held: Held) -> tuple[Moves, int]:
+def one_chunk(held: Held) -> tuple[Any, int]:
     table = block_table(held.pool, table_of(held.pool, TOKENS, seed=1))
     (takes,) = assign([held.pool], held.pool)
     planned = plan(held.pool, held.pool, takes, 3, TOKENS, 1 << 20)
@@ -92,7 +89,7 @@ def test_gathers_what_a_cpu_gathers_and_puts_it_back(copier: GpuBlockCopier, thr
         copier.gather(receiver, moves, slot, "sum64")
         assert over(copier).digest == digest
         copier.scatter(receiver, moves, slot, "sum64", digest ^ 1)
-        assert over(copier).failure[0] == "digest_mismatch"
+        assert (failure := over(copier).failure) and failure[0] == "digest_mismatch"
 
 
 def test_a_move_is_not_over_before_its_kernel(copier: GpuBlockCopier) -> None:

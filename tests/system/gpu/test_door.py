@@ -1,4 +1,4 @@
-"""Pulling from an engine's GPU memory that came over a door: of this GPU and of another, and how either side ends."""
+"""Pulling from an engine's GPU memory handed over at a door, on this GPU and on another, and how either side ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from kvbridge_kernels.field import Mapped
 
-from kvbridge.device import driver, mapping
+from kvbridge.device import driver
 from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import KVBridgeError
 from kvbridge.transport.door import Handover, open_memory
@@ -134,7 +134,7 @@ def test_a_gpu_that_is_not_reached_is_named_before_its_memory_is_opened(
                     AttachedPool.open_peer(build(NHD16).pool, far, [0], "cuda:0")
                 assert raised.value.code == "no_peer_access" and "GPU-far" in str(raised.value)
 
-    monkeypatch.setattr(mapping.driver, "can_access_peer", lambda gpu, peer: False)
+    monkeypatch.setattr(driver, "can_access_peer", lambda gpu, peer: False)
     asyncio.run(story())
 
 

@@ -1,4 +1,4 @@
-"""The fence on a GPU: not reached while the stream is at work, and what it stands for is there once it is."""
+"""The fence on a GPU: not reached while the stream works; once it is reached, the data is there."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def test_data_of_an_engine_at_work_is_there_only_behind_its_fence() -> None:
         engine.ask("write", 1)
         with attach(engine, handles) as attached, attached.hold() as regions:
             memory = regions.memories[1]
+            assert isinstance(memory, torch.Tensor)
             old, new = pattern(SIZES[1], 2, "cuda"), pattern(SIZES[1], 21, "cuda")
             torch.cuda.synchronize()
             count = engine.ask("write_late", 20, LATE)

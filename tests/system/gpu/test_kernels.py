@@ -26,6 +26,7 @@ from tests.unit.kernels.chunks import (
     check_gather,
     check_scatter,
     chunk_of,
+    memory_of,
     number,
     on,
     slot_on,
@@ -198,6 +199,7 @@ def test_rows_with_scales_and_scales_on_the_wire(name: str, wire: str) -> None:
 @pytest.mark.parametrize("name", ["fp8_e4m3", "int8"])
 def test_every_8_bit_pattern_under_every_scale_of_a_row(name: str, wire: str) -> None:
     field, own = rows_of(len(ROW_SCALES), 256)
+    assert isinstance(field.memory, torch.Tensor)
     table = field.memory.numpy().reshape(-1, 260)
     table[:, :4] = ROW_SCALES.view(np.uint8).reshape(-1, 4)
     table[:, 4:] = np.arange(256)
@@ -234,28 +236,27 @@ def test_a_kernel_for_rows_with_scales_is_used_again() -> None:
         gather(copied, span, None, work)
         assert_same_rows([segment], found.cpu()[GUARD:-GUARD], wanted[GUARD:-GUARD])
     for _ in range(2):
-        memory = on([segment], "cuda")[0].field.memory
-        copied[0].field.memory.copy_(memory)
+        memory_of(copied[0]).copy_(memory_of(on([segment], "cuda")[0]))
         scatter(copied, span, None, work)
         torch.cuda.synchronize()
-        assert_same_memory([segment], copied[0].field.memory.cpu(), twins[0].field.memory)
+        assert_same_memory([segment], memory_of(copied[0]).cpu(), memory_of(twins[0]))
 
 
-def test_work_and_recipe_are_used_again_on_another_stream() -> None:
+def test_work_and_prepared_copy_are_used_again_on_another_stream() -> None:
     work = Work("cuda")
-    recipe = None
+    prepared = None
     for seed in range(4):
         segments, size = chunk_of([Shape("nhd", planes=2), Shape("hnd", width=80)], 9, 21, seed=seed)
         wanted, wanted_span = slot_on("cpu", size)
         found, span = slot_on("cuda", size)
         copied = on(segments, "cuda")
         sums = torch.zeros(1, dtype=torch.int64, device="cuda")
-        if recipe is None:
-            memory, recipe = copied[0].field.memory, PreparedCopy(copied, size)
-        memory.copy_(copied[0].field.memory)
+        if prepared is None:
+            memory, prepared = memory_of(copied[0]), PreparedCopy(copied, size)
+        memory.copy_(memory_of(copied[0]))
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
-        gather(recipe.at([segments[0].places]), span, sums, work, stream)
+        gather(prepared.at([segments[0].places]), span, sums, work, stream)
         stream.synchronize()
         gather_ref.gather(segments, wanted_span, None, Work("cpu"))
         assert torch.equal(found.cpu(), wanted)

@@ -1,7 +1,7 @@
 """Agents killed inside their kernels, as processes beside engines whose memory they have mapped by CUDA IPC.
 
-The engine reuses the blocks of an open want once its agent's process is gone: nothing is written there after that.
-Under MPS, where all share one context's faults, the engines and another tenant of the GPU go on.
+The engine reuses the blocks of an open want once its agent's process is gone, and nothing is written there after that.
+Under MPS, where a fault hits all clients, the engines and another tenant of the GPU go on.
 """
 
 from __future__ import annotations

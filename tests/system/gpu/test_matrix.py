@@ -1,4 +1,4 @@
-"""Every case of the matrix on a GPU: the same bytes in the engine's memory as by the CPU's copier."""
+"""Every case of the matrix on a GPU: the engine's memory gets the same bytes as from the CPU's copier."""
 
 from __future__ import annotations
 

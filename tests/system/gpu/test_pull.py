@@ -14,7 +14,7 @@ from kvbridge_kernels.segment import Segment
 from kvbridge_kernels.tables import Work
 
 from tests.system.gpu.test_kernels import PAIRS, SCALES, every_pattern
-from tests.unit.kernels.chunks import Shape, assert_same_memory, on
+from tests.unit.kernels.chunks import Shape, assert_same_memory, memory_of, on
 from tests.unit.kernels.pulls import PULLS, WIRES, check_pull, converted, ends_of
 from tests.unit.kernels.rows import WHERE, Rows, segment_of
 
@@ -72,19 +72,19 @@ def test_any_number_of_programs_walks_all_tiles(programs: int) -> None:
     check_pull(lambda chunk, sums, work: pull(chunk, sums, work, None, programs), ends, "cuda", gather)
 
 
-def test_a_recipe_is_used_again_on_another_stream() -> None:
+def test_a_prepared_pull_is_used_again_on_another_stream() -> None:
     senders, receivers, size = ends_of([Shape("nhd", planes=4)], [Shape("hnd", planes=4)], 9, 21)
     ours, theirs, work = on(senders, "cuda"), on(receivers, "cuda"), Work("cuda")
-    recipe, stream = PreparedPull(ours, theirs, size), torch.cuda.Stream()
-    warm(recipe.chunk, False, work)
+    prepared, stream = PreparedPull(ours, theirs, size), torch.cuda.Stream()
+    warm(prepared.chunk, False, work)
     torch.cuda.synchronize()
-    assert torch.equal(theirs[0].field.memory.cpu(), receivers[0].field.memory)
+    assert torch.equal(memory_of(theirs[0]).cpu(), memory_of(receivers[0]))
     for seed in range(3):
         index = torch.randperm(36, generator=torch.Generator().manual_seed(seed))[:21]
         places = [Places(index)]
 
         def again(_: object, sums: torch.Tensor | None, __: Work, places: list[Places] = places) -> None:
-            pull(recipe.at(places, places), sums, work, stream)
+            pull(prepared.at(places, places), sums, work, stream)
             stream.synchronize()
 
         again(None, None, work)
@@ -96,7 +96,7 @@ def test_a_recipe_is_used_again_on_another_stream() -> None:
 @pytest.mark.parametrize("programs", [None, 33])
 def test_rows_of_another_gpu_are_read_where_they_are(programs: int | None) -> None:
     senders, receivers, size = ends_of([Shape("nhd", planes=4)], [Shape("hnd", planes=4, block_tokens=8)], 18, 60)
-    ours = senders[0].field.memory.to("cuda:0")
+    ours = memory_of(senders[0]).to("cuda:0")
     with torch.cuda.device(1):
         torch.zeros(1, device="cuda:0").copy_(torch.ones(1, device="cuda:1"))  # torch lets 1 reach 0 by this
         theirs = on(receivers, "cuda:1")
@@ -105,9 +105,9 @@ def test_rows_of_another_gpu_are_read_where_they_are(programs: int | None) -> No
         torch.cuda.synchronize(0)
         sums = torch.full((1,), 77, dtype=torch.int64, device="cuda:1")
         pull(PreparedPull(far, theirs, size).chunk, sums, Work("cuda:1"), None, programs)
-        found = theirs[0].field.memory.cpu()
+        found = memory_of(theirs[0]).cpu()
     wanted, near = on(receivers, "cuda:0"), on(senders, "cuda:0")
     again = torch.full((1,), 77, dtype=torch.int64, device="cuda:0")
     pull(PreparedPull(near, wanted, size).chunk, again, Work("cuda:0"))
-    assert_same_memory(receivers, found, wanted[0].field.memory.cpu())
-    assert int(sums) == int(again) and not torch.equal(found, receivers[0].field.memory)
+    assert_same_memory(receivers, found, memory_of(wanted[0]).cpu())
+    assert int(sums) == int(again) and not torch.equal(found, memory_of(receivers[0]))

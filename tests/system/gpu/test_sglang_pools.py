@@ -1,6 +1,6 @@
 """SGLang's own KV pools, without a server: described, attached by real agents, and carried from page 16 to page 64.
 
-On a GPU the rows are written behind a long kernel, so that reading before the fence would show.
+On a GPU the rows are written after a long kernel, so that reading before the fence would show.
 """
 
 from __future__ import annotations

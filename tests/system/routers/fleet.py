@@ -1,4 +1,4 @@
-"""Two `vllm serve` of other block sizes, each beside its agent, and a router as it comes from the registry in front."""
+"""Two `vllm serve` with unequal block sizes, each beside its agent, and an unmodified router in front."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""smg makes a pair of workers whose label `pairing_protocol` is the same, and of no others (docs/routers.md)."""
+"""smg makes a pair of workers whose label `pairing_protocol`, the model key, is the same (docs/routers.md)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from kvbridge.geometry.traits import model_key
 from kvbridge.loopback.processes import free_port
+from tests.support.oracle import Shape, describe
 from tests.system.routers.fleet import NAME, ROUTERS, Server
 
 pytestmark = [
@@ -21,6 +23,9 @@ pytestmark = [
     pytest.mark.skipif(not (ROUTERS / "python").exists(), reason="make .venv-routers/.ready"),
 ]
 PAIR_S = 30.0
+PREFILL = Shape(layout="nhd", block_tokens=16)
+SAME_MODEL = Shape(layout="hnd", block_tokens=64, codec="fp8_e4m3", tp_size=2)
+OTHER_MODEL = Shape(layout="nhd", block_tokens=16, key_width=96)
 
 
 class Worker(BaseHTTPRequestHandler):
@@ -62,7 +67,7 @@ def worker() -> Iterator[str]:
 @pytest.fixture
 def smg(tmp_path: Path) -> Iterator[Server]:
     port = free_port()
-    command = [ROUTERS / "python", "-m", "smg", "launch", "--pd-disaggregation", "--host", "127.0.0.1"]
+    command = [str(ROUTERS / "python"), "-m", "smg", "launch", "--pd-disaggregation", "--host", "127.0.0.1"]
     ports = ["--port", str(port), "--prometheus-port", str(free_port())]
     with (tmp_path / "smg.log").open("wb") as log:
         process = subprocess.Popen([*command, *ports], stdout=log, stderr=subprocess.STDOUT)
@@ -75,10 +80,11 @@ def smg(tmp_path: Path) -> Iterator[Server]:
         process.wait()
 
 
-@pytest.mark.parametrize(("keys", "status"), [(("a", "a"), 200), (("a", "b"), 503)])
-def test_smg_pairs_workers_of_one_model_key(smg: Server, keys: tuple[str, str], status: int) -> None:
+@pytest.mark.parametrize(("decode", "status"), [(SAME_MODEL, 200), (OTHER_MODEL, 503)], ids=["same", "other"])
+def test_smg_pairs_workers_of_one_model_key(smg: Server, decode: Shape, status: int) -> None:
     with ExitStack() as stack:
-        for role, key in zip(("prefill", "decode"), keys, strict=True):
+        for role, shape in {"prefill": PREFILL, "decode": decode}.items():
+            key = model_key(describe(shape))
             told = {"url": stack.enter_context(worker()), "worker_type": role, "runtime_type": "vllm"}
             smg.ask("/workers", told | {"labels": {"pairing_protocol": key}})
         end = time.monotonic() + PAIR_S

@@ -1,5 +1,8 @@
-"""Routers as they come from the registry, with their defaults, in front of two vLLM servers: tokens as from one engine
-alone, and the prompt's KV really carried. docs/routers.md says what each of them sends."""
+"""Unmodified routers with their defaults in front of two vLLM servers.
+
+Tokens must be as from one engine alone, and the prompt's KV really carried. docs/routers.md says what each router
+sends.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Routers of the bootstrap style with their defaults in front of two SGLang servers (pages of 16 and 64 tokens): tokens
-as from one server alone, and the prompt's KV really carried."""
+"""Unmodified routers of the bootstrap style in front of two SGLang servers (pages of 16 and 64 tokens).
+
+Tokens must be as from one server alone, and the prompt's KV really carried.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real SGLang servers, each rank beside a real agent, kept for a module of tests; and one server alone as reference."""
+"""Real SGLang servers, each rank beside a real agent, kept for a test module; and a single server as reference."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.integration.agent.harness import AgentProcess, agent, wait_for
 from tests.system.engines.fleet import prompt
 from tests.system.engines.model import write_model
 from tests.system.sglang import rows
+from tests.system.sglang.rows import SavedRows
 from tests.system.sglang.server import Server, ServerConfig
 
 __all__ = ["Answer", "Fleet", "assert_idle", "prompt"]
@@ -137,7 +138,7 @@ class Fleet:
         assert status == 200, (taken, given)
         return list(zip(rooms, (answer_of(each) for each in taken), strict=True))
 
-    def rows(self, sender: str, receiver: str, room: int) -> tuple[rows.Rows, rows.Rows]:
+    def rows(self, sender: str, receiver: str, room: int) -> tuple[SavedRows, SavedRows]:
         """What was given and what was taken."""
         shards = [CONFIGS[name].shards for name in (sender, receiver)]
         given = rows.load(self.kept, "prefill", room, shards[0])
@@ -152,7 +153,7 @@ class Fleet:
         return [answer for _, answer in answers]
 
     @staticmethod
-    def assert_carried(given: rows.Rows, taken: rows.Rows) -> None:
+    def assert_carried(given: SavedRows, taken: SavedRows) -> None:
         rows.assert_carried(given, taken)
 
     def alone(self, tokens: list[int], count: int = TOKENS) -> Answer:

@@ -1,10 +1,10 @@
-"""What the tests put into SGLang's processes, by its own plugins: it keeps the KV rows of prompts, and transfer times.
+"""Tests load this into SGLang's processes through its plugins: it keeps the KV rows of prompts, and times of transfers.
 
-Nothing of it ships: `server.py` makes the entry point, in a folder of its own on PYTHONPATH. `KVBRIDGE_TEST_ROWS` names
-a folder: there the prefilling side writes a prompt's rows when it sends its last chunk, the decoding side when it has
-taken the transfer for good; none while the folder has a file `pause`. `KVBRIDGE_TEST_TIMES` names a file that gets a
-line of JSON when either happens, what SGLang itself reports of the transfer, and what `tests.system.engines.marks`
-notes. `KVBRIDGE_TEST_SEED` makes the weights of a model that is only a config.json.
+It is not shipped: `server.py` makes the entry point, in its own folder on PYTHONPATH. `KVBRIDGE_TEST_ROWS` names a
+folder. There the prefill side writes a prompt's rows when it sends its last chunk, and the decode side when it commits
+the transfer, unless the folder has a file `pause`. `KVBRIDGE_TEST_TIMES` names a file. It gets a line of JSON at both
+moments, what SGLang reports of the transfer, and the notes of `tests.system.engines.marks`. `KVBRIDGE_TEST_SEED` makes
+the weights of a model that is only a config.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KV rows that the servers left in a folder (see plugin.py); the demo keeps and compares them in the same way."""
+"""KV rows that the servers left in a folder (see plugin.py). The demo keeps and compares them in the same way."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A real SGLang server, on the CPU or on GPUs, in processes of its own, asked over HTTP.
+"""A real SGLang server, on the CPU or on GPUs, in its own processes, asked over HTTP.
 
-The test's side needs nothing of SGLang. `python` must have it; what the server says goes to `log`.
+The test's side does not need SGLang. `python` must have it. The server's output goes to `log`.
 """
 
 from __future__ import annotations

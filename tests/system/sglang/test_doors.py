@@ -1,4 +1,4 @@
-"""What a request, a peer or an operator may do to a server: it costs that request, and the server goes on."""
+"""Bad requests, peers and operators cost a server one request, and the server goes on."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def test_memory_is_given_back_and_taken_again(fleet: Fleet, name: str) -> None:
 
 def test_a_name_that_nobody_knows_in_the_environment_stops_the_server(fleet: Fleet, tmp_path: Path) -> None:
     """Loudly: SGLang only logs what goes wrong in a plugin, so it must not go wrong there."""
-    from tests.system.sglang.server import EngineDied, Server
+    from tests.system.engines.engine_process import EngineDied
+    from tests.system.sglang.server import Server
 
     config = replace(CONFIGS["p16"], environment={"KVBRIDGE_ENGINE_SOKET": "/x"})
     with Server(config, fleet._model, tmp_path, "misspelt") as server, pytest.raises(EngineDied) as died:

@@ -1,4 +1,4 @@
-"""A client, an agent or a server goes away in the middle: the request ends, nothing is held, the next one works."""
+"""A client, an agent or a server disappears in the middle: the request ends, nothing stays held, the next one works."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Real SGLang servers that disagree: the rows that arrive are the reference conversion of those that were sent.
+"""Real SGLang servers that differ: the rows that arrive are the reference conversion of those that were sent.
 
-Where both sides keep KV as the prefilling server computed it, the tokens are those that one server alone says.
+If both sides keep KV as the prefill server computed it, tokens equal those of a single server.
 """
 
 from __future__ import annotations

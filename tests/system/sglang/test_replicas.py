@@ -1,6 +1,6 @@
-"""Attention that is parallel over data: each replica has requests and KV of its own, the rest of the model is shared.
+"""Data-parallel attention: each replica has its own requests and KV, and they share the rest of the model.
 
-SGLang's Llama has no such attention, its Qwen3 has.
+SGLang's Llama does not have it, its Qwen3 does.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.system.sglang.fleet import TOKENS, Fleet, answer_of, assert_idle, pro
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 LENGTHS = (1, 16, 17, 300, 700)
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
 PAIRS = [("p16-replicas", "d16"), ("p16", "d32-replicas"), ("p16-replicas", "d32-replicas")]
 
 

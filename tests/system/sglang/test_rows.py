@@ -1,8 +1,9 @@
-"""What compares the servers' rows sees every difference; no server is needed for that."""
+"""The comparison of servers' rows sees every difference. Needs no server."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def rows_of(values: np.ndarray, codec: str = "fp32") -> SavedRows:
 
 
 def put(folder: Path, side: str, rank: int, codec: str = "fp32", **rows: np.ndarray) -> None:
-    named = {f"0.{part}": values.view(np.uint8) for part, values in rows.items()}
+    named: dict[str, Any] = {f"0.{part}": values.view(np.uint8) for part, values in rows.items()}
     np.savez(folder / f"{side}-5-{rank}.npz", codec=np.array(codec), **named)
 
 

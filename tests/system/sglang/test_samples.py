@@ -1,4 +1,4 @@
-"""Several answers to one prompt: SGLang makes n + 1 requests of it, and each has a transfer of its own."""
+"""Several answers to one prompt: SGLang makes n + 1 requests of it, and each has its own transfer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_each_is_carried_and_says_what_one_server_alone_says(fleet: Fleet, recei
     tokens, room, rooms = prompt(300, seed=71 + len(receiver)), fleet.room(), SampleRooms()
     works(fleet, receiver, sampled(fleet, tokens, room), [tokens])
     for _ in range(N + 1):
-        fleet.assert_carried(*fleet.rows("p16", receiver, rooms.next(room)))
+        each = rooms.next(room)
+        assert isinstance(each, int)
+        fleet.assert_carried(*fleet.rows("p16", receiver, each))
 
 
 @pytest.mark.parametrize("shared", ["follow each other", "differ", "are one"])

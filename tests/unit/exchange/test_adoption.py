@@ -1,4 +1,4 @@
-"""A receiver that would take its sender's scales: its engine is asked once, and what it says holds for all who wait."""
+"""A receiver that could take its sender's scales: its engine is asked once, and the answer holds for all who wait."""
 
 from __future__ import annotations
 

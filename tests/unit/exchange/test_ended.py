@@ -1,4 +1,4 @@
-"""Claims on an offer that has ended, and wants that a rank says nothing to: they hear why, at once if it is known."""
+"""Claims on an offer that has ended, and wants about which a rank is silent: they are answered once it is known."""
 
 from __future__ import annotations
 

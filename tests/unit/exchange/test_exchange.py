@@ -1,4 +1,4 @@
-"""Two machines (or more) back to back, through every order of events that a seed can make."""
+"""Two or more machines back to back, with events in random orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots are few: whoever has waited longest for one goes first, at the receiver as at the sender."""
+"""If slots are scarce, whoever has waited longest goes first, at the receiver and at the sender."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an offer is kept: a short time by itself, on while somebody waits, not at all where blocks lack."""
+"""How long an offer is kept: a short time by itself, longer while somebody waits, not at all if blocks are lacking."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import pytest
 from kvbridge_proto.engine import Done, Held
 from kvbridge_proto.peer import Hold
 
+from kvbridge.agent.status import offers
 from kvbridge.exchange.expected import HOLD_EVERY_S
+from kvbridge.exchange.leases import LEASE_S
 from kvbridge.exchange.rendezvous import AWAITED_S
-from kvbridge.exchange.sender import FRESH_S
+from kvbridge.exchange.sender import FRESH_S, Sender
+from tests.unit.exchange.test_verify import PromisingSender
 from tests.unit.exchange.world import World
 
 HOLD_S = 100.0  # of the world's offers
@@ -28,6 +31,51 @@ def test_an_offer_that_nobody_asks_for_ends_with_its_hold() -> None:
     wait(world, HOLD_S + 1)
     assert world.released()["r"].code == "offer_expired"
     assert "64 tokens" in world.released()["r"].reason
+
+
+def left_s(sending: Sender, now: float) -> float | None:
+    """What `kvbridge status` says of the only offer."""
+    (offer,) = offers(sending, str, now)
+    return offer.left_s
+
+
+def test_status_says_how_long_an_open_offer_is_held() -> None:
+    world = World()
+    world.offer("r", 64, 16)
+    world.run()
+    sending, began = world.senders[0].sending, world.now
+    assert left_s(sending, began) == HOLD_S
+    assert left_s(sending, began + 0.0001) == HOLD_S - 0.001, "rounded down: it is not held for longer"
+    assert left_s(sending, began + 99.9996) == 0.0
+    assert left_s(sending, began + HOLD_S + 5) == 0.0, "late, and not less than nothing"
+    world.expect("r")
+    wait(world, 2 * HOLD_S)
+    left = left_s(sending, world.now)
+    assert left is not None and HOLD_S - 2 * HOLD_EVERY_S < left <= HOLD_S, "it is held anew while somebody waits"
+
+
+def test_status_says_how_long_a_read_lease_keeps_the_blocks_of_an_ended_offer() -> None:
+    at = PromisingSender()
+    open_s = left_s(at.sending, at.now)
+    assert open_s is not None and open_s > LEASE_S
+    (request,) = at.sending.offers
+    at.sending.withdraw(request, "gone", at.now)
+    assert [(each.state, each.left_s) for each in offers(at.sending, str, at.now)] == [("ending", LEASE_S)]
+    assert left_s(at.sending, at.now + LEASE_S - 0.0501) == 0.050
+    at.sending.tick(at.now + LEASE_S)
+    assert not at.sending.offers
+
+
+def test_status_names_no_time_for_an_ended_offer_that_is_still_gathered() -> None:
+    world = World()
+    world.hold.add("gather")
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.run()
+    sending = world.senders[0].sending
+    assert left_s(sending, world.now) is not None
+    world.withdraw("r")
+    assert [(each.state, each.left_s) for each in offers(sending, str, world.now)] == [("ending", None)]
 
 
 @pytest.mark.parametrize("senders", [1, 2])

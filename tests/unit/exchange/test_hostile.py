@@ -1,4 +1,4 @@
-"""A peer that has a session and says what no honest one would: it costs that peer, and little of ours."""
+"""A peer with a session says what no honest one would: it harms itself, and costs us little."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_grant_of_more_slots_than_chunks_ends_that_transfer_alone() -> None:
     (out,) = [each for each in peer.machine.outgoing_transfers.values() if each.transfer == "other"]
     assert peer.machine.grant(peer.incarnation, Grant(transfer="other", leases=leases(out.plan.chunks))) == []
     (said,) = peer.machine.grant(peer.incarnation, Grant(transfer="other", leases=leases(1, 9)))
-    assert isinstance(said, Send) and said.body.code == "bad_lease"  # type: ignore[union-attr]
+    assert isinstance(said, Send) and said.body.code == "bad_lease"
     assert set(peer.machine.outgoing_transfers) == {peer.first.transfer}
 
 

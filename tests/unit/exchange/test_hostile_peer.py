@@ -1,4 +1,4 @@
-"""A receiver, a sender or an engine that says what cannot be: refused by name, soon, and nothing of it stays."""
+"""A receiver, a sender or an engine says what cannot be true: it is soon refused by name, and leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sender tells of its blocks is what its receiver needs for every chunk that it may read by then."""
+"""A sender tells its receiver the blocks of every chunk that it may read by then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many others are open makes no difference to what one transfer costs."""
+"""What one transfer costs does not depend on how many others are open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbridge_proto.peer import Cancel, Claim
 from msgspec import structs
 
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.containers import Turns
+from kvbridge.exchange.containers import FairQueue
 from tests.unit.exchange.world import World
 
 FEW, MANY = 64, 4096
@@ -92,7 +92,7 @@ def test_what_one_costs_does_not_grow_with_the_others(
 
 
 def test_turns_come_in_order_and_what_is_gone_is_not_kept() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for name, turn in (("c", 3), ("a", 1), ("b", 1), ("a", 0)):
         turns.add(name, turn, name.upper())
     turns.discard("a")

@@ -1,4 +1,4 @@
-"""When an offer is over: its blocks are nobody's to read any more, and its name may come again."""
+"""Once an offer is over, nobody may read its blocks, and its name may be used again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offers that begin behind a prefix: nothing before it is read, and who needs it hears so at once."""
+"""Offers that begin after a prefix: nothing before it is read, and a want that needs it fails at once."""
 
 from __future__ import annotations
 

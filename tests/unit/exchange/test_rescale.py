@@ -1,4 +1,4 @@
-"""Scales change while requests are under way: what was planned under the old ones fails, nothing is mixed."""
+"""Scales change while requests are under way: what was planned with the old ones fails, and nothing is mixed."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_want_of_which_nothing_came_reaches_a_sender_of_new_scales_again(has_c
     world.hold.clear()
     world.run()
     assert isinstance(answer := world.answers()["after"], Done), answer
-    assert answer.moved_bytes == world.answers()["before"].moved_bytes  # type: ignore[attr-defined]
+    assert answer.moved_bytes == world.answers()["before"].moved_bytes
     assert_never_mixed(world)
     world.check_rest()
 

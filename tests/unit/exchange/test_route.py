@@ -1,4 +1,4 @@
-"""Which routes two sites have, and what is said of the others."""
+"""Which routes two sites share, and why the others are excluded."""
 
 from __future__ import annotations
 

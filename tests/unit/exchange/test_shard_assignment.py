@@ -1,4 +1,4 @@
-"""What sessions give is worked out once, and again as soon as one of them is another."""
+"""The shard assignment of a set of sessions is cached until one of them changes."""
 
 from __future__ import annotations
 

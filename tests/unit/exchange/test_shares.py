@@ -1,4 +1,4 @@
-"""Engines whose ranks hold every n-th run of tokens: each is asked for its own, and ships when it has it."""
+"""Engines whose ranks hold every n-th run of tokens: each is asked for its own, and sends when it has it."""
 
 from __future__ import annotations
 

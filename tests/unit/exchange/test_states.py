@@ -37,7 +37,7 @@ MACHINES = [
     (tables.INCOMING_TABLE, IncomingState, tables.IncomingEvent, IncomingState.CLAIMED),
     (tables.OUTGOING_TABLE, OutgoingState, tables.OutgoingEvent, OutgoingState.WAITING),
     (tables.OFFER_TABLE, OfferState, tables.OfferEvent, OfferState.OPEN),
-    (tables.LINK_TABLE, LinkState, tables.LinkEvent, LinkState.AWAY),
+    (tables.LINK_TABLE, LinkState, tables.LinkEvent, LinkState.DETACHED),
     (tables.PEER_LINK_TABLE, PeerLinkState, tables.PeerLinkEvent, PeerLinkState.QUEUED),
 ]
 

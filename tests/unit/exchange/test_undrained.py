@@ -1,4 +1,4 @@
-"""Slots in quarantine whose sender is there, but will have no session: it can say all the same what it writes."""
+"""Quarantined slots whose sender is there but refuses a session: it can still say what it is writing."""
 
 from __future__ import annotations
 

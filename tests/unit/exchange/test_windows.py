@@ -1,4 +1,4 @@
-"""Groups that do not keep every token: their blocks are said with the last offer, and read after it."""
+"""Groups that do not keep every token: their blocks come with the last offer, and are read after it."""
 
 from __future__ import annotations
 

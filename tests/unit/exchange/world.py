@@ -1,7 +1,7 @@
 """Real exchange machines wired back to back: messages, writes and moves are events that happen in any order.
 
-The world plays both shells, the data planes and the network. It also watches: no slot is written under two leases at
-once, no chunk of the wrong lease is scattered, every want and offer ends exactly once.
+The world plays the agents around the machines, the data planes and the network. It checks that no slot is written under
+two leases at once, that no chunk of the wrong lease is scattered, and that every want and offer ends exactly once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool,
 
 from kvbridge.dataplane.receive_orders import LandedChunk, ReceiveOrders
 from kvbridge.dataplane.send_orders import LeavingChunk, SendOrders
-from kvbridge.exchange.actions import Action, Ask, Reach, Send, Tell
+from kvbridge.exchange.actions import Action, Ask, Notable, Reach, Send, Tell
 from kvbridge.exchange.orders import (
     Credit,
     Dropped,
@@ -316,6 +316,8 @@ class World:
                     self.later("message", lambda s=receiver, b=body: self._to_receiver(node, s, b))
                 case Tell(message=message):
                     node.told.append(message)
+                case _ if isinstance(action, Notable):
+                    pass
                 case _:
                     node.orders.append(action)
                     self.later("order", partial(self._order, node))
@@ -528,9 +530,9 @@ class World:
 
     # What must be true:
 
-    def answers(self, receiver: int = 0) -> dict[str, object]:
+    def answers(self, receiver: int = 0) -> dict[str, Done | Failed]:
         """The last word on each want; asserts that there is one word on each."""
-        found: dict[str, object] = {}
+        found: dict[str, Done | Failed] = {}
         for message in self.receivers[receiver].told:
             if isinstance(message, Done | Failed):
                 assert message.request not in found, f"two answers: {found[message.request]}, {message}"
@@ -552,9 +554,9 @@ class World:
                 continue
             receiving, sending = node.receiving, node.sending
             assert not receiving.wants and not sending.offers and not sending.outgoing_transfers
-            assert not sending._waiting and not sending._of_receiver and not receiving._hungry
+            assert not sending._waiting and not sending._of_receiver and not receiving._awaiting_slots
             counts = receiving.slots.counts()
             assert counts.free == len(receiving.slots), counts
             assert node.send_orders.slots.free == len(node.send_orders.slots)
-            assert not node.send_orders._open and not node.send_orders._hungry and not node.send_orders.moving
+            assert not node.send_orders._open and not node.send_orders._awaiting_slots and not node.send_orders.moving
         assert all(times == 1 for times in self.scatters.values())

@@ -1,8 +1,7 @@
-"""Pools of latents, and of rows whose scales lie in planes of their own, built by hand."""
+"""Pools of latents, and of rows whose scales are in planes of their own, built by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -10,7 +9,7 @@ import numpy as np
 from kvbridge_proto.pool import Codec, CodecName, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
 
 from kvbridge.geometry.wire import PLAIN
-from tests.support.oracle import POISON, Held, Shape, describe, places_of, put_rows, take_rows
+from tests.support.oracle import POISON, Held, Shape, describe
 
 LATENT_WIDTH, ROPE_WIDTH = 576, 64
 
@@ -106,24 +105,3 @@ def scaled_pool(shape: Shape, name: CodecName, tp_rank: int = 0, is_paged: bool 
 
 def poisoned(pool: Pool) -> Held:
     return Held(pool, tuple(np.full(region.size_bytes, POISON, np.uint8) for region in pool.regions))
-
-
-def table_of(pool: Pool, tokens: range, seed: int) -> list[int]:
-    """Blocks for these tokens, in any order."""
-    group = pool.groups[0]
-    return np.random.default_rng(seed).permutation(group.blocks)[: -(-tokens.stop // group.block_tokens)].tolist()
-
-
-def rows_at(held: Held, layer: int, part: str, table: Sequence[int], tokens: range) -> np.ndarray:
-    """Bytes [token, head, row] of one part."""
-    (plane,) = [each for each in held.pool.planes if (each.layer, each.part) == (layer, part)]
-    return take_rows(held, plane, places_of(table, tokens, held.pool.groups[plane.group].block_tokens))
-
-
-def without_rows(held: Held, table: Sequence[int], tokens: range) -> tuple[np.ndarray, ...]:
-    """The memory with zeros for these tokens."""
-    copied = held.copy()
-    for plane in held.pool.planes:
-        places = places_of(table, tokens, held.pool.groups[plane.group].block_tokens)
-        put_rows(copied, plane, places, np.zeros((len(tokens), plane.heads, plane.codec.row_bytes), np.uint8))
-    return copied.memory

@@ -1,4 +1,4 @@
-"""What cannot be a pool, by the field and both values."""
+"""Invalid pools are refused with the field and both values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folding makes rows longer where both sides agree, and never changes what arrives (test_transfer shows that)."""
+"""Coalescing makes rows longer if both sides agree. test_transfer shows that it never changes what arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever can change between two pools has a sentence that says what it means."""
+"""Every difference between two pools has a sentence that says what it means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer's pool may be anything that the wire allows: what it costs us stays in proportion to its size."""
+"""A peer's pool may be anything that the wire allows: its cost stays in proportion to its size."""
 
 from __future__ import annotations
 

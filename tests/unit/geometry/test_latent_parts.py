@@ -1,4 +1,4 @@
-"""A latent is cut where the two sides differ: every byte once, alike on both sides, and nowhere else."""
+"""A latent is cut where the two sides differ, and only there: into the same parts on both sides, every byte once."""
 
 from __future__ import annotations
 

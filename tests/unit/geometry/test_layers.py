@@ -1,4 +1,4 @@
-"""Layers of two engines that number them differently, or that have some the other has not."""
+"""Layers of two engines that number them differently, or of which one has layers that the other lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planes that share bytes are found, all of them and no others, by comparison with a map of every byte."""
+"""Planes that share bytes are found, all of them and no others: compared with a map of every byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grid of chunks, what a chunk says, the wire codec, and the digest that two agents compare."""
+"""The grid of chunks, what a chunk contains, the wire codec, and the digest that two agents compare."""
 
 from __future__ import annotations
 
@@ -40,16 +40,19 @@ def plan_between(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int 
     slot_bytes=st.integers(48, 1 << 18),
 )
 def test_the_grid_covers_every_token_of_every_pair_once(layouts, blocks, first, tokens, slot_bytes) -> None:
-    shapes = [replace(SHAPE, layout=one, block_tokens=two, blocks=4) for one, two in zip(layouts, blocks, strict=True)]
-    planned = plan_between(*shapes, range(first, first + tokens), slot_bytes)
+    one, two = (
+        replace(SHAPE, layout=layout, block_tokens=block, blocks=4)
+        for layout, block in zip(layouts, blocks, strict=True)
+    )
+    planned = plan_between(one, two, range(first, first + tokens), slot_bytes)
     counted = np.zeros((len(planned.pairs), 2), np.int64)
     counted[:, 1] = first
     total, end_token = 0, 0
     for index in range(planned.chunks):
         chunk = planned.chunk(index)
         band = counted[chunk.first_pair : chunk.end_pair]
-        assert len(band) and (band[:, 1] == chunk.first_mark).all() and chunk.first_mark < chunk.end_mark
-        band[:, 1] = chunk.end_mark
+        assert len(band) and (band[:, 1] == chunk.first_local).all() and chunk.first_local < chunk.end_local
+        band[:, 1] = chunk.end_local
         assert 0 < chunk.size_bytes <= slot_bytes
         assert chunk.needs_tokens >= end_token, "a later chunk must not be ready before an earlier one"
         end_token = chunk.needs_tokens

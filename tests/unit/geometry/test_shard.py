@@ -1,4 +1,4 @@
-"""Who gives which rows: always an exact cover, spread over those who hold a row."""
+"""Who sends which rows: always an exact cover, spread over those who hold a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key that never keeps apart what can be carried, and tells models apart; traits that a label can have."""
+"""The key of a model: equal if KV can be carried, different for different models. And traits fit for labels."""
 
 from __future__ import annotations
 

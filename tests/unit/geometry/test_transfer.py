@@ -1,4 +1,4 @@
-"""Rows arrive where they belong and nothing else is written: each kind of disagreement, against the oracle."""
+"""Rows arrive where they belong, and nothing else is written: each kind of difference, against the oracle."""
 
 from __future__ import annotations
 

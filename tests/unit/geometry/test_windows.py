@@ -1,4 +1,4 @@
-"""Layers that do not keep every token: what the next query sees travels, and nothing else is read or written."""
+"""Layers that do not keep every token: what the next query sees is carried, and nothing else is read or written."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_state_moves_whole_however_much_of_the_prompt_is_there() -> None:
     ]
 
 
-def test_one_recipe_does_for_every_state() -> None:
+def test_one_template_serves_every_state() -> None:
     """A state's form says nothing of the prompt's length; its place does."""
     pool = describe(STATEFUL)
     planner, (takes,) = Planner(pool, pool), assign([pool], pool)
@@ -154,7 +154,7 @@ def test_one_recipe_does_for_every_state() -> None:
         last = planned.chunk(planned.chunks - 1)
         parts.append(Part(planned, last, block_table(pool, table, 0, end), is_sender=True))
     assert {part.plan.group_plans[part.chunk.group_plan].kind for part in parts} == {"state"}
-    assert parts[0].form == parts[1].form
+    assert parts[0].template_key == parts[1].template_key
     assert [part.places(1, 1).tolist() for part in parts] == [[table[1][1]], [table[1][3]]]
 
 

@@ -1,4 +1,4 @@
-"""What codecs are to each other: whose numbers, whose scales, and which becomes which."""
+"""How codecs relate: which share numbers, which share scales, and which can become which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random chunks for the kernels, and what is to be the same between a kernel and its twin."""
+"""Random chunks for the kernels, and the comparison of a kernel with its twin."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvbridge_kernels import gather_ref, scatter_ref
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.digest_ref import sum64
 from kvbridge_kernels.field import Axis, Field
-from kvbridge_kernels.form import TILINGS, Tiling
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
+from kvbridge_kernels.tiling import TILINGS, Tiling
 
 BEFORE = 77  # what a digest is added to
 POISON = 0xA5
@@ -101,6 +101,12 @@ def content(rng: np.random.Generator, size: int, tame: bool) -> torch.Tensor:
     """Random bytes; tame ones are no infinity, NaN or subnormal in any codec, which the interpreter reads wrongly."""
     found = rng.integers(0x04, 0x78, size, dtype=np.uint8) if tame else rng.integers(0, 0x80, size, dtype=np.uint8)
     return torch.from_numpy(found | (rng.integers(0, 2, size, dtype=np.uint8) << 7))
+
+
+def memory_of(segment: Segment) -> torch.Tensor:
+    memory = segment.field.memory
+    assert isinstance(memory, torch.Tensor)
+    return memory
 
 
 def on(segments: Sequence[Segment], device: str) -> list[Segment]:

@@ -1,4 +1,4 @@
-"""The pull kernel under the interpreter of Triton; run by test_kernels.py, with the bounds of interpreted.py."""
+"""The pull kernel under Triton's interpreter. test_kernels.py runs this, with the limits of interpreted.py."""
 
 from __future__ import annotations
 
@@ -112,14 +112,14 @@ def test_any_number_of_programs_walks_all_tiles(programs: int, monkeypatch: pyte
     assert len(grids) > 1 and max(grids) <= programs
 
 
-def test_a_recipe_is_used_with_other_places() -> None:
+def test_a_prepared_pull_is_used_with_other_places() -> None:
     shapes = [Shape("nhd", planes=2), Shape("folded")], [Shape("hnd", planes=2), Shape("folded")]
     senders, receivers, size = ends_of(*shapes, 3, 2)
-    recipe, work, memory = PreparedPull(senders, receivers, size), work_on("cpu"), receivers[0].field.memory
+    prepared, work, memory = PreparedPull(senders, receivers, size), work_on("cpu"), receivers[0].field.memory
     before = memory.clone()
     for step in range(3):
-        chunk = recipe.at(
-            *([Places((each.index + step) % 3) for each in end.places] for end in (recipe.sender, recipe.receiver))
+        chunk = prepared.at(
+            *([Places((each.index + step) % 3) for each in end.places] for end in (prepared.sender, prepared.receiver))
         )
         found = []
         for run in (pull, pull_ref.pull):
@@ -127,8 +127,8 @@ def test_a_recipe_is_used_with_other_places() -> None:
             run(chunk, None, work)
             found.append(memory.clone())
         assert torch.equal(*found) and not torch.equal(found[0], before)
-    with pytest.raises(ValueError, match="3 places, the recipe is for 2"):
-        recipe.at([Places(torch.arange(3))] * 2, recipe.receiver.places)
+    with pytest.raises(ValueError, match="3 places, the copy was prepared with 2"):
+        prepared.at([Places(torch.arange(3))] * 2, prepared.receiver.places)
 
 
 def test_warming_writes_nothing() -> None:

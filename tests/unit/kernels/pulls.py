@@ -1,4 +1,4 @@
-"""Random chunks as both ends see them, and what a pull is held against: gather and scatter with a slot between."""
+"""Random chunks as both ends see them, and what pulls are compared with: gather and scatter through a slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows with scales of their own, in the places where engines keep them."""
+"""Rows with a scale each, laid out as engines keep them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codecs again, by definition: every stored pattern is a number in a table, encoding looks for the nearest."""
+"""The codecs again, by definition: decoding looks in a table of all stored patterns, encoding takes the nearest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Casts against the table: exhaustive where a codec has few patterns, dense where it has many."""
+"""Casts against the table: all patterns of small codecs, many of large ones."""
 
 from __future__ import annotations
 

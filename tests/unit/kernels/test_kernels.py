@@ -1,4 +1,4 @@
-"""The kernels against their twins on the CPU, in a process where Triton interprets them; and what needs no kernel."""
+"""The kernels against their twins on the CPU, in a process where Triton interprets them; and tests without kernels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from kvbridge_kernels import gather_ref, scatter_ref
 from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.digest_ref import K1, K2, sum64
 from kvbridge_kernels.field import Axis, Field
-from kvbridge_kernels.form import LEAST_GB_S, Tiling, form_of, place_offsets, tile_of, tiles_at_once
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.scales import _is_inverse_enough
 from kvbridge_kernels.segment import Segment, gaps
+from kvbridge_kernels.segment_layout import layout_of, place_offsets
 from kvbridge_kernels.tables import Work
+from kvbridge_kernels.tiling import LEAST_GB_S, Tiling, tile_of, tiles_at_once
 
 from tests.unit.kernels.chunks import GUARD, POISON, Shape, chunk_of, field_of, on, slot_on
 from tests.unit.kernels.test_moves import addresses, at
@@ -138,14 +139,14 @@ def test_twins_refuse_scales_that_are_not_the_fields() -> None:
 @pytest.mark.parametrize("block_tokens", [2, 6, 16])
 def test_place_and_column_offsets_are_those_of_the_field(layout: str, block_tokens: int) -> None:
     field = field_of(Shape(layout, block_tokens=block_tokens, skip=8), 5, torch.empty(0, dtype=torch.uint8), 0)
-    form = form_of(field, None)
+    segment_layout = layout_of(field, None)
     places = np.arange(field.places)
     found = np.empty_like(places)
-    place_offsets(places, *form.places_key, found)
+    place_offsets(places, *segment_layout.places_key, found)
     wanted = [p // field.block_tokens * field.blocks.stride + at(field.tokens, p % field.block_tokens) for p in places]
     assert found.tolist() == wanted
     elements = field.row_bytes // field.element_bytes
-    columns = form.columns(field.element_bytes, 1).tolist()
+    columns = segment_layout.columns(field.element_bytes, 1).tolist()
     assert columns == [at(field.elements, element) for element in range(elements)]
 
 
@@ -153,8 +154,8 @@ def test_place_and_column_offsets_are_those_of_the_field(layout: str, block_toke
 @pytest.mark.parametrize("width", [1, 5, 16, 20, 24, 32, 40, 144, 8192, 12288])
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 128])
 def test_tiles_are_full_powers_of_two(width: int, heads: int, layout: str) -> None:
-    form = form_of(field_of(Shape(layout, heads, width), 5, torch.empty(0, dtype=torch.uint8), 0), None)
-    places, head_tile, columns = tile_of(form, width, 8, 2, Tiling(16 << 10, 4, 8))
+    segment_layout = layout_of(field_of(Shape(layout, heads, width), 5, torch.empty(0, dtype=torch.uint8), 0), None)
+    places, head_tile, columns = tile_of(segment_layout, width, 8, 2, Tiling(16 << 10, 4, 8))
     assert places * head_tile * columns == 2048 and heads % head_tile == 0
     assert all(part & (part - 1) == 0 for part in (places, head_tile, columns))
     assert -(-width // columns) * columns < width * 1.5 + 16

@@ -1,4 +1,4 @@
-"""The twin of the pull kernel against a slot between; the kernel itself is in test_kernels.py."""
+"""The pull kernel's twin against gather and scatter through a slot. test_kernels.py tests the kernel itself."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def test_what_does_not_meet_is_refused() -> None:
     for theirs, reason in [
         ([late], "sender: a plane at byte 0 of the slot, the receiver has none there"),
         ([*receivers, replace(receivers[0], slot_offset=size)], f"receiver: a plane at byte {size} of the slot"),
-        ([replace(receivers[0], cast=fp8)], r"\(2, 5, 128\) of the sender, \(2, 5, 64\) of the receiver"),
+        ([replace(receivers[0], cast=fp8)], r"the sender has \(2, 5, 128\), the receiver \(2, 5, 64\)"),
         (
             [replace(receivers[0], places=fewer[0].places)],
-            r"\(2, 5, 128\) of the sender, \(2, 4, 128\) of the receiver",
+            r"the sender has \(2, 5, 128\), the receiver \(2, 4, 128\)",
         ),
     ]:
         with pytest.raises(ValueError, match=reason):
             PreparedPull(senders, theirs, 4 * size)
     one = replace(senders[0], cast=fp16)
     with pytest.raises(
-        ValueError, match=r"on the way: \['bf16', 'fp16'\], the sender's and the receiver's must be one"
+        ValueError, match=r"codecs on the wire: \['bf16', 'fp16'\], sender and receiver must have the same"
     ):
         PreparedPull([one], [replace(receivers[0], cast=Cast(Number("fp16"), Number("bf16")))], size)
     narrow = replace(senders[0], field=replace(senders[0].field, offset=senders[0].field.memory.numel()))

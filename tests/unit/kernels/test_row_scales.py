@@ -1,8 +1,9 @@
-"""Rows under scales of their own, against the definition: read with the row, made from its largest number."""
+"""Rows with a scale each, against the definition: read with the row, or computed from its largest number."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,7 +124,7 @@ def test_scales_and_rows_of_other_heads_are_untouched(name: str, where: str, pla
     assert slow.same(values, slow.decode(stored, name, kept), "fp32").all()
 
     before = memory.copy()
-    sent = np.random.default_rng(2).standard_normal(values.shape).astype(np.float32) * kept
+    sent = np.asarray(np.random.default_rng(2).standard_normal(values.shape), np.float32) * kept
     scatter_rows(field, segment.places, torch.from_numpy(sent.reshape(planes, -1).view(np.uint8)), segment.cast)
     own = np.abs(sent).max(axis=2, keepdims=True) / np.float32(LARGEST[name])
     assert np.array_equal(memory[at_scales].view(np.float32).reshape(own.shape), own)
@@ -173,11 +174,11 @@ def test_no_places_are_fine() -> None:
         ({"scale": RowScale(2, 68)}, "multiples of 4 bytes: offset"),
         ({"scale": RowScale(64, 34)}, "multiples of 4 bytes: offset"),
         ({"name": "fp8_e5m2"}, "for fp8_e4m3 and int8, not for fp8_e5m2"),
-        ({"rows": Rows(width=1028, blocks=1)}, "row: 1028 numbers, a row with a scale of its own may have 1024"),
+        ({"rows": Rows(width=1028, blocks=1)}, "row: 1028 numbers, with row scales at most 1024"),
         ({"wire": Number("fp8_e4m3", RowScale(0, 0))}, "the wire has none"),
     ],
 )
-def test_refuses_what_does_not_fit_before_anything_is_written(change: dict[str, object], reason: str) -> None:
+def test_refuses_what_does_not_fit_before_anything_is_written(change: dict[str, Any], reason: str) -> None:
     rows = change.get("rows", Rows())
     segment, size = segment_of(rows, "fp8_e4m3", Number("bf16"), 4)
     memory = Number(change.get("name", "fp8_e4m3"), change.get("scale", rows.row_scale()))

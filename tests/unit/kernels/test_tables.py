@@ -1,4 +1,4 @@
-"""How tables reach the GPU: by one copy of what is used, on the launch's own stream where work can copy by itself."""
+"""How tables reach the GPU: one copy of the used part, on the launch's own stream if `work` can copy."""
 
 from __future__ import annotations
 

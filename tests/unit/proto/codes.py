@@ -1,4 +1,4 @@
-"""Finds every error code that kvbridge can say, by reading its source. Pure."""
+"""Finds every error code that kvbridge can send, by reading its source. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sample of every message, as it looks on the wire; the golden frames are made from these. Pure."""
+"""One sample of every message, from which the golden frames are made. Pure."""
 
 from __future__ import annotations
 
@@ -132,6 +132,7 @@ TO_ENGINE: tuple[Any, ...] = (
             planes=2,
             model_key="0123456789abcdef",
             traits=status.Traits(engine="vllm", tp_size=2, pp_size=1, cp_size=1, block_tokens="16", dtype="bf16"),
+            protocol=1,
         ),
         peers=(
             status.PeerStatus(
@@ -140,7 +141,11 @@ TO_ENGINE: tuple[Any, ...] = (
                 incarnation="feed",
                 state="open",
                 verdict="Same",
+                route="nixl 12.5 GB/s in 4096 KiB (direct: the peer allows nixl)",
+                route_name="nixl",
+                bytes_per_s=12.5e9,
                 key="decode",
+                protocol=1,
             ),
         ),
         transfers=(
@@ -166,6 +171,7 @@ TO_ENGINE: tuple[Any, ...] = (
                 tokens=1500,
                 blocks=47,
                 age_s=3.5,
+                left_s=26.5,
             ),
         ),
         readers=(

@@ -1,4 +1,4 @@
-"""The JSON Schemas of all protocols, made from the structs, for clients in other languages. Pure."""
+"""JSON Schemas of all protocols for clients in other languages, made from the structs. Pure."""
 
 from __future__ import annotations
 

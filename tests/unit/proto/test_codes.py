@@ -1,4 +1,4 @@
-"""PROTOCOL.md, and docs/proxy.md for the proxy, explain every code that the sender says, and none that it does not."""
+"""PROTOCOL.md, and docs/proxy.md for the proxy, explain exactly the codes that the source can send."""
 
 from __future__ import annotations
 

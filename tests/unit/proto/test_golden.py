@@ -1,4 +1,4 @@
-"""Frames that were once released still mean what they meant."""
+"""Frames of released versions still mean the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever arrives, only BadFrame comes out of the codec, and memory stays in proportion to the frame."""
+"""Whatever arrives, the codec raises only BadFrame, and memory stays in proportion to the frame."""
 
 from __future__ import annotations
 

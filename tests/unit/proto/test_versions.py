@@ -1,4 +1,4 @@
-"""Both sides pick the newest version that both speak, or know that there is none."""
+"""Both sides pick the newest version that both speak, or find that there is none."""
 
 from __future__ import annotations
 

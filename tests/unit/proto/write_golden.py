@@ -1,4 +1,4 @@
-"""Write the golden frames and the JSON Schemas anew: `make golden`. A diff in an old version's frames is a bug."""
+"""Writes the golden frames and the JSON Schemas: `make golden`. A diff in an old version's frames is a bug."""
 
 from __future__ import annotations
 

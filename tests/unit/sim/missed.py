@@ -1,4 +1,4 @@
-"""How soon the simulator misses a rule that is switched off, and by what: `python -m tests.unit.sim.missed [SEEDS]`."""
+"""How soon, and how, the simulator notices that a rule is switched off: `python -m tests.unit.sim.missed [SEEDS]`."""
 
 from __future__ import annotations
 

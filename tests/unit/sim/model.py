@@ -1,9 +1,9 @@
-"""One want or two between one sender and one receiver, real machines of both, as states that a search can go through.
+"""One or two wants between one sender and one receiver, with the real machines of both, as states for a search.
 
-Everything that may happen next is a move; moves of the adversary (cuts, restarts, writes that fail or are late) may be
-made so many times. One of them is a lie: a chunk that is under way is written once more, under a lease that was meant
-for another. A state knows all that is under way: messages, gathers, writes, notices, scatters, and what exchange and
-data plane of either side have said to each other.
+Everything that may happen next is a move. The adversary's moves (cuts, restarts, writes that fail or are late) may be
+made a limited number of times. One of them is a lie: a chunk under way is written again under a lease that was meant
+for another. A state knows everything under way: messages, gathers, writes, notices, scatters, and what the exchange and
+the data plane of each side have told each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from msgspec.structs import replace as changed
 
 from kvbridge.dataplane.receive_orders import LandedChunk, ReceiveOrders
 from kvbridge.dataplane.send_orders import LeavingChunk, OrderedSend, SendOrders
-from kvbridge.exchange.actions import Ask, Reach, Send, Tell
+from kvbridge.exchange.actions import Ask, Notable, Reach, Send, Tell
 from kvbridge.exchange.incoming import OpenWant
 from kvbridge.exchange.orders import (
     Credit,
@@ -154,7 +154,7 @@ class State:
         bound = tuple((o.early, o.offered is not None) for o in sending.outgoing_transfers.values())
         offers = tuple((o.request, o.want, o.over, len(o.served)) for o in sending.offers.values())
         dispatches = tuple(_key_of(each) for each in self.send_orders._open.values())
-        hungry = tuple((turn, name) for turn, _, name in sorted(self.send_orders._hungry._heap))
+        hungry = tuple((turn, name) for turn, _, name in sorted(self.send_orders._awaiting_slots._heap))
         to_send = tuple((type(o), o.transfer, _amount(o)) for o in self.to_send), tuple(self.sent)
         ended = tuple((e.rendezvous, e.want, tuple(sorted(e.heard))) for e in sending._rendezvous_ids._by_age)
         wants = tuple((name, w.state) for name, w in receiving.wants.items())
@@ -473,6 +473,8 @@ class State:
                     if name in self.answers:
                         raise Wrong(f"{name} is answered twice")
                     self.answers[name] = type(message).__name__
+                case _ if isinstance(action, Notable):
+                    pass
                 case _:
                     self.orders.append(action)
 
@@ -485,6 +487,8 @@ class State:
                     if any(each.state == "gather" and each.departure.order.request == name for each in self.flights):
                         raise Wrong(f"{name} is released while it is read")
                     self.released.append(name)
+                case _ if isinstance(action, Notable):
+                    pass
                 case _:
                     self.to_send.append(action)
 

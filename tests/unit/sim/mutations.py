@@ -1,4 +1,4 @@
-"""Every safety rule, switched off: the real code as it would be without it."""
+"""Every safety rule, switched off: the real code as it would be without the rule."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
         return right(self, *args)
 
     def counted(self: PullRoute, pull: Any, attachment: Any) -> Generator[Any, Any, Failure]:
-        at = begun.get(self._equipment.copier, float("inf"))
+        at = begun.get(self._resources.copier, float("inf"))
         return None if pull.lease.counts(at) else ("lease_over", "")
         yield
 

@@ -1,4 +1,4 @@
-"""Single moments that random schedules hardly ever meet, on the simulator's agents."""
+"""Single moments that random schedules almost never reach, with the simulator's agents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_an_engine_says_arrives_in_order() -> None:
             world.begin()
             rank = world.engines["P0"].ranks[0]
             heard: list[str] = []
-            rank.engine.answered = lambda rank, message, heard=heard: heard.append(message.request)  # type: ignore[misc]
+            rank.engine.answered = lambda rank, message, heard=heard: heard.append(message.request)
             while not rank.is_here:
                 world.clock.run(world.clock.now + 1e-4)
             said = [f"r{i}" for i in range(100)]
@@ -46,14 +46,14 @@ def test_an_agent_that_lets_go_refuses_only_when_it_touches_nothing_more() -> No
         world.clock.run(0.1)
         process, rank = world.processes["p00"], world.engines["P0"].ranks[0]
         heard: list[ToEngine] = []
-        rank.engine.answered = lambda rank, message: heard.append(message)  # type: ignore[method-assign]
+        rank.engine.answered = lambda rank, message: heard.append(message)
         done = process.loop.create_future()
 
         async def let_go(attachment: AttachedMemory) -> bool:
             await done  # a gather is under way
             return True
 
-        process.data_plane.let_go = let_go  # type: ignore[method-assign]
+        process.data_plane.let_go = let_go
         process.loop.call_soon(lambda: process.loop.create_task(process.engines.leave("stopping")))
         world.clock.run(0.2)
         rank.say(Withdraw(request="r"))
@@ -82,9 +82,9 @@ def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: F
         codes = _lost(world)
         assert link.peer is not None
         says = link if speaker == "the receiver" else link.peer
-        world.chance = lambda probability: True  # type: ignore[method-assign]
+        world.chance = lambda probability: True
         says.send(Ping(number=1))
-        world.disorder = lambda one, other: (kind,) if one == says.links.process.name else ()  # type: ignore[method-assign]
+        world.disorder = lambda one, other: (kind,) if one == says.links.process.name else ()
         says.send(Ping(number=2))
         del world.chance, world.disorder
         says.send(Ping(number=3))
@@ -131,5 +131,5 @@ def _lost(world: World) -> dict[str, str]:
         return heard
 
     for name, process in world.processes.items():
-        process.links.tell = listen(name, process.links.tell)  # type: ignore[method-assign]
+        process.links.tell = listen(name, process.links.tell)
     return codes

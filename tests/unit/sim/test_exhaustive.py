@@ -1,4 +1,4 @@
-"""Every order in which a small transfer can go while an adversary cuts, restarts, cancels and delays: all states."""
+"""Every order of events in a small transfer while an adversary cuts, restarts, cancels and delays: all states."""
 
 from __future__ import annotations
 

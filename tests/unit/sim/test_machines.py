@@ -1,4 +1,4 @@
-"""Random walks through both exchange machines, and through the slots alone, beside a model that is plainly right."""
+"""Random walks through both exchange machines, and through the slots alone, beside a model that is obviously right."""
 
 from __future__ import annotations
 

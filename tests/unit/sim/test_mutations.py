@@ -1,4 +1,4 @@
-"""Each safety rule, switched off in the real code, is missed by the simulator at once or after some hundred seeds."""
+"""If a safety rule is switched off in the real code, the simulator notices, at once or within some hundred seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated schedules: those that failed once, a fixed slice of all, and that a seed is all there is to one."""
+"""Simulated schedules: those that failed once, a fixed slice of all, and that a seed determines a run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Simulated schedules by the million, and a record of them: `python bench/sim.py --first 0 --seeds 1000000`.
+"""Plays millions of simulated schedules and records them: `python bench/simulate.py --first 0 --seeds 1000000`.
 
-Adds a run to bench/results/sim.json, which it writes as it goes: a run that is stopped or killed keeps the batches that
-were through (`seeds` are [first, count]), and another one at that commit has to begin behind them. Failing seeds do not
-stop it; `python -m sim --first SEED --seeds 1` tells each one's story. Exit status 1 if any seed failed.
+Adds a run to bench/results/sim.json, and writes it as it goes. A run that is stopped or killed keeps the batches that
+were done (`seeds` are [first, count]). Another run at that commit must begin after them. Failing seeds do not stop it.
+`python -m sim --first SEED --seeds 1` tells the story of one. Exits with 1 if any seed failed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def runs() -> list[dict[str, Any]]:
 
 
 def is_counted(before: list[dict[str, Any]], commit: str, first: int, count: int) -> bool:
-    """Whether some of these seeds are counted at this commit already."""
+    """Whether some of these seeds are already counted at this commit."""
     seeds = [each for run in before if run["commit"] == commit for each in run["seeds"]]
     return any(at < first + count and first < at + length for at, length in seeds)
 
@@ -58,7 +58,7 @@ def _by_times(counts: dict[str, int]) -> dict[str, int]:
 
 
 def keep(all_runs: list[dict[str, Any]]) -> None:
-    """Replace the file as a whole: whoever kills us leaves the one before."""
+    """Replace the file as a whole, so that it stays valid if we are killed."""
     by_commit: Counter[str] = Counter()
     for run in all_runs:
         by_commit[run["commit"]] += run["schedules"]
@@ -74,7 +74,7 @@ def keep(all_runs: list[dict[str, Any]]) -> None:
 
 
 def run(first: int, count: int, jobs: int, about: dict[str, str], before: list[dict[str, Any]]) -> SimTally:
-    """Play them all, or as many as we are let."""
+    """Play the seeds until all are done or we are stopped."""
     total, began = SimTally(), time.monotonic()
     written = began
 
@@ -105,7 +105,7 @@ def main() -> int:
     said = parser.parse_args()
     about, before = machine(), runs()
     if is_counted(before, about["commit"], said.first, said.seeds):
-        parser.error(f"some of these seeds are counted at {about['commit']} already: take a --first further on")
+        parser.error(f"some of these seeds are already counted at {about['commit']}: use a larger --first")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     total = run(said.first, said.seeds, said.jobs, about, before)
     return bool(total.failures)

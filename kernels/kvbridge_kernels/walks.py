@@ -1,7 +1,7 @@
-"""Looks at one piece of a move from both ends and finds the widest words that fit. Pure.
+"""Finds the longest runs and the widest words in which a CPU can copy a piece of a move. Pure.
 
-Every axis is walked with one stride on the near end and another on the far end. Axes that are dense on both fold
-into a longer run; what is left is a pair of strided views that one indexed copy joins.
+Every axis has a stride at the near end and one at the far end. Axes that are dense at both ends fold into one longer
+run. The result is a pair of strided views, copied by one indexed copy.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from .field import Field
 from .pieces import Piece
 
-# complex128 is the widest element torch copies; words are only moved, never computed with.
+# complex128 is the widest element that torch copies. Nothing computes with these words.
 WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """`count` places: `near` bytes apart on one end, `far` bytes apart on the other."""
+    """An axis of `count` positions: `near` bytes apart at one end, `far` bytes apart at the other."""
 
     count: int
     near: int
@@ -30,7 +30,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end of a copy: bytes of a tensor from `offset` on, `count` index positions `stride` bytes apart."""
+    """One end of a copy: `count` index positions, `stride` bytes apart, from byte `offset` of a tensor."""
 
     memory: torch.Tensor
     offset: int
@@ -39,7 +39,7 @@ class End:
 
 
 def walks(field: Field, piece: Piece, places: int, plane_pitch: int) -> list[Walk]:
-    """The axes of a piece below its index, memory near and slot far, the outermost in memory first."""
+    """The axes of a piece inside its index, from the outermost in memory. Memory is near, the slot is far."""
     row = field.row_bytes
     found = [
         Walk(field.planes.count, field.planes.stride, plane_pitch),
@@ -54,7 +54,7 @@ def walks(field: Field, piece: Piece, places: int, plane_pitch: int) -> list[Wal
 
 
 def fold(axes: Sequence[Walk]) -> list[Walk]:
-    """The same bytes with as few axes as possible; the last one counts bytes that are dense on both ends."""
+    """The same bytes with as few axes as possible. The last one counts bytes, dense at both ends."""
     kept = [Walk(1, 1, 1)]
     for axis in reversed(axes):
         inner = kept[-1]
@@ -66,7 +66,10 @@ def fold(axes: Sequence[Walk]) -> list[Walk]:
 
 
 def through_scratch(axes: Sequence[Walk]) -> tuple[list[Walk], list[Walk], int]:
-    """Memory to scratch, scratch to slot, and the bytes between: a dense scratch in memory's own order."""
+    """The axes of two copies, memory to scratch and scratch to slot, and the scratch's bytes.
+
+    The scratch is dense, in memory's order.
+    """
     first, second, size = [], [], 1
     for axis in reversed(axes):
         first.append(Walk(axis.count, axis.near, size))
@@ -76,7 +79,7 @@ def through_scratch(axes: Sequence[Walk]) -> tuple[list[Walk], list[Walk], int]:
 
 
 def views(near: End, far: End, axes: Sequence[Walk]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both ends as [index, axes..., words], in the widest word that every stride and address is a multiple of."""
+    """Both ends as [index, axes..., words], in the widest word that divides every stride and address."""
     *outer, run = axes
     strides = [stride for axis in outer for stride in (axis.near, axis.far)]
     starts = [step for end in (near, far) for step in (end.offset, end.stride, end.memory.data_ptr())]
@@ -88,7 +91,7 @@ def views(near: End, far: End, axes: Sequence[Walk]) -> tuple[torch.Tensor, torc
 
 
 def flat(slot: torch.Tensor) -> torch.Tensor:
-    """The bytes of a [planes, bytes] slot from its first to its last, gaps included."""
+    """The bytes of a [planes, bytes] slot as one axis, gaps included."""
     if not slot.numel():
         return slot.new_empty(0)
     return slot.as_strided([(slot.shape[0] - 1) * slot.stride(0) + slot.shape[1]], [1])

@@ -1,4 +1,4 @@
-"""What fields and conversions alike in shape have in common, worked out once: strides, row, tile. Pure."""
+"""The layout of a segment: strides, rows, codecs, and what follows from them. Pure."""
 
 from __future__ import annotations
 
@@ -14,66 +14,27 @@ from .field import Axis, Field
 Offsets = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How big a tile is, in bytes of the wider end, and how it is run."""
-
-    tile_bytes: int
-    warps: int
-    tiles: int  # that a program walks through, if there are enough for all processors
-
-
-# The best of 5 shapes x 4 counts at 1 GiB of Llama-8B's planes, NVIDIA H200, 2026-11. A program that sums or converts
-# has a beginning and an end worth sharing between tiles. Eviction hints on loads or stores gain nothing.
-TILINGS = {
-    "move": Tiling(4 << 10, 2, 1),
-    "sum": Tiling(2 << 10, 2, 8),
-    "narrow": Tiling(8 << 10, 4, 4),
-    "widen": Tiling(4 << 10, 2, 4),
-    "rescale": Tiling(4 << 10, 2, 16),
-    # Few programs pull over NVLink, so each has much under way. Not tuned yet.
-    "pull": Tiling(16 << 10, 8, 1),
-    "pull_sum": Tiling(16 << 10, 8, 4),
-    "pull_cast": Tiling(16 << 10, 8, 4),
-}
-
-# A chunk is moved in launches of about so long at most. Under MPS an agent that is killed in a kernel of 2 ms takes the
-# engine with it now and then (1 of 6), in one of 0.5 or 1 ms it did not (0 of 12); NVIDIA H200, 2026-11. The longest
-# launch took 171 us alone and 195 us beside a decode-like engine (bench/results/gpu_launches.json).
-LAUNCH_US = 250.0
-# GB/s of the wider end that are expected at least, by kind: NVLink's where both ends are dense, for a slot may be a
-# peer's (346 at 128 MiB; 680 and more in one GPU), and 260 where rows get scales of their own. Aligned to less than
-# 8 bytes a launch is taken to be so much slower; that was not measured. NVIDIA H200, 2026-11.
-LEAST_GB_S = {kind: 340.0 for kind in TILINGS} | {"own": 250.0}
-
-
-def tiles_at_once(kind: str, tile_bytes: int, align: int, launch_us: float) -> int:
-    """How many tiles one launch may move; `align` bytes are accessed at once at the narrower end."""
-    bytes_per_us = LEAST_GB_S[kind] * 1e3 * min(8, align) / 8
-    return max(1, int(launch_us * bytes_per_us / tile_bytes))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Form:
-    """All of a field and a cast but addresses, places and scales."""
+class SegmentLayout:
+    """A field and a cast without addresses, places and scales."""
 
     heads: int
     head_stride: int
     places: int
-    reach: int  # bytes from the offset to the end of one plane
+    reach: int  # bytes from the start of a plane to its end
     element_bytes: int
     row_bytes: int
     wire_row_bytes: int
-    run_bytes: int  # so many bytes of a row are contiguous in memory
+    run_bytes: int  # length of the contiguous runs of a row in memory
     elements: tuple[Axis, ...]
-    stride_bits: int  # all strides or-ed: what they are multiples of
+    stride_bits: int  # all strides or-ed: its lowest set bit divides each of them
     places_key: tuple[int, tuple[Axis, ...]]
     codecs: tuple[str, str] | None
     row_scale: RowScale | None
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What a kernel is compiled for, besides alignment and scales."""
+        """What a kernel is compiled for, apart from alignment and scales."""
         is_token_major = self.head_stride < self.token_stride
         return (
             self.heads,
@@ -89,7 +50,7 @@ class Form:
 
     @property
     def token_stride(self) -> int:
-        """From a token to the next; from a block to the next where each is one token."""
+        """Bytes from a token to the next, or from a block to the next if blocks have one token."""
         block_stride, tokens = self.places_key
         return tokens[-1].stride if tokens and tokens[-1].count > 1 else block_stride
 
@@ -98,7 +59,7 @@ class Form:
         return self.run_bytes == self.row_bytes
 
     def columns(self, size: int, unit: int) -> Offsets:
-        """Where each `size` bytes of a row are from its start, in units of `unit` bytes."""
+        """Where each element of `size` bytes is, from the start of its row in units of `unit` bytes."""
         at = np.arange(self.row_bytes // size, dtype=np.int64) * size
         index, within = np.divmod(at, self.run_bytes)
         found = within
@@ -110,11 +71,12 @@ class Form:
 
     @property
     def outer(self) -> tuple[Axis, ...]:
-        """The axes of a row above its contiguous runs."""
+        """The axes of a row outside its contiguous runs."""
         return _fold(self.elements, self.element_bytes)[1]
 
 
-def form_of(field: Field, cast: Cast | None) -> Form:
+def layout_of(field: Field, cast: Cast | None) -> SegmentLayout:
+    """ValueError if a stride is negative."""
     run_bytes, outer = _fold(field.elements, field.element_bytes)
     inner = (field.blocks, *field.tokens, field.heads, *outer)
     bits = 0
@@ -123,7 +85,7 @@ def form_of(field: Field, cast: Cast | None) -> Form:
     if min(axis.stride for axis in (field.planes, *inner)) < 0:
         raise ValueError("strides must not be negative")
     row = field.row_bytes
-    return Form(
+    return SegmentLayout(
         heads=field.heads.count,
         head_stride=field.heads.stride,
         places=field.places,
@@ -140,26 +102,8 @@ def form_of(field: Field, cast: Cast | None) -> Form:
     )
 
 
-def tile_of(
-    form: Form, row: int, size: int, least: int, tiling: Tiling, is_whole: bool = False
-) -> tuple[int, int, int]:
-    """Places, heads and columns of a tile, powers of two: as much of a row as wastes least, then what follows it.
-
-    In memory that is the token's next head (NHD) or the head's next token (HND); in the slot it is always the token.
-    `row` counts elements of `size` bytes at most; a thread takes `least` of them. The row is in one tile if `is_whole`.
-    """
-    most = tiling.tile_bytes // size
-    widths = [1 << i for i in range(least.bit_length() - 1, most.bit_length())]
-    columns = min(widths, key=lambda width: (-(-row // width) * width, -width))
-    if is_whole:
-        columns = max(least, 1 << (row - 1).bit_length())
-        most = max(most, columns)
-    head_tile = min(low_bit(form.heads), most // columns, 16) if form.head_stride < form.token_stride else 1
-    return most // (columns * head_tile), head_tile, columns
-
-
 def _fold(elements: tuple[Axis, ...], element_bytes: int) -> tuple[int, tuple[Axis, ...]]:
-    """The bytes that are contiguous, and the axes above them."""
+    """How many bytes are contiguous, and the axes outside them."""
     run, outer = element_bytes, [axis for axis in elements if axis.count > 1]
     while outer and outer[-1].stride == run:
         run *= outer.pop().count
@@ -167,7 +111,7 @@ def _fold(elements: tuple[Axis, ...], element_bytes: int) -> tuple[int, tuple[Ax
 
 
 def place_offsets(places: Offsets, block_stride: int, tokens: tuple[Axis, ...], out: Offsets) -> None:
-    """out = bytes from a field's offset to each place."""
+    """Write to `out` the bytes from a field's offset to each place."""
     block_tokens = prod(axis.count for axis in tokens)
     if block_tokens == 1:
         np.multiply(places, block_stride, out=out)

@@ -1,10 +1,10 @@
-"""How fast chunks leave and enter engine memory, beside memcpy of the same bytes on the same machine.
+"""How fast a CPU's block copier gathers and scatters chunks, beside memcpy of the same bytes on the same machine.
 
-    python bench/mover.py [--threads 1] [--pool-mib 256] [--chunk-mib 4]
+    python bench/block_copier.py [--threads 1] [--pool-mib 256] [--chunk-mib 4]
 
-One pool per layout in shared memory, blocks in random order, another part of the pool each time, so that the pool
-side comes from memory and not from a cache. memcpy moves whole chunks, which short rows at random places cannot
-reach. GB/s count the bytes of engine memory; gather and scatter include the digest.
+Each layout has a pool in shared memory, with blocks in random order. Each call moves another part of it, so that the
+pool's bytes come from memory and not from a cache. memcpy copies whole chunks, and short rows at random places cannot
+be as fast. GB/s count the bytes of engine memory. Gather and scatter include the digest.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from kvbridge.device.memory import AttachedPool
 from kvbridge.geometry.plan import Move
 
 HEADS, WIDTH = 8, 128
-DIGEST = "xxh3"  # what two agents on CPUs agree on
+DIGEST = "xxh3"  # on which two agents on CPUs agree
 ROUNDS = 48
 WIRES = {
     "bf16": Codec(name="bf16", width=WIDTH, element_bytes=2, row_bytes=2 * WIDTH),
@@ -42,7 +43,7 @@ WIRES = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One plane per pool; `order` are its axes, outermost first (E innermost in the slot, wherever it is here)."""
+    """A pool of one plane. `order`: its axes in memory, the outermost first. In the slot E is always innermost."""
 
     name: str
     order: str
@@ -108,9 +109,9 @@ def pool_of(layout: Layout, pool_bytes: int) -> Pool:
 
 
 class OneMove:
-    """A part of one move, without a plan around it; what it has in common with the others is kept between calls."""
+    """A part with one move and no plan. All parts share one copy template."""
 
-    pairs = form = object()
+    pairs = template_key = object()
 
     def __init__(self, move: Move) -> None:
         self.move = move
@@ -123,8 +124,8 @@ class OneMove:
         return self.move.places
 
 
-def moves_of(layout: Layout, pool: Pool, chunk_bytes: int) -> list[OneMove]:
-    """Chunks of about `chunk_bytes` of engine memory that together walk through the whole pool at random."""
+def moves_of(layout: Layout, pool: Pool, chunk_bytes: int) -> list[Any]:
+    """Chunks of about `chunk_bytes` of engine memory, which together cover the whole pool in random order."""
     (plane,), (group,) = pool.planes, pool.groups
     tokens = chunk_bytes // (plane.heads * plane.codec.row_bytes)
     blocks = -(-(tokens + layout.skip) // group.block_tokens)
@@ -139,7 +140,7 @@ def moves_of(layout: Layout, pool: Pool, chunk_bytes: int) -> list[OneMove]:
 
 
 def timed(action: Callable[[int], object]) -> float:
-    """The lower quartile of a call's seconds: no call finds its chunk in a cache, and other work only adds."""
+    """The lower quartile of a call's seconds. Other load only adds time, and no call finds its chunk in a cache."""
     seconds = []
     for i in range(ROUNDS):
         start = time.perf_counter()
@@ -153,14 +154,17 @@ def measure(layout: Layout, pool_bytes: int, chunk_bytes: int) -> tuple[float, f
     pool = pool_of(layout, pool_bytes)
     memory = torch.randint(0, 120, (pool_bytes,), dtype=torch.uint8)
     handle, fd = export(memory.untyped_storage(), 0, 0)
+    assert fd is not None
     copier = CpuBlockCopier()
     with copier.staging(chunk_bytes, 1) as staging, AttachedPool.open(pool, [handle], [fd]) as attached:
         os.close(fd)
         chunks = moves_of(layout, pool, chunk_bytes)
         size = chunks[0].move.size_bytes
         with attached.hold() as regions:
-            pages = regions.memories[0].view(-1, chunk_bytes)
-            pages.view(torch.int64)[:, ::512].sum()  # the first touch after attaching costs 100 ms per GiB, once
+            (mapped,) = regions.memories
+            assert isinstance(mapped, torch.Tensor)
+            pages = mapped.view(-1, chunk_bytes)
+            pages.view(torch.int64)[:, ::512].sum()  # touch it: the first time costs 100 ms per GiB
             order = np.random.default_rng(1).permutation(len(pages)).tolist()
             copied = timed(lambda i: copy(staging.span(0).on_cpu(), pages, order[i % len(order)]))
         slot = staging.span(0, size)
@@ -209,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     digest_rate = slot.numel() / timed(lambda i: digest(slot)) / 1e9
     print(f"{'digest (xxh3), in cache':50} {digest_rate:8.1f}")
     found = {"threads": options.threads, "chunk_mib": options.chunk_mib, "digest": round(digest_rate, 1)}
-    write("data_plane", {"unit": "GB/s", **found, "rows": rows})
+    write("block_copier", {"unit": "GB/s", **found, "rows": rows})
 
 
 if __name__ == "__main__":

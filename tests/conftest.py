@@ -1,0 +1,42 @@
+"""Gives PyTorch one thread per process, and makes every skip in CI a failure that is not in MAY_SKIP."""
+
+import os
+import re
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests and their agents share the processors; before torch
+
+# What a test that skips may say in CI (where the variable CI is set, as .ci/run sets it), and why that is well.
+MAY_SKIP = {
+    r"could not import '(vllm|sglang)\b|SGLang is not in this environment": "another environment's tests, run by that",
+    r"this build of vLLM has no |FP8 KV cache on CPU requires ": "the processor has no such instructions",
+    r"vLLM 0\.26 asks no connector": "the stand-in for an older vLLM, which has nothing to test here",
+    r"(multi_)?gpu: needs ": "hardware",
+    r"no Python 3\.1[23] here": "the oldest that is supported is there; the others may be",
+    r"this host has no \[?::1": "a kernel without IPv6",
+    r"(no packets were dropped: )?no (control groups|namespaces|network namespace|packet filter) ": "no such rights",
+    r"agents of the default socket run here": "what else runs on this machine",
+}
+
+
+def refused(report: Any) -> Any:
+    """The report of a test or a module; in CI it is one of a failure if it was skipped for want of something."""
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("CI"):
+        path, line, reason = report.longrepr
+        if not any(re.match(said, reason.removeprefix("Skipped: ")) for said in MAY_SKIP):
+            report.outcome = "failed"
+            report.longrepr = f"{path}:{line}: skipped, which tests may not in CI (tests/conftest.py): {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    return refused((yield))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    return refused((yield))

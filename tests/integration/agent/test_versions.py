@@ -1,0 +1,121 @@
+"""Agents of different releases: ranges of protocol versions that meet carry by the newest common one, others refuse."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+from kvbridge_proto.common import OURS, VersionRange
+from kvbridge_proto.engine import Attached, Done, Failed, Refused
+
+from tests.integration.agent.harness import SyntheticEngine, agent, is_at_rest, wait_for
+from tests.support.nursery import kvbridge
+from tests.support.oracle import Shape, build_all, fill, mismatch
+
+RANGED = "tests.integration.agent.ranged_agent"
+TOKENS = 90
+TABLES = {16: list(range(6)), 64: [3, 1]}  # of blocks that hold so many tokens
+SHAPES = {16: Shape("nhd"), 64: Shape("hnd", block_tokens=64, blocks=8)}
+NAMES = map("r{}".format, itertools.count())
+SOON_S = 1.0
+
+Rank = Callable[..., SyntheticEngine]
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    """Starts an agent that speaks these versions, with an engine that speaks all of them."""
+    with ExitStack() as stack:
+
+        def start(name: str, oldest: int, newest: int, block_tokens: int, **options: object) -> SyntheticEngine:
+            monkeypatch.setenv("VERSIONS", f"{oldest}-{newest}")
+            running = stack.enter_context(agent(tmp_path, name, module=RANGED, **options))
+            (held,) = build_all(SHAPES[block_tokens])
+            engine = stack.enter_context(closing(SyntheticEngine(running, held)))
+            attached = engine.attach(versions=VersionRange(1, 2))
+            assert isinstance(attached, Attached) and attached.version == newest
+            return engine
+
+        yield start
+
+
+def block_tokens(engine: SyntheticEngine) -> int:
+    return engine.pool.groups[0].block_tokens
+
+
+def ask(sender: SyntheticEngine, receiver: SyntheticEngine) -> str:
+    request = next(NAMES)
+    table = TABLES[block_tokens(sender)]
+    fill(sender.held, table, range(TOKENS))
+    sender.offer(request, table, TOKENS)
+    receiver.want(request, sender.agent.address, TABLES[block_tokens(receiver)], range(TOKENS))
+    return request
+
+
+def carries(sender: SyntheticEngine, receiver: SyntheticEngine) -> None:
+    before, size = receiver.held.copy(), block_tokens(receiver)
+    request = ask(sender, receiver)
+    answer = receiver.answer(request)
+    assert isinstance(answer, Done), answer
+    assert sender.released(request).code == ""
+    tail = range(TOKENS, -(-TOKENS // size) * size)
+    wrong = mismatch(receiver.held, before, TABLES[size], range(TOKENS), tail)
+    assert not wrong, wrong
+
+
+def agreed(engine: SyntheticEngine) -> set[int]:
+    return {peer.protocol for peer in engine.agent.status.peers}
+
+
+@pytest.mark.parametrize("routes", ["pull,host", "nixl,host"])
+@pytest.mark.parametrize(
+    ("first", "second", "version"),
+    [((1, 2), (1, 1), 1), ((1, 2), (1, 2), 2), ((1, 2), (2, 2), 2)],
+    ids=["newer and older", "both newer", "newer and newest"],
+)
+def test_ranges_that_meet_carry_both_ways(
+    rank: Rank, routes: str, first: tuple[int, int], second: tuple[int, int], version: int
+) -> None:
+    one, other = rank("one", *first, 16, routes=routes), rank("other", *second, 64, routes=routes)
+    carries(one, other)
+    carries(other, one)
+    for engine, newest in ((one, first[1]), (other, second[1])):
+        assert agreed(engine) == {version}
+        status = engine.agent.status
+        assert status.engine is not None and status.engine.protocol == newest
+        shown = [line.split() for line in kvbridge("status", "--socket", engine.agent.socket).stdout.splitlines()]
+        assert [line[-2:] for line in shown if line[:1] == ["engine"]] == [["protocol", str(newest)]]
+        assert shown.count(["protocol", str(version)]) == len(status.peers) == 2
+
+
+@pytest.mark.parametrize("is_newer_asked", [True, False], ids=["of the newer", "of the older"])
+def test_ranges_that_do_not_meet_are_refused_at_once(rank: Rank, is_newer_asked: bool) -> None:
+    """Every time, and the older goes on with those that it can read."""
+    newer, older = rank("newer", 2, 2, 16), rank("older", 1, 1, 64)
+    sender, receiver = (newer, older) if is_newer_asked else (older, newer)
+    theirs, ours = (2, 1) if is_newer_asked else (1, 2)
+    for _ in range(3):
+        began = time.monotonic()
+        answer = receiver.answer(ask(sender, receiver))
+        assert time.monotonic() - began < SOON_S
+        assert isinstance(answer, Failed) and answer.code == "version_mismatch", answer
+        assert answer.reason.endswith(f"versions: ours {theirs}-{theirs}, theirs {ours}-{ours}"), answer
+    wait_for(lambda: is_at_rest(receiver.agent.status))
+    assert agreed(receiver) <= {0} and agreed(sender) == set()
+    both = rank("both", 1, 2, 16)
+    carries(both, older)
+    carries(older, both)
+
+
+def test_an_engine_that_no_version_is_common_with_is_refused(tmp_path: Path) -> None:
+    (held,) = build_all(SHAPES[16])
+    newer = VersionRange(OURS.newest + 1, OURS.newest + 2)
+    with agent(tmp_path, "a") as running, closing(SyntheticEngine(running, held)) as engine:
+        refused = engine.attach(versions=newer)
+        assert isinstance(refused, Refused) and refused.code == "version_mismatch"
+        ranges = f"ours {OURS.oldest}-{OURS.newest}, theirs {newer.oldest}-{newer.newest}"
+        assert refused.reasons == (f"versions: {ranges}",)

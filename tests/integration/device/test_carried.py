@@ -1,0 +1,88 @@
+"""Whole transfers by slots and by pulls: both leave the same bytes, and those are what the slow rows say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kvbridge_kernels.pull_ref import pull as pull_rows
+from kvbridge_kernels.segment import Span
+from kvbridge_kernels.tables import Work
+
+from kvbridge.device.pulls import Pulls
+from kvbridge.geometry.plan import Part
+from tests.integration.device.test_pulls import CASES
+from tests.support.carried import OnCpu, carried
+from tests.support.matrix import ROWS, Case
+from tests.support.oracle import LAYOUTS, Held, Shape
+from tests.support.pools import ranks_of
+
+ALSO_PULLED = {
+    *("equal", "codecs", "scales", "row scales", "row scales of equal sides", "block scales"),
+    *("latents", "packed latents", "windows", "states", "anything at once"),
+}
+WIDE = Shape(key_width=16, value_width=32, blocks=8)
+ODD = Shape(layout="cpu_vec", key_width=24, value_width=12, codec="fp8_e4m3", blocks=8)
+
+
+class BothWays(OnCpu):
+    """By a slot, and then what was there is put back and the same is pulled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pulls = Pulls()
+
+    def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None:
+        before = receiver.copy()
+        super().carry(sender, gather, receiver, scatter, slot_bytes)
+        wanted = receiver.copy()
+        for region, was in zip(receiver.memory, before.memory, strict=True):
+            region[:] = was
+        ours, theirs, sums = self._of(sender), self._of(receiver), torch.zeros(1, dtype=torch.int64)
+        with ours.hold() as regions, theirs.hold() as receiver_regions:
+            pull_rows(self._pulls.of(ours, regions, gather, theirs, receiver_regions, scatter), sums, Work("cpu"))
+        assert all(np.array_equal(*pair) for pair in zip(receiver.memory, wanted.memory, strict=True))
+        slot = torch.zeros(slot_bytes, dtype=torch.uint8)
+        self._copier.gather(ours, gather, Span(slot.data_ptr(), slot.numel()), "sum64")
+        (gathered,) = self._copier.poll()
+        assert int(sums) & (2**64 - 1) == gathered.digest
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name in ALSO_PULLED], ids=lambda row: row.name)
+def test_what_is_pulled_is_what_comes_by_slots(row) -> None:
+    for number, case in enumerate(row.cases()):
+        for rank in row.ranks(case, number):
+            assert carried(case, rank, BothWays())[1] == "", case
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_windows_and_states_are_pulled_and_written_to_where_they_belong(name: str) -> None:
+    ours, theirs = CASES[name]
+    for first, end in ((0, 75), (37, 75), (33, 34)):
+        for rank in range(len(ranks_of(theirs))):
+            assert carried(Case(ours, theirs, first, end), rank, BothWays())[1] == ""
+
+
+@pytest.mark.parametrize("receiver", LAYOUTS)
+@pytest.mark.parametrize("sender", ["nhd", "cpu_vec", "cpu_amx", "packed_hnd"])
+def test_any_layout_becomes_any_other(sender: str, receiver: str) -> None:
+    ours = replace(WIDE, layout=sender)
+    theirs = replace(ours, layout=receiver, block_tokens=32, blocks=6)
+    for first, end in ((0, 75), (37, 75), (32, 64), (5, 6)):
+        assert carried(Case(ours, theirs, first, end), 0, BothWays())[1] == ""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(replace(WIDE, layout=layout), replace(WIDE, layout=layout), 0, 75) for layout in LAYOUTS),
+        *(Case(replace(WIDE, kv_heads=6, tp_size=ours), replace(WIDE, kv_heads=6, tp_size=theirs), 0, 75)
+          for ours, theirs in ((2, 1), (1, 2), (4, 2), (3, 1), (8, 1))),
+        *(Case(ODD, replace(ODD, block_tokens=24), 3, 60, slot_bytes) for slot_bytes in (64, 256, 1000, 1 << 20)),
+    ],
+)  # fmt: skip
+def test_the_same_layout_other_ranks_and_slots_of_any_size(case: Case) -> None:
+    for rank in range(len(ranks_of(case.receiver))):
+        assert carried(case, rank, BothWays())[1] == ""

@@ -1,0 +1,3 @@
+"""Tests that are coroutines are run."""
+
+from tests.support.loops import pytest_pyfunc_call  # noqa: F401

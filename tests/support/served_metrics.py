@@ -1,0 +1,80 @@
+"""The metrics that an agent serves: their names, their labels, and the values of labels that are one of a few. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+from kvbridge_proto.peer import Route
+from kvbridge_proto.status import SlotCounts
+from prometheus_client import CollectorRegistry
+
+from kvbridge.agent.daemon import STATES
+from kvbridge.agent.metrics import Gauges, Metrics
+from kvbridge.agent.request_records import Role, Stage
+from kvbridge.geometry.compat import Conversion
+from kvbridge.prompt_share import CAUSES
+from tests.unit.proto.codes import NO_CODES, used
+
+PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+QUEUES = set(re.findall(r"^\| `(receiver|sender)` \| `(\w+)` \|", PAGE, re.MULTILINE))
+CODES = frozenset(used()) | {"other"}
+
+
+def registry() -> CollectorRegistry:
+    """An agent's, with its gauges; nothing has happened yet."""
+    metrics, nothing = Metrics(), dict.fromkeys((each.name for each in fields(Gauges)), lambda: 0)
+    slots = lambda: SlotCounts(free=0, lent=0, landed=0, quarantined=0)  # noqa: E731
+    by_role: dict[str, Any] = {"waiting": {}, "moving": {}, "sessions": {}, "open_sessions": {}}
+    metrics.watch(Gauges(**{**nothing, **by_role, "receive_slots": slots, "send_slots": slots, "readers": list}))
+    return metrics.registry
+
+
+def served() -> dict[str, tuple[str, ...]]:
+    """The labels of each metric."""
+    found: dict[str, tuple[str, ...]] = {"kvbridge_route_bytes_per_second": ("role", "route")}
+    for collector, names in registry()._collector_to_names.items():
+        kept = [each for each in names if not each.endswith(("_created", "_bucket", "_sum", "_count"))]
+        labels = tuple(getattr(collector, "_labelnames", ()))
+        found |= dict.fromkeys([each for each in kept if each.endswith("_total")] or kept, labels)
+    return found
+
+
+def series() -> dict[str, frozenset[str]]:
+    """The labels of each name under which Prometheus keeps samples: a histogram has three."""
+    found: dict[str, frozenset[str]] = {}
+    histograms = {family.name for family in registry().collect() if family.type == "histogram"}
+    for name, labels in served().items():
+        if name in histograms:
+            found |= {f"{name}_{part}": frozenset(labels) for part in ("sum", "count")}
+            found[f"{name}_bucket"] = frozenset({*labels, "le"})
+        else:
+            found[name] = frozenset(labels)
+    return found
+
+
+# By label, or by metric and label where metrics mean different things by it.
+VALUES: dict[str, frozenset[str]] = {
+    "role": frozenset(get_args(Role)),
+    "route": frozenset(get_args(Route)),
+    "conversion": frozenset(get_args(Conversion)),
+    "stage": frozenset(get_args(Stage)),
+    "awaits": frozenset(awaits for _, awaits in QUEUES),
+    "code": CODES,
+    "reason": CODES | CAUSES.keys(),
+    "kvbridge_offers_released_total code": CODES | NO_CODES,
+    "kvbridge_wants_total outcome": CODES | {"done"},
+    "kvbridge_handshakes_total outcome": CODES | {"open"},
+    "kvbridge_spans_total outcome": frozenset({"sent", "dropped"}),
+    "kvbridge_receive_slots state": frozenset(SlotCounts.__struct_fields__),
+    "kvbridge_send_slots state": frozenset(SlotCounts.__struct_fields__),
+    "kvbridge_sessions state": frozenset(state.name.lower() for state in STATES),
+    "kvbridge_memory_readers state": frozenset({"open", "overdue"}),
+}
+
+
+def values(name: str, label: str) -> frozenset[str] | None:
+    """What the label may be, or None if it may be anything."""
+    return VALUES.get(f"{name} {label}", VALUES.get(label))
