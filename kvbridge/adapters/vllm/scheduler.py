@@ -69,6 +69,7 @@ LONG_AFTER_STEPS = 250  # about a second: nobody is in a hurry any more
 
 # Workers report only in steps, and an idle engine makes none: after this long their last word on their agents is old.
 KNOWN_S = 1.0
+GONE_KNOWN_S = 0.02  # the same where an agent was missing: it may be back, and the link attaches without a step
 ROLL_CALL_S = 1.0  # how long a request waits for a new report
 WARN_S = 10.0
 COMPUTING_S = 600.0  # how long an offer is held while the rest of its prompt is computed: a step may take long
@@ -336,7 +337,7 @@ class SchedulerSide:
     def _is_asking(self) -> bool:
         """Whether requests wait for the workers to report whether their agents are here. The next step asks them."""
         now = self._clock()
-        if self._asked_at is None and now - self._known_at > KNOWN_S:
+        if self._asked_at is None and now - self._known_at > (KNOWN_S if self._has_agents else GONE_KNOWN_S):
             self._asked_at, self._step.is_roll_call = now, True
         if self._asked_at is not None and now - self._asked_at >= ROLL_CALL_S:
             self._asked_at, self._known_at = None, now

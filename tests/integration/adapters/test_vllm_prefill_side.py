@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from kvbridge_proto.common import Rank
 from kvbridge_proto.engine import Directory, Offer, Released, Withdraw
 
+from kvbridge.adapters.vllm import scheduler
 from kvbridge.adapters.vllm.rendezvous import prompt_digest
 from kvbridge.adapters.vllm.scheduler import COMPUTING_S
 from tests.integration.adapters.fake_agent import FakeAgent
@@ -214,8 +215,11 @@ def test_a_preempting_step_waits_for_readers_whatever_became_of_the_link(tmp_pat
     world.finish()
 
 
-def test_the_first_request_after_a_rest_asks_whether_the_agent_has_come_back(tmp_path: Path) -> None:
-    """What the workers said last was that it is gone."""
+def test_the_first_request_after_a_loss_asks_whether_the_agent_has_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the workers said last was that it is gone. That may be old at once, however long they are believed else."""
+    monkeypatch.setattr(scheduler, "KNOWN_S", 1000.0)
     world = World(tmp_path).ready()
     (agent,) = world.agents
     agent.die()
@@ -228,7 +232,6 @@ def test_the_first_request_after_a_rest_asks_whether_the_agent_has_come_back(tmp
         assert link is not None
         while link.state.name != "ATTACHED":
             time.sleep(0.01)
-    world.clock.now += 60
     world.prefill(40)
     world.steps(2)
     assert agent.one(Offer).is_last
@@ -263,7 +266,8 @@ def test_without_an_agent_nothing_is_offered_or_kept(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.attach()
     world.prefill(40)
-    assert world.step().outputs[0].kv_transfer_params is None
+    (output,) = world.run()
+    assert output.kv_transfer_params is None
     world.finish()
 
 

@@ -44,12 +44,8 @@ def rearm(fleet: Fleet, name: str, armed: str) -> int:
 
 
 def wait_attached(fleet: Fleet, name: str) -> None:
-    """The link attaches without a step; the scheduler hears of it in one.
-
-    For KNOWN_S (vllm/scheduler.py) after a step without an agent it would have the next request computed at once.
-    """
+    """The link attaches without a step; the scheduler asks for news of it before the next request."""
     wait_for(lambda: fleet.agents[name][0].status.engine is not None, BACK_S)
-    fleet[name].run(fleet.name("step"), prompt(5, seed=1), 1)
 
 
 def travels(fleet: Fleet, seed: int) -> None:
