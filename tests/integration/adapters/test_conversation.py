@@ -142,13 +142,6 @@ def test_what_is_over_does_not_end_again_nor_does_what_never_began(talk: Talk, a
     assert talk.pass_time(0) == []
 
 
-def test_a_name_may_be_used_again_when_it_has_ended(talk: Talk, agent: FakeAgent) -> None:
-    for _ in range(2):
-        talk.engine.want(WANT)
-        agent.say(Done(request="r", moved_bytes=0, seconds=0))
-        assert talk.engine.turn() == [Ended("r", "want")]
-
-
 def test_a_second_want_that_is_refused_does_not_end_the_first(talk: Talk, agent: FakeAgent) -> None:
     talk.engine.want(WANT)
     for about in ("r", "want r"):

@@ -472,40 +472,6 @@ def test_the_links_thread_takes_nothing_that_an_engine_rests_for(
     assert link.turn() == [DONE]
 
 
-def test_a_refusal_is_told_with_its_reasons_and_asked_about_again(
-    link: AgentLink, agent: FakeAgent, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    agent.is_answering_attach = False
-    link.turn()
-    agent.pump()
-    agent.say(Refused(code="engine_present", reasons=("engine: vllm other (pid 12) is attached to this agent",)))
-    link.turn()
-    assert "engine_present" in caplog.text and "pid 12" in caplog.text
-    agent.pump()
-    assert agent._engine is None, "it saw us leave"
-    agent.is_answering_attach = True
-    clock.now += 60
-    attach(link, agent)
-
-
-def test_leaves_no_descriptor_behind(link: AgentLink, agent: FakeAgent, clock: Clock) -> None:
-    def count() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    before = count()
-    for _ in range(5):
-        clock.now += 60
-        attach(link, agent)
-        agent.let_go()
-        assert isinstance(link.turn()[0], Over)
-    assert count() == before
-    clock.now += 60
-    attach(link, agent)
-    link.close()
-    agent.pump()
-    assert count() == before
-
-
 @contextlib.contextmanager
 def forked() -> Iterator[int]:
     """A child that lives on and does nothing, as one of a data loader."""

@@ -14,7 +14,6 @@ import torch
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
-from demo.sglang_cpu import ENVIRONMENT, stand_in
 
 pytestmark = pytest.mark.sglang
 FORWARDS, SCHEDULER, EVENT = "the forwards' stream", "the scheduler's stream", "a prefix's event"
@@ -32,10 +31,7 @@ class Stream:
 
 
 @pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    stand_in()
+def manager(sglang: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     from kvbridge.adapters.sglang.manager import KVBridgeManager
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SCHEDULER)

@@ -16,7 +16,6 @@ if importlib.util.find_spec("sglang") is None:
 
 from kvbridge_proto.engine import Expect, Offer, Want
 
-from demo.sglang_cpu import ENVIRONMENT, stand_in
 from kvbridge.adapters.engine.conversation import Ended
 from kvbridge.adapters.sglang.messages import Asked, Row
 from kvbridge.adapters.sglang.rooms import Rooms
@@ -73,10 +72,7 @@ class Talk:
 
 
 @pytest.fixture(autouse=True)
-def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    stand_in()
+def one_rank(sglang: None) -> Iterator[None]:
     from sglang.srt.runtime_context import get_parallel
 
     with get_parallel().override(num_dp_ranks=1, attn_cp_rank=0):
@@ -372,13 +368,6 @@ def test_a_row_of_another_size_fails_that_request(decode: Any) -> None:
     decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"more", b"rows")))
     assert listen(decode, made) == FAILED and decode.kv_args.row.tolist() == list(range(8))
     assert "ours [4], theirs [4, 4]" in decode.failure_records[ROOM]
-
-
-def test_a_row_without_a_prompt_is_nobodys(decode: Any) -> None:
-    decode.rooms.enter(ROOM, "somebody", 0)
-    decode._hear_row(Row(room=ROOM, prompt="", fields=(b"fake",)))
-    decode.rooms.bind(ROOM, "somebody", "ab")
-    assert decode.rooms.row(ROOM) is None
 
 
 def test_what_has_failed_already_asks_for_nothing(decode: Any) -> None:

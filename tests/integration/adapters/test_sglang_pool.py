@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from kvbridge_proto.pool import Plane, Shard
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
-from demo.sglang_cpu import ENVIRONMENT, stand_in
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.engine.shards import Heads
 from kvbridge.adapters.sglang.pool import describe, moved
@@ -29,15 +27,10 @@ TOKENS, LAYERS, HEADS, WIDTH = 64, 3, 4, 8
 
 
 @pytest.fixture(scope="module", autouse=True)
-def sglang() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        stand_in()
-        from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+def on_a_cpu(sglang: None) -> None:
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-        set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", device="cpu"))
-        yield
+    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", device="cpu"))
 
 
 COMMON = {"size": TOKENS, "layer_num": LAYERS, "device": "cpu", "enable_memory_saver": False}

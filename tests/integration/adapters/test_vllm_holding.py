@@ -8,20 +8,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvbridge_proto.engine import Abandon, Expect, Held, Offer, Reclaim, Released, Want, Withdraw
+from kvbridge_proto.engine import Abandon, Expect, Offer, Reclaim, Released, Want
 
-from kvbridge.adapters.engine.conversation import GRACE_S
 from kvbridge.adapters.vllm import pressure
 from tests.integration.adapters.fake_agent import FakeAgent
-from tests.integration.adapters.world import HOOKS, World
+from tests.integration.adapters.world import World
 
 pytestmark = pytest.mark.vllm
 BLOCKS = 12  # one of them is vLLM's null block
 
 
-@pytest.fixture(params=HOOKS)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(tmp_path, hooks=request.param, blocks=BLOCKS).ready()
+@pytest.fixture
+def world(hooks: str, tmp_path: Path) -> World:
+    return World(tmp_path, hooks=hooks, blocks=BLOCKS).ready()
 
 
 @pytest.fixture(autouse=True)
@@ -54,18 +53,6 @@ def test_asks_for_blocks_while_a_prompt_that_came_has_none(world: World, agent: 
     assert not agent.take(Reclaim), "it has what it needs"
 
 
-def test_asks_on_behalf_of_a_prompt_that_is_to_be_fetched_too(world: World, agent: FakeAgent) -> None:
-    held = filled(world)
-    request = world.decode(60)
-    world.step()
-    assert agent.take(Reclaim)
-    assert not agent.take(Want)
-    agent.say(Released(request=held[0].request, code="reclaimed"))
-    world.steps(2)
-    world.abort(request)
-    assert agent.take(Want)
-
-
 def test_a_running_request_waits_for_held_blocks_before_others_are_preempted(world: World) -> None:
     if world.hooks == "0.26":
         pytest.skip("vLLM 0.26 asks no connector before it preempts")
@@ -93,33 +80,6 @@ def test_a_request_that_queues_says_what_it_will_want(world: World, agent: FakeA
     assert (want.rendezvous, want.end_token) == (expected.rendezvous, 0)
 
 
-def test_a_request_that_gets_blocks_wants_under_the_name_that_it_was_expected_by(
-    world: World, agent: FakeAgent
-) -> None:
-    request = world.decode(60)
-    world.step()
-    expected, want = agent.one(Expect), agent.one(Want)
-    assert (expected.request, expected.rendezvous, expected.sender) == (want.request, want.rendezvous, want.sender)
-    world.abort(request)
-    world.step()
-    assert agent.one(Abandon).request == want.request
-
-
-def test_an_agent_that_comes_while_a_request_queues_is_told(tmp_path: Path) -> None:
-    world = World(tmp_path, blocks=BLOCKS)
-    world.attach()
-    for _ in range(2):
-        world.request(60, max_tokens=30)
-        world.step()
-    world.decode(60)
-    world.step()
-    world.start_agents()
-    (agent,) = world.agents
-    world.clock.now += 2
-    world.steps(3)
-    assert agent.one(Expect).rendezvous.startswith("theirs/")
-
-
 def test_an_engine_that_takes_long_steps_is_not_idle(world: World, agent: FakeAgent) -> None:
     world.request(20, max_tokens=30)
     world.steps(3)
@@ -134,16 +94,3 @@ def test_an_engine_that_takes_long_steps_is_not_idle(world: World, agent: FakeAg
         world.step()
         assert agent.take(Want), "the workers were asked once more whether they have agents"
         world.abort(request)
-
-
-def test_what_is_awaited_is_not_taken_back_though_its_hold_is_over(world: World, agent: FakeAgent) -> None:
-    agent.is_answering_withdrawals = True
-    held = filled(world)
-    for _ in range(5):
-        world.clock.now += 25
-        agent.say(Held(requests=(held[0].request, "nobody")))
-        world.steps(2)
-    assert [message.request for message in agent.take(Withdraw)] == [held[1].request]
-    world.clock.now += 30 + 2 * GRACE_S
-    world.steps(2)
-    assert [message.request for message in agent.take(Withdraw)] == [held[0].request]

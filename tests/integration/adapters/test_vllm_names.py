@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,16 +23,11 @@ from vllm.v1.request import Request
 
 from kvbridge.adapters.vllm.rendezvous import has_media_hashes, prompt_digest
 from tests.integration.adapters.fake_agent import FakeAgent
-from tests.integration.adapters.world import HOOKS, World
+from tests.integration.adapters.world import World
 
 pytestmark = pytest.mark.vllm
 
 PROMPT = list(range(40))
-
-
-@pytest.fixture(params=HOOKS)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(tmp_path, hooks=request.param).ready()
 
 
 def adapter(name: str = "sql", path: str = "/adapters/sql", number: int = 1) -> LoRARequest:
@@ -148,31 +142,6 @@ def test_one_id_used_for_unlike_requests_wants_each_its_own_room(world: World, a
         world.decode(prompt=PROMPT, name=f"chatcmpl-call-{number:08x}", remote_request_id="call", kv=kv)
     world.step()
     assert len({want.rendezvous for want in agent.take(Want)}) == len(UNLIKE)
-
-
-@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
-def test_one_id_used_for_unlike_requests_offers_each_in_its_own_room(tmp_path: Path, role: str) -> None:
-    world = World(tmp_path, role=role, budget=512).ready()
-    (agent,) = world.agents
-    params = {"do_remote_decode": True} if role == "kv_both" else {}
-    plain = [kv for kv in UNLIKE if "mm_features" not in kv]
-    for number, kv in enumerate(plain):
-        world.request(prompt=PROMPT, max_tokens=1, name=f"chatcmpl-call-{number:08x}", kv=kv, **params)
-    world.step()
-    assert len({offer.rendezvous for offer in agent.take(Offer)}) == len(plain)
-
-
-def test_the_same_request_meets_itself_on_another_engine(tmp_path: Path) -> None:
-    (tmp_path / "p").mkdir()
-    (tmp_path / "d").mkdir()
-    prefill, decode = World(tmp_path / "p").ready(), World(tmp_path / "d").ready()
-    mine = {"lora_request": adapter(path="/adapters/sql", number=1), "cache_salt": "a"}
-    theirs = {"lora_request": adapter(path="/mnt/nfs/sql", number=7), "cache_salt": "a"}
-    prefill.prefill(prompt=PROMPT, name="chatcmpl-call-11111111", kv=mine)
-    params = prefill.step().outputs[0].kv_transfer_params
-    decode.decode(prompt=PROMPT, name="chatcmpl-call-22222222", kv=theirs, **params)
-    decode.step()
-    assert decode.agents[0].one(Want).rendezvous == prefill.agents[0].one(Offer).rendezvous
 
 
 @pytest.mark.parametrize("has_tokens", [False, True], ids=["embeddings", "text and embeddings"])

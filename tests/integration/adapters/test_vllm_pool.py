@@ -139,15 +139,6 @@ def test_every_layout_of_vllm_is_a_matter_of_strides(order: str, is_apart: bool)
         assert torch.equal(found, numbers.view(3, BLOCKS, HEADS, TOKENS, 2 * WIDTH)[plane.layer][..., half])
 
 
-def test_a_block_of_several_kernel_blocks_is_one_block() -> None:
-    pool = build(tensors("LBHN", 1, tokens=TOKENS // 2), blocks=BLOCKS // 2)
-    (group,) = pool.groups
-    assert (group.block_tokens, group.blocks) == (TOKENS, BLOCKS // 2)
-    kernel_block = HEADS * (TOKENS // 2) * 2 * WIDTH * 2
-    assert pool.planes[0].token_axis == (Step(2, kernel_block), Step(TOKENS // 2, 2 * WIDTH * 2))
-    assert pool.planes[0].block_stride == 2 * kernel_block
-
-
 @pytest.mark.parametrize(
     ("backend", "dtype", "said"),
     [("FLASH_ATTN", torch.uint8, "fp8"), ("FLASHINFER", torch.float8_e4m3fn, "fp8_e4m3")],

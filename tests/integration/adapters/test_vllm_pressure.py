@@ -20,12 +20,6 @@ def pressure(free: int, at_once: int = 16) -> Pressure:
     return made
 
 
-def test_nobody_is_asked_while_nothing_is_held() -> None:
-    short = pressure(free=0)
-    short.came("a", 32)
-    assert short.short_of(1.0) == 0
-
-
 def test_asks_for_what_the_first_request_lacks_though_it_needs_several_steps() -> None:
     short = pressure(free=4)
     short.held("done", 10)
@@ -92,10 +86,3 @@ def test_a_running_request_waits_a_moment_and_is_preempted_then() -> None:
     assert not short.should_wait(1.0 + 1.5 * EASES_WITHIN_S)
     assert not short.should_wait(1.0 + REST_S)
     assert short.should_wait(1.0 + 2 * REST_S)
-
-
-def test_without_a_pool_to_ask_nothing_is_said() -> None:
-    short = Pressure(TABLES, limits())
-    short.held("done", 10)
-    short.came("a", 16)
-    assert short.short_of(1.0) == 0

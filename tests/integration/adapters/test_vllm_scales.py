@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from kvbridge_proto.engine import Adopt, Decline, Done, Offer, Refused, Rescale, Rescaled, Scales, Want
+from kvbridge_proto.engine import Adopt, Decline, Done, Offer, Rescale, Rescaled, Scales, Want
 from msgspec.structs import replace
 
 from kvbridge.adapters.engine.memory import Memory
@@ -66,19 +66,6 @@ def test_scales_of_the_first_forward_come_before_its_offer(tmp_path: Path) -> No
     world.prefill(40)
     world.steps(3)
     assert agent.take(Rescale) == []
-
-
-def test_an_agent_that_refuses_them_gets_no_more_offers(tmp_path: Path) -> None:
-    world = calibrated(tmp_path, scale=0.0)
-    (agent,) = world.agents
-    world.prefill(40)
-    world.step()
-    agent.say(Refused(code="bad_pool", reasons=("scales: 0.0",), about="rescale 1"))
-    world.steps(3)
-    agent.take(Offer)
-    world.prefill(40)
-    world.steps(3)
-    assert agent.take(Offer) == [] and not world.workers[0].worker._conversation._link.is_attached
 
 
 class Adopting:

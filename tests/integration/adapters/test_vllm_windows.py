@@ -101,12 +101,12 @@ def test_whatever_is_offered_is_held_until_it_is_released(tmp_path: Path, window
         for offer in offers:
             for piece in offer.blocks:
                 assert 0 not in piece.ids and all(blocks[entry].ref_cnt == 1 for entry in piece.ids), tokens
-        (last,) = [offer for offer in offers if offer.is_last]
+        *parts, last = offers
+        assert last.is_last and not any(part.is_last or part.blocks[1:] for part in parts)
         assert last.tokens == params[0]["remote_num_tokens"] == max(1, tokens - 1)
         if tokens > 1:
             assert {piece.group: piece.first * BLOCK for piece in last.blocks}[1] == kept(window).first(tokens - 1)
-        for offer in offers[-1:]:
-            agent.say(Released(request=offer.request))
+        agent.say(Released(request=last.request))
         world.run()
         world.assert_empty()
 
@@ -215,6 +215,7 @@ def test_a_prompt_that_comes_again_is_computed_from_rows_that_were_written(tmp_p
         world.steps(2)
         want = agent.one(Want)
         for piece, first in zip(want.blocks, travels.first(want.end_token), strict=True):
+            assert piece.first == first // BLOCK and 0 not in piece.ids
             ids = dict(enumerate(piece.ids, piece.first))
             written -= {(piece.group, block, row) for block in piece.ids for row in range(BLOCK)}
             write(piece.group, ids, first, want.end_token)
@@ -225,53 +226,6 @@ def test_a_prompt_that_comes_again_is_computed_from_rows_that_were_written(tmp_p
         running[:] = [world.request(prompt=prompt, max_tokens=1)]
         world.run()
     assert max(hits) == 128 and len(set(hits)) > 5
-
-
-@WINDOWS
-def test_a_window_comes_with_the_last_offer_and_is_in_no_block_that_was_given_up(tmp_path: Path, window: Any) -> None:
-    world = World(tmp_path, specs=[FULL, window], budget=2 * BLOCK).ready()
-    (agent,) = world.agents
-    tokens = 7 * BLOCK + 3
-    request = world.prefill(tokens)
-    tables: list[Any] = []  # as vLLM has them when a forward runs; what it has given up by then is its null block
-    world.on_forward = lambda: tables.append(world.scheduler.kv_cache_manager.get_block_ids(request.request_id))
-    world.steps(8)
-    offers = agent.take(Offer)
-    assert len(offers) == 4 and offers[-1].is_last and offers[-1].tokens == tokens - 1
-    assert [piece.group for offer in offers[:-1] for piece in offer.blocks] == [0, 0, 0]
-    full, late = offers[-1].blocks
-    first = kept(window).first(tokens - 1) // BLOCK
-    assert (full.group, late.group, late.first) == (0, 1, first)
-    assert first > 0 and len(late.ids) == 8 - first
-    assert 0 in tables[-1][1] and 0 not in late.ids
-    assert list(late.ids) == tables[-1][1][first:] and list(offers[0].blocks[0].ids) == tables[-1][0][:2]
-
-
-@WINDOWS
-def test_wants_the_window_only(tmp_path: Path, window: Any) -> None:
-    world = World(tmp_path, specs=[FULL, window]).ready()
-    (agent,) = world.agents
-    tokens = 7 * BLOCK + 3
-    request = world.decode(tokens)
-    world.steps(3)
-    want = agent.one(Want)
-    full, late = want.blocks
-    tables = world.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-    first = kept(window).first(tokens - 1) // BLOCK
-    assert (want.first_token, want.end_token) == (0, tokens - 1)
-    assert (full.group, full.first, list(full.ids)) == (0, 0, tables[0])
-    assert (late.group, late.first, list(late.ids)) == (1, first, tables[1][first:])
-    assert set(tables[1][:first]) == {0} and 0 not in late.ids
-    agent.say(Done(request=want.request, moved_bytes=1, seconds=0.1))
-    world.finish()
-
-
-def test_a_window_that_ends_with_the_tokens_wants_no_block_of_it(tmp_path: Path) -> None:
-    world = World(tmp_path, specs=[FULL, CHUNKED]).ready()
-    world.decode(6 * BLOCK + 1)
-    world.steps(3)
-    _, late = world.agents[0].one(Want).blocks
-    assert (late.first, late.ids) == (6, ())
 
 
 def test_a_request_that_goes_on_is_not_offered_from_a_window(tmp_path: Path) -> None:
