@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
@@ -554,3 +556,31 @@ def test_other_engines_are_found_among_the_prefill_servers_and_not_listed(decode
     assert decode.prefill_info_table[FOREIGN].dp_size == decode.prefill_info_table.get("kvbridge:1").dp_size == 1
     decode.prefill_info_table[ADDRESS] = "sglang's"
     assert list(decode.prefill_info_table.keys()) == [ADDRESS] and decode.prefill_info_table[ADDRESS] == "sglang's"
+
+
+# What an offer and a want wait for on a GPU, with streams that only record what they were told to wait for:
+
+FORWARDS, SCHEDULER, EVENT = "the forwards' stream", "the scheduler's stream", "a prefix's event"
+
+
+@pytest.mark.parametrize(
+    ("stages", "mark", "waits"),
+    [
+        (1, lambda of: of.mark_computed(None), []),
+        (1, lambda of: of.mark_computed(EVENT), [EVENT]),
+        (2, lambda of: of.mark_computed(EVENT), [SCHEDULER, FORWARDS, EVENT]),
+        (1, lambda of: of.mark_free(), [SCHEDULER, FORWARDS]),
+    ],
+    ids=["an offer: not for the next prompt's forward", "a prefix: for its event", "a stage", "a want: for all steps"],
+)
+def test_an_offer_and_a_want_wait_for_what_may_write_their_pages(
+    prefill: Any, monkeypatch: pytest.MonkeyPatch, stages: int, mark: Callable[[Any], int], waits: list[str]
+) -> None:
+    heard: list[str] = []
+    prefill._fence_stream = SimpleNamespace(wait_stream=heard.append, wait_event=heard.append)
+    prefill._queue.scheduler.forward_stream, prefill.pp_size = FORWARDS, stages
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SCHEDULER)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    assert (mark(prefill), heard) == (0, []), "a CPU's calls return when their work is done"
+    prefill.talk.memory.device, prefill.talk.mark = torch.device("cuda:0"), lambda: 7
+    assert (mark(prefill), heard) == (7 if waits else 0, waits)
