@@ -85,6 +85,7 @@ def started_without(package: str, folder: Path, *command: str) -> subprocess.Com
         ("typer", ("status",), "agent"),
         ("rich", ("status",), "agent"),
         ("torch", ("agent", "--metrics", ""), "agent"),
+        ("aiohttp", ("proxy", "--prefill", "vllm=http://h:1", "--decode", "vllm=http://h:2"), "proxy"),
         ("opentelemetry", ("agent", "--otlp-endpoint", "http://127.0.0.1:4318/v1/traces"), "otel"),
     ],
 )

@@ -174,8 +174,3 @@ def test_a_prompt_that_is_prefilled_again_has_grown() -> None:
     retracted = Req([1, 2, 3], [9, 8], pd_rebootstrap_in_progress=True)
     assert prompt_tokens(retracted) == [1, 2, 3, 9, 8]
     assert prompt_digest(retracted, ()) == prompt_digest(Req([1, 2, 3, 9, 8]), ())
-
-
-def test_the_same_prompt_in_another_room_is_another() -> None:
-    digest = prompt_digest(Req([1, 2, 3]), ())
-    assert rendezvous(7, digest) != rendezvous(8, digest)

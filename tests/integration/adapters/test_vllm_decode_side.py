@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -337,29 +336,6 @@ def test_later_prompts_of_a_call_in_a_room_go_by_their_own_digests(world: World)
     request = world.decode(40, name="cmpl-call-1-1a2b3c4d", remote_request_id=f"room/7/{'0' * 40}", bootstrap_room=7)
     world.steps(3)
     assert world.agents[0].one(Want).rendezvous == f"room/7/{prompt_digest(request)}"
-
-
-@pytest.mark.parametrize(
-    ("room", "told", "is_declined"),
-    [
-        (2**62, f"room/{2**62}/{'a' * 40}", True),
-        (7, f"room/7/{'a' * 40}", True),
-        (7, f"room/8/{'a' * 40}", False),
-        (7, "", False),
-        (7, "room/7/", False),
-    ],
-)
-def test_a_call_that_vllm_refuses_lets_go_of_what_was_offered_for_it_in_a_room(
-    world: World, room: int, told: str, is_declined: bool
-) -> None:
-    where = {"remote_host": "h", "remote_port": 7, "remote_request_id": told, "bootstrap_room": room}
-    params = {"do_remote_prefill": True, **where}
-    side = world.scheduler.connector.scheduler
-    for name in ("first", "again"):
-        request = SimpleNamespace(request_id=name, num_prompt_tokens=1, abort_immediately=True)
-        request.kv_transfer_params = params
-        side.new_request(request)
-    assert [each.rendezvous for each in side._step.before] == [told] * is_declined
 
 
 # What could have come by the bridge and did not:

@@ -23,22 +23,19 @@ def uniform(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("order", [(1, 0, 3, 2, 4), (1, 2, 0, 3, 4), (0, 1, 2, 3, 4)])
-def test_layers_of_one_tensor_are_what_the_layers_themselves_see(order: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("says_so", [True, False])
+def test_layers_of_one_tensor_are_what_the_layers_themselves_see(order: tuple[int, ...], says_so: bool) -> None:
+    """A backend that reorders nothing need not say so."""
+    order = order if says_so else tuple(range(5))
     whole, views = uniform((3, 6, 2, 16, 8), order)
-    backend = SimpleNamespace(get_kv_cache_stride_order=lambda include_num_layers_dimension: order)
+    said = {"get_kv_cache_stride_order": lambda include_num_layers_dimension: order}
+    backend = SimpleNamespace(**said if says_so else {})
     cache: Any = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(shared_by=[f"layer.{i}"]) for i in range(3)])
     found = layers_of(whole, backend, cache)
     assert list(found) == ["layer.0", "layer.1", "layer.2"]
     for mine, theirs in zip(found.values(), views, strict=True):
         assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
         assert mine.data_ptr() == theirs.data_ptr()
-
-
-def test_a_backend_that_reorders_nothing_need_not_say_so() -> None:
-    whole, views = uniform((3, 6, 16, 576), (0, 1, 2, 3))
-    cache: Any = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(shared_by=[f"layer.{i}"]) for i in range(3)])
-    for mine, theirs in zip(layers_of(whole, SimpleNamespace(), cache).values(), views, strict=True):
-        assert mine.stride() == theirs.stride() and mine.data_ptr() == theirs.data_ptr()
 
 
 def test_all_groups_travel_unless_a_version_says_otherwise() -> None:

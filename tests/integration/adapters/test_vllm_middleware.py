@@ -94,10 +94,11 @@ def refusal(body: dict[str, Any], role: str = "kv_consumer", **more: Any) -> str
     return error["message"]
 
 
+@pytest.mark.parametrize("cuts", [1, 9])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_prefill_engine_offers_and_computes_one_token(stream: bool) -> None:
+def test_a_prefill_engine_offers_and_computes_one_token(stream: bool, cuts: int) -> None:
     body = {"model": "m", "prompt": "1 2 3", "max_tokens": 40, "stream": stream, "n": 2}
-    assert turned(body | HOST) == body | {"max_tokens": 1, "kv_transfer_params": OFFER}
+    assert turned(body | HOST, cuts=cuts) == body | {"max_tokens": 1, "kv_transfer_params": OFFER}
 
 
 def test_a_chat_of_some_tokens_at_least_is_one_token_too() -> None:
@@ -139,6 +140,9 @@ def test_the_first_of_several_rooms_serves_the_whole_call(body: dict[str, Any], 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        ({"role": "kv_both"}, "must be kv_producer or kv_consumer"),
+        ({"role": ""}, "must be kv_producer or kv_consumer"),
+        ({"prompt": "1", "n": 0, "bootstrap_room": []}, "bootstrap_room: 0 of them"),
         ({"kv_transfer_params": {"do_remote_decode": True}}, "must be one of them"),
         ({"bootstrap_room": [1]}, "bootstrap_room: 1 of them, must be 2"),
         ({"bootstrap_room": [1, 2, 3]}, "bootstrap_room: 3 of them, must be 2"),
@@ -164,12 +168,7 @@ def test_the_first_of_several_rooms_serves_the_whole_call(body: dict[str, Any], 
     ],
 )
 def test_what_it_cannot_mean_is_refused_with_the_reason(more: dict[str, Any], said: str) -> None:
-    assert said in refusal({"prompt": ["1", "2"]} | HOST | more)
-
-
-@pytest.mark.parametrize("role", ["kv_both", ""])
-def test_an_engine_that_is_neither_of_the_two_refuses(role: str) -> None:
-    assert "must be kv_producer or kv_consumer" in refusal({"prompt": "1"} | HOST, role)
+    assert said in refusal({"prompt": ["1", "2"]} | HOST | more, more.get("role", "kv_consumer"))
 
 
 @pytest.mark.parametrize(
@@ -200,10 +199,6 @@ def test_what_is_not_ours_goes_on_as_it_came(body: Any, more: dict[str, Any], cu
     assert behind.heard[-1]["type"] == ("http.request" if more.get("ends", True) else "http.disconnect")
 
 
-def test_a_body_in_pieces_is_read_together() -> None:
-    assert turned({"prompt": "1 2 3"} | HOST, cuts=9)["kv_transfer_params"] == OFFER
-
-
 def test_no_more_is_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "MOST_BYTES", 400)
     long = {"prompt": "1" * 1000}
@@ -222,7 +217,3 @@ def test_a_path_whose_limits_are_not_known_is_refused_a_room_and_goes_on_without
     assert "/v1/completions and" in refusal({"input": "1"} | HOST, path="/v1/responses")
     behind, _ = call({"input": {"bootstrap_room": 7}}, path="/v1/responses")
     assert json.loads(behind.body) == {"input": {"bootstrap_room": 7}}
-
-
-def test_no_rooms_at_all_are_refused() -> None:
-    assert "bootstrap_room: 0 of them" in refusal({"prompt": "1", "n": 0} | HOST | {"bootstrap_room": []})

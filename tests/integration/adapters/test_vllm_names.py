@@ -199,6 +199,12 @@ def test_a_refused_call_lets_go_of_what_was_offered_for_it_and_is_no_prompt(
     refuse(world, told("1" * 40), "")  # a client may choose this name, and no message holds an empty one
     world.run()
     assert agent.one(Want).rendezvous == told("1" * 40)["remote_request_id"]
+    in_room = params | {"bootstrap_room": 7, "remote_request_id": f"room/7/{'a' * 40}"}
+    refuse(world, in_room, "in a router's room")
+    world.run()
+    assert agent.one(Want).rendezvous == in_room["remote_request_id"]
+    for number, name in enumerate((f"room/8/{'a' * 40}", "", "room/7/", in_room["remote_request_id"])):
+        refuse(world, in_room | {"remote_request_id": name}, f"in no room of that number, or again {number}")
     refuse(world, params, "again")
     refuse(world, params | {"remote_request_id": "call"}, "both at once")  # no room: nothing can be named
     refuse(world, params | {"remote_host": ""}, "nowhere")

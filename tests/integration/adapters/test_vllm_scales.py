@@ -80,14 +80,7 @@ class Adopting:
         )
         self.world = fp8_world(folder, self.layer, extra={"kvbridge_scales": "adopt"})
         self.scheduled: list[int] = []  # tokens in each step
-        schedule = self.world.scheduler.schedule
-
-        def counted() -> object:
-            output = schedule()
-            self.scheduled.append(output.total_num_scheduled_tokens)
-            return output
-
-        self.world.scheduler.schedule = counted
+        self.world.on_forward = lambda: self.scheduled.append(self.world.scheduled.total_num_scheduled_tokens)
         (self.agent,) = self.world.agents
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import socket
@@ -94,25 +93,3 @@ async def test_reads_its_engines_again_when_told_to(tmp_path: Path) -> None:
 def test_a_command_line_that_cannot_be_is_exit_code_2(flags: tuple[str, ...], said: str) -> None:
     told = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=40)
     assert told.returncode == 2 and "kvbridge proxy: bad_option: " in told.stderr and said in told.stderr
-
-
-def test_without_aiohttp_it_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Absent:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'aiohttp':\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Absent())\n"
-    )
-    told = subprocess.run(
-        [*COMMAND, "--prefill", "vllm=http://h:1", "--decode", "vllm=http://h:2"],
-        capture_output=True,
-        text=True,
-        timeout=40,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )
-    assert told.returncode == 1
-    assert told.stderr == (
-        "kvbridge: this needs the packages of the proxy: pip install 'kvbridge[proxy]' (missing: aiohttp)\n"
-    )

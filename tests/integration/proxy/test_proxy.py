@@ -300,6 +300,32 @@ CUT = {"id": "x", "choices": [{"index": 0, "text": " 7", "token_ids": [7], "fini
 CUT_NATIVE = {"text": " 7", "output_ids": [7], "meta_info": {"id": "r", "finish_reason": None}}
 
 
+async def _breaks_off(request: web.Request, body: Any) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"data: " + json.dumps(CUT).encode() + b"\n\n")
+    await asyncio.sleep(0.05)
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (_breaks_off, "ended_early"),
+        (lambda request, body: stream(request, [CUT, CUT], pause_s=1), "timed_out"),
+        (lambda request, body: stream(request, [CUT, {"error": {"message": "broke", "code": 500}}]), "broke"),
+    ],
+    ids=["breaks off", "falls silent", "says an error"],
+)
+async def test_a_stream_that_fails_ends_with_the_error(act: Any, said: str) -> None:
+    async with world("vllm", "vllm", replace(WAITS, answer_s=0.3)) as w:
+        w.decode.act = act
+        _, events = await w.ask("/v1/completions", COMPLETION | {"stream": True})
+        assert said in str(json.loads(events[-1])["error"]) and "[DONE]" not in events
+
+
 @pytest.mark.parametrize("is_done", [False, True], ids=["without [DONE]", "without finish_reason"])
 @pytest.mark.parametrize(
     ("kind", "path"), [("vllm", "/v1/completions"), ("vllm", "/generate"), ("sglang", "/generate")]
@@ -311,33 +337,6 @@ async def test_a_stream_that_ends_early_ends_with_an_error(kind: str, path: str,
         status, events = await w.ask(path, BODIES[path] | {"stream": True})
         assert status == 200 and len(events) == 2 and "error" not in json.loads(events[0])
         assert json.loads(events[1])["error"]["code"] == "ended_early"
-
-
-async def test_a_stream_that_breaks_off_or_falls_silent_ends_with_an_error() -> None:
-    async def broken(request: web.Request, body: Any) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(b"data: " + json.dumps(CUT).encode() + b"\n\n")
-        await asyncio.sleep(0.05)
-        assert request.transport is not None
-        request.transport.abort()
-        return response
-
-    async with world("vllm", "vllm", replace(WAITS, answer_s=0.3)) as w:
-        for act, code in (
-            (broken, "ended_early"),
-            (lambda request, body: stream(request, [CUT, CUT], pause_s=1), "timed_out"),
-        ):
-            w.decode.act = act
-            _, events = await w.ask("/v1/completions", COMPLETION | {"stream": True})
-            assert json.loads(events[-1])["error"]["code"] == code and "[DONE]" not in events
-
-
-async def test_an_error_within_a_stream_is_passed_on_without_done() -> None:
-    async with world("vllm", "vllm") as w:
-        w.decode.act = lambda request, body: stream(request, [CUT, {"error": {"message": "broke", "code": 500}}])
-        _, events = await w.ask("/v1/completions", COMPLETION | {"stream": True})
-        assert "broke" in json.loads(events[-1])["error"]["message"] and "[DONE]" not in events
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
@@ -376,17 +375,18 @@ async def test_a_client_that_leaves_during_prefill_ends_it() -> None:
         assert not w.decode.got
 
 
-async def test_an_engine_that_is_not_well_gets_nothing_until_it_is() -> None:
-    async with world("vllm,vllm", "vllm") as w:
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_an_engine_that_is_not_well_gets_nothing_until_it_is(hangs: bool) -> None:
+    async with world("vllm,vllm", "vllm", replace(WAITS, health_s=0.1)) as w:
         sick, well = w.all("prefill")
-        sick.is_well = False
-        await asyncio.sleep(0.3)
+        sick.is_well, sick.hangs_until = hangs, asyncio.Event() if hangs else None
+        await asyncio.sleep(0.4)
         for _ in range(4):
             assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
         assert (len(sick.got), len(well.got)) == (0, 4)
         assert f'kvbridge_proxy_engine_well{{engine="{named(sick)}",role="prefill"}} 0.0' in await w.metrics()
-        sick.is_well = True
-        await asyncio.sleep(0.3)
+        sick.is_well, sick.hangs_until = True, None
+        await asyncio.sleep(0.4)
         for _ in range(4):
             await w.ask("/v1/completions", COMPLETION)
         assert (len(sick.got), len(well.got)) == (2, 6)
@@ -403,15 +403,6 @@ async def test_without_a_well_engine_requests_are_refused_and_health_says_so() -
         status, answer = await w.ask("/v1/completions", COMPLETION)
         assert (status, answer["error"]["code"]) == (503, "no_engine") and not w.prefill.got
         w.decode.is_well = True
-
-
-async def test_an_engine_that_hangs_at_its_health_check_is_not_well() -> None:
-    async with world("vllm", "vllm", replace(WAITS, health_s=0.1)) as w:
-        hung = asyncio.Event()
-        w.prefill.hangs_until = hung
-        await asyncio.sleep(0.4)
-        assert (await w.ask("/v1/completions", COMPLETION))[0] == 503
-        hung.set()
 
 
 async def test_least_outstanding_comes_first() -> None:
