@@ -8,7 +8,7 @@ import torch
 from kvbridge_proto.pool import Step
 
 from kvbridge.adapters.engine.memory import Memory
-from tests.support.pools import Shape, describe
+from tests.support.pools import Held, Shape, describe
 
 
 def memory_of(rank: int = 0, tp: int = 1) -> Memory:
@@ -18,6 +18,12 @@ def memory_of(rank: int = 0, tp: int = 1) -> Memory:
     return Memory(
         pool, tuple(torch.zeros(each.size_bytes, dtype=torch.uint8).untyped_storage() for each in pool.regions)
     )
+
+
+def held(memory: Memory) -> Held:
+    """The same memory, as tests/support/oracle.py reads it."""
+    regions = (torch.empty(0, dtype=torch.uint8).set_(each).numpy() for each in memory.storages)
+    return Held(memory.pool, tuple(regions))
 
 
 def places(axis: tuple[Step, ...]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvbridge_proto.pool import Plane, Shard
+from kvbridge_proto.pool import Shard
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
@@ -20,6 +20,8 @@ from kvbridge.adapters.sglang.pool import describe, moved
 from kvbridge.device.handles import export_all
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
+from tests.integration.adapters.small import held
+from tests.support.oracle import take_rows
 
 pytestmark = pytest.mark.sglang
 
@@ -81,15 +83,13 @@ def described(pool: Any, shard: Shard | None = None, **more: Any) -> Memory:
     return memory
 
 
-def at(plane: Plane, block: int, token: int, head: int, element: int) -> int:
-    (tokens,), (elements,) = plane.token_axis, plane.element_axis
-    places = block * plane.block_stride + token * tokens.stride + head * plane.head_stride
-    return plane.offset + places + element * elements.stride
-
-
-def look(memory: Memory, plane: Plane, place: int) -> bytes:
-    storage = torch.tensor([], dtype=torch.uint8).set_(memory.storages[plane.region])
-    return storage[place : place + plane.codec.element_bytes].numpy().tobytes()
+def assert_rows(memory: Memory, pool: Any) -> None:
+    """Every number of SGLang's buffers, [slot, head, element], is where its plane says."""
+    for plane in memory.pool.planes:
+        buffer = (pool.k_buffer if plane.part == "k" else pool.v_buffer)[plane.layer]
+        slots = buffer.transpose(1, 2).flatten(0, 1) if pool.use_hnd else buffer
+        found = take_rows(held(memory), plane, np.arange(len(slots)))
+        assert np.array_equal(found, slots.contiguous().view(torch.uint8).numpy())
 
 
 @pytest.mark.parametrize("page", [1, 16, 64])
@@ -99,18 +99,9 @@ def test_every_number_lies_where_its_plane_says(page: int, dtype: torch.dtype) -
     pool = plain(page, dtype)
     memory = described(pool)
     assert [group.block_tokens for group in memory.pool.groups] == [page]
-    numbers = np.random.default_rng(0)
-    for layer in range(LAYERS):
-        for buffer in (pool.k_buffer[layer], pool.v_buffer[layer]):
-            buffer.view(torch.uint8).copy_(
-                torch.from_numpy(numbers.integers(0, 256, buffer.view(torch.uint8).shape, np.uint8))
-            )
-    for plane in memory.pool.planes:
-        tensor = (pool.k_buffer if plane.part == "k" else pool.v_buffer)[plane.layer]
-        for slot, head, element in ((0, 0, 0), (page, 1, 3), (TOKENS - 1, HEADS - 1, WIDTH - 1), (TOKENS, 2, 0)):
-            place = at(plane, slot // page, slot % page, head, element)
-            expected = tensor[slot, head, element : element + 1].view(torch.uint8).numpy().tobytes()
-            assert look(memory, plane, place) == expected
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.view(torch.uint8).random_(256)
+    assert_rows(memory, pool)
 
 
 def test_heads_before_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +113,9 @@ def test_heads_before_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = plain()
     assert pool.k_buffer[0].shape == (TOKENS // 16 + 1, HEADS, 16, WIDTH)
     memory = described(pool)
-    for plane in memory.pool.planes:
-        tensor = (pool.k_buffer if plane.part == "k" else pool.v_buffer)[plane.layer]
-        tensor.view(torch.int16).copy_(torch.arange(tensor.numel(), dtype=torch.int16).reshape(tensor.shape))
-        expected = tensor[2, 3, 5, 6:7].view(torch.uint8).numpy().tobytes()
-        assert look(memory, plane, at(plane, 2, 5, 3, 6)) == expected
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.view(torch.int16).copy_(torch.arange(buffer.numel(), dtype=torch.int16).reshape(buffer.shape))
+    assert_rows(memory, pool)
     listed = type(pool).get_contiguous_buf_infos
     with pytest.raises(AssertionError, match="HND"):
         _get_contiguous_buf_infos(listed, pool)

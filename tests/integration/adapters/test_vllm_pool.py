@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import msgspec
+import numpy as np
 import torch
 from kvbridge_proto.pool import Pool, Shard, Step
 from vllm.v1.kv_cache_interface import (
@@ -30,8 +31,9 @@ from kvbridge.adapters.vllm.pool import describe
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps
-from tests.integration.adapters.small import memory_of, places
+from tests.integration.adapters.small import held, memory_of
 from tests.integration.adapters.world import World
+from tests.support.oracle import take_rows
 
 pytestmark = pytest.mark.vllm
 
@@ -126,17 +128,10 @@ def test_every_layout_of_vllm_is_a_matter_of_strides(order: str, is_apart: bool)
     storages = list({view.untyped_storage().data_ptr(): view.untyped_storage() for view in caches.values()}.values())
     assert [region.size_bytes for region in pool.regions] == [storage.nbytes() for storage in storages]
     for plane in pool.planes:
-        flat = torch.empty(0, dtype=torch.uint8).set_(storages[plane.region])
-        where = (
-            plane.offset
-            + (torch.arange(BLOCKS) * plane.block_stride)[:, None, None, None]
-            + (torch.arange(HEADS) * plane.head_stride)[:, None, None]
-            + places(plane.token_axis)[:, None]
-            + places(plane.element_axis)
-        )
-        found = flat[where[..., None] + torch.arange(2)].view(torch.int16)[..., 0]
-        half = slice(0, WIDTH) if plane.part == "k" else slice(WIDTH, 2 * WIDTH)
-        assert torch.equal(found, numbers.view(3, BLOCKS, HEADS, TOKENS, 2 * WIDTH)[plane.layer][..., half])
+        cells = numbers.view(3, BLOCKS, HEADS, TOKENS, 2, WIDTH)[plane.layer]
+        slots = cells[..., "kv".index(plane.part), :].transpose(1, 2).flatten(0, 1).contiguous()
+        found = take_rows(held(Memory(pool, tuple(storages))), plane, np.arange(len(slots)))
+        assert np.array_equal(found, slots.view(torch.uint8).numpy())
 
 
 @pytest.mark.parametrize(
