@@ -40,17 +40,12 @@ class Talk:
 
     is_waiting = False
 
-    def offer(self, offer: Offer) -> None:
-        self.open.add(offer.request)
-        self.said.append(offer)
+    def say(self, message: Offer | Want | Expect) -> None:
+        if isinstance(message, Offer) or (isinstance(message, Want) and message.end_token > message.first_token):
+            self.open.add(message.request)
+        self.said.append(message)
 
-    def want(self, want: Want) -> None:
-        if want.end_token > want.first_token:
-            self.open.add(want.request)
-        self.said.append(want)
-
-    def expect(self, expect: Expect) -> None:
-        self.said.append(expect)
+    offer = want = expect = say
 
     def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
         self.said.append(("withdraw", request))

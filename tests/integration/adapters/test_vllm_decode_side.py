@@ -157,27 +157,6 @@ def refused(want: Want) -> Refused:
     return Refused(code="not_attached", reasons=("attach first",), about=want.request)
 
 
-@pytest.mark.parametrize("answer", [failed, refused])
-def test_a_failed_receive_is_computed_here(world: World, agent: FakeAgent, answer: Any) -> None:
-    request = world.decode(40)
-    world.step()
-    agent.say(answer(agent.one(Want)))
-    assert [token for output in world.finish() for token in output.new_token_ids] == [7] * 4
-    assert not agent.take(Want), "fetched once, not again"
-    assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
-
-
-def test_a_failed_receive_fails_the_request_if_the_engine_is_told_so(tmp_path: Path) -> None:
-    world = World(tmp_path, on_failure="fail").ready()
-    (agent,) = world.agents
-    world.decode(40)
-    world.step()
-    agent.say(failed(agent.one(Want)))
-    (output,) = world.finish()
-    assert output.finish_reason == FinishReason.ERROR
-    world.assert_empty()
-
-
 @pytest.mark.parametrize("answer", [done, failed])
 def test_an_abort_while_receiving_keeps_the_blocks_until_the_answer(
     world: World, agent: FakeAgent, answer: Any
@@ -392,15 +371,21 @@ def test_a_prompt_that_does_not_travel_is_counted(world: World) -> None:
     assert (said.reason, said.tokens) == ("does_not_travel", 39)
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("recompute", [("peer_gone", 39)]), ("fail", [])])
-def test_a_failed_receive_is_counted_where_it_is_computed_then(
-    tmp_path: Path, policy: str, expected: list[tuple[str, int]]
+@pytest.mark.parametrize(("answer", "code"), [(failed, "peer_gone"), (refused, "not_attached")])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_failed_receive_is_computed_here_and_counted_or_fails_the_request_if_the_engine_is_told_so(
+    tmp_path: Path, policy: str, answer: Any, code: str
 ) -> None:
     world = World(tmp_path, on_failure=policy).ready()
-    world.decode(40)
+    request = world.decode(40)
     world.step()
-    world.agents[0].say(failed(world.agents[0].one(Want)))
-    assert computed(world) == expected
+    (agent,) = world.agents
+    agent.say(answer(agent.one(Want)))
+    (*_, last) = world.finish()
+    assert not agent.take(Want), "fetched once, not again"
+    is_computed = policy == "recompute"
+    assert (last.finish_reason == FinishReason.ERROR) is not is_computed
+    assert computed(world) == [(code, 39)] * is_computed and list(request.output_token_ids) == [7] * 4 * is_computed
 
 
 @pytest.mark.parametrize("code", ["aborted", "deadline"])

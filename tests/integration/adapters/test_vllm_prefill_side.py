@@ -22,15 +22,6 @@ from tests.integration.adapters.world import World
 pytestmark = pytest.mark.vllm
 
 
-def test_tells_every_agent_where_all_ranks_have_theirs(tmp_path: Path) -> None:
-    world = World(tmp_path, tp=2).ready()
-    for agent in world.agents:
-        assert agent.take(Directory)[-1].ranks == (
-            Rank(tp_rank=0, pp_rank=0, address="tcp://127.0.0.1:7700"),
-            Rank(tp_rank=1, pp_rank=0, address="tcp://127.0.0.1:7701"),
-        )
-
-
 def test_offers_the_prompt_as_it_is_computed(world: World, agent: FakeAgent) -> None:
     request = world.prefill(150)  # 64 tokens a step
 
@@ -229,6 +220,8 @@ def test_without_an_agent_nothing_is_offered_or_kept(tmp_path: Path) -> None:
 
 def test_a_send_is_done_when_every_rank_has_released_it(tmp_path: Path) -> None:
     world = World(tmp_path, tp=2).ready()
+    ranks = tuple(Rank(tp_rank=i, pp_rank=0, address=f"tcp://127.0.0.1:{7700 + i}") for i in range(2))
+    assert [agent.take(Directory)[-1].ranks for agent in world.agents] == [ranks] * 2
     world.prefill(40)
     world.step()
     names = {agent.one(Offer).request for agent in world.agents}
