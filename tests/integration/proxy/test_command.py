@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,34 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 COMMAND = [sys.executable, "-m", "kvbridge.cli", "proxy"]
 
 
-async def test_serves_until_it_is_told_to_stop() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    async with world("vllm", "sglang") as w:
-        places = ("--prefill", f"vllm={w.prefill.url}", "--decode", f"sglang={w.decode.url}")
-        process = await asyncio.create_subprocess_exec(
-            *COMMAND, *places, "--listen", f"127.0.0.1:{port}", stderr=asyncio.subprocess.PIPE
-        )
-        try:
-            assert process.stderr is not None
-            async with asyncio.timeout(30):
-                while b"is well" not in (await process.stderr.readline()):
-                    pass
-                while b"is well" not in (await process.stderr.readline()):
-                    pass
-            w.url = f"http://127.0.0.1:{port}"
-            status, answer = await w.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})
-            assert status == 200 and answer["choices"][0]["text"] == " 7 8 9"
-            process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 10) == 0
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-
-
-async def test_reads_its_engines_again_when_told_to(tmp_path: Path) -> None:
+async def test_serves_until_it_is_told_to_stop_and_reads_its_engines_again_when_told_to(tmp_path: Path) -> None:
     listed = tmp_path / "engines"
     async with world("vllm", "vllm,vllm") as w:
         one, other = (f"decode vllm={each.url}" for each in w.all("decode"))
@@ -70,9 +42,12 @@ async def test_reads_its_engines_again_when_told_to(tmp_path: Path) -> None:
             assert (await w.ask("/v1/completions", {"prompt": "a", "max_tokens": 3}))[0] == 200
             first, second = w.all("decode")
             assert (len(first.got), len(second.got)) == (0, 1)
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 10) == 0
         finally:
-            process.kill()
-            await process.wait()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
 
 @pytest.mark.parametrize(
