@@ -226,7 +226,7 @@ class Watched(World):
 
     def __init__(self, senders: int, receivers: int, block_tokens: tuple[int, int]) -> None:
         pools = [
-            [make_pool(engine, rank, size, tokens, all_heads=6) for rank in range(size)]
+            [make_pool(engine, rank, size, tokens, kv_heads=6) for rank in range(size)]
             for engine, size, tokens in zip(("prefill", "decode"), (senders, receivers), block_tokens, strict=True)
         ]
         super().__init__(*pools, slots=8, local=4)

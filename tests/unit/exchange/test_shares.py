@@ -7,8 +7,7 @@ import itertools
 import pytest
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed, Offer, Want
-from kvbridge_proto.pool import Pool, Shard
-from msgspec.structs import replace
+from kvbridge_proto.pool import Pool
 
 from kvbridge.errors import EngineError
 from kvbridge.exchange.block_tables import tables_of
@@ -20,14 +19,8 @@ TOKEN_BYTES = 2 * 2 * 4 * 16  # layers x parts x heads x row
 
 
 def ranks(engine: str, cp_size: int, interleave: int, block_tokens: int) -> list[Pool]:
-    whole = make_pool(engine, 0, 1, block_tokens)
-    return [
-        replace(
-            whole,
-            shard=Shard(tp_rank=rank, tp_size=cp_size, cp_rank=rank, cp_size=cp_size, cp_interleave=interleave),
-        )
-        for rank in range(cp_size)
-    ]
+    split = {"cp_size": cp_size, "cp_interleave": interleave}
+    return [make_pool(engine, 0, 1, block_tokens, cp_rank=rank, **split) for rank in range(cp_size)]
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed
-from kvbridge_proto.pool import Group, Pool, Region, Step
-from msgspec.structs import replace
+from kvbridge_proto.pool import Pool
 
-from kvbridge.geometry.check import extent
-from tests.unit.exchange.world import BLOCKS, World, make_pool
+from tests.unit.exchange.world import World, make_pool
 
 WINDOW = 10
 FULL, LATE = 0, 1
@@ -17,19 +15,8 @@ FULL, LATE = 0, 1
 
 def hybrid(engine: str, block_tokens: int, late_tokens: int, kind: str = "sliding") -> Pool:
     """Layer 0 keeps every token, layer 1 a window or a state in blocks of its own."""
-    pool = make_pool(engine, 0, 1, block_tokens)
-    late = Group(kind=kind, block_tokens=late_tokens, blocks=BLOCKS, window=WINDOW if kind != "state" else 0)
-    planes = []
-    for plane in pool.planes:
-        step = Step(late_tokens if kind != "state" else 1, plane.token_axis[0].stride)
-        stride = late_tokens * step.stride
-        offset = pool.regions[0].size_bytes + ("k", "v").index(plane.part) * BLOCKS * stride
-        late_plane = replace(plane, group=LATE, token_axis=(step,), block_stride=stride, offset=offset)
-        planes.append(late_plane if plane.layer else plane)
-    regions = (Region(max(extent(plane, late) for plane in planes)),)
-    layers = tuple(replace(layer, kind=name) for layer, name in zip(pool.model.layers, ("full", kind), strict=True))
-    model = replace(pool.model, layers=layers)
-    return replace(pool, model=model, groups=(pool.groups[0], late), regions=regions, planes=tuple(planes))
+    late = {"kinds": ("full", kind), "group_tokens": {kind: late_tokens}}
+    return make_pool(engine, 0, 1, block_tokens, window=WINDOW, **late)
 
 
 def world(kind: str = "sliding", seed: int = 0, slots: int = 8) -> World:

@@ -29,7 +29,8 @@ from kvbridge_proto.peer import (
     Refuse,
     Settled,
 )
-from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+from kvbridge_proto.pool import CodecName, Engine, Pool
+from msgspec import structs
 
 from kvbridge.dataplane.receive_orders import LandedChunk, ReceiveOrders
 from kvbridge.dataplane.send_orders import LeavingChunk, SendOrders
@@ -55,53 +56,23 @@ from kvbridge.exchange.slots import SlotPool
 from kvbridge.geometry.check import rescaled
 from kvbridge.geometry.plan import Part
 from kvbridge.geometry.plane_pair import PlanePair
+from tests.support.pools import Shape, describe
 
-LAYERS, HEADS, WIDTH, BLOCKS = 2, 4, 8, 64
+LAYERS, HEADS, BLOCKS = 2, 4, 64
 SLOT_BYTES = 1024
 IN_ORDER = (("message", "hello"), ("report",))  # of which the oldest comes first
 NOTHING: Any = object()  # for an engine's memory
 
 
 def make_pool(
-    engine: str, rank: int, ranks: int, block_tokens: int, scale: float = 0.0, all_heads: int = HEADS
+    engine: str, rank: int, ranks: int, block_tokens: int, scale: float = 0.0, cp_rank: int = 0, **shape: Any
 ) -> Pool:
     """One rank of a small bf16 engine, or an fp8 one under this scale; heads are split evenly."""
-    size = 1 if scale else 2
-    heads, row = all_heads // ranks, WIDTH * size
-    block = block_tokens * heads * row
-    codec = Codec(
-        name="fp8_e4m3" if scale else "bf16",
-        width=WIDTH,
-        element_bytes=size,
-        row_bytes=row,
-        scales=(scale,) if scale else (),
-    )
-    planes = tuple(
-        Plane(
-            layer=layer,
-            part=part,
-            offset=(2 * layer + i) * BLOCKS * block,
-            block_stride=block,
-            token_axis=(Step(block_tokens, heads * row),),
-            head_stride=row,
-            element_axis=(Step(WIDTH, size),),
-            first_head=rank * heads,
-            heads=heads,
-            total_heads=all_heads,
-            codec=codec,
-        )
-        for layer in range(LAYERS)
-        for i, part in enumerate(("k", "v"))
-    )
-    layer = Layer(kind="full", kv_heads=all_heads, key_width=WIDTH, value_width=WIDTH)
-    return Pool(
-        engine=Engine(kind="test", version="1", id=engine),
-        model=Model(name="tiny", layers=(layer,) * LAYERS),
-        shard=Shard(tp_rank=rank, tp_size=ranks),
-        groups=(Group(kind="full", block_tokens=block_tokens, blocks=BLOCKS),),
-        regions=(Region(2 * LAYERS * BLOCKS * block),),
-        planes=planes,
-    )
+    codec: CodecName = "fp8_e4m3" if scale else "bf16"
+    scales = {"k": (scale,), "v": (scale,)} if scale else None
+    whole = Shape(block_tokens=block_tokens, blocks=BLOCKS, tp_size=ranks, codec=codec, scales=scales)
+    pool = describe(replace(whole, **shape), rank, cp_rank=cp_rank)
+    return structs.replace(pool, engine=Engine(kind="test", version="1", id=engine))
 
 
 def notice_of(departure: LeavingChunk, sender: AttachedEngine) -> Notice:
