@@ -16,7 +16,7 @@ from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from tests.support.matrix import Case
 from tests.support.oracle import block_table, fill, tables_of, tail_of
-from tests.support.pools import Held, build, build_all, ranks_of
+from tests.support.pools import Held, build, build_all, describe, ranks_of
 from tests.support.slow_rows import twin_of, wrong
 
 
@@ -37,8 +37,8 @@ class Mapped(AttachedPool):
 class OnCpu:
     """Carries with the CPU's copier, in the pools' own memory."""
 
-    def __init__(self) -> None:
-        self._copier = CpuBlockCopier()
+    def __init__(self, copier: CpuBlockCopier | None = None) -> None:
+        self._copier = copier or CpuBlockCopier()
         self._mapped: dict[int, Mapped] = {}
 
     def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None:
@@ -61,7 +61,7 @@ class OnCpu:
 def pools_of(case: Case, number: int) -> tuple[Pool, Pool]:
     """The pools for the verdict: the sender's first rank and one of the receiver's ranks."""
     ranks = ranks_of(case.receiver)
-    return build(case.sender).pool, build(case.receiver, *ranks[number % len(ranks)]).pool
+    return describe(case.sender), describe(case.receiver, *ranks[number % len(ranks)])
 
 
 def carried(case: Case, number: int, carrier: Carrier) -> tuple[Held, str]:

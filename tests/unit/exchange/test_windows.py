@@ -15,8 +15,7 @@ FULL, LATE = 0, 1
 
 def hybrid(engine: str, block_tokens: int, late_tokens: int, kind: str = "sliding") -> Pool:
     """Layer 0 keeps every token, layer 1 a window or a state in blocks of its own."""
-    late = {"kinds": ("full", kind), "group_tokens": {kind: late_tokens}}
-    return make_pool(engine, 0, 1, block_tokens, window=WINDOW, **late)
+    return make_pool(engine, 0, 1, block_tokens, kinds=("full", kind), window=WINDOW, late_tokens=late_tokens)
 
 
 def world(kind: str = "sliding", seed: int = 0, slots: int = 8) -> World:

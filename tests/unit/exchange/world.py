@@ -10,7 +10,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -64,14 +64,26 @@ IN_ORDER = (("message", "hello"), ("report",))  # of which the oldest comes firs
 NOTHING: Any = object()  # for an engine's memory
 
 
+@cache
 def make_pool(
-    engine: str, rank: int, ranks: int, block_tokens: int, scale: float = 0.0, cp_rank: int = 0, **shape: Any
+    engine: str,
+    rank: int,
+    ranks: int,
+    block_tokens: int,
+    scale: float = 0.0,
+    cp_rank: int = 0,
+    late_tokens: int = 0,
+    **shape: Any,
 ) -> Pool:
-    """One rank of a small bf16 engine, or an fp8 one under this scale; heads are split evenly."""
+    """One rank of a small bf16 engine, or an fp8 one under this scale; heads are split evenly.
+
+    Blocks of layers that do not keep all tokens are of `late_tokens`.
+    """
     codec: CodecName = "fp8_e4m3" if scale else "bf16"
     scales = {"k": (scale,), "v": (scale,)} if scale else None
     whole = Shape(block_tokens=block_tokens, blocks=BLOCKS, tp_size=ranks, codec=codec, scales=scales)
-    pool = describe(replace(whole, **shape), rank, cp_rank=cp_rank)
+    late = {kind: late_tokens for kind in ("sliding", "chunked", "state") if late_tokens}
+    pool = describe(replace(whole, group_tokens=late, **shape), rank, cp_rank=cp_rank)
     return structs.replace(pool, engine=Engine(kind="test", version="1", id=engine))
 
 
