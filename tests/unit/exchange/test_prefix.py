@@ -25,24 +25,6 @@ def failure(world: World, request: str, receiver: int = 0) -> tuple[str, str]:
     return answer.code, answer.reason
 
 
-@pytest.mark.parametrize("is_wanted_first", [False, True])
-@pytest.mark.parametrize("first_token", [0, 4, 6, 32, 47])
-def test_what_lies_behind_the_prefix_is_carried(first_token: int, is_wanted_first: bool) -> None:
-    world = World(2, 2, slots=8)
-    for wants in (is_wanted_first, not is_wanted_first):
-        if wants:
-            world.want("r", 48, first=first_token)
-        else:
-            block = first_token // 4
-            world.offer("r", 48, 12 - block, first=block, first_token=first_token)
-    world.run()
-    for rank in range(2):
-        done = world.answers(rank)["r"]
-        assert isinstance(done, Done) and done.moved_bytes == (48 - first_token) * TOKEN_BYTES // 2
-        assert world.released(rank)["r"].code == ""
-    world.check_rest()
-
-
 def test_it_grows_as_the_prompt_is_computed() -> None:
     world = World(slots=8)
     world.want("r", 64, first=16)
@@ -124,22 +106,6 @@ def test_it_is_held_until_every_receiver_of_the_want_has_heard() -> None:
     world.run()
     assert world.released()["r"].code == "tokens_missing"
     assert failure(world, "r", 0)[0] == failure(world, "r", 1)[0] == "tokens_missing"
-    world.check_rest()
-
-
-@pytest.mark.parametrize("is_wanted_first", [False, True])
-@pytest.mark.parametrize("tokens", [0, 16, 30])
-def test_an_offer_of_no_tokens_is_over_when_all_said_that_they_need_nothing(tokens: int, is_wanted_first: bool) -> None:
-    world = World(2, 2)
-    for wants in (is_wanted_first, not is_wanted_first):
-        if wants:
-            world.want_pieces("r", tokens, (), first=tokens)
-        else:
-            world.offer("r", tokens, 0, first_token=tokens)
-        world.run()
-    for rank in range(2):
-        done = world.answers(rank)["r"]
-        assert isinstance(done, Done) and done.moved_bytes == 0 and world.released(rank)["r"].code == ""
     world.check_rest()
 
 

@@ -499,18 +499,6 @@ class World:
             node.dropped += [each for each in received if isinstance(each, Dropped)]
             self.later("report", lambda: self.do(node, node.receiving.hear(received, self.now)))
 
-    def kill(self, name: str) -> None:
-        """The agent process is gone, and with it its writes; others see their link end."""
-        dead = self.nodes[name]
-        dead.is_dead = True
-        for node in self.nodes.values():
-            if node is not dead:
-                self.later("message", lambda n=node: self._lose(n, dead))
-
-    def _lose(self, node: Node, dead: Node) -> None:
-        self.do(node, node.sending.lost(dead.engine.agent.incarnation))
-        self.do(node, node.receiving.unreachable(dead.name, "peer_lost", "link ended", self.now))
-
     # What must be true:
 
     def answers(self, receiver: int = 0) -> dict[str, Done | Failed]:
