@@ -12,7 +12,7 @@ from kvbridge.geometry import plan as plans
 from kvbridge.geometry.coalesce import LONGEST_BYTES, coalesce
 from kvbridge.geometry.plane_pair import PlanePair, pair_planes
 from kvbridge.geometry.shard import assign
-from tests.support.oracle import LAYOUTS, Shape, build_all, describe, transfer
+from tests.support.oracle import Shape, build_all, describe, transfer
 
 SHAPE = Shape(layers=3, kv_heads=4, key_width=32, value_width=16, block_tokens=16)
 KEY, VALUE = 64, 32  # bytes of a row
@@ -102,13 +102,6 @@ def test_a_slot_smaller_than_a_block_is_filled_by_tokens() -> None:
     shape = replace(SHAPE, block_tokens=48)
     planned = plans.plan(describe(shape), describe(shape), assign([describe(shape)], describe(shape))[0], 0, 96, 2048)
     assert planned.chunks and {pair.unit_tokens for pair in planned.pairs} == {1}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_folded_rows_arrive(layout: str) -> None:
-    shape = replace(SHAPE, layout=layout)
-    assert transfer(build_all(shape), build_all(shape), range(32, 90), 1 << 16, prompt=100) == ""
-    assert transfer(build_all(shape), build_all(replace(shape, tp_size=4)), range(32, 90), 1 << 16) == ""
 
 
 def test_the_last_block_travels_whole_and_no_further() -> None:

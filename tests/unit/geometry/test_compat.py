@@ -236,15 +236,6 @@ def test_windows_need_a_block_that_is_a_multiple(
         assert isinstance(verdict(from_all, theirs), Convertible)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp8_e4m3"])
-def test_a_latent_of_656_bytes_becomes_a_plain_one_and_back(codec: Any) -> None:
-    packed, plain = describe(mla("fp8_ds_mla")), describe(mla(codec))
-    expected = f"codec: sender fp8_ds_mla of 656 bytes, receiver {codec} (layer 0 latent and 1 more)"
-    found = verdict(packed, plain)
-    assert isinstance(found, Convertible) and expected in found.changes
-    assert isinstance(verdict(plain, packed), Convertible)
-
-
 def test_a_latent_is_cut_only_where_its_numbers_lie_side_by_side() -> None:
     size = 1 << 21
     spread = with_planes(describe(mla(blocks=1)), element_axis=(Step(288, 4), Step(2, 2)))
@@ -254,23 +245,6 @@ def test_a_latent_is_cut_only_where_its_numbers_lie_side_by_side() -> None:
         "codec: sender bf16, 2 bytes apart, receiver fp8_ds_mla of 656 bytes (layer 0 latent and 1 more); "
         "needs rows whose numbers lie side by side",
     )
-
-
-@pytest.mark.parametrize("one", ["fp8_row_scale", "int8_row_scale", "bf16", "int8"])
-def test_rows_with_scales_of_their_own_become_any_plain_rows(one: Any) -> None:
-    for other in ("fp8_row_scale", "int8_row_scale", "fp8_e5m2", "fp32"):
-        sender, receiver = describe(replace(SHAPE, codec=one)), describe(replace(SHAPE, codec=other))
-        found = verdict(sender, receiver)
-        assert found == Same() if one == other else isinstance(found, Convertible)
-
-
-@pytest.mark.parametrize("one", ["mxfp8_e4m3", "nvfp4", "int4_row_scale"])
-def test_block_scaled_rows_move_to_their_like_only(one: Any) -> None:
-    shape = replace(SHAPE, codec=one, value_width=32)
-    assert verdict(describe(shape), describe(shape)) == Same()
-    assert isinstance(verdict(describe(shape), describe(replace(shape, tp_size=2))), Convertible)
-    found = reasons(describe(shape), describe(replace(shape, codec="bf16")))
-    assert found[0].endswith(f", receiver bf16 (layer 0 k and 3 more){SAME_CODEC}") and len(found) == 1
 
 
 def test_refuses_a_sender_that_lacks_a_part() -> None:

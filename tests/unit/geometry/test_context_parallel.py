@@ -12,7 +12,6 @@ import pytest
 from kvbridge_proto.pool import Pool, Shard
 
 from kvbridge.errors import PeerError
-from kvbridge.geometry.compat import Convertible, verdict
 from kvbridge.geometry.plan import Planner, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.geometry.token_shard import TokenShard
@@ -37,28 +36,6 @@ def tokens_of(pool: Pool, tokens: range) -> list[int]:
 def carry(senders: list[Held], receivers: list[Held], tokens: range, slot_bytes: int = 1 << 12) -> None:
     wrong = transfer(senders, receivers, tokens, slot_bytes)
     assert not wrong, f"{wrong}\n{senders[0].pool.shard}\n{receivers[0].pool.shard}"
-
-
-@pytest.mark.parametrize(("ours", "theirs"), list(itertools.product(SIZES, SIZES)))
-@pytest.mark.parametrize("shape", [REPLICATED, GROUPED], ids=["replicated", "grouped"])
-def test_context_parallel_sizes(ours: int, theirs: int, shape: Shape) -> None:
-    firsts = itertools.cycle((0, 5, 0, 64, 33))
-    layouts = itertools.cycle(("nhd", "hnd", "packed_hnd"))
-    for mine, yours in INTERLEAVES:
-        first = next(firsts)
-        senders = engine(replace(shape, layout=next(layouts)), ours, mine)
-        receivers = engine(replace(shape, layout=next(layouts), block_tokens=16 + 16 * (mine > yours)), theirs, yours)
-        carry(senders, receivers, range(first, 150))
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1), (8, 1), (1, 8), (2, 8), (8, 3)])
-def test_head_and_token_splits_are_independent(ours: int, theirs: int) -> None:
-    """Fewer and more heads a rank on the other side, blocks of other sizes, and a slot that holds a few rows."""
-    shape = Shape(layers=2, kv_heads=4, blocks=20)
-    for one, other in ((1, 4), (4, 1), (2, 4)):
-        senders = engine(replace(shape, tp_size=one, layout="cross_layer"), ours, 3)
-        receivers = engine(replace(shape, tp_size=other, block_tokens=8), theirs, 16)
-        carry(senders, receivers, range(7, 93), 512)
 
 
 def test_equal_splits_take_from_their_like_in_whole_blocks() -> None:
@@ -181,9 +158,3 @@ def test_samples_are_of_tokens_that_both_hold() -> None:
             parts = Planner(sender.pool, receiver.pool).samples(1 << 12, is_sender)
             assert bool(parts) == (sender.pool.shard.cp_rank % 2 == receiver.pool.shard.cp_rank)
             assert all(len(move.places) for part in parts for move in part.moves())
-
-
-def test_the_verdict_names_the_split_of_tokens() -> None:
-    found = verdict(engine(REPLICATED, 8, 16)[0].pool, engine(REPLICATED, 1, 1)[0].pool)
-    assert isinstance(found, Convertible)
-    assert "cp_size: sender 8, receiver 1" in found.changes

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
 import numpy as np
-from kvbridge_proto.pool import Plane, Pool
+from kvbridge_proto.pool import Pool
 
 from kvbridge.geometry.compat import Convertible, Incompatible, Same, verdict
 from kvbridge.geometry.layers import align
 from kvbridge.geometry.plan import plan
-from kvbridge.geometry.shard import assign, common
+from kvbridge.geometry.shard import assign
 from tests.support.oracle import Shape, build, describe, fill, places_of, rows, run, tables_of, take_rows
 from tests.support.pools import Held
 
@@ -106,19 +105,6 @@ def test_kinds_of_the_same_name_must_agree() -> None:
     )
 
 
-def test_a_plan_takes_the_planes_of_the_same_name() -> None:
-    sender = named(describe(SHAPE), DRAFT)
-    receiver = renumbered(named(describe(replace(SHAPE, layout="hnd")), DRAFT), {0: 0, 1: 1, 2: 2, 3: 5}, 6)
-    (takes,) = assign([sender], receiver)
-    assert takes == common(sender, receiver)
-    assert [(take.first_layer, take.end_layer) for take in takes] == [(0, 3), (5, 6)]
-    pairs = plan(sender, receiver, takes, 0, 40, 1 << 16).pairs
-    draft = [plane for plane in sender.planes if plane.name == "draft.0"]
-    assert [(pair.sender.region, pair.sender.offset) for pair in pairs if pair.receiver.layer == 5] == [
-        (plane.region, plane.offset) for plane in draft
-    ]
-
-
 def test_rows_go_to_the_layer_of_the_same_name() -> None:
     sender = build(SHAPE)
     sender = Held(named(sender.pool, DRAFT), sender.memory)
@@ -133,42 +119,3 @@ def test_rows_go_to_the_layer_of_the_same_name() -> None:
     for plane in receiver.pool.planes:
         found = take_rows(receiver, plane, places_of(theirs[0], range(50), 32))
         assert np.array_equal(found, rows(origins[plane.name, plane.part], range(50)))
-
-
-class Counted(tuple[Plane, ...]):
-    """Planes that count how often somebody goes through all of them."""
-
-    walks = 0
-
-    def __iter__(self) -> Iterator[Plane]:
-        self.walks += 1
-        return super().__iter__()
-
-
-def counted(pool: Pool) -> tuple[Pool, Counted]:
-    planes = Counted(pool.planes)
-    return change(pool, planes=planes), planes
-
-
-def test_a_receiver_is_read_as_often_for_many_senders_as_for_one() -> None:
-    walks = []
-    for ranks in (1, 4):
-        shape = replace(SHAPE, tp_size=ranks)
-        senders = [named(describe(shape, rank), DRAFT) for rank in range(ranks)]
-        receiver, planes = counted(named(describe(SHAPE), DRAFT))
-        assign(senders, receiver)
-        walks.append(planes.walks)
-    assert walks[0] == walks[1] > 0
-
-
-def test_a_sender_is_read_as_often_for_many_holdings_as_for_one() -> None:
-    """Layers of other heads, one after another, are a holding each."""
-    walks = []
-    for layers in (1, 6):
-        pool = describe(replace(SHAPE, layers=layers))
-        planes = tuple(change(plane, heads=1 + plane.layer % 2) for plane in pool.planes)
-        receiver = change(pool, planes=planes)
-        sender, read = counted(receiver)
-        assert len(common(sender, receiver)) == layers
-        walks.append(read.walks)
-    assert walks[0] == walks[1] > 0

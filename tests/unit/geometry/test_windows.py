@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 import msgspec
@@ -115,13 +114,6 @@ def test_chunked_borders(end: int, first: int | None) -> None:
     )
 
 
-def test_a_want_of_nothing_but_a_past_chunk_has_no_chunks() -> None:
-    shape = Shape(kinds=("chunked",), window=32)
-    planned = planned_for(shape, shape, range(64))
-    assert (planned.chunks, planned.total_bytes, planned.group_plans) == (0, 0, ())
-    carry(shape, shape, range(64))
-
-
 @pytest.mark.parametrize("end", [1, 16, 17, 79, 80])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_state_takes_one_row(end: int, tp_size: int) -> None:
@@ -158,24 +150,6 @@ def test_one_template_serves_every_state() -> None:
     assert [part.places(1, 1).tolist() for part in parts] == [[table[1][1]], [table[1][3]]]
 
 
-@pytest.mark.parametrize("kind", ["sliding", "chunked"])
-def test_a_sender_that_keeps_everything_gives_a_window(kind: str) -> None:
-    full = Shape(layers=2)
-    for end in (10, 47, 80):
-        carry(full, replace(full, kinds=(kind,), window=30, layout="hnd"), range(end))
-        carry(full, replace(full, kinds=("full", kind), window=30), range(5, end))
-
-
-@pytest.mark.parametrize(("ours", "theirs"), list(itertools.product(((1, 1), (2, 1), (3, 16), (8, 3)), repeat=2)))
-def test_windows_under_context_parallelism(ours: tuple[int, int], theirs: tuple[int, int]) -> None:
-    shape = replace(HYBRID, layers=2, window=37, blocks=100)
-    whole = math.lcm(16 * ours[0], 16 * theirs[0])  # a block of all ranks of the sender
-    sender = replace(shape, cp_size=ours[0], cp_interleave=ours[1], block_tokens=whole // ours[0])
-    receiver = replace(shape, cp_size=theirs[0], cp_interleave=theirs[1], layout="hnd")
-    carry(sender, receiver, range(90))
-    carry(sender, receiver, range(60, 90))
-
-
 def test_late_group_plans_come_last_and_need_all_tokens() -> None:
     planned = planned_for(STATEFUL, replace(STATEFUL, block_tokens=32), range(7, 80), 512)
     chunks = [planned.chunk(index) for index in range(planned.chunks)]
@@ -208,12 +182,6 @@ def test_groups_of_one_window_are_one_group_plan_and_others_are_not() -> None:
         both = msgspec.structs.replace(pool, groups=(*pool.groups, other), planes=planes)
         (takes,) = assign([both], both)
         assert len(plan(both, both, takes, 0, 81, 1 << 12).group_plans) == group_plans
-
-
-def test_the_window_is_in_the_digest() -> None:
-    whole = replace(HYBRID, window=200)
-    digests = {planned_for(Shape(layers=4), each, range(80)).digest for each in (Shape(layers=4), whole, HYBRID)}
-    assert len(digests) == 3
 
 
 def overlaid(held: Held) -> Held:
