@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 from typing import get_args
@@ -16,7 +15,7 @@ from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.compat import Incompatible, verdict
 from tests.support.carried import OnCpu, carried, pools_of
-from tests.support.matrix import ROWS, Row, pairwise
+from tests.support.matrix import ROWS, Row
 from tests.support.pools import ranks_of
 from tests.support.write_matrix import PAGE, page
 
@@ -46,15 +45,6 @@ def test_what_the_verdict_says_is_what_carrying_it_gives(row: Row, copier: CpuBl
     assert len(verdicts) == 1
 
 
-def test_every_two_values_are_together_in_some_choice() -> None:
-    axes = {"a": (1, 2, 3), "b": "xy", "c": (None, True, 0.5, 4), "d": (7,)}
-    chosen = pairwise(axes)
-    for one, other in itertools.combinations(axes, 2):
-        for pair in itertools.product(axes[one], axes[other]):
-            assert any((each[one], each[other]) == pair for each in chosen)
-    assert len(chosen) <= 3 * 4 * 2
-
-
 def test_the_page_is_fresh() -> None:
     assert Path(PAGE).read_text() == page(), "python -m tests.support.write_matrix"
 
@@ -74,7 +64,3 @@ def test_the_page_says_what_the_adapter_refuses() -> None:
     said = page().partition("## What adapters refuse")[2]
     assert all(name in said for name in ("The vLLM adapter refuses", "Mamba", "MXFP8", "NVFP4"))
     assert "Pairs that are refused are not carried" in " ".join(page().split("|")[0].split())
-
-
-def test_rows_have_names_of_their_own() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS)
