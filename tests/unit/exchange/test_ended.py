@@ -26,7 +26,7 @@ def expired(world: World) -> None:
 
 
 def broken(world: World) -> None:
-    world.offer_pieces("r", 16, (Blocks(0, 0, (10**6,)),))
+    world.offer("r", 16, (Blocks(0, 0, (10**6,)),))
 
 
 def refused(world: World) -> None:

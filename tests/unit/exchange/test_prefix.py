@@ -111,7 +111,7 @@ def test_it_is_held_until_every_receiver_of_the_want_has_heard() -> None:
 
 def test_the_answer_to_an_empty_want_does_not_wait_for_an_offer() -> None:
     world = World(2)
-    world.want_pieces("r", 30, (), first=30)
+    world.want("r", 30, (), first=30)
     world.run()
     assert isinstance(world.answers()["r"], Done)
     world.offer("r", 48, 12, last=False)
@@ -170,8 +170,8 @@ def test_a_rank_that_has_nothing_before_it_does_not_miss_it() -> None:
 def test_a_group_that_keeps_less_counts_as_what_it_keeps(kind: str, end: int, first_token: int) -> None:
     """The window of 39 tokens begins at 30, in an entry that begins before the offer does: it is said, and not read."""
     world = World([hybrid("prefill", 4, 16, kind)], [hybrid("decode", 16, 4, kind)], slots=8)
-    world.offer_pieces("r", end, (blocks(FULL, 6, 10), late_entries(kind, end, 16)), first_token=first_token)
-    world.want_pieces("r", end, (blocks(FULL, 1, 3), late_entries(kind, end, 4)), first=first_token)
+    world.offer("r", end, (blocks(FULL, 6, 10), late_entries(kind, end, 16)), first_token=first_token)
+    world.want("r", end, (blocks(FULL, 1, 3), late_entries(kind, end, 4)), first=first_token)
     world.run()
     assert isinstance(world.answers()["r"], Done) and world.released()["r"].code == ""
     world.check_rest()
@@ -237,10 +237,10 @@ def test_whatever_is_offered_and_wanted_is_answered_and_released(block_tokens: t
         for number, (offered, (first, end)) in enumerate(itertools.product(UP_TO, RANGES)):
             request, want = f"{offered}: {first}-{end}", world.tables(True, first, end)
             if number % 2:
-                world.want_pieces(request, end, want, first=first)
-            world.offer_pieces(request, TOKENS, world.tables(False, offered, TOKENS), first_token=offered)
+                world.want(request, end, want, first=first)
+            world.offer(request, TOKENS, world.tables(False, offered, TOKENS), first_token=offered)
             if not number % 2:
-                world.want_pieces(request, end, want, first=first)
+                world.want(request, end, want, first=first)
             world.run()
             tokens, is_there = set(range(first, end)), first == end or first >= offered
             tail = set(range(end, -(-end // block_tokens[1]) * block_tokens[1]))  # equal sides move whole blocks

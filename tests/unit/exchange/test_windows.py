@@ -42,10 +42,10 @@ def test_carries_requests_whatever_the_order(kind: str, seed: int) -> None:
         offer = (blocks(FULL, 0, 12), late_entries(kind, end, 16))
         want = (blocks(FULL, 0, 3), late_entries(kind, end, 4))
         if (seed + i) % 2:
-            small.want_pieces(f"r{i}", end, want)
-        small.offer_pieces(f"r{i}", end, offer)
+            small.want(f"r{i}", end, want)
+        small.offer(f"r{i}", end, offer)
         if not (seed + i) % 2:
-            small.want_pieces(f"r{i}", end, want)
+            small.want(f"r{i}", end, want)
     small.run()
     assert [type(answer) for answer in small.answers().values()] == [Done] * 5
     assert len(small.released()) == 5
@@ -56,15 +56,15 @@ def test_carries_requests_whatever_the_order(kind: str, seed: int) -> None:
 def test_a_window_waits_for_the_last_offer(kind: str) -> None:
     """Also when all tokens are there already: only the last word says that their blocks stay as they are."""
     one = world(kind, slots=16)
-    one.want_pieces("r", 39, (blocks(FULL, 0, 3), late_entries(kind, 39, 4)))
-    one.offer_pieces("r", 20, (blocks(FULL, 0, 5),), last=False)
+    one.want("r", 39, (blocks(FULL, 0, 3), late_entries(kind, 39, 4)))
+    one.offer("r", 20, (blocks(FULL, 0, 5),), last=False)
     one.run()
     early = sum(one.scatters.values())
-    one.offer_pieces("r", 39, (blocks(FULL, 5, 10),), last=False)
+    one.offer("r", 39, (blocks(FULL, 5, 10),), last=False)
     one.run()
     (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
     assert early < sum(one.scatters.values()) == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
-    one.offer_pieces("r", 39, (late_entries(kind, 39, 16),))
+    one.offer("r", 39, (late_entries(kind, 39, 16),))
     one.run()
     assert isinstance(one.answers()["r"], Done)
     one.check_rest()
@@ -72,13 +72,13 @@ def test_a_window_waits_for_the_last_offer(kind: str) -> None:
 
 def test_no_slots_are_lent_to_a_window_that_waits() -> None:
     one = world(slots=2)
-    one.want_pieces("r", 39, (blocks(FULL, 0, 3), late_entries("sliding", 39, 4)))
+    one.want("r", 39, (blocks(FULL, 0, 3), late_entries("sliding", 39, 4)))
     one.run()
-    one.offer_pieces("r", 39, (blocks(FULL, 0, 10),), last=False)
+    one.offer("r", 39, (blocks(FULL, 0, 10),), last=False)
     one.run()
     (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
     assert outgoing.told_ready == outgoing.lent == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
-    one.offer_pieces("r", 39, (late_entries("sliding", 39, 16),))
+    one.offer("r", 39, (late_entries("sliding", 39, 16),))
     one.run()
     assert isinstance(one.answers()["r"], Done)
     one.check_rest()
@@ -86,10 +86,10 @@ def test_no_slots_are_lent_to_a_window_that_waits() -> None:
 
 def test_an_early_offer_needs_no_window_blocks() -> None:
     one = world()
-    one.offer_pieces("r", 20, (blocks(FULL, 0, 5),), last=False)
+    one.offer("r", 20, (blocks(FULL, 0, 5),), last=False)
     one.run()
     assert not one.released()
-    one.offer_pieces("r", 20, ())
+    one.offer("r", 20, ())
     one.run()
     assert one.released()["r"].code == "missing_group" and f"group: {LATE}" in one.released()["r"].reason
 
@@ -98,8 +98,8 @@ def test_an_early_offer_needs_no_window_blocks() -> None:
 def test_a_last_offer_needs_all_of_the_window(first: int, end: int, code: str) -> None:
     """39 tokens: the query at 39 sees token 30 and on, which begins in entry 1 of blocks of 16."""
     one = world()
-    one.want_pieces("r", 39, (blocks(FULL, 0, 3), blocks(LATE, 7, 10)))
-    one.offer_pieces("r", 39, (blocks(FULL, 0, 10), blocks(LATE, first, end)))
+    one.want("r", 39, (blocks(FULL, 0, 3), blocks(LATE, 7, 10)))
+    one.offer("r", 39, (blocks(FULL, 0, 10), blocks(LATE, first, end)))
     one.run()
     assert one.released()["r"].code == code
     one.pass_time(200)
@@ -110,8 +110,8 @@ def test_a_last_offer_needs_all_of_the_window(first: int, end: int, code: str) -
 
 def test_a_want_needs_blocks_for_the_window_and_no_more() -> None:
     one = world()
-    one.want_pieces("r", 39, (blocks(FULL, 0, 3), blocks(LATE, 8, 10)))
-    one.want_pieces("s", 39, (blocks(FULL, 0, 3),))
+    one.want("r", 39, (blocks(FULL, 0, 3), blocks(LATE, 8, 10)))
+    one.want("s", 39, (blocks(FULL, 0, 3),))
     for request, code in (("r", "blocks_too_few"), ("s", "missing_group")):
         answer = one.answers()[request]
         assert isinstance(answer, Failed) and answer.code == code
@@ -120,8 +120,8 @@ def test_a_want_needs_blocks_for_the_window_and_no_more() -> None:
 
 def test_a_prefix_inside_the_window_needs_no_blocks_before() -> None:
     one = world()
-    one.offer_pieces("r", 39, (blocks(FULL, 0, 10), late_entries("sliding", 39, 16)))
-    one.want_pieces("r", 39, (blocks(FULL, 2, 3), blocks(LATE, 8, 10)), first=32)
+    one.offer("r", 39, (blocks(FULL, 0, 10), late_entries("sliding", 39, 16)))
+    one.want("r", 39, (blocks(FULL, 2, 3), blocks(LATE, 8, 10)), first=32)
     one.run()
     done = one.answers()["r"]
     assert isinstance(done, Done) and done.moved_bytes == 2 * 7 * 2 * 4 * 16  # layers x tokens x parts x heads x row
@@ -131,8 +131,8 @@ def test_a_prefix_inside_the_window_needs_no_blocks_before() -> None:
 def test_a_window_of_a_longer_offer_that_begins_too_late_fails_by_name() -> None:
     """What is offered last keeps its own window; a want of less may need a token before it."""
     one = world()
-    one.want_pieces("r", 30, (blocks(FULL, 0, 2), blocks(LATE, 5, 8)))
-    one.offer_pieces("r", 45, (blocks(FULL, 0, 12), late_entries("sliding", 45, 16)))
+    one.want("r", 30, (blocks(FULL, 0, 2), blocks(LATE, 5, 8)))
+    one.offer("r", 45, (blocks(FULL, 0, 12), late_entries("sliding", 45, 16)))
     one.run()
     answer = one.answers()["r"]
     assert isinstance(answer, Failed) and answer.code == "blocks_too_few"
@@ -143,8 +143,8 @@ def test_a_window_of_a_longer_offer_that_begins_too_late_fails_by_name() -> None
 def test_a_chunk_that_is_over_needs_no_blocks() -> None:
     """At 80 tokens a new chunk of 10 begins, and a new block: nothing of the old ones is wanted."""
     one = world("chunked")
-    one.offer_pieces("r", 80, (blocks(FULL, 0, 20),))
-    one.want_pieces("r", 80, (blocks(FULL, 0, 5),))
+    one.offer("r", 80, (blocks(FULL, 0, 20),))
+    one.want("r", 80, (blocks(FULL, 0, 5),))
     one.run()
     assert isinstance(one.answers()["r"], Done)
     one.check_rest()
@@ -155,8 +155,8 @@ def test_the_block_in_which_a_window_begins_is_wanted_whole(kind: str, end: int,
     """The receiver's engine keeps it, and may take it for another request: no row of it may be left as it was."""
     one = world(kind)
     late = blocks(LATE, first, -(-end // 4))
-    one.offer_pieces("r", end, (blocks(FULL, 0, 14), late_entries(kind, end, 16)))
-    one.want_pieces("r", end, (blocks(FULL, 2, 4), late), first=32)
+    one.offer("r", end, (blocks(FULL, 0, 14), late_entries(kind, end, 16)))
+    one.want("r", end, (blocks(FULL, 2, 4), late), first=32)
     one.run()
     done = one.answers()["r"]
     tokens = end - 32 + end - 4 * first
@@ -168,8 +168,8 @@ def test_the_block_in_which_a_window_begins_is_wanted_whole(kind: str, end: int,
 def test_a_state_of_a_longer_offer_fails_by_name(end: int, offered: int) -> None:
     """The entry may be the same, and yet hold the state after another token."""
     one = world("state")
-    one.want_pieces("r", end, (blocks(FULL, 0, 3), late_entries("state", end, 4)))
-    one.offer_pieces("r", offered, (blocks(FULL, 0, 10), blocks(LATE, 0, 3)))
+    one.want("r", end, (blocks(FULL, 0, 3), late_entries("state", end, 4)))
+    one.offer("r", offered, (blocks(FULL, 0, 10), blocks(LATE, 0, 3)))
     one.run()
     answer = one.answers()["r"]
     assert isinstance(answer, Failed) and answer.code == "state_moved_on"

@@ -205,29 +205,20 @@ class World:
         self,
         request: str,
         tokens: int,
-        blocks: int,
+        blocks: int | tuple[Blocks, ...],
         first: int = 0,
         last: bool = True,
         rendezvous: str = "",
         first_token: int = 0,
     ) -> None:
-        pieces = (Blocks(0, first, tuple(range(first, first + blocks))),) if blocks else ()
-        self.offer_pieces(request, tokens, pieces, last, rendezvous, first_token)
-
-    def offer_pieces(
-        self,
-        request: str,
-        tokens: int,
-        pieces: tuple[Blocks, ...],
-        last: bool = True,
-        rendezvous: str = "",
-        first_token: int = 0,
-    ) -> None:
+        """So many blocks of the first group from entry `first` on, or these."""
+        if isinstance(blocks, int):
+            blocks = (Blocks(0, first, tuple(range(first, first + blocks))),) if blocks else ()
         message = Offer(
             rendezvous=rendezvous or request,
             request=request,
             tokens=tokens,
-            blocks=pieces,
+            blocks=blocks,
             is_last=last,
             hold_s=100.0,
             first_token=first_token,
@@ -244,32 +235,21 @@ class World:
         self,
         request: str,
         end: int,
+        blocks: tuple[Blocks, ...] | None = None,
         first: int = 0,
         rendezvous: str = "",
         deadline: float = 50.0,
         sender: str = "P0",
     ) -> None:
-        begin = first // 16
-        pieces = (Blocks(0, begin, tuple(range(begin, -(-end // 16)))),)
-        self.want_pieces(request, end, pieces, first, rendezvous, deadline, sender)
-
-    def want_pieces(
-        self,
-        request: str,
-        end: int,
-        pieces: tuple[Blocks, ...],
-        first: int = 0,
-        rendezvous: str = "",
-        deadline: float = 50.0,
-        sender: str = "P0",
-    ) -> None:
+        """In these blocks, or in those of the first group that are numbered like the entries."""
+        entries = range(first // 16, -(-end // 16))
         message = Want(
             request=request,
             rendezvous=rendezvous or request,
             sender=sender,
             first_token=first,
             end_token=end,
-            blocks=pieces,
+            blocks=(Blocks(0, entries.start, tuple(entries)),) if blocks is None else blocks,
             deadline_s=deadline,
         )
         for node in self.receivers:

@@ -8,13 +8,12 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from kvbridge_proto.pool import Group, Region, Shard, Step
+from kvbridge_proto.pool import Group, Shard, Step
 
 from kvbridge.geometry.group_plan import kept
 from kvbridge.geometry.plan import ALIGN, Part, Plan, Planner, plan
 from kvbridge.geometry.shard import assign
 from tests.support.oracle import (
-    POISON,
     Shape,
     block_table,
     build,
@@ -22,7 +21,6 @@ from tests.support.oracle import (
     describe,
     fill,
     first_seen,
-    mismatch,
     places_of,
     rows,
     rows_at,
@@ -31,7 +29,7 @@ from tests.support.oracle import (
     take_rows,
     transfer,
 )
-from tests.support.pools import STATE_WIDTHS, STATES, Held
+from tests.support.pools import STATE_WIDTHS, STATES
 
 ROW_BYTES = 4 * (8 + 8) * 2  # of a token and layer: heads, K and V, bf16
 HYBRID = Shape(layers=4, kinds=("full", "sliding"), window=20)
@@ -83,24 +81,6 @@ def test_no_row_of_a_block_that_is_kept_stays_as_it_was(kind: str, sender: int, 
             for plane in theirs.pool.planes:
                 found = take_rows(theirs, plane, places_of(tables[1][0], tokens, receiver))
                 assert np.array_equal(found, rows(plane, tokens)), (end, entry)
-
-
-def test_blocks_before_the_window_are_not_read() -> None:
-    """Neither side's table has entries there."""
-    sender, receiver = build(HYBRID), build(replace(HYBRID, block_tokens=8, blocks=24))
-    tables = tables_of(sender.pool, 80, 1), tables_of(receiver.pool, 80, 2)
-    ours, theirs = block_table(sender.pool, tables[0], 0, 80), block_table(receiver.pool, tables[1], 0, 80)
-    assert (ours[1].first_token, theirs[1].first_token) == (48, 56) and ours[0].first_token == 0
-    planned = planned_for(HYBRID, replace(HYBRID, block_tokens=8, blocks=24), range(80))
-    for index in range(planned.chunks):
-        chunk = planned.chunk(index)
-        for table, moves in (
-            (ours, planned.sender_moves(chunk, ours)),
-            (theirs, planned.receiver_moves(chunk, theirs)),
-        ):
-            for move in moves:
-                units = receiver.pool.groups[0].block_tokens if table is theirs else 16
-                assert move.plane.group != 1 or set(move.places // units) <= set(table[1].ids)
 
 
 @pytest.mark.parametrize(("end", "first"), [(31, 0), (32, None), (33, 32), (63, 32), (64, None), (65, 64), (70, 64)])
@@ -182,35 +162,6 @@ def test_groups_of_one_window_are_one_group_plan_and_others_are_not() -> None:
         both = msgspec.structs.replace(pool, groups=(*pool.groups, other), planes=planes)
         (takes,) = assign([both], both)
         assert len(plan(both, both, takes, 0, 81, 1 << 12).group_plans) == group_plans
-
-
-def overlaid(held: Held) -> Held:
-    """All layers in one region for each part, blocks as large as the largest: each group uses blocks of its own."""
-    pool = held.pool
-    stride = max(plane.block_stride for plane in pool.planes)
-    regions = {part: index for index, part in enumerate(sorted({plane.part for plane in pool.planes}))}
-    planes = tuple(
-        msgspec.structs.replace(plane, region=regions[plane.part], offset=0, block_stride=stride)
-        for plane in pool.planes
-    )
-    size = stride * pool.groups[0].blocks
-    whole = msgspec.structs.replace(pool, planes=planes, regions=(Region(size),) * len(regions))
-    return Held(whole, tuple(np.full(size, POISON, np.uint8) for _ in regions))
-
-
-def test_groups_with_other_block_sizes_overlay_the_same_bytes() -> None:
-    """vLLM's hybrid pools: one buffer, and a block of it belongs to whichever group took it."""
-    shape = replace(HYBRID, layers=2, group_tokens={"sliding": 32}, blocks=20)
-    ours = {0: (3, 9, 0, 7, 12), 1: (1, 15, 2)}
-    theirs = {0: (4, 2, 11, 10, 19), 1: (0, 18, 5, 6, 8, 13, 14, 16, 17, 1)}
-    sender, receiver = (
-        overlaid(build(each)) for each in (shape, replace(shape, layout="hnd", group_tokens={"sliding": 8}))
-    )
-    fill(sender, ours, range(80))
-    before = receiver.copy()
-    (takes,) = assign([sender.pool], receiver.pool)
-    run(plan(sender.pool, receiver.pool, takes, 0, 80, 1 << 12), sender, ours, receiver, theirs)
-    assert not mismatch(receiver, before, theirs, range(80))
 
 
 def test_samples_have_a_chunk_of_every_group_plan() -> None:
