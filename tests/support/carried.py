@@ -1,7 +1,8 @@
-"""Carries one case of the matrix through a copier, into one rank of the receiver."""
+"""Carries tokens from one made-up engine to another through a copier, and looks at every byte there."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from tests.support.matrix import Case
 from tests.support.oracle import block_table, fill, tables_of, tail_of
-from tests.support.pools import Held, build, build_all, describe, ranks_of
+from tests.support.pools import Held, Shape, build, build_all, describe, ranks_of
 from tests.support.slow_rows import twin_of, wrong
 
 
@@ -83,3 +84,16 @@ def carried(case: Case, number: int, carrier: Carrier) -> tuple[Held, str]:
             carrier.carry(sender, parts[0], receiver, parts[1], chunk.size_bytes)
     tail = tail_of(senders, receiver, receiver_table, tokens)
     return receiver, wrong(twin_of(case.sender, case.receiver, ranks), receiver, before, receiver_table, tokens, tail)
+
+
+@cache
+def _copier() -> CpuBlockCopier:
+    return CpuBlockCopier()
+
+
+def carry(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 12) -> None:
+    """Carries tokens to every rank of the receiver. Fails if anything is wrong there."""
+    case = Case(sender, receiver, tokens.start, tokens.stop, slot_bytes)
+    for number in range(len(ranks_of(receiver))):
+        _, wrong = carried(case, number, OnCpu(_copier()))
+        assert not wrong, f"{wrong}\n{case}, rank {number}"

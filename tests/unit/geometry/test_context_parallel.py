@@ -15,7 +15,8 @@ from kvbridge.errors import PeerError
 from kvbridge.geometry.plan import Planner, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.geometry.token_shard import TokenShard
-from tests.support.oracle import Shape, build_all, is_own, transfer
+from tests.support.carried import carry
+from tests.support.oracle import Shape, build_all, is_own
 from tests.support.pools import Held
 
 SIZES = (1, 2, 3, 8)
@@ -33,14 +34,10 @@ def tokens_of(pool: Pool, tokens: range) -> list[int]:
     return [token for token in tokens if is_own(pool.shard, np.asarray(token))]
 
 
-def carry(senders: list[Held], receivers: list[Held], tokens: range, slot_bytes: int = 1 << 12) -> None:
-    wrong = transfer(senders, receivers, tokens, slot_bytes)
-    assert not wrong, f"{wrong}\n{senders[0].pool.shard}\n{receivers[0].pool.shard}"
-
-
 def test_equal_splits_take_from_their_like_in_whole_blocks() -> None:
-    senders, receivers = (engine(replace(REPLICATED, layout="hnd"), 4, 16) for _ in range(2))
-    carry(senders, receivers, range(130))
+    shape = replace(REPLICATED, layout="hnd", cp_size=4, cp_interleave=16)
+    senders, receivers = build_all(shape), build_all(shape)
+    carry(shape, shape, range(130))
     for index, receiver in enumerate(receivers):
         takes = assign([sender.pool for sender in senders], receiver.pool)
         assert [bool(taken) for taken in takes] == [number == index for number in range(4)]
@@ -67,7 +64,7 @@ def test_ranks_without_common_tokens_give_each_other_nothing() -> None:
 
 def test_a_short_prompt_has_no_tokens_for_the_last_ranks() -> None:
     senders, (receiver,) = engine(REPLICATED, 4, 16), engine(REPLICATED, 1, 1)
-    carry(senders, [receiver], range(17))
+    carry(replace(REPLICATED, cp_size=4, cp_interleave=16), REPLICATED, range(17))
     takes = assign([sender.pool for sender in senders], receiver.pool)
     plans = [plan(each.pool, receiver.pool, taken, 0, 17, 1 << 12) for each, taken in zip(senders, takes, strict=True)]
     assert [planned.chunks for planned in plans] == [1, 1, 0, 0]

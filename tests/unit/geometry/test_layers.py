@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 from kvbridge_proto.pool import Pool
 
 from kvbridge.geometry.compat import Convertible, Incompatible, Same, verdict
 from kvbridge.geometry.layers import align
 from kvbridge.geometry.plan import plan
-from kvbridge.geometry.shard import assign
-from tests.support.oracle import Shape, build, describe, fill, places_of, rows, run, tables_of, take_rows
-from tests.support.pools import Held
+from kvbridge.geometry.shard import assign, common
+from tests.support.oracle import Shape, describe
 
 SHAPE = Shape(layers=4)
 change = msgspec.structs.replace
@@ -105,17 +103,14 @@ def test_kinds_of_the_same_name_must_agree() -> None:
     )
 
 
-def test_rows_go_to_the_layer_of_the_same_name() -> None:
-    sender = build(SHAPE)
-    sender = Held(named(sender.pool, DRAFT), sender.memory)
-    receiver = build(replace(SHAPE, layout="hnd", block_tokens=32))
-    numbers = {0: 1, 1: 0, 2: 2, 3: 5}
-    receiver = Held(renumbered(named(receiver.pool, DRAFT), numbers, 6), receiver.memory)
-    ours, theirs = tables_of(sender.pool, 50, 1), tables_of(receiver.pool, 50, 2)
-    fill(sender, ours, range(50))
-    (takes,) = assign([sender.pool], receiver.pool)
-    run(plan(sender.pool, receiver.pool, takes, 0, 50, 1 << 12), sender, ours, receiver, theirs)
-    origins = {(plane.name, plane.part): plane for plane in sender.pool.planes}
-    for plane in receiver.pool.planes:
-        found = take_rows(receiver, plane, places_of(theirs[0], range(50), 32))
-        assert np.array_equal(found, rows(origins[plane.name, plane.part], range(50)))
+def test_a_plan_takes_the_planes_of_the_same_name() -> None:
+    sender = named(describe(SHAPE), DRAFT)
+    receiver = renumbered(named(describe(replace(SHAPE, layout="hnd")), DRAFT), {0: 0, 1: 1, 2: 2, 3: 5}, 6)
+    (takes,) = assign([sender], receiver)
+    assert takes == common(sender, receiver)
+    assert [(take.first_layer, take.end_layer) for take in takes] == [(0, 3), (5, 6)]
+    pairs = plan(sender, receiver, takes, 0, 40, 1 << 16).pairs
+    draft = [plane for plane in sender.planes if plane.name == "draft.0"]
+    assert [(pair.sender.region, pair.sender.offset) for pair in pairs if pair.receiver.layer == 5] == [
+        (plane.region, plane.offset) for plane in draft
+    ]

@@ -10,35 +10,28 @@ import numpy as np
 import pytest
 from kvbridge_proto.pool import Group, Shard, Step
 
+from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.geometry.group_plan import kept
 from kvbridge.geometry.plan import ALIGN, Part, Plan, Planner, plan
 from kvbridge.geometry.shard import assign
+from tests.support.carried import OnCpu, carried, carry
+from tests.support.matrix import Case
 from tests.support.oracle import (
     Shape,
     block_table,
-    build,
-    build_all,
     describe,
-    fill,
     first_seen,
     places_of,
     rows,
     rows_at,
-    run,
     tables_of,
     take_rows,
-    transfer,
 )
 from tests.support.pools import STATE_WIDTHS, STATES
 
 ROW_BYTES = 4 * (8 + 8) * 2  # of a token and layer: heads, K and V, bf16
 HYBRID = Shape(layers=4, kinds=("full", "sliding"), window=20)
 STATEFUL = Shape(layers=3, kinds=("full", "state", "sliding"), window=20)
-
-
-def carry(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 12, prompt: int = 0) -> None:
-    wrong = transfer(build_all(sender), build_all(receiver), tokens, slot_bytes, prompt)
-    assert not wrong, f"{wrong}\n{sender}\n{receiver}\n{tokens}"
 
 
 def planned_for(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 12) -> Plan:
@@ -68,19 +61,18 @@ def test_a_window_begins_with_the_prompt_or_later(end: int) -> None:
 @pytest.mark.parametrize("kind", ["sliding", "chunked"])
 def test_no_row_of_a_block_that_is_kept_stays_as_it_was(kind: str, sender: int, receiver: int) -> None:
     """At any length: what the receiver keeps it may take for other requests, whole."""
-    shape = Shape(layers=1, kv_heads=1, kinds=(kind,), window=32, blocks=90)
+    shape, copier = Shape(layers=1, kv_heads=1, kinds=(kind,), window=32, blocks=90), CpuBlockCopier()
     for end in range(1, 80):
-        ours, theirs = build(replace(shape, block_tokens=sender)), build(replace(shape, block_tokens=receiver))
-        tables = tables_of(ours.pool, end, 1), tables_of(theirs.pool, end, 2)
-        fill(ours, tables[0], range(end))
-        (takes,) = assign([ours.pool], theirs.pool)
-        run(plan(ours.pool, theirs.pool, takes, 0, end, 1 << 12), ours, tables[0], theirs, tables[1])
+        case = Case(replace(shape, block_tokens=sender), replace(shape, block_tokens=receiver), 0, end, 1 << 12)
+        theirs, wrong = carried(case, 0, OnCpu(copier))
+        assert not wrong
+        table = tables_of(theirs.pool, end, 2)[0]
         needed = max(0, end - 31) if kind == "sliding" else end // 32 * 32
         for entry in range(needed // receiver, -(-end // receiver)):
             tokens = range(entry * receiver, min(end, (entry + 1) * receiver))
             for plane in theirs.pool.planes:
-                found = take_rows(theirs, plane, places_of(tables[1][0], tokens, receiver))
-                assert np.array_equal(found, rows(plane, tokens)), (end, entry)
+                found = take_rows(theirs, plane, places_of(table, tokens, receiver))
+                assert np.array_equal(found, rows(plane, tokens, is_tame=True)), (end, entry)
 
 
 @pytest.mark.parametrize(("end", "first"), [(31, 0), (32, None), (33, 32), (63, 32), (64, None), (65, 64), (70, 64)])
