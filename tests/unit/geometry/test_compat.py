@@ -59,14 +59,6 @@ def test_says_what_is_converted(changes: dict[str, Any], expected: str) -> None:
     assert expected in found.changes
 
 
-def test_says_that_scales_are_not_the_same() -> None:
-    sender, receiver = (
-        describe(replace(SHAPE, codec="int8", scales=scales)) for scales in (None, {"k": (2.0,), "v": (2.0,)})
-    )
-    found = verdict(sender, receiver)
-    assert found == Convertible(("scales: sender none, receiver 2 (layer 0 k and 3 more)",))
-
-
 SAME_MODEL = "; needs the same model on both sides"
 SAME_CODEC = "; needs the same kv_cache_dtype on both sides"
 
@@ -98,25 +90,36 @@ def test_refuses_a_model_of_another_depth_though_it_has_all_layers_that_are_aske
         assert not isinstance(verdict(sender, receiver), Incompatible)
 
 
-def test_refuses_layers_of_another_kind() -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ({}, {"rope_width": 64}, "rope_width: sender 0, receiver 64"),
+        ({}, {"kind": "mla"}, "kind: sender full, receiver mla"),
+        ({"window": 64}, {"window": 128}, "window: sender 64, receiver 128"),
+    ],
+)
+def test_refuses_layers_of_another_kind(ours: dict[str, Any], theirs: dict[str, Any], expected: str) -> None:
     pool = describe(SHAPE)
-    assert reasons(pool, with_layers(pool, rope_width=64)) == (
-        f"rope_width: sender 0, receiver 64 (layer 0 and 1 more){SAME_MODEL}",
-    )
-    assert reasons(pool, with_layers(pool, kind="mla")) == (
-        f"kind: sender full, receiver mla (layer 0 and 1 more){SAME_MODEL}",
-    )
-    assert reasons(with_layers(pool, window=64), with_layers(pool, window=128)) == (
-        f"window: sender 64, receiver 128 (layer 0 and 1 more){SAME_MODEL}",
-    )
+    found = reasons(with_layers(pool, **ours), with_layers(pool, **theirs))
+    assert found == (f"{expected} (layer 0 and 1 more){SAME_MODEL}",)
 
 
-def test_context_parallel_sizes_are_said() -> None:
-    pool = describe(SHAPE)
-    split = describe(replace(SHAPE, cp_size=2, cp_interleave=16))
-    assert verdict(pool, split) == Convertible(("tp_size: sender 1, receiver 2", "cp_size: sender 1, receiver 2"))
-    other = describe(replace(SHAPE, cp_size=2, cp_interleave=3), cp_rank=1)
-    assert verdict(split, other) == Convertible(("cp_interleave: sender 16, receiver 3",))
+SPLIT = {"cp_size": 2, "cp_interleave": 16}
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "expected"),
+    [
+        ({"codec": "int8"}, {"codec": "int8", "scales": {"k": (2.0,), "v": (2.0,)}},
+         ("scales: sender none, receiver 2 (layer 0 k and 3 more)",)),
+        ({}, SPLIT, ("tp_size: sender 1, receiver 2", "cp_size: sender 1, receiver 2")),
+        (SPLIT, SPLIT | {"cp_interleave": 3}, ("cp_interleave: sender 16, receiver 3",)),
+    ],
+)  # fmt: skip
+def test_says_nothing_but_what_is_converted(
+    sender: dict[str, Any], receiver: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    assert verdict(describe(replace(SHAPE, **sender)), describe(replace(SHAPE, **receiver))) == Convertible(expected)
 
 
 def test_refuses_interleaves_that_are_never_in_step() -> None:
