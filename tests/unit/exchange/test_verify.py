@@ -129,21 +129,15 @@ def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pyte
     assert not any(isinstance(each, Checked) for each in sent(said))
 
 
-def test_who_asks_for_what_it_was_not_told_fails_its_transfer() -> None:
-    for chunks in ([99], [0, 0], [1 << 40]):
-        sender = PromisingSender()
-        said = sender.check(*chunks)
-        assert [each.code for each in sent(said) if isinstance(each, Failing)] == ["bad_check"]
-        assert not any(isinstance(each, Digest) for each in said)
-        sender.cancel("bad_check")
-        assert sender.is_free()
-
-
-def test_who_asks_again_fails_its_transfer() -> None:
+@pytest.mark.parametrize(("asked", "chunks"), [([], [99]), ([], [0, 0]), ([], [1 << 40]), ([0], [0])], ids=str)
+def test_who_asks_for_what_it_was_not_told_or_again_fails_its_transfer(asked: list[int], chunks: list[int]) -> None:
     sender = PromisingSender()
-    (digest,) = sender.check(0)
-    assert [each.code for each in sent(sender.check(0))] == ["bad_check"]
-    sender.digested(digest)
+    first = sender.check(*asked)
+    said = sender.check(*chunks)
+    assert [each.code for each in sent(said) if isinstance(each, Failing)] == ["bad_check"]
+    assert not any(isinstance(each, Digest) for each in said)
+    for digest in first:
+        sender.digested(digest)
     sender.cancel("bad_check")
     assert sender.is_free()
 
