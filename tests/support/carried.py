@@ -1,7 +1,8 @@
-"""Carries one case of the matrix through a copier, into one rank of the receiver."""
+"""Carries tokens from one made-up engine to another through a copier, and looks at every byte there."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from tests.support.matrix import Case
 from tests.support.oracle import block_table, fill, tables_of, tail_of
-from tests.support.pools import Held, build, build_all, ranks_of
+from tests.support.pools import Held, Shape, build, build_all, describe, ranks_of
 from tests.support.slow_rows import twin_of, wrong
 
 
@@ -37,8 +38,8 @@ class Mapped(AttachedPool):
 class OnCpu:
     """Carries with the CPU's copier, in the pools' own memory."""
 
-    def __init__(self) -> None:
-        self._copier = CpuBlockCopier()
+    def __init__(self, copier: CpuBlockCopier | None = None) -> None:
+        self._copier = copier or CpuBlockCopier()
         self._mapped: dict[int, Mapped] = {}
 
     def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None:
@@ -61,7 +62,7 @@ class OnCpu:
 def pools_of(case: Case, number: int) -> tuple[Pool, Pool]:
     """The pools for the verdict: the sender's first rank and one of the receiver's ranks."""
     ranks = ranks_of(case.receiver)
-    return build(case.sender).pool, build(case.receiver, *ranks[number % len(ranks)]).pool
+    return describe(case.sender), describe(case.receiver, *ranks[number % len(ranks)])
 
 
 def carried(case: Case, number: int, carrier: Carrier) -> tuple[Held, str]:
@@ -83,3 +84,16 @@ def carried(case: Case, number: int, carrier: Carrier) -> tuple[Held, str]:
             carrier.carry(sender, parts[0], receiver, parts[1], chunk.size_bytes)
     tail = tail_of(senders, receiver, receiver_table, tokens)
     return receiver, wrong(twin_of(case.sender, case.receiver, ranks), receiver, before, receiver_table, tokens, tail)
+
+
+@cache
+def _copier() -> CpuBlockCopier:
+    return CpuBlockCopier()
+
+
+def carry(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 12) -> None:
+    """Carries tokens to every rank of the receiver. Fails if anything is wrong there."""
+    case = Case(sender, receiver, tokens.start, tokens.stop, slot_bytes)
+    for number in range(len(ranks_of(receiver))):
+        _, wrong = carried(case, number, OnCpu(_copier()))
+        assert not wrong, f"{wrong}\n{case}, rank {number}"

@@ -10,7 +10,7 @@ from itertools import chain
 import pytest
 
 from kvbridge.options import options
-from tests.support.cited import ROOT, Cited, cited
+from tests.support.cited import ROOT, cited
 
 FOLDERS = ("docs", "deploy", "proto", "kernels", "bench", "tests")
 FILES = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
@@ -54,41 +54,6 @@ def test_every_test_that_is_named_is_there(name: str) -> None:
     assert [each for each in cited(PAGES[name]) if not each.exists] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "exists"),
-    [
-        ("`tests/unit/proto/test_hostile.py::test_announced_lengths_cost_no_memory`", True),
-        ("`tests/unit/proto/test_hostile.py`", True),
-        ("`tests/unit/exchange/test_hostile.py::test_announced_lengths_cost_no_memory`", False),  # another of that name
-        ("`test_hostile.py::test_announced_lengths_cost_no_memory`", False),
-        ("`proto/test_hostile.py`", False),
-        ("`tests/unit/proto/test_hostile.py::test_announced_lengths`", False),  # the beginning of its name
-    ],
-)
-def test_a_test_is_there_only_under_its_whole_path(text: str, exists: bool) -> None:
-    (each,) = cited(text)
-    assert each.exists == exists
-
-
-@pytest.mark.parametrize(
-    ("text", "needs", "said"),
-    [
-        ("`tests/system/gpu/test_fence.py` (on a GPU)", "on a GPU", "on a GPU"),
-        ("`tests/system/gpu/test_carry.py::test_two_gpus`", "on two GPUs", ""),
-        ("`tests/system/gpu/test_carry.py::test_one_gpu`\n(on a GPU; by every route)", "on a GPU", "on a GPU"),
-        ("`tests/system/engines/test_faults.py` (which see)", "with vLLM", ""),
-        ("`tests/integration/agent/test_abandon.py`", "", ""),
-    ],
-)
-def test_what_a_test_needs_is_read_off_its_markers(text: str, needs: str, said: str) -> None:
-    (each,) = cited(text)
-    assert (each.needs, each.said) == (needs, said)
-
-
-def test_a_file_without_tests_is_none() -> None:
-    assert not Cited("tests/support/oracle.py", "", "").exists
-
-
 def test_every_threat_has_a_test() -> None:
     rows = [line for line in PAGES["docs/threat-model.md"].splitlines() if line.startswith("| ")]
     assert len(rows) > 15
@@ -108,19 +73,6 @@ def test_every_page_is_reached_from_the_readme() -> None:
         reached |= fresh
         fresh = {path for path, _ in chain.from_iterable(map(links, fresh)) if path in PAGES} - reached
     assert PAGES.keys() - reached == set()
-
-
-@pytest.mark.parametrize(
-    ("heading", "anchor"),
-    [
-        ("## When it fails", "when-it-fails"),
-        ("### `log_format`", "log_format"),
-        ("### An agent's end, seen", "an-agents-end-seen"),
-        ("## A\n## A", "a-1"),
-    ],
-)
-def test_headings_are_anchored_as_github_does(heading: str, anchor: str) -> None:
-    assert anchor in anchors(heading)
 
 
 def test_every_option_that_is_shown_is_one() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 from typing import get_args
@@ -12,46 +11,38 @@ from kvbridge_proto.pool import CodecName
 
 from kvbridge.adapters.engine import shards
 from kvbridge.adapters.vllm import dtypes
+from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.compat import Incompatible, verdict
 from tests.support.carried import OnCpu, carried, pools_of
-from tests.support.matrix import ROWS, Row, pairwise
+from tests.support.matrix import ROWS, Row
 from tests.support.pools import ranks_of
 from tests.support.write_matrix import PAGE, page
 
 REASON = re.compile(r"^\w+: sender .+, receiver .+; needs .+$")
 
 
+@pytest.fixture(scope="module")
+def copier() -> CpuBlockCopier:
+    return CpuBlockCopier()
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_what_the_verdict_says_is_what_carrying_it_gives(row: Row) -> None:
+def test_what_the_verdict_says_is_what_carrying_it_gives(row: Row, copier: CpuBlockCopier) -> None:
+    """All of a row can be carried, or nothing."""
+    verdicts = set()
     for number, case in enumerate(row.cases()):
         for rank in row.ranks(case, number):
             found = verdict(*pools_of(case, rank))
+            verdicts.add(isinstance(found, Incompatible))
             if isinstance(found, Incompatible):
                 assert all(REASON.match(reason) for reason in found.reasons), found.reasons
                 with pytest.raises((KVBridgeError, ValueError)):  # ValueError: at the copier's door
-                    carried(case, rank, OnCpu())
+                    carried(case, rank, OnCpu(copier))
                 continue
-            _, wrong = carried(case, rank, OnCpu())
+            _, wrong = carried(case, rank, OnCpu(copier))
             assert not wrong, f"case {number}: {wrong}\n{case.sender}\n{case.receiver}\nfrom {case.first}, {found}"
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_all_of_a_row_can_be_carried_or_nothing(row: Row) -> None:
-    found = [
-        verdict(*pools_of(case, rank)) for number, case in enumerate(row.cases()) for rank in row.ranks(case, number)
-    ]
-    assert found
-    assert len({isinstance(each, Incompatible) for each in found}) == 1, found
-
-
-def test_every_two_values_are_together_in_some_choice() -> None:
-    axes = {"a": (1, 2, 3), "b": "xy", "c": (None, True, 0.5, 4), "d": (7,)}
-    chosen = pairwise(axes)
-    for one, other in itertools.combinations(axes, 2):
-        for pair in itertools.product(axes[one], axes[other]):
-            assert any((each[one], each[other]) == pair for each in chosen)
-    assert len(chosen) <= 3 * 4 * 2
+    assert len(verdicts) == 1
 
 
 def test_the_page_is_fresh() -> None:
@@ -73,7 +64,3 @@ def test_the_page_says_what_the_adapter_refuses() -> None:
     said = page().partition("## What adapters refuse")[2]
     assert all(name in said for name in ("The vLLM adapter refuses", "Mamba", "MXFP8", "NVFP4"))
     assert "Pairs that are refused are not carried" in " ".join(page().split("|")[0].split())
-
-
-def test_rows_have_names_of_their_own() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from tests.support.oracle import Held, Shape, Table, build, fill, mla, put_rows, rows, rows_at, tables_of
+from tests.support.oracle import Held, Shape, Table, build, mla, put_rows, rows, rows_at, tables_of
 from tests.support.slow_rows import twin_of, wrong
 
 TOKENS = range(3, 40)
@@ -65,14 +64,9 @@ CASES: dict[str, tuple[Shape, Shape, Convert]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_that_were_converted_are_right(name: str) -> None:
-    sender, receiver, convert = CASES[name]
-    assert found_wrong(sender, receiver, converted(sender, receiver, convert)) == ""
-
-
-@pytest.mark.parametrize("name", CASES)
 def test_one_number_of_a_neighbour_is_found(name: str) -> None:
     sender, receiver, convert = CASES[name]
+    assert found_wrong(sender, receiver, converted(sender, receiver, convert)) == ""
 
     def spoiled(values: torch.Tensor) -> dict[str, torch.Tensor]:
         values = values.clone()
@@ -80,32 +74,3 @@ def test_one_number_of_a_neighbour_is_found(name: str) -> None:
         return convert(values)
 
     assert "element 5: " in found_wrong(sender, receiver, converted(sender, receiver, spoiled))
-
-
-def test_scales_of_another_head_are_found() -> None:
-    sender, receiver, _ = CASES["row scales"]
-
-    def spoiled(values: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = by_rows(values)
-        return {"": found[""], "_scale": found["_scale"].flip(1)}
-
-    assert " became " in found_wrong(sender, receiver, converted(sender, receiver, spoiled))
-
-
-def test_a_byte_beside_the_rows_is_found() -> None:
-    sender, receiver, convert = CASES["row scales"]
-    held, before, table = converted(sender, receiver, convert)
-    held.memory[1][3] ^= 1
-    assert "outside of the wanted rows" in found_wrong(sender, receiver, (held, before, table))
-
-
-def test_equal_codecs_are_compared_bit_for_bit() -> None:
-    shape = replace(SHAPE, codec="int8_row_scale")
-    held = build(shape)
-    before, table = held.copy(), tables_of(held.pool, 40)
-    fill(held, table, TOKENS, is_tame=True)
-    assert found_wrong(shape, shape, (held, before, table)) == ""
-    scale = next(plane for plane in held.pool.planes if plane.part == "k_scale")
-    _, places = rows_at(held.pool, 0, table, TOKENS)
-    put_rows(held, scale, places[:1], np.zeros((1, 2, 4), np.uint8))
-    assert "k_scale head 0 token 3 holds" in found_wrong(shape, shape, (held, before, table))

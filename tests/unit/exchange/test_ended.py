@@ -26,7 +26,7 @@ def expired(world: World) -> None:
 
 
 def broken(world: World) -> None:
-    world.offer_pieces("r", 16, (Blocks(0, 0, (10**6,)),))
+    world.offer("r", 16, (Blocks(0, 0, (10**6,)),))
 
 
 def refused(world: World) -> None:
@@ -80,29 +80,22 @@ def only(world: World, receiver: int, act: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("comes_again", [False, True])
-def test_all_receivers_of_a_want_hear_the_same_though_another_is_offered_meanwhile(comes_again: bool) -> None:
-    world = World(receivers=2)
-    world.offer("r", 32, 8, last=False)
-    only(world, 0, lambda: world.want("r", 64))
-    world.run()
-    world.withdraw("r", comes_again)
-    world.run()
-    assert failure(world, "r") == "withdrawn"
-    comes_for_the_first(world)
-
-
-def test_the_receivers_of_a_want_that_come_after_the_end_hear_though_another_is_offered_between() -> None:
-    world = World(receivers=2)
-    withdrawn(world)
-    only(world, 0, lambda: world.want("r", 64))
-    world.run()
-    assert failure(world, "r") == "withdrawn"
-    comes_for_the_first(world)
-
-
-def comes_for_the_first(world: World) -> None:
+@pytest.mark.parametrize("is_wanted_first", [False, True])
+def test_all_receivers_of_a_want_hear_the_same_though_another_is_offered_meanwhile(
+    is_wanted_first: bool, comes_again: bool
+) -> None:
     """Another is offered in the rendezvous, and only then the second receiver of a want comes whose first has
     failed."""
+    world = World(receivers=2)
+    world.offer("r", 32, 8, last=False)
+    if is_wanted_first:
+        only(world, 0, lambda: world.want("r", 64))
+        world.run()
+    world.withdraw("r", comes_again and is_wanted_first)
+    if not is_wanted_first:
+        only(world, 0, lambda: world.want("r", 64))
+    world.run()
+    assert failure(world, "r") == "withdrawn"
     world.offer("s", 64, 16, rendezvous="r")
     only(world, 1, lambda: world.want("r", 64))
     world.run()

@@ -1,101 +1,100 @@
-"""A peer with a session says what no honest one would: it harms itself, and costs us little."""
+"""A receiver, a sender or an engine says what cannot be true: it is soon refused by name, and leaves nothing."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
-from kvbridge_proto.engine import Done
-from kvbridge_proto.peer import Cancel, Drained, Grant, Refuse, SlotLease
+from kvbridge_proto.common import Blocks
+from kvbridge_proto.engine import Done, Failed, Want
+from kvbridge_proto.peer import Cancel, Drained, SlotLease, Take
 
-from kvbridge.exchange.actions import Action, Send
-from kvbridge.exchange.containers import Deadlines
+from kvbridge.exchange.actions import Send
+from kvbridge.exchange.orders import SendOrder
 from kvbridge.exchange.sender import MOST_LEASES, MOST_RENOUNCED, Sender
-from kvbridge.exchange.session import Session
 from kvbridge.states import IncomingState
-from tests.unit.exchange.world import World
+from tests.unit.exchange.claimant import ALL, QUICK_S, Claimant, leases
+from tests.unit.exchange.world import BLOCKS, HEADS, LAYERS, World
+
+HUGE = (1 << 62) + 1
+
+BAD_CLAIMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "layers that do not exist": ("bad_take", {"takes": (Take(0, LAYERS + 1, 0, HEADS),)}),
+    "heads that do not exist": ("bad_take", {"takes": (Take(0, LAYERS, 0, HEADS + 1),)}),
+    "layers beyond all": ("bad_take", {"takes": (Take(HUGE, HUGE + 1, 0, HEADS),)}),
+    "heads beyond all": ("bad_take", {"takes": (Take(0, 1, HUGE, HUGE + 1),)}),
+    "no layers": ("bad_take", {"takes": (Take(1, 1, 0, HEADS),)}),
+    "layers turned round": ("bad_take", {"takes": (Take(2, 1, 0, HEADS),)}),
+    "heads turned round": ("bad_take", {"takes": (Take(0, 1, 3, 1),)}),
+    "rows taken twice": ("bad_take", {"takes": ALL * 2}),  # two moves would write each
+    "rows taken 4096 times": ("bad_take", {"takes": ALL * 4096}),
+    "tokens turned round": ("bad_tokens", {"first_token": 9, "end_token": 3}),
+    "another plan": ("plan_mismatch", {"plan": "0" * 16}),
+    "another plan for all tokens there could be": ("plan_mismatch", {"end_token": HUGE, "plan": "0" * 16}),
+    "another engine's epoch": ("stale_epoch", {"sender_epoch": 2}),
+    "another epoch of its own": ("stale_epoch", {"receiver_epoch": 2}),
+    "leases for chunks that are none": ("bad_lease", {"leases": leases(4096)}),
+    "leases for nothing": ("bad_lease", {"takes": (), "leases": leases(1)}),
+    "a second rank of one": ("bad_receiver", {"receiver": 1, "receivers": 1}),
+    "an eighth rank of four": ("bad_receiver", {"receiver": 7, "receivers": 4}),
+    "a rank of too many": ("bad_receiver", {"receiver": 5, "receivers": 1 << 40}),
+}
 
 
-class Claimant:
-    """D0 as P0 knows it, saying what the test wants it to say."""
-
-    def __init__(self) -> None:
-        self.world = World()
-        (sender,) = self.world.senders
-        self.machine, self.engine = sender.sending, sender.engine
-        self.world.want("seen", end=32)
-        self.world.run()  # a session, and a claim that waits
-        (self.session,) = sender.accepted.values()
-        assert isinstance(self.session, Session)
-        (out,) = self.machine.outgoing_transfers.values()
-        self.incarnation, self.first = out.incarnation, out.claim
-
-    def claim(self, **changes: object) -> list[Action]:
-        return self.machine.claim(msgspec.structs.replace(self.first, **changes), self.session, self.engine, 0.0)
-
-
-def refusal(actions: list[Action]) -> str:
-    (action,) = actions
-    assert isinstance(action, Send) and isinstance(action.body, Refuse) and action.body.about
-    return action.body.code
-
-
-def leases(count: int, generation: int = 1) -> tuple[SlotLease, ...]:
-    return tuple(SlotLease(slot, generation) for slot in range(count))
-
-
-def test_a_claim_with_more_slots_than_chunks_is_refused() -> None:
+@pytest.mark.parametrize("case", BAD_CLAIMS)
+def test_a_claim_that_cannot_be_is_refused(case: str) -> None:
+    code, changes = BAD_CLAIMS[case]
     peer = Claimant()
-    (out,) = peer.machine.outgoing_transfers.values()
-    assert refusal(peer.claim(transfer="more", leases=leases(out.plan.chunks + 1))) == "bad_lease"
-    assert peer.claim(transfer="enough", leases=leases(out.plan.chunks)) == []
+    assert peer.refusal(**({"plan": ""} if code in ("bad_take", "bad_tokens") else {}) | changes) == code
+    peer.still_works()
 
 
-def test_a_grant_of_more_slots_than_chunks_ends_that_transfer_alone() -> None:
+def test_slots_are_lent_for_chunks_and_no_more() -> None:
+    """In the claim, which is refused, or later, which ends that transfer alone."""
     peer = Claimant()
-    peer.claim(transfer="other", leases=())
-    (out,) = [each for each in peer.machine.outgoing_transfers.values() if each.transfer == "other"]
-    assert peer.machine.grant(peer.incarnation, Grant(transfer="other", leases=leases(out.plan.chunks))) == []
-    (said,) = peer.machine.grant(peer.incarnation, Grant(transfer="other", leases=leases(1, 9)))
-    assert isinstance(said, Send) and said.body.code == "bad_lease"
-    assert set(peer.machine.outgoing_transfers) == {peer.first.transfer}
+    assert peer.waits("x")
+    chunks = peer.sending.outgoing_transfers["x"].plan.chunks
+    assert peer.refusal("more", leases=leases(chunks + 1)) == "bad_lease"
+    assert peer.waits("enough", leases=leases(chunks))
+    for generation in range(chunks):
+        assert peer.grant("x", SlotLease(0, generation + 1)) == []
+    (ended,) = peer.grant("x", SlotLease(0, 99))
+    assert isinstance(ended, Send) and isinstance(ended.body, Drained) and ended.body.code == "bad_lease"
+    assert set(peer.sending.outgoing_transfers) == {"enough"}
 
 
 def test_unused_slots_of_one_receiver_are_bounded_over_all_its_claims() -> None:
     peer = Claimant()
-    tokens = 1 << 20
-    plan = peer.session.planner.plan(peer.first.takes, 0, tokens, peer.session.slot_bytes)
-    assert plan.chunks > MOST_LEASES
-    large = {"first_token": 0, "end_token": tokens, "plan": plan.digest}
-    held = sum(out.lent for out in peer.machine.outgoing_transfers.values())
-    assert peer.claim(transfer="all", leases=leases(MOST_LEASES - held), **large) == []
-    assert refusal(peer.claim(transfer="one", leases=leases(1), **large)) == "bad_lease"
-    assert peer.claim(transfer="none", leases=(), **large) == []
+    assert peer.waits("all", end_token=1 << 20, leases=leases(MOST_LEASES))
+    assert peer.sending.outgoing_transfers["all"].plan.chunks > MOST_LEASES
+    assert peer.refusal("one", leases=leases(1)) == "bad_lease"
+    assert peer.waits("none")
 
 
-def test_a_claim_of_no_rank_is_refused() -> None:
+def test_a_claim_of_more_tokens_than_there_are_ends_when_all_is_offered() -> None:
     peer = Claimant()
-    for receiver, receivers in ((1, 1), (7, 4), (5, 1 << 40)):
-        assert refusal(peer.claim(transfer="t", receiver=receiver, receivers=receivers)) == "bad_receiver"
+    actions = peer.say(end_token=1 << 40)
+    assert [a.body.code for a in actions if isinstance(a, Send) and isinstance(a.body, Drained)] == ["tokens_missing"]
+    assert not peer.sending.outgoing_transfers and not any(isinstance(a, SendOrder) for a in actions)
 
 
 def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back() -> None:
     """Neither beside one that is served in its place, nor later, slot by slot."""
     peer = Claimant()
-    world, (sender,) = peer.world, peer.world.senders
-    rendezvous: dict[str, object] = {"rendezvous": "rendezvous", "want": "any"}
-    nothing = peer.session.planner.plan((), 0, 0, peer.session.slot_bytes)
-    world.do(sender, peer.claim(transfer="greedy", leases=(), deadline_s=86400.0, **rendezvous))
-    world.offer("r", 32, 8, rendezvous="rendezvous")
-    world.do(sender, peer.claim(transfer="done", takes=(), leases=(), end_token=0, plan=nothing.digest, **rendezvous))
-    assert "done" not in peer.machine.outgoing_transfers and not world.released(), "the other has not read yet"
-    world.do(sender, peer.machine.grant(peer.incarnation, Grant(transfer="greedy", leases=leases(1))))
+    world, sender = peer.world, peer.sender
+    world.do(sender, peer.say(transfer="greedy", end_token=32, deadline_s=86400.0))
+    world.do(sender, peer.say(transfer="done", end_token=0, takes=()))
+    assert "done" not in peer.sending.outgoing_transfers and not world.released(), "the other has not read yet"
+    world.do(sender, peer.grant("greedy", SlotLease(0, 1)))
     world.hold = {"gather"}
     world.run()
     assert sender.send_orders.moving == 1
     world.pass_time(101)
-    assert not peer.machine.grant(peer.incarnation, Grant(transfer="greedy", leases=leases(1, 2)))
+    assert not peer.grant("greedy", SlotLease(0, 2), SlotLease(1, 2))
     world.run()
     assert not world.released(), "it is being read"
     world.hold = set()
@@ -105,45 +104,36 @@ def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back
 
 def test_a_claim_cannot_change_how_many_receivers_an_offer_waits_for() -> None:
     peer = Claimant()
-    world, (sender,) = peer.world, peer.world.senders
-    world.offer("r", 32, 8, rendezvous="rendezvous")
-    world.do(
-        sender, peer.claim(transfer="first", leases=(), rendezvous="rendezvous", want="w", receiver=1, receivers=2)
-    )
-    said = peer.claim(transfer="second", leases=(), rendezvous="rendezvous", want="w", receiver=0, receivers=1)
-    (drained,) = [action.body for action in said if isinstance(action, Send)]
+    peer.world.do(peer.sender, peer.say(transfer="first", receiver=1, receivers=2))
+    (drained,) = [action.body for action in peer.say(transfer="second") if isinstance(action, Send)]
     assert isinstance(drained, Drained) and drained.code == "bad_receiver" and "first 2, now 1" in drained.reason
-    assert peer.machine.offers["r"].receivers == 2 and not world.released()
+    assert peer.sending.offers["r"].receivers == 2 and not peer.world.released()
+
+
+def called(peer: Claimant, incarnation: str) -> None:
+    """It has a session under this name from now on."""
+    peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, incarnation=incarnation))
 
 
 def test_open_claims_of_one_receiver_are_bounded() -> None:
     peer = Claimant()
-    nothing: dict[str, object] = {
-        "takes": (),
-        "leases": (),
-        "end_token": peer.first.first_token,
-        "rendezvous": "nobody's",
-    }
-    plan = peer.session.planner.plan((), peer.first.first_token, peer.first.first_token, peer.session.slot_bytes)
-    peer.machine = Sender(most_claims=3)
-    for number in range(3):
-        assert peer.claim(transfer=f"claim {number}", plan=plan.digest, **nothing) == []
-    assert refusal(peer.claim(transfer="more", plan=plan.digest, **nothing)) == "too_many_claims"
-    peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, incarnation="another"))
-    assert peer.claim(transfer="theirs", plan=plan.digest, **nothing) == []
+    peer.sending = Sender(most_claims=3)
+    nothing: dict[str, Any] = {"takes": (), "end_token": 0}
+    assert all(peer.waits(f"claim {number}", **nothing) for number in range(3))
+    assert peer.refusal("more", **nothing) == "too_many_claims"
+    called(peer, "another")
+    assert peer.waits("theirs", **nothing)
 
 
 def test_open_claims_of_all_receivers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.sender.MOST_CLAIMS_OF_ALL", 4)
     peer = Claimant()
-    for number in range(3):
-        peer.session = replace(
-            peer.session, peer=msgspec.structs.replace(peer.session.peer, incarnation=f"receiver {number}")
-        )
-        assert peer.claim(transfer=f"claim {number}", leases=(), rendezvous="nobody's") == []
-    assert refusal(peer.claim(transfer="more", leases=(), rendezvous="nobody's")) == "too_many_transfers"
-    assert peer.machine.lost("receiver 1") == []
-    assert peer.claim(transfer="theirs", leases=(), rendezvous="nobody's") == []
+    for number in range(4):
+        called(peer, f"receiver {number}")
+        assert peer.waits(f"claim {number}")
+    assert peer.refusal("more") == "too_many_transfers"
+    assert peer.sending.lost("receiver 1") == []
+    assert peer.waits("theirs")
 
 
 def test_what_was_called_drained_cannot_be_claimed_any_more() -> None:
@@ -151,14 +141,57 @@ def test_what_was_called_drained_cannot_be_claimed_any_more() -> None:
     again."""
     peer = Claimant()
     asked = Cancel(transfer="late", code="forgotten")
-    assert peer.machine.renounce(peer.incarnation, asked)
-    assert refusal(peer.claim(transfer="late", leases=leases(1))) == "cancelled"
+    assert peer.sending.renounce(peer.incarnation, asked)
+    assert peer.refusal("late", leases=leases(1)) == "cancelled"
     for number in range(MOST_RENOUNCED):  # bounded; what was asked about last stays
-        assert peer.machine.renounce(peer.incarnation, asked if number == 1 else Cancel(transfer=f"u{number}", code=""))
-    assert refusal(peer.claim(transfer="late", leases=leases(1))) == "cancelled"
-    assert len(peer.machine._renounced) == MOST_RENOUNCED
-    assert refusal(peer.claim(transfer=f"u{MOST_RENOUNCED - 1}", leases=())) == "cancelled"
-    assert peer.claim(transfer="other", leases=()) == [] and "other" in peer.machine.outgoing_transfers
+        assert peer.sending.renounce(peer.incarnation, asked if number == 1 else Cancel(transfer=f"u{number}", code=""))
+    assert peer.refusal("late", leases=leases(1)) == "cancelled"
+    assert len(peer.sending._renounced) == MOST_RENOUNCED
+    assert peer.refusal(f"u{MOST_RENOUNCED - 1}") == "cancelled"
+    assert peer.waits("other") and "other" in peer.sending.outgoing_transfers
+
+
+def test_another_receiver_cannot_touch_a_transfer() -> None:
+    peer = Claimant()
+    assert peer.waits("x")
+    assert peer.grant("x", SlotLease(0, 1), incarnation="another") == peer.cancel("c", incarnation="another") == []
+    assert not peer.sending.outgoing_transfers["x"].early
+
+
+def test_another_sender_cannot_touch_a_transfer() -> None:
+    world = World(senders=2)
+    world.offer("r", 64, 16)
+    world.want("r", 64)
+    world.hold = {"gather"}
+    world.run()
+    receiving = world.receivers[0].receiving
+    of_p0 = next(t for t, wanted in receiving._wanted_by.items() if wanted.incoming_transfers[t].address == "P0")
+    before, other = receiving.slots.counts(), world.nodes["P1"].engine.agent.incarnation
+    for hear in (
+        lambda: receiving.drained(other, of_p0, "c", "not mine", 0.0),
+        lambda: receiving.failing(other, of_p0, "c", "not mine", 0.0),
+        lambda: receiving.drained("nobody", of_p0, "c", "not mine", 0.0),
+        lambda: receiving.ready(other, of_p0, 10**9),
+    ):
+        assert not [a for a in hear() if not isinstance(a, Send)]
+    assert receiving.slots.counts() == before
+    world.hold = set()
+    world.run()
+    assert isinstance(world.answers()["r"], Done)
+    world.check_rest()
+
+
+def test_a_sender_that_promises_more_than_there_is_gets_no_more_slots() -> None:
+    world = World(slots=64)
+    world.want("r", 64)
+    world.run()
+    receiving, incarnation = world.receivers[0].receiving, world.senders[0].engine.agent.incarnation
+    (transfer,) = receiving._wanted_by
+    chunks = receiving._wanted_by[transfer].incoming_transfers[transfer].plan.chunks
+    for told in (1 << 62, -1, 0):
+        receiving.ready(incarnation, transfer, told)
+        assert receiving.slots.lent_to(transfer) <= chunks
+    receiving.ready(incarnation, "no such transfer", 5)
 
 
 def test_transfers_without_slots_are_forgotten_though_their_sender_never_says_drained() -> None:
@@ -184,18 +217,37 @@ def test_transfers_without_slots_are_forgotten_though_their_sender_never_says_dr
     world.check_rest()
 
 
-def test_deadlines_that_were_moved_or_cleared_are_not_kept() -> None:
-    deadlines: Deadlines[str] = Deadlines()
-    for number in range(10_000):
-        deadlines.set("moved", 1000.0 + number)
-        deadlines.set(f"cleared {number}", 2000.0)
-        deadlines.clear(f"cleared {number}")
-    assert len(deadlines._heap) < 100
-    for number in range(1000):
-        deadlines.set(f"kept {number}", float(number))
-    for number in range(0, 1000, 2):
-        deadlines.clear(f"kept {number}")
-    assert deadlines.next() == 1.0
-    assert deadlines.due(500.0) == [f"kept {number}" for number in range(1, 500, 2)]
-    assert deadlines.due(1e6) == [*(f"kept {number}" for number in range(501, 1000, 2)), "moved"]
-    assert deadlines.next() is None
+# Our own engine:
+
+
+def want(blocks: tuple[Blocks, ...], **changes: Any) -> Want:
+    fields: dict[str, Any] = {"request": "r", "rendezvous": "r", "sender": "P0", "first_token": 0, "end_token": 64}
+    return Want(**fields | {"blocks": blocks, "deadline_s": 50.0} | changes)
+
+
+ENGINE_LIES: dict[str, tuple[str, Callable[[], Want]]] = {
+    "a block beyond the pool": ("block_out_of_range", lambda: want((Blocks(0, 0, (0, 1, 2, BLOCKS)),))),
+    "the largest block id": ("block_out_of_range", lambda: want((Blocks(0, 0, (0, 1, 2, (1 << 31) - 1)),))),
+    "a negative block": ("block_out_of_range", lambda: want((Blocks(0, 0, (0, 1, 2, -1)),))),
+    "a gap": ("blocks_not_contiguous", lambda: want((Blocks(0, 0, (0, 1)), Blocks(0, 3, (2, 3))))),
+    "an overlap": ("blocks_not_contiguous", lambda: want((Blocks(0, 0, (0, 1)), Blocks(0, 1, (2, 3))))),
+    "a group that is none": ("unknown_group", lambda: want((Blocks(1, 0, (0, 1, 2, 3)),))),
+    "the last group there could be": ("unknown_group", lambda: want((Blocks(255, 0, (0,)),))),
+    "too few blocks": ("blocks_too_few", lambda: want((Blocks(0, 0, (0, 1, 2)),))),
+    "all tokens there could be": ("blocks_too_few", lambda: want((Blocks(0, 0, (0, 1)),), end_token=HUGE)),
+    "blocks from the end of time": ("blocks_too_few", lambda: want((Blocks(0, HUGE, (0, 1)),))),
+    "a range turned round": ("bad_range", lambda: want((), first_token=5, end_token=1)),
+    "one block for two entries": ("block_repeated", lambda: want((Blocks(0, 0, (3, 3, 1, 2)),))),
+}
+
+
+@pytest.mark.parametrize("case", ENGINE_LIES)
+def test_a_want_that_cannot_be_fails_alone(case: str) -> None:
+    world = World()
+    node = world.receivers[0]
+    code, make = ENGINE_LIES[case]
+    began = time.monotonic()
+    (answer,) = node.receiving.want(make(), node.engine, 0.0)
+    assert time.monotonic() - began < QUICK_S
+    assert isinstance(answer.message, Failed) and answer.message.code == code, answer
+    assert not node.receiving.wants and node.receiving.slots.free == len(node.receiving.slots)

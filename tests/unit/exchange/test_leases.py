@@ -1,4 +1,4 @@
-"""A sender tells its receiver the blocks of every chunk that it may read by then."""
+"""A sender tells its receiver the blocks that it may read by then, and keeps them while the receiver counts on them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from typing import Any, cast
 
 import pytest
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.peer import BlockTables
+from kvbridge_proto.engine import Released
+from kvbridge_proto.peer import BlockTables, Drained, Failing, Renew, SlotLease
 
 from kvbridge.errors import KVBridgeError
+from kvbridge.exchange.actions import Send, Tell
 from kvbridge.exchange.block_tables import ready_chunks
 from kvbridge.exchange.leases import COUNTED_S, HEARD_S, LEASE_S, Promise, Reading, ReadLease
+from kvbridge.exchange.orders import Watch
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
 from tests.integration.device.test_pulls import CASES
 from tests.support.oracle import block_table, build_all, tables_of
+from tests.unit.exchange.claimant import Claimant
 
 SLOT_BYTES = 1 << 14
 
@@ -112,3 +116,42 @@ def test_a_receivers_lease_ends_before_the_senders_whatever_their_clocks_do() ->
     slow, fast = 1 - 1e-3, 1 + 1e-3
     assert COUNTED_S / slow < LEASE_S / fast
     assert HEARD_S < LEASE_S
+
+
+def test_slots_that_are_lent_where_blocks_are_read_are_refused() -> None:
+    """A sender that shipped as well would lose count of who still reads."""
+    peer = Claimant(is_pulling=True)
+    assert peer.refusal(leases=(SlotLease(0, 1),)) == "bad_lease"
+    peer.say()
+    (told,) = peer.sending.answers(peer.world.now, peer.world.now, lambda count: True)
+    assert isinstance(told, Send) and isinstance(told.body, BlockTables) and told.body.is_last
+    (failing,) = peer.grant("x", SlotLease(0, 1))
+    assert isinstance(failing, Send) and isinstance(failing.body, Failing) and failing.body.code == "bad_lease"
+    kinds = [type(each.body if isinstance(each, Send) else each.message) for each in peer.cancel("bad_lease")]
+    assert kinds == [Drained, Released] and not peer.sending.offers and not peer.sending.outgoing_transfers
+
+
+@pytest.mark.parametrize("end", ["settled", "cancel", "lease"])
+def test_blocks_that_are_read_are_released_when_nobody_counts_on_them(end: str) -> None:
+    """Not before, though their engine takes them back; what is said of another's transfer changes nothing."""
+    peer = Claimant(is_pulling=True)
+    peer.say()
+    sending, now = peer.sending, peer.world.now
+    assert sending.answers(now, now - HEARD_S, lambda count: True) == []  # its engine may have said something since
+    assert sending.answers(now, now, lambda count: False) == [Watch(0)]
+    assert sending.answers(now, now, lambda count: True)
+    said = sending.withdraw("r", "aborted", now)
+    assert [type(each.body) for each in said if isinstance(each, Send)] == [Failing]
+    assert not any(isinstance(each, Tell) for each in said) and sending.is_promised
+    sending.renew(peer.incarnation, Renew(transfer="x", number=1))
+    assert sending.settled("another", "x") == [] and sending.answers(now, now, lambda count: True) == []
+    match end:
+        case "settled":
+            said = sending.settled(peer.incarnation, "x")
+        case "cancel":
+            said = peer.cancel("aborted")
+        case _:
+            assert not any(isinstance(each, Tell) for each in sending.tick(now + LEASE_S - 0.01))
+            said = sending.tick(now + LEASE_S + 0.01)
+    assert any(isinstance(each, Tell) and isinstance(each.message, Released) for each in said)
+    assert not sending.is_promised and not sending.outgoing_transfers and not sending.offers

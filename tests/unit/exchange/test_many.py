@@ -14,7 +14,6 @@ from kvbridge_proto.peer import Cancel, Claim
 from msgspec import structs
 
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.containers import FairQueue
 from tests.unit.exchange.world import World
 
 FEW, MANY = 64, 4096
@@ -89,16 +88,3 @@ def test_what_one_costs_does_not_grow_with_the_others(
 ) -> None:
     few, many = (seconds(events(Crowd(others))) for others in (FEW, MANY))
     assert many < MOST * few
-
-
-def test_turns_come_in_order_and_what_is_gone_is_not_kept() -> None:
-    turns: FairQueue[str] = FairQueue()
-    for name, turn in (("c", 3), ("a", 1), ("b", 1), ("a", 0)):
-        turns.add(name, turn, name.upper())
-    turns.discard("a")
-    turns.add("a", 2, "A again")
-    assert [turns.take() for _ in range(4)] == ["B", "A again", "C", None]
-    for number in range(10_000):
-        turns.add(f"gone {number}", number, "")
-        turns.discard(f"gone {number}")
-    assert not turns and len(turns._heap) < 100

@@ -52,7 +52,7 @@ def without_engine(world: World) -> None:
 
 
 def wrong(world: World) -> None:
-    world.offer_pieces("r", 16, (Blocks(0, 0, (10**6,)),))
+    world.offer("r", 16, (Blocks(0, 0, (10**6,)),))
 
 
 @pytest.mark.parametrize("end", [told_out, without_engine, wrong])

@@ -25,24 +25,6 @@ def failure(world: World, request: str, receiver: int = 0) -> tuple[str, str]:
     return answer.code, answer.reason
 
 
-@pytest.mark.parametrize("is_wanted_first", [False, True])
-@pytest.mark.parametrize("first_token", [0, 4, 6, 32, 47])
-def test_what_lies_behind_the_prefix_is_carried(first_token: int, is_wanted_first: bool) -> None:
-    world = World(2, 2, slots=8)
-    for wants in (is_wanted_first, not is_wanted_first):
-        if wants:
-            world.want("r", 48, first=first_token)
-        else:
-            block = first_token // 4
-            world.offer("r", 48, 12 - block, first=block, first_token=first_token)
-    world.run()
-    for rank in range(2):
-        done = world.answers(rank)["r"]
-        assert isinstance(done, Done) and done.moved_bytes == (48 - first_token) * TOKEN_BYTES // 2
-        assert world.released(rank)["r"].code == ""
-    world.check_rest()
-
-
 def test_it_grows_as_the_prompt_is_computed() -> None:
     world = World(slots=8)
     world.want("r", 64, first=16)
@@ -127,25 +109,9 @@ def test_it_is_held_until_every_receiver_of_the_want_has_heard() -> None:
     world.check_rest()
 
 
-@pytest.mark.parametrize("is_wanted_first", [False, True])
-@pytest.mark.parametrize("tokens", [0, 16, 30])
-def test_an_offer_of_no_tokens_is_over_when_all_said_that_they_need_nothing(tokens: int, is_wanted_first: bool) -> None:
-    world = World(2, 2)
-    for wants in (is_wanted_first, not is_wanted_first):
-        if wants:
-            world.want_pieces("r", tokens, (), first=tokens)
-        else:
-            world.offer("r", tokens, 0, first_token=tokens)
-        world.run()
-    for rank in range(2):
-        done = world.answers(rank)["r"]
-        assert isinstance(done, Done) and done.moved_bytes == 0 and world.released(rank)["r"].code == ""
-    world.check_rest()
-
-
 def test_the_answer_to_an_empty_want_does_not_wait_for_an_offer() -> None:
     world = World(2)
-    world.want_pieces("r", 30, (), first=30)
+    world.want("r", 30, (), first=30)
     world.run()
     assert isinstance(world.answers()["r"], Done)
     world.offer("r", 48, 12, last=False)
@@ -204,8 +170,8 @@ def test_a_rank_that_has_nothing_before_it_does_not_miss_it() -> None:
 def test_a_group_that_keeps_less_counts_as_what_it_keeps(kind: str, end: int, first_token: int) -> None:
     """The window of 39 tokens begins at 30, in an entry that begins before the offer does: it is said, and not read."""
     world = World([hybrid("prefill", 4, 16, kind)], [hybrid("decode", 16, 4, kind)], slots=8)
-    world.offer_pieces("r", end, (blocks(FULL, 6, 10), late_entries(kind, end, 16)), first_token=first_token)
-    world.want_pieces("r", end, (blocks(FULL, 1, 3), late_entries(kind, end, 4)), first=first_token)
+    world.offer("r", end, (blocks(FULL, 6, 10), late_entries(kind, end, 16)), first_token=first_token)
+    world.want("r", end, (blocks(FULL, 1, 3), late_entries(kind, end, 4)), first=first_token)
     world.run()
     assert isinstance(world.answers()["r"], Done) and world.released()["r"].code == ""
     world.check_rest()
@@ -226,7 +192,7 @@ class Watched(World):
 
     def __init__(self, senders: int, receivers: int, block_tokens: tuple[int, int]) -> None:
         pools = [
-            [make_pool(engine, rank, size, tokens, all_heads=6) for rank in range(size)]
+            [make_pool(engine, rank, size, tokens, kv_heads=6) for rank in range(size)]
             for engine, size, tokens in zip(("prefill", "decode"), (senders, receivers), block_tokens, strict=True)
         ]
         super().__init__(*pools, slots=8, local=4)
@@ -271,10 +237,10 @@ def test_whatever_is_offered_and_wanted_is_answered_and_released(block_tokens: t
         for number, (offered, (first, end)) in enumerate(itertools.product(UP_TO, RANGES)):
             request, want = f"{offered}: {first}-{end}", world.tables(True, first, end)
             if number % 2:
-                world.want_pieces(request, end, want, first=first)
-            world.offer_pieces(request, TOKENS, world.tables(False, offered, TOKENS), first_token=offered)
+                world.want(request, end, want, first=first)
+            world.offer(request, TOKENS, world.tables(False, offered, TOKENS), first_token=offered)
             if not number % 2:
-                world.want_pieces(request, end, want, first=first)
+                world.want(request, end, want, first=first)
             world.run()
             tokens, is_there = set(range(first, end)), first == end or first >= offered
             tail = set(range(end, -(-end // block_tokens[1]) * block_tokens[1]))  # equal sides move whole blocks

@@ -7,14 +7,12 @@ from itertools import product
 
 import pytest
 from kvbridge_proto.common import VersionRange
-from kvbridge_proto.peer import Refuse, SlotLease
+from kvbridge_proto.peer import Refuse
 from msgspec.structs import replace
 
 from kvbridge import states as tables
-from kvbridge.exchange.containers import Deadlines
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import accept, answer, hello, welcome
-from kvbridge.exchange.slots import SlotPool
 from kvbridge.states import (
     IllegalEvent,
     IncomingState,
@@ -58,77 +56,6 @@ def test_illegal_events_raise_and_all_states_are_reached(table: StateTable, stat
                 with pytest.raises(IllegalEvent, match=f"{event.name} in state {state.name}"):
                     table.after(state, event)
     assert reached == set(states)
-
-
-def test_a_slot_counts_only_under_its_own_lease() -> None:
-    slots = SlotPool(2)
-    (lease,) = slots.lend(1, "a")
-    slots.land([SlotLease(lease.slot, lease.generation + 1)], "a")
-    slots.land([lease], "b")
-    assert slots.free == 1
-    slots.land([lease], "a")
-    assert slots.free == 2
-    slots.land([lease], "a")
-    assert slots.free == 2 and slots.lent == 0
-
-
-def test_a_slot_that_was_quarantined_after_its_one_write_had_landed_is_free_once_that_is_reported() -> None:
-    slots = SlotPool(2)
-    landed, _ = slots.lend(2, "a")
-    assert slots.doubt("a") == 2
-    slots.land([landed], "a")
-    assert slots.free == 1 and slots.counts().quarantined == 1 and slots.has_out("a")
-
-
-def test_what_landed_in_slots_of_before_a_rebuild_frees_none_of_after_it() -> None:
-    slots = SlotPool(1)
-    (before,) = slots.lend(1, "a")
-    slots.doubt("a")
-    slots.rebuilt()
-    slots.lend(1, "b")
-    slots.land([before], "a")
-    assert slots.free == 0
-
-
-def test_a_quarantined_slot_needs_its_own_proof() -> None:
-    slots = SlotPool(3)
-    for transfer in "abc":
-        slots.lend(1, transfer)
-        assert slots.doubt(transfer) == 1
-    assert slots.free == 0 and slots.lend(1, "d") == ()
-    assert slots.drain("a") == 1 and slots.drain("a") == 0 and slots.free == 1
-    assert slots.rebuilt() == 2 and slots.free == 3
-
-
-def test_generations_never_repeat() -> None:
-    slots = SlotPool(1)
-    seen = set()
-    for i in range(50):
-        (lease,) = slots.lend(1, f"t{i}")
-        seen.add(lease.generation)
-        slots.drain(f"t{i}")
-    assert len(seen) == 50
-
-
-def test_deadlines_far_away_that_were_cleared_are_not_kept() -> None:
-    deadlines: Deadlines[str] = Deadlines()
-    deadlines.set("kept", 5.0)
-    for number in range(10_000):
-        deadlines.set(f"{number}", 86400.0)
-        deadlines.clear(f"{number}")
-        deadlines.set("moved", 7.0 + number)
-    assert len(deadlines) < 100
-    assert deadlines.due(6.0) == ["kept"] and deadlines.due(1e6) == ["moved"] and deadlines.next() is None
-
-
-def test_deadlines_move_and_clear() -> None:
-    deadlines: Deadlines[str] = Deadlines()
-    deadlines.set("a", 5)
-    deadlines.set("b", 3)
-    deadlines.set("a", 2)
-    deadlines.clear("b")
-    assert deadlines.next() == 2 and deadlines.due(1.9) == [] and deadlines.due(10) == ["a"]
-    assert deadlines.next() is None and deadlines.due(100) == []
 
 
 def _refusal(**changes: object) -> Refuse:

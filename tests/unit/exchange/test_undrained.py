@@ -49,12 +49,6 @@ def ask(world: World, before: set[str]) -> bool:
     return bool(said)
 
 
-def test_a_new_start_that_knows_the_one_before_to_be_dead_settles_what_that_one_left() -> None:
-    world = doubted()
-    assert ask(world, {"older", world.senders[0].engine.agent.incarnation})
-    assert world.receivers[0].receiving.slots.counts().free == 4
-
-
 def test_that_another_start_answers_at_the_address_proves_nothing() -> None:
     """The address may lead elsewhere now, and the one before it may stand still only."""
     world = doubted()

@@ -16,10 +16,9 @@ from kvbridge.exchange.leases import LEASE_S, Sampling
 from kvbridge.exchange.orders import Digest, Digested, Failure, Pull, Pulled
 from kvbridge.exchange.receiver import CHECK_S, Receiver
 from kvbridge.exchange.route import Routed
-from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import SlotPool
-from tests.unit.exchange.test_hostile_peer import Scene
+from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.world import World
 
 NOW = 10.0
@@ -50,15 +49,13 @@ def test_one_in_so_many_is_compared_the_first_among_them(every: int, chosen: lis
     assert found == chosen
 
 
-class PromisingSender:
+class PromisingSender(Claimant):
     """One that has promised the blocks of all chunks of transfer "x"."""
 
     def __init__(self) -> None:
-        scene = Scene()
-        scene.session = replace(scene.session, routed=Routed("pull"))
-        scene.say(scene.claim())
-        self.sending: Sender = scene.sender.sending
-        self.incarnation, self.now = scene.receiver.engine.agent.incarnation, scene.world.now
+        super().__init__(is_pulling=True)
+        self.now = self.world.now
+        self.say()
         self.sending.answers(self.now, self.now, lambda count: True)
         self.chunks = self.sending.outgoing_transfers["x"].plan.chunks
 
@@ -105,11 +102,9 @@ def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pyte
     (digest,) = sender.check(0, 1)
     match end:
         case "cancel":
-            said = sending.cancel(incarnation, Cancel(transfer="x", code="aborted"))
+            said = sender.cancel("aborted")
         case "withdraw":
-            said = sending.withdraw("r", "test", now) + sending.cancel(
-                incarnation, Cancel(transfer="x", code="withdrawn")
-            )
+            said = sending.withdraw("r", "test", now) + sender.cancel("withdrawn")
         case "lost":
             said = sending.lost(incarnation) + sending.tick(now + LEASE_S + 0.01)
         case "lease":
@@ -128,28 +123,22 @@ def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pyte
     assert not any(isinstance(each, Digest) for each in said), "nobody wants to know any more"
     if end == "failed":
         assert [each.code for each in sent(said)] == ["gather_failed"]
-        sending.cancel(incarnation, Cancel(transfer="x", code="gather_failed"))
+        sender.cancel("gather_failed")
     assert sender.is_free() or end == "left"
     assert not sending.outgoing_transfers
     assert not any(isinstance(each, Checked) for each in sent(said))
 
 
-def test_who_asks_for_what_it_was_not_told_fails_its_transfer() -> None:
-    for chunks in ([99], [0, 0], [1 << 40]):
-        sender = PromisingSender()
-        said = sender.check(*chunks)
-        assert [each.code for each in sent(said) if isinstance(each, Failing)] == ["bad_check"]
-        assert not any(isinstance(each, Digest) for each in said)
-        sender.sending.cancel(sender.incarnation, Cancel(transfer="x", code="bad_check"))
-        assert sender.is_free()
-
-
-def test_who_asks_again_fails_its_transfer() -> None:
+@pytest.mark.parametrize(("asked", "chunks"), [([], [99]), ([], [0, 0]), ([], [1 << 40]), ([0], [0])], ids=str)
+def test_who_asks_for_what_it_was_not_told_or_again_fails_its_transfer(asked: list[int], chunks: list[int]) -> None:
     sender = PromisingSender()
-    (digest,) = sender.check(0)
-    assert [each.code for each in sent(sender.check(0))] == ["bad_check"]
-    sender.digested(digest)
-    sender.sending.cancel(sender.incarnation, Cancel(transfer="x", code="bad_check"))
+    first = sender.check(*asked)
+    said = sender.check(*chunks)
+    assert [each.code for each in sent(said) if isinstance(each, Failing)] == ["bad_check"]
+    assert not any(isinstance(each, Digest) for each in said)
+    for digest in first:
+        sender.digested(digest)
+    sender.cancel("bad_check")
     assert sender.is_free()
 
 
@@ -157,10 +146,9 @@ def test_nobody_is_answered_about_a_transfer_that_is_not_its_own_or_has_slots() 
     sender = PromisingSender()
     assert sender.check(0, transfer="y") == [] and sender.check(0, incarnation="another") == []
     assert not sender.sending.outgoing_transfers["x"].asked
-    scene = Scene()
-    scene.say(scene.claim())
-    check = Check(transfer="x", digests=(Sum(0, 1),))
-    assert scene.sender.sending.check(scene.receiver.engine.agent.incarnation, check) == []
+    unread = Claimant()
+    unread.say()
+    assert unread.sending.check(unread.incarnation, Check(transfer="x", digests=(Sum(0, 1),))) == []
 
 
 class PullingReceiver:

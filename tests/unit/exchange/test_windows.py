@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed
-from kvbridge_proto.pool import Group, Pool, Region, Step
-from msgspec.structs import replace
+from kvbridge_proto.pool import Pool
 
-from kvbridge.geometry.check import extent
-from tests.unit.exchange.world import BLOCKS, World, make_pool
+from tests.unit.exchange.world import World, make_pool
 
 WINDOW = 10
 FULL, LATE = 0, 1
@@ -17,19 +15,7 @@ FULL, LATE = 0, 1
 
 def hybrid(engine: str, block_tokens: int, late_tokens: int, kind: str = "sliding") -> Pool:
     """Layer 0 keeps every token, layer 1 a window or a state in blocks of its own."""
-    pool = make_pool(engine, 0, 1, block_tokens)
-    late = Group(kind=kind, block_tokens=late_tokens, blocks=BLOCKS, window=WINDOW if kind != "state" else 0)
-    planes = []
-    for plane in pool.planes:
-        step = Step(late_tokens if kind != "state" else 1, plane.token_axis[0].stride)
-        stride = late_tokens * step.stride
-        offset = pool.regions[0].size_bytes + ("k", "v").index(plane.part) * BLOCKS * stride
-        late_plane = replace(plane, group=LATE, token_axis=(step,), block_stride=stride, offset=offset)
-        planes.append(late_plane if plane.layer else plane)
-    regions = (Region(max(extent(plane, late) for plane in planes)),)
-    layers = tuple(replace(layer, kind=name) for layer, name in zip(pool.model.layers, ("full", kind), strict=True))
-    model = replace(pool.model, layers=layers)
-    return replace(pool, model=model, groups=(pool.groups[0], late), regions=regions, planes=tuple(planes))
+    return make_pool(engine, 0, 1, block_tokens, kinds=("full", kind), window=WINDOW, late_tokens=late_tokens)
 
 
 def world(kind: str = "sliding", seed: int = 0, slots: int = 8) -> World:
@@ -56,10 +42,10 @@ def test_carries_requests_whatever_the_order(kind: str, seed: int) -> None:
         offer = (blocks(FULL, 0, 12), late_entries(kind, end, 16))
         want = (blocks(FULL, 0, 3), late_entries(kind, end, 4))
         if (seed + i) % 2:
-            small.want_pieces(f"r{i}", end, want)
-        small.offer_pieces(f"r{i}", end, offer)
+            small.want(f"r{i}", end, want)
+        small.offer(f"r{i}", end, offer)
         if not (seed + i) % 2:
-            small.want_pieces(f"r{i}", end, want)
+            small.want(f"r{i}", end, want)
     small.run()
     assert [type(answer) for answer in small.answers().values()] == [Done] * 5
     assert len(small.released()) == 5
@@ -70,15 +56,15 @@ def test_carries_requests_whatever_the_order(kind: str, seed: int) -> None:
 def test_a_window_waits_for_the_last_offer(kind: str) -> None:
     """Also when all tokens are there already: only the last word says that their blocks stay as they are."""
     one = world(kind, slots=16)
-    one.want_pieces("r", 39, (blocks(FULL, 0, 3), late_entries(kind, 39, 4)))
-    one.offer_pieces("r", 20, (blocks(FULL, 0, 5),), last=False)
+    one.want("r", 39, (blocks(FULL, 0, 3), late_entries(kind, 39, 4)))
+    one.offer("r", 20, (blocks(FULL, 0, 5),), last=False)
     one.run()
     early = sum(one.scatters.values())
-    one.offer_pieces("r", 39, (blocks(FULL, 5, 10),), last=False)
+    one.offer("r", 39, (blocks(FULL, 5, 10),), last=False)
     one.run()
     (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
     assert early < sum(one.scatters.values()) == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
-    one.offer_pieces("r", 39, (late_entries(kind, 39, 16),))
+    one.offer("r", 39, (late_entries(kind, 39, 16),))
     one.run()
     assert isinstance(one.answers()["r"], Done)
     one.check_rest()
@@ -86,13 +72,13 @@ def test_a_window_waits_for_the_last_offer(kind: str) -> None:
 
 def test_no_slots_are_lent_to_a_window_that_waits() -> None:
     one = world(slots=2)
-    one.want_pieces("r", 39, (blocks(FULL, 0, 3), late_entries("sliding", 39, 4)))
+    one.want("r", 39, (blocks(FULL, 0, 3), late_entries("sliding", 39, 4)))
     one.run()
-    one.offer_pieces("r", 39, (blocks(FULL, 0, 10),), last=False)
+    one.offer("r", 39, (blocks(FULL, 0, 10),), last=False)
     one.run()
     (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
     assert outgoing.told_ready == outgoing.lent == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
-    one.offer_pieces("r", 39, (late_entries("sliding", 39, 16),))
+    one.offer("r", 39, (late_entries("sliding", 39, 16),))
     one.run()
     assert isinstance(one.answers()["r"], Done)
     one.check_rest()
@@ -100,10 +86,10 @@ def test_no_slots_are_lent_to_a_window_that_waits() -> None:
 
 def test_an_early_offer_needs_no_window_blocks() -> None:
     one = world()
-    one.offer_pieces("r", 20, (blocks(FULL, 0, 5),), last=False)
+    one.offer("r", 20, (blocks(FULL, 0, 5),), last=False)
     one.run()
     assert not one.released()
-    one.offer_pieces("r", 20, ())
+    one.offer("r", 20, ())
     one.run()
     assert one.released()["r"].code == "missing_group" and f"group: {LATE}" in one.released()["r"].reason
 
@@ -112,8 +98,8 @@ def test_an_early_offer_needs_no_window_blocks() -> None:
 def test_a_last_offer_needs_all_of_the_window(first: int, end: int, code: str) -> None:
     """39 tokens: the query at 39 sees token 30 and on, which begins in entry 1 of blocks of 16."""
     one = world()
-    one.want_pieces("r", 39, (blocks(FULL, 0, 3), blocks(LATE, 7, 10)))
-    one.offer_pieces("r", 39, (blocks(FULL, 0, 10), blocks(LATE, first, end)))
+    one.want("r", 39, (blocks(FULL, 0, 3), blocks(LATE, 7, 10)))
+    one.offer("r", 39, (blocks(FULL, 0, 10), blocks(LATE, first, end)))
     one.run()
     assert one.released()["r"].code == code
     one.pass_time(200)
@@ -124,8 +110,8 @@ def test_a_last_offer_needs_all_of_the_window(first: int, end: int, code: str) -
 
 def test_a_want_needs_blocks_for_the_window_and_no_more() -> None:
     one = world()
-    one.want_pieces("r", 39, (blocks(FULL, 0, 3), blocks(LATE, 8, 10)))
-    one.want_pieces("s", 39, (blocks(FULL, 0, 3),))
+    one.want("r", 39, (blocks(FULL, 0, 3), blocks(LATE, 8, 10)))
+    one.want("s", 39, (blocks(FULL, 0, 3),))
     for request, code in (("r", "blocks_too_few"), ("s", "missing_group")):
         answer = one.answers()[request]
         assert isinstance(answer, Failed) and answer.code == code
@@ -134,8 +120,8 @@ def test_a_want_needs_blocks_for_the_window_and_no_more() -> None:
 
 def test_a_prefix_inside_the_window_needs_no_blocks_before() -> None:
     one = world()
-    one.offer_pieces("r", 39, (blocks(FULL, 0, 10), late_entries("sliding", 39, 16)))
-    one.want_pieces("r", 39, (blocks(FULL, 2, 3), blocks(LATE, 8, 10)), first=32)
+    one.offer("r", 39, (blocks(FULL, 0, 10), late_entries("sliding", 39, 16)))
+    one.want("r", 39, (blocks(FULL, 2, 3), blocks(LATE, 8, 10)), first=32)
     one.run()
     done = one.answers()["r"]
     assert isinstance(done, Done) and done.moved_bytes == 2 * 7 * 2 * 4 * 16  # layers x tokens x parts x heads x row
@@ -145,8 +131,8 @@ def test_a_prefix_inside_the_window_needs_no_blocks_before() -> None:
 def test_a_window_of_a_longer_offer_that_begins_too_late_fails_by_name() -> None:
     """What is offered last keeps its own window; a want of less may need a token before it."""
     one = world()
-    one.want_pieces("r", 30, (blocks(FULL, 0, 2), blocks(LATE, 5, 8)))
-    one.offer_pieces("r", 45, (blocks(FULL, 0, 12), late_entries("sliding", 45, 16)))
+    one.want("r", 30, (blocks(FULL, 0, 2), blocks(LATE, 5, 8)))
+    one.offer("r", 45, (blocks(FULL, 0, 12), late_entries("sliding", 45, 16)))
     one.run()
     answer = one.answers()["r"]
     assert isinstance(answer, Failed) and answer.code == "blocks_too_few"
@@ -157,8 +143,8 @@ def test_a_window_of_a_longer_offer_that_begins_too_late_fails_by_name() -> None
 def test_a_chunk_that_is_over_needs_no_blocks() -> None:
     """At 80 tokens a new chunk of 10 begins, and a new block: nothing of the old ones is wanted."""
     one = world("chunked")
-    one.offer_pieces("r", 80, (blocks(FULL, 0, 20),))
-    one.want_pieces("r", 80, (blocks(FULL, 0, 5),))
+    one.offer("r", 80, (blocks(FULL, 0, 20),))
+    one.want("r", 80, (blocks(FULL, 0, 5),))
     one.run()
     assert isinstance(one.answers()["r"], Done)
     one.check_rest()
@@ -169,8 +155,8 @@ def test_the_block_in_which_a_window_begins_is_wanted_whole(kind: str, end: int,
     """The receiver's engine keeps it, and may take it for another request: no row of it may be left as it was."""
     one = world(kind)
     late = blocks(LATE, first, -(-end // 4))
-    one.offer_pieces("r", end, (blocks(FULL, 0, 14), late_entries(kind, end, 16)))
-    one.want_pieces("r", end, (blocks(FULL, 2, 4), late), first=32)
+    one.offer("r", end, (blocks(FULL, 0, 14), late_entries(kind, end, 16)))
+    one.want("r", end, (blocks(FULL, 2, 4), late), first=32)
     one.run()
     done = one.answers()["r"]
     tokens = end - 32 + end - 4 * first
@@ -182,8 +168,8 @@ def test_the_block_in_which_a_window_begins_is_wanted_whole(kind: str, end: int,
 def test_a_state_of_a_longer_offer_fails_by_name(end: int, offered: int) -> None:
     """The entry may be the same, and yet hold the state after another token."""
     one = world("state")
-    one.want_pieces("r", end, (blocks(FULL, 0, 3), late_entries("state", end, 4)))
-    one.offer_pieces("r", offered, (blocks(FULL, 0, 10), blocks(LATE, 0, 3)))
+    one.want("r", end, (blocks(FULL, 0, 3), late_entries("state", end, 4)))
+    one.offer("r", offered, (blocks(FULL, 0, 10), blocks(LATE, 0, 3)))
     one.run()
     answer = one.answers()["r"]
     assert isinstance(answer, Failed) and answer.code == "state_moved_on"

@@ -10,7 +10,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -29,7 +29,8 @@ from kvbridge_proto.peer import (
     Refuse,
     Settled,
 )
-from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+from kvbridge_proto.pool import CodecName, Engine, Pool
+from msgspec import structs
 
 from kvbridge.dataplane.receive_orders import LandedChunk, ReceiveOrders
 from kvbridge.dataplane.send_orders import LeavingChunk, SendOrders
@@ -55,53 +56,35 @@ from kvbridge.exchange.slots import SlotPool
 from kvbridge.geometry.check import rescaled
 from kvbridge.geometry.plan import Part
 from kvbridge.geometry.plane_pair import PlanePair
+from tests.support.pools import Shape, describe
 
-LAYERS, HEADS, WIDTH, BLOCKS = 2, 4, 8, 64
+LAYERS, HEADS, BLOCKS = 2, 4, 64
 SLOT_BYTES = 1024
 IN_ORDER = (("message", "hello"), ("report",))  # of which the oldest comes first
 NOTHING: Any = object()  # for an engine's memory
 
 
+@cache
 def make_pool(
-    engine: str, rank: int, ranks: int, block_tokens: int, scale: float = 0.0, all_heads: int = HEADS
+    engine: str,
+    rank: int,
+    ranks: int,
+    block_tokens: int,
+    scale: float = 0.0,
+    cp_rank: int = 0,
+    late_tokens: int = 0,
+    **shape: Any,
 ) -> Pool:
-    """One rank of a small bf16 engine, or an fp8 one under this scale; heads are split evenly."""
-    size = 1 if scale else 2
-    heads, row = all_heads // ranks, WIDTH * size
-    block = block_tokens * heads * row
-    codec = Codec(
-        name="fp8_e4m3" if scale else "bf16",
-        width=WIDTH,
-        element_bytes=size,
-        row_bytes=row,
-        scales=(scale,) if scale else (),
-    )
-    planes = tuple(
-        Plane(
-            layer=layer,
-            part=part,
-            offset=(2 * layer + i) * BLOCKS * block,
-            block_stride=block,
-            token_axis=(Step(block_tokens, heads * row),),
-            head_stride=row,
-            element_axis=(Step(WIDTH, size),),
-            first_head=rank * heads,
-            heads=heads,
-            total_heads=all_heads,
-            codec=codec,
-        )
-        for layer in range(LAYERS)
-        for i, part in enumerate(("k", "v"))
-    )
-    layer = Layer(kind="full", kv_heads=all_heads, key_width=WIDTH, value_width=WIDTH)
-    return Pool(
-        engine=Engine(kind="test", version="1", id=engine),
-        model=Model(name="tiny", layers=(layer,) * LAYERS),
-        shard=Shard(tp_rank=rank, tp_size=ranks),
-        groups=(Group(kind="full", block_tokens=block_tokens, blocks=BLOCKS),),
-        regions=(Region(2 * LAYERS * BLOCKS * block),),
-        planes=planes,
-    )
+    """One rank of a small bf16 engine, or an fp8 one under this scale; heads are split evenly.
+
+    Blocks of layers that do not keep all tokens are of `late_tokens`.
+    """
+    codec: CodecName = "fp8_e4m3" if scale else "bf16"
+    scales = {"k": (scale,), "v": (scale,)} if scale else None
+    whole = Shape(block_tokens=block_tokens, blocks=BLOCKS, tp_size=ranks, codec=codec, scales=scales)
+    late = {kind: late_tokens for kind in ("sliding", "chunked", "state") if late_tokens}
+    pool = describe(replace(whole, group_tokens=late, **shape), rank, cp_rank=cp_rank)
+    return structs.replace(pool, engine=Engine(kind="test", version="1", id=engine))
 
 
 def notice_of(departure: LeavingChunk, sender: AttachedEngine) -> Notice:
@@ -222,29 +205,20 @@ class World:
         self,
         request: str,
         tokens: int,
-        blocks: int,
+        blocks: int | tuple[Blocks, ...],
         first: int = 0,
         last: bool = True,
         rendezvous: str = "",
         first_token: int = 0,
     ) -> None:
-        pieces = (Blocks(0, first, tuple(range(first, first + blocks))),) if blocks else ()
-        self.offer_pieces(request, tokens, pieces, last, rendezvous, first_token)
-
-    def offer_pieces(
-        self,
-        request: str,
-        tokens: int,
-        pieces: tuple[Blocks, ...],
-        last: bool = True,
-        rendezvous: str = "",
-        first_token: int = 0,
-    ) -> None:
+        """So many blocks of the first group from entry `first` on, or these."""
+        if isinstance(blocks, int):
+            blocks = (Blocks(0, first, tuple(range(first, first + blocks))),) if blocks else ()
         message = Offer(
             rendezvous=rendezvous or request,
             request=request,
             tokens=tokens,
-            blocks=pieces,
+            blocks=blocks,
             is_last=last,
             hold_s=100.0,
             first_token=first_token,
@@ -261,32 +235,21 @@ class World:
         self,
         request: str,
         end: int,
+        blocks: tuple[Blocks, ...] | None = None,
         first: int = 0,
         rendezvous: str = "",
         deadline: float = 50.0,
         sender: str = "P0",
     ) -> None:
-        begin = first // 16
-        pieces = (Blocks(0, begin, tuple(range(begin, -(-end // 16)))),)
-        self.want_pieces(request, end, pieces, first, rendezvous, deadline, sender)
-
-    def want_pieces(
-        self,
-        request: str,
-        end: int,
-        pieces: tuple[Blocks, ...],
-        first: int = 0,
-        rendezvous: str = "",
-        deadline: float = 50.0,
-        sender: str = "P0",
-    ) -> None:
+        """In these blocks, or in those of the first group that are numbered like the entries."""
+        entries = range(first // 16, -(-end // 16))
         message = Want(
             request=request,
             rendezvous=rendezvous or request,
             sender=sender,
             first_token=first,
             end_token=end,
-            blocks=pieces,
+            blocks=(Blocks(0, entries.start, tuple(entries)),) if blocks is None else blocks,
             deadline_s=deadline,
         )
         for node in self.receivers:
@@ -515,18 +478,6 @@ class World:
         if received := node.receive_orders.take_reports():
             node.dropped += [each for each in received if isinstance(each, Dropped)]
             self.later("report", lambda: self.do(node, node.receiving.hear(received, self.now)))
-
-    def kill(self, name: str) -> None:
-        """The agent process is gone, and with it its writes; others see their link end."""
-        dead = self.nodes[name]
-        dead.is_dead = True
-        for node in self.nodes.values():
-            if node is not dead:
-                self.later("message", lambda n=node: self._lose(n, dead))
-
-    def _lose(self, node: Node, dead: Node) -> None:
-        self.do(node, node.sending.lost(dead.engine.agent.incarnation))
-        self.do(node, node.receiving.unreachable(dead.name, "peer_lost", "link ended", self.now))
 
     # What must be true:
 

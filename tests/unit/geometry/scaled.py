@@ -1,4 +1,4 @@
-"""Pools of latents, and of rows whose scales are in planes of their own, built by hand."""
+"""Pools of rows whose scales lie behind all rows of a token, or of a block."""
 
 from __future__ import annotations
 
@@ -6,47 +6,9 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-from kvbridge_proto.pool import Codec, CodecName, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+from kvbridge_proto.pool import Codec, CodecName, Plane, Pool, Region, Step
 
-from kvbridge.geometry.wire import PLAIN
 from tests.support.oracle import POISON, Held, Shape, describe
-
-LATENT_WIDTH, ROPE_WIDTH = 576, 64
-
-
-def latent_pool(
-    name: CodecName, scales: tuple[float, ...] = (), layers: int = 2, block_tokens: int = 16, blocks: int = 8
-) -> Pool:
-    """MLA: one row of 576 numbers a token and layer, the layers in regions of their own."""
-    size = PLAIN.get(name, 1)
-    row = 656 if name == "fp8_ds_mla" else LATENT_WIDTH * size
-    codec = Codec(name=name, width=LATENT_WIDTH, element_bytes=size, row_bytes=row, scales=scales)
-    layer = Layer(kind="mla", kv_heads=1, key_width=LATENT_WIDTH, value_width=0, rope_width=ROPE_WIDTH)
-    planes = tuple(
-        Plane(
-            layer=i,
-            part="latent",
-            region=i,
-            offset=16 * i,
-            block_stride=block_tokens * row,
-            token_axis=(Step(block_tokens, row),),
-            head_stride=0,
-            element_axis=(Step(row // size, size),),
-            first_head=0,
-            heads=1,
-            total_heads=1,
-            codec=codec,
-        )
-        for i in range(layers)
-    )
-    return Pool(
-        engine=Engine(kind="test", version="0", id=name),
-        model=Model(name="latent", layers=(layer,) * layers),
-        shard=Shard(),
-        groups=(Group(kind="full", block_tokens=block_tokens, blocks=blocks),),
-        regions=tuple(Region(16 * i + blocks * block_tokens * row) for i in range(layers)),
-        planes=planes,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from kvbridge.geometry import plan as plans
 from kvbridge.geometry.coalesce import LONGEST_BYTES, coalesce
 from kvbridge.geometry.plane_pair import PlanePair, pair_planes
 from kvbridge.geometry.shard import assign
-from tests.support.oracle import LAYOUTS, Shape, build_all, describe, transfer
+from tests.support.carried import carry
+from tests.support.oracle import Shape, describe
 
 SHAPE = Shape(layers=3, kv_heads=4, key_width=32, value_width=16, block_tokens=16)
 KEY, VALUE = 64, 32  # bytes of a row
@@ -104,17 +105,10 @@ def test_a_slot_smaller_than_a_block_is_filled_by_tokens() -> None:
     assert planned.chunks and {pair.unit_tokens for pair in planned.pairs} == {1}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_folded_rows_arrive(layout: str) -> None:
-    shape = replace(SHAPE, layout=layout)
-    assert transfer(build_all(shape), build_all(shape), range(32, 90), 1 << 16, prompt=100) == ""
-    assert transfer(build_all(shape), build_all(replace(shape, tp_size=4)), range(32, 90), 1 << 16) == ""
-
-
 def test_the_last_block_travels_whole_and_no_further() -> None:
     """Nobody else's block is touched: what is behind the last block stays poison (`mismatch` sees to it)."""
     for end in (33, 47, 48, 49):
-        assert transfer(build_all(SHAPE), build_all(SHAPE), range(16, end), prompt=end) == ""
+        carry(SHAPE, SHAPE, range(16, end))
 
 
 @pytest.mark.parametrize(

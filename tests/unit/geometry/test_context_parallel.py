@@ -12,11 +12,11 @@ import pytest
 from kvbridge_proto.pool import Pool, Shard
 
 from kvbridge.errors import PeerError
-from kvbridge.geometry.compat import Convertible, verdict
 from kvbridge.geometry.plan import Planner, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.geometry.token_shard import TokenShard
-from tests.support.oracle import Shape, build_all, is_own, transfer
+from tests.support.carried import carry
+from tests.support.oracle import Shape, build_all, is_own
 from tests.support.pools import Held
 
 SIZES = (1, 2, 3, 8)
@@ -34,36 +34,10 @@ def tokens_of(pool: Pool, tokens: range) -> list[int]:
     return [token for token in tokens if is_own(pool.shard, np.asarray(token))]
 
 
-def carry(senders: list[Held], receivers: list[Held], tokens: range, slot_bytes: int = 1 << 12) -> None:
-    wrong = transfer(senders, receivers, tokens, slot_bytes)
-    assert not wrong, f"{wrong}\n{senders[0].pool.shard}\n{receivers[0].pool.shard}"
-
-
-@pytest.mark.parametrize(("ours", "theirs"), list(itertools.product(SIZES, SIZES)))
-@pytest.mark.parametrize("shape", [REPLICATED, GROUPED], ids=["replicated", "grouped"])
-def test_context_parallel_sizes(ours: int, theirs: int, shape: Shape) -> None:
-    firsts = itertools.cycle((0, 5, 0, 64, 33))
-    layouts = itertools.cycle(("nhd", "hnd", "packed_hnd"))
-    for mine, yours in INTERLEAVES:
-        first = next(firsts)
-        senders = engine(replace(shape, layout=next(layouts)), ours, mine)
-        receivers = engine(replace(shape, layout=next(layouts), block_tokens=16 + 16 * (mine > yours)), theirs, yours)
-        carry(senders, receivers, range(first, 150))
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1), (8, 1), (1, 8), (2, 8), (8, 3)])
-def test_head_and_token_splits_are_independent(ours: int, theirs: int) -> None:
-    """Fewer and more heads a rank on the other side, blocks of other sizes, and a slot that holds a few rows."""
-    shape = Shape(layers=2, kv_heads=4, blocks=20)
-    for one, other in ((1, 4), (4, 1), (2, 4)):
-        senders = engine(replace(shape, tp_size=one, layout="cross_layer"), ours, 3)
-        receivers = engine(replace(shape, tp_size=other, block_tokens=8), theirs, 16)
-        carry(senders, receivers, range(7, 93), 512)
-
-
 def test_equal_splits_take_from_their_like_in_whole_blocks() -> None:
-    senders, receivers = (engine(replace(REPLICATED, layout="hnd"), 4, 16) for _ in range(2))
-    carry(senders, receivers, range(130))
+    shape = replace(REPLICATED, layout="hnd", cp_size=4, cp_interleave=16)
+    senders, receivers = build_all(shape), build_all(shape)
+    carry(shape, shape, range(130))
     for index, receiver in enumerate(receivers):
         takes = assign([sender.pool for sender in senders], receiver.pool)
         assert [bool(taken) for taken in takes] == [number == index for number in range(4)]
@@ -90,7 +64,7 @@ def test_ranks_without_common_tokens_give_each_other_nothing() -> None:
 
 def test_a_short_prompt_has_no_tokens_for_the_last_ranks() -> None:
     senders, (receiver,) = engine(REPLICATED, 4, 16), engine(REPLICATED, 1, 1)
-    carry(senders, [receiver], range(17))
+    carry(replace(REPLICATED, cp_size=4, cp_interleave=16), REPLICATED, range(17))
     takes = assign([sender.pool for sender in senders], receiver.pool)
     plans = [plan(each.pool, receiver.pool, taken, 0, 17, 1 << 12) for each, taken in zip(senders, takes, strict=True)]
     assert [planned.chunks for planned in plans] == [1, 1, 0, 0]
@@ -181,9 +155,3 @@ def test_samples_are_of_tokens_that_both_hold() -> None:
             parts = Planner(sender.pool, receiver.pool).samples(1 << 12, is_sender)
             assert bool(parts) == (sender.pool.shard.cp_rank % 2 == receiver.pool.shard.cp_rank)
             assert all(len(move.places) for part in parts for move in part.moves())
-
-
-def test_the_verdict_names_the_split_of_tokens() -> None:
-    found = verdict(engine(REPLICATED, 8, 16)[0].pool, engine(REPLICATED, 1, 1)[0].pool)
-    assert isinstance(found, Convertible)
-    assert "cp_size: sender 8, receiver 1" in found.changes

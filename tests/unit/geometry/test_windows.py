@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
-from kvbridge_proto.pool import Group, Region, Shard, Step
+from kvbridge_proto.pool import Group, Shard, Step
 
+from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.geometry.group_plan import kept
 from kvbridge.geometry.plan import ALIGN, Part, Plan, Planner, plan
 from kvbridge.geometry.shard import assign
+from tests.support.carried import OnCpu, carried, carry
+from tests.support.matrix import Case
 from tests.support.oracle import (
-    POISON,
     Shape,
     block_table,
-    build,
-    build_all,
     describe,
-    fill,
     first_seen,
-    mismatch,
     places_of,
     rows,
     rows_at,
-    run,
     tables_of,
     take_rows,
-    transfer,
 )
-from tests.support.pools import STATE_WIDTHS, STATES, Held
+from tests.support.pools import STATE_WIDTHS, STATES
 
 ROW_BYTES = 4 * (8 + 8) * 2  # of a token and layer: heads, K and V, bf16
 HYBRID = Shape(layers=4, kinds=("full", "sliding"), window=20)
 STATEFUL = Shape(layers=3, kinds=("full", "state", "sliding"), window=20)
-
-
-def carry(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 12, prompt: int = 0) -> None:
-    wrong = transfer(build_all(sender), build_all(receiver), tokens, slot_bytes, prompt)
-    assert not wrong, f"{wrong}\n{sender}\n{receiver}\n{tokens}"
 
 
 def planned_for(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 12) -> Plan:
@@ -71,37 +61,18 @@ def test_a_window_begins_with_the_prompt_or_later(end: int) -> None:
 @pytest.mark.parametrize("kind", ["sliding", "chunked"])
 def test_no_row_of_a_block_that_is_kept_stays_as_it_was(kind: str, sender: int, receiver: int) -> None:
     """At any length: what the receiver keeps it may take for other requests, whole."""
-    shape = Shape(layers=1, kv_heads=1, kinds=(kind,), window=32, blocks=90)
+    shape, copier = Shape(layers=1, kv_heads=1, kinds=(kind,), window=32, blocks=90), CpuBlockCopier()
     for end in range(1, 80):
-        ours, theirs = build(replace(shape, block_tokens=sender)), build(replace(shape, block_tokens=receiver))
-        tables = tables_of(ours.pool, end, 1), tables_of(theirs.pool, end, 2)
-        fill(ours, tables[0], range(end))
-        (takes,) = assign([ours.pool], theirs.pool)
-        run(plan(ours.pool, theirs.pool, takes, 0, end, 1 << 12), ours, tables[0], theirs, tables[1])
+        case = Case(replace(shape, block_tokens=sender), replace(shape, block_tokens=receiver), 0, end, 1 << 12)
+        theirs, wrong = carried(case, 0, OnCpu(copier))
+        assert not wrong
+        table = tables_of(theirs.pool, end, 2)[0]
         needed = max(0, end - 31) if kind == "sliding" else end // 32 * 32
         for entry in range(needed // receiver, -(-end // receiver)):
             tokens = range(entry * receiver, min(end, (entry + 1) * receiver))
             for plane in theirs.pool.planes:
-                found = take_rows(theirs, plane, places_of(tables[1][0], tokens, receiver))
-                assert np.array_equal(found, rows(plane, tokens)), (end, entry)
-
-
-def test_blocks_before_the_window_are_not_read() -> None:
-    """Neither side's table has entries there."""
-    sender, receiver = build(HYBRID), build(replace(HYBRID, block_tokens=8, blocks=24))
-    tables = tables_of(sender.pool, 80, 1), tables_of(receiver.pool, 80, 2)
-    ours, theirs = block_table(sender.pool, tables[0], 0, 80), block_table(receiver.pool, tables[1], 0, 80)
-    assert (ours[1].first_token, theirs[1].first_token) == (48, 56) and ours[0].first_token == 0
-    planned = planned_for(HYBRID, replace(HYBRID, block_tokens=8, blocks=24), range(80))
-    for index in range(planned.chunks):
-        chunk = planned.chunk(index)
-        for table, moves in (
-            (ours, planned.sender_moves(chunk, ours)),
-            (theirs, planned.receiver_moves(chunk, theirs)),
-        ):
-            for move in moves:
-                units = receiver.pool.groups[0].block_tokens if table is theirs else 16
-                assert move.plane.group != 1 or set(move.places // units) <= set(table[1].ids)
+                found = take_rows(theirs, plane, places_of(table, tokens, receiver))
+                assert np.array_equal(found, rows(plane, tokens, is_tame=True)), (end, entry)
 
 
 @pytest.mark.parametrize(("end", "first"), [(31, 0), (32, None), (33, 32), (63, 32), (64, None), (65, 64), (70, 64)])
@@ -113,13 +84,6 @@ def test_chunked_borders(end: int, first: int | None) -> None:
     assert [(group_plan.kind, group_plan.first, group_plan.end) for group_plan in group_plans[1:]] == (
         [] if first is None else [("chunked", first, end)]
     )
-
-
-def test_a_want_of_nothing_but_a_past_chunk_has_no_chunks() -> None:
-    shape = Shape(kinds=("chunked",), window=32)
-    planned = planned_for(shape, shape, range(64))
-    assert (planned.chunks, planned.total_bytes, planned.group_plans) == (0, 0, ())
-    carry(shape, shape, range(64))
 
 
 @pytest.mark.parametrize("end", [1, 16, 17, 79, 80])
@@ -158,24 +122,6 @@ def test_one_template_serves_every_state() -> None:
     assert [part.places(1, 1).tolist() for part in parts] == [[table[1][1]], [table[1][3]]]
 
 
-@pytest.mark.parametrize("kind", ["sliding", "chunked"])
-def test_a_sender_that_keeps_everything_gives_a_window(kind: str) -> None:
-    full = Shape(layers=2)
-    for end in (10, 47, 80):
-        carry(full, replace(full, kinds=(kind,), window=30, layout="hnd"), range(end))
-        carry(full, replace(full, kinds=("full", kind), window=30), range(5, end))
-
-
-@pytest.mark.parametrize(("ours", "theirs"), list(itertools.product(((1, 1), (2, 1), (3, 16), (8, 3)), repeat=2)))
-def test_windows_under_context_parallelism(ours: tuple[int, int], theirs: tuple[int, int]) -> None:
-    shape = replace(HYBRID, layers=2, window=37, blocks=100)
-    whole = math.lcm(16 * ours[0], 16 * theirs[0])  # a block of all ranks of the sender
-    sender = replace(shape, cp_size=ours[0], cp_interleave=ours[1], block_tokens=whole // ours[0])
-    receiver = replace(shape, cp_size=theirs[0], cp_interleave=theirs[1], layout="hnd")
-    carry(sender, receiver, range(90))
-    carry(sender, receiver, range(60, 90))
-
-
 def test_late_group_plans_come_last_and_need_all_tokens() -> None:
     planned = planned_for(STATEFUL, replace(STATEFUL, block_tokens=32), range(7, 80), 512)
     chunks = [planned.chunk(index) for index in range(planned.chunks)]
@@ -208,41 +154,6 @@ def test_groups_of_one_window_are_one_group_plan_and_others_are_not() -> None:
         both = msgspec.structs.replace(pool, groups=(*pool.groups, other), planes=planes)
         (takes,) = assign([both], both)
         assert len(plan(both, both, takes, 0, 81, 1 << 12).group_plans) == group_plans
-
-
-def test_the_window_is_in_the_digest() -> None:
-    whole = replace(HYBRID, window=200)
-    digests = {planned_for(Shape(layers=4), each, range(80)).digest for each in (Shape(layers=4), whole, HYBRID)}
-    assert len(digests) == 3
-
-
-def overlaid(held: Held) -> Held:
-    """All layers in one region for each part, blocks as large as the largest: each group uses blocks of its own."""
-    pool = held.pool
-    stride = max(plane.block_stride for plane in pool.planes)
-    regions = {part: index for index, part in enumerate(sorted({plane.part for plane in pool.planes}))}
-    planes = tuple(
-        msgspec.structs.replace(plane, region=regions[plane.part], offset=0, block_stride=stride)
-        for plane in pool.planes
-    )
-    size = stride * pool.groups[0].blocks
-    whole = msgspec.structs.replace(pool, planes=planes, regions=(Region(size),) * len(regions))
-    return Held(whole, tuple(np.full(size, POISON, np.uint8) for _ in regions))
-
-
-def test_groups_with_other_block_sizes_overlay_the_same_bytes() -> None:
-    """vLLM's hybrid pools: one buffer, and a block of it belongs to whichever group took it."""
-    shape = replace(HYBRID, layers=2, group_tokens={"sliding": 32}, blocks=20)
-    ours = {0: (3, 9, 0, 7, 12), 1: (1, 15, 2)}
-    theirs = {0: (4, 2, 11, 10, 19), 1: (0, 18, 5, 6, 8, 13, 14, 16, 17, 1)}
-    sender, receiver = (
-        overlaid(build(each)) for each in (shape, replace(shape, layout="hnd", group_tokens={"sliding": 8}))
-    )
-    fill(sender, ours, range(80))
-    before = receiver.copy()
-    (takes,) = assign([sender.pool], receiver.pool)
-    run(plan(sender.pool, receiver.pool, takes, 0, 80, 1 << 12), sender, ours, receiver, theirs)
-    assert not mismatch(receiver, before, theirs, range(80))
 
 
 def test_samples_have_a_chunk_of_every_group_plan() -> None:

@@ -65,6 +65,7 @@ def field_of(shape: Shape, blocks: int, memory: torch.Tensor, offset: int) -> Fi
             Axis(heads, tokens * row),
             (Axis(width // 8, 16 * size), Axis(8, size)),
         ),
+        "spread": ((Axis(tokens, 2 * size),), Axis(heads, 2 * tokens * row), (Axis(width, 2 * tokens * size),)),
         "folded": ((Axis(1, 1),), Axis(1, 1), (Axis(block, 1),)),
     }[shape.layout]
     stride = block + shape.skip

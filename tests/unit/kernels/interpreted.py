@@ -40,11 +40,6 @@ def test_rows_move_bit_for_bit(shape: Shape) -> None:
     segments, size = chunk_of([shape], 3, 7)
     check_gather(gather, segments, size)
     check_scatter(scatter, segments, size)
-
-
-@pytest.mark.parametrize("shape", MOVES, ids=str)
-def test_a_digest_needs_no_slot(shape: Shape) -> None:
-    segments, size = chunk_of([shape], 3, 7)
     check_digest(digest, segments, size)
 
 

@@ -42,11 +42,10 @@ def test_numbers_become_what_the_twins_make_of_them(old: str, new: str) -> None:
     check_pull(pull, converted(old, new, new, (2, 3), ("nhd", "columns")))
 
 
-@pytest.mark.parametrize("has_sums", [True, False])
 @pytest.mark.parametrize("scales", [None, (1, 1), (2, 1), (1, 3)])
-def test_scales_of_every_shape(scales: tuple[int, int] | None, has_sums: bool) -> None:
-    check_pull(pull, converted("fp8_e4m3", "bf16", "fp8_e4m3", scales, ("nhd", "hnd")), has_sums=has_sums)
-    check_pull(pull, converted("bf16", "fp8_e4m3", "fp8_e4m3", scales, ("hnd", "nhd")), has_sums=has_sums)
+def test_scales_of_every_shape(scales: tuple[int, int] | None) -> None:
+    check_pull(pull, converted("fp8_e4m3", "bf16", "fp8_e4m3", scales, ("nhd", "hnd")))
+    check_pull(pull, converted("bf16", "fp8_e4m3", "fp8_e4m3", scales, ("hnd", "nhd")), has_sums=False)
 
 
 ROW_SCALED = [

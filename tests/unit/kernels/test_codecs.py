@@ -75,15 +75,6 @@ def test_every_pattern_becomes_the_nearest_number(
     assert agree.all(), f"{patterns[wrong]} became {found[wrong]}, not {wanted[wrong]}"
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_there_and_back_over_a_wider_codec_changes_nothing(name: str) -> None:
-    patterns = patterns_of(name)
-    wide = run(patterns, number(name, 0.25), number("fp32", None))
-    back = run(wide, number("fp32", None), number(name, 0.25))
-    keeps = np.isfinite(slow.decode(patterns, name))
-    assert (back[keeps] == patterns[keeps]).all()
-
-
 @pytest.mark.parametrize("old_each", ["none", "plane", "head", "both"])
 @pytest.mark.parametrize("new_each", ["none", "plane", "head", "both"])
 def test_each_head_has_its_own_scale(old_each: str, new_each: str) -> None:

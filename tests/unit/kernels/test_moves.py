@@ -17,9 +17,10 @@ from kvbridge_kernels.pieces import split
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.scatter_ref import scatter_rows
 
+from tests.unit.kernels import chunks
 from tests.unit.kernels import slow_codecs as slow
+from tests.unit.kernels.chunks import POISON, Shape
 
-POISON = 0xA5
 BLOCKS, T, H, D = 6, 16, 3, 16
 FILLED = np.random.default_rng(7).integers(0, 256, 80_000).astype(np.uint8)
 
@@ -27,33 +28,9 @@ FILLED = np.random.default_rng(7).integers(0, 256, 80_000).astype(np.uint8)
 def field_of(layout: str, size: int, planes: int = 1, shift: int = 0) -> Field:
     """`size` is the bytes of an element, `shift` moves the whole field by single bytes."""
     row = D * size
-    block = T * H * row
-    tokens, heads, elements = {
-        "nhd": ((Axis(T, H * row),), Axis(H, row), (Axis(D, size),)),
-        "hnd": ((Axis(T, row),), Axis(H, T * row), (Axis(D, size),)),
-        "columns": ((Axis(T, size),), Axis(H, T * row), (Axis(D, T * size),)),
-        "tiled": (
-            (Axis(T // 8, 8 * row), Axis(8, 2 * size)),
-            Axis(H, T * row),
-            (Axis(D // 2, 16 * size), Axis(2, size)),
-        ),
-        "spread": ((Axis(T, 2 * size),), Axis(H, 2 * T * row), (Axis(D, 2 * T * size),)),  # nothing is dense
-        "folded": ((Axis(1, 0),), Axis(1, 0), (Axis(block, 1),)),
-    }[layout]
-    wide = 2 if layout == "spread" else 1
-    block_stride = wide * block + 3 * row
-    memory = torch.from_numpy(np.copy(FILLED))
-    element_bytes = 1 if layout == "folded" else size
-    return Field(
-        memory,
-        shift,
-        Axis(planes, BLOCKS * block_stride),
-        Axis(BLOCKS, block_stride),
-        tokens,
-        heads,
-        elements,
-        element_bytes,
-    )
+    skip = 3 * row + (T * H * row if layout == "spread" else 0)
+    shape = Shape(layout, H, D, size, T, planes, shift, skip=skip)
+    return chunks.field_of(shape, BLOCKS, torch.from_numpy(np.copy(FILLED)), 0)
 
 
 def at(axes: Sequence[Axis], index: int) -> int:
@@ -103,8 +80,7 @@ def places_for(field: Field, name: str) -> list[int]:
     return list(dict.fromkeys(place // T for place in PLACES[name]))
 
 
-@pytest.mark.parametrize("shift", [0, 1, 6])
-@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize(("planes", "shift"), [(1, 0), (2, 1), (1, 6)])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PLACES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import subprocess
 import sys
 from typing import Any
@@ -16,7 +15,7 @@ from kvbridge_proto import engine, peer
 from kvbridge_proto.codec import BadFrame, Limits, decode, encode, unpack
 from kvbridge_proto.common import MAX_BLOCKS, Blocks
 
-from tests.unit.proto.samples import BODIES, TO_AGENT, enveloped, frames
+from tests.unit.proto.samples import BODIES, TO_AGENT, enveloped, frames, tag
 
 FRAMES = frames()
 WANT = next(message for message in TO_AGENT if isinstance(message, engine.Want))
@@ -95,71 +94,92 @@ def test_holds_a_million_token_want_of_one_token_blocks() -> None:
     assert decode(encode(want), engine.ToAgent) == want
 
 
-WRONG = {
-    "unknown tag": {"type": "atach"},
-    "no tag": {"type": ...},
-    "tag of another type": {"type": 7},
-    "tag of the other direction": {"type": "done"},
-    "missing field": {"rendezvous": ...},
-    "text for a number": {"end_token": "40"},
-    "half a token": {"end_token": 40.5},
-    "negative token": {"first_token": -1},
-    "nothing for a number": {"end_token": None},
-    "number for a text": {"rendezvous": 7},
-    "empty name": {"request": ""},
-    "long name": {"request": "r" * 257},
-    "bytes for a text": {"rendezvous": b"rendezvous"},
-    "negative block": {"blocks": [[0, 0, [-1]]]},
-    "block id beyond 31 bits": {"blocks": [[0, 0, [1 << 31]]]},
-    "block table too short": {"blocks": [[0, 0]]},
-    "too many groups": {"blocks": [[0, 0, []]] * 257},
-    "deadline of a year": {"deadline_s": 3.2e7},
-    "deadline that is not a number": {"deadline_s": float("nan")},
-    "endless deadline": {"deadline_s": float("inf")},
-    "a list for the map": [1, 2, 3],
+ATTACH = next(message for message in TO_AGENT if isinstance(message, engine.Attach))
+OFFER = next(message for message in TO_AGENT if isinstance(message, engine.Offer))
+CLAIM = next(body for body in BODIES if isinstance(body, peer.Claim))
+RESCALE = engine.Rescale(revision=2, scales=(engine.Scales(0, "k", (0.5,)),))
+# What a message has instead, or lacks (...).
+WRONG: dict[Any, dict[str, dict[str, Any]]] = {
+    WANT: {
+        "unknown tag": {"type": "atach"},
+        "no tag": {"type": ...},
+        "tag of another type": {"type": 7},
+        "tag of the other direction": {"type": "done"},
+        "missing field": {"rendezvous": ...},
+        "text for a number": {"end_token": "40"},
+        "half a token": {"end_token": 40.5},
+        "negative token": {"first_token": -1},
+        "nothing for a number": {"end_token": None},
+        "number for a text": {"rendezvous": 7},
+        "empty name": {"request": ""},
+        "long name": {"request": "r" * 257},
+        "bytes for a text": {"rendezvous": b"rendezvous"},
+        "negative block": {"blocks": [[0, 0, [-1]]]},
+        "block id beyond 31 bits": {"blocks": [[0, 0, [1 << 31]]]},
+        "block table too short": {"blocks": [[0, 0]]},
+        "too many groups": {"blocks": [[0, 0, []]] * 257},
+    },
+    RESCALE: {
+        "revision nought": {"revision": 0},
+        "no revision": {"revision": ...},
+        "no scales of a plane": {"scales": [[0, "k", []]]},
+        "too many scales of a plane": {"scales": [[0, "k", [1.0] * 4097]]},
+        "text for a scale": {"scales": [[0, "k", ["1"]]]},
+        "scales cut short": {"scales": [[0, "k"]]},
+        "layer beyond 16 bits": {"scales": [[1 << 16, "k", [1.0]]]},
+        "long part": {"scales": [[0, "k" * 33, [1.0]]]},
+    },
+    CLAIM: {
+        "negative slot": {"leases": [[-1, 1]]},
+        "slot beyond 20 bits": {"leases": [[1 << 20, 1]]},
+        "generation nought": {"leases": [[0, 0]]},
+        "generation beyond 62 bits": {"leases": [[0, 1 << 62]]},
+        "too many leases": {"leases": [[0, 1]] * 4097},
+        "too many takes": {"takes": [[0, 1, 0, 1]] * 4097},
+        "negative layer": {"takes": [[-1, 1, 0, 1]]},
+        "take cut short": {"takes": [[0, 1, 0]]},
+        "negative tokens": {"first_token": -1},
+        "short token": {"token": b"t" * 15},
+        "long token": {"token": b"t" * 17},
+        "no receivers": {"receivers": 0},
+        "negative receiver": {"receiver": -1},
+        "long rendezvous": {"rendezvous": "r" * 257},
+        "long transfer": {"transfer": "t" * 65},
+    },
+    ATTACH: {
+        "a policy that is none": {"policy": "ignore"},
+        # Which tokens are kept is full or sliding there; the layer says that its rows are latents.
+        "a group of latents": {
+            "pool": plain(ATTACH.pool) | {"groups": [{"kind": "mla", "block_tokens": 1, "blocks": 1}]}
+        },
+    },
 }
-RESCALE = plain(engine.Rescale(revision=2, scales=(engine.Scales(0, "k", (0.5,)),)))
-WRONG_SCALES = {
-    "revision nought": {"revision": 0},
-    "no revision": {"revision": ...},
-    "no scales of a plane": {"scales": [[0, "k", []]]},
-    "too many scales of a plane": {"scales": [[0, "k", [1.0] * 4097]]},
-    "text for a scale": {"scales": [[0, "k", ["1"]]]},
-    "scales cut short": {"scales": [[0, "k"]]},
-    "layer beyond 16 bits": {"scales": [[1 << 16, "k", [1.0]]]},
-    "long part": {"scales": [[0, "k" * 33, [1.0]]]},
-}
+# A year, no number, endless, negative, larger than anything.
+NO_TIMES = [3.2e7, float("nan"), float("inf"), -1.0, 1e300]
+for timed, name in ((WANT, "deadline_s"), (CLAIM, "deadline_s"), (OFFER, "hold_s")):
+    WRONG.setdefault(timed, {}).update({f"{name} of {each}": {name: each} for each in NO_TIMES})
+CASES = [(message, case) for message, cases in WRONG.items() for case in cases]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_refuses_wrong_values_by_name(case: str) -> None:
-    change = WRONG[case]
-    value = plain(WANT)
-    if isinstance(change, dict):
-        value = {k: v for k, v in {**value, **change}.items() if v is not ...}
-    else:
-        value = change
-    assert code_of(msgpack.packb(value), engine.ToAgent) == "message_invalid"
+@pytest.mark.parametrize(("message", "case"), CASES, ids=[f"{tag(message)}: {case}" for message, case in CASES])
+def test_refuses_a_message_with_such_a_field(message: Any, case: str) -> None:
+    value = plain(message)
+    value = {k: v for k, v in {**value, **WRONG[message][case]}.items() if v is not ...}
+    whole, kind = (
+        (plain(enveloped(message)) | {"body": value}, peer.Envelope) if message is CLAIM else (value, engine.ToAgent)
+    )
+    assert decode(encode(enveloped(message) if message is CLAIM else message), kind)
+    assert code_of(msgpack.packb(whole), kind) == "message_invalid"
 
 
-@pytest.mark.parametrize("case", WRONG_SCALES)
-def test_refuses_wrong_scales(case: str) -> None:
-    value = {k: v for k, v in {**RESCALE, **WRONG_SCALES[case]}.items() if v is not ...}
-    assert code_of(msgpack.packb(value), engine.ToAgent) == "message_invalid"
+def test_refuses_what_is_no_map() -> None:
+    assert code_of(msgpack.packb([1, 2, 3]), engine.ToAgent) == "message_invalid"
 
 
-def test_refuses_a_policy_it_does_not_know() -> None:
-    attach = plain(next(sample for sample, _ in FRAMES.values() if isinstance(sample, engine.Attach)))
-    assert code_of(msgpack.packb(attach | {"policy": "ignore"}), engine.ToAgent) == "message_invalid"
+def test_a_policy_that_is_not_named_is_to_requantize() -> None:
+    attach = plain(ATTACH)
     del attach["policy"]
     assert decode(msgpack.packb(attach), engine.ToAgent).policy == "requantize"
-
-
-def test_refuses_a_group_of_latents() -> None:
-    """Which tokens are kept is full or sliding there; the layer says that its rows are latents."""
-    attach = plain(next(sample for sample, _ in FRAMES.values() if isinstance(sample, engine.Attach)))
-    attach["pool"]["groups"][0]["kind"] = "mla"
-    assert code_of(msgpack.packb(attach), engine.ToAgent) == "message_invalid"
 
 
 def test_refusal_names_the_field() -> None:
@@ -248,9 +268,3 @@ def test_announced_lengths_cost_no_memory(header: str) -> None:
     code, grown_kib = told.stdout.split()
     assert code == "frame_malformed"
     assert int(grown_kib) < 16 * 1024
-
-
-def test_a_length_prefix_is_not_believed() -> None:
-    assert struct.calcsize(">I") == 4
-    with pytest.raises(BadFrame):
-        unpack(b"\xc6\xff\xff\xff\xff" + b"x" * 10)

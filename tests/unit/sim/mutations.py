@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -45,8 +46,42 @@ from sim import engine, matter, rank
 from sim.local import EngineSocket
 from sim.matter import SimCopier
 from sim.process import Process
+from sim.scenario import PULLED
+from tests.unit.sim.shapes import (
+    Shape,
+    answered_late,
+    as_once,
+    asked_unheard,
+    left_soon,
+    same,
+    spoiled,
+    uncompared,
+    unheard,
+    withdrawn_while_compared,
+)
 
 Mutate = Callable[[Callable[[Any, str, Any], None]], None]
+LENT_TWICE = "a slot that is free, .* was written"
+FOREIGN = "waste .* where prompt .* belongs"
+UNWANTED = "was written while nobody wanted it"
+FORGED = "a forged notice counted: .*"
+NO_OTHER_END = "a session over the link with .* that is none at its other end"
+READ_WRONG = "is done, but has"
+LATE = "when all was well again: failed"
+MEANWHILE = "while another agent stood still: failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How it is switched off, a seed that showed it when this was written, and how; and what scenarios are made into.
+
+    If that seed does not show it any more, the rest is looked through.
+    """
+
+    off: Mutate
+    seed: int = 0
+    how: str = ""
+    shape: Shape = same
 
 
 def _generation(put: Callable[[Any, str, Any], None]) -> None:
@@ -449,79 +484,111 @@ def _nothing(owner: Any, method: str) -> Mutate:
     return lambda put: put(owner, method, lambda self, *args: None)
 
 
-MUTATIONS: dict[str, Mutate] = {
-    "a lease's generation is not looked at": _generation,
-    "doubtful slots are free at once": _quarantine,
-    "no digest": _digest,
-    "a notice's token is not looked at": _matches("token"),
-    "a notice's sender incarnation is not looked at": _matches("sender_incarnation"),
-    "a notice's receiver incarnation is not looked at": _matches("receiver_incarnation"),
-    "a notice's sender epoch is not looked at": _matches("sender_epoch"),
-    "a notice's receiver epoch is not looked at": _matches("receiver_epoch"),
-    "a notice's size is not looked at": _matches("chunk_bytes"),
-    "blocks are released while they are read": _released_while_read,
-    "tokens before an offer are given": _nothing(sender, "check_begin"),
-    "the fence is not waited for": _fence,
-    "what was read while nobody listened counts": _nobody_listens,
-    "what the engine has said is not waited for": lambda put: put(
-        WaitEngineHeard, "is_over", property(lambda self: True)
+MUTATIONS: dict[str, Rule] = {
+    "a lease's generation is not looked at": Rule(_generation, 42, FORGED + "generation=1073741824"),
+    "doubtful slots are free at once": Rule(_quarantine, 5, LENT_TWICE),
+    "no digest": Rule(_digest, 8, FOREIGN),
+    "a notice's token is not looked at": Rule(_matches("token"), 249, FORGED + "token=b'forged"),
+    "a notice's sender incarnation is not looked at": Rule(
+        _matches("sender_incarnation"), 685, FORGED + "sender_incarnation='feed"
     ),
-    "drained is said while writes are under way": _drained_too_soon,
-    "drained is said of a lost session whatever it writes": _says_drained_always,
-    "a lost link counts as a dead sender": _lost_is_gone,
-    "failed is said while rows are scattered": _failed_while_scattering,
-    "an engine is let go while its memory is used": _leave_at_once,
-    "an engine that has given its agent up waits for no reader": lambda put: put(rank, "READERS_S", 0.0),
-    "a killed agent's socket and its kernels end together": lambda put: put(rank, "GONE_S", 0.0),
-    "an agent lets go without a word": _leaves_without_a_word,
-    "done is said one chunk too soon": _done_too_soon,
-    "a lost transfer's slots are forgotten": _lost_leaves_no_doubt,
-    "a sender that refuses is not asked": _refusal_is_the_end,
-    "an agent without an engine dials": _half_a_session,
-    "slots in doubt are freed where they are": _freed_in_place,
-    "whoever says Hello last has the session": lambda put: put(IncomingPeers, "_may_replace", lambda *_: True),
-    "what has ended waits for a fence": _stopped_in_time,
-    "what a want that has ended was to receive is scattered": _quiet_at_once,
-    "what is to stop is sent": _quiet_while_sent,
-    "blocks are said to be read no more while they are": _gathered_at_once,
-    "offers that have ended are forgotten": _nothing(Rendezvous, "remember"),
-    "a route outlives its session": _nothing(DataPlane, "disconnect"),
-    "a probe's lane is kept": _nothing(ProbeLanes, "take_back"),
-    "memory of an engine that left stays mapped": _nothing(AttachedMemory, "close"),
-    "slots in doubt stay so while their sender stands still": _never_rebuilt,
-    "slots to gather into stay stuck while their receiver stands still": _stuck_sending,
-    "messages are not counted": _unnumbered,
-    "a session is given up without a word": _silent,
-    "a successor is not believed": _own_start_only,
-    "of two addresses the slower does not wait": _slower_does_not_wait,
-    "a chunk is written before it is gathered": _gather_unwaited,
-    "a slot to gather into is used again before its write has ended": _over_at_once(
-        "send", "_writing", lambda data_plane, key: Wrote(key[1])
+    "a notice's receiver incarnation is not looked at": Rule(
+        _matches("receiver_incarnation"), 109, FORGED + "receiver_incarnation='feed"
     ),
-    "what was read after its lease counts": lambda put: put(ReadLease, "counts", lambda self, now: True),
-    "a lease begins when it is answered": _begins_when_answered,
-    "a renewal counts that nobody answered": _renewed_unheard,
-    "the clock is looked at before the read ends": _looks_before,
-    "a sender promises what it has not listened for": lambda put: put(sender, "HEARD_S", float("inf")),
-    "a promise is not waited for": _unpromised,
-    "an engine detaches while it is read": lambda put: put(SenderRunner, "unread", _at_once),
-    "an engine whose agent died waits for no reader": lambda put: put(rank, "READERS_S", 0.0),
-    "an engine takes back sooner than it may": lambda put: put(engine, "READERS_S", 0.1),
-    "readers do not wait for the fence": _unfenced,
-    "memory is unmapped while it is read": _unmapped_while_read,
-    "what was read is not compared": _not_compared,
-    "blocks are released while they are digested": _released_while_digested,
-    "scattered is said before rows are": _over_at_once("scatter", "_moving", lambda data_plane, ticket: Moved(ticket)),
+    "a notice's sender epoch is not looked at": Rule(_matches("sender_epoch"), 109, FORGED + "sender_epoch=99"),
+    "a notice's receiver epoch is not looked at": Rule(_matches("receiver_epoch"), 54, FORGED + "receiver_epoch=99"),
+    "a notice's size is not looked at": Rule(_matches("chunk_bytes"), 449, FORGED + "chunk_bytes=1,"),
+    "blocks are released while they are read": Rule(_released_while_read, 11, FOREIGN),
+    "tokens before an offer are given": Rule(
+        _nothing(sender, "check_begin"), 135, "(waste .*|nothing) where prompt .* belongs"
+    ),
+    "the fence is not waited for": Rule(_fence, 18, FOREIGN),
+    "what was read while nobody listened counts": Rule(_nobody_listens, 560, FOREIGN),
+    "what the engine has said is not waited for": Rule(
+        lambda put: put(WaitEngineHeard, "is_over", property(lambda self: True)), 560, FOREIGN
+    ),
+    "drained is said while writes are under way": Rule(_drained_too_soon, 1, LENT_TWICE),
+    "drained is said of a lost session whatever it writes": Rule(_says_drained_always, 5, LENT_TWICE),
+    "a lost link counts as a dead sender": Rule(_lost_is_gone, 140, LENT_TWICE),
+    "failed is said while rows are scattered": Rule(_failed_while_scattering, 3, UNWANTED),
+    "an engine is let go while its memory is used": Rule(_leave_at_once, 121, UNWANTED, left_soon),
+    "an engine that has given its agent up waits for no reader": Rule(
+        lambda put: put(rank, "READERS_S", 0.0), 3120, FOREIGN
+    ),
+    "a killed agent's socket and its kernels end together": Rule(lambda put: put(rank, "GONE_S", 0.0), 2434, UNWANTED),
+    "an agent lets go without a word": Rule(_leaves_without_a_word, 6, "has closed its end without a word"),
+    "done is said one chunk too soon": Rule(_done_too_soon, 5, "is done, but has waste"),
+    "a lost transfer's slots are forgotten": Rule(_lost_leaves_no_doubt, 36, LATE),
+    "a sender that refuses is not asked": Rule(_refusal_is_the_end, 201, r"slots: .*quarantined=[1-9]"),
+    "an agent without an engine dials": Rule(_half_a_session, 399, "a session with .* that is NEW"),
+    "slots in doubt are freed where they are": Rule(_freed_in_place, 140, LENT_TWICE),
+    "whoever says Hello last has the session": Rule(
+        lambda put: put(IncomingPeers, "_may_replace", lambda *_: True), 125, LATE
+    ),
+    "what has ended waits for a fence": Rule(_stopped_in_time, 41, "which is over, waits for a fence"),
+    "what a want that has ended was to receive is scattered": Rule(_quiet_at_once, 3, UNWANTED),
+    "what is to stop is sent": Rule(_quiet_while_sent, 19, LENT_TWICE),
+    "blocks are said to be read no more while they are": Rule(_gathered_at_once, 11, FOREIGN),
+    "offers that have ended are forgotten": Rule(
+        _nothing(Rendezvous, "remember"), 18, "waited .* for an offer that had ended"
+    ),
+    "a route outlives its session": Rule(_nothing(DataPlane, "disconnect"), 5, "targets .*, sessions"),
+    "a probe's lane is kept": Rule(_nothing(ProbeLanes, "take_back"), 0, "lanes that are out"),
+    "memory of an engine that left stays mapped": Rule(
+        _nothing(AttachedMemory, "close"), 2, "the memory of .* is mapped"
+    ),
+    "slots in doubt stay so while their sender stands still": Rule(_never_rebuilt, 97, MEANWHILE),
+    "slots to gather into stay stuck while their receiver stands still": Rule(_stuck_sending, 3601, MEANWHILE),
+    "messages are not counted": Rule(_unnumbered, 3611, LATE),
+    "a session is given up without a word": Rule(
+        _silent, 2, NO_OTHER_END, as_once("a session is given up without a word")
+    ),
+    "a successor is not believed": Rule(_own_start_only, 255, r"slots: .*quarantined=[1-9]"),
+    "of two addresses the slower does not wait": Rule(_slower_does_not_wait, 2189, NO_OTHER_END),
+    "a chunk is written before it is gathered": Rule(_gather_unwaited, 2, "nothing where prompt .* belongs"),
+    "a slot to gather into is used again before its write has ended": Rule(
+        _over_at_once("send", "_writing", lambda data_plane, key: Wrote(key[1])),
+        7,
+        "a digest was wrong, and nothing had spoiled",
+    ),
+    "what was read after its lease counts": Rule(
+        lambda put: put(ReadLease, "counts", lambda self, now: True), PULLED + 11, READ_WRONG, uncompared
+    ),
+    "a lease begins when it is answered": Rule(_begins_when_answered, PULLED + 3, READ_WRONG, answered_late),
+    "a renewal counts that nobody answered": Rule(_renewed_unheard, PULLED + 3, READ_WRONG, answered_late),
+    "the clock is looked at before the read ends": Rule(_looks_before, PULLED + 85, READ_WRONG, uncompared),
+    "a sender promises what it has not listened for": Rule(
+        lambda put: put(sender, "HEARD_S", float("inf")), PULLED + 20, READ_WRONG, asked_unheard
+    ),
+    "a promise is not waited for": Rule(_unpromised, PULLED + 0, READ_WRONG, unheard(None)),
+    "an engine detaches while it is read": Rule(
+        lambda put: put(SenderRunner, "unread", _at_once), PULLED + 3, READ_WRONG, unheard("detach")
+    ),
+    "an engine whose agent died waits for no reader": Rule(
+        lambda put: put(rank, "READERS_S", 0.0), PULLED + 4, READ_WRONG, unheard("kill agent")
+    ),
+    "an engine takes back sooner than it may": Rule(
+        lambda put: put(engine, "READERS_S", 0.1), PULLED + 6, READ_WRONG, unheard("freeze loop", is_impatient=True)
+    ),
+    "readers do not wait for the fence": Rule(_unfenced, PULLED + 2, READ_WRONG, uncompared),
+    "memory is unmapped while it is read": Rule(_unmapped_while_read, PULLED + 3, "through a mapping that is closed"),
+    "what was read is not compared": Rule(_not_compared, PULLED, READ_WRONG, spoiled),
+    "blocks are released while they are digested": Rule(
+        _released_while_digested, PULLED + 7, "and nothing had spoiled what was read", withdrawn_while_compared
+    ),
+    "scattered is said before rows are": Rule(
+        _over_at_once("scatter", "_moving", lambda data_plane, ticket: Moved(ticket)), 110, UNWANTED
+    ),
 }
 # Rules against a sender that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
 # write finds its lease used up: so the simulator cannot miss this rule, and tests/unit/sim/test_exhaustive.py does.
-AGAINST_LIARS: dict[str, Mutate] = {"a chunk may land twice": _twice}
+AGAINST_LIARS = {"a chunk may land twice": Rule(_twice)}
 # A rule that a moment decides which the simulator seldom meets; tests/unit/sim/test_exhaustive.py meets it.
-OF_A_MOMENT: dict[str, Mutate] = {"slots are free while what landed in them is read": _drained_while_read}
+OF_A_MOMENT = {"slots are free while what landed in them is read": Rule(_drained_while_read)}
 # And one of the oracle's.
-OF_THE_ORACLE: dict[str, Mutate] = {
-    "slots of before a rebuild are those of after it": lambda put: put(
-        Process, "is_current", lambda self, address: True
+OF_THE_ORACLE = {
+    "slots of before a rebuild are those of after it": Rule(
+        lambda put: put(Process, "is_current", lambda self, address: True)
     )
 }
 
@@ -535,7 +602,7 @@ def switched_off(name: str) -> Iterator[None]:
         before.append((owner, attribute, getattr(owner, attribute)))
         setattr(owner, attribute, value)
 
-    (MUTATIONS | AGAINST_LIARS | OF_A_MOMENT | OF_THE_ORACLE)[name](put)
+    (MUTATIONS | AGAINST_LIARS | OF_A_MOMENT | OF_THE_ORACLE)[name].off(put)
     try:
         yield
     finally:
