@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from tests.support.matrix import Case
-from tests.support.oracle import block_table, fill, tables_of, tail_of
+from tests.support.oracle import Table, block_table, fill, tables_of, tail_of
 from tests.support.pools import Held, Shape, build, build_all, describe, ranks_of
 from tests.support.slow_rows import twin_of, wrong
 
@@ -65,6 +66,27 @@ def pools_of(case: Case, number: int) -> tuple[Pool, Pool]:
     return describe(case.sender), describe(case.receiver, *ranks[number % len(ranks)])
 
 
+def move(
+    senders: Sequence[Held],
+    table: Table,
+    receiver: Held,
+    receiver_table: Table,
+    tokens: range,
+    slot_bytes: int,
+    carrier: Carrier,
+) -> None:
+    """Carries tokens to one receiver from all ranks of the sender, whose tables are the same."""
+    takes = assign([sender.pool for sender in senders], receiver.pool)
+    for sender, taken in zip(senders, takes, strict=True):
+        planned = plan(sender.pool, receiver.pool, taken, tokens.start, tokens.stop, slot_bytes)
+        ours = block_table(sender.pool, table, 0, tokens.stop)
+        theirs = block_table(receiver.pool, receiver_table, 0, tokens.stop)
+        for index in range(planned.chunks):
+            chunk = planned.chunk(index)
+            parts = Part(planned, chunk, ours, True), Part(planned, chunk, theirs, False)
+            carrier.carry(sender, parts[0], receiver, parts[1], chunk.size_bytes)
+
+
 def carried(case: Case, number: int, carrier: Carrier) -> tuple[Held, str]:
     """The receiver afterwards, and what is wrong in it ("" if nothing is). Raises if the case cannot be carried."""
     ranks = ranks_of(case.receiver)[number % len(ranks_of(case.receiver))]
@@ -73,15 +95,7 @@ def carried(case: Case, number: int, carrier: Carrier) -> tuple[Held, str]:
     for sender in senders:
         fill(sender, table, range(case.end), is_tame=True)
     before, tokens = receiver.copy(), range(case.first, case.end)
-    takes = assign([sender.pool for sender in senders], receiver.pool)
-    for sender, taken in zip(senders, takes, strict=True):
-        planned = plan(sender.pool, receiver.pool, taken, tokens.start, tokens.stop, case.slot_bytes)
-        ours = block_table(sender.pool, table, 0, tokens.stop)
-        theirs = block_table(receiver.pool, receiver_table, 0, tokens.stop)
-        for index in range(planned.chunks):
-            chunk = planned.chunk(index)
-            parts = Part(planned, chunk, ours, True), Part(planned, chunk, theirs, False)
-            carrier.carry(sender, parts[0], receiver, parts[1], chunk.size_bytes)
+    move(senders, table, receiver, receiver_table, tokens, case.slot_bytes, carrier)
     tail = tail_of(senders, receiver, receiver_table, tokens)
     return receiver, wrong(twin_of(case.sender, case.receiver, ranks), receiver, before, receiver_table, tokens, tail)
 

@@ -8,26 +8,28 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from kvbridge_proto.pool import Group, Shard, Step
+from kvbridge_proto.pool import Group, Region, Shard, Step
 
 from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.geometry.group_plan import kept
 from kvbridge.geometry.plan import ALIGN, Part, Plan, Planner, plan
 from kvbridge.geometry.shard import assign
-from tests.support.carried import OnCpu, carried, carry
+from tests.support.carried import OnCpu, carried, carry, move
 from tests.support.matrix import Case
 from tests.support.oracle import (
     Shape,
     block_table,
     describe,
+    fill,
     first_seen,
+    mismatch,
     places_of,
     rows,
     rows_at,
     tables_of,
     take_rows,
 )
-from tests.support.pools import STATE_WIDTHS, STATES
+from tests.support.pools import POISON, STATE_WIDTHS, STATES, Held, build
 
 ROW_BYTES = 4 * (8 + 8) * 2  # of a token and layer: heads, K and V, bf16
 HYBRID = Shape(layers=4, kinds=("full", "sliding"), window=20)
@@ -84,6 +86,59 @@ def test_chunked_borders(end: int, first: int | None) -> None:
     assert [(group_plan.kind, group_plan.first, group_plan.end) for group_plan in group_plans[1:]] == (
         [] if first is None else [("chunked", first, end)]
     )
+
+
+def test_blocks_before_the_window_are_not_read() -> None:
+    """Neither side's table has entries there."""
+    pools = {True: describe(HYBRID), False: describe(replace(HYBRID, block_tokens=8, blocks=24))}
+    tables = {side: block_table(pool, tables_of(pool, 80, 1), 0, 80) for side, pool in pools.items()}
+    assert (tables[True][1].first_token, tables[False][1].first_token, tables[True][0].first_token) == (48, 56, 0)
+    planned = planned_for(HYBRID, replace(HYBRID, block_tokens=8, blocks=24), range(80))
+    for side, index in itertools.product(pools, range(planned.chunks)):
+        for each in Part(planned, planned.chunk(index), tables[side], side).moves():
+            group = pools[side].groups[each.plane.group]
+            assert set(each.places // group.block_tokens) <= set(tables[side][each.plane.group].ids)
+
+
+def test_a_want_of_nothing_but_a_past_chunk_has_no_chunks() -> None:
+    shape = Shape(kinds=("chunked",), window=32)
+    planned = planned_for(shape, shape, range(64))
+    assert (planned.chunks, planned.total_bytes, planned.group_plans) == (0, 0, ())
+    carry(shape, shape, range(64))
+
+
+def test_the_window_is_in_the_digest() -> None:
+    whole = replace(HYBRID, window=200)
+    digests = {planned_for(Shape(layers=4), each, range(80)).digest for each in (Shape(layers=4), whole, HYBRID)}
+    assert len(digests) == 3
+
+
+def overlaid(held: Held) -> Held:
+    """All layers in one region for each part, blocks as large as the largest: each group uses blocks of its own."""
+    pool = held.pool
+    stride = max(plane.block_stride for plane in pool.planes)
+    regions = {part: index for index, part in enumerate(sorted({plane.part for plane in pool.planes}))}
+    planes = tuple(
+        msgspec.structs.replace(plane, region=regions[plane.part], offset=0, block_stride=stride)
+        for plane in pool.planes
+    )
+    size = stride * pool.groups[0].blocks
+    whole = msgspec.structs.replace(pool, planes=planes, regions=(Region(size),) * len(regions))
+    return Held(whole, tuple(np.full(size, POISON, np.uint8) for _ in regions))
+
+
+def test_groups_with_other_block_sizes_overlay_the_same_bytes() -> None:
+    """vLLM's hybrid pools: one buffer, and a block of it belongs to whichever group took it."""
+    shape = replace(HYBRID, layers=2, group_tokens={"sliding": 32}, blocks=20)
+    ours = {0: (3, 9, 0, 7, 12), 1: (1, 15, 2)}
+    theirs = {0: (4, 2, 11, 10, 19), 1: (0, 18, 5, 6, 8, 13, 14, 16, 17, 1)}
+    sender, receiver = (
+        overlaid(build(each)) for each in (shape, replace(shape, layout="hnd", group_tokens={"sliding": 8}))
+    )
+    fill(sender, ours, range(80))
+    before = receiver.copy()
+    move([sender], ours, receiver, theirs, range(80), 1 << 12, OnCpu())
+    assert not mismatch(receiver, before, theirs, range(80))
 
 
 @pytest.mark.parametrize("end", [1, 16, 17, 79, 80])
