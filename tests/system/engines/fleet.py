@@ -1,4 +1,4 @@
-"""Real vLLM engines, each rank beside a real agent, kept for a whole test module; and a single engine as reference."""
+"""Real vLLM engines that differ, and a single engine as reference."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.agent.harness import AgentProcess, agent
 from tests.system.engines.engine_process import EngineConfig, EngineProcess, Result, Rows
 from tests.system.engines.model import prompt, write_model
+from tests.system.kept import Kept
 
 __all__ = ["Fleet", "prompt"]
 
@@ -45,8 +45,8 @@ CONFIGS = {
 }
 
 
-class Fleet:
-    """Engines by name, started when first asked for."""
+class Fleet(Kept[EngineProcess]):
+    """Engines of CONFIGS."""
 
     def __init__(
         self,
@@ -57,37 +57,20 @@ class Fleet:
         more: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         python: str = sys.executable,
-        routes: str | None = None,  # the agents' own choice
+        routes: str | None = None,
     ) -> None:
-        self.folder = folder
+        super().__init__(folder, stack, len(CONFIGS), routes)
         self._dtype = dtype
-        self._stack = stack
         self._python = python  # one that has vLLM
-        self._routes = routes
         self._model = str(write(folder / "model"))
         self._more = more or {}  # engine arguments for all
         self._options = options or {}  # of the connector, for all
-        self._engines: dict[str, EngineProcess] = {}
-        self.agents: dict[str, list[AgentProcess]] = {}
         self._numbers = iter(range(1, 1_000_000))
 
-    def start(self, *names: str) -> None:
-        """Have these engines ready; their start-ups overlap."""
-        new = [name for name in names if name not in self._engines]
-        for name in new:
-            self._engines[name] = self._start(name)
-        for name in new:
-            self._engines[name].wait_ready()
+    def _ranks(self, name: str) -> int:
+        return CONFIGS[name].tensor_parallel_size
 
-    def kill(self, name: str) -> None:
-        """The engine and its workers, by SIGKILL; another one is started beside the same agents when asked for."""
-        self._engines.pop(name).kill()
-
-    def __getitem__(self, name: str) -> EngineProcess:
-        self.start(name)
-        return self._engines[name]
-
-    def _start(self, name: str) -> EngineProcess:
+    def _begin(self, name: str) -> EngineProcess:
         config = CONFIGS[name]
         more = {"num_gpu_blocks_override": TOKENS // config.block_size, "dtype": self._dtype, **self._more}
         config = replace(config, model=self._model, enable_prefix_caching=name != "alone", more=more)
@@ -101,28 +84,6 @@ class Fleet:
     def _connector(self, name: str) -> dict[str, Any]:
         socket = str(self.folder / f"{name}-{{rank}}.sock")
         return {"kvbridge_socket": socket, "kvbridge_deadline_s": 40, **self._options}
-
-    def start_agents(self, name: str) -> None:
-        """One agent for each rank, on the address its predecessor had, if there was one."""
-        before = self.agents.get(name, [])
-        size = CONFIGS[name].tensor_parallel_size
-        addresses = [old.listen for old in before] or ["tcp://127.0.0.1:0"] * size
-        self.agents[name] = [
-            self._stack.enter_context(
-                agent(
-                    self.folder,
-                    f"{name}-{rank}",
-                    listen=addresses[rank],
-                    slot_bytes=1 << 20,
-                    receive_slots=16,
-                    log_level="debug",
-                    routes=self._routes,
-                )
-            )
-            for rank in range(size)
-        ]
-        for running in self.agents[name]:
-            running.listen = running.address
 
     def name(self, what: str) -> str:
         """A request id that was not used before."""

@@ -113,18 +113,14 @@ def test_a_prefix_that_the_decode_side_has_does_not_travel(fleet: Fleet) -> None
     head = prompt(256, seed=4)
     first, second = head + prompt(90, seed=5), head + prompt(120, seed=6)
     fleet.crossed("small", "large", first)
-    before = _wire_bytes(fleet, "large")
+    before = fleet.moved_bytes("large")
     answer, ours, theirs = fleet.crossed("small", "large", second)
-    moved = _wire_bytes(fleet, "large") - before
+    moved = fleet.moved_bytes("large") - before
     assert answer.cached == len(second) - 1
     assert_equal_rows(ours, theirs)
     assert list(answer.tokens) == fleet.alone(second, 12)
     row = 4 * 2 * 4 * 64  # layers, parts, heads, bytes
     assert moved < (len(second) - 256 + 128) * row, f"{moved} bytes moved: the prefix travelled too"
-
-
-def _wire_bytes(fleet: Fleet, name: str) -> float:
-    return sum(a.status.counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0) for a in fleet.agents[name])
 
 
 def test_the_agent_knows_which_share_of_the_prompts_came_and_why_the_rest_did_not(fleet: Fleet) -> None:

@@ -45,9 +45,9 @@ def test_a_receiver_whose_block_is_larger_computes_by_itself(windows: Fleet) -> 
 
 def test_only_the_window_of_its_layers_travels(windows: Fleet) -> None:
     tokens = prompt(1000, seed=99)
-    before = _wire_bytes(windows)
+    before = windows.moved_bytes("small")
     answer, ours, theirs = windows.crossed("large", "small", tokens)
-    moved = _wire_bytes(windows) - before
+    moved = windows.moved_bytes("small") - before
     fetched = len(tokens) - 1
     assert answer.cached == fetched
     row = 2 * 4 * 64  # parts, heads, bytes
@@ -65,7 +65,3 @@ def assert_equal_where_kept(ours: Rows, theirs: Rows, fetched: int) -> None:
         first = 0 if layer % 2 else first_kept(fetched + LATER)  # as they are dumped
         assert rows[:, first:].any(axis=(0, 2)).all(), f"layer {layer} {part}"
         assert np.array_equal(ours.rows[layer, part][:, first:], rows[:, first:]), f"layer {layer} {part}"
-
-
-def _wire_bytes(fleet: Fleet) -> float:
-    return sum(a.status.counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0) for a in fleet.agents["small"])

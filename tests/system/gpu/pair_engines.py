@@ -207,7 +207,7 @@ class RunningSGLang(Running):
     engine: Server
 
     def answers(self) -> bool:
-        return self.engine.process.poll() is None and self.engine.is_ready()
+        return self.engine.process.poll() is None and self.engine.is_up()
 
     def prepare(self, is_cpu: bool) -> None:
         is_seeded = self.engine.text().count(SEEDED) >= len(self.side.gpus)

@@ -146,10 +146,9 @@ class VLLMDrive(Drive):
     def compare_with_own(self) -> None:
         """What came converted, with what the receiver computes, in the one layer that no attention has touched."""
         assert isinstance(self.receiver, RunningVLLM)
-        tokens, found = prompt(ROW_TOKENS, seed=301), []
-        for name in (self.decode(tokens, 1).receiver_name, self.run(self.receiver, tokens, 1)[0]):
-            found.append(self.receiver.engine.dump(name, 0, ROW_TOKENS - 1, self.engines.folder / "own.npz"))
-        theirs, own = found
+        tokens, path = prompt(ROW_TOKENS, seed=301), self.engines.folder / "own.npz"
+        theirs = self.receiver.engine.dump(self.decode(tokens, 1).receiver_name, 0, ROW_TOKENS - 1, path)
+        own = self.receiver.engine.dump(self.run(self.receiver, tokens, 1)[0], 0, ROW_TOKENS - 1, path)
         for key in [key for key in own.rows if key[0] == 0]:
             share = float((np.abs(_ordered(own.rows[key]) - _ordered(theirs.rows[key])) > 1).mean())
             assert share < UNEQUAL, f"layer 0 {key[1]}: {share:.1%} of numbers differ from what the receiver computes"

@@ -50,9 +50,9 @@ def test_a_prefix_that_the_decoding_side_has_does_not_travel(fleet: Fleet, sende
     head = prompt(256, seed=_seed(sender, receiver, 5))
     first, second = head + prompt(90, seed=6), head + prompt(120, seed=7)
     fleet.crossed(sender, receiver, first)
-    before = moved_bytes(fleet, receiver)
+    before = fleet.moved_bytes(receiver)
     (answer,) = fleet.crossed(sender, receiver, second)
-    moved = moved_bytes(fleet, receiver) - before
+    moved = fleet.moved_bytes(receiver) - before
     fleet.assert_same_as_alone(second, answer)
     row = 4 * 2 * 4 * 128  # layers, parts, heads, bytes
     assert 0 < moved < (len(second) - 256 + 32) * row, f"{moved} bytes moved: the prefix travelled too"
@@ -121,11 +121,6 @@ def says_the_same(fleet: Fleet, sender: str, receiver: str) -> None:
         (answer,) = fleet.crossed(sender, receiver, tokens)
         fleet.assert_same_as_alone(tokens, answer)
     assert_idle(fleet, sender, receiver)
-
-
-def moved_bytes(fleet: Fleet, name: str) -> float:
-    counters = [running.status.counters for running in fleet.agents[name]]
-    return sum(each.get("kvbridge_wire_bytes_total{role=receiver}", 0.0) for each in counters)
 
 
 def _seed(sender: str, receiver: str, number: int) -> int:
