@@ -18,9 +18,9 @@ from msgspec import structs
 from rich.console import Console
 
 from demo import run as synthetic
-from demo.cross import PAIRS, CrossOutcome, compare, conclude, report
-from demo.cross_engines import DemoServer
+from demo.real import ACROSS, OF_VLLM, RealOutcome, compare, conclude, report
 from demo.rows import write
+from demo.servers import DemoServer
 from demo.upgrade import Answer, Seen
 from demo.upgrade import conclude as conclude_upgrade
 from kvbridge.geometry.compat import check_pool
@@ -37,8 +37,8 @@ SHAPES = [
     Shape(name="cross", axes="BLPTHE", block_tokens=48, blocks=4, layers=2, kv_heads=4, width=8, codec="fp8_e4m3"),
 ]
 REQUESTS = [DemoRequest(name="one", tokens=40, seed=1), DemoRequest(name="two", tokens=33, first_token=16, seed=2)]
-CROSSED = [pair for pairs in PAIRS.values() for pair in pairs]
-AS_ALONE = CrossOutcome(*CROSSED[0], 40, 163840.0, ((5, 6), (5, 6)), (5, 6), "", 0.5)
+CROSSED = [pair for pairs in (ACROSS | OF_VLLM).values() for pair in pairs]
+AS_ALONE = RealOutcome(*CROSSED[0], 40, 163840.0, ((5, 6), (5, 6)), (5, 6), "", 0.5)
 
 
 def demo(*arguments: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
@@ -123,7 +123,7 @@ def test_the_whole_demo() -> None:
     ],
     ids=["right", "token", "one engine alone", "row", "nothing"],
 )
-def test_cross_demo_ends_with_1_if_anything_is_wrong(outcome: CrossOutcome, says: str) -> None:
+def test_cross_demo_ends_with_1_if_anything_is_wrong(outcome: RealOutcome, says: str) -> None:
     screen = StringIO()
     console = Console(file=screen, width=120)
     report(console, "both ways", [AS_ALONE, outcome])
