@@ -34,9 +34,9 @@ os.environ.setdefault("KVBRIDGE_TEST_AGENT_PYTHON", str(ROOT / ".venv/bin/python
 
 from record import write  # noqa: E402
 
+from demo.model import write_model  # noqa: E402
 from tests.integration.agent.harness import agent  # noqa: E402
 from tests.system.engines.fleet import prompt  # noqa: E402
-from tests.system.engines.model import write_model  # noqa: E402
 from tests.system.sglang.server import Server, ServerConfig  # noqa: E402
 
 BACKENDS = ("nixl", "kvbridge")

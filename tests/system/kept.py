@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
+
+import pytest
 
 from tests.integration.agent.harness import AgentProcess, agent
 
@@ -17,6 +20,18 @@ class Engine(Protocol):
 
 
 E = TypeVar("E", bound=Engine)
+K = TypeVar("K")
+
+
+def kept(make: Callable[..., K], **options: Any) -> Callable[..., Iterator[K]]:
+    """A fixture of a module: what `make` makes, with these options."""
+
+    @pytest.fixture(scope="module")
+    def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[K]:
+        with ExitStack() as stack:
+            yield make(tmp_path_factory.mktemp("fleet"), stack, **options)
+
+    return fleet
 
 
 class Kept(Generic[E]):

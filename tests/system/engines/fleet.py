@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from demo.model import prompt, write_model
 from tests.system.engines.engine_process import EngineConfig, EngineProcess, Result, Rows
-from tests.system.engines.model import prompt, write_model
 from tests.system.kept import Kept
 
 __all__ = ["Fleet", "prompt"]
@@ -58,6 +58,7 @@ class Fleet(Kept[EngineProcess]):
         options: Mapping[str, Any] | None = None,
         python: str = sys.executable,
         routes: str | None = None,
+        start: Sequence[str] = (),
     ) -> None:
         super().__init__(folder, stack, len(CONFIGS), routes)
         self._dtype = dtype
@@ -66,6 +67,7 @@ class Fleet(Kept[EngineProcess]):
         self._more = more or {}  # engine arguments for all
         self._options = options or {}  # of the connector, for all
         self._numbers = iter(range(1, 1_000_000))
+        self.start(*start)
 
     def _ranks(self, name: str) -> int:
         return CONFIGS[name].tensor_parallel_size

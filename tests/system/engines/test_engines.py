@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -22,16 +20,12 @@ from tests.system.engines.fleet import (
     prompt,
     to_fp8,
 )
+from tests.system.kept import kept
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
-        fleet.start("small", "large", "alone")
-        yield fleet
+fleet = kept(Fleet, start=("small", "large", "alone"))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from kvbridge.failpoints import VARIABLE
 from tests.integration.agent.harness import wait_for
 from tests.system.engines.fleet import PREFILL, Fleet, assert_equal_rows, prompt
+from tests.system.kept import kept
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -21,13 +20,7 @@ DEADLINE_S = 5
 BACK_S = 40.0
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        options = {"kvbridge_deadline_s": DEADLINE_S}
-        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack, options=options, routes="nixl")
-        fleet.start("small", "large", "alone")
-        yield fleet
+fleet = kept(Fleet, options={"kvbridge_deadline_s": DEADLINE_S}, routes="nixl", start=("small", "large", "alone"))
 
 
 def rearm(fleet: Fleet, name: str, armed: str) -> int:

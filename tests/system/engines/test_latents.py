@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 
 from tests.system.engines.fleet import Fleet, assert_equal_rows, prompt
 from tests.system.engines.kinds import LATENT, ROPE, write_latent
+from tests.system.kept import kept
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -17,13 +16,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 BACKEND = "CPU_MLA"
 
 
-@pytest.fixture(scope="module")
-def latents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        more = {"attention_backend": BACKEND}
-        fleet = Fleet(tmp_path_factory.mktemp("latents"), stack, dtype="float32", write=write_latent, more=more)
-        fleet.start("sixteen", "two-sixteen")
-        yield fleet
+latents = kept(
+    Fleet, dtype="float32", write=write_latent, more={"attention_backend": BACKEND}, start=("sixteen", "two-sixteen")
+)
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [("sixteen", "two-sixteen"), ("two-sixteen", "sixteen")])

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-
 import pytest
 
 from tests.integration.agent.harness import is_at_rest
 from tests.system.engines.fleet import PREFILL, Fleet, assert_equal_rows, assert_same_as_alone, prompt
+from tests.system.kept import kept
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        fleet = Fleet(tmp_path_factory.mktemp("ranks"), stack, dtype="float32")
-        fleet.start("small", "large", "alone", "two")
-        yield fleet
+fleet = kept(Fleet, dtype="float32", start=("small", "large", "alone", "two"))
 
 
 PAIRS = [

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-
 import numpy as np
 import pytest
 
@@ -12,16 +9,12 @@ from demo.vllm_rows import LATER
 from tests.system.engines.engine_process import Rows
 from tests.system.engines.fleet import Fleet, prompt
 from tests.system.engines.kinds import WINDOW, write_windowed
+from tests.system.kept import kept
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="module")
-def windows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        fleet = Fleet(tmp_path_factory.mktemp("windows"), stack, write=write_windowed)
-        fleet.start("small", "large", "alone")
-        yield fleet
+windows = kept(Fleet, write=write_windowed, start=("small", "large", "alone"))
 
 
 @pytest.mark.parametrize("length", [2, WINDOW, WINDOW + 1, WINDOW + 127, 700])

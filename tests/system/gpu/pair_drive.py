@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tests.system.cross.fleet import joined
+from tests.system.cross.fleet import decode_body, fetch_params, greedy, joined, prefill_body
 from tests.system.engines.fleet import PREFILL, prompt
 from tests.system.gpu.pair_engines import (
     ANSWER_S,
@@ -24,7 +24,6 @@ from tests.system.gpu.pair_engines import (
     RunningVLLM,
     Side,
     Voice,
-    greedy,
 )
 from tests.system.sglang import rows
 from tests.system.sglang.server import Server
@@ -70,15 +69,14 @@ class Drive:
         if isinstance(self.sender, RunningVLLM):
             return self._one_after_the_other(self.sender, tokens, amount, room, began)
         assert isinstance(self.sender, RunningSGLang)
-        body = greedy(tokens, amount) | {"bootstrap_host": "127.0.0.1", "bootstrap_room": room}
+        server = self.sender.engine
         if isinstance(self.receiver, RunningSGLang):
-            body["bootstrap_port"] = self.sender.engine.bootstrap_port
-            with _asked(self.sender.engine, body):
+            where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": server.bootstrap_port, "bootstrap_room": room}
+            body = greedy(tokens, amount) | where
+            with _asked(server, body):
                 return self._decoded_by_sglang(self.receiver, body, amount, room, began)
-        host, _, port = self.sender.agents[0].address.removeprefix("tcp://").partition(":")
-        where = {"remote_host": host, "remote_port": int(port)}
-        params = {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room, **where}
-        with _asked(self.sender.engine, _told(body, {"fetched_by": "vllm"})):
+        with _asked(server, prefill_body(tokens, room, amount)):
+            params = fetch_params(self.sender.agents[0], room)
             return self._decoded_by_vllm(tokens, amount, params, room, began)
 
     def _one_after_the_other(
@@ -92,12 +90,7 @@ class Drive:
         if isinstance(self.receiver, RunningVLLM):
             return self._decoded_by_vllm(tokens, amount, params, room, began, name)
         assert isinstance(self.receiver, RunningSGLang)
-        told = {
-            "sender": f"tcp://{params['remote_host']}:{params['remote_port']}",
-            "first_token": prefilled.tokens[0],
-            "rendezvous": params["remote_request_id"],
-        }
-        body = _told(greedy(tokens, amount), told) | {"bootstrap_host": "kvbridge", "bootstrap_room": room}
+        body = decode_body(tokens, room, prefilled, amount)
         return self._decoded_by_sglang(self.receiver, body, amount, room, began, name)
 
     def _decoded_by_vllm(
@@ -154,11 +147,6 @@ class Drive:
         found = where.engine.dump(name, 0, until, self.engines.folder / f"{side}.npz")
         assert all(set(codec["scales"]) <= {1.0} for codec in found.codecs.values()), "scales that are not 1"
         return joined(found)
-
-
-def _told(body: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
-    """What SGLang is told of the other engine."""
-    return body | {"sampling_params": body["sampling_params"] | {"custom_params": {"kvbridge": said}}}
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.agent.harness import AgentProcess, agent
+from tests.system.cross.fleet import greedy
 from tests.system.engines import marks, weights
 from tests.system.engines.engine_process import EngineConfig, EngineProcess
 from tests.system.sglang.plugin import PAUSE, SEEDED
@@ -225,13 +226,6 @@ class RunningSGLang(Running):
 
     def held(self) -> Any:
         return self.engine.held()
-
-
-def greedy(tokens: list[int], amount: int) -> dict[str, Any]:
-    return {
-        "input_ids": tokens,
-        "sampling_params": {"temperature": 0, "max_new_tokens": amount, "ignore_eos": True},
-    }
 
 
 def handles_of(*sides: Running) -> str:

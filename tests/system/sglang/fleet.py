@@ -14,9 +14,9 @@ from typing import Any
 
 from kvbridge_proto.status import Status
 
+from demo.model import write_model
 from tests.integration.agent.harness import wait_for
 from tests.system.engines.fleet import prompt
-from tests.system.engines.model import write_model
 from tests.system.kept import Kept
 from tests.system.sglang import rows
 from tests.system.sglang.rows import SavedRows
@@ -62,7 +62,7 @@ class Answer:
 
 
 class Fleet(Kept[Server]):
-    """Servers of CONFIGS."""
+    """Servers of CONFIGS, and `others`."""
 
     def __init__(
         self,
@@ -71,6 +71,8 @@ class Fleet(Kept[Server]):
         write: Callable[[Path], Path] = write_model,
         changes: Mapping[str, Any] | None = None,
         python: str = sys.executable,
+        others: Mapping[str, ServerConfig] | None = None,
+        start: Sequence[str] = (),
     ) -> None:
         super().__init__(folder, stack, MOST)
         self.kept = folder / "rows"
@@ -78,13 +80,15 @@ class Fleet(Kept[Server]):
         self._model = str(write(folder / "model"))
         self._changes = changes or {}  # of every server's configuration
         self._python = python  # one that has SGLang
+        self.configs = CONFIGS | dict(others or {})
         self._rooms = itertools.count(random.SystemRandom().getrandbits(40) << 16)
+        self.start(*start)
 
     def _ranks(self, name: str) -> int:
-        return CONFIGS[name].ranks
+        return self.configs[name].ranks
 
     def _begin(self, name: str) -> Server:
-        config = replace(CONFIGS[name], **self._changes)
+        config = replace(self.configs[name], **self._changes)
         told = {"KVBRIDGE_TEST_ROWS": str(self.kept)}
         if config.role != "alone" and config.backend == "kvbridge":
             told["KVBRIDGE_ENGINE_SOCKET"] = str(self.folder / f"{name}-{{rank}}.sock")
@@ -130,7 +134,7 @@ class Fleet(Kept[Server]):
 
     def rows(self, sender: str, receiver: str, room: int) -> tuple[SavedRows, SavedRows]:
         """What was given and what was taken."""
-        shards = [CONFIGS[name].shards for name in (sender, receiver)]
+        shards = [self.configs[name].shards for name in (sender, receiver)]
         given = rows.load(self.kept, "prefill", room, shards[0])
         return given, rows.load(self.kept, "decode", room, shards[1])
 
@@ -183,3 +187,28 @@ def assert_same_tokens(alone: Answer, answer: Answer) -> None:
             continue
         assert alone.gaps[i] < CLOSE, f"token {i} is {found}, alone {expected} (best by {alone.gaps[i]:.3f}): {answer}"
         return
+
+
+def seed_of(sender: str, receiver: str, number: int) -> int:
+    """Prompts of different pairs share no prefix."""
+    return sum(map(ord, f"{sender}>{receiver}")) * 7919 + number * 31
+
+
+def assert_says_the_same(fleet: Fleet, sender: str, receiver: str, lengths: Sequence[int]) -> None:
+    """Prompts of these lengths, one after the other: the rows come, and tokens are as from one server alone."""
+    fleet.start(sender, receiver, "alone")
+    for number, length in enumerate(lengths):
+        tokens = prompt(length, seed=seed_of(sender, receiver, number))
+        (answer,) = fleet.crossed(sender, receiver, tokens)
+        fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, sender, receiver)
+
+
+def assert_sixteen_at_once(fleet: Fleet, sender: str, receiver: str) -> None:
+    prompts = [prompt(40 + 23 * i, seed=seed_of(sender, receiver, 1000 + i)) for i in range(16)]
+    fleet.start(sender, receiver, "alone")
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda tokens: fleet.crossed(sender, receiver, tokens)[0], prompts))
+    for tokens, answer in zip(prompts, answers, strict=True):
+        fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, sender, receiver)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.agent.harness import wait_for
+from tests.system.kept import kept
 from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, prompt
 from tests.system.sglang.server import Server
 
@@ -33,13 +32,7 @@ OTHERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("fleet")
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for name, config in OTHERS.items():
-            patch.setitem(CONFIGS, name, config)
-        yield Fleet(folder, stack)
+fleet = kept(Fleet, others=OTHERS)
 
 
 def reason(answer: tuple[int, Any]) -> str:

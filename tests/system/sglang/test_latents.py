@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
 
 from tests.system.engines.kinds import LATENT, ROPE, write_latent
+from tests.system.kept import kept
 from tests.system.sglang.fleet import Fleet, assert_idle, prompt
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -18,11 +17,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096,
 YARN |= {"mscale": 0.707, "mscale_all_dim": 0.707}
 
 
-@pytest.fixture(scope="module")
-def latents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        write = partial(write_latent, rope_scaling=YARN)
-        yield Fleet(tmp_path_factory.mktemp("latents"), stack, write=write)
+latents = kept(Fleet, write=partial(write_latent, rope_scaling=YARN))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 
 from kvbridge.adapters.sglang.samples import SampleRooms
 from tests.integration.agent.harness import wait_for
+from tests.system.kept import kept
 from tests.system.sglang.fleet import CONFIGS, TOKENS, Fleet, answer_of, assert_idle, assert_same_tokens, prompt
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -19,13 +18,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 N = 3
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setitem(CONFIGS, "d32-plain", replace(CONFIGS["d32"], keeps_prefixes=False))
-        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
-        fleet.start("p16", "d32", "alone")
-        yield fleet
+PLAIN = {"d32-plain": replace(CONFIGS["d32"], keeps_prefixes=False)}
+fleet = kept(Fleet, others=PLAIN, start=("p16", "d32", "alone"))
 
 
 def sampled(fleet: Fleet, tokens: Any, room: Any, n: int = N, **more: Any) -> dict[str, Any]:

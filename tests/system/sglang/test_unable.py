@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.system.kept import kept
 from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, prompt
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -23,15 +22,7 @@ OTHERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("fleet")
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for name, config in OTHERS.items():
-            patch.setitem(CONFIGS, name, config)
-        fleet = Fleet(folder, stack)
-        fleet.start("p16", "d16", "alone", *OTHERS)
-        yield fleet
+fleet = kept(Fleet, others=OTHERS, start=("p16", "d16", "alone", *OTHERS))
 
 
 def timed(fleet: Fleet, name: str, body: dict[str, Any]) -> tuple[float, int, str]:
