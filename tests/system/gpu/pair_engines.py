@@ -236,13 +236,21 @@ def handles_of(*sides: Running) -> str:
 class Engines:
     """All that are up, by name; `start` begins in the background and may be called again after a loss."""
 
-    def __init__(self, folder: Path, stack: ExitStack, is_cpu: bool, agent_options: dict[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stack: ExitStack,
+        is_cpu: bool,
+        agent_options: dict[str, str],
+        dtype: str = "bfloat16",  # of what SGLang computes
+    ) -> None:
         self.folder = folder
         self.is_cpu = is_cpu
         self.kept = folder / "rows"  # SGLang's, of prompts
         self.kept.mkdir()
         self.keep_rows(False)
         self.rooms = itertools.count(random.SystemRandom().getrandbits(40) << 16)
+        self._dtype = dtype
         self._stack = stack
         self._agent_options = agent_options
         self._model = folder / "model"
@@ -325,12 +333,13 @@ class Engines:
             gpus=() if self.is_cpu else side.gpus,
             page_size=side.block,
             tensor_parallel_size=len(side.gpus),
-            dtype="bfloat16",
+            dtype=self._dtype,
             kv_cache_dtype=side.kv,
             chunked_prefill_size=16384,
             max_total_tokens=POOL_TOKENS,
             backend="nixl" if side.is_nixl else "kvbridge",
             keeps_prefixes=False,
+            cores=_cores(side) if self.is_cpu else "",
             flags=("--load-format", "dummy"),
             environment={
                 "KVBRIDGE_TEST_ROWS": str(self.kept),
@@ -354,7 +363,7 @@ class Engines:
         }
         if self.is_cpu:
             more["num_gpu_blocks_override"] = (1 << 15) // side.block
-            cores = "|".join(str(gpu % 2) for gpu in side.gpus)
+            cores = _cores(side)
         else:
             cores = "0"
             more |= {"load_format": "dummy", "attention_backend": side.backend, "gpu_memory_utilization": 0.05}
@@ -403,3 +412,8 @@ class Engines:
             }
             connector |= {"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
         return {"kv_role": "kv_both", "engine_id": f"pairs-{name}", **connector}
+
+
+def _cores(side: Side) -> str:
+    """Pinned on a machine of two: one a rank."""
+    return "|".join(str(gpu % 2) for gpu in side.gpus)

@@ -32,7 +32,7 @@ import numpy as np
 
 from tests.system.engines.fleet import prompt
 from tests.system.gpu.pair_drive import TIE, Came, Drive, Pair
-from tests.system.gpu.pair_engines import VLLM, RunningVLLM
+from tests.system.gpu.pair_engines import VLLM, Running, RunningVLLM
 from tests.system.gpu.pair_run import Found, Run, main
 
 ROW_TOKENS = 300
@@ -86,8 +86,9 @@ def cpu_pairs() -> list[Pair]:
 
 
 class VLLMDrive(Drive):
-    def run(self, where: RunningVLLM, tokens: list[int], amount: int) -> tuple[str, float]:
+    def run(self, where: Running, tokens: list[int], amount: int) -> tuple[str, float]:
         """The request's name, and how long it took."""
+        assert isinstance(where, RunningVLLM)
         name = self.engines.name()
         where.engine.submit(name, tokens, amount)
         return name, where.engine.result(name, 40).seconds
@@ -112,7 +113,6 @@ class VLLMDrive(Drive):
 
     def timed(self, length: int, repeats: int) -> dict[str, Any]:
         """Times of one prompt length; every prompt is used once."""
-        assert isinstance(self.sender, RunningVLLM) and isinstance(self.receiver, RunningVLLM)
         for where in (self.sender, self.receiver):  # kernels of this shape; nothing travels
             self.run(where, prompt(length, seed=999), 2)
         ttft, transfers, floor, alone = [], [], [], []
@@ -184,7 +184,6 @@ class VLLMRun(Run):
 
     def show(self, pair: Pair, found: FoundVLLM) -> None:
         drive = VLLMDrive(pair, self.engines)
-        assert isinstance(drive.receiver, RunningVLLM)
         found.weights = drive.sender.dummy or drive.receiver.dummy or found.weights
         drive.run(drive.receiver, prompt(FLOOR_TOKENS, seed=999), 1)  # kernels of this shape
         for length in self.chosen.lengths:
