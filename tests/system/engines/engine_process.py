@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[3]
+LOOP = "tests.system.engines.engine_loop"
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,9 @@ class EngineDied(RuntimeError):
 
 
 class EngineProcess:
-    """Start it, `wait_ready`, use it, `close` it (or use `with`). `python` must have vLLM; logs go to `log`.
+    """Start it, `wait_ready`, use it, `close` it (or use `with`). `python` must have vLLM; logs go to `log`."""
 
-    `module` is what runs there: `engine_loop`, or one that knows more ops.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        log: Path,
-        python: str = sys.executable,
-        module: str = "tests.system.engines.engine_loop",
-    ) -> None:
+    def __init__(self, config: EngineConfig, log: Path, python: str = sys.executable) -> None:
         self.config = config
         self.log = log
         self._ours, theirs = socket.socketpair()
@@ -96,7 +88,14 @@ class EngineProcess:
         meekly = ["nice", "-n", "10"] if config.tensor_parallel_size > 1 else []
         with theirs, log.open("wb") as out:
             self.process = subprocess.Popen(
-                [*meekly, python, "-m", module, str(theirs.fileno()), json.dumps(asdict(config))],
+                [
+                    *meekly,
+                    python,
+                    "-m",
+                    "tests.system.engines.engine_loop",
+                    str(theirs.fileno()),
+                    json.dumps(asdict(config)),
+                ],
                 cwd=ROOT,
                 env=os.environ | _environment(config) | config.environment,
                 pass_fds=[theirs.fileno()],
@@ -174,8 +173,7 @@ class EngineProcess:
     def state(self, timeout_s: float = 30.0) -> dict[str, Any]:
         """requests: still known to the scheduler; free_blocks, blocks: of its pool; steps: so far; link: the
         connector's connection to its agent; cpu_s: of the process, so far."""
-        self._say(op="state")
-        return self._answer("state", timeout_s)
+        return self.ask("state", timeout_s)
 
     def wait_empty(self, timeout_s: float = 30.0) -> None:
         """Wait until the scheduler holds nothing: every block is free again."""
@@ -201,6 +199,11 @@ class EngineProcess:
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def ask(self, op: str, timeout_s: float, **more: Any) -> dict[str, Any]:
+        """What the loop's own op of this name answers."""
+        self._say(op=op, **more)
+        return self._answer(op, timeout_s)
 
     def _say(self, **message: Any) -> None:
         self._ours.sendall(json.dumps(message).encode() + b"\n")

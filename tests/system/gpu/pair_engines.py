@@ -181,26 +181,22 @@ class RunningVLLM(Running):
         if self.side.is_crossed and CROSSED not in self.engine.log.read_text():
             raise RuntimeError(f"{self.side.name} has no cross-layer cache")
         if not is_cpu:  # there it has read them
-            self.dummy = self._ask("weights", START_S, seed=weights.SEED)["failure"]
+            self.dummy = self.engine.ask("weights", START_S, seed=weights.SEED)["failure"]
 
     def digests(self) -> dict[str, int]:
-        return dict(self._ask("digests", START_S)["digests"])
+        return dict(self.engine.ask("digests", START_S)["digests"])
 
     def voice(self, tokens: list[int]) -> Voice:
-        said = self._ask("likely", 60, request=f"alone-{time.monotonic_ns()}", tokens=tokens, amount=DECODED)
+        said = self.engine.ask("likely", 60, request=f"alone-{time.monotonic_ns()}", tokens=tokens, amount=DECODED)
         places = [{int(token): chance for token, chance in each.items()} for each in said["places"]]
         return Voice(said["tokens"], places)
 
     def nixl_transfers(self) -> list[dict[str, float]]:
         """Those of its NixlConnector since the last call."""
-        return list(self._ask("transfers", 10)["transfers"])
+        return list(self.engine.ask("transfers", 10)["transfers"])
 
     def held(self) -> Any:
         return self.engine.state()
-
-    def _ask(self, op: str, timeout_s: float, **more: Any) -> dict[str, Any]:
-        self.engine._say(op=op, **more)
-        return self.engine._answer(op, timeout_s)
 
 
 @dataclass
@@ -392,7 +388,7 @@ class Engines:
         )
         python = os.environ.get("KVBRIDGE_TEST_VLLM_PYTHON") or sys.executable
         log = self.folder / f"{name}.log"
-        return self._enter(EngineProcess(config, log, python, module="tests.system.gpu.pair_loop"))
+        return self._enter(EngineProcess(config, log, python))
 
     def _transfer(self, side: VLLM, name: str) -> dict[str, Any]:
         if side.is_nixl:
