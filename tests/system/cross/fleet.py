@@ -9,11 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tests.integration.agent.harness import AgentProcess
 from tests.system.engines import fleet as vllm
-from tests.system.engines.engine_process import Rows
 from tests.system.sglang import fleet as sglang
 from tests.system.sglang import rows
 from tests.system.sglang.fleet import Answer, answer_of
@@ -41,7 +38,7 @@ class Cross:
         server = self.sglang[receiver]  # up before anything is held for it
         room, request = self.room(), self.vllm.name(f"p-{sender}")
         prefilled = self.vllm[sender].run(request, tokens, 1, vllm.PREFILL | {"bootstrap_room": room})
-        given = joined(self.vllm.rows(sender, request, 0, len(tokens)))
+        given = self.vllm.rows(sender, request, 0, len(tokens))
         status, said = server.generate(decode_body(tokens, room, prefilled, **more))
         assert status == 200, said
         return answer_of(said), given, self._kept("decode", receiver, room)
@@ -53,7 +50,7 @@ class Cross:
         room, request = self.room(), self.vllm.name(f"d-{receiver}")
         begun = self.sglang[sender].begin(prefill_body(tokens, room))
         answer = self.vllm[receiver].run(request, tokens, TOKENS, fetch_params(self.sglang.agents[sender][0], room))
-        taken = joined(self.vllm.rows(receiver, request, 0, len(tokens) - 1))
+        taken = self.vllm.rows(receiver, request, 0, len(tokens) - 1)
         assert begun.getresponse().status == 200
         begun.close()
         given = self._kept("prefill", sender, room)
@@ -61,12 +58,6 @@ class Cross:
 
     def _kept(self, side: str, name: str, room: int) -> rows.SavedRows:
         return rows.load(self.sglang.kept, side, room, self.sglang.configs[name].shards)
-
-
-def joined(found: Rows) -> rows.SavedRows:
-    """vLLM's as SGLang's are: [tokens, heads, bytes]."""
-    (codec,) = {each["name"] for each in found.codecs.values()}
-    return rows.SavedRows({key: np.swapaxes(each, 0, 1) for key, each in found.rows.items()}, codec)
 
 
 def greedy(tokens: list[int], amount: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A real vLLM engine in a process of its own, commanded over a socket pair. Many requests run at once.
 
-The test's side (`EngineProcess`) needs only numpy, so it runs in either environment. The engine's side runs
+The test's side (`EngineProcess`) needs no vLLM. The engine's side runs
 `tests.system.engines.engine_loop` with the Python that has vLLM.
 """
 
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from demo.rows import SavedRows
 
 ROOT = Path(__file__).resolve().parents[3]
 LOOP = "tests.system.engines.engine_loop"
@@ -63,10 +65,9 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """KV bytes of one request: (layer, part) -> [heads of the whole model, tokens, row bytes], uint8."""
+class Rows(SavedRows):
+    """With the codec of each plane, and its scales."""
 
-    rows: dict[tuple[int, str], np.ndarray]
     codecs: dict[tuple[int, str], dict[str, Any]]
 
 
@@ -238,9 +239,10 @@ def _load(answer: dict[str, Any], path: Path) -> Rows:
     with np.load(path) as arrays:
         for key, codec in answer["codecs"].items():
             layer, part = key.split(".")
-            rows[int(layer), part] = arrays[key]
+            rows[int(layer), part] = arrays[key].swapaxes(0, 1)
             codecs[int(layer), part] = codec
-    return Rows(rows, codecs)
+    (name,) = {codec["name"] for codec in codecs.values()}
+    return Rows(rows, name, codecs)
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from demo.model import prompt, write_model
 from tests.system.engines.engine_process import EngineConfig, EngineProcess, Result, Rows
 from tests.system.kept import Kept
+from tests.system.sglang.rows import assert_carried
 
 __all__ = ["Fleet", "prompt"]
 
@@ -114,45 +114,9 @@ class Fleet(Kept[EngineProcess]):
         return answer, ours, self.rows(receiver, wanted, 0, len(tokens) - 1)
 
 
-def assert_equal_rows(sender: Rows, receiver: Rows) -> None:
-    """Every byte of every row is the sender's."""
-    assert sender.rows.keys() == receiver.rows.keys()
-    for key, expected in sender.rows.items():
-        wrong = np.argwhere((expected != receiver.rows[key]).any(axis=2))
-        assert not len(wrong), f"layer {key[0]} {key[1]}: {len(wrong)} rows differ, first (head, token) {wrong[0]}"
-
-
-def assert_crossed(fleet: Fleet, sender: str, given: str, receiver: str, wanted: str, tokens: int) -> None:
-    """The rows of request `given` in one engine are those of `wanted` in the other, but for the last token's."""
-    assert_equal_rows(fleet.rows(sender, given, 0, tokens - 1), fleet.rows(receiver, wanted, 0, tokens - 1))
-
-
 def assert_same_as_alone(fleet: Fleet, sender: str, receiver: str, tokens: list[int]) -> None:
     """The rows arrive byte for byte, and what is decoded from them is what one engine alone says."""
     answer, ours, theirs = fleet.crossed(sender, receiver, tokens)
     assert answer.cached == len(tokens) - 1, "the prompt did not travel, it was computed again"
-    assert_equal_rows(ours, theirs)
+    assert_carried(ours, theirs)
     assert list(answer.tokens) == fleet.alone(tokens, 12)
-
-
-def fp8_values() -> np.ndarray:
-    """The value of each of the 256 fp8 e4m3 codes, from the format's definition (no infinities; 0x7f is NaN)."""
-    codes = np.arange(256)
-    sign, exponent, mantissa = 1 - 2.0 * (codes >> 7), (codes >> 3) & 15, codes & 7
-    values = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
-    return np.where((codes & 127) == 127, np.nan, sign * values)
-
-
-def bf16_values(rows: np.ndarray) -> np.ndarray:
-    """[..., 2n] bytes as n bf16 numbers, in float64."""
-    return (rows.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-def to_fp8(values: np.ndarray) -> np.ndarray:
-    """The nearest code to each value, ties to the even one, saturated: the reference conversion, by search."""
-    table = fp8_values()[:127]  # 0 .. 448
-    size = np.abs(values)
-    high = np.clip(np.searchsorted(table, size), 1, 126)
-    below, above = size - table[high - 1], table[high] - size
-    code = np.where((below < above) | ((below == above) & (high % 2 == 1)), high - 1, high)
-    return (code + 128 * np.signbit(values)).astype(np.uint8)

@@ -11,8 +11,9 @@ import pytest
 
 from kvbridge.failpoints import VARIABLE
 from tests.integration.agent.harness import wait_for
-from tests.system.engines.fleet import PREFILL, Fleet, assert_equal_rows, prompt
+from tests.system.engines.fleet import PREFILL, Fleet, prompt
 from tests.system.kept import kept
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -49,7 +50,7 @@ def travels(fleet: Fleet, seed: int) -> None:
         answer, ours, theirs = fleet.crossed("small", "large", tokens)
         assert list(answer.tokens) == fleet.alone(tokens, 12)
         if answer.cached == len(tokens) - 1:
-            return assert_equal_rows(ours, theirs)
+            return assert_carried(ours, theirs)
         assert time.monotonic() < end, "requests do not travel again"
         seed += 1000
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.system.engines.fleet import Fleet, assert_equal_rows, prompt
+from tests.system.engines.fleet import Fleet, prompt
 from tests.system.engines.kinds import LATENT, ROPE, write_latent
 from tests.system.kept import kept
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -31,9 +32,9 @@ def test_every_rank_gets_the_latent_whatever_the_number_of_ranks(
     tokens = prompt(length, seed=length + 1 + (sender == "sixteen"))
     answer, ours, theirs = latents.crossed(sender, receiver, tokens)
     assert answer.cached == len(tokens) - 1, "the prompt did not travel, it was computed again"
-    assert_equal_rows(ours, theirs)
+    assert_carried(ours, theirs)
     assert {part for _, part in ours.rows} == {"latent"} and all(rows.any(axis=2).all() for rows in ours.rows.values())
-    assert {rows.shape[0] for rows in ours.rows.values()} == {1}
+    assert {rows.shape[1] for rows in ours.rows.values()} == {1}
     assert {rows.shape[2] for rows in ours.rows.values()} == {4 * (LATENT + ROPE)}
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tests.system.cross.fleet import decode_body, fetch_params, greedy, joined, prefill_body
+from tests.system.cross.fleet import decode_body, fetch_params, greedy, prefill_body
 from tests.system.engines.fleet import PREFILL, prompt
 from tests.system.gpu.pair_engines import (
     ANSWER_S,
@@ -146,7 +146,7 @@ class Drive:
         name = came.sender_name if side == "prefill" else came.receiver_name
         found = where.engine.dump(name, 0, until, self.engines.folder / f"{side}.npz")
         assert all(set(codec["scales"]) <= {1.0} for codec in found.codecs.values()), "scales that are not 1"
-        return joined(found)
+        return found
 
 
 @contextlib.contextmanager
