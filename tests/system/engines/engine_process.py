@@ -40,7 +40,6 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_model_len: int = 2048
     enable_prefix_caching: bool = False
-    kv_space_gib: int = 1
     cores: str = "0"
     engine_id: str = ""
     role: str = "kv_both"
@@ -248,7 +247,7 @@ def _load(answer: dict[str, Any], path: Path) -> Rows:
 def _environment(config: EngineConfig) -> dict[str, str]:
     """Without these a two-core machine stalls at random, or start-up looks for a network."""
     return {
-        "VLLM_CPU_KVCACHE_SPACE": str(config.kv_space_gib),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": config.cores,
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "passive",

@@ -102,6 +102,12 @@ class Fleet(Kept[EngineProcess]):
         assert result.params and result.params["do_remote_prefill"], result
         return request, result
 
+    def fetched(self, sender: str, rendezvous: str) -> dict[str, Any]:
+        """What tells an engine to fetch what this one offers, or will, under this name."""
+        host, port = self.agents[sender][0].address.removeprefix("tcp://").split(":")
+        where = {"remote_host": host, "remote_port": int(port), "remote_engine_id": f"engine-{sender}"}
+        return {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": rendezvous, **where}
+
     def rows(self, name: str, request: str, first: int, end: int) -> Rows:
         return self[name].dump(request, first, end, self.folder / f"{name}-{request}.npz")
 

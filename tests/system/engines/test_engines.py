@@ -69,9 +69,7 @@ def test_chunks_leave_while_the_prompt_is_being_prefilled(fleet: Fleet) -> None:
     """Both engines get the request at once, as the push proxy does it; 256 tokens a step make several offers."""
     tokens = prompt(1500, seed=3)
     room, sender = fleet.name("both"), fleet.agents["small"][0]
-    host, port = sender.address.removeprefix("tcp://").split(":")
-    params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "engine-small"}
-    params |= {"remote_host": host, "remote_port": int(port), "remote_request_id": room, "tp_size": 1, "pp_size": 1}
+    params = fleet.fetched("small", room) | {"tp_size": 1, "pp_size": 1}
     offers = sender.text().count("offer: ")
     fleet["large"].submit(f"cmpl-{room}-0", tokens, 12, params)
     time.sleep(0.3)
@@ -122,10 +120,8 @@ def test_the_agent_knows_which_share_of_the_prompts_came_and_why_the_rest_did_no
 
 def test_an_aborted_request_leaves_nothing_behind(fleet: Fleet) -> None:
     tokens = prompt(600, seed=50)
-    host, port = fleet.agents["small"][0].address.removeprefix("tcp://").split(":")
-    params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port), "remote_request_id": "nobody"}
     request = fleet.name("aborted")
-    fleet["large"].submit(request, tokens, 12, params | {"remote_engine_id": "engine-small"})
+    fleet["large"].submit(request, tokens, 12, fleet.fetched("small", "nobody"))
     time.sleep(0.5)
     assert fleet.agents["large"][0].status.transfers
     fleet["large"].abort(request)
@@ -142,10 +138,8 @@ def test_an_aborted_request_leaves_nothing_behind(fleet: Fleet) -> None:
 
 def test_an_agent_killed_in_mid_transfer_costs_a_recomputation_and_nothing_else(fleet: Fleet) -> None:
     tokens = prompt(900, seed=60)
-    host, port = fleet.agents["small"][0].address.removeprefix("tcp://").split(":")
-    params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port), "remote_request_id": "later"}
     request = fleet.name("orphan")
-    fleet["large"].submit(request, tokens, 12, params | {"remote_engine_id": "engine-small"})
+    fleet["large"].submit(request, tokens, 12, fleet.fetched("small", "later"))
     time.sleep(0.5)
     assert fleet.agents["large"][0].status.transfers
     fleet.agents["large"][0].kill()

@@ -204,6 +204,15 @@ def assert_says_the_same(fleet: Fleet, sender: str, receiver: str, lengths: Sequ
     assert_idle(fleet, sender, receiver)
 
 
+def assert_works(fleet: Fleet, sender: str, receiver: str, seed: int, timeout_s: float = 20.0) -> None:
+    """Nothing is held, so long after whatever was wrong, and the next prompt is carried."""
+    assert_idle(fleet, sender, receiver, timeout_s=timeout_s)
+    tokens = prompt(100, seed=seed)
+    (answer,) = fleet.crossed(sender, receiver, tokens)
+    fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, sender, receiver)
+
+
 def assert_sixteen_at_once(fleet: Fleet, sender: str, receiver: str) -> None:
     prompts = [prompt(40 + 23 * i, seed=seed_of(sender, receiver, 1000 + i)) for i in range(16)]
     fleet.start(sender, receiver, "alone")

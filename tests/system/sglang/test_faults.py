@@ -16,7 +16,7 @@ import pytest
 from demo.model import write_model
 from tests.integration.agent.harness import wait_for
 from tests.system.kept import kept
-from tests.system.sglang.fleet import Fleet, assert_idle, prompt
+from tests.system.sglang.fleet import Fleet, assert_idle, assert_works, prompt
 from tests.system.sglang.server import PATIENCE_S
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -31,12 +31,7 @@ fleet = kept(Fleet, start=(SENDER, RECEIVER, "alone"))
 
 
 def works(fleet: Fleet, seed: int) -> None:
-    """Nothing is held, and the next prompt is carried."""
-    assert_idle(fleet, SENDER, RECEIVER, timeout_s=LATE_S)
-    tokens = prompt(100, seed=seed)
-    (answer,) = fleet.crossed(SENDER, RECEIVER, tokens)
-    fleet.assert_same_as_alone(tokens, answer)
-    assert_idle(fleet, SENDER, RECEIVER)
+    assert_works(fleet, SENDER, RECEIVER, seed, LATE_S)
 
 
 class Asked:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.system.kept import kept
-from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, prompt
+from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, assert_works, prompt
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -45,6 +45,4 @@ def test_a_request_of_two_models_fails_within_a_second(fleet: Fleet, sender: str
         assert status != 200, said
         assert seconds < SOON_S
     assert_idle(fleet, sender, receiver)
-    tokens = prompt(100, seed=4)
-    (answer,) = fleet.crossed("p16", "d16", tokens)
-    fleet.assert_same_as_alone(tokens, answer)
+    assert_works(fleet, "p16", "d16", seed=4)
