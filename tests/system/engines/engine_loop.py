@@ -236,7 +236,7 @@ def _make(config: dict[str, Any]) -> Any:
     if config["connector"] is not None:
         arguments["kv_transfer_config"] = KVTransferConfig(
             kv_connector="KVBridgeConnector",
-            kv_role=config["role"],
+            kv_role="kv_both",
             kv_load_failure_policy=config["on_failure"],
             kv_connector_extra_config=config["connector"],
             **({"engine_id": config["engine_id"]} if config["engine_id"] else {}),

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from demo.rows import SavedRows
+from demo.vllm_cpu import SETTINGS as VLLM_SETTINGS
+from kvbridge.loopback.processes import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[3]
 LOOP = "tests.system.engines.engine_loop"
@@ -42,7 +44,6 @@ class EngineConfig:
     enable_prefix_caching: bool = False
     cores: str = "0"
     engine_id: str = ""
-    role: str = "kv_both"
     on_failure: str = "recompute"
     connector: dict[str, Any] | None = None  # kv_connector_extra_config; None runs the engine alone
     more: dict[str, Any] = field(default_factory=dict)  # any other engine argument
@@ -245,18 +246,11 @@ def _load(answer: dict[str, Any], path: Path) -> Rows:
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
-    """Without these a two-core machine stalls at random, or start-up looks for a network."""
     return {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
+        **SETTINGS,
+        **VLLM_SETTINGS,
         "VLLM_CPU_OMP_THREADS_BIND": config.cores,
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "passive",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }

@@ -113,6 +113,7 @@ class Fleet(Kept[EngineProcess]):
 
     def crossed(self, sender: str, receiver: str, tokens: list[int], count: int = 12) -> tuple[Result, Rows, Rows]:
         """Prefill in one engine, decode in the other; the answer, and the KV rows of both."""
+        self.start(sender, receiver)  # what is offered is not held for as long as a start-up may take
         request, prefilled = self.prefill(sender, tokens)
         ours = self.rows(sender, request, 0, len(tokens) - 1)
         wanted = self.name(f"d-{receiver}")

@@ -11,7 +11,7 @@ import pytest
 
 from kvbridge.failpoints import VARIABLE
 from tests.integration.agent.harness import wait_for
-from tests.system.engines.fleet import PREFILL, Fleet, prompt
+from tests.system.engines.fleet import Fleet, prompt
 from tests.system.kept import kept
 from tests.system.sglang.rows import assert_carried
 
@@ -119,10 +119,3 @@ def test_an_engine_is_killed_while_its_agent_is_about_to_touch_its_blocks(fleet:
         wait_for(
             lambda agent=agent: not (agent.status.receive_slots.quarantined or agent.status.send_slots.quarantined)
         )
-
-
-def test_the_prefilling_side_serves_all_the_while(fleet: Fleet) -> None:
-    """Neither engine was hurt by what came before."""
-    tokens = prompt(100, seed=95)
-    assert len(fleet["small"].run(fleet.name("p"), tokens, 3, dict(PREFILL)).tokens) >= 1
-    assert list(fleet["large"].run(fleet.name("d"), tokens, 12).tokens) == fleet.alone(tokens, 12)

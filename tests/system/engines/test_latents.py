@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from tests.system.engines.fleet import Fleet, prompt
@@ -36,19 +34,3 @@ def test_every_rank_gets_the_latent_whatever_the_number_of_ranks(
     assert {part for _, part in ours.rows} == {"latent"} and all(rows.any(axis=2).all() for rows in ours.rows.values())
     assert {rows.shape[1] for rows in ours.rows.values()} == {1}
     assert {rows.shape[2] for rows in ours.rows.values()} == {4 * (LATENT + ROPE)}
-
-
-@pytest.mark.parametrize(
-    ("has_amx", "asked", "taken"), [(True, None, "AMX_MLA"), (True, BACKEND, BACKEND), (False, BACKEND, BACKEND)]
-)
-def test_engines_of_a_latent_take_one_backend_on_every_processor(
-    has_amx: bool, asked: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch = pytest.importorskip("torch")
-    platforms = pytest.importorskip("vllm.platforms.cpu")
-    registry = pytest.importorskip("vllm.v1.attention.backends.registry")
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    monkeypatch.setattr(platforms.CpuPlatform, "get_cpu_architecture", lambda: platforms.CpuArchEnum.X86)
-    chosen = asked and registry.AttentionBackendEnum[asked]
-    latent = SimpleNamespace(use_sparse=False, use_mla=True)
-    assert platforms.CpuPlatform.get_attn_backend_cls(chosen, latent) == registry.AttentionBackendEnum[taken].get_path()

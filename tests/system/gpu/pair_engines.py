@@ -110,11 +110,11 @@ class Voice:
 
 
 @dataclass
-class Running:
+class Beside:
     """An engine that is up, and its agents by rank."""
 
     side: Side
-    engine: EngineProcess | Server
+    engine: Any
     times: Path
     agents: list[AgentProcess] = field(default_factory=list)
     dummy: str = ""  # why it has not the weights that all others have
@@ -139,44 +139,25 @@ class Running:
         for each in self.agents:
             each.kill()
 
-    def is_well(self) -> bool:
-        return self.answers() and all(each.process.poll() is None for each in self.agents)
-
-    def answers(self) -> bool:
-        raise NotImplementedError
-
-    def prepare(self, is_cpu: bool) -> None:
-        """What is to do once it is ready."""
-        raise NotImplementedError
-
-    def digests(self) -> dict[str, int]:
-        """Of the weights that it holds (tests.system.engines.weights)."""
-        raise NotImplementedError
-
-    def voice(self, tokens: list[int]) -> Voice:
-        """How it goes on by itself."""
-        raise NotImplementedError
-
-    def held(self) -> Any:
-        """What it still has for requests."""
-        raise NotImplementedError
+    def are_agents_alive(self) -> bool:
+        return all(each.process.poll() is None for each in self.agents)
 
 
 @dataclass
-class RunningVLLM(Running):
+class RunningVLLM(Beside):
     engine: EngineProcess
 
-    def answers(self) -> bool:
+    def is_well(self) -> bool:
         try:
             name = f"well-{time.monotonic_ns()}"
             self.engine.submit(name, [5, 6, 7], 1)
             self.engine.result(name, 15)
         except (RuntimeError, OSError):
             return False
-        return True
+        return self.are_agents_alive()
 
     def prepare(self, is_cpu: bool) -> None:
-        """Without made weights it is of use all the same."""
+        """Once it is ready. Without made weights it is of use all the same."""
         assert isinstance(self.side, VLLM)
         if self.side.is_crossed and CROSSED not in self.engine.log.read_text():
             raise RuntimeError(f"{self.side.name} has no cross-layer cache")
@@ -184,9 +165,11 @@ class RunningVLLM(Running):
             self.dummy = self.engine.ask("weights", START_S, seed=weights.SEED)["failure"]
 
     def digests(self) -> dict[str, int]:
+        """Of the weights that it holds (tests.system.engines.weights)."""
         return dict(self.engine.ask("digests", START_S)["digests"])
 
     def voice(self, tokens: list[int]) -> Voice:
+        """How it goes on by itself."""
         said = self.engine.ask("likely", 60, request=f"alone-{time.monotonic_ns()}", tokens=tokens, amount=DECODED)
         places = [{int(token): chance for token, chance in each.items()} for each in said["places"]]
         return Voice(said["tokens"], places)
@@ -200,11 +183,11 @@ class RunningVLLM(Running):
 
 
 @dataclass
-class RunningSGLang(Running):
+class RunningSGLang(Beside):
     engine: Server
 
-    def answers(self) -> bool:
-        return self.engine.process.poll() is None and self.engine.is_up()
+    def is_well(self) -> bool:
+        return self.engine.process.poll() is None and self.engine.is_up() and self.are_agents_alive()
 
     def prepare(self, is_cpu: bool) -> None:
         is_seeded = self.engine.text().count(SEEDED) >= len(self.side.gpus)
@@ -222,6 +205,9 @@ class RunningSGLang(Running):
 
     def held(self) -> Any:
         return self.engine.held()
+
+
+Running = RunningVLLM | RunningSGLang
 
 
 def handles_of(*sides: Running) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
+from demo.servers import VLLM_SERVER
+from kvbridge.loopback.processes import SETTINGS as PROCESS_SETTINGS
 from tests.integration.agent.harness import PYTHON, AgentProcess, agent
 from tests.system.http_server import START_S, HttpServer, free_port
 from tests.system.sglang import fleet as sglang
@@ -29,16 +31,7 @@ MODEL = """import pathlib, sys
 from demo.model import write_model, write_tokenizer
 write_tokenizer(write_model(pathlib.Path(sys.argv[1]), eos_token_id=None))"""  # every answer is as long as it may be
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "passive",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+SETTINGS = PROCESS_SETTINGS | VLLM_SERVER
 
 
 class Fleet:

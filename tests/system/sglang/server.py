@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvbridge.loopback.processes import SETTINGS
 from tests.system.http_server import HttpServer, free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -147,15 +148,10 @@ def _flags(config: ServerConfig, model: str, port: int, bootstrap: int) -> list[
 
 
 def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
-    """Without these a two-core machine stalls at random, or start-up looks for a network."""
     paths = [str(_plugin(folder)), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     said = {
         "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "passive",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        "DO_NOT_TRACK": "1",
+        **SETTINGS,
         "PYTHONUNBUFFERED": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(PATIENCE_S),
