@@ -106,7 +106,7 @@ test-sglang: $(AGENT) $(SGLANG)
 	.venv-sglang/bin/python -m pytest -m sglang $(or $(SGLANG_TESTS),tests/integration/adapters tests/system/sglang tests/system/gpu/test_sglang_pools.py)
 
 test-cross: $(AGENT) $(ENGINE) $(SGLANG)
-	.venv-sglang/bin/python -m pytest -m cross $(or $(CROSS_TESTS),tests/system/cross tests/system/routers)
+	.venv-sglang/bin/python -m pytest -m cross $(or $(CROSS_TESTS),tests/system/cross tests/system/routers tests/system/test_demo.py)
 
 test-routers: $(AGENT) $(ENGINE) $(SGLANG) $(ROUTERS)
 	.venv/bin/python -m pytest -m routers tests/system/routers
