@@ -134,9 +134,14 @@ def test_two_answers_to_one_prompt(front: Front, make: Any, stream: bool, reques
     SGLang fetches the prompt once, and what does not fill a page once more for each answer.
     """
     body = make(prompt(150), n=2, stream=stream, **front.sampling)
+    if front.name in PROXIES and stream:
+        status, text = front.server.ask("/v1/chat/completions" if make is chat else "/v1/completions", body)
+        assert status == 400 and "not supported here: n > 1 with stream" in text
+        return
     if front.name != "smg":
         assert_carried(front, body, 150, *([150 % 64] * 2 if front.name in OF_SGLANG else []))
-        return front.wait_empty()
+        front.wait_empty()
+        return
     of_vllm = request.getfixturevalue("of_vllm")
     before = front.carried(), of_vllm.prefills()
     texts = said(front.server, body)
@@ -172,7 +177,7 @@ def test_a_prompt_of_one_token_needs_nothing(front: Front) -> None:
 
 def test_clients_that_leave(front: Front) -> None:
     with contextlib.ExitStack() as stack:
-        for n in (1, 1, 2):
+        for n in (1, 1, 1 if front.name in PROXIES else 2):
             more = front.sampling if n > 1 else {}
             body = completion(prompt(200), max_tokens=1500, stream=True, n=n, **more)
             stack.enter_context(front.server.opened("/v1/completions", body)).readline()
