@@ -13,10 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbridge.loopback.processes import free_port
-
-__all__ = ["HttpServer", "free_port"]
-
 START_S, ANSWER_S = 180.0, 60.0
 
 

@@ -143,12 +143,8 @@ class Fleet(Kept[Server]):
         answers = self.ask(sender, receiver, prompts, count)
         for room, answer in answers:
             assert len(answer.tokens) == count, answer
-            self.assert_carried(*self.rows(sender, receiver, room))
+            rows.assert_carried(*self.rows(sender, receiver, room))
         return [answer for _, answer in answers]
-
-    @staticmethod
-    def assert_carried(given: SavedRows, taken: SavedRows) -> None:
-        rows.assert_carried(given, taken)
 
     def alone(self, tokens: list[int], count: int = TOKENS) -> Answer:
         """What one server says by itself."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbridge.loopback.processes import SETTINGS
-from tests.system.http_server import HttpServer, free_port
+from kvbridge.loopback.processes import SETTINGS, free_port
+from tests.system.http_server import HttpServer
 
 ROOT = Path(__file__).resolve().parents[3]
 PLUGIN = "kvbridge_test"

@@ -9,6 +9,7 @@ import pytest
 from tests.system.engines.kinds import LATENT, ROPE, write_latent
 from tests.system.kept import kept
 from tests.system.sglang.fleet import Fleet, assert_idle, prompt
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -28,7 +29,7 @@ def test_every_rank_gets_the_latent(latents: Fleet, sender: str, receiver: str) 
         tokens = prompt(length, seed=length * 100 + sum(map(ord, sender + receiver)))
         ((room, answer),) = latents.ask(sender, receiver, [tokens])
         given, taken = latents.rows(sender, receiver, room)
-        latents.assert_carried(given, taken)
+        assert_carried(given, taken)
         assert {part for _, part in taken.rows} == {"latent"}
         assert {rows.shape[1:] for rows in given.rows.values()} == {(1, 4 * (LATENT + ROPE))}
         if given.codec == taken.codec:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.system.kept import kept
 from tests.system.sglang.fleet import Fleet, assert_idle, assert_says_the_same, assert_sixteen_at_once, prompt, seed_of
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -94,6 +95,6 @@ def test_rows_are_converted_on_the_way(fleet: Fleet, sender: str, receiver: str,
         ((room, answer),) = fleet.ask(sender, receiver, [prompt(length, seed=seed_of(sender, receiver, length))])
         given, taken = fleet.rows(sender, receiver, room)
         assert (given.codec, taken.codec) == codecs
-        fleet.assert_carried(given, taken)
+        assert_carried(given, taken)
         assert len(set(answer.tokens)) > 3, answer
     assert_idle(fleet, sender, receiver)

@@ -12,6 +12,7 @@ from kvbridge.adapters.sglang.samples import SampleRooms
 from tests.integration.agent.harness import wait_for
 from tests.system.kept import kept
 from tests.system.sglang.fleet import CONFIGS, TOKENS, Fleet, answer_of, assert_idle, assert_same_tokens, prompt
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -46,7 +47,7 @@ def test_each_is_carried_and_says_what_one_server_alone_says(fleet: Fleet, recei
     for _ in range(N + 1):
         each = rooms.next(room)
         assert isinstance(each, int)
-        fleet.assert_carried(*fleet.rows("p16", receiver, each))
+        assert_carried(*fleet.rows("p16", receiver, each))
 
 
 @pytest.mark.parametrize("shared", ["follow each other", "differ", "are one"])
