@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -231,15 +231,11 @@ def verdict(
     return "; ".join(sorted(verdicts)) or "yes"
 
 
-class Timed(Protocol):
-    """A pair that can be measured beside others."""
+def side_by_side(drives: Sequence[Any], length: int, repeats: int) -> list[dict[str, Any]]:
+    """One prompt length, a row for each pair: they take turns, every prompt is used once.
 
-    def timed(self, tokens: list[int]) -> dict[str, float]:
-        """How one prompt came: `bytes`, and times in milliseconds, `transfer_ms` among them."""
-
-
-def side_by_side(drives: Sequence[Timed], length: int, repeats: int) -> list[dict[str, Any]]:
-    """One prompt length, a row for each pair: they take turns, every prompt is used once."""
+    Their `timed` tells `bytes`, and times in milliseconds, `transfer_ms` among them.
+    """
     taken: list[list[dict[str, float]]] = [[] for _ in drives]
     for repeat in range(repeats):
         for number, drive in enumerate(drives):

@@ -21,6 +21,7 @@ from tests.integration.agent.harness import AgentProcess, agent
 from tests.system.cross.fleet import greedy
 from tests.system.engines import marks, weights
 from tests.system.engines.engine_process import EngineConfig, EngineProcess
+from tests.system.sglang import server
 from tests.system.sglang.plugin import PAUSE, SEEDED
 from tests.system.sglang.server import Server, ServerConfig
 
@@ -56,15 +57,11 @@ LLAMA_8B = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-GPU_ENVIRONMENT = {
+GPU_ENVIRONMENT = server.GPU_ENVIRONMENT | {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_USE_NCCL_SYMM_MEM": "0",
-    "NCCL_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "4",
 }
 

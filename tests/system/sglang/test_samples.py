@@ -19,8 +19,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 N = 3
 
 
-PLAIN = {"d32-plain": replace(CONFIGS["d32"], keeps_prefixes=False)}
-fleet = kept(Fleet, others=PLAIN, start=("p16", "d32", "alone"))
+fleet = kept(Fleet, others={"d32-plain": replace(CONFIGS["d32"], keeps_prefixes=False)}, start=("p16", "d32", "alone"))
 
 
 def sampled(fleet: Fleet, tokens: Any, room: Any, n: int = N, **more: Any) -> dict[str, Any]:
