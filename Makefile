@@ -106,11 +106,10 @@ test-sglang: $(AGENT) $(SGLANG)
 	.venv-sglang/bin/python -m pytest -m sglang $(or $(SGLANG_TESTS),tests/integration/adapters tests/system/sglang tests/system/gpu/test_sglang_pools.py)
 
 test-cross: $(AGENT) $(ENGINE) $(SGLANG)
-	.venv-sglang/bin/python -m pytest -m cross $(or $(CROSS_TESTS),tests/system/cross)
+	.venv-sglang/bin/python -m pytest -m cross $(or $(CROSS_TESTS),tests/system/cross tests/system/routers tests/system/test_demo.py)
 
 test-routers: $(AGENT) $(ENGINE) $(SGLANG) $(ROUTERS)
 	.venv/bin/python -m pytest -m routers tests/system/routers
-	.venv-sglang/bin/python -m pytest -m routers tests/system/routers/test_sglang.py
 
 test-systemd: $(AGENT)
 	.venv/bin/python -m pytest -m systemd tests/system/test_systemd.py

@@ -24,10 +24,10 @@ os.environ.setdefault("KVBRIDGE_TEST_AGENT_PYTHON", str(ROOT / ".venv/bin/python
 
 from record import write  # noqa: E402
 
+from demo.model import write_model  # noqa: E402
 from tests.integration.agent.harness import AgentProcess, agent  # noqa: E402
 from tests.system.engines.engine_process import EngineConfig, EngineProcess  # noqa: E402
 from tests.system.engines.fleet import PREFILL, prompt  # noqa: E402
-from tests.system.engines.model import write_model  # noqa: E402
 
 TOKENS = 1500
 AT_ONCE = 8

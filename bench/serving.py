@@ -44,12 +44,13 @@ from record import RESULTS, machine, write  # noqa: E402
 from serving_load import ANSWER, LONGEST, Answer, Ask, asks, digest, drive, figures, one_by_one  # noqa: E402
 
 from demo.model import HEAD_WIDTH, KV_HEADS  # noqa: E402
+from kvbridge.loopback.processes import free_port  # noqa: E402
 from tests.integration.agent.harness import AgentProcess, agent  # noqa: E402
-from tests.system.routers.fleet import NAME, ROUTERS, SETTINGS, VLLM, Server, free_port, serve  # noqa: E402
+from tests.system.http_server import HttpServer  # noqa: E402
+from tests.system.routers.fleet import NAME, ROUTERS, SETTINGS, SGLANG, VLLM  # noqa: E402
 from tests.system.sglang.server import Server as SGLangServer  # noqa: E402
 from tests.system.sglang.server import ServerConfig  # noqa: E402
 
-SGLANG = ROOT / ".venv-sglang/bin/python"
 PROXY = [os.environ["KVBRIDGE_TEST_AGENT_PYTHON"], "-m", "kvbridge.cli", "proxy"]
 CORES = {"prefill": {0}, "decode": {1}, "alone": {0}, "alone-two": {0, 1}}
 LAYERS, INNER = 4, 512
@@ -121,7 +122,7 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 class Running:
     """A setup's servers and agents, by role."""
 
-    servers: dict[str, Server] = field(default_factory=dict)
+    servers: dict[str, HttpServer] = field(default_factory=dict)
     bootstraps: dict[str, int] = field(default_factory=dict)  # ports of SGLang's prefill servers
     agents: dict[str, AgentProcess] = field(default_factory=dict)
 
@@ -141,7 +142,7 @@ class Running:
         return parts | {f"{role}'s agent": each.process.pid for role, each in self.agents.items()}
 
 
-def _metric(server: Server, name: str) -> list[float]:
+def _metric(server: HttpServer, name: str) -> list[float]:
     found = re.findall(rf"^{name}(?:\{{.*?\}})? (\S+)$", server.ask("/metrics")[1], re.MULTILINE)
     return [float(each) for each in found]
 
@@ -156,9 +157,8 @@ def start(setup: Setup, folder: Path, model: Path, stack: ExitStack) -> Running:
             if engine == "vllm":
                 server = _vllm(setup, role, block, folder, model)
             else:
-                ours = _sglang(setup, role, block, folder, model)
-                server = Server(ours.process, ours.port, ours.log)
-                running.bootstraps[role] = ours.bootstrap_port
+                server = sglang = _sglang(setup, role, block, folder, model)
+                running.bootstraps[role] = sglang.bootstrap_port
         stack.callback(server.kill)
         running.servers[role] = server
     for role, server in running.servers.items():
@@ -175,7 +175,7 @@ def _pin(leads: int, cores: set[int]) -> None:
                 os.sched_setaffinity(int(thread.name), cores)
 
 
-def _vllm(setup: Setup, role: str, block: int, folder: Path, model: Path) -> Server:
+def _vllm(setup: Setup, role: str, block: int, folder: Path, model: Path) -> HttpServer:
     port, environment = free_port(), dict(SETTINGS, OMP_NUM_THREADS=str(len(CORES[role])))
     transfer: dict[str, Any] = {"kv_role": "kv_both"}
     if setup.carrier == "kvbridge":
@@ -192,7 +192,7 @@ def _vllm(setup: Setup, role: str, block: int, folder: Path, model: Path) -> Ser
         *("--block-size", str(block), "--num-gpu-blocks-override", str(ROOM // block), "--no-enable-prefix-caching"),
         *(("--kv-transfer-config", json.dumps(transfer)) if setup.carrier else ()),
     ]
-    return serve(command, port, folder / f"{role}-engine.log", PYTHONPATH=str(ROOT), **environment)
+    return HttpServer(command, port, folder / f"{role}-engine.log", {"PYTHONPATH": str(ROOT), **environment})
 
 
 def _sglang(setup: Setup, role: str, block: int, folder: Path, model: Path) -> SGLangServer:
@@ -213,7 +213,7 @@ def _sglang(setup: Setup, role: str, block: int, folder: Path, model: Path) -> S
     return SGLangServer(config, str(model), folder, f"{role}-engine", python=str(SGLANG))
 
 
-def front(setup: Setup, running: Running, folder: Path, stack: ExitStack) -> Server:
+def front(setup: Setup, running: Running, folder: Path, stack: ExitStack) -> HttpServer:
     """Start what clients connect to: the router with its default settings, or the engine itself."""
     if not setup.router:
         (server,) = running.servers.values()
@@ -232,7 +232,7 @@ def front(setup: Setup, running: Running, folder: Path, stack: ExitStack) -> Ser
         at = f",bootstrap={bootstrap}" if setup.engines[0] == "sglang" else ""
         command = [*PROXY, "--prefill", f"{setup.engines[0]}={prefill}{at}"]
         command += ["--decode", f"{setup.engines[1]}={decode}", "--listen", f"127.0.0.1:{port}"]
-    router = serve(command, port, folder / f"{setup.name}-router.log")
+    router = HttpServer(command, port, folder / f"{setup.name}-router.log")
     stack.callback(router.kill)
     router.wait_up("/health" if setup.router == "proxy" else "/readiness")
     return router

@@ -14,9 +14,7 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,69 +23,30 @@ os.environ.setdefault("KVBRIDGE_TEST_AGENT_PYTHON", str(ROOT / ".venv/bin/python
 
 from record import write  # noqa: E402
 
-from tests.integration.agent.harness import agent  # noqa: E402
-from tests.system.engines.engine_process import EngineConfig, EngineProcess  # noqa: E402
-from tests.system.engines.fleet import PREFILL, prompt  # noqa: E402
-from tests.system.engines.model import write_model  # noqa: E402
+from tests.system.engines.fleet import prompt  # noqa: E402
+from tests.system.gpu.pair_drive import Pair  # noqa: E402
+from tests.system.gpu.pair_engines import VLLM, Engines  # noqa: E402
+from tests.system.gpu.vllm_pairs import VLLMDrive  # noqa: E402
 
 CONNECTORS = ("NixlConnector", "kvbridge")
-TOKENS = 65536  # room for KV in each engine
 
 
-@dataclass
-class Pair:
-    """One connector's two engines."""
-
-    name: str
-    sender: EngineProcess
-    receiver: EngineProcess
-
-    def once(self, tokens: list[int], request: str) -> float:
-        """Seconds from giving the prefilled request to the decode engine until its first token."""
-        prefilled = self.sender.run(f"p-{self.name}-{request}", tokens, 1, dict(PREFILL))
-        assert prefilled.params, prefilled
-        started = time.perf_counter()
-        answer = self.receiver.run(f"d-{self.name}-{request}", tokens, 1, prefilled.params)
-        seconds = time.perf_counter() - started
-        assert len(answer.tokens) == 1, answer
-        return seconds
+def pair_of(name: str) -> Pair:
+    sender, receiver = (
+        VLLM(f"{name}-{side}", (core,), 32, is_nixl=name != "kvbridge") for core, side in enumerate("pd")
+    )
+    return Pair(name, sender, receiver)
 
 
-def start(stack: ExitStack, folder: Path, name: str, receiver_block: int) -> Pair:
-    model = str(folder / "model")
-    base = EngineConfig(model=model, max_model_len=16384, max_num_batched_tokens=16384)
-    engines = []
-    for side, core, block in (("p", "0", 32), ("d", "1", receiver_block)):
-        more: dict[str, object] = {"num_gpu_blocks_override": TOKENS // block}
-        config = replace(base, block_size=block, cores=core, more=more)
-        if name == "kvbridge":
-            stack.enter_context(agent(folder, f"{side}-0", slot_bytes=4 << 20, receive_slots=16, send_slots=8))
-            config = replace(config, connector={"kvbridge_socket": str(folder / f"{side}-{{rank}}.sock")})
-        else:
-            more["kv_transfer_config"] = {
-                "kv_connector": "NixlConnector",
-                "kv_role": "kv_both",
-                "kv_buffer_device": "cpu",
-                "engine_id": f"nixl-{side}",
-            }
-            os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
-            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(5600 + 10 * int(core))
-        engines.append(stack.enter_context(EngineProcess(config, folder / f"{name}-{side}.log")))
-    for engine in engines:
-        engine.wait_ready()
-    return Pair(name, *engines)
-
-
-def measure(pair: Pair, length: int, repeats: int) -> dict[str, list[float]]:
-    """The seconds of each figure. `report` keeps the first of each apart: it includes the handshake."""
-    found: dict[str, list[float]] = {pair.name: [], "alone": [], "floor": []}
+def measure(drive: VLLMDrive, length: int, repeats: int) -> dict[str, list[float]]:
+    """The seconds of each figure, by the decode engine. `report` keeps the first of each apart: it includes the
+    handshake."""
+    found: dict[str, list[float]] = {drive.pair.name: [], "alone": [], "floor": []}
     for repeat in range(repeats + 1):
         tokens = prompt(length, seed=1000 * length + repeat)
-        found[pair.name].append(pair.once(tokens, f"{length}-{repeat}"))
+        found[drive.pair.name].append(drive.came(tokens, 1)[0].decode_s)
         for name, prompt_tokens in (("floor", tokens[:2]), ("alone", tokens)):
-            started = time.perf_counter()
-            pair.receiver.run(f"{name}-{length}-{repeat}", prompt_tokens, 1)
-            found[name].append(time.perf_counter() - started)
+            found[name].append(drive.run(drive.receiver, prompt_tokens, 1)[1])
     return found
 
 
@@ -102,11 +61,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(chosen.logs or name)
         folder.mkdir(parents=True, exist_ok=True)
-        write_model(folder / "model")
         for connector in CONNECTORS:
+            own = folder / connector
+            own.mkdir()
             with ExitStack() as stack:
-                pair = start(stack, folder, connector, 32)
-                found |= {(length, connector): measure(pair, length, chosen.repeats) for length in lengths}
+                drive = VLLMDrive(pair_of(connector), Engines(own, stack, True, {}))
+                found |= {(length, connector): measure(drive, length, chosen.repeats) for length in lengths}
     rows = [row for length in lengths for row in report(length, {name: found[length, name] for name in CONNECTORS})]
     write("vllm_pair", {"repeats": chosen.repeats, "rows": rows})
 
@@ -114,7 +74,6 @@ def main() -> None:
 def report(length: int, found: dict[str, dict[str, list[float]]]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for connector, timed in found.items():
-        assert min(timed[connector][1:]) < min(timed["alone"][1:]), f"{connector}: nothing travelled"
         for name, seconds in timed.items():
             first, rest = seconds[0], seconds[1:]
             what = name if name == connector else f"{name} ({connector})"

@@ -50,13 +50,15 @@ def demo(
 
             run_upgrade(upgrade_from, vllm_python)
         elif vllm:
-            from demo.vllm import run as run_vllm
+            from demo.real import OF_VLLM
+            from demo.real import run as run_real
 
-            run_vllm(vllm_python)
+            run_real(OF_VLLM, {"vllm": vllm_python})
         elif cross:
-            from demo.cross import run as run_cross
+            from demo.real import ACROSS
+            from demo.real import run as run_real
 
-            run_cross(vllm_python, sglang_python)
+            run_real(ACROSS, {"vllm": vllm_python, "sglang": sglang_python})
         else:
             from demo.run import run
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,21 +54,26 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 def write_model(folder: Path, seed: int = 0, **changes: object) -> Path:
     """Write config.json and model.safetensors. The same arguments give the same bytes."""
+    write_config(folder, **changes)
+    return write_weights(folder, _shapes(json.loads((folder / "config.json").read_text())), GAINS, 1.0, seed)
+
+
+def write_weights(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], gains: Mapping[str, float], usual: float, seed: int = 0
+) -> Path:
+    """Write model.safetensors with random weights. `gains` are by parts of names, `usual` is that of all others."""
     import torch
     from safetensors.torch import save_file
 
-    write_config(folder, **changes)
-    config = json.loads((folder / "config.json").read_text())
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in _shapes(config).items():
+    for name, shape in shapes.items():
         if name.endswith("norm.weight"):
             weights[name] = torch.ones(shape, dtype=torch.bfloat16)
             continue
         values = torch.randn(shape, generator=generator)
         if "embed_tokens" not in name:
-            gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
-            values *= gain / math.sqrt(shape[1])
+            values *= next((gain for part, gain in gains.items() if part in name), usual) / math.sqrt(shape[1])
         weights[name] = values.to(torch.bfloat16)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -6,7 +6,6 @@ every place. Clients ask `kvbridge proxy` all the time and compare each answer w
 
 from __future__ import annotations
 
-import signal
 import tempfile
 import threading
 import time
@@ -15,18 +14,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
 
 from kvbridge.errors import OperatorError
-from kvbridge.loopback.processes import ServerProcess, python_with
+from kvbridge.loopback.processes import python_with
 
 from .model import prompt
+from .servers import ask_vllm, exit_on_signals
 from .upgrade_fleet import UpgradeFleet, UpgradeMember
 
-ANSWER_S = 60.0
 CLIENTS = 2
 PAUSE_S = 1.0  # of a client, between two requests
 SETTLED = 8  # answers to wait for, of requests asked after a step
@@ -122,24 +120,15 @@ class Traffic:
     def _ask(self, tokens: list[int], expected: list[int]) -> Answer:
         began = time.monotonic()
         try:
-            got = ask(self._fleet.proxy, tokens)
+            got = ask_vllm(self._fleet.proxy, tokens, DECODED)
         except OperatorError as error:
             return Answer(time.monotonic() - began, failure=str(error).partition(";")[0])
         return Answer(time.monotonic() - began, len(tokens) - 1, got != expected)
 
 
-def ask(server: ServerProcess, tokens: list[int]) -> list[int]:
-    """The tokens that the server answers. Raises OperatorError."""
-    body = {"prompt": tokens, "max_tokens": DECODED, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    said: dict[str, Any] = server.ask("/v1/completions", body, ANSWER_S)
-    answered: list[int] = said["choices"][0]["token_ids"]
-    return answered
-
-
 def run(wheel: Path, vllm_python: Path | None) -> None:
     """Exit code 1 if a request failed, a token is wrong, or nothing was carried after a step. Raises OperatorError."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+    exit_on_signals()
     console = Console()
     python = python_with("vllm", vllm_python)
     with tempfile.TemporaryDirectory(prefix="kvbridge-demo-") as folder, ExitStack() as stack:
@@ -150,18 +139,13 @@ def run(wheel: Path, vllm_python: Path | None) -> None:
         fleet = UpgradeFleet(Path(folder), stack, python, wheel)
         fleet.start()
         prompts = [prompt(count, seed) for seed, count in enumerate(PROMPTS, 1)]
-        alone = [(tokens, ask(fleet.members[0].engine, tokens)) for tokens in prompts]
+        alone = [(tokens, ask_vllm(fleet.members[0].engine, tokens, DECODED)) for tokens in prompts]
         with Traffic(fleet, alone) as traffic:
             found = [_step(console, traffic, "all as in the wheel", lambda: "")]
             for member in fleet.members:
                 found.append(_step(console, traffic, f"agent {member.name}", _agent(fleet, member)))
                 found.append(_step(console, traffic, f"engine {member.name}", _engine(fleet, member)))
     conclude(console, found)
-
-
-def _leave(number: int, _: Any) -> None:
-    """The servers are in process groups of their own, so they must be ended: exit through the stack."""
-    raise SystemExit(128 + number)
 
 
 def _agent(fleet: UpgradeFleet, member: UpgradeMember) -> Callable[[], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -16,12 +15,11 @@ from kvbridge.errors import OperatorError
 from kvbridge.loopback.processes import SETTINGS, AgentProcess, ServerProcess, end, free_port
 
 from .pythonpath import of_demo_alone
-from .vllm_cpu import SETTINGS as VLLM_SETTINGS
+from .servers import VLLM_SERVER, vllm_flags
 
 START_S = 400.0  # start-up of an engine that shares two busy cores with three others and their clients
 STEP_S = 60.0  # for anything else that we wait for
 STOP_S = 30  # for an engine to finish what it has
-MOST_TOKENS = 1 << 14  # room for KV in each engine
 BLOCKS = {"prefill": 32, "decode": 64}  # tokens; on a CPU vLLM's blocks are multiples of 32
 
 
@@ -129,21 +127,13 @@ class UpgradeFleet:
         self._stack.callback(end, member.agent.process)
 
     def _start_engine(self, member: UpgradeMember, version: dict[str, str]) -> None:
-        transfer = {
-            "kv_connector": "KVBridgeConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"kvbridge_socket": member.agent.socket},
-        }
+        flags = vllm_flags(str(self._folder / "model"), BLOCKS[member.role], member.agent.socket, "recompute")
         command = [
             # vLLM's processes spin while they wait for each other, so agents and clients get priority.
-            *("nice", "-n", "10", self._python, "-m", "demo.vllm_cpu", "serve", str(self._folder / "model")),
-            *("--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"),
-            *("--block-size", str(BLOCKS[member.role]), "--max-model-len", "2048", "--shutdown-timeout", str(STOP_S)),
-            *("--num-gpu-blocks-override", str(MOST_TOKENS // BLOCKS[member.role])),
-            *("--kv-transfer-config", json.dumps(transfer), "--host", "127.0.0.1", "--port", str(member.port)),
+            *("nice", "-n", "10", self._python, "-m", "demo.vllm_cpu", *flags, "--shutdown-timeout", str(STOP_S)),
+            *("--host", "127.0.0.1", "--port", str(member.port)),
         ]
-        settings = SETTINGS | VLLM_SETTINGS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | version
+        settings = SETTINGS | VLLM_SERVER | version
         member.engine = ServerProcess(self._folder, f"{member.name}-engine", command, member.port, settings)
         self._stack.callback(member.engine.kill)
 

@@ -1,11 +1,12 @@
 """Starts vLLM as `demo.vllm_cpu` does, and writes the KV rows of each prompt to the current folder.
 
-A request with a `bootstrap_room` has its rows written (`rows.write`) just before its blocks are freed. On the prefill
+A request with a room (`room_of`) has its rows written (`rows.write`) just before its blocks are freed. On the prefill
 side that is when they have been fetched, on the decode side when the request ends.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,14 +105,20 @@ def _keep_here() -> None:
 
 def _keep(core: Any, request: Any) -> None:
     params = request.kv_transfer_params or {}
-    ids = core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-    if "bootstrap_room" not in params or not any(ids):
+    room, ids = room_of(params), core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    if room is None or not any(ids):
         return
     rows, codecs = joined(core.collective_rpc(read_rows, args=(ids, 0, request.num_prompt_tokens)))
     (codec,) = {each["name"] for each in codecs.values()}
     by_token = {key: np.swapaxes(each, 0, 1) for key, each in rows.items()}
     side = "prefill" if params.get("do_remote_decode") else "decode"
-    write(Path.cwd(), side, params["bootstrap_room"], 0, codec, by_token)
+    write(Path.cwd(), side, room, 0, codec, by_token)
+
+
+def room_of(params: dict[str, Any]) -> int | None:
+    """The room that the router gave the request, or that the prefilling engine has named the rendezvous after."""
+    found = re.match(r"room/(\d+)/", params.get("remote_request_id") or "")
+    return params.get("bootstrap_room", int(found[1]) if found else None)
 
 
 if __name__ in MAINS:

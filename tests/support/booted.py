@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.sandbox import HOMES, ROOT, of_python
-
+ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "systemd"
 SYSTEMD = Path("/lib/systemd/systemd")
 TOOLS = ("unshare", "nsenter", "mount", "systemctl", "systemd-sysusers", "systemd-tmpfiles")
+HOMES = ("/engine", "/root")
 UNITS = "/run/units"  # the only units; the host's own would mount, load and clean up things
 START_S = 20.0
 OF_NOBODY = "[Unit]\nDefaultDependencies=no\n"  # a target that pulls nothing in
@@ -134,6 +134,13 @@ def _seen() -> str:
     """Hide homes as the unit does, except this Python, which an operator would have installed elsewhere."""
     inside = [path for path in of_python() if any(Path(engine) in Path(path).parents for engine in HOMES)]
     return "ProtectHome=tmpfs\n" + "".join(f"BindReadOnlyPaths={path}\n" for path in inside) if inside else ""
+
+
+def of_python() -> list[str]:
+    """The folders of this Python and its imports. An operator would have installed them where they can be read."""
+    places = {Path(sys.base_prefix), Path(sys.prefix), ROOT, *map(Path, sys.path)}
+    found = sorted({place.resolve() for place in places if place.is_dir()})
+    return [str(place) for place in found if not any(outer in place.parents for outer in found)]
 
 
 def _once_up(process: subprocess.Popen[bytes], folder: Path) -> Booted:

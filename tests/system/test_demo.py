@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from io import StringIO
@@ -14,19 +13,17 @@ import numpy as np
 import pytest
 import torch
 import typer
-from msgspec import structs
 from rich.console import Console
 
-from demo import run as synthetic
-from demo.cross import PAIRS, CrossOutcome, compare, conclude, report
-from demo.cross_engines import DemoServer
+from demo.real import ACROSS, OF_VLLM, RealOutcome, compare, conclude, report
 from demo.rows import write
+from demo.servers import DemoServer
 from demo.upgrade import Answer, Seen
 from demo.upgrade import conclude as conclude_upgrade
 from kvbridge.geometry.compat import check_pool
-from kvbridge.loopback.carry import PairOutcome
 from kvbridge.loopback.engine import Job, SyntheticEngine
 from kvbridge.loopback.pools import POISON, DemoRequest, Shape, describe, fill, first_difference, tables
+from tests.integration.agent.harness import PYTHON
 
 ROOT = Path(__file__).parents[2]
 SMALL = Shape(name="small", axes="LPBTHE", block_tokens=16, blocks=12, layers=2, kv_heads=4, width=8)
@@ -37,14 +34,14 @@ SHAPES = [
     Shape(name="cross", axes="BLPTHE", block_tokens=48, blocks=4, layers=2, kv_heads=4, width=8, codec="fp8_e4m3"),
 ]
 REQUESTS = [DemoRequest(name="one", tokens=40, seed=1), DemoRequest(name="two", tokens=33, first_token=16, seed=2)]
-CROSSED = [pair for pairs in PAIRS.values() for pair in pairs]
-AS_ALONE = CrossOutcome(*CROSSED[0], 40, 163840.0, ((5, 6), (5, 6)), (5, 6), "", 0.5)
+CROSSED = [pair for pairs in (ACROSS | OF_VLLM).values() for pair in pairs]
+AS_ALONE = RealOutcome(*CROSSED[0], 40, 163840.0, ((5, 6), (5, 6)), (5, 6), "", 0.5)
 
 
 def demo(*arguments: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     """As `make demo` runs it, in a terminal that is wide enough for the times of a busy machine."""
-    command = [sys.executable, "-m", "demo", *map(str, arguments)]
-    env = os.environ | {"COLUMNS": "100"}
+    command = [PYTHON, "-m", "demo", *map(str, arguments)]
+    env = os.environ | {"COLUMNS": "120"}
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=env)
 
 
@@ -94,22 +91,23 @@ def test_verify_says_where_it_is_wrong() -> None:
     assert f"layer 0 k head 2 block {table[1]} token 3 element 0" in receiver.verify()
 
 
-def test_a_slow_machine_does_not_push_the_verdict_out() -> None:
-    names = ("K|V packed HND", "cross-layer NHD")
-    shapes = [structs.replace(SMALL, name=name, codec="fp8_e4m3", tp_size=2) for name in names]
-    changes = ("codec: sender bf16, receiver fp8_e4m3",)
-    outcome = PairOutcome(shapes[0], shapes[1], changes, 160 << 20, 1.0, 123.456, ("a" * 16,), "")
-    screen = StringIO()
-    synthetic._report(Console(file=screen, width=80), [outcome], 200.0)
-    assert "exact" in screen.getvalue() and "123456" in screen.getvalue(), screen.getvalue()
-
-
 def test_the_whole_demo() -> None:
     told = demo(timeout_s=100)
     assert told.returncode == 0, told.stderr + told.stdout
     assert told.stdout.count("exact") == 3
     assert "WRONG" not in told.stdout
     assert "codec bf16 -> fp8_e4m3" in told.stdout
+
+
+@pytest.mark.cross
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("flag", "pairs"), [("--vllm", 2), ("--cross", 5)])
+def test_the_demo_of_real_engines(flag: str, pairs: int) -> None:
+    told = demo(flag, timeout_s=580)
+    assert told.returncode == 0, told.stdout + told.stderr
+    rows = [line for line in told.stdout.splitlines() if "TP" in line]
+    assert len(rows) == 3 * pairs, told.stdout  # prompts of each
+    assert all(row.count("equal") == 2 for row in rows), told.stdout
 
 
 @pytest.mark.parametrize(
@@ -123,7 +121,7 @@ def test_the_whole_demo() -> None:
     ],
     ids=["right", "token", "one engine alone", "row", "nothing"],
 )
-def test_cross_demo_ends_with_1_if_anything_is_wrong(outcome: CrossOutcome, says: str) -> None:
+def test_cross_demo_ends_with_1_if_anything_is_wrong(outcome: RealOutcome, says: str) -> None:
     screen = StringIO()
     console = Console(file=screen, width=120)
     report(console, "both ways", [AS_ALONE, outcome])

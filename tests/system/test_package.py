@@ -101,13 +101,6 @@ def test_doctor_of_the_wheel_brings_the_page_that_it_quotes(clean: Path, tmp_pat
     assert found["outcome"] == "warning" and found["entry"].startswith("The same as listen, for the port of"), found
 
 
-def test_doctor_of_the_wheel_moves_something_by_a_route(clean: Path, tmp_path: Path) -> None:
-    only = [part for name in ("shm", "nixl", "route-pull") for part in ("--only", name)]
-    found = json.loads(told([clean / "kvbridge", "doctor", *only, "--json"], tmp_path, timeout_s=100))
-    outcomes = {each["check"]: each["outcome"] for each in found}
-    assert outcomes["route-pull"] == "ok" and "failed" not in outcomes.values(), found
-
-
 @pytest.mark.parametrize("version", PYTHONS)
 def test_every_python_that_is_named_installs_the_wheel(version: str, wheel: Path, tmp_path: Path) -> None:
     """Without what it needs: that is not here for other Pythons. Each of its files is Python to this one."""

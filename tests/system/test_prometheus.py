@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import struct
 import subprocess
 import time
@@ -20,6 +19,7 @@ import pytest
 from kvbridge_proto.engine import Computed, Done, Failed, Refused
 
 from kvbridge.failpoints import VARIABLE
+from kvbridge.loopback.processes import free_port
 from tests.integration.agent.harness import AgentProcess, Client, SyntheticEngine, agent
 from tests.integration.agent.test_spans import Collector
 from tests.support.monitoring import ALERTS, dashboard, program, promtool, rules, targets
@@ -40,12 +40,6 @@ HAPPENED = (  # two scrapes of the last of it: rates need two
     'kvbridge_wants_total{outcome="bad_address"}',
     'kvbridge_handshakes_total{role="receiver",outcome="peer_unreachable"}',
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

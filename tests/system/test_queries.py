@@ -115,15 +115,3 @@ def test_a_misspelt_label_in_a_text_is_seen(text: str) -> None:
 def test_a_misspelt_query_of_a_variable_is_seen(query: str) -> None:
     with pytest.raises(Misnamed):
         variable(query)
-
-
-@pytest.mark.parametrize(
-    "expr", [*dict.fromkeys(expr for _, expr, _ in targets()), *(r["expr"] for r in ALERTS.values())]
-)
-def test_no_word_of_an_expression_could_be_another(expr: str) -> None:
-    """Functions and keywords too, which the parser knows."""
-    words = list(re.finditer(r"(?<!\w)[a-z_]\w+", expr))
-    assert words
-    for word in words:
-        with pytest.raises(Misnamed):
-            judged(f"{expr[: word.end()]}x{expr[word.end() :]}")

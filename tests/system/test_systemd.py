@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import sys
 import time
 from pathlib import Path
@@ -11,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from kvbridge.local_agents import ask
-from tests.support.booted import Booted, booted, why_not
-from tests.support.sandbox import ROOT
+from tests.support.booted import ROOT, Booted, booted, why_not
 
 REASON = why_not()
 pytestmark = [pytest.mark.systemd, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
-CONFIG = 'listen = "tcp://127.0.0.1:{port}"\nmetrics = ""\ndevice = "cpu"\n'
+CONFIG = 'listen = "tcp://127.0.0.1:{port}"\nmetrics = ""\ndevice = "cpu"\nallowed_uids = [65533]\n'  # an engine's user
 UNIT = "kvbridge-agent@{}.service"
 
 
@@ -33,7 +34,10 @@ def test_an_agent_for_each_gpu_is_started_once_it_serves_and_stops_in_order(tmp_
         told = systemd.run("systemctl", "start", *units)
         assert told.returncode == 0, [systemd.text(unit) for unit in units]
         for number, unit in enumerate(units):
-            assert ask(str(systemd.root / f"run/kvbridge/agent-{number}.sock")).state == "serving"
+            socket = systemd.root / f"run/kvbridge/agent-{number}.sock"
+            assert ask(str(socket)).state == "serving"
+            modes = [stat.S_IMODE(os.stat(path).st_mode) for path in (socket, f"{socket}.lock")]
+            assert modes == [0o666, 0o600]  # that other user may connect
             assert systemd.shows(unit, "StatusText") == "serving"
         folder = (systemd.root / "run/kvbridge").stat()
         assert folder.st_mode & 0o777 == 0o750 and folder.st_uid != 0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.gpu.cross_pairs import Found, ratios
-from tests.system.gpu.sglang_pairs import DECODED, Voice, alike, apart, parting
+from tests.system.gpu.cross_pairs import FoundAcross, ratios
+from tests.system.gpu.pair_drive import DECODED, Voice, alike, apart, parting
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
@@ -43,9 +43,9 @@ def test_a_pair_is_held_against_the_faster_equal_pair() -> None:
         "vllm": [{"transfer_ms": 5.0, "ttft_ms": 40.0, "handover_ms": 30.0}],
         "sglang": [{"transfer_ms": 4.0, "ttft_ms": 60.0, "handover_ms": 20.0}],
     }
-    found = Found("vllm16-to-sglang64", kv_rows="yes", tokens={1024: "yes"}, rows=rows, against=against)
+    found = FoundAcross("vllm16-to-sglang64", kv_rows="yes", tokens={1024: "yes"}, rows=rows, against=against)
     found.ratios = ratios(rows, against)
     assert found.ratios[0]["ttft_ms"] == {"vllm": 1.5, "sglang": 1.0, "worse": 1.5}
-    failed = Found("sglang64-to-vllm16", failure="no answer")
+    failed = FoundAcross("sglang64-to-vllm16", failure="no answer")
     results = {"weights": {"same": "yes"}, "pairs": json.loads(json.dumps([vars(found), vars(failed)]))}
     assert [line.met for line in cross_lines(results)] == [True, True, False, None, True, False]

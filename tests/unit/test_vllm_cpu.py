@@ -21,7 +21,6 @@ from demo.vllm_cpu import ask_for_tiles
 ROOT = Path(__file__).parents[2]
 ENGINES = (
     "demo.vllm_cpu",
-    "demo.vllm_engine",
     "demo.vllm_rows",
     "tests.system.engines.engine_loop",
 )

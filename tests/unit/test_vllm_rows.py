@@ -45,6 +45,7 @@ class Core:
         # As the adapter leaves it once the prompt has come.
         ({"do_remote_prefill": False, "do_remote_decode": False, "bootstrap_room": 7}, "decode"),
         ({"do_remote_prefill": False, "bootstrap_room": 7}, "decode"),
+        ({"do_remote_prefill": False, "remote_request_id": "room/7/0f"}, "decode"),  # vLLM has prefilled it
     ],
 )
 def test_rows_are_kept_before_their_blocks_are_freed(

@@ -34,13 +34,13 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from demo.model import write_config
 from kvbridge.adapters.vllm.connector import KVBridgeConnector
 from kvbridge.adapters.vllm.options import VLLMOptions
 from kvbridge.adapters.vllm.scheduler import SchedulerSide
 from kvbridge.adapters.vllm.worker import WorkerSide
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
 from tests.integration.adapters.small import Clock, memory_of
-from tests.system.engines.model import write_config
 
 BLOCK = 16
 # Whose hooks can be called: the installed vLLM's, and the older ones, which it still knows.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from tests.integration.agent.harness import AgentProcess
 from tests.system.engines import fleet as vllm
-from tests.system.engines.engine_process import Rows
 from tests.system.sglang import fleet as sglang
 from tests.system.sglang import rows
 from tests.system.sglang.fleet import Answer, answer_of
@@ -22,11 +21,11 @@ TOKENS = sglang.TOKENS
 class Cross:
     """Both fleets; a prompt goes from one engine of one to one engine of the other."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, start: Sequence[str] = ()) -> None:
         python = os.environ["KVBRIDGE_TEST_VLLM_PYTHON"]
         (folder / "vllm").mkdir()
         self.vllm = vllm.Fleet(folder / "vllm", stack, dtype="float32", python=python)
-        self.sglang = sglang.Fleet(folder / "sglang", stack)
+        self.sglang = sglang.Fleet(folder / "sglang", stack, start=start)
 
     @staticmethod
     def room() -> int:
@@ -39,60 +38,59 @@ class Cross:
         server = self.sglang[receiver]  # up before anything is held for it
         room, request = self.room(), self.vllm.name(f"p-{sender}")
         prefilled = self.vllm[sender].run(request, tokens, 1, vllm.PREFILL | {"bootstrap_room": room})
-        given = joined(self.vllm.rows(sender, request, 0, len(tokens)))
-        status, said = server.generate(self.decode_body(receiver, tokens, room, prefilled, **more))
+        given = self.vllm.rows(sender, request, 0, len(tokens))
+        status, said = server.generate(decode_body(tokens, room, prefilled, **more))
         assert status == 200, said
         return answer_of(said), given, self._kept("decode", receiver, room)
-
-    def decode_body(self, receiver: str, tokens: list[int], room: int, prefilled: Any, **more: Any) -> dict[str, Any]:
-        """What a router sends to SGLang's decode server when vLLM has prefilled."""
-        params = prefilled.params
-        told = {
-            "sender": f"tcp://{params['remote_host']}:{params['remote_port']}",
-            "first_token": prefilled.tokens[0],
-            "rendezvous": params["remote_request_id"],
-        }
-        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        return {
-            "input_ids": tokens,
-            "sampling_params": sampling | {"custom_params": {"kvbridge": told | more}},
-            "bootstrap_host": "kvbridge",
-            "bootstrap_room": room,
-        }
 
     def to_vllm(
         self, sender: str, receiver: str, tokens: list[int]
     ) -> tuple[list[int], int, rows.SavedRows, rows.SavedRows]:
         """SGLang prefills, vLLM decodes, asked at once: the tokens, how many were not computed, both sides' rows."""
         room, request = self.room(), self.vllm.name(f"d-{receiver}")
-        host, _, port = self.sglang.agents[sender][0].address.removeprefix("tcp://").partition(":")
-        where = {"remote_host": host, "remote_port": int(port)}
-        fetched = {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room, **where}
-        begun = self.sglang[sender].begin(self.prefill_body(tokens, room))
-        answer = self.vllm[receiver].run(request, tokens, TOKENS, fetched)
-        taken = joined(self.vllm.rows(receiver, request, 0, len(tokens) - 1))
+        begun = self.sglang[sender].begin(prefill_body(tokens, room))
+        answer = self.vllm[receiver].run(request, tokens, TOKENS, fetch_params(self.sglang.agents[sender][0], room))
+        taken = self.vllm.rows(receiver, request, 0, len(tokens) - 1)
         assert begun.getresponse().status == 200
         begun.close()
         given = self._kept("prefill", sender, room)
-        short = rows.SavedRows({key: each[: len(tokens) - 1] for key, each in given.rows.items()}, given.codec)
-        return list(answer.tokens), answer.cached, short, taken
-
-    @staticmethod
-    def prefill_body(tokens: list[int], room: int) -> dict[str, Any]:
-        """What a router sends to SGLang's prefill server when vLLM is to decode."""
-        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        return {
-            "input_ids": tokens,
-            "sampling_params": sampling | {"custom_params": {"kvbridge": {"fetched_by": "vllm"}}},
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_room": room,
-        }
+        return list(answer.tokens), answer.cached, given.first(len(tokens) - 1), taken
 
     def _kept(self, side: str, name: str, room: int) -> rows.SavedRows:
-        return rows.load(self.sglang.kept, side, room, sglang.CONFIGS[name].shards)
+        return rows.load(self.sglang.kept, side, room, self.sglang.configs[name].shards)
 
 
-def joined(found: Rows) -> rows.SavedRows:
-    """vLLM's as SGLang's are: [tokens, heads, bytes]."""
-    (codec,) = {each["name"] for each in found.codecs.values()}
-    return rows.SavedRows({key: np.swapaxes(each, 0, 1) for key, each in found.rows.items()}, codec)
+def greedy(tokens: list[int], amount: int) -> dict[str, Any]:
+    return {
+        "input_ids": tokens,
+        "sampling_params": {"temperature": 0, "max_new_tokens": amount, "ignore_eos": True},
+    }
+
+
+def decode_body(tokens: list[int], room: int, prefilled: Any, amount: int = TOKENS, **more: Any) -> dict[str, Any]:
+    """What a router sends to SGLang's decode server when vLLM has prefilled. `more` is told of vLLM, or instead."""
+    params = prefilled.params
+    told = {
+        "sender": f"tcp://{params['remote_host']}:{params['remote_port']}",
+        "first_token": prefilled.tokens[0],
+        "rendezvous": params["remote_request_id"],
+    }
+    return _told(greedy(tokens, amount), told | more) | {"bootstrap_host": "kvbridge", "bootstrap_room": room}
+
+
+def prefill_body(tokens: list[int], room: int, amount: int = TOKENS) -> dict[str, Any]:
+    """What a router sends to SGLang's prefill server when vLLM is to decode."""
+    body = _told(greedy(tokens, amount), {"fetched_by": "vllm"})
+    return body | {"bootstrap_host": "127.0.0.1", "bootstrap_room": room}
+
+
+def fetch_params(sender: AgentProcess, room: int) -> dict[str, Any]:
+    """What a router sends to vLLM when SGLang prefills."""
+    host, _, port = sender.address.removeprefix("tcp://").partition(":")
+    where = {"remote_host": host, "remote_port": int(port)}
+    return {"do_remote_prefill": True, "do_remote_decode": False, "bootstrap_room": room, **where}
+
+
+def _told(body: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """What SGLang is told of the other engine."""
+    return body | {"sampling_params": body["sampling_params"] | {"custom_params": {"kvbridge": said}}}

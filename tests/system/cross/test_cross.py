@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-
 import pytest
 
 from tests.system.cross.fleet import TOKENS, Cross
+from tests.system.kept import kept
 from tests.system.sglang import rows
-from tests.system.sglang.fleet import Answer, assert_idle, assert_same_tokens, prompt
+from tests.system.sglang.fleet import Answer, assert_idle, assert_same_tokens, prompt, seed_of
 
 pytestmark = [pytest.mark.cross, pytest.mark.timeout(400)]
 
 LENGTHS = (2, 15, 16, 17, 33, 64, 300, 700)
 
 
-@pytest.fixture(scope="module")
-def cross(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cross]:
-    with ExitStack() as stack:
-        yield Cross(tmp_path_factory.mktemp("cross"), stack)
+cross = kept(Cross)
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [("small", "d16"), ("two", "d16"), ("large", "d16")])
 def test_vllm_prefills_and_sglang_decodes(cross: Cross, sender: str, receiver: str) -> None:
     for number, length in enumerate(LENGTHS):
-        tokens = prompt(length, seed=_seed(sender, receiver, number))
+        tokens = prompt(length, seed=seed_of(sender, receiver, number))
         answer, given, taken = cross.to_sglang(sender, receiver, tokens)
         rows.assert_carried(given, taken)
         _assert_as_each_alone(cross, tokens, answer.tokens)
@@ -37,7 +32,7 @@ def test_vllm_prefills_and_sglang_decodes(cross: Cross, sender: str, receiver: s
 def test_sglang_prefills_and_vllm_decodes(cross: Cross, sender: str, receiver: str) -> None:
     cross.sglang.start(sender)
     for number, length in enumerate(LENGTHS):
-        tokens = prompt(length, seed=_seed(sender, receiver, number))
+        tokens = prompt(length, seed=seed_of(sender, receiver, number))
         found, cached, given, taken = cross.to_vllm(sender, receiver, tokens)
         assert cached == length - 1, "the prompt did not travel, it was computed again"
         rows.assert_carried(given, taken)
@@ -50,8 +45,3 @@ def _assert_as_each_alone(cross: Cross, tokens: list[int], found: tuple[int, ...
     alone = cross.sglang.alone(tokens, TOKENS)
     assert_same_tokens(alone, Answer(found, (), 0, None))
     assert_same_tokens(alone, Answer(tuple(cross.vllm.alone(tokens, TOKENS)), (), 0, None))
-
-
-def _seed(sender: str, receiver: str, number: int) -> int:
-    """Prompts of different pairs share no prefix."""
-    return sum(map(ord, f"{sender}>{receiver}")) * 7919 + number * 31

@@ -14,20 +14,16 @@ from typing import Any
 import pytest
 
 from tests.integration.agent.harness import wait_for
-from tests.system.cross.fleet import TOKENS, Cross
+from tests.system.cross.fleet import TOKENS, Cross, decode_body, fetch_params, prefill_body
 from tests.system.engines.fleet import PREFILL, Fleet
+from tests.system.kept import kept
 from tests.system.sglang import rows
 from tests.system.sglang.fleet import answer_of, assert_idle, assert_same_tokens, prompt
 
 pytestmark = [pytest.mark.cross, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="module")
-def cross(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cross]:
-    with ExitStack() as stack:
-        cross = Cross(tmp_path_factory.mktemp("cross"), stack)
-        cross.sglang.start("p16", "d16")
-        yield cross
+cross = kept(Cross, start=("p16", "d16"))
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +38,6 @@ def go_on(cross: Cross) -> Iterator[None]:
 
 SEEDS = iter(range(9000, 9100))
 SOON_S = 1.0
-FETCHED = {"do_remote_prefill": True, "do_remote_decode": False}
-COMPUTED = "kvbridge_prompts_computed_here_total{reason=incompatible}"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +54,7 @@ COMPUTED = "kvbridge_prompts_computed_here_total{reason=incompatible}"
 def test_what_a_router_says_wrongly_of_vllm_fails_that_request(cross: Cross, told: Any, reason: str) -> None:
     tokens, room = prompt(40, seed=next(SEEDS)), cross.room()
     prefilled = cross.vllm["small"].run(cross.vllm.name("p"), tokens, 1, PREFILL | {"bootstrap_room": room})
-    body = cross.decode_body("d16", tokens, room, prefilled, **told)
+    body = decode_body(tokens, room, prefilled, **told)
     began = time.monotonic()
     status, said = cross.sglang["d16"].generate(body)
     assert status != 200 and reason in str(said), said
@@ -76,7 +70,7 @@ def test_a_request_for_another_engines_prompt_that_says_nothing_of_it_is_refused
 
 
 def test_a_prefill_that_is_told_nonsense_is_refused(cross: Cross) -> None:
-    body = cross.prefill_body(prompt(40), cross.room())
+    body = prefill_body(prompt(40), cross.room())
     body["sampling_params"]["custom_params"]["kvbridge"] = {"fetched": 1}
     status, said = cross.sglang["p16"].generate(body)
     assert status != 200 and "unknown field `fetched`" in str(said), said
@@ -84,7 +78,7 @@ def test_a_prefill_that_is_told_nonsense_is_refused(cross: Cross) -> None:
 
 def test_a_prompt_that_sglang_has_and_vllm_does_not_ask_for_is_let_go(cross: Cross) -> None:
     room = cross.room()
-    connection = cross.sglang["p16"].begin(cross.prefill_body(prompt(40, seed=next(SEEDS)), room))
+    connection = cross.sglang["p16"].begin(prefill_body(prompt(40, seed=next(SEEDS)), room))
     time.sleep(1)
     connection.close()
 
@@ -92,8 +86,11 @@ def test_a_prompt_that_sglang_has_and_vllm_does_not_ask_for_is_let_go(cross: Cro
 def test_a_client_that_leaves_while_sglang_waits_for_vllms_rows(cross: Cross) -> None:
     tokens, room = prompt(40, seed=next(SEEDS)), cross.room()
     prefilled = cross.vllm["small"].run(cross.vllm.name("p"), tokens, 1, PREFILL | {"bootstrap_room": room})
-    other = {"rendezvous": "", "sender": cross.sglang.agents["p16"][0].address}  # an agent that has no such offer
-    connection = cross.sglang["d16"].begin(cross.decode_body("d16", tokens, room, prefilled, **other))
+    other: dict[str, Any] = {
+        "rendezvous": "",
+        "sender": cross.sglang.agents["p16"][0].address,
+    }  # an agent that has no such offer
+    connection = cross.sglang["d16"].begin(decode_body(tokens, room, prefilled, **other))
     time.sleep(1)
     connection.close()
 
@@ -106,7 +103,7 @@ def test_what_vllm_has_prefilled_is_held_while_sglang_lets_requests_queue(cross:
     def begin(tokens: list[int], more: dict[str, Any]) -> HTTPConnection:
         room = cross.room()
         prefilled = cross.vllm["small"].run(cross.vllm.name("p"), tokens, 1, PREFILL | {"bootstrap_room": room})
-        body = cross.decode_body("d16-small", tokens, room, prefilled)
+        body = decode_body(tokens, room, prefilled)
         body["sampling_params"] |= more.get("sampling_params", {})
         return cross.sglang["d16-small"].begin(body)
 
@@ -138,20 +135,19 @@ def test_engines_of_two_models_answer_within_a_second(cross: Cross, tmp_path: Pa
         for _ in range(3):
             tokens, room = prompt(300, seed=next(SEEDS)), cross.room()
             prefilled = other["small"].run(other.name("p"), tokens, 1, PREFILL | {"bootstrap_room": room})
-            body = cross.decode_body("d16", tokens, room, prefilled)
+            body = decode_body(tokens, room, prefilled)
             began = time.monotonic()
             status, said = cross.sglang["d16"].generate(body)
             assert time.monotonic() - began < SOON_S
             assert status != 200 and "incompatible: model: sender another, receiver model" in str(said), said
         for _ in range(3):
             tokens, room = prompt(300, seed=next(SEEDS)), cross.room()
-            host, _, port = cross.sglang.agents["p16"][0].address.removeprefix("tcp://").partition(":")
-            fetched = FETCHED | {"bootstrap_room": room, "remote_host": host, "remote_port": int(port)}
+            fetched = fetch_params(cross.sglang.agents["p16"][0], room)
             began = time.monotonic()
-            prefilling = cross.sglang["p16"].begin(cross.prefill_body(tokens, room))
+            prefilling = cross.sglang["p16"].begin(prefill_body(tokens, room))
             answer = other["small"].run(other.name("d"), tokens, TOKENS, fetched)
             assert time.monotonic() - began < SOON_S
             assert len(answer.tokens) == TOKENS and answer.cached == 0
             prefilling.close()
         (agent,) = other.agents["small"]
-        wait_for(lambda: agent.status.counters.get(COMPUTED) == 3)
+        wait_for(lambda: agent.status.counters.get("kvbridge_prompts_computed_here_total{reason=incompatible}") == 3)

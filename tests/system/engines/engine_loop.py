@@ -19,8 +19,10 @@ import numpy as np
 
 from demo.vllm_cpu import MAINS, ask_for_tiles
 from demo.vllm_rows import before_free, joined, read_rows
+from tests.system.engines import marks, weights
 
 RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
+LIKELY = 20  # vLLM's own limit for the tokens whose probabilities it tells
 
 
 class Loop:
@@ -33,6 +35,11 @@ class Loop:
         self.began: dict[str, float] = {}
         self.blocks: dict[str, list[list[int]]] = {}
         self.steps = 0
+        self.nixl: list[dict[str, float]] = []
+        if (config["more"].get("kv_transfer_config") or {}).get("kv_connector", "").startswith("Nixl"):
+            watch_nixl(self.nixl)
+        if marks.VARIABLE in os.environ:
+            marks.watch()
         self.engine = _make(config)
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
@@ -140,6 +147,74 @@ class Loop:
             cpu_s=usage.ru_utime + usage.ru_stime,
         )
 
+    def weights(self, seed: int) -> None:
+        """Without them vLLM's own dummy weights stay, which engines of one size share and others do not."""
+        try:
+            self.engine.collective_rpc(load_seeded, args=(seed,))
+        except Exception as error:  # whatever another vLLM has changed in its loader
+            self.say(kind="weights", failure=f"{type(error).__name__}: {error}")
+            return
+        self.say(kind="weights", failure="")
+
+    def digests(self) -> None:
+        """Of the first rank's weights."""
+        self.say(kind="digests", digests=self.engine.collective_rpc(digests_of)[0])
+
+    def transfers(self) -> None:
+        """What came in since the last time."""
+        found, self.nixl[:] = list(self.nixl), []
+        self.say(kind="transfers", transfers=found)
+
+    def likely(self, request: str, tokens: list[int], amount: int) -> None:
+        """What it says, and the log probabilities of the likeliest tokens at each place; it has nothing else to do."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=amount, ignore_eos=True, detokenize=False, logprobs=LIKELY)
+        self.engine.add_request(request, {"prompt_token_ids": tokens}, sampling)
+        last = None
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                last = output.outputs[0]  # all so far
+        assert last is not None
+        places = [{str(token): each.logprob for token, each in place.items()} for place in last.logprobs]
+        self.say(kind="likely", tokens=list(last.token_ids), places=places)
+
+
+def load_seeded(worker: Any, seed: int) -> None:
+    """On a worker: weights that any sharding of this model shares, through vLLM's own loader."""
+    import torch
+
+    model = worker.get_model()
+    like = torch.empty(0, dtype=torch.bfloat16, device=worker.device)
+    with torch.no_grad():
+        model.load_weights(weights.seeded(worker.vllm_config.model_config.hf_config.to_dict(), like, seed))
+    torch.cuda.empty_cache()
+
+
+def digests_of(worker: Any) -> dict[str, int]:
+    """On a worker."""
+    return weights.digests(worker.get_model())
+
+
+def watch_nixl(found: list[dict[str, float]]) -> None:
+    """Every transfer of vLLM's NixlConnector, as its own telemetry has it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
+
+    record = NixlKVConnectorStats.record_transfer
+
+    def record_and_keep(self: Any, telemetry: Any) -> Any:
+        found.append(
+            {
+                "ms": telemetry.xferDuration / 1e3,  # counts from the start of posting
+                "post_ms": telemetry.postDuration / 1e3,
+                "bytes": telemetry.totalBytes,
+                "descriptors": telemetry.descCount,
+            }
+        )
+        return record(self, telemetry)
+
+    NixlKVConnectorStats.record_transfer = record_and_keep
+
 
 def _make(config: dict[str, Any]) -> Any:
     from vllm import EngineArgs, LLMEngine
@@ -161,7 +236,7 @@ def _make(config: dict[str, Any]) -> Any:
     if config["connector"] is not None:
         arguments["kv_transfer_config"] = KVTransferConfig(
             kv_connector="KVBridgeConnector",
-            kv_role=config["role"],
+            kv_role="kv_both",
             kv_load_failure_policy=config["on_failure"],
             kv_connector_extra_config=config["connector"],
             **({"engine_id": config["engine_id"]} if config["engine_id"] else {}),

@@ -1,6 +1,6 @@
 """A real vLLM engine in a process of its own, commanded over a socket pair. Many requests run at once.
 
-The test's side (`EngineProcess`) needs only numpy, so it runs in either environment. The engine's side runs
+The test's side (`EngineProcess`) needs no vLLM. The engine's side runs
 `tests.system.engines.engine_loop` with the Python that has vLLM.
 """
 
@@ -22,7 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from demo.rows import SavedRows
+from demo.vllm_cpu import SETTINGS as VLLM_SETTINGS
+from kvbridge.loopback.processes import SETTINGS
+
 ROOT = Path(__file__).resolve().parents[3]
+LOOP = "tests.system.engines.engine_loop"
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_model_len: int = 2048
     enable_prefix_caching: bool = False
-    kv_space_gib: int = 1
     cores: str = "0"
     engine_id: str = ""
-    role: str = "kv_both"
     on_failure: str = "recompute"
     connector: dict[str, Any] | None = None  # kv_connector_extra_config; None runs the engine alone
     more: dict[str, Any] = field(default_factory=dict)  # any other engine argument
@@ -62,10 +65,9 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """KV bytes of one request: (layer, part) -> [heads of the whole model, tokens, row bytes], uint8."""
+class Rows(SavedRows):
+    """With the codec of each plane, and its scales."""
 
-    rows: dict[tuple[int, str], np.ndarray]
     codecs: dict[tuple[int, str], dict[str, Any]]
 
 
@@ -74,18 +76,9 @@ class EngineDied(RuntimeError):
 
 
 class EngineProcess:
-    """Start it, `wait_ready`, use it, `close` it (or use `with`). `python` must have vLLM; logs go to `log`.
+    """Start it, `wait_ready`, use it, `close` it (or use `with`). `python` must have vLLM; logs go to `log`."""
 
-    `module` is what runs there: `engine_loop`, or one that knows more ops.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        log: Path,
-        python: str = sys.executable,
-        module: str = "tests.system.engines.engine_loop",
-    ) -> None:
+    def __init__(self, config: EngineConfig, log: Path, python: str = sys.executable) -> None:
         self.config = config
         self.log = log
         self._ours, theirs = socket.socketpair()
@@ -96,7 +89,14 @@ class EngineProcess:
         meekly = ["nice", "-n", "10"] if config.tensor_parallel_size > 1 else []
         with theirs, log.open("wb") as out:
             self.process = subprocess.Popen(
-                [*meekly, python, "-m", module, str(theirs.fileno()), json.dumps(asdict(config))],
+                [
+                    *meekly,
+                    python,
+                    "-m",
+                    "tests.system.engines.engine_loop",
+                    str(theirs.fileno()),
+                    json.dumps(asdict(config)),
+                ],
                 cwd=ROOT,
                 env=os.environ | _environment(config) | config.environment,
                 pass_fds=[theirs.fileno()],
@@ -174,8 +174,7 @@ class EngineProcess:
     def state(self, timeout_s: float = 30.0) -> dict[str, Any]:
         """requests: still known to the scheduler; free_blocks, blocks: of its pool; steps: so far; link: the
         connector's connection to its agent; cpu_s: of the process, so far."""
-        self._say(op="state")
-        return self._answer("state", timeout_s)
+        return self.ask("state", timeout_s)
 
     def wait_empty(self, timeout_s: float = 30.0) -> None:
         """Wait until the scheduler holds nothing: every block is free again."""
@@ -201,6 +200,11 @@ class EngineProcess:
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def ask(self, op: str, timeout_s: float, **more: Any) -> dict[str, Any]:
+        """What the loop's own op of this name answers."""
+        self._say(op=op, **more)
+        return self._answer(op, timeout_s)
 
     def _say(self, **message: Any) -> None:
         self._ours.sendall(json.dumps(message).encode() + b"\n")
@@ -235,24 +239,18 @@ def _load(answer: dict[str, Any], path: Path) -> Rows:
     with np.load(path) as arrays:
         for key, codec in answer["codecs"].items():
             layer, part = key.split(".")
-            rows[int(layer), part] = arrays[key]
+            rows[int(layer), part] = arrays[key].swapaxes(0, 1)
             codecs[int(layer), part] = codec
-    return Rows(rows, codecs)
+    (name,) = {codec["name"] for codec in codecs.values()}
+    return Rows(rows, name, codecs)
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
-    """Without these a two-core machine stalls at random, or start-up looks for a network."""
     return {
-        "VLLM_CPU_KVCACHE_SPACE": str(config.kv_space_gib),
+        **SETTINGS,
+        **VLLM_SETTINGS,
         "VLLM_CPU_OMP_THREADS_BIND": config.cores,
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "passive",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }

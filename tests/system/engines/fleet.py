@@ -1,20 +1,20 @@
-"""Real vLLM engines, each rank beside a real agent, kept for a whole test module; and a single engine as reference."""
+"""Real vLLM engines that differ, and a single engine as reference."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.integration.agent.harness import AgentProcess, agent
+from demo.model import prompt, write_model
 from tests.system.engines.engine_process import EngineConfig, EngineProcess, Result, Rows
-from tests.system.engines.model import prompt, write_model
+from tests.system.kept import Kept
+from tests.system.sglang.rows import assert_carried
 
 __all__ = ["Fleet", "prompt"]
 
@@ -45,8 +45,8 @@ CONFIGS = {
 }
 
 
-class Fleet:
-    """Engines by name, started when first asked for."""
+class Fleet(Kept[EngineProcess]):
+    """Engines of CONFIGS."""
 
     def __init__(
         self,
@@ -57,37 +57,22 @@ class Fleet:
         more: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         python: str = sys.executable,
-        routes: str | None = None,  # the agents' own choice
+        routes: str | None = None,
+        start: Sequence[str] = (),
     ) -> None:
-        self.folder = folder
+        super().__init__(folder, stack, len(CONFIGS), routes)
         self._dtype = dtype
-        self._stack = stack
         self._python = python  # one that has vLLM
-        self._routes = routes
         self._model = str(write(folder / "model"))
         self._more = more or {}  # engine arguments for all
         self._options = options or {}  # of the connector, for all
-        self._engines: dict[str, EngineProcess] = {}
-        self.agents: dict[str, list[AgentProcess]] = {}
         self._numbers = iter(range(1, 1_000_000))
+        self.start(*start)
 
-    def start(self, *names: str) -> None:
-        """Have these engines ready; their start-ups overlap."""
-        new = [name for name in names if name not in self._engines]
-        for name in new:
-            self._engines[name] = self._start(name)
-        for name in new:
-            self._engines[name].wait_ready()
+    def _ranks(self, name: str) -> int:
+        return CONFIGS[name].tensor_parallel_size
 
-    def kill(self, name: str) -> None:
-        """The engine and its workers, by SIGKILL; another one is started beside the same agents when asked for."""
-        self._engines.pop(name).kill()
-
-    def __getitem__(self, name: str) -> EngineProcess:
-        self.start(name)
-        return self._engines[name]
-
-    def _start(self, name: str) -> EngineProcess:
+    def _begin(self, name: str) -> EngineProcess:
         config = CONFIGS[name]
         more = {"num_gpu_blocks_override": TOKENS // config.block_size, "dtype": self._dtype, **self._more}
         config = replace(config, model=self._model, enable_prefix_caching=name != "alone", more=more)
@@ -101,28 +86,6 @@ class Fleet:
     def _connector(self, name: str) -> dict[str, Any]:
         socket = str(self.folder / f"{name}-{{rank}}.sock")
         return {"kvbridge_socket": socket, "kvbridge_deadline_s": 40, **self._options}
-
-    def start_agents(self, name: str) -> None:
-        """One agent for each rank, on the address its predecessor had, if there was one."""
-        before = self.agents.get(name, [])
-        size = CONFIGS[name].tensor_parallel_size
-        addresses = [old.listen for old in before] or ["tcp://127.0.0.1:0"] * size
-        self.agents[name] = [
-            self._stack.enter_context(
-                agent(
-                    self.folder,
-                    f"{name}-{rank}",
-                    listen=addresses[rank],
-                    slot_bytes=1 << 20,
-                    receive_slots=16,
-                    log_level="debug",
-                    routes=self._routes,
-                )
-            )
-            for rank in range(size)
-        ]
-        for running in self.agents[name]:
-            running.listen = running.address
 
     def name(self, what: str) -> str:
         """A request id that was not used before."""
@@ -139,11 +102,18 @@ class Fleet:
         assert result.params and result.params["do_remote_prefill"], result
         return request, result
 
+    def fetched(self, sender: str, rendezvous: str) -> dict[str, Any]:
+        """What tells an engine to fetch what this one offers, or will, under this name."""
+        host, port = self.agents[sender][0].address.removeprefix("tcp://").split(":")
+        where = {"remote_host": host, "remote_port": int(port), "remote_engine_id": f"engine-{sender}"}
+        return {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": rendezvous, **where}
+
     def rows(self, name: str, request: str, first: int, end: int) -> Rows:
         return self[name].dump(request, first, end, self.folder / f"{name}-{request}.npz")
 
     def crossed(self, sender: str, receiver: str, tokens: list[int], count: int = 12) -> tuple[Result, Rows, Rows]:
         """Prefill in one engine, decode in the other; the answer, and the KV rows of both."""
+        self.start(sender, receiver)  # what is offered is not held for as long as a start-up may take
         request, prefilled = self.prefill(sender, tokens)
         ours = self.rows(sender, request, 0, len(tokens) - 1)
         wanted = self.name(f"d-{receiver}")
@@ -151,45 +121,9 @@ class Fleet:
         return answer, ours, self.rows(receiver, wanted, 0, len(tokens) - 1)
 
 
-def assert_equal_rows(sender: Rows, receiver: Rows) -> None:
-    """Every byte of every row is the sender's."""
-    assert sender.rows.keys() == receiver.rows.keys()
-    for key, expected in sender.rows.items():
-        wrong = np.argwhere((expected != receiver.rows[key]).any(axis=2))
-        assert not len(wrong), f"layer {key[0]} {key[1]}: {len(wrong)} rows differ, first (head, token) {wrong[0]}"
-
-
-def assert_crossed(fleet: Fleet, sender: str, given: str, receiver: str, wanted: str, tokens: int) -> None:
-    """The rows of request `given` in one engine are those of `wanted` in the other, but for the last token's."""
-    assert_equal_rows(fleet.rows(sender, given, 0, tokens - 1), fleet.rows(receiver, wanted, 0, tokens - 1))
-
-
 def assert_same_as_alone(fleet: Fleet, sender: str, receiver: str, tokens: list[int]) -> None:
     """The rows arrive byte for byte, and what is decoded from them is what one engine alone says."""
     answer, ours, theirs = fleet.crossed(sender, receiver, tokens)
     assert answer.cached == len(tokens) - 1, "the prompt did not travel, it was computed again"
-    assert_equal_rows(ours, theirs)
+    assert_carried(ours, theirs)
     assert list(answer.tokens) == fleet.alone(tokens, 12)
-
-
-def fp8_values() -> np.ndarray:
-    """The value of each of the 256 fp8 e4m3 codes, from the format's definition (no infinities; 0x7f is NaN)."""
-    codes = np.arange(256)
-    sign, exponent, mantissa = 1 - 2.0 * (codes >> 7), (codes >> 3) & 15, codes & 7
-    values = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
-    return np.where((codes & 127) == 127, np.nan, sign * values)
-
-
-def bf16_values(rows: np.ndarray) -> np.ndarray:
-    """[..., 2n] bytes as n bf16 numbers, in float64."""
-    return (rows.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-def to_fp8(values: np.ndarray) -> np.ndarray:
-    """The nearest code to each value, ties to the even one, saturated: the reference conversion, by search."""
-    table = fp8_values()[:127]  # 0 .. 448
-    size = np.abs(values)
-    high = np.clip(np.searchsorted(table, size), 1, 126)
-    below, above = size - table[high - 1], table[high] - size
-    code = np.where((below < above) | ((below == above) & (high % 2 == 1)), high - 1, high)
-    return (code + 128 * np.signbit(values)).astype(np.uint8)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from demo.model import HEAD_WIDTH, HIDDEN, LAYERS, QUERY_HEADS, VOCABULARY, write_config, write_model
+from demo.model import HEAD_WIDTH, HIDDEN, LAYERS, QUERY_HEADS, VOCABULARY, write_config, write_model, write_weights
 
 WINDOW = 96
 LATENT, ROPE = 512, 64  # the only ones that vLLM's CPU backend for latents has kernels for
@@ -37,9 +36,6 @@ def write_scaled(folder: Path) -> Path:
 
 def write_latent(folder: Path, **changes: object) -> Path:
     """DeepSeek-V2 without experts."""
-    import torch
-    from safetensors.torch import save_file
-
     write_config(
         folder,
         architectures=["DeepseekV2ForCausalLM"],
@@ -62,16 +58,8 @@ def write_latent(folder: Path, **changes: object) -> Path:
         topk_group=1,
         **changes,
     )
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for name, shape in _shapes(json.loads((folder / "config.json").read_text())).items():
-        if name.endswith("norm.weight"):
-            weights[name] = torch.ones(shape, dtype=torch.bfloat16)
-            continue
-        gain = 1.0 if "embed_tokens" in name else (4.0 if "lm_head" in name else 1.5) / math.sqrt(shape[1])
-        weights[name] = (torch.randn(shape, generator=generator) * gain).to(torch.bfloat16)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    shapes = _shapes(json.loads((folder / "config.json").read_text()))
+    return write_weights(folder, shapes, {"lm_head": 4.0}, 1.5)
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

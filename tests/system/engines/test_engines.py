@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 
-import numpy as np
 import pytest
 
 from tests.integration.agent.harness import wait_for
-from tests.system.engines.fleet import (
-    PREFILL,
-    Fleet,
-    assert_crossed,
-    assert_equal_rows,
-    assert_same_as_alone,
-    bf16_values,
-    fp8_values,
-    needs_fp8,
-    prompt,
-    to_fp8,
-)
+from tests.system.engines.fleet import PREFILL, Fleet, assert_same_as_alone, needs_fp8, prompt
+from tests.system.kept import kept
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
-        fleet.start("small", "large", "alone")
-        yield fleet
+fleet = kept(Fleet, start=("small", "large", "alone"))
 
 
 @pytest.mark.parametrize(
@@ -71,38 +54,29 @@ def test_engines_that_serve_both_roles_do_so_at_once_and_stay_attached(fleet: Fl
 
 
 @needs_fp8
-def test_narrows_bf16_to_fp8_by_the_reference_conversion(fleet: Fleet) -> None:
-    tokens = prompt(500, seed=1)
-    answer, ours, theirs = fleet.crossed("small", "fp8", tokens)
+@pytest.mark.parametrize(("sender", "receiver"), [("small", "fp8"), ("fp8", "small")])
+def test_narrows_bf16_to_fp8_and_widens_it_by_the_reference_conversion(
+    fleet: Fleet, sender: str, receiver: str
+) -> None:
+    tokens = prompt(500, seed=1 + (sender == "fp8"))
+    answer, ours, theirs = fleet.crossed(sender, receiver, tokens)
     assert answer.cached == len(tokens) - 1 and len(answer.tokens) == 12
-    for key, rows in ours.rows.items():
-        expected = to_fp8(bf16_values(rows))
-        assert np.array_equal(expected, theirs.rows[key]), f"layer {key[0]} {key[1]}"
-
-
-@needs_fp8
-def test_widens_fp8_to_bf16_exactly(fleet: Fleet) -> None:
-    tokens = prompt(500, seed=2)
-    answer, ours, theirs = fleet.crossed("fp8", "small", tokens)
-    assert answer.cached == len(tokens) - 1 and len(answer.tokens) == 12
-    for key, rows in ours.rows.items():
-        assert np.array_equal(fp8_values()[rows], bf16_values(theirs.rows[key])), f"layer {key[0]} {key[1]}"
+    assert {ours.codec, theirs.codec} == {"bf16", "fp8_e4m3"}
+    assert_carried(ours, theirs)
 
 
 def test_chunks_leave_while_the_prompt_is_being_prefilled(fleet: Fleet) -> None:
     """Both engines get the request at once, as the push proxy does it; 256 tokens a step make several offers."""
     tokens = prompt(1500, seed=3)
     room, sender = fleet.name("both"), fleet.agents["small"][0]
-    host, port = sender.address.removeprefix("tcp://").split(":")
-    params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "engine-small"}
-    params |= {"remote_host": host, "remote_port": int(port), "remote_request_id": room, "tp_size": 1, "pp_size": 1}
+    params = fleet.fetched("small", room) | {"tp_size": 1, "pp_size": 1}
     offers = sender.text().count("offer: ")
     fleet["large"].submit(f"cmpl-{room}-0", tokens, 12, params)
     time.sleep(0.3)
     fleet["small"].submit(f"cmpl-{room}-0", tokens, 1, dict(PREFILL))
     answer = fleet["large"].result(f"cmpl-{room}-0")
     assert fleet["small"].result(f"cmpl-{room}-0").reason
-    assert_crossed(fleet, "small", f"cmpl-{room}-0", "large", f"cmpl-{room}-0", len(tokens))
+    assert_carried(*(fleet.rows(name, f"cmpl-{room}-0", 0, len(tokens) - 1) for name in ("small", "large")))
     assert answer.cached == len(tokens) - 1
     assert list(answer.tokens) == fleet.alone(tokens, 12)
     lines = [line for line in sender.text().splitlines() if f"rendezvous={room}/" in line and "offer: " in line]
@@ -113,18 +87,14 @@ def test_a_prefix_that_the_decode_side_has_does_not_travel(fleet: Fleet) -> None
     head = prompt(256, seed=4)
     first, second = head + prompt(90, seed=5), head + prompt(120, seed=6)
     fleet.crossed("small", "large", first)
-    before = _wire_bytes(fleet, "large")
+    before = fleet.moved_bytes("large")
     answer, ours, theirs = fleet.crossed("small", "large", second)
-    moved = _wire_bytes(fleet, "large") - before
+    moved = fleet.moved_bytes("large") - before
     assert answer.cached == len(second) - 1
-    assert_equal_rows(ours, theirs)
+    assert_carried(ours, theirs)
     assert list(answer.tokens) == fleet.alone(second, 12)
     row = 4 * 2 * 4 * 64  # layers, parts, heads, bytes
     assert moved < (len(second) - 256 + 128) * row, f"{moved} bytes moved: the prefix travelled too"
-
-
-def _wire_bytes(fleet: Fleet, name: str) -> float:
-    return sum(a.status.counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0) for a in fleet.agents[name])
 
 
 def test_the_agent_knows_which_share_of_the_prompts_came_and_why_the_rest_did_not(fleet: Fleet) -> None:
@@ -150,10 +120,8 @@ def test_the_agent_knows_which_share_of_the_prompts_came_and_why_the_rest_did_no
 
 def test_an_aborted_request_leaves_nothing_behind(fleet: Fleet) -> None:
     tokens = prompt(600, seed=50)
-    host, port = fleet.agents["small"][0].address.removeprefix("tcp://").split(":")
-    params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port), "remote_request_id": "nobody"}
     request = fleet.name("aborted")
-    fleet["large"].submit(request, tokens, 12, params | {"remote_engine_id": "engine-small"})
+    fleet["large"].submit(request, tokens, 12, fleet.fetched("small", "nobody"))
     time.sleep(0.5)
     assert fleet.agents["large"][0].status.transfers
     fleet["large"].abort(request)
@@ -164,16 +132,14 @@ def test_an_aborted_request_leaves_nothing_behind(fleet: Fleet) -> None:
     fleet["small"].wait_empty()
     answer, ours, theirs = fleet.crossed("small", "large", prompt(100, seed=52))
     assert answer.cached == 99
-    assert_equal_rows(ours, theirs)
+    assert_carried(ours, theirs)
     assert not fleet.agents["large"][0].status.transfers
 
 
 def test_an_agent_killed_in_mid_transfer_costs_a_recomputation_and_nothing_else(fleet: Fleet) -> None:
     tokens = prompt(900, seed=60)
-    host, port = fleet.agents["small"][0].address.removeprefix("tcp://").split(":")
-    params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port), "remote_request_id": "later"}
     request = fleet.name("orphan")
-    fleet["large"].submit(request, tokens, 12, params | {"remote_engine_id": "engine-small"})
+    fleet["large"].submit(request, tokens, 12, fleet.fetched("small", "later"))
     time.sleep(0.5)
     assert fleet.agents["large"][0].status.transfers
     fleet.agents["large"][0].kill()
@@ -183,7 +149,7 @@ def test_an_agent_killed_in_mid_transfer_costs_a_recomputation_and_nothing_else(
     wait_for(lambda: fleet.agents["large"][0].status.engine is not None, 3.0)
     answer, ours, theirs = fleet.crossed("small", "large", prompt(200, seed=62))
     assert answer.cached == 199
-    assert_equal_rows(ours, theirs)
+    assert_carried(ours, theirs)
 
 
 @pytest.mark.parametrize("side", ["small", "large"])
@@ -202,7 +168,7 @@ def test_an_idle_engine_attaches_again_before_the_next_request(fleet: Fleet, sid
     assert log.read_text().count("kvbridge: attached to") > before[1]
     answer, ours, theirs = fleet.crossed("small", "large", prompt(200, seed=64 + (side == "small")))
     assert answer.cached == 199
-    assert_equal_rows(ours, theirs)
+    assert_carried(ours, theirs)
 
 
 def test_a_dead_prefill_agent_costs_a_recomputation_and_nothing_else(fleet: Fleet) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from kvbridge.failpoints import VARIABLE
 from tests.integration.agent.harness import wait_for
-from tests.system.engines.fleet import PREFILL, Fleet, assert_equal_rows, prompt
+from tests.system.engines.fleet import Fleet, prompt
+from tests.system.kept import kept
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -21,13 +21,7 @@ DEADLINE_S = 5
 BACK_S = 40.0
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        options = {"kvbridge_deadline_s": DEADLINE_S}
-        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack, options=options, routes="nixl")
-        fleet.start("small", "large", "alone")
-        yield fleet
+fleet = kept(Fleet, options={"kvbridge_deadline_s": DEADLINE_S}, routes="nixl", start=("small", "large", "alone"))
 
 
 def rearm(fleet: Fleet, name: str, armed: str) -> int:
@@ -56,7 +50,7 @@ def travels(fleet: Fleet, seed: int) -> None:
         answer, ours, theirs = fleet.crossed("small", "large", tokens)
         assert list(answer.tokens) == fleet.alone(tokens, 12)
         if answer.cached == len(tokens) - 1:
-            return assert_equal_rows(ours, theirs)
+            return assert_carried(ours, theirs)
         assert time.monotonic() < end, "requests do not travel again"
         seed += 1000
 
@@ -125,10 +119,3 @@ def test_an_engine_is_killed_while_its_agent_is_about_to_touch_its_blocks(fleet:
         wait_for(
             lambda agent=agent: not (agent.status.receive_slots.quarantined or agent.status.send_slots.quarantined)
         )
-
-
-def test_the_prefilling_side_serves_all_the_while(fleet: Fleet) -> None:
-    """Neither engine was hurt by what came before."""
-    tokens = prompt(100, seed=95)
-    assert len(fleet["small"].run(fleet.name("p"), tokens, 3, dict(PREFILL)).tokens) >= 1
-    assert list(fleet["large"].run(fleet.name("d"), tokens, 12).tokens) == fleet.alone(tokens, 12)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-from types import SimpleNamespace
-
 import pytest
 
-from tests.system.engines.fleet import Fleet, assert_equal_rows, prompt
+from tests.system.engines.fleet import Fleet, prompt
 from tests.system.engines.kinds import LATENT, ROPE, write_latent
+from tests.system.kept import kept
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -17,13 +15,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 BACKEND = "CPU_MLA"
 
 
-@pytest.fixture(scope="module")
-def latents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        more = {"attention_backend": BACKEND}
-        fleet = Fleet(tmp_path_factory.mktemp("latents"), stack, dtype="float32", write=write_latent, more=more)
-        fleet.start("sixteen", "two-sixteen")
-        yield fleet
+latents = kept(
+    Fleet, dtype="float32", write=write_latent, more={"attention_backend": BACKEND}, start=("sixteen", "two-sixteen")
+)
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [("sixteen", "two-sixteen"), ("two-sixteen", "sixteen")])
@@ -36,23 +30,7 @@ def test_every_rank_gets_the_latent_whatever_the_number_of_ranks(
     tokens = prompt(length, seed=length + 1 + (sender == "sixteen"))
     answer, ours, theirs = latents.crossed(sender, receiver, tokens)
     assert answer.cached == len(tokens) - 1, "the prompt did not travel, it was computed again"
-    assert_equal_rows(ours, theirs)
+    assert_carried(ours, theirs)
     assert {part for _, part in ours.rows} == {"latent"} and all(rows.any(axis=2).all() for rows in ours.rows.values())
-    assert {rows.shape[0] for rows in ours.rows.values()} == {1}
+    assert {rows.shape[1] for rows in ours.rows.values()} == {1}
     assert {rows.shape[2] for rows in ours.rows.values()} == {4 * (LATENT + ROPE)}
-
-
-@pytest.mark.parametrize(
-    ("has_amx", "asked", "taken"), [(True, None, "AMX_MLA"), (True, BACKEND, BACKEND), (False, BACKEND, BACKEND)]
-)
-def test_engines_of_a_latent_take_one_backend_on_every_processor(
-    has_amx: bool, asked: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch = pytest.importorskip("torch")
-    platforms = pytest.importorskip("vllm.platforms.cpu")
-    registry = pytest.importorskip("vllm.v1.attention.backends.registry")
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    monkeypatch.setattr(platforms.CpuPlatform, "get_cpu_architecture", lambda: platforms.CpuArchEnum.X86)
-    chosen = asked and registry.AttentionBackendEnum[asked]
-    latent = SimpleNamespace(use_sparse=False, use_mla=True)
-    assert platforms.CpuPlatform.get_attn_backend_cls(chosen, latent) == registry.AttentionBackendEnum[taken].get_path()

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-
 import pytest
 
 from tests.integration.agent.harness import is_at_rest
-from tests.system.engines.fleet import PREFILL, Fleet, assert_equal_rows, assert_same_as_alone, prompt
+from tests.system.engines.fleet import PREFILL, Fleet, assert_same_as_alone, prompt
+from tests.system.kept import kept
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        fleet = Fleet(tmp_path_factory.mktemp("ranks"), stack, dtype="float32")
-        fleet.start("small", "large", "alone", "two")
-        yield fleet
+fleet = kept(Fleet, dtype="float32", start=("small", "large", "alone", "two"))
 
 
 PAIRS = [
@@ -48,7 +42,7 @@ def test_two_prefill_engines_feed_one_decode_engine(fleet: Fleet) -> None:
     for name, tokens in prompts.items():
         answer = fleet["large"].result(wanted[name])
         assert answer.cached == len(tokens) - 1
-        assert_equal_rows(ours[name], fleet["large"].dumped(wanted[name], fleet.folder / f"{wanted[name]}.npz"))
+        assert_carried(ours[name], fleet["large"].dumped(wanted[name], fleet.folder / f"{wanted[name]}.npz"))
         assert list(answer.tokens) == fleet.alone(tokens, 12)
 
 
@@ -69,7 +63,7 @@ def test_thirty_two_requests_at_once(fleet: Fleet) -> None:
         answer = answers[request]
         assert answer.cached == len(tokens) - 1, f"{len(tokens)} tokens: {answer}"
         if len(tokens) > 1:
-            assert_equal_rows(ours[request], fleet["large"].dumped(request, fleet.folder / f"{request}.npz"))
+            assert_carried(ours[request], fleet["large"].dumped(request, fleet.folder / f"{request}.npz"))
     for request, alone in fleet["alone"].results([f"a{request}" for request in requests]).items():
         assert list(answers[request[1:]].tokens) == list(alone.tokens)
     for name in ("two", "large"):

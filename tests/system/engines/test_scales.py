@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.engines.fleet import Fleet, assert_equal_rows, needs_fp8, prompt
+from tests.system.engines.fleet import Fleet, needs_fp8, prompt
 from tests.system.engines.kinds import write_scaled
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), needs_fp8]
 
@@ -27,7 +28,7 @@ def test_takes_the_scales_of_the_sender_and_its_bytes(tmp_path: Path) -> None:
             answer = receiver["large-fp8"].run(wanted, tokens, 12, prefilled.params)
             theirs = receiver.rows("large-fp8", wanted, 0, length - 1)
             assert answer.cached == length - 1, "the prompt did not travel, it was computed again"
-            assert_equal_rows(ours, theirs)
+            assert_carried(ours, theirs)
             assert theirs.codecs == ours.codecs
             scales = {codec["scales"][0] for codec in ours.codecs.values()}
             assert len(scales) == len(ours.codecs) and max(scales) < 0.2

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
 from kvbridge.adapters.vllm.options import VLLMOptions
 from tests.integration.agent.harness import PYTHON
-from tests.system.engines.model import HEAD_WIDTH, KV_HEADS, LAYERS
 
 ROOT = Path(__file__).parents[3]
 SECTION = (ROOT / "README.md").read_text().split("\n## Quickstart\n")[1].split("\n## ")[0]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-
 import numpy as np
 import pytest
 
@@ -12,16 +9,12 @@ from demo.vllm_rows import LATER
 from tests.system.engines.engine_process import Rows
 from tests.system.engines.fleet import Fleet, prompt
 from tests.system.engines.kinds import WINDOW, write_windowed
+from tests.system.kept import kept
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="module")
-def windows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        fleet = Fleet(tmp_path_factory.mktemp("windows"), stack, write=write_windowed)
-        fleet.start("small", "large", "alone")
-        yield fleet
+windows = kept(Fleet, write=write_windowed, start=("small", "large", "alone"))
 
 
 @pytest.mark.parametrize("length", [2, WINDOW, WINDOW + 1, WINDOW + 127, 700])
@@ -45,9 +38,9 @@ def test_a_receiver_whose_block_is_larger_computes_by_itself(windows: Fleet) -> 
 
 def test_only_the_window_of_its_layers_travels(windows: Fleet) -> None:
     tokens = prompt(1000, seed=99)
-    before = _wire_bytes(windows)
+    before = windows.moved_bytes("small")
     answer, ours, theirs = windows.crossed("large", "small", tokens)
-    moved = _wire_bytes(windows) - before
+    moved = windows.moved_bytes("small") - before
     fetched = len(tokens) - 1
     assert answer.cached == fetched
     row = 2 * 4 * 64  # parts, heads, bytes
@@ -63,9 +56,5 @@ def first_kept(fetched: int) -> int:
 def assert_equal_where_kept(ours: Rows, theirs: Rows, fetched: int) -> None:
     for (layer, part), rows in theirs.rows.items():
         first = 0 if layer % 2 else first_kept(fetched + LATER)  # as they are dumped
-        assert rows[:, first:].any(axis=(0, 2)).all(), f"layer {layer} {part}"
-        assert np.array_equal(ours.rows[layer, part][:, first:], rows[:, first:]), f"layer {layer} {part}"
-
-
-def _wire_bytes(fleet: Fleet) -> float:
-    return sum(a.status.counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0) for a in fleet.agents["small"])
+        assert rows[first:].any(axis=(1, 2)).all(), f"layer {layer} {part}"
+        assert np.array_equal(ours.rows[layer, part][first:], rows[first:]), f"layer {layer} {part}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 from kvbridge.failpoints import Way
 from tests.system.faults.cases import Case, tell
@@ -44,7 +43,7 @@ class Runner:
     def __enter__(self) -> Runner:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leave(is_well=kind is None)
 
     def _leave(self, is_well: bool = True) -> None:

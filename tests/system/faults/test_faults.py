@@ -41,7 +41,6 @@ PULL = (
     "stop the receiver's agent at receiver.read_ended (pull)",
     "stop the sender's agent at sender.renewal_heard (pull)",
 )
-SLICE = PLAIN + KEYED + PULL
 CASES = {case.id: case for case in all_cases()}
 FOUR = ("sender's agent", "receiver's agent", "sender's engine", "receiver's engine")
 
@@ -63,19 +62,6 @@ def test_the_matrix_has_all_four_killed_and_stopped_at_every_failpoint_by_whoeve
                 told = {case[3:] for case in cases if case[:3] == (way, name, passer)}
                 assert set(product(FOUR, ("kill", "stop"))) <= told, f"{passer} at {name}"
         assert (place.error is None) == all(case[4] != "fail" for case in cases if case[1] == name), name
-
-
-def test_the_slice_has_all_four_at_a_failpoint_and_hurt_while_another_is_there() -> None:
-    told = [CASES[case] for case in SLICE]
-    assert {case.passer for case in told} == set(ACTORS)
-    assert {case.victim for case in told if not case.is_own} == set(ACTORS)
-
-
-@pytest.mark.parametrize("told", [PLAIN, KEYED], ids=["plain", "keyed"])
-def test_with_keys_and_without_the_slice_has_agents_killed_and_stopped_and_made_to_fail(told: tuple[str, ...]) -> None:
-    hurt = {(case.action, case.victim) for case in map(CASES.__getitem__, told)}
-    assert {("kill", actor) for actor in ACTORS if actor.what == "agent"} <= hurt
-    assert {"stop", "fail"} <= {action for action, _ in hurt}
 
 
 @pytest.mark.parametrize("case", KEYED)

@@ -1,9 +1,12 @@
-"""Engines for `vllm_pairs`: each rank beside its own agent, or all with vLLM's NixlConnector."""
+"""Engines that pairs are made of: vLLM and SGLang, each rank beside its own agent, or with the engine's NIXL."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
+import random
 import re
 import sys
 import threading
@@ -15,14 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.agent.harness import AgentProcess, agent
+from tests.system.cross.fleet import greedy
 from tests.system.engines import marks, weights
 from tests.system.engines.engine_process import EngineConfig, EngineProcess
+from tests.system.sglang import server
+from tests.system.sglang.plugin import PAUSE, SEEDED
+from tests.system.sglang.server import Server, ServerConfig
 
 DONE = re.compile(r"done: request=(\S+)(?: transfer=\S+)? bytes=(\d+) ms=([\d.]+)")
+MAPPED = re.compile(r"attached: .* memory=(\S+)")
 CROSSED = "Allocating a cross layer KV cache"  # vLLM's own words
 START_S = 150.0
 AGENT_START_S = 90.0  # while as many engines import
-MODEL_NAME = "pairs"  # what both engines call the model
+ANSWER_S = 75.0  # later than both engines of a pair give up and say why
+MODEL_NAME = "pairs"  # what all engines call the model
+POOL_TOKENS = 24576  # of SGLang's
+DECODED = 16  # tokens that are compared
+LIKELY = 5  # tokens whose chances SGLang tells, at each place
+ALONE = "alone"
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -44,15 +57,11 @@ LLAMA_8B = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-GPU_ENVIRONMENT = {
+GPU_ENVIRONMENT = server.GPU_ENVIRONMENT | {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_USE_NCCL_SYMM_MEM": "0",
-    "NCCL_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "4",
 }
 
@@ -63,69 +72,77 @@ class Side:
 
     name: str
     gpus: tuple[int, ...]
-    block: int
+    block: int = 16  # tokens; of a page, for SGLang
     kv: str = "auto"
+    is_nixl: bool = False  # the engine's own connector, without agents
+
+    @property
+    def has_agents(self) -> bool:
+        return not self.is_nixl
+
+
+@dataclass(frozen=True)
+class VLLM(Side):
     backend: str = "FLASH_ATTN"
     layout: str = ""
-    connector: str = "kvbridge"
     has_graphs: bool = False
     is_crossed: bool = False  # all layers in one tensor
 
 
+@dataclass(frozen=True)
+class SGLang(Side):
+    role: str = "prefill"  # or "decode", or ALONE
+
+    @property
+    def has_agents(self) -> bool:
+        return not self.is_nixl and self.role != ALONE
+
+
+@dataclass(frozen=True)
+class Voice:
+    """What an engine alone says to one prompt, and the chances of the likeliest tokens at each place."""
+
+    tokens: list[int]
+    likely: list[dict[int, float]]
+
+
 @dataclass
-class Running:
-    """An engine that is up, and its agents by rank (none with NixlConnector)."""
+class Beside:
+    """An engine that is up, and its agents by rank."""
 
     side: Side
-    engine: EngineProcess
+    engine: Any
     times: Path
     agents: list[AgentProcess] = field(default_factory=list)
-    weights_failure: str = ""
-
-    def transfer(self, request: str) -> dict[str, float]:
-        """How the KV of `request`, which this engine has decoded, came: ms, bytes. Empty if it did not."""
-        if self.side.connector != "kvbridge":
-            self.engine._say(op="transfers")
-            found = self.engine._answer("transfers", 10)["transfers"]
-            keys = ("ms", "post_ms", "bytes", "descriptors")
-            return {key: sum(each[key] for each in found) for key in keys} if found else {}
-        lines = [line for agent in self.agents for line in DONE.findall(agent.text())]
-        mine = [(int(size), float(ms)) for name, size, ms in lines if name.rpartition("-")[0] == request]
-        # Ranks receive side by side.
-        return {"ms": max(ms for _, ms in mine), "bytes": sum(size for size, _ in mine)} if mine else {}
+    dummy: str = ""  # why it has not the weights that all others have
 
     def noted(self, side: str, room: int | str | None = None) -> list[dict[str, Any]]:
-        """What the engine has noted of this kind (tests.system.engines.marks), but for ranks in processes of their
-        own."""
+        """What it has noted of this kind (tests.system.engines.marks): one a rank of SGLang's, vLLM's core alone."""
         return marks.noted(self.times, side, room)
 
-    def route(self, sender: Any) -> str:
-        """How the KV comes from `sender`, as its agent found and proved it."""
+    def fetched(self, request: str) -> list[tuple[int, float]]:
+        """Bytes and milliseconds of this request's transfers, one a rank, by the logs of its agents."""
+        lines = [line for each in self.agents for line in DONE.findall(each.text())]
+        return [(int(size), float(ms)) for name, size, ms in lines if request in (name, name.rpartition("-")[0])]
+
+    def route(self, sender: Running) -> str:
+        """How the KV comes from `sender`, as its agents found and proved it."""
         to = {each.address for each in self.agents}
         peers = [peer for each in sender.agents for peer in each.status.peers if peer.state.startswith("receiver")]
-        found = {peer.route for peer in peers if peer.address in to}
-        return "; ".join(sorted(found))
-
-    def weights(self) -> None:
-        """Make weights in it; what went wrong is kept and said, the engine is of use all the same."""
-        self.engine._say(op="weights", seed=weights.SEED)
-        self.weights_failure = self.engine._answer("weights", START_S)["failure"]
-
-    def digests(self) -> dict[str, int]:
-        """Of the weights that it holds (tests.system.engines.weights)."""
-        self.engine._say(op="digests")
-        return self.engine._answer("digests", START_S)["digests"]
-
-    def likely(self, request: str, tokens: list[int], amount: int = 1) -> tuple[list[int], list[dict[int, float]]]:
-        """How it goes on by itself, and the chances of the likeliest tokens at each place."""
-        self.engine._say(op="likely", request=request, tokens=tokens, amount=amount)
-        answer = self.engine._answer("likely", 60)
-        return answer["tokens"], [{int(token): chance for token, chance in each.items()} for each in answer["places"]]
+        return "; ".join(sorted({peer.route for peer in peers if peer.address in to}))
 
     def kill(self) -> None:
         self.engine.kill()
         for each in self.agents:
             each.kill()
+
+    def are_agents_alive(self) -> bool:
+        return all(each.process.poll() is None for each in self.agents)
+
+
+@dataclass
+class RunningVLLM(Beside):
+    engine: EngineProcess
 
     def is_well(self) -> bool:
         try:
@@ -134,7 +151,65 @@ class Running:
             self.engine.result(name, 15)
         except (RuntimeError, OSError):
             return False
-        return all(each.process.poll() is None for each in self.agents)
+        return self.are_agents_alive()
+
+    def prepare(self, is_cpu: bool) -> None:
+        """Once it is ready. Without made weights it is of use all the same."""
+        assert isinstance(self.side, VLLM)
+        if self.side.is_crossed and CROSSED not in self.engine.log.read_text():
+            raise RuntimeError(f"{self.side.name} has no cross-layer cache")
+        if not is_cpu:  # there it has read them
+            self.dummy = self.engine.ask("weights", START_S, seed=weights.SEED)["failure"]
+
+    def digests(self) -> dict[str, int]:
+        """Of the weights that it holds (tests.system.engines.weights)."""
+        return dict(self.engine.ask("digests", START_S)["digests"])
+
+    def voice(self, tokens: list[int]) -> Voice:
+        """How it goes on by itself."""
+        said = self.engine.ask("likely", 60, request=f"alone-{time.monotonic_ns()}", tokens=tokens, amount=DECODED)
+        places = [{int(token): chance for token, chance in each.items()} for each in said["places"]]
+        return Voice(said["tokens"], places)
+
+    def nixl_transfers(self) -> list[dict[str, float]]:
+        """Those of its NixlConnector since the last call."""
+        return list(self.engine.ask("transfers", 10)["transfers"])
+
+    def held(self) -> Any:
+        return self.engine.state()
+
+
+@dataclass
+class RunningSGLang(Beside):
+    engine: Server
+
+    def is_well(self) -> bool:
+        return self.engine.process.poll() is None and self.engine.is_up() and self.are_agents_alive()
+
+    def prepare(self, is_cpu: bool) -> None:
+        is_seeded = self.engine.text().count(SEEDED) >= len(self.side.gpus)
+        self.dummy = "" if is_seeded else "SGLang's dummy weights: tokens say little"
+
+    def digests(self) -> dict[str, int]:
+        return {name: value for each in self.noted("weights") for name, value in each["digests"].items()}
+
+    def voice(self, tokens: list[int]) -> Voice:
+        more = {"return_logprob": True, "top_logprobs_num": LIKELY}
+        status, said = self.engine.generate(greedy(tokens, DECODED) | more, ANSWER_S)
+        assert status == 200, f"alone: {said}"
+        likely = [{token: value for value, token, *_ in place} for place in said["meta_info"]["output_top_logprobs"]]
+        return Voice(said["output_ids"], likely)
+
+    def held(self) -> Any:
+        return self.engine.held()
+
+
+Running = RunningVLLM | RunningSGLang
+
+
+def handles_of(*sides: Running) -> str:
+    """By which kinds of handles their agents have mapped their memory."""
+    return ",".join(sorted({kinds for side in sides for each in side.agents for kinds in MAPPED.findall(each.text())}))
 
 
 class Engines:
@@ -146,56 +221,72 @@ class Engines:
         stack: ExitStack,
         is_cpu: bool,
         agent_options: dict[str, str],
-        python: str = sys.executable,  # one that has vLLM
+        dtype: str = "bfloat16",  # of what SGLang computes
     ) -> None:
         self.folder = folder
         self.is_cpu = is_cpu
+        self.kept = folder / "rows"  # SGLang's, of prompts
+        self.kept.mkdir()
+        self.keep_rows(False)
+        self.rooms = itertools.count(random.SystemRandom().getrandbits(40) << 16)
+        self._dtype = dtype
         self._stack = stack
         self._agent_options = agent_options
-        self._python = python
         self._model = folder / "model"
         self._up: dict[str, Future[Running]] = {}
-        self._pool = stack.enter_context(ThreadPoolExecutor(1 if is_cpu else 12))
+        self._pool = stack.enter_context(ThreadPoolExecutor(2 if is_cpu else 24))
         self._lock = threading.Lock()
-        self._attempts = 0
+        self._attempts, self._names = itertools.count(1), itertools.count(1)
         if is_cpu:
             weights.write(self._model)
         else:
-            self._model.mkdir(parents=True, exist_ok=True)
+            self._model.mkdir()
             (self._model / "config.json").write_text(json.dumps(LLAMA_8B, indent=1))
+
+    def name(self) -> str:
+        """A request id that was not used before."""
+        return f"pair-{next(self._names)}"
+
+    def keep_rows(self, are_kept: bool) -> None:
+        """Whether SGLang's servers write the rows of what comes; it takes them a while."""
+        pause = self.kept / PAUSE
+        if are_kept:
+            pause.unlink(missing_ok=True)
+        else:
+            pause.touch()
 
     def start(self, *sides: Side) -> None:
         for side in sides:
             if side.name not in self._up:
-                self._attempts += 1
-                self._up[side.name] = self._pool.submit(self._start, side, self._attempts)
+                self._up[side.name] = self._pool.submit(self._start, side, next(self._attempts))
 
     def get(self, side: Side) -> Running:
         """Wait for it. Raises what kept it from starting."""
         self.start(side)
-        return self._up[side.name].result(START_S + 60)
+        return self._up[side.name].result(START_S + AGENT_START_S)
 
     def drop(self, side: Side) -> None:
-        """Forget an engine that does not answer; its next use starts another."""
+        """End an engine that does not answer, or is not needed any more; its next use starts another."""
         future = self._up.pop(side.name, None)
         if future is not None and future.done() and future.exception() is None:
             future.result().kill()
 
     def _start(self, side: Side, attempt: int) -> Running:
         name = f"{side.name}-{attempt}"
-        config = self._config(side, name, attempt)
-        log = self.folder / f"{name}.log"
-        engine = self._enter(EngineProcess(config, log, self._python, module="tests.system.gpu.pair_loop"))
-        running = Running(side, engine, log.with_suffix(".times"))
+        times = self.folder / f"{name}.times"
+        running: Running
+        if isinstance(side, VLLM):
+            running = RunningVLLM(side, self._vllm(side, name, attempt), times)
+        else:
+            assert isinstance(side, SGLang)
+            running = RunningSGLang(side, self._sglang(side, name), times)
         try:
-            if side.connector == "kvbridge":  # while the engine imports
-                for rank, gpu in enumerate(side.gpus):
-                    running.agents.append(self._enter(self._agent(f"{name}-{rank}", gpu)))
-            engine.wait_ready(START_S)
-            if side.is_crossed and CROSSED not in engine.log.read_text():
-                raise RuntimeError(f"{name} has no cross-layer cache")
-            if not self.is_cpu:
-                running.weights()
+            if side.has_agents:  # while the engine imports
+                with ThreadPoolExecutor(len(side.gpus)) as pool:
+                    begun = [pool.submit(self._agent, f"{name}-{rank}", gpu) for rank, gpu in enumerate(side.gpus)]
+                    running.agents += [each.result() for each in begun]
+            running.engine.wait_ready(START_S)
+            running.prepare(self.is_cpu)
         except BaseException:
             running.kill()
             raise
@@ -207,13 +298,42 @@ class Engines:
             self._stack.push(what)
         return entered
 
-    def _agent(self, name: str, gpu: int) -> contextlib.AbstractContextManager[AgentProcess]:
+    def _agent(self, name: str, gpu: int) -> AgentProcess:
         options: dict[str, Any] = dict.fromkeys(("slot_bytes", "receive_slots", "send_slots"))  # as operators have
-        options["log_level"] = "debug"  # says how long each transfer took
+        options["log_level"] = "debug"  # says what each transfer brought, and how long it took
         options["device"] = "cpu" if self.is_cpu else f"cuda:{gpu}"
-        return agent(self.folder, name, AGENT_START_S, **options | self._agent_options)
+        if self.is_cpu:
+            options["slot_bytes"] = 1 << 20
+        return self._enter(agent(self.folder, name, AGENT_START_S, **options | self._agent_options))
 
-    def _config(self, side: Side, name: str, attempt: int) -> EngineConfig:
+    def _sglang(self, side: SGLang, name: str) -> Server:
+        config = ServerConfig(
+            role=side.role,
+            gpus=() if self.is_cpu else side.gpus,
+            page_size=side.block,
+            tensor_parallel_size=len(side.gpus),
+            dtype=self._dtype,
+            kv_cache_dtype=side.kv,
+            chunked_prefill_size=16384,
+            max_total_tokens=POOL_TOKENS,
+            backend="nixl" if side.is_nixl else "kvbridge",
+            keeps_prefixes=False,
+            cores=_cores(side) if self.is_cpu else "",
+            flags=("--load-format", "dummy"),
+            environment={
+                "KVBRIDGE_TEST_ROWS": str(self.kept),
+                marks.VARIABLE: str(self.folder / f"{name}.times"),
+                "KVBRIDGE_TEST_SEED": str(weights.SEED),
+                "KVBRIDGE_ENGINE_SOCKET": str(self.folder / f"{name}-{{rank}}.sock"),
+                "KVBRIDGE_ENGINE_CONNECT_S": str(AGENT_START_S),
+                "KVBRIDGE_ENGINE_MODEL_NAME": MODEL_NAME,
+                "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
+                "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
+            },
+        )
+        return self._enter(Server(config, str(self._model), self.folder, name))
+
+    def _vllm(self, side: VLLM, name: str, attempt: int) -> EngineProcess:
         more: dict[str, Any] = {"kv_transfer_config": self._transfer(side, name)}
         environment = {
             marks.VARIABLE: str(self.folder / f"{name}.times"),
@@ -222,7 +342,7 @@ class Engines:
         }
         if self.is_cpu:
             more["num_gpu_blocks_override"] = (1 << 15) // side.block
-            cores = "|".join(str(gpu % 2) for gpu in side.gpus)
+            cores = _cores(side)
         else:
             cores = "0"
             more |= {"load_format": "dummy", "attention_backend": side.backend, "gpu_memory_utilization": 0.05}
@@ -237,7 +357,7 @@ class Engines:
             if side.has_graphs:  # without torch.compile, which would take a minute
                 sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
                 more |= {"enforce_eager": False, "compilation_config": sizes}
-        return EngineConfig(
+        config = EngineConfig(
             model=str(self._model),
             block_size=side.block,
             kv_cache_dtype=side.kv,
@@ -249,11 +369,14 @@ class Engines:
             more=more,
             environment=environment,
         )
+        python = os.environ.get("KVBRIDGE_TEST_VLLM_PYTHON") or sys.executable
+        log = self.folder / f"{name}.log"
+        return self._enter(EngineProcess(config, log, python))
 
-    def _transfer(self, side: Side, name: str) -> dict[str, Any]:
-        if side.connector != "kvbridge":
+    def _transfer(self, side: VLLM, name: str) -> dict[str, Any]:
+        if side.is_nixl:
             device = "cpu" if self.is_cpu else "cuda"
-            connector: dict[str, Any] = {"kv_connector": side.connector, "kv_buffer_device": device}
+            connector: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_buffer_device": device}
         else:
             connector = {
                 "kv_connector": "KVBridgeConnector",
@@ -268,3 +391,8 @@ class Engines:
             }
             connector |= {"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
         return {"kv_role": "kv_both", "engine_id": f"pairs-{name}", **connector}
+
+
+def _cores(side: Side) -> str:
+    """Pinned on a machine of two: one a rank."""
+    return "|".join(str(gpu % 2) for gpu in side.gpus)

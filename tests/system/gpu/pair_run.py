@@ -1,41 +1,218 @@
-"""Shared by the scripts that drive pairs of engines: options, the machine, logs to bring back, the exit code."""
+"""Shared by the scripts that drive pairs of engines: their options, the run through all pairs, what they write and say.
+
+Engines are started at once on GPUs, before anything is measured: one that starts would disturb the others.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import signal
 import sys
 import tarfile
-from collections.abc import Iterable
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from tests.system.gpu.pair_drive import Pair
+from tests.system.gpu.pair_engines import Engines, Running, Side
 
 sys.path.append(str(Path(__file__).parents[3] / "bench"))
 
 import record
 
 
-def options(about: str, *, repeats: int, limit_s: float) -> argparse.ArgumentParser:
+@dataclass
+class Found:
+    """What one pair showed; `rows` one for each prompt length."""
+
+    name: str
+    failure: str = ""
+    kv_rows: str = "-"
+    route: str = ""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+Column = tuple[str, int, Callable[[Any, dict[str, Any], int], object]]  # head, width, of the pair, row and place
+
+
+class Run:
+    """All pairs, in order; what each showed is written at once. A script says in `show` what it looks at."""
+
+    engine = ""  # names the results
+    found: type[Found] = Found
+    columns: Sequence[Column] = ()
+    repeats, limit_s = 6, 360.0
+
+    def __init__(self, chosen: argparse.Namespace, about: dict[str, Any], engines: Engines) -> None:
+        self.chosen, self.about, self.engines = chosen, about, engines
+        self.gpus = len(about["gpus"])
+        self.results: list[Any] = []
+        self._began = time.monotonic()
+        every = self.every()
+        self.pairs = [pair for pair in every if not chosen.only or pair.name in chosen.only.split(",")]
+        unknown = set(filter(None, chosen.only.split(","))) - {pair.name for pair in every}
+        assert not unknown, f"no such pairs: {unknown}; there are {[pair.name for pair in every]}"
+
+    def every(self) -> list[Pair]:
+        """All pairs there are, in the order of their worth."""
+        raise NotImplementedError
+
+    def kept(self) -> list[Side]:
+        """Engines that are needed to the end."""
+        return []
+
+    def show(self, pair: Pair, found: Any) -> None:
+        """Fill in what this pair shows. Raises where it does not hold."""
+        raise NotImplementedError
+
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def begin(self) -> None:
+        if not self.chosen.cpu:
+            self.start_all()
+
+    def start_all(self) -> dict[str, Running]:
+        """Those that are up, by name."""
+        sides = {side.name: side for pair in self.pairs for side in (pair.sender, pair.receiver)}
+        sides |= {side.name: side for side in self.kept()}
+        self.engines.start(*sides.values())
+        up = {}
+        for side in sides.values():
+            try:
+                up[side.name] = self.engines.get(side)
+                said = "is up" + f", {up[side.name].dummy}" * bool(up[side.name].dummy)
+            except Exception as error:  # its pairs will say so
+                said = f"did not start: {type(error).__name__}: {str(error)[-3000:]}"
+            print(f"{self.spent_s:6.1f} s  {side.name} {said}", flush=True)
+        return up
+
+    def all(self) -> None:
+        for index, pair in enumerate(self.pairs):
+            reason = ""
+            if self.spent_s > self.chosen.limit_s:
+                reason = f"not begun: {self.spent_s:.0f} s of {self.chosen.limit_s:.0f} were spent"
+            elif sum(bool(each.failure) for each in self.results) >= self.chosen.failures:
+                reason = f"not begun: {self.chosen.failures} before it failed"
+            self.results.append(self.found(pair.name, reason) if reason else self._drive(pair))
+            if reason:
+                continue
+            said = self.results[-1].failure.strip()[-600:] or "done"
+            print(f"{self.spent_s:6.1f} s  {pair.name}: {said}", flush=True)
+            self.write()
+            if self.engines.is_cpu:  # it has room for few at a time
+                needed = {side for later in self.pairs[index + 1 :] for side in (later.sender, later.receiver)}
+                for side in {pair.sender, pair.receiver} - needed - set(self.kept()):
+                    self.engines.drop(side)
+
+    def _drive(self, pair: Pair) -> Any:
+        found = self.found(pair.name)
+        try:
+            self.show(pair, found)
+        except AssertionError as error:
+            found.failure = str(error) or traceback.format_exc(limit=-2)
+        except Exception as error:  # the other pairs are worth their time
+            found.failure = f"{type(error).__name__}: {error}"
+        if found.failure:
+            for side in (pair.sender, pair.receiver):
+                self._look_at(side)
+        return found
+
+    def _look_at(self, side: Side) -> None:
+        """What a failed pair's engine and agents said last, and what those know now. One that is not well is dropped.
+
+        One that never started said why before: another try would cost the other pairs' time.
+        """
+        try:
+            running = self.engines.get(side)
+        except Exception:
+            return
+        with contextlib.suppress(Exception):
+            print(f"--- {side.name}:\n{running.engine.tail(16)}")
+            for each in running.agents:
+                print("--- its agent:\n" + "\n".join(each.text().splitlines()[-16:]))
+                print(each.status, flush=True)
+            print(running.held(), flush=True)
+        with contextlib.suppress(Exception):
+            if running.is_well():
+                return
+        self.engines.drop(side)
+
+    @property
+    def file(self) -> str:
+        return f"{self.engine}_pairs.json"
+
+    def write(self) -> None:
+        kept = {**self.about, "seconds": round(self.spent_s, 1), "pairs": [vars(each) for each in self.results]}
+        (self.chosen.out / self.file).write_text(json.dumps(kept, indent=1) + "\n")
+
+    def report(self) -> None:
+        print("".join(f"{head:>{width}s}" for head, width, _ in self.columns))
+        for found in self.results:
+            for place in range(len(found.rows)):
+                self.print_row(found, place)
+        for found in self.results:
+            self.print_more(found)
+            if found.failure:
+                print(f"{found.name:>{self.columns[0][1]}s} FAILED: {found.failure.strip()[-1500:]}")
+
+    def print_row(self, found: Any, place: int) -> None:
+        row = found.rows[place]
+        print("".join(f"{value(found, row, place)!s:>{width}s}" for _, width, value in self.columns))
+
+    def print_more(self, found: Any) -> None:
+        """What no table has room for."""
+
+    def verdicts(self) -> Iterable[object]:
+        """Each has NO in it where a comparison failed."""
+        return [value for each in self.results for value in (each.kv_rows, *(row.get("decoded") for row in each.rows))]
+
+
+def main(script: type[Run], about: str, *packages: str) -> int:
+    """The exit code: 1 if a comparison says NO, 2 if a pair failed otherwise, else 0."""
+    chosen = _options(script, about)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines are sessions of their own: end them
+    agent_options = dict(part.split("=", 1) for part in chosen.agent)
+    with tempfile.TemporaryDirectory(prefix="pairs-") as name, ExitStack() as stack:
+        engines = Engines(Path(name), stack, chosen.cpu, agent_options)
+        stack.callback(_keep_logs, Path(name), chosen.out / f"{script.engine}_logs.tar.gz")
+        run = script(chosen, _machine(*packages), engines)
+        run.begin()
+        run.all()
+    run.report()
+    if any("NO" in str(value) for value in run.verdicts()):
+        return 1
+    return 2 if any(each.failure for each in run.results) else 0
+
+
+def _options(script: type[Run], about: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the figures and the logs")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU: to try the script")
     parser.add_argument("--only", default="", help="pairs, by name, with commas between")
-    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--repeats", type=int, default=script.repeats)
     parser.add_argument("--prompts", type=int, default=2, help="prompts whose tokens are compared")
     parser.add_argument("--lengths", default="1024,8192", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--limit-s", type=float, default=limit_s, help="no pair begins after so long")
+    parser.add_argument("--limit-s", type=float, default=script.limit_s, help="no pair begins after so long")
+    parser.add_argument("--failures", type=int, default=99, help="no pair begins after so many failed")
     parser.add_argument("--agent", action="append", default=[], help="an agent's option: slot_bytes=8388608")
-    return parser
-
-
-def chosen_from(parser: argparse.ArgumentParser) -> argparse.Namespace:
     chosen = parser.parse_args()
-    assert chosen.repeats > 1, "one repeat is the first and leaves none for later"
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    if chosen.repeats < 2:
+        parser.error("--repeats: one is the first and leaves none for later")
     return chosen
 
 
-def machine(*names: str) -> dict[str, Any]:
+def _machine(*names: str) -> dict[str, Any]:
     """With the versions of these packages beside those that all pairs need."""
     import torch
 
@@ -51,15 +228,8 @@ def _version(name: str) -> str:
         return "-"
 
 
-def keep_logs(folder: Path, archive: Path) -> None:
+def _keep_logs(folder: Path, archive: Path) -> None:
     """In one archive: few files come back from some machines."""
     with tarfile.open(archive, "w:gz") as kept:
         for path in [*folder.rglob("*.log"), *folder.rglob("*.times")]:
             kept.add(path, path.relative_to(folder))
-
-
-def exit_code(said: Iterable[object], failures: Iterable[str]) -> int:
-    """1 if a comparison says NO, 2 if a pair failed otherwise, else 0."""
-    if any("NO" in str(value) for value in said):
-        return 1
-    return 2 if any(failures) else 0

@@ -208,13 +208,6 @@ def check_reattach(kind: str) -> None:
         check_both_ways(again, attached)
 
 
-def test_attaches_again_after_close(engine: Engine) -> None:
-    handles = engine.export("torch", SIZES)
-    for _ in range(3):
-        with attach(engine, handles) as attached:
-            check_both_ways(engine, attached)
-
-
 def test_many_regions_are_attached_fast(engine: Engine) -> None:
     """A model of 64 layers attaches in no time; what it takes is printed."""
     shape = change(SHAPE, layers=64, blocks=384 * 8)

@@ -16,14 +16,14 @@ import torch
 from kvbridge.device import driver
 from kvbridge.device.copier import Compiling, Moved
 from kvbridge.device.copier_gpu import GpuBlockCopier
-from kvbridge.device.mapping import HostMappings, wrap
-from kvbridge.device.memory import AttachedPool
+from kvbridge.device.mapping import wrap
 from kvbridge.device.staging import Staging
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
 from tests.integration.device.attached import attached
 from tests.integration.device.moving import Moves
 from tests.integration.device.moving import gather as gather_on_cpu
+from tests.support.carried import Mapped
 from tests.support.oracle import Held, Shape, block_table, build, fill, table_of
 
 pytestmark = pytest.mark.gpu
@@ -32,12 +32,8 @@ SPIN = 100_000_000  # 50 ms on an H200
 SHAPE = Shape(layout="nhd", key_width=16, value_width=32, block_tokens=16, blocks=8)
 
 
-class OnGpu(AttachedPool):
-    """A pool whose memory is this process's own GPU memory."""
-
-    def __init__(self, held: Held) -> None:
-        self.memories = [torch.from_numpy(region.copy()).cuda() for region in held.memory]
-        super().__init__(held.pool, HostMappings(), self.memories)
+def on_gpu(held: Held) -> Mapped:
+    return Mapped(held.pool, [torch.from_numpy(region.copy()).cuda() for region in held.memory])
 
 
 @pytest.fixture
@@ -74,7 +70,7 @@ def test_gathers_what_a_cpu_gathers_and_puts_it_back(copier: GpuBlockCopier, thr
     wanted = torch.full((size,), 0xA5, dtype=torch.uint8)
     with attached(held) as (_, pool):
         digest = gather_on_cpu(pool, moves.moves(), wanted, "sum64")
-    sender, receiver = OnGpu(held), OnGpu(build(SHAPE))
+    sender, receiver = on_gpu(held), on_gpu(build(SHAPE))
     with copier.staging(1 << 20, 2) as slots, Staging.pinned(1 << 20, 2) as host:
         slot, pinned = slots.span(1, size), host.span(1, size) if through_host else None
         copier.gather(sender, moves, slot, "sum64", pinned)
@@ -95,11 +91,11 @@ def test_gathers_what_a_cpu_gathers_and_puts_it_back(copier: GpuBlockCopier, thr
 def test_a_move_is_not_over_before_its_kernel(copier: GpuBlockCopier) -> None:
     held = filled()
     moves, size = one_chunk(held)
-    sender, receiver = OnGpu(held), OnGpu(build(SHAPE))
+    sender, receiver = on_gpu(held), on_gpu(build(SHAPE))
     before = [memory.clone() for memory in receiver.memories]
     with copier.staging(1 << 20, 1) as slots:
         slot = slots.span(0, size)
-        copier.scatter(OnGpu(held), moves, slot, "sum64", 0)  # the kernels are compiled now
+        copier.scatter(on_gpu(held), moves, slot, "sum64", 0)  # the kernels are compiled now
         copier.gather(sender, moves, slot, "sum64")
         left = 2
         while left:
@@ -124,7 +120,7 @@ def test_a_move_is_not_over_before_its_kernel(copier: GpuBlockCopier) -> None:
 def test_new_kernels_are_compiled_beside_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known, new = filled(), build(replace(SHAPE, layout="hnd"))
     (moves, size), (other, _) = one_chunk(known), one_chunk(new)
-    sender, receiver, copier = OnGpu(known), OnGpu(new), GpuBlockCopier(driver.Gpu.open("cuda:0"), 2, aside=True)
+    sender, receiver, copier = on_gpu(known), on_gpu(new), GpuBlockCopier(driver.Gpu.open("cuda:0"), 2, aside=True)
     with copier.staging(1 << 20, 2) as slots, closing(copier):
         slot, far = slots.span(0, size), slots.span(1, size)
         wait_for(lambda: copier.gather(sender, moves, slot, "sum64"))
@@ -183,7 +179,7 @@ def test_digests_of_one_bundle_are_told_apart(monkeypatch: pytest.MonkeyPatch) -
     wanted = torch.empty(size, dtype=torch.uint8)
     with attached(held) as (_, pool):
         digest = gather_on_cpu(pool, moves.moves(), wanted, "sum64")
-    sender, copier = OnGpu(held), GpuBlockCopier(driver.Gpu.open("cuda:0"), 1)
+    sender, copier = on_gpu(held), GpuBlockCopier(driver.Gpu.open("cuda:0"), 1)
     with copier.staging(1 << 20, 2) as slots:
         slot = slots.span(0, size)
         for _ in range(2):

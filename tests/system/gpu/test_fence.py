@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 
-import msgspec
 import pytest
 import torch
 
 from kvbridge.device.fence import EngineFence, FencePage
 from tests.system.gpu.engine import Engine, pattern
-from tests.system.gpu.test_attach import SHAPE, SIZES, attach
+from tests.system.gpu.test_attach import SIZES, attach
 
 pytestmark = pytest.mark.gpu
 
@@ -87,33 +86,4 @@ def test_counts_go_up_and_the_last_is_reached_when_the_engine_closes() -> None:
     fence.close()
     assert page.reached(last) and not page.reached(last + 1)
     print(f"one mark: {cost_us:.1f} us")
-    page.close()
-
-
-def test_a_synthetic_engine_keeps_a_region_for_each_layer() -> None:
-    """What it fills it finds again, on a GPU as on a CPU, to the byte."""
-    from kvbridge.loopback.engine import Job, SyntheticEngine
-    from kvbridge.loopback.pools import DemoRequest
-
-    shape = msgspec.structs.replace(SHAPE, codec="fp8_e4m3", scale=0.03125)
-    requests = [
-        DemoRequest(name="one", tokens=700, seed=1),
-        DemoRequest(name="two", tokens=333, first_token=100, seed=2),
-    ]
-    jobs = [
-        Job(role="sender", shape=shape, rank=0, socket="", ranks=(), requests=requests, device=device, late_cycles=late)
-        for device, late in (("cpu", 0), ("cuda:0", 0), ("cuda:0", LATE // 10))
-    ]
-    engines = [SyntheticEngine(job) for job in jobs]
-    assert [len(engine.regions) for engine in engines] == [1, shape.layers, shape.layers]
-    late = engines[2]
-    assert late.fence is not None
-    page = FencePage(late.fence.fd)
-    for engine in engines:
-        engine.fill_own()
-    fences = [late._compute(request, 0, request.tokens) for request in requests]
-    assert not page.reached(fences[-1])
-    torch.cuda.synchronize()
-    assert page.reached(fences[-1])
-    assert len({engine.digest() for engine in engines}) == 1
     page.close()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 
 from kvbridge.device import driver
 from kvbridge.device.copier import Moved
@@ -17,6 +16,7 @@ from kvbridge.geometry.plan import Part
 from tests.support.carried import Mapped, OnCpu, carried, pools_of
 from tests.support.matrix import ROWS, Row
 from tests.support.pools import Held
+from tests.system.gpu.test_copier_gpu import on_gpu
 
 pytestmark = pytest.mark.gpu
 MOST_SLOT_BYTES = 1 << 20
@@ -38,8 +38,8 @@ class OnGpu:
         target = self._of(receiver)
         self._copier.scatter(target, scatter, slot, "sum64", gathered.digest)
         self._over()
-        for memory, on_gpu in zip(receiver.memory, target.memories, strict=True):
-            memory[:] = on_gpu.cpu().numpy()
+        for memory, copied in zip(receiver.memory, target.memories, strict=True):
+            memory[:] = copied.cpu().numpy()
 
     def forget(self) -> None:
         for _, mapped in self._mapped.values():
@@ -53,8 +53,7 @@ class OnGpu:
 
     def _of(self, held: Held) -> Mapped:
         if id(held) not in self._mapped:
-            memories = [torch.from_numpy(region.copy()).cuda() for region in held.memory]
-            self._mapped[id(held)] = held, Mapped(held.pool, memories)
+            self._mapped[id(held)] = held, on_gpu(held)
         return self._mapped[id(held)][1]
 
 

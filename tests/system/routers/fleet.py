@@ -1,111 +1,38 @@
-"""Two `vllm serve` with unequal block sizes, each beside its agent, and an unmodified router in front."""
+"""Pairs of servers with unequal blocks, each beside its agent, and what stands in front: routers, and our proxy."""
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
-import os
 import re
-import signal
-import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
-from tests.integration.agent.harness import AgentProcess, agent
+from demo.servers import VLLM_SERVER
+from kvbridge.loopback.processes import SETTINGS as PROCESS_SETTINGS
+from kvbridge.loopback.processes import free_port
+from tests.integration.agent.harness import PYTHON, AgentProcess, agent
+from tests.system.http_server import START_S, HttpServer
+from tests.system.sglang import fleet as sglang
 
 ROOT = Path(__file__).parents[3]
 VLLM = ROOT / ".venv-vllm/bin/python"
+SGLANG = ROOT / ".venv-sglang/bin/python"
 ROUTERS = ROOT / ".venv-routers/bin"
 ROW_BYTES = LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 4  # of one token, in fp32
-START_S, ANSWER_S, EMPTY_S = 180.0, 60.0, 60.0
+EMPTY_S = 60.0
 HOLD_S = 10  # of what nobody fetches, as where a client left
 NAME = "demo"
 MODEL = """import pathlib, sys
 from demo.model import write_model, write_tokenizer
 write_tokenizer(write_model(pathlib.Path(sys.argv[1]), eos_token_id=None))"""  # every answer is as long as it may be
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "passive",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-
-
-@dataclass
-class Server:
-    """A process that serves HTTP on a port of this host."""
-
-    process: subprocess.Popen[bytes]
-    port: int
-    log: Path
-
-    @property
-    def name(self) -> str:
-        return self.log.stem
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def ask(self, path: str, body: Any = None, seconds: float = ANSWER_S) -> tuple[int, str]:
-        """Status and text of the whole answer."""
-        with self.opened(path, body, seconds) as answer:
-            return answer.status, answer.read().decode()
-
-    @contextlib.contextmanager
-    def opened(self, path: str, body: Any = None, seconds: float = ANSWER_S) -> Iterator[http.client.HTTPResponse]:
-        """The answer as it comes; its connection ends with the block, read or not."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
-        try:
-            text = None if body is None else json.dumps(body)
-            headers = {"Content-Type": "application/json"}
-            connection.request("GET" if body is None else "POST", path, text, headers)
-            yield connection.getresponse()
-        finally:
-            connection.close()
-
-    def wait_up(self, path: str = "/health") -> None:
-        end = time.monotonic() + START_S
-        while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                if self.ask(path, seconds=5)[0] == 200:
-                    return
-            time.sleep(0.2)
-        raise AssertionError(f"does not serve:\n{self.tail()}")
-
-    def tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def serve(command: Sequence[str], port: int, log: Path, **environment: str) -> Server:
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            command, env=os.environ | environment, cwd=log.parent, stdin=subprocess.DEVNULL,
-            stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    return Server(process, port, log)
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
+SETTINGS = PROCESS_SETTINGS | VLLM_SERVER
 
 
 class Fleet:
@@ -114,17 +41,16 @@ class Fleet:
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self.folder = folder
         self._stack = stack
-        model = folder / "model"
-        subprocess.run([VLLM, "-c", MODEL, str(model)], check=True, cwd=ROOT, timeout=START_S)
+        write_served(folder / "model")
         (folder / "chat.jinja").write_text(CHAT)
         self.agents: dict[str, AgentProcess] = {
             name: stack.enter_context(agent(folder, name, slot_bytes=1 << 20)) for name in ("prefill", "decode")
         }
-        self.engines: dict[str, Server] = {name: self._engine(name, free_port()) for name in self.agents}
+        self.engines: dict[str, HttpServer] = {name: self._engine(name, free_port()) for name in self.agents}
         for engine in self.engines.values():
             engine.wait_up()
 
-    def _engine(self, name: str, port: int) -> Server:
+    def _engine(self, name: str, port: int) -> HttpServer:
         transfer = {
             "kv_connector": "KVBridgeConnector",
             "kv_connector_module_path": "kvbridge.adapters.vllm.connector",
@@ -139,7 +65,7 @@ class Fleet:
             *("--chat-template", str(self.folder / "chat.jinja"), "--kv-transfer-config", json.dumps(transfer)),
             *("--middleware", "kvbridge.adapters.vllm.middleware.BootstrapRooms"),
         ]
-        engine = serve(command, port, self.folder / f"{name}-engine.log", PYTHONPATH=str(ROOT), **SETTINGS)
+        engine = HttpServer(command, port, self.folder / f"{name}-engine.log", {"PYTHONPATH": str(ROOT), **SETTINGS})
         self._stack.callback(engine.kill)
         return engine
 
@@ -148,14 +74,6 @@ class Fleet:
         self.engines[name].kill()
         self.engines[name] = self._engine(name, self.engines[name].port)
         self.engines[name].wait_up()
-
-    @property
-    def agent_port(self) -> int:
-        return int(self.agents["prefill"].address.partition("#")[0].rpartition(":")[2])
-
-    def carried(self) -> float:
-        """Bytes that the decode side has taken over so far."""
-        return self.agents["decode"].status.counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0)
 
     def prefills(self) -> float:
         """Requests that the prefill engine has answered so far."""
@@ -187,29 +105,111 @@ class Fleet:
         return {what: each for what, each in held.items() if each}
 
 
-def router(fleet: Fleet, name: str) -> Server:
-    """A router with its default settings, ready; only its ports are chosen.
+class SGLangFleet(sglang.Fleet):
+    """Prefill in pages of 16 tokens, decode in pages of 64, and a server alone."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        (folder / "chat.jinja").write_text(CHAT)
+        flags = ("--served-model-name", NAME, "--chat-template", str(folder / "chat.jinja"))
+        super().__init__(folder, stack, write_served, {"has_tokenizer": True, "flags": flags}, str(SGLANG))
+        self.start("p16", "d64", "alone")
+
+    def wait_empty(self) -> None:
+        sglang.assert_idle(self, "p16", "d64", timeout_s=EMPTY_S)
+
+
+def write_served(folder: Path) -> Path:
+    """A model with its tokenizer."""
+    subprocess.run([VLLM, "-c", MODEL, str(folder)], check=True, cwd=ROOT, timeout=START_S)
+    return folder
+
+
+@dataclass
+class Front:
+    """What clients connect to, in front of two engines."""
+
+    server: HttpServer
+    alone: HttpServer  # an engine that answers by itself
+    agents: list[AgentProcess]  # of the engines that decode
+    wait_empty: Callable[[], None]  # until nothing is held for any request
+    computed: int = 1  # of a prompt's tokens that the decoding engine computes itself: vLLM the last one, SGLang none
+    sampling: dict[str, Any] = field(default_factory=dict)  # that makes several answers to a prompt greedy
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    def carried(self) -> float:
+        """Tokens that the decoding engines have taken over so far."""
+        counters = [each.status.counters for each in self.agents]
+        return sum(each.get("kvbridge_wire_bytes_total{role=receiver}", 0.0) for each in counters) / ROW_BYTES
+
+
+OF_VLLM = ("vllm-router", "smg", "smg, as SGLang's", "sglang-router")
+OF_SGLANG = ("smg of SGLang", "sglang_router of SGLang")
+PROXIES = ("vllm to sglang", "sglang to vllm")
+
+
+def front_of_vllm(name: str, fleet: Fleet) -> Front:
+    """A router with its default settings; only its ports are chosen.
 
     "smg, as SGLang's" is smg told that the engines are SGLang's, which it can be told only once it runs.
     """
     prefill, decode = fleet.engines["prefill"].url, fleet.engines["decode"].url
-    python, port = str(ROUTERS / "python"), free_port()
-    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    python, agent_port = str(ROUTERS / "python"), str(port_of(fleet.agents["prefill"]))
     command = {
         "vllm-router": [str(ROUTERS / "vllm-router"), "--vllm-pd-disaggregation", "--prefill", prefill],
         "smg": [python, "-m", "smg", "launch", "--pd-disaggregation", "--prefill", prefill],
         "smg, as SGLang's": [python, "-m", "smg", "launch", "--pd-disaggregation"],
         "sglang-router": [
-            *(python, "-m", "sglang_router", "launch", "--pd-disaggregation"),
-            *("--prefill", prefill, str(fleet.agent_port)),
+            *(python, "-m", "sglang_router", "launch", "--pd-disaggregation", "--prefill", prefill, agent_port),
         ],
-    }[name] + where
+    }[name]
     is_told = name == "smg, as SGLang's"
-    running = serve(command + ([] if is_told else ["--decode", decode]), port, fleet.folder / f"{name}.log")
+    running = router(fleet.folder, name, [*command, *([] if is_told else ["--decode", decode])])
     if is_told:
         running.wait_up("/liveness")
         for url, kind in ((prefill, "prefill"), (decode, "decode")):
-            worker = {"url": url, "worker_type": kind, "runtime_type": "sglang", "bootstrap_port": fleet.agent_port}
+            worker = {"url": url, "worker_type": kind, "runtime_type": "sglang", "bootstrap_port": int(agent_port)}
             assert running.ask("/workers", worker)[0] == 202
-    running.wait_up("/readiness")
-    return running
+    # The prefill engine answers by itself a request of more than one token that nobody tagged. vLLM takes no several
+    # greedy answers.
+    alone, agents = fleet.engines["prefill"], [fleet.agents["decode"]]
+    return Front(running, alone, agents, fleet.wait_empty, sampling={"temperature": 0.01, "top_k": 1})
+
+
+def front_of_sglang(name: str, fleet: SGLangFleet) -> Front:
+    prefill = [fleet["p16"].url, str(fleet["p16"].bootstrap_port)]
+    command = [str(ROUTERS / "python"), "-m", name.split()[0], "launch", "--pd-disaggregation"]
+    running = router(fleet.folder, name, [*command, "--prefill", *prefill, "--decode", fleet["d64"].url])
+    return Front(running, fleet["alone"], fleet.agents["d64"], fleet.wait_empty, computed=0)
+
+
+def router(folder: Path, name: str, command: list[str]) -> HttpServer:
+    port = free_port()
+    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    return HttpServer([*command, *where], port, folder / f"{name}.log")
+
+
+def front_of_both(name: str, fleet: Fleet, other: SGLangFleet) -> Front:
+    """`kvbridge proxy`, from one engine to the other."""
+    bootstrap = other["p16"].bootstrap_port
+    places = {
+        "vllm": (f"vllm={fleet.engines['prefill'].url}", f"vllm={fleet.engines['decode'].url}"),
+        "sglang": (f"sglang={other['p16'].url},bootstrap={bootstrap}", f"sglang={other['d64'].url}"),
+    }
+    port, (sender, _, receiver) = free_port(), name.split()
+    command = [PYTHON, "-m", "kvbridge.cli", "proxy", "--listen", f"127.0.0.1:{port}"]
+    command += ["--prefill", places[sender][0], "--decode", places[receiver][1]]
+
+    def wait_empty() -> None:
+        fleet.wait_empty()
+        other.wait_empty()
+
+    agents = [fleet.agents["decode"]] if receiver == "vllm" else other.agents["d64"]
+    running = HttpServer(command, port, fleet.folder / f"{name}.log")
+    return Front(running, other["alone"], agents, wait_empty, computed=int(receiver == "vllm"))
+
+
+def port_of(running: AgentProcess) -> int:
+    return int(running.address.partition("#")[0].rpartition(":")[2])

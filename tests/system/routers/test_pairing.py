@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -14,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvbridge.geometry.traits import model_key
-from kvbridge.loopback.processes import free_port
 from tests.support.oracle import Shape, describe
-from tests.system.routers.fleet import NAME, ROUTERS, Server
+from tests.system.http_server import HttpServer
+from tests.system.routers.fleet import NAME, ROUTERS, router
 
 pytestmark = [
     pytest.mark.routers,
@@ -65,23 +64,17 @@ def worker() -> Iterator[str]:
 
 
 @pytest.fixture
-def smg(tmp_path: Path) -> Iterator[Server]:
-    port = free_port()
-    command = [str(ROUTERS / "python"), "-m", "smg", "launch", "--pd-disaggregation", "--host", "127.0.0.1"]
-    ports = ["--port", str(port), "--prometheus-port", str(free_port())]
-    with (tmp_path / "smg.log").open("wb") as log:
-        process = subprocess.Popen([*command, *ports], stdout=log, stderr=subprocess.STDOUT)
+def smg(tmp_path: Path) -> Iterator[HttpServer]:
+    server = router(tmp_path, "smg", [str(ROUTERS / "python"), "-m", "smg", "launch", "--pd-disaggregation"])
     try:
-        server = Server(process, port, tmp_path / "smg.log")
         server.wait_up("/liveness")
         yield server
     finally:
-        process.kill()
-        process.wait()
+        server.kill()
 
 
 @pytest.mark.parametrize(("decode", "status"), [(SAME_MODEL, 200), (OTHER_MODEL, 503)], ids=["same", "other"])
-def test_smg_pairs_workers_of_one_model_key(smg: Server, decode: Shape, status: int) -> None:
+def test_smg_pairs_workers_of_one_model_key(smg: HttpServer, decode: Shape, status: int) -> None:
     with ExitStack() as stack:
         for role, shape in {"prefill": PREFILL, "decode": decode}.items():
             key = model_key(describe(shape))

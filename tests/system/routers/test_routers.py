@@ -1,4 +1,4 @@
-"""Unmodified routers with their defaults in front of two vLLM servers.
+"""Unmodified routers with their defaults in front of two servers of one engine, and our proxy in front of one of each.
 
 Tokens must be as from one engine alone, and the prompt's KV really carried. docs/routers.md says what each router
 sends.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,30 +16,61 @@ from typing import Any
 
 import pytest
 
-from tests.system.routers.fleet import NAME, ROUTERS, ROW_BYTES, VLLM, Fleet, Server, router
+from tests.system.http_server import HttpServer
+from tests.system.routers import fleet as fleets
+from tests.system.routers.fleet import NAME, OF_SGLANG, OF_VLLM, PROXIES, Fleet, Front, SGLangFleet
 
-pytestmark = [pytest.mark.routers, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 COUNT = 12
+CLOSE = 1e-3  # of log probabilities, in fp32
 seeds = itertools.count(1)
 
 
+def needs(python: Any) -> None:
+    if not python.exists():
+        pytest.skip(f"no {python}: see make test-routers")
+
+
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    for needed in (VLLM, ROUTERS / "smg"):
-        if not needed.exists():
-            pytest.skip(f"no {needed}: see make test-routers")
+def of_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    needs(fleets.VLLM)
     with contextlib.ExitStack() as stack:
-        yield Fleet(tmp_path_factory.mktemp("routers"), stack)
+        yield Fleet(tmp_path_factory.mktemp("vllm"), stack)
 
 
-@pytest.fixture(scope="module", params=["vllm-router", "smg", "smg, as SGLang's", "sglang-router"])
-def front(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[Server]:
-    running = router(fleet, request.param)
+@pytest.fixture(scope="module")
+def of_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangFleet]:
+    needs(fleets.SGLANG)
+    with contextlib.ExitStack() as stack:
+        yield SGLangFleet(tmp_path_factory.mktemp("sglang"), stack)
+
+
+FRONTS = [pytest.param(name, marks=pytest.mark.routers) for name in (*OF_VLLM, *OF_SGLANG)]
+FRONTS += [pytest.param(name, marks=pytest.mark.cross) for name in PROXIES]
+
+
+@pytest.fixture(scope="module", params=FRONTS)
+def front(request: pytest.FixtureRequest) -> Iterator[Front]:
+    name, engines = request.param, request.getfixturevalue
+    if name in PROXIES:
+        made = fleets.front_of_both(name, engines("of_vllm"), engines("of_sglang"))
+    else:
+        needs(fleets.ROUTERS / "smg")
+        if name in OF_VLLM:
+            made = fleets.front_of_vllm(name, engines("of_vllm"))
+        else:
+            made = fleets.front_of_sglang(name, engines("of_sglang"))
     try:
-        yield running
+        made.server.wait_up("/health" if name in PROXIES else "/readiness")
+        yield made
     finally:
-        running.kill()
+        made.server.kill()
+
+
+def only(*names: str) -> pytest.MarkDecorator:
+    chosen = [each for each in FRONTS if each.values[0] in names]
+    return pytest.mark.parametrize("front", chosen, indirect=True, scope="module")
 
 
 def prompt(tokens: int) -> str:
@@ -58,17 +88,12 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": messages, "max_tokens": COUNT, "temperature": 0} | more
 
 
-def said(server: Server, body: dict[str, Any]) -> list[str]:
+def said(server: HttpServer, body: dict[str, Any]) -> list[str]:
     """The text of each choice."""
     status, text = server.ask("/v1/chat/completions" if "messages" in body else "/v1/completions", body)
     assert status == 200, (status, text)
     texts: dict[int, str] = {}
-    if body.get("stream"):
-        events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-        assert events[-1] == "[DONE]", text[-500:]
-        answers = [json.loads(event) for event in events[:-1]]
-    else:
-        answers = [json.loads(text)]
+    answers = [json.loads(each) for each in events(text)] if body.get("stream") else [json.loads(text)]
     for choice in (each for answer in answers for each in answer["choices"]):
         part = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
         texts[choice["index"]] = texts.get(choice["index"], "") + part
@@ -77,79 +102,131 @@ def said(server: Server, body: dict[str, Any]) -> list[str]:
     return [texts[index] for index in sorted(texts)]
 
 
-def alone(fleet: Fleet, body: dict[str, Any]) -> list[str]:
-    """What the prefill engine alone says: a request of more than one token that nobody tagged is its own."""
-    return said(fleet.engines["prefill"], body)
+def events(text: str) -> list[str]:
+    found = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert found[-1] == "[DONE]", text[-500:]
+    return found[:-1]
 
 
-def assert_carried(fleet: Fleet, front: Server, body: dict[str, Any], tokens: int) -> None:
-    """As one engine alone answers, and at least so many prompt tokens came over the bridge."""
-    before = fleet.carried()
-    assert said(front, body) == alone(fleet, body)
-    carried = fleet.carried() - before
-    assert carried >= tokens * ROW_BYTES, f"{carried / ROW_BYTES} tokens of {tokens} came"
+def alone(front: Front, body: dict[str, Any]) -> list[str]:
+    """What one engine says of each prompt, as often as it is asked for."""
+    return [each for each in said(front.alone, body | {"n": 1, "stream": False}) for _ in range(body.get("n", 1))]
+
+
+def assert_carried(front: Front, body: dict[str, Any], *prompts: int) -> None:
+    """As one engine alone answers, and prompts of at least so many tokens came over the bridge."""
+    before = front.carried()
+    assert said(front.server, body) == alone(front, body)
+    assert front.carried() - before >= sum(tokens - front.computed for tokens in prompts)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("make", [completion, chat])
-def test_one_prompt(fleet: Fleet, front: Server, make: Any, stream: bool) -> None:
-    assert_carried(fleet, front, make(prompt(200), stream=stream), 199)
+def test_one_prompt(front: Front, make: Any, stream: bool) -> None:
+    assert_carried(front, make(prompt(200), stream=stream), 200)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("make", [completion, chat])
-def test_two_answers_to_one_prompt(fleet: Fleet, front: Server, make: Any) -> None:
-    """smg 1.13 asks its prefill engine for nothing when n > 1: the decode engine gets such a body alone, untagged."""
-    body = make(prompt(150), n=2, temperature=0.01, top_k=1)
+def test_two_answers_to_one_prompt(front: Front, make: Any, stream: bool, request: pytest.FixtureRequest) -> None:
+    """smg 1.13 asks its prefill engine for nothing when n > 1: the decode engine gets such a body alone, untagged.
+
+    SGLang fetches the prompt once, and what does not fill a page once more for each answer.
+    """
+    body = make(prompt(150), n=2, stream=stream, **front.sampling)
+    if front.name in PROXIES and stream:
+        status, text = front.server.ask("/v1/chat/completions" if make is chat else "/v1/completions", body)
+        assert status == 400 and "not supported here: n > 1 with stream" in text
+        return
     if front.name != "smg":
-        return assert_carried(fleet, front, body, 149)
-    before, asked = fleet.carried(), fleet.prefills()
-    texts = said(front, body)
-    assert (fleet.carried(), fleet.prefills()) == (before, asked), "smg prefills these now: take the exception away"
-    assert texts == alone(fleet, body)
+        assert_carried(front, body, 150, *([150 % 64] * 2 if front.name in OF_SGLANG else []))
+        front.wait_empty()
+        return
+    of_vllm = request.getfixturevalue("of_vllm")
+    before = front.carried(), of_vllm.prefills()
+    texts = said(front.server, body)
+    assert (front.carried(), of_vllm.prefills()) == before, "smg prefills these now: take the exception away"
+    assert texts == alone(front, body)
+
+
+@only(*OF_SGLANG)
+def test_three_answers_to_each_of_two_prompts(front: Front) -> None:
+    assert_carried(front, completion([prompt(150), prompt(70)], n=3), 150, 70, *[150 % 64, 70 % 64] * 3)
+    front.wait_empty()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_three_prompts_in_a_call(fleet: Fleet, front: Server, stream: bool) -> None:
-    assert_carried(fleet, front, completion([prompt(100), prompt(170), prompt(65)], stream=stream), 99 + 169 + 64)
+def test_three_prompts_in_a_call(front: Front, stream: bool) -> None:
+    assert_carried(front, completion([prompt(100), prompt(170), prompt(65)], stream=stream), 100, 170, 65)
 
 
-def test_eight_at_once(fleet: Fleet, front: Server) -> None:
+def test_eight_at_once(front: Front) -> None:
     bodies = [(completion, chat)[i % 2](prompt(80 + i), stream=i % 4 > 1) for i in range(8)]
-    before = fleet.carried()
+    before = front.carried()
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda body: said(front, body), bodies))
-    assert fleet.carried() - before >= sum(79 + i for i in range(8)) * ROW_BYTES
-    assert answers == [alone(fleet, body) for body in bodies]
+        answers = list(pool.map(lambda body: said(front.server, body), bodies))
+    assert front.carried() - before >= sum(80 + i - front.computed for i in range(8))
+    assert answers == [alone(front, body) for body in bodies]
+    front.wait_empty()
 
 
-def test_a_prompt_of_one_token_needs_nothing(fleet: Fleet, front: Server) -> None:
-    body = completion("17")
-    assert said(front, body) == alone(fleet, body)
+@only(*OF_VLLM)
+def test_a_prompt_of_one_token_needs_nothing(front: Front) -> None:
+    assert_carried(front, completion("17"))
 
 
-def test_a_client_that_leaves(fleet: Fleet, front: Server) -> None:
-    def leave() -> None:
-        with front.opened("/v1/completions", completion(prompt(200), max_tokens=3000, stream=True)) as answer:
-            answer.readline()
-
-    leaving = [threading.Thread(target=leave) for _ in range(3)]
-    for each in leaving:
-        each.start()
-    for each in leaving:
-        each.join()
-    fleet.wait_empty()
+def test_clients_that_leave(front: Front) -> None:
+    with contextlib.ExitStack() as stack:
+        for n in (1, 1, 1 if front.name in PROXIES else 2):
+            more = front.sampling if n > 1 else {}
+            body = completion(prompt(200), max_tokens=1500, stream=True, n=n, **more)
+            stack.enter_context(front.server.opened("/v1/completions", body)).readline()
+    front.wait_empty()
+    assert_carried(front, completion(prompt(90)), 90)
 
 
+@only(*OF_VLLM)
 @pytest.mark.parametrize("name", ["prefill", "decode"])
-def test_an_engine_that_is_restarted(fleet: Fleet, front: Server, name: str) -> None:
-    fleet.restart(name)
+def test_an_engine_that_is_restarted(front: Front, of_vllm: Fleet, name: str) -> None:
+    of_vllm.restart(name)
+    front.alone = of_vllm.engines["prefill"]
     end = time.monotonic() + 90
     while True:  # a router may have taken it out of its list until a health check finds it again
         try:
-            assert_carried(fleet, front, completion(prompt(120)), 119)
+            assert_carried(front, completion(prompt(120)), 120)
             break
         except AssertionError:
             if time.monotonic() > end:
                 raise
             time.sleep(1)
-    fleet.wait_empty()
+    front.wait_empty()
+
+
+@only(*PROXIES)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_generate(front: Front, stream: bool) -> None:
+    tokens = list(map(int, prompt(150).split()))
+    body = {"input_ids": tokens, "sampling_params": {"temperature": 0, "max_new_tokens": COUNT, "ignore_eos": True}}
+    before = front.carried()
+    status, text = front.server.ask("/generate", body | {"stream": stream})
+    assert status == 200, text
+    answer = json.loads(events(text)[-1] if stream else text)
+    assert answer["output_ids"] == json.loads(front.alone.ask("/generate", body)[1])["output_ids"]
+    assert answer["meta_info"]["prompt_tokens"] == 150 and answer["meta_info"]["completion_tokens"] == COUNT
+    assert front.carried() - before >= 150 - front.computed
+
+
+@only(*PROXIES)
+def test_log_probabilities_of_every_token(front: Front) -> None:
+    """The first token's are prefill's, where SGLang decodes."""
+    body = completion(prompt(120), logprobs=2)
+    found, expected = _logprobs(front.server, body), _logprobs(front.alone, body)
+    assert len(found) == COUNT
+    assert all(abs(ours - theirs) < CLOSE for ours, theirs in zip(found, expected, strict=True)), (found, expected)
+
+
+def _logprobs(server: HttpServer, body: dict[str, Any]) -> list[float]:
+    status, text = server.ask("/v1/completions", body)
+    assert status == 200, text
+    (choice,) = json.loads(text)["choices"]
+    return list(choice["logprobs"]["token_logprobs"])

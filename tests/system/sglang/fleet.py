@@ -1,9 +1,10 @@
-"""Real SGLang servers, each rank beside a real agent, kept for a test module; and a single server as reference."""
+"""Real SGLang servers that differ, and a single server as reference."""
 
 from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,9 +14,10 @@ from typing import Any
 
 from kvbridge_proto.status import Status
 
-from tests.integration.agent.harness import AgentProcess, agent, wait_for
+from demo.model import write_model
+from tests.integration.agent.harness import wait_for
 from tests.system.engines.fleet import prompt
-from tests.system.engines.model import write_model
+from tests.system.kept import Kept
 from tests.system.sglang import rows
 from tests.system.sglang.rows import SavedRows
 from tests.system.sglang.server import Server, ServerConfig
@@ -59,8 +61,8 @@ class Answer:
     reason: Any
 
 
-class Fleet:
-    """Servers by name, started when first asked for; the one that was longest not asked for makes room."""
+class Fleet(Kept[Server]):
+    """Servers of CONFIGS, and `others`."""
 
     def __init__(
         self,
@@ -68,40 +70,32 @@ class Fleet:
         stack: ExitStack,
         write: Callable[[Path], Path] = write_model,
         changes: Mapping[str, Any] | None = None,
+        python: str = sys.executable,
+        others: Mapping[str, ServerConfig] | None = None,
+        start: Sequence[str] = (),
     ) -> None:
-        self.folder = folder
+        super().__init__(folder, stack, MOST)
         self.kept = folder / "rows"
         self.kept.mkdir(parents=True)
-        self._stack = stack
         self._model = str(write(folder / "model"))
         self._changes = changes or {}  # of every server's configuration
-        self._servers: dict[str, Server] = {}
-        self.agents: dict[str, list[AgentProcess]] = {}
+        self._python = python  # one that has SGLang
+        self.configs = CONFIGS | dict(others or {})
         self._rooms = itertools.count(random.SystemRandom().getrandbits(40) << 16)
+        self.start(*start)
 
-    def start(self, *names: str) -> None:
-        """Have these servers ready; their start-ups overlap."""
-        for name in names:
-            if name in self._servers:
-                self._servers[name] = self._servers.pop(name)  # the last one to go
-        new = [name for name in dict.fromkeys(names) if name not in self._servers]
-        for name in list(self._servers)[: max(0, len(self._servers) + len(new) - MOST)]:
-            if name not in names:
-                self._servers.pop(name).close()
-                for running in self.agents.pop(name, []):
-                    running.stop()
-        for name in new:
-            self._servers[name] = self._start(name)
-        for name in new:
-            self._servers[name].wait_ready()
+    def _ranks(self, name: str) -> int:
+        return self.configs[name].ranks
 
-    def __getitem__(self, name: str) -> Server:
-        self.start(name)
-        return self._servers[name]
-
-    def kill(self, name: str) -> None:
-        """The server and its workers, by SIGKILL; another one is started beside the same agents when asked for."""
-        self._servers.pop(name).kill()
+    def _begin(self, name: str) -> Server:
+        config = replace(self.configs[name], **self._changes)
+        told = {"KVBRIDGE_TEST_ROWS": str(self.kept)}
+        if config.role != "alone" and config.backend == "kvbridge":
+            told["KVBRIDGE_ENGINE_SOCKET"] = str(self.folder / f"{name}-{{rank}}.sock")
+            if name not in self.agents:
+                self.start_agents(name)
+        config = replace(config, environment=told | config.environment)
+        return self._stack.enter_context(Server(config, self._model, self.folder, name, self._python))
 
     def room(self) -> int:
         """A rendezvous that was not used before."""
@@ -140,7 +134,7 @@ class Fleet:
 
     def rows(self, sender: str, receiver: str, room: int) -> tuple[SavedRows, SavedRows]:
         """What was given and what was taken."""
-        shards = [CONFIGS[name].shards for name in (sender, receiver)]
+        shards = [self.configs[name].shards for name in (sender, receiver)]
         given = rows.load(self.kept, "prefill", room, shards[0])
         return given, rows.load(self.kept, "decode", room, shards[1])
 
@@ -149,12 +143,8 @@ class Fleet:
         answers = self.ask(sender, receiver, prompts, count)
         for room, answer in answers:
             assert len(answer.tokens) == count, answer
-            self.assert_carried(*self.rows(sender, receiver, room))
+            rows.assert_carried(*self.rows(sender, receiver, room))
         return [answer for _, answer in answers]
-
-    @staticmethod
-    def assert_carried(given: SavedRows, taken: SavedRows) -> None:
-        rows.assert_carried(given, taken)
 
     def alone(self, tokens: list[int], count: int = TOKENS) -> Answer:
         """What one server says by itself."""
@@ -165,37 +155,6 @@ class Fleet:
 
     def assert_same_as_alone(self, tokens: list[int], answer: Answer) -> None:
         assert_same_tokens(self.alone(tokens, len(answer.tokens)), answer)
-
-    def start_agents(self, name: str) -> None:
-        """One agent for each rank, on the address its predecessor had, if there was one."""
-        before = self.agents.get(name, [])
-        size = CONFIGS[name].ranks
-        addresses = [old.listen for old in before] or ["tcp://127.0.0.1:0"] * size
-        self.agents[name] = [
-            self._stack.enter_context(
-                agent(
-                    self.folder,
-                    f"{name}-{rank}",
-                    listen=addresses[rank],
-                    slot_bytes=1 << 20,
-                    receive_slots=16,
-                    log_level="debug",
-                )
-            )
-            for rank in range(size)
-        ]
-        for running in self.agents[name]:
-            running.listen = running.address
-
-    def _start(self, name: str) -> Server:
-        config = replace(CONFIGS[name], **self._changes)
-        told = {"KVBRIDGE_TEST_ROWS": str(self.kept)}
-        if config.role != "alone" and config.backend == "kvbridge":
-            told["KVBRIDGE_ENGINE_SOCKET"] = str(self.folder / f"{name}-{{rank}}.sock")
-            if name not in self.agents:
-                self.start_agents(name)
-        config = replace(config, environment=told | config.environment)
-        return self._stack.enter_context(Server(config, self._model, self.folder, name))
 
 
 def assert_idle(fleet: Fleet, *names: str, timeout_s: float = 20.0) -> None:
@@ -224,3 +183,37 @@ def assert_same_tokens(alone: Answer, answer: Answer) -> None:
             continue
         assert alone.gaps[i] < CLOSE, f"token {i} is {found}, alone {expected} (best by {alone.gaps[i]:.3f}): {answer}"
         return
+
+
+def seed_of(sender: str, receiver: str, number: int) -> int:
+    """Prompts of different pairs share no prefix."""
+    return sum(map(ord, f"{sender}>{receiver}")) * 7919 + number * 31
+
+
+def assert_says_the_same(fleet: Fleet, sender: str, receiver: str, lengths: Sequence[int]) -> None:
+    """Prompts of these lengths, one after the other: the rows come, and tokens are as from one server alone."""
+    fleet.start(sender, receiver, "alone")
+    for number, length in enumerate(lengths):
+        tokens = prompt(length, seed=seed_of(sender, receiver, number))
+        (answer,) = fleet.crossed(sender, receiver, tokens)
+        fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, sender, receiver)
+
+
+def assert_works(fleet: Fleet, sender: str, receiver: str, seed: int, timeout_s: float = 20.0) -> None:
+    """Nothing is held, so long after whatever was wrong, and the next prompt is carried."""
+    assert_idle(fleet, sender, receiver, timeout_s=timeout_s)
+    tokens = prompt(100, seed=seed)
+    (answer,) = fleet.crossed(sender, receiver, tokens)
+    fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, sender, receiver)
+
+
+def assert_sixteen_at_once(fleet: Fleet, sender: str, receiver: str) -> None:
+    prompts = [prompt(40 + 23 * i, seed=seed_of(sender, receiver, 1000 + i)) for i in range(16)]
+    fleet.start(sender, receiver, "alone")
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda tokens: fleet.crossed(sender, receiver, tokens)[0], prompts))
+    for tokens, answer in zip(prompts, answers, strict=True):
+        fleet.assert_same_as_alone(tokens, answer)
+    assert_idle(fleet, sender, receiver)

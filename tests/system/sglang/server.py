@@ -5,13 +5,9 @@ The test's side does not need SGLang. `python` must have it. The server's output
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -19,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.system.engines.engine_process import EngineDied
+from kvbridge.loopback.processes import SETTINGS, free_port
+from tests.system.http_server import HttpServer
 
 ROOT = Path(__file__).resolve().parents[3]
 PLUGIN = "kvbridge_test"
@@ -73,74 +70,46 @@ class ServerConfig:
         return self.ranks // self.data_parallel_size
 
 
-class Server:
-    """Start it, `wait_ready`, use it, `close` it (or use `with`). `folder` gets its log and its test plugin."""
+class Server(HttpServer):
+    """Start it, `wait_ready`, use it, `kill` it (or use `with`). `folder` gets its log and its test plugin."""
 
     def __init__(self, config: ServerConfig, model: str, folder: Path, name: str, python: str = sys.executable) -> None:
         self.config = config
-        self.log = folder / f"{name}.log"
-        self.port, self.bootstrap_port = free_port(), free_port()
-        command = [python, "-m", LAUNCHERS[_device(config)], *_flags(config, model, self)]
-        with self.log.open("ab") as out:
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=os.environ | _environment(config, folder) | config.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        port, self.bootstrap_port = free_port(), free_port()
+        flags = _flags(config, model, port, self.bootstrap_port)
+        command = [python, "-m", LAUNCHERS[_device(config)], *flags]
+        super().__init__(command, port, folder / f"{name}.log", _environment(config, folder) | config.environment)
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.kill()  # asked nicely it takes five seconds, and has nothing to put away
 
     def wait_ready(self, timeout_s: float = 300.0) -> None:
-        end = time.monotonic() + timeout_s
-        while not self.is_ready():
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise EngineDied(f"the server does not serve (exit {self.process.poll()})\n{self.tail()}")
-            time.sleep(0.2)
-
-    def is_ready(self) -> bool:
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            return self.ask("GET", "/health", timeout_s=5.0)[0] == 200
-        return False
+        self.wait_up(seconds=timeout_s)
 
     def generate(self, body: dict[str, Any], timeout_s: float = 90.0) -> tuple[int, Any]:
         """The HTTP status and what came with it."""
-        return self.ask("POST", "/generate", body, timeout_s)
-
-    def ask(self, verb: str, path: str, body: Any = None, timeout_s: float = 30.0) -> tuple[int, Any]:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
-            sent = None if body is None else json.dumps(body)
-            connection.request(verb, path, sent, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            text = answer.read()
+        status, text = self.ask("/generate", body, timeout_s)
         try:
-            return answer.status, json.loads(text)
+            return status, json.loads(text)
         except ValueError:
-            return answer.status, text.decode(errors="replace")
+            return status, text
 
     def begin(self, body: dict[str, Any]) -> http.client.HTTPConnection:
-        """Send the request and do not wait; whoever closes the connection has gone away."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=90.0)
-        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
-        return connection
+        return self.begun("/generate", body, 90.0)
 
     def abort(self, rid: str) -> None:
-        assert self.ask("POST", "/abort_request", {"rid": rid})[0] == 200
+        assert self.ask("/abort_request", {"rid": rid})[0] == 200
 
     def held(self) -> dict[str, int]:
         """What the scheduler still has for requests; all zeros when it has nothing to do."""
-        status, said = self.ask("GET", "/v1/loads")
+        status, said = self.ask("/v1/loads")
         assert status == 200, said
         counts = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
         held: Counter[str] = Counter()
-        for load in said["loads"]:  # one a replica
+        for load in json.loads(said)["loads"]:  # one a replica
             held.update({key: load[key] for key in counts})
             held.update({key: value for key, value in load["disaggregation"].items() if key.endswith("_reqs")})
         return held
@@ -148,39 +117,16 @@ class Server:
     def wait_empty(self, timeout_s: float = 30.0) -> None:
         end = time.monotonic() + timeout_s
         while any((held := self.held()).values()):
-            if time.monotonic() > end:
-                raise EngineDied(f"not empty within {timeout_s} s: {held}\n{self.tail()}")
+            assert time.monotonic() < end, f"not empty within {timeout_s} s: {held}\n{self.tail()}"
             time.sleep(0.1)
-
-    def close(self) -> None:
-        """As `kill`: asked nicely it takes five seconds, and has nothing to put away."""
-        self.kill()
-
-    def kill(self) -> None:
-        """The server and its workers, at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def tail(self, lines: int = 60) -> str:
-        return "\n".join(self.text().splitlines()[-lines:])
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 def _device(config: ServerConfig) -> str:
     return "cuda" if config.gpus else "cpu"
 
 
-def _flags(config: ServerConfig, model: str, server: Server) -> list[str]:
-    flags = ["--model-path", model, "--host", "127.0.0.1", "--port", str(server.port)]
+def _flags(config: ServerConfig, model: str, port: int, bootstrap: int) -> list[str]:
+    flags = ["--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
     flags += [] if config.has_tokenizer else ["--skip-tokenizer-init"]
     flags += GPU_FLAGS if config.gpus else ["--sleep-on-idle", "--mem-fraction-static", "0.1"]
     flags += ["--skip-server-warmup", "--dtype", config.dtype]
@@ -192,7 +138,7 @@ def _flags(config: ServerConfig, model: str, server: Server) -> list[str]:
     flags += ["--chunked-prefill-size", str(config.chunked_prefill_size), "--max-running-requests", "32"]
     if config.role != "alone":
         flags += ["--disaggregation-mode", config.role, "--disaggregation-transfer-backend", config.backend]
-        flags += ["--disaggregation-bootstrap-port", str(server.bootstrap_port)]
+        flags += ["--disaggregation-bootstrap-port", str(bootstrap)]
     if config.role == "decode":
         flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"] * (not config.gpus)
         flags += ["--disaggregation-decode-enable-radix-cache"] * config.keeps_prefixes
@@ -202,15 +148,10 @@ def _flags(config: ServerConfig, model: str, server: Server) -> list[str]:
 
 
 def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
-    """Without these a two-core machine stalls at random, or start-up looks for a network."""
     paths = [str(_plugin(folder)), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     said = {
         "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "passive",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        "DO_NOT_TRACK": "1",
+        **SETTINGS,
         "PYTHONUNBUFFERED": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(PATIENCE_S),

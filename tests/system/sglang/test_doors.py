@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,9 @@ from typing import Any
 import pytest
 
 from tests.integration.agent.harness import wait_for
-from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, prompt
+from tests.system.kept import kept
+from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, assert_works, prompt
+from tests.system.sglang.server import Server
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -32,26 +32,13 @@ OTHERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("fleet")
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for name, config in OTHERS.items():
-            patch.setitem(CONFIGS, name, config)
-        yield Fleet(folder, stack)
+fleet = kept(Fleet, others=OTHERS)
 
 
 def reason(answer: tuple[int, Any]) -> str:
     status, said = answer
     assert status != 200, said
     return str(said)
-
-
-def works(fleet: Fleet, sender: str, receiver: str, seed: int) -> None:
-    tokens = prompt(100, seed=seed)
-    (answer,) = fleet.crossed(sender, receiver, tokens)
-    fleet.assert_same_as_alone(tokens, answer)
-    assert_idle(fleet, sender, receiver)
 
 
 def test_a_room_that_is_in_use_is_refused_to_the_next(fleet: Fleet) -> None:
@@ -67,7 +54,7 @@ def test_a_room_that_is_in_use_is_refused_to_the_next(fleet: Fleet) -> None:
         status, said = waits.result()
     assert "in use by another request" in reason(refused)
     assert status == 200, said
-    works(fleet, "p16", "d16", seed=3)
+    assert_works(fleet, "p16", "d16", seed=3)
 
 
 def test_requests_of_one_room_and_other_prompts_do_not_meet(fleet: Fleet) -> None:
@@ -76,19 +63,19 @@ def test_requests_of_one_room_and_other_prompts_do_not_meet(fleet: Fleet) -> Non
     with ThreadPoolExecutor(2) as pool:
         given, taken = (pool.submit(fleet[name].generate, body) for name, body in bodies.items())
         assert "another prompt" in reason(taken.result()) and given.result()[0] != 200
-    works(fleet, "p16", "d16", seed=13)
+    assert_works(fleet, "p16", "d16", seed=13)
 
 
 def test_an_auxiliary_row_of_another_size_is_named(fleet: Fleet) -> None:
     _, taken = fleet.both("p16", "d16-masks", fleet.body("p16", prompt(90, seed=31), fleet.room()))
     assert "auxiliary row" in reason(taken)
-    works(fleet, "p16", "d16", seed=32)
+    assert_works(fleet, "p16", "d16", seed=32)
 
 
 def test_pages_that_an_agent_may_write_are_not_given_back_because_time_has_passed(fleet: Fleet) -> None:
     """The agent is stopped in the middle of a transfer, and cannot say that it is over."""
     fleet.start("p16", "d16-hasty", "alone")
-    works(fleet, "p16", "d16-hasty", seed=61)
+    assert_works(fleet, "p16", "d16-hasty", seed=61)
     (agent,) = fleet.agents["d16-hasty"]
     body = fleet.body("p16", prompt(6000, seed=62), fleet.room(), rid="stopped")
     with ThreadPoolExecutor(2) as pool:
@@ -106,7 +93,7 @@ def test_pages_that_an_agent_may_write_are_not_given_back_because_time_has_passe
             os.kill(agent.process.pid, signal.SIGCONT)
         assert given.result()[0] != 200
     assert_idle(fleet, "p16", "d16-hasty")
-    works(fleet, "p16", "d16-hasty", seed=63)
+    assert_works(fleet, "p16", "d16-hasty", seed=63)
 
 
 def test_requests_that_are_retracted_go_on_where_they_were(fleet: Fleet) -> None:
@@ -123,21 +110,18 @@ def test_requests_that_are_retracted_go_on_where_they_were(fleet: Fleet) -> None
 
 @pytest.mark.parametrize("name", ["p16", "d16"])
 def test_memory_is_given_back_and_taken_again(fleet: Fleet, name: str) -> None:
-    works(fleet, "p16", "d16", seed=51)
+    assert_works(fleet, "p16", "d16", seed=51)
     (agent,) = fleet.agents[name]
-    assert fleet[name].ask("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})[0] == 200
+    assert fleet[name].ask("/release_memory_occupation", {"tags": ["kv_cache"]})[0] == 200
     assert agent.status.engine is None, "the agent still has the memory"
-    assert fleet[name].ask("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})[0] == 200
+    assert fleet[name].ask("/resume_memory_occupation", {"tags": ["kv_cache"]})[0] == 200
     wait_for(lambda: agent.status.engine is not None, 10)
-    works(fleet, "p16", "d16", seed=52 + len(name))
+    assert_works(fleet, "p16", "d16", seed=52 + len(name))
 
 
 def test_a_name_that_nobody_knows_in_the_environment_stops_the_server(fleet: Fleet, tmp_path: Path) -> None:
     """Loudly: SGLang only logs what goes wrong in a plugin, so it must not go wrong there."""
-    from tests.system.engines.engine_process import EngineDied
-    from tests.system.sglang.server import Server
-
     config = replace(CONFIGS["p16"], environment={"KVBRIDGE_ENGINE_SOKET": "/x"})
-    with Server(config, fleet._model, tmp_path, "misspelt") as server, pytest.raises(EngineDied) as died:
+    with Server(config, fleet._model, tmp_path, "misspelt") as server, pytest.raises(AssertionError) as died:
         server.wait_ready()
     assert "KVBRIDGE_ENGINE_SOKET: not an option" in str(died.value)

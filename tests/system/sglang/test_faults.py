@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -15,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from demo.model import write_model
 from tests.integration.agent.harness import wait_for
-from tests.system.engines.model import write_model
-from tests.system.sglang.fleet import Fleet, assert_idle, prompt
+from tests.system.kept import kept
+from tests.system.sglang.fleet import Fleet, assert_idle, assert_works, prompt
 from tests.system.sglang.server import PATIENCE_S
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -25,24 +24,14 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 LONG = 4000  # tokens, in chunks of 256: the prompt takes a second or more
 SENDER, RECEIVER = "p16", "d32"
 LATE_S = PATIENCE_S + 25
-OWN = {SENDER: 0, RECEIVER: 1, "prefill": 0, "decode": 1}  # no prompt is used twice
+OWN = {SENDER: 0, RECEIVER: 1}  # no prompt is used twice
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
-        fleet.start(SENDER, RECEIVER, "alone")
-        yield fleet
+fleet = kept(Fleet, start=(SENDER, RECEIVER, "alone"))
 
 
 def works(fleet: Fleet, seed: int) -> None:
-    """Nothing is held, and the next prompt is carried."""
-    assert_idle(fleet, SENDER, RECEIVER, timeout_s=LATE_S)
-    tokens = prompt(100, seed=seed)
-    (answer,) = fleet.crossed(SENDER, RECEIVER, tokens)
-    fleet.assert_same_as_alone(tokens, answer)
-    assert_idle(fleet, SENDER, RECEIVER)
+    assert_works(fleet, SENDER, RECEIVER, seed, LATE_S)
 
 
 class Asked:
@@ -74,25 +63,20 @@ def failed(answer: tuple[int, Any]) -> bool:
     return status != 200 or (isinstance(said, dict) and said["meta_info"]["finish_reason"]["type"] == "abort")
 
 
+@pytest.mark.parametrize("is_aborted", [False, True], ids=["its client leaves", "it is aborted"])
 @pytest.mark.parametrize(("name", "queue"), [(RECEIVER, "decode"), (SENDER, "prefill")])
-def test_a_client_goes_away_while_one_side_waits_for_the_other(fleet: Fleet, name: str, queue: str) -> None:
-    body = fleet.body(SENDER, prompt(200, seed=1 + OWN[queue]), fleet.room())
-    connection = fleet[name].begin(body)
-    wait_for(lambda: _waits(fleet, name, queue), 10)
-    connection.close()
-    works(fleet, seed=4 + OWN[queue])
-
-
-@pytest.mark.parametrize(("name", "queue"), [(RECEIVER, "decode"), (SENDER, "prefill")])
-def test_a_request_is_aborted_while_one_side_waits_for_the_other(fleet: Fleet, name: str, queue: str) -> None:
-    rid = f"waits-{queue}"
-    body = fleet.body(SENDER, prompt(200, seed=11 + OWN[queue]), fleet.room(), rid=rid)
-    connection = fleet[name].begin(body)
-    wait_for(lambda: _waits(fleet, name, queue), 10)
-    fleet[name].abort(rid)
-    with contextlib.closing(connection):
-        connection.getresponse().read()
-    works(fleet, seed=14 + OWN[queue])
+def test_a_request_ends_while_one_side_waits_for_the_other(
+    fleet: Fleet, name: str, queue: str, is_aborted: bool
+) -> None:
+    seed, rid = 1 + OWN[name] + 10 * is_aborted, f"waits-{queue}-{is_aborted}"
+    with contextlib.closing(
+        fleet[name].begin(fleet.body(SENDER, prompt(200, seed=seed), fleet.room(), rid=rid))
+    ) as waits:
+        wait_for(lambda: _waits(fleet, name, queue), 10)
+        if is_aborted:
+            fleet[name].abort(rid)
+            waits.getresponse().read()
+    works(fleet, seed=3 + seed)
 
 
 def _waits(fleet: Fleet, name: str, queue: str) -> int:
@@ -116,15 +100,11 @@ def test_a_request_is_aborted_while_it_travels(fleet: Fleet, name: str) -> None:
 def test_a_client_goes_away_while_its_request_travels(fleet: Fleet, name: str) -> None:
     other = RECEIVER if name == SENDER else SENDER
     body = fleet.body(SENDER, prompt(LONG, seed=40 + OWN[name]), fleet.room())
-    leaves = fleet[name].begin(body)
-    answers: list[Any] = []
-    stays = threading.Thread(target=lambda: answers.append(_ask(fleet, other, body)))
-    stays.start()
-    wait_for(lambda: fleet[RECEIVER].held()["decode_transfer_queue_reqs"], 10)
-    time.sleep(0.3)
-    leaves.close()
-    stays.join(LATE_S + 15)
-    assert answers
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(fleet[name].begin(body)):
+        stays = pool.submit(_ask, fleet, other, body)
+        wait_for(lambda: fleet[RECEIVER].held()["decode_transfer_queue_reqs"], 10)
+        time.sleep(0.3)
+    assert stays.result()
     works(fleet, seed=50 + OWN[name])
 
 

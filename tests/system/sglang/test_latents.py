@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
 
 from tests.system.engines.kinds import LATENT, ROPE, write_latent
+from tests.system.kept import kept
 from tests.system.sglang.fleet import Fleet, assert_idle, prompt
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -18,11 +18,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096,
 YARN |= {"mscale": 0.707, "mscale_all_dim": 0.707}
 
 
-@pytest.fixture(scope="module")
-def latents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        write = partial(write_latent, rope_scaling=YARN)
-        yield Fleet(tmp_path_factory.mktemp("latents"), stack, write=write)
+latents = kept(Fleet, write=partial(write_latent, rope_scaling=YARN))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +29,7 @@ def test_every_rank_gets_the_latent(latents: Fleet, sender: str, receiver: str) 
         tokens = prompt(length, seed=length * 100 + sum(map(ord, sender + receiver)))
         ((room, answer),) = latents.ask(sender, receiver, [tokens])
         given, taken = latents.rows(sender, receiver, room)
-        latents.assert_carried(given, taken)
+        assert_carried(given, taken)
         assert {part for _, part in taken.rows} == {"latent"}
         assert {rows.shape[1:] for rows in given.rows.values()} == {(1, 4 * (LATENT + ROPE))}
         if given.codec == taken.codec:

@@ -5,35 +5,27 @@ If both sides keep KV as the prefill server computed it, tokens equal those of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-
 import pytest
 
-from tests.system.sglang.fleet import Fleet, assert_idle, prompt
+from tests.system.kept import kept
+from tests.system.sglang.fleet import Fleet, assert_idle, assert_says_the_same, assert_sixteen_at_once, prompt, seed_of
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 LENGTHS = (1, 15, 16, 17, 64, 300, 700)
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
-        fleet.start("p16", "d16", "p16-two", "d32", "alone")
-        yield fleet
+fleet = kept(Fleet, start=("p16", "d16", "p16-two", "d32", "alone"))
 
 
-@pytest.mark.parametrize(("sender", "receiver"), [("p16", "d16"), ("p16-two", "d16"), ("p16", "d32")])
+# Pipeline stages of one side are nothing to the other.
+@pytest.mark.parametrize(
+    ("sender", "receiver"),
+    [("p16", "d16"), ("p16-two", "d16"), ("p16", "d32"), ("p16-stages", "d16"), ("p16", "d16-stages")],
+)
 def test_says_what_one_server_alone_says(fleet: Fleet, sender: str, receiver: str) -> None:
-    says_the_same(fleet, sender, receiver)
-
-
-@pytest.mark.parametrize(("sender", "receiver"), [("p16-stages", "d16"), ("p16", "d16-stages")])
-def test_pipeline_stages_of_one_side_are_nothing_to_the_other(fleet: Fleet, sender: str, receiver: str) -> None:
-    says_the_same(fleet, sender, receiver)
+    assert_says_the_same(fleet, sender, receiver, LENGTHS)
 
 
 @pytest.mark.parametrize("length", [257, 512, 513, 1500])
@@ -47,12 +39,12 @@ def test_a_prompt_that_is_computed_in_chunks(fleet: Fleet, length: int) -> None:
 
 @pytest.mark.parametrize(("sender", "receiver"), [("p16", "d16"), ("p16", "d32"), ("p16-two", "d16")])
 def test_a_prefix_that_the_decoding_side_has_does_not_travel(fleet: Fleet, sender: str, receiver: str) -> None:
-    head = prompt(256, seed=_seed(sender, receiver, 5))
+    head = prompt(256, seed=seed_of(sender, receiver, 50))
     first, second = head + prompt(90, seed=6), head + prompt(120, seed=7)
     fleet.crossed(sender, receiver, first)
-    before = moved_bytes(fleet, receiver)
+    before = fleet.moved_bytes(receiver)
     (answer,) = fleet.crossed(sender, receiver, second)
-    moved = moved_bytes(fleet, receiver) - before
+    moved = fleet.moved_bytes(receiver) - before
     fleet.assert_same_as_alone(second, answer)
     row = 4 * 2 * 4 * 128  # layers, parts, heads, bytes
     assert 0 < moved < (len(second) - 256 + 32) * row, f"{moved} bytes moved: the prefix travelled too"
@@ -69,13 +61,7 @@ def test_a_prefix_that_the_prefilling_side_has_is_carried_as_well(fleet: Fleet) 
 
 @pytest.mark.parametrize(("sender", "receiver"), [("p16", "d16"), ("p16", "d32"), ("p16-two", "d16")])
 def test_sixteen_requests_at_once(fleet: Fleet, sender: str, receiver: str) -> None:
-    prompts = [prompt(40 + 23 * i, seed=_seed(sender, receiver, 1000 + i)) for i in range(16)]
-    fleet.start(sender, receiver, "alone")
-    with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda tokens: fleet.crossed(sender, receiver, tokens)[0], prompts))
-    for tokens, answer in zip(prompts, answers, strict=True):
-        fleet.assert_same_as_alone(tokens, answer)
-    assert_idle(fleet, sender, receiver)
+    assert_sixteen_at_once(fleet, sender, receiver)
 
 
 def test_a_batch_has_a_room_for_each_of_its_prompts(fleet: Fleet) -> None:
@@ -97,7 +83,7 @@ def test_one_prompt_several_times_in_one_request(fleet: Fleet) -> None:
 # The last ones: their servers are of no use to others, and push those out.
 @pytest.mark.parametrize(("sender", "receiver"), [("p16", "d16-two"), ("p32", "d16"), ("p1", "d64")])
 def test_says_the_same_whatever_the_two_disagree_on(fleet: Fleet, sender: str, receiver: str) -> None:
-    says_the_same(fleet, sender, receiver)
+    assert_says_the_same(fleet, sender, receiver, LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -106,28 +92,9 @@ def test_says_the_same_whatever_the_two_disagree_on(fleet: Fleet, sender: str, r
 )
 def test_rows_are_converted_on_the_way(fleet: Fleet, sender: str, receiver: str, codecs: tuple[str, str]) -> None:
     for length in LENGTHS:
-        ((room, answer),) = fleet.ask(sender, receiver, [prompt(length, seed=_seed(sender, receiver, length))])
+        ((room, answer),) = fleet.ask(sender, receiver, [prompt(length, seed=seed_of(sender, receiver, length))])
         given, taken = fleet.rows(sender, receiver, room)
         assert (given.codec, taken.codec) == codecs
-        fleet.assert_carried(given, taken)
+        assert_carried(given, taken)
         assert len(set(answer.tokens)) > 3, answer
     assert_idle(fleet, sender, receiver)
-
-
-def says_the_same(fleet: Fleet, sender: str, receiver: str) -> None:
-    fleet.start(sender, receiver, "alone")
-    for length in LENGTHS:
-        tokens = prompt(length, seed=_seed(sender, receiver, length))
-        (answer,) = fleet.crossed(sender, receiver, tokens)
-        fleet.assert_same_as_alone(tokens, answer)
-    assert_idle(fleet, sender, receiver)
-
-
-def moved_bytes(fleet: Fleet, name: str) -> float:
-    counters = [running.status.counters for running in fleet.agents[name]]
-    return sum(each.get("kvbridge_wire_bytes_total{role=receiver}", 0.0) for each in counters)
-
-
-def _seed(sender: str, receiver: str, number: int) -> int:
-    """Prompts of different pairs share no prefix."""
-    return sum(map(ord, f"{sender}>{receiver}")) * 7919 + number * 31

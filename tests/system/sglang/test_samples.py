@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -12,20 +10,16 @@ import pytest
 
 from kvbridge.adapters.sglang.samples import SampleRooms
 from tests.integration.agent.harness import wait_for
+from tests.system.kept import kept
 from tests.system.sglang.fleet import CONFIGS, TOKENS, Fleet, answer_of, assert_idle, assert_same_tokens, prompt
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 N = 3
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setitem(CONFIGS, "d32-plain", replace(CONFIGS["d32"], keeps_prefixes=False))
-        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
-        fleet.start("p16", "d32", "alone")
-        yield fleet
+fleet = kept(Fleet, others={"d32-plain": replace(CONFIGS["d32"], keeps_prefixes=False)}, start=("p16", "d32", "alone"))
 
 
 def sampled(fleet: Fleet, tokens: Any, room: Any, n: int = N, **more: Any) -> dict[str, Any]:
@@ -52,7 +46,7 @@ def test_each_is_carried_and_says_what_one_server_alone_says(fleet: Fleet, recei
     for _ in range(N + 1):
         each = rooms.next(room)
         assert isinstance(each, int)
-        fleet.assert_carried(*fleet.rows("p16", receiver, each))
+        assert_carried(*fleet.rows("p16", receiver, each))
 
 
 @pytest.mark.parametrize("shared", ["follow each other", "differ", "are one"])

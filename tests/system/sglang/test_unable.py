@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, prompt
+from tests.system.kept import kept
+from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, assert_works, prompt
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -23,15 +22,7 @@ OTHERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("fleet")
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for name, config in OTHERS.items():
-            patch.setitem(CONFIGS, name, config)
-        fleet = Fleet(folder, stack)
-        fleet.start("p16", "d16", "alone", *OTHERS)
-        yield fleet
+fleet = kept(Fleet, others=OTHERS, start=("p16", "d16", "alone", *OTHERS))
 
 
 def timed(fleet: Fleet, name: str, body: dict[str, Any]) -> tuple[float, int, str]:
@@ -54,6 +45,4 @@ def test_a_request_of_two_models_fails_within_a_second(fleet: Fleet, sender: str
         assert status != 200, said
         assert seconds < SOON_S
     assert_idle(fleet, sender, receiver)
-    tokens = prompt(100, seed=4)
-    (answer,) = fleet.crossed("p16", "d16", tokens)
-    fleet.assert_same_as_alone(tokens, answer)
+    assert_works(fleet, "p16", "d16", seed=4)

@@ -1,14 +1,16 @@
-"""Starts the servers of `python -m demo --cross`: real engines of both kinds, an agent per rank, a proxy per pair."""
+"""Starts and asks servers for the demo: real engines of both kinds, an agent per rank, a proxy per pair."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvbridge.loopback.processes import SETTINGS, AgentProcess, ServerProcess, agents, free_port, moved_bytes
 
@@ -17,6 +19,8 @@ from .vllm_cpu import SETTINGS as VLLM_SETTINGS
 
 START_S = 600.0  # start-up of an engine that shares two busy cores with five others
 MOST_TOKENS = 1 << 14  # room for KV in each engine
+ANSWER_S = 60.0
+VLLM_SERVER = VLLM_SETTINGS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 SGLANG_SETTINGS = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 
@@ -48,7 +52,7 @@ class DemoServer:
         return 1 if self.kind == "vllm" else self.ranks
 
 
-class CrossFleet:
+class DemoFleet:
     """Servers, and an agent for each rank. Their files are in `folder`; they end with `stack`."""
 
     def __init__(self, folder: Path, stack: ExitStack, pythons: dict[str, str]) -> None:
@@ -77,8 +81,9 @@ class CrossFleet:
         port, bootstrap = free_port(), free_port()
         socket = str(self.folder / f"{engine.name}-{{rank}}.sock")
         if engine.kind == "vllm":
-            flags = _vllm(engine, self._model, socket)
-            settings = {**VLLM_SETTINGS, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            flags = vllm_flags(self._model, engine.block_tokens, socket, "fail")
+            flags += ["--tensor-parallel-size", str(engine.ranks)]
+            settings = VLLM_SERVER
             self._places[engine] = f"vllm=http://127.0.0.1:{port}"
         else:
             flags = _sglang(engine, self._model, bootstrap)
@@ -110,19 +115,36 @@ class CrossFleet:
             proxy.kill()
 
 
-def _vllm(engine: DemoServer, model: str, socket: str) -> list[str]:
+def vllm_flags(model: str, block_tokens: int, socket: str, on_failure: str) -> list[str]:
+    """What any vLLM of the demo is started with. It computes in fp32, since tokens are compared."""
     transfer = {
         "kv_connector": "KVBridgeConnector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "fail",
+        "kv_load_failure_policy": on_failure,
         "kv_connector_extra_config": {"kvbridge_socket": socket},
     }
     return [
         *("serve", model, "--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"),
-        *("--block-size", str(engine.block_tokens), "--tensor-parallel-size", str(engine.ranks)),
-        *("--max-model-len", "2048", "--num-gpu-blocks-override", str(MOST_TOKENS // engine.block_tokens)),
-        *("--kv-transfer-config", json.dumps(transfer)),
+        *("--block-size", str(block_tokens), "--max-model-len", "2048"),
+        *("--num-gpu-blocks-override", str(MOST_TOKENS // block_tokens), "--kv-transfer-config", json.dumps(transfer)),
     ]
+
+
+def ask_vllm(server: ServerProcess, tokens: list[int], count: int) -> list[int]:
+    """The tokens that a vLLM server, or a proxy, answers greedily. Raises OperatorError."""
+    body = {"prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answered: list[int] = server.ask("/v1/completions", body, ANSWER_S)["choices"][0]["token_ids"]
+    return answered
+
+
+def exit_on_signals() -> None:
+    """The servers are in process groups of their own, so they must be ended: exit through the stack."""
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
 
 
 def _sglang(engine: DemoServer, model: str, bootstrap: int) -> list[str]:

@@ -1,19 +1,18 @@
-"""`python -m demo --cross`: one real engine prefills and one of the other kind decodes, behind `kvbridge proxy`.
+"""`python -m demo --vllm` and `--cross`: a real engine prefills and another one decodes, behind `kvbridge proxy`.
 
-Runs both directions, with the same blocks and ranks on both sides and with different ones. Compares the tokens with
-those of each engine alone, and the KV rows in one engine's memory with those in the other's.
+Two vLLM engines with other blocks; or engines of both kinds, in both directions, with the same blocks and ranks on both
+sides and with different ones. Compares the tokens with those of each engine alone, and the KV rows in one engine's
+memory with those in the other's.
 """
 
 from __future__ import annotations
 
-import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -21,33 +20,35 @@ from rich.table import Table
 
 from kvbridge.loopback.processes import ServerProcess, python_with
 
-from .cross_engines import CrossFleet, DemoServer
 from .model import prompt
 from .rows import difference, load, wait_room
+from .servers import ANSWER_S, DemoFleet, DemoServer, ask_vllm, exit_on_signals
 
-ANSWER_S = 60.0
 PROMPTS = (40, 300, 1000)
 DECODED = 16
 SAMPLING = {"temperature": 0, "max_new_tokens": DECODED, "ignore_eos": True}
 # On a CPU vLLM's blocks are multiples of 32 tokens.
-VLLM, VLLM_TWO = DemoServer("vllm", 32), DemoServer("vllm", 64, ranks=2)
+VLLM, VLLM_LARGE = DemoServer("vllm", 32), DemoServer("vllm", 128)
+VLLM_TWO = DemoServer("vllm", 64, ranks=2)
 PREFILL, DECODE, ALONE = (DemoServer("sglang", 32, role=role) for role in ("prefill", "decode", "alone"))
 DECODE_SMALL = DemoServer("sglang", 16, role="decode")
-PAIRS = {
+Pairs = dict[str, tuple[tuple[DemoServer, DemoServer], ...]]
+OF_VLLM: Pairs = {"vLLM prefills, vLLM decodes": ((VLLM, VLLM_LARGE), (VLLM_LARGE, VLLM))}
+ACROSS: Pairs = {
     "vLLM prefills, SGLang decodes": ((VLLM, DECODE), (VLLM, DECODE_SMALL), (VLLM_TWO, DECODE_SMALL)),
     "SGLang prefills, vLLM decodes": ((PREFILL, VLLM), (PREFILL, VLLM_TWO)),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class CrossOutcome:
+class RealOutcome:
     """One prompt through one pair. `difference` is empty if the rows are right."""
 
     sender: DemoServer
     receiver: DemoServer
     prompt_tokens: int
     moved_bytes: float
-    alone: tuple[tuple[int, ...], tuple[int, ...]]  # vLLM's, SGLang's
+    alone: tuple[tuple[int, ...], ...]  # vLLM's, SGLang's if there is one
     carried: tuple[int, ...]
     difference: str
     seconds: float
@@ -58,54 +59,52 @@ class CrossOutcome:
 
     def complaints(self) -> Iterator[str]:
         if not self.has_same_tokens:
-            yield f"decoded {self.carried}, each engine alone {self.alone[0]} and {self.alone[1]}"
+            yield f"decoded {self.carried}, each engine alone {' and '.join(map(str, self.alone))}"
         if self.difference:
             yield self.difference
         if not self.moved_bytes:
             yield "nothing was carried"
 
 
-def run(vllm_python: Path | None, sglang_python: Path | None) -> None:
-    """Exit code 1 if a token or a row differs, or nothing was carried. Raises OperatorError."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+def run(pairs: Pairs, chosen: Mapping[str, Path | None]) -> None:
+    """`chosen` has the Python of each kind of engine that the pairs need.
+
+    Exit code 1 if a token or a row differs, or nothing was carried. Raises OperatorError.
+    """
+    exit_on_signals()
     console = Console()
-    pythons = {"vllm": python_with("vllm", vllm_python), "sglang": python_with("sglang", sglang_python)}
+    pythons = {kind: python_with(kind, python) for kind, python in chosen.items()}
+    engines = list(dict.fromkeys(each for group in pairs.values() for pair in group for each in pair))
+    engines += [ALONE] if "sglang" in pythons else []
     with tempfile.TemporaryDirectory(prefix="kvbridge-demo-") as folder, ExitStack() as stack:
-        console.print("making a small model, and starting six real engines (3 minutes on two cores) ...")
-        fleet = CrossFleet(Path(folder), stack, pythons)
-        fleet.start(VLLM, VLLM_TWO, PREFILL, DECODE, DECODE_SMALL, ALONE)
+        console.print(f"making a small model, and starting {len(engines)} real engines (minutes on two cores) ...")
+        fleet = DemoFleet(Path(folder), stack, pythons)
+        fleet.start(*engines)
         seeds, found = iter(range(1, 1000)), []  # prompts share no prefix
-        for direction, pairs in PAIRS.items():
-            outcomes = [outcome for pair in pairs for outcome in _carry_all(fleet, seeds, *pair)]
+        for direction, group in pairs.items():
+            outcomes = [outcome for pair in group for outcome in _carry_all(fleet, seeds, *pair)]
             report(console, direction, outcomes)
             found += outcomes
     conclude(console, found)
 
 
-def _leave(number: int, _: Any) -> None:
-    """The servers are in process groups of their own, so they must be ended: exit through the stack."""
-    raise SystemExit(128 + number)
-
-
-def _carry_all(fleet: CrossFleet, seeds: Iterator[int], sender: DemoServer, receiver: DemoServer) -> list[CrossOutcome]:
+def _carry_all(fleet: DemoFleet, seeds: Iterator[int], sender: DemoServer, receiver: DemoServer) -> list[RealOutcome]:
     """Every prompt through this pair."""
     with fleet.proxy(sender, receiver) as proxy:
         return [_carry(fleet, proxy, sender, receiver, prompt(count, next(seeds))) for count in PROMPTS]
 
 
 def _carry(
-    fleet: CrossFleet, proxy: ServerProcess, sender: DemoServer, receiver: DemoServer, tokens: list[int]
-) -> CrossOutcome:
+    fleet: DemoFleet, proxy: ServerProcess, sender: DemoServer, receiver: DemoServer, tokens: list[int]
+) -> RealOutcome:
     """One prompt. Each engine is asked alone afterwards, so that no memory has the rows before they are carried."""
     before, began = fleet.moved_bytes(receiver), time.perf_counter()
     carried = _generate(proxy, tokens)
     seconds, moved = time.perf_counter() - began, fleet.moved_bytes(receiver) - before
     wrong = compare(fleet.rows, sender, receiver, len(tokens))
-    body = {"prompt": tokens, "max_tokens": DECODED, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    of_vllm = fleet.servers[VLLM].ask("/v1/completions", body, ANSWER_S)["choices"][0]["token_ids"]
-    alone = (tuple(of_vllm), _generate(fleet.servers[ALONE], tokens))
-    return CrossOutcome(sender, receiver, len(tokens), moved, alone, carried, wrong, seconds)
+    alone = [tuple(ask_vllm(fleet.servers[VLLM], tokens, DECODED))]
+    alone += [_generate(fleet.servers[ALONE], tokens)] if ALONE in fleet.servers else []
+    return RealOutcome(sender, receiver, len(tokens), moved, tuple(alone), carried, wrong, seconds)
 
 
 def _generate(server: ServerProcess, tokens: list[int]) -> tuple[int, ...]:
@@ -127,7 +126,7 @@ def compare(folder: Path, sender: DemoServer, receiver: DemoServer, tokens: int)
     return difference(given.first(travelled), taken.first(travelled), travelled)
 
 
-def report(console: Console, direction: str, outcomes: Sequence[CrossOutcome]) -> None:
+def report(console: Console, direction: str, outcomes: Sequence[RealOutcome]) -> None:
     """Print one direction's table, and below it what is wrong."""
     table = Table(title=f"{direction}, fp32", title_justify="left")
     for column in ("prefill", "decode", "prompt", "KB carried", "ms", "tokens", "KV rows"):
@@ -148,7 +147,7 @@ def report(console: Console, direction: str, outcomes: Sequence[CrossOutcome]) -
             console.print(f"{each.prompt_tokens} tokens, {each.sender.shape} to {each.receiver.shape}: {complaint}")
 
 
-def conclude(console: Console, outcomes: Sequence[CrossOutcome]) -> None:
+def conclude(console: Console, outcomes: Sequence[RealOutcome]) -> None:
     """Say what was compared. Raises typer.Exit(1) if anything is wrong."""
     console.print(
         f"{DECODED} tokens decoded of each prompt, compared with those of each engine alone; the KV rows in the "

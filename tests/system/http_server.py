@@ -1,0 +1,79 @@
+"""A program that serves HTTP on a port of this host, started and asked by tests."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+START_S, ANSWER_S = 180.0, 60.0
+
+
+class HttpServer:
+    """It runs in the folder of its log, in a session of its own. `environment` is added to ours."""
+
+    def __init__(self, command: Sequence[str], port: int, log: Path, environment: dict[str, str] | None = None) -> None:
+        self.port = port
+        self.log = log
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                command, env=os.environ | (environment or {}), cwd=log.parent, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        return self.log.stem
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, path: str, body: Any = None, seconds: float = ANSWER_S) -> tuple[int, str]:
+        """Status and text of the whole answer."""
+        with self.opened(path, body, seconds) as answer:
+            return answer.status, answer.read().decode(errors="replace")
+
+    @contextlib.contextmanager
+    def opened(self, path: str, body: Any = None, seconds: float = ANSWER_S) -> Iterator[http.client.HTTPResponse]:
+        """The answer as it comes; its connection ends with the block, read or not."""
+        with contextlib.closing(self.begun(path, body, seconds)) as connection:
+            yield connection.getresponse()
+
+    def begun(self, path: str, body: Any = None, seconds: float = ANSWER_S) -> http.client.HTTPConnection:
+        """The request is sent, and nothing awaited: whoever closes the connection has gone away."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        text = None if body is None else json.dumps(body)
+        connection.request("GET" if body is None else "POST", path, text, {"Content-Type": "application/json"})
+        return connection
+
+    def is_up(self, path: str = "/health") -> bool:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self.ask(path, seconds=5)[0] == 200
+        return False
+
+    def wait_up(self, path: str = "/health", seconds: float = START_S) -> None:
+        end = time.monotonic() + seconds
+        while not self.is_up(path):
+            is_gone = self.process.poll() is not None
+            assert not is_gone and time.monotonic() < end, f"does not serve:\n{self.tail()}"
+            time.sleep(0.2)
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def tail(self, lines: int = 60) -> str:
+        return "\n".join(self.text().splitlines()[-lines:])
+
+    def kill(self) -> None:
+        """With the processes that it has started, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()

@@ -1,0 +1,95 @@
+"""Real engines that a test module keeps, each rank beside a real agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import pytest
+
+from tests.integration.agent.harness import AgentProcess, agent
+
+
+class Engine(Protocol):
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+    def wait_ready(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+E = TypeVar("E", bound=Engine)
+K = TypeVar("K")
+
+
+def kept(make: Callable[..., K], **options: Any) -> Callable[..., Iterator[K]]:
+    """A fixture of a module: what `make` makes, with these options."""
+
+    @pytest.fixture(scope="module")
+    def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[K]:
+        with ExitStack() as stack:
+            yield make(tmp_path_factory.mktemp("fleet"), stack, **options)
+
+    return fleet
+
+
+class Kept(Generic[E]):
+    """Engines by name, started when first asked for; the one that was longest not asked for makes room."""
+
+    def __init__(self, folder: Path, stack: ExitStack, most: int, routes: str | None = None) -> None:
+        self.folder = folder
+        self.agents: dict[str, list[AgentProcess]] = {}
+        self._stack = stack
+        self._most = most  # engines at a time
+        self._routes = routes  # None: the agents' own choice
+        self._up: dict[str, E] = {}
+
+    def _begin(self, name: str) -> E:
+        """Start it, and its agents if it has any and they do not run."""
+        raise NotImplementedError
+
+    def _ranks(self, name: str) -> int:
+        raise NotImplementedError
+
+    def start(self, *names: str) -> None:
+        """Have these engines ready; their start-ups overlap."""
+        for name in names:
+            if name in self._up:
+                self._up[name] = self._up.pop(name)  # the last one to go
+        new = [name for name in dict.fromkeys(names) if name not in self._up]
+        for name in list(self._up)[: max(0, len(self._up) + len(new) - self._most)]:
+            if name not in names:
+                self._up.pop(name).kill()
+                for running in self.agents.pop(name, []):
+                    running.stop()
+        for name in new:
+            self._up[name] = self._begin(name)
+        for name in new:
+            self._up[name].wait_ready()
+
+    def __getitem__(self, name: str) -> E:
+        self.start(name)
+        return self._up[name]
+
+    def kill(self, name: str) -> None:
+        """The engine and its workers, by SIGKILL; another one is started beside the same agents when asked for."""
+        self._up.pop(name).kill()
+
+    def start_agents(self, name: str) -> None:
+        """One agent for each rank, on the address its predecessor had, if there was one."""
+        before = self.agents.get(name, [])
+        options: dict[str, Any] = {"slot_bytes": 1 << 20, "receive_slots": 16, "log_level": "debug"}
+        options["routes"] = self._routes
+        addresses = [old.listen for old in before] or ["tcp://127.0.0.1:0"] * self._ranks(name)
+        self.agents[name] = [
+            self._stack.enter_context(agent(self.folder, f"{name}-{rank}", listen=address, **options))
+            for rank, address in enumerate(addresses)
+        ]
+        for running in self.agents[name]:
+            running.listen = running.address
+
+    def moved_bytes(self, name: str) -> float:
+        """How much KV this engine has been brought so far."""
+        counters = [running.status.counters for running in self.agents[name]]
+        return sum(each.get("kvbridge_wire_bytes_total{role=receiver}", 0.0) for each in counters)
