@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kvbridge_proto.peer import DeviceCard, FabricCard, Hello, Probe, Route
 
-ROUTES: tuple[Route, ...] = ("direct", "nixl", "host")
+# Routes through slots, in our order: all but `pull`.
+SLOT_ROUTES: tuple[Route, ...] = ("direct", "nixl", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Site:
     fabric: FabricCard
     host: FabricCard | None = None
     device: DeviceCard | None = None
-    routes: tuple[Route, ...] = ROUTES
+    routes: tuple[Route, ...] = SLOT_ROUTES
     machine: str = ""
 
     @classmethod

@@ -34,7 +34,7 @@ from ..states import OFFER_TABLE, OUTGOING_TABLE, OfferEvent, OfferState, Outgoi
 from .actions import Action, Met, Send, Tell, Unconfirmed
 from .block_tables import check_begin, check_late, extended, ready_chunks
 from .containers import Deadlines, Recent
-from .leases import HEARD_S, LEASE_S, Promise
+from .leases import LEASE_HEARD_S, LEASE_S, Promise
 from .orders import (
     Broken,
     Credit,
@@ -459,7 +459,7 @@ class Sender:
         a count. Every answer begins a lease now.
         """
         actions: list[Action] = []
-        if now - heard_at >= HEARD_S:
+        if now - heard_at >= LEASE_HEARD_S:
             return actions
         for out in list(self._owed.values()):
             offered, promise = out.offered, out.promise

@@ -100,9 +100,9 @@ def prove(
         slow.append((target, probe))
     if not slow:
         raise FabricError("no_route", *reasons)
-    fastest = max(probe.bytes_per_s for _, probe in slow)
+    best_rate = max(probe.bytes_per_s for _, probe in slow)
     # A busy GPU makes all of them slow: then take the first in our order that is not far behind.
-    chosen, probe = next(each for each in slow if each[1].bytes_per_s * 4 >= fastest)
+    chosen, probe = next(each for each in slow if each[1].bytes_per_s * 4 >= best_rate)
     _close_all(slow, chosen)
     return chosen, Routed(chosen.route, "; ".join(reasons)[:1024], probe)
 

@@ -26,7 +26,7 @@ from kvbridge_proto.peer import (
 )
 
 from kvbridge.exchange.actions import Action, Send, Tell
-from kvbridge.exchange.leases import HEARD_S, LEASE_S
+from kvbridge.exchange.leases import LEASE_HEARD_S, LEASE_S
 from kvbridge.exchange.orders import SendOrder, Watch
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session
@@ -146,7 +146,8 @@ def test_blocks_that_are_read_are_released_when_nobody_counts_on_them(end: str) 
     scene.session = replace(scene.session, routed=Routed("pull"))
     scene.say(scene.claim())
     sending, incarnation, now = scene.sender.sending, scene.receiver.engine.agent.incarnation, scene.world.now
-    assert sending.answers(now, now - HEARD_S, lambda count: True) == []  # its engine may have said something since
+    # Its engine may have said something since.
+    assert sending.answers(now, now - LEASE_HEARD_S, lambda count: True) == []
     assert sending.answers(now, now, lambda count: False) == [Watch(0)]
     assert sending.answers(now, now, lambda count: True)
     said = sending.withdraw("r", "aborted", now)

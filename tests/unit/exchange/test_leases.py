@@ -11,7 +11,7 @@ from kvbridge_proto.peer import BlockTables
 
 from kvbridge.errors import KVBridgeError
 from kvbridge.exchange.block_tables import ready_chunks
-from kvbridge.exchange.leases import COUNTED_S, HEARD_S, LEASE_S, Promise, Reading, ReadLease
+from kvbridge.exchange.leases import COUNTED_S, LEASE_HEARD_S, LEASE_S, Promise, Reading, ReadLease
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
 from tests.integration.device.test_pulls import CASES
@@ -111,4 +111,4 @@ def test_a_receivers_lease_ends_before_the_senders_whatever_their_clocks_do() ->
     """It begins no later, and is shorter by more than two clocks of a thousandth off can make of it."""
     slow, fast = 1 - 1e-3, 1 + 1e-3
     assert COUNTED_S / slow < LEASE_S / fast
-    assert HEARD_S < LEASE_S
+    assert LEASE_HEARD_S < LEASE_S

@@ -502,7 +502,7 @@ MUTATIONS: dict[str, Mutate] = {
     "a lease begins when it is answered": _begins_when_answered,
     "a renewal counts that nobody answered": _renewed_unheard,
     "the clock is looked at before the read ends": _looks_before,
-    "a sender promises what it has not listened for": lambda put: put(sender, "HEARD_S", float("inf")),
+    "a sender promises what it has not listened for": lambda put: put(sender, "LEASE_HEARD_S", float("inf")),
     "a promise is not waited for": _unpromised,
     "an engine detaches while it is read": lambda put: put(SenderRunner, "unread", _at_once),
     "an engine whose agent died waits for no reader": lambda put: put(rank, "READERS_S", 0.0),
