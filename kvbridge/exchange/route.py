@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from kvbridge_proto.peer import DeviceCard, FabricCard, Hello, Probe, Route
 
-# Routes through slots, in our order: all but `pull`.
-SLOT_ROUTES: tuple[Route, ...] = ("direct", "nixl", "host")
+# Routes through slots, in the order of `Route`.
+SLOT_ROUTES: tuple[Route, ...] = tuple(route for route in get_args(Route) if route != "pull")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from .staged import Landing, SlotRoute, Target
 
 log = logging.getLogger("kvbridge.routes")
 
-STAGED: Mapping[Route, SlotRoute] = {"direct": DirectRoute(), "nixl": NixlRoute(), "host": HostRoute()}
+STAGED: Mapping[Route, SlotRoute] = {each.name: each for each in (DirectRoute(), NixlRoute(), HostRoute())}
 NOT_CONNECTED = 0  # the serial of a route that nothing is written over
 
 
