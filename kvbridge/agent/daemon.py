@@ -149,7 +149,7 @@ class Agent:
                     tasks.create_task(self.rebuilder.watch()),
                     tasks.create_task(self._serve_local(tasks)),
                 ]
-                if self._supervisor.look_s:
+                if self._supervisor.check_s:
                     serving.append(tasks.create_task(self._supervisor.feed(lambda: self.data_plane.turns)))
                 self.state = "serving"
                 self.control.set_trust(self.trust)  # the list may have been read again while we started

@@ -38,14 +38,14 @@ def _set_slack(nanoseconds: int) -> None:
 
 
 class Linger:
-    """Keeps one loop awake for `seconds` after each `stir`. With 0 the loop sleeps whenever it can."""
+    """Keeps one loop awake for `seconds` after each `keep_awake`. With 0 the loop sleeps whenever it can."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._until = self._looked_at = 0.0
         self._is_looking = False
 
-    def stir(self) -> None:
+    def keep_awake(self) -> None:
         """Something has happened: stay awake from now on. Called on the loop."""
         if not self._seconds:
             return

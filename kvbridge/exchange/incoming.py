@@ -55,7 +55,7 @@ class OpenWant:
     started: float
     state: WantState = WantState.REACHING
     incoming_transfers: dict[str, IncomingTransfer] = field(default_factory=dict)
-    parting: list[Action] = field(default_factory=list)  # sent to senders once no read is under way
+    late_cancels: list[Action] = field(default_factory=list)  # sent to senders once no read is under way
     failure: tuple[str, str] = ("", "")
 
     @property

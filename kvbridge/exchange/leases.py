@@ -141,10 +141,10 @@ class Reading:
     is_busy: bool = False  # whether a read is under way
     unchecked: dict[int, int] = field(default_factory=dict)  # by chunk: digests the sender has not confirmed
 
-    def learn(self, told: BlockTables, plan: Plan) -> None:
+    def learn(self, answer: BlockTables, plan: Plan) -> None:
         """Add the sender's block tables. Raises KVBridgeError for blocks outside its pool or plan, or for a gap."""
         pool = self.session.peer_pool
-        for piece in told.blocks:
+        for piece in answer.blocks:
             if piece.group >= len(pool.groups):
                 raise PeerError("unknown_group", f"group: got {piece.group}, the pool has {len(pool.groups)}")
             table = self.tables.get(piece.group) or BlockTable.of(

@@ -111,7 +111,7 @@ class Sender:
             self._grow(offered, offer, engine)
         except KVBridgeError as error:
             return self._end_offer(offered, error.code, str(error), now)
-        offered.told_at, offered.hold_s = now, offer.hold_s
+        offered.grown_at, offered.hold_s = now, offer.hold_s
         self._deadlines.set(("offer", offer.request), now + offer.hold_s)
         actions = self._bind_waiting(offer.rendezvous)
         actions += self._short_of(offered)
@@ -138,7 +138,7 @@ class Sender:
         for offered in self.unclaimed(now):
             if blocks <= 0:
                 break
-            if now - offered.told_at >= FRESH_S and offered.rendezvous not in self._waiting:
+            if now - offered.grown_at >= FRESH_S and offered.rendezvous not in self._waiting:
                 blocks -= offered.blocks
                 reason = f"its engine needs the blocks, and nobody asked for them in {now - offered.began:.1f} s"
                 actions += self._end_offer(offered, "reclaimed", reason, now)
@@ -439,8 +439,8 @@ class Sender:
         """Send the digests once none is under way, or a message is full."""
         if (out.checks or out.digesting) and len(out.checked) < MAX_SUMS:
             return []
-        told, out.checked = tuple(out.checked), []
-        return [Send(out.incarnation, Checked(transfer=out.transfer, digests=told))]
+        digests, out.checked = tuple(out.checked), []
+        return [Send(out.incarnation, Checked(transfer=out.transfer, digests=digests))]
 
     @property
     def is_promised(self) -> bool:
@@ -464,7 +464,7 @@ class Sender:
         for out in list(self._owed.values()):
             offered, promise = out.offered, out.promise
             assert offered is not None and promise is not None
-            following = offered.look(has_reached)
+            following = offered.update_readable(has_reached)
             if following is not None:
                 actions.append(Watch(following))
             is_last = offered.is_last and following is None
@@ -710,8 +710,8 @@ class Sender:
             return []
         out.progress = ready
         actions: list[Action] = [Progress(out.transfer, offered.tables, ready, offered.fence)]
-        if ready > max(out.told_ready, out.lent):
-            out.told_ready = ready
+        if ready > max(out.announced, out.lent):
+            out.announced = ready
             actions.append(Send(out.incarnation, Ready(transfer=out.transfer, chunks=ready)))
         return actions
 
@@ -719,16 +719,16 @@ class Sender:
         """End a transfer early. The receiver gets Drained only when nothing of it is under way."""
         if out.state in (OutgoingState.STOPPING, OutgoingState.ENDED):
             return []
-        out.says = (code[:64], reason[:1024])
+        out.stopped_by = (code[:64], reason[:1024])
         self._owed.pop(out.transfer, None)
         offered = out.offered
         if offered is not None:
             offered.served.add(out.claim.receiver)
-            offered.short = offered.short or out.says
+            offered.short = offered.short or out.stopped_by
         if out.is_busy:
             out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.STOP_BUSY)
-            said: list[Action] = [StopSending(out.transfer, *out.says)] if out.is_ordered else []
-            said += self._send(out, Failing(transfer=out.transfer, code=out.says[0], reason=out.says[1]))
+            said: list[Action] = [StopSending(out.transfer, *out.stopped_by)] if out.is_ordered else []
+            said += self._send(out, Failing(transfer=out.transfer, code=out.stopped_by[0], reason=out.stopped_by[1]))
         else:
             said = self._end(out, OutgoingEvent.STOP)
         return said + (self._release_if_over(offered) if offered is not None else [])
@@ -736,7 +736,7 @@ class Sender:
     def _end(self, out: OutgoingTransfer, event: OutgoingEvent) -> list[Action]:
         out.state = OUTGOING_TABLE.after(out.state, event)
         self._forget(out)
-        return self._send(out, Drained(transfer=out.transfer, code=out.says[0], reason=out.says[1]))
+        return self._send(out, Drained(transfer=out.transfer, code=out.stopped_by[0], reason=out.stopped_by[1]))
 
     def _send(self, out: OutgoingTransfer, body: Failing | Drained) -> list[Action]:
         return [] if out.is_lost else [Send(out.incarnation, body)]

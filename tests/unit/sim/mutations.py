@@ -72,14 +72,14 @@ def _freed_in_place(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _never_rebuilt(put: Callable[[Any, str, Any], None]) -> None:
-    async def look(self: Rebuilder) -> None: ...
+    async def check(self: Rebuilder) -> None: ...
 
-    put(Rebuilder, "look", look)
+    put(Rebuilder, "check", check)
 
 
 def _stuck_sending(put: Callable[[Any, str, Any], None]) -> None:
     right = Rebuilder._reasons
-    put(Rebuilder, "_reasons", lambda self: [reason for reason in right(self) if "receiving" in reason])
+    put(Rebuilder, "_reasons", lambda self: [reason for reason in right(self) if "receive" in reason])
 
 
 def _digest(put: Callable[[Any, str, Any], None]) -> None:
@@ -397,11 +397,11 @@ def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _unmapped_while_read(put: Callable[[Any, str, Any], None]) -> None:
-    def close_parting(self: PullRoute) -> None:
-        while self._parting:
-            self._unmap(*self._parting.pop())
+    def close_unread(self: PullRoute) -> None:
+        while self._closing:
+            self._unmap(*self._closing.pop())
 
-    put(PullRoute, "close_parting", close_parting)
+    put(PullRoute, "close_unread", close_unread)
 
 
 def _not_compared(put: Callable[[Any, str, Any], None]) -> None:
@@ -434,11 +434,11 @@ def _stopped_in_time(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _unfenced(put: Callable[[Any, str, Any], None]) -> None:
-    def look(self: OpenOffer, has_reached: Any) -> None:
+    def update_readable(self: OpenOffer, has_reached: Any) -> None:
         self.steps.clear()
         self.readable = self.tokens
 
-    put(OpenOffer, "look", look)
+    put(OpenOffer, "update_readable", update_readable)
 
 
 async def _at_once(self: SenderRunner) -> None: ...
