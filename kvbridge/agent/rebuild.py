@@ -2,7 +2,7 @@
 
 A receive slot is quarantined until there is proof that nothing can be written to it any more, a send slot until the
 late write out of it ends. If that never comes (the peer is frozen, or is gone for good), the slots are not freed. They
-are left behind, receive slots for good with their addresses, and new ones take their place.
+are left behind, and new ones take their place. The addresses of old receive slots are never used again.
 """
 
 from __future__ import annotations

@@ -506,7 +506,7 @@ class DataPlane:
         for endpoint in resources.endpoints:
             events = endpoint.fabric.poll(self._clock())
             if any(isinstance(event, Noticed) for event in events):
-                self._do_tasks()  # an order is given before its notices can come, but perhaps after our last look
+                self._do_tasks()  # an order is given before its notices can come, but perhaps after we last took orders
             for event in events:
                 is_moving = True
                 if isinstance(event, Noticed):

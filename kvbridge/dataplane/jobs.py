@@ -195,7 +195,7 @@ class Jobs:
         return started(begin, attachment, self._write_timeout_s, self._clock)
 
     def _taken_back(self, attachment: AttachedMemory, request: str, asked_at: float) -> Generator[Wait, Event, Failure]:
-        """The failure if the engine may have reused the blocks while they were read. That takes a stall on our side.
+        """The failure if the engine may have reused the blocks while they were read. It can only if this agent stalled.
 
         An engine reuses blocks READERS_S after it withdrew them or gave us up. A withdrawal was sent after we last
         found the socket empty and before we read it. Once the engine is gone, the socket is not found empty again.

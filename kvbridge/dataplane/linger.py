@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 NAP_S = 5e-6  # lets other threads have the interpreter
-IDLE_TURN_S = 3e-5  # a longer turn of the loop did some work: do not nap, what follows from it is due at once
+IDLE_TURN_S = 3e-5  # a longer turn of the loop did some work: what follows is due at once, do not nap
 TIMER_SLACK_NS = 1000
 PR_SET_TIMERSLACK = 29  # linux/prctl.h
 

@@ -62,7 +62,7 @@ class Watchdog:
     async def until(self, done: Awaitable[T]) -> T:
         """Await `done` and return its result. Ends the process if the thread does not beat for `stuck_s` meanwhile.
 
-        Looks are counted, not seconds: while the process was stopped, its thread could not run either.
+        Checks are counted, not seconds: while the process was stopped, its thread could not run either.
         """
         waiting = asyncio.ensure_future(done)
         beats, still = self.beats, 0

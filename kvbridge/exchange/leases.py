@@ -41,7 +41,7 @@ class Promise:
     is_asked: bool = False  # whether that renewal still needs an answer
     ready: int = 0  # chunks the receiver was told it can read
     ends: float | None = None  # on the sender's clock; None if nothing is promised
-    _entries: dict[int, int] = field(default_factory=dict)  # by group: one past the last entry told
+    _entries: dict[int, int] = field(default_factory=dict)  # by group: where the entries already sent end
 
     def answer(
         self, transfer: str, plan: Plan, tables: Mapping[int, BlockTable], tokens: int, is_last: bool

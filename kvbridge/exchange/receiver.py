@@ -336,7 +336,7 @@ class Receiver:
         settled = Send(incoming.address, Settled(transfer=incoming.transfer))
         return [*self._finish_if_complete(self._wanted_by[incoming.transfer], now), settled]
 
-    def _compare_no_more(self, incoming: IncomingTransfer, now: float) -> list[Action]:
+    def _stop_comparing(self, incoming: IncomingTransfer, now: float) -> list[Action]:
         """The sender has not sent its digests in time: finish without them. A sample is not worth failing a request."""
         reading = incoming.reading
         if reading is None or incoming.state is not IncomingState.CLAIMED:
@@ -440,7 +440,7 @@ class Receiver:
             elif kind == "lease" and key in self._wanted_by:
                 actions += self._renew_if_read(self._wanted_by[key].incoming_transfers[key], now)
             elif kind == "check" and key in self._wanted_by:
-                actions += self._compare_no_more(self._wanted_by[key].incoming_transfers[key], now)
+                actions += self._stop_comparing(self._wanted_by[key].incoming_transfers[key], now)
             elif kind == "doubt" and self._undrained.is_any(key):
                 self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
                 actions.append(Reach(key))

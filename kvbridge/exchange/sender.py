@@ -101,7 +101,7 @@ class Sender:
                 if not offer.is_last:
                     self._rendezvous_ids.cut_short.add(offer.request)
                 code, reason = "too_many_offers", f"offers: {MOST_OFFERS} are open"
-                said = self._come_in_vain(EndedOffer(offer.rendezvous, (code, reason), now + ENDED_S), now)
+                said = self._refuse_later(EndedOffer(offer.rendezvous, (code, reason), now + ENDED_S), now)
                 return [Tell(Released(request=offer.request, code=code, reason=reason)), *said]
             offered = OpenOffer(offer.request, offer.rendezvous, {}, offer.first_token, began=now)
             self.offers[offer.request] = offered
@@ -351,7 +351,7 @@ class Sender:
     # Receivers that read our engine's blocks themselves:
 
     def renew(self, incarnation: str, renew: Renew) -> None:
-        """It is still reading. `answers` renews the lease, if it may still read the blocks."""
+        """The receiver is still reading. `answers` renews the lease, if it may still read the blocks."""
         out = self.outgoing_transfers.get(renew.transfer)
         if out is not None and out.incarnation == incarnation and out.promise is not None:
             out.promise.renewal, out.promise.is_asked = max(out.promise.renewal, renew.number), True
@@ -365,7 +365,7 @@ class Sender:
         return out.plan if out.state is OutgoingState.FLOWING else None
 
     def settled(self, incarnation: str, transfer: str) -> list[Action]:
-        """It has read all that it claimed."""
+        """The receiver has read all that it claimed."""
         out = self.outgoing_transfers.get(transfer)
         if out is None or out.incarnation != incarnation or out.promise is None:
             return []
@@ -391,7 +391,7 @@ class Sender:
         return self._release_if_over(offered)
 
     def check(self, incarnation: str, check: Check) -> list[Action]:
-        """It has read these chunks, and wants to compare digests. No answer if the transfer has ended."""
+        """The receiver has read these chunks, and wants to compare digests. No answer if the transfer has ended."""
         out = self.outgoing_transfers.get(check.transfer)
         if out is None or out.incarnation != incarnation or out.promise is None:
             return []
@@ -399,7 +399,7 @@ class Sender:
             return []
         for each in check.digests:
             if each.chunk >= out.promise.ready or each.chunk in out.asked:
-                reason = f"chunk: got {each.chunk}, of {out.promise.ready} that were told, each once"
+                reason = f"chunk: got {each.chunk}, of {out.promise.ready} that may be read, each once"
                 return self._stop(out, "bad_check", reason) + self._compare()
             out.asked.add(each.chunk)
             out.checks.append(each)
@@ -492,7 +492,8 @@ class Sender:
             self._deadlines.clear(("lease", out.transfer))
 
     def _lease_over(self, out: OutgoingTransfer) -> list[Action]:
-        is_late = out.state is OutgoingState.STOPPING  # one that has read all that is computed so far does not renew
+        # While it flows, a receiver that has read all that is computed so far does not renew.
+        is_late = out.state is OutgoingState.STOPPING
         said: list[Action] = [Unconfirmed(out.transfer)] if is_late else []
         self._take_back(out)
         assert out.offered is not None
@@ -599,7 +600,7 @@ class Sender:
                 continue
             out.offered = offered
             offered.outgoing_transfers[out.transfer] = out
-            self._waits_no_more(out)
+            self._stop_waiting(out)
             out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.BIND)
             actions.append(Met(out.transfer, offered.request, out.plan.chunks, out.plan.total_bytes))
             if out.plan.chunks == 0:
@@ -634,7 +635,7 @@ class Sender:
         out.early = ()
         return [order, *early, *self._progress(out)]
 
-    def _waits_no_more(self, out: OutgoingTransfer) -> None:
+    def _stop_waiting(self, out: OutgoingTransfer) -> None:
         rendezvous = self._waiting[out.claim.rendezvous]
         del rendezvous[out.transfer]
         if not rendezvous:
@@ -665,13 +666,13 @@ class Sender:
         heard = offered.served | {out.claim.receiver for out in offered.outgoing_transfers.values()}
         if len(heard) < offered.receivers or (offered.want is None and not comes_again):
             ended = EndedOffer(offered.rendezvous, offered.over, now + ENDED_S, offered.want, offered.receivers, heard)
-            actions += self._come_in_vain(ended, now)
+            actions += self._refuse_later(ended, now)
         for out in list(offered.outgoing_transfers.values()):
             if out.will_read:  # what has been read already may arrive
                 actions += self._stop(out, code, reason)
         return actions + self._release_if_over(offered)
 
-    def _come_in_vain(self, ended: EndedOffer, now: float) -> list[Action]:
+    def _refuse_later(self, ended: EndedOffer, now: float) -> list[Action]:
         """Remember an ended offer, and refuse claims on it: later ones, and those that wait because of a pause."""
         self._rendezvous_ids.remember(ended, now)
         return self._bind_waiting(ended.rendezvous)
@@ -747,7 +748,7 @@ class Sender:
         self._comparing.pop(out.transfer, None)
         self._owed.pop(out.transfer, None)
         if out.offered is None:
-            self._waits_no_more(out)
+            self._stop_waiting(out)
         else:
             del out.offered.outgoing_transfers[out.transfer]
         its = self._of_receiver[out.incarnation]

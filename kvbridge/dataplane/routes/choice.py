@@ -79,7 +79,7 @@ def prove(
     reasons: list[str] = []
     slow: list[tuple[Target, Probe]] = []
     for route, reason in options(resources.site, landing.site):
-        if reason or route not in STAGED:  # the receiver proves `pull`; here it ranks lower, or did not work
+        if reason or route not in STAGED:  # `pull`, which the receiver proves: it ranks lower, or did not work
             reasons.append(reason)
             continue
         target = None
