@@ -10,9 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from gpu_shapes import Shape
+from kvbridge_proto.peer import Route
+
+from kvbridge.doctor.routes import ON_GPU
 
 MIB = 1 << 20
 Extent = Literal["smoke", "quick", "full"]
@@ -56,7 +59,7 @@ class Place:
 
     @property
     def routes(self) -> tuple[str, ...]:
-        return ("pull", "direct", "nixl", "host") if self.is_gpu else ("pull", "nixl")
+        return tuple(route for route in get_args(Route) if self.is_gpu or route not in ON_GPU)
 
     @property
     def left_s(self) -> float:

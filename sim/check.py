@@ -73,7 +73,7 @@ def _kept(process: Process) -> Iterator[str]:
         ("waits for a fence", data_plane._fenced),
         ("targets that leave", data_plane._jobs._leaving),
         ("uses of targets", +data_plane._jobs._users),
-        ("memory that is left", data_plane._pulling._parting),
+        ("memory that is left", data_plane._pulling._closing),
         ("receivers that wait for an answer", sending._owed),
     ):
         if left:

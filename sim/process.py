@@ -332,7 +332,7 @@ class Process(Agent):
         quarantined = self.slots.counts().quarantined + self.data_plane.send_orders.slots.counts().quarantined
         if not self._is_looking and (quarantined or self.rebuilder.is_pausing):
             self._is_looking = True
-            self.loop.post(self.rebuilder.look_in_s, self._look)
+            self.loop.post(self.rebuilder.check_in_s, self._look)
 
     def look_at_waits(self) -> None:
         """Fail if a chunk of a transfer that is over waits for a fence: its engine waits for that chunk to end."""
@@ -356,7 +356,7 @@ class Process(Agent):
 
     def _look(self) -> None:
         self._is_looking = False
-        self.loop.create_task(self.rebuilder.look())
+        self.loop.create_task(self.rebuilder.check())
 
     def _plan_tick(self) -> None:
         """Plan the next tick that has something to do. Real agents tick many times a second."""

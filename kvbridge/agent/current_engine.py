@@ -55,7 +55,7 @@ class CurrentEngine:
         """Send this to the engine, or drop it if none is connected: its requests concern nobody else."""
         if (connection := self.connection) is not None:
             connection.send(message)
-            self._prompts.told(message, self._clock())
+            self._prompts.count(message, self._clock())
 
     def listen(self) -> None:
         """Note the time if we have read everything that the engine has sent so far."""

@@ -149,7 +149,7 @@ class Agent:
                     tasks.create_task(self.rebuilder.watch()),
                     tasks.create_task(self._serve_local(tasks)),
                 ]
-                if self._supervisor.look_s:
+                if self._supervisor.check_s:
                     serving.append(tasks.create_task(self._supervisor.feed(lambda: self.data_plane.turns)))
                 self.state = "serving"
                 self.control.set_trust(self.trust)  # the list may have been read again while we started
@@ -191,7 +191,8 @@ class Agent:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         if config.allow_unauthenticated and self.trust.keys is None:
             log.warning("allow_unauthenticated: anybody who reaches %s may fetch KV and name its bytes", config.listen)
-        self.lock = Lock(config.socket, self.incarnation)  # first, and released last: the next owner takes us for dead
+        # Taken first and released last: its next owner takes us for dead.
+        self.lock = Lock(config.socket, self.incarnation)
         stack.callback(self.lock.close)
         self.before = self.lock.before
         devices = self.trust.data_devices(config.listen, config.advertise, config.net_devices)

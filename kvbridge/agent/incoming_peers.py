@@ -119,9 +119,9 @@ class IncomingPeers:
                 self._metrics.rejected("unexpected_message")
 
     def _is_over(self, sender: str, cancel: Cancel) -> bool:
-        """Whether to confirm, to a receiver without a session by this link, that nothing will be written.
+        """Whether to confirm to a receiver that nothing will be written. It has no session by this link.
 
-        Not for its own transfers while it has a session by another link: the claim may still be on its way there.
+        If it has one by another link, its own transfers are not confirmed: a claim may still be on its way there.
         """
         return (bool(cancel.incarnation) or sender not in self.sessions) and self._sender.renounce(sender, cancel)
 

@@ -38,7 +38,7 @@ class Prompts:
         reason = self._metrics.prompt_computed(message.reason, message.tokens)
         self._share.compute(reason, message.tokens, now)
 
-    def told(self, message: ToEngine, now: float) -> None:
+    def count(self, message: ToEngine, now: float) -> None:
         match message:
             case Done(tokens=tokens):
                 self._metrics.prompt_fetched(tokens)

@@ -2,7 +2,7 @@
 
 A receive slot is quarantined until there is proof that nothing can be written to it any more, a send slot until the
 late write out of it ends. If that never comes (the peer is frozen, or is gone for good), the slots are not freed. They
-are left behind, receive slots for good with their addresses, and new ones take their place.
+are left behind, and new ones take their place. The addresses of old receive slots are never used again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .metrics import Metrics
 
 log = logging.getLogger("kvbridge.agent")
 
-LOOK_S = 0.5
+CHECK_S = 0.5
 PAUSE_S = 2.0  # no request begins while those under way end; the ones left after this fail with `rebuilt`
-PAUSED_LOOK_S = 0.01
+CHECK_PAUSED_S = 0.01
 AGAIN_S = 10.0  # after a failed attempt: each costs the data plane some time
 
 
@@ -74,21 +74,21 @@ class Rebuilder:
         self._pause_ends = 0.0
 
     async def watch(self) -> None:
-        """Look regularly, until cancelled."""
+        """Check regularly, until cancelled."""
         while True:
-            await asyncio.sleep(self.look_in_s)
-            await self.look()
+            await asyncio.sleep(self.check_in_s)
+            await self.check()
 
     @property
     def is_pausing(self) -> bool:
         return self._endpoints is not None
 
     @property
-    def look_in_s(self) -> float:
-        """Seconds until the next look."""
-        return PAUSED_LOOK_S if self.is_pausing else LOOK_S
+    def check_in_s(self) -> float:
+        """Seconds until the next check."""
+        return CHECK_PAUSED_S if self.is_pausing else CHECK_S
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Rebuild if it is time to."""
         if self._endpoints is None:
             self._endpoints = await self._prepared()

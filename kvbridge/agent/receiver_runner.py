@@ -252,14 +252,14 @@ class ReceiverRunner:
                     _pass_sent(body)
                 case Tell(message=message):
                     self._current.tell(message)
-                    self._told(message)
+                    self._record(message)
                 case Uncompared(transfer=transfer, chunks=chunks):
                     self._log.debug("chunks not compared", "chunks=%d", chunks, transfer=transfer)
                     self._metrics.uncompared(chunks)
                 case ReceiveOrder() | Lend() | StopReceiving() | Pull():
                     self._data_plane.give(action, self._current.memory)
 
-    def _told(self, message: ToEngine) -> None:
+    def _record(self, message: ToEngine) -> None:
         match message:
             case Done(request=request, moved_bytes=moved, seconds=seconds):
                 self._log.debug("done", "bytes=%d ms=%.2f", moved, seconds * 1e3, request=request)

@@ -27,7 +27,7 @@ log = logging.getLogger("kvbridge.metrics")
 
 AT_ONCE = 16
 REQUEST_S = 5.0  # for a whole connection; Prometheus itself waits 10 s by default
-LOOK_S = 0.5
+POLL_S = 0.5
 KEPT_S = 1.0
 
 
@@ -42,7 +42,7 @@ def serve(registry: CollectorRegistry, address: str, request_s: float = REQUEST_
     except (OSError, ValueError, OverflowError) as error:
         raise OperatorError("metrics_address", f"metrics: cannot serve on {address}: {error}") from None
     server.set_app(Page(registry))
-    thread = threading.Thread(target=server.serve_forever, args=(LOOK_S,), name="kvbridge-metrics", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="kvbridge-metrics", daemon=True)
     thread.start()
 
     def stop() -> None:
@@ -121,7 +121,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called by the library between connections, and every LOOK_S."""
+        """Called by the library between connections, and every POLL_S."""
         self._cut(time.monotonic())
 
     def server_close(self) -> None:

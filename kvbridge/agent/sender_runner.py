@@ -53,7 +53,7 @@ from .peer_records import SenderEvents
 from .request_log import RequestLog
 from .request_records import RequestRecords
 
-UNREAD_LOOK_S = 0.01
+CHECK_UNREAD_S = 0.01
 
 
 class SenderRunner:
@@ -217,7 +217,7 @@ class SenderRunner:
     async def unread(self) -> None:
         """Return once no receiver may read our engine's blocks: at most one lease from now."""
         while self._sending.is_promised:
-            await asyncio.sleep(UNREAD_LOOK_S)
+            await asyncio.sleep(CHECK_UNREAD_S)
             self.tick()
 
     def tick(self) -> None:

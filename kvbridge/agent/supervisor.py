@@ -11,7 +11,7 @@ from ..options import Supervision
 
 log = logging.getLogger("kvbridge.agent")
 
-LOOKS = 4  # per deadline
+CHECKS = 4  # per deadline
 
 
 class Supervisor:
@@ -21,9 +21,9 @@ class Supervisor:
         self._said = supervision
 
     @property
-    def look_s(self) -> float:
-        """Seconds between two looks at the data thread; 0 if no watchdog was asked for."""
-        return self._said.watchdog_s / LOOKS if self._said else 0.0
+    def check_s(self) -> float:
+        """Seconds between two checks of the data thread; 0 if no watchdog was asked for."""
+        return self._said.watchdog_s / CHECKS if self._said else 0.0
 
     def ready(self) -> None:
         self._say("READY=1\nSTATUS=serving")
@@ -32,7 +32,7 @@ class Supervisor:
         self._say("STOPPING=1\nSTATUS=draining")
 
     async def feed(self, turns: Callable[[], int]) -> None:
-        """Feed the watchdog whenever the data thread has made a turn since the last look. Does not return.
+        """Feed the watchdog whenever the data thread has made a turn since the last check. Does not return.
 
         While the thread or the loop stands still nothing is sent, and systemd ends us.
         """
@@ -41,7 +41,7 @@ class Supervisor:
             if (now := turns()) != seen:
                 self._say("WATCHDOG=1")
             seen = now
-            await asyncio.sleep(self.look_s)
+            await asyncio.sleep(self.check_s)
 
     def _say(self, message: str) -> None:
         if self._said is None:

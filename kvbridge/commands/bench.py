@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from kvbridge_proto.peer import Route
@@ -16,7 +16,7 @@ from rich.table import Table
 from ..config import resolve
 from ..dataplane.resources import chosen_gpu
 from ..doctor.pace import RECEIVERS, Bench, Pace
-from ..doctor.routes import TITLES, why_not_here
+from ..doctor.routes import why_not_here
 from ..errors import KVBridgeError, OperatorError, did_you_mean
 from ..oneline import plain
 from ..options import AgentConfig
@@ -52,10 +52,11 @@ def run(
     Raises OperatorError for options that no agent starts with, and (`check_failed`) if a route is slow or failed.
     """
     config, _ = resolve(path, flags)
+    known: tuple[Route, ...] = get_args(Route)
     for name in only:
-        if name not in TITLES:
-            raise OperatorError("bad_option", f"only: {name}: no such route; {did_you_mean(name, TITLES)}")
-    routes = [route for route in TITLES if not only or route in only]
+        if name not in known:
+            raise OperatorError("bad_option", f"only: {name}: no such route; {did_you_mean(name, known)}")
+    routes = [route for route in known if not only or route in only]
     devices = _devices(config, to)
     lacks = {route: why_not_here(route, config, is_gpu=devices[0] != "cpu") for route in routes}
     here = [route for route in routes if not lacks[route]]

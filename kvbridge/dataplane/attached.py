@@ -27,7 +27,7 @@ class EngineLiveness:
     heard_at: float = float("inf")  # everything sent before this time has been read
     withdrawals: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By request: when its last withdrawal was read, and a time after which its first was sent."""
-    forgotten_at: float = float("-inf")  # when the last withdrawal that is no longer kept was read
+    forgotten_at: float = float("-inf")  # when the newest of the withdrawals dropped from it was read
     has_left: bool = False  # its memory is about to be unmapped: warm nothing for it, expect no message from it
 
     def withdrew(self, request: str, now: float) -> None:

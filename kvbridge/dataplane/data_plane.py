@@ -194,9 +194,9 @@ class DataPlane:
         """Seconds since the thread last showed that it lives."""
         return self._watchdog.still_s
 
-    def stir(self) -> None:
+    def keep_awake(self) -> None:
         """A message came, and more will: the loop keeps looking for a while before it sleeps."""
-        self._linger.stir()
+        self._linger.keep_awake()
 
     def wake(self) -> None:
         """There will be something to move soon: wake the thread, if it lingers."""
@@ -500,13 +500,13 @@ class DataPlane:
             else:  # its job has begun several, and waits for another
                 self._moved[moved.ticket] = moved
         if moves:
-            self._pulling.close_parting()
+            self._pulling.close_unread()
         self._say()  # report slots that can be lent again before the next are scattered
         is_moving = bool(moves) or len(self._fenced) < len(fenced)
         for endpoint in resources.endpoints:
             events = endpoint.fabric.poll(self._clock())
             if any(isinstance(event, Noticed) for event in events):
-                self._do_tasks()  # an order is given before its notices can come, but perhaps after our last look
+                self._do_tasks()  # an order is given before its notices can come, but perhaps after we last took orders
             for event in events:
                 is_moving = True
                 if isinstance(event, Noticed):
@@ -587,12 +587,12 @@ class DataPlane:
         if self._telling:
             telling, self._telling = self._telling, []
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
-                self._loop.call_soon_threadsafe(_hear, telling)
+                self._loop.call_soon_threadsafe(_call_all, telling)
 
 
-def _hear(told: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
+def _call_all(calls: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
     """Call everything in order. If one call fails, the others still happen."""
-    for hear, args in told:
+    for hear, args in calls:
         try:
             hear(*args)
         except Exception as error:

@@ -41,7 +41,7 @@ from .send_orders import LeavingChunk, SendOrders
 
 log = logging.getLogger("kvbridge.data_plane")
 
-UNHEARD_S = READERS_S / 2
+GATHER_HEARD_S = READERS_S / 2  # a gather counts only if our engine's messages were read within this time
 
 
 class Jobs:
@@ -195,7 +195,7 @@ class Jobs:
         return started(begin, attachment, self._write_timeout_s, self._clock)
 
     def _taken_back(self, attachment: AttachedMemory, request: str, asked_at: float) -> Generator[Wait, Event, Failure]:
-        """The failure if the engine may have reused the blocks while they were read. That takes a stall on our side.
+        """The failure if the engine may have reused the blocks while they were read. It can only if this agent stalled.
 
         An engine reuses blocks READERS_S after it withdrew them or gave us up. A withdrawal was sent after we last
         found the socket empty and before we read it. Once the engine is gone, the socket is not found empty again.
@@ -203,9 +203,9 @@ class Jobs:
         liveness, now = attachment.liveness, self._clock()
         if liveness.has_left:  # no withdrawal will be read any more
             return "engine_left", "the engine left while its blocks were read"
-        if now - liveness.heard_at >= UNHEARD_S:
+        if now - liveness.heard_at >= GATHER_HEARD_S:
             yield WaitEngineHeard(attachment, now, now + self._write_timeout_s)
-        if not liveness.has_withdrawn(request, asked_at, now - UNHEARD_S):
+        if not liveness.has_withdrawn(request, asked_at, now - GATHER_HEARD_S):
             return None
         reason = "blocks were withdrawn while this agent was stalled in a gather"
         return "blocks_taken_back", reason

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 NAP_S = 5e-6  # lets other threads have the interpreter
-IDLE_TURN_S = 3e-5  # a longer turn of the loop did some work: do not nap, what follows from it is due at once
+IDLE_TURN_S = 3e-5  # a longer turn of the loop did some work: what follows is due at once, do not nap
 TIMER_SLACK_NS = 1000
 PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
@@ -38,14 +38,14 @@ def _set_slack(nanoseconds: int) -> None:
 
 
 class Linger:
-    """Keeps one loop awake for `seconds` after each `stir`. With 0 the loop sleeps whenever it can."""
+    """Keeps one loop awake for `seconds` after each `keep_awake`. With 0 the loop sleeps whenever it can."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._until = self._looked_at = 0.0
         self._is_looking = False
 
-    def stir(self) -> None:
+    def keep_awake(self) -> None:
         """Something has happened: stay awake from now on. Called on the loop."""
         if not self._seconds:
             return

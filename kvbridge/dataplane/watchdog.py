@@ -21,7 +21,7 @@ log = logging.getLogger("kvbridge.data_plane")
 T = TypeVar("T")
 
 STUCK_S = 30.0  # longer than a task takes on a busy host, such as compiling a kernel or making new slots
-LOOK_S = 0.25
+CHECK_S = 0.25
 STATUS = 3
 FRAMES = 6
 
@@ -62,14 +62,14 @@ class Watchdog:
     async def until(self, done: Awaitable[T]) -> T:
         """Await `done` and return its result. Ends the process if the thread does not beat for `stuck_s` meanwhile.
 
-        Looks are counted, not seconds: while the process was stopped, its thread could not run either.
+        Checks are counted, not seconds: while the process was stopped, its thread could not run either.
         """
         waiting = asyncio.ensure_future(done)
         beats, still = self.beats, 0
         try:
-            while not (await asyncio.wait({waiting}, timeout=LOOK_S))[0]:
+            while not (await asyncio.wait({waiting}, timeout=CHECK_S))[0]:
                 beats, still = self.beats, still + 1 if beats == self.beats else 0
-                if still * LOOK_S >= self.stuck_s:
+                if still * CHECK_S >= self.stuck_s:
                     self.end(f"no sign of life of its thread in {self.stuck_s:g} s")
             return waiting.result()
         finally:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from kvbridge_proto.peer import Route
 from rich.console import Console
@@ -23,7 +24,6 @@ from .finding import DoctorCheck, Finding, Subject, failed, not_here, ok
 from .neighbours import told
 
 ON_GPU: tuple[Route, ...] = ("direct", "host")
-TITLES: dict[Route, str] = {"pull": "route pull", "direct": "route direct", "nixl": "route nixl", "host": "route host"}
 SENDER, RECEIVER = (
     Shape(name=name, axes="LPBHTE", block_tokens=32, blocks=64) for name in ("sender", "receiver")
 )  # 64 MiB
@@ -40,8 +40,8 @@ UCX_WRITE = re.compile(r"remote memory write .* from (?P<ours>[a-z]+).* to (?P<t
 
 def checks() -> Iterator[DoctorCheck]:
     """One for each route."""
-    for route, title in TITLES.items():
-        yield DoctorCheck(f"route-{route}", title, partial(carried, route))
+    for route in get_args(Route):
+        yield DoctorCheck(f"route-{route}", f"route {route}", partial(carried, route))
 
 
 def nixl(subject: Subject) -> Finding:

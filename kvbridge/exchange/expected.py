@@ -22,7 +22,7 @@ class ExpectedRequests:
     def __init__(self) -> None:
         self._expected: dict[str, Expect] = {}
         self._of: dict[str, dict[str, Expect]] = {}  # by sender
-        self._untold: dict[str, dict[str, float]] = {}  # by sender: requests it was not told of, since when
+        self._unannounced: dict[str, dict[str, float]] = {}  # by sender: requests not yet named to it, since when
         self._again_at = 0.0
 
     def __len__(self) -> int:
@@ -36,14 +36,14 @@ class ExpectedRequests:
         self.end(expect.request)
         self._expected[expect.request] = expect
         self._of.setdefault(expect.sender, {})[expect.request] = expect
-        self._untold.setdefault(expect.sender, {})[expect.request] = now
+        self._unannounced.setdefault(expect.sender, {})[expect.request] = now
 
     def end(self, request: str) -> None:
         """The request has blocks, or is over."""
         expect = self._expected.pop(request, None)
         if expect is None:
             return
-        for by_sender in (self._of, self._untold):
+        for by_sender in (self._of, self._unannounced):
             its: dict[str, Any] = by_sender.get(expect.sender, {})
             its.pop(request, None)
             if not its:
@@ -52,7 +52,7 @@ class ExpectedRequests:
     def clear(self) -> None:
         self._expected.clear()
         self._of.clear()
-        self._untold.clear()
+        self._unannounced.clear()
 
     def due(
         self, now: float, wanted: Iterable[tuple[str, str]], can_hear: Callable[[str], bool]
@@ -67,24 +67,24 @@ class ExpectedRequests:
             self._again_at = now + HOLD_EVERY_S
             for sender, rendezvous in [*wanted, *((each.sender, each.rendezvous) for each in self._expected.values())]:
                 rendezvous_ids.setdefault(sender, []).append(rendezvous)
-            self._told(float("inf"), can_hear)
+            self._take_new(float("inf"), can_hear)
         else:
-            for sender, requests in self._told(now - SOON_S, can_hear).items():
+            for sender, requests in self._take_new(now - SOON_S, can_hear).items():
                 rendezvous_ids[sender] = [self._expected[request].rendezvous for request in requests]
         return rendezvous_ids
 
-    def _told(self, until: float, can_hear: Callable[[str], bool]) -> dict[str, list[str]]:
+    def _take_new(self, until: float, can_hear: Callable[[str], bool]) -> dict[str, list[str]]:
         """By sender: requests that began to wait before `until` and whose sender can hear of them now. Each once."""
-        told: dict[str, list[str]] = {}
-        for sender in [each for each in self._untold if can_hear(each)]:
-            its = self._untold[sender]
+        found: dict[str, list[str]] = {}
+        for sender in [each for each in self._unannounced if can_hear(each)]:
+            its = self._unannounced[sender]
             if requests := [request for request, since in its.items() if since <= until]:
-                told[sender] = requests
+                found[sender] = requests
             for request in requests:
                 del its[request]
             if not its:
-                del self._untold[sender]
-        return told
+                del self._unannounced[sender]
+        return found
 
 
 def holds(rendezvous_ids: list[str]) -> list[Hold]:

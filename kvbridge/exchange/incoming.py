@@ -55,7 +55,7 @@ class OpenWant:
     started: float
     state: WantState = WantState.REACHING
     incoming_transfers: dict[str, IncomingTransfer] = field(default_factory=dict)
-    parting: list[Action] = field(default_factory=list)  # sent to senders once no read is under way
+    late_cancels: list[Action] = field(default_factory=list)  # sent to senders once no read is under way
     failure: tuple[str, str] = ("", "")
 
     @property
@@ -182,7 +182,7 @@ def lend_early(slots: SlotPool, incoming: IncomingTransfer) -> tuple[SlotLease, 
 
 def queue(slots: SlotPool, hungry: FairQueue[IncomingTransfer], incoming: IncomingTransfer) -> None:
     """Queue the transfer for a slot, if it can use one."""
-    if incoming.state is IncomingState.CLAIMED and _hunger(slots, incoming) > 0:
+    if incoming.state is IncomingState.CLAIMED and _ready_without_slot(slots, incoming) > 0:
         hungry.add(incoming.transfer, incoming.turn, incoming)
 
 
@@ -205,6 +205,6 @@ def _lend(slots: SlotPool, count: int, incoming: IncomingTransfer) -> tuple[Slot
     return leases
 
 
-def _hunger(slots: SlotPool, incoming: IncomingTransfer) -> int:
+def _ready_without_slot(slots: SlotPool, incoming: IncomingTransfer) -> int:
     """How many ready chunks have no slot."""
     return incoming.ready - incoming.scattered - slots.lent_to(incoming.transfer)

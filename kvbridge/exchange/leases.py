@@ -1,9 +1,11 @@
 """The `pull` route: what the sender has told its receiver, and the read lease that bounds it. Pure.
 
 For each claim or renewal, the receiver's lease starts when it sends the message and the sender's when it answers. So
-the receiver's lease always ends first, and no two clocks are compared. A sender answers only if it has read everything
-its engine sent up to less than HEARD_S ago. An engine waits READERS_S after a withdrawal before it reuses the blocks.
-So the lease ends before that reuse, even if nobody reads the withdrawal.
+the receiver's lease always ends first, and no two clocks are compared.
+
+A sender answers only if, less than LEASE_HEARD_S ago, it had read everything that its engine had sent. An engine waits
+READERS_S after a withdrawal before it reuses the blocks. So the lease ends before that reuse, even if nobody reads the
+withdrawal.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from .session import Session
 DRIFT = 1e-3  # the most by which a clock's rate differs from true time
 LEASE_S = 0.4  # how long a promise lasts, on the sender's clock
 COUNTED_S = LEASE_S * (1 - 2 * DRIFT)  # the same on the receiver's clock, which may be slower
-HEARD_S = 0.1  # a sender may promise only if it heard its engine within this time
+LEASE_HEARD_S = 0.1  # a sender may promise only if it had read all its engine's messages within this time
 CHECK_EVERY = {"always": 1, "sampled": 64, "never": 0}  # one chunk in so many is compared; by the option `verify`
 
-assert READERS_S * (1 - DRIFT) > (LEASE_S + HEARD_S) * (1 + DRIFT)
+assert READERS_S * (1 - DRIFT) > (LEASE_S + LEASE_HEARD_S) * (1 + DRIFT)
 
 
 @dataclass(slots=True)
@@ -39,7 +41,7 @@ class Promise:
     is_asked: bool = False  # whether that renewal still needs an answer
     ready: int = 0  # chunks the receiver was told it can read
     ends: float | None = None  # on the sender's clock; None if nothing is promised
-    _entries: dict[int, int] = field(default_factory=dict)  # by group: one past the last entry told
+    _entries: dict[int, int] = field(default_factory=dict)  # by group: where the entries already sent end
 
     def answer(
         self, transfer: str, plan: Plan, tables: Mapping[int, BlockTable], tokens: int, is_last: bool
@@ -139,10 +141,10 @@ class Reading:
     is_busy: bool = False  # whether a read is under way
     unchecked: dict[int, int] = field(default_factory=dict)  # by chunk: digests the sender has not confirmed
 
-    def learn(self, told: BlockTables, plan: Plan) -> None:
+    def learn(self, answer: BlockTables, plan: Plan) -> None:
         """Add the sender's block tables. Raises KVBridgeError for blocks outside its pool or plan, or for a gap."""
         pool = self.session.peer_pool
-        for piece in told.blocks:
+        for piece in answer.blocks:
             if piece.group >= len(pool.groups):
                 raise PeerError("unknown_group", f"group: got {piece.group}, the pool has {len(pool.groups)}")
             table = self.tables.get(piece.group) or BlockTable.of(

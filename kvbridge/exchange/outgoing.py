@@ -40,7 +40,7 @@ class OpenOffer:
     is_complete: bool = False  # its engine sends nothing more about it
     short: tuple[str, str] | None = None  # (code, reason) of the first transfer that ended without all its chunks
     began: float = 0.0
-    told_at: float = 0.0  # when its engine last sent something about it
+    grown_at: float = 0.0  # when its engine last sent something about it
     hold_s: float = 0.0
 
     def grew(self, fence: int, tokens: int) -> None:
@@ -49,7 +49,7 @@ class OpenOffer:
         if not self.steps or self.steps[-1] != (self.fence, tokens):
             self.steps.append((self.fence, tokens))
 
-    def look(self, has_reached: Callable[[int], bool]) -> int | None:
+    def update_readable(self, has_reached: Callable[[int], bool]) -> int | None:
         """Update `readable` from the engine's fence. Returns the next fence count to wait for, or None."""
         while self.steps and has_reached(self.steps[0][0]):
             self.readable = self.steps.popleft()[1]
@@ -75,10 +75,10 @@ class OutgoingTransfer:
     lent: int = 0
     shipped: int = 0
     progress: int = 0  # chunks the data plane was told are ready
-    told_ready: int = 0
+    announced: int = 0  # chunks the receiver was told are ready
     is_ordered: bool = False  # the data plane has an order for it and has not finished
     is_gathering: bool = False  # the data plane may read the engine's blocks for it
-    says: tuple[str, str] = ("", "")  # (code, reason) why it stopped
+    stopped_by: tuple[str, str] = ("", "")  # (code, reason) why it stopped
     is_lost: bool = False  # the session with its receiver is over
     promise: Promise | None = None  # on the route `pull`: what its receiver may count on
     asked: set[int] = field(default_factory=set)  # chunks its receiver has read and wants to compare

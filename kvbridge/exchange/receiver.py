@@ -238,17 +238,17 @@ class Receiver:
         queue(self.slots, self._awaiting_slots, incoming)
         return self._lend_slots()
 
-    def tables(self, incarnation: str, told: BlockTables, now: float, key: str = "") -> list[Action]:
+    def tables(self, incarnation: str, answer: BlockTables, now: float, key: str = "") -> list[Action]:
         """The sender's block tables, as far as they are computed: read those rows."""
-        incoming = self._incoming(incarnation, told.transfer, key)
+        incoming = self._incoming(incarnation, answer.transfer, key)
         if incoming is None or incoming.state is not IncomingState.CLAIMED or (reading := incoming.reading) is None:
             return []
-        reading.lease.answered(told.renewal)
+        reading.lease.answered(answer.renewal)
         try:
-            reading.learn(told, incoming.plan)
+            reading.learn(answer, incoming.plan)
         except KVBridgeError as error:
-            return self._fail(self._wanted_by[told.transfer], error.code, str(error), now)
-        incoming.ready = max(incoming.ready, ready_chunks(incoming.plan, told.tokens, told.is_last))
+            return self._fail(self._wanted_by[answer.transfer], error.code, str(error), now)
+        incoming.ready = max(incoming.ready, ready_chunks(incoming.plan, answer.tokens, answer.is_last))
         return self._read(incoming, reading, now)
 
     def _read(self, incoming: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
@@ -308,19 +308,19 @@ class Receiver:
         asked = [Send(incoming.address, Check(transfer=incoming.transfer, digests=piece)) for piece in pieces]
         return [*self._renew(incoming, reading, now), *asked]
 
-    def checked(self, incarnation: str, told: Checked, now: float, key: str = "") -> list[Action]:
+    def checked(self, incarnation: str, answer: Checked, now: float, key: str = "") -> list[Action]:
         """The sender's digests of its chunks. Chunks it was not asked about are ignored."""
-        incoming = self._incoming(incarnation, told.transfer, key)
+        incoming = self._incoming(incarnation, answer.transfer, key)
         if incoming is None or incoming.state is not IncomingState.CLAIMED or (reading := incoming.reading) is None:
             return []
-        for each in told.digests:
+        for each in answer.digests:
             if (read := reading.unchecked.pop(each.chunk, None)) is None:
                 continue
             self.compared += 1
             if each.digest != read:
                 self.differing += 1
                 reason = f"chunk {each.chunk}: the sender has digest {each.digest:016x}, read was {read:016x}"
-                return self._fail(self._wanted_by[told.transfer], "digest_mismatch", reason, now)
+                return self._fail(self._wanted_by[answer.transfer], "digest_mismatch", reason, now)
         return self._settle_if_read(incoming, reading, now)
 
     def _settle_if_read(self, incoming: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
@@ -336,7 +336,7 @@ class Receiver:
         settled = Send(incoming.address, Settled(transfer=incoming.transfer))
         return [*self._finish_if_complete(self._wanted_by[incoming.transfer], now), settled]
 
-    def _compare_no_more(self, incoming: IncomingTransfer, now: float) -> list[Action]:
+    def _stop_comparing(self, incoming: IncomingTransfer, now: float) -> list[Action]:
         """The sender has not sent its digests in time: finish without them. A sample is not worth failing a request."""
         reading = incoming.reading
         if reading is None or incoming.state is not IncomingState.CLAIMED:
@@ -440,7 +440,7 @@ class Receiver:
             elif kind == "lease" and key in self._wanted_by:
                 actions += self._renew_if_read(self._wanted_by[key].incoming_transfers[key], now)
             elif kind == "check" and key in self._wanted_by:
-                actions += self._compare_no_more(self._wanted_by[key].incoming_transfers[key], now)
+                actions += self._stop_comparing(self._wanted_by[key].incoming_transfers[key], now)
             elif kind == "doubt" and self._undrained.is_any(key):
                 self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
                 actions.append(Reach(key))
@@ -540,7 +540,7 @@ class Receiver:
             if incoming.state is IncomingState.CLAIMED:
                 self._end_incoming(incoming, IncomingEvent.STOP, now)
                 cancel = Send(incoming.address, Cancel(transfer=incoming.transfer, code=code, reason=reason[:1024]))
-                (actions if incoming.reading is None else wanted.parting).append(cancel)
+                (actions if incoming.reading is None else wanted.late_cancels).append(cancel)
         if wanted.is_carried:
             wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
             return actions
@@ -569,7 +569,7 @@ class Receiver:
     def _end_failed(self, wanted: OpenWant, event: WantEvent) -> list[Action]:
         wanted.state = WANT_TABLE.after(wanted.state, event)
         self._forget(wanted)
-        return [failed(wanted.want.request, *wanted.failure), *wanted.parting]
+        return [failed(wanted.want.request, *wanted.failure), *wanted.late_cancels]
 
     def _end_incoming(self, incoming: IncomingTransfer, event: IncomingEvent, now: float) -> None:
         """Apply `event` to an incoming transfer. Slots still lent when it stops or is lost are quarantined."""

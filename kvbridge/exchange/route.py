@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from kvbridge_proto.peer import DeviceCard, FabricCard, Hello, Probe, Route
 
-ROUTES: tuple[Route, ...] = ("direct", "nixl", "host")
+# Routes through slots, in the order of `Route`.
+SLOT_ROUTES: tuple[Route, ...] = tuple(route for route in get_args(Route) if route != "pull")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Site:
     fabric: FabricCard
     host: FabricCard | None = None
     device: DeviceCard | None = None
-    routes: tuple[Route, ...] = ROUTES
+    routes: tuple[Route, ...] = SLOT_ROUTES
     machine: str = ""
 
     @classmethod

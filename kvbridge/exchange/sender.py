@@ -34,7 +34,7 @@ from ..states import OFFER_TABLE, OUTGOING_TABLE, OfferEvent, OfferState, Outgoi
 from .actions import Action, Met, Send, Tell, Unconfirmed
 from .block_tables import check_begin, check_late, extended, ready_chunks
 from .containers import Deadlines, Recent
-from .leases import HEARD_S, LEASE_S, Promise
+from .leases import LEASE_HEARD_S, LEASE_S, Promise
 from .orders import (
     Broken,
     Credit,
@@ -101,7 +101,7 @@ class Sender:
                 if not offer.is_last:
                     self._rendezvous_ids.cut_short.add(offer.request)
                 code, reason = "too_many_offers", f"offers: {MOST_OFFERS} are open"
-                said = self._come_in_vain(EndedOffer(offer.rendezvous, (code, reason), now + ENDED_S), now)
+                said = self._refuse_later(EndedOffer(offer.rendezvous, (code, reason), now + ENDED_S), now)
                 return [Tell(Released(request=offer.request, code=code, reason=reason)), *said]
             offered = OpenOffer(offer.request, offer.rendezvous, {}, offer.first_token, began=now)
             self.offers[offer.request] = offered
@@ -111,7 +111,7 @@ class Sender:
             self._grow(offered, offer, engine)
         except KVBridgeError as error:
             return self._end_offer(offered, error.code, str(error), now)
-        offered.told_at, offered.hold_s = now, offer.hold_s
+        offered.grown_at, offered.hold_s = now, offer.hold_s
         self._deadlines.set(("offer", offer.request), now + offer.hold_s)
         actions = self._bind_waiting(offer.rendezvous)
         actions += self._short_of(offered)
@@ -138,7 +138,7 @@ class Sender:
         for offered in self.unclaimed(now):
             if blocks <= 0:
                 break
-            if now - offered.told_at >= FRESH_S and offered.rendezvous not in self._waiting:
+            if now - offered.grown_at >= FRESH_S and offered.rendezvous not in self._waiting:
                 blocks -= offered.blocks
                 reason = f"its engine needs the blocks, and nobody asked for them in {now - offered.began:.1f} s"
                 actions += self._end_offer(offered, "reclaimed", reason, now)
@@ -351,7 +351,7 @@ class Sender:
     # Receivers that read our engine's blocks themselves:
 
     def renew(self, incarnation: str, renew: Renew) -> None:
-        """It is still reading. `answers` renews the lease, if it may still read the blocks."""
+        """The receiver is still reading. `answers` renews the lease, if it may still read the blocks."""
         out = self.outgoing_transfers.get(renew.transfer)
         if out is not None and out.incarnation == incarnation and out.promise is not None:
             out.promise.renewal, out.promise.is_asked = max(out.promise.renewal, renew.number), True
@@ -365,7 +365,7 @@ class Sender:
         return out.plan if out.state is OutgoingState.FLOWING else None
 
     def settled(self, incarnation: str, transfer: str) -> list[Action]:
-        """It has read all that it claimed."""
+        """The receiver has read all that it claimed."""
         out = self.outgoing_transfers.get(transfer)
         if out is None or out.incarnation != incarnation or out.promise is None:
             return []
@@ -391,7 +391,7 @@ class Sender:
         return self._release_if_over(offered)
 
     def check(self, incarnation: str, check: Check) -> list[Action]:
-        """It has read these chunks, and wants to compare digests. No answer if the transfer has ended."""
+        """The receiver has read these chunks, and wants to compare digests. No answer if the transfer has ended."""
         out = self.outgoing_transfers.get(check.transfer)
         if out is None or out.incarnation != incarnation or out.promise is None:
             return []
@@ -399,7 +399,7 @@ class Sender:
             return []
         for each in check.digests:
             if each.chunk >= out.promise.ready or each.chunk in out.asked:
-                reason = f"chunk: got {each.chunk}, of {out.promise.ready} that were told, each once"
+                reason = f"chunk: got {each.chunk}, of {out.promise.ready} that may be read, each once"
                 return self._stop(out, "bad_check", reason) + self._compare()
             out.asked.add(each.chunk)
             out.checks.append(each)
@@ -439,8 +439,8 @@ class Sender:
         """Send the digests once none is under way, or a message is full."""
         if (out.checks or out.digesting) and len(out.checked) < MAX_SUMS:
             return []
-        told, out.checked = tuple(out.checked), []
-        return [Send(out.incarnation, Checked(transfer=out.transfer, digests=told))]
+        digests, out.checked = tuple(out.checked), []
+        return [Send(out.incarnation, Checked(transfer=out.transfer, digests=digests))]
 
     @property
     def is_promised(self) -> bool:
@@ -459,12 +459,12 @@ class Sender:
         a count. Every answer begins a lease now.
         """
         actions: list[Action] = []
-        if now - heard_at >= HEARD_S:
+        if now - heard_at >= LEASE_HEARD_S:
             return actions
         for out in list(self._owed.values()):
             offered, promise = out.offered, out.promise
             assert offered is not None and promise is not None
-            following = offered.look(has_reached)
+            following = offered.update_readable(has_reached)
             if following is not None:
                 actions.append(Watch(following))
             is_last = offered.is_last and following is None
@@ -492,7 +492,8 @@ class Sender:
             self._deadlines.clear(("lease", out.transfer))
 
     def _lease_over(self, out: OutgoingTransfer) -> list[Action]:
-        is_late = out.state is OutgoingState.STOPPING  # one that has read all that is computed so far does not renew
+        # While it flows, a receiver that has read all that is computed so far does not renew.
+        is_late = out.state is OutgoingState.STOPPING
         said: list[Action] = [Unconfirmed(out.transfer)] if is_late else []
         self._take_back(out)
         assert out.offered is not None
@@ -599,7 +600,7 @@ class Sender:
                 continue
             out.offered = offered
             offered.outgoing_transfers[out.transfer] = out
-            self._waits_no_more(out)
+            self._stop_waiting(out)
             out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.BIND)
             actions.append(Met(out.transfer, offered.request, out.plan.chunks, out.plan.total_bytes))
             if out.plan.chunks == 0:
@@ -634,7 +635,7 @@ class Sender:
         out.early = ()
         return [order, *early, *self._progress(out)]
 
-    def _waits_no_more(self, out: OutgoingTransfer) -> None:
+    def _stop_waiting(self, out: OutgoingTransfer) -> None:
         rendezvous = self._waiting[out.claim.rendezvous]
         del rendezvous[out.transfer]
         if not rendezvous:
@@ -665,13 +666,13 @@ class Sender:
         heard = offered.served | {out.claim.receiver for out in offered.outgoing_transfers.values()}
         if len(heard) < offered.receivers or (offered.want is None and not comes_again):
             ended = EndedOffer(offered.rendezvous, offered.over, now + ENDED_S, offered.want, offered.receivers, heard)
-            actions += self._come_in_vain(ended, now)
+            actions += self._refuse_later(ended, now)
         for out in list(offered.outgoing_transfers.values()):
             if out.will_read:  # what has been read already may arrive
                 actions += self._stop(out, code, reason)
         return actions + self._release_if_over(offered)
 
-    def _come_in_vain(self, ended: EndedOffer, now: float) -> list[Action]:
+    def _refuse_later(self, ended: EndedOffer, now: float) -> list[Action]:
         """Remember an ended offer, and refuse claims on it: later ones, and those that wait because of a pause."""
         self._rendezvous_ids.remember(ended, now)
         return self._bind_waiting(ended.rendezvous)
@@ -710,8 +711,8 @@ class Sender:
             return []
         out.progress = ready
         actions: list[Action] = [Progress(out.transfer, offered.tables, ready, offered.fence)]
-        if ready > max(out.told_ready, out.lent):
-            out.told_ready = ready
+        if ready > max(out.announced, out.lent):
+            out.announced = ready
             actions.append(Send(out.incarnation, Ready(transfer=out.transfer, chunks=ready)))
         return actions
 
@@ -719,16 +720,16 @@ class Sender:
         """End a transfer early. The receiver gets Drained only when nothing of it is under way."""
         if out.state in (OutgoingState.STOPPING, OutgoingState.ENDED):
             return []
-        out.says = (code[:64], reason[:1024])
+        out.stopped_by = (code[:64], reason[:1024])
         self._owed.pop(out.transfer, None)
         offered = out.offered
         if offered is not None:
             offered.served.add(out.claim.receiver)
-            offered.short = offered.short or out.says
+            offered.short = offered.short or out.stopped_by
         if out.is_busy:
             out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.STOP_BUSY)
-            said: list[Action] = [StopSending(out.transfer, *out.says)] if out.is_ordered else []
-            said += self._send(out, Failing(transfer=out.transfer, code=out.says[0], reason=out.says[1]))
+            said: list[Action] = [StopSending(out.transfer, *out.stopped_by)] if out.is_ordered else []
+            said += self._send(out, Failing(transfer=out.transfer, code=out.stopped_by[0], reason=out.stopped_by[1]))
         else:
             said = self._end(out, OutgoingEvent.STOP)
         return said + (self._release_if_over(offered) if offered is not None else [])
@@ -736,7 +737,7 @@ class Sender:
     def _end(self, out: OutgoingTransfer, event: OutgoingEvent) -> list[Action]:
         out.state = OUTGOING_TABLE.after(out.state, event)
         self._forget(out)
-        return self._send(out, Drained(transfer=out.transfer, code=out.says[0], reason=out.says[1]))
+        return self._send(out, Drained(transfer=out.transfer, code=out.stopped_by[0], reason=out.stopped_by[1]))
 
     def _send(self, out: OutgoingTransfer, body: Failing | Drained) -> list[Action]:
         return [] if out.is_lost else [Send(out.incarnation, body)]
@@ -747,7 +748,7 @@ class Sender:
         self._comparing.pop(out.transfer, None)
         self._owed.pop(out.transfer, None)
         if out.offered is None:
-            self._waits_no_more(out)
+            self._stop_waiting(out)
         else:
             del out.offered.outgoing_transfers[out.transfer]
         its = self._of_receiver[out.incarnation]

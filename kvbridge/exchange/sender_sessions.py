@@ -1,5 +1,7 @@
-"""What a receiver knows of its senders: open sessions, which rank holds which rows, which transfers may still be
-written. Pure."""
+"""The receiver's state about its senders: open sessions, which rank holds which rows, which transfers may still write.
+
+The sender has none of this. Pure.
+"""
 
 from __future__ import annotations
 

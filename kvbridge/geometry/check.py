@@ -14,12 +14,10 @@ from kvbridge_proto.engine import Scales
 from kvbridge_proto.pool import Codec, Group, Plane, Pool, Step
 
 from .token_shard import MOST_PERIOD, period_of
-from .wire import PLAIN, ROW_SCALED, SCALED_ROWS, is_scale
+from .wire import EIGHT_BITS, PLAIN, ROW_SCALED, SCALED_ROWS, is_scale
 
 MOST_REASONS = 32
 MOST_LETTERS = 1024  # in one reason
-# Codecs with one byte per number. Only these have scales.
-NARROW = {name for name, size in PLAIN.items() if size == 1}
 # How many numbers share a scale of one byte.
 SCALE_BLOCK = {"mxfp8_e4m3": 32, "nvfp4": 16}
 # Bytes of a row, and its width in numbers; 0 if the width varies.
@@ -222,7 +220,7 @@ def _check_codec(plane: Plane) -> Iterator[str]:
     if not all(map(isfinite, codec.scales)) or min(codec.scales, default=1.0) <= 0:
         first = next(scale for scale in codec.scales if not (isfinite(scale) and scale > 0))  # there may be millions
         yield f"scales: {first}, must be a finite number above 0"
-    if codec.name not in NARROW and set(codec.scales) - {1.0}:
+    if codec.name not in EIGHT_BITS and set(codec.scales) - {1.0}:
         yield f"scales: {len(codec.scales)} for {codec.name}, only 8-bit codecs have them"
 
 

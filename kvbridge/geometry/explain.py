@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from kvbridge_proto.pool import Codec, Plane, Pool
+from kvbridge_proto.pool import Codec, CodecName, Plane, Pool
 
 from .compat import Difference, common_planes
 from .layers import align
 from .wire import PLAIN, ROW_SCALED, base_name, is_same_row, is_same_scales, wire_codec
 
-# The most by which a number x may be off after conversion to 8 bits with scale s, and where it saturates.
-BOUNDS = {
-    "fp8_e4m3": "|x|/16 + s/1024, saturating at 448 s",
-    "fp8_e5m2": "|x|/8 + s/131072, saturating at 57344 s",
-    "int8": "s/2, saturating at 127 s",
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The most by which a number x may be off after conversion to 8 bits with scale s, and where it saturates."""
+
+    off_by: str
+    up_to: str
+
+
+BOUNDS: dict[CodecName, Bound] = {
+    "fp8_e4m3": Bound("|x|/16 + s/1024", "448 s"),
+    "fp8_e5m2": Bound("|x|/8 + s/131072", "57344 s"),
+    "int8": Bound("s/2", "127 s"),
 }
 
 
@@ -62,8 +71,7 @@ def _layers(change: Difference, sender: Pool, receiver: Pool) -> str:
 def _codec(change: Difference, sender: Pool, receiver: Pool) -> str:
     ours, theirs = _first(sender, receiver, lambda one, other: not is_same_row(one.codec, other.codec))
     wire = _wire(ours.codec, theirs.codec)
-    narrow = PLAIN.get(base_name(theirs.codec), 1) == 1
-    verb = "quantized" if narrow else "converted"
+    verb = "converted" if PLAIN.get(base_name(theirs.codec), 1) > 1 else "quantized"
     side = "sender" if is_same_row(wire, theirs.codec) else "receiver"
     if not is_same_row(wire, ours.codec) and side == "receiver":
         side = "sender and at the receiver"
@@ -86,7 +94,7 @@ def _scales(change: Difference, sender: Pool, receiver: Pool) -> str:
 def _error(codec: Codec) -> str:
     bound = BOUNDS.get(base_name(codec))
     own = ", with the s of each row" if codec.name in ROW_SCALED else ""
-    return f"; off by at most {bound}{own}" if bound else ""
+    return f"; off by at most {bound.off_by}, saturating at {bound.up_to}{own}" if bound else ""
 
 
 def _first(sender: Pool, receiver: Pool, is_other: Callable[[Plane, Plane], bool]) -> tuple[Plane, Plane]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
-from kvbridge_proto.pool import Codec
+from kvbridge_proto.pool import Codec, CodecName
 
 # Codec -> bytes per number. One number per element, with one scale at most: any can be converted to any other.
-PLAIN = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
+PLAIN: dict[CodecName, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 # Codec with one fp32 scale beside each row -> codec of the numbers in the row.
-ROW_SCALED = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
+ROW_SCALED: dict[CodecName, CodecName] = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
+# Only these have scales. explain.py has the error of a conversion to each.
+EIGHT_BITS: tuple[CodecName, ...] = tuple(name for name, size in PLAIN.items() if size == 1)
 # The most numbers in a converted row with a scale of its own: the kernels hold all of them at once.
 MOST_NUMBERS = 1024
 # Codecs whose scales are rows of another plane of the layer, part `<part>_scale`.
@@ -20,7 +22,7 @@ def is_scale(part: str) -> bool:
     return part.endswith("_scale")
 
 
-def base_name(codec: Codec) -> str:
+def base_name(codec: Codec) -> CodecName:
     """The codec of a row's numbers, without its scale."""
     return ROW_SCALED.get(codec.name, codec.name)
 

@@ -33,7 +33,7 @@ def completions(ask: PromptAsk, with_logprobs: bool = False) -> Body:
     refused there too.
     """
     body = ask.body
-    unknown = [name for name, value in body.items() if name not in (*KNOWN, *LOGPROBS, "priority") and _says(value)]
+    unknown = [name for name, value in body.items() if name not in (*KNOWN, *LOGPROBS, "priority") and _is_set(value)]
     if body.get("return_logprob"):
         unknown += [] if with_logprobs else ["return_logprob"]
         unknown += [] if body.get("logprob_start_len") in (None, -1) else ["logprob_start_len"]
@@ -69,12 +69,12 @@ def _params(params: Body, with_custom: bool) -> tuple[Body, list[str]]:
             own["top_k"] = 0 if value == -1 else value
         elif name in GRAMMARS:
             own |= {"structured_outputs": {GRAMMARS[name]: value}} if value else {}
-        elif _says(value) and not (with_custom and name == "custom_params"):
+        elif _is_set(value) and not (with_custom and name == "custom_params"):
             unknown.append(name)
     return own, unknown
 
 
-def _says(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     """Whether an option asks for anything. One that is off does not."""
     return value is not None and value is not False and value not in ("", [], {})
 

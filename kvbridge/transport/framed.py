@@ -125,7 +125,9 @@ class Connection(Generic[Heard, Said]):
     def send(self, message: Said, fds: Sequence[int] = ()) -> None:
         """Queue a message. Never blocks or raises; if the other end does not read, `receive` returns None.
 
-        It may read again and wait for our last word, so what was queued before still leaves whole, and then that word.
+        An end that does not read now may read later, and wait for our last word. So what was queued before still leaves
+        whole, and then that word.
+
         The descriptors stay the caller's, who keeps them open until they have left (`flush`).
         """
         if self._is_closing or (self._is_deaf and not isinstance(message, self._last_word)):

@@ -3,9 +3,9 @@
 The kernel grants a lock (flock) to nobody while a process that holds it lives. So the file itself lists its holders,
 and for the present one the list proves that the earlier ones are dead. It proves this only for those under the same
 kernel: a file that several hosts see (or sandboxes with kernels of their own) may be locked in each of them. An agent
-takes the lock before it opens anything that can write others' memory, and releases it after it has closed that; the
-kernel, too, closes first what was opened last. What a dead process left in its kernel's send buffers (UCX over TCP) may
-still come later; the digest catches it.
+takes the lock before it opens anything that can write others' memory, and releases it after it has closed that. If it
+is killed, the kernel does the same: it closes first what was opened last. What a dead process left in its kernel's send
+buffers (UCX over TCP) may still come later. The digest catches it.
 """
 
 from __future__ import annotations

@@ -15,11 +15,10 @@ from typing import Any
 
 from kvbridge_proto.pool import CodecName, GroupKind
 
+from kvbridge.geometry.wire import EIGHT_BITS, PLAIN, ROW_SCALED
 from tests.support.oracle import Shape, mla
 from tests.support.pools import ranks_of
 
-PLAIN: tuple[CodecName, ...] = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8")
-ROW_SCALED: tuple[CodecName, ...] = ("fp8_row_scale", "int8_row_scale")
 BLOCK_SCALED: tuple[CodecName, ...] = ("mxfp8_e4m3", "nvfp4", "int4_row_scale")
 LATENT: tuple[CodecName, ...] = ("bf16", "fp8_e4m3", "fp8_ds_mla")
 PACKED_LATENT: dict[CodecName, int] = {"fp8_ds_v4": 512, "fp8_ds_v41": 512, "nvfp4_ds_mla": 576}
@@ -105,8 +104,7 @@ def codecs() -> Iterator[Case]:
 
 
 def scales() -> Iterator[Case]:
-    eight: tuple[CodecName, ...] = ("fp8_e4m3", "fp8_e5m2", "int8")
-    for number, (ours, theirs) in enumerate(itertools.product(itertools.product(eight, SCALES), repeat=2)):
+    for number, (ours, theirs) in enumerate(itertools.product(itertools.product(EIGHT_BITS, SCALES), repeat=2)):
         if ours != theirs:
             sender, receiver = (replace(GQA, codec=codec, scales=SCALES[name]) for codec, name in (ours, theirs))
             yield case(sender, replace(receiver, tp_size=1 + number % 2), number)
@@ -261,7 +259,7 @@ AXES: dict[str, Sequence[Any]] = {
             "block_tokens": BLOCKS,
             "tp_size": (1, 2, 8),
             "split": ((4,), (1, 2, 1)),
-            "codec": PLAIN,
+            "codec": tuple(PLAIN),
             "scales": tuple(SCALES),
         }.items()
     },

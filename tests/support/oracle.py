@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.pool import Group, Plane, Pool, Shard, Step
+from kvbridge_proto.pool import CodecName, Group, Plane, Pool, Shard, Step
 
 from kvbridge.geometry.token_shard import TokenShard
 from kvbridge.geometry.tokens import BlockTable
+from kvbridge.geometry.wire import EIGHT_BITS, ROW_SCALED
 from tests.support.pools import LAYOUTS as LAYOUTS
 from tests.support.pools import PARTS as PARTS
 from tests.support.pools import POISON as POISON
@@ -36,12 +37,9 @@ from tests.unit.kernels import slow_codecs
 ALL_PARTS = (*PARTS, "latent", *STATES, "k_scale", "v_scale", "latent_scale")
 # In a row of fp8_ds_mla.
 DS_SCALES, DS_ROPE = slice(512, 528), slice(528, 656)
-NAMES_OF_8_BITS = {
-    "fp8_e4m3": "fp8_e4m3",
-    "fp8_e5m2": "fp8_e5m2",
-    "int8": "int8",
-    "fp8_row_scale": "fp8_e4m3",
-    "int8_row_scale": "int8",
+NAMES_OF_8_BITS: dict[CodecName, CodecName] = {
+    **{name: name for name in EIGHT_BITS},
+    **ROW_SCALED,
     "fp8_ds_mla": "fp8_e4m3",
 }
 

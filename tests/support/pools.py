@@ -26,6 +26,8 @@ from kvbridge_proto.pool import (
     Step,
 )
 
+from kvbridge.geometry.wire import EIGHT_BITS
+
 POISON = 0xA5
 PARTS = ("k", "v")
 STATES = ("conv", "ssm")
@@ -34,7 +36,6 @@ ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}  # all others:
 # Codecs whose rows have fewer bytes than numbers, or more.
 ROW_BYTES: dict[str, int] = {"fp8_ds_mla": 656, "fp8_ds_v4": 576, "fp8_ds_v41": 528, "nvfp4_ds_mla": 352}
 HALF = ("int4_row_scale", "nvfp4")
-EIGHT_BITS = ("fp8_e4m3", "fp8_e5m2", "int8")
 # How many numbers share one scale of a byte.
 SCALE_BLOCK: dict[str, int] = {"mxfp8_e4m3": 32, "nvfp4": 16}
 ROW_SCALES = ("fp8_row_scale", "int8_row_scale", "int4_row_scale")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvbridge.geometry.compat import Incompatible, Same, changes, verdict
+from kvbridge.geometry.explain import BOUNDS
 from tests.support.carried import pools_of
 from tests.support.matrix import ROWS, Row
 
@@ -35,9 +36,7 @@ Numbers of 8 bits are rounded to nearest even and saturate. Under a scale s a nu
 
 | codec | off by at most | up to |
 |---|---|---|
-| fp8 e4m3 | \\|x\\|/16 + s/1024 | 448 s |
-| fp8 e5m2 | \\|x\\|/8 + s/131072 | 57344 s |
-| int8 | s/2 | 127 s |
+BOUNDS
 
 - s is the receiver's scale: of the plane, of the head or of the row.
 - In fp16 and bf16 a number that is too large becomes an infinity, as in torch's own casts. An engine in bf16 may hold
@@ -68,7 +67,13 @@ The table is about pools as agents see them. Adapters describe fewer kinds:
 def page() -> str:
     lines = [HEAD.rstrip(), "", "| pair | carried | what is converted, or what stands in the way | cases |"]
     lines.append("|---|---|---|---|")
-    return "\n".join([*lines, *map(_line, ROWS)]) + "\n" + TAIL
+    return "\n".join([*lines, *map(_line, ROWS)]) + "\n" + TAIL.replace("BOUNDS", _bounds())
+
+
+def _bounds() -> str:
+    """The lines of the table of rounding."""
+    found = [(name.replace("_", " "), bound.off_by.replace("|", r"\|"), bound.up_to) for name, bound in BOUNDS.items()]
+    return "\n".join(f"| {name} | {off_by} | {up_to} |" for name, off_by, up_to in found)
 
 
 def _line(row: Row) -> str:

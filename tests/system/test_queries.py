@@ -12,7 +12,8 @@ import pytest
 
 from tests.support import promql
 from tests.support.monitoring import dashboard, job, rules, targets
-from tests.support.promql import Misnamed, labels, parsed, templates
+from tests.support.promql import Misnamed, labels, parsed, selectors, templates
+from tests.support.served_metrics import PAGE, served
 
 VARIABLES = frozenset(each["name"] for each in dashboard()["templating"]["list"])
 ALERTS = rules()
@@ -39,6 +40,23 @@ def test_an_alert_asks_for_what_agents_have(rule: dict[str, Any]) -> None:
 @pytest.mark.parametrize("text", [text for rule in ALERTS.values() for text in rule["annotations"].values()])
 def test_metrics_that_an_alert_tells_to_look_at_are_served(text: str) -> None:
     assert set(re.findall(r"\bkvbridge_\w+", text)) <= promql.SERIES.keys()
+
+
+def metrics_of(expr: str) -> set[str]:
+    """The metrics that an expression asks for, by their names on the page: a histogram's without its part."""
+    names = {selector.name for selector in selectors(parsed(expr))}
+    return {name if name in served() else re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
+
+
+def test_the_page_names_the_alerts_and_the_panels_of_each_metric() -> None:
+    asks = [(f"`{name}`", rule["expr"]) for name, rule in ALERTS.items()]
+    asks += [(f"*{title}*", expr) for title, expr, _ in targets()]
+    rows = re.findall(r"^\| (`kvbridge_[^|]*) \|[^|]*\|[^|]*\|([^|]*)\|$", PAGE, re.MULTILINE)
+    named = {names: set(re.findall(r"`\w+`|\*[^*]+\*", users)) for names, users in rows}
+    assert {name for names in named for name in re.findall(r"\w+", names)} == served().keys()
+    for names, users in named.items():
+        metrics = set(re.findall(r"\w+", names))
+        assert users == {user for user, expr in asks if metrics & metrics_of(expr)}, names
 
 
 def variable(query: str) -> None:

@@ -51,7 +51,7 @@ from .link import AgentLink, Over, ReadsOver
 from .memory import Memory
 
 GRACE_S = 10.0  # how long an agent may exceed its own deadline, and again after being asked to stop
-LOOK_S = 0.5  # how often deadlines are checked
+CHECK_S = 0.5  # how often deadlines are checked
 NAME = 240  # characters of a request's name that are kept in a name derived from it
 MOST_UNSAID = 1024  # `Computed` messages kept while there is no agent to count them
 Kind = Literal["offer", "want"]
@@ -128,7 +128,7 @@ class Conversation:
         self._expected: dict[str, Expect] = {}
         self._numbers = count()
         self._unsaid: deque[Computed] = deque(maxlen=MOST_UNSAID)
-        self._look_at = 0.0
+        self._check_at = 0.0
         self._fence = (fence_of or fence_of_device)(memory.device)
         handles, self._fds = export_all(memory.storages)
         fds = [*self._fds] if self._fence is None else [*self._fds, self._fence.fd]
@@ -287,8 +287,8 @@ class Conversation:
         """What has ended since the last call, and what the agent asks. Never blocks."""
         self._listen()
         self._say_computed()
-        if self._clock() >= self._look_at:
-            self._look_at = self._clock() + LOOK_S
+        if self._clock() >= self._check_at:
+            self._check_at = self._clock() + CHECK_S
             self._look_for_late()
         ended, self._ended = self._ended, []
         return ended
@@ -316,8 +316,8 @@ class Conversation:
         For an engine that must compute on. If its forward overwrote blocks while a chunk is gathered from them, the
         chunk would hold another request's KV, and nothing would show it. The agent answers when its reads have ended,
         within a chunk's time. If it stays silent for READERS_S after it could hear us, it is given up, and what it
-        reads from then on does not count (dataplane/jobs.py: UNHEARD_S). If it is lost, for whatever reason, we wait
-        at most READERS_S from the loss (link.py: ReadsOver).
+        reads from then on does not count (dataplane/jobs.py: GATHER_HEARD_S). If it is lost, for whatever reason, we
+        wait at most READERS_S from the loss (link.py: ReadsOver).
         """
         requests, ends, asked_at = list(requests), None, self._clock()
         link = self._link

@@ -92,7 +92,7 @@ class AgentLink:
         self._reads_are_over = False  # ReadsOver has been reported
         self._is_shared = False  # other agents of this host may read our memory on the agent's word
         self._gone_at: float | None = None  # when a process without a pidfd counts as gone (ENDING)
-        self._told = ""
+        self._complaint = ""
         self._failure = ""  # the last error on the link's thread
         self._is_resting = False  # the engine is waiting in `rest`
         self._arm()
@@ -279,7 +279,7 @@ class AgentLink:
 
     def _attached_to(self, attached: Attached) -> None:
         self._step(LinkEvent.ATTACH)
-        self.attached, self._told = attached, ""
+        self.attached, self._complaint = attached, ""
         self._was_attached, self._has_let_go, self._is_shared = True, False, attached.is_shared
         self._log.info("kvbridge: attached to %s at %s", attached.agent.name, self.address)
         for message in self._first():
@@ -330,8 +330,8 @@ class AgentLink:
 
     def _complain(self, text: str) -> None:
         """Log the same text only once per absence: an engine steps a thousand times a second."""
-        if text != self._told:
-            self._told = text
+        if text != self._complaint:
+            self._complaint = text
             self._log.error("kvbridge: %s; requests are computed here until it is back", text)
 
     # On the link's own thread:

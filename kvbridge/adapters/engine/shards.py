@@ -8,7 +8,7 @@ import torch
 from kvbridge_proto.pool import CodecName
 
 # Dtypes whose numbers are stored as they are; fp8 is under scales that the engine knows.
-PLAIN: dict[torch.dtype, CodecName] = {
+CODEC_OF: dict[torch.dtype, CodecName] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",

@@ -11,7 +11,7 @@ from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool,
 
 from ...errors import OperatorError
 from ..engine.memory import Memory
-from ..engine.shards import PLAIN, Heads
+from ..engine.shards import CODEC_OF, Heads
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("nhd", "hnd")
@@ -74,8 +74,8 @@ def check(queue: Any) -> None:
         raise OperatorError("cache_unsupported", "speculative decoding: its draft model's KV is not carried yet")
     if getattr(queue.scheduler, "enable_hisparse", False):
         raise OperatorError("cache_unsupported", "hisparse: rows in host memory are not carried yet")
-    if pool.dtype not in PLAIN:
-        raise OperatorError("codec_unknown", f"KV pool: {pool.dtype}, supported are {', '.join(map(str, PLAIN))}")
+    if pool.dtype not in CODEC_OF:
+        raise OperatorError("codec_unknown", f"KV pool: {pool.dtype}, supported are {', '.join(map(str, CODEC_OF))}")
     method = getattr(pool, "quant_method", None)
     if (name := getattr(method, "name", "unquantized")) != "unquantized":
         raise OperatorError("codec_unknown", f"KV pool: quantized by {name}, must hold plain numbers")
@@ -146,7 +146,7 @@ def _plane(part: LayerTensor, region: int, pool: Any, heads: Heads) -> Plane:
         first_head=heads.first,
         heads=heads.count,
         total_heads=heads.total,
-        codec=Codec(name=PLAIN[pool.dtype], width=width, element_bytes=size, row_bytes=width * size, scales=scales),
+        codec=Codec(name=CODEC_OF[pool.dtype], width=width, element_bytes=size, row_bytes=width * size, scales=scales),
         name=f"layer {part.layer} {part.name}",
     )
 

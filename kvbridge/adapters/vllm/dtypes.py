@@ -9,7 +9,7 @@ import torch
 from kvbridge_proto.pool import Codec, CodecName
 
 from ...errors import OperatorError
-from ..engine.shards import PLAIN
+from ..engine.shards import CODEC_OF
 from .shapes import Cell, Spot
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def form_of(member: KVLayer, heads: int) -> RowForm:
                 cell = Cell(heads, row - V4_SCALE_BYTES, 0, V4_SCALE_BYTES, scale_unit=1, is_apart=True)
                 return RowForm("fp8_ds_v4", cell)
             return RowForm(LATENT[row], Cell(heads, row, 0))
-    plain = FP8.get(said) if tensor.dtype == torch.uint8 else PLAIN.get(tensor.dtype)
+    plain = FP8.get(said) if tensor.dtype == torch.uint8 else CODEC_OF.get(tensor.dtype)
     if plain is not None and member.quant_mode in ("NONE", "FP8_PER_TENSOR"):
         return RowForm(plain, Cell(heads, key * size, value * size))
     raise OperatorError(

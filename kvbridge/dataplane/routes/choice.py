@@ -29,7 +29,7 @@ from .staged import Landing, SlotRoute, Target
 
 log = logging.getLogger("kvbridge.routes")
 
-STAGED: Mapping[Route, SlotRoute] = {"direct": DirectRoute(), "nixl": NixlRoute(), "host": HostRoute()}
+STAGED: Mapping[Route, SlotRoute] = {each.name: each for each in (DirectRoute(), NixlRoute(), HostRoute())}
 NOT_CONNECTED = 0  # the serial of a route that nothing is written over
 
 
@@ -79,7 +79,7 @@ def prove(
     reasons: list[str] = []
     slow: list[tuple[Target, Probe]] = []
     for route, reason in options(resources.site, landing.site):
-        if reason or route not in STAGED:  # the receiver proves `pull`; here it ranks lower, or did not work
+        if reason or route not in STAGED:  # `pull`, which the receiver proves: it ranks lower, or did not work
             reasons.append(reason)
             continue
         target = None
@@ -100,9 +100,9 @@ def prove(
         slow.append((target, probe))
     if not slow:
         raise FabricError("no_route", *reasons)
-    fastest = max(probe.bytes_per_s for _, probe in slow)
+    best_rate = max(probe.bytes_per_s for _, probe in slow)
     # A busy GPU makes all of them slow: then take the first in our order that is not far behind.
-    chosen, probe = next(each for each in slow if each[1].bytes_per_s * 4 >= fastest)
+    chosen, probe = next(each for each in slow if each[1].bytes_per_s * 4 >= best_rate)
     _close_all(slow, chosen)
     return chosen, Routed(chosen.route, "; ".join(reasons)[:1024], probe)
 

@@ -60,7 +60,7 @@ class PullRoute:
         self._peers: dict[EngineMemoryId, Opened] = {}  # memory that new reads use
         self._openings: Counter[EngineMemoryId] = Counter()
         self._measured: list[AttachedPool] = []  # those whose read rate is being measured
-        self._parting: list[Opened] = []  # given up; unmapped once nothing reads them
+        self._closing: list[Opened] = []  # given up; unmapped once nothing reads them
 
     def open(
         self, memory_id: EngineMemoryId, mapped: Callable[[], AttachedPool], closed: Callable[[], None], settle: Settle
@@ -75,8 +75,8 @@ class PullRoute:
             return settle(None, error)
         self._openings[memory_id] += 1
         if (before := self._peers.get(memory_id)) is not None:
-            self._parting.append(before)
-            self.close_parting()
+            self._closing.append(before)
+            self.close_unread()
         self._peers[memory_id] = memory, closed
         rate: Rate | None = None
         self._measured.append(memory)
@@ -87,22 +87,22 @@ class PullRoute:
         finally:
             self._measured.remove(memory)
         settle(rate, None)
-        self.close_parting()
+        self.close_unread()
 
     def close(self, memory_id: EngineMemoryId) -> None:
         """Undo one `open`. After the last, no read begins, and the memory is unmapped once none is under way."""
         self._openings[memory_id] -= 1
         if not self._openings[memory_id]:
             del self._openings[memory_id]
-            self._parting.append(self._peers.pop(memory_id))
-            self.close_parting()
+            self._closing.append(self._peers.pop(memory_id))
+            self.close_unread()
 
-    def close_parting(self) -> None:
+    def close_unread(self) -> None:
         """Unmap memory that was given up and is no longer read."""
-        copier, left = self._resources.copier, self._parting
-        self._parting = [each for each in left if each[0] in self._measured or copier.is_using(each[0])]
+        copier, left = self._resources.copier, self._closing
+        self._closing = [each for each in left if each[0] in self._measured or copier.is_using(each[0])]
         for memory, closed in left:
-            if all(memory is not kept for kept, _ in self._parting):
+            if all(memory is not kept for kept, _ in self._closing):
                 copier.forget(memory)
                 self._unmap(memory, closed)
 
@@ -112,7 +112,7 @@ class PullRoute:
 
     def close_all(self) -> None:
         """Unmap everything. The copier must be closed, so that nothing is read."""
-        for memory, _ in (*self._peers.values(), *self._parting):
+        for memory, _ in (*self._peers.values(), *self._closing):
             memory.close()
 
     def pull(self, pull: Pull, attachment: AttachedMemory) -> Job:

@@ -26,7 +26,7 @@ class Landing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A receiver's slots over one route. `name` is the peer's in `endpoint`'s fabric, `serial` numbers the connect."""
+    """A receiver's slots over one route. `name` is the peer's in `endpoint`'s fabric, `serial` counts connections."""
 
     serial: int
     route: Route

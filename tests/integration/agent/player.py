@@ -74,7 +74,7 @@ class Player:
         self.over: list[tuple[str, str]] = []
         self.peers = joined(self, self, lambda: self.engine, 0.2)
 
-    def stir(self) -> None: ...
+    def keep_awake(self) -> None: ...
 
     def is_wanted(self, address: str) -> bool:
         return False

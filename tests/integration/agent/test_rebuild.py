@@ -109,7 +109,7 @@ class Played:
     def look(self, *times: float) -> None:
         async def story() -> None:
             for self.now in times:
-                await self.rebuilder.look()
+                await self.rebuilder.check()
 
         asyncio.run(story())
 

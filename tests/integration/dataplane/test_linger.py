@@ -30,8 +30,8 @@ def test_a_stirred_loop_stays_awake_and_then_sleeps() -> None:
     async def run() -> tuple[float, float, float]:
         linger = Linger(0.2)
         before = await _cpu_share(0.1)
-        linger.stir()
-        linger.stir()  # one who looks is enough
+        linger.keep_awake()
+        linger.keep_awake()  # one who looks is enough
         awake = await _cpu_share(0.15)
         await asyncio.sleep(0.1)
         return before, awake, await _cpu_share(0.2)
@@ -43,7 +43,7 @@ def test_a_stirred_loop_stays_awake_and_then_sleeps() -> None:
 
 def test_it_lets_others_have_their_turn() -> None:
     async def run() -> int:
-        Linger(0.2).stir()
+        Linger(0.2).keep_awake()
         return await _turns(0.1)
 
     assert uvloop.run(run()) > 200
@@ -51,7 +51,7 @@ def test_it_lets_others_have_their_turn() -> None:
 
 def test_with_nothing_set_it_never_stays_awake() -> None:
     async def run() -> float:
-        Linger(0.0).stir()
+        Linger(0.0).keep_awake()
         return await _cpu_share(0.2)
 
     assert uvloop.run(run()) < 0.05

@@ -13,7 +13,7 @@ from kvbridge_proto.peer import BlockTables, Drained, Failing, Renew, SlotLease
 from kvbridge.errors import KVBridgeError
 from kvbridge.exchange.actions import Send, Tell
 from kvbridge.exchange.block_tables import ready_chunks
-from kvbridge.exchange.leases import COUNTED_S, HEARD_S, LEASE_S, Promise, Reading, ReadLease
+from kvbridge.exchange.leases import COUNTED_S, LEASE_HEARD_S, LEASE_S, Promise, Reading, ReadLease
 from kvbridge.exchange.orders import Watch
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
@@ -115,7 +115,7 @@ def test_a_receivers_lease_ends_before_the_senders_whatever_their_clocks_do() ->
     """It begins no later, and is shorter by more than two clocks of a thousandth off can make of it."""
     slow, fast = 1 - 1e-3, 1 + 1e-3
     assert COUNTED_S / slow < LEASE_S / fast
-    assert HEARD_S < LEASE_S
+    assert LEASE_HEARD_S < LEASE_S
 
 
 def test_slots_that_are_lent_where_blocks_are_read_are_refused() -> None:
@@ -137,7 +137,9 @@ def test_blocks_that_are_read_are_released_when_nobody_counts_on_them(end: str) 
     peer = Claimant(is_pulling=True)
     peer.say()
     sending, now = peer.sending, peer.world.now
-    assert sending.answers(now, now - HEARD_S, lambda count: True) == []  # its engine may have said something since
+    assert (
+        sending.answers(now, now - LEASE_HEARD_S, lambda count: True) == []
+    )  # its engine may have said something since
     assert sending.answers(now, now, lambda count: False) == [Watch(0)]
     assert sending.answers(now, now, lambda count: True)
     said = sending.withdraw("r", "aborted", now)

@@ -77,7 +77,7 @@ def test_no_slots_are_lent_to_a_window_that_waits() -> None:
     one.offer("r", 39, (blocks(FULL, 0, 10),), last=False)
     one.run()
     (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
-    assert outgoing.told_ready == outgoing.lent == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
+    assert outgoing.announced == outgoing.lent == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
     one.offer("r", 39, (late_entries("sliding", 39, 16),))
     one.run()
     assert isinstance(one.answers()["r"], Done)

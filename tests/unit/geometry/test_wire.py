@@ -9,7 +9,17 @@ import pytest
 from kvbridge_kernels import segment
 from kvbridge_proto.pool import Codec, CodecName
 
-from kvbridge.geometry.wire import MOST_NUMBERS, PLAIN, ROW_SCALED, SCALED_ROWS, base_name, can_convert, is_scale
+from kvbridge.geometry.explain import BOUNDS
+from kvbridge.geometry.wire import (
+    EIGHT_BITS,
+    MOST_NUMBERS,
+    PLAIN,
+    ROW_SCALED,
+    SCALED_ROWS,
+    base_name,
+    can_convert,
+    is_scale,
+)
 
 WIDTH = 576
 # Bytes of a row of 576 numbers, scales that lie in another plane aside.
@@ -49,6 +59,10 @@ def test_names_are_codecs() -> None:
     names = set(get_args(CodecName))
     assert {*PLAIN, *ROW_SCALED, *ROW_SCALED.values(), *SCALED_ROWS} <= names
     assert not SCALED_ROWS & {*PLAIN, "fp8_ds_mla", "fp8_ds_v41", "nvfp4_ds_mla", "opaque"}
+
+
+def test_every_codec_of_8_bits_has_a_bound_of_error() -> None:
+    assert set(EIGHT_BITS) == BOUNDS.keys() == {"fp8_e4m3", "fp8_e5m2", "int8"}
 
 
 def test_a_row_scaled_codec_holds_plain_numbers() -> None:

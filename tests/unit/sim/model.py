@@ -148,7 +148,7 @@ class State:
             for i in (w.incoming_transfers[t],)
         )
         outgoing_transfers = tuple(
-            (o.transfer, o.state, o.lent, o.shipped, o.progress, o.told_ready, o.is_ordered, o.is_gathering, o.is_lost)
+            (o.transfer, o.state, o.lent, o.shipped, o.progress, o.announced, o.is_ordered, o.is_gathering, o.is_lost)
             for o in sending.outgoing_transfers.values()
         )
         bound = tuple((o.early, o.offered is not None) for o in sending.outgoing_transfers.values())

@@ -107,14 +107,14 @@ def _freed_in_place(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _never_rebuilt(put: Callable[[Any, str, Any], None]) -> None:
-    async def look(self: Rebuilder) -> None: ...
+    async def check(self: Rebuilder) -> None: ...
 
-    put(Rebuilder, "look", look)
+    put(Rebuilder, "check", check)
 
 
 def _stuck_sending(put: Callable[[Any, str, Any], None]) -> None:
     right = Rebuilder._reasons
-    put(Rebuilder, "_reasons", lambda self: [reason for reason in right(self) if "receiving" in reason])
+    put(Rebuilder, "_reasons", lambda self: [reason for reason in right(self) if "receive" in reason])
 
 
 def _digest(put: Callable[[Any, str, Any], None]) -> None:
@@ -432,11 +432,11 @@ def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _unmapped_while_read(put: Callable[[Any, str, Any], None]) -> None:
-    def close_parting(self: PullRoute) -> None:
-        while self._parting:
-            self._unmap(*self._parting.pop())
+    def close_unread(self: PullRoute) -> None:
+        while self._closing:
+            self._unmap(*self._closing.pop())
 
-    put(PullRoute, "close_parting", close_parting)
+    put(PullRoute, "close_unread", close_unread)
 
 
 def _not_compared(put: Callable[[Any, str, Any], None]) -> None:
@@ -469,11 +469,11 @@ def _stopped_in_time(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _unfenced(put: Callable[[Any, str, Any], None]) -> None:
-    def look(self: OpenOffer, has_reached: Any) -> None:
+    def update_readable(self: OpenOffer, has_reached: Any) -> None:
         self.steps.clear()
         self.readable = self.tokens
 
-    put(OpenOffer, "look", look)
+    put(OpenOffer, "update_readable", update_readable)
 
 
 async def _at_once(self: SenderRunner) -> None: ...
@@ -558,7 +558,7 @@ MUTATIONS: dict[str, Rule] = {
     "a renewal counts that nobody answered": Rule(_renewed_unheard, PULLED + 3, READ_WRONG, answered_late),
     "the clock is looked at before the read ends": Rule(_looks_before, PULLED + 85, READ_WRONG, uncompared),
     "a sender promises what it has not listened for": Rule(
-        lambda put: put(sender, "HEARD_S", float("inf")), PULLED + 20, READ_WRONG, asked_unheard
+        lambda put: put(sender, "LEASE_HEARD_S", float("inf")), PULLED + 20, READ_WRONG, asked_unheard
     ),
     "a promise is not waited for": Rule(_unpromised, PULLED + 0, READ_WRONG, unheard(None)),
     "an engine detaches while it is read": Rule(

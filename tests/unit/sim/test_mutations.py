@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from kvbridge.exchange.sender import Sender
 from sim.scenario import PULLED
 from tests.unit.sim.missed import Broken, missed
-from tests.unit.sim.mutations import MUTATIONS, Rule
+from tests.unit.sim.mutations import AGAINST_LIARS, MUTATIONS, OF_A_MOMENT, Rule
 
 MOST = 1000
+PAGE = (Path(__file__).parents[3] / "docs/guarantees.md").read_text()
 
 
 @pytest.mark.parametrize("rule", MUTATIONS)
@@ -23,3 +27,9 @@ def test_code_that_does_not_fit_is_no_rule_that_is_missed(monkeypatch: pytest.Mo
     monkeypatch.setitem(MUTATIONS, "broken", Rule(lambda put: put(Sender, "claim", lambda self: [])))
     with pytest.raises(Broken, match="TypeError"):
         missed("broken", 5)
+
+
+def test_each_rule_is_named_by_a_promise() -> None:
+    proofs = re.findall(r"^Each of these makes the simulator fail .*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    named = {" ".join(rule.split()) for proof in proofs for rule in re.findall(r"\*([^*]+)\*", proof)}
+    assert named == {*MUTATIONS, *AGAINST_LIARS, *OF_A_MOMENT}
