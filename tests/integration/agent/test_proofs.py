@@ -26,8 +26,7 @@ from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.staging import Staging
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
-from tests.integration.agent.player import Player, greeting, joined, replace_struct, run, settle
-from tests.integration.agent.wire import Wire
+from tests.integration.agent.player import Player, Wire, greeting, joined, replace_struct, settle
 from tests.unit.exchange.world import World
 
 SLOT_BYTES = 1 << 15
@@ -63,7 +62,7 @@ async def proving(network: Network, world: World) -> Any:
     player = Player(replace(world.senders[0].engine, site=network.sender.site))
     data_plane = DataPlane(lambda: network.sender, "a", player, 1.0)
     await data_plane.start()
-    player.peers = joined(player, data_plane, lambda: player.engine, 5.0)
+    player.peers = joined(player, data_plane, 5.0)
     try:
         yield player
     finally:
@@ -75,26 +74,23 @@ def hello_of(network: Network, world: World, incarnation: str) -> Hello:
     return replace_struct(greeting(world, incarnation), fabric=site.fabric, host=site.host, device=site.device)
 
 
-def test_receivers_that_cannot_be_written_to_keep_no_newcomer_out(network: Network) -> None:
-    async def story(world: World) -> None:
-        async with proving(network, world) as player, asyncio.TaskGroup() as tasks:
-            dead = [Wire(f"dead{number}") for number in range(5)]
-            for wire in dead:
-                network.loopback.stall(wire.address)
-                player.peers._take(tasks, wire, wire.address, hello_of(network, world, wire.address))
-            await settle()
-            began, newcomer = time.monotonic(), Wire("newcomer")
-            player.peers._take(tasks, newcomer, "newcomer", hello_of(network, world, "newcomer"))
-            while not newcomer.sent:  # noqa: ASYNC110 - the data plane's thread answers
-                await asyncio.sleep(0.005)
-            assert newcomer.said(Welcome)
-            assert not any(wire.sent for wire in dead), "it came in while they were being tried"
-            while not all(wire.sent for wire in dead):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            assert time.monotonic() - began < 2 * PROBE_S, "each of them has its own bound, from its own beginning"
-            assert [refusal.code for wire in dead for refusal in wire.said(Refuse)] == ["no_route"] * 5
-
-    run(story)
+async def test_receivers_that_cannot_be_written_to_keep_no_newcomer_out(network: Network, world: World) -> None:
+    async with proving(network, world) as player, asyncio.TaskGroup() as tasks:
+        dead = [Wire(f"dead{number}") for number in range(5)]
+        for wire in dead:
+            network.loopback.stall(wire.address)
+            player.peers._take(tasks, wire, wire.address, hello_of(network, world, wire.address))
+        await settle()
+        began, newcomer = time.monotonic(), Wire("newcomer")
+        player.peers._take(tasks, newcomer, "newcomer", hello_of(network, world, "newcomer"))
+        while not newcomer.sent:  # noqa: ASYNC110 - the data plane's thread answers
+            await asyncio.sleep(0.005)
+        assert newcomer.said(Welcome)
+        assert not any(wire.sent for wire in dead), "it came in while they were being tried"
+        while not all(wire.sent for wire in dead):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - began < 2 * PROBE_S, "each of them has its own bound, from its own beginning"
+        assert [refusal.code for wire in dead for refusal in wire.said(Refuse)] == ["no_route"] * 5
 
 
 def resumed(network: Network, job: Job) -> WaitWrite | None:
@@ -139,22 +135,18 @@ def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_me
     assert len(network.sender.endpoint.lanes) == PROBE_LANES, "all were given back"
 
 
-def test_two_hellos_of_one_agent_are_answered_one_after_the_other() -> None:
-    async def story(world: World) -> None:
-        player = Player(world.senders[0].engine)
-        wires = [Wire("D0", peer_incarnation="D"), Wire("D0", peer_incarnation="D"), Wire("E0", peer_incarnation="E")]
-        async with asyncio.TaskGroup() as tasks:
-            for number, wire in enumerate(wires):
-                said = replace_struct(greeting(world, wire.peer_incarnation), serial=number)
-                player.peers._take(tasks, wire, wire.peer_incarnation, said)
-            await asyncio.sleep(3 * TURN_S)
-            assert [landing.incarnation for landing in player.proving] == ["D", "E"]
-            player.may_prove.set()
-        assert [landing.incarnation for landing in player.proving] == ["D", "E", "D"]
-        assert all(wire.said(Welcome) for wire in wires)
-        assert {incarnation for incarnation, _ in player.disconnected} <= {"D"} and len(player.peers.statuses()) == 2
-
-    run(story)
+async def test_two_hellos_of_one_agent_are_answered_one_after_the_other(world: World, sender: Player) -> None:
+    wires = [Wire("D0", peer_incarnation="D"), Wire("D0", peer_incarnation="D"), Wire("E0", peer_incarnation="E")]
+    async with asyncio.TaskGroup() as tasks:
+        for number, wire in enumerate(wires):
+            said = replace_struct(greeting(world, wire.peer_incarnation), serial=number)
+            sender.peers._take(tasks, wire, wire.peer_incarnation, said)
+        await asyncio.sleep(3 * TURN_S)
+        assert [landing.incarnation for landing in sender.proving] == ["D", "E"]
+        sender.may_prove.set()
+    assert [landing.incarnation for landing in sender.proving] == ["D", "E", "D"]
+    assert all(wire.said(Welcome) for wire in wires)
+    assert {incarnation for incarnation, _ in sender.disconnected} <= {"D"} and len(sender.peers.statuses()) == 2
 
 
 def test_proofs_of_all_who_are_greeted_have_a_lane_each() -> None:

@@ -21,8 +21,7 @@ from kvbridge.agent.peer_records import OutgoingPeer
 from kvbridge.agent.scraping import AT_ONCE, KEPT_S, serve
 from kvbridge.errors import OperatorError
 from kvbridge.states import SessionState
-from tests.integration.agent.player import Player
-from tests.integration.agent.wire import Wire
+from tests.integration.agent.player import Player, Wire
 from tests.unit.exchange.world import World
 
 REQUEST_S = 2.0

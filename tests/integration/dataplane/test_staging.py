@@ -25,8 +25,7 @@ from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.options import AgentConfig
 from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent
-from tests.integration.agent.player import Player, settle, welcomed
-from tests.integration.agent.wire import Wire
+from tests.integration.agent.player import Player, Wire, settle, welcomed
 from tests.support.oracle import Shape, build
 from tests.unit.exchange.world import World
 
