@@ -25,6 +25,7 @@ from kvbridge.exchange.actions import Send
 from kvbridge.exchange.slots import SlotPool
 from tests.integration.agent.disturbed import pair_of, stands_still
 from tests.integration.agent.harness import SyntheticEngine, agent, wait_for
+from tests.integration.agent.pairs import Benches, carry
 from tests.integration.agent.test_abandon import SCALE
 from tests.support.oracle import Shape, build
 from tests.unit.exchange.world import World
@@ -283,7 +284,9 @@ def test_slots_that_the_data_plane_has_not_made_anew_yet_are_no_reason_for_other
     assert played.rebuilt == [1.0] and played.tried == 1
 
 
-def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_for_a_while_only(tmp_path: Path) -> None:
+def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_for_a_while_only(
+    bench_of: Benches, stack: ExitStack, tmp_path: Path
+) -> None:
     """Its writes stay under way as long as it stands still: nothing ends them, and nothing else may use their slots."""
     options: dict[str, Any] = {
         "routes": "nixl",
@@ -294,36 +297,30 @@ def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_f
         "write_timeout_s": 1,
         "rebuild_s": 1,
     }
-    with ExitStack() as stack:
-        agents = [stack.enter_context(agent(tmp_path, name, **options)) for name in ("p", "still", "other")]
-        held = [build(Shape("nhd", block_tokens=16, blocks=64)) for _ in agents]
-        engines = [
-            stack.enter_context(closing(SyntheticEngine(each, pool))) for each, pool in zip(agents, held, strict=True)
-        ]
-        for engine in engines:
-            engine.attach()
-        sender, still, other = engines
-        prefill = agents[0]
-        table = list(range(64))
+    shape = Shape("nhd", block_tokens=16, blocks=64)
+    bench = bench_of(shape, shape, **options)
+    running = stack.enter_context(agent(tmp_path, "other", **options))
+    other = stack.enter_context(closing(SyntheticEngine(running, build(shape))))
+    other.attach()
+    sender, still, prefill = bench.sender, bench.receiver, bench.sender.agent
+    table = list(range(64))
 
-        def carried(receiver: SyntheticEngine, name: str, deadline_s: float = 10.0) -> Any:
-            sender.offer(name, table, 1024, hold_s=20.0)
-            receiver.want(name, prefill.address, table, range(1024), deadline_s=deadline_s)
-            return receiver.answer(name)
+    def carried(receiver: SyntheticEngine, name: str, **want: float) -> Done | Failed:
+        return carry(sender, receiver, name, table, table, 1024, **want)
 
-        assert isinstance(carried(still, "a"), Done) and isinstance(carried(other, "b"), Done)
-        wait_for(lambda: not prefill.status.transfers)  # a receiver may hear first that one is over
-        still.want("stuck", prefill.address, table, range(1024))
-        wait_for(lambda: len(prefill.status.transfers) == 1)
-        os.kill(agents[1].process.pid, signal.SIGSTOP)
-        try:
-            sender.offer("stuck", table, 1024, hold_s=5.0)
-            wait_for(lambda: prefill.status.send_slots.quarantined == 2)
-            assert isinstance(carried(other, "c", deadline_s=1.0), Failed)
-            wait_for(lambda: prefill.status.send_slots.free == 2)
-            assert isinstance(carried(other, "d"), Done)
-        finally:
-            os.kill(agents[1].process.pid, signal.SIGCONT)
-        assert isinstance(still.answer("stuck"), Failed)
-        assert isinstance(carried(still, "e"), Done) and isinstance(carried(other, "f"), Done)
+    assert isinstance(carried(still, "a"), Done) and isinstance(carried(other, "b"), Done)
+    wait_for(lambda: not prefill.status.transfers)  # a receiver may hear first that one is over
+    still.want("stuck", prefill.address, table, range(1024))
+    wait_for(lambda: len(prefill.status.transfers) == 1)
+    os.kill(still.agent.process.pid, signal.SIGSTOP)
+    try:
+        sender.offer("stuck", table, 1024, hold_s=5.0)
+        wait_for(lambda: prefill.status.send_slots.quarantined == 2)
+        assert isinstance(carried(other, "c", deadline_s=1.0), Failed)
         wait_for(lambda: prefill.status.send_slots.free == 2)
+        assert isinstance(carried(other, "d"), Done)
+    finally:
+        os.kill(still.agent.process.pid, signal.SIGCONT)
+    assert isinstance(still.answer("stuck"), Failed)
+    assert isinstance(carried(still, "e"), Done) and isinstance(carried(other, "f"), Done)
+    wait_for(lambda: prefill.status.send_slots.free == 2)

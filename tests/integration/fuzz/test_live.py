@@ -19,7 +19,7 @@ from kvbridge_proto.peer import Envelope, Ping
 from kvbridge_proto.stream import pack
 
 from tests.integration.agent.harness import AgentProcess
-from tests.integration.agent.test_doors import Pair
+from tests.integration.agent.pairs import Bench
 from tests.integration.fuzz.codecs import streamed
 from tests.integration.fuzz.mutate import Mutator
 from tests.integration.fuzz.zmtp import COMMAND, MORE, frame, greeting, ready
@@ -31,9 +31,9 @@ OPEN = 200  # at once
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     with ExitStack() as stack:
-        yield Pair(tmp_path_factory.mktemp("live"), stack)
+        yield Bench(tmp_path_factory.mktemp("live"), stack, connect_s=3, silence_s=2)
 
 
 class Attacker:
@@ -133,27 +133,27 @@ def at_rest(agent: AgentProcess, most: int, seconds: float = 20) -> int:
 
 
 @pytest.mark.parametrize("door", ["port", "socket"])
-def test_thousands_of_hostile_connections_leave_nothing_behind(pair: Pair, door: str) -> None:
+def test_thousands_of_hostile_connections_leave_nothing_behind(pair: Bench, door: str) -> None:
     pair.works(f"before {door}")
-    attacker = Attacker(pair.sender_agent, 7)
+    attacker = Attacker(pair.sender.agent, 7)
     fire = attacker.fire_at_port if door == "port" else attacker.fire_at_socket
-    before = descriptors(pair.sender_agent)
+    before = descriptors(pair.sender.agent)
     fire(WARM)
-    at_rest(pair.sender_agent, before)
-    warm = resident_kib(pair.sender_agent)
+    at_rest(pair.sender.agent, before)
+    warm = resident_kib(pair.sender.agent)
     fire(ROUNDS)
-    assert at_rest(pair.sender_agent, before) <= before
-    grown = resident_kib(pair.sender_agent) - warm
+    assert at_rest(pair.sender.agent, before) <= before
+    grown = resident_kib(pair.sender.agent) - warm
     assert grown < GROWN_KIB, f"{grown} KiB more after {ROUNDS} connections"
     pair.works(f"after {door}")
-    text, counters = pair.sender_agent.text(), pair.sender_agent.status.counters
+    text, counters = pair.sender.agent.text(), pair.sender.agent.status.counters
     rejected = {name: count for name, count in counters.items() if "rejected" in name}
     assert sum(rejected.values()) > ROUNDS / 10, rejected  # it was read, not only connected to
     print(door, rejected, f"RSS +{grown} KiB")
     assert "Traceback" not in text and "internal_error" not in str(counters), text[-3000:]
 
 
-def test_an_attached_engine_that_says_absurd_things_costs_itself_only(pair: Pair) -> None:
+def test_an_attached_engine_that_says_absurd_things_costs_itself_only(pair: Bench) -> None:
     """Typed and within every bound, from the very engine that the agent serves."""
     big, text = (1 << 40), "\x1b[2J\n"
     said = [
@@ -182,8 +182,8 @@ def test_an_attached_engine_that_says_absurd_things_costs_itself_only(pair: Pair
     for message in said * 50:
         pair.sender.client.send(message)
         pair.receiver.client.send(message)
-    for engine, agent in ((pair.sender, pair.sender_agent), (pair.receiver, pair.receiver_agent)):
-        engine.directory(agent)
-        assert "Traceback" not in agent.text(), agent.text()[-3000:]
+    for engine in pair.engines:
+        engine.directory(engine.agent)
+        assert "Traceback" not in engine.agent.text(), engine.agent.text()[-3000:]
     assert not [message for message in pair.sender.client.heard if isinstance(message, Refused) and not message.about]
     pair.works("after all")
