@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,48 +16,24 @@ from kvbridge.dataplane.awaits import Job, WaitWrite
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.jobs import Jobs
 from kvbridge.dataplane.receive_orders import ReceiveOrders
-from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
 from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.dataplane.routes.rate import PROBE_S
 from kvbridge.dataplane.routes.staged import Landing
 from kvbridge.dataplane.send_orders import SendOrders
-from kvbridge.device.copier_cpu import CpuBlockCopier
-from kvbridge.device.staging import Staging
-from kvbridge.exchange.route import Routed, Site
-from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
+from kvbridge.exchange.route import Routed
 from tests.integration.agent.player import Player, Wire, greeting, joined, replace_struct, settle
+from tests.integration.dataplane.test_routes import Agents
 from tests.unit.exchange.world import World
-
-SLOT_BYTES = 1 << 15
-
-
-class Network:
-    """The sender `a` and any number of receivers."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.loopback = LoopbackNetwork()
-        self._stack = stack
-        self.sender = self.resources("a")
-
-    def resources(self, incarnation: str) -> Resources:
-        fabric = LoopbackFabric(self.loopback, incarnation)
-        self._stack.callback(fabric.close)
-        receiving, sending = (self._stack.enter_context(Staging.pageable(SLOT_BYTES, 1)) for _ in range(2))
-        fabric.register(receiving.base, receiving.size_bytes)
-        fabric.register(sending.base, sending.size_bytes, is_target=False)
-        endpoint = StagingEndpoint(incarnation, receiving, sending, fabric, CpuBlockCopier())
-        endpoints = StagingEndpoints(endpoint, None, Site(endpoint.card()), ExitStack())
-        return Resources(CpuBlockCopier(), endpoints.site, lambda _: endpoints, ExitStack(), endpoints)
 
 
 @pytest.fixture
-def network() -> Iterator[Network]:
-    with ExitStack() as stack:
-        yield Network(stack)
+def network(stack: ExitStack) -> Agents:
+    """The sender `a` and any number of receivers."""
+    return Agents(stack)
 
 
 @asynccontextmanager
-async def proving(network: Network, world: World) -> Any:
+async def proving(network: Agents, world: World) -> Any:
     player = Player(replace(world.senders[0].engine, site=network.sender.site))
     data_plane = DataPlane(lambda: network.sender, "a", player, 1.0)
     await data_plane.start()
@@ -69,16 +44,16 @@ async def proving(network: Network, world: World) -> Any:
         await data_plane.stop()
 
 
-def hello_of(network: Network, world: World, incarnation: str) -> Hello:
+def hello_of(network: Agents, world: World, incarnation: str) -> Hello:
     site = network.resources(incarnation).site
     return replace_struct(greeting(world, incarnation), fabric=site.fabric, host=site.host, device=site.device)
 
 
-async def test_receivers_that_cannot_be_written_to_keep_no_newcomer_out(network: Network, world: World) -> None:
+async def test_receivers_that_cannot_be_written_to_keep_no_newcomer_out(network: Agents, world: World) -> None:
     async with proving(network, world) as player, asyncio.TaskGroup() as tasks:
         dead = [Wire(f"dead{number}") for number in range(5)]
         for wire in dead:
-            network.loopback.stall(wire.address)
+            network.network.stall(wire.address)
             player.peers._take(tasks, wire, wire.address, hello_of(network, world, wire.address))
         await settle()
         began, newcomer = time.monotonic(), Wire("newcomer")
@@ -93,7 +68,7 @@ async def test_receivers_that_cannot_be_written_to_keep_no_newcomer_out(network:
         assert [refusal.code for wire in dead for refusal in wire.said(Refuse)] == ["no_route"] * 5
 
 
-def resumed(network: Network, job: Job) -> WaitWrite | None:
+def resumed(network: Agents, job: Job) -> WaitWrite | None:
     """A proof up to its next write; None at its end. The event of the one before is its due."""
     try:
         wait = next(job)
@@ -103,11 +78,11 @@ def resumed(network: Network, job: Job) -> WaitWrite | None:
     return wait
 
 
-def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_meanwhile(network: Network) -> None:
+def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_meanwhile(network: Agents) -> None:
     heard: list[Any] = []
     jobs = Jobs(network.sender, "a", SendOrders(0), ReceiveOrders(), 1.0)
     slow = network.resources("slow")
-    network.loopback.stall("slow")
+    network.network.stall("slow")
     first = jobs.connect(Landing("slow", slow.site, 3), lambda found, error: heard.append(found or error))
     held = resumed(network, first)
     assert held is not None
@@ -122,7 +97,7 @@ def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_me
             except StopIteration:
                 wait = None
     assert len(heard) == PROBE_LANES and all(isinstance(each, Connected) for each in heard)
-    network.loopback.resume("slow")
+    network.network.resume("slow")
     wait = held
     try:
         while True:

@@ -30,7 +30,10 @@ from tests.integration.agent.test_abandon import SCALE
 from tests.support.oracle import Shape, build
 from tests.unit.exchange.world import World
 
-HALF, LESS = SlotCounts(free=2, lent=0, landed=0, quarantined=2), SlotCounts(free=3, lent=0, landed=0, quarantined=1)
+HALF, LESS, ALL, BUSY, NONE = (
+    SlotCounts(free=free, lent=busy, landed=busy, quarantined=quarantined)
+    for free, busy, quarantined in ((2, 0, 2), (3, 0, 1), (0, 0, 4), (0, 1, 2), (0, 0, 0))
+)
 
 
 def test_an_agent_that_stands_still_costs_others_their_slots_for_a_while_only(tmp_path: Path) -> None:
@@ -40,25 +43,20 @@ def test_an_agent_that_stands_still_costs_others_their_slots_for_a_while_only(tm
             stands_still(pair, seed)
 
 
-def test_patience_begins_when_half_are_quarantined_however_busy_the_others_are() -> None:
+@pytest.mark.parametrize(
+    "looks",
+    [
+        ((HALF, 100.0, False), (BUSY, 109.9, False), (BUSY, 110.0, True), (HALF, 111.0, True)),
+        ((HALF, 0.0, False), (LESS, 9.0, False), (HALF, 11.0, False), (HALF, 20.9, False), (HALF, 21.0, True)),
+        ((ALL, 0.0, False), (ALL, 10.0, True)),
+        ((NONE, 0.0, False), (NONE, 50.0, False)),
+    ],
+    ids=["however busy the others are", "anew once fewer are", "all", "without slots"],
+)
+def test_patience_begins_when_half_are_quarantined(looks: Sequence[tuple[SlotCounts, float, bool]]) -> None:
     patience = QuarantineTimer(10.0)
-    busy = SlotCounts(free=0, lent=1, landed=1, quarantined=2)
-    for counts, now, is_over in ((HALF, 100.0, False), (busy, 109.9, False), (busy, 110.0, True), (HALF, 111.0, True)):
+    for counts, now, is_over in looks:
         assert patience.is_over(counts, now) is is_over
-
-
-def test_patience_begins_anew_once_fewer_are_quarantined() -> None:
-    patience = QuarantineTimer(10.0)
-    for counts, now in ((HALF, 0.0), (LESS, 9.0), (HALF, 11.0), (HALF, 20.9)):
-        assert not patience.is_over(counts, now)
-    assert patience.is_over(HALF, 21.0)
-
-
-@pytest.mark.parametrize("quarantined", [4, 3])
-def test_patience_with_most_of_them(quarantined: int) -> None:
-    patience = QuarantineTimer(1.0)
-    counts = SlotCounts(free=4 - quarantined, lent=0, landed=0, quarantined=quarantined)
-    assert not patience.is_over(counts, 0.0) and patience.is_over(counts, 1.0)
 
 
 class Played:

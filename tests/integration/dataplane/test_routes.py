@@ -56,7 +56,7 @@ class Agents:
         self.stack = stack
         self.sender, self.receiver = self.resources("a", vram), self.resources("b", vram)
 
-    def resources(self, incarnation: str, vram: bool) -> Resources:
+    def resources(self, incarnation: str, vram: bool = False) -> Resources:
         endpoints = [self.endpoint(incarnation)] + ([self.endpoint(f"{incarnation}.host")] if vram else [])
         cards = [endpoint.card() for endpoint in endpoints]
         device = None

@@ -15,7 +15,6 @@ from kvbridge_proto.peer import Hello, Refuse
 from kvbridge_proto.status import SlotCounts
 from msgspec.structs import replace as replace_struct
 
-from kvbridge.agent.rebuild import QuarantineTimer
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.linger import TIMER_SLACK_NS
 from kvbridge.dataplane.resources import open_resources
@@ -260,8 +259,3 @@ async def test_slots_are_made_once_and_what_could_not_be_made_is_tried_again() -
         assert data_plane.site.fabric.descriptor and data_plane.site.fabric.slot_bytes == 65536
     finally:
         await data_plane.stop()
-
-
-def test_no_slots_are_no_reason_to_make_others() -> None:
-    patience = QuarantineTimer(1.0)
-    assert not patience.is_over(NONE, 0.0) and not patience.is_over(NONE, 5.0)

@@ -82,24 +82,6 @@ async def test_a_large_frame_with_descriptors_crosses_in_pieces(server: LocalSer
         close_fds(fds)
 
 
-async def test_closes_descriptors_that_nobody_takes(server: LocalServer) -> None:
-    before = open_fds()
-    engine, connection = await meet(server)
-    mine = pipes(8)
-    frame = pack(StatusQuery())
-    socket.send_fds(engine, [frame], mine[:4])
-    socket.send_fds(engine, [pack(Detach())[:3]], mine[4:])
-    close_fds(mine)
-    message, fds = await connection.receive() or (None, [])
-    assert message == StatusQuery()
-    close_fds(fds)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(connection.receive(), 0.05)  # the second half never comes
-    connection.close()
-    engine.close()
-    assert open_fds() == before
-
-
 @pytest.mark.parametrize(
     ("garbage", "code"),
     [
@@ -309,20 +291,6 @@ async def test_a_client_waits_for_an_agent_that_starts_later(path: Path) -> None
     await asyncio.sleep(0.2)
     async with served(path):
         assert await connecting
-
-
-@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", struct.pack(">I", 2) + b"\xc1\xc1", pack(StatusQuery())])
-def test_a_client_survives_a_mad_agent(path: Path, garbage: bytes) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
-        agent.bind(str(path))
-        agent.listen(1)
-        client = EngineClient(path)
-        assert client.connect(1)
-        accepted, _ = agent.accept()
-        accepted.send(pack(Detached(epoch=1)) + garbage)
-        assert client.poll() == [Detached(epoch=1)]
-        assert not client.is_connected and "bad frame" in client.why
-        accepted.close()
 
 
 def test_a_client_never_blocks_on_an_agent_that_does_not_read(path: Path) -> None:

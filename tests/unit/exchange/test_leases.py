@@ -14,7 +14,7 @@ from kvbridge.exchange.block_tables import ready_chunks
 from kvbridge.exchange.leases import COUNTED_S, HEARD_S, LEASE_S, Promise, Reading, ReadLease
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
-from tests.integration.device.test_pulls import CASES
+from tests.integration.device.test_carried import CASES
 from tests.support.oracle import block_table, build_all, tables_of
 
 SLOT_BYTES = 1 << 14
