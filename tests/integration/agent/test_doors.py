@@ -21,6 +21,9 @@ from kvbridge.loopback.processes import free_port
 from tests.integration.agent.harness import Client, SyntheticEngine, agent, is_at_rest, wait_for
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape, build, fill
+from tests.support.proc import cpu_s, mapped
+
+POOL = "kvbridge-test-pool"
 
 
 @pytest.fixture
@@ -61,22 +64,6 @@ def test_a_plane_outside_its_region_is_refused_by_name(tmp_path: Path) -> None:
         refused = engine.attach(versions=VersionRange(9, 9))
         assert isinstance(refused, Refused) and refused.code == "version_mismatch"
         assert engine.attach().epoch == 1
-
-
-def test_blocks_that_cannot_be_fail_the_request_alone(pair: Bench) -> None:
-    address = pair.sender.agent.address
-    pair.receiver.want("range", address, [999], range(16))
-    failed = pair.receiver.answer("range")
-    assert isinstance(failed, Failed) and failed.code == "block_out_of_range" and "999" in failed.reason
-    pair.receiver.want("few", address, [1], range(16), end_token=100)
-    failed = pair.receiver.answer("few")
-    assert isinstance(failed, Failed) and failed.code == "blocks_too_few" and "100" in failed.reason
-    pair.sender.offer("range", [999], 16)
-    released = pair.sender.released("range")
-    assert released.code == "block_out_of_range" and "999" in released.reason
-    pair.sender.offer("few", [1], 100)
-    assert pair.sender.released("few").code == "blocks_too_few"
-    pair.works()
 
 
 def refusal(engine: SyntheticEngine, message: Rescale | Decline) -> tuple[str, str]:
@@ -191,22 +178,17 @@ def test_while_an_agent_stands_still_its_peers_are_not_late(pair: Bench) -> None
 def test_an_engine_that_dies_frees_its_memory_and_another_may_come(pair: Bench) -> None:
     pair.works("first")
     pid = pair.receiver.agent.process.pid
-    mapped = _mapped(pid)
-    assert mapped > 0
+    assert mapped(pid, POOL)
     pair.receiver.want("r", pair.sender.agent.address, [1], range(16))
     pair.receiver.close()
     deadline = time.monotonic() + 1.0
-    while _mapped(pid):
+    while mapped(pid, POOL):
         assert time.monotonic() < deadline, "the dead engine's memory is still mapped after a second"
         time.sleep(0.02)
     with closing(SyntheticEngine(pair.receiver.agent, build(Shape("hnd")))) as engine:
         assert engine.attach().epoch == 2
         pair.receivers = [engine]
         pair.works("second")
-
-
-def _mapped(pid: int) -> int:
-    return Path(f"/proc/{pid}/maps").read_text().count("kvbridge-test-pool")
 
 
 def scraped(port: int) -> str:
@@ -230,15 +212,10 @@ def test_an_idle_agent_sleeps(pair: Bench) -> None:
     pair.works()
     time.sleep(0.5)
     pids = [pair.sender.agent.process.pid, pair.receiver.agent.process.pid]
-    before = [_cpu_s(pid) for pid in pids]
+    before = [cpu_s(pid) for pid in pids]
     time.sleep(3)
-    used = [after - b for after, b in zip([_cpu_s(pid) for pid in pids], before, strict=True)]
+    used = [after - b for after, b in zip([cpu_s(pid) for pid in pids], before, strict=True)]
     assert max(used) < 0.15, f"CPU seconds in 3 s of idling: {used}"
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.parametrize("how", ["the agent stops", "the engine hangs up", "the engine talks nonsense"])

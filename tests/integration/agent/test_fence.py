@@ -22,6 +22,7 @@ from kvbridge.device.fence import EngineFence
 from tests.integration.agent.harness import SyntheticEngine, wait_for
 from tests.integration.agent.pairs import Bench
 from tests.support.oracle import Shape, fill
+from tests.support.proc import mapped
 
 TOKENS = range(90)
 TABLE, RECEIVER_TABLE = [9, 4, 7, 2, 6, 1], [3, 5]
@@ -136,11 +137,10 @@ def test_a_count_stands_for_those_before_it(pair: Pair) -> None:
 def test_memory_and_fence_of_an_engine_that_left_are_unmapped_by_a_close(tmp_path: Path, stack: ExitStack) -> None:
     """Not because nobody knows of them any more: on a GPU nothing else unmaps."""
     pair = Pair(tmp_path, stack, module="tests.integration.agent.holding_agent")
-    maps = Path(f"/proc/{pair.receiver.agent.process.pid}/maps")
-    names = ("kvbridge-test-pool", "kvbridge-fence")
-    assert all(name in maps.read_text() for name in names)
+    pid, names = pair.receiver.agent.process.pid, ("kvbridge-test-pool", "kvbridge-fence")
+    assert all(mapped(pid, name) for name in names)
     pair.receiver.close()
-    wait_for(lambda: not any(name in maps.read_text() for name in names), GONE_S)
+    wait_for(lambda: not any(mapped(pid, name) for name in names), GONE_S)
 
 
 # Streams that stand still:

@@ -9,31 +9,12 @@ from dataclasses import replace
 
 import pytest
 from kvbridge_proto.common import Rank
-from kvbridge_proto.peer import PROBE_LANES, Cancel, Claim, Goodbye, Hello, Refuse, Welcome
+from kvbridge_proto.peer import PROBE_LANES, Cancel, Goodbye, Hello, Refuse, Welcome
 
 from kvbridge.agent.incoming_peers import MOST_GREETINGS, TURN_S
 from tests.integration.agent.player import Player, Wire, greeting, met, replace_struct, settle, welcomed
+from tests.integration.fuzz.machines import CLAIM
 from tests.unit.exchange.world import World
-
-
-def claim(transfer: str) -> Claim:
-    return Claim(
-        transfer=transfer,
-        want="w",
-        receiver=0,
-        receivers=1,
-        rendezvous="r",
-        sender_epoch=1,
-        receiver_epoch=1,
-        first_token=0,
-        end_token=4,
-        takes=(),
-        plan="",
-        token=b"t" * 16,
-        leases=(),
-        deadline_s=1.0,
-    )
-
 
 # The receiver's lanes:
 
@@ -219,12 +200,12 @@ async def test_another_key_cannot_take_over_a_incarnation(world: World) -> None:
 async def test_another_link_that_says_our_receivers_incarnation_is_not_our_receiver(world: World) -> None:
     player, honest = await met(world)
     thief = Wire("elsewhere", peer_incarnation="D")
-    player.peers._hear(thief, "D", claim("stolen"))
+    player.peers._hear(thief, "D", replace_struct(CLAIM, transfer="stolen"))
     player.peers._hear(thief, "D", Cancel(transfer="t", code="c"))
     player.peers._hear(thief, "D", Goodbye(reason="not mine to say"))
     assert player.heard == [] and len(player.peers.statuses()) == 1
     assert [refusal.code for refusal in thief.said(Refuse)] == ["no_session"]
-    player.peers._hear(honest, "D", claim("own"))
+    player.peers._hear(honest, "D", replace_struct(CLAIM, transfer="own"))
     assert [(incarnation, body.transfer) for incarnation, body in player.heard] == [("D", "own")]
 
 

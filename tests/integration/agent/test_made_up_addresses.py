@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from kvbridge_proto.engine import Done, Failed
 
-from tests.integration.agent.harness import AgentProcess, agent, wait_for
+from tests.integration.agent.harness import agent, wait_for
 from tests.integration.agent.pairs import Benches
 from tests.support.oracle import Shape, fill
+from tests.support.proc import descriptors
 
 MADE_UP = 3000
 LIMITS = (256, 1024)  # of descriptors, soft and hard
 PATIENCE_S = 12.0  # a slow machine tries 200 addresses a second
 CODES = {"peer_unreachable", "too_many_links", "deadline"}
-
-
-def descriptors(running: AgentProcess) -> int:
-    return len(os.listdir(f"/proc/{running.process.pid}/fd"))
 
 
 def test_made_up_addresses_neither_detach_the_engine_nor_keep_a_real_sender_out(bench_of: Benches) -> None:
@@ -28,13 +24,13 @@ def test_made_up_addresses_neither_detach_the_engine_nor_keep_a_real_sender_out(
     address, table = sender.agent.address, [1, 2]
     fill(sender.held, table, range(32))
     sender.offer("real", table, 32)
-    before, most = descriptors(receiver.agent), 0
+    before, most = descriptors(receiver.agent.process.pid), 0
     for number in range(MADE_UP):
         receiver.want(f"made up {number}", f"tcp://127.0.7.7:{2000 + number}", table, range(32))
         if number == MADE_UP // 2:
             receiver.want("real", address, table, range(32))
         if number % 100 == 0:
-            most = max(most, descriptors(receiver.agent))
+            most = max(most, descriptors(receiver.agent.process.pid))
     assert isinstance(receiver.answer("real"), Done)
     failed = [receiver.answer(f"made up {number}") for number in range(MADE_UP)]
     assert all(isinstance(each, Failed) for each in failed)
@@ -45,7 +41,7 @@ def test_made_up_addresses_neither_detach_the_engine_nor_keep_a_real_sender_out(
     assert sender.released("real").code == ""
     assert "Traceback" not in receiver.agent.text()
     # Its link to the sender, the data side's, and the sender's door stay.
-    wait_for(lambda: descriptors(receiver.agent) <= before + 12, 10)
+    wait_for(lambda: descriptors(receiver.agent.process.pid) <= before + 12, 10)
 
 
 def test_an_agent_raises_its_soft_limit_to_the_hard_one(tmp_path: Path) -> None:

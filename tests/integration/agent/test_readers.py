@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 from kvbridge_proto.engine import Detach
 
-from tests.integration.agent.harness import AgentProcess, wait_for
+from tests.integration.agent.harness import wait_for
 from tests.integration.agent.pairs import Bench, Benches
 from tests.integration.agent.test_holding import shown
 from tests.support.oracle import Shape
+from tests.support.proc import mapped
 
 TABLE, TOKENS = [3, 1, 2], range(40)
 BACK_S = 1.0  # in which receivers that behave have closed it
-
-
-def mappings(agent: AgentProcess, inode: int) -> int:
-    """Of this file, in the agent's address space."""
-    return sum(line.split()[4] == str(inode) for line in Path(f"/proc/{agent.process.pid}/maps").open())
 
 
 @pytest.fixture
@@ -47,15 +42,15 @@ def test_status_and_metrics_show_who_reads_and_how_much(bench: Bench) -> None:
 
 def test_memory_of_an_engine_that_left_is_closed_or_its_reader_is_named(bench: Bench) -> None:
     engine, sender, receiver = bench.sender, bench.sender.agent, bench.receiver.agent
-    inode = os.fstat(engine.fds[0]).st_ino
-    assert mappings(receiver, inode)
+    inode = str(os.fstat(engine.fds[0]).st_ino)
+    assert mapped(receiver.process.pid, inode)
     receiver.process.send_signal(signal.SIGSTOP)
     engine.client.send(Detach())
     wait_for(lambda: sender.status.engine is None)
-    assert mappings(receiver, inode)
+    assert mapped(receiver.process.pid, inode)
     wait_for(lambda: [reader.over_s is not None for reader in sender.status.readers] == [True])
     assert "to be closed for" in shown(sender)
     receiver.process.send_signal(signal.SIGCONT)
     wait_for(lambda: sender.status.readers == (), BACK_S)
-    assert not mappings(receiver, inode)
+    assert not mapped(receiver.process.pid, inode)
     assert bench.receiver.agent.status.engine is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import re
 import signal
 import socket
@@ -19,10 +18,11 @@ from kvbridge_proto.engine import Done, Failed
 
 from kvbridge.agent.outgoing_peers import MOST_NAMES
 from kvbridge.loopback.processes import free_port
-from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent, wait_for
+from tests.integration.agent.harness import SyntheticEngine, agent, wait_for
 from tests.integration.agent.pairs import Benches
 from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build
+from tests.support.proc import listening
 
 SIOCGIFADDR = 0x8915
 WATCHED = "tests.integration.agent.watched_agent"
@@ -143,7 +143,9 @@ def test_does_not_start_before_it_knows_by_which_network_other_hosts_come(tmp_pa
         said = start_fails(tmp_path, **wide, **guard)
         assert "no_net_devices" in said and ("0.0.0.0:0" in said or "10.0.0.0/24:7700" in said)
     with agent(tmp_path, "named", key=key, net_devices="lo", **wide) as running:
-        assert [place for place in listening(running) if not place.startswith(("127.0.0.1:", "0.0.0.0:"))] == []
+        assert [
+            place for place in listening(running.process.pid) if not place.startswith(("127.0.0.1:", "0.0.0.0:"))
+        ] == []
 
 
 def test_the_hatch_is_said_aloud(tmp_path: Path) -> None:
@@ -259,19 +261,13 @@ def test_what_the_fabric_refuses_is_said_without_addresses(tmp_path: Path, monke
     assert addresses_in(said, regions) == []
 
 
-def test_the_watch_for_pickle_bites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRETS", str(tmp_path / "secrets"))
-    monkeypatch.setenv("PICKLE_ANYWAY", "1")
-    assert "PICKLED" in start_fails(tmp_path, module=WATCHED)
-
-
 @pytest.mark.parametrize("is_keyed", [False, True])
 def test_listens_nowhere_but_where_it_was_told(tmp_path: Path, is_keyed: bool) -> None:
     """NIXL's own listener would be on every interface, and so would UCX's, if it were given no device."""
     metrics = f"127.0.0.1:{free_port()}"
     options = {"key": keygen(tmp_path, "fleet")[0]} if is_keyed else {}
     with agent(tmp_path, "a", metrics=metrics, routes="nixl", **options) as running:
-        places = listening(running)
+        places = listening(running.process.pid)
         assert running.address.partition("#")[0].removeprefix("tcp://") in places and metrics in places
         assert [place for place in places if not place.startswith("127.0.0.1:")] == []
 
@@ -285,23 +281,5 @@ def test_data_may_go_by_several_devices(tmp_path: Path) -> None:
                 said = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
                 places[name] = socket.inet_ntoa(said[20:24])
     with agent(tmp_path, "a", net_devices=",".join(places), routes="nixl") as running:
-        data = listening(running) - {running.address.removeprefix("tcp://")}
+        data = listening(running.process.pid) - {running.address.removeprefix("tcp://")}
         assert {place.rpartition(":")[0] for place in data} == set(places.values())
-
-
-def listening(running: AgentProcess) -> set[str]:
-    """Where this process has listening TCP sockets."""
-    folder = Path(f"/proc/{running.process.pid}")
-    own = set()
-    for fd in (folder / "fd").iterdir():
-        with contextlib.suppress(OSError):
-            own.add(os.readlink(fd))
-    found = set()
-    for table, family, size in (("tcp", socket.AF_INET, 4), ("tcp6", socket.AF_INET6, 16)):
-        for line in (folder / "net" / table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-                host, port = fields[1].split(":")
-                words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, 2 * size, 8)]
-                found.add(f"{socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}")
-    return found

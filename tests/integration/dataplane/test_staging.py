@@ -27,6 +27,7 @@ from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent
 from tests.integration.agent.pairs import Benches, carry
 from tests.integration.agent.player import Player, Wire, settle, welcomed
 from tests.support.oracle import Shape, build
+from tests.support.proc import resident_bytes
 from tests.unit.exchange.world import World
 
 NONE = SlotCounts(free=0, lent=0, landed=0, quarantined=0)
@@ -42,14 +43,6 @@ def slacks_of(running: AgentProcess) -> list[int]:
     """By how many ns each thread's sleep may be late."""
     threads = sorted(Path(f"/proc/{running.process.pid}/task").iterdir())
     return [int(Path(f"/proc/{thread.name}/timerslack_ns").read_text()) for thread in threads]
-
-
-def memory_of(running: AgentProcess) -> int:
-    """Resident bytes."""
-    for line in Path(f"/proc/{running.process.pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("no VmRSS")
 
 
 @pytest.fixture
@@ -72,7 +65,10 @@ def test_an_agent_that_is_read_or_reads_has_no_slots(three: dict[str, SyntheticE
     assert slots_of(three["read"].agent) == slots_of(three["receiver"].agent) == (NONE, NONE)
     for name in ("read", "receiver"):
         assert "made slots" not in three[name].agent.text()
-    assert memory_of(three["private"].agent) - memory_of(three["receiver"].agent) > 40 << 20  # of (8 + 4 + 2) * 4 MiB
+    assert (
+        resident_bytes(three["private"].agent.process.pid) - resident_bytes(three["receiver"].agent.process.pid)
+        > 40 << 20
+    )  # of (8 + 4 + 2) * 4 MiB
 
 
 def test_a_receiver_that_can_only_be_written_to_makes_slots_and_its_other_sessions_stay(

@@ -37,10 +37,11 @@ from kvbridge.errors import PeerError
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import AttachedEngine
 from tests.integration.agent.player import Whole, Wire
-from tests.integration.fuzz.machines import ALL_ROWS, POOLS
+from tests.integration.fuzz.machines import ALL_ROWS, CLAIM, POOLS
 from tests.integration.fuzz.typed import TEXTS, drawer
 from tests.integration.fuzz.vary import varied
 from tests.unit.exchange.world import make_pool
+from tests.unit.proto.samples import NOTICE
 
 EVIL, GOOD = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
 OUR_POOL, GOOD_POOL = make_pool("ours", 0, 1, 4), POOLS["evil"]
@@ -245,38 +246,14 @@ class Siege:
 
     @staticmethod
     def claim(digest: str) -> Claim:
-        return Claim(
-            transfer="honest",
-            want="good/w",
-            receiver=0,
-            receivers=1,
-            rendezvous="honest rendezvous",
-            sender_epoch=1,
-            receiver_epoch=1,
-            first_token=0,
-            end_token=DONE,
-            takes=ALL_ROWS,
-            plan=digest,
-            token=b"t" * 16,
-            leases=(),
-            deadline_s=100.0,
-        )
+        names = {"transfer": "honest", "want": "good/w", "rendezvous": "honest rendezvous"}
+        return msgspec.structs.replace(CLAIM, **names, end_token=DONE, plan=digest, deadline_s=100.0)
 
     @staticmethod
     def notice(claim: Claim, size_bytes: int, chunk: int, lease: Any) -> Notice:
-        return Notice(
-            transfer=claim.transfer,
-            token=claim.token,
-            sender_incarnation="good",
-            receiver_incarnation="us",
-            sender_epoch=1,
-            receiver_epoch=1,
-            slot=lease.slot,
-            generation=lease.generation,
-            chunk=chunk,
-            chunk_bytes=size_bytes,
-            digest=0,
-        )
+        who = {"sender_incarnation": "good", "receiver_incarnation": "us", "sender_epoch": 1, "receiver_epoch": 1}
+        where = {"slot": lease.slot, "generation": lease.generation, "chunk": chunk, "chunk_bytes": size_bytes}
+        return msgspec.structs.replace(NOTICE, transfer=claim.transfer, token=claim.token, **who, **where)
 
     # The script:
 

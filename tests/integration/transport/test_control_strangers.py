@@ -17,6 +17,7 @@ from kvbridge.transport.control import Control
 from kvbridge.transport.events import Arrived, Lost, Rejected, Settings
 from kvbridge.transport.link import Link
 from tests.integration.transport.ears import LOOPBACK, Ear, cancel, envelope, stranger, two
+from tests.support.proc import descriptors
 
 # What is not a message for us:
 
@@ -142,10 +143,10 @@ async def test_dials_nothing_but_one_hosts_port() -> None:
 
 
 async def test_leaves_no_descriptors_behind() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     for _ in range(3):
         async with two() as (receiver, _, sender, sender_ear):
             link: Link = receiver.dial(sender.address)
             link.send(cancel("t"))
             await sender_ear.hear(Arrived)
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert descriptors() <= before

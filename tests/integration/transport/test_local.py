@@ -22,7 +22,8 @@ from kvbridge_proto.stream import pack
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.transport.framed import close_fds
 from kvbridge.transport.local import LocalConnection, LocalServer
-from tests.integration.transport.ends import inode, join, meet, open_fds, pipes, polled, served
+from tests.integration.transport.ends import inode, join, meet, pipes, polled, served
+from tests.support.proc import descriptors
 
 # Messages and descriptors:
 
@@ -114,11 +115,11 @@ async def test_garbage_is_named_after_the_good_messages_before_it(
 async def test_refuses_more_descriptors_than_the_limit_and_leaks_none(server: LocalServer, path: Path) -> None:
     engine, connection = await meet(server)
     mine = pipes(65)
-    before = open_fds()
+    before = descriptors()
     socket.send_fds(engine, [pack(StatusQuery())], mine)
     with pytest.raises(BadFrame) as raised:
         await connection.receive()
-    assert raised.value.code == "too_many_fds" and open_fds() == before
+    assert raised.value.code == "too_many_fds" and descriptors() == before
     client = EngineClient(path)
     assert client.connect(1) and not client.send(StatusQuery(), mine * 16)
     assert client.is_connected and "limit 1024" in client.why
@@ -127,32 +128,32 @@ async def test_refuses_more_descriptors_than_the_limit_and_leaks_none(server: Lo
 
 async def test_hundreds_of_descriptors_go_to_the_one_message_they_were_sent_with(server: LocalServer) -> None:
     (client, connection), mine = await join(server), pipes(201)
-    before = open_fds()
+    before = descriptors()
     assert client.send(Withdraw(request="before"), mine[:1]) and client.send(Withdraw(request="all"), mine[1:])
     assert client.send(Withdraw(request="after"))
     heard = await take(connection, 3)
     assert [(message.request, len(fds)) for message, fds in heard] == [("before", 1), ("all", 200), ("after", 0)]
     assert [inode(fd) for fd in heard[1][1]] == [inode(fd) for fd in mine[1:]]
     close_fds([*heard[0][1], *heard[1][1]])
-    assert open_fds() == before
+    assert descriptors() == before
     close_fds(mine)
 
 
 async def test_descriptors_without_a_message_are_bounded_and_closed(server: LocalServer) -> None:
     engine, connection = await meet(server)
     (mine,) = pipes(1)
-    before, most = open_fds(), 0
+    before, most = descriptors(), 0
     hearing = asyncio.create_task(connection.receive())
     with contextlib.suppress(BrokenPipeError):
         while not hearing.done():
             socket.send_fds(engine, [pack(Descriptors())], [mine] * 64)
             await asyncio.sleep(0.001)
-            most = max(most, open_fds() - before)
+            most = max(most, descriptors() - before)
     with pytest.raises(BadFrame) as raised:
         await hearing
     limit = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
     assert raised.value.code == "too_many_fds" and str(limit) in str(raised.value)
-    assert most <= limit and open_fds() == before
+    assert most <= limit and descriptors() == before
     os.close(mine)
 
 
