@@ -339,9 +339,17 @@ class Scripted:
             connection.sendall(self._answer)
 
 
+def shown(folder: Path, answer: object, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What `kvbridge status` makes of an agent that answers this."""
+    said = answer if isinstance(answer, bytes) else pack(answer)
+    with Scripted(folder / "a.sock", said, PoolQuery() if "--pool" in flags else STATUS_QUERY) as agent:
+        told = kvbridge("status", "--socket", agent.path, *flags, **environment)
+    (folder / "a.sock").unlink()
+    return told
+
+
 def test_status_prints_what_the_agent_says(tmp_path: Path) -> None:
-    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
-        told = kvbridge("status", "--socket", agent.path)
+    told = shown(tmp_path, STATUS)
     assert told.returncode == 0, told.stderr
     for words in (
         "prefill-0",
@@ -364,8 +372,7 @@ def test_status_shows_no_terminal_what_others_would_command_it(flags: tuple[str,
     forged = "[/x] [red]x\x1b[2J\x9b2J\nkvbridge: all is well\u202e"
     odd = msgspec.structs.replace(STATUS.peers[0], name=forged)
     said = msgspec.structs.replace(STATUS, peers=(odd,), counters={f"kvbridge_failpoints_total{{armed={forged}}}": 1.0})
-    with Scripted(tmp_path / "a.sock", pack(said)) as agent:
-        told = kvbridge("status", "--socket", agent.path, *flags)
+    told = shown(tmp_path, said, *flags)
     assert told.returncode == 0 and "[/x] [red]x" in told.stdout, told.stderr
     assert all(line.isprintable() for line in told.stdout.split("\n"))
     assert not any(line.startswith("kvbridge: all is well") for line in told.stdout.split("\n"))
@@ -375,8 +382,7 @@ def test_status_shows_no_terminal_what_others_would_command_it(flags: tuple[str,
 
 def test_an_error_that_quotes_others_is_plain(tmp_path: Path) -> None:
     refused = msgspec.structs.replace(TO_ENGINE[2], reasons=("x\x1b[2J\nkvbridge: all is well",))
-    with Scripted(tmp_path / "a.sock", pack(refused)) as agent:
-        told = kvbridge("status", "--socket", agent.path)
+    told = shown(tmp_path, refused)
     assert told.returncode == 1
     assert told.stderr.split("\n")[1] == "  kvbridge: all is well" and "\x1b" not in told.stderr
 
@@ -385,8 +391,7 @@ def test_status_shows_a_key_as_it_is(tmp_path: Path) -> None:
     """Z85 has brackets and colons, which would be markup and smileys to the library that prints."""
     key = "[red]x[/]:smile:#0123456789012345678901234"
     told_of = msgspec.structs.replace(STATUS, security=f"curve, own key {key}")
-    with Scripted(tmp_path / "a.sock", pack(told_of)) as agent:
-        told = kvbridge("status", "--socket", agent.path)
+    told = shown(tmp_path, told_of)
     assert key in told.stdout and "loopback only" not in told.stdout
 
 
@@ -434,8 +439,7 @@ def test_keygen_refuses_to_write_over_a_key_and_a_name_that_no_list_can_have(tmp
 
 
 def test_status_as_json_is_the_message(tmp_path: Path) -> None:
-    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
-        told = kvbridge("status", "--socket", agent.path, "--json")
+    told = shown(tmp_path, STATUS, "--json")
     assert msgspec.json.decode(told.stdout, type=type(STATUS)) == STATUS
 
 
@@ -502,8 +506,7 @@ def test_status_finds_the_agents_of_the_host_and_names_the_dead(tmp_path: Path) 
 
 
 def test_status_of_several_named_agents_ends_with_1_if_one_is_gone(tmp_path: Path) -> None:
-    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
-        told = kvbridge("status", "--socket", agent.path, "--socket", tmp_path / "b.sock")
+    told = shown(tmp_path, STATUS, "--socket", tmp_path / "b.sock")
     assert told.returncode == 1 and "prefill-0" in told.stdout and "b.sock: No such file" in told.stderr
 
 
@@ -559,8 +562,7 @@ LONG = msgspec.structs.replace(
 
 
 def test_status_is_readable_at_80_columns(tmp_path: Path) -> None:
-    with Scripted(tmp_path / "a.sock", pack(LONG)) as agent:
-        told = kvbridge("status", "--socket", agent.path, COLUMNS="80")
+    told = shown(tmp_path, LONG, COLUMNS="80")
     assert told.returncode == 0, told.stderr
     lines = told.stdout.splitlines()
     assert max(map(len, lines)) <= 80
@@ -575,23 +577,20 @@ def test_status_is_readable_at_80_columns(tmp_path: Path) -> None:
 
 def test_status_shows_people_no_more_rows_than_they_read(tmp_path: Path) -> None:
     transfers = tuple(msgspec.structs.replace(LONG.transfers[0], request=f"request-{n}") for n in range(1234))
-    with Scripted(tmp_path / "a.sock", pack(msgspec.structs.replace(LONG, transfers=transfers))) as agent:
-        told = kvbridge("status", "--socket", agent.path)
+    told = shown(tmp_path, msgspec.structs.replace(LONG, transfers=transfers))
     assert told.returncode == 0, told.stderr
     assert "request-99," in told.stdout and "request-100," not in told.stdout
     assert "and 1,134 more; --json has them all" in told.stdout
 
 
 def test_status_prints_the_pool_that_plan_reads(tmp_path: Path) -> None:
-    with Scripted(tmp_path / "a.sock", pack(POOL_STATUS), PoolQuery()) as agent:
-        told = kvbridge("status", "--socket", agent.path, "--pool")
+    told = shown(tmp_path, POOL_STATUS, "--pool")
     assert told.returncode == 0, told.stderr
     assert msgspec.json.decode(told.stdout, type=type(POOL_STATUS.pool)) == POOL_STATUS.pool
 
 
 def test_status_prints_labels_of_the_engine_for_schedulers(tmp_path: Path) -> None:
-    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
-        told = kvbridge("status", "--socket", agent.path, "--labels")
+    told = shown(tmp_path, STATUS, "--labels")
     assert told.returncode == 0 and told.stdout.split() == [
         "kvbridge/model-key=0123456789abcdef",
         "kvbridge/engine=vllm",
@@ -601,8 +600,7 @@ def test_status_prints_labels_of_the_engine_for_schedulers(tmp_path: Path) -> No
         "kvbridge/block-tokens=16",
         "kvbridge/dtype=bf16",
     ]
-    with Scripted(tmp_path / "b.sock", pack(msgspec.structs.replace(STATUS, engine=None))) as agent:
-        told = kvbridge("status", "--socket", agent.path, "--labels")
+    told = shown(tmp_path, msgspec.structs.replace(STATUS, engine=None), "--labels")
     assert told.returncode == 1 and "no engine is attached" in told.stderr and not told.stdout
 
 
@@ -617,8 +615,7 @@ ANSWERS = {
 @pytest.mark.parametrize("case", ANSWERS)
 def test_status_of_something_else_says_what_it_is(case: str, tmp_path: Path) -> None:
     answer, words = ANSWERS[case]
-    with Scripted(tmp_path / "a.sock", answer) as agent:
-        told = kvbridge("status", "--socket", agent.path)
+    told = shown(tmp_path, answer)
     assert told.returncode == 1
     assert words in told.stderr
 
