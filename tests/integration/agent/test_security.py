@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from kvbridge_proto.engine import Done, Failed
 
-from kvbridge.agent.outgoing_peers import MOST_NAMES
 from kvbridge.loopback.processes import free_port
 from tests.integration.agent.harness import SyntheticEngine, agent, wait_for
 from tests.integration.agent.pairs import Benches
@@ -181,25 +180,6 @@ def test_a_want_reaches_loopback_only(tmp_path: Path, bench_of: Benches, has_key
     assert "key" in failed.reason or 'add "169.254.169.254:80"' in failed.reason
     assert time.monotonic() - began < 3 and "loopback only" in pair.receiver.agent.status.security
     pair.works()
-
-
-def test_who_names_a_hosts_addresses_one_by_one_harms_nobody(tmp_path: Path, bench_of: Benches) -> None:
-    key, _ = keygen(tmp_path, "fleet")
-    port = free_port()
-    everywhere = {
-        "listen": f"tcp://0.0.0.0:{port}",
-        "allow_wildcard": True,
-        "advertise": f"tcp://127.0.0.1:{port}",
-        "net_devices": "lo",
-    }
-    pair = bench_of(connect_s=4, key=key, p=everywhere)
-    for spelled in (f"tcp://LocalHost:{port}", f"tcp://localhost:{port}#"):
-        assert isinstance(pair.carry(spelled, spelled), Done)
-    answers = [pair.carry(f"r{last}", f"tcp://127.0.0.{last}:{port}") for last in range(1, MOST_NAMES + 5)]
-    assert all(isinstance(answer, Done) for answer in answers), "each was idle when the next came"
-    (seen,) = pair.receiver.agent.status.peers
-    assert seen.address == f"tcp://localhost:{port}"
-    assert isinstance(pair.carry("again", f"tcp://127.0.0.1:{port}"), Done)
 
 
 def test_a_wanted_address_cannot_bring_its_own_key(tmp_path: Path, bench_of: Benches) -> None:

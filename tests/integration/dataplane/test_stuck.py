@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from kvbridge_proto.engine import Detach
@@ -18,6 +17,7 @@ from kvbridge.dataplane.watchdog import STATUS, Watchdog
 from tests.integration.agent.harness import AgentProcess, SyntheticEngine, wait_for
 from tests.integration.agent.impatient_agent import STUCK_S
 from tests.integration.agent.pairs import Bench
+from tests.integration.dataplane.test_routes import Ended, ended
 from tests.support.oracle import Shape, build
 
 IMPATIENT = "tests.integration.agent.impatient_agent"
@@ -78,14 +78,6 @@ def goes_on(running: AgentProcess) -> None:
     with closing(SyntheticEngine(running, build(Shape("hnd")))) as engine:
         assert engine.attach().epoch == 2
     assert running.stop() == 0 and "data_plane_stuck" not in running.text()
-
-
-class Ended(Exception):
-    """The process would have ended here."""
-
-
-def ended(reason: str) -> NoReturn:
-    raise Ended(reason)
 
 
 async def test_time_in_which_the_whole_process_stood_still_does_not_count() -> None:

@@ -1,4 +1,4 @@
-"""Fuzzes for long, by hand: `python -m tests.integration.fuzz --target all --frames 1000000 --seed 1 --jobs 2`.
+"""Fuzzes for long, by hand: `python -m tests.integration.fuzz --target all --frames 1000000 --seed 1 --each --jobs 2`.
 
 A frame that does harm is made smaller and kept in tests/integration/fuzz/corpus/TARGET. From then on `make test` runs
 it.
