@@ -7,8 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from kvbridge_kernels.pull_ref import pull as pull_rows
 from kvbridge_kernels.segment import Span
+from kvbridge_kernels.tables import Work
 
+from kvbridge.device.pulls import Pulls
 from kvbridge.geometry.plan import Part
 from tests.support.carried import OnCpu, carried
 from tests.support.matrix import ROWS, Case
@@ -48,11 +51,13 @@ class BothWays(OnCpu):
             region[:] = was
         ours, theirs, slot = self._of(sender), self._of(receiver), torch.zeros(slot_bytes, dtype=torch.uint8)
         self._copier.pull(ours, gather, theirs, scatter, has_digest=True)
+        assert all(np.array_equal(*pair) for pair in zip(receiver.memory, wanted.memory, strict=True))
         self._copier.gather(ours, gather, Span(slot.data_ptr(), slot.numel()), "sum64")
         self._copier.digest(ours, gather)
-        pulled, *found = (moved.digest for moved in self._copier.poll())
-        assert all(np.array_equal(*pair) for pair in zip(receiver.memory, wanted.memory, strict=True))
-        assert found == [pulled, pulled], "what is read has the digest that its sender finds, with or without a slot"
+        found, sums = [moved.digest for moved in self._copier.poll()], torch.zeros(1, dtype=torch.int64)
+        with ours.hold() as regions, theirs.hold() as receiver_regions:
+            pull_rows(Pulls().of(ours, regions, gather, theirs, receiver_regions, scatter), sums, Work("cpu"))
+        assert found == [int(sums) & (2**64 - 1)] * 3, "a read, a gather and a look have one digest"
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in ALSO_PULLED], ids=lambda row: row.name)
