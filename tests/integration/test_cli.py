@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ from kvbridge.commands.keygen import run as keygen
 from kvbridge.local_agents import found
 from kvbridge.options import options
 from kvbridge.transport.keys import load_keys
+from tests.integration.agent.harness import wait_for
 from tests.support.nursery import kvbridge
-from tests.support.oracle import Shape, build_all, describe
+from tests.support.oracle import Shape, build_all
 from tests.unit.proto.samples import TO_ENGINE
 
 STATUS, POOL_STATUS, TRACE = TO_ENGINE[-3:]
@@ -194,12 +195,6 @@ def parse(words: list[str]) -> None:
         name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
 
 
-@pytest.mark.parametrize("words", [["statsu"], ["agent", "--slot-byte", "1"], ["config", "show", "x"], ["plan", "a"]])
-def test_a_wrong_example_would_be_seen(words: list[str]) -> None:
-    with pytest.raises(Exception, match=r"No such|unexpected|Missing"):
-        parse(words)
-
-
 def test_every_command_has_its_examples_looked_at() -> None:
     built: Any = typer.main.get_command(app.build())
     assert {command.split()[0] for command in COMMANDS} == set(built.commands)
@@ -314,15 +309,6 @@ def test_status_takes_one_way_of_showing() -> None:
     assert told.returncode == 2 and "--watch, --pool, --labels, --probe and --json: one of them" in told.stderr
 
 
-def test_status_of_a_stale_socket_says_that_nobody_listens(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(tmp_path / "stale.sock"))
-    told = kvbridge("status", "--socket", tmp_path / "stale.sock")
-    assert told.returncode == 1
-    assert "no_agent" in told.stderr
-    assert "Connection refused" in told.stderr
-
-
 STATUS_QUERY = StatusQuery()
 
 
@@ -354,9 +340,17 @@ class Scripted:
             connection.sendall(self._answer)
 
 
+def shown(folder: Path, answer: object, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What `kvbridge status` makes of an agent that answers this."""
+    said = answer if isinstance(answer, bytes) else pack(answer)
+    with Scripted(folder / "a.sock", said, PoolQuery() if "--pool" in flags else STATUS_QUERY) as agent:
+        told = kvbridge("status", "--socket", agent.path, *flags, **environment)
+    (folder / "a.sock").unlink()
+    return told
+
+
 def test_status_prints_what_the_agent_says(tmp_path: Path) -> None:
-    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
-        told = kvbridge("status", "--socket", agent.path)
+    told = shown(tmp_path, STATUS)
     assert told.returncode == 0, told.stderr
     for words in (
         "prefill-0",
@@ -374,22 +368,13 @@ def test_status_prints_what_the_agent_says(tmp_path: Path) -> None:
         assert words in told.stdout
 
 
-def test_status_shows_names_that_are_markup_or_commands_as_they_are(tmp_path: Path) -> None:
-    odd = msgspec.structs.replace(STATUS.peers[0], name="[/x] [red]\x1b[2J")
-    with Scripted(tmp_path / "a.sock", pack(msgspec.structs.replace(STATUS, peers=(odd,)))) as agent:
-        told = kvbridge("status", "--socket", agent.path)
-    assert told.returncode == 0, told.stderr
-    assert "[/x]" in told.stdout and "\x1b" not in told.stdout
-
-
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_status_shows_no_terminal_what_others_would_command_it(flags: tuple[str, ...], tmp_path: Path) -> None:
-    forged = "x\x1b[2J\x9b2J\nkvbridge: all is well\u202e"
+    forged = "[/x] [red]x\x1b[2J\x9b2J\nkvbridge: all is well\u202e"
     odd = msgspec.structs.replace(STATUS.peers[0], name=forged)
     said = msgspec.structs.replace(STATUS, peers=(odd,), counters={f"kvbridge_failpoints_total{{armed={forged}}}": 1.0})
-    with Scripted(tmp_path / "a.sock", pack(said)) as agent:
-        told = kvbridge("status", "--socket", agent.path, *flags)
-    assert told.returncode == 0, told.stderr
+    told = shown(tmp_path, said, *flags)
+    assert told.returncode == 0 and "[/x] [red]x" in told.stdout, told.stderr
     assert all(line.isprintable() for line in told.stdout.split("\n"))
     assert not any(line.startswith("kvbridge: all is well") for line in told.stdout.split("\n"))
     if flags:
@@ -398,24 +383,16 @@ def test_status_shows_no_terminal_what_others_would_command_it(flags: tuple[str,
 
 def test_an_error_that_quotes_others_is_plain(tmp_path: Path) -> None:
     refused = msgspec.structs.replace(TO_ENGINE[2], reasons=("x\x1b[2J\nkvbridge: all is well",))
-    with Scripted(tmp_path / "a.sock", pack(refused)) as agent:
-        told = kvbridge("status", "--socket", agent.path)
+    told = shown(tmp_path, refused)
     assert told.returncode == 1
     assert told.stderr.split("\n")[1] == "  kvbridge: all is well" and "\x1b" not in told.stderr
-
-
-def test_plan_of_a_file_nested_too_deep_says_so(tmp_path: Path) -> None:
-    (tmp_path / "deep.json").write_text('{"x":' * 100_000)
-    told = kvbridge("plan", tmp_path / "deep.json", tmp_path / "deep.json")
-    assert told.returncode == 1 and "bad_pool_file" in told.stderr
 
 
 def test_status_shows_a_key_as_it_is(tmp_path: Path) -> None:
     """Z85 has brackets and colons, which would be markup and smileys to the library that prints."""
     key = "[red]x[/]:smile:#0123456789012345678901234"
     told_of = msgspec.structs.replace(STATUS, security=f"curve, own key {key}")
-    with Scripted(tmp_path / "a.sock", pack(told_of)) as agent:
-        told = kvbridge("status", "--socket", agent.path)
+    told = shown(tmp_path, told_of)
     assert key in told.stdout and "loopback only" not in told.stdout
 
 
@@ -463,8 +440,7 @@ def test_keygen_refuses_to_write_over_a_key_and_a_name_that_no_list_can_have(tmp
 
 
 def test_status_as_json_is_the_message(tmp_path: Path) -> None:
-    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
-        told = kvbridge("status", "--socket", agent.path, "--json")
+    told = shown(tmp_path, STATUS, "--json")
     assert msgspec.json.decode(told.stdout, type=type(STATUS)) == STATUS
 
 
@@ -531,8 +507,7 @@ def test_status_finds_the_agents_of_the_host_and_names_the_dead(tmp_path: Path) 
 
 
 def test_status_of_several_named_agents_ends_with_1_if_one_is_gone(tmp_path: Path) -> None:
-    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
-        told = kvbridge("status", "--socket", agent.path, "--socket", tmp_path / "b.sock")
+    told = shown(tmp_path, STATUS, "--socket", tmp_path / "b.sock")
     assert told.returncode == 1 and "prefill-0" in told.stdout and "b.sock: No such file" in told.stderr
 
 
@@ -588,8 +563,7 @@ LONG = msgspec.structs.replace(
 
 
 def test_status_is_readable_at_80_columns(tmp_path: Path) -> None:
-    with Scripted(tmp_path / "a.sock", pack(LONG)) as agent:
-        told = kvbridge("status", "--socket", agent.path, COLUMNS="80")
+    told = shown(tmp_path, LONG, COLUMNS="80")
     assert told.returncode == 0, told.stderr
     lines = told.stdout.splitlines()
     assert max(map(len, lines)) <= 80
@@ -604,23 +578,20 @@ def test_status_is_readable_at_80_columns(tmp_path: Path) -> None:
 
 def test_status_shows_people_no_more_rows_than_they_read(tmp_path: Path) -> None:
     transfers = tuple(msgspec.structs.replace(LONG.transfers[0], request=f"request-{n}") for n in range(1234))
-    with Scripted(tmp_path / "a.sock", pack(msgspec.structs.replace(LONG, transfers=transfers))) as agent:
-        told = kvbridge("status", "--socket", agent.path)
+    told = shown(tmp_path, msgspec.structs.replace(LONG, transfers=transfers))
     assert told.returncode == 0, told.stderr
     assert "request-99," in told.stdout and "request-100," not in told.stdout
     assert "and 1,134 more; --json has them all" in told.stdout
 
 
 def test_status_prints_the_pool_that_plan_reads(tmp_path: Path) -> None:
-    with Scripted(tmp_path / "a.sock", pack(POOL_STATUS), PoolQuery()) as agent:
-        told = kvbridge("status", "--socket", agent.path, "--pool")
+    told = shown(tmp_path, POOL_STATUS, "--pool")
     assert told.returncode == 0, told.stderr
     assert msgspec.json.decode(told.stdout, type=type(POOL_STATUS.pool)) == POOL_STATUS.pool
 
 
 def test_status_prints_labels_of_the_engine_for_schedulers(tmp_path: Path) -> None:
-    with Scripted(tmp_path / "a.sock", pack(STATUS)) as agent:
-        told = kvbridge("status", "--socket", agent.path, "--labels")
+    told = shown(tmp_path, STATUS, "--labels")
     assert told.returncode == 0 and told.stdout.split() == [
         "kvbridge/model-key=0123456789abcdef",
         "kvbridge/engine=vllm",
@@ -630,8 +601,7 @@ def test_status_prints_labels_of_the_engine_for_schedulers(tmp_path: Path) -> No
         "kvbridge/block-tokens=16",
         "kvbridge/dtype=bf16",
     ]
-    with Scripted(tmp_path / "b.sock", pack(msgspec.structs.replace(STATUS, engine=None))) as agent:
-        told = kvbridge("status", "--socket", agent.path, "--labels")
+    told = shown(tmp_path, msgspec.structs.replace(STATUS, engine=None), "--labels")
     assert told.returncode == 1 and "no engine is attached" in told.stderr and not told.stdout
 
 
@@ -646,8 +616,7 @@ ANSWERS = {
 @pytest.mark.parametrize("case", ANSWERS)
 def test_status_of_something_else_says_what_it_is(case: str, tmp_path: Path) -> None:
     answer, words = ANSWERS[case]
-    with Scripted(tmp_path / "a.sock", answer) as agent:
-        told = kvbridge("status", "--socket", agent.path)
+    told = shown(tmp_path, answer)
     assert told.returncode == 1
     assert words in told.stderr
 
@@ -692,31 +661,6 @@ def test_plan_says_what_each_change_means(tmp_path: Path) -> None:
     assert told.returncode == 2 and "bad_option: rank: 2" in told.stderr
 
 
-def test_plan_of_equal_pools_is_same(tmp_path: Path) -> None:
-    pool = write_pools(tmp_path, "pool", Shape())
-    assert json.loads(kvbridge("plan", pool, pool, "--json").stdout)["verdict"] == "Same"
-
-
-def test_plan_refuses_planes_on_top_of_each_other(tmp_path: Path) -> None:
-    pool = describe(Shape(layout="two_first"))
-    key, value, *others = pool.planes
-    pool = msgspec.structs.replace(pool, planes=(key, msgspec.structs.replace(value, offset=key.offset), *others))
-    (tmp_path / "pool.json").write_bytes(msgspec.json.encode(pool))
-    told = kvbridge("plan", tmp_path / "pool.json", tmp_path / "pool.json")
-    assert told.returncode == 1 and "sender layer 0 k and layer 0 v: both hold byte 0 of region 0" in told.stderr
-
-
-def test_plan_refuses_another_model_with_the_reasons(tmp_path: Path) -> None:
-    sender = write_pools(tmp_path, "sender", Shape(key_width=64))
-    receiver = write_pools(tmp_path, "receiver", Shape(key_width=96))
-    told = kvbridge("plan", sender, receiver)
-    assert told.returncode == 1
-    assert "incompatible" in told.stderr
-    assert "key_width: sender 64, receiver 96 (layer 0 and 1 more); needs the same model on both sides" in told.stderr
-    (change,) = json.loads(kvbridge("plan", sender, receiver, "--json").stdout)["changes"]
-    assert (change["needs"], change["words"]) == ("the same model on both sides", "")
-
-
 def test_plan_judges_every_rank_of_the_sender(tmp_path: Path) -> None:
     receiver = write_pools(tmp_path, "receiver", Shape())
     pools = [held.pool for held in build_all(Shape(tp_size=2))]
@@ -739,14 +683,6 @@ def test_plan_of_half_an_engine_says_that_rows_are_missing(tmp_path: Path) -> No
     found = json.loads(told.stdout)
     assert (found["verdict"], found["code"], found["senders"]) == ("Convertible", "rows_not_held", [])
     assert "every rank" in found["reasons"][0] and found["changes"]
-
-
-def test_plan_with_slots_that_hold_no_row_says_so(tmp_path: Path) -> None:
-    pool = write_pools(tmp_path, "pool", Shape())
-    told = kvbridge("plan", pool, pool, "--slot-bytes", "1", "--json")
-    assert told.returncode == 1 and "slot_too_small" in told.stderr
-    found = json.loads(told.stdout)
-    assert found["code"] == "slot_too_small" and "slot_bytes: 1, a row of layer 0" in found["reasons"][0]
 
 
 WRONG_LINES = {  # options of plan, after two pools that fit: a part of the reason that all versions of typer say
@@ -783,7 +719,7 @@ def test_plan_as_json_says_that_pools_are_not_named(tmp_path: Path) -> None:
     failed("bad_option", "Missing argument", 2, tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", "[]", '{"engine": 5}'])
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", '{"engine": 5}', "\xff", '{"x":' * 100_000], ids=range(7))
 def test_plan_as_json_says_that_a_file_is_no_pool(text: str | None, tmp_path: Path) -> None:
     pool, bad = write_pools(tmp_path, "pool", Shape()), tmp_path / "bad.json"
     if text is not None:
@@ -803,14 +739,24 @@ def test_plan_as_json_says_that_an_agent_does_not_tell_its_pool(tmp_path: Path) 
     assert found["code"] == "agent_refused" and "version_mismatch" in found["reasons"][0]
 
 
-def test_plan_as_json_says_that_nothing_can_be_moved(tmp_path: Path) -> None:
-    pool = write_pools(tmp_path, "pool", Shape())
-    other = write_pools(tmp_path, "other", Shape(key_width=96))
-    for code, words in {"incompatible": (pool, other), "slot_too_small": (pool, pool, "--slot-bytes", "1")}.items():
-        told = kvbridge("plan", *words, "--json")
-        found = json.loads(told.stdout)
-        assert (told.returncode, found["code"], bool(found["reasons"])) == (1, code, True)
-    assert json.loads(kvbridge("plan", pool, pool, "--json").stdout)["code"] == ""
+@pytest.mark.parametrize(
+    ("code", "key_width", "flags", "reason"),
+    [
+        ("", 8, (), ""),
+        ("incompatible", 96, (), "key_width: sender 8, receiver 96 (layer 0 and 1 more); needs the same model"),
+        ("slot_too_small", 8, ("--slot-bytes", "1"), "slot_bytes: 1, a row of layer 0"),
+    ],
+)
+def test_plan_says_that_nothing_can_be_moved(
+    code: str, key_width: int, flags: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    pools = (write_pools(tmp_path, f"of-{width}", Shape(key_width=width)) for width in (8, key_width))
+    told = kvbridge("plan", *pools, *flags, "--json")
+    found = json.loads(told.stdout)
+    assert (told.returncode, found["code"]) == (1 if code else 0, code)
+    assert reason in "".join(found["reasons"]) and code in told.stderr and reason in told.stderr
+    assert [each["needs"] for each in found["changes"]] == ["the same model on both sides"] * (code == "incompatible")
+    assert (found["verdict"] == "Same") == (code != "incompatible")
 
 
 def test_plan_takes_files_with_commas_between_as_the_ranks_of_one_engine(tmp_path: Path) -> None:
@@ -819,44 +765,6 @@ def test_plan_takes_files_with_commas_between_as_the_ranks_of_one_engine(tmp_pat
     receiver = write_pools(tmp_path, "receiver", Shape())
     told = kvbridge("plan", f"{tmp_path}/0.json,{tmp_path}/1.json", receiver, "--json")
     assert told.returncode == 0 and len(json.loads(told.stdout)["senders"]) == 2
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"engine": 5}', "\xff"])
-def test_plan_refuses_a_file_that_is_no_pool(text: str, tmp_path: Path) -> None:
-    (tmp_path / "bad.json").write_text(text)
-    told = kvbridge("plan", tmp_path / "bad.json", tmp_path / "bad.json")
-    assert told.returncode == 1
-    assert "bad_pool_file" in told.stderr
-    assert "bad.json" in told.stderr
-
-
-def test_agent_starts_answers_status_and_stops(tmp_path: Path) -> None:
-    path = tmp_path / "agent.sock"
-    (tmp_path / "kvbridge.toml").write_text('name = "from-file"\nmetrics = ""\nlisten = "tcp://127.0.0.1:0"\n')
-    flags = (
-        "--config",
-        tmp_path / "kvbridge.toml",
-        "--socket",
-        path,
-        "--receive-slots",
-        "2",
-        "--send-slots",
-        "2",
-    )
-    command = [sys.executable, "-m", "kvbridge.cli", "agent", *map(str, flags)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as agent:
-        try:
-            end = time.monotonic() + START_S
-            while (told := kvbridge("status", "--socket", path, "--json")).returncode and time.monotonic() < end:
-                assert agent.poll() is None, agent.communicate()[1]
-                time.sleep(0.1)
-            status = json.loads(told.stdout)
-            assert (status["agent"]["name"], status["state"], status["fabric"]) == ("from-file", "serving", "nixl")
-            agent.send_signal(signal.SIGTERM)
-            assert agent.wait(20) == 0
-        finally:
-            agent.kill()
-    assert not path.exists()
 
 
 def test_a_hangup_while_it_starts_ends_no_agent_and_one_later_reads_the_peers_again(tmp_path: Path) -> None:
@@ -870,7 +778,7 @@ def test_a_hangup_while_it_starts_ends_no_agent_and_one_later_reads_the_peers_ag
     log = tmp_path / "log"
     with log.open("wb") as written, subprocess.Popen(command, stderr=written) as agent:
         try:
-            wait_for(lambda: takes_hangups(agent.pid), "SIGHUP is not its end")
+            wait_for(lambda: takes_hangups(agent.pid))
             assert "libtorch" not in Path(f"/proc/{agent.pid}/maps").read_text()
             while "serving: " not in log.read_text():
                 assert agent.poll() is None, log.read_text()
@@ -879,10 +787,10 @@ def test_a_hangup_while_it_starts_ends_no_agent_and_one_later_reads_the_peers_ag
             theirs = kvbridge("keygen", tmp_path / "b.key", "--name", "theirs").stdout
             (tmp_path / "peers").write_text(ours + theirs)
             agent.send_signal(signal.SIGHUP)
-            wait_for(lambda: "peers read again: curve" in log.read_text(), "it reads them again")
-            wait_for(lambda: "2 keys allowed" in status_of(tmp_path / "a.sock"), "it knows both")
+            wait_for(lambda: "peers read again: curve" in log.read_text())
+            wait_for(lambda: "2 keys allowed" in status_of(tmp_path / "a.sock"))
             agent.send_signal(signal.SIGTERM)
-            assert agent.wait(20) == 0
+            assert agent.wait(20) == 0 and not (tmp_path / "a.sock").exists()
         finally:
             agent.kill()
 
@@ -897,10 +805,3 @@ def takes_hangups(pid: int) -> bool:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigIgn:", "SigCgt:"))]
     return any(mask >> (signal.SIGHUP - 1) & 1 for mask in masks)
-
-
-def wait_for(is_so: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + START_S
-    while not is_so():
-        assert time.monotonic() < end, what
-        time.sleep(0.002)

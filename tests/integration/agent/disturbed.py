@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.status import Status
 
 from kvbridge.exchange.leases import LEASE_S
 from kvbridge.loopback.engine import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
 from kvbridge.loopback.processes import AgentProcess, EngineProcess, end
+from tests.integration.agent.harness import is_at_rest
 from tests.integration.agent.rank import CALM_S, GONE, SEEDS
 
 QUIET_S = 10.0
@@ -98,14 +100,14 @@ class Side:
         self.engine.say(json.dumps({"verb": verb, **more}))
         return self.engine.hear(verb)
 
-    def offer(self, **more: Any) -> None:
+    def offer(self, verb: str = "offer", **more: Any) -> None:
         """The engine offers; how that ended is its next word."""
-        self.engine.say(json.dumps({"verb": "offer", **more}))
+        self.engine.say(json.dumps({"verb": verb, **more}))
         self.engine.hear("offered")
 
-    def offer_ended(self) -> str:
+    def offer_ended(self, verb: str = "offer") -> str:
         """The code that the engine was told; none if all was gathered."""
-        code: str = self.engine.hear("offer")["code"]
+        code: str = self.engine.hear(verb)["code"]
         return code
 
     def revive(self) -> None:
@@ -131,12 +133,7 @@ class Side:
 
     def is_quiet(self) -> None:
         """Wait until no transfer is left and every slot is free."""
-
-        def is_free(status: Status) -> bool:
-            slots = (status.receive_slots, status.send_slots)
-            return not status.transfers and not any(s.lent or s.landed or s.quarantined for s in slots)
-
-        self.becomes(is_free)
+        self.becomes(is_at_rest)
 
 
 class Pair:
@@ -227,16 +224,14 @@ def stands_still_over_a_withdrawal(pair: Pair, seed: int, rounds: int) -> int:
     for _ in range(rounds):
         rendezvous, stop = pair.rendezvous(), pair.sender.agent.process.pid
         after_s = chance.uniform(0.2, 1.1) * pair.fastest_s
-        pair.sender.engine.say(
-            json.dumps({"verb": "take_back", "hold_s": HOLD_S, "after_s": after_s, "stop": stop} | rendezvous)
-        )
-        pair.sender.engine.hear("offered")
+        halt = {"after_s": after_s, "stop": stop, "for_s": READERS_S, "is_withdrawn": True}
+        pair.sender.offer("halt", hold_s=HOLD_S, **halt, **rendezvous)
         told = pair.receiver.tell("want", sender=pair.sender.agent.address, **rendezvous)
         print(f"taken back after {after_s * 1e3:.1f} ms: {told['code'] or 'done'} {told['wrong']}")
         if not told["code"]:
             assert told["wrong"] == "", f"taken back after {after_s * 1e3:.2f} ms: {told}"
             done += 1
-        pair.sender.engine.hear("take_back")
+        pair.sender.offer_ended("halt")
     pair.is_sound()
     return done
 
@@ -249,15 +244,14 @@ def stands_still_for_a_while(pair: Pair) -> None:
 
     The receiver's agent takes long over the second of them, so that the lease of the claim is over when it has read.
     """
-    halt = {"hold_s": HOLD_S, "after_s": LEASE_S / 3, "stop": pair.sender.agent.process.pid, "for_s": 3 * LEASE_S}
+    halt = {"stop": pair.sender.agent.process.pid, "for_s": 3 * LEASE_S, "is_withdrawn": False}
     took = []
     for _ in range(3):
         rendezvous = pair.rendezvous()
-        pair.sender.engine.say(json.dumps({"verb": "offer_past"} | halt | rendezvous))
-        pair.sender.engine.hear("offered")
+        pair.sender.offer("halt", hold_s=HOLD_S, after_s=LEASE_S / 3, **halt, **rendezvous)
         told = pair.receiver.tell("want", sender=pair.sender.agent.address, **rendezvous)
         assert (told["code"], told["wrong"]) == ("", ""), told
-        assert pair.sender.engine.hear("offer_past")["code"] == ""
+        assert pair.sender.offer_ended("halt") == ""
         took.append(told["seconds"])
     assert max(took) > 3 * LEASE_S, f"none of these waited for the agent that stood still: {took}"
     pair.is_sound()

@@ -1,59 +1,76 @@
-"""The peers of one agent, all played by the test."""
+"""The peers of one agent, all played by the test: their links, and the agent's control and data plane."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from kvbridge_proto.peer import Cancel, Hello, Probe, Refuse, Welcome
+from msgspec.structs import replace as replace_struct
 
 from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.incoming_peers import IncomingPeers
+from kvbridge.agent.journal import Journal
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.outgoing_peers import OutgoingPeers
 from kvbridge.agent.peers import Peers
+from kvbridge.agent.receiver_runner import ReceiverRunner
+from kvbridge.agent.request_records import RequestRecords
+from kvbridge.agent.sender_runner import SenderRunner
+from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.dataplane.routes.staged import Landing
+from kvbridge.dataplane.send_orders import SendOrders
+from kvbridge.exchange.orders import ReceivingOrder, SendingOrder
+from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.route import Routed
+from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, answer, hello, welcome
+from kvbridge.exchange.slots import SlotPool
 from kvbridge.transport.trust import Trust
-from tests.integration.agent.wire import Wire
-from tests.unit.exchange.world import NOTHING, World
+from tests.unit.exchange.world import NOTHING, World, take_up
 
 
-def outgoing_of(
-    receiver: Any, player: Any, data_plane: Any, engine: Callable[[], AttachedEngine | None], connect_s: float
-) -> OutgoingPeers:
-    """Sessions that the receiver opens by the control of `player`."""
+class Wire:
+    """One end of a link to another agent. It keeps what was sent."""
+
+    version, is_lost, is_up, sends_by_pipe = 1, False, True, False
+
+    def __init__(self, address: str, key: str = "", peer_incarnation: str = "", *, is_dialled: bool = False) -> None:
+        self.address, self.key, self.peer_incarnation, self.is_dialled = address, key, peer_incarnation, is_dialled
+        self.sent: list[Any] = []
+
+    def send(self, body: Any) -> bool:
+        self.sent.append(body)
+        return True
+
+    def close(self) -> None:
+        self.is_lost = True
+
+    def said(self, kind: type) -> list[Any]:
+        return [body for body in self.sent if isinstance(body, kind)]
+
+    def last(self, kind: type) -> Any:
+        return next(reversed(self.said(kind)), None)
+
+
+def outgoing_of(receiver: Any, player: Any, data_plane: Any, connect_s: float) -> OutgoingPeers:
+    """Sessions that the receiver opens by the control of `player`, for its engine."""
+    engine = lambda: player.engine  # noqa: E731
     return OutgoingPeers(receiver, player, data_plane, engine, Metrics(), connect_s, time.monotonic, NoDoors().enter)
 
 
-def incoming_of(sender: Any, data_plane: Any, engine: Callable[[], AttachedEngine | None]) -> IncomingPeers:
-    return IncomingPeers(sender, data_plane, engine, Metrics(), NoDoors())
+def incoming_of(sender: Any, player: Any, data_plane: Any) -> IncomingPeers:
+    return IncomingPeers(sender, data_plane, lambda: player.engine, Metrics(), NoDoors())
 
 
-def joined(player: Any, data_plane: Any, engine: Callable[[], AttachedEngine | None], connect_s: float) -> Peers:
-    """Peers whose control, receiver and sender are all `player`."""
-    outgoing = outgoing_of(player, player, data_plane, engine, connect_s)
-    return Peers(player, outgoing, incoming_of(player, data_plane, engine), data_plane, Metrics())
-
-
-class EngineTold:
-    """A CurrentEngine that keeps what it is told."""
-
-    def __init__(self, tell: Callable[[Any], None], engine: Callable[[], AttachedEngine | None]) -> None:
-        self.memory = NOTHING
-        self.tell = tell
-        self._engine = engine
-
-    @property
-    def engine(self) -> AttachedEngine | None:
-        return self._engine()
-
-    def listen(self) -> None: ...
+def joined(player: Any, data_plane: Any, connect_s: float) -> Peers:
+    """Peers whose control, engine, receiver and sender are all of `player`."""
+    outgoing = outgoing_of(player, player, data_plane, connect_s)
+    return Peers(player, outgoing, incoming_of(player, player, data_plane), data_plane, Metrics())
 
 
 class Player:
@@ -72,7 +89,12 @@ class Player:
         self.drained = False
         self.opened_at: list[str] = []
         self.over: list[tuple[str, str]] = []
-        self.peers = joined(self, self, lambda: self.engine, 0.2)
+        self.peers = joined(self, self, 0.2)
+
+    async def takes(self, wire: Wire, said: Hello) -> None:
+        """Hear a Hello, and return when it is dealt with."""
+        async with asyncio.TaskGroup() as tasks:
+            self.peers._take(tasks, wire, said.agent.incarnation, said)
 
     def keep_awake(self) -> None: ...
 
@@ -118,17 +140,51 @@ class Player:
         self.heard.append((incarnation, "lost"))
 
 
-def run(story: Callable[[World], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(story(World()), 30))
+class Whole(Player):
+    """With a real receiver and a real sender. It keeps what its engine is told. Its data plane only takes orders.
+
+    `report` lets receiver and sender hear what the data plane has to say.
+    """
+
+    def __init__(self, engine: AttachedEngine, slots: int = 4, peers: type[Peers] = Peers) -> None:
+        super().__init__(engine)
+        self.now, self.told, numbers = 0.0, list[Any](), count(1)
+        self.memory = NOTHING
+        self.send_orders, self.receive_orders = SendOrders(2), ReceiveOrders()
+        self.metrics, journal, clock = Metrics(), Journal(), lambda: self.now
+        token = lambda: next(numbers).to_bytes(16, "big")  # noqa: E731
+        self.receiving = Receiver(SlotPool(slots), lambda: f"id{next(numbers)}", token)
+        self.sending = Sender()
+        records = [RequestRecords(role, journal, self.metrics.request_ended) for role in ("receiver", "sender")]
+        outgoing, incoming = lambda of: outgoing_of(of, self, self, 5.0), lambda of: incoming_of(of, self, self)
+        told: Any = self  # as CurrentEngine
+        self.receiver = ReceiverRunner(self.receiving, outgoing, self, self.metrics, records[0], told, clock)
+        self.sender = SenderRunner(self.sending, incoming, self, self.metrics, records[1], told, clock)
+        self.peers = peers(self, self.receiver.peers, self.sender.peers, self, self.metrics)
+        self.may_prove.set()
+
+    def tell(self, message: Any) -> None:
+        self.told.append(message)
+
+    def listen(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def warm(self, attachment: Any, parts: Any) -> None: ...
+
+    def give(self, order: SendingOrder | ReceivingOrder, attachment: Any) -> None:
+        take_up(order, self.send_orders, self.receive_orders)
+
+    def report(self) -> None:
+        while received := self.receive_orders.take_reports():
+            self.receiver.hear(received)
+        while sent := self.send_orders.take_reports():
+            self.sender.hear(sent)
 
 
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
-
-
-def replace_struct(value: Any, **changes: Any) -> Any:
-    return type(value)(**{name: getattr(value, name) for name in value.__struct_fields__} | changes)
 
 
 def greeting(world: World, incarnation: str) -> Hello:
@@ -139,8 +195,7 @@ def greeting(world: World, incarnation: str) -> Hello:
 async def met(world: World, key: str = "") -> tuple[Player, Wire]:
     player, wire = Player(world.senders[0].engine), Wire("D0", key, "D")
     player.may_prove.set()
-    async with asyncio.TaskGroup() as tasks:
-        player.peers._take(tasks, wire, "D", greeting(world, "D"))
+    await player.takes(wire, greeting(world, "D"))
     assert wire.said(Welcome)
     return player, wire
 

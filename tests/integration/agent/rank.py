@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import torch
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import READERS_S, Abandon, Done, Failed, Offer, Refused, Released, Want, Withdraw
+from kvbridge_proto.engine import Abandon, Done, Failed, Offer, Refused, Released, Want, Withdraw
 from kvbridge_proto.status import Status, StatusQuery
 
 from kvbridge.loopback.engine import Job, RequestRejected, SyntheticEngine
@@ -59,9 +59,9 @@ class Rank(SyntheticEngine):
         The blocks are somebody else's at once, while the receiver may not be through with what came out of them.
         """
         self._offer(seed, rendezvous, hold_s)
-        code, reason = self._end_of(rendezvous)
+        ended = self._end_of(rendezvous)
         self._scribble(POISON)
-        return {"code": code, "reason": reason}
+        return ended
 
     def _offer(self, seed: int, rendezvous: str, hold_s: float) -> None:
         for region, whole in zip(self.regions, self.wholes[seed], strict=True):
@@ -82,34 +82,26 @@ class Rank(SyntheticEngine):
         self.wait(lambda message: isinstance(message, Status))
         say("offered", {})
 
-    def do_take_back(self, seed: int, rendezvous: str, hold_s: float, after_s: float, stop: int) -> dict[str, Any]:
-        """Offer; after so long that process is stopped, the offer taken back and, later, its blocks used again.
+    def do_halt(
+        self, seed: int, rendezvous: str, hold_s: float, after_s: float, stop: int, for_s: float, is_withdrawn: bool
+    ) -> dict[str, Any]:
+        """Offer; after so long that process stands still for a while. How the offer ended.
 
-        As an engine does that must compute on and gets no answer. Then the process goes on. How the offer ended.
+        If the offer is withdrawn meanwhile, its blocks are used again before the process goes on: that is what an
+        engine does that must compute on and gets no answer.
         """
         self._offer(seed, rendezvous, hold_s)
         time.sleep(after_s)
         os.kill(stop, signal.SIGSTOP)
         try:
-            self.client.send(Withdraw(request=rendezvous, reason="preempted"))
-            time.sleep(READERS_S)
-            self._scribble(POISON)
+            if is_withdrawn:
+                self.client.send(Withdraw(request=rendezvous, reason="preempted"))
+            time.sleep(for_s)
+            if is_withdrawn:
+                self._scribble(POISON)
         finally:
             os.kill(stop, signal.SIGCONT)
-        code, reason = self._end_of(rendezvous)
-        return {"code": code, "reason": reason}
-
-    def do_offer_past(
-        self, seed: int, rendezvous: str, hold_s: float, after_s: float, stop: int, for_s: float
-    ) -> dict[str, Any]:
-        """Offer; after so long that process stands still for a while. How the offer ended."""
-        self._offer(seed, rendezvous, hold_s)
-        time.sleep(after_s)
-        os.kill(stop, signal.SIGSTOP)
-        time.sleep(for_s)
-        os.kill(stop, signal.SIGCONT)
-        code, reason = self._end_of(rendezvous)
-        return {"code": code, "reason": reason}
+        return self._end_of(rendezvous)
 
     # As receiver:
 
@@ -117,8 +109,7 @@ class Rank(SyntheticEngine):
         """Undisturbed: how long it took and what is wrong with our memory."""
         self._scribble(POISON)
         began = self._want(rendezvous, sender)
-        code, reason = self._end_of(rendezvous)
-        return {"code": code, "reason": reason, "seconds": time.perf_counter() - began, "wrong": self._wrong(seed)}
+        return self._end_of(rendezvous) | {"seconds": time.perf_counter() - began, "wrong": self._wrong(seed)}
 
     def do_disturb(
         self,
@@ -144,16 +135,16 @@ class Rank(SyntheticEngine):
             os.kill(kill, number)
         else:
             self.client.send(Abandon(request=rendezvous))
-        code, reason = self._end_of(rendezvous)
-        if code == GONE and is_patient:
+        ended = self._end_of(rendezvous)
+        if ended["code"] == GONE and is_patient:
             assert select.select([process], [], [], GONE_S)[0], f"process {kill} is not gone in {GONE_S} s"
         if kill:
             os.close(process)
-        if not code:
-            return {"code": "", "seconds": time.perf_counter() - began, "wrong": self._wrong(seed)}
+        if not ended["code"]:
+            return ended | {"seconds": time.perf_counter() - began, "wrong": self._wrong(seed)}
         self._scribble(pattern)
         time.sleep(calm_s)
-        return {"code": code, "reason": reason, "wrong": self._written_on(pattern)}
+        return ended | {"wrong": self._written_on(pattern)}
 
     # Both:
 
@@ -185,8 +176,8 @@ class Rank(SyntheticEngine):
         self.client.send(want)
         return began
 
-    def _end_of(self, rendezvous: str) -> tuple[str, str]:
-        """(code, reason) of a want or an offer: none if all is well, GONE if our agent is."""
+    def _end_of(self, rendezvous: str) -> dict[str, Any]:
+        """Code and reason of a want or an offer: empty if all is well, the code GONE if our agent is."""
 
         def is_the_end(message: Any) -> bool:
             named = getattr(message, "request", getattr(message, "about", None))
@@ -195,10 +186,10 @@ class Rank(SyntheticEngine):
         try:
             message = self.wait(is_the_end)
         except RequestRejected as error:
-            return (GONE if not self.client.is_connected else "silent"), str(error)
+            return {"code": GONE if not self.client.is_connected else "silent", "reason": str(error)}
         if isinstance(message, Refused):
-            return message.code, "; ".join(message.reasons)
-        return ("", "") if isinstance(message, Done) else (message.code, message.reason)
+            return {"code": message.code, "reason": "; ".join(message.reasons)}
+        return {"code": getattr(message, "code", ""), "reason": getattr(message, "reason", "")}
 
     def _scribble(self, pattern: int) -> None:
         """Write all of our memory, and return when that is over."""

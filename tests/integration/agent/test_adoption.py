@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from kvbridge_proto.engine import Adopt, Attached, Decline, Done, Failed, Rescale, Rescaled
+from kvbridge_proto.engine import Adopt, Decline, Done, Failed, Rescale, Rescaled
 
-from tests.integration.agent.harness import SyntheticEngine, agent
-from tests.support.oracle import Shape, build
+from tests.integration.agent.harness import SyntheticEngine
+from tests.integration.agent.pairs import Bench, Benches
+from tests.support.oracle import Shape
 
 THEIRS, OURS = {"k": (0.5,), "v": (0.25,)}, {"k": (2.0,), "v": (2.0,)}
 
 
-class Pair:
-    """Two fp8 engines of other layouts, under other scales; the receiver would take the sender's."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.agents = [stack.enter_context(agent(folder, name)) for name in ("p", "d")]
-        shapes = (Shape("nhd", codec="fp8_e4m3", scales=THEIRS), Shape("hnd", codec="fp8_e4m3", scales=OURS))
-        self.sender, self.receiver = (
-            stack.enter_context(closing(SyntheticEngine(running, build(shape))))
-            for running, shape in zip(self.agents, shapes, strict=True)
-        )
-        assert isinstance(self.sender.attach(), Attached)
-        assert isinstance(self.receiver.attach(policy="adopt"), Attached)
-        for memory in self.sender.held.memory:
-            memory[:] = 0x39
-
-    def fetch(self, request: str) -> None:
-        self.sender.offer(request, [1], 16)
-        self.receiver.want(request, self.agents[0].address, [1], range(16))
+class Adopting(SyntheticEngine):
+    def attach(self, **changes: Any) -> Any:
+        return super().attach(policy="adopt", **changes)
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield Pair(tmp_path, stack)
+def pair(bench_of: Benches) -> Bench:
+    """Two fp8 engines of other layouts, under other scales; the receiver would take the sender's."""
+    shapes = (Shape("nhd", codec="fp8_e4m3", scales=THEIRS), Shape("hnd", codec="fp8_e4m3", scales=OURS))
+    bench = bench_of(*shapes, engine=Adopting)
+    for memory in bench.sender.held.memory:
+        memory[:] = 0x39
+    return bench
 
 
-def test_rows_arrive_as_they_are_once_the_engine_has_taken_the_scales(pair: Pair) -> None:
-    pair.fetch("first")
+def fetch(pair: Bench, request: str) -> None:
+    pair.offer(request, [1], 16)
+    pair.want(request, [1], range(16))
+
+
+def test_rows_arrive_as_they_are_once_the_engine_has_taken_the_scales(pair: Bench) -> None:
+    fetch(pair, "first")
     question = pair.receiver.client.wait(Adopt)
     assert {(each.layer, each.part): each.scales for each in question.scales} == {
         (layer, part): scales for layer in range(2) for part, scales in THEIRS.items()
@@ -51,23 +44,23 @@ def test_rows_arrive_as_they_are_once_the_engine_has_taken_the_scales(pair: Pair
     pair.receiver.client.send(Rescale(revision=question.revision, scales=question.scales))
     assert pair.receiver.client.wait(Rescaled) == Rescaled(revision=question.revision, epoch=2)
     assert isinstance(answer := pair.receiver.answer("first"), Done), answer
-    pair.fetch("second")
+    fetch(pair, "second")
     assert isinstance(answer := pair.receiver.answer("second"), Done), answer
     assert not [message for message in pair.receiver.client.heard if isinstance(message, Adopt)]
     written = 2 * 2 * 4 * 16 * 8  # layers, parts, heads, tokens, width
     assert np.count_nonzero(np.concatenate(pair.receiver.held.memory) == 0x39) == written
 
 
-def test_an_engine_that_keeps_its_own_gets_nothing_and_is_told_why(pair: Pair) -> None:
+def test_an_engine_that_keeps_its_own_gets_nothing_and_is_told_why(pair: Bench) -> None:
     before = [memory.copy() for memory in pair.receiver.held.memory]
-    pair.fetch("first")
+    fetch(pair, "first")
     question = pair.receiver.client.wait(Adopt)
     pair.receiver.client.send(Decline(revision=question.revision, reason="requests have been computed"))
     failed = pair.receiver.answer("first")
     assert isinstance(failed, Failed) and failed.code == "adopt_refused"
     assert "sender 0.5, receiver 2 (layer 0 k); needs scales=requantize" in failed.reason
     assert "requests have been computed" in failed.reason
-    pair.fetch("second")
+    fetch(pair, "second")
     assert isinstance(failed := pair.receiver.answer("second"), Failed) and failed.code == "adopt_refused"
     assert not [message for message in pair.receiver.client.heard if isinstance(message, Adopt)]
     assert all((now == then).all() for now, then in zip(pair.receiver.held.memory, before, strict=True))

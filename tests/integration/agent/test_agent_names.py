@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import count, islice, product
-from typing import Any
+from itertools import islice, product
 
 from kvbridge_proto.common import Blocks, Rank
 from kvbridge_proto.engine import Failed, Want
 from kvbridge_proto.peer import Cancel, Claim, Drained
 
-from kvbridge.agent.journal import Journal
-from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.outgoing_peers import MOST_NAMES
-from kvbridge.agent.peers import Peers
-from kvbridge.agent.receiver_runner import ReceiverRunner
-from kvbridge.agent.request_records import RequestRecords
-from kvbridge.exchange.receiver import Receiver
-from kvbridge.exchange.session import AttachedEngine
-from kvbridge.exchange.slots import SlotPool
-from tests.integration.agent.order_taker import OrderTaker
-from tests.integration.agent.player import EngineTold, Player, knows, outgoing_of, replace_struct, run, welcomed
+from tests.integration.agent.player import Whole, knows, replace_struct, welcomed
 from tests.unit.exchange.world import World
 
 
-class Fetching(Player, OrderTaker):
-    """A real receiver, whose engine's requests bring whatever address their clients say."""
-
-    def __init__(self, engine: AttachedEngine) -> None:
-        super().__init__(engine)
-        OrderTaker.__init__(self)
-        self.told: list[Any] = []
-        numbers = count()
-        self.receiving = Receiver(SlotPool(4), lambda: f"t{next(numbers)}", lambda: next(numbers).to_bytes(16, "big"))
-        engine = lambda: self.engine  # noqa: E731
-        clock = lambda: 0.0  # noqa: E731
-        metrics = Metrics()
-        records = RequestRecords("receiver", Journal(), metrics.request_ended)
-        open_peers = lambda receiver: outgoing_of(receiver, self, self, engine, 0.2)  # noqa: E731
-        told: Any = EngineTold(self.told.append, engine)
-        self.receiver = ReceiverRunner(self.receiving, open_peers, self, metrics, records, told, clock)
-        self.peers = Peers(self, self.receiver.peers, self.peers.incoming, self, metrics)
-        self.may_prove.set()
+class Fetching(Whole):
+    """Its engine's requests bring whatever address their clients say."""
 
     def want(self, sender: str) -> None:
         assert self.engine is not None
@@ -71,88 +45,71 @@ async def fetching(world: World) -> tuple[Fetching, str]:
     return player, world.senders[0].engine.agent.incarnation
 
 
-def test_spellings_of_one_host_are_one_address() -> None:
-    async def story(world: World) -> None:
-        player = Fetching(world.receivers[0].engine)
-        letters = product(*((letter, letter.upper()) for letter in "localhost"))
-        for number, spelled in enumerate(islice(letters, 500)):
-            player.want(f"tcp://{''.join(spelled)}:{'0' * (number % 2)}7700" + "#" * (number % 3 == 0))
-        assert list(player.wires) == ["tcp://localhost:7700"] and max(player.kept) == 1
-
-    run(story)
+async def test_spellings_of_one_host_are_one_address(world: World) -> None:
+    player = Fetching(world.receivers[0].engine)
+    letters = product(*((letter, letter.upper()) for letter in "localhost"))
+    for number, spelled in enumerate(islice(letters, 500)):
+        player.want(f"tcp://{''.join(spelled)}:{'0' * (number % 2)}7700" + "#" * (number % 3 == 0))
+    assert list(player.wires) == ["tcp://localhost:7700"] and max(player.kept) == 1
 
 
-def test_a_session_has_only_so_many_names_and_a_want_by_one_more_fails_at_once() -> None:
-    async def story(world: World) -> None:
-        player, incarnation = await fetching(world)
-        for number in range(500):
-            player.want(f"name-{number}")
-            if number < MOST_NAMES - 1:
-                assert not player.told
-            knows(player, f"name-{number}", incarnation)
-        assert max(player.kept) <= MOST_NAMES and list(player.peers.outgoing.sessions) == ["P0"]
-        failed = [told for told in player.told if isinstance(told, Failed)]
-        assert len(failed) == 500 - (MOST_NAMES - 1) and {each.code for each in failed} == {"too_many_names"}
-        assert "name-499 is P0" in failed[-1].reason and f"limit {MOST_NAMES}" in failed[-1].reason
-        assert player.wires["name-499"].is_lost
-        player.peers._lose(player.wires["P0"], "gone")
-        assert max(player.kept) <= 1  # slots were lent to P0: it may still write them
-
-    run(story)
+async def test_a_session_has_only_so_many_names_and_a_want_by_one_more_fails_at_once(world: World) -> None:
+    player, incarnation = await fetching(world)
+    for number in range(500):
+        player.want(f"name-{number}")
+        if number < MOST_NAMES - 1:
+            assert not player.told
+        knows(player, f"name-{number}", incarnation)
+    assert max(player.kept) <= MOST_NAMES and list(player.peers.outgoing.sessions) == ["P0"]
+    failed = [told for told in player.told if isinstance(told, Failed)]
+    assert len(failed) == 500 - (MOST_NAMES - 1) and {each.code for each in failed} == {"too_many_names"}
+    assert "name-499 is P0" in failed[-1].reason and f"limit {MOST_NAMES}" in failed[-1].reason
+    assert player.wires["name-499"].is_lost
+    player.peers._lose(player.wires["P0"], "gone")
+    assert max(player.kept) <= 1  # slots were lent to P0: it may still write them
 
 
-def test_a_name_that_nothing_is_wanted_by_makes_room_for_another() -> None:
+async def test_a_name_that_nothing_is_wanted_by_makes_room_for_another(world: World) -> None:
     """Else whoever made up as many first would keep all others from fetching by the agent's real name."""
-
-    async def story(world: World) -> None:
-        player, incarnation = await fetching(world)
-        player.want("waits")
-        knows(player, "waits", incarnation)
-        for number in range(500):
-            player.want(f"name-{number}")
-            knows(player, f"name-{number}", incarnation)
-            player.receiver.abandon(next(reversed(player.receiving.wants)))
-            player.report()
-        assert max(player.kept) <= MOST_NAMES and "too_many_names" not in {told.code for told in player.told}
-        before = len(player.wires["P0"].said(Claim))
-        for address in ("real", "waits", "P0", "name-0"):
-            player.want(address)
-            if address in ("real", "name-0"):
-                knows(player, address, incarnation)
-        assert len(player.wires["P0"].said(Claim)) == before + 4 and len(player.receiving.wants) == 6
-
-    run(story)
-
-
-def test_an_address_of_a_rank_stays_a_name_whoever_else_comes() -> None:
-    async def story(world: World) -> None:
-        player, incarnation = Fetching(world.receivers[0].engine), world.senders[0].engine.agent.incarnation
-        player.want("P0")
-        greeting = welcomed(world, player.wires["P0"])
-        ranks = (Rank(tp_rank=0, pp_rank=0, address="its own"),)
-        await player.peers._welcome(player.wires["P0"], replace_struct(greeting, ranks=ranks))
-        for address in ("its own", *(f"name-{number}" for number in range(40))):
-            player.peers.outgoing.reach(address)
+    player, incarnation = await fetching(world)
+    player.want("waits")
+    knows(player, "waits", incarnation)
+    for number in range(500):
+        player.want(f"name-{number}")
+        knows(player, f"name-{number}", incarnation)
+        player.receiver.abandon(next(reversed(player.receiving.wants)))
+        player.report()
+    assert max(player.kept) <= MOST_NAMES and "too_many_names" not in {told.code for told in player.told}
+    before = len(player.wires["P0"].said(Claim))
+    for address in ("real", "waits", "P0", "name-0"):
+        player.want(address)
+        if address in ("real", "name-0"):
             knows(player, address, incarnation)
-        assert "its own" in player.peers.outgoing._aliases and "name-0" not in player.peers.outgoing._aliases
-
-    run(story)
+    assert len(player.wires["P0"].said(Claim)) == before + 4 and len(player.receiving.wants) == 6
 
 
-def test_a_name_too_many_still_asks_for_what_is_in_doubt_by_it() -> None:
+async def test_an_address_of_a_rank_stays_a_name_whoever_else_comes(world: World) -> None:
+    player, incarnation = Fetching(world.receivers[0].engine), world.senders[0].engine.agent.incarnation
+    player.want("P0")
+    greeting = welcomed(world, player.wires["P0"])
+    ranks = (Rank(tp_rank=0, pp_rank=0, address="its own"),)
+    await player.peers._welcome(player.wires["P0"], replace_struct(greeting, ranks=ranks))
+    for address in ("its own", *(f"name-{number}" for number in range(40))):
+        player.peers.outgoing.reach(address)
+        knows(player, address, incarnation)
+    assert "its own" in player.peers.outgoing._aliases and "name-0" not in player.peers.outgoing._aliases
+
+
+async def test_a_name_too_many_still_asks_for_what_is_in_doubt_by_it(world: World) -> None:
     """Else whoever makes up names could keep the slots in quarantine that only this name's successor can give back."""
-
-    async def story(world: World) -> None:
-        player, incarnation = Fetching(world.receivers[0].engine), world.senders[0].engine.agent.incarnation
-        player.receiving._undrained.add("t", "was here", "dead", "")
-        player.want("P0")
-        await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
-        for address in [*(f"name-{number}" for number in range(MOST_NAMES)), "was here"]:
-            player.want(address)
-            knows(player, address, incarnation)
-        (asked,) = player.wires["P0"].said(Cancel)
-        assert (asked.transfer, asked.incarnation) == ("t", "dead") and max(player.kept) <= MOST_NAMES
-        player.peers._hear(player.wires["P0"], incarnation, Drained(transfer="t"))
-        assert not player.receiving._undrained.is_any("was here")
-
-    run(story)
+    player, incarnation = Fetching(world.receivers[0].engine), world.senders[0].engine.agent.incarnation
+    player.receiving._undrained.add("t", "was here", "dead", "")
+    player.want("P0")
+    await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
+    for address in [*(f"name-{number}" for number in range(MOST_NAMES)), "was here"]:
+        player.want(address)
+        knows(player, address, incarnation)
+    (asked,) = player.wires["P0"].said(Cancel)
+    assert (asked.transfer, asked.incarnation) == ("t", "dead") and max(player.kept) <= MOST_NAMES
+    player.peers._hear(player.wires["P0"], incarnation, Drained(transfer="t"))
+    assert not player.receiving._undrained.is_any("was here")

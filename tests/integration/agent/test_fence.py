@@ -1,79 +1,80 @@
 """The fence page between engine and agent: nothing is read or written before the count is reached.
 
-With a real engine a GPU's stream writes the count (tests/system/gpu/test_carry.py). The code that waits is the same.
+A chunk that waits for it has touched nothing, so a transfer that ends need not wait with it. With a real engine a GPU's
+stream writes the count (tests/system/gpu/test_carry.py). The code that waits is the same.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from kvbridge_proto.common import OURS
-from kvbridge_proto.engine import Attach, Attached, Done, Failed
-from kvbridge_proto.pool import Handle
+from kvbridge_proto.engine import Abandon, Done, Failed, Withdraw
 
 from kvbridge.device.fence import EngineFence
-from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent
-from tests.support.oracle import Shape, build, fill, mismatch
+from tests.integration.agent.harness import SyntheticEngine, wait_for
+from tests.integration.agent.pairs import Bench
+from tests.support.oracle import Shape, fill
+from tests.support.proc import mapped
 
 TOKENS = range(90)
 TABLE, RECEIVER_TABLE = [9, 4, 7, 2, 6, 1], [3, 5]
 WAIT_S, GONE_S = 0.5, 10.0  # without a close they stay mapped for ever
+AT_ONCE_S, READ_S, DEADLINE_S = 5.0, 0.2, 60.0  # who waits for a stream waits 30 s at least, as long as for a write
+NUMBERS = count()
 
 
 class FencedEngine(SyntheticEngine):
     """It says counts before its page has them."""
 
+    marked = 0
+
     def attach(self, **changes: Any) -> Any:
         self.fence = EngineFence("cpu")
-        handles = tuple(Handle(region=i, kind="shm_fd", fd=i) for i in range(len(self.fds)))
-        message = Attach(versions=OURS, pool=self.pool, handles=handles, fence_fd=len(self.fds), **changes)
-        self.marked = 0
-        self.client.send(message, (*self.fds, self.fence.fd))
-        return self.client.wait(Attached)
-
-    def mark(self) -> None:
-        self.marked = self.fence.mark()
+        self.fds.append(os.dup(self.fence.fd))
+        return super().attach(fence_fd=len(self.fds) - 1, **changes)
 
     def close(self) -> None:
         super().close()
         self.fence.close()
 
 
-class Pair:
+def mark(engine: SyntheticEngine) -> None:
+    assert isinstance(engine, FencedEngine)
+    engine.marked = engine.fence.mark()
+
+
+class Pair(Bench):
     """An engine that offers and one that wants, each with a fence."""
 
-    def __init__(self, folder: Path, stack: ExitStack, module: str = "kvbridge.cli") -> None:
-        self.agents: list[AgentProcess] = [stack.enter_context(agent(folder, name, module=module)) for name in "pd"]
+    def __init__(self, folder: Path, stack: ExitStack, **options: Any) -> None:
         shapes = Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8)
-        self.sender, self.receiver = (
-            stack.enter_context(closing(FencedEngine(each, build(shape))))
-            for each, shape in zip(self.agents, shapes, strict=True)
-        )
-        for engine in (self.sender, self.receiver):
-            engine.attach()
-            engine.directory(engine.agent)
-        self.fresh = self.sender.held.copy(), self.receiver.held.copy()
+        super().__init__(folder, stack, *shapes, engine=FencedEngine, **options)
+        self.route = options.get("routes", "")
+        self.fresh = [each.held.copy() for each in self.engines]
         self.renew("r")
 
     def renew(self, request: str) -> None:
         """Another request by the same blocks, behind the next count of either engine."""
-        self.request, self.before = request, self.fresh[1]
-        self.counts = self.sender.marked + 1, self.receiver.marked + 1
-        for engine, fresh in zip((self.sender, self.receiver), self.fresh, strict=True):
+        self.request, self.counts = (
+            request,
+            [each.marked + 1 for each in self.engines if isinstance(each, FencedEngine)],
+        )
+        for engine, fresh in zip(self.engines, self.fresh, strict=True):
             for memory, was in zip(engine.held.memory, fresh.memory, strict=True):
                 memory[:] = was
 
     def begin(self) -> None:
         """Offer and want, both behind their count."""
-        sender, receiver = self.counts
-        self.sender.offer(self.request, TABLE, len(TOKENS), fence=sender)
-        self.receiver.want(self.request, self.agents[0].address, RECEIVER_TABLE, TOKENS, fence=receiver)
+        self.offer(self.request, TABLE, len(TOKENS), fence=self.counts[0])
+        self.want(self.request, RECEIVER_TABLE, TOKENS, fence=self.counts[1])
 
     def is_over(self) -> bool:
         self.receiver.client.hear(WAIT_S)
@@ -83,8 +84,7 @@ class Pair:
     def ends_right(self) -> None:
         answer = self.receiver.answer(self.request)
         assert isinstance(answer, Done), answer
-        tail = range(TOKENS.stop, 2 * 64)
-        assert not (wrong := mismatch(self.receiver.held, self.before, RECEIVER_TABLE, TOKENS, tail)), wrong
+        self.check(RECEIVER_TABLE, TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +102,10 @@ def pair(lasting: Pair, request: pytest.FixtureRequest) -> Pair:
 def test_nothing_is_read_before_the_sender_engine_has_computed_it(pair: Pair) -> None:
     """Its rows are there only when the count is; before that, its blocks hold what was there last."""
     pair.begin()
-    pair.receiver.mark()
+    mark(pair.receiver)
     assert not pair.is_over()
     fill(pair.sender.held, TABLE, TOKENS)
-    pair.sender.mark()
+    mark(pair.sender)
     pair.ends_right()
 
 
@@ -113,36 +113,80 @@ def test_nothing_is_written_before_the_receiver_engine_is_through_with_its_block
     """Until the count is there, a forward before it may still write: what it writes must not stay."""
     fill(pair.sender.held, TABLE, TOKENS)
     pair.begin()
-    pair.sender.mark()
+    mark(pair.sender)
     assert not pair.is_over()
-    for ours, before in zip(pair.receiver.held.memory, pair.before.memory, strict=True):
+    for ours, before in zip(pair.receiver.held.memory, pair.fresh[1].memory, strict=True):
         assert np.array_equal(ours, before)
     for plane in pair.receiver.pool.planes:
         for block in RECEIVER_TABLE:
             start = plane.offset + block * plane.block_stride
             pair.receiver.held.memory[plane.region][start : start + plane.codec.row_bytes] = 77
-    pair.receiver.mark()
+    mark(pair.receiver)
     pair.ends_right()
 
 
 def test_a_count_stands_for_those_before_it(pair: Pair) -> None:
     fill(pair.sender.held, TABLE, TOKENS)
     for engine in (pair.sender, pair.receiver):
-        engine.mark()
-        engine.mark()
+        mark(engine)
+        mark(engine)
     pair.begin()
     pair.ends_right()
 
 
-def test_memory_and_fence_of_an_engine_that_left_are_unmapped_by_a_close(tmp_path: Path) -> None:
+def test_memory_and_fence_of_an_engine_that_left_are_unmapped_by_a_close(tmp_path: Path, stack: ExitStack) -> None:
     """Not because nobody knows of them any more: on a GPU nothing else unmaps."""
+    pair = Pair(tmp_path, stack, module="tests.integration.agent.holding_agent")
+    pid, names = pair.receiver.agent.process.pid, ("kvbridge-test-pool", "kvbridge-fence")
+    assert all(mapped(pid, name) for name in names)
+    pair.receiver.close()
+    wait_for(lambda: not any(mapped(pid, name) for name in names), GONE_S)
+
+
+# Streams that stand still:
+
+
+@pytest.fixture(scope="module", params=["nixl", "pull"])
+def still(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """One for all: what has ended leaves nothing behind, though its streams never move."""
     with ExitStack() as stack:
-        pair = Pair(tmp_path, stack, module="tests.integration.agent.holding_agent")
-        maps = Path(f"/proc/{pair.agents[1].process.pid}/maps")
-        names = ("kvbridge-test-pool", "kvbridge-fence")
-        assert all(name in maps.read_text() for name in names)
-        pair.receiver.close()
-        deadline = time.monotonic() + GONE_S
-        while found := [name for name in names if name in maps.read_text()]:
-            assert time.monotonic() < deadline, f"{found} still mapped {GONE_S} s after the engine left"
-            time.sleep(0.02)
+        yield Pair(tmp_path_factory.mktemp("still"), stack, routes=request.param)
+
+
+def held_up(pair: Pair, sender: int = 0, receiver: int = 0) -> str:
+    """Both sides of one request, which has come to the count that it has to wait for when this returns."""
+    wait_for(lambda: not pair.sender.agent.status.send_slots.lent, AT_ONCE_S)
+    wait_for(lambda: not pair.receiver.agent.status.receive_slots.landed, AT_ONCE_S)
+    request = f"r{next(NUMBERS)}"
+    pair.offer(request, TABLE, len(TOKENS), fence=sender)
+    pair.want(request, RECEIVER_TABLE, TOKENS, fence=receiver, deadline_s=DEADLINE_S)
+    if pair.route == "pull":
+        wait_for(lambda: [each.state for each in pair.sender.agent.status.transfers] == ["flowing"])
+        time.sleep(READ_S)
+    elif receiver:
+        wait_for(lambda: pair.receiver.agent.status.receive_slots.landed)
+    else:
+        wait_for(lambda: pair.sender.agent.status.send_slots.lent)
+    return request
+
+
+def test_a_withdrawn_offer_is_released_though_its_stream_stands_still(still: Pair) -> None:
+    request = held_up(still, sender=1)
+    still.sender.client.send(Withdraw(request=request, reason="preempted"))
+    assert still.sender.released(request, AT_ONCE_S).code == "withdrawn"
+    assert isinstance(answer := still.receiver.answer(request, AT_ONCE_S), Failed) and answer.code == "withdrawn"
+    wait_for(lambda: still.sender.agent.status.send_slots.lent == 0, AT_ONCE_S)
+
+
+def test_an_offer_of_which_nobody_wants_the_rest_is_released_though_its_stream_stands_still(still: Pair) -> None:
+    request = held_up(still, sender=1)
+    still.receiver.client.send(Abandon(request=request))
+    assert isinstance(still.receiver.answer(request, AT_ONCE_S), Failed)
+    still.sender.released(request, AT_ONCE_S)
+
+
+def test_an_abandoned_want_has_failed_though_its_stream_stands_still(still: Pair) -> None:
+    request = held_up(still, receiver=1)
+    still.receiver.client.send(Abandon(request=request))
+    assert isinstance(answer := still.receiver.answer(request, AT_ONCE_S), Failed) and answer.code == "aborted"
+    wait_for(lambda: still.receiver.agent.status.receive_slots.landed == 0, AT_ONCE_S)

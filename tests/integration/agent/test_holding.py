@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
-from pathlib import Path
 
+import pytest
 from kvbridge_proto.engine import Computed, Expect, Held, Reclaim
 from kvbridge_proto.status import OfferStatus
 
 from kvbridge.commands.status import rendered
 from kvbridge.exchange.sender import FRESH_S
 from tests.integration.agent.harness import AgentProcess, wait_for
-from tests.integration.agent.test_carry import Bench
+from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape
 
 TOKENS = 40
 HOLD_S = 1.5
+
+
+@pytest.fixture
+def bench(bench_of: Benches) -> Bench:
+    return bench_of(receiver=Shape("hnd", block_tokens=64, blocks=8))
 
 
 def shown(agent: AgentProcess) -> str:
@@ -29,87 +33,73 @@ def shown(agent: AgentProcess) -> str:
 
 
 def offers(bench: Bench) -> dict[str, OfferStatus]:
-    return {offer.request: offer for offer in bench.senders[0].agent.status.offers}
+    return {offer.request: offer for offer in bench.sender.agent.status.offers}
 
 
-def test_an_offer_is_held_for_whom_it_is_awaited_and_let_go_when_nobody_asks(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8))
-        (sender,), (receiver,) = bench.senders, bench.receivers
-        table, wanted = [3, 1, 2], [5]
-        bench.fill(table, range(TOKENS))
-        for request in ("awaited", "forgotten"):
-            bench.offer(request, table, TOKENS, hold_s=HOLD_S)
-        receiver.client.send(Expect(request="awaited", rendezvous="awaited", sender=bench.address))
-        assert sender.client.wait(Held, seconds=HOLD_S).requests == ("awaited",)
-        found = offers(bench)
-        assert [(each.state, each.peer, each.tokens, each.blocks) for each in found.values()] == [
-            ("awaited", "d0", TOKENS, 3),
-            ("unclaimed", "", TOKENS, 3),
-        ]
-        assert all(0 < each.age_s < 60 for each in found.values())
-        assert all(each.left_s is not None and 0 <= each.left_s <= HOLD_S for each in found.values())
-        gone = sender.released("forgotten", seconds=2 * HOLD_S)
-        assert gone.code == "offer_expired"
-        assert "nobody asked for its 40 tokens" in gone.reason
-        bench.want("awaited", wanted, range(TOKENS))
-        bench.done("awaited")
-        bench.check(wanted, range(TOKENS))
-        assert not offers(bench)
-        counters = sender.agent.status.counters
-        assert counters["kvbridge_offers_released_total{code=offer_expired}"] == 1
-        assert "offered 2 prompts: 1 fetched; 1 offer_expired" in shown(sender.agent)
-        wait_for(lambda: "prompts that nobody fetched: 1, the last: offer_expired" in sender.agent.text())
-        assert "others were: decode engines are slow to ask" in sender.agent.text()
+def test_an_offer_is_held_for_whom_it_is_awaited_and_let_go_when_nobody_asks(bench: Bench) -> None:
+    sender, receiver = bench.sender, bench.receiver
+    table, wanted = [3, 1, 2], [5]
+    bench.fill(table, range(TOKENS))
+    for request in ("awaited", "forgotten"):
+        bench.offer(request, table, TOKENS, hold_s=HOLD_S)
+    receiver.client.send(Expect(request="awaited", rendezvous="awaited", sender=bench.address))
+    assert sender.client.wait(Held, seconds=HOLD_S).requests == ("awaited",)
+    found = offers(bench)
+    assert [(each.state, each.peer, each.tokens, each.blocks) for each in found.values()] == [
+        ("awaited", "d0", TOKENS, 3),
+        ("unclaimed", "", TOKENS, 3),
+    ]
+    assert "unclaimed" in shown(sender.agent) and "forgotten" in shown(sender.agent)
+    assert all(0 < each.age_s < 60 for each in found.values())
+    assert all(each.left_s is not None and 0 <= each.left_s <= HOLD_S for each in found.values())
+    gone = sender.released("forgotten", seconds=2 * HOLD_S)
+    assert gone.code == "offer_expired"
+    assert "nobody asked for its 40 tokens" in gone.reason
+    bench.want("awaited", wanted, range(TOKENS))
+    bench.done("awaited")
+    bench.check(wanted, range(TOKENS))
+    assert not offers(bench)
+    counters = sender.agent.status.counters
+    assert counters["kvbridge_offers_released_total{code=offer_expired}"] == 1
+    assert "offered 2 prompts: 1 fetched; 1 offer_expired" in shown(sender.agent)
+    wait_for(lambda: "prompts that nobody fetched: 1, the last: offer_expired" in sender.agent.text())
+    assert "others were: decode engines are slow to ask" in sender.agent.text()
 
 
-def test_an_engine_that_lacks_blocks_gets_those_that_nobody_asked_for(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8))
-        (sender,), (receiver,) = bench.senders, bench.receivers
-        for number in range(3):
-            bench.offer(f"r{number}", [3 * number, 3 * number + 1, 3 * number + 2], TOKENS)
-        receiver.client.send(Expect(request="r0", rendezvous="r0", sender=bench.address))
-        sender.client.wait(Held)
-        time.sleep(FRESH_S)
-        sender.client.send(Reclaim(blocks=2))
-        gone = sender.released("r1")
-        assert gone.code == "reclaimed"
-        assert offers(bench).keys() == {"r0", "r2"}
-        metrics = sender.agent.status.counters
-        assert metrics["kvbridge_offers_released_total{code=reclaimed}"] == 1
-        # Its receiver's engine leaves: nobody waits any more, and the offer that was awaited may go as well.
-        receiver.client.close()
-        wait_for(lambda: receiver.agent.status.engine is None)
-        assert offers(bench)["r0"].state == "awaited", "for as long as that was last said"
+def test_an_engine_that_lacks_blocks_gets_those_that_nobody_asked_for(bench: Bench) -> None:
+    sender, receiver = bench.sender, bench.receiver
+    for number in range(3):
+        bench.offer(f"r{number}", [3 * number, 3 * number + 1, 3 * number + 2], TOKENS)
+    receiver.client.send(Expect(request="r0", rendezvous="r0", sender=bench.address))
+    sender.client.wait(Held)
+    time.sleep(FRESH_S)
+    sender.client.send(Reclaim(blocks=2))
+    gone = sender.released("r1")
+    assert gone.code == "reclaimed"
+    assert offers(bench).keys() == {"r0", "r2"}
+    metrics = sender.agent.status.counters
+    assert metrics["kvbridge_offers_released_total{code=reclaimed}"] == 1
+    # Its receiver's engine leaves: nobody waits any more, and the offer that was awaited may go as well.
+    receiver.client.close()
+    wait_for(lambda: receiver.agent.status.engine is None)
+    assert offers(bench)["r0"].state == "awaited", "for as long as that was last said"
 
 
-def test_status_tells_people_of_open_offers(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8))
-        bench.offer("cmpl-1", [0, 1, 2], TOKENS)
-        wait_for(lambda: bool(offers(bench)))
-        text = shown(bench.senders[0].agent)
-        assert "offers" in text and "cmpl-1" in text and "unclaimed" in text
-
-
-def test_prompts_that_are_computed_though_they_could_be_fetched_are_counted_and_said(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        bench = Bench(tmp_path, stack, Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8))
-        (receiver,) = bench.receivers
-        bench.fill([3, 1, 2], range(TOKENS))
-        bench.offer("r", [3, 1, 2], TOKENS)
-        bench.want("r", [5], range(30))
-        bench.done("r")
-        bench.offer("nobody's", [4], 10)
-        bench.want("nobody's", [], range(0))
-        assert bench.senders[0].released("nobody's").is_declined
-        assert "offered 2 prompts: 1 fetched; 1 declined" in shown(bench.senders[0].agent)
-        for tokens, reason in ((50, "untagged"), (10, "deadline"), (10, "untagged")):
-            receiver.client.send(Computed(tokens=tokens, reason=reason))
-        wait_for(lambda: "computed here 3 prompts: 2 untagged, 1 deadline" in shown(receiver.agent))
-        assert "came by the bridge 30 of 100 prompt tokens (30.0%)" in shown(receiver.agent)
-        counters = receiver.agent.status.counters
-        assert counters["kvbridge_prompt_tokens_computed_here_total{reason=untagged}"] == 60
-        wait_for(lambda: "computed here lately, not fetched: 3 prompts of 70 tokens; 30% of" in receiver.agent.text())
-        assert "2 untagged (they name nothing to fetch" in receiver.agent.text()
+def test_prompts_that_are_computed_though_they_could_be_fetched_are_counted_and_said(bench: Bench) -> None:
+    receiver = bench.receiver
+    bench.fill([3, 1, 2], range(TOKENS))
+    bench.offer("r", [3, 1, 2], TOKENS)
+    bench.want("r", [5], range(30))
+    bench.done("r")
+    bench.offer("nobody's", [4], 10)
+    bench.want("nobody's", [], range(0))
+    assert bench.sender.released("nobody's").is_declined
+    assert "offered 2 prompts: 1 fetched; 1 declined" in shown(bench.sender.agent)
+    for tokens, reason in ((50, "untagged"), (10, "deadline"), (10, "untagged")):
+        receiver.client.send(Computed(tokens=tokens, reason=reason))
+    wait_for(lambda: "computed here 3 prompts: 2 untagged, 1 deadline" in shown(receiver.agent))
+    assert "came by the bridge 30 of 100 prompt tokens (30.0%)" in shown(receiver.agent)
+    counters = receiver.agent.status.counters
+    assert counters["kvbridge_prompt_tokens_computed_here_total{reason=untagged}"] == 60
+    wait_for(lambda: "computed here lately, not fetched: 3 prompts of 70 tokens; 30% of" in receiver.agent.text())
+    assert "2 untagged (they name nothing to fetch" in receiver.agent.text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -23,7 +22,7 @@ from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.exchange.orders import Dropped, Malformed
 from kvbridge.exchange.session import Session, hello
 from kvbridge.geometry.compat import Convertible
-from tests.integration.agent.player import run, welcomed
+from tests.integration.agent.player import welcomed
 from tests.integration.agent.test_agent_names import Fetching
 from tests.integration.fuzz.agents import Besieged, Siege
 from tests.integration.fuzz.machines import ALL_ROWS
@@ -50,28 +49,22 @@ async def claimed() -> tuple[Siege, Claim]:
     ],
     ids=lambda body: type(body).__name__,
 )
-def test_a_link_that_says_anothers_name_cannot_speak_for_it(body: Goodbye | Cancel | Grant) -> None:
-    async def story() -> None:
-        siege, _ = await claimed()
-        stranger = siege.links[1]
-        assert stranger.peer_incarnation == "good"
-        await siege.hear(stranger, "good", body)
-        out = siege.ours.sending.outgoing_transfers["honest"]
-        assert not out.early and out.state.name == "WAITING" and "good" in siege.ours.peers.incoming.sessions
-        assert not any(isinstance(said, Drained) for said in siege.honest.heard)
-
-    asyncio.run(story())
+async def test_a_link_that_says_anothers_name_cannot_speak_for_it(body: Goodbye | Cancel | Grant) -> None:
+    siege, _ = await claimed()
+    stranger = siege.links[1]
+    assert stranger.peer_incarnation == "good"
+    await siege.hear(stranger, "good", body)
+    out = siege.ours.sending.outgoing_transfers["honest"]
+    assert not out.early and out.state.name == "WAITING" and "good" in siege.ours.peers.incoming.sessions
+    assert not any(isinstance(said, Drained) for said in siege.honest.sent)
 
 
-def test_a_claim_on_anothers_session_is_refused() -> None:
-    async def story() -> None:
-        siege, claim = await claimed()
-        await siege.hear(siege.links[1], "good", msgspec.structs.replace(claim, transfer="stolen"))
-        assert set(siege.ours.sending.outgoing_transfers) == {"honest"}
-        refuse = siege.links[1].last(Refuse)
-        assert refuse.code == "no_session"
-
-    asyncio.run(story())
+async def test_a_claim_on_anothers_session_is_refused() -> None:
+    siege, claim = await claimed()
+    await siege.hear(siege.links[1], "good", msgspec.structs.replace(claim, transfer="stolen"))
+    assert set(siege.ours.sending.outgoing_transfers) == {"honest"}
+    refuse = siege.links[1].last(Refuse)
+    assert refuse.code == "no_session"
 
 
 def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
@@ -137,32 +130,31 @@ def test_writes_that_count_for_nothing_are_counted_each_and_said_once(caplog: py
 
 
 @pytest.mark.parametrize("is_welcome", [True, False])
-def test_another_key_frees_no_slot_by_saying_the_incarnation_of_a_sender_that_stands_still(is_welcome: bool) -> None:
-    async def story(world: World) -> None:
-        player, sender = Fetching(world.receivers[0].engine), world.senders[0].engine
-        slots, wires = player.receiving.slots, player.wires
-        player.want("P0")
-        wires["P0"].key = "of P0"
-        await player.peers._welcome(wires["P0"], welcomed(world, wires["P0"]))
-        (claim,) = wires["P0"].said(Claim)
-        player.peers._lose(wires["P0"], "it stands still")
-        player.report()
+async def test_another_key_frees_no_slot_by_saying_the_incarnation_of_a_sender_that_stands_still(
+    is_welcome: bool, world: World
+) -> None:
+    player, sender = Fetching(world.receivers[0].engine), world.senders[0].engine
+    slots, wires = player.receiving.slots, player.wires
+    player.want("P0")
+    wires["P0"].key = "of P0"
+    await player.peers._welcome(wires["P0"], welcomed(world, wires["P0"]))
+    (claim,) = wires["P0"].said(Claim)
+    player.peers._lose(wires["P0"], "it stands still")
+    player.report()
+    assert slots.counts().quarantined > 0
+    player.want("M")
+    wires["M"].key = "of M"
+    if is_welcome:
+        await player.peers._welcome(wires["M"], welcomed(world, wires["M"]))
+        assert player.peers.outgoing.sessions["M"].session is not None
+    else:
+        player.peers._hear(wires["M"], sender.agent.incarnation, Refuse(code="no_engine", reasons=()))
+    assert not wires["M"].said(Cancel)
+    for said in (Drained(transfer=claim.transfer), Refuse(code="bad_claim", reasons=(), about=claim.transfer)):
+        player.peers._hear(wires["M"], sender.agent.incarnation, said)
         assert slots.counts().quarantined > 0
-        player.want("M")
-        wires["M"].key = "of M"
-        if is_welcome:
-            await player.peers._welcome(wires["M"], welcomed(world, wires["M"]))
-            assert player.peers.outgoing.sessions["M"].session is not None
-        else:
-            player.peers._hear(wires["M"], sender.agent.incarnation, Refuse(code="no_engine", reasons=()))
-        assert not wires["M"].said(Cancel)
-        for said in (Drained(transfer=claim.transfer), Refuse(code="bad_claim", reasons=(), about=claim.transfer)):
-            player.peers._hear(wires["M"], sender.agent.incarnation, said)
-            assert slots.counts().quarantined > 0
-        player.want("P0")
-        player.peers._hear(wires["P0"], sender.agent.incarnation, Refuse(code="no_engine", reasons=()))
-        assert [cancel.transfer for cancel in wires["P0"].said(Cancel)] == [claim.transfer]
-        player.peers._hear(wires["P0"], sender.agent.incarnation, Drained(transfer=claim.transfer))
-        assert not slots.counts().quarantined
-
-    run(story)
+    player.want("P0")
+    player.peers._hear(wires["P0"], sender.agent.incarnation, Refuse(code="no_engine", reasons=()))
+    assert [cancel.transfer for cancel in wires["P0"].said(Cancel)] == [claim.transfer]
+    player.peers._hear(wires["P0"], sender.agent.incarnation, Drained(transfer=claim.transfer))
+    assert not slots.counts().quarantined

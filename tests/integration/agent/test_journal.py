@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from kvbridge_proto.engine import Failed
 
 from kvbridge.agent.journal import Journal
 from tests.integration.agent.harness import wait_for
-from tests.integration.agent.test_carry import Bench
+from tests.integration.agent.pairs import Bench, Benches
 from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape
 
@@ -67,31 +65,33 @@ def traced(*arguments: object) -> subprocess.CompletedProcess[str]:
     return kvbridge("trace", *arguments, COLUMNS="200")
 
 
-@contextmanager
-def bench_of(folder: Path, route: str, slot_bytes: int, **wide: int) -> Iterator[Bench]:
+def started(bench_of: Benches, route: str, slot_bytes: int, **wide: int) -> Bench:
     shapes = Shape("nhd", blocks=200, **wide), Shape("hnd", block_tokens=64, blocks=60, **wide)
-    with ExitStack() as stack:
-        made = Bench(folder, stack, *shapes, routes=route, slot_bytes=slot_bytes)
-        made.fill(TABLE, TOKENS)
-        yield made
+    bench = bench_of(*shapes, routes=route, slot_bytes=slot_bytes)
+    bench.fill(TABLE, TOKENS)
+    return bench
 
 
 @pytest.fixture(params=["nixl", "pull"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    with bench_of(tmp_path, request.param, 1 << 20) as made:  # one chunk
-        made.route = request.param  # type: ignore[attr-defined]
-        yield made
+def route(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def bench(route: str, bench_of: Benches) -> Bench:
+    return started(bench_of, route, 1 << 20)  # one chunk
+
+
+def sockets_of(bench: Bench) -> list[object]:
+    return [part for each in bench.engines for part in ("--socket", each.agent.socket)]
 
 
 def carried(bench: Bench, sender: str, receiver: str) -> None:
     """Under a request name of its own on each side."""
-    for engine in bench.senders:
-        engine.offer(sender, TABLE, len(TOKENS), rendezvous="rendezvous")
-    for engine in bench.receivers:
-        engine.want(receiver, bench.address, WANTED, TOKENS, rendezvous="rendezvous")
-        engine.answer(receiver)
-    for engine in bench.senders:
-        engine.released(sender)
+    bench.sender.offer(sender, TABLE, len(TOKENS), rendezvous="rendezvous")
+    bench.receiver.want(receiver, bench.address, WANTED, TOKENS, rendezvous="rendezvous")
+    bench.receiver.answer(receiver)
+    bench.sender.released(sender)
 
 
 EXPECTED = {
@@ -106,17 +106,15 @@ EXPECTED = {
 }
 
 
-def test_both_sides_of_a_request_are_told_in_order(bench: Bench, tmp_path: Path) -> None:
+def test_both_sides_of_a_request_are_told_in_order(bench: Bench, route: str, tmp_path: Path) -> None:
     carried(bench, "prefill-1", "decode-1")
-    agents = [engine.agent for engine in (*bench.senders, *bench.receivers)]
-    sockets = [part for each in agents for part in ("--socket", each.socket)]
-    chrome = tmp_path / "trace.json"
+    sockets, chrome = sockets_of(bench), tmp_path / "trace.json"
     for name in ("prefill-1", "decode-1"):
         told = traced(name, *sockets, "--json", "--chrome", chrome)
         assert told.returncode == 0, told.stderr
         answers: list[dict[str, Any]] = json.loads(told.stdout)
         whats = {each["agent"]["name"]: [entry["what"] for entry in each["entries"]] for each in answers}
-        sender, receiver = EXPECTED[bench.route]  # type: ignore[attr-defined]
+        sender, receiver = EXPECTED[route]
         assert [what for what in dict.fromkeys(whats["d0"]) if what != "ready"] == receiver  # where slots were short
         by_sender = list(dict.fromkeys(whats["p0"]))
         early = len(sender) - 2  # after them come the writes, what the receiver says of them, and the release
@@ -135,23 +133,21 @@ def test_both_sides_of_a_request_are_told_in_order(bench: Bench, tmp_path: Path)
     assert at == sorted(at) and len(at) == len(times)
 
 
-@pytest.mark.parametrize("route", ["nixl", "pull"])
-def test_stages_of_many_chunks_are_told_apart_while_the_prompt_is_computed(route: str, tmp_path: Path) -> None:
+def test_stages_of_many_chunks_are_told_apart_while_the_prompt_is_computed(route: str, bench_of: Benches) -> None:
     """The last rows are computed half a second after the first have been moved."""
     at: dict[str, list[float]] = {}
-    with bench_of(tmp_path, route, 1 << 16, key_width=64, value_width=64) as made:
-        (sender,), (receiver,) = made.senders, made.receivers
-        receiver.want("d", made.address, WANTED, TOKENS, rendezvous="r")
-        sender.offer("p", TABLE[:32], 500, rendezvous="r", is_last=False)
-        wait_for(lambda: receiver.agent.status.counters.get("kvbridge_chunks_total{role=receiver}"))
-        time.sleep(0.5)
-        sender.offer("p", TABLE[32:], len(TOKENS), first=32, rendezvous="r")
-        receiver.answer("d")
-        sender.released("p")
-        sockets = [part for each in (sender, receiver) for part in ("--socket", each.agent.socket)]
-        for told in json.loads(traced("d", *sockets, "--json").stdout):
-            for entry in told["entries"]:
-                at.setdefault(f"{told['agent']['name'][0]} {entry['what']}", []).append(entry["at_s"])
+    made = started(bench_of, route, 1 << 16, key_width=64, value_width=64)
+    sender, receiver = made.sender, made.receiver
+    receiver.want("d", made.address, WANTED, TOKENS, rendezvous="r")
+    sender.offer("p", TABLE[:32], 500, rendezvous="r", is_last=False)
+    wait_for(lambda: receiver.agent.status.counters.get("kvbridge_chunks_total{role=receiver}"))
+    time.sleep(0.5)
+    sender.offer("p", TABLE[32:], len(TOKENS), first=32, rendezvous="r")
+    receiver.answer("d")
+    sender.released("p")
+    for told in json.loads(traced("d", *sockets_of(made), "--json").stdout):
+        for entry in told["entries"]:
+            at.setdefault(f"{told['agent']['name'][0]} {entry['what']}", []).append(entry["at_s"])
     if route == "nixl":
         order = ("p claimed", "p gathering", "d landed", "d scattered", "p computed", "p gathered", "d done")
         (gathering,), (computed,), (gathered,) = at["p gathering"], at["p computed"], at["p gathered"]
@@ -169,7 +165,7 @@ def test_stages_of_many_chunks_are_told_apart_while_the_prompt_is_computed(route
 
 def test_what_other_hosts_have_saved_is_joined(bench: Bench, tmp_path: Path) -> None:
     carried(bench, "prefill-1", "decode-1")
-    (sender,), (receiver,) = bench.senders, bench.receivers
+    sender, receiver = bench.sender, bench.receiver
     saved = tmp_path / "prefill.json"
     saved.write_text(traced("prefill-1", "--socket", sender.agent.socket, "--json").stdout)
     told = traced("decode-1", "--socket", receiver.agent.socket, "--with", saved, "--json")
@@ -180,7 +176,7 @@ def test_what_other_hosts_have_saved_is_joined(bench: Bench, tmp_path: Path) -> 
 
 
 def test_the_slowest_fetch_is_shown_and_why_one_failed(bench: Bench) -> None:
-    (sender,), (receiver,) = bench.senders, bench.receivers
+    sender, receiver = bench.sender, bench.receiver
     carried(bench, "p1", "quick")
     receiver.want("slow", bench.address, WANTED, TOKENS, rendezvous="late")
     time.sleep(0.5)

@@ -6,7 +6,7 @@ import ast
 import json
 import logging
 import sys
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvbridge.agent.logs import JsonFormatter, RateLimit
 from kvbridge.agent.request_log import RequestLog
 from kvbridge.agent.request_names import MOST_TRANSFERS, RequestNames
 from tests.integration.agent.harness import Client, SyntheticEngine, agent, wait_for
-from tests.integration.agent.test_carry import Bench
+from tests.integration.agent.pairs import Bench, Benches
 from tests.support.cited import ROOT
 from tests.support.oracle import Shape, build
 
@@ -96,7 +96,7 @@ BEFORE_BOTH = ("want: request=", "offer: request=", "claim: transfer=")
 
 def ended_in_every_way(made: Bench) -> dict[str, str]:
     """The prefill engine's name of each request by the decode engine's: fetched, wanted too early, failed, aborted."""
-    (sender,), (receiver,) = made.senders, made.receivers
+    sender, receiver = made.sender, made.receiver
     for name in ("one", "two"):
         sender.offer(f"p-{name}", TABLE, len(TOKENS), rendezvous=name)
         receiver.want(f"d-{name}", made.address, WANTED, TOKENS, rendezvous=name)
@@ -128,32 +128,31 @@ def transfers_of(engine: SyntheticEngine, request: str) -> set[str]:
 
 
 @pytest.mark.parametrize("route", ["nixl", "pull"])
-def test_each_line_about_a_transfer_names_it_and_its_request(route: str, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        shapes = Shape("nhd", blocks=200), Shape("hnd", block_tokens=64, blocks=60)
-        options = {"routes": f"{route},host", "log_format": "json", "log_level": "debug"}
-        made = Bench(tmp_path, stack, *shapes, **options)
-        made.fill(TABLE, TOKENS)
-        requests = ended_in_every_way(made)
-        for engine, names in ((made.senders[0], requests.values()), (made.receivers[0], requests)):
-            transfer_of = {name: transfers_of(engine, name) for name in names}
-            assert all(len(each) == 1 for each in transfer_of.values()), transfer_of
-            request_of = {transfer: name for name, (transfer,) in transfer_of.items()}
-            said, early = {name: set[str]() for name in names}, 0
-            for line in map(json.loads, engine.agent.text().splitlines()):
-                spoken = {name for name in (*said, *request_of) if name in line["message"]}
-                if not spoken or line["message"].startswith(BEFORE_BOTH):
-                    early += line["message"].startswith("claim: transfer=")
-                    continue
-                request, transfer = line.get("request"), line.get("transfer")
-                assert request in said and request_of.get(transfer) == request, line
-                assert f"request={request} transfer={transfer}" in line["message"], line
-                said[request].add(line["message"].split(":")[0])
-            is_sender = engine in made.senders
-            for name, events in said.items():
-                ended = {"met", "released"} if is_sender else {"failed" if name in FAILED else "done"}
-                assert ended <= events, (name, events)
-            assert early == is_sender, "only d-early was claimed before it was offered"
+def test_each_line_about_a_transfer_names_it_and_its_request(route: str, bench_of: Benches) -> None:
+    shapes = Shape("nhd", blocks=200), Shape("hnd", block_tokens=64, blocks=60)
+    options = {"routes": f"{route},host", "log_format": "json", "log_level": "debug"}
+    made = bench_of(*shapes, **options)
+    made.fill(TABLE, TOKENS)
+    requests = ended_in_every_way(made)
+    for engine, names in ((made.sender, requests.values()), (made.receiver, requests)):
+        transfer_of = {name: transfers_of(engine, name) for name in names}
+        assert all(len(each) == 1 for each in transfer_of.values()), transfer_of
+        request_of = {transfer: name for name, (transfer,) in transfer_of.items()}
+        said, early = {name: set[str]() for name in names}, 0
+        for line in map(json.loads, engine.agent.text().splitlines()):
+            spoken = {name for name in (*said, *request_of) if name in line["message"]}
+            if not spoken or line["message"].startswith(BEFORE_BOTH):
+                early += line["message"].startswith("claim: transfer=")
+                continue
+            request, transfer = line.get("request"), line.get("transfer")
+            assert request in said and request_of.get(transfer) == request, line
+            assert f"request={request} transfer={transfer}" in line["message"], line
+            said[request].add(line["message"].split(":")[0])
+        is_sender = engine is made.sender
+        for name, events in said.items():
+            ended = {"met", "released"} if is_sender else {"failed" if name in FAILED else "done"}
+            assert ended <= events, (name, events)
+        assert early == is_sender, "only d-early was claimed before it was offered"
 
 
 def test_a_request_with_several_transfers_names_them_all_and_one_without_names_none(

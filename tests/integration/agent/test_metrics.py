@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from kvbridge.agent.journal import Journal
 from kvbridge.agent.metrics import MAX_CODES, Metrics
 from kvbridge.agent.request_records import RequestRecord, RequestRecords
 from tests.integration.agent.harness import wait_for
-from tests.integration.agent.test_carry import Bench
+from tests.integration.agent.pairs import Benches
 from tests.integration.agent.test_journal import TABLE, TOKENS, WANTED
 from tests.support.oracle import Shape
 from tests.support.served_metrics import served
@@ -112,21 +111,20 @@ def test_of_requests_that_never_end_only_so_many_are_kept() -> None:
 
 @pytest.mark.parametrize(("route", "block_tokens", "conversion"), [("pull", 64, "layout"), ("nixl", 16, "none")])
 def test_agents_count_bytes_by_route_and_conversion(
-    route: str, block_tokens: int, conversion: str, tmp_path: Path
+    route: str, block_tokens: int, conversion: str, bench_of: Benches
 ) -> None:
-    with ExitStack() as stack:
-        shapes = Shape("nhd", blocks=200), Shape("nhd", block_tokens=block_tokens, blocks=200)
-        bench = Bench(tmp_path, stack, *shapes, routes=route, slot_bytes=1 << 20)
-        (sender,), (receiver,) = bench.senders, bench.receivers
-        bench.fill(TABLE, TOKENS)
-        sender.offer("p", TABLE, len(TOKENS), rendezvous="rendezvous")
-        table = WANTED if block_tokens == 64 else list(range(5, 68))
-        receiver.want("d", bench.address, table, TOKENS, rendezvous="rendezvous")
-        receiver.answer("d")
-        sender.released("p")
-        wait_for(lambda: sender.agent.status.counters.get("kvbridge_wire_bytes_total{role=sender}"))
-        for role, engine in (("sender", sender), ("receiver", receiver)):
-            counters = Counter(engine.agent.status.counters)
-            moved = counters[f"kvbridge_wire_bytes_total{{role={role}}}"]
-            assert moved == counters[f"kvbridge_route_bytes_total{{role={role},route={route},conversion={conversion}}}"]
-            assert counters[f"kvbridge_handshakes_total{{role={role},outcome=open}}"] == 1
+    shapes = Shape("nhd", blocks=200), Shape("nhd", block_tokens=block_tokens, blocks=200)
+    bench = bench_of(*shapes, routes=route, slot_bytes=1 << 20)
+    sender, receiver = bench.sender, bench.receiver
+    bench.fill(TABLE, TOKENS)
+    sender.offer("p", TABLE, len(TOKENS), rendezvous="rendezvous")
+    table = WANTED if block_tokens == 64 else list(range(5, 68))
+    receiver.want("d", bench.address, table, TOKENS, rendezvous="rendezvous")
+    receiver.answer("d")
+    sender.released("p")
+    wait_for(lambda: sender.agent.status.counters.get("kvbridge_wire_bytes_total{role=sender}"))
+    for role, engine in (("sender", sender), ("receiver", receiver)):
+        counters = Counter(engine.agent.status.counters)
+        moved = counters[f"kvbridge_wire_bytes_total{{role={role}}}"]
+        assert moved == counters[f"kvbridge_route_bytes_total{{role={role},route={route},conversion={conversion}}}"]
+        assert counters[f"kvbridge_handshakes_total{{role={role},outcome=open}}"] == 1

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 from kvbridge_proto.pool import Pool
 
-from tests.integration.agent.harness import PYTHON, SyntheticEngine, agent
+from tests.integration.agent.harness import SyntheticEngine, agent
+from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build_all
-
-
-def kvbridge(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [PYTHON, "-m", "kvbridge.cli", *map(str, arguments)], capture_output=True, text=True, timeout=60
-    )
 
 
 def test_plan_asks_the_agents_of_two_engines(tmp_path: Path) -> None:

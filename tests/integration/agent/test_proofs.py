@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,87 +16,59 @@ from kvbridge.dataplane.awaits import Job, WaitWrite
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.jobs import Jobs
 from kvbridge.dataplane.receive_orders import ReceiveOrders
-from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
 from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.dataplane.routes.rate import PROBE_S
 from kvbridge.dataplane.routes.staged import Landing
 from kvbridge.dataplane.send_orders import SendOrders
-from kvbridge.device.copier_cpu import CpuBlockCopier
-from kvbridge.device.staging import Staging
-from kvbridge.exchange.route import Routed, Site
-from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
-from tests.integration.agent.player import Player, greeting, joined, replace_struct, run, settle
-from tests.integration.agent.wire import Wire
+from kvbridge.exchange.route import Routed
+from tests.integration.agent.player import Player, Wire, greeting, joined, replace_struct, settle
+from tests.integration.dataplane.test_routes import Agents
 from tests.unit.exchange.world import World
-
-SLOT_BYTES = 1 << 15
-
-
-class Network:
-    """The sender `a` and any number of receivers."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.loopback = LoopbackNetwork()
-        self._stack = stack
-        self.sender = self.resources("a")
-
-    def resources(self, incarnation: str) -> Resources:
-        fabric = LoopbackFabric(self.loopback, incarnation)
-        self._stack.callback(fabric.close)
-        receiving, sending = (self._stack.enter_context(Staging.pageable(SLOT_BYTES, 1)) for _ in range(2))
-        fabric.register(receiving.base, receiving.size_bytes)
-        fabric.register(sending.base, sending.size_bytes, is_target=False)
-        endpoint = StagingEndpoint(incarnation, receiving, sending, fabric, CpuBlockCopier())
-        endpoints = StagingEndpoints(endpoint, None, Site(endpoint.card()), ExitStack())
-        return Resources(CpuBlockCopier(), endpoints.site, lambda _: endpoints, ExitStack(), endpoints)
 
 
 @pytest.fixture
-def network() -> Iterator[Network]:
-    with ExitStack() as stack:
-        yield Network(stack)
+def network(stack: ExitStack) -> Agents:
+    """The sender `a` and any number of receivers."""
+    return Agents(stack)
 
 
 @asynccontextmanager
-async def proving(network: Network, world: World) -> Any:
+async def proving(network: Agents, world: World) -> Any:
     player = Player(replace(world.senders[0].engine, site=network.sender.site))
     data_plane = DataPlane(lambda: network.sender, "a", player, 1.0)
     await data_plane.start()
-    player.peers = joined(player, data_plane, lambda: player.engine, 5.0)
+    player.peers = joined(player, data_plane, 5.0)
     try:
         yield player
     finally:
         await data_plane.stop()
 
 
-def hello_of(network: Network, world: World, incarnation: str) -> Hello:
+def hello_of(network: Agents, world: World, incarnation: str) -> Hello:
     site = network.resources(incarnation).site
     return replace_struct(greeting(world, incarnation), fabric=site.fabric, host=site.host, device=site.device)
 
 
-def test_receivers_that_cannot_be_written_to_keep_no_newcomer_out(network: Network) -> None:
-    async def story(world: World) -> None:
-        async with proving(network, world) as player, asyncio.TaskGroup() as tasks:
-            dead = [Wire(f"dead{number}") for number in range(5)]
-            for wire in dead:
-                network.loopback.stall(wire.address)
-                player.peers._take(tasks, wire, wire.address, hello_of(network, world, wire.address))
-            await settle()
-            began, newcomer = time.monotonic(), Wire("newcomer")
-            player.peers._take(tasks, newcomer, "newcomer", hello_of(network, world, "newcomer"))
-            while not newcomer.sent:  # noqa: ASYNC110 - the data plane's thread answers
-                await asyncio.sleep(0.005)
-            assert newcomer.said(Welcome)
-            assert not any(wire.sent for wire in dead), "it came in while they were being tried"
-            while not all(wire.sent for wire in dead):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            assert time.monotonic() - began < 2 * PROBE_S, "each of them has its own bound, from its own beginning"
-            assert [refusal.code for wire in dead for refusal in wire.said(Refuse)] == ["no_route"] * 5
-
-    run(story)
+async def test_receivers_that_cannot_be_written_to_keep_no_newcomer_out(network: Agents, world: World) -> None:
+    async with proving(network, world) as player, asyncio.TaskGroup() as tasks:
+        dead = [Wire(f"dead{number}") for number in range(5)]
+        for wire in dead:
+            network.network.stall(wire.address)
+            player.peers._take(tasks, wire, wire.address, hello_of(network, world, wire.address))
+        await settle()
+        began, newcomer = time.monotonic(), Wire("newcomer")
+        player.peers._take(tasks, newcomer, "newcomer", hello_of(network, world, "newcomer"))
+        while not newcomer.sent:  # noqa: ASYNC110 - the data plane's thread answers
+            await asyncio.sleep(0.005)
+        assert newcomer.said(Welcome)
+        assert not any(wire.sent for wire in dead), "it came in while they were being tried"
+        while not all(wire.sent for wire in dead):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - began < 2 * PROBE_S, "each of them has its own bound, from its own beginning"
+        assert [refusal.code for wire in dead for refusal in wire.said(Refuse)] == ["no_route"] * 5
 
 
-def resumed(network: Network, job: Job) -> WaitWrite | None:
+def resumed(network: Agents, job: Job) -> WaitWrite | None:
     """A proof up to its next write; None at its end. The event of the one before is its due."""
     try:
         wait = next(job)
@@ -107,11 +78,11 @@ def resumed(network: Network, job: Job) -> WaitWrite | None:
     return wait
 
 
-def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_meanwhile(network: Network) -> None:
+def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_meanwhile(network: Agents) -> None:
     heard: list[Any] = []
     jobs = Jobs(network.sender, "a", SendOrders(0), ReceiveOrders(), 1.0)
     slow = network.resources("slow")
-    network.loopback.stall("slow")
+    network.network.stall("slow")
     first = jobs.connect(Landing("slow", slow.site, 3), lambda found, error: heard.append(found or error))
     held = resumed(network, first)
     assert held is not None
@@ -126,7 +97,7 @@ def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_me
             except StopIteration:
                 wait = None
     assert len(heard) == PROBE_LANES and all(isinstance(each, Connected) for each in heard)
-    network.loopback.resume("slow")
+    network.network.resume("slow")
     wait = held
     try:
         while True:
@@ -139,22 +110,18 @@ def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_me
     assert len(network.sender.endpoint.lanes) == PROBE_LANES, "all were given back"
 
 
-def test_two_hellos_of_one_agent_are_answered_one_after_the_other() -> None:
-    async def story(world: World) -> None:
-        player = Player(world.senders[0].engine)
-        wires = [Wire("D0", peer_incarnation="D"), Wire("D0", peer_incarnation="D"), Wire("E0", peer_incarnation="E")]
-        async with asyncio.TaskGroup() as tasks:
-            for number, wire in enumerate(wires):
-                said = replace_struct(greeting(world, wire.peer_incarnation), serial=number)
-                player.peers._take(tasks, wire, wire.peer_incarnation, said)
-            await asyncio.sleep(3 * TURN_S)
-            assert [landing.incarnation for landing in player.proving] == ["D", "E"]
-            player.may_prove.set()
-        assert [landing.incarnation for landing in player.proving] == ["D", "E", "D"]
-        assert all(wire.said(Welcome) for wire in wires)
-        assert {incarnation for incarnation, _ in player.disconnected} <= {"D"} and len(player.peers.statuses()) == 2
-
-    run(story)
+async def test_two_hellos_of_one_agent_are_answered_one_after_the_other(world: World, sender: Player) -> None:
+    wires = [Wire("D0", peer_incarnation="D"), Wire("D0", peer_incarnation="D"), Wire("E0", peer_incarnation="E")]
+    async with asyncio.TaskGroup() as tasks:
+        for number, wire in enumerate(wires):
+            said = replace_struct(greeting(world, wire.peer_incarnation), serial=number)
+            sender.peers._take(tasks, wire, wire.peer_incarnation, said)
+        await asyncio.sleep(3 * TURN_S)
+        assert [landing.incarnation for landing in sender.proving] == ["D", "E"]
+        sender.may_prove.set()
+    assert [landing.incarnation for landing in sender.proving] == ["D", "E", "D"]
+    assert all(wire.said(Welcome) for wire in wires)
+    assert {incarnation for incarnation, _ in sender.disconnected} <= {"D"} and len(sender.peers.statuses()) == 2
 
 
 def test_proofs_of_all_who_are_greeted_have_a_lane_each() -> None:

@@ -5,64 +5,52 @@ from __future__ import annotations
 import os
 import re
 import signal
-from contextlib import ExitStack
-from pathlib import Path
 
+import pytest
 from kvbridge_proto.engine import Detach
 
-from tests.integration.agent.harness import AgentProcess, wait_for
-from tests.integration.agent.test_carry import Bench
+from tests.integration.agent.harness import wait_for
+from tests.integration.agent.pairs import Bench, Benches
 from tests.integration.agent.test_holding import shown
 from tests.support.oracle import Shape
+from tests.support.proc import mapped
 
 TABLE, TOKENS = [3, 1, 2], range(40)
 BACK_S = 1.0  # in which receivers that behave have closed it
 
 
-def mappings(agent: AgentProcess, inode: int) -> int:
-    """Of this file, in the agent's address space."""
-    return sum(line.split()[4] == str(inode) for line in Path(f"/proc/{agent.process.pid}/maps").open())
-
-
-def carried(folder: Path, stack: ExitStack) -> Bench:
-    bench = Bench(folder, stack, Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8), routes="pull,host")
-    bench.fill(TABLE, TOKENS)
-    bench.offer("r", TABLE, len(TOKENS))
-    bench.want("r", [5], TOKENS)
-    bench.done("r")
-    bench.check([5], TOKENS)
+@pytest.fixture
+def bench(bench_of: Benches) -> Bench:
+    bench = bench_of(receiver=Shape("hnd", block_tokens=64, blocks=8), routes="pull,host")
+    bench.carries("r", TABLE, [5], TOKENS)
     return bench
 
 
-def test_status_and_metrics_show_who_reads_and_how_much(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        bench = carried(tmp_path, stack)
-        sender, receiver = bench.senders[0].agent, bench.receivers[0].agent
-        (reader,) = sender.status.readers
-        assert (reader.agent, reader.pid, reader.uid) == ("d0", receiver.process.pid, os.getuid())
-        assert reader.over_s is None and receiver.status.readers == ()
-        (peer,) = receiver.status.peers
-        assert re.match(r"pull [0-9.e+]+ GB/s in \d+ KiB", peer.route), peer.route
-        assert f"{receiver.process.pid} d0 (uid {os.getuid()})" in shown(sender)
-        wait_for(lambda: "kvbridge_chunks_total{role=sender}" in sender.status.counters)
-        for name in ("chunks", "wire_bytes"):
-            sent = sender.status.counters[f"kvbridge_{name}_total{{role=sender}}"]
-            assert sent == receiver.status.counters[f"kvbridge_{name}_total{{role=receiver}}"] > 0
+def test_status_and_metrics_show_who_reads_and_how_much(bench: Bench) -> None:
+    sender, receiver = bench.sender.agent, bench.receiver.agent
+    (reader,) = sender.status.readers
+    assert (reader.agent, reader.pid, reader.uid) == ("d0", receiver.process.pid, os.getuid())
+    assert reader.over_s is None and receiver.status.readers == ()
+    (peer,) = receiver.status.peers
+    assert re.match(r"pull [0-9.e+]+ GB/s in \d+ KiB", peer.route), peer.route
+    assert f"{receiver.process.pid} d0 (uid {os.getuid()})" in shown(sender)
+    wait_for(lambda: "kvbridge_chunks_total{role=sender}" in sender.status.counters)
+    for name in ("chunks", "wire_bytes"):
+        sent = sender.status.counters[f"kvbridge_{name}_total{{role=sender}}"]
+        assert sent == receiver.status.counters[f"kvbridge_{name}_total{{role=receiver}}"] > 0
 
 
-def test_memory_of_an_engine_that_left_is_closed_or_its_reader_is_named(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        bench = carried(tmp_path, stack)
-        (engine,), sender, receiver = bench.senders, bench.senders[0].agent, bench.receivers[0].agent
-        inode = os.fstat(engine.fds[0]).st_ino
-        assert mappings(receiver, inode)
-        receiver.process.send_signal(signal.SIGSTOP)
-        engine.client.send(Detach())
-        wait_for(lambda: sender.status.engine is None)
-        assert mappings(receiver, inode)
-        wait_for(lambda: [reader.over_s is not None for reader in sender.status.readers] == [True])
-        assert "to be closed for" in shown(sender)
-        receiver.process.send_signal(signal.SIGCONT)
-        wait_for(lambda: sender.status.readers == (), BACK_S)
-        assert not mappings(receiver, inode)
-        assert bench.receivers[0].agent.status.engine is not None
+def test_memory_of_an_engine_that_left_is_closed_or_its_reader_is_named(bench: Bench) -> None:
+    engine, sender, receiver = bench.sender, bench.sender.agent, bench.receiver.agent
+    inode = str(os.fstat(engine.fds[0]).st_ino)
+    assert mapped(receiver.process.pid, inode)
+    receiver.process.send_signal(signal.SIGSTOP)
+    engine.client.send(Detach())
+    wait_for(lambda: sender.status.engine is None)
+    assert mapped(receiver.process.pid, inode)
+    wait_for(lambda: [reader.over_s is not None for reader in sender.status.readers] == [True])
+    assert "to be closed for" in shown(sender)
+    receiver.process.send_signal(signal.SIGCONT)
+    wait_for(lambda: sender.status.readers == (), BACK_S)
+    assert not mapped(receiver.process.pid, inode)
+    assert bench.receiver.agent.status.engine is not None

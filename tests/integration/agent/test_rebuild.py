@@ -25,11 +25,15 @@ from kvbridge.exchange.actions import Send
 from kvbridge.exchange.slots import SlotPool
 from tests.integration.agent.disturbed import pair_of, stands_still
 from tests.integration.agent.harness import SyntheticEngine, agent, wait_for
+from tests.integration.agent.pairs import Benches, carry
 from tests.integration.agent.test_abandon import SCALE
 from tests.support.oracle import Shape, build
 from tests.unit.exchange.world import World
 
-HALF, LESS = SlotCounts(free=2, lent=0, landed=0, quarantined=2), SlotCounts(free=3, lent=0, landed=0, quarantined=1)
+HALF, LESS, ALL, BUSY, NONE = (
+    SlotCounts(free=free, lent=busy, landed=busy, quarantined=quarantined)
+    for free, busy, quarantined in ((2, 0, 2), (3, 0, 1), (0, 0, 4), (0, 1, 2), (0, 0, 0))
+)
 
 
 def test_an_agent_that_stands_still_costs_others_their_slots_for_a_while_only(tmp_path: Path) -> None:
@@ -39,25 +43,20 @@ def test_an_agent_that_stands_still_costs_others_their_slots_for_a_while_only(tm
             stands_still(pair, seed)
 
 
-def test_patience_begins_when_half_are_quarantined_however_busy_the_others_are() -> None:
+@pytest.mark.parametrize(
+    "looks",
+    [
+        ((HALF, 100.0, False), (BUSY, 109.9, False), (BUSY, 110.0, True), (HALF, 111.0, True)),
+        ((HALF, 0.0, False), (LESS, 9.0, False), (HALF, 11.0, False), (HALF, 20.9, False), (HALF, 21.0, True)),
+        ((ALL, 0.0, False), (ALL, 10.0, True)),
+        ((NONE, 0.0, False), (NONE, 50.0, False)),
+    ],
+    ids=["however busy the others are", "anew once fewer are", "all", "without slots"],
+)
+def test_patience_begins_when_half_are_quarantined(looks: Sequence[tuple[SlotCounts, float, bool]]) -> None:
     patience = QuarantineTimer(10.0)
-    busy = SlotCounts(free=0, lent=1, landed=1, quarantined=2)
-    for counts, now, is_over in ((HALF, 100.0, False), (busy, 109.9, False), (busy, 110.0, True), (HALF, 111.0, True)):
+    for counts, now, is_over in looks:
         assert patience.is_over(counts, now) is is_over
-
-
-def test_patience_begins_anew_once_fewer_are_quarantined() -> None:
-    patience = QuarantineTimer(10.0)
-    for counts, now in ((HALF, 0.0), (LESS, 9.0), (HALF, 11.0), (HALF, 20.9)):
-        assert not patience.is_over(counts, now)
-    assert patience.is_over(HALF, 21.0)
-
-
-@pytest.mark.parametrize("quarantined", [4, 3])
-def test_patience_with_most_of_them(quarantined: int) -> None:
-    patience = QuarantineTimer(1.0)
-    counts = SlotCounts(free=4 - quarantined, lent=0, landed=0, quarantined=quarantined)
-    assert not patience.is_over(counts, 0.0) and patience.is_over(counts, 1.0)
 
 
 class Played:
@@ -283,7 +282,9 @@ def test_slots_that_the_data_plane_has_not_made_anew_yet_are_no_reason_for_other
     assert played.rebuilt == [1.0] and played.tried == 1
 
 
-def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_for_a_while_only(tmp_path: Path) -> None:
+def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_for_a_while_only(
+    bench_of: Benches, stack: ExitStack, tmp_path: Path
+) -> None:
     """Its writes stay under way as long as it stands still: nothing ends them, and nothing else may use their slots."""
     options: dict[str, Any] = {
         "routes": "nixl",
@@ -294,36 +295,30 @@ def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_f
         "write_timeout_s": 1,
         "rebuild_s": 1,
     }
-    with ExitStack() as stack:
-        agents = [stack.enter_context(agent(tmp_path, name, **options)) for name in ("p", "still", "other")]
-        held = [build(Shape("nhd", block_tokens=16, blocks=64)) for _ in agents]
-        engines = [
-            stack.enter_context(closing(SyntheticEngine(each, pool))) for each, pool in zip(agents, held, strict=True)
-        ]
-        for engine in engines:
-            engine.attach()
-        sender, still, other = engines
-        prefill = agents[0]
-        table = list(range(64))
+    shape = Shape("nhd", block_tokens=16, blocks=64)
+    bench = bench_of(shape, shape, **options)
+    running = stack.enter_context(agent(tmp_path, "other", **options))
+    other = stack.enter_context(closing(SyntheticEngine(running, build(shape))))
+    other.attach()
+    sender, still, prefill = bench.sender, bench.receiver, bench.sender.agent
+    table = list(range(64))
 
-        def carried(receiver: SyntheticEngine, name: str, deadline_s: float = 10.0) -> Any:
-            sender.offer(name, table, 1024, hold_s=20.0)
-            receiver.want(name, prefill.address, table, range(1024), deadline_s=deadline_s)
-            return receiver.answer(name)
+    def carried(receiver: SyntheticEngine, name: str, **want: float) -> Done | Failed:
+        return carry(sender, receiver, name, table, table, 1024, **want)
 
-        assert isinstance(carried(still, "a"), Done) and isinstance(carried(other, "b"), Done)
-        wait_for(lambda: not prefill.status.transfers)  # a receiver may hear first that one is over
-        still.want("stuck", prefill.address, table, range(1024))
-        wait_for(lambda: len(prefill.status.transfers) == 1)
-        os.kill(agents[1].process.pid, signal.SIGSTOP)
-        try:
-            sender.offer("stuck", table, 1024, hold_s=5.0)
-            wait_for(lambda: prefill.status.send_slots.quarantined == 2)
-            assert isinstance(carried(other, "c", deadline_s=1.0), Failed)
-            wait_for(lambda: prefill.status.send_slots.free == 2)
-            assert isinstance(carried(other, "d"), Done)
-        finally:
-            os.kill(agents[1].process.pid, signal.SIGCONT)
-        assert isinstance(still.answer("stuck"), Failed)
-        assert isinstance(carried(still, "e"), Done) and isinstance(carried(other, "f"), Done)
+    assert isinstance(carried(still, "a"), Done) and isinstance(carried(other, "b"), Done)
+    wait_for(lambda: not prefill.status.transfers)  # a receiver may hear first that one is over
+    still.want("stuck", prefill.address, table, range(1024))
+    wait_for(lambda: len(prefill.status.transfers) == 1)
+    os.kill(still.agent.process.pid, signal.SIGSTOP)
+    try:
+        sender.offer("stuck", table, 1024, hold_s=5.0)
+        wait_for(lambda: prefill.status.send_slots.quarantined == 2)
+        assert isinstance(carried(other, "c", deadline_s=1.0), Failed)
         wait_for(lambda: prefill.status.send_slots.free == 2)
+        assert isinstance(carried(other, "d"), Done)
+    finally:
+        os.kill(still.agent.process.pid, signal.SIGCONT)
+    assert isinstance(still.answer("stuck"), Failed)
+    assert isinstance(carried(still, "e"), Done) and isinstance(carried(other, "f"), Done)
+    wait_for(lambda: prefill.status.send_slots.free == 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sys
 import threading
@@ -21,8 +20,8 @@ from kvbridge.agent.peer_records import OutgoingPeer
 from kvbridge.agent.scraping import AT_ONCE, KEPT_S, serve
 from kvbridge.errors import OperatorError
 from kvbridge.states import SessionState
-from tests.integration.agent.player import Player
-from tests.integration.agent.wire import Wire
+from tests.integration.agent.player import Player, Wire
+from tests.support.proc import descriptors
 from tests.unit.exchange.world import World
 
 REQUEST_S = 2.0
@@ -60,20 +59,16 @@ def is_answered(place: tuple[str, int]) -> bool:
         return False
 
 
-def fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_who_connects_and_says_nothing_costs_a_bounded_number_of_threads_and_not_for_long() -> None:
     with serving() as place, contextlib.ExitStack() as stack:
-        threads, before = threading.active_count(), fds()
+        threads, before = threading.active_count(), descriptors()
         silent = [stack.enter_context(socket.create_connection(place)) for _ in range(100)]
         time.sleep(REQUEST_S / 4)
         assert threading.active_count() - threads <= AT_ONCE
-        assert fds() - before - len(silent) <= AT_ONCE
+        assert descriptors() - before - len(silent) <= AT_ONCE
         assert not is_answered(place)  # they have all there are; else it would not be seen that they lose them
         becomes(lambda: is_answered(place), REQUEST_S + 2)
-        becomes(lambda: threading.active_count() <= threads and fds() <= before + len(silent), 5)
+        becomes(lambda: threading.active_count() <= threads and descriptors() <= before + len(silent), 5)
 
 
 def test_who_says_little_now_and_then_is_cut_off_as_well() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import re
 import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -18,42 +16,16 @@ from typing import Any
 import pytest
 from kvbridge_proto.engine import Done, Failed
 
-from kvbridge.agent.outgoing_peers import MOST_NAMES
-from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent, wait_for
+from kvbridge.loopback.processes import free_port
+from tests.integration.agent.harness import SyntheticEngine, agent, wait_for
+from tests.integration.agent.pairs import Benches
 from tests.support.nursery import kvbridge
-from tests.support.oracle import Shape, build, fill, mismatch
+from tests.support.oracle import Shape, build
+from tests.support.proc import listening
 
 SIOCGIFADDR = 0x8915
 WATCHED = "tests.integration.agent.watched_agent"
 NUMBERS = {10: re.compile(r"\b[0-9]{9,}"), 16: re.compile(r"(?:\b|0x)([0-9a-fA-F]{8,})")}  # by base
-
-
-class Pair:
-    """A sender and a receiver with engines attached; the options are both agents'."""
-
-    def __init__(self, folder: Path, stack: ExitStack, **options: Any) -> None:
-        p, d = options.pop("p", {}), options.pop("d", {})
-        self.sender_agent = stack.enter_context(agent(folder, "p", **{"connect_s": 4} | options | p))
-        self.receiver_agent = stack.enter_context(agent(folder, "d", **{"connect_s": 4} | options | d))
-        self.sender = stack.enter_context(closing(SyntheticEngine(self.sender_agent, build(Shape("nhd")))))
-        self.receiver = stack.enter_context(closing(SyntheticEngine(self.receiver_agent, build(Shape("hnd")))))
-        self.sender.attach()
-        self.receiver.attach()
-
-    def carry(self, request: str, address: str = "") -> Done | Failed:
-        before = self.receiver.held.copy()
-        fill(self.sender.held, [5], range(16))
-        self.sender.offer(request, [5], 16)
-        self.receiver.want(request, address or self.sender_agent.address, [6], range(16))
-        answer = self.receiver.answer(request)
-        assert isinstance(answer, Failed) or not mismatch(self.receiver.held, before, [6], range(16))
-        return answer
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def keygen(folder: Path, name: str) -> tuple[Path, str]:
@@ -71,12 +43,6 @@ def write_peers(folder: Path, *lines: str) -> Path:
     return path
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def start_fails(folder: Path, **options: Any) -> str:
     """What an agent says that must not start."""
     with pytest.raises(AssertionError, match="does not serve") as caught, agent(folder, "refused", **options):
@@ -87,63 +53,63 @@ def start_fails(folder: Path, **options: Any) -> str:
 # Keys:
 
 
-def test_one_line_makes_a_fleet_that_nobody_else_can_speak_to(tmp_path: Path, stack: ExitStack) -> None:
+def test_one_line_makes_a_fleet_that_nobody_else_can_speak_to(tmp_path: Path, bench_of: Benches) -> None:
     key, line = keygen(tmp_path, "fleet")
     public = line.split()[1]
-    pair = Pair(tmp_path, stack, key=key)
-    assert isinstance(pair.carry("r"), Done)
-    assert pair.sender_agent.address.endswith(f"#{public}")
-    (seen,) = pair.sender_agent.status.peers
-    assert seen.key == "fleet" and "curve" in pair.sender_agent.status.security
-    assert f"key={public}" in pair.sender_agent.text()
+    pair = bench_of(connect_s=4, key=key)
+    pair.works("r")
+    assert pair.sender.agent.address.endswith(f"#{public}")
+    (seen,) = pair.sender.agent.status.peers
+    assert seen.key == "fleet" and "curve" in pair.sender.agent.status.security
+    assert f"key={public}" in pair.sender.agent.text()
     with agent(tmp_path, "x") as bare, closing(SyntheticEngine(bare, build(Shape("hnd")))) as stranger:
         stranger.attach()
-        stranger.want("steal", pair.sender_agent.address.partition("#")[0], [1], range(16))
+        stranger.want("steal", pair.sender.agent.address.partition("#")[0], [1], range(16))
         failed = stranger.answer("steal")
         assert isinstance(failed, Failed) and failed.code in ("peer_unreachable", "peer_disconnected"), failed
-    assert isinstance(pair.carry("again"), Done)
+    pair.works("again")
 
 
-def test_a_list_lets_in_by_name_and_a_reload_cuts_off(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_list_lets_in_by_name_and_a_reload_cuts_off(tmp_path: Path, bench_of: Benches) -> None:
     (prefill, prefill_line), (decode, decode_line) = keygen(tmp_path, "prefill"), keygen(tmp_path, "decode")
     peers = write_peers(tmp_path, prefill_line, decode_line)
-    pair = Pair(tmp_path, stack, peers=peers, p={"key": prefill}, d={"key": decode})
-    assert isinstance(pair.carry("r"), Done)
-    assert [peer.key for peer in pair.sender_agent.status.peers] == ["decode"]
-    assert [peer.key for peer in pair.receiver_agent.status.peers] == ["prefill"]
+    pair = bench_of(connect_s=4, peers=peers, p={"key": prefill}, d={"key": decode})
+    pair.works("r")
+    assert [peer.key for peer in pair.sender.agent.status.peers] == ["decode"]
+    assert [peer.key for peer in pair.receiver.agent.status.peers] == ["prefill"]
 
     peers.write_text(prefill_line)
-    pair.sender_agent.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: "peers read again" in pair.sender_agent.text() and not pair.sender_agent.status.peers)
-    wait_for(lambda: "not on our list" in pair.receiver_agent.text())
+    pair.sender.agent.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "peers read again" in pair.sender.agent.text() and not pair.sender.agent.status.peers)
+    wait_for(lambda: "not on our list" in pair.receiver.agent.text())
     failed = pair.carry("revoked")
     assert isinstance(failed, Failed) and failed.code == "peer_unreachable", (
         failed,
-        pair.receiver_agent.text(),
-        pair.sender_agent.text(),
+        pair.receiver.agent.text(),
+        pair.sender.agent.text(),
     )
 
     peers.write_text("nonsense\n")  # is refused, and changes nothing
-    pair.sender_agent.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: "the old list stays" in pair.sender_agent.text())
-    assert "1 keys allowed" in pair.sender_agent.status.security
+    pair.sender.agent.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "the old list stays" in pair.sender.agent.text())
+    assert "1 keys allowed" in pair.sender.agent.status.security
 
     peers.write_text(prefill_line + decode_line)
-    pair.sender_agent.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: pair.sender_agent.text().count("peers read again") == 2)
-    assert isinstance(pair.carry("restored"), Done)
+    pair.sender.agent.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: pair.sender.agent.text().count("peers read again") == 2)
+    pair.works("restored")
 
 
-def test_another_key_in_the_file_waits_for_a_restart_and_costs_no_link(tmp_path: Path, stack: ExitStack) -> None:
+def test_another_key_in_the_file_waits_for_a_restart_and_costs_no_link(tmp_path: Path, bench_of: Benches) -> None:
     key, line = keygen(tmp_path, "fleet")
-    pair = Pair(tmp_path, stack, key=key)
-    assert isinstance(pair.carry("r"), Done)
+    pair = bench_of(connect_s=4, key=key)
+    pair.works("r")
     keygen(tmp_path, "other")[0].replace(key)
-    both = (pair.sender_agent, pair.receiver_agent)
+    both = (pair.sender.agent, pair.receiver.agent)
     for running in both:
         running.process.send_signal(signal.SIGHUP)
     wait_for(lambda: all("peers read again" in running.text() for running in both))
-    assert isinstance(pair.carry("after"), Done)
+    pair.works("after")
     for running in both:
         assert "it counts after a restart" in running.text() and "key_revoked" not in running.text()
         assert f"own key {line.split()[1]}, 1 keys allowed" in running.status.security
@@ -176,7 +142,9 @@ def test_does_not_start_before_it_knows_by_which_network_other_hosts_come(tmp_pa
         said = start_fails(tmp_path, **wide, **guard)
         assert "no_net_devices" in said and ("0.0.0.0:0" in said or "10.0.0.0/24:7700" in said)
     with agent(tmp_path, "named", key=key, net_devices="lo", **wide) as running:
-        assert [place for place in listening(running) if not place.startswith(("127.0.0.1:", "0.0.0.0:"))] == []
+        assert [
+            place for place in listening(running.process.pid) if not place.startswith(("127.0.0.1:", "0.0.0.0:"))
+        ] == []
 
 
 def test_the_hatch_is_said_aloud(tmp_path: Path) -> None:
@@ -186,75 +154,39 @@ def test_the_hatch_is_said_aloud(tmp_path: Path) -> None:
         assert "allow_unauthenticated" in running.status.security and "NONE" in running.status.security
 
 
-def test_a_key_that_others_can_read_stops_the_start(tmp_path: Path) -> None:
-    key, _ = keygen(tmp_path, "fleet")
-    key.chmod(0o644)
-    assert "bad_key" in start_fails(tmp_path, key=key)
-
-
-def test_a_want_cannot_send_the_agent_where_it_may_not_go(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_want_cannot_send_the_agent_where_it_may_not_go(stack: ExitStack, bench_of: Benches) -> None:
     """A request's address is anybody's: not one packet goes to a place that the configuration does not name."""
     bait = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     bait.settimeout(1.0)
     forbidden = f"tcp://127.0.0.1:{bait.getsockname()[1]}"
     port = free_port()
-    pair = Pair(tmp_path, stack, d={"dial": f"127.0.0.0/8:{port}"}, p={"listen": f"tcp://127.0.0.1:{port}"})
+    pair = bench_of(connect_s=4, d={"dial": f"127.0.0.0/8:{port}"}, p={"listen": f"tcp://127.0.0.1:{port}"})
     failed = pair.carry("ssrf", forbidden)
     assert isinstance(failed, Failed) and failed.code == "peer_not_allowed", failed
     add = f'add "{forbidden.removeprefix("tcp://")}"'
     assert f"dial: {forbidden} is on loopback, dial is set and no pattern of dial names it; {add}" in failed.reason
     with pytest.raises(TimeoutError):
         bait.accept()
-    assert isinstance(pair.carry("r"), Done)
+    pair.works("r")
 
 
-@pytest.mark.parametrize("address", ["tcp://169.254.169.254:80", "tcp://metadata.internal:80", "tcp://10.0.0.1:22"])
-def test_without_keys_a_want_reaches_loopback_only(tmp_path: Path, stack: ExitStack, address: str) -> None:
-    pair = Pair(tmp_path, stack)
-    began = time.monotonic()
+@pytest.mark.parametrize("has_key", [False, True])
+def test_a_want_reaches_loopback_only(tmp_path: Path, bench_of: Benches, has_key: bool) -> None:
+    """transport/test_trust.py has the other addresses."""
+    pair = bench_of(connect_s=4, **{"key": keygen(tmp_path, "fleet")[0]} if has_key else {})
+    began, address = time.monotonic(), "tcp://169.254.169.254:80"
     failed = pair.carry("ssrf", address)
     assert isinstance(failed, Failed) and failed.code == "peer_not_allowed" and address in failed.reason
-    assert "key" in failed.reason and time.monotonic() - began < 3
-    assert isinstance(pair.carry("r"), Done)
+    assert "key" in failed.reason or 'add "169.254.169.254:80"' in failed.reason
+    assert time.monotonic() - began < 3 and "loopback only" in pair.receiver.agent.status.security
+    pair.works()
 
 
-@pytest.mark.parametrize("address", ["tcp://169.254.169.254:80", "tcp://metadata.internal:80", "tcp://10.0.0.1:22"])
-def test_with_a_key_a_want_reaches_loopback_only_as_well(tmp_path: Path, stack: ExitStack, address: str) -> None:
-    key, _ = keygen(tmp_path, "fleet")
-    pair = Pair(tmp_path, stack, key=key)
-    began = time.monotonic()
-    failed = pair.carry("ssrf", address)
-    assert isinstance(failed, Failed) and failed.code == "peer_not_allowed", failed
-    place = address.removeprefix("tcp://")
-    assert f'dial: {address} is beyond loopback and no pattern of dial names it; add "{place}"' in failed.reason
-    assert time.monotonic() - began < 3 and "dials loopback only" in pair.receiver_agent.status.security
-    assert isinstance(pair.carry("r"), Done)
-
-
-def test_who_names_a_hosts_addresses_one_by_one_harms_nobody(tmp_path: Path, stack: ExitStack) -> None:
-    key, _ = keygen(tmp_path, "fleet")
-    port = free_port()
-    everywhere = {
-        "listen": f"tcp://0.0.0.0:{port}",
-        "allow_wildcard": True,
-        "advertise": f"tcp://127.0.0.1:{port}",
-        "net_devices": "lo",
-    }
-    pair = Pair(tmp_path, stack, key=key, p=everywhere)
-    for spelled in (f"tcp://LocalHost:{port}", f"tcp://localhost:{port}#"):
-        assert isinstance(pair.carry(spelled, spelled), Done)
-    answers = [pair.carry(f"r{last}", f"tcp://127.0.0.{last}:{port}") for last in range(1, MOST_NAMES + 5)]
-    assert all(isinstance(answer, Done) for answer in answers), "each was idle when the next came"
-    (seen,) = pair.receiver_agent.status.peers
-    assert seen.address == f"tcp://localhost:{port}"
-    assert isinstance(pair.carry("again", f"tcp://127.0.0.1:{port}"), Done)
-
-
-def test_a_wanted_address_cannot_bring_its_own_key(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_wanted_address_cannot_bring_its_own_key(tmp_path: Path, bench_of: Benches) -> None:
     key, _ = keygen(tmp_path, "fleet")
     _, foreign = keygen(tmp_path, "foreign")
-    pair = Pair(tmp_path, stack, key=key)
-    address = pair.sender_agent.address.partition("#")[0] + "#" + foreign.split()[1]
+    pair = bench_of(connect_s=4, key=key)
+    address = pair.sender.agent.address.partition("#")[0] + "#" + foreign.split()[1]
     failed = pair.carry("ssrf", address)
     assert isinstance(failed, Failed) and failed.code == "peer_not_allowed" and "peers" in failed.reason
 
@@ -264,24 +196,24 @@ def test_a_wanted_address_cannot_bring_its_own_key(tmp_path: Path, stack: ExitSt
 
 @pytest.mark.parametrize(("routes", "fabrics"), [("nixl", 2), ("pull", 0)])
 def test_carries_without_pickling_and_logs_no_secret(
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, routes: str, fabrics: int
+    tmp_path: Path, bench_of: Benches, monkeypatch: pytest.MonkeyPatch, routes: str, fabrics: int
 ) -> None:
     written = tmp_path / "secrets"
     monkeypatch.setenv("SECRETS", str(written))
     key, _ = keygen(tmp_path, "fleet")
-    pair = Pair(tmp_path, stack, key=key, log_level="debug", module=WATCHED, routes=routes)
+    pair = bench_of(connect_s=4, key=key, log_level="debug", module=WATCHED, routes=routes)
     for number in range(3):
         assert isinstance(pair.carry(f"r{number}"), Done)
     assert isinstance(pair.carry("bad", "tcp://127.0.0.1:1#" + "x" * 40), Failed)
-    pair.sender_agent.process.send_signal(signal.SIGHUP)
-    status = repr((pair.sender_agent.status, pair.receiver_agent.status))
+    pair.sender.agent.process.send_signal(signal.SIGHUP)
+    status = repr((pair.sender.agent.status, pair.receiver.agent.status))
     found = [line.split() for line in written.read_text().splitlines()]
     tokens = [bytes.fromhex(text) for name, text in found if name == "token" and len(text) == 32]
     descriptors = [bytes.fromhex(text) for name, text in found if name == "descriptor"]
     regions = [struct.unpack(">QQ", bytes.fromhex(text)) for name, text in found if name == "region"]
     assert len(tokens) >= 3 and len(descriptors) >= fabrics and len(regions) >= 2 * fabrics  # there was what to find
     secret = next(line for line in key.read_text().splitlines() if not line.startswith("#"))
-    for running in (pair.sender_agent, pair.receiver_agent):
+    for running in (pair.sender.agent, pair.receiver.agent):
         running.stop()
         said = running.text() + status
         assert "PICKLED" not in said and "may not pickle" not in said
@@ -298,11 +230,6 @@ def addresses_in(said: str, regions: list[Any]) -> list[str]:
     return sorted(text for text, n in numbers if any(begin <= n < begin + size for begin, size in regions))
 
 
-def test_the_watch_for_addresses_bites() -> None:
-    said = "region: 4096 bytes at 0x7f0012345010, 139638282145808; 7F0012345FFF; 0x7f0012346000 of 7f00"
-    assert addresses_in(said, [(0x7F0012345000, 4096)]) == ["139638282145808", "7F0012345FFF", "7f0012345010"]
-
-
 def test_what_the_fabric_refuses_is_said_without_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = tmp_path / "secrets"
     monkeypatch.setenv("SECRETS", str(written))
@@ -314,19 +241,13 @@ def test_what_the_fabric_refuses_is_said_without_addresses(tmp_path: Path, monke
     assert addresses_in(said, regions) == []
 
 
-def test_the_watch_for_pickle_bites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRETS", str(tmp_path / "secrets"))
-    monkeypatch.setenv("PICKLE_ANYWAY", "1")
-    assert "PICKLED" in start_fails(tmp_path, module=WATCHED)
-
-
 @pytest.mark.parametrize("is_keyed", [False, True])
 def test_listens_nowhere_but_where_it_was_told(tmp_path: Path, is_keyed: bool) -> None:
     """NIXL's own listener would be on every interface, and so would UCX's, if it were given no device."""
     metrics = f"127.0.0.1:{free_port()}"
     options = {"key": keygen(tmp_path, "fleet")[0]} if is_keyed else {}
     with agent(tmp_path, "a", metrics=metrics, routes="nixl", **options) as running:
-        places = listening(running)
+        places = listening(running.process.pid)
         assert running.address.partition("#")[0].removeprefix("tcp://") in places and metrics in places
         assert [place for place in places if not place.startswith("127.0.0.1:")] == []
 
@@ -340,23 +261,5 @@ def test_data_may_go_by_several_devices(tmp_path: Path) -> None:
                 said = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
                 places[name] = socket.inet_ntoa(said[20:24])
     with agent(tmp_path, "a", net_devices=",".join(places), routes="nixl") as running:
-        data = listening(running) - {running.address.removeprefix("tcp://")}
+        data = listening(running.process.pid) - {running.address.removeprefix("tcp://")}
         assert {place.rpartition(":")[0] for place in data} == set(places.values())
-
-
-def listening(running: AgentProcess) -> set[str]:
-    """Where this process has listening TCP sockets."""
-    folder = Path(f"/proc/{running.process.pid}")
-    own = set()
-    for fd in (folder / "fd").iterdir():
-        with contextlib.suppress(OSError):
-            own.add(os.readlink(fd))
-    found = set()
-    for table, family, size in (("tcp", socket.AF_INET, 4), ("tcp6", socket.AF_INET6, 16)):
-        for line in (folder / "net" / table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-                host, port = fields[1].split(":")
-                words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, 2 * size, 8)]
-                found.add(f"{socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}")
-    return found

@@ -5,11 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from kvbridge.agent.request_records import RequestRecord
 from kvbridge.agent.spans import MOST_WAITING, Spans, spans_of
 from kvbridge.errors import OperatorError
 from tests.integration.agent.harness import wait_for
-from tests.integration.agent.test_carry import Bench
+from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape
 
 TOKENS = range(200)
@@ -72,29 +70,28 @@ def attributes(span: Any) -> dict[str, str]:
     return {each.key: each.value.string_value for each in span.attributes}
 
 
-@contextmanager
-def bench(folder: Path, endpoint: str) -> Iterator[Bench]:
-    with ExitStack() as stack:
-        shapes = Shape("nhd", blocks=200), Shape("hnd", block_tokens=64, blocks=60)
-        made = Bench(folder, stack, *shapes, routes="pull", otlp_endpoint=endpoint)
-        made.fill(TABLE, TOKENS)
-        yield made
+def started(bench_of: Benches, endpoint: str) -> Bench:
+    shapes = Shape("nhd", blocks=200), Shape("hnd", block_tokens=64, blocks=60)
+    made = bench_of(*shapes, routes="pull", otlp_endpoint=endpoint)
+    made.fill(TABLE, TOKENS)
+    return made
 
 
 def carried(made: Bench, rendezvous: str, **more: object) -> None:
-    (sender,), (receiver,) = made.senders, made.receivers
+    sender, receiver = made.sender, made.receiver
     sender.offer(f"p-{rendezvous}", TABLE, len(TOKENS), rendezvous=rendezvous, **more)
     receiver.want(f"d-{rendezvous}", made.address, WANTED, TOKENS, rendezvous=rendezvous, **more)
     assert isinstance(receiver.answer(f"d-{rendezvous}"), Done)
     sender.released(f"p-{rendezvous}")
 
 
-def test_both_sides_of_a_request_are_spans_of_the_engines_trace_or_of_one_of_their_own(tmp_path: Path) -> None:
-    with closing(Collector()) as collector, bench(tmp_path, collector.endpoint) as made:
+def test_both_sides_of_a_request_are_spans_of_the_engines_trace_or_of_one_of_their_own(bench_of: Benches) -> None:
+    with closing(Collector()) as collector:
+        made = started(bench_of, collector.endpoint)
         carried(made, "known", traceparent=f"00-{TRACE}-{PARENT}-01")
         carried(made, "alone", traceparent="00-nonsense")
         carried(made, "unsampled", traceparent=f"00-{TRACE}-{PARENT}-00")
-        (receiver,) = made.receivers
+        receiver = made.receiver
         receiver.want("late", made.address, WANTED, TOKENS, rendezvous="nowhere", deadline_s=0.3)
         assert isinstance(receiver.answer("late"), Failed)
         wait_for(lambda: len(collector.spans("d0", "nowhere")) >= 1 and len(collector.spans("p0", "alone")) == 4)
@@ -125,20 +122,20 @@ def test_both_sides_of_a_request_are_spans_of_the_engines_trace_or_of_one_of_the
         assert "kvbridge_spans_total{outcome=dropped}" not in counters
 
 
-def test_requests_go_on_where_nobody_takes_spans(tmp_path: Path) -> None:
+def test_requests_go_on_where_nobody_takes_spans(bench_of: Benches) -> None:
     with socket.socket() as silent:  # its kernel takes connections, and nobody answers them
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        with bench(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces") as made:
-            carried(made, "first")
-            began = time.monotonic()
-            for number in range(20):
-                carried(made, f"r{number}")
-            assert time.monotonic() - began < 4, "not a wait of the sender's thread for each"
-            (receiver,) = made.receivers
-            wait_for(lambda: receiver.agent.status.counters.get("kvbridge_spans_total{outcome=dropped}", 0) >= 4)
-            began = time.monotonic()
-            assert receiver.agent.stop() == 0 and time.monotonic() - began < 10
+        made = started(bench_of, f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces")
+        carried(made, "first")
+        began = time.monotonic()
+        for number in range(20):
+            carried(made, f"r{number}")
+        assert time.monotonic() - began < 4, "not a wait of the sender's thread for each"
+        receiver = made.receiver
+        wait_for(lambda: receiver.agent.status.counters.get("kvbridge_spans_total{outcome=dropped}", 0) >= 4)
+        began = time.monotonic()
+        assert receiver.agent.stop() == 0 and time.monotonic() - began < 10
 
 
 def record(traceparent: str = "") -> RequestRecord:

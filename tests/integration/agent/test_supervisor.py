@@ -87,31 +87,29 @@ def test_is_not_ready_where_it_cannot_serve(tmp_path: Path, systemd: Systemd) ->
 
 
 def test_says_nothing_while_its_data_thread_stands_still(
-    tmp_path: Path, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stack: ExitStack, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ExitStack() as stack:
-        sender: AgentProcess = paused(tmp_path, stack, monkeypatch, LONGER_S).agent
-        pid, began = sender.process.pid, time.monotonic()
-        while systemd.hears(pid, 2 * WATCHDOG_S):
-            assert time.monotonic() - began < WATCHDOG_S, "fed though the thread stands still"
-        assert sender.status.state == "serving"  # its loop is well
+    sender: AgentProcess = paused(tmp_path, stack, monkeypatch, LONGER_S).agent
+    pid, began = sender.process.pid, time.monotonic()
+    while systemd.hears(pid, 2 * WATCHDOG_S):
+        assert time.monotonic() - began < WATCHDOG_S, "fed though the thread stands still"
+    assert sender.status.state == "serving"  # its loop is well
 
 
 def test_the_probe_of_pods_fails_while_its_data_thread_stands_still_and_passes_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ExitStack() as stack:
-        running = paused(tmp_path, stack, monkeypatch, STILL_S + 4).agent
-        asked = lambda: kvbridge("status", "--probe", "--socket", running.socket)  # noqa: E731
-        assert asked().returncode == 0  # not yet
-        while running.status.still_s <= STILL_S:
-            time.sleep(0.1)
-        told = asked()
-        assert told.returncode == 1 and told.stderr.startswith(
-            f"kvbridge status: data_plane_stuck: {running.socket}: the data thread has not come round for "
-        )
-        time.sleep(4)
-        assert (asked().returncode, running.status.state) == (0, "serving")
+    running = paused(tmp_path, stack, monkeypatch, STILL_S + 4).agent
+    asked = lambda: kvbridge("status", "--probe", "--socket", running.socket)  # noqa: E731
+    assert asked().returncode == 0  # not yet
+    while running.status.still_s <= STILL_S:
+        time.sleep(0.1)
+    told = asked()
+    assert told.returncode == 1 and told.stderr.startswith(
+        f"kvbridge status: data_plane_stuck: {running.socket}: the data thread has not come round for "
+    )
+    time.sleep(4)
+    assert (asked().returncode, running.status.state) == (0, "serving")
 
 
 def test_ends_with_where_each_thread_stood(tmp_path: Path, systemd: Systemd) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from kvbridge_proto.common import OURS, VersionRange
 from kvbridge_proto.engine import Attached, Done, Failed, Refused
 
 from tests.integration.agent.harness import SyntheticEngine, agent, is_at_rest, wait_for
+from tests.integration.agent.pairs import carry
 from tests.support.nursery import kvbridge
-from tests.support.oracle import Shape, build_all, fill, mismatch
+from tests.support.oracle import Shape, build_all
 
 RANGED = "tests.integration.agent.ranged_agent"
 TOKENS = 90
@@ -27,44 +28,24 @@ Rank = Callable[..., SyntheticEngine]
 
 
 @pytest.fixture
-def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+def rank(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Rank:
     """Starts an agent that speaks these versions, with an engine that speaks all of them."""
-    with ExitStack() as stack:
 
-        def start(name: str, oldest: int, newest: int, block_tokens: int, **options: object) -> SyntheticEngine:
-            monkeypatch.setenv("VERSIONS", f"{oldest}-{newest}")
-            running = stack.enter_context(agent(tmp_path, name, module=RANGED, **options))
-            (held,) = build_all(SHAPES[block_tokens])
-            engine = stack.enter_context(closing(SyntheticEngine(running, held)))
-            attached = engine.attach(versions=VersionRange(1, 2))
-            assert isinstance(attached, Attached) and attached.version == newest
-            return engine
+    def start(name: str, oldest: int, newest: int, block_tokens: int, **options: object) -> SyntheticEngine:
+        monkeypatch.setenv("VERSIONS", f"{oldest}-{newest}")
+        running = stack.enter_context(agent(tmp_path, name, module=RANGED, **options))
+        (held,) = build_all(SHAPES[block_tokens])
+        engine = stack.enter_context(closing(SyntheticEngine(running, held)))
+        attached = engine.attach(versions=VersionRange(1, 2))
+        assert isinstance(attached, Attached) and attached.version == newest
+        return engine
 
-        yield start
-
-
-def block_tokens(engine: SyntheticEngine) -> int:
-    return engine.pool.groups[0].block_tokens
+    return start
 
 
-def ask(sender: SyntheticEngine, receiver: SyntheticEngine) -> str:
-    request = next(NAMES)
-    table = TABLES[block_tokens(sender)]
-    fill(sender.held, table, range(TOKENS))
-    sender.offer(request, table, TOKENS)
-    receiver.want(request, sender.agent.address, TABLES[block_tokens(receiver)], range(TOKENS))
-    return request
-
-
-def carries(sender: SyntheticEngine, receiver: SyntheticEngine) -> None:
-    before, size = receiver.held.copy(), block_tokens(receiver)
-    request = ask(sender, receiver)
-    answer = receiver.answer(request)
-    assert isinstance(answer, Done), answer
-    assert sender.released(request).code == ""
-    tail = range(TOKENS, -(-TOKENS // size) * size)
-    wrong = mismatch(receiver.held, before, TABLES[size], range(TOKENS), tail)
-    assert not wrong, wrong
+def carried(sender: SyntheticEngine, receiver: SyntheticEngine) -> Done | Failed:
+    given, wanted = (TABLES[each.pool.groups[0].block_tokens] for each in (sender, receiver))
+    return carry(sender, receiver, next(NAMES), given, wanted, TOKENS)
 
 
 def agreed(engine: SyntheticEngine) -> set[int]:
@@ -81,8 +62,8 @@ def test_ranges_that_meet_carry_both_ways(
     rank: Rank, routes: str, first: tuple[int, int], second: tuple[int, int], version: int
 ) -> None:
     one, other = rank("one", *first, 16, routes=routes), rank("other", *second, 64, routes=routes)
-    carries(one, other)
-    carries(other, one)
+    assert isinstance(carried(one, other), Done)
+    assert isinstance(carried(other, one), Done)
     for engine, newest in ((one, first[1]), (other, second[1])):
         assert agreed(engine) == {version}
         status = engine.agent.status
@@ -100,15 +81,15 @@ def test_ranges_that_do_not_meet_are_refused_at_once(rank: Rank, is_newer_asked:
     theirs, ours = (2, 1) if is_newer_asked else (1, 2)
     for _ in range(3):
         began = time.monotonic()
-        answer = receiver.answer(ask(sender, receiver))
+        answer = carried(sender, receiver)
         assert time.monotonic() - began < SOON_S
         assert isinstance(answer, Failed) and answer.code == "version_mismatch", answer
         assert answer.reason.endswith(f"versions: ours {theirs}-{theirs}, theirs {ours}-{ours}"), answer
     wait_for(lambda: is_at_rest(receiver.agent.status))
     assert agreed(receiver) <= {0} and agreed(sender) == set()
     both = rank("both", 1, 2, 16)
-    carries(both, older)
-    carries(older, both)
+    assert isinstance(carried(both, older), Done)
+    assert isinstance(carried(older, both), Done)
 
 
 def test_an_engine_that_no_version_is_common_with_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain, count
@@ -56,7 +56,7 @@ class Agents:
         self.stack = stack
         self.sender, self.receiver = self.resources("a", vram), self.resources("b", vram)
 
-    def resources(self, incarnation: str, vram: bool) -> Resources:
+    def resources(self, incarnation: str, vram: bool = False) -> Resources:
         endpoints = [self.endpoint(incarnation)] + ([self.endpoint(f"{incarnation}.host")] if vram else [])
         cards = [endpoint.card() for endpoint in endpoints]
         device = None
@@ -77,12 +77,6 @@ class Agents:
 
     def landing(self, lane: int = 3) -> Landing:
         return Landing("b", self.receiver.site, lane)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def run(resources: Resources, job: Any) -> Any:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvbridge_proto.engine import Done, Failed
+from kvbridge_proto.engine import Done
 from kvbridge_proto.peer import Hello, Refuse
 from kvbridge_proto.status import SlotCounts
 from msgspec.structs import replace as replace_struct
 
-from kvbridge.agent.rebuild import QuarantineTimer
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.linger import TIMER_SLACK_NS
 from kvbridge.dataplane.resources import open_resources
@@ -25,9 +24,10 @@ from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.options import AgentConfig
 from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent
-from tests.integration.agent.player import Player, settle, welcomed
-from tests.integration.agent.wire import Wire
+from tests.integration.agent.pairs import Benches, carry
+from tests.integration.agent.player import Player, Wire, settle, welcomed
 from tests.support.oracle import Shape, build
+from tests.support.proc import resident_bytes
 from tests.unit.exchange.world import World
 
 NONE = SlotCounts(free=0, lent=0, landed=0, quarantined=0)
@@ -45,84 +45,57 @@ def slacks_of(running: AgentProcess) -> list[int]:
     return [int(Path(f"/proc/{thread.name}/timerslack_ns").read_text()) for thread in threads]
 
 
-def memory_of(running: AgentProcess) -> int:
-    """Resident bytes."""
-    for line in Path(f"/proc/{running.process.pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("no VmRSS")
-
-
-class Three:
-    """A sender that is read, one that shares no memory, and a receiver."""
-
-    def __init__(self, folder: Path, stack: ExitStack, **options: Any) -> None:
-        every: dict[str, Any] = {"slot_bytes": 4 << 20} | options
-        private = every | {"no_share_memory": True}
-        agents = {name: stack.enter_context(agent(folder, name, **every)) for name in ("read", "receiver")}
-        agents["private"] = stack.enter_context(agent(folder, "private", **private))
-        self.engines = {
-            name: stack.enter_context(closing(SyntheticEngine(running, build(Shape("nhd", blocks=64)))))
-            for name, running in agents.items()
-        }
-        for engine in self.engines.values():
-            engine.attach()
-
-    def __getitem__(self, name: str) -> AgentProcess:
-        return self.engines[name].agent
-
-    def carry(self, request: str, sender: str) -> Done | Failed:
-        prefill, receiver = self.engines[sender], self.engines["receiver"]
-        prefill.offer(request, TABLE, 1024)
-        receiver.want(request, prefill.agent.address, TABLE, range(1024))
-        return receiver.answer(request)
-
-
 @pytest.fixture
-def three(tmp_path: Path) -> Iterator[Three]:
-    with ExitStack() as stack:
-        yield Three(tmp_path, stack)
+def three(bench_of: Benches, tmp_path: Path, stack: ExitStack) -> dict[str, SyntheticEngine]:
+    """A sender that is read, one that shares no memory, and a receiver."""
+    shape = Shape("nhd", blocks=64)
+    bench = bench_of(shape, shape, slot_bytes=4 << 20)
+    running = stack.enter_context(agent(tmp_path, "private", slot_bytes=4 << 20, no_share_memory=True))
+    private = stack.enter_context(closing(SyntheticEngine(running, build(shape))))
+    private.attach()
+    return {"read": bench.sender, "receiver": bench.receiver, "private": private}
 
 
-def test_an_agent_that_is_read_or_reads_has_no_slots(three: Three) -> None:
-    assert isinstance(three.carry("a", "read"), Done)
-    assert slots_of(three["read"]) == slots_of(three["receiver"]) == (NONE, NONE)
+def is_carried(three: dict[str, SyntheticEngine], request: str, sender: str) -> bool:
+    return isinstance(carry(three[sender], three["receiver"], request, TABLE, TABLE, 1024), Done)
+
+
+def test_an_agent_that_is_read_or_reads_has_no_slots(three: dict[str, SyntheticEngine]) -> None:
+    assert is_carried(three, "a", "read")
+    assert slots_of(three["read"].agent) == slots_of(three["receiver"].agent) == (NONE, NONE)
     for name in ("read", "receiver"):
-        assert "made slots" not in three[name].text()
-    assert memory_of(three["private"]) - memory_of(three["receiver"]) > 40 << 20  # of (8 + 4 + 2) * 4 MiB
+        assert "made slots" not in three[name].agent.text()
+    assert (
+        resident_bytes(three["private"].agent.process.pid) - resident_bytes(three["receiver"].agent.process.pid)
+        > 40 << 20
+    )  # of (8 + 4 + 2) * 4 MiB
 
 
-def test_a_receiver_that_can_only_be_written_to_makes_slots_and_its_other_sessions_stay(three: Three) -> None:
-    assert isinstance(three.carry("a", "read"), Done)
-    assert isinstance(three.carry("b", "private"), Done)
-    receive_slots, send_slots = slots_of(three["receiver"])
+def test_a_receiver_that_can_only_be_written_to_makes_slots_and_its_other_sessions_stay(
+    three: dict[str, SyntheticEngine],
+) -> None:
+    assert is_carried(three, "a", "read")
+    assert is_carried(three, "b", "private")
+    receive_slots, send_slots = slots_of(three["receiver"].agent)
     assert (receive_slots.free, send_slots.free) == (8, 4)
-    assert three["receiver"].text().count("made slots") == 1
-    routes = {peer.name: peer.route.split()[0] for peer in three["receiver"].status.peers}
-    assert routes == {"read": "pull", "private": "nixl"}
-    assert isinstance(three.carry("c", "read"), Done) and isinstance(three.carry("d", "private"), Done)
-    assert three["receiver"].text().count("session open") == 2 and "session over" not in three["receiver"].text()
-    assert slots_of(three["read"]) == (NONE, NONE)
+    assert three["receiver"].agent.text().count("made slots") == 1
+    routes = {peer.name: peer.route.split()[0] for peer in three["receiver"].agent.status.peers}
+    assert routes == {"p0": "pull", "private": "nixl"}
+    assert is_carried(three, "c", "read") and is_carried(three, "d", "private")
+    assert (
+        three["receiver"].agent.text().count("session open") == 2
+        and "session over" not in three["receiver"].agent.text()
+    )
+    assert slots_of(three["read"].agent) == (NONE, NONE)
     for name in ("read", "receiver", "private"):  # the data thread, and none of those that its fabric has started
-        assert [slack for slack in slacks_of(three[name]) if slack < 50_000] == [TIMER_SLACK_NS]
+        assert [slack for slack in slacks_of(three[name].agent) if slack < 50_000] == [TIMER_SLACK_NS]
 
 
-def test_a_sender_makes_slots_for_a_receiver_that_does_not_read(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        sender = stack.enter_context(agent(tmp_path, "p"))
-        receiver = stack.enter_context(agent(tmp_path, "d", routes="nixl"))
-        held = [build(Shape("nhd", blocks=64)) for _ in range(2)]
-        prefill, decode = (
-            stack.enter_context(closing(SyntheticEngine(each, pool)))
-            for each, pool in zip((sender, receiver), held, strict=True)
-        )
-        prefill.attach()
-        decode.attach()
-        assert slots_of(sender) == (NONE, NONE)
-        prefill.offer("a", TABLE, 1024)
-        decode.want("a", sender.address, TABLE, range(1024))
-        assert isinstance(decode.answer("a"), Done)
-        assert [each.free for each in slots_of(sender)] == [8, 4]
+def test_a_sender_makes_slots_for_a_receiver_that_does_not_read(bench_of: Benches) -> None:
+    bench = bench_of(d={"routes": "nixl"})
+    assert slots_of(bench.sender.agent) == (NONE, NONE)
+    bench.works("a")
+    assert [each.free for each in slots_of(bench.sender.agent)] == [8, 4]
 
 
 def test_slots_that_no_staging_can_have_are_refused_at_the_start() -> None:
@@ -282,8 +255,3 @@ async def test_slots_are_made_once_and_what_could_not_be_made_is_tried_again() -
         assert data_plane.site.fabric.descriptor and data_plane.site.fabric.slot_bytes == 65536
     finally:
         await data_plane.stop()
-
-
-def test_no_slots_are_no_reason_to_make_others() -> None:
-    patience = QuarantineTimer(1.0)
-    assert not patience.is_over(NONE, 0.0) and not patience.is_over(NONE, 5.0)

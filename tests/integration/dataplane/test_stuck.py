@@ -6,17 +6,18 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from kvbridge_proto.engine import Detach
 
 from kvbridge.dataplane.watchdog import STATUS, Watchdog
-from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent
+from tests.integration.agent.harness import AgentProcess, SyntheticEngine, wait_for
 from tests.integration.agent.impatient_agent import STUCK_S
+from tests.integration.agent.pairs import Bench
+from tests.integration.dataplane.test_routes import Ended, ended
 from tests.support.oracle import Shape, build
 
 IMPATIENT = "tests.integration.agent.impatient_agent"
@@ -24,30 +25,14 @@ AT = "sender.gather_begun"
 LONGER_S, SHORTER_S = 60.0, STUCK_S / 2
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def paused(folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, pause_s: float) -> SyntheticEngine:
     """A sender whose agent's data plane has just begun to stand still for so long, over its engine's memory."""
-    receiver_agent = stack.enter_context(agent(folder, "d", routes="nixl"))
     monkeypatch.setenv("KVBRIDGE_FAILPOINTS", f"{AT}=pause:{pause_s}")
-    sender_agent = stack.enter_context(agent(folder, "p", module=IMPATIENT, drain_s=0, routes="nixl"))
-    sender, receiver = (
-        stack.enter_context(closing(SyntheticEngine(each, build(Shape("nhd")))))
-        for each in (sender_agent, receiver_agent)
-    )
-    sender.attach()
-    receiver.attach()
-    sender.offer("r", [5], 16)
-    receiver.want("r", sender_agent.address, [6], range(16))
-    deadline = time.monotonic() + 10
-    while f"failpoint {AT}" not in sender_agent.text():
-        assert time.monotonic() < deadline, "nothing was gathered"
-        time.sleep(0.01)
-    return sender
+    bench = Bench(folder, stack, routes="nixl", p={"module": IMPATIENT, "drain_s": 0})
+    bench.offer("r", [5], 16)
+    bench.want("r", [6], range(16))
+    wait_for(lambda: f"failpoint {AT}" in bench.sender.agent.text())
+    return bench.sender
 
 
 def dies(sender: SyntheticEngine) -> None:
@@ -89,21 +74,10 @@ def test_one_that_comes_back_in_time_goes_on(
 
 def goes_on(running: AgentProcess) -> None:
     """Its engine is let go of, another comes, and it stops as told."""
-    deadline = time.monotonic() + STUCK_S + 5
-    while running.status.engine is not None or "engine left: epoch=1" not in running.text():
-        assert time.monotonic() < deadline, running.text()
-        time.sleep(0.05)
+    wait_for(lambda: running.status.engine is None and "engine left: epoch=1" in running.text(), STUCK_S + 5)
     with closing(SyntheticEngine(running, build(Shape("hnd")))) as engine:
         assert engine.attach().epoch == 2
     assert running.stop() == 0 and "data_plane_stuck" not in running.text()
-
-
-class Ended(Exception):
-    """The process would have ended here."""
-
-
-def ended(reason: str) -> NoReturn:
-    raise Ended(reason)
 
 
 async def test_time_in_which_the_whole_process_stood_still_does_not_count() -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from kvbridge_kernels.digest_ref import digest as xxh3
-from kvbridge_kernels.pull_ref import pull as pull_rows
 from kvbridge_kernels.segment import Span
-from kvbridge_kernels.tables import Work
 
 from kvbridge.device.copier import Moved
 from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.memory import AttachedPool
-from kvbridge.device.pulls import Pulls
-from kvbridge.geometry.plan import Chunk, Move, Part, Plan
-from kvbridge.geometry.tokens import BlockTable
+from kvbridge.geometry.plan import Move
 
 
 class Moves:
@@ -35,24 +31,6 @@ class Moves:
 
     def places(self, group: int, unit_tokens: int) -> np.ndarray:
         return self._arrays[unit_tokens]
-
-
-def pull(
-    pulls: Pulls,
-    chunk: Chunk,
-    planned: Plan,
-    sender: AttachedPool,
-    ours: Mapping[int, BlockTable],
-    receiver: AttachedPool,
-    theirs: Mapping[int, BlockTable],
-) -> int:
-    """Pull one chunk; its digest, a sum64."""
-    sums = torch.zeros(1, dtype=torch.int64)
-    parts = Part(planned, chunk, ours, True), Part(planned, chunk, theirs, False)
-    with sender.hold() as regions, receiver.hold() as receiver_regions:
-        pulled = pulls.of(sender, regions, parts[0], receiver, receiver_regions, parts[1])
-        pull_rows(pulled, sums, Work("cpu"))
-    return int(sums) & (2**64 - 1)
 
 
 def gather(pool: AttachedPool, moves: Sequence[Move], slot: torch.Tensor, kind: str = "xxh3") -> int:

@@ -13,16 +13,29 @@ from kvbridge_kernels.tables import Work
 
 from kvbridge.device.pulls import Pulls
 from kvbridge.geometry.plan import Part
-from tests.integration.device.test_pulls import CASES
 from tests.support.carried import OnCpu, carried
 from tests.support.matrix import ROWS, Case
-from tests.support.oracle import LAYOUTS, Held, Shape
+from tests.support.oracle import LAYOUTS, Held, Shape, mla
 from tests.support.pools import ranks_of
 
 ALSO_PULLED = {
     *("equal", "codecs", "scales", "row scales", "row scales of equal sides", "block scales"),
     *("latents", "packed latents", "windows", "states", "anything at once"),
 }
+HYBRID = Shape(layers=4, kinds=("full", "sliding", "state", "chunked"), window=24, blocks=16)
+CASES = {
+    "tensor parallel": (Shape(tp_size=4, kv_heads=8), Shape(tp_size=1, kv_heads=8, layout="hnd", block_tokens=64)),
+    "repeated heads": (Shape(tp_size=8, kv_heads=4), Shape(tp_size=2, kv_heads=4, layout="hnd")),
+    "pipeline": (Shape(layers=7, pp_size=3), Shape(layers=7, pp_size=2, layout="cross_layer", block_tokens=8)),
+    "context parallel": (Shape(cp_size=2), Shape(cp_size=4, cp_interleave=16, layout="hnd", block_tokens=8)),
+    "context and tensor": (Shape(cp_size=2, tp_size=2), Shape(tp_size=4, layout="packed", block_tokens=32)),
+    "windows and states": (HYBRID, replace(HYBRID, layout="hnd", block_tokens=8, blocks=24)),
+    "states of two ranks": (replace(HYBRID, tp_size=2), replace(HYBRID, tp_size=2, block_tokens=8, blocks=24)),
+    "latents": (mla("fp8_ds_mla", layers=3), mla("fp8_ds_mla", layers=3, block_tokens=64, pad_bytes=64)),
+    "odd heads": (Shape(kv_heads=3, key_width=7, value_width=9), Shape(kv_heads=3, key_width=7, value_width=9,
+                  layout="packed_hnd", block_tokens=24)),
+    "scales beside rows": (Shape(codec="fp8_row_scale"), Shape(codec="fp8_row_scale", layout="hnd", tp_size=2)),
+}  # fmt: skip
 WIDE = Shape(key_width=16, value_width=32, blocks=8)
 ODD = Shape(layout="cpu_vec", key_width=24, value_width=12, codec="fp8_e4m3", blocks=8)
 
@@ -30,24 +43,21 @@ ODD = Shape(layout="cpu_vec", key_width=24, value_width=12, codec="fp8_e4m3", bl
 class BothWays(OnCpu):
     """By a slot, and then what was there is put back and the same is pulled."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._pulls = Pulls()
-
     def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None:
         before = receiver.copy()
         super().carry(sender, gather, receiver, scatter, slot_bytes)
         wanted = receiver.copy()
         for region, was in zip(receiver.memory, before.memory, strict=True):
             region[:] = was
-        ours, theirs, sums = self._of(sender), self._of(receiver), torch.zeros(1, dtype=torch.int64)
-        with ours.hold() as regions, theirs.hold() as receiver_regions:
-            pull_rows(self._pulls.of(ours, regions, gather, theirs, receiver_regions, scatter), sums, Work("cpu"))
+        ours, theirs, slot = self._of(sender), self._of(receiver), torch.zeros(slot_bytes, dtype=torch.uint8)
+        self._copier.pull(ours, gather, theirs, scatter, has_digest=True)
         assert all(np.array_equal(*pair) for pair in zip(receiver.memory, wanted.memory, strict=True))
-        slot = torch.zeros(slot_bytes, dtype=torch.uint8)
         self._copier.gather(ours, gather, Span(slot.data_ptr(), slot.numel()), "sum64")
-        (gathered,) = self._copier.poll()
-        assert int(sums) & (2**64 - 1) == gathered.digest
+        self._copier.digest(ours, gather)
+        found, sums = [moved.digest for moved in self._copier.poll()], torch.zeros(1, dtype=torch.int64)
+        with ours.hold() as regions, theirs.hold() as receiver_regions:
+            pull_rows(Pulls().of(ours, regions, gather, theirs, receiver_regions, scatter), sums, Work("cpu"))
+        assert found == [int(sums) & (2**64 - 1)] * 3, "a read, a gather and a look have one digest"
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in ALSO_PULLED], ids=lambda row: row.name)

@@ -25,6 +25,7 @@ from kvbridge.transport.door import Handover, open_memory
 from tests.integration.device.attached import engine_of
 from tests.integration.device.handed import FP8, HND64, NHD16, PACKED, SHAPES, Sender, filled, pulled
 from tests.support.pools import build
+from tests.support.proc import descriptors
 
 change = msgspec.structs.replace
 
@@ -158,11 +159,11 @@ def test_keeps_descriptors_of_its_own_in_the_order_of_the_handles() -> None:
 
 def test_a_missing_descriptor_leaves_none_open() -> None:
     with tempfile.TemporaryFile() as file:
-        before = len(os.listdir("/proc/self/fd"))
+        before = descriptors()
         handles = [Handle(region=0, kind="shm_fd", fd=0), Handle(region=1, kind="shm_fd", fd=1)]
         with pytest.raises(KVBridgeError) as raised:
             SharedHandles.keep(handles, [file.fileno()])
-        assert raised.value.code == "fd_missing" and len(os.listdir("/proc/self/fd")) == before
+        assert raised.value.code == "fd_missing" and descriptors() == before
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")

@@ -14,6 +14,7 @@ import torch
 from kvbridge.device import driver
 from kvbridge.device.handles import check_exportable, export, export_all
 from kvbridge.errors import OperatorError
+from tests.support.proc import descriptors
 
 
 def test_views_keep_working_and_the_fd_sees_what_they_write() -> None:
@@ -96,7 +97,7 @@ def test_exports_every_region_or_leaves_no_descriptor() -> None:
     assert [(handle.region, handle.fd) for handle in handles] == [(0, 0), (1, 1), (2, 2)] and len(set(fds)) == 3
     for fd in fds:
         os.close(fd)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with pytest.raises(OperatorError, match="must be cpu or cuda"):
         export_all([*good, torch.empty(64, device="meta").untyped_storage()])
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before

@@ -15,6 +15,7 @@ from kvbridge_proto.peer import PROBE_LANES
 
 from kvbridge.device.staging import Staging
 from kvbridge.errors import OperatorError
+from tests.support.proc import resident_bytes
 
 
 def test_slots_lie_one_behind_the_other_from_a_page_border_on() -> None:
@@ -60,10 +61,6 @@ def test_close_gives_the_memory_back() -> None:
     assert address not in Path("/proc/self/maps").read_text()
     with pytest.raises(AssertionError, match="staging is closed"):
         staging.span(0)
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize(("slot_bytes", "slots"), [(0, 1), (100, 1), (64, 0), (-64, 1)])

@@ -1,4 +1,4 @@
-"""Fuzzes for long, by hand: `python -m tests.integration.fuzz --target all --frames 1000000 --seed 1 --jobs 2`.
+"""Fuzzes for long, by hand: `python -m tests.integration.fuzz --target all --frames 1000000 --seed 1 --each --jobs 2`.
 
 A frame that does harm is made smaller and kept in tests/integration/fuzz/corpus/TARGET. From then on `make test` runs
 it.
@@ -85,8 +85,8 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=100_000, help="of each target and job")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, of each target and job")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="processes, each with a seed of its own")
-    parser.add_argument("--each", action="store_true", help="--jobs processes share the targets, one at a time each")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the targets, one at a time each")
+    parser.add_argument("--each", action="store_true", help="a process of its own for each target")
     parser.add_argument(
         "--deep", action="store_true", help=f"more seconds for {', '.join(SLOW)}: {SLOW['pools']} times"
     )
@@ -96,8 +96,6 @@ def main() -> int:
     names = list(NAMES) if said.target == "all" else said.target.split(",")
     if said.each:
         return _shared(said, names)
-    if said.jobs > 1:
-        return _spread(said, names)
     faulthandler.enable()
     logging.disable(logging.CRITICAL)
     is_good = True
@@ -119,13 +117,6 @@ def main() -> int:
             with open(said.json, "a") as out:
                 out.write(json.dumps(found) + "\n")
     return 0 if is_good else 1
-
-
-def _spread(said: argparse.Namespace, names: list[str]) -> int:
-    """The same in so many processes."""
-    command = _command(said, ",".join(names))
-    running = [subprocess.Popen([*command, "--seed", str(said.seed + job)]) for job in range(said.jobs)]
-    return max([process.wait() for process in running])
 
 
 def _shared(said: argparse.Namespace, names: list[str]) -> int:

@@ -29,30 +29,19 @@ from kvbridge_proto.peer import (
 from kvbridge_proto.status import PeerStatus, TransferStatus
 from msgspec import Meta, Struct
 
-from kvbridge.agent.journal import Journal
-from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.peers import Peers
-from kvbridge.agent.receiver_runner import ReceiverRunner
-from kvbridge.agent.request_records import RequestRecords
-from kvbridge.agent.sender_runner import SenderRunner
 from kvbridge.agent.status import transfers
 from kvbridge.dataplane.receive_orders import LandedChunk
-from kvbridge.dataplane.routes.choice import Connected
-from kvbridge.dataplane.routes.staged import Landing
 from kvbridge.dataplane.send_orders import LeavingChunk
 from kvbridge.errors import PeerError
-from kvbridge.exchange.receiver import Receiver
-from kvbridge.exchange.route import Routed, Site
-from kvbridge.exchange.sender import Sender
+from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import AttachedEngine
-from kvbridge.exchange.slots import SlotPool
-from kvbridge.transport.trust import Trust
-from tests.integration.agent.order_taker import OrderTaker
-from tests.integration.agent.player import EngineTold, incoming_of, outgoing_of
-from tests.integration.fuzz.machines import ALL_ROWS, POOLS
+from tests.integration.agent.player import Whole, Wire
+from tests.integration.fuzz.machines import ALL_ROWS, CLAIM, POOLS
 from tests.integration.fuzz.typed import TEXTS, drawer
 from tests.integration.fuzz.vary import varied
 from tests.unit.exchange.world import make_pool
+from tests.unit.proto.samples import NOTICE
 
 EVIL, GOOD = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
 OUR_POOL, GOOD_POOL = make_pool("ours", 0, 1, 4), POOLS["evil"]
@@ -80,25 +69,14 @@ class Do(Struct, frozen=True, tag="do"):
 Script = tuple[Say | Write | Do, ...]
 
 
-class Wire:
+class Said(Wire):
     """A link; what is said on it must be what a peer would take."""
-
-    def __init__(self, address: str, incarnation: str, is_dialled: bool) -> None:
-        self.address, self.peer_incarnation, self.is_dialled = address, incarnation, is_dialled
-        self.version, self.is_lost, self.is_up, self.key, self.sends_by_pipe = 1, False, True, "", False
-        self.heard: deque[Any] = deque(maxlen=32)
 
     def send(self, body: Any) -> bool:
         envelope = Envelope(version=self.version, sender="us", receiver=self.peer_incarnation, number=0, body=body)
         assert decode(encode(envelope), Envelope).body == body
-        self.heard.append(body)
+        super().send(body)
         return not self.is_lost
-
-    def close(self) -> None:
-        self.is_lost = True
-
-    def last(self, kind: type) -> Any:
-        return next((body for body in reversed(self.heard) if isinstance(body, kind)), None)
 
 
 class Watched(Peers):
@@ -108,43 +86,14 @@ class Watched(Peers):
         raise  # noqa: PLE0704 - called where the exception is handled
 
 
-class Besieged(OrderTaker):
+class Besieged(Whole):
     """Our agent. It plays its own control and data plane."""
 
-    trust = Trust()
-
     def __init__(self) -> None:
-        self.now, self.serial, self.numbers = 0.0, 0, 0
-        self.told: list[Any] = []
-        self.wires: dict[str, Wire] = {}
-        super().__init__()
+        engine = AttachedEngine(self.agent("us"), 1, OUR_POOL, Site(CARD), ("sum",), (self.rank("us"),))
+        super().__init__(engine, 8, Watched)
         self.moves: deque[LeavingChunk | LandedChunk] = deque()
         self.tasks: list[asyncio.Task[None]] = []
-        self.metrics = Metrics()
-        self.engine = AttachedEngine(self.agent("us"), 1, OUR_POOL, Site(CARD), ("sum",), (self.rank("us"),))
-        self.receiving = Receiver(SlotPool(8), self.new_id, lambda: self.new_id().encode().rjust(16))
-        self.sending = Sender()
-        clock = lambda: self.now  # noqa: E731
-        journal = Journal()
-        receivers, senders = (
-            RequestRecords("receiver", journal, self.metrics.request_ended),
-            RequestRecords("sender", journal, self.metrics.request_ended),
-        )
-        engine = lambda: self.engine  # noqa: E731
-        told, us = EngineTold(self.tell, engine), self
-        self.receiver = ReceiverRunner(
-            self.receiving,
-            lambda receiver: outgoing_of(receiver, us, us, engine, 5.0),
-            self,
-            self.metrics,
-            receivers,
-            told,
-            clock,
-        )
-        self.sender = SenderRunner(
-            self.sending, lambda sender: incoming_of(sender, us, engine), self, self.metrics, senders, told, clock
-        )
-        self.peers = Watched(self, self.receiver.peers, self.sender.peers, self, self.metrics)
 
     @staticmethod
     def agent(incarnation: str) -> AgentCard:
@@ -154,20 +103,17 @@ class Besieged(OrderTaker):
     def rank(address: str) -> Rank:
         return Rank(tp_rank=0, pp_rank=0, address=address)
 
-    def new_id(self) -> str:
-        self.numbers += 1
-        return f"id{self.numbers}"
-
     def tell(self, message: Any) -> None:
         assert decode(encode(message), ToEngine) == message
-        self.told.append(message)
+        super().tell(message)
 
     # As control:
 
-    def dial(self, address: str) -> Wire:
+    def dial(self, address: str) -> Said:
         if not address.startswith("tcp://"):
             raise PeerError("bad_address", address)
-        return self.wires.setdefault(address, Wire(address, "evil" if address == EVIL else "good", True))
+        incarnation = "evil" if address == EVIL else "good"
+        return self.wires.setdefault(address, Said(address, "", incarnation, is_dialled=True))
 
     def create_task(self, coroutine: Any) -> None:
         self.tasks.append(asyncio.get_running_loop().create_task(coroutine))
@@ -179,20 +125,6 @@ class Besieged(OrderTaker):
             await asyncio.gather(*tasks)
 
     # As data plane:
-
-    async def stage(self) -> None: ...
-
-    async def connect(self, landing: Landing) -> Connected:
-        await asyncio.sleep(0)
-        self.serial += 1
-        probe = Probe(lane=landing.lane, seed=1, size_bytes=64, bytes_per_s=1e9)
-        return Connected(Routed("nixl", "", probe), self.serial)
-
-    async def is_proved(self, *_: object) -> bool:
-        await asyncio.sleep(0)
-        return True
-
-    def disconnect(self, incarnation: str, serial: int) -> None: ...
 
     def land(self, notice: Notice) -> bool:
         arrival = self.receive_orders.landed(notice)
@@ -238,8 +170,8 @@ class Siege:
 
     def __init__(self) -> None:
         self.ours = Besieged()
-        self.honest = Wire("tcp://127.0.0.1:9", "good", False)
-        self.links = [Wire("tcp://127.0.0.1:8", "evil", False), Wire("tcp://127.0.0.1:7", "good", False)]
+        self.honest = Said("tcp://127.0.0.1:9", "", "good")
+        self.links = [Said("tcp://127.0.0.1:8", "", "evil"), Said("tcp://127.0.0.1:7", "", "good")]
 
     async def run(self, script: Script) -> int:
         await self.begin()
@@ -250,7 +182,7 @@ class Siege:
         await self.end()
         return max(1, len(script))
 
-    async def hear(self, link: Wire, sender: str, body: Any) -> None:
+    async def hear(self, link: Said, sender: str, body: Any) -> None:
         self.ours.peers._take(self.ours, link, sender, body)
         await self.ours.settle()
 
@@ -296,12 +228,12 @@ class Siege:
         incoming = ours.receiving.wants["honest"].incoming_transfers[claim.transfer]
         await self.hear(good, "good", Ready(transfer=claim.transfer, chunks=incoming.plan.chunks))
         while chunk < incoming.plan.chunks:
-            leases = [lease for body in good.heard if hasattr(body, "leases") for lease in body.leases]
+            leases = [lease for body in good.sent if hasattr(body, "leases") for lease in body.leases]
             for lease in leases[chunk : incoming.plan.chunks]:
                 assert ours.land(self.notice(claim, incoming.plan.chunk(chunk).size_bytes, chunk, lease))
                 chunk += 1
             ours.move()
-            if len([lease for body in good.heard if hasattr(body, "leases") for lease in body.leases]) == len(leases):
+            if len([lease for body in good.sent if hasattr(body, "leases") for lease in body.leases]) == len(leases):
                 break
         answer = [
             message for message in ours.told if isinstance(message, Done | Failed) and message.request == "honest"
@@ -314,38 +246,14 @@ class Siege:
 
     @staticmethod
     def claim(digest: str) -> Claim:
-        return Claim(
-            transfer="honest",
-            want="good/w",
-            receiver=0,
-            receivers=1,
-            rendezvous="honest rendezvous",
-            sender_epoch=1,
-            receiver_epoch=1,
-            first_token=0,
-            end_token=DONE,
-            takes=ALL_ROWS,
-            plan=digest,
-            token=b"t" * 16,
-            leases=(),
-            deadline_s=100.0,
-        )
+        names = {"transfer": "honest", "want": "good/w", "rendezvous": "honest rendezvous"}
+        return msgspec.structs.replace(CLAIM, **names, end_token=DONE, plan=digest, deadline_s=100.0)
 
     @staticmethod
     def notice(claim: Claim, size_bytes: int, chunk: int, lease: Any) -> Notice:
-        return Notice(
-            transfer=claim.transfer,
-            token=claim.token,
-            sender_incarnation="good",
-            receiver_incarnation="us",
-            sender_epoch=1,
-            receiver_epoch=1,
-            slot=lease.slot,
-            generation=lease.generation,
-            chunk=chunk,
-            chunk_bytes=size_bytes,
-            digest=0,
-        )
+        who = {"sender_incarnation": "good", "receiver_incarnation": "us", "sender_epoch": 1, "receiver_epoch": 1}
+        where = {"slot": lease.slot, "generation": lease.generation, "chunk": chunk, "chunk_bytes": size_bytes}
+        return msgspec.structs.replace(NOTICE, transfer=claim.transfer, token=claim.token, **who, **where)
 
     # The script:
 
@@ -383,7 +291,7 @@ class Siege:
                 ours.wires.pop(EVIL)
             case 2:
                 blocks = (Blocks(0, 0, tuple(range(20))),)
-                request = f"evil {ours.new_id()}"
+                request = f"evil {len(ours.receiving.wants)}-{len(ours.told)}"
                 want = Want(
                     request=request,
                     rendezvous="e",
@@ -399,7 +307,7 @@ class Siege:
             case _:
                 ours.move()
 
-    def _fitting(self, wire: Wire, body: Any, incarnation: str) -> Any:
+    def _fitting(self, wire: Said, body: Any, incarnation: str) -> Any:
         """Right where it must be right to get further, most times."""
         if isinstance(body, Hello) and body.probe_lane % 2:
             pool = varied(Random(body.epoch), GOOD_POOL, body.epoch % 3)

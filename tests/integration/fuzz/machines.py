@@ -54,6 +54,22 @@ ALL_ROWS = (Take(0, 2, 0, 4),)
 MOST_S = 40.0  # less than the honest want's deadline
 SLOTS = 4
 CLAIMED, OFFERED = "t1", "o"  # what it claims first, and of which request
+CLAIM = Claim(
+    transfer=CLAIMED,
+    want="w",
+    receiver=0,
+    receivers=1,
+    rendezvous="r1",
+    sender_epoch=1,
+    receiver_epoch=1,
+    first_token=0,
+    end_token=16,
+    takes=ALL_ROWS,
+    plan="",
+    token=b"t" * 16,
+    leases=(),
+    deadline_s=30.0,
+)
 
 
 class Landed(Struct, frozen=True, tag="landed"):
@@ -418,7 +434,7 @@ class Machines:
         if random.random() < 0.5:  # its slots are lent to it from the start
             steps[:0] = [_want(random), Do(6)]
         if random.random() < 0.5:  # it reads, and is read
-            steps[:0] = [Do(8), _want(random), Do(6), _tables(random), Do(0), _offer(random), _claim(random)]
+            steps[:0] = [Do(8), _want(random), Do(6), _tables(random), Do(0), _offer(random), CLAIM]
         return encode(tuple(_plain(random, step) for step in steps))
 
     def run(self, frame: bytes) -> int:
@@ -456,25 +472,6 @@ def _offer(random: Random) -> Offer:
     tokens, fence = random.choice((8, 16, 16)), random.choice((0, 0, 1))
     return Offer(
         rendezvous="r1", request=OFFERED, tokens=tokens, blocks=blocks, is_last=tokens == 16, hold_s=30.0, fence=fence
-    )
-
-
-def _claim(random: Random) -> Claim:
-    return Claim(
-        transfer=CLAIMED,
-        want="w",
-        receiver=0,
-        receivers=1,
-        rendezvous="r1",
-        sender_epoch=1,
-        receiver_epoch=1,
-        first_token=0,
-        end_token=16,
-        takes=ALL_ROWS,
-        plan="",
-        token=b"t" * 16,
-        leases=(),
-        deadline_s=30.0,
     )
 
 

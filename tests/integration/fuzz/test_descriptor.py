@@ -5,7 +5,6 @@ docs/threat-model.md says what follows for those who run agents.
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.transport.test_fabric_nixl import Remote
+from tests.support.proc import listening
 
 ROOT = Path(__file__).parents[3]
 CONNECT = """
@@ -72,7 +72,7 @@ def test_a_peer_whose_descriptor_was_changed_writes_no_more_than_was_registered(
 @pytest.mark.xfail(strict=True, reason="UCX (of nixl 1.5.1) asks nobody who connects to its port who that is")
 def test_a_stranger_at_the_port_of_the_data_ends_nobody() -> None:
     greeting, put = struct.pack("<Q", 0xCAFEBABE12345678), 33  # uct/tcp/tcp.h: UCT_TCP_MAGIC_NUMBER, a write's request
-    with Remote("them") as them, socket.create_connection(("127.0.0.1", listened(them.pid)), 5) as stranger:
+    with Remote("them") as them, socket.create_connection(port_of(them.pid), 5) as stranger:
         stranger.sendall(greeting + struct.pack("<BI", put, 20) + struct.pack("<QQI", 1, 64, 1) + bytes(64))
         end, maps = time.monotonic() + 10.0, Path(f"/proc/{them.pid}/maps")
         while time.monotonic() < end:
@@ -80,9 +80,7 @@ def test_a_stranger_at_the_port_of_the_data_ends_nobody() -> None:
             time.sleep(0.05)
 
 
-def listened(pid: int) -> int:
-    """The one TCP port that a process listens on."""
-    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    (port,) = {row[1].rpartition(":")[2] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links}
-    return int(port, 16)
+def port_of(pid: int) -> tuple[str, int]:
+    """The one that it listens on."""
+    (place,) = listening(pid)
+    return "127.0.0.1", int(place.rpartition(":")[2])

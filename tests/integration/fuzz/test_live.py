@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -19,21 +17,22 @@ from kvbridge_proto.peer import Envelope, Ping
 from kvbridge_proto.stream import pack
 
 from tests.integration.agent.harness import AgentProcess
-from tests.integration.agent.test_doors import Pair
+from tests.integration.agent.pairs import Bench
 from tests.integration.fuzz.codecs import streamed
 from tests.integration.fuzz.mutate import Mutator
 from tests.integration.fuzz.zmtp import COMMAND, MORE, frame, greeting, ready
+from tests.support.proc import descriptors, resident_bytes
 from tests.unit.proto.samples import BODIES, TO_AGENT, enveloped
 
 WARM, ROUNDS = 500, 6000  # connections at each door
-GROWN_KIB = 24 << 10  # libzmq alone lost 37 MiB in so many before it was told what sockets.py tells it
+GROWN_BYTES = 24 << 20  # libzmq alone lost 37 MiB in so many before it was told what sockets.py tells it
 OPEN = 200  # at once
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     with ExitStack() as stack:
-        yield Pair(tmp_path_factory.mktemp("live"), stack)
+        yield Bench(tmp_path_factory.mktemp("live"), stack, connect_s=3, silence_s=2)
 
 
 class Attacker:
@@ -115,45 +114,36 @@ class Attacker:
                         pass
 
 
-def resident_kib(agent: AgentProcess) -> int:
-    lines = Path(f"/proc/{agent.process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
-
-
-def descriptors(agent: AgentProcess) -> int:
-    return len(os.listdir(f"/proc/{agent.process.pid}/fd"))
-
-
 def at_rest(agent: AgentProcess, most: int, seconds: float = 20) -> int:
     """How many descriptors are open once it is no more than so many, or time is up."""
     end = time.monotonic() + seconds
-    while descriptors(agent) > most and time.monotonic() < end:
+    while descriptors(agent.process.pid) > most and time.monotonic() < end:
         time.sleep(0.1)
-    return descriptors(agent)
+    return descriptors(agent.process.pid)
 
 
 @pytest.mark.parametrize("door", ["port", "socket"])
-def test_thousands_of_hostile_connections_leave_nothing_behind(pair: Pair, door: str) -> None:
+def test_thousands_of_hostile_connections_leave_nothing_behind(pair: Bench, door: str) -> None:
     pair.works(f"before {door}")
-    attacker = Attacker(pair.sender_agent, 7)
+    attacker = Attacker(pair.sender.agent, 7)
     fire = attacker.fire_at_port if door == "port" else attacker.fire_at_socket
-    before = descriptors(pair.sender_agent)
+    before = descriptors(pair.sender.agent.process.pid)
     fire(WARM)
-    at_rest(pair.sender_agent, before)
-    warm = resident_kib(pair.sender_agent)
+    at_rest(pair.sender.agent, before)
+    warm = resident_bytes(pair.sender.agent.process.pid)
     fire(ROUNDS)
-    assert at_rest(pair.sender_agent, before) <= before
-    grown = resident_kib(pair.sender_agent) - warm
-    assert grown < GROWN_KIB, f"{grown} KiB more after {ROUNDS} connections"
+    assert at_rest(pair.sender.agent, before) <= before
+    grown = resident_bytes(pair.sender.agent.process.pid) - warm
+    assert grown < GROWN_BYTES, f"{grown} bytes more after {ROUNDS} connections"
     pair.works(f"after {door}")
-    text, counters = pair.sender_agent.text(), pair.sender_agent.status.counters
+    text, counters = pair.sender.agent.text(), pair.sender.agent.status.counters
     rejected = {name: count for name, count in counters.items() if "rejected" in name}
     assert sum(rejected.values()) > ROUNDS / 10, rejected  # it was read, not only connected to
-    print(door, rejected, f"RSS +{grown} KiB")
+    print(door, rejected, f"RSS +{grown} bytes")
     assert "Traceback" not in text and "internal_error" not in str(counters), text[-3000:]
 
 
-def test_an_attached_engine_that_says_absurd_things_costs_itself_only(pair: Pair) -> None:
+def test_an_attached_engine_that_says_absurd_things_costs_itself_only(pair: Bench) -> None:
     """Typed and within every bound, from the very engine that the agent serves."""
     big, text = (1 << 40), "\x1b[2J\n"
     said = [
@@ -182,8 +172,8 @@ def test_an_attached_engine_that_says_absurd_things_costs_itself_only(pair: Pair
     for message in said * 50:
         pair.sender.client.send(message)
         pair.receiver.client.send(message)
-    for engine, agent in ((pair.sender, pair.sender_agent), (pair.receiver, pair.receiver_agent)):
-        engine.directory(agent)
-        assert "Traceback" not in agent.text(), agent.text()[-3000:]
+    for engine in pair.engines:
+        engine.directory(engine.agent)
+        assert "Traceback" not in engine.agent.text(), engine.agent.text()[-3000:]
     assert not [message for message in pair.sender.client.heard if isinstance(message, Refused) and not message.about]
     pair.works("after all")

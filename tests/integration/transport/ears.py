@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +16,7 @@ from kvbridge_proto.peer import Body, Cancel, Envelope
 from kvbridge.transport.control import Control
 from kvbridge.transport.events import Event, Reached, Settings
 from kvbridge.transport.trust import Trust
+from tests.support.nursery import PipedChild
 
 ROOT = Path(__file__).parents[3]
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -63,23 +62,10 @@ async def two(
 
 
 @contextlib.contextmanager
-def remote(incarnation: str, listen: str = LOOPBACK, dial: str = "") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def remote(incarnation: str, listen: str = LOOPBACK, dial: str = "") -> Iterator[tuple[PipedChild, str]]:
     """A `control_peer.py`; ended, stopped or not, on leaving."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.integration.transport.control_peer",
-        incarnation,
-        listen,
-        *([dial] if dial else []),
-    ]
-    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-    try:
-        assert child.stdout is not None
+    with contextlib.closing(PipedChild("tests.integration.transport.control_peer", incarnation, listen, dial)) as child:
         yield child, child.stdout.readline().decode().strip()
-    finally:
-        child.kill()
-        child.wait(10)
 
 
 @contextlib.contextmanager

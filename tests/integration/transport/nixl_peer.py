@@ -67,20 +67,6 @@ class Peer:
             time.sleep(POLL_S)
         return seen
 
-    def measure(self, incarnation: str, remote: int, size: int, count: int) -> list[list[float]]:
-        """Post and poll hard to DONE, `count` times: seconds in post, and from post to DONE."""
-        spent = []
-        for number in range(count):
-            begin = time.monotonic()
-            self.write(incarnation, 0, remote, size, f"{number}", 60)
-            posted = time.monotonic()
-            while not (events := self.fabric.poll(time.monotonic())):
-                pass
-            assert isinstance(events[0], Wrote), events
-            spent.append([posted - begin, time.monotonic() - begin, time.monotonic()])
-            time.sleep(0.002)
-        return spent
-
     def close(self) -> float:
         begin = time.monotonic()
         self.fabric.close()

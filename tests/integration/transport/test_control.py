@@ -11,6 +11,7 @@ import time
 import pytest
 from kvbridge_proto.peer import Cancel, Drained, Goodbye
 
+from kvbridge.loopback.processes import free_port
 from kvbridge.transport.control import Control
 from kvbridge.transport.events import Arrived, Lost, Settings
 from tests.integration.transport.ears import LOOPBACK, QUICK, Ear, cancel, remote, two
@@ -195,9 +196,3 @@ async def test_a_message_too_large_to_be_taken_ends_the_link() -> None:
         assert not link.send(Cancel(transfer="t", code="c", reason="x" * 1000))
         lost = await receiver_ear.hear(Lost)
         assert lost.code == "frame_too_large" and "limit 500" in lost.reason
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port

@@ -21,6 +21,7 @@ from kvbridge.transport.keys import Keys
 from kvbridge.transport.trust import Trust
 from kvbridge.transport.zap import MOST_CALLERS, Buckets
 from tests.integration.transport.ears import LOOPBACK, QUICK, Ear, cancel, envelope, two
+from tests.support.proc import resident_bytes
 
 Pair = tuple[bytes, bytes]
 FLOOD_S = 3.0
@@ -261,11 +262,6 @@ async def test_memory_is_bounded_while_the_agent_is_too_busy_to_read(loop: objec
             time.sleep(2)  # noqa: ASYNC251  the loop is held up on purpose
             more = resident_bytes() - before
             assert (8 << 20) < more < (160 << 20), f"{more >> 20} MiB more"
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_buckets_fill_again_and_forget_the_oldest() -> None:

@@ -29,7 +29,8 @@ from kvbridge.transport.door import Holder, MemoryDoor, Shared, open_memory
 from kvbridge.transport.framed import close_fds
 from kvbridge.transport.lock import Lock
 from tests.integration.adapters.fake_agent import squatter
-from tests.integration.transport.ends import INCARNATION, NEEDS_ROOT, heard_by, inode, open_fds, pipes
+from tests.integration.transport.ends import INCARNATION, NEEDS_ROOT, heard_by, inode, pipes
+from tests.support.proc import descriptors
 
 change = msgspec.structs.replace
 RECEIVER = """
@@ -126,7 +127,7 @@ def receiving(card: DoorCard) -> Iterator[subprocess.Popen[bytes]]:
 
 async def test_hands_over_the_epochs_handles_and_descriptors(path: Path) -> None:
     mine = pipes(200)
-    before = open_fds()
+    before = descriptors()
     async with opened(path, mine) as door:
         with await open_memory(card_of(door), "decode-0") as handed:
             assert handed.epoch == 3 and handed.handles == shared(3, mine).handles
@@ -137,7 +138,7 @@ async def test_hands_over_the_epochs_handles_and_descriptors(path: Path) -> None
             assert (holder.session, holder.epoch, holder.over_at) == ("decode-0/1", 3, None)
             assert 0 <= time.monotonic() - holder.since < 5
         await until_held_by(door, 0)
-    assert open_fds() == before
+    assert descriptors() == before
     close_fds(mine)
 
 
@@ -316,7 +317,7 @@ async def test_a_mute_caller_and_a_slow_one_are_cut_off(path: Path, monkeypatch:
 
 async def test_a_caller_that_does_not_take_the_handles_is_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "HAND_OVER_S", 1.5)
-    before = open_fds()
+    before = descriptors()
     async with opened(path) as door:
         many = Handle(region=0, kind="cuda_ipc", device="GPU-1", payload=b"h" * 4096)
         door.share(Shared(4, (many,) * 1000, ()))
@@ -327,7 +328,7 @@ async def test_a_caller_that_does_not_take_the_handles_is_cut_off(path: Path, mo
                 assert len(handed.handles) == 1000
             await until_held_by(door, 0)
             assert door.open == set()
-    assert open_fds() == before
+    assert descriptors() == before
 
 
 async def test_an_epoch_that_ends_while_it_is_handed_over_sends_no_closed_descriptor(door: MemoryDoor) -> None:
@@ -364,10 +365,10 @@ async def test_names_what_is_wrong_and_goes_on_with_others(path: Path, name: str
 async def test_takes_no_descriptors_from_a_caller(door: MemoryDoor) -> None:
     (mine,) = pipes(1)
     with caller(door) as raw:
-        before = open_fds()
+        before = descriptors()
         socket.send_fds(raw, [speech(card_of(door))], [mine])
         assert b"too_many_fds" in await heard(raw)
-        assert door.holders() == [] and open_fds() <= before
+        assert door.holders() == [] and descriptors() <= before
     os.close(mine)
 
 
@@ -409,7 +410,7 @@ async def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(
 async def test_a_receiver_survives_a_mad_door_and_takes_no_new_code_from_it(path: Path, said: bytes, code: str) -> None:
     async with opened(path) as door:
         card = card_of(door)
-    before = open_fds()
+    before = descriptors()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(card.path)
         listening.listen(1)
@@ -418,7 +419,7 @@ async def test_a_receiver_survives_a_mad_door_and_takes_no_new_code_from_it(path
         accepted.sendall(said)
         accepted.close()
         assert await opening == code
-        assert open_fds() == before + 1
+        assert descriptors() == before + 1
     os.unlink(card.path)
 
 

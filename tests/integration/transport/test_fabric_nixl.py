@@ -18,6 +18,7 @@ import pytest
 from kvbridge.errors import FabricError
 from kvbridge.transport.fabric_nixl import HEAL_S, NixlFabric
 from tests.support.nursery import PipedChild
+from tests.support.proc import cpu_s, listening, stat_of
 from tests.system.faults.processes import Held
 from tests.system.faults.world import UCX_KEEPS
 
@@ -68,7 +69,7 @@ class Remote:
         """As if it hung. Returns once every thread stands still: the signal alone takes its time."""
         os.kill(self.pid, signal.SIGSTOP)
         tasks = Path(f"/proc/{self.pid}/task")
-        while any(not stat_of(task).startswith(" T") for task in tasks.iterdir()):
+        while any(stat_of(task)[0] != "T" for task in tasks.iterdir()):
             time.sleep(0.001)
 
     def go_on(self) -> None:
@@ -257,22 +258,9 @@ def idle_shares(pair: tuple[Remote, Remote]) -> list[float]:
     return [(cpu_s(side.pid) - spent) / passed for side, spent in zip(pair, before, strict=True)]
 
 
-def cpu_s(pid: int) -> float:
-    """Processor time of all threads of a process."""
-    fields = stat_of(Path(f"/proc/{pid}")).split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def test_listens_on_no_device_but_the_one_it_was_told(pair: tuple[Remote, Remote]) -> None:
     _, receiver = pair
-    held = {os.readlink(fd) for fd in Path(f"/proc/{receiver.pid}/fd").iterdir() if fd.is_symlink()}
-    listening = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{receiver.pid}/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and f"socket:[{inode}]" in held:
-                listening.append(local.partition(":")[0])
-    assert set(listening) == {"0100007F"}, listening  # 127.0.0.1
+    assert {place.rpartition(":")[0] for place in listening(receiver.pid)} == {"127.0.0.1"}
 
 
 def test_a_fabric_with_nothing_to_write_into_has_no_descriptor() -> None:
@@ -301,8 +289,3 @@ def test_forgets_those_that_were_left_longest_ago() -> None:
     assert ours.known == ["peer-b", "peer-c"]
     for fabric in fabrics:
         fabric.close()
-
-
-def stat_of(task: Path) -> str:
-    """What the kernel says of a process or thread, from its state on."""
-    return (task / "stat").read_text().rpartition(")")[2]

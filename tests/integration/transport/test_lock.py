@@ -49,14 +49,6 @@ def test_keeps_so_many_and_the_last_of_them(tmp_path: Path) -> None:
     assert (tmp_path / "a.sock.lock").stat().st_size == KEPT * LINE_BYTES
 
 
-def test_takes_no_word_for_a_incarnation_that_is_none(tmp_path: Path) -> None:
-    said = [b"0123456789abcdef", b"", b"x" * 16, b"0123456789abcde", b"0123456789ABCDEF", b"\xff\x00", b"f" * 17]
-    kernel = KERNEL.read_bytes().strip()
-    lines = [b"%s %s" % (each, kernel) for each in said] + [b"a" * 16, b"b" * 16 + b" ", b"c" * 16 + kernel]
-    (tmp_path / "a.sock.lock").write_bytes(b"\n".join(lines))
-    assert held(tmp_path / "a.sock", "1" * 16) == {"0123456789abcdef"}
-
-
 def test_who_held_it_under_another_kernel_may_live_there_yet(tmp_path: Path) -> None:
     """A folder that hosts share, whose locks each of them keeps for itself."""
     path = tmp_path / "a.sock"
@@ -84,16 +76,6 @@ def test_a_full_disk_costs_the_successor_its_knowledge_only(
     (record,) = caplog.records
     assert "our incarnation was not written down" in record.getMessage()
     assert write is not no_space or ("No space left" in caplog.text and held(path, "c" * 16) == {"a" * 16})
-
-
-def test_what_is_cut_off_or_left_of_a_longer_line_is_no_incarnation(tmp_path: Path) -> None:
-    path, file = tmp_path / "a.sock", tmp_path / "a.sock.lock"
-    line = b"a" * 16 + b" " + KERNEL.read_bytes().strip()
-    file.write_bytes(b"-" * ((KEPT - 1) * LINE_BYTES) + b"\n" + line + b"a" * 40)  # read up to its 53rd
-    assert held(path, "1" * 16) == set()
-    file.write_bytes(b"a" * LINE_BYTES + line + b"\n")  # our own line goes over the first of it
-    held(path, "1" * 16)
-    assert held(path, "2" * 16) == {"1" * 16}
 
 
 def test_who_lives_is_nobodys_predecessor(tmp_path: Path) -> None:

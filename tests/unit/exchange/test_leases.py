@@ -17,7 +17,7 @@ from kvbridge.exchange.leases import COUNTED_S, LEASE_HEARD_S, LEASE_S, Promise,
 from kvbridge.exchange.orders import Watch
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
-from tests.integration.device.test_pulls import CASES
+from tests.integration.device.test_carried import CASES
 from tests.support.oracle import block_table, build_all, tables_of
 from tests.unit.exchange.claimant import Claimant
 

@@ -1,0 +1,53 @@
+"""What the kernel says of a process, by its id or "self"."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+from pathlib import Path
+
+
+def descriptors(pid: int | str = "self") -> int:
+    """How many it has open."""
+    if pid == "self":
+        gc.collect()  # what was left to it must not close between two counts
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def stat_of(task: Path) -> list[str]:
+    """Of a process or a thread, from its state on."""
+    return (task / "stat").read_text().rpartition(")")[2].split()
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of all its threads."""
+    fields = stat_of(Path(f"/proc/{pid}"))
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def mapped(pid: int, what: str) -> int:
+    """How many of its mappings are of files whose name or inode this is."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return sum(what == line[4] or any(what in word for word in line[5:]) for line in lines)
+
+
+def listening(pid: int) -> set[str]:
+    """Where it has listening TCP sockets: address and port."""
+    folder, own, found = Path(f"/proc/{pid}"), set[str](), set[str]()
+    for fd in (folder / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(fd))
+    for table, family, size in (("tcp", socket.AF_INET, 4), ("tcp6", socket.AF_INET6, 16)):
+        for line in (folder / "net" / table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                host, port = fields[1].split(":")
+                words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, 2 * size, 8)]
+                found.add(f"{socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}")
+    return found
