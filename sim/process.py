@@ -29,7 +29,7 @@ from kvbridge.device.staging import Staging
 from kvbridge.errors import PeerError
 from kvbridge.exchange.route import Rate, Site
 from kvbridge.exchange.session import Session
-from kvbridge.exchange.slots import SlotPool
+from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.options import AgentConfig
 from kvbridge.states import OfferState, OutgoingState, WantState
 from kvbridge.transport.control import Control
@@ -61,7 +61,7 @@ class NoMetrics(Metrics):
     def request_ended(self, record: RequestRecord) -> None: ...
     def spans(self, outcome: str, count: int) -> None: ...
     def greeted(self, role: str, outcome: str) -> None: ...
-    def lease_over(self) -> None: ...
+    def lease_unconfirmed(self) -> None: ...
 
     def uncompared(self, count: int) -> None: ...
     def compared(self, role: str, count: int, differing: int) -> None:
@@ -218,7 +218,7 @@ class Process(Agent):
 
         self.stepped = SteppedDataPlane(self, make_resources)
         self.data_plane = self.stepped
-        self.slots = SlotPool(self.data_plane.site.fabric.slots)
+        self.slots = ReceiveSlots(self.data_plane.site.fabric.slots)
         self.doors = SimDoors(self)
         self.links = AgentLinks(self, world.address_of(name), self.config.connect_s)
         self.control = cast(Control, self.links)

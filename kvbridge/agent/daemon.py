@@ -37,7 +37,7 @@ from ..exchange.orders import ReceivingReport, SendingReport
 from ..exchange.receiver import Receiver
 from ..exchange.route import Site
 from ..exchange.sender import Sender
-from ..exchange.slots import SlotPool
+from ..exchange.slots import ReceiveSlots
 from ..failpoints import VARIABLE, arm_from_environment
 from ..options import AgentConfig, Supervision
 from ..states import SessionState
@@ -203,7 +203,7 @@ class Agent:
         )
         stack.push_async_callback(self.data_plane.stop)
         await self.data_plane.start()
-        self.slots = SlotPool(self.data_plane.site.fabric.slots)
+        self.slots = ReceiveSlots(self.data_plane.site.fabric.slots)
         self.control = await stack.enter_async_context(self._control(descriptors))
         self.local = await stack.enter_async_context(LocalServer(self.lock, allowed_uids=config.allowed_uids or None))
         if self.data_plane.site.machine:

@@ -79,7 +79,7 @@ class Metrics:
         self._fetched = Counter("kvbridge_prompt_tokens_fetched", text, registry=registry)
         self._late = Counter("kvbridge_late_writes", "Writes that landed and did not count", registry=registry)
         text = "Read leases whose blocks were kept until they ended, because receivers did not confirm"
-        self._leases_over = Counter("kvbridge_leases_over", text, registry=registry)
+        self._leases_unconfirmed = Counter("kvbridge_leases_unconfirmed", text, registry=registry)
         text = "Pulled chunks of which receiver and sender compared the digest"
         self._compared = Counter("kvbridge_chunks_compared", text, ["role"], registry=registry)
         text = "Sampled chunks whose sender did not send its digest in time"
@@ -193,8 +193,8 @@ class Metrics:
     def uncompared(self, count: int) -> None:
         self._uncompared.inc(count)
 
-    def lease_over(self) -> None:
-        self._leases_over.inc()
+    def lease_unconfirmed(self) -> None:
+        self._leases_unconfirmed.inc()
 
     def gathered(self, seconds: float) -> None:
         self._gather_s.inc(seconds)

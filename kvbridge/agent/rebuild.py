@@ -16,9 +16,9 @@ from kvbridge_proto.status import SlotCounts
 
 from ..dataplane.data_plane import DataPlane
 from ..dataplane.resources import StagingEndpoints
-from ..dataplane.slots import LocalSlots
+from ..dataplane.slots import SendSlots
 from ..errors import KVBridgeError
-from ..exchange.slots import SlotPool
+from ..exchange.slots import ReceiveSlots
 from .engines import Engines
 from .metrics import Metrics
 
@@ -53,15 +53,15 @@ class Rebuilder:
 
     def __init__(
         self,
-        receive_slots: SlotPool,
-        send_slots: LocalSlots,
+        receive_slots: ReceiveSlots,
+        send_slots: SendSlots,
         engines: Engines,
         data_plane: DataPlane,
         metrics: Metrics,
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots: dict[str, SlotPool | LocalSlots] = {"receive": receive_slots, "send": send_slots}
+        self._slots: dict[str, ReceiveSlots | SendSlots] = {"receive": receive_slots, "send": send_slots}
         self._engines = engines
         self._data_plane = data_plane
         self._metrics = metrics

@@ -269,7 +269,7 @@ class SenderRunner:
                 case Unconfirmed(transfer=transfer):
                     why = "its receiver did not confirm that it had finished; blocks were kept until now"
                     self._log.debug("read lease over", why, transfer=transfer)
-                    self._metrics.lease_over()
+                    self._metrics.lease_unconfirmed()
                 case SendOrder() | Progress() | Credit() | StopSending() | Digest():
                     self._data_plane.give(action, self._current.memory)
                 case Watch(fence=fence):

@@ -25,7 +25,7 @@ from ..exchange.orders import (
 )
 from ..geometry.tokens import BlockTable
 from .attached import AttachedMemory
-from .slots import LocalSlot, LocalSlots
+from .slots import SendSlot, SendSlots
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class LeavingChunk:
     tables: Mapping[int, BlockTable]
     chunk: int
     fence: int
-    local: LocalSlot
+    local: SendSlot
     lease: SlotLease
     asked_at: float
 
@@ -87,7 +87,7 @@ class SendOrders:
     """
 
     def __init__(self, slots: int) -> None:
-        self.slots = LocalSlots(slots)
+        self.slots = SendSlots(slots)
         self.moving = 0  # chunks under way, and not late
         self._open: dict[str, OrderedSend] = {}
         self._awaiting_slots: FairQueue[OrderedSend] = (

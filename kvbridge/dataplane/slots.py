@@ -9,19 +9,19 @@ from kvbridge_proto.status import SlotCounts
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSlot:
+class SendSlot:
     """One slot that we gather into. `era` is the number of the `make` that made it."""
 
     index: int
     era: int
 
 
-class LocalSlots:
+class SendSlots:
     """The slots we gather into. Only we write them, but a write out of one may stay under way for ever."""
 
     def __init__(self, count: int) -> None:
         self._era = 0
-        self._late: set[LocalSlot] = set()
+        self._late: set[SendSlot] = set()
         self.turn = 0  # slots taken so far
         self.make(count)
 
@@ -32,18 +32,18 @@ class LocalSlots:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self) -> LocalSlot | None:
+    def take(self) -> SendSlot | None:
         if not self._free:
             return None
         self.turn += 1
-        return LocalSlot(self._free.popleft(), self._era)
+        return SendSlot(self._free.popleft(), self._era)
 
-    def doubt(self, local: LocalSlot) -> None:
+    def doubt(self, local: SendSlot) -> None:
         """The write out of this slot is late: nobody knows when it ends."""
         if local.era == self._era:
             self._late.add(local)
 
-    def give_back(self, local: LocalSlot) -> None:
+    def give_back(self, local: SendSlot) -> None:
         """The write out of this slot has ended."""
         if local.era != self._era:
             return

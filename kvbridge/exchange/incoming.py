@@ -16,7 +16,7 @@ from .containers import FairQueue
 from .leases import Reading
 from .orders import Lend, Pull, ReceiveOrder
 from .session import AttachedEngine, Session, engine_ranks, rank_index
-from .slots import SlotPool
+from .slots import ReceiveSlots
 
 # A session that ends with one of these may have a successor under another epoch. The next Hello shows it.
 GOES_ON = ("peer_left", "stale_epoch")
@@ -174,19 +174,19 @@ def failed(request: str, code: str, reason: str) -> Tell:
     return Tell(Failed(request=request, code=code[:64], reason=reason[:1024]))
 
 
-def lend_early(slots: SlotPool, incoming: IncomingTransfer) -> tuple[SlotLease, ...]:
+def lend_early(slots: ReceiveSlots, incoming: IncomingTransfer) -> tuple[SlotLease, ...]:
     """Slots for a transfer that is being claimed. This saves a round trip once chunks are ready."""
     plenty = slots.free - len(slots) // 2  # half stays for transfers with ready chunks
     return _lend(slots, min(max(plenty, 0), incoming.plan.chunks), incoming)
 
 
-def queue(slots: SlotPool, hungry: FairQueue[IncomingTransfer], incoming: IncomingTransfer) -> None:
+def queue(slots: ReceiveSlots, hungry: FairQueue[IncomingTransfer], incoming: IncomingTransfer) -> None:
     """Queue the transfer for a slot, if it can use one."""
     if incoming.state is IncomingState.CLAIMED and _ready_without_slot(slots, incoming) > 0:
         hungry.add(incoming.transfer, incoming.turn, incoming)
 
 
-def grants(slots: SlotPool, hungry: FairQueue[IncomingTransfer]) -> list[Action]:
+def grants(slots: ReceiveSlots, hungry: FairQueue[IncomingTransfer]) -> list[Action]:
     """Lend free slots to transfers with ready chunks, one each in turn. Returns what to tell whom."""
     lent: dict[tuple[str, str], tuple[SlotLease, ...]] = {}
     while slots.free and (incoming := hungry.take()) is not None:
@@ -199,12 +199,12 @@ def grants(slots: SlotPool, hungry: FairQueue[IncomingTransfer]) -> list[Action]
     return actions
 
 
-def _lend(slots: SlotPool, count: int, incoming: IncomingTransfer) -> tuple[SlotLease, ...]:
+def _lend(slots: ReceiveSlots, count: int, incoming: IncomingTransfer) -> tuple[SlotLease, ...]:
     if leases := slots.lend(count, incoming.transfer):
         incoming.turn = slots.turn
     return leases
 
 
-def _ready_without_slot(slots: SlotPool, incoming: IncomingTransfer) -> int:
+def _ready_without_slot(slots: ReceiveSlots, incoming: IncomingTransfer) -> int:
     """How many ready chunks have no slot."""
     return incoming.ready - incoming.scattered - slots.lent_to(incoming.transfer)

@@ -34,7 +34,7 @@ assert READERS_S * (1 - DRIFT) > (LEASE_S + LEASE_HEARD_S) * (1 + DRIFT)
 
 
 @dataclass(slots=True)
-class Promise:
+class GrantedLease:
     """What the sender of a transfer has promised its receiver."""
 
     renewal: int = 0  # the number of the last renewal received; 0 is the claim

@@ -11,7 +11,7 @@ from kvbridge_proto.peer import Claim, SlotLease, Sum
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from ..states import OfferState, OutgoingState
-from .leases import Promise
+from .leases import GrantedLease
 from .session import Session
 
 
@@ -80,7 +80,7 @@ class OutgoingTransfer:
     is_gathering: bool = False  # the data plane may read the engine's blocks for it
     stopped_by: tuple[str, str] = ("", "")  # (code, reason) why it stopped
     is_lost: bool = False  # the session with its receiver is over
-    promise: Promise | None = None  # on the route `pull`: what its receiver may count on
+    granted: GrantedLease | None = None  # on the route `pull`: what its receiver may count on
     asked: set[int] = field(default_factory=set)  # chunks its receiver has read and wants to compare
     checks: deque[Sum] = field(default_factory=deque)  # the receiver's digests of chunks we have not digested yet
     is_settled: bool = False  # its receiver has finished
@@ -99,7 +99,7 @@ class OutgoingTransfer:
     @property
     def is_promised(self) -> bool:
         """Whether its receiver may read our engine's blocks: until it says it has finished, or its lease ends."""
-        return self.promise is not None and self.promise.ends is not None
+        return self.granted is not None and self.granted.ends is not None
 
     @property
     def is_reading(self) -> bool:
@@ -114,7 +114,7 @@ class OutgoingTransfer:
     @property
     def will_read(self) -> bool:
         """Whether chunks are still to be gathered, or its receiver may still read them."""
-        return self.state is OutgoingState.FLOWING and (self.is_gathering or self.promise is not None)
+        return self.state is OutgoingState.FLOWING and (self.is_gathering or self.granted is not None)
 
     @property
     def can_digest(self) -> bool:

@@ -39,7 +39,7 @@ from .leases import LEASE_S, Reading, ReadLease, Sampling
 from .orders import Broken, Landed, Lend, Pulled, Quiet, ReceivingReport, StopReceiving
 from .sender_sessions import SenderSessions, ShardAssignment, UndrainedTransfers
 from .session import AttachedEngine, Session
-from .slots import SlotPool
+from .slots import ReceiveSlots
 
 ASK_AGAIN_S = 0.1  # between questions for ranks that the sender's engine has not named yet
 MOST_WANTS = 16384
@@ -54,7 +54,7 @@ class Receiver:
     """
 
     def __init__(
-        self, slots: SlotPool, new_id: Callable[[], str], new_token: Callable[[], bytes], check_every: int = 0
+        self, slots: ReceiveSlots, new_id: Callable[[], str], new_token: Callable[[], bytes], check_every: int = 0
     ) -> None:
         self.slots = slots
         self.sampling = Sampling(check_every)

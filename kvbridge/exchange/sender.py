@@ -34,7 +34,7 @@ from ..states import OFFER_TABLE, OUTGOING_TABLE, OfferEvent, OfferState, Outgoi
 from .actions import Action, Met, Send, Tell, Unconfirmed
 from .block_tables import check_begin, check_late, extended, ready_chunks
 from .containers import Deadlines, Recent
-from .leases import LEASE_HEARD_S, LEASE_S, Promise
+from .leases import LEASE_HEARD_S, LEASE_S, GrantedLease
 from .orders import (
     Broken,
     Credit,
@@ -175,7 +175,7 @@ class Sender:
         reading = [out for out in offered.outgoing_transfers.values() if out.is_reading]
         if any(out.is_gathering or out.digesting for out in reading):
             return None
-        return max((out.promise.ends for out in reading if out.promise and out.promise.ends is not None), default=None)
+        return max((out.granted.ends for out in reading if out.granted and out.granted.ends is not None), default=None)
 
     def rescaled(self, reason: str, now: float) -> list[Action]:
         """Our engine's scales changed: end everything that was planned with the old ones."""
@@ -244,7 +244,7 @@ class Sender:
             return [refused(incarnation, claim, error.code, str(error))]
         out = OutgoingTransfer(claim, session, plan, now)
         if session.routed.is_pulled:
-            out.promise = Promise()
+            out.granted = GrantedLease()
             if claim.leases:
                 return [
                     refused(incarnation, claim, "bad_lease", f"leases: {len(claim.leases)} of a route without slots")
@@ -286,7 +286,7 @@ class Sender:
             or out.state not in (OutgoingState.WAITING, OutgoingState.FLOWING)
         ):
             return []
-        if out.promise is not None:
+        if out.granted is not None:
             return self._stop(out, "bad_lease", f"leases: {len(grant.leases)} of a route without slots")
         if too_many := lease_excess(out, grant.leases, self._of_receiver[incarnation].unused):
             return self._stop(out, "bad_lease", too_many)
@@ -309,7 +309,7 @@ class Sender:
             return []
         out.is_lost = False  # it came back, and asks about a transfer whose end it did not hear
         self._take_back(out)  # on `pull` a receiver sends this once it reads no more
-        if out.state is OutgoingState.STOPPING and out.promise is not None:
+        if out.state is OutgoingState.STOPPING and out.granted is not None:
             return self._end_if_quiet(out)
         return self._stop(out, cancel.code or "cancelled", cancel.reason)
 
@@ -353,21 +353,21 @@ class Sender:
     def renew(self, incarnation: str, renew: Renew) -> None:
         """The receiver is still reading. `answers` renews the lease, if it may still read the blocks."""
         out = self.outgoing_transfers.get(renew.transfer)
-        if out is not None and out.incarnation == incarnation and out.promise is not None:
-            out.promise.renewal, out.promise.is_asked = max(out.promise.renewal, renew.number), True
+        if out is not None and out.incarnation == incarnation and out.granted is not None:
+            out.granted.renewal, out.granted.is_asked = max(out.granted.renewal, renew.number), True
             self._owe(out)
 
     def read_by(self, incarnation: str, transfer: str) -> Plan | None:
         """The plan of what this receiver reads itself, or None."""
         out = self.outgoing_transfers.get(transfer)
-        if out is None or out.incarnation != incarnation or out.promise is None or out.is_settled:
+        if out is None or out.incarnation != incarnation or out.granted is None or out.is_settled:
             return None
         return out.plan if out.state is OutgoingState.FLOWING else None
 
     def settled(self, incarnation: str, transfer: str) -> list[Action]:
         """The receiver has read all that it claimed."""
         out = self.outgoing_transfers.get(transfer)
-        if out is None or out.incarnation != incarnation or out.promise is None:
+        if out is None or out.incarnation != incarnation or out.granted is None:
             return []
         offered = out.offered
         if offered is None:  # nothing was promised
@@ -393,13 +393,13 @@ class Sender:
     def check(self, incarnation: str, check: Check) -> list[Action]:
         """The receiver has read these chunks, and wants to compare digests. No answer if the transfer has ended."""
         out = self.outgoing_transfers.get(check.transfer)
-        if out is None or out.incarnation != incarnation or out.promise is None:
+        if out is None or out.incarnation != incarnation or out.granted is None:
             return []
         if out.state is not OutgoingState.FLOWING or out.is_settled:
             return []
         for each in check.digests:
-            if each.chunk >= out.promise.ready or each.chunk in out.asked:
-                reason = f"chunk: got {each.chunk}, of {out.promise.ready} that may be read, each once"
+            if each.chunk >= out.granted.ready or each.chunk in out.asked:
+                reason = f"chunk: got {each.chunk}, of {out.granted.ready} that may be read, each once"
                 return self._stop(out, "bad_check", reason) + self._compare()
             out.asked.add(each.chunk)
             out.checks.append(each)
@@ -462,36 +462,36 @@ class Sender:
         if now - heard_at >= LEASE_HEARD_S:
             return actions
         for out in list(self._owed.values()):
-            offered, promise = out.offered, out.promise
-            assert offered is not None and promise is not None
+            offered, granted = out.offered, out.granted
+            assert offered is not None and granted is not None
             following = offered.update_readable(has_reached)
             if following is not None:
                 actions.append(Watch(following))
             is_last = offered.is_last and following is None
             if following is None:
                 del self._owed[out.transfer]
-            if not promise.is_asked and ready_chunks(out.plan, offered.readable, is_last) == promise.ready:
+            if not granted.is_asked and ready_chunks(out.plan, offered.readable, is_last) == granted.ready:
                 continue
-            said = promise.answer(out.transfer, out.plan, offered.tables, offered.readable, is_last)
-            promise.ends = now + LEASE_S
-            self._deadlines.set(("lease", out.transfer), promise.ends)
+            said = granted.answer(out.transfer, out.plan, offered.tables, offered.readable, is_last)
+            granted.ends = now + LEASE_S
+            self._deadlines.set(("lease", out.transfer), granted.ends)
             actions.append(Send(out.incarnation, said))
         return actions
 
     def _owe(self, out: OutgoingTransfer) -> None:
         """Remember that its receiver waits for an answer."""
-        if out.promise is None or out.is_settled:
+        if out.granted is None or out.is_settled:
             return
         if out.will_read and out.offered is not None and out.offered.state is OfferState.OPEN:
             self._owed[out.transfer] = out
 
     def _take_back(self, out: OutgoingTransfer) -> None:
         """End its lease: its receiver has finished, or what it reads from now on does not count."""
-        if out.promise is not None:
-            out.promise.ends = None
+        if out.granted is not None:
+            out.granted.ends = None
             self._deadlines.clear(("lease", out.transfer))
 
-    def _lease_over(self, out: OutgoingTransfer) -> list[Action]:
+    def _end_unconfirmed(self, out: OutgoingTransfer) -> list[Action]:
         # While it flows, a receiver that has read all that is computed so far does not renew.
         is_late = out.state is OutgoingState.STOPPING
         said: list[Action] = [Unconfirmed(out.transfer)] if is_late else []
@@ -560,7 +560,7 @@ class Sender:
                 )
                 actions += self._stop(out, "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}")
             elif kind == "lease" and key in self.outgoing_transfers:
-                actions += self._lease_over(self.outgoing_transfers[key])
+                actions += self._end_unconfirmed(self.outgoing_transfers[key])
         return actions
 
     # Rendezvous:
@@ -618,7 +618,7 @@ class Sender:
         assert offered is not None
         if out.state is not OutgoingState.FLOWING:
             return []
-        if out.promise is not None:
+        if out.granted is not None:
             self._owe(out)
             return []
         out.is_ordered = out.is_gathering = True
@@ -704,7 +704,7 @@ class Sender:
     def _progress(self, out: OutgoingTransfer) -> list[Action]:
         """Tell the data plane that more chunks are computed, and the receiver, if it has not lent slots for them."""
         offered = out.offered
-        if out.state is not OutgoingState.FLOWING or offered is None or out.promise is not None:
+        if out.state is not OutgoingState.FLOWING or offered is None or out.granted is not None:
             return []
         ready = ready_chunks(out.plan, offered.tokens, offered.is_last)
         if ready <= out.progress:

@@ -23,7 +23,7 @@ class _Slot:
     transfer: str = ""
 
 
-class SlotPool:
+class ReceiveSlots:
     """The slots of one staging area that remote agents write. There may be none until `make` is called."""
 
     def __init__(self, count: int) -> None:

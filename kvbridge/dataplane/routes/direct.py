@@ -14,7 +14,7 @@ from ...errors import PeerError
 from ...exchange.route import Site
 from ..awaits import Wait, WaitMove
 from ..resources import Resources
-from ..slots import LocalSlot
+from ..slots import SendSlot
 from .staged import Landing, SlotRoute, Target, memories
 
 log = logging.getLogger("kvbridge.routes")
@@ -24,10 +24,10 @@ log = logging.getLogger("kvbridge.routes")
 class DirectTarget(Target):
     """`base` is where the peer's allocation is mapped here."""
 
-    def places(self, local: LocalSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
+    def places(self, local: SendSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
         return self.slot(lease, size_bytes), None
 
-    def push(self, local: LocalSlot, lease: SlotLease, size_bytes: int, notice: bytes, deadline: float) -> None:
+    def push(self, local: SendSlot, lease: SlotLease, size_bytes: int, notice: bytes, deadline: float) -> None:
         self.endpoint.fabric.notify(self.name, notice)
 
     def probe(self, ours: Span, lane: Span, deadline: float) -> Wait:

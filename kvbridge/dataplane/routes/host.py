@@ -12,13 +12,13 @@ from kvbridge_proto.peer import Route, SlotLease
 from ...device.staging import Span
 from ...exchange.route import Site
 from ..resources import Resources, StagingEndpoint
-from ..slots import LocalSlot
+from ..slots import SendSlot
 from .staged import Landing, SlotRoute, Target, memories
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTarget(Target):
-    def places(self, local: LocalSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
+    def places(self, local: SendSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
         host = self.endpoint.send_slots.span(local.index, size_bytes)
         gathered = self.resources.endpoint
         return (host, None) if gathered is self.endpoint else (gathered.send_slots.span(local.index, size_bytes), host)

@@ -12,7 +12,7 @@ from ...errors import PeerError
 from ...exchange.route import Site
 from ..awaits import Wait, WaitWrite
 from ..resources import Resources, StagingEndpoint
-from ..slots import LocalSlot
+from ..slots import SendSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Target:
         """The slot lent under this lease."""
         return Span(self.base + lease.slot * self.slot_bytes, size_bytes)
 
-    def places(self, local: LocalSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
+    def places(self, local: SendSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
         """Where a chunk is gathered to, and where in host memory it is copied after that, or None."""
         return self.endpoint.send_slots.span(local.index, size_bytes), None
 
-    def push(self, local: LocalSlot, lease: SlotLease, size_bytes: int, notice: bytes, deadline: float) -> Wait | None:
+    def push(self, local: SendSlot, lease: SlotLease, size_bytes: int, notice: bytes, deadline: float) -> Wait | None:
         """Write our slot and the notice to the peer. Returns the wait for its end, if any. Raises FabricError."""
         ours, theirs = self.endpoint.send_slots.address(local.index), self.slot(lease, size_bytes).address
         return self.write(ours, theirs, size_bytes, notice, deadline)

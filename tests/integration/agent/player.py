@@ -29,7 +29,7 @@ from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, answer, hello, welcome
-from kvbridge.exchange.slots import SlotPool
+from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.transport.trust import Trust
 from tests.unit.exchange.world import NOTHING, World, take_up
 
@@ -153,7 +153,7 @@ class Whole(Player):
         self.send_orders, self.receive_orders = SendOrders(2), ReceiveOrders()
         self.metrics, journal, clock = Metrics(), Journal(), lambda: self.now
         token = lambda: next(numbers).to_bytes(16, "big")  # noqa: E731
-        self.receiving = Receiver(SlotPool(slots), lambda: f"id{next(numbers)}", token)
+        self.receiving = Receiver(ReceiveSlots(slots), lambda: f"id{next(numbers)}", token)
         self.sending = Sender()
         records = [RequestRecords(role, journal, self.metrics.request_ended) for role in ("receiver", "sender")]
         outgoing, incoming = lambda of: outgoing_of(of, self, self, 5.0), lambda of: incoming_of(of, self, self)

@@ -18,11 +18,11 @@ from kvbridge_proto.status import SlotCounts
 
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.rebuild import PAUSE_S, QuarantineTimer, Rebuilder
-from kvbridge.dataplane.slots import LocalSlots
+from kvbridge.dataplane.slots import SendSlots
 from kvbridge.device.driver import CudaError
 from kvbridge.errors import FabricError
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.slots import SlotPool
+from kvbridge.exchange.slots import ReceiveSlots
 from tests.integration.agent.disturbed import pair_of, stands_still
 from tests.integration.agent.harness import SyntheticEngine, agent, wait_for
 from tests.integration.agent.pairs import Benches, carry
@@ -68,11 +68,11 @@ class Played:
         self.rebuilt: list[float] = []
         self.reasons: list[str] = []
         self.receiver = self
-        self.slots = SlotPool(2)
+        self.slots = ReceiveSlots(2)
         self.slots.lend(2, "t")
         self.slots.doubt("t")
         self._failures = deque(failures)
-        self.local = LocalSlots(2)
+        self.local = SendSlots(2)
         self.rebuilder = Rebuilder(
             self.slots,
             self.local,

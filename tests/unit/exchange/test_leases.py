@@ -13,7 +13,7 @@ from kvbridge_proto.peer import BlockTables, Drained, Failing, Renew, SlotLease
 from kvbridge.errors import KVBridgeError
 from kvbridge.exchange.actions import Send, Tell
 from kvbridge.exchange.block_tables import ready_chunks
-from kvbridge.exchange.leases import COUNTED_S, LEASE_HEARD_S, LEASE_S, Promise, Reading, ReadLease
+from kvbridge.exchange.leases import COUNTED_S, LEASE_HEARD_S, LEASE_S, GrantedLease, Reading, ReadLease
 from kvbridge.exchange.orders import Watch
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
@@ -40,14 +40,14 @@ def test_a_receiver_is_told_all_that_it_may_read(case: str, tokens: range) -> No
             takes = assign([sender.pool for sender in senders], receiver.pool)
             for sender, taken in zip(senders, takes, strict=True):
                 planned = plan(sender.pool, receiver.pool, taken, tokens.start, end, SLOT_BYTES)
-                promise, reading, read = Promise(), reading_of(sender.pool), 0
+                granted, reading, read = GrantedLease(), reading_of(sender.pool), 0
                 for number, there in enumerate(steps):
                     is_last = number == len(steps) - 1
                     tables = block_table(sender.pool, ids, 0, there)
-                    told = promise.answer("t", planned, tables, there, is_last)
+                    told = granted.answer("t", planned, tables, there, is_last)
                     reading.learn(told, planned)
                     ready = ready_chunks(planned, told.tokens, told.is_last)
-                    assert promise.ready == ready
+                    assert granted.ready == ready
                     for index in range(read, ready):
                         chunk = planned.chunk(index)
                         right = planned.sender_moves(chunk, block_table(sender.pool, ids, 0, end))
@@ -63,10 +63,10 @@ def test_nothing_is_told_twice() -> None:
     (taken, *_) = assign([each.pool for each in build_all(CASES["tensor parallel"][0])], receiver.pool)
     planned = plan(sender.pool, receiver.pool, taken, 0, 64, SLOT_BYTES)
     tables = block_table(sender.pool, tables_of(sender.pool, 64, seed=1), 0, 64)
-    promise = Promise()
-    first, second = promise.answer("t", planned, tables, 40, False), promise.answer("t", planned, tables, 64, True)
+    granted = GrantedLease()
+    first, second = granted.answer("t", planned, tables, 40, False), granted.answer("t", planned, tables, 64, True)
     assert [len(piece.ids) for piece in first.blocks] == [3] and [len(piece.ids) for piece in second.blocks] == [1]
-    assert promise.answer("t", planned, tables, 64, True).blocks == ()
+    assert granted.answer("t", planned, tables, 64, True).blocks == ()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from kvbridge_proto.peer import SlotLease
 
-from kvbridge.exchange.slots import SlotPool
+from kvbridge.exchange.slots import ReceiveSlots
 
 SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None, derandomize=True, database=None)
 
@@ -19,7 +19,7 @@ class Slots(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SlotPool(self.COUNT)
+        self.pool = ReceiveSlots(self.COUNT)
         self.out: dict[int, tuple[int, str, str]] = {}
         self.last = dict.fromkeys(range(self.COUNT), 0)
 

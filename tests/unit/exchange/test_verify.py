@@ -17,7 +17,7 @@ from kvbridge.exchange.orders import Digest, Digested, Failure, Pull, Pulled
 from kvbridge.exchange.receiver import CHECK_S, Receiver
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
-from kvbridge.exchange.slots import SlotPool
+from kvbridge.exchange.slots import ReceiveSlots
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.world import World
 
@@ -157,7 +157,7 @@ class PullingReceiver:
     def __init__(self, check_every: int = 1) -> None:
         world = World()
         engine, theirs = world.receivers[0].engine, world.senders[0].engine
-        self.receiving = Receiver(SlotPool(4), lambda: "x", lambda: b"t" * 16, check_every)
+        self.receiving = Receiver(ReceiveSlots(4), lambda: "x", lambda: b"t" * 16, check_every)
         self.incarnation = theirs.agent.incarnation
         session = answer(hello(engine), theirs)
         assert isinstance(session, Session)

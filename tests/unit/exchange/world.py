@@ -52,7 +52,7 @@ from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, accept, answer, hello, welcome
-from kvbridge.exchange.slots import SlotPool
+from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.geometry.check import rescaled
 from kvbridge.geometry.plan import Part
 from kvbridge.geometry.plane_pair import PlanePair
@@ -186,7 +186,7 @@ class World:
             kind="world", name=agent.incarnation, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=slots
         )
         receiving = Receiver(
-            SlotPool(slots), lambda: f"t{next(self.numbers)}", lambda: next(self.numbers).to_bytes(16, "big")
+            ReceiveSlots(slots), lambda: f"t{next(self.numbers)}", lambda: next(self.numbers).to_bytes(16, "big")
         )
         engine = AttachedEngine(agent, 1, pool, Site(card), ("sum",), ranks)
         self.nodes[name] = Node(name, engine, receiving, Sender(), SendOrders(local))

@@ -41,7 +41,7 @@ from kvbridge.exchange.orders import (
 from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, accept, answer, hello, welcome
-from kvbridge.exchange.slots import SlotPool
+from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.geometry.plan import Plan
 from kvbridge.geometry.tokens import BlockTable
 from kvbridge.states import SlotState
@@ -566,7 +566,7 @@ def begin(wants: int, tokens: int, slots: int, local: int, budget: dict[str, int
     world = World(slots=slots, local=local)
     receiver, sender = world.receivers[0], world.senders[0]
     names = _Names()
-    receiving = Receiver(SlotPool(slots), names.name, names.token)
+    receiving = Receiver(ReceiveSlots(slots), names.name, names.token)
     state = State(receiver.engine, sender.engine, receiving, Sender(), budget, lag, send_orders=SendOrders(local))
     for i in range(wants):
         state.offer(f"r{i}", tokens)

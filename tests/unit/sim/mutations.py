@@ -38,7 +38,7 @@ from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.rendezvous import Rendezvous
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.sender_sessions import UndrainedTransfers
-from kvbridge.exchange.slots import SlotPool
+from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.states import IncomingEvent, IncomingState, OutgoingState, SlotEvent, SlotState, WantState
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
@@ -95,7 +95,9 @@ def _generation(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _quarantine(put: Callable[[Any, str, Any], None]) -> None:
-    put(SlotPool, "doubt", lambda self, transfer: self._step_all(transfer, (SlotState.LENT,), SlotEvent.DRAIN) and 0)
+    put(
+        ReceiveSlots, "doubt", lambda self, transfer: self._step_all(transfer, (SlotState.LENT,), SlotEvent.DRAIN) and 0
+    )
 
 
 def _freed_in_place(put: Callable[[Any, str, Any], None]) -> None:
@@ -581,7 +583,7 @@ MUTATIONS: dict[str, Rule] = {
     ),
 }
 # Rules against a sender that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
-# write finds its lease used up: so the simulator cannot miss this rule, and tests/unit/sim/test_exhaustive.py does.
+# write finds its lease used up. So the simulator cannot notice that this rule is off; test_exhaustive.py does.
 AGAINST_LIARS = {"a chunk may land twice": Rule(_twice)}
 # A rule that a moment decides which the simulator seldom meets; tests/unit/sim/test_exhaustive.py meets it.
 OF_A_MOMENT = {"slots are free while what landed in them is read": Rule(_drained_while_read)}

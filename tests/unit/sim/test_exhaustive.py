@@ -95,7 +95,7 @@ def test_no_order_of_events_breaks_it_when_the_data_plane_hears_and_is_heard_lat
         ("sender", "blocks are released while they are read"),
     ],
 )
-def test_the_search_misses_this_rule_between_exchange_and_data_plane(lag: str, rule: str) -> None:
+def test_the_search_notices_a_rule_between_exchange_and_data_plane_that_is_off(lag: str, rule: str) -> None:
     with switched_off(rule), pytest.raises((Wrong, IllegalEvent)):
         explore(begin(1, 8, slots=1, local=1, budget={"abandon": 1, "cut": 1}, lag=lag))
 
@@ -111,7 +111,7 @@ def test_the_search_misses_this_rule_between_exchange_and_data_plane(lag: str, r
         ("a chunk may land twice", 2, 1),  # the second lease waits for a local slot: it is free to lie with
     ],
 )
-def test_the_search_misses_this_rule(rule: str, slots: int, local: int) -> None:
+def test_the_search_notices_a_rule_that_is_off(rule: str, slots: int, local: int) -> None:
     budget = {"abandon": 1, "cut": 1, "withdraw": 1, "repeat": 1, "lie": 1}
     with switched_off(rule), pytest.raises((Wrong, IllegalEvent)):
         explore(begin(1, 8, slots=slots, local=local, budget=budget))

@@ -9,24 +9,24 @@ import pytest
 
 from kvbridge.exchange.sender import Sender
 from sim.scenario import PULLED
-from tests.unit.sim.missed import Broken, missed
 from tests.unit.sim.mutations import AGAINST_LIARS, MUTATIONS, OF_A_MOMENT, Rule
+from tests.unit.sim.noticed import Broken, noticed
 
 MOST = 1000
 PAGE = (Path(__file__).parents[3] / "docs/guarantees.md").read_text()
 
 
 @pytest.mark.parametrize("rule", MUTATIONS)
-def test_the_simulator_misses_this_rule(rule: str) -> None:
+def test_the_simulator_notices_a_rule_that_is_off(rule: str) -> None:
     """By what goes wrong without it, and not by any failure."""
     known = MUTATIONS[rule]
-    assert missed(rule, 1, known.seed, known.how) or missed(rule, MOST, known.seed & PULLED, known.how)
+    assert noticed(rule, 1, known.seed, known.how) or noticed(rule, MOST, known.seed & PULLED, known.how)
 
 
-def test_code_that_does_not_fit_is_no_rule_that_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_does_not_fit_is_no_rule_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MUTATIONS, "broken", Rule(lambda put: put(Sender, "claim", lambda self: [])))
     with pytest.raises(Broken, match="TypeError"):
-        missed("broken", 5)
+        noticed("broken", 5)
 
 
 def test_each_rule_is_named_by_a_promise() -> None:

@@ -16,8 +16,8 @@ import pytest
 from sim.minimise import minimised, told
 from sim.run import SimListener, outcomes, play, prepared
 from sim.scenario import PULLED, Scenario, as_text, from_text, make
-from tests.unit.sim.missed import missed
 from tests.unit.sim.mutations import switched_off
+from tests.unit.sim.noticed import noticed
 
 SLICE = 1200
 PULLED_SLICE = 400
@@ -33,7 +33,7 @@ class Kept(msgspec.Struct, forbid_unknown_fields=True):
     """A scenario that failed once, or fails without a rule: what it is about, without which rule it fails, and how.
 
     It is kept whole, for what a seed makes changes with sim/scenario.py. Its delays are drawn in the run: if
-    another order of these hides the failure, take another seed's (`python -m tests.unit.sim.missed`, `python -m sim`).
+    another order of these hides the failure, take another seed's (`python -m tests.unit.sim.noticed`, `python -m sim`).
     """
 
     why: str
@@ -96,7 +96,7 @@ def test_a_seed_is_all_there_is_to_a_run() -> None:
 
 def test_a_failure_is_made_small_and_told(listener: SimListener) -> None:
     rule = "doubtful slots are free at once"
-    failing = missed(rule, 500)
+    failing = noticed(rule, 500)
     assert failing is not None
     scenario = make(failing[0])
     with switched_off(rule):

@@ -1,4 +1,4 @@
-"""How soon, and how, the simulator notices that a rule is switched off: `python -m tests.unit.sim.missed [SEEDS]`."""
+"""How soon, and how, the simulator notices that a rule is switched off: `python -m tests.unit.sim.noticed [SEEDS]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Broken(AssertionError):
     """A rule is not switched off: the code that should do so does not fit the code that it is put into."""
 
 
-def missed(name: str, most: int, first: int = 0, how: str = "") -> tuple[int, str] | None:
+def noticed(name: str, most: int, first: int = 0, how: str = "") -> tuple[int, str] | None:
     """The first seed that fails in this way without this rule, and the failure; None if none of `most` does."""
     with switched_off(name), prepared() as listener:
         for seed in range(first, first + most):
@@ -33,7 +33,7 @@ def main() -> None:
     most = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
     for name, rule in MUTATIONS.items():
         began = time.perf_counter()
-        seed = missed(name, most, how=rule.how)
+        seed = noticed(name, most, how=rule.how)
         print(f"{name}: {seed or 'NOT FOUND'} ({time.perf_counter() - began:.1f} s)", flush=True)
 
 
