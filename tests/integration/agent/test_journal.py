@@ -183,7 +183,7 @@ def test_the_slowest_fetch_is_shown_and_why_one_failed(bench: Bench) -> None:
     sender.offer("p2", TABLE, len(TOKENS), rendezvous="late")
     receiver.answer("slow")
     shown = traced("--socket", receiver.agent.socket)
-    assert shown.returncode == 0 and shown.stdout.startswith("slow: "), shown
+    assert shown.returncode == 0 and shown.stdout.startswith("slow: "), shown.stdout + receiver.agent.text()
     receiver.want("never", bench.address, WANTED, TOKENS, rendezvous="nowhere", deadline_s=0.3)
     assert isinstance(receiver.answer("never"), Failed)
     shown = traced("never", "--socket", receiver.agent.socket)
