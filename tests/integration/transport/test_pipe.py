@@ -226,7 +226,8 @@ async def test_a_flood_by_the_pipe_leaves_the_loop_its_turns() -> None:
         )
         flood = threading.Thread(target=_say, args=(ours, pings))
         flood.start()
-        assert (longest := await longest_turn(2.0)) < 0.5, longest
+        # Without its turns 1.9 s and more (2 cores, 2026-11); beside three other tests up to 0.85 with them.
+        assert (longest := await longest_turn(2.0)) < 1.3, longest
         ours.shutdown(socket.SHUT_RDWR)
         flood.join()
 
