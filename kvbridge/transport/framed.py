@@ -26,6 +26,12 @@ from kvbridge_proto.stream import FRAME_FDS, MESSAGE_FDS, StreamReader, framed, 
 RECEIVE_BYTES = 1 << 18
 UNSENT_BYTES = 32 << 20
 _CREDENTIALS = struct.Struct("iII")
+# Plain numbers: to combine the enum's members costs more than the system call.
+_RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+_SEND = int(socket.MSG_DONTWAIT)
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+_CUT = int(socket.MSG_CTRUNC)
+_FDS_SPACE = socket.CMSG_SPACE(FRAME_FDS * array.array("i").itemsize)
 Heard = TypeVar("Heard")
 Said = TypeVar("Said")
 
@@ -74,6 +80,8 @@ class Connection(Generic[Heard, Said]):
         self._is_over = False  # nothing more is received
         self._is_deaf = False  # the other end does not read: only the last word is still sent
         self._is_closing = False
+        self._is_drained = False  # the last read took all that had come
+        self._is_watched = False  # the loop calls `_on_readable`
         self._wake: asyncio.Future[None] | None = None
         self._flushed: asyncio.Future[None] | None = None
         self._owner = owner
@@ -93,7 +101,7 @@ class Connection(Generic[Heard, Said]):
         if self._wake is None or self._wake.done() or self.is_closed or self._reader.is_midway:
             return False
         try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            self._socket.recv(1, _PEEK)
         except BlockingIOError:
             return True
         except OSError:
@@ -108,10 +116,14 @@ class Connection(Generic[Heard, Said]):
         while not self._is_over:
             if found := self._reader.next():
                 return found
+            if self._is_drained:
+                await self._readable()
+                self._is_drained = False
+                continue
             try:
                 received, fds, flags = _receive(self._socket)
             except BlockingIOError:
-                await self._readable()
+                self._is_drained = True
                 continue
             except OSError as error:
                 self._end(f"connection failed: {error}")
@@ -119,7 +131,8 @@ class Connection(Generic[Heard, Said]):
             if not received and not fds:
                 self._end("the other end is gone")
                 break
-            self._reader.feed(received, fds, is_cut=bool(flags & socket.MSG_CTRUNC))
+            self._is_drained = len(received) < RECEIVE_BYTES
+            self._reader.feed(received, fds, is_cut=bool(flags & _CUT))
         return None
 
     def send(self, message: Said, fds: Sequence[int] = ()) -> None:
@@ -164,7 +177,7 @@ class Connection(Generic[Heard, Said]):
         if self._is_closing:
             return
         self._end(why)
-        self._loop.remove_reader(self._fd)
+        self._unwatch()
         self._is_closing = True
         if not self._unsent:
             self.shut()
@@ -174,7 +187,7 @@ class Connection(Generic[Heard, Said]):
         if not self.is_closed:
             self._is_closing = True
             self._loop.remove_writer(self._fd)
-            self._loop.remove_reader(self._fd)
+            self._unwatch()
             self._socket.close()
             self._owner.discard(self)
             self._end("closed here")
@@ -221,13 +234,25 @@ class Connection(Generic[Heard, Said]):
     async def _readable(self) -> None:
         assert self._wake is None, "one task receives"
         self._wake = self._loop.create_future()
-        self._loop.add_reader(self._fd, self._rouse)
+        if not self._is_watched and not self.is_closed:
+            self._is_watched = True
+            self._loop.add_reader(self._fd, self._on_readable)
         try:
             await self._wake
         finally:
             self._wake = None
-            if not self.is_closed:
-                self._loop.remove_reader(self._fd)
+
+    def _on_readable(self) -> None:
+        """Wake `receive`. If it does not wait, stop watching; to do so each time would cost more than a message."""
+        if self._wake is None or self._wake.done():
+            self._unwatch()
+        else:
+            self._rouse()
+
+    def _unwatch(self) -> None:
+        if self._is_watched:
+            self._is_watched = False
+            self._loop.remove_reader(self._fd)
 
     def _rouse(self) -> None:
         if self._wake is not None and not self._wake.done():
@@ -246,7 +271,7 @@ class _Piece:
 
     def send(self, to: socket.socket) -> int:
         beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._fds))] if self._fds else []
-        sent = to.sendmsg([self.rest], beside, socket.MSG_DONTWAIT)
+        sent = to.sendmsg([self.rest], beside, _SEND)
         self._fds = ()
         del self.rest[:sent]
         return sent
@@ -330,8 +355,7 @@ def _receive(source: socket.socket) -> tuple[bytes, list[int], int]:
     Neither receiving nor sending relies on O_NONBLOCK: the flag is the socket's, and another process may hold our end.
     """
     fds = array.array("i")
-    space = socket.CMSG_SPACE(FRAME_FDS * fds.itemsize)
-    received, ancillary, flags, _ = source.recvmsg(RECEIVE_BYTES, space, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+    received, ancillary, flags, _ = source.recvmsg(RECEIVE_BYTES, _FDS_SPACE, _RECEIVE)
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
