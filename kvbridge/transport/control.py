@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 
 import zmq
-from kvbridge_proto.codec import BadFrame, Limits, decode, encode
+from kvbridge_proto.codec import BadFrame, Decoder, Limits, encode
 from kvbridge_proto.common import OURS
 from kvbridge_proto.peer import Body, Envelope, Goodbye, Ping, Pong, Sessionless
 
@@ -64,6 +64,7 @@ class Control:
         self._listen = listen
         self._allow_wildcard = allow_wildcard
         self._limits = Limits(frame_bytes=self.settings.frame_bytes)
+        self._decoder: Decoder[Envelope] = Decoder(Envelope, self._limits)
         self._events: deque[Event] = deque()
         self._dialled: dict[str, Link] = {}
         self._waiting: dict[Link, str] = {}  # dialled but not tried yet, with their endpoints
@@ -338,7 +339,7 @@ class Control:
 
     def _take(self, link: Link | None, frame: zmq.Frame, identity: bytes | None) -> None:
         try:
-            envelope: Envelope = decode(frame.buffer, Envelope, self._limits)
+            envelope = self._decoder.decode(frame.buffer)
         except BadFrame as error:
             return self._reject(link, error.code, str(error))
         if not self._is_for_us(link, envelope):

@@ -10,9 +10,8 @@ length, so 1 MiB of nested array headers with nothing behind them would cost 4 G
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgpack
 import msgspec
@@ -46,25 +45,39 @@ def encode(message: Any) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(frame: bytes | bytearray | memoryview, kind: type[T] | Any, limits: Limits = LIMITS) -> T:
-    """The message in `frame`, of type `kind` (a struct or a tagged union).
+class Decoder(Generic[T]):
+    """Decodes frames of one kind: a struct or a tagged union."""
 
-    Raises BadFrame with code `frame_too_large`, `frame_malformed`, `frame_too_deep` or `message_invalid`.
-    """
-    message: T
-    known: Any = kind
-    if len(frame) <= min(msgspec.structs.astuple(limits)):
-        # msgspec builds only what is there, whatever length is announced, and goes no deeper than Python's stack.
-        # What it rejects is decoded again below, which names the error.
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            message = _decoder(known).decode(frame)
-            return message
-    message = typed(unpack(frame, limits), kind)
-    return message
+    def __init__(self, kind: Any, limits: Limits = LIMITS) -> None:
+        self._kind = kind
+        self._limits = limits
+        self._small_bytes = min(msgspec.structs.astuple(limits))  # a frame of this size cannot exceed another limit
+        self._direct: msgspec.msgpack.Decoder[T] = _direct(kind)
+
+    def decode(self, frame: bytes | bytearray | memoryview) -> T:
+        """The message in `frame`.
+
+        Raises BadFrame with code `frame_too_large`, `frame_malformed`, `frame_too_deep` or `message_invalid`.
+        """
+        if len(frame) <= self._small_bytes:
+            # msgspec builds only what is there, whatever length is announced, and goes no deeper than Python's stack.
+            # What it rejects is decoded again below, which names the error.
+            try:
+                return self._direct.decode(frame)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                pass
+        message: T = typed(unpack(frame, self._limits), self._kind)
+        return message
+
+
+def decode(frame: bytes | bytearray | memoryview, kind: type[T] | Any, limits: Limits = LIMITS) -> T:
+    """One message, as by a `Decoder`. Keep a Decoder where many come: to look one up costs as much as a message."""
+    decoder: Decoder[T] = Decoder(kind, limits)
+    return decoder.decode(frame)
 
 
 @functools.cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+def _direct(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 
 

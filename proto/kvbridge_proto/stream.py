@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from .codec import LIMITS, BadFrame, Limits, decode, encode
+from .codec import LIMITS, BadFrame, Decoder, Limits, encode
 
 T = TypeVar("T")
 HEADER = struct.Struct(">I")
@@ -35,7 +35,7 @@ class StreamReader(Generic[T]):
     """
 
     def __init__(self, kind: Any, limits: Limits = LIMITS) -> None:
-        self._kind = kind
+        self._decoder: Decoder[T] = Decoder(kind, limits)
         self._limits = limits
         self._buffer = bytearray()
 
@@ -51,7 +51,7 @@ class StreamReader(Generic[T]):
 
     def _messages(self) -> Iterator[T]:
         while (frame := self._cut()) is not None:
-            yield decode(frame, self._kind, self._limits)
+            yield self._decoder.decode(frame)
 
     def _cut(self) -> bytes | None:
         if len(self._buffer) < HEADER.size:
