@@ -115,5 +115,7 @@ def _table(tables: Mapping[int, BlockTable], group: int) -> BlockTable:
 
 def ready_chunks(plan: Plan, tokens: int, is_last: bool) -> int:
     """How many chunks of the plan, in order, can be read once the first `tokens` tokens are computed."""
+    if is_last and tokens >= plan.end_token:  # as mostly: no chunk has to be looked at
+        return plan.chunks
     chunks = range(plan.chunks if is_last else plan.early_chunks)
     return bisect.bisect_right(chunks, tokens, key=lambda index: plan.chunk(index).needs_tokens)

@@ -7,9 +7,11 @@ row each however many tokens, are the last. A pair belongs to the group plan of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,7 @@ PIECE_BYTES = 128 << 10
 ORDER: tuple[GroupKind, ...] = ("full", "sliding", "chunked", "state")
 
 Numbers = npt.NDArray[np.int64]
+Size = TypeVar("Size", int, Numbers)
 
 
 def whole_block(group: Group, shard: Shard) -> int:
@@ -59,16 +62,13 @@ class GroupTemplate:
     token_shard: TokenShard
     pairs: tuple[PlanePair, ...]
     first_pair: int
-    unit_tokens: Numbers
-    unit_bytes: Numbers
+    units: Units
 
     @classmethod
     def of(
         cls, group: Group, shard: Shard, token_shard: TokenShard, pairs: Sequence[PlanePair], first_pair: int
     ) -> GroupTemplate:
-        unit_tokens = np.array([pair.unit_tokens for pair in pairs], np.int64)
-        unit_bytes = np.array([pair.unit_bytes for pair in pairs], np.int64)
-        return cls(group, shard, token_shard, tuple(pairs), first_pair, unit_tokens, unit_bytes)
+        return cls(group, shard, token_shard, tuple(pairs), first_pair, Units.of(pairs))
 
     def cut(self, first_token: int, end_token: int, slot_bytes: int) -> GroupPlan | None:
         """The group plan of tokens [first_token, end_token), at least one. None if this group needs none of them."""
@@ -81,12 +81,58 @@ class GroupTemplate:
             first, end = token_shard.count(first_token), token_shard.count(end_token)
         if first == end:
             return None
-        span = _span(self.unit_tokens, self.unit_bytes, end - first, slot_bytes)
-        sizes = _sizes(self.unit_tokens, self.unit_bytes, min(span, end - first))
-        bands = _bands(sizes, slot_bytes)
+        span = self.units.span(end - first, slot_bytes)
+        marks = min(span, end - first)
+        span_bytes = self.units.bytes_of(marks)
+        bands = (0, len(self.pairs)) if span_bytes <= slot_bytes else _bands(self.units.sizes(marks), slot_bytes)
         chunks = -(-(end - first) // span) * (len(bands) - 1)
-        numbers = self.unit_tokens, self.unit_bytes
-        return GroupPlan(kind, token_shard, first, end, self.pairs, self.first_pair, *numbers, span, bands, chunks)
+        grid = self.units, span, bands, chunks, span_bytes
+        return GroupPlan(kind, token_shard, first, end, self.pairs, self.first_pair, *grid)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """The units in which the pairs of a group plan move: for each pair, its tokens and its bytes."""
+
+    tokens: Numbers
+    bytes_each: Numbers
+    alike: tuple[tuple[int, int, int], ...]  # (tokens, bytes, how many pairs): few, whatever the number of pairs
+    grain: int  # the least number of tokens that is a multiple of every unit
+    grain_bytes: int  # of all pairs together
+    most_grain_bytes: int  # of one pair
+
+    @classmethod
+    def of(cls, pairs: Sequence[PlanePair]) -> Units:
+        tokens = np.array([pair.unit_tokens for pair in pairs], np.int64)
+        bytes_each = np.array([pair.unit_bytes for pair in pairs], np.int64)
+        grain = int(np.lcm.reduce(tokens))
+        grain_bytes = grain // tokens * bytes_each
+        alike = Counter((pair.unit_tokens, pair.unit_bytes) for pair in pairs)
+        kinds = tuple((*unit, count) for unit, count in alike.items())
+        return cls(tokens, bytes_each, kinds, grain, int(grain_bytes.sum()), int(grain_bytes.max()))
+
+    def bytes_of(self, marks: int) -> int:
+        """Slot bytes of all pairs together for a span of `marks` marks."""
+        return sum(count * _aligned(-(-marks // tokens) * size) for tokens, size, count in self.alike)
+
+    def sizes(self, marks: int, first: int = 0, end: int | None = None) -> Numbers:
+        """Slot bytes of each of the pairs [first, end) for a span of `marks` marks."""
+        return _aligned(-(-marks // self.tokens[first:end]) * self.bytes_each[first:end])
+
+    def span(self, marks: int, slot_bytes: int) -> int:
+        """Marks of a span, of `marks` in all: enough to fill a slot or to give each pair PIECE_BYTES.
+
+        No pair has more than a slot. A multiple of every unit and, if possible, of ALIGN (then nothing is padded). All
+        spans are about equal.
+        """
+        wanted = max(slot_bytes, PIECE_BYTES * len(self.tokens)) // self.grain_bytes
+        limit = max(1, min(wanted, slot_bytes // self.most_grain_bytes)) * self.grain
+        step = lcm(self.grain, ALIGN)
+        if limit < step:
+            step = self.grain
+        limit -= limit % step
+        spans = -(-marks // limit)
+        return -(-marks // (spans * step)) * step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,11 +149,11 @@ class GroupPlan:
     end: int
     pairs: tuple[PlanePair, ...]
     first_pair: int
-    unit_tokens: Numbers
-    unit_bytes: Numbers
+    units: Units
     span_tokens: int
     bands: tuple[int, ...]
     chunks: int
+    span_bytes: int  # slot bytes of the first span, in all its bands
     _known_bytes: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -118,17 +164,22 @@ class GroupPlan:
     @property
     def total_bytes(self) -> int:
         """Slot bytes of all chunks together."""
-        spans, tail = divmod(self.end - self.first, self.span_tokens)
-        full = int(_sizes(self.unit_tokens, self.unit_bytes, self.span_tokens).sum()) if spans else 0
-        return spans * full + int(_sizes(self.unit_tokens, self.unit_bytes, tail).sum())
+        spans, tail = divmod(self.end - self.first, self._first_span)
+        return spans * self.span_bytes + self.units.bytes_of(tail)
+
+    @property
+    def _first_span(self) -> int:
+        """Marks of the first span; the last may be shorter."""
+        return min(self.span_tokens, self.end - self.first)
 
     def sizes(self, band: int, marks: int) -> Numbers:
         """Slot bytes of each pair of a band, for a span of `marks` marks."""
-        first, end = self.bands[band], self.bands[band + 1]
-        return _sizes(self.unit_tokens[first:end], self.unit_bytes[first:end], marks)
+        return self.units.sizes(marks, self.bands[band], self.bands[band + 1])
 
     def bytes_of(self, band: int, marks: int) -> int:
         """Slot bytes of a chunk. Remembered, as most chunks are alike."""
+        if len(self.bands) == 2 and marks == self._first_span:
+            return self.span_bytes
         size = self._known_bytes.get((band, marks))
         if size is None:
             size = self._known_bytes[band, marks] = int(self.sizes(band, marks).sum())
@@ -147,27 +198,9 @@ def fitted(pairs: Sequence[PlanePair], slot_bytes: int) -> list[PlanePair] | Non
     return fitting
 
 
-def _sizes(unit_tokens: Numbers, unit_bytes: Numbers, tokens: int) -> Numbers:
-    """Slot bytes of each pair for a span of `tokens` tokens."""
-    return -(-(-(-tokens // unit_tokens) * unit_bytes) // ALIGN) * ALIGN
-
-
-def _span(unit_tokens: Numbers, unit_bytes: Numbers, tokens: int, slot_bytes: int) -> int:
-    """Tokens of a span: enough to fill a slot or to give each pair PIECE_BYTES, but no pair more than a slot.
-
-    A multiple of every unit and, if possible, of ALIGN (then nothing is padded). All spans are about equal.
-    """
-    grain = int(np.lcm.reduce(unit_tokens))
-    grain_bytes = grain // unit_tokens * unit_bytes
-    all_bytes, most_bytes = int(grain_bytes.sum()), int(grain_bytes.max())
-    wanted = max(slot_bytes, PIECE_BYTES * len(unit_bytes)) // all_bytes
-    limit = max(1, min(wanted, slot_bytes // most_bytes)) * grain
-    step = lcm(grain, ALIGN)
-    if limit < step:
-        step = grain
-    limit -= limit % step
-    spans = -(-tokens // limit)
-    return -(-tokens // (spans * step)) * step
+def _aligned(size_bytes: Size) -> Size:
+    """Rounded up to ALIGN: a number, or an array of them."""
+    return -(-size_bytes // ALIGN) * ALIGN
 
 
 def _bands(sizes: Numbers, slot_bytes: int) -> tuple[int, ...]:

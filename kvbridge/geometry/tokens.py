@@ -48,13 +48,13 @@ class BlockTable:
                 f"first: group {piece.group} goes on at entry {piece.first}, expected {expected}",
             )
         ids = np.array(piece.ids, np.int64)
-        outside = ids[(ids < 0) | (ids >= self.group.blocks)]
-        if len(outside):
+        is_outside = ids.view(np.uint64) >= self.group.blocks  # a negative id is huge then
+        if is_outside.any():
             raise EngineError(
                 "block_out_of_range",
-                f"block id: group {piece.group} got {outside[0]}, the pool has {self.group.blocks} blocks",
+                f"block id: group {piece.group} got {ids[is_outside][0]}, the pool has {self.group.blocks} blocks",
             )
-        return BlockTable(self.group, first, np.concatenate((self.ids, ids)), self.share)
+        return BlockTable(self.group, first, np.concatenate((self.ids, ids)) if len(self.ids) else ids, self.share)
 
     @property
     def first_token(self) -> int:
