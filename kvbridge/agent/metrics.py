@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 
 from kvbridge_proto.status import SlotCounts, Traits
@@ -63,13 +63,18 @@ class Metrics:
         self._routed = Counter("kvbridge_route_bytes", text, labels, registry=registry)
         text = "Stages of requests that ended: until both sides had met, until bytes could move, until all had"
         self._stage_s = Histogram("kvbridge_stage_seconds", text, ["role", "stage"], buckets=SECONDS, registry=registry)
+        # To find a metric by its labels takes longer than to count, so those of each request are remembered.
+        self._chunks_of, self._bytes_of = cache(self._chunks.labels), cache(self._bytes.labels)
+        self._routed_of, self._stage_of = cache(self._routed.labels), cache(self._stage_s.labels)
         text = "Spans of requests that were sent to otlp_endpoint, or dropped"
         self._spans = Counter("kvbridge_spans", text, ["outcome"], registry=registry)
         text = "Handshakes with other agents: open, or the code of the failure"
         self._handshakes = Counter("kvbridge_handshakes", text, ["role", "outcome"], registry=registry)
         self._wants = Counter("kvbridge_wants", "Wants that ended", ["outcome"], registry=registry)
+        self._wants_of = cache(self._wants.labels)
         self._want_s = Histogram("kvbridge_want_seconds", "From want to done", buckets=SECONDS, registry=registry)
         self._offers = Counter("kvbridge_offers_released", "Offers that ended", ["code"], registry=registry)
+        self._offers_of = cache(self._offers.labels)
         self._settled = Counter("kvbridge_transfers_settled", "Transfers a receiver confirmed", registry=registry)
         self._gather_s = Counter("kvbridge_gather_seconds", "Time spent gathering", registry=registry)
         for what, text in (("prompts", "Prompts"), ("prompt_tokens", "Prompt tokens")):
@@ -168,14 +173,14 @@ class Metrics:
 
     def chunks(self, role: Role, count: int, size_bytes: int, session: Session) -> None:
         """Count chunks that this session moved, and their bytes."""
-        self._chunks.labels(role).inc(count)
-        self._bytes.labels(role).inc(size_bytes)
-        self._routed.labels(role, session.routed.route, conversion(session.verdict)).inc(size_bytes)
+        self._chunks_of(role).inc(count)
+        self._bytes_of(role).inc(size_bytes)
+        self._routed_of(role, session.routed.route, conversion(session.verdict)).inc(size_bytes)
 
     def request_ended(self, record: RequestRecord) -> None:
         """Observe the stages of a request that has ended."""
         for stage, began_at, ended_at in record.stages:
-            self._stage_s.labels(record.role, stage).observe(ended_at - began_at)
+            self._stage_of(record.role, stage).observe(ended_at - began_at)
 
     def spans(self, outcome: str, count: int) -> None:
         """Count spans that were "sent" or "dropped"."""
@@ -200,11 +205,11 @@ class Metrics:
         self._gather_s.inc(seconds)
 
     def want_done(self, seconds: float) -> None:
-        self._wants.labels("done").inc()
+        self._wants_of("done").inc()
         self._want_s.observe(seconds)
 
     def want_failed(self, code: str) -> None:
-        self._wants.labels(self._known(code)).inc()
+        self._wants_of(self._known(code)).inc()
 
     def prompt_fetched(self, tokens: int) -> None:
         self._fetched.inc(tokens)
@@ -217,7 +222,7 @@ class Metrics:
         return known
 
     def offer_released(self, code: str, is_declined: bool) -> None:
-        self._offers.labels(self._known(code or ("declined" if is_declined else "served"))).inc()
+        self._offers_of(self._known(code or ("declined" if is_declined else "served"))).inc()
 
     def transfer_settled(self) -> None:
         self._settled.inc()

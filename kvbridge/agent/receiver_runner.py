@@ -194,27 +194,38 @@ class ReceiverRunner:
 
     def hear(self, reports: Sequence[ReceivingReport]) -> None:
         """Take the data plane's reports."""
+        moved: list[tuple[Landed | Pulled, Session]] = []
         for report in reports:
             match report:
-                case StageReached():
-                    self._records.reach(report)
-                case Landed(transfer=transfer, chunks=chunks, size_bytes=size_bytes):
+                case Landed(transfer=transfer):
                     failpoint("receiver.scattered")
-                    if chunks:
-                        self._records.note("scattered", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
-                        self._metrics.chunks("receiver", chunks, size_bytes, self._receiving.session_of(transfer))
+                    moved.append((report, self._receiving.session_of(transfer)))
+                case Pulled(transfer=transfer, failure=None):
+                    moved.append((report, self._receiving.session_of(transfer)))
                 case Dropped():
                     self._on_dropped(report)
-                case Malformed(code=code):
-                    self._metrics.rejected(code)
-                case Pulled(transfer=transfer, chunks=chunks, size_bytes=size_bytes, failure=None):
-                    self._metrics.chunks("receiver", chunks, size_bytes, self._receiving.session_of(transfer))
-                case (
-                    Pulled(transfer=transfer, failure=(code, reason))
-                    | Broken(transfer=transfer, code=code, reason=reason)
-                ):
-                    self._records.note("broken", f"{code}: {reason}", transfer=transfer)
-        self._do(self._receiving.hear(reports, self._clock()))
+        heard_at = self._clock()
+        actions = self._receiving.hear(reports, heard_at)
+        self._perform(actions)  # first of all: our engine waits
+        for each, session in moved:
+            if each.chunks:
+                self._metrics.chunks("receiver", each.chunks, each.size_bytes, session)
+        for report in reports:
+            self._note_report(report, heard_at)
+        self._note(actions, heard_at)
+
+    def _note_report(self, report: ReceivingReport, at: float) -> None:
+        match report:
+            case StageReached():
+                self._records.reach(report)
+            case Landed(transfer=transfer, chunks=chunks, size_bytes=size_bytes) if chunks:
+                self._records.note("scattered", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer, at=at)
+            case Malformed(code=code):
+                self._metrics.rejected(code)
+            case (
+                Pulled(transfer=transfer, failure=(code, reason)) | Broken(transfer=transfer, code=code, reason=reason)
+            ):
+                self._records.note("broken", f"{code}: {reason}", transfer=transfer, at=at)
 
     def _on_dropped(self, dropped: Dropped) -> None:
         self._metrics.late_write()
@@ -232,6 +243,11 @@ class ReceiverRunner:
     # Doing:
 
     def _do(self, actions: list[Action]) -> None:
+        decided_at = self._clock()
+        self._perform(actions)
+        self._note(actions, decided_at)
+
+    def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Reach(address=address):
@@ -239,36 +255,39 @@ class ReceiverRunner:
                 case Ask(address=address):
                     self.peers.ask(address)
                 case Send(peer=address, body=body):
-                    if isinstance(body, Claim):
-                        request = self._receiving.request_of(body.transfer)
-                        self._records.note(
-                            "claimed",
-                            f"of {address}",
-                            request=request,
-                            rendezvous=body.rendezvous,
-                            transfer=body.transfer,
-                        )
                     self.peers.send(address, body)
                     _pass_sent(body)
                 case Tell(message=message):
                     self._current.tell(message)
-                    self._record(message)
-                case Uncompared(transfer=transfer, chunks=chunks):
-                    self._log.debug("chunks not compared", "chunks=%d", chunks, transfer=transfer)
-                    self._metrics.uncompared(chunks)
+                    if isinstance(message, Done):
+                        failpoint("receiver.done_told")
                 case ReceiveOrder() | Lend() | StopReceiving() | Pull():
                     self._data_plane.give(action, self._current.memory)
 
-    def _record(self, message: ToEngine) -> None:
+    def _note(self, actions: list[Action], at: float) -> None:
+        """Record what was done, in the journal, log and metrics."""
+        for action in actions:
+            match action:
+                case Send(peer=address, body=Claim(transfer=transfer, rendezvous=rendezvous)):
+                    request = self._receiving.request_of(transfer)
+                    self._records.note(
+                        "claimed", f"of {address}", request=request, rendezvous=rendezvous, transfer=transfer, at=at
+                    )
+                case Tell(message=message):
+                    self._record(message, at)
+                case Uncompared(transfer=transfer, chunks=chunks):
+                    self._log.debug("chunks not compared", "chunks=%d", chunks, transfer=transfer)
+                    self._metrics.uncompared(chunks)
+
+    def _record(self, message: ToEngine, at: float) -> None:
         match message:
             case Done(request=request, moved_bytes=moved, seconds=seconds):
                 self._log.debug("done", "bytes=%d ms=%.2f", moved, seconds * 1e3, request=request)
-                self._records.note("done", f"{moved} bytes", request=request, seconds=seconds)
+                self._records.note("done", f"{moved} bytes", request=request, seconds=seconds, at=at)
                 self._metrics.want_done(seconds)
-                failpoint("receiver.done_told")
             case Failed(request=request, code=code, reason=reason):
                 self._log.warning("failed", "code=%s %s", code, reason, request=request)
-                self._records.note("failed", f"{code}: {reason}", request=request)
+                self._records.note("failed", f"{code}: {reason}", request=request, at=at)
                 self._metrics.want_failed(code)
 
 

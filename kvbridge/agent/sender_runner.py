@@ -149,9 +149,12 @@ class SenderRunner:
             case Claim():
                 assert engine is not None
                 failpoint("sender.claim_received")
+                claimed_at = self._clock()
+                done = self._carry_out(self._sending.claim(body, session, engine, claimed_at))  # the receiver waits
                 tokens = f"tokens [{body.first_token}, {body.end_token}) by {session.peer.name}"
-                self._records.note("claimed", tokens, rendezvous=body.rendezvous, transfer=body.transfer)
-                self._do(self._sending.claim(body, session, engine, self._clock()))
+                rendezvous, transfer = body.rendezvous, body.transfer
+                self._records.note("claimed", tokens, rendezvous=rendezvous, transfer=transfer, at=claimed_at)
+                self._note(done, claimed_at)
                 said = ("want=%s rendezvous=%s", body.want, body.rendezvous)
                 self._log.debug("claim", *said, transfer=body.transfer)  # once it is known of which request
             case Grant():
@@ -229,16 +232,22 @@ class SenderRunner:
     # Doing:
 
     def _do(self, actions: list[Action]) -> None:
-        self._perform(actions)
-        if self._sending.is_owing:
-            self._answer()
+        decided_at = self._clock()
+        self._note(self._carry_out(actions), decided_at)
 
-    def _answer(self) -> None:
-        """Tell receivers what they may read, if we have lately read everything that our engine sent."""
-        if (memory := self._current.memory) is not None:
-            self._current.listen()
-            heard_at = memory.liveness.heard_at
-            self._perform(self._sending.answers(self._clock(), heard_at, memory.has_reached))
+    def _carry_out(self, actions: list[Action]) -> list[Action]:
+        """Carry out these and the answers that are due then. Returns all that was done."""
+        self._perform(actions)
+        answers = self._answers() if self._sending.is_owing else []
+        self._perform(answers)
+        return [*actions, *answers]
+
+    def _answers(self) -> list[Action]:
+        """What receivers may read now, if we have lately read everything that our engine sent."""
+        if (memory := self._current.memory) is None:
+            return []
+        self._current.listen()
+        return self._sending.answers(self._clock(), memory.liveness.heard_at, memory.has_reached)
 
     def _watch(self, fence: int) -> None:
         if (self._watched < 0 or fence < self._watched) and self._current.memory is not None:
@@ -249,44 +258,51 @@ class SenderRunner:
         for action in actions:
             match action:
                 case Send(peer=incarnation, body=body):
-                    self._note_said(body)
                     self.peers.send(incarnation, body)
                     _pass_sent(body)
                 case Tell(message=message):
-                    if isinstance(message, Released):
-                        why = f"{message.code} {message.reason}".strip()
-                        self._records.note("released", why, request=message.request)
-                        said = ("code=%s %s", message.code, message.reason) if message.code else ()
-                        self._log.debug("released", *said, request=message.request)
-                        self._metrics.offer_released(message.code, message.is_declined)
                     self._current.tell(message)
                     if isinstance(message, Released):
                         failpoint("sender.released_told")
-                case Met(transfer=transfer, request=request, chunks=chunks, size_bytes=size_bytes):
-                    size = f"{chunks} chunks, {size_bytes} bytes"
-                    self._records.note("met", size, request=request, transfer=transfer)
-                    self._log.debug("met", "chunks=%d bytes=%d", chunks, size_bytes, transfer=transfer)
-                case Unconfirmed(transfer=transfer):
-                    why = "its receiver did not confirm that it had finished; blocks were kept until now"
-                    self._log.debug("read lease over", why, transfer=transfer)
-                    self._metrics.lease_unconfirmed()
                 case SendOrder() | Progress() | Credit() | StopSending() | Digest():
                     self._data_plane.give(action, self._current.memory)
                 case Watch(fence=fence):
                     self._watch(fence)
 
-    def _note_said(self, body: Body) -> None:
+    def _note(self, actions: list[Action], at: float) -> None:
+        """Record what was done, in the journal, log and metrics."""
+        for action in actions:
+            match action:
+                case Send(body=body):
+                    self._note_said(body, at)
+                case Tell(message=Released() as message):
+                    why = f"{message.code} {message.reason}".strip()
+                    self._records.note("released", why, request=message.request, at=at)
+                    said = ("code=%s %s", message.code, message.reason) if message.code else ()
+                    self._log.debug("released", *said, request=message.request)
+                    self._metrics.offer_released(message.code, message.is_declined)
+                case Met(transfer=transfer, request=request, chunks=chunks, size_bytes=size_bytes):
+                    size = f"{chunks} chunks, {size_bytes} bytes"
+                    self._records.note("met", size, request=request, transfer=transfer, at=at)
+                    self._log.debug("met", "chunks=%d bytes=%d", chunks, size_bytes, transfer=transfer)
+                case Unconfirmed(transfer=transfer):
+                    why = "its receiver did not confirm that it had finished; blocks were kept until now"
+                    self._log.debug("read lease over", why, transfer=transfer)
+                    self._metrics.lease_unconfirmed()
+
+    def _note_said(self, body: Body, at: float) -> None:
+        note = self._records.note
         match body:
             case BlockTables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
                 request = self._sending.request_of(transfer)
-                self._records.note("readable", f"tokens up to {tokens}", request=request, transfer=transfer)
+                note("readable", f"tokens up to {tokens}", request=request, transfer=transfer, at=at)
             case Refuse(about=transfer, code=code, reasons=reasons):
-                self._records.note("refused", f"{code}: {'; '.join(reasons)}", transfer=transfer)
+                note("refused", f"{code}: {'; '.join(reasons)}", transfer=transfer, at=at)
             case (
                 Failing(transfer=transfer, code=code, reason=reason)
                 | Drained(transfer=transfer, code=code, reason=reason)
             ) if code:
-                self._records.note("broken", f"{code}: {reason}", transfer=transfer)
+                note("broken", f"{code}: {reason}", transfer=transfer, at=at)
 
 
 def _pass_sent(body: Body) -> None:

@@ -6,6 +6,7 @@ key is public; our own list decides whether we trust it.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 import socket
@@ -20,6 +21,7 @@ _PLACE = re.compile(
 )
 
 
+@functools.lru_cache(maxsize=1024)  # each want and each claim names one
 def canonical(address: str) -> str:
     """The one spelling of an address, so that it is never taken for two. Malformed ones are returned unchanged.
 
