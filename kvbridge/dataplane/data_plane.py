@@ -135,6 +135,7 @@ class DataPlane:
         self._fenced: list[tuple[WaitOnLoop, Job]] = []
         self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self._stopping = False
+        self._is_asleep = False  # for long, until it is woken
         self._thread = threading.Thread(target=self._run, name="kvbridge-data_plane", daemon=True)
         self._watchdog = Watchdog(self._thread, stuck_s, end, clock)
         self._resources: Resources | None = None
@@ -199,8 +200,8 @@ class DataPlane:
         self._linger.keep_awake()
 
     def wake(self) -> None:
-        """There will be something to move soon: wake the thread, if it lingers."""
-        if self._linger_s:
+        """There will be something to move soon: wake the thread if it sleeps, so that it lingers by then."""
+        if self._linger_s and self._is_asleep:
             os.eventfd_write(self._wake, 1)
 
     def disconnect(self, incarnation: str, serial: int) -> None:
@@ -400,8 +401,10 @@ class DataPlane:
                 pause_s = _pause(now - last_move)
             else:
                 pause_s = LINGER_NAP_S if now - last_move < (self._linger_s or 0.0) else IDLE_S
+            self._is_asleep = pause_s == IDLE_S
             if self._sleep(pause_s):
                 last_move = now
+            self._is_asleep = False
 
     def _sleep(self, seconds: float) -> bool:
         """True if the loop woke us: there is a task, or one will come soon."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import select
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NAP_S = 5e-6  # lets other threads have the interpreter
-IDLE_TURN_S = 3e-5  # a longer turn of the loop did some work: what follows is due at once, do not nap
+NAP_S = 5e-5  # lets other threads have the interpreter; what comes ends it, and so short a sleep is not deep
+# A message that ended a nap is handled two turns later: its task is called, then the one that waits for the task.
+TURNS_AWAKE = 4
 TIMER_SLACK_NS = 1000
 PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
@@ -38,12 +40,17 @@ def _set_slack(nanoseconds: int) -> None:
 
 
 class Linger:
-    """Keeps one loop awake for `seconds` after each `keep_awake`. With 0 the loop sleeps whenever it can."""
+    """Keeps one loop awake for `seconds` after each `keep_awake`. With 0 the loop sleeps whenever it can.
 
-    def __init__(self, seconds: float) -> None:
+    The loop naps in the kernel, where what comes wakes it at once. That needs uvloop; another loop just sleeps as long.
+    """
+
+    def __init__(self, seconds: float, nap_s: float = NAP_S) -> None:
         self._seconds = seconds
-        self._until = self._looked_at = 0.0
+        self._nap_s = nap_s
+        self._until = 0.0
         self._is_looking = False
+        self._turns = 0  # to go on without a nap
 
     def keep_awake(self) -> None:
         """Something has happened: stay awake from now on. Called on the loop."""
@@ -53,14 +60,17 @@ class Linger:
         if not self._is_looking:
             self._is_looking = True
             nap_exactly()
-            asyncio.get_running_loop().call_soon(self._look)
+            loop = asyncio.get_running_loop()
+            backend = getattr(loop, "_get_backend_id", None)  # the descriptor of uvloop's epoll
+            loop.call_soon(self._look, loop, [] if backend is None else [backend()])
 
-    def _look(self) -> None:
+    def _look(self, loop: asyncio.AbstractEventLoop, awaited: list[int]) -> None:
         """Called again and again: a loop that has something to call does not sleep."""
-        now = time.monotonic()
-        self._is_looking = now < self._until
-        if self._is_looking:
-            if now - self._looked_at < IDLE_TURN_S:
-                time.sleep(NAP_S)
-            self._looked_at = time.monotonic()
-            asyncio.get_running_loop().call_soon(self._look)
+        self._is_looking = time.monotonic() < self._until
+        if not self._is_looking:
+            return
+        if self._turns:
+            self._turns -= 1
+        elif select.select(awaited, [], [], self._nap_s)[0]:
+            self._turns = TURNS_AWAKE
+        loop.call_soon(self._look, loop, awaited)

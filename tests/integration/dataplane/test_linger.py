@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import uvloop
@@ -47,6 +48,23 @@ def test_it_lets_others_have_their_turn() -> None:
         return await _turns(0.1)
 
     assert uvloop.run(run()) > 200
+
+
+def test_what_comes_ends_a_nap_at_once() -> None:
+    async def run() -> list[float]:
+        loop, ends = asyncio.get_running_loop(), []
+        linger = Linger(1.0, nap_s=0.2)
+        for _ in range(3):
+            linger.keep_awake()
+            await asyncio.sleep(0.02)  # it naps now
+            came = loop.create_future()
+            threading.Timer(0.02, loop.call_soon_threadsafe, (came.set_result, loop.time())).start()
+            began = loop.time()
+            await came
+            ends.append(loop.time() - began)
+        return ends
+
+    assert sorted(uvloop.run(run()))[1] < 0.1
 
 
 def test_with_nothing_set_it_never_stays_awake() -> None:
