@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton.language as tl
 
@@ -16,19 +14,16 @@ from .codecs import TYPES
 from .codecs_ref import DTYPES
 from .digest_ref import word_bytes
 from .places import Places
-from .prepared_copy import LaunchGroup, Lists, Packed, PlacedCopy, PreparedCopy
-from .scales import Scaled, Steps
+from .prepared_copy import Lists, Packed, PlacedCopy, PreparedCopy
+from .scales import Steps
 from .segment import Segment, Span
-from .segment_layout import Offsets, SegmentLayout, low_bit
+from .segment_layout import SegmentLayout, low_bit
+from .sheet import End, GroupLaunch, Kernel, Launch, Sheet
 from .tables import LaunchTables, Work
 from .tiling import tile_of, tiles_at_once
 
-# Kernels count tiles in 32 bits, and step one whole grid beyond the last tile.
-MOST_TILES = 1 << 30
 # About how many programs of a launch run at once on one multiprocessor.
 RESIDENT = 16
-# This many programs reach nearly the rate of NVLink: 366 of 375 GB/s (NVIDIA H200, 2026-11).
-ENOUGH_PROGRAMS = 33
 UINTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
@@ -38,51 +33,6 @@ class NotCompiled(Exception):
     def __init__(self, launches: Sequence[Launch]) -> None:
         super().__init__(f"kernels: {len(launches)} are not compiled")
         self.launches = launches
-
-
-@dataclass(slots=True, eq=False)
-class Kernel:
-    """A kernel with its constants, in the order of its signature. `compiled` is set by the first launch."""
-
-    constants: dict[str, Any]
-    warps: int
-    tiles: int  # per program
-    tiles_at_once: int  # per launch
-    row: int
-    tile: tuple[int, int, int]
-    columns: Sequence[Offsets | None]  # for each end in memory; None: dense rows
-    compiled: Any = None
-
-    def tiles_of(self, group: LaunchGroup) -> int:
-        """How many tiles a group takes. ValueError if they are too many to count."""
-        places, heads, width = self.tile
-        tiles = group.planes * -(-group.places // places) * (group.layout.heads // heads) * -(-self.row // width)
-        if tiles > MOST_TILES:
-            raise ValueError(f"chunk: {tiles} tiles in planes of one layout, limit {MOST_TILES}")
-        return tiles
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The tiles of one group, launched in as few parts as allowed."""
-
-    function: Any
-    kernel: Kernel
-    tiles: int
-    arguments: tuple[int, ...]  # without the first and the end tile
-
-    def parts(self, programs: int | None = None) -> Iterator[tuple[int, int]]:
-        """First and end tile of each part, all about as large; smaller if `programs` are too few for the full rate."""
-        most = self.kernel.tiles_at_once
-        if programs is not None:
-            most = max(1, most * min(programs, ENOUGH_PROGRAMS) // ENOUGH_PROGRAMS)
-        count = -(-self.tiles // most)
-        for part in range(count):
-            yield part * self.tiles // count, (part + 1) * self.tiles // count
-
-    def prepare(self, work: Work) -> None:
-        """Launch for no tiles: compiles and loads the kernel, touches nothing. On any thread."""
-        start(self, work, 0, 0)
 
 
 def run(
@@ -99,10 +49,8 @@ def run(
     prepared, places = _checked(moved, slot, sums, work)
     tables = LaunchTables(work, slot.size_bytes)
     lists = offsets_of(prepared.lists, places, tables)
-    total = None if sums is None else sums.data_ptr()
-    launches = [
-        _launch(function, packed, lists, slot, total, tables, work, is_gather, is_stored) for packed in prepared.groups
-    ]
+    sheet = _sheet(function, prepared, slot, sums is not None, work, is_gather, is_stored)
+    launches = sheet.put(tables, lists, slot.address, 0 if sums is None else sums.data_ptr())
     gaps = tables.put(prepared.gaps) if is_gather and is_stored and len(prepared.gaps) else None
     last = None if gaps is None else lambda: clear.start(gaps, len(prepared.gaps) // 2, slot)
     enqueue(launches, tables, work, stream, last=last)
@@ -119,22 +67,26 @@ def warm(
 ) -> None:
     """Compile what `run` would launch; NotCompiled unless `work.compiles`."""
     prepared, _ = _checked(moved, slot, None, work)
-    tables = LaunchTables(work, slot.size_bytes)
-    total = work.table.data_ptr() if has_sums else None  # zero is added to it
+    sheet = _sheet(function, prepared, slot, has_sums, work, is_gather, is_stored)
     lists = [0] * len(prepared.lists.offsets)
-    compiled(
-        [
-            _launch(function, packed, lists, slot, total, tables, work, is_gather, is_stored)
-            for packed in prepared.groups
-        ],
-        work,
-    )
+    launches = sheet.put(LaunchTables(work, slot.size_bytes), lists, slot.address, added(has_sums, work))
+    compiled(launches, work)
+
+
+def added(has_sums: bool, work: Work) -> int:
+    """Where a kernel that is only compiled may add its sum, which is zero."""
+    return work.table.data_ptr() if has_sums else 0
 
 
 def compiled(launches: Sequence[Launch], work: Work) -> None:
     """Compile the kernels that are not yet, which may take seconds; NotCompiled unless `work.compiles`."""
     for launch in _missing(launches, work):
-        launch.prepare(work)
+        prepare(launch, work)
+
+
+def prepare(launch: Launch, work: Work) -> None:
+    """Launch for no tiles: compiles and loads the kernel, touches nothing. On any thread."""
+    start(launch, work, 0, 0)
 
 
 def _missing(launches: Sequence[Launch], work: Work) -> list[Launch]:
@@ -193,25 +145,6 @@ def offsets_of(lists: Lists, places: Sequence[Places], tables: LaunchTables) -> 
     return [tables.offsets(places[which], stride, tokens) for which, stride, tokens in lists.offsets]
 
 
-def put_records(packed: Packed, lists: Sequence[int], tables: LaunchTables) -> int:
-    """Put the records of a group into the tables. Returns their address."""
-    room, address = tables.take(packed.records.size)
-    room = room.reshape(packed.records.shape)
-    room[:] = packed.records
-    room[:, 2] = lists[0] if len(lists) == 1 else np.array(lists)[packed.numbers]
-    return address
-
-
-def put_columns(columns: Offsets | None, tables: LaunchTables) -> int:
-    """The address of the offsets of a row's elements. Any address for dense rows, whose kernels do not read it."""
-    return tables.address if columns is None else tables.put(columns)
-
-
-def put_scales(scales: Scaled, tables: LaunchTables) -> int:
-    """The address of the scales. Any address if there are none."""
-    return tables.put(scales.table) if len(scales.table) else tables.address
-
-
 def check_sums(sums: torch.Tensor | None, work: Work) -> None:
     """ValueError if `sums` cannot take a digest, or `work` is not on the current device."""
     if work.index >= 0 and work.index != torch.cuda.current_device():
@@ -237,36 +170,30 @@ def _checked(moved: Sequence[Segment] | PlacedCopy, slot: Span, sums: torch.Tens
     return moved
 
 
-def _launch(
-    function: Any,
-    packed: Packed,
-    lists: Sequence[int],
-    slot: Span,
-    total: int | None,
-    tables: LaunchTables,
-    work: Work,
-    is_gather: bool,
-    is_stored: bool = True,
-) -> Launch:
-    group = packed.group
-    layout = group.layout
-    near = low_bit(group.near_bits | layout.stride_bits | 16)
-    far = low_bit(group.far_bits | slot.address | layout.wire_row_bytes | 16)
-    scales = group.scales(is_gather, work.steps)
-    key = (function, near, far, scales.steps, total is not None, is_stored, *layout.key)
-    kernel = work.kernels.get(key)
-    if kernel is None:
-        kernel = _kernel(layout, near, far, scales.steps, total is not None, is_gather, work)
-        if not is_stored:
-            kernel.constants["FAR"] = 0
-        work.kernels[key] = kernel
-    tables_at = (
-        put_records(packed, lists, tables),
-        put_columns(kernel.columns[0], tables),
-        put_scales(scales, tables),
-    )
-    sizes = (group.planes, group.places, layout.heads, kernel.row)
-    return Launch(function, kernel, kernel.tiles_of(group), (*tables_at, slot.address, total or 0, *sizes))
+def _sheet(
+    function: Any, prepared: PreparedCopy, slot: Span, has_sums: bool, work: Work, is_gather: bool, is_stored: bool
+) -> Sheet:
+    """The tables of all launches."""
+
+    def launched(packed: Packed) -> GroupLaunch:
+        group = packed.group
+        layout = group.layout
+        near = low_bit(group.near_bits | layout.stride_bits | 16)
+        far = low_bit(group.far_bits | slot.address | layout.wire_row_bytes | 16)
+        scales = group.scales(is_gather, work.steps)
+        key = (function, near, far, scales.steps, has_sums, is_stored, *layout.key)
+        kernel = work.kernels.get(key)
+        if kernel is None:
+            kernel = _kernel(layout, near, far, scales.steps, has_sums, is_gather, work)
+            if not is_stored:
+                kernel.constants["FAR"] = 0
+            work.kernels[key] = kernel
+        end = End(packed, kernel.columns[0], scales.table)
+        sizes = (group.planes, group.places, layout.heads, kernel.row)
+        return GroupLaunch(function, kernel, kernel.tiles_of(group), [end], sizes)
+
+    key = function, low_bit(slot.address | 16), has_sums, is_stored
+    return work.sheet(prepared, key, lambda: Sheet.of(map(launched, prepared.groups)))
 
 
 def _kernel(

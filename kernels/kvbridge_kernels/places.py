@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
+import numpy as np
 import torch
 
 from .field import Field
 from .pieces import Piece, split
+from .segment_layout import Offsets
 from .walks import Walk, fold, through_scratch, walks
 
 # Runs shorter than this are copied element by element, which is cheaper from a dense scratch than from memory.
@@ -37,17 +40,21 @@ class Route:
 
 
 class Places:
-    """int64 [n]: which places of a field, in slot order. ValueError for any other tensor."""
+    """int64 [n]: which places of a field, in slot order. ValueError for any other array or tensor."""
 
-    def __init__(self, index: torch.Tensor) -> None:
-        if index.dtype != torch.int64 or index.dim() != 1:
-            raise ValueError(f"places must be int64 [n], got {index.dtype} {list(index.shape)}")
-        self.index = index
-        self.count = index.numel()
-        self.array = index.numpy()  # for a few hundred places numpy takes a third of torch's time
-        self.lowest = int(self.array.min()) if self.count else 0
-        self.highest = int(self.array.max()) if self.count else -1
+    def __init__(self, places: torch.Tensor | Offsets) -> None:
+        self.array: Offsets = places if isinstance(places, np.ndarray) else places.numpy()
+        if self.array.dtype != np.int64 or self.array.ndim != 1:
+            raise ValueError(f"places must be int64 [n], got {places.dtype} {list(places.shape)}")
+        self.count = len(self.array)
+        self.lowest = int(np.minimum.reduce(self.array)) if self.count else 0
+        self.highest = int(np.maximum.reduce(self.array)) if self.count else -1
         self._routes: dict[object, Sequence[Route]] = {}
+
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """The same as a tensor, for copies on a CPU."""
+        return torch.from_numpy(self.array)
 
     def routes(self, field: Field, plane_pitch: int) -> Sequence[Route]:
         """The pieces that make up the places, each with how it is copied between `field` and a slot."""

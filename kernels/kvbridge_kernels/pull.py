@@ -17,24 +17,11 @@ from .codecs import TYPES, cast
 from .codecs_ref import DTYPES
 from .digest import sum_of, words_of
 from .digest_ref import word_bytes
-from .launch import (
-    UINTS,
-    Kernel,
-    Launch,
-    access,
-    arithmetic,
-    check_device,
-    check_sums,
-    compiled,
-    enqueue,
-    offsets_of,
-    put_columns,
-    put_records,
-    put_scales,
-)
-from .prepared_pull import PlacedPull, PulledGroup
+from .launch import UINTS, access, added, arithmetic, check_device, check_sums, compiled, enqueue, offsets_of
+from .prepared_pull import PlacedPull, PreparedPull, PulledGroup
 from .scales import Steps
 from .segment_layout import SegmentLayout, low_bit
+from .sheet import End, GroupLaunch, Kernel, Sheet
 from .tables import LaunchTables, Work
 from .tiling import tile_of, tiles_at_once
 
@@ -59,49 +46,50 @@ def pull(
     both before anything is enqueued.
     """
     check_sums(sums, work)
+    _check(chunk, work)
     tables = LaunchTables(work, chunk.prepared.size_bytes)
-    lists = _checked(chunk, work, tables)
-    total = None if sums is None else sums.data_ptr()
-    launches = [_launch(group, lists, total, tables, work) for group in chunk.prepared.groups]
-    enqueue(launches, tables, work, stream, programs)
+    lists = offsets_of(chunk.prepared.sender, chunk.senders, tables)
+    lists += offsets_of(chunk.prepared.receiver, chunk.receivers, tables)
+    sheet = _sheet(chunk.prepared, sums is not None, work)
+    enqueue(sheet.put(tables, lists, 0 if sums is None else sums.data_ptr()), tables, work, stream, programs)
 
 
 def warm(chunk: PlacedPull, has_sums: bool, work: Work) -> None:
     """Compile what `pull` would launch; NotCompiled unless `work.compiles`. The number of places does not matter."""
     check_sums(None, work)
+    _check(chunk, work)
+    lists = [0] * (len(chunk.prepared.sender.offsets) + len(chunk.prepared.receiver.offsets))
     tables = LaunchTables(work, chunk.prepared.size_bytes)
-    lists = _checked(chunk, work, tables)
-    total = work.table.data_ptr() if has_sums else None  # zero is added to it
-    compiled([_launch(group, lists, total, tables, work) for group in chunk.prepared.groups], work)
+    compiled(_sheet(chunk.prepared, has_sums, work).put(tables, lists, added(has_sums, work)), work)
 
 
-def _checked(chunk: PlacedPull, work: Work, tables: LaunchTables) -> tuple[list[int], list[int]]:
-    """Check the devices. Returns the addresses of both ends' offsets."""
-    prepared = chunk.prepared
-    check_device(prepared.sender, work)
-    check_device(prepared.receiver, work)
-    return offsets_of(prepared.sender, chunk.senders, tables), offsets_of(prepared.receiver, chunk.receivers, tables)
+def _check(chunk: PlacedPull, work: Work) -> None:
+    check_device(chunk.prepared.sender, work)
+    check_device(chunk.prepared.receiver, work)
 
 
-def _launch(
-    packed: PulledGroup, lists: tuple[list[int], list[int]], total: int | None, tables: LaunchTables, work: Work
-) -> Launch:
-    groups = packed.sender.group, packed.receiver.group
-    sender, receiver = (group.layout for group in groups)
-    aligns = tuple(low_bit(group.near_bits | group.layout.stride_bits | 16) for group in groups)
-    scales = groups[0].scales(True, work.steps), groups[1].scales(False, work.steps)
-    steps = scales[0].steps, scales[1].steps
-    key = (pull_tiles, aligns, steps, total is not None, sender.key, receiver.key)
-    kernel = work.kernels.get(key)
-    if kernel is None:
-        kernel = work.kernels[key] = _kernel(sender, receiver, *aligns, *steps, total is not None, work)
-    tables_at = [
-        address
-        for end, of, columns, scaled in zip(packed, lists, kernel.columns, scales, strict=True)
-        for address in (put_records(end, of, tables), put_columns(columns, tables), put_scales(scaled, tables))
-    ]
-    sizes = (groups[0].planes, groups[0].places, sender.heads, kernel.row)
-    return Launch(pull_tiles, kernel, kernel.tiles_of(groups[0]), (*tables_at, total or 0, *sizes))
+def _sheet(prepared: PreparedPull, has_sums: bool, work: Work) -> Sheet:
+    """The tables of all launches. The receiver's lists of places are numbered after the sender's."""
+    first_lists = 0, len(prepared.sender.offsets)
+
+    def launched(packed: PulledGroup) -> GroupLaunch:
+        groups = packed.sender.group, packed.receiver.group
+        sender, receiver = (group.layout for group in groups)
+        aligns = tuple(low_bit(group.near_bits | group.layout.stride_bits | 16) for group in groups)
+        scales = groups[0].scales(True, work.steps), groups[1].scales(False, work.steps)
+        steps = scales[0].steps, scales[1].steps
+        key = (pull_tiles, aligns, steps, has_sums, sender.key, receiver.key)
+        kernel = work.kernels.get(key)
+        if kernel is None:
+            kernel = work.kernels[key] = _kernel(sender, receiver, *aligns, *steps, has_sums, work)
+        ends = [
+            End(end, columns, scaled.table, first_list)
+            for end, columns, scaled, first_list in zip(packed, kernel.columns, scales, first_lists, strict=True)
+        ]
+        sizes = (groups[0].planes, groups[0].places, sender.heads, kernel.row)
+        return GroupLaunch(pull_tiles, kernel, kernel.tiles_of(groups[0]), ends, sizes)
+
+    return work.sheet(prepared, has_sums, lambda: Sheet.of(map(launched, prepared.groups)))
 
 
 def _kernel(

@@ -7,7 +7,8 @@ elements, scales, gaps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,6 +18,7 @@ from .scratch import Scratch
 from .segment_layout import Offsets, place_offsets
 from .tiling import LAUNCH_US, TILINGS, Tiling
 
+T = TypeVar("T")
 TABLE_BYTES = 1 << 20
 # For slots up to this size the kernels read the tables in pinned memory: few programs read them, which takes a
 # microsecond or two over PCIe. An upload costs its caller nine.
@@ -54,6 +56,7 @@ class Work:
         self.compiles = compiles
         self.scratch = Scratch()
         self.kernels: dict[object, Any] = {}  # for launch.py and pull.py
+        self.sheets: WeakKeyDictionary[object, dict[object, Any]] = WeakKeyDictionary()  # of prepared copies and pulls
         self.steps: dict[object, Any] = {}  # for scales.py
         words = table_bytes // 8
         self.host = torch.zeros(words, dtype=torch.int64, pin_memory=is_gpu)
@@ -62,6 +65,16 @@ class Work:
         self.index = device.index if is_gpu else -1  # as torch.Tensor.get_device
         self.is_native = is_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
+
+    def sheet(self, prepared: object, key: object, make: Callable[[], T]) -> T:
+        """What `make` returned for this prepared copy or pull, the first time."""
+        kept = self.sheets.get(prepared)
+        if kept is None:
+            kept = self.sheets[prepared] = {}
+        found: T | None = kept.get(key)
+        if found is None:
+            found = kept[key] = make()
+        return found
 
 
 class LaunchTables:

@@ -130,7 +130,8 @@ def begun(
     attachment: AttachedMemory, count: int, ends: float, what: OrderedSend | OrderedReceive
 ) -> Generator[Wait, Event, None]:
     """Wait until our engine has finished with the blocks. Raises EngineError if the transfer is stopped by then."""
-    yield WaitFence(attachment, count, ends, what)
+    if not (wait := WaitFence(attachment, count, ends, what)).is_over:
+        yield wait
     if (stop := what.stop) is not None:
         raise EngineError(stop.code, stop.reason)
 

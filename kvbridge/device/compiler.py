@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-from kvbridge_kernels.launch import Kernel, Launch
+from kvbridge_kernels.launch import prepare
+from kvbridge_kernels.sheet import Kernel, Launch
 from kvbridge_kernels.tables import Work
 
 from . import driver
@@ -34,7 +35,7 @@ class Compiler:
                     raise error
                 continue  # compiled after the caller found it missing
             if begun is None:
-                begun = self._begun[launch.kernel] = self._thread.submit(launch.prepare, work)
+                begun = self._begun[launch.kernel] = self._thread.submit(prepare, launch, work)
             under_way.append(begun)
         return Compiling(lambda: all(each.done() for each in under_way))
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from kvbridge_kernels.clear import warm as warm_clear
@@ -17,13 +18,14 @@ from kvbridge_kernels.gather import digest as digest_rows
 from kvbridge_kernels.gather import gather as gather_rows
 from kvbridge_kernels.gather import warm as warm_gather
 from kvbridge_kernels.gather import warm_digest
-from kvbridge_kernels.launch import ENOUGH_PROGRAMS, NotCompiled
+from kvbridge_kernels.launch import NotCompiled
 from kvbridge_kernels.prepared_copy import PlacedCopy, PreparedCopy
 from kvbridge_kernels.pull import pull as pull_rows
 from kvbridge_kernels.pull import warm as warm_pull_rows
 from kvbridge_kernels.scatter import scatter as scatter_rows
 from kvbridge_kernels.scatter import warm as warm_scatter
 from kvbridge_kernels.segment import Span
+from kvbridge_kernels.sheet import ENOUGH_PROGRAMS
 from kvbridge_kernels.tables import Work
 
 from ..errors import EngineError
@@ -103,7 +105,8 @@ class GpuBlockCopier:
             torch.cuda.ExternalStream(driver.new_stream(gpu, priority=-1), gpu.ordinal) for _ in range(4)
         )
         self._torch_device = torch.device("cuda", gpu.ordinal)
-        self._kernels: dict[object, Any] = {}  # shared by all bundles
+        self._kernels: dict[object, Any] = {}  # shared by all bundles, as the sheets are
+        self._sheets: WeakKeyDictionary[object, dict[object, Any]] = WeakKeyDictionary()
         self._compiles, self._compiler = not aside, Compiler(gpu)
         self._compiler.call(warm_clear)
         self._bundles: deque[_Bundle] = deque()
@@ -124,7 +127,7 @@ class GpuBlockCopier:
         sums = totals.to(device)  # not zeros on the GPU: loading torch's own kernels would take 92 MiB of it
         for i in range(count):
             work = Work(device, self._table_bytes, copy=driver.copy_to_device, compiles=self._compiles)
-            work.kernels = self._kernels
+            work.kernels, work.sheets = self._kernels, self._sheets
             self._bundles.append(_Bundle(work, sums[i : i + 1], totals[i : i + 1]))
         torch.cuda.current_stream().synchronize()
 

@@ -61,7 +61,7 @@ class CopyTemplate:
         """Where the part's rows are: each list once, in the order of the segments. EngineError if a row is outside."""
         found: list[Places] = []
         for segment_template in self._first:
-            places = Places(torch.from_numpy(part.places(segment_template.group, segment_template.unit_tokens)))
+            places = Places(part.places(segment_template.group, segment_template.unit_tokens))
             segment_template.check(places)
             found.append(places)
         return found

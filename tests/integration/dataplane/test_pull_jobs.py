@@ -86,7 +86,6 @@ def job(told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[f
 
 
 def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: ReceiveOrders) -> None:
-    job.send(None)  # the fence
     assert isinstance(job.send(None), WaitCopier)
     waits = job.throw(EngineError("engine_left", "the engine left"))
     assert waits == WaitMove(1) and not told.take_reports()
@@ -114,7 +113,6 @@ def test_a_transfer_that_ends_while_its_kernels_are_compiled_reads_nothing(
     job: Job, told: ReceiveOrders, copier: FullCopier, lease: ReadLease
 ) -> None:
     copier.is_compiled = False
-    job.send(None)  # the fence
     assert isinstance(job.send(None), WaitKernels)
     lease.is_given_up = copier.is_compiled = True
     with pytest.raises(StopIteration):
@@ -150,7 +148,6 @@ def test_a_read_that_ends_after_its_lease_is_lost_if_no_renewal_comes(
 def _read_until(at: float, job: Job, copier: FullCopier, clock: list[float]) -> object:
     """All three chunks are read, the last until `at`. What the job waits for then."""
     copier.is_roomy = True
-    wait = job.send(None)  # the fence
     wait = job.send(None)
     for ticket in (1, 2, 3):
         assert wait == WaitMove(ticket)

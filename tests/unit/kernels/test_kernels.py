@@ -19,6 +19,7 @@ from kvbridge_kernels.places import Places
 from kvbridge_kernels.scales import _is_inverse_enough
 from kvbridge_kernels.segment import Segment, gaps
 from kvbridge_kernels.segment_layout import layout_of, place_offsets
+from kvbridge_kernels.sheet import Kernel, Launch
 from kvbridge_kernels.tables import Work
 from kvbridge_kernels.tiling import LEAST_GB_S, Tiling, tile_of, tiles_at_once
 
@@ -165,9 +166,8 @@ def test_tiles_are_full_powers_of_two(width: int, heads: int, layout: str) -> No
 @pytest.mark.parametrize("tiles", [1, 2, 7, 64, 65, 1000, 12345])
 @pytest.mark.parametrize("at_once", [1, 3, 64, 20000])
 def test_launches_share_all_tiles_and_none_has_more_than_it_may(tiles: int, at_once: int) -> None:
-    launch = pytest.importorskip("kvbridge_kernels.launch")  # needs triton
-    kernel = launch.Kernel({}, 4, 1, at_once, 0, (1, 1, 1), ())
-    parts = list(launch.Launch(None, kernel, tiles, ()).parts())
+    kernel = Kernel({}, 4, 1, at_once, 0, (1, 1, 1), ())
+    parts = list(Launch(None, kernel, tiles, ()).parts())
     assert [tile for first, end in parts for tile in range(first, end)] == list(range(tiles))
     assert max(end - first for first, end in parts) <= at_once and len(parts) == -(-tiles // at_once)
 
