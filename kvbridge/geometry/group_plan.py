@@ -1,8 +1,8 @@
 """Group plans: plane pairs that move for the same tokens, as a grid of token spans x bands of pairs. Pure.
 
-A group plan counts marks: the tokens that sender and receiver have in common, numbered from 0 (see token_shard.py). All
-full layers are one group plan. Layers that keep a window are one for each kind, window and block size. The states, one
-row each however many tokens, are the last. A pair belongs to the group plan of its group in the receiver's pool.
+A group plan counts local tokens of what sender and receiver have in common (see token_shard.py). All full layers are
+one group plan. Layers that keep a window are one for each kind, window and block size. The states, one row each however
+many tokens, are the last. A pair belongs to the group plan of its group in the receiver's pool.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class GroupTemplate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPlan:
-    """Marks [first, end) of `token_shard` for each pair; [0, 1) for states. `bands` are where each begins, and the end.
+    """Local tokens [first, end) of `token_shard` for each pair; [0, 1) for states.
 
-    With n bands, chunk i is band `i % n` of span `i // n`, so the first tokens leave first while a prompt is still
-    being computed.
+    `bands` are where each band begins among the pairs, and where the last ends. With n bands, chunk i is band `i % n`
+    of span `i // n`, so the first tokens leave first while a prompt is still being computed.
     """
 
     kind: GroupKind
@@ -122,16 +122,16 @@ class GroupPlan:
         full = int(_sizes(self.unit_tokens, self.unit_bytes, self.span_tokens).sum()) if spans else 0
         return spans * full + int(_sizes(self.unit_tokens, self.unit_bytes, tail).sum())
 
-    def sizes(self, band: int, marks: int) -> Numbers:
-        """Slot bytes of each pair of a band, for a span of `marks` marks."""
+    def sizes(self, band: int, tokens: int) -> Numbers:
+        """Slot bytes of each pair of a band, for a span of `tokens` tokens."""
         first, end = self.bands[band], self.bands[band + 1]
-        return _sizes(self.unit_tokens[first:end], self.unit_bytes[first:end], marks)
+        return _sizes(self.unit_tokens[first:end], self.unit_bytes[first:end], tokens)
 
-    def bytes_of(self, band: int, marks: int) -> int:
+    def bytes_of(self, band: int, tokens: int) -> int:
         """Slot bytes of a chunk. Remembered, as most chunks are alike."""
-        size = self._known_bytes.get((band, marks))
+        size = self._known_bytes.get((band, tokens))
         if size is None:
-            size = self._known_bytes[band, marks] = int(self.sizes(band, marks).sum())
+            size = self._known_bytes[band, tokens] = int(self.sizes(band, tokens).sum())
         return size
 
 
