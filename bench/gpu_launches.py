@@ -31,6 +31,7 @@ from record import RESULTS, write
 
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
+from kvbridge.geometry.wire import EIGHT_BITS, PLAIN, ROW_SCALED
 from tests.support.oracle import Shape, describe
 from tests.support.pools import LAYOUTS, ranks_of
 
@@ -39,7 +40,7 @@ AHEAD_CYCLES = 3_000_000  # 1.5 ms, in which a chunk's launches are enqueued
 ALONE_US, BUSY_US = 500.0, 1000.0
 # Rows that are aligned to few bytes.
 NARROW = (("bf16", 80), ("bf16", 36), ("bf16", 33), ("fp8_e4m3", 100), ("fp8_e4m3", 90), ("fp8_e4m3", 33))
-CODECS = ("fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8", "fp8_row_scale", "int8_row_scale")
+CODECS: tuple[str, ...] = tuple(name for name in (*PLAIN, *ROW_SCALED) if name != "bf16")
 OTHERS = (("fp8_e4m3", "fp8_e5m2"), ("int8", "fp8_row_scale"), ("fp8_row_scale", "int8_row_scale"))
 
 
@@ -67,7 +68,7 @@ def _pair(name: str, sender: Shape, receiver: Shape) -> Pair:
 
 
 def _of(codec: Any, scale: float) -> Shape:
-    scales = {"k": (scale,), "v": (scale,)} if codec in ("fp8_e4m3", "fp8_e5m2", "int8") else None
+    scales = {"k": (scale,), "v": (scale,)} if codec in EIGHT_BITS else None
     return replace(GQA, codec=codec, scales=scales)
 
 

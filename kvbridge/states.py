@@ -1,4 +1,8 @@
-"""Every state machine as a table: the next state, by (state, event). Pure."""
+"""Every state machine as a table: the next state, by (state, event). Pure.
+
+Who owns a machine calls `after`. An event that is not in the table is a bug of ours: IllegalEvent, and the state stays.
+What catches it depends on who brought the event: docs/architecture.md#state-machines.
+"""
 
 from __future__ import annotations
 

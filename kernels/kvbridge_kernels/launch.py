@@ -18,7 +18,7 @@ from .prepared_copy import Lists, Packed, PlacedCopy, PreparedCopy
 from .scales import Steps
 from .segment import Segment, Span
 from .segment_layout import SegmentLayout, low_bit
-from .sheet import End, GroupLaunch, Kernel, Launch, Sheet
+from .sheet import GroupLaunch, Kernel, Launch, LaunchSide, Sheet
 from .tables import LaunchTables, Work
 from .tiling import tile_of, tiles_at_once
 
@@ -188,7 +188,7 @@ def _sheet(
             if not is_stored:
                 kernel.constants["FAR"] = 0
             work.kernels[key] = kernel
-        end = End(packed, kernel.columns[0], scales.table)
+        end = LaunchSide(packed, kernel.columns[0], scales.table)
         sizes = (group.planes, group.places, layout.heads, kernel.row)
         return GroupLaunch(function, kernel, kernel.tiles_of(group), [end], sizes)
 

@@ -21,7 +21,7 @@ from .launch import UINTS, access, added, arithmetic, check_device, check_sums, 
 from .prepared_pull import PlacedPull, PreparedPull, PulledGroup
 from .scales import Steps
 from .segment_layout import SegmentLayout, low_bit
-from .sheet import End, GroupLaunch, Kernel, Sheet
+from .sheet import GroupLaunch, Kernel, LaunchSide, Sheet
 from .tables import LaunchTables, Work
 from .tiling import tile_of, tiles_at_once
 
@@ -83,7 +83,7 @@ def _sheet(prepared: PreparedPull, has_sums: bool, work: Work) -> Sheet:
         if kernel is None:
             kernel = work.kernels[key] = _kernel(sender, receiver, *aligns, *steps, has_sums, work)
         ends = [
-            End(end, columns, scaled.table, first_list)
+            LaunchSide(end, columns, scaled.table, first_list)
             for end, columns, scaled, first_list in zip(packed, kernel.columns, scales, first_lists, strict=True)
         ]
         sizes = (groups[0].planes, groups[0].places, sender.heads, kernel.row)

@@ -45,7 +45,7 @@ class Kernel:
         return tiles
 
 
-class End(NamedTuple):
+class LaunchSide(NamedTuple):
     """What a launch reads about one of its memories: records, offsets of a row's elements (None: dense), scales.
 
     Lists of places are numbered from `first_list` on.
@@ -63,7 +63,7 @@ class GroupLaunch(NamedTuple):
     function: Any
     kernel: Kernel
     tiles: int
-    ends: Sequence[End]
+    ends: Sequence[LaunchSide]
     sizes: tuple[int, ...]
 
 

@@ -132,22 +132,12 @@ class OutgoingPeers:
             return
         if greeting.probe is not None and greeting.probe.lane != dialled.lane:
             return  # the answer to a Hello that we gave up
-        ranks = tuple(structs.replace(rank, address=canonical(rank.address)) for rank in greeting.ranks)
-        session: Session | Refuse = accept(structs.replace(greeting, ranks=ranks), engine, link.key)
-        if greeting.agent.incarnation != link.peer_incarnation:
-            session = Refuse(code="bad_welcome", reasons=("agent.incarnation: not the one on the envelope",))
-        is_greeted_again = False
+        session: Session | Refuse | None = _accepted(link, greeting, engine)
         if dialled.session is None and isinstance(session, Session):
             if dialled.is_checked:
                 return self._metrics.rejected("unexpected_message")
             dialled.is_checked = True
-            if session.routed.is_pulled and dialled.against_pull:
-                session = Refuse(code="route_mismatch", reasons=(f"route: pull, though {dialled.against_pull}"[:1024],))
-            elif session.routed.is_pulled:
-                readable = await self._open_memory(session, greeting.door, dialled)
-                session, is_greeted_again = readable or session, readable is None
-            elif not await self._is_proved(session, dialled):
-                session = Refuse(code="probe_mismatch", reasons=(f"route: {greeting.route}: the probe did not land",))
+            session = await self._proved(session, greeting.door, dialled)
         current = self._engine()  # the check took a while; the engine may have named more ranks, or left
         if current is None or current.epoch != engine.epoch or self._of(link) is not dialled:
             return
@@ -156,7 +146,7 @@ class OutgoingPeers:
         if isinstance(session, Refuse):
             self._end(dialled.address, session.code, "; ".join(session.reasons))
             return
-        if is_greeted_again:
+        if session is None:
             dialled.is_checked = False
             return await self.greet_with_slots(dialled)
         if dialled.against_pull:
@@ -365,6 +355,17 @@ class OutgoingPeers:
         self._give_up_lane(dialled)
         dialled.step(SessionEvent.LOSE)
 
+    async def _proved(self, session: Session, door: DoorCard | None, dialled: OutgoingPeer) -> Session | Refuse | None:
+        """The session if its route proves to work, else a Refuse. None if it is `pull` and we cannot read."""
+        if session.routed.is_pulled and dialled.against_pull:
+            return Refuse(code="route_mismatch", reasons=(f"route: pull, though {dialled.against_pull}"[:1024],))
+        if session.routed.is_pulled:
+            return await self._open_memory(session, door, dialled)
+        if not await self._has_probe(session, dialled):
+            reason = f"route: {session.routed.route}: the probe did not land"
+            return Refuse(code="probe_mismatch", reasons=(reason,))
+        return session
+
     async def _open_memory(self, session: Session, door: DoorCard | None, dialled: OutgoingPeer) -> Session | None:
         """Map the memory of the sender's engine. Returns the session with the read rate, or None if we cannot read."""
         try:
@@ -391,6 +392,16 @@ class OutgoingPeers:
             self._data_plane.close_peer(dialled.opened)
             dialled.opened = None
 
-    async def _is_proved(self, session: Session, dialled: OutgoingPeer) -> bool:
+    async def _has_probe(self, session: Session, dialled: OutgoingPeer) -> bool:
+        """Whether our lane holds what the sender says it wrote."""
         probe = session.routed.probe
         return probe is not None and await self._data_plane.is_proved(session.routed.route, dialled.lane, probe)
+
+
+def _accepted(link: Link, greeting: Welcome, engine: AttachedEngine) -> Session | Refuse:
+    """What this Welcome agrees on, or why it cannot."""
+    ranks = tuple(structs.replace(rank, address=canonical(rank.address)) for rank in greeting.ranks)
+    session = accept(structs.replace(greeting, ranks=ranks), engine, link.key)
+    if greeting.agent.incarnation != link.peer_incarnation:
+        return Refuse(code="bad_welcome", reasons=("agent.incarnation: not the one on the envelope",))
+    return session

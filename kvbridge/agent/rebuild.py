@@ -66,7 +66,7 @@ class Rebuilder:
         self._data_plane = data_plane
         self._metrics = metrics
         self._seconds = seconds
-        self._patience = self._patient()
+        self._timers = self._new_timers()
         self._clock = clock
         self.refused = ""  # the code why slots that are due cannot be made
         self._again_at = float("-inf")
@@ -104,17 +104,17 @@ class Rebuilder:
         endpoints, self._endpoints = self._endpoints, None
         reason = f"rebuild_s: {' and '.join(reasons)} were quarantined for {self._seconds:g} s"
         self._engines.rebuild(endpoints, reason)
-        self._patience = self._patient()  # send slots count as before until the data plane's thread has switched
+        self._timers = self._new_timers()  # send slots count as before until the data plane's thread has switched
         self._metrics.rebuilt()
         log.warning("replaced the slots: %s", reason)
 
-    def _patient(self) -> dict[str, QuarantineTimer]:
+    def _new_timers(self) -> dict[str, QuarantineTimer]:
         return {kind: QuarantineTimer(self._seconds) for kind in self._slots}
 
     def _reasons(self) -> list[str]:
         """For each kind of slots that has to be replaced, how many are quarantined."""
         counts, now = {kind: slots.counts() for kind, slots in self._slots.items()}, self._clock()
-        over = [kind for kind, patience in self._patience.items() if patience.is_over(counts[kind], now)]
+        over = [kind for kind, timer in self._timers.items() if timer.is_over(counts[kind], now)]
         return [f"{counts[kind].quarantined} of {len(self._slots[kind])} {kind} slots" for kind in over]
 
     def close(self) -> None:

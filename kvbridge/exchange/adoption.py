@@ -25,10 +25,9 @@ class Adoption:
         self._agreed: dict[str, tuple[list[Session], Pool]] = {}
 
     def question(self, sender: str, sessions: Sequence[Session], engine: AttachedEngine) -> list[Action] | None:
-        """What to ask the engine before taking rows from these sessions: empty while an answer is awaited, None if the
-        scales agree.
+        """What to ask the engine before rows are taken from these sessions. None if the scales agree.
 
-        Raises EngineError if the engine has other scales and will keep them.
+        Empty while an answer is awaited: the want waits for it. Raises EngineError if the engine keeps other scales.
         """
         if engine.policy != "adopt" or self._is_known(sender, sessions, engine):
             return None

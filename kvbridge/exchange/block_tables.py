@@ -50,7 +50,7 @@ def _appended(
     for piece in pieces:
         if piece.group >= len(groups):
             raise EngineError("unknown_group", f"group: got {piece.group}, the pool has {len(groups)}")
-        table = grown.get(piece.group) or BlockTable.of(groups[piece.group], share=engine.share)
+        table = grown.get(piece.group) or BlockTable.of(groups[piece.group], token_shard=engine.token_shard)
         grown[piece.group] = table.extended(piece)
     return grown
 
@@ -69,7 +69,7 @@ def _check(
             continue
         first, end = begin, end_token
         if group.kind != "state":
-            first, end = engine.share.count(first), engine.share.count(end)
+            first, end = engine.token_shard.count(first), engine.token_shard.count(end)
         if first < end:
             _table(tables, index).check(first, end)
 
@@ -103,8 +103,8 @@ def check_late(plan: Plan, tables: Mapping[int, BlockTable], tokens: int) -> Non
             if group_plan.kind == "state":
                 table.last(plan.end_token)
             else:
-                for mark in (group_plan.first, group_plan.end - 1):
-                    table.at(group_plan.token_shard, mark, mark + 1)
+                for local in (group_plan.first, group_plan.end - 1):
+                    table.at(group_plan.token_shard, local, local + 1)
 
 
 def _table(tables: Mapping[int, BlockTable], group: int) -> BlockTable:

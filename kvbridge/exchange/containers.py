@@ -75,9 +75,6 @@ class Deadlines(Generic[K]):
 T = TypeVar("T")
 
 
-SPARE = 64
-
-
 class FairQueue(Generic[T]):
     """A fair queue: the lowest turn goes first; among equals, the one added first. Each name waits once."""
 

@@ -57,10 +57,10 @@ class ExpectedRequests:
     def due(
         self, now: float, wanted: Iterable[tuple[str, str]], can_hear: Callable[[str], bool]
     ) -> dict[str, list[str]]:
-        """Rendezvous ids to name now, by sender. `wanted` are (sender, rendezvous) of the wants; `can_hear` says
-        whether there is a session with every rank of a sender.
+        """Rendezvous ids to name now, by sender.
 
-        Every HOLD_EVERY_S all of them; in between, new ones whose sender can hear of them.
+        Every HOLD_EVERY_S these are all ids, of the expected requests and of `wanted`: the wants, as (sender, id). In
+        between they are the new ones, of senders that can hear: with every rank of these there is a session.
         """
         rendezvous_ids: dict[str, list[str]] = {}
         if now >= self._again_at:

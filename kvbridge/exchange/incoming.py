@@ -180,19 +180,19 @@ def lend_early(slots: ReceiveSlots, incoming: IncomingTransfer) -> tuple[SlotLea
     return _lend(slots, min(max(plenty, 0), incoming.plan.chunks), incoming)
 
 
-def queue(slots: ReceiveSlots, hungry: FairQueue[IncomingTransfer], incoming: IncomingTransfer) -> None:
+def queue(slots: ReceiveSlots, awaiting: FairQueue[IncomingTransfer], incoming: IncomingTransfer) -> None:
     """Queue the transfer for a slot, if it can use one."""
     if incoming.state is IncomingState.CLAIMED and _ready_without_slot(slots, incoming) > 0:
-        hungry.add(incoming.transfer, incoming.turn, incoming)
+        awaiting.add(incoming.transfer, incoming.turn, incoming)
 
 
-def grants(slots: ReceiveSlots, hungry: FairQueue[IncomingTransfer]) -> list[Action]:
+def grants(slots: ReceiveSlots, awaiting: FairQueue[IncomingTransfer]) -> list[Action]:
     """Lend free slots to transfers with ready chunks, one each in turn. Returns what to tell whom."""
     lent: dict[tuple[str, str], tuple[SlotLease, ...]] = {}
-    while slots.free and (incoming := hungry.take()) is not None:
+    while slots.free and (incoming := awaiting.take()) is not None:
         whom = incoming.address, incoming.transfer
         lent[whom] = lent.get(whom, ()) + _lend(slots, 1, incoming)
-        queue(slots, hungry, incoming)
+        queue(slots, awaiting, incoming)
     actions: list[Action] = []
     for (address, transfer), leases in lent.items():
         actions += [Lend(transfer, leases), Send(address, Grant(transfer=transfer, leases=leases))]

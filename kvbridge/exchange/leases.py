@@ -70,11 +70,11 @@ def _groups(plan: Plan, is_last: bool) -> list[int]:
 
 
 def _first_entry(plan: Plan, table: BlockTable) -> int:
-    return table.share.count(plan.first_token) // table.group.block_tokens
+    return table.token_shard.count(plan.first_token) // table.group.block_tokens
 
 
 def _end_entry(tokens: int, table: BlockTable) -> int:
-    return -(-table.share.count(tokens) // table.group.block_tokens)
+    return -(-table.token_shard.count(tokens) // table.group.block_tokens)
 
 
 class ReadLease:
@@ -148,7 +148,7 @@ class Reading:
             if piece.group >= len(pool.groups):
                 raise PeerError("unknown_group", f"group: got {piece.group}, the pool has {len(pool.groups)}")
             table = self.tables.get(piece.group) or BlockTable.of(
-                pool.groups[piece.group], share=TokenShard.of(pool.shard)
+                pool.groups[piece.group], token_shard=TokenShard.of(pool.shard)
             )
             if piece.first + len(piece.ids) > (most := _end_entry(plan.end_token, table)):
                 raise PeerError("blocks_too_many", f"blocks: up to entry {piece.first + len(piece.ids)} of {most}")

@@ -22,7 +22,7 @@ ENDED_S = 300.0  # a want is sent when its engine has blocks for it, and then wa
 class EndedOffer:
     """An offer that ended before all claims on it came. Each late claim is refused once, with the reason.
 
-    `want` is None if no claim had come; the first late claim sets it. `heard` are the receivers already answered.
+    `want` is None if no claim had come; the first late claim sets it. `heard` are the receivers that had their answer.
     """
 
     rendezvous: str
@@ -43,9 +43,8 @@ class Rendezvous:
 
     def __init__(self) -> None:
         self._offers: dict[str, list[OpenOffer]] = {}
-        self._awaited: dict[
-            str, dict[str, tuple[int, float]]
-        ] = {}  # by rendezvous and receiver incarnation: (how many wait, when it said so)
+        # By rendezvous id and the receiver's incarnation: how many of its requests wait, and when it said so.
+        self._awaited: dict[str, dict[str, tuple[int, float]]] = {}
         self._ended: dict[str, list[EndedOffer]] = {}
         self._by_age: OrderedDict[EndedOffer, None] = OrderedDict()
         self.cut_short: Recent[str] = Recent(MOST_CUT_SHORT)
@@ -58,9 +57,9 @@ class Rendezvous:
 
     def leave(self, offered: OpenOffer) -> None:
         """Remove a released offer."""
-        rendezvous = self._offers[offered.rendezvous]
-        rendezvous.remove(offered)
-        if not rendezvous:
+        offers = self._offers[offered.rendezvous]
+        offers.remove(offered)
+        if not offers:
             del self._offers[offered.rendezvous]
         if not offered.is_complete:
             self.cut_short.add(offered.request)
@@ -107,13 +106,13 @@ class Rendezvous:
 
     def _forget(self, ended: EndedOffer) -> None:
         del self._by_age[ended]
-        rendezvous = self._ended[ended.rendezvous]
-        rendezvous.remove(ended)
-        if not rendezvous:
+        offers = self._ended[ended.rendezvous]
+        offers.remove(ended)
+        if not offers:
             del self._ended[ended.rendezvous]
 
     def place_of(self, claim: Claim) -> OpenOffer | EndedOffer | None:
-        """The offer for this claim. All claims of one want get the same offer, even if it has ended meanwhile.
+        """The offer that this claim gets. All claims of one want get the same one, even if it has ended meanwhile.
 
         A new want gets an open offer before an ended one. So it is refused for an earlier equal prompt only if no other
         offer is open.

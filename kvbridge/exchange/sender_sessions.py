@@ -94,11 +94,11 @@ def _check_ranks(sessions: Sequence[Session]) -> None:
 
 
 class UndrainedTransfers:
-    """Ended transfers whose sender has not confirmed that it stopped writing, with the sender's address, incarnation
-    and key.
+    """Ended transfers whose sender has not confirmed yet that it stopped writing: their slots are quarantined.
 
-    For each such address it remembers the last incarnation met there, until all its transfers are settled. Anybody can
-    claim an incarnation, so one counts only together with the key that the transfer was claimed from.
+    Each is kept with its sender's address, incarnation and key. For each such address the last incarnation met there is
+    remembered, until all its transfers are settled. Anybody can name any incarnation, so one counts only together with
+    the key of the agent from which the transfer was claimed.
     """
 
     def __init__(self) -> None:
@@ -130,15 +130,20 @@ class UndrainedTransfers:
         return address in self._at
 
     def meet(self, address: str, incarnation: str, key: str) -> list[tuple[str, str]]:
-        """This incarnation answers at the address. Returns the transfers it may settle, as (transfer, incarnation that
-        owned it): its own, and those claimed at this address from another incarnation, which it may know to be dead."""
+        """This incarnation answers at the address. Returns what it may settle, as (transfer, the sender's incarnation).
+
+        These are its own transfers, and those claimed at this address from another incarnation, which it may know to be
+        dead.
+        """
         if self.is_any(address):
             self._met[address] = incarnation, key
         mine = [(transfer, at, of) for transfer, (at, of, its) in self._of.items() if its == key]
         return [(transfer, of) for transfer, at, of in mine if of == incarnation or at == address]
 
     def can_settle(self, transfer: str, incarnation: str, key: str) -> bool:
-        """Whether this incarnation may settle the transfer: it owns it, or was the last one met at its address. The
-        link it uses does not matter."""
+        """Whether this incarnation may settle the transfer: it is the sender, or was the last one met at its address.
+
+        The link it uses does not matter.
+        """
         at, of, its = self._of.get(transfer, ("", "", ""))
         return bool(of) and key == its and (incarnation == of or self._met.get(at) == (incarnation, key))

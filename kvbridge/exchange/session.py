@@ -36,10 +36,10 @@ class AttachedEngine:
     ranks: tuple[Rank, ...] = ()
     policy: Literal["requantize", "adopt"] = "requantize"
     revision: int = 0
-    share: TokenShard = field(init=False, repr=False, compare=False)  # the tokens our pool holds
+    token_shard: TokenShard = field(init=False, repr=False, compare=False)  # the tokens our pool holds
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "share", TokenShard.of(self.pool.shard))
+        object.__setattr__(self, "token_shard", TokenShard.of(self.pool.shard))
 
 
 # An engine's memory: the incarnation of its agent, the epoch, and the key that this agent proved.

@@ -1,4 +1,9 @@
-"""Whether one pool's rows can become another's, and what changes on the way. Pure."""
+"""Whether one pool's rows can become another's, and what changes on the way. Pure.
+
+Both agents of a session ask `verdict` (exchange/session.py: `answer`, `accept`). `kvbridge plan` asks it beforehand.
+The reasons of an Incompatible are those of the error `incompatible`. Each is a Difference written out: the field, both
+values, the place, and what would help. `obstacles` finds them. Whether two codecs fit is decided in wire.py.
+"""
 
 from __future__ import annotations
 

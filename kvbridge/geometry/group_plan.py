@@ -1,8 +1,8 @@
 """Group plans: plane pairs that move for the same tokens, as a grid of token spans x bands of pairs. Pure.
 
-A group plan counts marks: the tokens that sender and receiver have in common, numbered from 0 (see token_shard.py). All
-full layers are one group plan. Layers that keep a window are one for each kind, window and block size. The states, one
-row each however many tokens, are the last. A pair belongs to the group plan of its group in the receiver's pool.
+A group plan counts local tokens of what sender and receiver have in common (see token_shard.py). All full layers are
+one group plan. Layers that keep a window are one for each kind, window and block size. The states, one row each however
+many tokens, are the last. A pair belongs to the group plan of its group in the receiver's pool.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ class GroupTemplate:
         if first == end:
             return None
         span = self.units.span(end - first, slot_bytes)
-        marks = min(span, end - first)
-        span_bytes = self.units.bytes_of(marks)
-        bands = (0, len(self.pairs)) if span_bytes <= slot_bytes else _bands(self.units.sizes(marks), slot_bytes)
+        first_span = min(span, end - first)
+        span_bytes = self.units.bytes_of(first_span)
+        is_one_band = span_bytes <= slot_bytes
+        bands = (0, len(self.pairs)) if is_one_band else _bands(self.units.sizes(first_span), slot_bytes)
         chunks = -(-(end - first) // span) * (len(bands) - 1)
         grid = self.units, span, bands, chunks, span_bytes
         return GroupPlan(kind, token_shard, first, end, self.pairs, self.first_pair, *grid)
@@ -111,16 +112,16 @@ class Units:
         kinds = tuple((*unit, count) for unit, count in alike.items())
         return cls(tokens, bytes_each, kinds, grain, int(grain_bytes.sum()), int(grain_bytes.max()))
 
-    def bytes_of(self, marks: int) -> int:
-        """Slot bytes of all pairs together for a span of `marks` marks."""
-        return sum(count * _aligned(-(-marks // tokens) * size) for tokens, size, count in self.alike)
+    def bytes_of(self, tokens: int) -> int:
+        """Slot bytes of all pairs together for a span of `tokens` tokens."""
+        return sum(count * _aligned(-(-tokens // each) * size) for each, size, count in self.alike)
 
-    def sizes(self, marks: int, first: int = 0, end: int | None = None) -> Numbers:
-        """Slot bytes of each of the pairs [first, end) for a span of `marks` marks."""
-        return _aligned(-(-marks // self.tokens[first:end]) * self.bytes_each[first:end])
+    def sizes(self, tokens: int, first: int = 0, end: int | None = None) -> Numbers:
+        """Slot bytes of each of the pairs [first, end) for a span of `tokens` tokens."""
+        return _aligned(-(-tokens // self.tokens[first:end]) * self.bytes_each[first:end])
 
-    def span(self, marks: int, slot_bytes: int) -> int:
-        """Marks of a span, of `marks` in all: enough to fill a slot or to give each pair PIECE_BYTES.
+    def span(self, tokens: int, slot_bytes: int) -> int:
+        """Tokens of a span, of `tokens` in all: enough to fill a slot or to give each pair PIECE_BYTES.
 
         No pair has more than a slot. A multiple of every unit and, if possible, of ALIGN (then nothing is padded). All
         spans are about equal.
@@ -131,16 +132,16 @@ class Units:
         if limit < step:
             step = self.grain
         limit -= limit % step
-        spans = -(-marks // limit)
-        return -(-marks // (spans * step)) * step
+        spans = -(-tokens // limit)
+        return -(-tokens // (spans * step)) * step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPlan:
-    """Marks [first, end) of `token_shard` for each pair; [0, 1) for states. `bands` are where each begins, and the end.
+    """Local tokens [first, end) of `token_shard` for each pair; [0, 1) for states.
 
-    With n bands, chunk i is band `i % n` of span `i // n`, so the first tokens leave first while a prompt is still
-    being computed.
+    `bands` are where each band begins among the pairs, and where the last ends. With n bands, chunk i is band `i % n`
+    of span `i // n`, so the first tokens leave first while a prompt is still being computed.
     """
 
     kind: GroupKind
@@ -169,20 +170,20 @@ class GroupPlan:
 
     @property
     def _first_span(self) -> int:
-        """Marks of the first span; the last may be shorter."""
+        """Tokens of the first span; the last may be shorter."""
         return min(self.span_tokens, self.end - self.first)
 
-    def sizes(self, band: int, marks: int) -> Numbers:
-        """Slot bytes of each pair of a band, for a span of `marks` marks."""
-        return self.units.sizes(marks, self.bands[band], self.bands[band + 1])
+    def sizes(self, band: int, tokens: int) -> Numbers:
+        """Slot bytes of each pair of a band, for a span of `tokens` tokens."""
+        return self.units.sizes(tokens, self.bands[band], self.bands[band + 1])
 
-    def bytes_of(self, band: int, marks: int) -> int:
+    def bytes_of(self, band: int, tokens: int) -> int:
         """Slot bytes of a chunk. Remembered, as most chunks are alike."""
-        if len(self.bands) == 2 and marks == self._first_span:
+        if len(self.bands) == 2 and tokens == self._first_span:
             return self.span_bytes
-        size = self._known_bytes.get((band, marks))
+        size = self._known_bytes.get((band, tokens))
         if size is None:
-            size = self._known_bytes[band, marks] = int(self.sizes(band, marks).sum())
+            size = self._known_bytes[band, tokens] = int(self.sizes(band, tokens).sum())
         return size
 
 

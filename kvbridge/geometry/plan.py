@@ -66,7 +66,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Plane pairs [first_pair, end_pair) of marks [first_mark, end_mark) of a group plan.
+    """Plane pairs [first_pair, end_pair) for local tokens [first_local, end_local) of a group plan.
 
     It may be gathered once `needs_tokens` tokens are there and, if it `is_late`, no more will come.
     """
@@ -183,8 +183,8 @@ class Part:
         The pairs imply the group plan: each belongs to one.
         """
         chunk = self.chunk
-        marks = chunk.end_local - chunk.first_local
-        return id(self.plan.pairs), chunk.first_pair, chunk.end_pair, marks, self.is_sender
+        tokens = chunk.end_local - chunk.first_local
+        return id(self.plan.pairs), chunk.first_pair, chunk.end_pair, tokens, self.is_sender
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,21 +238,21 @@ class Planner:
         They are as one side sees them, with arbitrary blocks. Empty if the two pools have nothing in common.
         """
         takes, own = common(self._sender, self._receiver), self._sender if is_sender else self._receiver
-        if not self._token_shard.marks:
+        if not self._token_shard.residues:
             return []
         groups = [group for pool in (self._sender, self._receiver) for group in pool.groups if group.kind != "state"]
         end_token = self._token_shard.token(max((group.block_tokens for group in groups), default=1) - 1) + 1
-        share = TokenShard.of(own.shard)
+        token_shard = TokenShard.of(own.shard)
         tables = {}
         for index, group in enumerate(own.groups):
-            entries = -(-share.count(end_token + 1) // group.block_tokens)
+            entries = -(-token_shard.count(end_token + 1) // group.block_tokens)
             if group.kind == "state":  # only the last two entries: large blocks of the peer may make many
                 piece = Blocks(index, max(0, entries - 2), (0,) * min(2, entries))
             elif entries <= group.blocks:
                 piece = Blocks(index, 0, tuple(range(entries)))
             else:
                 return []
-            tables[index] = BlockTable.of(group, piece, share=share)
+            tables[index] = BlockTable.of(group, piece, token_shard=token_shard)
         try:
             plans = [self.plan(takes, first, end_token + first, slot_bytes) for first in (0, 1)]
         except KVBridgeError:  # the first real request will report it
@@ -264,7 +264,7 @@ class Planner:
     def _template(self, takes: Sequence[Take], first_local: int, slot_bytes: int) -> PlanTemplate:
         usable, groups = slot_bytes // ALIGN * ALIGN, self._receiver.groups
         group_templates: list[GroupTemplate] = []
-        sealed: list[object] = [self._token_shard.period, self._token_shard.marks]
+        sealed: list[object] = [self._token_shard.period, self._token_shard.residues]
         first_pair = 0
         for group, rows in _by_group_plan(pair_planes(self._sender, self._receiver, takes), groups):
             pairs = None

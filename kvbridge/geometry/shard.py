@@ -135,9 +135,9 @@ def _shares(senders: Sequence[Pool], receiver: Pool) -> list[Share]:
 
 def _ranks_of(size: int, interleave: int, receiver: Pool) -> list[int]:
     """Which of `size` context-parallel ranks hold tokens that this receiver also holds."""
-    share = TokenShard.of(receiver.shard)
-    periods = lcm(size * interleave, share.period) // share.period
-    tokens = share.tokens(0, periods * len(share.marks))
+    token_shard = TokenShard.of(receiver.shard)
+    periods = lcm(size * interleave, token_shard.period) // token_shard.period
+    tokens = token_shard.tokens(0, periods * len(token_shard.residues))
     return [int(rank) for rank in np.unique(tokens // interleave % size)]
 
 

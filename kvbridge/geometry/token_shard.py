@@ -11,30 +11,30 @@ import numpy.typing as npt
 from kvbridge_proto.pool import Shard
 
 Places = npt.NDArray[np.int64]
-# In tokens. The marks of a token shard are listed one by one, at the request of any peer: this takes a few milliseconds
-# at most.
+# In tokens. The residues of a token shard are listed one by one, at the request of any peer: this takes a few
+# milliseconds at most.
 MOST_PERIOD = 1 << 16
 
 
 def period_of(shard: Shard) -> int:
-    """After how many tokens a rank's share repeats. The lcm of two ranks' periods may be MOST_PERIOD at most."""
+    """After how many tokens a rank's token shard repeats. The lcm of two ranks' periods may be MOST_PERIOD at most."""
     return shard.cp_size * shard.cp_interleave if shard.cp_size > 1 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
-    """The tokens t with `t % period` in `marks`, which ascend in [0, period). Without marks there are no tokens.
+    """The tokens t with `t % period` in `residues`, which ascend in [0, period). Without residues there are no tokens.
 
-    Each token of the shard is a mark. Marks are numbered from 0, over all periods: mark i is local token i. `of` and
-    `&` give the least period, so equal sets compare equal.
+    Local tokens number them from 0: before local token i come i others of the shard. `of` and `&` give the least
+    period, so equal sets compare equal.
     """
 
     period: int
-    marks: tuple[int, ...]
+    residues: tuple[int, ...]
     _places: Places = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        places = np.array(self.marks, np.int64)
+        places = np.array(self.residues, np.int64)
         places.setflags(write=False)
         object.__setattr__(self, "_places", places)
 
@@ -56,27 +56,27 @@ class TokenShard:
         return _least(np.tile(self._mask(), period // self.period) & np.tile(other._mask(), period // other.period))
 
     def count(self, tokens: int) -> int:
-        """How many marks are below token `tokens`."""
+        """How many tokens of the shard are below `tokens`: the first local token from there on."""
         periods, rest = divmod(tokens, self.period)
-        return periods * len(self.marks) + bisect_left(self.marks, rest)
+        return periods * len(self.residues) + bisect_left(self.residues, rest)
 
-    def token(self, mark: int) -> int:
-        """The token of one mark."""
-        periods, at = divmod(mark, len(self.marks))
-        return periods * self.period + self.marks[at]
+    def token(self, local: int) -> int:
+        """The token that this local token is."""
+        periods, at = divmod(local, len(self.residues))
+        return periods * self.period + self.residues[at]
 
     def tokens(self, first: int, end: int) -> Places:
-        """The tokens of marks [first, end)."""
-        assert self.marks or first >= end
-        period, at = np.divmod(np.arange(first, end, dtype=np.int64), max(len(self.marks), 1))
+        """The tokens that local tokens [first, end) are."""
+        assert self.residues or first >= end
+        period, at = np.divmod(np.arange(first, end, dtype=np.int64), max(len(self.residues), 1))
         return period * self.period + self._places[at]
 
     def index(self, tokens: Places) -> Places:
-        """The number of the mark that each of these tokens is; all of them must be marks."""
+        """The local token that each of these tokens is. All must be of the shard."""
         period, rest = np.divmod(tokens, self.period)
         at = np.searchsorted(self._places, rest)
         assert np.array_equal(np.append(self._places, -1)[at], rest)
-        return period * len(self.marks) + at
+        return period * len(self.residues) + at
 
     def _mask(self) -> npt.NDArray[np.bool_]:
         mask = np.zeros(self.period, np.bool_)

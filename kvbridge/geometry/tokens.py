@@ -21,19 +21,19 @@ def _nothing() -> Places:
 class BlockTable:
     """The blocks of one request in one group: `ids[i]` holds tokens from `(first_block + i) * block_tokens` on.
 
-    Tokens are counted as the rank keeps them: under context parallelism only those of its `share`, without gaps.
+    Tokens are local tokens: under context parallelism only those of the rank's `token_shard`, without gaps.
     A table is immutable: growing makes a new one, so one that the data plane thread reads never changes.
     """
 
     group: Group
     first_block: int = 0
     ids: Places = field(default_factory=_nothing)
-    share: TokenShard = ALL
+    token_shard: TokenShard = ALL
 
     @classmethod
-    def of(cls, group: Group, *pieces: Blocks, share: TokenShard = ALL) -> BlockTable:
+    def of(cls, group: Group, *pieces: Blocks, token_shard: TokenShard = ALL) -> BlockTable:
         """The table made of these pieces. It begins at the first piece's first entry. Raises EngineError."""
-        table = cls(group, pieces[0].first if pieces else 0, share=share)
+        table = cls(group, pieces[0].first if pieces else 0, token_shard=token_shard)
         for piece in pieces:
             table = table.extended(piece)
         return table
@@ -54,7 +54,9 @@ class BlockTable:
                 "block_out_of_range",
                 f"block id: group {piece.group} got {ids[is_outside][0]}, the pool has {self.group.blocks} blocks",
             )
-        return BlockTable(self.group, first, np.concatenate((self.ids, ids)) if len(self.ids) else ids, self.share)
+        return BlockTable(
+            self.group, first, np.concatenate((self.ids, ids)) if len(self.ids) else ids, self.token_shard
+        )
 
     @property
     def first_token(self) -> int:
@@ -100,15 +102,15 @@ class BlockTable:
         whole: Places = (ids[:, np.newaxis] * units + np.arange(units)).reshape(-1)
         return whole[first - entry * units : end - entry * units]
 
-    def at(self, token_shard: TokenShard, first: int, end: int, unit_tokens: int = 1) -> Places:
-        """The places of marks [first, end) of a token shard whose tokens are all in this share.
+    def at(self, common: TokenShard, first: int, end: int, unit_tokens: int = 1) -> Places:
+        """The places of local tokens [first, end) of `common`, a token shard within ours.
 
-        Units of more than one token need the whole share. Raises EngineError if a token has no block.
+        Units of more than one token need `common` to be all of ours. Raises EngineError if a token has no block.
         """
-        if first == end or token_shard == self.share:
+        if first == end or common == self.token_shard:
             return self.places(first, end, unit_tokens)
         assert unit_tokens == 1
-        token = self.share.index(token_shard.tokens(first, end))
+        token = self.token_shard.index(common.tokens(first, end))
         self.check(int(token[0]), int(token[-1]) + 1)
         block_tokens = self.group.block_tokens
         block = token // block_tokens

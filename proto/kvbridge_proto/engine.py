@@ -1,7 +1,8 @@
 """Engine <-> agent messages, over the agent's unix socket. Pure.
 
-One engine rank holds one connection; its EOF proves that the rank is dead. Requests have the engine's own request ids.
-A rendezvous id is a name that both engines were told (for vLLM the prefill request's id).
+One engine rank holds one connection; its EOF proves that the rank is dead. `request` is this engine's own name for an
+offer or a want. A rendezvous id is the same on both engines: each makes it of a name that both were told and of a
+digest of its own request (kvbridge/adapters/engine/prompts.py, adapters/vllm/rendezvous.py).
 """
 
 from __future__ import annotations

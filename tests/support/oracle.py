@@ -302,7 +302,7 @@ def block_table(pool: Pool, table: Table, first_block: int = 0, end_token: int =
             before = np.count_nonzero(is_own(pool.shard, np.arange(first_seen(group, end_token, pool.shard.cp_size))))
             first = max(first, int(before) // group.block_tokens)
         piece = Blocks(index, first, tuple(ids[first:]))
-        tables[index] = BlockTable.of(group, piece, share=TokenShard.of(pool.shard))
+        tables[index] = BlockTable.of(group, piece, token_shard=TokenShard.of(pool.shard))
     return tables
 
 

@@ -19,9 +19,9 @@ refuse](#what-adapters-refuse).
 Written by `python -m tests.support.write_matrix`; do not edit. Each line stands for cases that
 `tests/unit/test_matrix.py` carries from one pool to another and compares, element by element, with a reference that
 knows no plan; `tests/system/gpu/test_matrix.py` sees a GPU write the same bytes. The verdict is the one that two
-agents reach when they meet. What differs is converted on the way. What stands in the way is named as below, with both
-values; in those texts `sender` is the prefill side and `receiver` the decode side. Pairs that are refused are not
-carried: the test sees that nothing moves them without an error.
+agents reach when they meet ([compat.py](../kvbridge/geometry/compat.py)). What differs is converted on the way. What
+stands in the way is named as below, with both values; in those texts `sender` is the prefill side and `receiver` the
+decode side. Pairs that are refused are not carried: the test sees that nothing moves them without an error.
 
 """
 TAIL = """

@@ -67,6 +67,14 @@ def test_every_link_leads_somewhere(name: str) -> None:
     assert [(path, anchor) for path, anchor in anchored if anchor not in anchors(PAGES[path])] == []
 
 
+def test_functions_that_the_architecture_names_are_in_the_files_it_names() -> None:
+    table = PAGES["docs/architecture.md"].partition("### A pull, function by function")[2].partition("\n## ")[0]
+    rows = re.findall(r"\]\(\.\./(kvbridge/[\w/]+\.py)\) \| (.+) \|$", table, re.MULTILINE)
+    assert len(rows) > 10
+    named = [(path, name) for path, names in rows for name in re.findall(r"`(\w+)`", names)]
+    assert [each for each in named if not re.search(rf"def {each[1]}\(", (ROOT / each[0]).read_text())] == []
+
+
 def test_every_page_is_reached_from_the_readme() -> None:
     reached, fresh = set[str](), {"README.md"}
     while fresh:

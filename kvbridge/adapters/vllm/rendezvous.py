@@ -21,7 +21,7 @@ SAMPLE = re.compile(r"(?<!\d)\d+_(?=[a-z-]*cmpl-|generate-tokens-)")
 RANDOM = re.compile(r"-[0-9a-fA-F]{8}\Z")
 PREFIX = re.compile(r"cmpl-|chatcmpl-|generate-tokens-")
 INDEX = re.compile(r"-(\d{1,9})\Z")
-ROOM = re.compile(rf"(.*)/(\d{{1,9}})/([0-9a-f]{{{2 * DIGEST_BYTES}}})\Z", re.DOTALL)
+CALL_RENDEZVOUS = re.compile(rf"(.*)/(\d{{1,9}})/([0-9a-f]{{{2 * DIGEST_BYTES}}})\Z", re.DOTALL)
 PROMPT_RENDEZVOUS = re.compile(rf"prompt-([0-9a-f]{{{2 * DIGEST_BYTES}}})\Z")
 
 
@@ -82,7 +82,7 @@ def is_for(told: str, request_id: str) -> bool:
 
 def is_rendezvous(told: str) -> bool:
     """Whether this names a single offer. A call's id, or a prompt's rendezvous id, may cover other requests' offers."""
-    return ROOM.match(told) is not None
+    return CALL_RENDEZVOUS.match(told) is not None
 
 
 def prompt_rendezvous(digest: str) -> str:
@@ -135,10 +135,10 @@ def prompt_digest(request: Any) -> str:
 
 def _told(told: str, request_id: str) -> tuple[Named, str]:
     """Whom a rendezvous id names, and its digest. That is "" for a call's plain id, which may look like one too."""
-    room = ROOM.match(told)
-    if room is None or _short(told) == named(request_id).external:
+    found = CALL_RENDEZVOUS.match(told)
+    if found is None or _short(told) == named(request_id).external:
         return Named(_short(told), 0), ""
-    return Named(_short(room.group(1)), int(room.group(2))), room.group(3)
+    return Named(_short(found.group(1)), int(found.group(2))), found.group(3)
 
 
 def _short(text: str) -> str:

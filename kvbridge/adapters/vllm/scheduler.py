@@ -75,7 +75,7 @@ WARN_S = 10.0
 COMPUTING_S = 600.0  # how long an offer is held while the rest of its prompt is computed: a step may take long
 # How many rendezvous ids are remembered because vLLM may later report their call as refused. It does so when a call
 # ends, even an admitted one.
-ROOMS_KNOWN = 4096
+IDS_KNOWN = 4096
 
 PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -89,10 +89,10 @@ class PromptOffered:
     """
 
     request: Request
-    room: str
+    rendezvous: str
     is_named: bool
     end: int
-    number: int = 0  # `bootstrap_room`, if a router gave one
+    room: int = 0  # `bootstrap_room`, if a router gave one
     name: str = ""
     attempt: int = 0
     tokens: int = 0
@@ -108,7 +108,7 @@ class PromptOffered:
 class PromptWanted:
     """A request whose prompt is to be fetched; `first_token` is where the local prefix ends."""
 
-    room: str
+    rendezvous: str
     sender: str
     first_token: int = 0
     traceparent: str = ""
@@ -157,7 +157,7 @@ class SchedulerSide:
         self._awaited: set[str] = set()
         self._pressure = Pressure(self._tables, config.scheduler_config)
         self._warned_at = float("-inf")
-        self._rooms: deque[str] = deque(maxlen=ROOMS_KNOWN)
+        self._known_ids: deque[str] = deque(maxlen=IDS_KNOWN)
         self._step = ConnectorStep()
         self._clock = clock
         self._known_at = clock()  # when the workers' last report on their agents was known to hold
@@ -211,7 +211,7 @@ class SchedulerSide:
         receiving = self._receiving.get(request.request_id)
         if receiving is not None:  # even without agents: one that attaches while the request queues is told
             name = message_name(request.request_id)
-            self._step.before.append(Expect(request=name, rendezvous=receiving.room, sender=receiving.sender))
+            self._step.before.append(Expect(request=name, rendezvous=receiving.rendezvous, sender=receiving.sender))
 
     def _classify(self, request: Request) -> None:
         """Decide whether the request is to be offered or fetched."""
@@ -234,21 +234,21 @@ class SchedulerSide:
                 log.warning("%s: max_tokens %d, must be 1: not offered", name, request.max_tokens)
                 return  # the blocks of a window are used again as soon as another token is computed
             try:
-                number = read_room(params)
+                room = read_room(params)
             except EngineError as error:
                 log.warning("%s: %s: not offered", message_name(request.request_id), error)
                 return
             digest, end = prompt_digest(request), request.num_prompt_tokens - 1
-            room = rendezvous(number, digest) if number else offered_rendezvous(request.request_id, digest)
+            rendezvous_id = rendezvous(room, digest) if room else offered_rendezvous(request.request_id, digest)
             # In a router's room the other engine may continue after the prompt's last token: it needs the whole prompt.
-            if self._tables.has_windows and not number and can_be_short(request):
+            if self._tables.has_windows and not room and can_be_short(request):
                 shorten(request)
             elif not self._tables.outlives(request.num_prompt_tokens):
                 self._log_given_up(request)
-                if number:  # the other side may already wait there
-                    self._step.before.append(self._nothing(room, message_name(request.request_id)))
+                if room:  # the other side may already wait there
+                    self._step.before.append(self._nothing(rendezvous_id, message_name(request.request_id)))
                 return
-            self._sending[request.request_id] = PromptOffered(request, room, True, end, number)
+            self._sending[request.request_id] = PromptOffered(request, rendezvous_id, True, end, room)
         elif params.get("do_remote_prefill"):
             self._expect(request, params)
         elif is_unnamed:
@@ -267,7 +267,7 @@ class SchedulerSide:
         digest = prompt_digest(request)
         if remote.room:
             agreed = rendezvous(remote.room, digest)
-            self._rooms += agreed, remote.request
+            self._known_ids += agreed, remote.request
             # For a call of several prompts we are told only the first one's name.
             if remote.request in ("", agreed) or named(request.request_id).index:
                 self._receive(request, agreed, remote.sender)
@@ -277,9 +277,9 @@ class SchedulerSide:
                 if is_in(remote.request, remote.room):
                     self._decline(request.request_id, PromptWanted(remote.request, remote.sender))
             return
-        room = wanted_rendezvous(remote.request, request.request_id, digest)
-        self._rooms.append(room or remote.request)
-        if room is None:
+        rendezvous_id = wanted_rendezvous(remote.request, request.request_id, digest)
+        self._known_ids.append(rendezvous_id or remote.request)
+        if rendezvous_id is None:
             log.warning(
                 "%s: prefilled for another prompt, adapter, media or salt (%a): computed here", name, remote.request
             )
@@ -287,10 +287,10 @@ class SchedulerSide:
             if is_for(remote.request, request.request_id):
                 self._decline(request.request_id, PromptWanted(remote.request, remote.sender))
             return
-        self._receive(request, room, remote.sender)
+        self._receive(request, rendezvous_id, remote.sender)
 
-    def _receive(self, request: Request, room: str, sender: str) -> None:
-        self._receiving[request.request_id] = PromptWanted(room, sender, traceparent=_traceparent(request))
+    def _receive(self, request: Request, rendezvous_id: str, sender: str) -> None:
+        self._receiving[request.request_id] = PromptWanted(rendezvous_id, sender, traceparent=_traceparent(request))
 
     def _refused(self, request: Request, params: dict[str, Any]) -> None:
         """A call with these params ended before all of it was admitted: nobody will fetch what they name.
@@ -303,19 +303,20 @@ class SchedulerSide:
         except EngineError:
             return
         is_one = is_in(remote.request, remote.room) if remote.room else is_rendezvous(remote.request)
-        if is_one and remote.request not in self._rooms:
-            self._rooms.append(remote.request)
+        if is_one and remote.request not in self._known_ids:
+            self._known_ids.append(remote.request)
             self._decline(request.request_id, PromptWanted(remote.request, remote.sender))
 
     def _new_unnamed(self, request: Request) -> None:
-        room = prompt_rendezvous(prompt_digest(request))
+        rendezvous_id = prompt_rendezvous(prompt_digest(request))
         if self._wants_all:
-            self._receive(request, room, self._options.prefill)
+            self._receive(request, rendezvous_id, self._options.prefill)
         elif request.max_tokens == 1 and self._tables.outlives(request.num_prompt_tokens):
-            self._sending[request.request_id] = PromptOffered(request, room, False, request.num_prompt_tokens - 1)
+            end = request.num_prompt_tokens - 1
+            self._sending[request.request_id] = PromptOffered(request, rendezvous_id, False, end)
         elif request.max_tokens == 1:
             self._log_given_up(request)
-            self._step.before.append(self._nothing(room, message_name(request.request_id)))
+            self._step.before.append(self._nothing(rendezvous_id, message_name(request.request_id)))
 
     def _log_given_up(self, request: Request) -> None:
         log.info(
@@ -324,15 +325,16 @@ class SchedulerSide:
             request.num_prompt_tokens,
         )
 
-    def _nothing(self, room: str, name: str) -> Offer:
-        """An offer of nothing: the other side waits in this room, and must learn to compute itself. Holds no block."""
-        return Offer(rendezvous=room, request=name, tokens=0, blocks=(), is_last=True, hold_s=self._options.hold_s)
+    def _nothing(self, rendezvous_id: str, name: str) -> Offer:
+        """An offer of nothing: the other side waits under this id, and must learn to compute itself. Holds no block."""
+        hold_s = self._options.hold_s
+        return Offer(rendezvous=rendezvous_id, request=name, tokens=0, blocks=(), is_last=True, hold_s=hold_s)
 
     def _offer_nothing(self, request: Request, sending: PromptOffered) -> None:
         """Preempted and not computed again: tell all who wait for it, or will."""
         name = message_name(request.request_id, sending.attempt)
         reason = request.status.name.lower()
-        self._step.before += [self._nothing(sending.room, name), Withdraw(request=name, reason=reason)]
+        self._step.before += [self._nothing(sending.rendezvous, name), Withdraw(request=name, reason=reason)]
 
     def _is_asking(self) -> bool:
         """Whether requests wait for the workers to report whether their agents are here. The next step asks them."""
@@ -394,7 +396,7 @@ class SchedulerSide:
     def _want(self, name: str, what: PromptWanted, first: int, end: int, blocks: tuple[Blocks, ...]) -> Want:
         return Want(
             request=name,
-            rendezvous=what.room,
+            rendezvous=what.rendezvous,
             sender=what.sender,
             first_token=first,
             end_token=end,
@@ -436,16 +438,14 @@ class SchedulerSide:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._engine_id,
-            "remote_request_id": sending.room,
+            "remote_request_id": sending.rendezvous,
             "remote_host": agent.hostname,
             "remote_port": agent.port,
             "remote_block_ids": [],
             "remote_num_tokens": sending.tokens,
             "tp_size": self._tp_size,
             "pp_size": self._pp_size,
-        } | {
-            name: value for name, value in (("remote_key", agent.fragment), ("bootstrap_room", sending.number)) if value
-        }
+        } | {name: value for name, value in (("remote_key", agent.fragment), ("bootstrap_room", sending.room)) if value}
 
     # A step:
 
@@ -528,7 +528,7 @@ class SchedulerSide:
             sending.blocks[piece.group] = piece.first + len(piece.ids)
         self._step.after.append(
             Offer(
-                rendezvous=sending.room,
+                rendezvous=sending.rendezvous,
                 request=sending.name,
                 tokens=tokens,
                 blocks=pieces,

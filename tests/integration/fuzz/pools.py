@@ -123,12 +123,14 @@ def _check_chunks(plan: Plan, slot_bytes: int) -> None:
 
 def _check_parts(plan: Plan, ours: Pool, is_sender: bool) -> None:
     """Where our blocks are enough for the tokens, nothing outside them is named."""
-    share = TokenShard.of(ours.shard)
-    entries = [-(-share.count(plan.end_token) // group.block_tokens) for group in ours.groups]
+    token_shard = TokenShard.of(ours.shard)
+    entries = [-(-token_shard.count(plan.end_token) // group.block_tokens) for group in ours.groups]
     if max(entries) > 1000:
         return
     tables = {
-        index: BlockTable.of(group, Blocks(index, 0, tuple(i % group.blocks for i in range(count))), share=share)
+        index: BlockTable.of(
+            group, Blocks(index, 0, tuple(i % group.blocks for i in range(count))), token_shard=token_shard
+        )
         for index, (group, count) in enumerate(zip(ours.groups, entries, strict=True))
     }
     for index in range(min(plan.chunks, 8)):

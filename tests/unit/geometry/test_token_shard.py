@@ -28,7 +28,7 @@ def _held(*some: Shard, end: int) -> list[int]:
 
 
 @given(shard=shards(), end=st.integers(0, 500))
-def test_marks_are_the_tokens_of_the_rank(shard: Shard, end: int) -> None:
+def test_its_tokens_are_those_of_the_rank(shard: Shard, end: int) -> None:
     token_shard, expected = TokenShard.of(shard), _held(shard, end=end)
     assert token_shard.count(end) == len(expected)
     assert token_shard.tokens(0, len(expected)).tolist() == expected
@@ -43,7 +43,7 @@ def test_the_intersection(ours: Shard, theirs: Shard, end: int) -> None:
 
 
 @given(shard=shards(), first=st.integers(0, 300), size=st.integers(0, 100))
-def test_a_mark_is_found_from_its_token(shard: Shard, first: int, size: int) -> None:
+def test_a_local_token_is_found_from_its_token(shard: Shard, first: int, size: int) -> None:
     token_shard = TokenShard.of(shard)
     tokens = token_shard.tokens(first, first + size)
     assert token_shard.index(tokens).tolist() == list(range(first, first + size))
@@ -59,7 +59,7 @@ def test_token_shards_of_all_ranks_are_an_exact_cover(size: int, interleave: int
             token for token_shard in cover for token in token_shard.tokens(0, token_shard.count(end)).tolist()
         )
         assert found == whole.tokens(0, whole.count(end)).tolist()
-    assert all(not (ours & theirs).marks for ours, theirs in combinations(ranks, 2))
+    assert all(not (ours & theirs).residues for ours, theirs in combinations(ranks, 2))
 
 
 @given(some=st.lists(shards((1, 2, 4, 16)), min_size=1, max_size=3))
@@ -71,9 +71,9 @@ def test_equal_sets_are_equal_however_they_were_made(some: list[Shard]) -> None:
     for token_shard in reversed(token_shards):
         back &= token_shard
     assert forward == back and hash(forward) == hash(back)
-    marks = set(forward.marks)
+    residues = set(forward.residues)
     for period in (period for period in range(1, forward.period) if forward.period % period == 0):
-        assert {mark % period + at for mark in marks for at in range(0, forward.period, period)} != marks
+        assert {each % period + at for each in residues for at in range(0, forward.period, period)} != residues
 
 
 def test_one_rank_holds_all() -> None:
@@ -95,12 +95,12 @@ def test_far_tokens_are_counted_not_listed() -> None:
     token_shard = TokenShard.of(Shard(cp_size=8, cp_rank=3, cp_interleave=16)) & TokenShard.of(
         Shard(cp_size=3, cp_interleave=5)
     )
-    marks = token_shard.count(1 << 40)
-    assert token_shard.count(int(token_shard.tokens(marks - 1, marks)[0]) + 1) == marks
-    assert token_shard.tokens(marks, marks + 1)[0] >= 1 << 40
+    local = token_shard.count(1 << 40)
+    assert token_shard.count(int(token_shard.tokens(local - 1, local)[0]) + 1) == local
+    assert token_shard.tokens(local, local + 1)[0] >= 1 << 40
 
 
-def test_a_token_that_is_no_mark_has_no_index() -> None:
+def test_a_token_that_it_does_not_hold_has_no_index() -> None:
     token_shard = TokenShard.of(Shard(cp_size=2, cp_rank=0, cp_interleave=4))
     for token in (4, 7, 12):
         with pytest.raises(AssertionError):

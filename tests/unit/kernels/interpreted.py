@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kvbridge_kernels import gather_ref
-from kvbridge_kernels.codecs_ref import Cast, Number
+from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.gather import digest, gather, warm, warm_digest
 from kvbridge_kernels.launch import NotCompiled
 from kvbridge_kernels.places import Places
@@ -78,7 +78,7 @@ SCALES = [None, (1, 1), (2, 1), (1, 3)]
     ("old", "new", "scales"), [*((*pair, (2, 3)) for pair in CASTS), *((*CASTS[0], scales) for scales in SCALES)]
 )
 def test_numbers_become_what_the_twin_makes_of_them(old: str, new: str, scales: tuple[int, int] | None) -> None:
-    sizes = {"fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "fp16": 2, "bf16": 2, "fp32": 4}
+    sizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}
     shape = Shape("nhd", heads=3, width=24, size=sizes[old], planes=2)
     cast = Cast(number(old, scales, is_exact=new == "bf16"), number(new, scales if sizes[new] == 1 else None, seed=1))
     segments, size = chunk_of([shape], 3, 3, cast, tame=True)

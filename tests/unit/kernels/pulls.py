@@ -41,7 +41,7 @@ PULLS = [
     *((shape, replace(shape, shift=4)) for shape in MOVES if shape.layout == "folded"),
     (Shape("nhd", width=9, size=1, shift=3), Shape("columns", width=9, size=1, shift=2)),
 ]
-WIRES = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8")
+WIRES = tuple(DTYPES)
 
 
 def ends_of(

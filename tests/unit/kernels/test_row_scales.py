@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvbridge_kernels.codecs_ref import LARGEST, SMALLEST_SCALE, Cast, Number, RowScale
+from kvbridge_kernels.codecs_ref import DTYPES, LARGEST, SMALLEST_SCALE, Cast, Number, RowScale
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.gather_ref import gather_rows
 from kvbridge_kernels.places import Places
@@ -21,7 +21,7 @@ from tests.unit.kernels.test_codecs import bytes_as_stored, stored_as_bytes
 from tests.unit.kernels.test_moves import POISON, addresses
 
 NAMES = ("fp8_e4m3", "int8")
-WIRES = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8")
+WIRES = tuple(DTYPES)
 RNG = np.random.default_rng(5)
 SCALES = np.concatenate([np.exp2(np.arange(-12.0, 12.0)), RNG.uniform(1e-4, 9, 12), [1e-30, 1e-4, 37.0, 1e36]])
 SCALES = SCALES.astype(np.float32)
