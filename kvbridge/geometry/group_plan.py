@@ -87,7 +87,9 @@ class GroupTemplate:
         is_one_band = span_bytes <= slot_bytes
         bands = (0, len(self.pairs)) if is_one_band else _bands(self.units.sizes(first_span), slot_bytes)
         chunks = -(-(end - first) // span) * (len(bands) - 1)
-        grid = self.units, span, bands, chunks, span_bytes
+        spans, tail = divmod(end - first, first_span)
+        total_bytes = spans * span_bytes + (self.units.bytes_of(tail) if tail else 0)
+        grid = self.units, span, bands, chunks, span_bytes, total_bytes
         return GroupPlan(kind, token_shard, first, end, self.pairs, self.first_pair, *grid)
 
 
@@ -155,6 +157,7 @@ class GroupPlan:
     bands: tuple[int, ...]
     chunks: int
     span_bytes: int  # slot bytes of the first span, in all its bands
+    total_bytes: int  # slot bytes of all chunks together
     _known_bytes: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -162,24 +165,13 @@ class GroupPlan:
         """True if nothing can be read before all tokens are there: the last one decides what is needed."""
         return self.kind != "full"
 
-    @property
-    def total_bytes(self) -> int:
-        """Slot bytes of all chunks together."""
-        spans, tail = divmod(self.end - self.first, self._first_span)
-        return spans * self.span_bytes + self.units.bytes_of(tail)
-
-    @property
-    def _first_span(self) -> int:
-        """Tokens of the first span; the last may be shorter."""
-        return min(self.span_tokens, self.end - self.first)
-
     def sizes(self, band: int, tokens: int) -> Numbers:
         """Slot bytes of each pair of a band, for a span of `tokens` tokens."""
         return self.units.sizes(tokens, self.bands[band], self.bands[band + 1])
 
     def bytes_of(self, band: int, tokens: int) -> int:
         """Slot bytes of a chunk. Remembered, as most chunks are alike."""
-        if len(self.bands) == 2 and tokens == self._first_span:
+        if len(self.bands) == 2 and tokens == min(self.span_tokens, self.end - self.first):
             return self.span_bytes
         size = self._known_bytes.get((band, tokens))
         if size is None:

@@ -91,13 +91,9 @@ class Plan:
     pairs: tuple[PlanePair, ...]
     group_plans: tuple[GroupPlan, ...]
     chunks: int
+    total_bytes: int  # slot bytes of all chunks together
     digest: str
     _chunk_cache: dict[int, Chunk] = field(default_factory=dict, init=False, repr=False)  # each is asked for many times
-
-    @property
-    def total_bytes(self) -> int:
-        """Slot bytes of all chunks together."""
-        return sum(group_plan.total_bytes for group_plan in self.group_plans)
 
     @property
     def early_chunks(self) -> int:
@@ -344,6 +340,7 @@ def _cut(template: PlanTemplate, first_token: int, end_token: int, slot_bytes: i
         template.pairs,
         group_plans,
         sum(group_plan.chunks for group_plan in group_plans),
+        sum(group_plan.total_bytes for group_plan in group_plans),
         digest,
     )
 

@@ -12,9 +12,7 @@ from ..errors import EngineError
 from .token_shard import ALL, TokenShard
 from .token_shard import Places as Places
 
-
-def _nothing() -> Places:
-    return np.empty(0, np.int64)
+NOTHING: Places = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +25,7 @@ class BlockTable:
 
     group: Group
     first_block: int = 0
-    ids: Places = field(default_factory=_nothing)
+    ids: Places = field(default_factory=lambda: NOTHING)
     token_shard: TokenShard = ALL
 
     @classmethod
@@ -48,15 +46,14 @@ class BlockTable:
                 f"first: group {piece.group} goes on at entry {piece.first}, expected {expected}",
             )
         ids = np.array(piece.ids, np.int64)
-        is_outside = ids.view(np.uint64) >= self.group.blocks  # a negative id is huge then
-        if is_outside.any():
+        if int(np.maximum.reduce(ids.view(np.uint64), initial=0)) >= self.group.blocks:  # a negative id is huge then
+            outside = next(each for each in piece.ids if not 0 <= each < self.group.blocks)
             raise EngineError(
                 "block_out_of_range",
-                f"block id: group {piece.group} got {ids[is_outside][0]}, the pool has {self.group.blocks} blocks",
+                f"block id: group {piece.group} got {outside}, the pool has {self.group.blocks} blocks",
             )
-        return BlockTable(
-            self.group, first, np.concatenate((self.ids, ids)) if len(self.ids) else ids, self.token_shard
-        )
+        grown = np.concatenate((self.ids, ids)) if len(self.ids) else ids
+        return BlockTable(self.group, first, grown, self.token_shard)
 
     @property
     def first_token(self) -> int:
@@ -79,6 +76,8 @@ class BlockTable:
 
     def check_distinct(self, group: int) -> None:
         """Raises EngineError if a block is there twice: two pieces of the request would be written into it."""
+        if len(self.ids) < 2:
+            return
         ordered = np.sort(self.ids)
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if len(twice):

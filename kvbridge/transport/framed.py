@@ -154,6 +154,8 @@ class Connection(Generic[Heard, Said]):
 
     def _queue(self, frame: bytes, fds: Sequence[int]) -> None:
         was_empty = not self._unsent
+        if was_empty and not fds and not (frame := self._left_of(frame)):
+            return
         while len(fds) > FRAME_FDS:
             self._put(pack(Descriptors()), fds[:FRAME_FDS])
             fds = fds[FRAME_FDS:]
@@ -165,6 +167,13 @@ class Connection(Generic[Heard, Said]):
         if self._unsent_bytes > UNSENT_BYTES:
             self._is_deaf = True
             self._end(f"unsent_bytes: {self._unsent_bytes}, limit {UNSENT_BYTES}: the other end does not read")
+
+    def _left_of(self, frame: bytes) -> bytes:
+        """Send a frame at once, as far as the other end has room. Returns the rest."""
+        try:
+            return frame[self._socket.send(frame, _SEND) :]
+        except OSError:  # no room, or the other end is gone: `_send` finds out
+            return frame
 
     async def flush(self) -> None:
         """Return once all that was queued has left, or never will."""
