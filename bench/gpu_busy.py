@@ -1,7 +1,8 @@
 """Transfers beside busy engines: how much the two slow each other, without MPS and with it.
 
-Another process keeps each GPU full. Transfers of 128 MiB come about 10 ms apart, which is more than a prefilling GPU
-could offer, and then one right after another.
+Another process keeps each GPU full. Transfers of 128 MiB come about 20 ms apart, which is more than a prefilling GPU
+could offer, and then one right after another. At last only the sender's GPU is full, of matrix products as when it
+prefills, and is pulled from without a pause.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from gpu_place import MIB, Place, spread
 from gpu_processes import Child, Problem, mps
 
 BYTES = 128 * MIB
-GAP_S = 0.010
+GAP_S = 0.020
 ALONE_S = 1.2  # how long the engines are measured without transfers
 KINDS = ("decode", "gemm")
 REPEATS = {"smoke": 6, "quick": 100, "full": 150}
 PACKED = 3  # times as many transfers without gaps, since these take much less time
 ROOM_BYTES = 2 << 30  # transfers walk through this much memory, more than any cache holds
 # About how long the part without MPS, or with it, takes: the start, then each kind and route.
-START_S, EACH_S = 20.0, 7.0
+START_S, EACH_S = 20.0, 8.0
 
 Span = tuple[float, float]  # on the monotonic clock, which all processes share
 
@@ -83,6 +84,8 @@ def _route(place: Place, is_under_mps: bool, each: Fleet, loads: list[Child]) ->
         yield _told(place, {**about, "load": "none", "engines": [], **_transfers(place, joined, tokens)[0]})
         for kind in _kinds(place):
             yield _told(place, {**about, "load": kind, **_beside(place, joined, tokens, kind, loads)})
+        if len(loads) > 1 and each.route == "pull":
+            yield _told(place, {**about, "load": "prefill", **_beside(place, joined, tokens, "gemm", loads[:1])})
         joined.verify()
 
 

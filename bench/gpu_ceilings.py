@@ -24,7 +24,7 @@ COPIES_S = 90
 
 def copies(place: Place) -> list[dict[str, Any]]:
     """GB/s of copies inside a GPU, between the two, to and from pinned host memory."""
-    sizes = sorted({*place.sizes, 1 << 30 if place.is_gpu else 16 * MIB})
+    sizes = sorted({*place.sizes, *((1 << 30, 8 << 30) if place.is_gpu else (16 * MIB,))})
     command = [sys.executable, str(HERE / "gpu_copies.py")]
     asked = json.dumps({"sender": place.sender, "receiver": place.receiver, "sizes": sizes})
     try:

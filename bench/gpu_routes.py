@@ -7,6 +7,8 @@ so it is reported apart from the others.
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -24,6 +26,8 @@ LARGEST_HOST_BYTES = 2 << 30
 # About how long a configuration takes: pools, attaching, the first transfer, the check, the timed transfers.
 CONFIGURATION_S = 8.0
 SMALL = ("NHD -> HND", "block 16 -> 64", "TP 2 -> 1", "bf16 -> fp8")
+QUICK = {"direct": (MISMATCHED, "bf16 -> fp8"), "host": (MISMATCHED,)}  # all of SMALL[2:] on the other routes
+GAPS_S = (0.001, 0.020)  # between wants: what has just run, and what has slept
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Case:
     tokens: int
     requests: int = 1
     repeats: int = 10
+    gap_s: float = 0.0  # between wants, about
 
 
 def routes(place: Place) -> dict[str, list[dict[str, Any]]]:
@@ -71,10 +76,8 @@ def _route(place: Place, each: Fleet, stack: ExitStack, rows: list[dict[str, Any
 def _configurations(place: Place, route: str) -> Iterator[tuple[Pair, bool]]:
     """What is carried over a route: (pair, on one GPU)."""
     known = pairs(place.shape)
-    if place.extent == "quick" and route == "host":
-        yield known[MISMATCHED], False
-        return
-    names = (MISMATCHED, "equal", *(SMALL if place.extent != "quick" else SMALL[2:]))
+    every = (MISMATCHED, "equal", *SMALL)
+    names = QUICK.get(route, (MISMATCHED, "equal", *SMALL[2:])) if place.extent == "quick" else every
     for name in names:
         yield known[name], False
     if place.sender != place.receiver and place.extent == "full":
@@ -97,8 +100,16 @@ def _cases(place: Place, route: str, pair: Pair) -> list[Case]:
         return [*cases, Case(16, repeats=200)]
     if place.is_gpu:
         cases += [Case(AT_ONCE_TOKENS, requests, 6 if requests < 64 else 3) for requests in (8, 64)]
-        return [*cases, Case(16, repeats=400 if place.extent == "full" else 200)]
-    return [*cases, Case(64, 8, 2), Case(16 * block, repeats=40)]
+        cases.append(Case(16, repeats=400 if place.extent == "full" else 200))
+        return cases + (_paced(pair) if route == "pull" else [])
+    return [*cases, Case(64, 8, 2), Case(16 * block, repeats=40), Case(64, repeats=5, gap_s=GAPS_S[0])]
+
+
+def _paced(pair: Pair) -> list[Case]:
+    """Wants with pauses: of one block between equal pools, of 128 MiB and 8 GiB between those that differ."""
+    if pair.name == "equal":
+        return [Case(16, repeats=400, gap_s=GAPS_S[0]), Case(16, repeats=150, gap_s=GAPS_S[1])]
+    return [Case(AT_ONCE_TOKENS, repeats=100, gap_s=GAPS_S[1]), Case(65536, repeats=5)]
 
 
 def _repeats(place: Place, route: str, size_bytes: int) -> int:
@@ -122,8 +133,9 @@ def _configuration(place: Place, fleet: Fleet, pair: Pair, is_same_gpu: bool, ro
         place.say(f"  {fleet.route} | {pair.name}: exact; first {first_s * 1e3:.1f} ms; {'; '.join(said)}")
         for case in cases:
             began = time.monotonic()
-            told = joined.carry(case.tokens, case.requests, case.repeats + 1)
+            told = joined.carry(case.tokens, case.requests, case.repeats + 1, case.gap_s)
             row = {"route": fleet.route, "pair": pair.name, **where, "tokens": case.tokens, "requests": case.requests}
+            row["gap_s"] = case.gap_s
             row |= _figures(pair, case, told) | {"pair_first_s": first_s, "is_exact": False}
             _say(place, row, time.monotonic() - began)
             ours.append(row)
@@ -160,10 +172,22 @@ def _figures(pair: Pair, case: Case, told: dict[str, Any]) -> dict[str, Any]:
 def _say(place: Place, row: dict[str, Any], seconds: float) -> None:
     at_once = f"{row['requests']} x " if row["requests"] > 1 else ""
     size = f"{at_once}{row['bytes'] / row['requests'] / MIB:g} MiB"
+    size += f" each {row['gap_s'] * 1e3:g} ms" if row["gap_s"] else ""
     place.say(
-        f"    {size:>13}: p50 {row['p50_s'] * 1e3:9.3f} ms, p99 {row['p99_s'] * 1e3:9.3f} ms,"
+        f"    {size:>18}: p50 {row['p50_s'] * 1e3:9.3f} ms, p99 {row['p99_s'] * 1e3:9.3f} ms,"
         f" {row['gb_s']:7.1f} GB/s (first {row['first_s'] * 1e3:.2f} ms; took {seconds:.1f} s)"
     )
+
+
+def _memory_mib() -> dict[int, int]:
+    """GPU memory of each process that uses a GPU, its CUDA context included, as the driver counts it."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return {}
+    command = [smi, "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.splitlines()
+    found = [[part.strip() for part in line.split(",")] for line in lines]
+    return {int(pid): int(mib) for pid, mib in found if mib.isdigit()}
 
 
 def _idle(place: Place, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
@@ -176,8 +200,13 @@ def _idle(place: Place, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
         agents = [agent for each in fleets for agent in (each.agents[0], each.agents[2])]
         before = [agent.cpu_s() for agent in agents]
         time.sleep(seconds)
+        memory = _memory_mib()
         rows: list[dict[str, Any]] = [
-            {"agent": agent.name, "core_share": (agent.cpu_s() - was) / seconds}
+            {
+                "agent": agent.name,
+                "core_share": (agent.cpu_s() - was) / seconds,
+                "gpu_mib": memory.get(agent.process.pid),
+            }
             for agent, was in zip(agents, before, strict=True)
         ]
     place.say(f"idle agents: at most {max((row['core_share'] for row in rows), default=0) * 100:.2f} % of a core")

@@ -70,7 +70,7 @@ def rates(found: Mapping[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8.4, 4.8))
     where = {"sender": found["sender"], "receiver": found["receiver"]}
     for route, color in COLORS.items():
-        rows = _rows(found.get("transfers", ()), route=route, pair=MISMATCHED, requests=1, **where)
+        rows = _rows(found.get("transfers", ()), route=route, pair=MISMATCHED, requests=1, gap_s=0.0, **where)
         _line(
             axes,
             [row for row in rows if row["tokens"] != 16],
