@@ -6,6 +6,8 @@ within that GPU.
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,6 +23,12 @@ from gpu_shapes import GRAIN_TOKENS, Shape, windows
 
 SENDER_SEED, RECEIVER_SEED = 1, 2
 MISMATCHED = "NHD -> HND, block 16 -> 64"
+# What the two agents' journals say of a want by pull that followed its offer.
+STEPS = (
+    "receiver wanted", "receiver claimed", "sender claimed", "sender readable", "receiver readable",
+    "receiver reading", "receiver read", "receiver done",
+)  # fmt: skip
+STEPS_OF = 100  # wants; an agent's journal keeps some hundred
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,7 @@ class Joined:
         self._receiver_agent = fleet.agents[1] if is_same_gpu else fleet.agents[2]
         self._sender_device, self._receiver_device = place.sender, place.sender if is_same_gpu else place.receiver
         self._rooms = 0
+        self._names: list[str] = []
 
     @property
     def _is_equal(self) -> bool:
@@ -161,9 +170,30 @@ class Joined:
         self._rooms += count
         ask_all(self._senders, "offer", [{"rooms": rooms}] * len(self._senders))
         batches = [{name: rooms[name] for name in names[at : at + requests]} for at in range(0, count, requests)]
+        self._names = names
         told = self._receiver.ask("want", sender=self._sender_agents[0].address, batches=batches, gap_s=gap_s)
         ask_all(self._senders, "released", [{"rooms": names}] * len(self._senders))
         return told
+
+    def steps_us(self) -> dict[str, float]:
+        """Where the time of the last wants went, as both agents' journals say: medians in microseconds, in order."""
+        names = self._names[-STEPS_OF:]
+        journals = {"sender": self._sender_agents[0].trace(names), "receiver": self._receiver_agent.trace(names)}
+        at: dict[str, dict[str, float]] = {name: {} for name in names}
+        for side, entries in journals.items():
+            rendezvous = {entry.transfer: entry.rendezvous for entry in entries if entry.transfer and entry.rendezvous}
+            for entry in entries:
+                name = entry.rendezvous or rendezvous.get(entry.transfer, "") or entry.request
+                if name in at:
+                    at[name].setdefault(f"{side} {entry.what}", entry.at_s)
+        pairs = list(itertools.pairwise(STEPS))
+        whole = [each for each in at.values() if all(step in each for step in STEPS)]
+        if not whole:
+            return {}
+        return {
+            f"{before} -> {after}": statistics.median(each[after] - each[before] for each in whole) * 1e6
+            for before, after in pairs
+        }
 
     def poison(self) -> None:
         self._receiver.ask("poison")

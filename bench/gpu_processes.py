@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbridge_proto.status import Status
+from kvbridge_proto.status import Status, TraceEntry
 
 from kvbridge.errors import KVBridgeError
-from kvbridge.local_agents import ask
+from kvbridge.local_agents import ask, ask_trace
 from kvbridge.options import flag_of
 
 HERE = Path(__file__).resolve().parent
@@ -125,6 +125,10 @@ class AgentProcess:
 
     def status(self) -> Status:
         return ask(self.socket, 5.0)
+
+    def trace(self, names: Sequence[str]) -> tuple[TraceEntry, ...]:
+        """What its journal says of these requests and of their transfers."""
+        return ask_trace(self.socket, names, 5.0).entries
 
     def cpu_s(self) -> float:
         """Processor seconds of all its threads so far."""

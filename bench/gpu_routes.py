@@ -137,6 +137,8 @@ def _configuration(place: Place, fleet: Fleet, pair: Pair, is_same_gpu: bool, ro
             row = {"route": fleet.route, "pair": pair.name, **where, "tokens": case.tokens, "requests": case.requests}
             row["gap_s"] = case.gap_s
             row |= _figures(pair, case, told) | {"pair_first_s": first_s, "is_exact": False}
+            if fleet.route == "pull" and case.requests == 1:
+                row["steps_us"] = joined.steps_us()
             _say(place, row, time.monotonic() - began)
             ours.append(row)
             rows.append(row)

@@ -204,15 +204,15 @@ class ReceiverRunner:
                     moved.append((report, self._receiving.session_of(transfer)))
                 case Dropped():
                     self._on_dropped(report)
-        heard_at = self._clock()
-        actions = self._receiving.hear(reports, heard_at)
+        actions = self._receiving.hear(reports, self._clock())
+        told_at = self._clock()
         self._perform(actions)  # first of all: our engine waits
         for each, session in moved:
             if each.chunks:
                 self._metrics.chunks("receiver", each.chunks, each.size_bytes, session)
         for report in reports:
-            self._note_report(report, heard_at)
-        self._note(actions, heard_at)
+            self._note_report(report, told_at)
+        self._note(actions, told_at)
 
     def _note_report(self, report: ReceivingReport, at: float) -> None:
         match report:
@@ -243,7 +243,7 @@ class ReceiverRunner:
     # Doing:
 
     def _do(self, actions: list[Action]) -> None:
-        decided_at = self._clock()
+        decided_at = self._clock()  # what is sent now may be noted by the other agent before we note it
         self._perform(actions)
         self._note(actions, decided_at)
 

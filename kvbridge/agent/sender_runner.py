@@ -154,7 +154,7 @@ class SenderRunner:
                 tokens = f"tokens [{body.first_token}, {body.end_token}) by {session.peer.name}"
                 rendezvous, transfer = body.rendezvous, body.transfer
                 self._records.note("claimed", tokens, rendezvous=rendezvous, transfer=transfer, at=claimed_at)
-                self._note(done, claimed_at)
+                self._note(done)
                 said = ("want=%s rendezvous=%s", body.want, body.rendezvous)
                 self._log.debug("claim", *said, transfer=body.transfer)  # once it is known of which request
             case Grant():
@@ -232,15 +232,16 @@ class SenderRunner:
     # Doing:
 
     def _do(self, actions: list[Action]) -> None:
-        decided_at = self._clock()
-        self._note(self._carry_out(actions), decided_at)
+        self._note(self._carry_out(actions))
 
-    def _carry_out(self, actions: list[Action]) -> list[Action]:
-        """Carry out these and the answers that are due then. Returns all that was done."""
+    def _carry_out(self, actions: list[Action]) -> list[tuple[float, list[Action]]]:
+        """Carry out these and the answers that are due then. Returns all that was done, and when it was decided."""
+        decided_at = self._clock()  # what is sent then may be noted by the other agent before we note it
         self._perform(actions)
         answers = self._answers() if self._sending.is_owing else []
+        answered_at = self._clock()
         self._perform(answers)
-        return [*actions, *answers]
+        return [(decided_at, actions), (answered_at, answers)]
 
     def _answers(self) -> list[Action]:
         """What receivers may read now, if we have lately read everything that our engine sent."""
@@ -269,9 +270,9 @@ class SenderRunner:
                 case Watch(fence=fence):
                     self._watch(fence)
 
-    def _note(self, actions: list[Action], at: float) -> None:
+    def _note(self, done: list[tuple[float, list[Action]]]) -> None:
         """Record what was done, in the journal, log and metrics."""
-        for action in actions:
+        for at, action in ((at, action) for at, actions in done for action in actions):
             match action:
                 case Send(body=body):
                     self._note_said(body, at)
