@@ -258,6 +258,8 @@ class ReceiverRunner:
                     self.peers.send(address, body)
                     _pass_sent(body)
                 case Tell(message=message):
+                    if isinstance(message, Failed):  # its engine may look for the line at once
+                        self._log.warning("failed", "code=%s %s", message.code, message.reason, request=message.request)
                     self._current.tell(message)
                     if isinstance(message, Done):
                         failpoint("receiver.done_told")
@@ -286,7 +288,6 @@ class ReceiverRunner:
                 self._records.note("done", f"{moved} bytes", request=request, seconds=seconds, at=at)
                 self._metrics.want_done(seconds)
             case Failed(request=request, code=code, reason=reason):
-                self._log.warning("failed", "code=%s %s", code, reason, request=request)
                 self._records.note("failed", f"{code}: {reason}", request=request, at=at)
                 self._metrics.want_failed(code)
 
