@@ -58,7 +58,7 @@ def _kept(process: Process) -> Iterator[str]:
         ("slots of transfers", has_engine and receiving.slots._of_transfer),
         ("offers", sending.offers),
         ("transfers out", sending.outgoing_transfers),
-        ("rendezvous_ids", sending._rendezvous_ids._offers),
+        ("rendezvous_ids", sending._rendezvous._offers),
         ("transfers that wait for an offer", sending._waiting),
         ("receivers that claim", sending._of_receiver),
         (

@@ -156,7 +156,7 @@ class State:
         dispatches = tuple(_key_of(each) for each in self.send_orders._open.values())
         hungry = tuple((turn, name) for turn, _, name in sorted(self.send_orders._awaiting_slots._heap))
         to_send = tuple((type(o), o.transfer, _amount(o)) for o in self.to_send), tuple(self.sent)
-        ended = tuple((e.rendezvous, e.want, tuple(sorted(e.heard))) for e in sending._rendezvous_ids._by_age)
+        ended = tuple((e.rendezvous, e.want, tuple(sorted(e.heard))) for e in sending._rendezvous._by_age)
         wants = tuple((name, w.state) for name, w in receiving.wants.items())
         network = tuple(self.to_sender), tuple(self.to_receiver), tuple(self.notices)
         flights = tuple(flight.key for flight in self.flights)
