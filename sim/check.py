@@ -52,7 +52,7 @@ def _kept(process: Process) -> Iterator[str]:
         yield f"slots to gather into: {gathered.counts()}"
     for name, left in (
         ("wants", receiving.wants),
-        ("requests that are expected", receiving.awaited),
+        ("requests that are expected", receiving.expected),
         ("transfers in", receiving._wanted_by),
         ("transfers in doubt", has_engine and receiving._undrained._of),
         ("slots of transfers", has_engine and receiving.slots._of_transfer),

@@ -143,7 +143,7 @@ class State:
         receiving, sending = self.receiving, self.sending
         slots = tuple((s.state, s.generation, s.transfer) for s in receiving.slots._slots)
         incoming_transfers = tuple(
-            (t, w.state, i.state, i.ready, i.scattered, i.is_carried, i.is_drained)
+            (t, w.state, i.state, i.ready, i.placed, i.is_carried, i.is_drained)
             for t, w in receiving._wanted_by.items()
             for i in (w.incoming_transfers[t],)
         )
