@@ -395,7 +395,7 @@ class Agent:
 
     def tick(self, late_s: float) -> None:
         """Act on deadlines. The loop stood still for `late_s`: what peers sent meanwhile has not been read yet."""
-        self.current.listen()
+        self.current.note_if_silent()
         self.peers.outgoing.tick(self._clock(), late_s)
         self.receiver.tick()
         self.sender.tick()
