@@ -52,13 +52,13 @@ def _kept(process: Process) -> Iterator[str]:
         yield f"slots to gather into: {gathered.counts()}"
     for name, left in (
         ("wants", receiving.wants),
-        ("requests that are expected", receiving.awaited),
+        ("requests that are expected", receiving.expected),
         ("transfers in", receiving._wanted_by),
         ("transfers in doubt", has_engine and receiving._undrained._of),
         ("slots of transfers", has_engine and receiving.slots._of_transfer),
         ("offers", sending.offers),
         ("transfers out", sending.outgoing_transfers),
-        ("rendezvous_ids", sending._rendezvous_ids._offers),
+        ("rendezvous_ids", sending._rendezvous._offers),
         ("transfers that wait for an offer", sending._waiting),
         ("receivers that claim", sending._of_receiver),
         (

@@ -114,7 +114,7 @@ class SteppedDataPlane(DataPlane):
         self._process.look_at_waits()
         assert self._resources is not None
         self._poll(self._resources)
-        self._say()
+        self._flush_reports()
 
     @property
     def is_looking(self) -> bool:
@@ -325,7 +325,7 @@ class Process(Agent):
     def listen(self) -> None:
         """What every tick does. Ticks that would do no more are left out: see `_plan_tick`."""
         if not self.loop.is_frozen:
-            self.current.listen()
+            self.current.note_if_silent()
 
     def _plan_look(self) -> None:
         """While some slots are in quarantine, or a rebuild is about to begin, look whether to rebuild them."""

@@ -57,7 +57,7 @@ class CurrentEngine:
             connection.send(message)
             self._prompts.count(message, self._clock())
 
-    def listen(self) -> None:
+    def note_if_silent(self) -> None:
         """Note the time if we have read everything that the engine has sent so far."""
         now = self._clock()
         if self.memory is not None and self.connection is not None and self.connection.is_silent:

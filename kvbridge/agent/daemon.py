@@ -384,7 +384,10 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             is_busy = (
-                self.receiving.wants or self.receiving.awaited or self.sending.outgoing_transfers or self.sending.offers
+                self.receiving.wants
+                or self.receiving.expected
+                or self.sending.outgoing_transfers
+                or self.sending.offers
             )
             at = self._clock() + (TICK_S if is_busy else IDLE_TICK_S)
             await asyncio.sleep(at - self._clock())
@@ -392,7 +395,7 @@ class Agent:
 
     def tick(self, late_s: float) -> None:
         """Act on deadlines. The loop stood still for `late_s`: what peers sent meanwhile has not been read yet."""
-        self.current.listen()
+        self.current.note_if_silent()
         self.peers.outgoing.tick(self._clock(), late_s)
         self.receiver.tick()
         self.sender.tick()

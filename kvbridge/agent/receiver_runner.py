@@ -2,6 +2,7 @@
 
 A want comes in (`want`), sessions open (`opened`), the data plane reports which rows are in the blocks (`hear`), and
 the engine is told. exchange/receiver.py decides what to do; this file does it.
+"A pull, function by function" in docs/architecture.md names the functions in order.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An offer comes in (`offer`) as the prompt is computed; a claim comes in (`from_receiver`), before or after it; the data
 plane gets an order, and reports (`hear`); the engine gets its blocks back. exchange/sender.py decides what to do; this
-file does it.
+file does it. "A pull, function by function" in docs/architecture.md names the functions in order.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class SenderRunner:
         """What receivers may read now, if we have lately read everything that our engine sent."""
         if (memory := self._current.memory) is None:
             return []
-        self._current.listen()
+        self._current.note_if_silent()
         return self._sending.answers(self._clock(), memory.liveness.heard_at, memory.has_reached)
 
     def _watch(self, fence: int) -> None:

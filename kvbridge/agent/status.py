@@ -33,7 +33,7 @@ def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[Transfe
             rendezvous=wanted.want.rendezvous,
             peer=wanted.want.sender,
             state=wanted.state.name.lower(),
-            chunks_done=sum(incoming.scattered for incoming in wanted.incoming_transfers.values()),
+            chunks_done=sum(incoming.placed for incoming in wanted.incoming_transfers.values()),
             chunks=min(MOST, sum(incoming.plan.chunks for incoming in wanted.incoming_transfers.values())),
             age_s=_age(wanted.started, now),
         )

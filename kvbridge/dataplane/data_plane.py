@@ -377,7 +377,7 @@ class DataPlane:
             log.exception("the data plane died")
             self._tell(self._listener.on_data_plane_died, error)
         finally:
-            self._say()
+            self._flush_reports()
             if self._resources is not None:
                 self._resources.close()
                 self._pulling.close_all()
@@ -391,7 +391,7 @@ class DataPlane:
                 self._sleep(IDLE_S)
                 continue
             moved = self._poll(self._resources) or moved
-            self._say()
+            self._flush_reports()
             now = self._clock()
             if moved:
                 last_move = now
@@ -418,7 +418,7 @@ class DataPlane:
         while self._tasks and not self._stopping:
             self._tasks.popleft()()
             self._watchdog.beat()
-            self._say()
+            self._flush_reports()
         self._send()  # after the tasks: one may have stopped a transfer
         return moved
 
@@ -504,7 +504,7 @@ class DataPlane:
                 self._moved[moved.ticket] = moved
         if moves:
             self._pulling.close_unread()
-        self._say()  # report slots that can be lent again before the next are scattered
+        self._flush_reports()  # report slots that can be lent again before the next are scattered
         is_moving = bool(moves) or len(self._fenced) < len(fenced)
         for endpoint in resources.endpoints:
             events = endpoint.fabric.poll(self._clock())
@@ -555,7 +555,7 @@ class DataPlane:
 
     def _scatter(self, arrival: LandedChunk) -> None:
         self._resume(self._jobs.scatter(arrival), None)
-        self._say()
+        self._flush_reports()
 
     def _fail(self, job: Job, error: EngineError) -> None:
         """Throw into a job whose wait is in vain. It reports the error itself, once what it has begun is over."""
@@ -581,7 +581,7 @@ class DataPlane:
     def _tell(self, hear: Callable[..., None], *args: object) -> None:
         self._telling.append((hear, args))
 
-    def _say(self) -> None:
+    def _flush_reports(self) -> None:
         """Send the loop all reports at once: waking it costs more than the reports."""
         if sent := self.send_orders.take_reports():
             self._tell(self._listener.on_send_orders, [*self.send_orders.take_reached(), *sent])

@@ -34,7 +34,7 @@ class IncomingTransfer:
     state: IncomingState = IncomingState.CLAIMED
     ready: int = 0
     turn: int = 0  # when it came, or was last lent a slot
-    scattered: int = 0  # chunks in the engine's blocks
+    placed: int = 0  # chunks in our engine's blocks: scattered, or read on the route `pull`
     is_carried: bool = False  # the data plane has an order for it, or reads
     is_drained: bool = False  # the sender has stopped writing, but the data plane may still read what it wrote
     reading: Reading | None = None  # on the route `pull`
@@ -42,7 +42,7 @@ class IncomingTransfer:
     @property
     def is_silent(self) -> bool:
         """Whether it was claimed, and no chunk has come or been announced as ready."""
-        return self.state is IncomingState.CLAIMED and not self.ready and not self.scattered
+        return self.state is IncomingState.CLAIMED and not self.ready and not self.placed
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class OpenWant:
     def has_rows(self) -> bool:
         """Whether the data plane has reported any rows, or is reading some."""
         incoming_transfers = self.incoming_transfers.values()
-        return any(each.scattered or (each.reading is not None and each.reading.is_busy) for each in incoming_transfers)
+        return any(each.placed or (each.reading is not None and each.reading.is_busy) for each in incoming_transfers)
 
 
 def claim_of(
@@ -156,7 +156,7 @@ def why_late(wanted: OpenWant, lacks: str) -> str:
         return f"{passed} while reaching {lacks}" if lacks else f"{passed} while agreeing with the sender"
     incoming_transfers = wanted.incoming_transfers.values()
     done, total = (
-        sum(incoming.scattered for incoming in incoming_transfers),
+        sum(incoming.placed for incoming in incoming_transfers),
         sum(incoming.plan.chunks for incoming in incoming_transfers),
     )
     silent = ", ".join(incoming.address for incoming in incoming_transfers if incoming.is_silent)
@@ -207,4 +207,4 @@ def _lend(slots: ReceiveSlots, count: int, incoming: IncomingTransfer) -> tuple[
 
 def _ready_without_slot(slots: ReceiveSlots, incoming: IncomingTransfer) -> int:
     """How many ready chunks have no slot."""
-    return incoming.ready - incoming.scattered - slots.lent_to(incoming.transfer)
+    return incoming.ready - incoming.placed - slots.lent_to(incoming.transfer)

@@ -60,7 +60,7 @@ class Receiver:
         self.sampling = Sampling(check_every)
         self.compared = self.differing = 0  # pulled chunks that were compared, and those that differed
         self.wants: dict[str, OpenWant] = {}
-        self.awaited = ExpectedRequests()
+        self.expected = ExpectedRequests()
         self._is_paused = False
         self._new_id = new_id
         self._new_token = new_token
@@ -76,14 +76,14 @@ class Receiver:
 
     def expect(self, expect: Expect, now: float) -> list[Action]:
         """A request queues in our engine: reach its sender, and ask it to hold the offer."""
-        if expect.request in self.wants or len(self.awaited) >= MOST_WANTS:
+        if expect.request in self.wants or len(self.expected) >= MOST_WANTS:
             return []
-        self.awaited.add(expect, now)
+        self.expected.add(expect, now)
         return [Reach(address) for address in self._senders.missing(expect.sender)]
 
     def want(self, want: Want, engine: AttachedEngine, now: float) -> list[Action]:
         """Our engine wants these tokens."""
-        self.awaited.end(want.request)
+        self.expected.end(want.request)
         if (twin := self.wants.get(want.request)) is not None:
             return [] if twin.want == want else [duplicate(want)]
         if len(self.wants) >= MOST_WANTS:
@@ -102,7 +102,7 @@ class Receiver:
 
     def abandon(self, request: str, now: float) -> list[Action]:
         """Our engine no longer wants it."""
-        self.awaited.end(request)
+        self.expected.end(request)
         wanted = self.wants.get(request)
         return [] if wanted is None else self._fail(wanted, "aborted", "abandoned by the engine", now)
 
@@ -112,7 +112,7 @@ class Receiver:
         for wanted in list(self.wants.values()):
             actions += self._fail(wanted, "engine_left", "the engine left", now)
         self._adoption = Adoption()
-        self.awaited.clear()
+        self.expected.clear()
         return [action for action in actions if not isinstance(action, Tell)]
 
     def rescaled(self, engine: AttachedEngine, now: float) -> list[Action]:
@@ -162,7 +162,7 @@ class Receiver:
         """A session with the agent at `address` is open (or open again, knowing more ranks)."""
         actions = self._met(address, session.peer.incarnation, session.key)
         self._senders.open[address] = session
-        if address in self.awaited.senders:
+        if address in self.expected.senders:
             actions += [Reach(other) for other in self._senders.missing(address)]
         return actions + self._advance_all(now) + self._lend_slots()
 
@@ -290,7 +290,7 @@ class Receiver:
         incoming.is_carried = False
         if pulled.failure is not None:
             return self._fail(wanted, *pulled.failure, now)
-        incoming.scattered = end_chunk
+        incoming.placed = end_chunk
         actions = self._check(incoming, reading, pulled.digests, now)
         if end_chunk < incoming.plan.chunks:
             return actions + self._read(incoming, reading, now)
@@ -325,7 +325,7 @@ class Receiver:
 
     def _settle_if_read(self, incoming: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
         """Finish the transfer if all its chunks are read and none waits for its digest."""
-        if incoming.scattered < incoming.plan.chunks:
+        if incoming.placed < incoming.plan.chunks:
             return []
         if reading.unchecked:
             if not self.sampling.is_all:
@@ -365,12 +365,12 @@ class Receiver:
         wanted = self._wanted_by[transfer]
         incoming = wanted.incoming_transfers[transfer]
         self.slots.land(landed.leases, transfer)
-        incoming.scattered += landed.chunks
+        incoming.placed += landed.chunks
         if incoming.state is not IncomingState.CLAIMED:
             if not self.slots.has_out(transfer):
                 self._undrained.settle(transfer)
             return []
-        if incoming.scattered < incoming.plan.chunks:
+        if incoming.placed < incoming.plan.chunks:
             return []
         self._end_incoming(incoming, IncomingEvent.FINISH, now)
         settled = Send(incoming.address, Settled(transfer=transfer))
@@ -451,11 +451,11 @@ class Receiver:
         wanted = ((each.want.sender, each.want.rendezvous) for each in self.wants.values() if each.is_open)
         actions: list[Action] = []
         can_hear = lambda sender: not self._senders.missing(sender)  # noqa: E731
-        for sender, rendezvous_ids in self.awaited.due(now, wanted, can_hear).items():
+        for sender, rendezvous_ids in self.expected.due(now, wanted, can_hear).items():
             for address in self._senders.needed(sender):
                 if address in self._senders.open:
                     actions += [Send(address, hold) for hold in holds(rendezvous_ids)]
-                elif sender in self.awaited.senders:
+                elif sender in self.expected.senders:
                     actions.append(Reach(address))
         return actions
 

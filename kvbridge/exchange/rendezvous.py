@@ -111,7 +111,7 @@ class Rendezvous:
         if not offers:
             del self._ended[ended.rendezvous]
 
-    def place_of(self, claim: Claim) -> OpenOffer | EndedOffer | None:
+    def offer_for(self, claim: Claim) -> OpenOffer | EndedOffer | None:
         """The offer that this claim gets. All claims of one want get the same one, even if it has ended meanwhile.
 
         A new want gets an open offer before an ended one. So it is refused for an earlier equal prompt only if no other

@@ -59,6 +59,7 @@ MOST_CLAIMS = 2048  # open at once, of one receiver
 MOST_CLAIMS_OF_ALL = 32768  # of all receivers together: 16 at their limit
 # A younger offer is not reclaimed: the router has only just heard that the prefill is done, and a claim may follow.
 FRESH_S = 0.25
+MOST_LEASES = 4096  # unused, of one receiver: as many slots as an agent can have
 MOST_DIGESTS = 4  # at once, of all transfers, so that other moves get their turn
 MOST_RENOUNCED = 16384  # of all receivers together; the link that could still bring such a claim is lost in silence_s
 
@@ -79,7 +80,7 @@ class Sender:
         self._waiting: dict[str, dict[str, OutgoingTransfer]] = {}  # by rendezvous
         self._comparing: dict[str, OutgoingTransfer] = {}  # with chunks to be digested, in the order of their turns
         self._digesting = 0
-        self._rendezvous_ids = Rendezvous()
+        self._rendezvous = Rendezvous()
         self._is_paused = False
         self._owed: dict[str, OutgoingTransfer] = {}  # by transfer: receivers that wait for an answer or for the fence
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
@@ -92,20 +93,20 @@ class Sender:
         if offered is not None and offered.state is not OfferState.OPEN:
             offered.is_complete |= offer.is_last
             return []
-        if offer.request in self._rendezvous_ids.cut_short:
+        if offer.request in self._rendezvous.cut_short:
             if offer.is_last:
-                self._rendezvous_ids.cut_short.discard(offer.request)
+                self._rendezvous.cut_short.discard(offer.request)
             return [Tell(Released(request=offer.request, code="offer_over"))]
         if offered is None:
             if len(self.offers) >= MOST_OFFERS:
                 if not offer.is_last:
-                    self._rendezvous_ids.cut_short.add(offer.request)
+                    self._rendezvous.cut_short.add(offer.request)
                 code, reason = "too_many_offers", f"offers: {MOST_OFFERS} are open"
                 said = self._refuse_later(EndedOffer(offer.rendezvous, (code, reason), now + ENDED_S), now)
                 return [Tell(Released(request=offer.request, code=code, reason=reason)), *said]
             offered = OpenOffer(offer.request, offer.rendezvous, {}, offer.first_token, began=now)
             self.offers[offer.request] = offered
-            self._rendezvous_ids.enter(offered)
+            self._rendezvous.enter(offered)
         offered.is_complete |= offer.is_last
         try:
             self._grow(offered, offer, engine)
@@ -127,7 +128,7 @@ class Sender:
         """
         offered = self.offers.get(request)
         if offered is None:
-            self._rendezvous_ids.cut_short.discard(request)
+            self._rendezvous.cut_short.discard(request)
             return [Tell(Released(request=request, code="unknown_offer"))]
         offered.is_complete = True
         return self._end_offer(offered, "withdrawn", reason, now, comes_again)
@@ -155,7 +156,7 @@ class Sender:
             if offered.state is not OfferState.OPEN:
                 continue
             if offered.rendezvous not in awaited:
-                awaited[offered.rendezvous] = self._rendezvous_ids.awaited_in(offered.rendezvous, now)
+                awaited[offered.rendezvous] = self._rendezvous.awaited_in(offered.rendezvous, now)
             awaited[offered.rendezvous] -= 1
             if awaited[offered.rendezvous] < 0 and offered.is_last and offered.want is None:
                 found.append(offered)
@@ -163,7 +164,7 @@ class Sender:
 
     def awaited_by(self, offered: OpenOffer) -> str:
         """The incarnation of the last receiver that said a request waits under this offer's id."""
-        return self._rendezvous_ids.awaiting(offered.rendezvous)
+        return self._rendezvous.awaiting(offered.rendezvous)
 
     def held_until(self, offered: OpenOffer) -> float | None:
         """When an open offer expires; when the last read lease on an ended one does.
@@ -209,8 +210,8 @@ class Sender:
         for offered in self.offers.values():
             offered.is_complete = True
         actions = self._end_all("engine_left", "the engine left", now)
-        self._rendezvous_ids.cut_short.clear()
-        self._rendezvous_ids.forget_ended()
+        self._rendezvous.cut_short.clear()
+        self._rendezvous.forget_ended()
         return [action for action in actions if not isinstance(action, Tell)]
 
     def _end_all(self, code: str, reason: str, now: float) -> list[Action]:
@@ -255,7 +256,7 @@ class Sender:
         self.outgoing_transfers[claim.transfer] = its.outgoing_transfers[claim.transfer] = out
         self._waiting.setdefault(claim.rendezvous, {})[claim.transfer] = out
         self._lend(out, claim.leases)
-        self._rendezvous_ids.forget_old(now)
+        self._rendezvous.forget_old(now)
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
         return self._bind_waiting(claim.rendezvous)
 
@@ -265,13 +266,13 @@ class Sender:
 
     def has_offer(self, claim: Claim) -> bool:
         """Whether there is an open offer for this claim, or an ended one to refuse it with."""
-        return self._rendezvous_ids.place_of(claim) is not None
+        return self._rendezvous.offer_for(claim) is not None
 
     def hold(self, incarnation: str, rendezvous_ids: Sequence[str], now: float) -> list[Action]:
         """Requests of a receiver wait for offers under these ids, one for each time an id is named."""
         held: list[str] = []
         for rendezvous, count in Counter(rendezvous_ids).items():
-            for offered in self._rendezvous_ids.await_in(rendezvous, incarnation, count, now):
+            for offered in self._rendezvous.await_in(rendezvous, incarnation, count, now):
                 self._deadlines.set(("offer", offered.request), now + offered.hold_s)
                 held.append(offered.request)
         pieces = [held[at : at + MAX_HELD] for at in range(0, len(held), MAX_HELD)]
@@ -455,6 +456,7 @@ class Sender:
     def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
         """Answers that receivers wait for; none if we heard our engine too long ago to rule out a withdrawal.
 
+        `SenderRunner._answers` calls this, after everything that made an answer due and after `note_if_silent`.
         `heard_at` is when we last had read everything the engine sent. `has_reached` says whether its fence has reached
         a count. Every answer begins a lease now.
         """
@@ -584,9 +586,9 @@ class Sender:
         """Match claims and offers under one id, oldest first. All claims of one want get the same offer."""
         actions: list[Action] = []
         for out in list(self._waiting.get(rendezvous, {}).values()):
-            offered = self._rendezvous_ids.place_of(out.claim)
+            offered = self._rendezvous.offer_for(out.claim)
             if isinstance(offered, EndedOffer):
-                actions += self._stop(out, *self._rendezvous_ids.hear(offered, out.claim))
+                actions += self._stop(out, *self._rendezvous.hear(offered, out.claim))
                 continue
             if offered is None or (self._is_paused and out.plan.chunks):
                 continue
@@ -636,9 +638,9 @@ class Sender:
         return [order, *early, *self._progress(out)]
 
     def _stop_waiting(self, out: OutgoingTransfer) -> None:
-        rendezvous = self._waiting[out.claim.rendezvous]
-        del rendezvous[out.transfer]
-        if not rendezvous:
+        transfers = self._waiting[out.claim.rendezvous]
+        del transfers[out.transfer]
+        if not transfers:
             del self._waiting[out.claim.rendezvous]
 
     def _short_of(self, offered: OpenOffer) -> list[Action]:
@@ -674,7 +676,7 @@ class Sender:
 
     def _refuse_later(self, ended: EndedOffer, now: float) -> list[Action]:
         """Remember an ended offer, and refuse claims on it: later ones, and those that wait because of a pause."""
-        self._rendezvous_ids.remember(ended, now)
+        self._rendezvous.remember(ended, now)
         return self._bind_waiting(ended.rendezvous)
 
     def _readers(self, offered: OpenOffer) -> list[OutgoingTransfer]:
@@ -693,7 +695,7 @@ class Sender:
         offered.state = OFFER_TABLE.after(offered.state, OfferEvent.RELEASE)
         del self.offers[offered.request]
         self._deadlines.clear(("offer", offered.request))
-        self._rendezvous_ids.leave(offered)
+        self._rendezvous.leave(offered)
         code, reason = offered.over or offered.short or ("", "")
         is_declined = offered.is_declined and not code
         released = Released(request=offered.request, code=code[:64], reason=reason[:1024], is_declined=is_declined)
@@ -765,9 +767,6 @@ def _why_expired(offered: OpenOffer, now: float) -> str:
     return f"hold_s: {offered.hold_s:g} passed; nobody asked for its {tokens} tokens in {age_s:.1f} s"
 
 
-MOST_LEASES = 4096  # unused, of one receiver: as many slots as an agent can have
-
-
 def planned(claim: Claim, session: Session, engine: AttachedEngine) -> Plan:
     """The plan of a claim. Raises KVBridgeError if it differs from what the receiver planned."""
     epochs = (
@@ -786,8 +785,10 @@ def planned(claim: Claim, session: Session, engine: AttachedEngine) -> Plan:
 
 
 def lease_excess(out: OutgoingTransfer, leases: Sequence[SlotLease], unused: int) -> str:
-    """Why these leases are more than the transfer needs or a receiver can have; "" if they are not. `unused` is how
-    many the receiver has lent already and nothing was shipped under."""
+    """Why these leases are more than the transfer needs or a receiver can have; "" if they are not.
+
+    The receiver has lent `unused` others, under which nothing was shipped yet.
+    """
     if not leases:
         return ""
     if (lent := out.lent + len(leases)) > out.plan.chunks:

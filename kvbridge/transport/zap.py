@@ -16,7 +16,7 @@ from zmq.utils import z85
 
 from .keys import Keys
 
-log = logging.getLogger("kvbridge.door")
+log = logging.getLogger("kvbridge.auth")
 
 DOMAIN = b"kvbridge"
 ENDPOINT = "inproc://zeromq.zap.01"

@@ -290,7 +290,7 @@ def polled(agents: Agents, copier: CpuBlockCopier, target: Target, clock: Callab
     """A sender's data plane that has no thread: a test polls it. It tells nobody anything."""
     data_plane = DataPlane(lambda: replace(agents.sender, copier=copier), "a", Ears(), 1.0, clock=clock)
     data_plane._open()
-    data_plane._say = lambda: None
+    data_plane._flush_reports = lambda: None
     data_plane._jobs._targets["b"] = target
     return data_plane
 

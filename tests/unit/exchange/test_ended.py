@@ -64,7 +64,7 @@ def test_a_claim_on_an_offer_that_has_ended_hears_at_once_why(code: str, monkeyp
     world.want("r", 64)
     world.run()
     assert failure(world, "r") == code
-    assert not world.nodes["P0"].sending._rendezvous_ids._ended
+    assert not world.nodes["P0"].sending._rendezvous._ended
 
 
 def only(world: World, receiver: int, act: Callable[[], None]) -> None:
@@ -212,7 +212,7 @@ def test_of_two_equal_prompts_the_one_that_is_open_goes_first() -> None:
 def test_ends_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.rendezvous.MOST_ENDED", 3)
     world = World()
-    rendezvous_ids: Rendezvous = world.nodes["P0"].sending._rendezvous_ids
+    rendezvous_ids: Rendezvous = world.nodes["P0"].sending._rendezvous
     for number in range(5):
         world.offer(f"r{number}", 64, 16)
         world.withdraw(f"r{number}")
@@ -228,7 +228,7 @@ def test_an_engine_that_left_takes_its_ends_with_it() -> None:
     withdrawn(world)
     (sender,) = world.senders
     world.do(sender, sender.sending.engine_left(world.now))
-    assert not sender.sending._rendezvous_ids._ended
+    assert not sender.sending._rendezvous._ended
 
 
 def test_claims_that_wait_for_a_rebuild_hear_of_an_end_at_once() -> None:

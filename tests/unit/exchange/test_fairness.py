@@ -20,13 +20,13 @@ def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(slots: int, local: i
     for _ in range(25):
         world.step()
     (long,) = receiving.wants["long"].incoming_transfers.values()
-    before, chunks = long.scattered, long.plan.chunks
+    before, chunks = long.placed, long.plan.chunks
     world.offer("short", 16, 4)
     world.want("short", 16)
     while "short" not in world.answers():
         assert world.step()
     assert isinstance(world.answers()["short"], Done)
-    assert chunks == LONG // 4 and long.scattered - before < chunks // 2
+    assert chunks == LONG // 4 and long.placed - before < chunks // 2
     world.run()
     assert isinstance(world.answers()["long"], Done)
     world.check_rest()
@@ -53,7 +53,7 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come(
             begun += 1
         assert world.step()
     (long,) = receiving.wants["long"].incoming_transfers.values() if "long" in receiving.wants else (None,)
-    assert long is None or long.scattered >= 16
+    assert long is None or long.placed >= 16
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -74,7 +74,7 @@ def test_many_get_on_at_one_pace(seed: int) -> None:
             for incoming in receiving.wants[name].incoming_transfers.values()
         ]
         if len(incoming_transfers) == len(names):
-            landed = [incoming.scattered for incoming in incoming_transfers]
+            landed = [incoming.placed for incoming in incoming_transfers]
             most = max(most, max(landed) - min(landed))
     assert len(world.answers()) == len(names) and 0 < most <= 5
     world.check_rest()

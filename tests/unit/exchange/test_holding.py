@@ -122,7 +122,7 @@ def test_who_waits_no_longer_holds_no_longer(end: str) -> None:
         world.do(world.receivers[0], world.receivers[0].receiving.engine_left(world.now))
     else:
         world.want("r", 0)
-    assert not world.receivers[0].receiving.awaited
+    assert not world.receivers[0].receiving.expected
     wait(world, HOLD_S + HOLD_EVERY_S)
     assert "r" in world.released()
 
@@ -287,7 +287,7 @@ def test_expected_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     for number in range(5):
         world.expect(f"r{number}")
-    assert len(world.receivers[0].receiving.awaited) == 3
+    assert len(world.receivers[0].receiving.expected) == 3
 
 
 def test_many_rendezvous_ids_are_said_in_several_messages() -> None:

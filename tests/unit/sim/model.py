@@ -143,7 +143,7 @@ class State:
         receiving, sending = self.receiving, self.sending
         slots = tuple((s.state, s.generation, s.transfer) for s in receiving.slots._slots)
         incoming_transfers = tuple(
-            (t, w.state, i.state, i.ready, i.scattered, i.is_carried, i.is_drained)
+            (t, w.state, i.state, i.ready, i.placed, i.is_carried, i.is_drained)
             for t, w in receiving._wanted_by.items()
             for i in (w.incoming_transfers[t],)
         )
@@ -156,7 +156,7 @@ class State:
         dispatches = tuple(_key_of(each) for each in self.send_orders._open.values())
         hungry = tuple((turn, name) for turn, _, name in sorted(self.send_orders._awaiting_slots._heap))
         to_send = tuple((type(o), o.transfer, _amount(o)) for o in self.to_send), tuple(self.sent)
-        ended = tuple((e.rendezvous, e.want, tuple(sorted(e.heard))) for e in sending._rendezvous_ids._by_age)
+        ended = tuple((e.rendezvous, e.want, tuple(sorted(e.heard))) for e in sending._rendezvous._by_age)
         wants = tuple((name, w.state) for name, w in receiving.wants.items())
         network = tuple(self.to_sender), tuple(self.to_receiver), tuple(self.notices)
         flights = tuple(flight.key for flight in self.flights)

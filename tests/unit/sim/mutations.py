@@ -270,8 +270,8 @@ def _done_too_soon(put: Callable[[Any, str, Any], None]) -> None:
     def landed(self: Receiver, report: Landed, now: float) -> Any:
         wanted = self._wanted_by[report.transfer]
         incoming = wanted.incoming_transfers[report.transfer]
-        if incoming.scattered + report.chunks == incoming.plan.chunks - 1 and wanted.state is WantState.FLOWING:
-            incoming.scattered += 1  # one is counted that has not come
+        if incoming.placed + report.chunks == incoming.plan.chunks - 1 and wanted.state is WantState.FLOWING:
+            incoming.placed += 1  # one is counted that has not come
         return right(self, report, now)
 
     put(Receiver, "_landed", landed)
