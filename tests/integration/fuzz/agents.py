@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 from random import Random
 from typing import Annotated, Any
 
 import msgspec
-from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.codec import decode, encode
 from kvbridge_proto.common import OURS, AgentCard, Blocks, Rank
-from kvbridge_proto.engine import Done, Failed, Offer, ToEngine, Want
+from kvbridge_proto.engine import Done, Failed, ToEngine
 from kvbridge_proto.peer import (
     Body,
     Claim,
@@ -38,15 +39,16 @@ from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import AttachedEngine
 from tests.integration.agent.player import Whole, Wire
 from tests.integration.fuzz.machines import ALL_ROWS, CLAIM, POOLS
+from tests.integration.fuzz.target import Target
 from tests.integration.fuzz.typed import TEXTS, drawer
 from tests.integration.fuzz.vary import varied
-from tests.unit.exchange.world import make_pool
+from tests.unit.exchange.world import make_pool, offer_of, want_of
 from tests.unit.proto.samples import NOTICE
 
 EVIL, GOOD = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
 OUR_POOL, GOOD_POOL = make_pool("ours", 0, 1, 4), POOLS["evil"]
 CARD = FabricCard(kind="world", name="incarnation", descriptor=b"", base=0, slot_bytes=1024, slots=8)
-DONE = 80  # tokens of the honest transfers
+DONE, BLOCKS = 80, (Blocks(0, 0, tuple(range(20))),)  # tokens of the honest transfers
 
 
 class Say(Struct, frozen=True, tag="say"):
@@ -206,18 +208,15 @@ class Siege:
 
     async def begin(self) -> None:
         ours = self.ours
-        blocks = (Blocks(0, 0, tuple(range(20))),)
-        want = Want(
-            request="honest", rendezvous="h", sender=GOOD, first_token=0, end_token=DONE, blocks=blocks, deadline_s=1000
-        )
-        ours.receiver.want(want, ours.engine)
+        want = partial(want_of, end=DONE, blocks=BLOCKS, deadline=1000)
+        ours.receiver.want(want("honest", rendezvous="h", sender=GOOD), ours.engine)
         good = ours.wires[GOOD]
         await self.hear(good, "good", self.welcome(good.last(Hello), "good"))
-        offer = Offer(rendezvous="o", request="offered", tokens=DONE, blocks=blocks, is_last=True, hold_s=10_000)
-        ours.sender.offer(offer, ours.engine)
+        offer = offer_of("offered", DONE, BLOCKS, rendezvous="o")
+        ours.sender.offer(msgspec.structs.replace(offer, hold_s=10_000), ours.engine)
         await self.hear(self.honest, "good", self.hello("good"))
         assert isinstance(self.honest.last(Welcome), Welcome) and isinstance(good.last(Claim), Claim)
-        ours.receiver.want(msgspec.structs.replace(want, request="evil", sender=EVIL), ours.engine)
+        ours.receiver.want(want("evil", rendezvous="h", sender=EVIL), ours.engine)
 
     async def end(self) -> None:
         """The honest sender writes its chunks; the honest receiver has its rows."""
@@ -290,17 +289,8 @@ class Siege:
                     ours.peers._lose(wire, "test")
                 ours.wires.pop(EVIL)
             case 2:
-                blocks = (Blocks(0, 0, tuple(range(20))),)
                 request = f"evil {len(ours.receiving.wants)}-{len(ours.told)}"
-                want = Want(
-                    request=request,
-                    rendezvous="e",
-                    sender=EVIL,
-                    first_token=0,
-                    end_token=DONE,
-                    blocks=blocks,
-                    deadline_s=5,
-                )
+                want = want_of(request, DONE, BLOCKS, rendezvous="e", sender=EVIL, deadline=5)
                 ours.receiver.want(want, ours.engine)
             case 3:
                 ours.sender.withdraw("offered", "test")
@@ -322,10 +312,10 @@ class Siege:
         return body
 
 
-class Agents:
+class Agents(Target):
     """No exception; what our agent says can be read; the honest get theirs."""
 
-    name = "agents"
+    name, kind = "agents", Script
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -334,11 +324,7 @@ class Agents:
     def frame(self, random: Random) -> bytes:
         return encode(tuple(random.choice(self._draws)(random) for _ in range(random.choice((3, 10, 30)))))
 
-    def run(self, frame: bytes) -> int:
-        try:
-            script = decode(frame, Script)
-        except BadFrame:
-            return 1
+    def judge(self, script: Script) -> int:
         return self._loop.run_until_complete(Siege().run(script))
 
     def close(self) -> None:

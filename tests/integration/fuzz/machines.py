@@ -13,7 +13,7 @@ from random import Random
 from typing import Annotated, Any
 
 import msgspec
-from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.codec import encode
 from kvbridge_proto.common import AgentCard, Blocks
 from kvbridge_proto.engine import Abandon, Done, Failed, Offer, Want, Withdraw
 from kvbridge_proto.peer import (
@@ -45,8 +45,9 @@ from kvbridge.exchange.orders import Digest, Digested, FenceReached, Pull, Pulle
 from kvbridge.exchange.outgoing import OpenOffer
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import AttachedEngine, Session, accept, answer, hello, welcome
+from tests.integration.fuzz.target import Target
 from tests.integration.fuzz.typed import TEXTS, drawer
-from tests.unit.exchange.world import Node, World, make_pool
+from tests.unit.exchange.world import Node, World, hear_receiver, hear_sender, make_pool, offer_of, want_of
 
 POOLS = {name: make_pool(name, 0, 1, tokens) for name, tokens in (("prefill", 4), ("decode", 16), ("evil", 16))}
 EVIL = "tcp://127.0.0.1:1"  # a name that scripts use
@@ -268,22 +269,12 @@ class Siege(World):
             self.do(node, node.sending.tick(self.now))
 
     def _to_sender_of_ours(self, body: ToP) -> None:
-        incarnation, machine = self.taken.peer.incarnation, self.sender.sending
-        match body:
-            case Claim():
-                self.do(self.sender, machine.claim(self._claim(body), self.taken, self.sender.engine, self.now))
-            case Grant():
-                self.do(self.sender, machine.grant(incarnation, body))
-            case Cancel():
-                self.do(self.sender, machine.cancel(incarnation, body))
-            case Settled():
-                self.promised.pop(body.transfer, None)
-                self.do(self.sender, machine.settled(incarnation, body.transfer))
-            case Renew():
-                machine.renew(incarnation, body)
-                self.do(self.sender, [])
-            case Check():
-                self.do(self.sender, machine.check(incarnation, body))
+        if isinstance(body, Claim):
+            body = self._claim(body)
+        elif isinstance(body, Settled):
+            self.promised.pop(body.transfer, None)
+        incarnation, ours = self.taken.peer.incarnation, self.sender
+        self.do(ours, hear_receiver(ours.sending, incarnation, body, self.taken, ours.engine, self.now))
 
     def _claim(self, claim: Claim) -> Claim:
         """Right in most of what must be right."""
@@ -300,25 +291,9 @@ class Siege(World):
         return msgspec.structs.replace(claim, **changes)
 
     def _to_receiver_of_ours(self, body: Ready | Failing | Drained | Refuse | BlockTables | Checked) -> None:
-        machine, incarnation, now = self.receiver.receiving, self.given.peer.incarnation, self.now
-        transfer = self._transfer(body.about if isinstance(body, Refuse) else body.transfer)
-        match body:
-            case Ready(chunks=chunks):
-                self.do(self.receiver, machine.ready(incarnation, transfer, chunks))
-            case Failing(code=code, reason=reason):
-                self.do(self.receiver, machine.failing(incarnation, transfer, code, reason, now))
-            case Drained(code=code, reason=reason):
-                self.do(self.receiver, machine.drained(incarnation, transfer, code, reason, now))
-            case Refuse(code=code, reasons=reasons):
-                self.do(self.receiver, machine.drained(incarnation, transfer, code, "; ".join(reasons), now))
-            case BlockTables():
-                self.do(
-                    self.receiver, machine.tables(incarnation, msgspec.structs.replace(body, transfer=transfer), now)
-                )
-            case Checked():
-                self.do(
-                    self.receiver, machine.checked(incarnation, msgspec.structs.replace(body, transfer=transfer), now)
-                )
+        name = "about" if isinstance(body, Refuse) else "transfer"
+        body = msgspec.structs.replace(body, **{name: self._transfer(getattr(body, name))})
+        self.do(self.receiver, hear_sender(self.receiver.receiving, self.given.peer.incarnation, body, self.now))
 
     def _transfer(self, name: str) -> str:
         """One that the hostile agent was told of, or an honest one's, which it may have guessed."""
@@ -418,10 +393,10 @@ def _named(message: Any) -> Any:
     return msgspec.structs.replace(message, request=f"e-{message.request}"[:256])
 
 
-class Machines:
+class Machines(Target):
     """No exception, slots conserved, nothing kept without bound, the honest unharmed."""
 
-    name = "machines"
+    name, kind = "machines", Script
 
     def __init__(self) -> None:
         self._draws = [drawer(kind) for kind in (Do, Do, Do, ToP, ToP, ToD, ToD, Engine, Engine)]
@@ -437,11 +412,7 @@ class Machines:
             steps[:0] = [Do(8), _want(random), Do(6), _tables(random), Do(0), _offer(random), CLAIM]
         return encode(tuple(_plain(random, step) for step in steps))
 
-    def run(self, frame: bytes) -> int:
-        try:
-            steps = decode(frame, Script)
-        except BadFrame:
-            return 1
+    def judge(self, steps: Script) -> int:
         siege = Siege()
         siege.offer("honest", tokens=40, blocks=10, last=False)
         siege.want("honest", end=80)
@@ -452,27 +423,15 @@ class Machines:
         siege.end()
         return len(steps)
 
-    def close(self) -> None: ...
-
 
 def _want(random: Random) -> Want:
-    return Want(
-        request="w",
-        rendezvous="r1",
-        sender=EVIL,
-        first_token=0,
-        end_token=64,
-        blocks=(Blocks(0, 0, (0, 1, 2, 3)),),
-        deadline_s=random.choice((1.0, 60.0)),
-    )
+    return want_of("w", 64, rendezvous="r1", sender=EVIL, deadline=random.choice((1.0, 60.0)))
 
 
 def _offer(random: Random) -> Offer:
-    blocks = (Blocks(0, 0, tuple(range(5))),)
     tokens, fence = random.choice((8, 16, 16)), random.choice((0, 0, 1))
-    return Offer(
-        rendezvous="r1", request=OFFERED, tokens=tokens, blocks=blocks, is_last=tokens == 16, hold_s=30.0, fence=fence
-    )
+    offer = offer_of(OFFERED, tokens, 5, last=tokens == 16, rendezvous="r1")
+    return msgspec.structs.replace(offer, hold_s=30.0, fence=fence)
 
 
 def _tables(random: Random) -> BlockTables:
