@@ -33,9 +33,9 @@ from kvbridge.commands.keygen import run as keygen
 from kvbridge.local_agents import found
 from kvbridge.options import options
 from kvbridge.transport.keys import load_keys
-from tests.integration.agent.harness import wait_for
 from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build_all
+from tests.support.waiting import wait_for
 from tests.unit.proto.samples import TO_ENGINE
 
 STATUS, POOL_STATUS, TRACE = TO_ENGINE[-3:]

@@ -7,7 +7,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from kvbridge.errors import FabricError
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.slots import ReceiveSlots
 from tests.integration.agent.disturbed import pair_of, stands_still
-from tests.integration.agent.harness import SyntheticEngine, agent, wait_for
+from tests.integration.agent.harness import SyntheticEngine, agent, attached
 from tests.integration.agent.pairs import Benches, carry
 from tests.integration.agent.test_abandon import SCALE
-from tests.support.oracle import Shape, build
+from tests.support.oracle import Shape
+from tests.support.waiting import wait_for
 from tests.unit.exchange.world import World
 
 HALF, LESS, ALL, BUSY, NONE = (
@@ -290,8 +291,7 @@ def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_f
     shape = Shape("nhd", block_tokens=16, blocks=64)
     bench = bench_of(shape, shape, **options)
     running = stack.enter_context(agent(tmp_path, "other", **options))
-    other = stack.enter_context(closing(SyntheticEngine(running, build(shape))))
-    other.attach()
+    other = stack.enter_context(attached(running, shape))
     sender, still, prefill = bench.sender, bench.receiver, bench.sender.agent
     table = list(range(64))
 
