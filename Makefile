@@ -12,7 +12,7 @@
 # make test-faults    agents and engines killed and stopped at every failpoint, three times (an hour and a half on two cores)
 # make test-gpu    the tests that need a GPU, or two
 # make fuzz    every decoder and what is behind it, for twelve minutes (FUZZ="--frames 1000000 --target pools" for more)
-# make fuzz-guided    one decoder, guided by coverage, for a minute (GUIDED="machines -max_total_time=3600" for more);
+# make fuzz-guided    one decoder, guided by coverage, for a minute (GUIDED="pools -max_total_time=3600" for more);
 #     the first call puts atheris, which nothing else needs, into .venv (wheels for CPython 3.11 to 3.13 on x86-64 Linux)
 # make bench   what is measured, written to bench/results
 # make bench-serving   one engine alone and two behind a router, by kvbridge and by the engines' own (a quarter of an hour; SERVING)

@@ -33,9 +33,9 @@ from kvbridge.commands.keygen import run as keygen
 from kvbridge.local_agents import found
 from kvbridge.options import options
 from kvbridge.transport.keys import load_keys
-from tests.integration.agent.harness import wait_for
 from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build_all
+from tests.support.waiting import wait_for
 from tests.unit.proto.samples import TO_ENGINE
 
 STATUS, POOL_STATUS, TRACE = TO_ENGINE[-3:]
@@ -50,6 +50,11 @@ def started(*arguments: object, **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 
+def fails(told: subprocess.CompletedProcess[str], exit_code: int, *words: str) -> None:
+    """It ends like this, and says these words."""
+    assert told.returncode == exit_code and all(word in told.stderr for word in words), told.stderr
+
+
 def test_version() -> None:
     for told in (started("--version"), started("--version", PYTHONPATH="/nowhere")):
         assert (told.returncode, told.stdout) == (0, "kvbridge 0.1.0\n")
@@ -62,9 +67,7 @@ def test_the_command_line_is_there_at_once() -> None:
 
 
 def test_wrong_command_line_is_exit_code_2() -> None:
-    told = kvbridge("statsu")
-    assert told.returncode == 2
-    assert "statsu" in told.stderr
+    fails(kvbridge("statsu"), 2, "statsu")
 
 
 def started_without(package: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -133,8 +136,7 @@ def test_config_show_refuses_what_the_agent_would_with_the_nearest_name(tmp_path
         told = kvbridge(*command, "--config", tmp_path / "a.toml")
         assert (told.returncode, told.stderr) == (2, f"kvbridge {' '.join(command[:2])}: bad_option: {reason}\n")
     assert json.loads(told.stdout) == {"code": "bad_option", "reasons": [reason], "options": {}}
-    told = kvbridge("agent", "--slot-byte", "4096")
-    assert told.returncode == 2 and "--slot-bytes" in told.stderr
+    fails(kvbridge("agent", "--slot-byte", "4096"), 2, "--slot-bytes")
 
 
 @pytest.mark.parametrize("option", ["key", "peers"])
@@ -230,16 +232,11 @@ def test_bash_completes_commands_flags_and_their_words(words: str, offered: str,
 
 
 def test_agent_refuses_a_bad_option_naming_it() -> None:
-    told = kvbridge("agent", "--slot-bytes", "much")
-    assert told.returncode == 2
-    assert "bad_option: slot_bytes: got 'much' from --slot-bytes" in told.stderr
-    told = kvbridge("agent", KVBRIDGE_LOG_LEVEL="loud")
-    assert told.returncode == 2
-    assert "bad_option: log_level: got 'loud' from KVBRIDGE_LOG_LEVEL: must be one of debug, " in told.stderr
-    told = kvbridge("agent", "--routes", "tcp")
-    assert told.returncode == 2 and "each one of direct, host, nixl" in told.stderr
-    told = kvbridge("agent", "--device", "gpu")
-    assert told.returncode == 2 and "must be auto, cpu, cuda, cuda:N or a GPU's UUID" in told.stderr
+    fails(kvbridge("agent", "--slot-bytes", "much"), 2, "bad_option: slot_bytes: got 'much' from --slot-bytes")
+    said = "bad_option: log_level: got 'loud' from KVBRIDGE_LOG_LEVEL: must be one of debug, "
+    fails(kvbridge("agent", KVBRIDGE_LOG_LEVEL="loud"), 2, said)
+    fails(kvbridge("agent", "--routes", "tcp"), 2, "each one of direct, host, nixl")
+    fails(kvbridge("agent", "--device", "gpu"), 2, "must be auto, cpu, cuda, cuda:N or a GPU's UUID")
 
 
 @pytest.mark.parametrize("pattern", ["10.0.0.0/24:7700", "*:7700", "prefill.internal:7700"])
@@ -305,8 +302,7 @@ def test_status_watches_through_an_agents_absence_until_ctrl_c(tmp_path: Path) -
 
 
 def test_status_takes_one_way_of_showing() -> None:
-    told = kvbridge("status", "--watch", "--json")
-    assert told.returncode == 2 and "--watch, --pool, --labels, --probe and --json: one of them" in told.stderr
+    fails(kvbridge("status", "--watch", "--json"), 2, "--watch, --pool, --labels, --probe and --json: one of them")
 
 
 STATUS_QUERY = StatusQuery()
@@ -616,9 +612,7 @@ ANSWERS = {
 @pytest.mark.parametrize("case", ANSWERS)
 def test_status_of_something_else_says_what_it_is(case: str, tmp_path: Path) -> None:
     answer, words = ANSWERS[case]
-    told = shown(tmp_path, answer)
-    assert told.returncode == 1
-    assert words in told.stderr
+    fails(shown(tmp_path, answer), 1, words)
 
 
 def write_pools(folder: Path, name: str, shape: Shape) -> Path:
@@ -657,8 +651,7 @@ def test_plan_says_what_each_change_means(tmp_path: Path) -> None:
         ("codec", "bf16", "fp8_e4m3"),
     ]
     assert all(each["words"] for each in found["changes"])
-    told = kvbridge("plan", sender, receiver, "--rank", "2")
-    assert told.returncode == 2 and "bad_option: rank: 2" in told.stderr
+    fails(kvbridge("plan", sender, receiver, "--rank", "2"), 2, "bad_option: rank: 2")
 
 
 def test_plan_judges_every_rank_of_the_sender(tmp_path: Path) -> None:
@@ -666,18 +659,14 @@ def test_plan_judges_every_rank_of_the_sender(tmp_path: Path) -> None:
     pools = [held.pool for held in build_all(Shape(tp_size=2))]
     odd = msgspec.structs.replace(pools[1], shard=msgspec.structs.replace(pools[1].shard, cp_size=1 << 20))
     (tmp_path / "sender.json").write_bytes(msgspec.json.encode([pools[0], odd]))
-    told = kvbridge("plan", tmp_path / "sender.json", receiver)
-    assert told.returncode == 1 and "incompatible" in told.stderr and "a period of 1048576 tokens" in told.stderr
+    fails(kvbridge("plan", tmp_path / "sender.json", receiver), 1, "incompatible", "a period of 1048576 tokens")
 
 
 def test_plan_of_half_an_engine_says_that_rows_are_missing(tmp_path: Path) -> None:
     held = build_all(Shape(tp_size=2))[0]
     (tmp_path / "half.json").write_bytes(msgspec.json.encode(held.pool))
     receiver = write_pools(tmp_path, "receiver", Shape())
-    told = kvbridge("plan", tmp_path / "half.json", receiver)
-    assert told.returncode == 1
-    assert "rows_not_held" in told.stderr
-    assert "every rank" in told.stderr
+    fails(kvbridge("plan", tmp_path / "half.json", receiver), 1, "rows_not_held", "every rank")
     told = kvbridge("plan", tmp_path / "half.json", receiver, "--json")
     assert told.returncode == 1 and "rows_not_held" in told.stderr
     found = json.loads(told.stdout)

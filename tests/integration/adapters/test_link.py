@@ -33,6 +33,7 @@ from kvbridge.failpoints import VARIABLE, arm, armed
 from kvbridge.states import LinkState
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd, squatter
 from tests.integration.adapters.small import Clock, memory_of
+from tests.support.waiting import wait_for
 
 POOL = memory_of().pool
 ATTACH = Attach(versions=OURS, pool=POOL, handles=(Handle(region=0, kind="shm_fd", fd=0),))
@@ -309,7 +310,7 @@ def test_a_start_waits_for_an_agent_that_is_slow_to_come_and_for_a_refusal_to_pa
     def pass_by() -> None:
         time.sleep(0.2)
         away.rename(agent.path)
-        within(5.0, lambda: bool(agent.attaches))
+        wait_for(lambda: bool(agent.attaches), 5.0)
         agent.refusal = None
 
     thread = threading.Thread(target=pass_by)
@@ -349,21 +350,14 @@ def test_an_idle_engines_link_notices_the_end_at_once_and_attaches_again(
     with agent.alive():
         assert link.start(10.0)
     agent.die()
-    within(1.0, lambda: "lost the agent" in caplog.text)
+    wait_for(lambda: "lost the agent" in caplog.text, 1.0)
     time.sleep(2.5)
     successor = FakeAgent(agent.path)
     with successor.alive():
-        within(3.0, lambda: successor.heard == [directory])
+        wait_for(lambda: successor.heard == [directory], 3.0)
     assert caplog.text.count("kvbridge: attached to") == 2
     assert isinstance(link.turn()[-1], Over) and link.is_attached
     link.close()
-
-
-def within(seconds: float, is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, f"not so within {seconds} s"
-        time.sleep(0.01)
 
 
 def test_an_idle_link_costs_next_to_nothing(link: AgentLink, agent: FakeAgent) -> None:
@@ -398,7 +392,7 @@ def test_an_error_that_nobody_expects_does_not_end_the_links_thread(
     agent.die()
     successor = FakeAgent(agent.path)
     with successor.alive():
-        within(10.0, lambda: len(tries) > 3 and link.state is LinkState.ATTACHED)
+        wait_for(lambda: len(tries) > 3 and link.state is LinkState.ATTACHED, 10.0)
     link.close()
     assert all(later - earlier > 0.9 for earlier, later in pairwise(tries))
     (record,) = [record for record in caplog.records if "nobody expects" in record.getMessage()]

@@ -36,7 +36,7 @@ from kvbridge_proto.status import Status, StatusQuery
 from kvbridge_proto.stream import FRAME_FDS, StreamReader, pack
 
 from tests.support.nursery import Child, nursery
-from tests.support.oracle import Held
+from tests.support.oracle import Held, Shape, build
 
 # Tests that run in an engine's environment start agents from the agents' own.
 PYTHON = os.environ.get("KVBRIDGE_TEST_AGENT_PYTHON") or sys.executable
@@ -95,13 +95,6 @@ class Client:
 
     def close(self) -> None:
         self.socket.close()
-
-
-def wait_for(claim: Any, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not claim():
-        assert time.monotonic() < end, "not so by its deadline"
-        time.sleep(0.05)
 
 
 def is_at_rest(status: Status) -> bool:
@@ -180,6 +173,14 @@ def agent(
                 running.kill()
 
 
+@contextlib.contextmanager
+def attached(agent: AgentProcess, shape: Shape = Shape("nhd")) -> Iterator[SyntheticEngine]:  # noqa: B008 - it is frozen
+    """An engine at this agent."""
+    with contextlib.closing(SyntheticEngine(agent, build(shape))) as engine:
+        engine.attach()
+        yield engine
+
+
 def _wait_serving(running: AgentProcess, start_s: float) -> None:
     end = time.monotonic() + start_s
     while running.process.poll() is None and time.monotonic() < end:
@@ -241,6 +242,16 @@ class SyntheticEngine:
 
     def answer(self, request: str, seconds: float = ANSWER_S) -> Done | Failed:
         return self.client.wait(Done, Failed, request=request, seconds=seconds)
+
+    def done(self, request: str) -> None:
+        answer = self.answer(request)
+        assert isinstance(answer, Done), answer
+
+    def failed(self, request: str, code: str, seconds: float = ANSWER_S) -> str:
+        """The reason."""
+        answer = self.answer(request, seconds)
+        assert isinstance(answer, Failed) and answer.code == code, answer
+        return answer.reason
 
     def released(self, request: str, seconds: float = ANSWER_S) -> Released:
         return self.client.wait(Released, request=request, seconds=seconds)

@@ -80,8 +80,7 @@ class Bench:
 
     def done(self, request: str) -> None:
         for engine in self.receivers:
-            answer = engine.answer(request)
-            assert isinstance(answer, Done), answer
+            engine.done(request)
         for engine in self.senders:
             assert engine.released(request).code == ""
 
@@ -106,6 +105,13 @@ class Bench:
             for peer in engine.agent.status.peers:
                 assert peer.route_name == route and peer.bytes_per_s, peer
                 assert f" {peer.bytes_per_s / 1e9:.3g} GB/s" in peer.route
+
+    def fetch(self, given: list[int], wanted: list[int], tokens: range, *, p: str, d: str, rendezvous: str) -> None:
+        """A request that either side calls by a name of its own."""
+        self.sender.offer(p, given, tokens.stop, rendezvous=rendezvous)
+        self.receiver.want(d, self.address, wanted, tokens, rendezvous=rendezvous)
+        self.receiver.done(d)
+        self.sender.released(p)
 
     def carry(self, request: str, address: str = "") -> Done | Failed:
         return carry(self.sender, self.receiver, request, address=address)

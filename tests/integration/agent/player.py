@@ -60,11 +60,11 @@ class Wire:
 def outgoing_of(receiver: Any, player: Any, data_plane: Any, connect_s: float) -> OutgoingPeers:
     """Sessions that the receiver opens by the control of `player`, for its engine."""
     engine = lambda: player.engine  # noqa: E731
-    return OutgoingPeers(receiver, player, data_plane, engine, Metrics(), connect_s, time.monotonic, NoDoors().enter)
+    return OutgoingPeers(receiver, player, data_plane, engine, Metrics(), connect_s, time.monotonic, player.doors.enter)
 
 
 def incoming_of(sender: Any, player: Any, data_plane: Any) -> IncomingPeers:
-    return IncomingPeers(sender, data_plane, lambda: player.engine, Metrics(), NoDoors())
+    return IncomingPeers(sender, data_plane, lambda: player.engine, Metrics(), player.doors)
 
 
 def joined(player: Any, data_plane: Any, connect_s: float) -> Peers:
@@ -76,7 +76,7 @@ def joined(player: Any, data_plane: Any, connect_s: float) -> Peers:
 class Player:
     """Control, data plane, receiver and sender: the test's. A proof takes until `may_prove` is set."""
 
-    trust = Trust()
+    trust, doors = Trust(), NoDoors()
 
     def __init__(self, engine: AttachedEngine) -> None:
         self.engine: AttachedEngine | None = engine

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvbridge_proto.engine import Adopt, Decline, Done, Failed, Rescale, Rescaled
+from kvbridge_proto.engine import Adopt, Decline, Rescale, Rescaled
 
 from tests.integration.agent.harness import SyntheticEngine
 from tests.integration.agent.pairs import Bench, Benches
@@ -43,9 +43,9 @@ def test_rows_arrive_as_they_are_once_the_engine_has_taken_the_scales(pair: Benc
     }
     pair.receiver.client.send(Rescale(revision=question.revision, scales=question.scales))
     assert pair.receiver.client.wait(Rescaled) == Rescaled(revision=question.revision, epoch=2)
-    assert isinstance(answer := pair.receiver.answer("first"), Done), answer
+    pair.receiver.done("first")
     fetch(pair, "second")
-    assert isinstance(answer := pair.receiver.answer("second"), Done), answer
+    pair.receiver.done("second")
     assert not [message for message in pair.receiver.client.heard if isinstance(message, Adopt)]
     written = 2 * 2 * 4 * 16 * 8  # layers, parts, heads, tokens, width
     assert np.count_nonzero(np.concatenate(pair.receiver.held.memory) == 0x39) == written
@@ -56,12 +56,11 @@ def test_an_engine_that_keeps_its_own_gets_nothing_and_is_told_why(pair: Bench) 
     fetch(pair, "first")
     question = pair.receiver.client.wait(Adopt)
     pair.receiver.client.send(Decline(revision=question.revision, reason="requests have been computed"))
-    failed = pair.receiver.answer("first")
-    assert isinstance(failed, Failed) and failed.code == "adopt_refused"
-    assert "sender 0.5, receiver 2 (layer 0 k); needs scales=requantize" in failed.reason
-    assert "requests have been computed" in failed.reason
+    reason = pair.receiver.failed("first", "adopt_refused")
+    assert "sender 0.5, receiver 2 (layer 0 k); needs scales=requantize" in reason
+    assert "requests have been computed" in reason
     fetch(pair, "second")
-    assert isinstance(failed := pair.receiver.answer("second"), Failed) and failed.code == "adopt_refused"
+    pair.receiver.failed("second", "adopt_refused")
     assert not [message for message in pair.receiver.client.heard if isinstance(message, Adopt)]
     assert all((now == then).all() for now, then in zip(pair.receiver.held.memory, before, strict=True))
     assert pair.sender.released("first").code == ""

@@ -19,10 +19,11 @@ import pytest
 from kvbridge_proto.engine import Abandon, Done, Failed, Withdraw
 
 from kvbridge.device.fence import EngineFence
-from tests.integration.agent.harness import SyntheticEngine, wait_for
+from tests.integration.agent.harness import SyntheticEngine
 from tests.integration.agent.pairs import Bench
 from tests.support.oracle import Shape, fill
 from tests.support.proc import mapped
+from tests.support.waiting import wait_for
 
 TOKENS = range(90)
 TABLE, RECEIVER_TABLE = [9, 4, 7, 2, 6, 1], [3, 5]
@@ -82,8 +83,7 @@ class Pair(Bench):
         return any(isinstance(each, Done | Failed) and each.request == self.request for each in heard)
 
     def ends_right(self) -> None:
-        answer = self.receiver.answer(self.request)
-        assert isinstance(answer, Done), answer
+        self.receiver.done(self.request)
         self.check(RECEIVER_TABLE, TOKENS)
 
 
@@ -174,7 +174,7 @@ def test_a_withdrawn_offer_is_released_though_its_stream_stands_still(still: Pai
     request = held_up(still, sender=1)
     still.sender.client.send(Withdraw(request=request, reason="preempted"))
     assert still.sender.released(request, AT_ONCE_S).code == "withdrawn"
-    assert isinstance(answer := still.receiver.answer(request, AT_ONCE_S), Failed) and answer.code == "withdrawn"
+    still.receiver.failed(request, "withdrawn", AT_ONCE_S)
     wait_for(lambda: still.sender.agent.status.send_slots.lent == 0, AT_ONCE_S)
 
 
@@ -188,5 +188,5 @@ def test_an_offer_of_which_nobody_wants_the_rest_is_released_though_its_stream_s
 def test_an_abandoned_want_has_failed_though_its_stream_stands_still(still: Pair) -> None:
     request = held_up(still, receiver=1)
     still.receiver.client.send(Abandon(request=request))
-    assert isinstance(answer := still.receiver.answer(request, AT_ONCE_S), Failed) and answer.code == "aborted"
+    still.receiver.failed(request, "aborted", AT_ONCE_S)
     wait_for(lambda: still.receiver.agent.status.receive_slots.landed == 0, AT_ONCE_S)

@@ -13,7 +13,7 @@ from kvbridge_proto.peer import PROBE_LANES, Cancel, Goodbye, Hello, Refuse, Wel
 
 from kvbridge.agent.incoming_peers import MOST_GREETINGS, TURN_S
 from tests.integration.agent.player import Player, Wire, greeting, met, replace_struct, settle, welcomed
-from tests.integration.fuzz.machines import CLAIM
+from tests.integration.fuzz.agents import CLAIM
 from tests.unit.exchange.world import World
 
 # The receiver's lanes:

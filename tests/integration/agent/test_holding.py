@@ -10,9 +10,10 @@ from kvbridge_proto.status import OfferStatus
 
 from kvbridge.commands.status import rendered
 from kvbridge.exchange.sender import FRESH_S
-from tests.integration.agent.harness import AgentProcess, wait_for
+from tests.integration.agent.harness import AgentProcess
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape
+from tests.support.waiting import wait_for
 
 TOKENS = 40
 HOLD_S = 1.5

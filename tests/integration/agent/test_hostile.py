@@ -24,8 +24,7 @@ from kvbridge.exchange.session import Session, hello
 from kvbridge.geometry.compat import Convertible
 from tests.integration.agent.player import welcomed
 from tests.integration.agent.test_agent_names import Fetching
-from tests.integration.fuzz.agents import Besieged, Siege
-from tests.integration.fuzz.machines import ALL_ROWS
+from tests.integration.fuzz.agents import ALL_ROWS, Besieged, Siege
 from tests.unit.exchange.world import World
 from tests.unit.proto.samples import NOTICE
 

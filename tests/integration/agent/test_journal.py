@@ -12,10 +12,10 @@ import pytest
 from kvbridge_proto.engine import Failed
 
 from kvbridge.agent.journal import Journal
-from tests.integration.agent.harness import wait_for
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape
+from tests.support.waiting import wait_for
 
 TOKENS = range(1000)
 TABLE, WANTED = list(range(100, 163)), list(range(5, 21))
@@ -87,11 +87,7 @@ def sockets_of(bench: Bench) -> list[object]:
 
 
 def carried(bench: Bench, sender: str, receiver: str) -> None:
-    """Under a request name of its own on each side."""
-    bench.sender.offer(sender, TABLE, len(TOKENS), rendezvous="rendezvous")
-    bench.receiver.want(receiver, bench.address, WANTED, TOKENS, rendezvous="rendezvous")
-    bench.receiver.answer(receiver)
-    bench.sender.released(sender)
+    bench.fetch(TABLE, WANTED, TOKENS, p=sender, d=receiver, rendezvous="rendezvous")
 
 
 EXPECTED = {

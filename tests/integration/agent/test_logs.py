@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvbridge_proto.engine import Abandon, Done, Failed, Withdraw
+from kvbridge_proto.engine import Abandon, Failed, Withdraw
 from kvbridge_proto.status import Trace, TraceQuery
 
 from kvbridge.agent.logs import JsonFormatter, RateLimit
 from kvbridge.agent.request_log import RequestLog
 from kvbridge.agent.request_names import MOST_TRANSFERS, RequestNames
-from tests.integration.agent.harness import Client, SyntheticEngine, agent, wait_for
+from tests.integration.agent.harness import Client, SyntheticEngine, agent, attached
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.cited import ROOT
-from tests.support.oracle import Shape, build
+from tests.support.oracle import Shape
+from tests.support.waiting import wait_for
 
 
 def record(text: str, *args: Any, level: int = logging.WARNING) -> logging.LogRecord:
@@ -70,11 +71,7 @@ def test_kinds_of_lines_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_agent_logs_json_and_no_flood(tmp_path: Path) -> None:
-    with (
-        agent(tmp_path, "a", log_format="json", connect_s=2) as running,
-        closing(SyntheticEngine(running, build(Shape("nhd")))) as engine,
-    ):
-        engine.attach()
+    with agent(tmp_path, "a", log_format="json", connect_s=2) as running, attached(running) as engine:
         for number in range(200):
             engine.want(f"r{number}", "tcp://not an address", [1], range(16))
         for number in range(200):
@@ -98,13 +95,11 @@ def ended_in_every_way(made: Bench) -> dict[str, str]:
     """The prefill engine's name of each request by the decode engine's: fetched, wanted too early, failed, aborted."""
     sender, receiver = made.sender, made.receiver
     for name in ("one", "two"):
-        sender.offer(f"p-{name}", TABLE, len(TOKENS), rendezvous=name)
-        receiver.want(f"d-{name}", made.address, WANTED, TOKENS, rendezvous=name)
-        assert isinstance(receiver.answer(f"d-{name}"), Done)
+        made.fetch(TABLE, WANTED, TOKENS, p=f"p-{name}", d=f"d-{name}", rendezvous=name)
     receiver.want("d-early", made.address, WANTED, TOKENS, rendezvous="early")
     wait_for(lambda: any(each.rendezvous == "early" for each in sender.agent.status.transfers))
     sender.offer("p-early", TABLE, len(TOKENS), rendezvous="early")
-    assert isinstance(receiver.answer("d-early"), Done)
+    receiver.done("d-early")
     sender.offer("p-short", TABLE[:5], 80, rendezvous="short")
     receiver.want("d-short", made.address, WANTED, TOKENS, rendezvous="short")
     assert isinstance(receiver.answer("d-short"), Failed)
@@ -114,10 +109,9 @@ def ended_in_every_way(made: Bench) -> dict[str, str]:
     receiver.client.send(Abandon(request="d-gone"))
     assert isinstance(receiver.answer("d-gone"), Failed)
     sender.client.send(Withdraw(request="p-gone"))
-    names = ("one", "two", "early", "short", "gone")
-    for name in names:
+    for name in ("early", "short", "gone"):
         sender.released(f"p-{name}")
-    return {f"d-{name}": f"p-{name}" for name in names}
+    return {f"d-{name}": f"p-{name}" for name in ("one", "two", "early", "short", "gone")}
 
 
 def transfers_of(engine: SyntheticEngine, request: str) -> set[str]:

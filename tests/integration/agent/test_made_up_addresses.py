@@ -6,10 +6,11 @@ from pathlib import Path
 
 from kvbridge_proto.engine import Done, Failed
 
-from tests.integration.agent.harness import agent, wait_for
+from tests.integration.agent.harness import agent
 from tests.integration.agent.pairs import Benches
 from tests.support.oracle import Shape, fill
 from tests.support.proc import descriptors
+from tests.support.waiting import wait_for
 
 MADE_UP = 3000
 LIMITS = (256, 1024)  # of descriptors, soft and hard

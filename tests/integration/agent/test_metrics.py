@@ -13,11 +13,11 @@ import pytest
 from kvbridge.agent.journal import Journal
 from kvbridge.agent.metrics import MAX_CODES, Metrics
 from kvbridge.agent.request_records import RequestRecord, RequestRecords
-from tests.integration.agent.harness import wait_for
 from tests.integration.agent.pairs import Benches
 from tests.integration.agent.test_journal import TABLE, TOKENS, WANTED
 from tests.support.oracle import Shape
 from tests.support.served_metrics import served
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/metrics.md").read_text()
@@ -117,11 +117,8 @@ def test_agents_count_bytes_by_route_and_conversion(
     bench = bench_of(*shapes, routes=route, slot_bytes=1 << 20)
     sender, receiver = bench.sender, bench.receiver
     bench.fill(TABLE, TOKENS)
-    sender.offer("p", TABLE, len(TOKENS), rendezvous="rendezvous")
     table = WANTED if block_tokens == 64 else list(range(5, 68))
-    receiver.want("d", bench.address, table, TOKENS, rendezvous="rendezvous")
-    receiver.answer("d")
-    sender.released("p")
+    bench.fetch(TABLE, table, TOKENS, p="p", d="d", rendezvous="rendezvous")
     wait_for(lambda: sender.agent.status.counters.get("kvbridge_wire_bytes_total{role=sender}"))
     for role, engine in (("sender", sender), ("receiver", receiver)):
         counters = Counter(engine.agent.status.counters)

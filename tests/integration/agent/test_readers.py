@@ -9,11 +9,11 @@ import signal
 import pytest
 from kvbridge_proto.engine import Detach
 
-from tests.integration.agent.harness import wait_for
 from tests.integration.agent.pairs import Bench, Benches
 from tests.integration.agent.test_holding import shown
 from tests.support.oracle import Shape
 from tests.support.proc import mapped
+from tests.support.waiting import wait_for
 
 TABLE, TOKENS = [3, 1, 2], range(40)
 BACK_S = 1.0  # in which receivers that behave have closed it

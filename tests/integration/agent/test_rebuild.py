@@ -7,7 +7,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from kvbridge.errors import FabricError
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.slots import ReceiveSlots
 from tests.integration.agent.disturbed import pair_of, stands_still
-from tests.integration.agent.harness import SyntheticEngine, agent, wait_for
+from tests.integration.agent.harness import SyntheticEngine, agent, attached
 from tests.integration.agent.pairs import Benches, carry
 from tests.integration.agent.test_abandon import SCALE
-from tests.support.oracle import Shape, build
+from tests.support.oracle import Shape
+from tests.support.waiting import wait_for
 from tests.unit.exchange.world import World
 
 HALF, LESS, ALL, BUSY, NONE = (
@@ -176,14 +177,12 @@ def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end
     world.run()
     assert not receiving.pause()
     world.want("late", 16)
-    world.hold.clear()
-    world.run()
+    world.go_on()
     assert list(world.answers()) == ["early"] and isinstance(world.answers()["early"], Done)
     assert receiving.pause() and not world.senders[0].sending.outgoing_transfers
     world.do(world.receivers[0], receiving.rebuilt(world.receivers[0].engine, world.now))
     world.run()
-    assert isinstance(world.answers()["late"], Done)
-    world.check_rest()
+    world.check_done("late")
 
 
 def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_its_session() -> None:
@@ -218,11 +217,8 @@ def test_what_is_claimed_before_a_rebuild_waits_for_it() -> None:
     assert [type(answer) for answer in world.answers().values()] == [Done, Done]
     sending.pause(is_alone=True)
     world.do(sender, sending.rebuilt("test"))
-    world.offer("after", 16, 4)
-    world.want("after", 16)
-    world.run()
-    assert isinstance(world.answers()["after"], Done)
-    world.check_rest()
+    world.begin("after", 16)
+    world.check_done("after")
 
 
 def test_a_claim_that_takes_nothing_waits_for_no_rebuild() -> None:
@@ -241,11 +237,8 @@ def test_one_of_several_ranks_goes_on_before_its_rebuild() -> None:
     world = World(senders=2)
     sender = world.senders[0]
     assert sender.sending.pause(is_alone=False)
-    world.offer("r", 16, 4)
-    world.want("r", 16)
-    world.run()
-    assert isinstance(world.answers()["r"], Done)
-    world.check_rest()
+    world.begin("r", 16)
+    world.check_done("r")
 
 
 def test_slots_that_we_send_from_are_made_anew_as_well() -> None:
@@ -298,8 +291,7 @@ def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_f
     shape = Shape("nhd", block_tokens=16, blocks=64)
     bench = bench_of(shape, shape, **options)
     running = stack.enter_context(agent(tmp_path, "other", **options))
-    other = stack.enter_context(closing(SyntheticEngine(running, build(shape))))
-    other.attach()
+    other = stack.enter_context(attached(running, shape))
     sender, still, prefill = bench.sender, bench.receiver, bench.sender.agent
     table = list(range(64))
 

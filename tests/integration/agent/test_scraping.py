@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
@@ -22,6 +22,7 @@ from kvbridge.errors import OperatorError
 from kvbridge.states import SessionState
 from tests.integration.agent.player import Player, Wire
 from tests.support.proc import descriptors
+from tests.support.waiting import wait_for
 from tests.unit.exchange.world import World
 
 REQUEST_S = 2.0
@@ -45,13 +46,6 @@ def scraped(place: tuple[str, int]) -> str:
     return text.decode()
 
 
-def becomes(is_so: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "not so by its deadline"
-        time.sleep(0.02)
-
-
 def is_answered(place: tuple[str, int]) -> bool:
     try:
         return "kvbridge_rebuilds_total 0.0" in scraped(place)
@@ -67,8 +61,8 @@ def test_who_connects_and_says_nothing_costs_a_bounded_number_of_threads_and_not
         assert threading.active_count() - threads <= AT_ONCE
         assert descriptors() - before - len(silent) <= AT_ONCE
         assert not is_answered(place)  # they have all there are; else it would not be seen that they lose them
-        becomes(lambda: is_answered(place), REQUEST_S + 2)
-        becomes(lambda: threading.active_count() <= threads and descriptors() <= before + len(silent), 5)
+        wait_for(lambda: is_answered(place), REQUEST_S + 2)
+        wait_for(lambda: threading.active_count() <= threads and descriptors() <= before + len(silent), 5)
 
 
 def test_who_says_little_now_and_then_is_cut_off_as_well() -> None:
@@ -143,7 +137,7 @@ def test_who_asks_while_it_is_being_made_gets_that_very_page(monkeypatch: pytest
     askers = [threading.Thread(target=lambda: texts.append(page.text())) for _ in range(4)]
     for asker in askers:
         asker.start()
-    becomes(lambda: registry.reads == 2, 5)
+    wait_for(lambda: registry.reads == 2, 5)
     assert not texts
     registry.may_go.set()
     for asker in askers:

@@ -9,7 +9,7 @@ import signal
 import socket
 import struct
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import pytest
 from kvbridge_proto.engine import Done, Failed
 
 from kvbridge.loopback.processes import free_port
-from tests.integration.agent.harness import SyntheticEngine, agent, wait_for
+from tests.integration.agent.harness import agent, attached
 from tests.integration.agent.pairs import Benches
 from tests.support.nursery import kvbridge
-from tests.support.oracle import Shape, build
+from tests.support.oracle import Shape
 from tests.support.proc import listening
+from tests.support.waiting import wait_for
 
 SIOCGIFADDR = 0x8915
 WATCHED = "tests.integration.agent.watched_agent"
@@ -62,8 +63,7 @@ def test_one_line_makes_a_fleet_that_nobody_else_can_speak_to(tmp_path: Path, be
     (seen,) = pair.sender.agent.status.peers
     assert seen.key == "fleet" and "curve" in pair.sender.agent.status.security
     assert f"key={public}" in pair.sender.agent.text()
-    with agent(tmp_path, "x") as bare, closing(SyntheticEngine(bare, build(Shape("hnd")))) as stranger:
-        stranger.attach()
+    with agent(tmp_path, "x") as bare, attached(bare, Shape("hnd")) as stranger:
         stranger.want("steal", pair.sender.agent.address.partition("#")[0], [1], range(16))
         failed = stranger.answer("steal")
         assert isinstance(failed, Failed) and failed.code in ("peer_unreachable", "peer_disconnected"), failed

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 from kvbridge_proto.engine import Done, Failed
 
-from tests.integration.agent.harness import wait_for
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape
+from tests.support.waiting import wait_for
 
 TOKENS = range(1000)
 TABLE, WANTED = list(range(100, 163)), list(range(5, 21))

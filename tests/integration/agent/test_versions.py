@@ -12,10 +12,11 @@ import pytest
 from kvbridge_proto.common import OURS, VersionRange
 from kvbridge_proto.engine import Attached, Done, Failed, Refused
 
-from tests.integration.agent.harness import SyntheticEngine, agent, is_at_rest, wait_for
+from tests.integration.agent.harness import SyntheticEngine, agent, is_at_rest
 from tests.integration.agent.pairs import carry
 from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build_all
+from tests.support.waiting import wait_for
 
 RANGED = "tests.integration.agent.ranged_agent"
 TOKENS = 90

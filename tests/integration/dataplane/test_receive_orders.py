@@ -13,10 +13,8 @@ from tests.unit.exchange.world import Node, World
 def landing() -> tuple[World, Node, list[Notice]]:
     """A want of which chunks have landed, and nobody has looked yet."""
     world = World()
-    world.offer("r", 64, 16)
-    world.want("r", 64)
     world.hold = {"notice"}
-    world.run()
+    world.begin()
     return world, world.receivers[0], world.notices
 
 
@@ -40,7 +38,7 @@ def test_a_want_given_up_while_chunks_are_scattered_fails_afterwards() -> None:
         receiver.receive_orders.scattered(arrival, None)
         world._report(receiver)
         world.settle()
-    assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "aborted"
+    assert world.failure().code == "aborted"
     assert receiver.receive_orders.landed(late) is None
 
 

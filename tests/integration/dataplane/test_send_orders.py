@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbridge_proto.engine import Done, Failed
+from kvbridge_proto.engine import Failed
 from kvbridge_proto.peer import SlotLease
 
 from kvbridge.dataplane.send_orders import LeavingChunk, SendOrders
@@ -178,10 +178,8 @@ def test_a_late_write_keeps_its_slot_and_holds_up_no_rebuild() -> None:
 def test_blocks_are_kept_until_the_data_plane_has_said_that_they_are_read_no_more() -> None:
     """The exchange has stopped the transfer; a chunk was begun before that was heard."""
     world = World()
-    world.offer("r", 64, 16)
-    world.want("r", 64)
     world.hold = {"gather"}
-    world.run()
+    world.begin()
     world.hold = {"gather", "order"}
     world.withdraw("r")
     world.run()
@@ -189,8 +187,7 @@ def test_blocks_are_kept_until_the_data_plane_has_said_that_they_are_read_no_mor
     world.hold = {"gather"}
     world.run()
     assert not world.released()
-    world.hold = set()
-    world.run()
+    world.go_on()
     assert world.released()["r"].code == "withdrawn" and isinstance(world.answers()["r"], Failed)
     world.check_rest()
 
@@ -203,5 +200,4 @@ def test_leases_that_come_before_an_offer_are_not_lost() -> None:
     assert out.early
     world.offer("r", 64, 16)
     world.run()
-    assert isinstance(world.answers()["r"], Done)
-    world.check_rest()
+    world.check_done("r")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from kvbridge.errors import FabricError, OperatorError
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.options import AgentConfig
-from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent
+from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent, attached
 from tests.integration.agent.pairs import Benches, carry
 from tests.integration.agent.player import Player, Wire, settle, welcomed
-from tests.support.oracle import Shape, build
+from tests.support.oracle import Shape
 from tests.support.proc import resident_bytes
 from tests.unit.exchange.world import World
 
@@ -51,8 +51,7 @@ def three(bench_of: Benches, tmp_path: Path, stack: ExitStack) -> dict[str, Synt
     shape = Shape("nhd", blocks=64)
     bench = bench_of(shape, shape, slot_bytes=4 << 20)
     running = stack.enter_context(agent(tmp_path, "private", slot_bytes=4 << 20, no_share_memory=True))
-    private = stack.enter_context(closing(SyntheticEngine(running, build(shape))))
-    private.attach()
+    private = stack.enter_context(attached(running, shape))
     return {"read": bench.sender, "receiver": bench.receiver, "private": private}
 
 

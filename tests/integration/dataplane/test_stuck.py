@@ -14,11 +14,12 @@ import pytest
 from kvbridge_proto.engine import Detach
 
 from kvbridge.dataplane.watchdog import STATUS, Watchdog
-from tests.integration.agent.harness import AgentProcess, SyntheticEngine, wait_for
+from tests.integration.agent.harness import AgentProcess, SyntheticEngine
 from tests.integration.agent.impatient_agent import STUCK_S
 from tests.integration.agent.pairs import Bench
 from tests.integration.dataplane.test_routes import Ended, ended
 from tests.support.oracle import Shape, build
+from tests.support.waiting import wait_for
 
 IMPATIENT = "tests.integration.agent.impatient_agent"
 AT = "sender.gather_begun"

@@ -6,13 +6,13 @@ import fcntl
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
 
 from kvbridge.device.fence import EngineFence, FencePage
 from kvbridge.errors import EngineError
+from tests.support.waiting import wait_for
 
 ENGINE = """
 import mmap, sys
@@ -50,7 +50,7 @@ def test_another_process_sees_the_mark_and_what_was_written_before_it() -> None:
         for count in (1, 2):
             assert not page.reached(count)
             engine.stdin.write(f"{count + 76}\n")
-            wait(lambda count=count: page.reached(count))
+            wait_for(lambda count=count: page.reached(count))
             assert os.pread(memory, 1, 0)[0] == count + 76
             assert engine.stdout.readline() == f"{count}\n"
         engine.kill()
@@ -99,10 +99,3 @@ def page(size_bytes: int, is_sealed: bool) -> int:
     os.ftruncate(fd, size_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK if is_sealed else 0)
     return fd
-
-
-def wait(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.001)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from kvbridge.commands.bench import BenchOutcome, _said, _verdict
 from kvbridge.doctor.pace import RECEIVERS, USUAL_BYTES, Bench, Pace
 from kvbridge.errors import OperatorError
 from tests.support.nursery import kvbridge
+from tests.support.waiting import wait_for
 
 QUICK = ("--device", "cpu", "--seconds", "0.1", "--most-mib", "128")
 
@@ -89,10 +89,7 @@ def test_a_bench_that_is_killed_leaves_no_agent_behind(tmp_path: Path) -> None:
         pids = [int(word) for word in process.stdout.readline().split()]
         process.kill()
     assert len(pids) == 2
-    end = time.monotonic() + 15
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < end, f"still there: {pids}"
-        time.sleep(0.05)
+    wait_for(lambda: not any(is_running(pid) for pid in pids), 15)
 
 
 def is_running(pid: int) -> bool:

@@ -30,7 +30,7 @@ MOST_CRASHES = 20
 # same within 30 KiB over 140 000 frames. What is left of the noise was 3 MiB there.
 MOST_GROWN_KIB = 8 << 10
 JUDGED_S = 20.0  # in a shorter run a fifth does not fill the caches: its growth is said, not judged
-SLOW = dict.fromkeys(("machines", "agents", "pools"), 4)  # how much more time they get: what is behind them is deepest
+SLOW = dict.fromkeys(("agents", "pools"), 4)  # how much more time they get: what is behind them is deepest
 
 
 def fuzz(target: Target, frames: int, seed: int, seconds: float) -> dict[str, Any]:

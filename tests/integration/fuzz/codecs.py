@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import tempfile
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,6 +15,7 @@ from kvbridge_proto.stream import FRAME_FDS, HEADER, StreamReader
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.transport.framed import FrameReader
 from tests.integration.fuzz.mutate import Mutator
+from tests.integration.fuzz.target import Target
 from tests.unit.proto.samples import BODIES, FROM_DOOR, NOTICE, TO_AGENT, TO_DOOR, TO_ENGINE, enveloped
 
 CODES = {"frame_too_large", "frame_malformed", "frame_too_deep", "message_invalid"}
@@ -32,7 +31,7 @@ KINDS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-class Decoding:
+class Decoding(Target):
     """`decode` gives BadFrame, or a message that goes over the wire again unchanged; both of its ways agree."""
 
     def __init__(self, name: str) -> None:
@@ -55,10 +54,8 @@ class Decoding:
             assert encode(codec.typed(codec.unpack(frame), self._kind)) == again
         return 1
 
-    def close(self) -> None: ...
 
-
-class Stream:
+class Stream(Target):
     """The engine's stream: cut anywhere it gives the same messages and the same end."""
 
     name = "stream"
@@ -88,10 +85,8 @@ class Stream:
         assert len(reader._buffer) <= len(frame)
         return found, ""
 
-    def close(self) -> None: ...
 
-
-class Descriptors:
+class Descriptors(Target):
     """The same stream with descriptors beside it: each is handed out once with a message, or closed."""
 
     name = "fds"
@@ -131,14 +126,13 @@ class Descriptors:
         os.close(self._null)
 
 
-class Client:
+class Client(Target):
     """The adapter's end of the unix socket: whatever an agent says, `poll` raises nothing and the end is said."""
 
     name = "client"
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        path = Path(self._folder.name) / "a.sock"
+        path = self.folder / "a.sock"
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(str(path))
         self._server.listen(8)
@@ -167,7 +161,7 @@ class Client:
     def close(self) -> None:
         self._client.close()
         self._server.close()
-        self._folder.cleanup()
+        super().close()
 
 
 def streamed(random: Random, good: list[bytes], mutator: Mutator) -> bytes:

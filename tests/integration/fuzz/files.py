@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import tempfile
 from pathlib import Path
 from random import Random
 
 import msgpack
 import msgspec
-from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.codec import encode
 from kvbridge_proto.pool import Pool
 from kvbridge_proto.status import Status
 from rich.console import Console
@@ -21,6 +20,7 @@ from kvbridge.commands import plan
 from kvbridge.commands.status import rendered
 from kvbridge.errors import OperatorError
 from tests.integration.fuzz.mutate import Mutator
+from tests.integration.fuzz.target import Target
 from tests.integration.fuzz.typed import drawer
 from tests.support.pools import Shape, describe
 from tests.unit.proto.samples import POOL, TO_ENGINE
@@ -36,14 +36,13 @@ TOML = (
 )
 
 
-class ConfigText:
+class ConfigText(Target):
     """`load` gives options or OperatorError, whatever the file, the environment and the flags say."""
 
     name = "config"
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._path = Path(self._folder.name) / "c.toml"
+        self._path = self.folder / "c.toml"
         self._names = list(options.options())
         sample = (ROOT / "deploy" / "kvbridge.toml").read_text()
         self._lines = [line.lstrip("# ") for line in sample.splitlines() if "=" in line]
@@ -74,23 +73,19 @@ class ConfigText:
             msgspec.json.encode(loaded)  # what is text can be said, in logs and to peers
         return 1
 
-    def close(self) -> None:
-        self._folder.cleanup()
-
 
 def _pairs(said: bytes) -> dict[str, str]:
     lines = said.decode("utf-8", "surrogateescape").split("\n")
     return {line.partition("=")[0]: line.partition("=")[2] for line in lines if "=" in line}
 
 
-class PoolFile:
+class PoolFile(Target):
     """`kvbridge plan` says what it thinks of two files, or OperatorError."""
 
     name = "poolfile"
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._paths = [Path(self._folder.name) / name for name in ("sender.json", "receiver.json")]
+        self._paths = [self.folder / name for name in ("sender.json", "receiver.json")]
         shapes = [Shape(), Shape("hnd", block_tokens=32), Shape("cross_layer", codec="fp8_e4m3")]
         good = [describe(shape) for shape in shapes]
         self._good = [msgspec.json.encode(pool) for pool in (POOL, *good)]
@@ -124,14 +119,11 @@ class PoolFile:
                 plan.show(str(ours), str(theirs), tokens, 4 << 20, 0, as_json)
         return 1
 
-    def close(self) -> None:
-        self._folder.cleanup()
 
-
-class StatusText:
+class StatusText(Target):
     """What an agent says of itself, and of peers that chose their own names, can be shown to people."""
 
-    name = "status"
+    name, kind = "status", Status
 
     def __init__(self) -> None:
         self._draw = drawer(Status)
@@ -140,15 +132,8 @@ class StatusText:
     def frame(self, random: Random) -> bytes:
         return self._mutator.typed(random) if random.random() < 0.7 else self._mutator.frame(random)
 
-    def run(self, frame: bytes) -> int:
-        try:
-            status = decode(frame, Status)
-        except BadFrame:
-            return 1
+    def judge(self, status: Status) -> None:
         out = io.StringIO()
         Console(file=out, width=100, force_terminal=False).print(rendered(status))
         shown = out.getvalue()
         assert all(letter.isprintable() or letter == "\n" for letter in shown), "control characters reach the terminal"
-        return 1
-
-    def close(self) -> None: ...

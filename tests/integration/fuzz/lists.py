@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from random import Random
 
@@ -12,6 +11,7 @@ from zmq.utils import z85
 from kvbridge.errors import OperatorError
 from kvbridge.transport.keys import MOST_KEYS, NAME, is_key, load_peers
 from kvbridge.transport.lock import INCARNATION, KEPT, KERNEL, LINE_BYTES, Lock
+from tests.integration.fuzz.target import Target
 
 ODD = (
     *(b"", b"\r", b"#", b" ", b"\t", b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\xe2\x80\xa8", b"\xd9\xa3"),
@@ -19,14 +19,13 @@ ODD = (
 )
 
 
-class KeyList:
+class KeyList(Target):
     """`load_peers` gives names of keys that are keys, or OperatorError `bad_peers`; a list or a folder of lists."""
 
     name = "keylist"
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._path = Path(self._folder.name) / "a.pub"
+        self._path = self.folder / "a.pub"
         random = Random("keys")
         self._keys = [z85.encode(random.randbytes(32)) for _ in range(8)]
 
@@ -57,18 +56,14 @@ class KeyList:
             assert error.code == "bad_peers" and str(error), error.code
             return None
 
-    def close(self) -> None:
-        self._folder.cleanup()
 
-
-class IncarnationList:
+class IncarnationList(Target):
     """Whatever the lock's file holds, the lock is had; the next one knows its holder, and nobody who was not there."""
 
     name = "bootlist"
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._socket = Path(self._folder.name) / "a.sock"
+        self._socket = self.folder / "a.sock"
         self._file = Path(f"{self._socket}.lock")
         self._file.touch(0o600)
 
@@ -100,9 +95,6 @@ class IncarnationList:
         lock = Lock(self._socket, incarnation)
         lock.close()
         return lock.before
-
-    def close(self) -> None:
-        self._folder.cleanup()
 
 
 def _spoiled(random: Random, text: bytes) -> bytes:

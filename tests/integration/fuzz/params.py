@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvbridge_proto.codec import decode
-from kvbridge_proto.engine import Offer, ToAgent, Want
+from kvbridge_proto.engine import ToAgent
 from kvbridge_proto.stream import HEADER, pack
 
 from kvbridge.adapters.vllm.params import read_remote
 from kvbridge.adapters.vllm.rendezvous import message_name, named, offered_rendezvous, prompt_digest, wanted_rendezvous
 from kvbridge.errors import EngineError
+from tests.integration.fuzz.target import Target
+from tests.unit.exchange.world import offer_of, want_of
 
 NAMES = ("remote_request_id", "remote_host", "remote_port", "remote_key")
 TEXTS = (
@@ -31,7 +33,7 @@ LONG_IDS = ("9" * 50_000, "1_" * 20_000, "0_cmpl-" * 8000, "a-" * 20_000, "x-" +
 ODD = (None, True, -1, 7700, 1 << 64, 1 << 70, 0.5, [], ["x"], {"a": {}}, {})
 
 
-class Params:
+class Params(Target):
     """`read_remote` gives EngineError `bad_params`, or what an agent takes in a message; rendezvous ids have no worse
     end."""
 
@@ -65,7 +67,7 @@ class Params:
         digest = _digest(prompt)
         name, rendezvous = message_name(request_id), offered_rendezvous(request_id, digest)
         assert named(request_id).index >= 0
-        _check(Offer(rendezvous=rendezvous, request=name, tokens=0, blocks=(), is_last=True, hold_s=1))
+        _check(offer_of(name, 0, (), rendezvous=rendezvous))
         try:
             remote = read_remote(params)
         except EngineError as error:
@@ -74,20 +76,8 @@ class Params:
         wanted = wanted_rendezvous(remote.request, request_id, digest)
         assert wanted == rendezvous or remote.request != rendezvous, "a request finds its own rendezvous again"
         for each in (wanted or remote.request, remote.request):  # the latter where it is declined
-            _check(
-                Want(
-                    request=name,
-                    rendezvous=each,
-                    sender=remote.sender,
-                    first_token=0,
-                    end_token=0,
-                    blocks=(),
-                    deadline_s=1,
-                )
-            )
+            _check(want_of(name, 0, (), rendezvous=each, sender=remote.sender))
         return 1
-
-    def close(self) -> None: ...
 
 
 def _digest(prompt: list[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import msgspec
-from kvbridge_proto.codec import BadFrame, decode, encode
+from kvbridge_proto.codec import encode
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Count, Pool
@@ -17,6 +17,7 @@ from kvbridge.geometry.shard import assign, common
 from kvbridge.geometry.token_shard import TokenShard
 from kvbridge.geometry.tokens import BlockTable
 from tests.integration.fuzz.mutate import Mutator
+from tests.integration.fuzz.target import Target
 from tests.integration.fuzz.typed import drawer
 from tests.integration.fuzz.vary import varied
 from tests.support.pools import Shape, describe, mla
@@ -51,10 +52,10 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True):
     theirs: Pool
 
 
-class Pools:
+class Pools(Target):
     """Nothing but named errors; chunks fit slots; what is read or written of ours lies in our blocks."""
 
-    name = "pools"
+    name, kind = "pools", Greeting
 
     def __init__(self) -> None:
         self._ours = [describe(shape) for shape in SHAPES]
@@ -78,17 +79,13 @@ class Pools:
         theirs = self._pool(random) if choice < 0.15 else random.choice(self._ours)
         return encode(self._greeting(random, varied(random, theirs, random.choice((0, 1, 1, 2, 3, 5)))))
 
-    def run(self, frame: bytes) -> int:
-        try:
-            said = decode(frame, Greeting)
-        except BadFrame:
-            return 1
+    def judge(self, said: Greeting) -> None:
         ours = self._ours[said.ours % len(self._ours)]
         sender, receiver = (ours, said.theirs) if said.is_sender else (said.theirs, ours)
         found = verdict(sender, receiver)
         if isinstance(found, Incompatible):
             assert found.reasons and all(0 < len(reason) <= 1024 for reason in found.reasons)
-            return 1
+            return
         assert not check_pool(said.theirs)
         slot_bytes = SLOT_BYTES[said.slot % len(SLOT_BYTES)]
         planner = Planner(sender, receiver)
@@ -103,13 +100,10 @@ class Pools:
             plan = planner.plan(takes, said.first_token, said.end_token, slot_bytes)
         except KVBridgeError as error:
             assert error.code in ("bad_tokens", "bad_take", "slot_too_small"), error.code
-            return 1
+            return
         assert Planner(sender, receiver).plan(takes, said.first_token, said.end_token, slot_bytes).digest == plan.digest
         _check_chunks(plan, slot_bytes)
         _check_parts(plan, ours, said.is_sender)
-        return 1
-
-    def close(self) -> None: ...
 
 
 def _check_chunks(plan: Plan, slot_bytes: int) -> None:

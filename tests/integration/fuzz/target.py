@@ -7,28 +7,53 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from types import FrameType
-from typing import Protocol
+from typing import Any
+
+from kvbridge_proto.codec import BadFrame, decode
 
 CORPUS = Path(__file__).parent / "corpus"
 SLOW_S = 1.0
 HANG_S = 60.0  # by the wall clock: other processes may have the processors
 
 
-class Target(Protocol):
+class Target:
     """`run` raises whatever is wrong with what the frame did, and says how many frames or messages that were."""
 
-    name: str
+    name = ""
+    kind: Any = None  # of message, if a frame is one
 
-    def frame(self, random: Random) -> bytes: ...
-    def run(self, frame: bytes) -> int: ...
-    def close(self) -> None: ...
+    def frame(self, random: Random) -> bytes:
+        raise NotImplementedError
+
+    def run(self, frame: bytes) -> int:
+        """One of a kind is read and judged; a bad one is refused by the codec."""
+        try:
+            message = decode(frame, self.kind)
+        except BadFrame:
+            return 1
+        return self.judge(message) or 1
+
+    def judge(self, message: Any) -> int | None:
+        raise NotImplementedError
+
+    @cached_property
+    def folder(self) -> Path:
+        """For files, gone when it is closed."""
+        self._temporary = tempfile.TemporaryDirectory()
+        return Path(self._temporary.name)
+
+    def close(self) -> None:
+        if "folder" in vars(self):
+            self._temporary.cleanup()
 
 
 class Slow(Exception):

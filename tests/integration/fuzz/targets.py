@@ -9,7 +9,6 @@ from tests.integration.fuzz.agents import Agents
 from tests.integration.fuzz.codecs import KINDS, Client, Decoding, Descriptors, Stream
 from tests.integration.fuzz.files import ConfigText, PoolFile, StatusText
 from tests.integration.fuzz.lists import IncarnationList, KeyList
-from tests.integration.fuzz.machines import Machines
 from tests.integration.fuzz.params import Params
 from tests.integration.fuzz.pools import Pools
 from tests.integration.fuzz.target import Target
@@ -26,7 +25,6 @@ NAMES: dict[str, Callable[[], Target]] = {
     "poolfile": PoolFile,
     "status": StatusText,
     "pools": Pools,
-    "machines": Machines,
     "agents": Agents,
 }
 

@@ -27,8 +27,7 @@ FRAMES = {
         "poolfile": 300,
         "status": 150,
         "pools": 2500,
-        "machines": 3000,
-        "agents": 600,
+        "agents": 3000,
     },
 }
 

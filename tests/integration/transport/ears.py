@@ -14,7 +14,8 @@ from kvbridge_proto.codec import encode
 from kvbridge_proto.peer import Body, Cancel, Envelope
 
 from kvbridge.transport.control import Control
-from kvbridge.transport.events import Event, Reached, Settings
+from kvbridge.transport.events import Event, Lost, Reached, Settings
+from kvbridge.transport.link import Link
 from kvbridge.transport.trust import Trust
 from tests.support.nursery import PipedChild
 
@@ -42,6 +43,12 @@ class Ear:
         event = await self.next(within_s)
         assert isinstance(event, kind), event
         return event
+
+    async def loses(self, code: str, link: Link | None = None) -> Lost:
+        """The next event, which must be this loss."""
+        lost = await self.hear(Lost)
+        assert lost.code == code and link in (None, lost.link), lost
+        return lost
 
     async def silence(self, for_s: float) -> None:
         with pytest.raises(TimeoutError):

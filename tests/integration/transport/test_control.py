@@ -76,8 +76,7 @@ async def test_a_goodbye_arrives_before_the_end_of_a_closed_link() -> None:
         link.send(Goodbye(reason="done"))
         link.close()
         assert (await sender_ear.hear(Arrived)).envelope.body == Goodbye(reason="done")
-        lost = await sender_ear.hear(Lost)
-        assert lost.link is accepted and lost.code == "peer_disconnected"
+        await sender_ear.loses("peer_disconnected", accepted)
         await receiver_ear.silence(0.3)
         assert not link.send(cancel("late")) and receiver.dial(sender.address) is not link
 
@@ -89,11 +88,8 @@ async def test_nobody_at_the_address_is_unreachable_within_the_deadline() -> Non
     async with Control("receiver", settings=QUICK) as receiver:
         link, begin = receiver.dial(f"tcp://127.0.0.1:{free_port()}"), time.monotonic()
         assert link.send(cancel("t"))
-        lost = await Ear(receiver).hear(Lost)
-        assert (lost.link, lost.code) == (
-            link,
-            "peer_unreachable",
-        ) and time.monotonic() - begin < Settings().connect_s
+        await Ear(receiver).loses("peer_unreachable", link)
+        assert time.monotonic() - begin < Settings().connect_s
         assert not link.send(cancel("dropped")) and receiver.links == []
 
 
@@ -101,7 +97,7 @@ async def test_a_server_of_another_kind_is_unreachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         async with Control("receiver", settings=QUICK) as receiver:
             receiver.dial(f"tcp://127.0.0.1:{mute.getsockname()[1]}").send(cancel("t"))
-            assert (await Ear(receiver).hear(Lost)).code == "peer_unreachable"
+            await Ear(receiver).loses("peer_unreachable")
 
 
 async def test_a_killed_peer_is_lost_at_once_on_the_dialling_side() -> None:
@@ -111,8 +107,7 @@ async def test_a_killed_peer_is_lost_at_once_on_the_dialling_side() -> None:
             link.send(cancel("t"))
             assert (await ear.hear(Arrived)).envelope.body == Drained(transfer="t")
             child.kill()
-            lost = await ear.hear(Lost)
-            assert (lost.link, lost.code) == (link, "peer_disconnected")
+            await ear.loses("peer_disconnected", link)
 
 
 async def test_a_killed_peer_is_lost_soon_on_the_listening_side_and_no_other_link_with_it() -> None:
@@ -123,8 +118,7 @@ async def test_a_killed_peer_is_lost_soon_on_the_listening_side_and_no_other_lin
             arrived = await sender_ear.hear(Arrived)
             assert arrived.link.peer_incarnation == "doomed"
             child.kill()
-            lost = await sender_ear.hear(Lost)
-            assert (lost.link, lost.code) == (arrived.link, "peer_disconnected")
+            await sender_ear.loses("peer_disconnected", arrived.link)
         assert bystander.send(Drained(transfer="bystander")) and sender.links == [bystander]
         await receiver_ear.hear(Arrived)
 
@@ -159,11 +153,8 @@ async def test_a_stopped_peer_is_lost_by_its_silence(stopped_side: str) -> None:
             link = (await ear.hear(Arrived)).link
             os.kill(child.pid, signal.SIGSTOP)
             begin = time.monotonic()
-            lost = await ear.hear(Lost)
-            assert (lost.link, lost.code) == (
-                link,
-                "peer_silent",
-            ) and time.monotonic() - begin < Settings().silence_s
+            await ear.loses("peer_silent", link)
+            assert time.monotonic() - begin < Settings().silence_s
             os.kill(child.pid, signal.SIGCONT)  # its late messages are of a link that ended
             assert not link.send(cancel("late"))
 
@@ -187,7 +178,7 @@ async def test_a_peer_that_does_not_read_is_lost_when_the_queue_is_full() -> Non
             large = Cancel(transfer="t", code="c", reason="x" * 1000)
             while link.send(large):  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            assert (await ear.hear(Lost)).code == "peer_not_reading"
+            await ear.loses("peer_not_reading")
 
 
 async def test_a_message_too_large_to_be_taken_ends_the_link() -> None:

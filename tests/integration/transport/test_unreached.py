@@ -177,8 +177,7 @@ async def test_who_gets_no_turn_hears_so_by_name() -> None:
     with ExitStack() as stack:
         async with Control("receiver", settings=settings) as receiver:
             dialled = [receiver.dial(address) for address in silent(stack, 6)]
-            event = await Ear(receiver).hear(Lost)
-            assert (event.link, event.code) == (dialled[2], "too_many_links")
+            event = await Ear(receiver).loses("too_many_links", dialled[2])
             assert "3 wait to be tried, limit 3" in event.reason
             codes = await until_lost(receiver, 5)
             # Their time is over in one tick, in which a place that becomes free may be one's turn yet.

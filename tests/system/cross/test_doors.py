@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.agent.harness import wait_for
+from tests.support.waiting import wait_for
 from tests.system.cross.fleet import TOKENS, Cross, decode_body, fetch_params, prefill_body
 from tests.system.engines.fleet import PREFILL, Fleet
 from tests.system.kept import kept

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.integration.agent.harness import wait_for
+from tests.support.waiting import wait_for
 from tests.system.engines.fleet import PREFILL, Fleet, assert_same_as_alone, needs_fp8, prompt
 from tests.system.kept import kept
 from tests.system.sglang.rows import assert_carried

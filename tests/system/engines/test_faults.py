@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.failpoints import VARIABLE
-from tests.integration.agent.harness import wait_for
+from tests.support.waiting import wait_for
 from tests.system.engines.fleet import Fleet, prompt
 from tests.system.kept import kept
 from tests.system.sglang.rows import assert_carried
@@ -60,10 +60,7 @@ def fetched_while(fleet: Fleet, pid: int, tokens: list[int], state: str) -> str:
     _, prefilled = fleet.prefill("small", tokens)
     wanted = fleet.name("d-large")
     fleet["large"].submit(wanted, tokens, 12, prefilled.params)
-    end = time.monotonic() + 20
-    while (found := state_of(pid)) != state:
-        assert time.monotonic() < end, f"the failpoint was not passed: the agent is in state {found}"
-        time.sleep(0.01)
+    wait_for(lambda: state_of(pid) == state, 20, lambda: f"the agent is in state {state_of(pid)}", 0.01)
     return wanted
 
 

@@ -17,6 +17,7 @@ from kvbridge_proto.status import Status
 from kvbridge.failpoints import Way
 from kvbridge.transport.keys import write_pair
 from tests.support.nursery import Nursery, nursery
+from tests.support.waiting import wait_for
 from tests.system.faults.engine import LEFT, PATIENCE_S, Job
 from tests.system.faults.processes import POOL, Agent, Engine, Held, free_address, maps_pool
 
@@ -289,10 +290,7 @@ class World:
 
     def wait_attached(self) -> None:
         """Until both engines are with their agents."""
-        end = time.monotonic() + BACK_S
-        while not all(self.is_attached(side) for side in self.sides.values()):
-            assert time.monotonic() < end, f"an engine does not come back:\n{self.receiver.agent.tail()}"
-            time.sleep(0.05)
+        wait_for(lambda: all(map(self.is_attached, self.sides.values())), BACK_S, self.receiver.agent.tail)
 
     @staticmethod
     def is_attached(side: Side) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +13,7 @@ import pytest
 
 from kvbridge.geometry.traits import model_key
 from tests.support.oracle import Shape, describe
+from tests.support.waiting import wait_for
 from tests.system.http_server import HttpServer
 from tests.system.routers.fleet import NAME, ROUTERS, router
 
@@ -80,9 +80,7 @@ def test_smg_pairs_workers_of_one_model_key(smg: HttpServer, decode: Shape, stat
             key = model_key(describe(shape))
             told = {"url": stack.enter_context(worker()), "worker_type": role, "runtime_type": "vllm"}
             smg.ask("/workers", told | {"labels": {"pairing_protocol": key}})
-        end = time.monotonic() + PAIR_S
-        while [each["is_healthy"] for each in json.loads(smg.ask("/workers")[1])["workers"]] != [True, True]:
-            assert time.monotonic() < end, smg.log.read_text()
-            time.sleep(0.2)
+        workers = lambda: json.loads(smg.ask("/workers")[1])["workers"]  # noqa: E731
+        wait_for(lambda: [each["is_healthy"] for each in workers()] == [True, True], PAIR_S, smg.log.read_text, 0.2)
         answered, text = smg.ask("/v1/completions", {"model": NAME, "prompt": "to be", "max_tokens": 4})
     assert answered == status and ("no_compatible_pd_pair" in text) == (status == 503), text

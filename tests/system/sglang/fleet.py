@@ -15,7 +15,7 @@ from typing import Any
 from kvbridge_proto.status import Status
 
 from demo.model import write_model
-from tests.integration.agent.harness import wait_for
+from tests.support.waiting import wait_for
 from tests.system.engines.fleet import prompt
 from tests.system.kept import Kept
 from tests.system.sglang import rows

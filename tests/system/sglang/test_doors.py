@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.agent.harness import wait_for
+from tests.support.waiting import wait_for
 from tests.system.kept import kept
 from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, assert_works, prompt
 from tests.system.sglang.server import Server

@@ -56,9 +56,7 @@ def test_the_engine_is_asked_once_and_all_who_waited_go_on() -> None:
     assert {each.scales for each in question.scales} == {(0.5,)}
     world.rescale(world.receivers[0], 0.5, question.revision)
     world.run()
-    world.want("c", 40)
-    world.offer("c", 40, 12)
-    world.run()
+    world.begin("c", 40)
     assert {type(answer) for answer in world.answers().values()} == {Done} and len(world.answers()) == 3
     assert len(asked(world)) == 1
     assert_taken_over(world)
@@ -72,12 +70,10 @@ def test_a_decline_fails_all_who_wait_by_name_and_is_remembered() -> None:
         world.offer(request, 40, 12)
     world.run()
     decline(world, 1)
-    world.want("c", 40)
-    world.offer("c", 40, 12)
-    world.run()
+    world.begin("c", 40)
     for request in "abc":
-        failed = world.answers()[request]
-        assert isinstance(failed, Failed) and failed.code == "adopt_refused"
+        failed = world.failure(request)
+        assert failed.code == "adopt_refused"
         assert failed.reason == f"scales: sender 0.5, receiver 1 (layer 0 k); needs scales=requantize ({WHY})"
         assert world.released()[request].code == ""  # the sender was told that nothing is needed
     assert len(asked(world)) == 1 and not world.moved
@@ -86,13 +82,11 @@ def test_a_decline_fails_all_who_wait_by_name_and_is_remembered() -> None:
 
 def test_an_engine_that_takes_yet_others_is_not_asked_again() -> None:
     world = adopting(0.5)
-    world.want("r", 40)
-    world.offer("r", 40, 12)
-    world.run()
+    world.begin("r", 40)
     world.rescale(world.receivers[0], 0.125, 1)
     world.run()
-    failed = world.answers()["r"]
-    assert isinstance(failed, Failed) and failed.code == "adopt_refused"
+    failed = world.failure()
+    assert failed.code == "adopt_refused"
     assert "sender 0.5, receiver 0.125 (layer 0 k)" in failed.reason and "took others" in failed.reason
     assert len(asked(world)) == 1 and not world.moved
     world.check_rest()
@@ -122,13 +116,11 @@ def test_another_engine_is_asked_anew() -> None:
 
 def test_the_want_of_an_engine_that_does_not_answer_ends_by_its_deadline() -> None:
     world = adopting(0.5)
-    world.want("r", 40)
-    world.offer("r", 40, 12)
-    world.run()
+    world.begin("r", 40)
     world.pass_time(50)
     world.run()
-    failed = world.answers()["r"]
-    assert isinstance(failed, Failed) and failed.code == "deadline" and "agreeing" in failed.reason
+    failed = world.failure()
+    assert failed.code == "deadline" and "agreeing" in failed.reason
     world.check_rest()
 
 

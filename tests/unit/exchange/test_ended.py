@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Done, Failed, Offer, Released
+from kvbridge_proto.engine import Done, Released
 
 from kvbridge.exchange.rendezvous import ENDED_S, Rendezvous
 from tests.unit.exchange.world import World
@@ -50,12 +49,6 @@ ENDS = {
 }
 
 
-def failure(world: World, request: str, receiver: int = 0) -> str:
-    answer = world.answers(receiver)[request]
-    assert isinstance(answer, Failed), answer
-    return answer.code
-
-
 @pytest.mark.parametrize("code", ENDS)
 def test_a_claim_on_an_offer_that_has_ended_hears_at_once_why(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.sender.MOST_OFFERS", 2)
@@ -63,20 +56,8 @@ def test_a_claim_on_an_offer_that_has_ended_hears_at_once_why(code: str, monkeyp
     ENDS[code](world)
     world.want("r", 64)
     world.run()
-    assert failure(world, "r") == code
+    assert world.failure("r").code == code
     assert not world.nodes["P0"].sending._rendezvous._ended
-
-
-def only(world: World, receiver: int, act: Callable[[], None]) -> None:
-    """Only this rank of the receivers' engine does it."""
-    others = [node for i, node in enumerate(world.receivers) if i != receiver]
-    nodes = dict(world.nodes)
-    for node in others:
-        del world.nodes[node.name]
-    try:
-        act()
-    finally:
-        world.nodes = nodes
 
 
 @pytest.mark.parametrize("comes_again", [False, True])
@@ -89,17 +70,17 @@ def test_all_receivers_of_a_want_hear_the_same_though_another_is_offered_meanwhi
     world = World(receivers=2)
     world.offer("r", 32, 8, last=False)
     if is_wanted_first:
-        only(world, 0, lambda: world.want("r", 64))
+        world.want("r", 64, at=world.receivers[0])
         world.run()
     world.withdraw("r", comes_again and is_wanted_first)
     if not is_wanted_first:
-        only(world, 0, lambda: world.want("r", 64))
+        world.want("r", 64, at=world.receivers[0])
     world.run()
-    assert failure(world, "r") == "withdrawn"
+    assert world.failure("r").code == "withdrawn"
     world.offer("s", 64, 16, rendezvous="r")
-    only(world, 1, lambda: world.want("r", 64))
+    world.want("r", 64, at=world.receivers[1])
     world.run()
-    assert failure(world, "r", 1) == "withdrawn"
+    assert world.failure("r", 1).code == "withdrawn"
     world.want("again", 64, rendezvous="r")
     world.run()
     assert all(isinstance(world.answers(receiver)["again"], Done) for receiver in (0, 1))
@@ -109,12 +90,12 @@ def test_all_receivers_of_a_want_hear_the_same_though_another_is_offered_meanwhi
 def test_a_receiver_that_never_came_in_time_hears_that_the_offer_expired() -> None:
     world = World(receivers=2)
     world.offer("r", 64, 16)
-    only(world, 0, lambda: world.want("r", 64))
+    world.want("r", 64, at=world.receivers[0])
     world.run()
     world.pass_time(101)
-    only(world, 1, lambda: world.want("r", 64))
+    world.want("r", 64, at=world.receivers[1])
     world.run()
-    assert failure(world, "r", 1) == "offer_expired"
+    assert world.failure("r", 1).code == "offer_expired"
     world.check_rest()
 
 
@@ -123,15 +104,14 @@ def test_a_want_that_failed_may_come_again_under_its_name() -> None:
     withdrawn(world)
     world.want("r", 64)
     world.run()
-    assert failure(world, "r") == "withdrawn"
+    assert world.failure("r").code == "withdrawn"
     world.receivers[0].told.clear()
     world.want("r", 64)
     world.run()
     assert not world.answers(), "one offer's end is the answer to one want"
     world.offer("s", 64, 16, rendezvous="r")
     world.run()
-    assert isinstance(world.answers()["r"], Done)
-    world.check_rest()
+    world.check_done("r")
 
 
 def test_another_offer_in_the_rendezvous_is_what_claims_come_for() -> None:
@@ -155,24 +135,20 @@ def test_a_preempted_prompt_is_waited_for() -> None:
     assert not world.answers()
     world.offer("r~1", 64, 16, rendezvous="r")
     world.run()
-    assert isinstance(world.answers()["r"], Done)
-    world.check_rest()
+    world.check_done("r")
 
 
 def test_the_end_of_a_write_gives_nothing_back_of_what_is_offered_under_that_name_since() -> None:
     """Released comes when the blocks are read: what was gathered of them may be on its way, or late."""
     world = World()
     (sender,) = world.senders
-    world.offer("r", 64, 16)
-    world.want("r", 64)
     world.hold = {"write"}
-    world.run()
+    world.begin()
     world.withdraw("r", comes_again=True)
     world.run()
     assert "r" in world.released() and sender.sending.outgoing_transfers
     world.offer("r", 64, 16)
-    world.hold.clear()
-    world.run()
+    world.go_on()
     assert not sender.sending.outgoing_transfers and "r" in world.released() and "r" in sender.sending.offers
     world.want("next", 64, rendezvous="r")
     world.run()
@@ -206,7 +182,7 @@ def test_of_two_equal_prompts_the_one_that_is_open_goes_first() -> None:
     for name in ("c", "d"):
         world.want(name, 64, rendezvous="prompt")
     world.run()
-    assert isinstance(world.answers()["c"], Done) and failure(world, "d") == "withdrawn"
+    assert isinstance(world.answers()["c"], Done) and world.failure("d").code == "withdrawn"
 
 
 def test_ends_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,24 +217,19 @@ def test_claims_that_wait_for_a_rebuild_hear_of_an_end_at_once() -> None:
     assert not world.answers()
     world.withdraw("r")
     world.run()
-    assert failure(world, "r") == "withdrawn"
+    assert world.failure("r").code == "withdrawn"
     world.check_rest()
 
 
 def test_a_rank_that_offers_nothing_is_named_at_the_deadline() -> None:
     world = World(senders=2)
-    sender = world.nodes["P0"]
-    said = Offer(
-        rendezvous="r", request="r", tokens=64, blocks=(Blocks(0, 0, tuple(range(16))),), is_last=True, hold_s=100.0
-    )
     world.want("r", 64)
-    world.do(sender, sender.sending.offer(said, sender.engine, 0.0))
+    world.offer("r", 64, 16, at=world.senders[0])
     world.run()
     world.pass_time(50)
     world.settle()
-    answer = world.answers()["r"]
-    assert isinstance(answer, Failed) and answer.code == "deadline"
-    assert answer.reason.endswith("chunks; nothing came from P1"), answer.reason
+    answer = world.failure()
+    assert answer.code == "deadline" and answer.reason.endswith("chunks; nothing came from P1"), answer
 
 
 def test_a_rank_that_its_engine_has_not_named_is_missed_at_the_deadline() -> None:
@@ -268,6 +239,5 @@ def test_a_rank_that_its_engine_has_not_named_is_missed_at_the_deadline() -> Non
     world.want("r", 64)
     world.run(20)
     world.pass_time(50)
-    answer = world.answers()["r"]
-    assert isinstance(answer, Failed) and answer.code == "deadline"
-    assert "1 of 2 ranks, for its engine has told P0 of 1 only" in answer.reason
+    answer = world.failure()
+    assert answer.code == "deadline" and "1 of 2 ranks, for its engine has told P0 of 1 only" in answer.reason

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Done, Failed, Offer, Refused, Released
+from kvbridge_proto.engine import Done, Failed, Refused, Released
 from kvbridge_proto.peer import Cancel
 from kvbridge_proto.pool import Pool
 from msgspec.structs import replace
@@ -16,7 +15,7 @@ from msgspec.structs import replace
 from kvbridge.exchange.actions import Tell
 from kvbridge.exchange.orders import Dropped
 from tests.unit.exchange.test_shares import ranks
-from tests.unit.exchange.world import World
+from tests.unit.exchange.world import World, offer_of
 
 SEEDS = range(25)
 
@@ -57,34 +56,25 @@ def test_ships_while_the_prompt_is_computed() -> None:
 
 def test_blocks_are_released_before_the_network_is_through() -> None:
     world = World(slots=8, local=8)
-    world.offer("r", 8, 2)
-    world.want("r", 8)
     world.hold = {"write"}
-    world.run()
+    world.begin("r", 8)
     assert "r" in world.released() and not world.answers()
-    world.hold = set()
-    world.run()
+    world.go_on()
     world.check_rest()
 
 
 def test_quarantined_slots_are_not_lent_again_by_time() -> None:
     world = World(slots=2)
-    world.offer("r", 64, 16)
-    world.want("r", 64)
     world.hold = {"write"}
-    world.run()
+    world.begin()
     world.abandon("r")
     world.run()
-    world.offer("s", 16, 4)
-    world.want("s", 16)
-    world.run()
+    world.begin("s", 16)
     world.pass_time(40)
     world.run()
     assert "s" not in world.answers() and world.receivers[0].receiving.slots.free == 0
-    world.hold = set()
-    world.run()
-    assert isinstance(world.answers()["s"], Done)
-    world.check_rest()
+    world.go_on()
+    world.check_done("s")
 
 
 def test_a_want_without_offer_ends_by_its_deadline() -> None:
@@ -93,8 +83,7 @@ def test_a_want_without_offer_ends_by_its_deadline() -> None:
     world.run()
     world.pass_time(6)
     world.run()
-    answer = world.answers()["r"]
-    assert isinstance(answer, Failed) and answer.code == "deadline"
+    assert world.failure().code == "deadline"
     world.check_rest()
 
 
@@ -117,9 +106,7 @@ def test_what_is_said_of_an_offer_that_has_expired_is_no_new_offer(is_last: bool
     assert world.released()["r"].code == "offer_expired"
     sending = world.senders[0].sending
     world.want("r", 16)
-    more = Offer(
-        rendezvous="r", request="r", tokens=16, blocks=(Blocks(0, 0, (0, 1, 2, 3)),), is_last=is_last, hold_s=100.0
-    )
+    more = offer_of("r", 16, 4, last=is_last)
     for _ in range(2 - is_last):
         (said,) = sending.offer(more, world.senders[0].engine, world.now)
         assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "offer_over"
@@ -135,22 +122,19 @@ def test_a_want_for_more_than_was_offered_fails_with_both_numbers() -> None:
     world.offer("r", 16, 4)
     world.want("r", 20)
     world.run()
-    answer = world.answers()["r"]
-    assert isinstance(answer, Failed) and answer.code == "tokens_missing" and "20" in answer.reason
+    answer = world.failure()
+    assert answer.code == "tokens_missing" and "20" in answer.reason
     world.check_rest() if not world.senders[0].sending.offers else world.pass_time(101)
 
 
 def test_withdrawn_offer_waits_for_its_gathers() -> None:
     world = World()
-    world.offer("r", 64, 16)
-    world.want("r", 64)
     world.hold = {"gather"}
-    world.run()
+    world.begin()
     world.withdraw("r")
     world.run()
     assert not world.released()
-    world.hold = set()
-    world.run()
+    world.go_on()
     assert world.released()["r"].code == "withdrawn"
     assert isinstance(world.answers()["r"], Failed)
     world.check_rest()
@@ -208,10 +192,8 @@ NOTICE_LIES = {
 @pytest.mark.parametrize("field", NOTICE_LIES)
 def test_a_landed_chunk_counts_only_if_every_field_matches(field: str) -> None:
     world = World()
-    world.offer("r", 64, 16)
-    world.want("r", 64)
     world.hold = {"notice"}
-    world.run()
+    world.begin()
     receive_orders, true = world.receivers[0].receive_orders, world.notices[0]
     lie = replace(true, **{field: NOTICE_LIES[field]})
     assert receive_orders.landed(lie) is None and receive_orders.scattering == 0
@@ -225,20 +207,16 @@ def test_a_landed_chunk_counts_only_if_every_field_matches(field: str) -> None:
 @pytest.mark.parametrize("hold", ["hello", "gather", "scatter"])
 def test_a_request_wanted_twice_goes_on_and_another_under_its_name_is_refused(hold: str) -> None:
     world = World()
-    world.offer("r", 64, 16)
-    world.want("r", 64)
     world.hold = {hold}
-    world.run()
+    world.begin()
     (receiver,) = world.receivers
     world.want("r", 64)
     assert not receiver.told
     world.want("r", 48)
     (refused,) = receiver.told
     assert isinstance(refused, Refused) and (refused.code, refused.about) == ("duplicate_request", "want r")
-    world.hold = set()
-    world.run()
-    assert isinstance(world.answers()["r"], Done)
-    world.check_rest()
+    world.go_on()
+    world.check_done("r")
 
 
 def test_a_want_that_fails_before_its_claim_lets_the_reached_ranks_go() -> None:
@@ -247,8 +225,7 @@ def test_a_want_that_fails_before_its_claim_lets_the_reached_ranks_go() -> None:
     world.nodes["P1"].is_dead = True
     world.want("r", 64, first=37)
     world.run()
-    answer = world.answers()["r"]
-    assert isinstance(answer, Failed) and answer.code == "peer_unreachable"
+    assert world.failure().code == "peer_unreachable"
     assert world.released(0)["r"].code == ""
     assert not world.refused
 
@@ -256,17 +233,14 @@ def test_a_want_that_fails_before_its_claim_lets_the_reached_ranks_go() -> None:
 def test_a_sender_that_lost_us_does_not_call_drained_what_it_is_writing() -> None:
     """Whoever asks without a session must not hear that nothing is written while something is."""
     world = World()
-    world.offer("r", 64, 16)
-    world.want("r", 64)
     world.hold = {"write"}
-    world.run()
+    world.begin()
     sender, receiver = world.senders[0].sending, world.receivers[0]
     (transfer,) = sender.outgoing_transfers
     world.do(world.senders[0], sender.lost(receiver.engine.agent.incarnation))
     assert not sender.renounce(receiver.engine.agent.incarnation, Cancel(transfer=transfer, code=""))
     world.do(receiver, receiver.receiving.unreachable("P0", "peer_lost", "link ended", world.now))
-    world.hold = set()
-    world.run()
+    world.go_on()
     for each in (transfer, "never heard of"):
         assert sender.renounce(receiver.engine.agent.incarnation, Cancel(transfer=each, code=""))
 
@@ -276,8 +250,6 @@ def test_ranks_of_two_engines_are_not_taken_for_one() -> None:
     other = world.nodes["P1"]
     pool = replace(other.engine.pool, engine=replace(other.engine.pool.engine, id="stranger"))
     other.engine = dataclasses.replace(other.engine, pool=pool)
-    world.offer("r", 16, 4)
-    world.want("r", 16)
-    world.run()
-    answer = world.answers()["r"]
-    assert isinstance(answer, Failed) and answer.code == "sender_ranks_mismatch" and "stranger" in answer.reason
+    world.begin("r", 16)
+    answer = world.failure()
+    assert answer.code == "sender_ranks_mismatch" and "stranger" in answer.reason

@@ -28,8 +28,7 @@ def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(slots: int, local: i
     assert isinstance(world.answers()["short"], Done)
     assert chunks == LONG // 4 and long.placed - before < chunks // 2
     world.run()
-    assert isinstance(world.answers()["long"], Done)
-    world.check_rest()
+    world.check_done("long")
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvbridge_proto.engine import Done, Held
+from kvbridge_proto.engine import Held
 from kvbridge_proto.peer import Hold
 
 from kvbridge.agent.status import offers
@@ -23,14 +23,6 @@ def wait(world: World, seconds: float) -> None:
     while world.now < end:
         world.pass_time(min(1.0, end - world.now))
         world.run()
-
-
-def test_an_offer_that_nobody_asks_for_ends_with_its_hold() -> None:
-    world = World()
-    world.offer("r", 64, 16)
-    wait(world, HOLD_S + 1)
-    assert world.released()["r"].code == "offer_expired"
-    assert "64 tokens" in world.released()["r"].reason
 
 
 def left_s(sending: Sender, now: float) -> float | None:
@@ -69,9 +61,7 @@ def test_status_says_how_long_a_read_lease_keeps_the_blocks_of_an_ended_offer() 
 def test_status_names_no_time_for_an_ended_offer_that_is_still_gathered() -> None:
     world = World()
     world.hold.add("gather")
-    world.offer("r", 64, 16)
-    world.want("r", 64)
-    world.run()
+    world.begin()
     sending = world.senders[0].sending
     assert left_s(sending, world.now) is not None
     world.withdraw("r")
@@ -104,10 +94,8 @@ def test_a_want_that_waits_has_its_offer_held() -> None:
     world.want("r", 64, deadline=10 * HOLD_S)
     wait(world, 5 * HOLD_S)
     assert not world.released()
-    world.hold.clear()
-    world.run()
-    assert isinstance(world.answers()["r"], Done)
-    world.check_rest()
+    world.go_on()
+    world.check_done("r")
 
 
 @pytest.mark.parametrize("end", ["abandon", "engine_left", "empty want"])
@@ -146,15 +134,11 @@ def test_all_that_waits_is_said_at_once_and_only_every_few_seconds() -> None:
 
 def test_a_request_that_gets_its_blocks_at_once_costs_no_message() -> None:
     world = World()
-    world.offer("warm", 16, 4)
-    world.want("warm", 16)
-    world.run()
+    world.begin("warm", 16)
     world.pass_time(0.0)  # the next round is some seconds away
     world.expect("r")
     world.pass_time(0.02)
-    world.offer("r", 64, 16)
-    world.want("r", 64)
-    world.run()
+    world.begin()
     world.pass_time(0.1)
     world.run()
     assert not world.holds
@@ -210,15 +194,11 @@ def test_an_offer_that_is_still_computed_is_left() -> None:
 def test_an_offer_that_is_claimed_is_left() -> None:
     world = World()
     world.hold.add("gather")
-    world.offer("r", 64, 16)
-    world.want("r", 64)
-    world.run()
+    world.begin()
     world.now += 10
     assert reclaim(world, 100) == set()
-    world.hold.clear()
-    world.run()
-    assert isinstance(world.answers()["r"], Done)
-    world.check_rest()
+    world.go_on()
+    world.check_done("r")
 
 
 def test_an_offer_that_is_awaited_is_left_for_as_long_as_that_is_said() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from kvbridge.exchange.orders import SendOrder
 from kvbridge.exchange.sender import MOST_LEASES, MOST_RENOUNCED, Sender
 from kvbridge.states import IncomingState
 from tests.unit.exchange.claimant import ALL, QUICK_S, Claimant, leases
-from tests.unit.exchange.world import BLOCKS, HEADS, LAYERS, World
+from tests.unit.exchange.world import BLOCKS, HEADS, LAYERS, World, want_of
 
 HUGE = (1 << 62) + 1
 
@@ -97,8 +96,7 @@ def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back
     assert not peer.grant("greedy", SlotLease(0, 2), SlotLease(1, 2))
     world.run()
     assert not world.released(), "it is being read"
-    world.hold = set()
-    world.run()
+    world.go_on()
     assert world.released()["r"].code == "offer_expired"
 
 
@@ -160,10 +158,8 @@ def test_another_receiver_cannot_touch_a_transfer() -> None:
 
 def test_another_sender_cannot_touch_a_transfer() -> None:
     world = World(senders=2)
-    world.offer("r", 64, 16)
-    world.want("r", 64)
     world.hold = {"gather"}
-    world.run()
+    world.begin()
     receiving = world.receivers[0].receiving
     of_p0 = next(t for t, wanted in receiving._wanted_by.items() if wanted.incoming_transfers[t].address == "P0")
     before, other = receiving.slots.counts(), world.nodes["P1"].engine.agent.incarnation
@@ -175,10 +171,8 @@ def test_another_sender_cannot_touch_a_transfer() -> None:
     ):
         assert not [a for a in hear() if not isinstance(a, Send)]
     assert receiving.slots.counts() == before
-    world.hold = set()
-    world.run()
-    assert isinstance(world.answers()["r"], Done)
-    world.check_rest()
+    world.go_on()
+    world.check_done("r")
 
 
 def test_a_sender_that_promises_more_than_there_is_gets_no_more_slots() -> None:
@@ -220,24 +214,19 @@ def test_transfers_without_slots_are_forgotten_though_their_sender_never_says_dr
 # Our own engine:
 
 
-def want(blocks: tuple[Blocks, ...], **changes: Any) -> Want:
-    fields: dict[str, Any] = {"request": "r", "rendezvous": "r", "sender": "P0", "first_token": 0, "end_token": 64}
-    return Want(**fields | {"blocks": blocks, "deadline_s": 50.0} | changes)
-
-
-ENGINE_LIES: dict[str, tuple[str, Callable[[], Want]]] = {
-    "a block beyond the pool": ("block_out_of_range", lambda: want((Blocks(0, 0, (0, 1, 2, BLOCKS)),))),
-    "the largest block id": ("block_out_of_range", lambda: want((Blocks(0, 0, (0, 1, 2, (1 << 31) - 1)),))),
-    "a negative block": ("block_out_of_range", lambda: want((Blocks(0, 0, (0, 1, 2, -1)),))),
-    "a gap": ("blocks_not_contiguous", lambda: want((Blocks(0, 0, (0, 1)), Blocks(0, 3, (2, 3))))),
-    "an overlap": ("blocks_not_contiguous", lambda: want((Blocks(0, 0, (0, 1)), Blocks(0, 1, (2, 3))))),
-    "a group that is none": ("unknown_group", lambda: want((Blocks(1, 0, (0, 1, 2, 3)),))),
-    "the last group there could be": ("unknown_group", lambda: want((Blocks(255, 0, (0,)),))),
-    "too few blocks": ("blocks_too_few", lambda: want((Blocks(0, 0, (0, 1, 2)),))),
-    "all tokens there could be": ("blocks_too_few", lambda: want((Blocks(0, 0, (0, 1)),), end_token=HUGE)),
-    "blocks from the end of time": ("blocks_too_few", lambda: want((Blocks(0, HUGE, (0, 1)),))),
-    "a range turned round": ("bad_range", lambda: want((), first_token=5, end_token=1)),
-    "one block for two entries": ("block_repeated", lambda: want((Blocks(0, 0, (3, 3, 1, 2)),))),
+ENGINE_LIES: dict[str, tuple[str, Want]] = {
+    "a block beyond the pool": ("block_out_of_range", want_of("r", 64, (Blocks(0, 0, (0, 1, 2, BLOCKS)),))),
+    "the largest block id": ("block_out_of_range", want_of("r", 64, (Blocks(0, 0, (0, 1, 2, (1 << 31) - 1)),))),
+    "a negative block": ("block_out_of_range", want_of("r", 64, (Blocks(0, 0, (0, 1, 2, -1)),))),
+    "a gap": ("blocks_not_contiguous", want_of("r", 64, (Blocks(0, 0, (0, 1)), Blocks(0, 3, (2, 3))))),
+    "an overlap": ("blocks_not_contiguous", want_of("r", 64, (Blocks(0, 0, (0, 1)), Blocks(0, 1, (2, 3))))),
+    "a group that is none": ("unknown_group", want_of("r", 64, (Blocks(1, 0, (0, 1, 2, 3)),))),
+    "the last group there could be": ("unknown_group", want_of("r", 64, (Blocks(255, 0, (0,)),))),
+    "too few blocks": ("blocks_too_few", want_of("r", 64, (Blocks(0, 0, (0, 1, 2)),))),
+    "all tokens there could be": ("blocks_too_few", want_of("r", HUGE, (Blocks(0, 0, (0, 1)),))),
+    "blocks from the end of time": ("blocks_too_few", want_of("r", 64, (Blocks(0, HUGE, (0, 1)),))),
+    "a range turned round": ("bad_range", want_of("r", 1, (), first=5)),
+    "one block for two entries": ("block_repeated", want_of("r", 64, (Blocks(0, 0, (3, 3, 1, 2)),))),
 }
 
 
@@ -245,9 +234,9 @@ ENGINE_LIES: dict[str, tuple[str, Callable[[], Want]]] = {
 def test_a_want_that_cannot_be_fails_alone(case: str) -> None:
     world = World()
     node = world.receivers[0]
-    code, make = ENGINE_LIES[case]
+    code, want = ENGINE_LIES[case]
     began = time.monotonic()
-    (answer,) = node.receiving.want(make(), node.engine, 0.0)
+    (answer,) = node.receiving.want(want, node.engine, 0.0)
     assert time.monotonic() - began < QUICK_S
     assert isinstance(answer.message, Failed) and answer.message.code == code, answer
     assert not node.receiving.wants and node.receiving.slots.free == len(node.receiving.slots)

@@ -8,13 +8,11 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Want
 from kvbridge_proto.peer import Cancel, Claim
 from msgspec import structs
 
 from kvbridge.exchange.actions import Send
-from tests.unit.exchange.world import World
+from tests.unit.exchange.world import World, want_of
 
 FEW, MANY = 64, 4096
 MOST = 8  # times as long with 64 times as many: looking at each would take some 64 times as long
@@ -38,16 +36,7 @@ class Crowd:
     def claim(self) -> Claim:
         """One more want, claimed of its sender."""
         number = next(self.numbers)
-        want = Want(
-            request=f"r{number}",
-            rendezvous=f"r{number}",
-            sender="P0",
-            first_token=0,
-            end_token=16,
-            blocks=(Blocks(0, 0, (0,)),),
-            deadline_s=100.0,
-        )
-        *_, send = self.receiving.want(want, self.receiver.engine, 0.0)
+        *_, send = self.receiving.want(want_of(f"r{number}", 16, deadline=100.0), self.receiver.engine, 0.0)
         assert isinstance(send, Send) and isinstance(send.body, Claim)
         peer = structs.replace(self.session.peer, incarnation=f"receiver {number % 8}")
         self.sending.claim(send.body, replace(self.session, peer=peer), self.sender.engine, 0.0)

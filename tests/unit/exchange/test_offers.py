@@ -59,8 +59,7 @@ def wrong(world: World) -> None:
 def test_a_name_of_which_its_engine_has_said_all_may_come_again(end: Callable[[World], None]) -> None:
     world = World()
     end(world)
-    world.hold.clear()
-    world.run()
+    world.go_on()
     sending = world.senders[0].sending
     assert not sending.offers
     world.offer("r", 16, 4, rendezvous="another")

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Done, Failed, Offer
+from kvbridge_proto.engine import Done, Failed
 
 from kvbridge.dataplane.receive_orders import LandedChunk
 from kvbridge.dataplane.send_orders import LeavingChunk
@@ -17,12 +17,6 @@ from tests.unit.exchange.test_windows import FULL, LATE, blocks, hybrid, late_en
 from tests.unit.exchange.world import Node, World, make_pool
 
 TOKEN_BYTES = 2 * 2 * 4 * 16  # layers x parts x heads x row
-
-
-def failure(world: World, request: str, receiver: int = 0) -> tuple[str, str]:
-    answer = world.answers(receiver)[request]
-    assert isinstance(answer, Failed), answer
-    return answer.code, answer.reason
 
 
 def test_it_grows_as_the_prompt_is_computed() -> None:
@@ -84,7 +78,8 @@ def test_a_want_of_tokens_before_it_fails_at_once(first: int, offered: int, is_w
             world.offer("r", 48, 12 - block, first=block, first_token=offered, last=last)
     world.run()
     assert not world.scatters
-    assert failure(world, "r") == ("tokens_missing", f"first_token: wanted {first}, offered from {offered}")
+    failed = world.failure()
+    assert (failed.code, failed.reason) == ("tokens_missing", f"first_token: wanted {first}, offered from {offered}")
     assert world.released()["r"].code == "tokens_missing"
     world.check_rest()
 
@@ -102,10 +97,9 @@ def test_it_is_held_until_every_receiver_of_the_want_has_heard() -> None:
     claims[0]()
     assert not world.released()
     claims[1]()
-    world.hold = set()
-    world.run()
+    world.go_on()
     assert world.released()["r"].code == "tokens_missing"
-    assert failure(world, "r", 0)[0] == failure(world, "r", 1)[0] == "tokens_missing"
+    assert world.failure("r", 0).code == world.failure("r", 1).code == "tokens_missing"
     world.check_rest()
 
 
@@ -128,7 +122,8 @@ def test_an_offer_of_no_tokens_is_not_what_a_want_of_some_needs(first: int, end:
     world.offer("r", 32, 0, first_token=32)
     world.want("r", end, first=first)
     world.run()
-    assert failure(world, "r") == ("tokens_missing", reason)
+    failed = world.failure()
+    assert (failed.code, failed.reason) == ("tokens_missing", reason)
     world.check_rest()
 
 
@@ -140,12 +135,12 @@ def test_a_rank_looks_at_its_own_tokens(want_first: int, reason: str) -> None:
     world = World(ranks("prefill", 2, 4, 4), 1, slots=8)
     for node, first in zip(world.senders, (1, 0), strict=True):
         pieces = (Blocks(0, first, tuple(range(first, 2))),)
-        offer = Offer(rendezvous="r", request="r", tokens=16, blocks=pieces, is_last=True, hold_s=100.0, first_token=4)
-        world.do(node, node.sending.offer(offer, node.engine, world.now))
+        world.offer("r", 16, pieces, first_token=4, at=node)
     world.want("r", 16, first=want_first)
     world.run()
     if reason:
-        assert failure(world, "r") == ("tokens_missing", reason)
+        failed = world.failure()
+        assert (failed.code, failed.reason) == ("tokens_missing", reason)
     else:
         done = world.answers()["r"]
         assert isinstance(done, Done) and done.moved_bytes == (16 - want_first) * TOKEN_BYTES

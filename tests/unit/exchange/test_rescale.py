@@ -46,9 +46,7 @@ def test_what_was_planned_before_fails_and_never_mixes(seed: int, who: str) -> N
     for _ in range(4):  # deadlines, and slots that only a new session can clear
         world.pass_time(50)
         world.run()
-    world.want("after", 40)
-    world.offer("after", 40, 12)
-    world.run()
+    world.begin("after", 40)
     answers = world.answers()
     assert len(answers) == 7 and isinstance(answers["after"], Done)
     assert {answer.code for answer in answers.values() if isinstance(answer, Failed)} <= SAYS
@@ -64,13 +62,10 @@ def test_a_plan_of_the_old_scales_ends_with_the_code_and_a_new_want_gets_through
     world.run()  # claimed, nothing offered yet
     world.rescale(world.receivers[0], 0.25)
     world.run()
-    assert isinstance(failed := world.answers()["old"], Failed) and failed.code == "rescaled"
-    world.want("new", 40)
-    world.offer("new", 40, 12)
-    world.run()
-    assert isinstance(world.answers()["new"], Done)
+    assert world.failure("old").code == "rescaled"
+    world.begin("new", 40)
     assert_never_mixed(world)
-    world.check_rest()
+    world.check_done("new")
 
 
 def test_a_want_that_was_reaching_goes_on() -> None:
@@ -83,18 +78,15 @@ def test_a_want_that_was_reaching_goes_on() -> None:
     world.hold.clear()
     world.offer("r", 40, 12)
     world.run()
-    assert isinstance(world.answers()["r"], Done)
     assert_never_mixed(world)
-    world.check_rest()
+    world.check_done("r")
 
 
 @pytest.mark.parametrize("has_claimed", [False, True])
 def test_a_want_of_which_nothing_came_reaches_a_sender_of_new_scales_again(has_claimed: bool) -> None:
     """Its claim, or its greeting, crosses the goodbye of the sender, and is under the scales from before."""
     world = scaled()
-    world.want("before", 40)
-    world.offer("before", 40, 12)
-    world.run()
+    world.begin("before", 40)
     world.hold |= {"message", "hello"}
     if not has_claimed:
         (receiver,) = world.receivers
@@ -102,8 +94,7 @@ def test_a_want_of_which_nothing_came_reaches_a_sender_of_new_scales_again(has_c
     world.rescale(world.senders[0], 0.25)
     world.want("after", 40)  # the receiver has not heard of it
     world.offer("after", 40, 12)
-    world.hold.clear()
-    world.run()
+    world.go_on()
     assert isinstance(answer := world.answers()["after"], Done), answer
     assert answer.moved_bytes == world.answers()["before"].moved_bytes
     assert_never_mixed(world)
@@ -113,9 +104,7 @@ def test_a_want_of_which_nothing_came_reaches_a_sender_of_new_scales_again(has_c
 def test_a_claim_of_the_epoch_before_is_refused_though_its_receiver_has_greeted_anew() -> None:
     """It comes late, by a link that was given up; its plan is the same, for only the revision is new."""
     world = scaled()
-    world.want("before", 40)
-    world.offer("before", 40, 12)
-    world.run()
+    world.begin("before", 40)
     (sender,), (receiver,) = world.senders, world.receivers
     world.hold.add("message")
     world.want("r", 40)
@@ -127,8 +116,7 @@ def test_a_claim_of_the_epoch_before_is_refused_though_its_receiver_has_greeted_
     world.offer("r", 40, 12)
     world.run()
     assert [refuse.code for refuse in world.refused] == ["stale_epoch"] and not receiver.dropped
-    assert isinstance(world.answers()["r"], Done)
-    world.check_rest()
+    world.check_done("r")
 
 
 def test_a_want_fails_when_its_sender_leaves_in_the_middle_of_its_rows() -> None:
@@ -140,7 +128,7 @@ def test_a_want_fails_when_its_sender_leaves_in_the_middle_of_its_rows() -> None
     (receiver,) = world.receivers
     world.do(receiver, receiver.receiving.unreachable("P0", "peer_left", "test", world.now))
     world.settle()
-    assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "peer_left"
+    assert world.failure().code == "peer_left"
 
 
 def test_a_want_ends_when_the_sender_that_said_goodbye_is_gone() -> None:
@@ -151,4 +139,4 @@ def test_a_want_ends_when_the_sender_that_said_goodbye_is_gone() -> None:
     world.nodes["P0"].is_dead = True
     world.do(receiver, receiver.receiving.unreachable("P0", "peer_left", "test", world.now))
     world.run()
-    assert isinstance(failed := world.answers()["r"], Failed) and failed.code == "peer_unreachable"
+    assert world.failure().code == "peer_unreachable"

@@ -14,9 +14,7 @@ from tests.unit.exchange.world import World
 
 
 def sessions_of(world: World) -> list[Session]:
-    world.offer("r", 64, 16)
-    world.want("r", 64)
-    world.run()
+    world.begin()
     return [world.receivers[0].receiving._senders.open[node.name] for node in world.senders]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Done, Failed, Offer, Want
+from kvbridge_proto.engine import Done, Failed
 from kvbridge_proto.pool import Pool
 
 from kvbridge.errors import EngineError
@@ -35,16 +35,6 @@ def test_each_rank_ships_its_tokens_while_the_prompt_is_computed() -> None:
     world.offer("r", 64, 4, first=4)
     world.run()
     assert isinstance(world.answers()["r"], Done) and sum(world.scatters.values()) > early
-    world.check_rest()
-
-
-def test_a_rank_without_a_token_of_the_prompt_is_told_and_released() -> None:
-    world = World(ranks("prefill", 3, INTERLEAVE, 4), 1)
-    world.offer("r", 7, 1)
-    world.want("r", 7)
-    world.run()
-    assert isinstance(world.answers()["r"], Done)
-    assert [world.released(sender)["r"].code for sender in range(3)] == ["", "", ""]
     world.check_rest()
 
 
@@ -81,17 +71,14 @@ def test_no_rank_names_blocks_beyond_those_of_its_own_tokens(seed: int) -> None:
     world = World(ranks("prefill", 3, INTERLEAVE, 4), ranks("decode", 4, 2, 16), seed=seed)
     first = (0, 3, 24)[seed % 3]
     end = first + 1 + seed % 4
-    names = dict(rendezvous="r", request="r")
     silent = 0
     for node in world.senders:
         blocks = pieces_of(node.engine.pool, 0, end)
-        offer = Offer(**names, tokens=end, blocks=blocks, is_last=True, hold_s=100)
-        world.do(node, node.sending.offer(offer, node.engine, world.now))
+        world.offer("r", end, blocks, at=node)
     for node in world.receivers:
         blocks = pieces_of(node.engine.pool, first, end)
         silent += not blocks
-        want = Want(**names, sender="P0", first_token=first, end_token=end, blocks=blocks, deadline_s=50)
-        world.do(node, node.receiving.want(want, node.engine, world.now))
+        world.want("r", end, blocks, first=first, at=node)
     assert silent, "every rank has some"
     world.run()
     answers = [world.answers(receiver)["r"] for receiver in range(4)]

@@ -15,9 +15,7 @@ def doubted(key: str = "") -> World:
     world = World(slots=4)
     world.key = key
     world.hold.add("write")
-    world.offer("r", 16, 4)
-    world.want("r", 16)
-    world.run()
+    world.begin("r", 16)
     receiver = world.receivers[0]
     world.do(receiver, receiver.receiving.unreachable("P0", "peer_lost", "test", world.now))
     world.settle()

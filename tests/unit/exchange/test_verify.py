@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Done, Failed, Released, Want
+from kvbridge_proto.engine import Done, Failed, Released
 from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, Claim, Failing, Renew, Settled, Sum
 
 from kvbridge.exchange.actions import Action, Send, Tell, Uncompared
@@ -19,7 +19,7 @@ from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import ReceiveSlots
 from tests.unit.exchange.claimant import Claimant
-from tests.unit.exchange.world import World
+from tests.unit.exchange.world import World, want_of
 
 NOW = 10.0
 
@@ -164,11 +164,7 @@ class PullingReceiver:
         agreed = accept(welcome(session, theirs), engine)
         assert isinstance(agreed, Session)
         self.receiving.opened("P0", replace(agreed, routed=Routed("pull")), NOW)
-        blocks = (Blocks(0, 0, (0, 1, 2, 3)),)
-        want = Want(
-            request="r", rendezvous="r", sender="P0", first_token=0, end_token=64, blocks=blocks, deadline_s=50.0
-        )
-        (claim,) = sent(self.receiving.want(want, engine, NOW))
+        (claim,) = sent(self.receiving.want(want_of("r", 64), engine, NOW))
         assert isinstance(claim, Claim)
         told = BlockTables(transfer="x", tokens=64, is_last=True, renewal=0, blocks=(Blocks(0, 0, tuple(range(16))),))
         *_, pull = self.receiving.tables(self.incarnation, told, NOW)

@@ -66,8 +66,7 @@ def test_a_window_waits_for_the_last_offer(kind: str) -> None:
     assert early < sum(one.scatters.values()) == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
     one.offer("r", 39, (late_entries(kind, 39, 16),))
     one.run()
-    assert isinstance(one.answers()["r"], Done)
-    one.check_rest()
+    one.check_done("r")
 
 
 def test_no_slots_are_lent_to_a_window_that_waits() -> None:
@@ -80,8 +79,7 @@ def test_no_slots_are_lent_to_a_window_that_waits() -> None:
     assert outgoing.announced == outgoing.lent == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
     one.offer("r", 39, (late_entries("sliding", 39, 16),))
     one.run()
-    assert isinstance(one.answers()["r"], Done)
-    one.check_rest()
+    one.check_done("r")
 
 
 def test_an_early_offer_needs_no_window_blocks() -> None:
@@ -113,8 +111,7 @@ def test_a_want_needs_blocks_for_the_window_and_no_more() -> None:
     one.want("r", 39, (blocks(FULL, 0, 3), blocks(LATE, 8, 10)))
     one.want("s", 39, (blocks(FULL, 0, 3),))
     for request, code in (("r", "blocks_too_few"), ("s", "missing_group")):
-        answer = one.answers()[request]
-        assert isinstance(answer, Failed) and answer.code == code
+        assert one.failure(request).code == code
     one.check_rest()
 
 
@@ -134,9 +131,8 @@ def test_a_window_of_a_longer_offer_that_begins_too_late_fails_by_name() -> None
     one.want("r", 30, (blocks(FULL, 0, 2), blocks(LATE, 5, 8)))
     one.offer("r", 45, (blocks(FULL, 0, 12), late_entries("sliding", 45, 16)))
     one.run()
-    answer = one.answers()["r"]
-    assert isinstance(answer, Failed) and answer.code == "blocks_too_few"
-    assert "[32, 48)" in answer.reason
+    answer = one.failure()
+    assert answer.code == "blocks_too_few" and "[32, 48)" in answer.reason
     one.check_rest()
 
 
@@ -146,8 +142,7 @@ def test_a_chunk_that_is_over_needs_no_blocks() -> None:
     one.offer("r", 80, (blocks(FULL, 0, 20),))
     one.want("r", 80, (blocks(FULL, 0, 5),))
     one.run()
-    assert isinstance(one.answers()["r"], Done)
-    one.check_rest()
+    one.check_done("r")
 
 
 @pytest.mark.parametrize(("kind", "end", "first"), [("sliding", 46, 9), ("chunked", 53, 12)])
@@ -171,7 +166,6 @@ def test_a_state_of_a_longer_offer_fails_by_name(end: int, offered: int) -> None
     one.want("r", end, (blocks(FULL, 0, 3), late_entries("state", end, 4)))
     one.offer("r", offered, (blocks(FULL, 0, 10), blocks(LATE, 0, 3)))
     one.run()
-    answer = one.answers()["r"]
-    assert isinstance(answer, Failed) and answer.code == "state_moved_on"
-    assert str(end) in answer.reason and str(offered) in answer.reason
+    answer = one.failure()
+    assert answer.code == "state_moved_on" and str(end) in answer.reason and str(offered) in answer.reason
     one.check_rest()

@@ -17,7 +17,10 @@ from typing import Any
 from kvbridge_proto.common import AgentCard, Blocks, Rank
 from kvbridge_proto.engine import Done, Expect, Failed, Offer, Released, Scales, Want
 from kvbridge_proto.peer import (
+    BlockTables,
     Cancel,
+    Check,
+    Checked,
     Claim,
     Drained,
     FabricCard,
@@ -27,6 +30,7 @@ from kvbridge_proto.peer import (
     Notice,
     Ready,
     Refuse,
+    Renew,
     Settled,
 )
 from kvbridge_proto.pool import CodecName, Engine, Pool
@@ -103,6 +107,81 @@ def notice_of(departure: LeavingChunk, sender: AttachedEngine) -> Notice:
         chunk_bytes=departure.size_bytes,
         digest=0,
     )
+
+
+def offer_of(
+    request: str,
+    tokens: int,
+    blocks: int | tuple[Blocks, ...],
+    first: int = 0,
+    last: bool = True,
+    rendezvous: str = "",
+    first_token: int = 0,
+) -> Offer:
+    """So many blocks of the first group from entry `first` on, or these."""
+    if isinstance(blocks, int):
+        blocks = (Blocks(0, first, tuple(range(first, first + blocks))),) if blocks else ()
+    rest: dict[str, Any] = {"is_last": last, "hold_s": 100.0, "first_token": first_token}
+    return Offer(rendezvous=rendezvous or request, request=request, tokens=tokens, blocks=blocks, **rest)
+
+
+def want_of(
+    request: str,
+    end: int,
+    blocks: tuple[Blocks, ...] | None = None,
+    first: int = 0,
+    rendezvous: str = "",
+    deadline: float = 50.0,
+    sender: str = "P0",
+) -> Want:
+    """In these blocks, or in those of the first group that are numbered like the entries."""
+    entries = range(first // 16, -(-end // 16))
+    blocks = (Blocks(0, entries.start, tuple(entries)),) if blocks is None else blocks
+    rest: dict[str, Any] = {"sender": sender, "first_token": first, "end_token": end, "deadline_s": deadline}
+    return Want(request=request, rendezvous=rendezvous or request, blocks=blocks, **rest)
+
+
+def hear_receiver(
+    machine: Sender, incarnation: str, body: object, session: Session | None, engine: AttachedEngine, now: float
+) -> list[Action]:
+    """What a sender's agent does with a message of a receiver, of which it has this session."""
+    match body:
+        case Claim() if session is None:
+            return [Send(incarnation, Refuse(code="no_session", reasons=("test",), about=body.transfer))]
+        case Claim():
+            return machine.claim(body, session, engine, now)
+        case Grant():
+            return machine.grant(incarnation, body)
+        case Cancel():
+            return machine.cancel(incarnation, body)
+        case Hold(rendezvous_ids=rendezvous_ids):
+            return machine.hold(incarnation, rendezvous_ids, now)
+        case Settled(transfer=transfer):
+            return machine.settled(incarnation, transfer)
+        case Renew():
+            machine.renew(incarnation, body)
+            return []
+        case Check():
+            return machine.check(incarnation, body)
+    raise AssertionError(body)
+
+
+def hear_sender(machine: Receiver, incarnation: str, body: object, now: float, key: str = "") -> list[Action]:
+    """What a receiver's agent does with a message of a sender that has this key."""
+    match body:
+        case Ready(transfer=transfer, chunks=chunks):
+            return machine.ready(incarnation, transfer, chunks, key)
+        case Failing(transfer=transfer, code=code, reason=reason):
+            return machine.failing(incarnation, transfer, code, reason, now, key)
+        case Drained(transfer=transfer, code=code, reason=reason):
+            return machine.drained(incarnation, transfer, code, reason, now, key)
+        case Refuse(about=transfer, code=code, reasons=reasons):
+            return machine.drained(incarnation, transfer, code, "; ".join(reasons), now, key)
+        case BlockTables():
+            return machine.tables(incarnation, body, now, key)
+        case Checked():
+            return machine.checked(incarnation, body, now, key)
+    raise AssertionError(body)
 
 
 def take_up(order: SendingOrder | ReceivingOrder, send_orders: SendOrders, receive_orders: ReceiveOrders) -> None:
@@ -201,29 +280,10 @@ class World:
 
     # What engines say:
 
-    def offer(
-        self,
-        request: str,
-        tokens: int,
-        blocks: int | tuple[Blocks, ...],
-        first: int = 0,
-        last: bool = True,
-        rendezvous: str = "",
-        first_token: int = 0,
-    ) -> None:
-        """So many blocks of the first group from entry `first` on, or these."""
-        if isinstance(blocks, int):
-            blocks = (Blocks(0, first, tuple(range(first, first + blocks))),) if blocks else ()
-        message = Offer(
-            rendezvous=rendezvous or request,
-            request=request,
-            tokens=tokens,
-            blocks=blocks,
-            is_last=last,
-            hold_s=100.0,
-            first_token=first_token,
-        )
-        for node in self.senders:
+    def offer(self, *said: Any, at: Node | None = None, **more: Any) -> None:
+        """All senders' engines do, or this one's alone. The rest is as for `offer_of`."""
+        message = offer_of(*said, **more)
+        for node in self.senders if at is None else [at]:
             self.do(node, node.sending.offer(message, node.engine, self.now))
 
     def expect(self, request: str, rendezvous: str = "", sender: str = "P0") -> None:
@@ -231,29 +291,17 @@ class World:
         for node in self.receivers:
             self.do(node, node.receiving.expect(message, self.now))
 
-    def want(
-        self,
-        request: str,
-        end: int,
-        blocks: tuple[Blocks, ...] | None = None,
-        first: int = 0,
-        rendezvous: str = "",
-        deadline: float = 50.0,
-        sender: str = "P0",
-    ) -> None:
-        """In these blocks, or in those of the first group that are numbered like the entries."""
-        entries = range(first // 16, -(-end // 16))
-        message = Want(
-            request=request,
-            rendezvous=rendezvous or request,
-            sender=sender,
-            first_token=first,
-            end_token=end,
-            blocks=(Blocks(0, entries.start, tuple(entries)),) if blocks is None else blocks,
-            deadline_s=deadline,
-        )
-        for node in self.receivers:
+    def want(self, *said: Any, at: Node | None = None, **more: Any) -> None:
+        """All receivers' engines do, or this one's alone. The rest is as for `want_of`."""
+        message = want_of(*said, **more)
+        for node in self.receivers if at is None else [at]:
             self.do(node, node.receiving.want(message, node.engine, self.now))
+
+    def begin(self, request: str = "r", tokens: int = 64) -> None:
+        """It is offered whole, and wanted, and everything happens that is not held back."""
+        self.offer(request, tokens, -(-tokens // 4))
+        self.want(request, tokens)
+        self.run()
 
     def abandon(self, request: str) -> None:
         for node in self.receivers:
@@ -295,6 +343,11 @@ class World:
                 return
         raise AssertionError("the world does not come to rest")
 
+    def go_on(self) -> None:
+        """Nothing is held back any more."""
+        self.hold.clear()
+        self.run()
+
     def settle(self) -> None:
         """Data planes do what they were asked, and are heard."""
         while mine := [each for each in self.events if each[0] in ("order", "report")]:
@@ -335,47 +388,24 @@ class World:
         self.do(node, node.receiving.opened(address, agreed, self.now))
 
     def _to_sender(self, receiver: Node, sender: Node, body: object) -> None:
-        incarnation, machine = receiver.engine.agent.incarnation, sender.sending
         if sender.is_dead or receiver.is_dead:
             return
-        match body:
-            case Claim() if incarnation not in sender.accepted:
-                refuse = Refuse(code="no_session", reasons=("test",), about=body.transfer)
-                self.later("message", lambda: self._to_receiver(sender, receiver, refuse))
-            case Claim():
-                self.do(sender, machine.claim(body, sender.accepted[incarnation], sender.engine, self.now))
-            case Grant():
-                self.do(sender, machine.grant(incarnation, body))
-            case Cancel():
-                self.do(sender, machine.cancel(incarnation, body))
-            case Hold(rendezvous_ids=rendezvous_ids):
-                self.holds.append(body)
-                self.do(sender, machine.hold(incarnation, rendezvous_ids, self.now))
-            case Settled():
-                pass
-            case _:
-                raise AssertionError(body)
+        if isinstance(body, Hold):
+            self.holds.append(body)
+        incarnation = receiver.engine.agent.incarnation
+        session = sender.accepted.get(incarnation)
+        self.do(sender, hear_receiver(sender.sending, incarnation, body, session, sender.engine, self.now))
 
     def _to_receiver(self, sender: Node, receiver: Node, body: object) -> None:
         if sender.is_dead or receiver.is_dead:
             return
-        incarnation, machine = sender.engine.agent.incarnation, receiver.receiving
-        match body:
-            case Ready(transfer=transfer, chunks=chunks):
-                self.do(receiver, machine.ready(incarnation, transfer, chunks, self.key))
-            case Failing(transfer=transfer, code=code, reason=reason):
-                self.do(receiver, machine.failing(incarnation, transfer, code, reason, self.now, self.key))
-            case Drained(transfer=transfer, code=code, reason=reason):
-                self.do(receiver, machine.drained(incarnation, transfer, code, reason, self.now, self.key))
-            case Refuse(about=transfer, code=code, reasons=reasons):
-                self.refused.append(body)
-                self.do(receiver, machine.drained(incarnation, transfer, code, "; ".join(reasons), self.now, self.key))
-                if (
-                    code == "no_session" and receiver.engine.agent.incarnation not in sender.accepted
-                ):  # nor greeted again since
-                    self.do(receiver, machine.unreachable(sender.name, code, "test", self.now))
-            case _:
-                raise AssertionError(body)
+        machine = receiver.receiving
+        self.do(receiver, hear_sender(machine, sender.engine.agent.incarnation, body, self.now, self.key))
+        if isinstance(body, Refuse):
+            self.refused.append(body)
+            has_session = receiver.engine.agent.incarnation in sender.accepted  # has it greeted again since?
+            if body.code == "no_session" and not has_session:
+                self.do(receiver, machine.unreachable(sender.name, body.code, "test", self.now))
 
     def rescale(self, node: Node, scale: float, revision: int = 0) -> None:
         """All planes of an engine rank come under another scale; its agent does what `Engines` does."""
@@ -489,6 +519,18 @@ class World:
                 assert message.request not in found, f"two answers: {found[message.request]}, {message}"
                 found[message.request] = message
         return found
+
+    def failure(self, request: str = "r", receiver: int = 0) -> Failed:
+        answer = self.answers(receiver)[request]
+        assert isinstance(answer, Failed), answer
+        return answer
+
+    def check_done(self, *requests: str) -> None:
+        """Every receiver has what these asked for, and nothing is left over."""
+        for receiver in range(len(self.receivers)):
+            answers = self.answers(receiver)
+            assert all(isinstance(answers[request], Done) for request in requests), answers
+        self.check_rest()
 
     def released(self, sender: int = 0) -> dict[str, Released]:
         found: dict[str, Released] = {}

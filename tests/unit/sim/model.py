@@ -14,16 +14,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import attrgetter
 from typing import Any, cast
 
-from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Abandon, Done, Failed, Offer, Released, Want, Withdraw
-from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Grant, Notice, Ready, Refuse, Settled, SlotLease
+from kvbridge_proto.engine import Done, Failed, Released
+from kvbridge_proto.peer import Cancel, Claim, Drained, Notice, Refuse, Settled, SlotLease
 from msgspec import Struct
 from msgspec.structs import replace as changed
 
 from kvbridge.dataplane.receive_orders import LandedChunk, ReceiveOrders
-from kvbridge.dataplane.send_orders import LeavingChunk, OrderedSend, SendOrders
+from kvbridge.dataplane.send_orders import LeavingChunk, SendOrders
 from kvbridge.exchange.actions import Ask, Notable, Reach, Send, Tell
 from kvbridge.exchange.incoming import OpenWant
 from kvbridge.exchange.orders import (
@@ -45,13 +45,23 @@ from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.geometry.plan import Plan
 from kvbridge.geometry.tokens import BlockTable
 from kvbridge.states import SlotState
-from tests.unit.exchange.world import NOTHING, World, notice_of, take_up
+from tests.unit.exchange.world import NOTHING, World, hear_receiver, hear_sender, notice_of, offer_of, take_up, want_of
 
 Move = tuple[Any, ...]
 ADDRESS = "P0"
 VALUES = (Struct, AttachedEngine, Session, Plan, BlockTable, SendOrder, ReceiveOrder, Enum)
 BUILT_IN = {str, int, bool, float, bytes, tuple, list, dict, set, type, type(None), deque}
 REST = "the rest of a write that failed"
+# What tells states apart:
+SLOT = attrgetter("state", "generation", "transfer")
+INCOMING = attrgetter("state", "ready", "placed", "is_carried", "is_drained")
+OUTGOING = attrgetter(
+    *("transfer", "state", "lent", "shipped", "progress", "announced", "is_ordered", "is_gathering", "is_lost", "early")
+)
+OFFER, ENDED = attrgetter("request", "want", "over"), attrgetter("rendezvous", "want")
+DISPATCH = attrgetter("transfer", "turn", "next_chunk", "gathering", "writing", "is_broken")
+RECEIPT = attrgetter("transfer", "moving")
+SCATTER = attrgetter("order.transfer", "notice.chunk", "notice.slot")
 
 
 @dataclass(slots=True)
@@ -140,66 +150,37 @@ class State:
     @property
     def key(self) -> object:
         """Equal for states that go on alike."""
-        receiving, sending = self.receiving, self.sending
-        slots = tuple((s.state, s.generation, s.transfer) for s in receiving.slots._slots)
-        incoming_transfers = tuple(
-            (t, w.state, i.state, i.ready, i.placed, i.is_carried, i.is_drained)
-            for t, w in receiving._wanted_by.items()
-            for i in (w.incoming_transfers[t],)
-        )
-        outgoing_transfers = tuple(
-            (o.transfer, o.state, o.lent, o.shipped, o.progress, o.announced, o.is_ordered, o.is_gathering, o.is_lost)
-            for o in sending.outgoing_transfers.values()
-        )
-        bound = tuple((o.early, o.offered is not None) for o in sending.outgoing_transfers.values())
-        offers = tuple((o.request, o.want, o.over, len(o.served)) for o in sending.offers.values())
-        dispatches = tuple(_key_of(each) for each in self.send_orders._open.values())
-        hungry = tuple((turn, name) for turn, _, name in sorted(self.send_orders._awaiting_slots._heap))
-        to_send = tuple((type(o), o.transfer, _amount(o)) for o in self.to_send), tuple(self.sent)
-        ended = tuple((e.rendezvous, e.want, tuple(sorted(e.heard))) for e in sending._rendezvous._by_age)
-        wants = tuple((name, w.state) for name, w in receiving.wants.items())
-        network = tuple(self.to_sender), tuple(self.to_receiver), tuple(self.notices)
-        flights = tuple(flight.key for flight in self.flights)
-        scatters = tuple((s.order.transfer, s.notice.chunk, s.notice.slot) for s in self.scatters)
-        receipts = tuple(
-            (r.transfer, tuple(r.leases.items()), frozenset(r.missing), r.moving, r.stop is None)
-            for r in self.receive_orders._open.values()
-        )
-        orders = tuple((type(o), o.transfer, o.leases if isinstance(o, Lend) else ()) for o in self.orders)
-        rest = (
-            tuple(self.budget.items()),
-            self.incarnations,
-            self.is_open,
-            self.is_reaching,
-            tuple(self.answers.items()),
-        )
-        doubts = tuple(receiving._undrained._of.items()), tuple(receiving._undrained._met.items())
-        free = tuple(receiving.slots._free)
-        held, rows = (tuple(sorted(self.slots.items())), tuple(self.remains)), frozenset(self.rows)
-        has_session = bool(receiving._senders.open)
+        receiving, sending, orders = self.receiving, self.sending, self.send_orders
+        outgoing = sending.outgoing_transfers.values()
+        incoming = [(t, w.state, w.incoming_transfers[t]) for t, w in receiving._wanted_by.items()]
         return (
-            slots,
-            incoming_transfers,
-            outgoing_transfers,
-            bound,
-            offers,
-            ended,
-            wants,
-            network,
-            flights,
-            scatters,
-            receipts,
-            orders,
-            dispatches,
-            hungry,
-            to_send,
+            tuple(map(SLOT, receiving.slots._slots)),
+            tuple(receiving.slots._free),
+            tuple((transfer, state, *INCOMING(each)) for transfer, state, each in incoming),
+            tuple((name, wanted.state) for name, wanted in receiving.wants.items()),
+            tuple(receiving._undrained._of.items()),
+            tuple(receiving._undrained._met.items()),
+            bool(receiving._senders.open),
+            tuple((*OUTGOING(out), out.offered is not None) for out in outgoing),
+            tuple((*OFFER(offer), len(offer.served)) for offer in sending.offers.values()),
+            tuple((*ENDED(ended), tuple(sorted(ended.heard))) for ended in sending._rendezvous._by_age),
+            tuple(
+                (*DISPATCH(each), each.stop is None, tuple(each.ready), tuple(each.leases))
+                for each in orders._open.values()
+            ),
+            tuple((turn, name) for turn, _, name in sorted(orders._awaiting_slots._heap)),
+            tuple((type(order), order.transfer, _amount(order)) for order in (*self.to_send, *self.orders)),
+            tuple(self.sent),
             tuple(self.reports),
-            rest,
-            doubts,
-            free,
-            held,
-            rows,
-            has_session,
+            tuple(
+                (*RECEIPT(each), each.stop is None, *each.leases.items(), frozenset(each.missing))
+                for each in self.receive_orders._open.values()
+            ),
+            tuple(map(SCATTER, self.scatters)),
+            tuple(flight.key for flight in self.flights),
+            (tuple(self.to_sender), tuple(self.to_receiver), tuple(self.notices)),
+            (tuple(self.budget.items()), self.incarnations, self.is_open, self.is_reaching, *self.answers.items()),
+            (tuple(sorted(self.slots.items())), tuple(self.remains), frozenset(self.rows)),
         )
 
     # What may happen:
@@ -255,30 +236,20 @@ class State:
     # Engines:
 
     def offer(self, request: str, tokens: int) -> None:
-        blocks = (Blocks(0, 0, tuple(range(-(-tokens // 4)))),)
-        said = Offer(rendezvous=request, request=request, tokens=tokens, blocks=blocks, is_last=True, hold_s=100.0)
+        said = offer_of(request, tokens, -(-tokens // 4))
         self.sender(self.sending.offer(said, self.sender_engine, 0.0))
 
     def want(self, request: str, tokens: int) -> None:
-        blocks = (Blocks(0, 0, tuple(range(-(-tokens // 16)))),)
-        said = Want(
-            request=request,
-            rendezvous=request,
-            sender=ADDRESS,
-            first_token=0,
-            end_token=tokens,
-            blocks=blocks,
-            deadline_s=100.0,
-        )
+        said = want_of(request, tokens, sender=ADDRESS, deadline=100.0)
         self.receiver(self.receiving.want(said, self.receiver_engine, 0.0))
 
     def _abandon(self) -> None:
         for name in list(self.receiving.wants):
-            self.receiver(self.receiving.abandon(Abandon(request=name).request, 0.0))
+            self.receiver(self.receiving.abandon(name, 0.0))
 
     def _withdraw(self) -> None:
         for name in list(self.sending.offers):
-            self.sender(self.sending.withdraw(Withdraw(request=name).request, "test", 0.0))
+            self.sender(self.sending.withdraw(name, "test", 0.0))
 
     # The network:
 
@@ -316,32 +287,18 @@ class State:
         self.receiver(self.receiving.unreachable(ADDRESS, "peer_lost", "dead", 0.0))
 
     def _to_sender(self) -> None:
-        body, incarnation, machine = self.to_sender.popleft(), self.receiver_engine.agent.incarnation, self.sending
-        session = answer(hello(self.receiver_engine), self.sender_engine)
-        assert isinstance(session, Session)
-        match body:
-            case Claim() if not self.is_open:
-                self.to_receiver.append(Refuse(code="no_session", reasons=(), about=body.transfer))
-            case Claim():
-                self.sender(machine.claim(body, session, self.sender_engine, 0.0))
-            case Grant() if self.is_open:
-                self.sender(machine.grant(incarnation, body))
-            case Cancel() if self.is_open:
-                self.sender(machine.cancel(incarnation, body))
-            case Cancel(transfer=transfer) if machine.renounce(incarnation, body):
-                self.to_receiver.append(Drained(transfer=transfer))
+        body, incarnation = self.to_sender.popleft(), self.receiver_engine.agent.incarnation
+        session = answer(hello(self.receiver_engine), self.sender_engine) if self.is_open else None
+        assert not isinstance(session, Refuse)
+        if isinstance(body, Cancel) and not self.is_open:
+            if self.sending.renounce(incarnation, body):
+                self.to_receiver.append(Drained(transfer=body.transfer))
+        elif isinstance(body, Claim) or self.is_open:
+            self.sender(hear_receiver(self.sending, incarnation, body, session, self.sender_engine, 0.0))
 
     def _to_receiver(self) -> None:
-        body, incarnation, machine = self.to_receiver.popleft(), self.sender_engine.agent.incarnation, self.receiving
-        match body:
-            case Ready(transfer=transfer, chunks=chunks):
-                self.receiver(machine.ready(incarnation, transfer, chunks))
-            case Failing(transfer=transfer, code=code, reason=reason):
-                self.receiver(machine.failing(incarnation, transfer, code, reason, 0.0))
-            case Drained(transfer=transfer, code=code, reason=reason):
-                self.receiver(machine.drained(incarnation, transfer, code, reason, 0.0))
-            case Refuse(about=transfer, code=code):
-                self.receiver(machine.drained(incarnation, transfer, code, "", 0.0))
+        body, incarnation = self.to_receiver.popleft(), self.sender_engine.agent.incarnation
+        self.receiver(hear_sender(self.receiving, incarnation, body, 0.0))
 
     # The data plane's side:
 
@@ -525,15 +482,9 @@ def _restarted(engine: AttachedEngine, number: int) -> AttachedEngine:
     return replace(engine, agent=changed(engine.agent, incarnation=f"incarnation-{number}"))
 
 
-def _key_of(dispatch: OrderedSend) -> object:
-    ready, leases = tuple(dispatch.ready), tuple(dispatch.leases)
-    doing = dispatch.next_chunk, dispatch.gathering, dispatch.writing, dispatch.is_broken, dispatch.stop is None
-    return dispatch.transfer, ready, leases, dispatch.turn, doing
-
-
-def _amount(order: SendingOrder) -> object:
+def _amount(order: SendingOrder | ReceivingOrder) -> object:
     match order:
-        case Credit(leases=leases):
+        case Credit(leases=leases) | Lend(leases=leases):
             return leases
         case Progress(ready=ready):
             return ready

@@ -71,6 +71,23 @@ LATE = "when all was well again: failed"
 MEANWHILE = "while another agent stood still: failed"
 
 
+def instead(owner: Any, attribute: str, value: Any) -> Mutate:
+    return lambda put: put(owner, attribute, value)
+
+
+def around(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Mutate]:
+    """The function takes the place of that one, which it gets as its first argument."""
+
+    def made(function: Callable[..., Any]) -> Mutate:
+        def mutate(put: Callable[[Any, str, Any], None]) -> None:
+            right = getattr(owner, attribute)
+            put(owner, attribute, lambda *args, **more: function(right, *args, **more))
+
+        return mutate
+
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """How it is switched off, a seed that showed it when this was written, and how; and what scenarios are made into.
@@ -84,39 +101,30 @@ class Rule:
     shape: Shape = same
 
 
-def _generation(put: Callable[[Any, str, Any], None]) -> None:
-    right = receive_orders.matches
-
-    def matches(notice: Any, receipt: Any, order: Any) -> bool:
-        known = receipt.leases.get(notice.slot, notice.generation)
-        return right(msgspec.structs.replace(notice, generation=known), receipt, order)
-
-    put(receive_orders, "matches", matches)
+@around(receive_orders, "matches")
+def _generation(right: Any, notice: Any, receipt: Any, order: Any) -> bool:
+    known = receipt.leases.get(notice.slot, notice.generation)
+    return right(msgspec.structs.replace(notice, generation=known), receipt, order)
 
 
-def _quarantine(put: Callable[[Any, str, Any], None]) -> None:
-    put(
-        ReceiveSlots, "doubt", lambda self, transfer: self._step_all(transfer, (SlotState.LENT,), SlotEvent.DRAIN) and 0
-    )
+@around(ReceiveSlots, "doubt")
+def _quarantine(right: Any, self: ReceiveSlots, transfer: str) -> int:
+    return self._step_all(transfer, (SlotState.LENT,), SlotEvent.DRAIN) and 0
 
 
-def _freed_in_place(put: Callable[[Any, str, Any], None]) -> None:
-    def rebuild(self: Engines, endpoints: StagingEndpoints, reason: str) -> None:
-        self._peers.renew(reason)
-        self._receiver.rebuilt(self._current.engine)
-
-    put(Engines, "rebuild", rebuild)
+@around(Engines, "rebuild")
+def _freed_in_place(right: Any, self: Engines, endpoints: StagingEndpoints, reason: str) -> None:
+    self._peers.renew(reason)
+    self._receiver.rebuilt(self._current.engine)
 
 
-def _never_rebuilt(put: Callable[[Any, str, Any], None]) -> None:
-    async def check(self: Rebuilder) -> None: ...
-
-    put(Rebuilder, "check", check)
+@around(Rebuilder, "check")
+async def _never_rebuilt(right: Any, self: Rebuilder) -> None: ...
 
 
-def _stuck_sending(put: Callable[[Any, str, Any], None]) -> None:
-    right = Rebuilder._reasons
-    put(Rebuilder, "_reasons", lambda self: [reason for reason in right(self) if "receive" in reason])
+@around(Rebuilder, "_reasons")
+def _stuck_sending(right: Any, self: Rebuilder) -> list[str]:
+    return [reason for reason in right(self) if "receive" in reason]
 
 
 def _digest(put: Callable[[Any, str, Any], None]) -> None:
@@ -127,240 +135,157 @@ def _digest(put: Callable[[Any, str, Any], None]) -> None:
 def _matches(*dropped: str) -> Mutate:
     """`matches` without looking at these fields."""
 
-    def mutate(put: Callable[[Any, str, Any], None]) -> None:
-        right = receive_orders.matches
+    @around(receive_orders, "matches")
+    def matches(right: Any, notice: Any, receipt: Any, order: Any) -> bool:
+        truth = {name: getattr(order, name) for name in dropped if name != "chunk_bytes"}
+        if "chunk_bytes" in dropped and notice.chunk < order.plan.chunks:
+            truth["chunk_bytes"] = order.plan.chunk(notice.chunk).size_bytes
+        return right(msgspec.structs.replace(notice, **truth), receipt, order)
 
-        def matches(notice: Any, receipt: Any, order: Any) -> bool:
-            truth = {name: getattr(order, name) for name in dropped if name != "chunk_bytes"}
-            if "chunk_bytes" in dropped and notice.chunk < order.plan.chunks:
-                truth["chunk_bytes"] = order.plan.chunk(notice.chunk).size_bytes
-            return right(msgspec.structs.replace(notice, **truth), receipt, order)
-
-        put(receive_orders, "matches", matches)
-
-    return mutate
+    return matches
 
 
-def _twice(put: Callable[[Any, str, Any], None]) -> None:
-    right = receive_orders.matches
-
-    def matches(notice: Any, receipt: Any, order: Any) -> bool:
-        missing, receipt.missing = receipt.missing, set(range(order.plan.chunks))
-        try:
-            return right(notice, receipt, order)
-        finally:
-            receipt.missing = missing
-
-    put(receive_orders, "matches", matches)
+@around(receive_orders, "matches")
+def _twice(right: Any, notice: Any, receipt: Any, order: Any) -> bool:
+    missing, receipt.missing = receipt.missing, set(range(order.plan.chunks))
+    try:
+        return right(notice, receipt, order)
+    finally:
+        receipt.missing = missing
 
 
-def _released_while_read(put: Callable[[Any, str, Any], None]) -> None:
-    put(OutgoingTransfer, "is_reading", property(lambda self: self.is_promised or self.digesting > 0))
+@around(Jobs, "_taken_back")
+def _nobody_listens(
+    right: Any, self: Jobs, attachment: AttachedMemory, request: str, asked_at: float
+) -> Generator[Any, Any, Failure]:
+    yield from ()
+    return None
 
 
-def _fence(put: Callable[[Any, str, Any], None]) -> None:
-    put(AttachedMemory, "has_reached", lambda self, count: True)
+@around(Sender, "_stop")
+def _drained_too_soon(right: Any, self: Sender, out: Any, code: str, reason: str) -> Any:
+    actions = right(self, out, code, reason)
+    if actions and out.state is OutgoingState.STOPPING:
+        actions.append(Send(out.incarnation, Drained(transfer=out.transfer, code=code, reason=reason)))
+    return actions
 
 
-def _nobody_listens(put: Callable[[Any, str, Any], None]) -> None:
-    def taken_back(
-        self: Jobs, attachment: AttachedMemory, request: str, asked_at: float
-    ) -> Generator[Any, Any, Failure]:
-        yield from ()
-        return None
-
-    put(Jobs, "_taken_back", taken_back)
+@around(Receiver, "_lose")
+def _lost_is_gone(right: Any, self: Receiver, address: str, now: float) -> Any:
+    hurt = right(self, address, now)
+    for transfer in [transfer for transfer, (at, *_) in self._undrained._of.items() if at == address]:
+        self.slots.drain(transfer)
+    return hurt
 
 
-def _drained_too_soon(put: Callable[[Any, str, Any], None]) -> None:
-    right = Sender._stop
-
-    def stop(self: Sender, out: Any, code: str, reason: str) -> Any:
-        actions = right(self, out, code, reason)
-        if actions and out.state is OutgoingState.STOPPING:
-            actions.append(Send(out.incarnation, Drained(transfer=out.transfer, code=code, reason=reason)))
-        return actions
-
-    put(Sender, "_stop", stop)
+@around(Receiver, "_fail")
+def _failed_while_scattering(right: Any, self: Receiver, wanted: Any, code: str, reason: str, now: float) -> Any:
+    is_open = wanted.state in (WantState.REACHING, WantState.FLOWING)
+    actions = right(self, wanted, code, reason, now)
+    if is_open and wanted.state is WantState.ENDING:
+        actions.append(failed(wanted.want.request, code, reason))
+    return actions
 
 
-def _says_drained_always(put: Callable[[Any, str, Any], None]) -> None:
-    put(Sender, "renounce", lambda self, incarnation, cancel: True)
-
-
-def _lost_is_gone(put: Callable[[Any, str, Any], None]) -> None:
-    right = Receiver._lose
-
-    def lose(self: Receiver, address: str, now: float) -> Any:
-        hurt = right(self, address, now)
-        for transfer in [transfer for transfer, (at, *_) in self._undrained._of.items() if at == address]:
-            self.slots.drain(transfer)
-        return hurt
-
-    put(Receiver, "_lose", lose)
-
-
-def _failed_while_scattering(put: Callable[[Any, str, Any], None]) -> None:
-    right = Receiver._fail
-
-    def fail(self: Receiver, wanted: Any, code: str, reason: str, now: float) -> Any:
-        is_open = wanted.state in (WantState.REACHING, WantState.FLOWING)
-        actions = right(self, wanted, code, reason, now)
-        if is_open and wanted.state is WantState.ENDING:
-            actions.append(failed(wanted.want.request, code, reason))
-        return actions
-
-    put(Receiver, "_fail", fail)
-
-
-def _quiet_at_once(put: Callable[[Any, str, Any], None]) -> None:
+@around(ReceiveOrders, "stop")
+def _quiet_at_once(right: Any, self: ReceiveOrders, stop: StopReceiving) -> None:
     """The data plane says that it is quiet when it is told to stop, and goes on."""
-
-    def stop(self: ReceiveOrders, stop: StopReceiving) -> None:
-        self._reports.append(Quiet(stop.transfer))
-
-    put(ReceiveOrders, "stop", stop)
+    self._reports.append(Quiet(stop.transfer))
 
 
-def _quiet_while_sent(put: Callable[[Any, str, Any], None]) -> None:
+@around(SendOrders, "stop")
+def _quiet_while_sent(right: Any, self: SendOrders, stop: StopSending) -> None:
     """The same at the sender."""
-
-    def stop(self: SendOrders, stop: StopSending) -> None:
-        self._reports.append(Quiet(stop.transfer))
-
-    put(SendOrders, "stop", stop)
+    self._reports.append(Quiet(stop.transfer))
 
 
-def _gathered_at_once(put: Callable[[Any, str, Any], None]) -> None:
+@around(SendOrders, "stop")
+def _gathered_at_once(right: Any, self: SendOrders, stop: StopSending) -> None:
     """It says that the blocks are read no more when it is told to stop, though a chunk is being gathered."""
-    right = SendOrders.stop
-
-    def stop(self: SendOrders, stop: StopSending) -> None:
-        if stop.transfer in self._open:
-            self._reports.append(Gathered(stop.transfer))
-        right(self, stop)
-
-    put(SendOrders, "stop", stop)
+    if stop.transfer in self._open:
+        self._reports.append(Gathered(stop.transfer))
+    right(self, stop)
 
 
-def _drained_while_read(put: Callable[[Any, str, Any], None]) -> None:
-    put(Receiver, "_drain", lambda self, transfer: self.slots.drain(transfer))
+@around(DataPlane, "let_go")
+async def _leave_at_once(right: Any, self: DataPlane, attachment: AttachedMemory) -> bool:
+    return True
 
 
-def _leave_at_once(put: Callable[[Any, str, Any], None]) -> None:
-    async def let_go(self: DataPlane, attachment: AttachedMemory) -> bool:
-        return True
-
-    put(DataPlane, "let_go", let_go)
-
-
-def _leaves_without_a_word(put: Callable[[Any, str, Any], None]) -> None:
-    right = EngineSocket.send
-
-    def send(self: EngineSocket, message: Any) -> None:
-        if not isinstance(message, Detached):
-            right(self, message)
-
-    put(EngineSocket, "send", send)
+@around(EngineSocket, "send")
+def _leaves_without_a_word(right: Any, self: EngineSocket, message: Any) -> None:
+    if not isinstance(message, Detached):
+        right(self, message)
 
 
-def _done_too_soon(put: Callable[[Any, str, Any], None]) -> None:
-    right = Receiver._landed
-
-    def landed(self: Receiver, report: Landed, now: float) -> Any:
-        wanted = self._wanted_by[report.transfer]
-        incoming = wanted.incoming_transfers[report.transfer]
-        if incoming.placed + report.chunks == incoming.plan.chunks - 1 and wanted.state is WantState.FLOWING:
-            incoming.placed += 1  # one is counted that has not come
-        return right(self, report, now)
-
-    put(Receiver, "_landed", landed)
+@around(Receiver, "_landed")
+def _done_too_soon(right: Any, self: Receiver, report: Landed, now: float) -> Any:
+    wanted = self._wanted_by[report.transfer]
+    incoming = wanted.incoming_transfers[report.transfer]
+    if incoming.placed + report.chunks == incoming.plan.chunks - 1 and wanted.state is WantState.FLOWING:
+        incoming.placed += 1  # one is counted that has not come
+    return right(self, report, now)
 
 
-def _lost_leaves_no_doubt(put: Callable[[Any, str, Any], None]) -> None:
+@around(Receiver, "_end_incoming")
+def _lost_leaves_no_doubt(right: Any, self: Receiver, incoming: Any, event: IncomingEvent, now: float) -> None:
     """A transfer whose link was lost is forgotten: its slots stay quarantined for ever."""
-    right = Receiver._end_incoming
-
-    def end(self: Receiver, incoming: Any, event: IncomingEvent, now: float) -> None:
-        right(self, incoming, event, now)
-        if event is IncomingEvent.LOSE and incoming.state is IncomingState.ENDED:
-            self._undrained.settle(incoming.transfer)
-
-    put(Receiver, "_end_incoming", end)
+    right(self, incoming, event, now)
+    if event is IncomingEvent.LOSE and incoming.state is IncomingState.ENDED:
+        self._undrained.settle(incoming.transfer)
 
 
-def _refusal_is_the_end(put: Callable[[Any, str, Any], None]) -> None:
-    put(Receiver, "refused", lambda self, address, incarnation, key="": [])
+@around(OutgoingPeers, "_dial")
+def _half_a_session(right: Any, self: OutgoingPeers, address: str) -> None:
+    self._serial += 1
+    self.sessions[address] = OutgoingPeer(address, self._control.dial(address), self._serial)
+    self.ask(address)
 
 
-def _half_a_session(put: Callable[[Any, str, Any], None]) -> None:
-    def dial(self: OutgoingPeers, address: str) -> None:
-        self._serial += 1
-        self.sessions[address] = OutgoingPeer(address, self._control.dial(address), self._serial)
-        self.ask(address)
-
-    put(OutgoingPeers, "_dial", dial)
-
-
-def _silent(put: Callable[[Any, str, Any], None]) -> None:
-    right = OutgoingPeers._end
-
-    def end(self: OutgoingPeers, address: str, *args: Any, **more: Any) -> None:
-        link: Any = dialled.link if (dialled := self.sessions.get(address)) else None
-        if link is not None:
-            send, link.send = link.send, lambda body: None
-            try:
-                right(self, address, *args, **more)
-            finally:
-                link.send = send
-
-    put(OutgoingPeers, "_end", end)
+@around(OutgoingPeers, "_end")
+def _silent(right: Any, self: OutgoingPeers, address: str, *args: Any, **more: Any) -> None:
+    link: Any = dialled.link if (dialled := self.sessions.get(address)) else None
+    if link is not None:
+        send, link.send = link.send, lambda body: None
+        try:
+            right(self, address, *args, **more)
+        finally:
+            link.send = send
 
 
-def _own_start_only(put: Callable[[Any, str, Any], None]) -> None:
-    put(
-        UndrainedTransfers,
-        "can_settle",
-        lambda self, transfer, incarnation, key: self._of.get(transfer, ("", ""))[1] == incarnation,
-    )
+@around(UndrainedTransfers, "can_settle")
+def _own_start_only(right: Any, self: UndrainedTransfers, transfer: str, incarnation: str, key: str) -> bool:
+    return self._of.get(transfer, ("", ""))[1] == incarnation
 
 
-def _slower_does_not_wait(put: Callable[[Any, str, Any], None]) -> None:
-    def sort_out(self: OutgoingPeers) -> None:
-        for dialled in [each for each in self.sessions.values() if each.known_incarnation]:
-            others = [
-                own for own in self.sessions.values() if not own.known_incarnation and own.link.key == dialled.link.key
-            ]
-            same = [own for own in others if own.link.peer_incarnation == dialled.known_incarnation]
-            self._merge(dialled, same[0]) if same else self._insist(dialled)
-
-    put(OutgoingPeers, "_sort_out", sort_out)
+@around(OutgoingPeers, "_sort_out")
+def _slower_does_not_wait(right: Any, self: OutgoingPeers) -> None:
+    for dialled in [each for each in self.sessions.values() if each.known_incarnation]:
+        others = [
+            own for own in self.sessions.values() if not own.known_incarnation and own.link.key == dialled.link.key
+        ]
+        same = [own for own in others if own.link.peer_incarnation == dialled.known_incarnation]
+        self._merge(dialled, same[0]) if same else self._insist(dialled)
 
 
-def _unnumbered(put: Callable[[Any, str, Any], None]) -> None:
-    def check(self: Numbered, envelope: Any) -> None:
-        self.peer_incarnation = envelope.sender
-
-    put(Numbered, "check", check)
+@around(Numbered, "check")
+def _unnumbered(right: Any, self: Numbered, envelope: Any) -> None:
+    self.peer_incarnation = envelope.sender
 
 
 def _over_at_once(job: str, waits: str, ended: Callable[[Any, Any], Any]) -> Mutate:
     """A job of that name does not wait in `waits` of the data plane, but goes on with what `ended` says of data plane
     and key."""
 
-    def mutate(put: Callable[[Any, str, Any], None]) -> None:
-        right = DataPlane._resume
+    @around(DataPlane, "_resume")
+    def resume(right: Any, self: DataPlane, going: Any, event: Any) -> None:
+        right(self, going, event)
+        left = getattr(self, waits)
+        for key in [key for key, each in left.items() if each is going and going.__name__ == job]:
+            left[key] = _heedless()
+            self._resume(going, ended(self, key))
 
-        def resume(self: DataPlane, going: Any, event: Any) -> None:
-            right(self, going, event)
-            left = getattr(self, waits)
-            for key in [key for key, each in left.items() if each is going and going.__name__ == job]:
-                left[key] = _heedless()
-                self._resume(going, ended(self, key))
-
-        put(DataPlane, "_resume", resume)
-
-    return mutate
+    return resume
 
 
 def _heedless() -> Generator[Any, Any, None]:
@@ -395,25 +320,19 @@ def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
 # The read lease (kvbridge/exchange/leases.py):
 
 
-def _begins_when_answered(put: Callable[[Any, str, Any], None]) -> None:
-    right = Receiver.tables
-
-    def tables(self: Receiver, incarnation: str, told: BlockTables, now: float, key: str = "") -> Any:
-        if (incoming := self._incoming(incarnation, told.transfer, key)) is not None and incoming.reading is not None:
-            incoming.reading.lease.ends = now + LEASE_S
-        return right(self, incarnation, told, now, key)
-
-    put(Receiver, "tables", tables)
+@around(Receiver, "tables")
+def _begins_when_answered(
+    right: Any, self: Receiver, incarnation: str, told: BlockTables, now: float, key: str = ""
+) -> Any:
+    if (incoming := self._incoming(incarnation, told.transfer, key)) is not None and incoming.reading is not None:
+        incoming.reading.lease.ends = now + LEASE_S
+    return right(self, incarnation, told, now, key)
 
 
-def _renewed_unheard(put: Callable[[Any, str, Any], None]) -> None:
-    right = ReadLease.renew
-
-    def renew(self: ReadLease, now: float) -> int:
-        self.ends = now + LEASE_S
-        return right(self, now)
-
-    put(ReadLease, "renew", renew)
+@around(ReadLease, "renew")
+def _renewed_unheard(right: Any, self: ReadLease, now: float) -> int:
+    self.ends = now + LEASE_S
+    return right(self, now)
 
 
 def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
@@ -433,57 +352,35 @@ def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
     put(PullRoute, "_counted", counted)
 
 
-def _unmapped_while_read(put: Callable[[Any, str, Any], None]) -> None:
-    def close_unread(self: PullRoute) -> None:
-        while self._closing:
-            self._unmap(*self._closing.pop())
-
-    put(PullRoute, "close_unread", close_unread)
+@around(PullRoute, "close_unread")
+def _unmapped_while_read(right: Any, self: PullRoute) -> None:
+    while self._closing:
+        self._unmap(*self._closing.pop())
 
 
-def _not_compared(put: Callable[[Any, str, Any], None]) -> None:
+@around(Receiver, "checked")
+def _not_compared(right: Any, self: Receiver, incarnation: str, told: Checked, now: float, key: str = "") -> Any:
     """Whatever the sender finds is taken for what was read."""
-    right = Receiver.checked
-
-    def checked(self: Receiver, incarnation: str, told: Checked, now: float, key: str = "") -> Any:
-        incoming = self._incoming(incarnation, told.transfer, key)
-        if incoming is not None and incoming.reading is not None:
-            read = incoming.reading.unchecked
-            told = msgspec.structs.replace(
-                told, digests=tuple(Sum(e.chunk, read.get(e.chunk, 0)) for e in told.digests)
-            )
-        return right(self, incarnation, told, now, key)
-
-    put(Receiver, "checked", checked)
+    incoming = self._incoming(incarnation, told.transfer, key)
+    if incoming is not None and incoming.reading is not None:
+        read = incoming.reading.unchecked
+        told = msgspec.structs.replace(told, digests=tuple(Sum(e.chunk, read.get(e.chunk, 0)) for e in told.digests))
+    return right(self, incarnation, told, now, key)
 
 
-def _released_while_digested(put: Callable[[Any, str, Any], None]) -> None:
-    put(OutgoingTransfer, "is_reading", property(lambda self: self.is_gathering or self.is_promised))
+@around(OpenOffer, "update_readable")
+def _unfenced(right: Any, self: OpenOffer, has_reached: Any) -> None:
+    self.steps.clear()
+    self.readable = self.tokens
 
 
-def _unpromised(put: Callable[[Any, str, Any], None]) -> None:
-    put(OutgoingTransfer, "is_promised", property(lambda self: False))
-
-
-def _stopped_in_time(put: Callable[[Any, str, Any], None]) -> None:
-    """What waits for the fence is not looked at again when it is to stop."""
-    put(WaitFence, "is_over", property(lambda self: self.attachment.has_reached(self.count)))
-
-
-def _unfenced(put: Callable[[Any, str, Any], None]) -> None:
-    def update_readable(self: OpenOffer, has_reached: Any) -> None:
-        self.steps.clear()
-        self.readable = self.tokens
-
-    put(OpenOffer, "update_readable", update_readable)
-
-
-async def _at_once(self: SenderRunner) -> None: ...
+@around(SenderRunner, "unread")
+async def _reads_unawaited(right: Any, self: SenderRunner) -> None: ...
 
 
 def _nothing(owner: Any, method: str) -> Mutate:
     """The method of that name does nothing."""
-    return lambda put: put(owner, method, lambda self, *args: None)
+    return instead(owner, method, lambda self, *args: None)
 
 
 MUTATIONS: dict[str, Rule] = {
@@ -500,34 +397,42 @@ MUTATIONS: dict[str, Rule] = {
     "a notice's sender epoch is not looked at": Rule(_matches("sender_epoch"), 109, FORGED + "sender_epoch=99"),
     "a notice's receiver epoch is not looked at": Rule(_matches("receiver_epoch"), 54, FORGED + "receiver_epoch=99"),
     "a notice's size is not looked at": Rule(_matches("chunk_bytes"), 449, FORGED + "chunk_bytes=1,"),
-    "blocks are released while they are read": Rule(_released_while_read, 11, FOREIGN),
+    "blocks are released while they are read": Rule(
+        instead(OutgoingTransfer, "is_reading", property(lambda self: self.is_promised or self.digesting > 0)),
+        11,
+        FOREIGN,
+    ),
     "tokens before an offer are given": Rule(
         _nothing(sender, "check_begin"), 135, "(waste .*|nothing) where prompt .* belongs"
     ),
-    "the fence is not waited for": Rule(_fence, 18, FOREIGN),
+    "the fence is not waited for": Rule(instead(AttachedMemory, "has_reached", lambda self, count: True), 18, FOREIGN),
     "what was read while nobody listened counts": Rule(_nobody_listens, 560, FOREIGN),
     "what the engine has said is not waited for": Rule(
-        lambda put: put(WaitEngineHeard, "is_over", property(lambda self: True)), 560, FOREIGN
+        instead(WaitEngineHeard, "is_over", property(lambda self: True)), 560, FOREIGN
     ),
     "drained is said while writes are under way": Rule(_drained_too_soon, 1, LENT_TWICE),
-    "drained is said of a lost session whatever it writes": Rule(_says_drained_always, 5, LENT_TWICE),
+    "drained is said of a lost session whatever it writes": Rule(
+        instead(Sender, "renounce", lambda self, incarnation, cancel: True), 5, LENT_TWICE
+    ),
     "a lost link counts as a dead sender": Rule(_lost_is_gone, 140, LENT_TWICE),
     "failed is said while rows are scattered": Rule(_failed_while_scattering, 3, UNWANTED),
     "an engine is let go while its memory is used": Rule(_leave_at_once, 121, UNWANTED, left_soon),
-    "an engine that has given its agent up waits for no reader": Rule(
-        lambda put: put(rank, "READERS_S", 0.0), 3120, FOREIGN
-    ),
-    "a killed agent's socket and its kernels end together": Rule(lambda put: put(rank, "GONE_S", 0.0), 2434, UNWANTED),
+    "an engine that has given its agent up waits for no reader": Rule(instead(rank, "READERS_S", 0.0), 3120, FOREIGN),
+    "a killed agent's socket and its kernels end together": Rule(instead(rank, "GONE_S", 0.0), 2434, UNWANTED),
     "an agent lets go without a word": Rule(_leaves_without_a_word, 6, "has closed its end without a word"),
     "done is said one chunk too soon": Rule(_done_too_soon, 5, "is done, but has waste"),
     "a lost transfer's slots are forgotten": Rule(_lost_leaves_no_doubt, 36, LATE),
-    "a sender that refuses is not asked": Rule(_refusal_is_the_end, 201, r"slots: .*quarantined=[1-9]"),
+    "a sender that refuses is not asked": Rule(
+        instead(Receiver, "refused", lambda self, address, incarnation, key="": []), 201, r"slots: .*quarantined=[1-9]"
+    ),
     "an agent without an engine dials": Rule(_half_a_session, 399, "a session with .* that is NEW"),
     "slots in doubt are freed where they are": Rule(_freed_in_place, 140, LENT_TWICE),
-    "whoever says Hello last has the session": Rule(
-        lambda put: put(IncomingPeers, "_may_replace", lambda *_: True), 125, LATE
+    "whoever says Hello last has the session": Rule(instead(IncomingPeers, "_may_replace", lambda *_: True), 125, LATE),
+    "what has ended waits for a fence": Rule(
+        instead(WaitFence, "is_over", property(lambda self: self.attachment.has_reached(self.count))),
+        41,
+        "which is over, waits for a fence",
     ),
-    "what has ended waits for a fence": Rule(_stopped_in_time, 41, "which is over, waits for a fence"),
     "what a want that has ended was to receive is scattered": Rule(_quiet_at_once, 3, UNWANTED),
     "what is to stop is sent": Rule(_quiet_while_sent, 19, LENT_TWICE),
     "blocks are said to be read no more while they are": Rule(_gathered_at_once, 11, FOREIGN),
@@ -554,29 +459,32 @@ MUTATIONS: dict[str, Rule] = {
         "a digest was wrong, and nothing had spoiled",
     ),
     "what was read after its lease counts": Rule(
-        lambda put: put(ReadLease, "counts", lambda self, now: True), PULLED + 11, READ_WRONG, uncompared
+        instead(ReadLease, "counts", lambda self, now: True), PULLED + 11, READ_WRONG, uncompared
     ),
     "a lease begins when it is answered": Rule(_begins_when_answered, PULLED + 3, READ_WRONG, answered_late),
     "a renewal counts that nobody answered": Rule(_renewed_unheard, PULLED + 3, READ_WRONG, answered_late),
     "the clock is looked at before the read ends": Rule(_looks_before, PULLED + 85, READ_WRONG, uncompared),
     "a sender promises what it has not listened for": Rule(
-        lambda put: put(sender, "LEASE_HEARD_S", float("inf")), PULLED + 20, READ_WRONG, asked_unheard
+        instead(sender, "LEASE_HEARD_S", float("inf")), PULLED + 20, READ_WRONG, asked_unheard
     ),
-    "a promise is not waited for": Rule(_unpromised, PULLED + 0, READ_WRONG, unheard(None)),
-    "an engine detaches while it is read": Rule(
-        lambda put: put(SenderRunner, "unread", _at_once), PULLED + 3, READ_WRONG, unheard("detach")
+    "a promise is not waited for": Rule(
+        instead(OutgoingTransfer, "is_promised", property(lambda self: False)), PULLED + 0, READ_WRONG, unheard(None)
     ),
+    "an engine detaches while it is read": Rule(_reads_unawaited, PULLED + 3, READ_WRONG, unheard("detach")),
     "an engine whose agent died waits for no reader": Rule(
-        lambda put: put(rank, "READERS_S", 0.0), PULLED + 4, READ_WRONG, unheard("kill agent")
+        instead(rank, "READERS_S", 0.0), PULLED + 4, READ_WRONG, unheard("kill agent")
     ),
     "an engine takes back sooner than it may": Rule(
-        lambda put: put(engine, "READERS_S", 0.1), PULLED + 6, READ_WRONG, unheard("freeze loop", is_impatient=True)
+        instead(engine, "READERS_S", 0.1), PULLED + 6, READ_WRONG, unheard("freeze loop", is_impatient=True)
     ),
     "readers do not wait for the fence": Rule(_unfenced, PULLED + 2, READ_WRONG, uncompared),
     "memory is unmapped while it is read": Rule(_unmapped_while_read, PULLED + 3, "through a mapping that is closed"),
     "what was read is not compared": Rule(_not_compared, PULLED, READ_WRONG, spoiled),
     "blocks are released while they are digested": Rule(
-        _released_while_digested, PULLED + 7, "and nothing had spoiled what was read", withdrawn_while_compared
+        instead(OutgoingTransfer, "is_reading", property(lambda self: self.is_gathering or self.is_promised)),
+        PULLED + 7,
+        "and nothing had spoiled what was read",
+        withdrawn_while_compared,
     ),
     "scattered is said before rows are": Rule(
         _over_at_once("scatter", "_moving", lambda data_plane, ticket: Moved(ticket)), 110, UNWANTED
@@ -586,12 +494,14 @@ MUTATIONS: dict[str, Rule] = {
 # write finds its lease used up. So the simulator cannot notice that this rule is off; test_exhaustive.py does.
 AGAINST_LIARS = {"a chunk may land twice": Rule(_twice)}
 # A rule that a moment decides which the simulator seldom meets; tests/unit/sim/test_exhaustive.py meets it.
-OF_A_MOMENT = {"slots are free while what landed in them is read": Rule(_drained_while_read)}
+OF_A_MOMENT = {
+    "slots are free while what landed in them is read": Rule(
+        instead(Receiver, "_drain", lambda self, transfer: self.slots.drain(transfer))
+    )
+}
 # And one of the oracle's.
 OF_THE_ORACLE = {
-    "slots of before a rebuild are those of after it": Rule(
-        lambda put: put(Process, "is_current", lambda self, address: True)
-    )
+    "slots of before a rebuild are those of after it": Rule(instead(Process, "is_current", lambda self, address: True))
 }
 
 
