@@ -253,7 +253,7 @@ def run(sizes: Sequence[int], is_tuned: bool) -> dict[str, Any]:
                     tiling = Tiling(tile_kib << 10, warps, 4)
                     bench.measure(CASES[0], mib, None, True, tiling)
                     bench.measure(CASES[0], mib, 33, True, tiling)
-    found = {"gpu": torch.cuda.get_device_name(), "gpus": count, "torch": torch.__version__}
+    found = {"gpus": [torch.cuda.get_device_name(i) for i in range(count)], "torch": torch.__version__}
     return {**found, "copy_gb_s": bench.copies, "pulls": bench.rows}
 
 

@@ -193,7 +193,7 @@ def _idle(rows: Rows) -> Iterator[Line]:
 def pull_lines(results: Mapping[str, Any]) -> list[Line]:
     """Lines for the pull kernel by itself (bench/gpu_pull.py)."""
     rows = [row for row in results["pulls"] if row["mib"] == 2048 and not row["digest"] and row["programs"] is None]
-    is_goal = results["gpus"] > 1
+    is_goal = len(results["gpus"]) > 1
     found = [
         Line(
             f"the kernel itself, {row['case']}, 2 GiB: >= 0.94 of a copy",

@@ -29,7 +29,10 @@ from .staged import memories
 log = logging.getLogger("kvbridge.data_plane")
 
 GIVEN_UP = -1  # no ticket
-MOST_AHEAD = 2  # reads of a transfer under way at once: the stream must not run dry
+# Reads of a transfer under way at once. A chunk of 128 MiB is read in 0.38 ms, and a slow core needs as long to launch
+# the next: with two the stream ran dry (two H100s, f7f42e7: 0.47 ms a chunk). Fewer than the copier allows (PULLS), so
+# that one transfer does not keep the others waiting.
+MOST_AHEAD = 3
 ENDED_WHILE_READ: Failure = ("aborted", "the transfer ended while it was read")
 Opened = tuple[AttachedPool, Callable[[], None]]  # the callable is called on the loop once it is unmapped
 
