@@ -76,6 +76,7 @@ def _route(place: Place, is_under_mps: bool, each: Fleet, loads: list[Child]) ->
     tokens = min(BYTES // pair.sender.token_bytes, place.tokens[-1])
     room = max(tokens, ROOM_BYTES // pair.sender.token_bytes) if place.is_gpu else tokens
     about = {"route": each.route, "mps": is_under_mps, "pair": pair.name, "bytes": tokens * pair.sender.token_bytes}
+    about["gap_s"] = GAP_S
     with Joined(place, each, pair, room) as joined:
         joined.poison()
         joined.carry(tokens, repeats=5)

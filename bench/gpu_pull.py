@@ -205,7 +205,7 @@ class Bench:
         tilings = {kind: tiling or each for kind, each in TILINGS.items()}
         works = [Work(self.device, 8 * MIB, tilings) for _ in range(ROUNDS * len(chunks))]
         for work in works:
-            work.kernels = works[0].kernels
+            work.kernels, work.sheets = works[0].kernels, works[0].sheets
         sums = self.sums if has_sums else None
 
         def action(i: int) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,8 @@ def _cases(place: Place, route: str, pair: Pair) -> list[Case]:
     if place.is_gpu:
         cases += [Case(AT_ONCE_TOKENS, requests, 6 if requests < 64 else 3) for requests in (8, 64)]
         cases.append(Case(16, repeats=400 if place.extent == "full" else 200))
-        return cases + (_paced(pair) if route == "pull" else [])
+        paced = _paced(pair) if route == "pull" else []
+        return cases + [case for case in paced if case.gap_s or case.tokens not in place.tokens]
     return [*cases, Case(64, 8, 2), Case(16 * block, repeats=40), Case(64, repeats=5, gap_s=GAPS_S[0])]
 
 
@@ -181,15 +183,17 @@ def _say(place: Place, row: dict[str, Any], seconds: float) -> None:
     )
 
 
-def _memory_mib() -> dict[int, int]:
+def _memory_mib() -> Mapping[int, int]:
     """GPU memory of each process that uses a GPU, its CUDA context included, as the driver counts it."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return {}
     command = [smi, "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
     lines = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.splitlines()
-    found = [[part.strip() for part in line.split(",")] for line in lines]
-    return {int(pid): int(mib) for pid, mib in found if mib.isdigit()}
+    found: Counter[int] = Counter()
+    for pid, mib in ([part.strip() for part in line.split(",")] for line in lines):
+        found[int(pid)] += int(mib) if mib.isdigit() else 0  # a line for each GPU that it uses
+    return found
 
 
 def _idle(place: Place, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
@@ -211,5 +215,7 @@ def _idle(place: Place, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
             }
             for agent, was in zip(agents, before, strict=True)
         ]
+    if place.is_gpu and not any(row["gpu_mib"] for row in rows):
+        place.problem("GPU memory of agents", "nvidia-smi names none of their processes")
     place.say(f"idle agents: at most {max((row['core_share'] for row in rows), default=0) * 100:.2f} % of a core")
     return rows

@@ -165,16 +165,17 @@ def _busy(kept: _Kept) -> Iterator[Line]:
         if row["load"] == "prefill":
             slower = row["engines"][0]["packed_slower"]
             name = f"GPU of a prefilling engine, pulled from without a pause, {way}: <= 6 % slower"
-            yield Line(name, f"{slower * 100:+.1f} %", _ms(row["packed"]), slower <= 0.06)
+            yield Line(name, f"{slower * 100:+.1f} %", _ms(row["packed"]), slower <= 0.06 if kept.has_two else None)
             continue
         paced, is_goal = row["paced"], row["route"] == "pull" and row["load"] == "decode"
         slower = max((engine["paced_slower"] for engine in row["engines"]), default=0.0)
         limit, met = "", None
-        if is_goal:
+        if is_goal and kept.has_two:
             most_ms, most_slower = (1.2, 0.02) if row["mps"] else (3.0, 0.04)
             limit = f": p99 <= {most_ms:g} ms, engine <= {most_slower * 100:g} % slower"
             met = paced["p99_s"] <= most_ms / 1e3 and slower <= most_slower
-        name = f"{row['bytes'] / MIB:g} MiB every 20 ms, {row['route']}, beside {row['load']}, {way}"
+        pace = f"{row['bytes'] / MIB:g} MiB every {row['gap_s'] * 1e3:g} ms"
+        name = f"{pace}, {row['route']}, beside {row['load']}, {way}"
         figures = f"p50 {paced['p50_s'] * 1e3:.3f}, p99 {paced['p99_s'] * 1e3:.3f} ms, engine {slower * 100:+.1f} %"
         yield Line(name + limit, figures, f"idle p99 {idle['paced']['p99_s'] * 1e3:.3f} ms" if idle else "", met)
 

@@ -1,4 +1,4 @@
-"""The tables that a chunk's launches read, packed once for all chunks that differ in their places only.
+"""Launches, and the tables they read, packed once for all chunks that differ in their places only.
 
 Tables name each other by address. A sheet has distances from its own start, and `put` adds the address at which it is
 put into the buffers of a chunk.

@@ -189,7 +189,7 @@ class SenderRunner:
     # The data plane:
 
     def hear(self, reports: Sequence[SendingReport]) -> None:
-        """Take the data plane's reports."""
+        """Take the data plane's reports. Nobody waits for what is said of them, so they are noted first."""
         for report in reports:
             match report:
                 case StageReached():

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
-from kvbridge_proto.codec import BadFrame, Limits, decode
+from kvbridge_proto.codec import BadFrame, Decoder, Limits
 from kvbridge_proto.engine import Attach
 from kvbridge_proto.peer import Notice, Probe, Route
 from kvbridge_proto.pool import Handle, Pool
@@ -134,8 +134,10 @@ class DataPlane:
         self._writing: dict[tuple[int, int], Job] = {}
         self._fenced: list[tuple[WaitOnLoop, Job]] = []
         self._telling: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        self._notices: Decoder[Notice] = Decoder(Notice, NOTICE)
         self._stopping = False
         self._is_asleep = False  # for long, until it is woken
+        self._expected_at = 0.0  # when `wake` was last called
         self._thread = threading.Thread(target=self._run, name="kvbridge-data_plane", daemon=True)
         self._watchdog = Watchdog(self._thread, stuck_s, end, clock)
         self._resources: Resources | None = None
@@ -200,9 +202,11 @@ class DataPlane:
         self._linger.keep_awake()
 
     def wake(self) -> None:
-        """There will be something to move soon: wake the thread if it sleeps, so that it lingers by then."""
-        if self._linger_s and self._is_asleep:
-            os.eventfd_write(self._wake, 1)
+        """There will be something to move soon: let the thread linger from now on, and wake it if it sleeps."""
+        if self._linger_s:
+            self._expected_at = self._clock()
+            if self._is_asleep:
+                os.eventfd_write(self._wake, 1)
 
     def disconnect(self, incarnation: str, serial: int) -> None:
         """Give up the route that `connect` made under this serial. A later one stays."""
@@ -397,10 +401,11 @@ class DataPlane:
                 last_move = now
                 continue
             waits = self._writing or self._moving or self._fenced or self.receive_orders.lent
+            still_s = now - max(last_move, self._expected_at)
             if waits:
-                pause_s = _pause(now - last_move)
+                pause_s = _pause(still_s)
             else:
-                pause_s = LINGER_NAP_S if now - last_move < (self._linger_s or 0.0) else IDLE_S
+                pause_s = LINGER_NAP_S if still_s < (self._linger_s or 0.0) else IDLE_S
             self._is_asleep = pause_s == IDLE_S
             if self._sleep(pause_s):
                 last_move = now
@@ -545,7 +550,7 @@ class DataPlane:
 
     def _notice(self, payload: bytes) -> None:
         try:
-            notice: Notice = decode(payload, Notice, NOTICE)
+            notice = self._notices.decode(payload)
         except BadFrame as error:
             return self.receive_orders.report(Malformed(error.code))
         if (arrival := self.receive_orders.landed(notice)) is not None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 NAP_S = 5e-5  # lets other threads have the interpreter; what comes ends it, and so short a sleep is not deep
 # A message that ended a nap is handled two turns later: its task is called, then the one that waits for the task.
 TURNS_AWAKE = 4
+FD_SETSIZE = 1024  # select takes no descriptors from here on; without one a nap just lasts its time
 TIMER_SLACK_NS = 1000
 PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
@@ -57,12 +58,14 @@ class Linger:
         if not self._seconds:
             return
         self._until = time.monotonic() + self._seconds
+        self._turns = TURNS_AWAKE  # what came is handled first: no nap can see what already waits in the loop
         if not self._is_looking:
             self._is_looking = True
             nap_exactly()
             loop = asyncio.get_running_loop()
             backend = getattr(loop, "_get_backend_id", None)  # the descriptor of uvloop's epoll
-            loop.call_soon(self._look, loop, [] if backend is None else [backend()])
+            awaited = [] if backend is None or backend() >= FD_SETSIZE else [backend()]
+            loop.call_soon(self._look, loop, awaited)
 
     def _look(self, loop: asyncio.AbstractEventLoop, awaited: list[int]) -> None:
         """Called again and again: a loop that has something to call does not sleep."""

@@ -80,7 +80,7 @@ class Connection(Generic[Heard, Said]):
         self._is_over = False  # nothing more is received
         self._is_deaf = False  # the other end does not read: only the last word is still sent
         self._is_closing = False
-        self._is_drained = False  # the last read took all that had come
+        self._is_drained = False  # the last read was short: wait until the loop says that there is more
         self._is_watched = False  # the loop calls `_on_readable`
         self._wake: asyncio.Future[None] | None = None
         self._flushed: asyncio.Future[None] | None = None
@@ -243,7 +243,8 @@ class Connection(Generic[Heard, Said]):
     async def _readable(self) -> None:
         assert self._wake is None, "one task receives"
         self._wake = self._loop.create_future()
-        if not self._is_watched and not self.is_closed:
+        assert not self.is_closed, "nothing would end this wait"
+        if not self._is_watched:
             self._is_watched = True
             self._loop.add_reader(self._fd, self._on_readable)
         try:

@@ -78,6 +78,27 @@ def test_what_comes_ends_a_nap_at_once() -> None:
     assert sorted(_in_a_thread(run()))[1] < 0.1
 
 
+def test_what_already_waits_in_the_loop_is_called_before_it_naps() -> None:
+    async def run() -> float:
+        loop = asyncio.get_running_loop()
+        over = loop.create_future()
+        began = loop.time()
+        Linger(1.0, nap_s=0.5).keep_awake()
+        loop.call_soon(lambda: loop.call_soon(lambda: over.set_result(None)))
+        await over
+        return loop.time() - began
+
+    assert _in_a_thread(run()) < 0.2
+
+
+def test_uvloop_tells_the_descriptor_in_which_a_loop_naps() -> None:
+    async def run() -> int:
+        loop: Any = asyncio.get_running_loop()
+        return loop._get_backend_id()
+
+    assert _in_a_thread(run()) > 0
+
+
 def test_with_nothing_set_it_never_stays_awake() -> None:
     async def run() -> float:
         Linger(0.0).keep_awake()

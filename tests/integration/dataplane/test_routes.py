@@ -289,6 +289,7 @@ class Lengthy(CpuBlockCopier):
 def polled(agents: Agents, copier: CpuBlockCopier, target: Target, clock: Callable[[], float]) -> DataPlane:
     """A sender's data plane that has no thread: a test polls it. It tells nobody anything."""
     data_plane = DataPlane(lambda: replace(agents.sender, copier=copier), "a", Ears(), 1.0, clock=clock)
+    data_plane._nap_exactly = lambda: None  # the thread is pytest's, and agents that it starts would inherit it
     data_plane._open()
     data_plane._flush_reports = lambda: None
     data_plane._jobs._targets["b"] = target
