@@ -1,7 +1,7 @@
 """The GPU bench: ceilings, every route through real agents, and the same beside busy engines.
 
     python bench/gpu.py                 # on the GPUs there are, at most two
-    python bench/gpu.py --quick         # about four minutes
+    python bench/gpu.py --quick         # about two minutes
     python bench/gpu.py --smoke         # the same paths on the processor, tiny: a rehearsal without a GPU
 
 Prints a table (goal, measured, the ceiling of the same run). Writes gpu_1.json or gpu_2.json, by the number of GPUs, to
