@@ -25,14 +25,6 @@ def wait(world: World, seconds: float) -> None:
         world.run()
 
 
-def test_an_offer_that_nobody_asks_for_ends_with_its_hold() -> None:
-    world = World()
-    world.offer("r", 64, 16)
-    wait(world, HOLD_S + 1)
-    assert world.released()["r"].code == "offer_expired"
-    assert "64 tokens" in world.released()["r"].reason
-
-
 def left_s(sending: Sender, now: float) -> float | None:
     """What `kvbridge status` says of the only offer."""
     (offer,) = offers(sending, str, now)

@@ -38,16 +38,6 @@ def test_each_rank_ships_its_tokens_while_the_prompt_is_computed() -> None:
     world.check_rest()
 
 
-def test_a_rank_without_a_token_of_the_prompt_is_told_and_released() -> None:
-    world = World(ranks("prefill", 3, INTERLEAVE, 4), 1)
-    world.offer("r", 7, 1)
-    world.want("r", 7)
-    world.run()
-    assert isinstance(world.answers()["r"], Done)
-    assert [world.released(sender)["r"].code for sender in range(3)] == ["", "", ""]
-    world.check_rest()
-
-
 def test_a_rank_offers_blocks_for_its_own_tokens_only() -> None:
     world = World(ranks("prefill", 2, INTERLEAVE, 4), 1)
     world.offer("r", 13, 2)
