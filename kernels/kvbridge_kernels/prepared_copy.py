@@ -59,7 +59,7 @@ class LaunchGroup:
 
     def pack(self) -> Packed:
         records = np.array(self.rows, dtype=np.int64).reshape(-1, 4)
-        return Packed(self, records, records[:, 2].copy())
+        return Packed(self, records)
 
     def scales(self, is_gather: bool, known: dict[object, Steps]) -> Scaled:
         """The scales for reading memory (`is_gather`) or for writing it."""
@@ -71,11 +71,10 @@ class LaunchGroup:
 
 
 class Packed(NamedTuple):
-    """Records, int64 [planes, 4], with numbers of lists of offsets instead of addresses; and those numbers alone."""
+    """Records, int64 [planes, 4], with numbers of lists of offsets in column 2 where kernels read addresses."""
 
     group: LaunchGroup
     records: Offsets
-    numbers: Offsets
 
 
 class Lists:

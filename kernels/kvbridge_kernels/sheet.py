@@ -115,10 +115,10 @@ class Sheet:
         for group in groups:
             found = []
             for packed, columns, scales, first_list in group.ends:
-                at.append(used + 4 * np.arange(len(packed.numbers)) + 2)
-                lists.append(packed.numbers + first_list)
+                at.append(used + 4 * np.arange(len(packed.records)) + 2)
+                lists.append(packed.records[:, 2] + first_list)
                 found += [add(packed.records), add(columns), add(scales)]
-            starts.append((group, tuple(found)))
+            starts.append((group._replace(ends=()), tuple(found)))  # their tables are among the words
         words, address_at, of = (np.concatenate([*each, np.empty(0, np.int64)]) for each in (tables, at, lists))
         return cls(words, address_at, of, tuple(starts))
 
