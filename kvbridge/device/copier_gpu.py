@@ -1,7 +1,8 @@
-"""The copier on a GPU: kernels on two streams, copies to and from host slots on two more, and no call waits.
+"""The copier on a GPU: kernels on three streams, copies to and from host slots on two more, and no call waits.
 
-Gathers and scatters have a stream each, so that incoming chunks do not queue behind outgoing ones. Buffers and events
-are made in advance; a move takes one bundle of them and gives it back at its end.
+Gathers and scatters have a stream each, so that incoming chunks do not queue behind outgoing ones. Pulls take turns on
+two, so that one launch fills the multiprocessors that the one before leaves at its end. Buffers and events are made in
+advance; a move takes one bundle of them and gives it back at its end.
 """
 
 from __future__ import annotations
@@ -101,9 +102,10 @@ class GpuBlockCopier:
         torch.cuda.set_device(gpu.ordinal)
         self.description = f"{torch.cuda.get_device_name(gpu.ordinal)} {gpu.uuid}" + " (MPS)" * gpu.is_under_mps
         self.device = gpu.device
-        self._out, self._down, self._in, self._up = (
-            torch.cuda.ExternalStream(driver.new_stream(gpu, priority=-1), gpu.ordinal) for _ in range(4)
-        )
+        self._streams = [torch.cuda.ExternalStream(driver.new_stream(gpu, priority=-1), gpu.ordinal) for _ in range(5)]
+        self._out, self._down, self._in, self._up, aside_of_in = self._streams
+        # With few CTAs each launch takes all that it may: two at once would take twice as many.
+        self._pulling = deque([self._in] if self._pull_ctas else [self._in, aside_of_in])
         self._torch_device = torch.device("cuda", gpu.ordinal)
         self._kernels: dict[object, Any] = {}  # shared by all bundles, as the sheets are
         self._sheets: WeakKeyDictionary[object, dict[object, Any]] = WeakKeyDictionary()
@@ -194,13 +196,15 @@ class GpuBlockCopier:
 
     def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
         def enqueue(bundle: _Bundle) -> None:
+            stream = self._pulling[0]
+            self._pulling.rotate()
             with sender.hold() as sender_regions, pool.hold() as regions:
                 chunk = self._pulls.of(sender, sender_regions, theirs, pool, regions, ours)
                 sums = bundle.sums if has_digest else None
-                pull_rows(chunk, sums, bundle.work, self._in, self._pull_ctas)
+                pull_rows(chunk, sums, bundle.work, stream, self._pull_ctas)
             if has_digest:
-                bundle.fetch(self._in)
-            bundle.end.record(self._in)
+                bundle.fetch(stream)
+            bundle.end.record(stream)
 
         return self._begin(enqueue, pool, None, has_digest, sender)
 
@@ -274,7 +278,7 @@ class GpuBlockCopier:
 
     def close(self) -> None:
         self._compiler.close()
-        for stream in (self._out, self._down, self._in, self._up):
+        for stream in self._streams:
             stream.synchronize()
         self._moves.clear()
 
@@ -304,7 +308,7 @@ class GpuBlockCopier:
         except BaseException:
             # Part of the move may be on a stream, and the memory it uses may be reused once this returns.
             try:
-                for stream in (self._out, self._down, self._in, self._up):
+                for stream in self._streams:
                     stream.synchronize()
                 bundle.before = int(bundle.sums)
             except RuntimeError as error:

@@ -264,8 +264,20 @@ class Malformed:
 
 
 @dataclass(frozen=True, slots=True)
+class Summed:
+    """The digest of a chunk to compare, while later chunks of its `Pull` are still read."""
+
+    transfer: str
+    chunk: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pulled:
-    """The chunks of a `Pull` are in our engine's blocks; `digests` of the compared ones. Or why it failed."""
+    """The chunks of a `Pull` are in our engine's blocks. Or why it failed.
+
+    `digests` has the chunks to compare for which no `Summed` came.
+    """
 
     transfer: str
     end_chunk: int
@@ -276,4 +288,4 @@ class Pulled:
 
 
 SendingReport = StageReached | Gathered | Shipped | Sent | Broken | Quiet | Digested | FenceReached
-ReceivingReport = StageReached | Landed | Broken | Quiet | Dropped | Malformed | Pulled
+ReceivingReport = StageReached | Landed | Broken | Quiet | Dropped | Malformed | Summed | Pulled

@@ -36,7 +36,7 @@ from .incoming import (
     why_late,
 )
 from .leases import LEASE_S, Reading, ReadLease, Sampling
-from .orders import Broken, Landed, Lend, Pulled, Quiet, ReceivingReport, StopReceiving
+from .orders import Broken, Landed, Lend, Pulled, Quiet, ReceivingReport, StopReceiving, Summed
 from .sender_sessions import SenderSessions, ShardAssignment, UndrainedTransfers
 from .session import AttachedEngine, Session
 from .slots import ReceiveSlots
@@ -296,6 +296,13 @@ class Receiver:
             return actions + self._read(incoming, reading, now)
         return actions + self._settle_if_read(incoming, reading, now)
 
+    def _summed(self, transfer: str, digests: Mapping[int, int], now: float) -> list[Action]:
+        """Chunks to compare are read, others of the same read are not yet."""
+        incoming = self._wanted_by[transfer].incoming_transfers[transfer]
+        if incoming.state is not IncomingState.CLAIMED or (reading := incoming.reading) is None:
+            return []
+        return self._check(incoming, reading, digests, now)
+
     def _check(
         self, incoming: IncomingTransfer, reading: Reading, digests: Mapping[int, int], now: float
     ) -> list[Action]:
@@ -352,6 +359,8 @@ class Receiver:
             match report:
                 case Landed():
                     actions += self._landed(report, now)
+                case Summed(transfer=transfer, chunk=chunk, digest=digest):
+                    actions += self._summed(transfer, {chunk: digest}, now)
                 case Pulled():
                     actions += self._pulled(report, now)
                 case Broken(transfer=transfer, code=code, reason=reason):

@@ -14,7 +14,7 @@ from ...device.copier import Moved
 from ...device.memory import AttachedPool, span_of
 from ...device.staging import Span
 from ...errors import EngineError, PeerError
-from ...exchange.orders import Failure, Pull, Pulled
+from ...exchange.orders import Failure, Pull, Pulled, Summed
 from ...exchange.route import Rate, Site
 from ...exchange.session import EngineMemoryId
 from ...failpoints import failpoint
@@ -167,11 +167,15 @@ class PullRoute:
     def _read(
         self, pull: Pull, tickets: deque[tuple[int, int]], digests: dict[int, int]
     ) -> Generator[Wait, Event, None]:
-        """Wait for the oldest of these reads to end."""
+        """Wait for the oldest of these reads to end. A digest is told at once if it counts and is not the last's."""
         chunk, ticket = tickets.popleft()
         ended = yield WaitMove(ticket)
         assert isinstance(ended, Moved)
-        if chunk in pull.compared:
+        if chunk not in pull.compared:
+            return
+        if chunk + 1 < pull.end_chunk and pull.lease.counts(self._clock()):
+            self._receive_orders.report(Summed(pull.transfer, chunk, ended.digest))
+        else:
             digests[chunk] = ended.digest
 
     def _counted(self, pull: Pull, attachment: AttachedMemory) -> Generator[Wait, Event, Failure]:

@@ -14,7 +14,7 @@ from kvbridge.dataplane.routes.pull import ENDED_WHILE_READ, PullRoute
 from kvbridge.device.copier import Compiling, Moved
 from kvbridge.errors import EngineError
 from kvbridge.exchange.leases import ReadLease
-from kvbridge.exchange.orders import Pulled
+from kvbridge.exchange.orders import Pulled, Summed
 
 WHOSE = ("incarnation", 1, "")
 
@@ -91,7 +91,19 @@ def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: ReceiveOrd
     assert waits == WaitMove(1) and not told.take_reports()
     with pytest.raises(StopIteration):
         job.send(Moved(1, 7))
-    assert told.take_reports() == [Pulled("t", 3, 3, 3, {0: 7}, ("engine_left", "the engine left"))]
+    failure = "engine_left", "the engine left"
+    assert told.take_reports() == [Summed("t", 0, 7), Pulled("t", 3, 3, 3, {}, failure)]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_digest_is_told_while_other_chunks_are_read_if_the_lease_lasts(
+    job: Job, told: ReceiveOrders, copier: FullCopier, clock: list[float], is_late: bool
+) -> None:
+    copier.is_roomy = True
+    assert job.send(None) == WaitMove(1)
+    clock[0] = 1.0 if is_late else 0.0
+    assert job.send(Moved(1, 7)) == WaitMove(2)
+    assert told.take_reports() == ([] if is_late else [Summed("t", 0, 7)])
 
 
 def test_a_read_whose_kernels_are_new_is_begun_once_they_are_compiled(
@@ -176,4 +188,4 @@ def test_the_data_plane_goes_on_with_a_job_that_waits_on_after_an_error(job: Job
     data_plane._end_waits(lambda wait: True, EngineError("engine_left", "the engine left"))
     assert data_plane._moving == {1: job} and not data_plane._fenced and not told.take_reports()
     data_plane._resume(data_plane._moving.pop(1), Moved(1))
-    assert len(told.take_reports()) == 1
+    assert isinstance(told.take_reports()[-1], Pulled)

@@ -13,7 +13,7 @@ from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, C
 
 from kvbridge.exchange.actions import Action, Send, Tell, Uncompared
 from kvbridge.exchange.leases import LEASE_S, Sampling
-from kvbridge.exchange.orders import Digest, Digested, Failure, Pull, Pulled
+from kvbridge.exchange.orders import Digest, Digested, Failure, Pull, Pulled, Quiet, StopReceiving, Summed
 from kvbridge.exchange.receiver import CHECK_S, Receiver
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
@@ -219,6 +219,27 @@ def test_a_sample_that_the_sender_cannot_digest_does_not_cost_the_request(every:
     assert [type(each) for each in told(said)] == [Done] and isinstance(sent(said)[-1], Settled)
     assert Uncompared(receiver.pull.transfer, asked) in said and asked == 1 and not receiver.receiving.wants
     assert receiver.checked(Sum(0, 0xBAD)) == [], "too late to matter"
+
+
+def test_a_chunk_is_compared_while_others_are_read() -> None:
+    receiver = PullingReceiver(check_every=64)
+    (chunk,) = receiver.pull.compared
+    said = receiver.receiving.hear([Summed("x", chunk, 5)], NOW)
+    assert sent(said) == [Check(transfer="x", digests=(Sum(chunk, 5),))] and not told(said)
+    assert receiver.checked(Sum(chunk, 5)) == [] and receiver.receiving.compared == 1
+    said = receiver.receiving.hear([Pulled("x", receiver.pull.end_chunk, 1, 1, {}, None)], NOW)
+    assert [type(each) for each in (*told(said), *sent(said))] == [Done, Settled]
+
+
+def test_a_difference_that_is_found_while_others_are_read_is_told_once_nothing_is_written() -> None:
+    receiver = PullingReceiver(check_every=64)
+    (chunk,) = receiver.pull.compared
+    receiver.receiving.hear([Summed("x", chunk, 5)], NOW)
+    said = receiver.checked(Sum(chunk, 6))
+    assert not told(said) and [type(each) for each in said] == [StopReceiving] and receiver.pull.lease.is_given_up
+    assert receiver.receiving.hear([Summed("x", 9, 5)], NOW) == [], "nobody wants to know any more"
+    (failed,) = told(receiver.receiving.hear([Quiet("x")], NOW))
+    assert isinstance(failed, Failed) and failed.code == "digest_mismatch"
 
 
 def test_nothing_is_asked_where_nothing_is_compared() -> None:
