@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from kvbridge_proto.peer import (
@@ -69,7 +70,7 @@ class Peers:
     async def serve(self) -> None:
         """Handle what comes in until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            async for event in self._control.events():
+            async for event in self._control.events(partial(self._take, tasks)):
                 match event:
                     case Reached(link=link):
                         self.outgoing.reached(link)

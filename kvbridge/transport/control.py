@@ -66,6 +66,7 @@ class Control:
         self._limits = Limits(frame_bytes=self.settings.frame_bytes)
         self._decoder: Decoder[Envelope] = Decoder(Envelope, self._limits)
         self._events: deque[Event] = deque()
+        self._arrived: Callable[[Link, str, Body], None] | None = None
         self._dialled: dict[str, Link] = {}
         self._waiting: dict[Link, str] = {}  # dialled but not tried yet, with their endpoints
         self._tries_newest_next = True  # of `_waiting`
@@ -174,14 +175,22 @@ class Control:
         except zmq.ZMQError as error:
             self._lose(link, "bad_address", f"{link.address}: {error}")
 
-    async def events(self) -> AsyncIterator[Event]:
-        """Events in order, for one reader at a time. Ends when the control closes."""
-        while not self._is_closed:
-            while self._events:
-                yield self._events.popleft()
-            self._woken.clear()
-            if not self._events and not self._is_closed:
-                await self._woken.wait()
+    async def events(self, arrived: Callable[[Link, str, Body], None] | None = None) -> AsyncIterator[Event]:
+        """Events in order, for one reader at a time. Ends when the control closes.
+
+        What comes by a pipe while no event waits is given to `arrived` at once, as link, sender and message. This saves
+        a turn of the loop.
+        """
+        self._arrived = arrived
+        try:
+            while not self._is_closed:
+                while self._events:
+                    yield self._events.popleft()
+                self._woken.clear()
+                if not self._events and not self._is_closed:
+                    await self._woken.wait()
+        finally:
+            self._arrived = None
 
     @property
     def links(self) -> list[Link]:
@@ -304,16 +313,16 @@ class Control:
                 reason = f"number: {link.expected} is missing, {link.early_bytes} bytes came after it"
                 self._lose(link, "messages_lost", reason)
         else:
-            self._count_in(link, envelope)
+            self._count_in(link, envelope, by_pipe=True)
 
-    def _count_in(self, link: Link, envelope: Envelope) -> bool:
+    def _count_in(self, link: Link, envelope: Envelope, *, by_pipe: bool = False) -> bool:
         """Count it in, then early ones that follow it. False if it was not the next: the link is lost."""
         following: Envelope | None = envelope
         while following is not None and not link.is_lost:
             if fault := link.check(following):
                 self._lose(link, *fault)
                 return following is not envelope
-            self._heard(link, following)
+            self._heard(link, following, by_pipe=by_pipe)
             following = link.early.pop(link.expected, None)
         if not link.early:
             link.early_bytes = 0
@@ -376,13 +385,15 @@ class Control:
         self._ports[link] = self._router
         self._heard(link, envelope)
 
-    def _heard(self, link: Link, envelope: Envelope) -> None:
+    def _heard(self, link: Link, envelope: Envelope, *, by_pipe: bool = False) -> None:
         link.heard_at = self._loop.time()
         match envelope.body:
             case Ping(number=number):
                 self.send(link, Pong(number=number))
             case Pong():
                 pass
+            case _ if by_pipe and self._arrived is not None and not self._events:
+                self._arrived(link, envelope.sender, envelope.body)
             case _:
                 self._tell(Arrived(link, envelope))
 

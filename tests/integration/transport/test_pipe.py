@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from kvbridge_proto.codec import encode
-from kvbridge_proto.peer import Cancel, Drained, Envelope, Goodbye, Hold, Ping
+from kvbridge_proto.peer import Body, Cancel, Drained, Envelope, Goodbye, Hold, Ping
 from kvbridge_proto.stream import framed
 
 from kvbridge.errors import PeerError
@@ -55,7 +55,11 @@ async def until_by_pipe(link: Link) -> None:
 
 
 def named(ear_heard: list[Arrived]) -> list[str]:
-    return [each.envelope.body.transfer for each in ear_heard if isinstance(each.envelope.body, Cancel | Drained)]
+    return [transfer for each in ear_heard for transfer in transfers(each.envelope.body)]
+
+
+def transfers(body: Body) -> list[str]:
+    return [body.transfer] if isinstance(body, Cancel | Drained) else []
 
 
 @pytest.mark.parametrize("is_sender_first", [True, False])
@@ -277,7 +281,7 @@ def test_any_two_ways_make_one_order() -> None:
             heard: list[int] = []
 
             class Hearing(Control):
-                def _heard(self, link: Link, envelope: Envelope) -> None:
+                def _heard(self, link: Link, envelope: Envelope, *, by_pipe: bool = False) -> None:
                     heard.append(envelope.number)  # noqa: B023
 
                 def _lose(self, link: Link, code: str, reason: str) -> None:
@@ -293,6 +297,36 @@ def test_any_two_ways_make_one_order() -> None:
                 else:
                     control._take_from_pipe(link, body)
             assert heard == list(range(count)), (split, places)
+
+
+async def test_what_comes_by_a_pipe_is_given_at_once_but_never_before_an_event_that_waits() -> None:
+    at_once: list[str] = []
+    by_event: list[str] = []
+
+    def message(number: int) -> Envelope:
+        return Envelope(version=1, sender="them", receiver="us", number=number, body=cancel(f"{number}"))
+
+    async with Control("us") as control:
+        link = Link(control, "there", b"id", 0.0)
+
+        async def read() -> None:
+            async for event in control.events(lambda _, sender, body: at_once.extend(transfers(body))):
+                assert isinstance(event, Arrived)
+                by_event.extend(transfers(event.envelope.body))
+
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        control._take_from_pipe(link, message(0))
+        control._count_in(link, message(1))  # by the connection
+        control._take_from_pipe(link, message(2))
+        assert (at_once, by_event) == (["0"], [])
+        await asyncio.sleep(0.01)
+        control._take_from_pipe(link, message(3))
+        assert (at_once, by_event) == (["0", "3"], ["1", "2"])
+        reader.cancel()
+        await asyncio.wait([reader])
+        control._take_from_pipe(link, message(4))
+        assert at_once == ["0", "3"], "nobody listens any more"
 
 
 async def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(path: Path) -> None:
