@@ -32,7 +32,8 @@ TILINGS = {
 
 # The longest that a launch should take. Under MPS an agent that is killed inside a kernel of 2 ms may take the engine
 # with it (1 of 6); with kernels of 0.5 or 1 ms none did (0 of 12); NVIDIA H200, 2026-11. The longest launch took 171 us
-# alone and 195 us beside a decode-like engine (bench/results/gpu_launches.json).
+# alone and 195 us beside a decode-like engine (bench/results/gpu_launches.json). Pulls that may take all CTAs run two
+# at once, which makes each up to twice as long; they do not under MPS.
 LAUNCH_US = 250.0
 # The rates by which chunks are cut into launches, by kind: GB/s of the wider end, a little less than measured on an
 # NVIDIA H200, 2026-11. Over NVLink, because a slot may be a peer's: 346 at 128 MiB (680 and more inside one GPU).
