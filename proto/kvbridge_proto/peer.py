@@ -298,26 +298,7 @@ class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
 Sessionless = Hello | Refuse | Cancel | Drained | Ping | Pong | Goodbye
 ToSender = Hello | Claim | Grant | Renew | Check | Cancel | Hold | Settled | Ping | Goodbye
 ToReceiver = Welcome | Refuse | BlockTables | Checked | Ready | Drained | Failing | Ping | Pong | Goodbye
-Body = (
-    Hello
-    | Welcome
-    | Refuse
-    | Claim
-    | BlockTables
-    | Renew
-    | Check
-    | Checked
-    | Ready
-    | Grant
-    | Cancel
-    | Drained
-    | Failing
-    | Hold
-    | Settled
-    | Ping
-    | Pong
-    | Goodbye
-)
+Body = ToSender | ToReceiver
 
 
 class Envelope(Struct, frozen=True, kw_only=True):
