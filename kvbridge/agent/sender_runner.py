@@ -194,7 +194,7 @@ class SenderRunner:
     # The data plane:
 
     def hear(self, reports: Sequence[SendingReport]) -> None:
-        """Take the data plane's reports. Nobody waits for what is said of them, so they are noted first."""
+        """Take the data plane's reports. They are noted first: nobody waits for what follows from them."""
         for report in reports:
             match report:
                 case StageReached():
