@@ -44,7 +44,7 @@ from record import RESULTS, machine, write  # noqa: E402
 from serving_load import ANSWER, LONGEST, Answer, Ask, asks, digest, drive, figures, one_by_one  # noqa: E402
 
 from demo.model import HEAD_WIDTH, KV_HEADS  # noqa: E402
-from kvbridge.loopback.processes import free_port  # noqa: E402
+from demo.processes import free_port  # noqa: E402
 from tests.integration.agent.harness import AgentProcess, agent  # noqa: E402
 from tests.system.http_server import HttpServer  # noqa: E402
 from tests.system.routers.fleet import NAME, ROUTERS, SETTINGS, SGLANG, VLLM  # noqa: E402

@@ -18,9 +18,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvbridge.loopback.processes import ServerProcess, python_with
-
 from .model import prompt
+from .processes import ServerProcess, python_with
 from .rows import difference, load, wait_room
 from .servers import ANSWER_S, DemoFleet, DemoServer, ask_vllm, exit_on_signals
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbridge.loopback.processes import SETTINGS, AgentProcess, ServerProcess, agents, free_port, moved_bytes
+from kvbridge.loopback.processes import AgentProcess, agents, moved_bytes
 
+from .processes import SETTINGS, ServerProcess, free_port
 from .pythonpath import of_checkout
 from .vllm_cpu import SETTINGS as VLLM_SETTINGS
 

@@ -19,9 +19,9 @@ import typer
 from rich.console import Console
 
 from kvbridge.errors import OperatorError
-from kvbridge.loopback.processes import python_with
 
 from .model import prompt
+from .processes import python_with
 from .servers import ask_vllm, exit_on_signals
 from .upgrade_fleet import UpgradeFleet, UpgradeMember
 

@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvbridge.errors import OperatorError
-from kvbridge.loopback.processes import SETTINGS, AgentProcess, ServerProcess, end, free_port
+from kvbridge.loopback.processes import AgentProcess, end
 
+from .processes import SETTINGS, ServerProcess, free_port
 from .pythonpath import of_demo_alone
 from .servers import VLLM_SERVER, vllm_flags
 

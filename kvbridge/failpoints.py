@@ -84,7 +84,7 @@ PLACES: dict[str, Place] = {
         "receiver agent", "the engine's blocks are about to be written", EngineError, way="slots"
     ),
     "receiver.scattered": Place(
-        "receiver agent", "rows are in the engine's blocks, nothing has been said of it", way="slots"
+        "receiver agent", "rows are in the engine's blocks, and it has not been told", way="slots"
     ),
     # Pulling:
     "sender.tables_sent": Place("sender agent", "a lease is promised: blocks may be read until it ends", way="pull"),

@@ -39,7 +39,7 @@ SECTIONS = {
     "allowed_uids": "The engine and its memory",
     "routes": "Routes and staging",
     "connect_s": "Waiting",
-    "metrics": "What it says of itself",
+    "metrics": "Metrics, spans and logs",
 }
 
 

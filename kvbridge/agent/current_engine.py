@@ -25,6 +25,10 @@ class Attachment:
     connection: LocalConnection | None
     version: int
 
+    def __post_init__(self) -> None:
+        epochs = self.engine.epoch, self.memory.epoch
+        assert epochs[0] == epochs[1], f"epoch: {epochs[0]} of the engine, {epochs[1]} of its memory"
+
 
 class CurrentEngine:
     """Runs on the loop. Everything is None while no engine is attached."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from operator import length_hint
 
 from kvbridge_proto.engine import Done, Expect, Failed, ToEngine, Want
 from kvbridge_proto.peer import (
@@ -207,13 +208,16 @@ class ReceiverRunner:
                     self._on_dropped(report)
         actions = self._receiving.hear(reports, self._clock())
         told_at = self._clock()
-        self._perform(actions)  # first of all: our engine waits
-        for each, session in moved:
-            if each.chunks:
-                self._metrics.chunks("receiver", each.chunks, each.size_bytes, session)
-        for report in reports:
-            self._note_report(report, told_at)
-        self._note(actions, told_at)
+        done: list[Action] = []
+        try:
+            self._perform(actions, done)  # first of all: our engine waits
+        finally:
+            for each, session in moved:
+                if each.chunks:
+                    self._metrics.chunks("receiver", each.chunks, each.size_bytes, session)
+            for report in reports:
+                self._note_report(report, told_at)
+            self._note(done, told_at)
 
     def _note_report(self, report: ReceivingReport, at: float) -> None:
         match report:
@@ -245,27 +249,39 @@ class ReceiverRunner:
 
     def _do(self, actions: list[Action]) -> None:
         decided_at = self._clock()  # what is sent now may be noted by the other agent before we note it
-        self._perform(actions)
-        self._note(actions, decided_at)
+        done: list[Action] = []
+        try:
+            self._perform(actions, done)
+        finally:
+            self._note(done, decided_at)
 
-    def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Reach(address=address):
-                    self.peers.reach(address)
-                case Ask(address=address):
-                    self.peers.ask(address)
-                case Send(peer=address, body=body):
-                    self.peers.send(address, body)
-                    _pass_sent(body)
-                case Tell(message=message):
-                    if isinstance(message, Failed):  # its engine may look for the line at once
-                        self._log.warning("failed", "code=%s %s", message.code, message.reason, request=message.request)
-                    self._current.tell(message)
-                    if isinstance(message, Done):
-                        failpoint("receiver.done_told")
-                case ReceiveOrder() | Lend() | StopReceiving() | Pull():
-                    self._data_plane.give(action, self._current.memory)
+    def _perform(self, actions: list[Action], done: list[Action]) -> None:
+        """Carry out these, and add to `done` what was carried out: all, or what came before the one that failed."""
+        left = iter(actions)
+        try:
+            for action in left:
+                match action:
+                    case Reach(address=address):
+                        self.peers.reach(address)
+                    case Ask(address=address):
+                        self.peers.ask(address)
+                    case Send(peer=address, body=body):
+                        self.peers.send(address, body)
+                        _pass_sent(body)
+                    case Tell(message=message):
+                        if isinstance(message, Failed):  # its engine may look for the line at once
+                            self._log.warning(
+                                "failed", "code=%s %s", message.code, message.reason, request=message.request
+                            )
+                        self._current.tell(message)
+                        if isinstance(message, Done):
+                            failpoint("receiver.done_told")
+                    case ReceiveOrder() | Lend() | StopReceiving() | Pull():
+                        self._data_plane.give(action, self._current.memory)
+        except Exception:
+            done += actions[: -1 - length_hint(left)]
+            raise
+        done += actions
 
     def _note(self, actions: list[Action], at: float) -> None:
         """Record what was done, in the journal, log and metrics."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from operator import length_hint
 
 from kvbridge_proto.engine import Offer, Released
 from kvbridge_proto.peer import (
@@ -54,6 +55,7 @@ from .request_log import RequestLog
 from .request_records import RequestRecords
 
 CHECK_UNREAD_S = 0.01
+Performed = tuple[float, list[Action]]  # when it was decided, and what
 
 
 class SenderRunner:
@@ -150,11 +152,14 @@ class SenderRunner:
                 assert engine is not None
                 failpoint("sender.claim_received")
                 claimed_at = self._clock()
-                done = self._carry_out(self._sending.claim(body, session, engine, claimed_at))  # the receiver waits
-                tokens = f"tokens [{body.first_token}, {body.end_token}) by {session.peer.name}"
-                rendezvous, transfer = body.rendezvous, body.transfer
-                self._records.note("claimed", tokens, rendezvous=rendezvous, transfer=transfer, at=claimed_at)
-                self._note(done)
+                actions, done = self._sending.claim(body, session, engine, claimed_at), list[Performed]()
+                try:
+                    self._carry_out(actions, done)  # first: the receiver waits
+                finally:
+                    tokens = f"tokens [{body.first_token}, {body.end_token}) by {session.peer.name}"
+                    rendezvous, transfer = body.rendezvous, body.transfer
+                    self._records.note("claimed", tokens, rendezvous=rendezvous, transfer=transfer, at=claimed_at)
+                    self._note(done)
                 said = ("want=%s rendezvous=%s", body.want, body.rendezvous)
                 self._log.debug("claim", *said, transfer=body.transfer)  # once it is known of which request
             case Grant():
@@ -189,7 +194,7 @@ class SenderRunner:
     # The data plane:
 
     def hear(self, reports: Sequence[SendingReport]) -> None:
-        """Take the data plane's reports. Nobody waits for what is said of them, so they are noted first."""
+        """Take the data plane's reports. They are noted first: nobody waits for what follows from them."""
         for report in reports:
             match report:
                 case StageReached():
@@ -232,16 +237,17 @@ class SenderRunner:
     # Doing:
 
     def _do(self, actions: list[Action]) -> None:
-        self._note(self._carry_out(actions))
+        done: list[Performed] = []
+        try:
+            self._carry_out(actions, done)
+        finally:
+            self._note(done)
 
-    def _carry_out(self, actions: list[Action]) -> list[tuple[float, list[Action]]]:
-        """Carry out these and the answers that are due then. Returns all that was done, and when it was decided."""
-        decided_at = self._clock()  # what is sent then may be noted by the other agent before we note it
-        self._perform(actions)
-        answers = self._answers() if self._sending.is_owing else []
-        answered_at = self._clock()
-        self._perform(answers)
-        return [(decided_at, actions), (answered_at, answers)]
+    def _carry_out(self, actions: list[Action], done: list[Performed]) -> None:
+        """Carry out these and the answers that are due then. Adds to `done` what was carried out."""
+        self._perform(actions, done)
+        if self._sending.is_owing:
+            self._perform(self._answers(), done)
 
     def _answers(self) -> list[Action]:
         """What receivers may read now, if we have lately read everything that our engine sent."""
@@ -255,22 +261,30 @@ class SenderRunner:
             self._watched = fence
             self._data_plane.give(Watch(fence), self._current.memory)
 
-    def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Send(peer=incarnation, body=body):
-                    self.peers.send(incarnation, body)
-                    _pass_sent(body)
-                case Tell(message=message):
-                    self._current.tell(message)
-                    if isinstance(message, Released):
-                        failpoint("sender.released_told")
-                case SendOrder() | Progress() | Credit() | StopSending() | Digest():
-                    self._data_plane.give(action, self._current.memory)
-                case Watch(fence=fence):
-                    self._watch(fence)
+    def _perform(self, actions: list[Action], done: list[Performed]) -> None:
+        """Carry out these, and add to `done` what was carried out: all, or what came before the one that failed."""
+        decided_at = self._clock()  # what is sent now may be noted by the other agent before we note it
+        left = iter(actions)
+        try:
+            for action in left:
+                match action:
+                    case Send(peer=incarnation, body=body):
+                        self.peers.send(incarnation, body)
+                        _pass_sent(body)
+                    case Tell(message=message):
+                        self._current.tell(message)
+                        if isinstance(message, Released):
+                            failpoint("sender.released_told")
+                    case SendOrder() | Progress() | Credit() | StopSending() | Digest():
+                        self._data_plane.give(action, self._current.memory)
+                    case Watch(fence=fence):
+                        self._watch(fence)
+        except Exception:
+            done.append((decided_at, actions[: -1 - length_hint(left)]))
+            raise
+        done.append((decided_at, actions))
 
-    def _note(self, done: list[tuple[float, list[Action]]]) -> None:
+    def _note(self, done: list[Performed]) -> None:
         """Record what was done, in the journal, log and metrics."""
         for at, action in ((at, action) for at, actions in done for action in actions):
             match action:

@@ -46,7 +46,7 @@ def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[Transfe
             rendezvous=outgoing.claim.rendezvous,
             peer=outgoing.incarnation,
             state=outgoing.state.name.lower(),
-            chunks_done=outgoing.shipped,
+            chunks_done=outgoing.chunks_done,
             chunks=min(MOST, outgoing.plan.chunks),  # a claim may be of any number of tokens
             age_s=_age(outgoing.started, now),
         )

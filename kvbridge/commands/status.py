@@ -233,8 +233,13 @@ def _transfers(status: Status) -> list[RenderableType]:
         is_number = name in ("chunks", "age")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for each in status.transfers[:ROWS]:
-        _add(table, each.role, each.state, f"{each.chunks_done}/{each.chunks}", f"{each.age_s:.1f} s", _whose(each))
+        _add(table, each.role, each.state, _progress(each), f"{each.age_s:.1f} s", _whose(each))
     return [_title("transfers"), _indented(table), *_left_out(status.transfers)] if status.transfers else []
+
+
+def _progress(transfer: TransferStatus) -> str:
+    done = transfer.chunks_done
+    return f"{transfer.chunks} being read" if done is None else f"{done}/{transfer.chunks}"
 
 
 def _whose(transfer: TransferStatus) -> str:

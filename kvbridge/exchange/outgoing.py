@@ -97,6 +97,11 @@ class OutgoingTransfer:
         return self.session.peer.incarnation
 
     @property
+    def chunks_done(self) -> int | None:
+        """How many chunks it has written. None if its receiver reads them itself, and so far says nothing of it."""
+        return None if self.granted is not None and self.granted.ready else self.shipped
+
+    @property
     def is_promised(self) -> bool:
         """Whether its receiver may read our engine's blocks: until it says it has finished, or its lease ends."""
         return self.granted is not None and self.granted.ends is not None

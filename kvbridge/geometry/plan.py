@@ -127,14 +127,6 @@ class Plan:
         )
         return chunk
 
-    def sender_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
-        """How the sender gathers the chunk into a slot; `tables` are its block tables, by group."""
-        return Part(self, chunk, tables, is_sender=True).moves()
-
-    def receiver_moves(self, chunk: Chunk, tables: Mapping[int, BlockTable]) -> tuple[Move, ...]:
-        """How the receiver scatters the chunk from a slot; `tables` are its block tables, by group."""
-        return Part(self, chunk, tables, is_sender=False).moves()
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:

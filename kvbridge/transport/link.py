@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvbridge_proto.codec import encode
 from kvbridge_proto.common import OURS
 from kvbridge_proto.peer import Body, Envelope
 
 from ..states import PEER_LINK_TABLE, PeerLinkEvent, PeerLinkState
-
-if TYPE_CHECKING:
-    from .control import Control
-    from .framed import Connection
+from .framed import Connection
 
 
 class Numbered:
@@ -51,6 +48,14 @@ class Numbered:
         return self._expected
 
 
+class LinkCarrier(Protocol):
+    """Carries the messages of links: Control."""
+
+    def send(self, link: Link, body: Body) -> bool: ...
+    def carry_by(self, link: Link, pipe: socket.socket) -> None: ...
+    def close_link(self, link: Link) -> None: ...
+
+
 class Link(Numbered):
     """Made by Control, for an address that was dialled or for a stranger's first envelope.
 
@@ -59,7 +64,7 @@ class Link(Numbered):
     it once agreed.
     """
 
-    def __init__(self, control: Control, address: str, identity: bytes | None, now: float, key: str = "") -> None:
+    def __init__(self, carrier: LinkCarrier, address: str, identity: bytes | None, now: float, key: str = "") -> None:
         super().__init__()
         self.address = address
         self.key = key
@@ -76,7 +81,7 @@ class Link(Numbered):
         self.made_at = now
         self.heard_at = now
         self.pinged_at = now
-        self._control = control
+        self._carrier = carrier
 
     def __repr__(self) -> str:
         way, incarnation = "to" if self.is_dialled else "from", self.peer_incarnation or "?"
@@ -105,15 +110,15 @@ class Link(Numbered):
 
     def send(self, body: Body) -> bool:
         """Queue a message, which waits until the link is up. False if the link is lost and the message dropped."""
-        return self._control.send(self, body)
+        return self._carrier.send(self, body)
 
     def carry_by(self, pipe: socket.socket) -> None:
         """Use a pipe to the same peer, see `Control.carry_by`. The link owns it from here on."""
-        self._control.carry_by(self, pipe)
+        self._carrier.carry_by(self, pipe)
 
     def close(self) -> None:
         """End the link from our side, without a Lost. What was sent may still leave."""
-        self._control.close_link(self)
+        self._carrier.close_link(self)
 
     def seal(self, sender: str, body: Body) -> bytes:
         """The next envelope, as a frame."""

@@ -177,10 +177,13 @@ class BlockTables(Struct, frozen=True, kw_only=True, tag="tables"):
 
 
 class Renew(Struct, frozen=True, kw_only=True, tag="renew"):
-    """Receiver to sender, on the route `pull`: I am still reading. Answered by BlockTables if the blocks are there."""
+    """Receiver to sender, on the route `pull`: I am still reading. Answered by BlockTables if the blocks are there.
+
+    `number` counts the renewals of this transfer from 1.
+    """
 
     transfer: TransferId
-    number: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    number: Positive
 
 
 class Sum(Struct, frozen=True, array_like=True):
@@ -295,26 +298,7 @@ class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
 Sessionless = Hello | Refuse | Cancel | Drained | Ping | Pong | Goodbye
 ToSender = Hello | Claim | Grant | Renew | Check | Cancel | Hold | Settled | Ping | Goodbye
 ToReceiver = Welcome | Refuse | BlockTables | Checked | Ready | Drained | Failing | Ping | Pong | Goodbye
-Body = (
-    Hello
-    | Welcome
-    | Refuse
-    | Claim
-    | BlockTables
-    | Renew
-    | Check
-    | Checked
-    | Ready
-    | Grant
-    | Cancel
-    | Drained
-    | Failing
-    | Hold
-    | Settled
-    | Ping
-    | Pong
-    | Goodbye
-)
+Body = ToSender | ToReceiver
 
 
 class Envelope(Struct, frozen=True, kw_only=True):

@@ -69,14 +69,17 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
 
 
 class TransferStatus(Struct, frozen=True, kw_only=True):
-    """One transfer under way. `role` is sender or receiver."""
+    """One transfer under way. `role` is sender or receiver.
+
+    `chunks_done` is None if the receiver reads the chunks itself: it says only at the end that it has read them.
+    """
 
     role: Name
     request: Name
     rendezvous: Name
     peer: Name
     state: Name
-    chunks_done: Count
+    chunks_done: Count | None
     chunks: Count
     age_s: Seconds
 

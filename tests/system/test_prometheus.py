@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from kvbridge_proto.engine import Computed, Done, Failed, Refused
 
+from demo.processes import free_port
 from kvbridge.failpoints import VARIABLE
-from kvbridge.loopback.processes import free_port
 from tests.integration.agent.harness import AgentProcess, Client, SyntheticEngine, agent
 from tests.integration.agent.test_spans import Collector
 from tests.support.monitoring import ALERTS, dashboard, program, promtool, rules, targets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -71,7 +71,8 @@ MAY: dict[str, set[str]] = {
     },
     "kvbridge.proxy": {"kvbridge.errors", "kvbridge.oneline"},
 }
-TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.doctor", "kvbridge.loopback", "kvbridge")  # may import any room
+TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.doctor", "kvbridge.loopback")  # may import any room
+ROOMS = (*MAY, *TOP)
 
 # Room -> what of others it may import; None: anything.
 THIRD: dict[str, set[str] | None] = {
@@ -174,29 +175,52 @@ def _is_in(module: str, room: str) -> bool:
     return module == room or module.startswith(room + ".")
 
 
-def _room(module: str) -> str | None:
-    return next((room for room in MAY if _is_in(module, room)), None)
+def _room(module: str) -> str:
+    """A module outside all rooms is one of its own."""
+    return next((room for room in ROOMS if _is_in(module, room)), module)
 
 
 def test_every_module_is_in_a_room() -> None:
-    assert not [m for m in FILES if _room(m) is None and not any(_is_in(m, top) for top in TOP)]
+    assert {_room(module) for module in FILES} == {*ROOMS, "kvbridge"}  # the package itself is empty
 
 
 def test_imports_point_one_way() -> None:
     assert not [
         f"{_at(module, line)} imports {name}"
         for module in FILES
-        if (room := _room(module)) is not None
+        if (room := _room(module)) in MAY
         for name, line in _imports(module)
         if name.split(".")[0] in OURS and not any(_is_in(name, place) for place in MAY[room] | {room})
     ]
+
+
+def _circles(imports: Mapping[str, set[str]]) -> set[str]:
+    """What imports itself by way of others, and what lies between two circles."""
+    left = dict(imports)
+    while outside := {each for each in left if not left[each] & left.keys()} | left.keys() - set().union(
+        *left.values()
+    ):
+        left = {each: names for each, names in left.items() if each not in outside}
+    return set(left)
+
+
+def test_no_modules_import_each_other() -> None:
+    """Neither at run time nor for types: a file can be read when those that it imports are known."""
+    assert _circles({module: {name for name, _ in _imports(module)} - {module} for module in FILES}) == set()
+
+
+def test_no_rooms_import_each_other() -> None:
+    found: dict[str, set[str]] = {_room(module): set() for module in FILES}
+    for module in FILES:
+        found[_room(module)] |= {_room(name) for name, _ in _imports(module) if name in FILES} - {_room(module)}
+    assert _circles(found) == set()
 
 
 def test_foreign_imports_are_the_ones_the_room_is_for() -> None:
     assert not [
         f"{_at(module, line)} imports {name}"
         for module in FILES
-        if (allowed := THIRD.get(_room(module) or "")) is not None
+        if (allowed := THIRD.get(_room(module))) is not None
         for name, line in _imports(module)
         if name.split(".")[0] not in {*sys.stdlib_module_names, *OURS, *allowed}
     ]
@@ -258,12 +282,14 @@ def test_the_product_does_without_its_tools() -> None:
 
 def test_a_class_name_stands_once() -> None:
     """Who searches for a name finds one thing."""
+    tools = [path for folder in ("sim", "demo") for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert tools
     found: dict[str, list[str]] = {}
-    for module in FILES:
-        for node in _tree(module).body:
+    for path in (*FILES.values(), *tools):
+        for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(module)
-    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
 @pytest.mark.parametrize("folder", ["kernels", "proto"])

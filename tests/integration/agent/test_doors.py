@@ -16,7 +16,7 @@ import pytest
 from kvbridge_proto.engine import Decline, Detached, Failed, Refused, Rescale, Rescaled, Scales
 from msgspec.structs import replace
 
-from kvbridge.loopback.processes import free_port
+from demo.processes import free_port
 from tests.integration.agent.harness import Client, SyntheticEngine, agent, attached
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape, build, fill

@@ -16,6 +16,7 @@ from tests.support.proc import mapped
 from tests.support.waiting import wait_for
 
 TABLE, TOKENS = [3, 1, 2], range(40)
+WIDE = {"key_width": 64, "value_width": 64}
 BACK_S = 1.0  # in which receivers that behave have closed it
 
 
@@ -38,6 +39,21 @@ def test_status_and_metrics_show_who_reads_and_how_much(bench: Bench) -> None:
     for name in ("chunks", "wire_bytes"):
         sent = sender.status.counters[f"kvbridge_{name}_total{{role=sender}}"]
         assert sent == receiver.status.counters[f"kvbridge_{name}_total{{role=receiver}}"] > 0
+
+
+def test_a_sender_cannot_say_how_much_its_receiver_has_read(bench_of: Benches) -> None:
+    shapes = (Shape("nhd", blocks=80, **WIDE), Shape("hnd", block_tokens=64, blocks=20, **WIDE))
+    bench = bench_of(*shapes, routes="pull,host")
+    given, tokens = list(range(63)), range(1000)
+    bench.offer("r", given[:40], 640, is_last=False)
+    bench.want("r", list(range(16)), tokens)
+    wait_for(lambda: [bool(each.chunks_done) for each in bench.receiver.agent.status.transfers] == [True])
+    (read,), (given_away,) = bench.receiver.agent.status.transfers, bench.sender.agent.status.transfers
+    assert (given_away.chunks_done, given_away.chunks) == (None, read.chunks) and 0 < read.chunks_done < read.chunks
+    assert f"sender flowing {read.chunks} being read" in shown(bench.sender.agent)
+    assert f"receiver flowing {read.chunks_done}/{read.chunks}" in shown(bench.receiver.agent)
+    bench.offer("r", given[40:], 1000, first=40)
+    bench.done("r")
 
 
 def test_memory_of_an_engine_that_left_is_closed_or_its_reader_is_named(bench: Bench) -> None:

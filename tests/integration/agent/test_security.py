@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from kvbridge_proto.engine import Done, Failed
 
-from kvbridge.loopback.processes import free_port
+from demo.processes import free_port
 from tests.integration.agent.harness import agent, attached
 from tests.integration.agent.pairs import Benches
 from tests.support.nursery import kvbridge

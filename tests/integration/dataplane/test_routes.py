@@ -49,7 +49,7 @@ class Busy(CpuBlockCopier):
 
 
 class Agents:
-    """Two agents' equipment on one loopback network. With `vram` their cards say that the slots are on GPUs."""
+    """Two agents' resources on one loopback network. With `vram` their cards say that the slots are on GPUs."""
 
     def __init__(self, stack: ExitStack, vram: bool = False) -> None:
         self.network = LoopbackNetwork()

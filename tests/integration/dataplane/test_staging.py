@@ -212,8 +212,8 @@ async def test_a_session_that_ends_while_slots_are_made_is_not_greeted_again(pla
     assert len(wire.said(Hello)) == 1 and player.over == [("P0", "peer_unreachable")]
 
 
-class Equipped:
-    """A data plane with equipment that is the test's, and who hears of it."""
+class SlotMaking:
+    """A data plane whose slots the test makes, and who hears of it."""
 
     def __init__(self, make: Callable[[], None]) -> None:
         self.made: list[Site] = []
@@ -241,7 +241,7 @@ async def test_slots_are_made_once_and_what_could_not_be_made_is_tried_again() -
         if len(tries) == 1:
             raise MemoryError("no memory")
 
-    equipped = Equipped(make)
+    equipped = SlotMaking(make)
     data_plane = equipped.data_plane
     await data_plane.start()
     try:

@@ -16,7 +16,7 @@ from kvbridge.device import copier_cpu
 from kvbridge.device.batch import batches
 from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import EngineError
-from kvbridge.geometry.plan import Move, plan
+from kvbridge.geometry.plan import Move, Part, plan
 from kvbridge.geometry.shard import assign
 from tests.integration.device.attached import attached
 from tests.integration.device.moving import gather, scatter
@@ -39,7 +39,7 @@ def moves_of(held: Held, tokens: range = range(16)) -> tuple[Move, ...]:
     planned = plan(held.pool, held.pool, takes[0], tokens.start, tokens.stop, 1 << 20)
     assert planned.chunks == 1
     tables = block_table(held.pool, table_of(held.pool, tokens.stop))
-    return planned.sender_moves(planned.chunk(0), tables)
+    return Part(planned, planned.chunk(0), tables, is_sender=True).moves()
 
 
 def test_layers_of_one_buffer_move_in_one_call() -> None:

@@ -507,8 +507,6 @@ class Siege:
             return changed(self.welcome(asked, incarnation, self.route), **changes)
         if isinstance(body, Claim):
             return self._claim(body, incarnation)
-        if isinstance(body, Renew):
-            return changed(body, number=min(body.number, 1 << 40))  # BlockTables, which answer it, say no more
         name = "about" if isinstance(body, Refuse) else "transfer"
         if wire.is_dialled and (said := getattr(body, name, "")):
             return changed(body, **{name: self._transfer(said)})

@@ -11,7 +11,7 @@ import time
 import pytest
 from kvbridge_proto.peer import Cancel, Drained, Goodbye
 
-from kvbridge.loopback.processes import free_port
+from demo.processes import free_port
 from kvbridge.transport.control import Control
 from kvbridge.transport.events import Arrived, Lost, Settings
 from tests.integration.transport.ears import LOOPBACK, QUICK, Ear, cancel, remote, two

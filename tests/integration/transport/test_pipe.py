@@ -261,14 +261,14 @@ async def test_who_gave_a_pipe_cannot_make_its_other_end_block() -> None:
 
 
 async def test_a_pipe_that_nobody_reads_ends_with_its_link() -> None:
-    async with joined() as (dialled, _, _, _, ours, theirs):
+    async with joined() as (dialled, ear, _, _, ours, theirs):
         dialled.carry_by(ours)
         for number in range(20_000):
             dialled.send(Drained(transfer=f"{number}"))
         dialled.close()
-        assert dialled._control._pipes
+        assert ear._control._pipes
         await asyncio.sleep(1.0)
-        assert not dialled._control._pipes
+        assert not ear._control._pipes
         theirs.close()
 
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from demo.processes import SETTINGS
 from demo.rows import SavedRows
 from demo.vllm_cpu import SETTINGS as VLLM_SETTINGS
-from kvbridge.loopback.processes import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[3]
 LOOP = "tests.system.engines.engine_loop"

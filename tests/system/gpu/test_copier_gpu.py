@@ -18,7 +18,7 @@ from kvbridge.device.copier import Compiling, Moved
 from kvbridge.device.copier_gpu import GpuBlockCopier
 from kvbridge.device.mapping import wrap
 from kvbridge.device.staging import Staging
-from kvbridge.geometry.plan import plan
+from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from tests.integration.device.attached import attached
 from tests.integration.device.moving import Moves
@@ -48,7 +48,7 @@ def one_chunk(held: Held) -> tuple[Any, int]:
     (takes,) = assign([held.pool], held.pool)
     planned = plan(held.pool, held.pool, takes, 3, TOKENS, 1 << 20)
     assert planned.chunks == 1
-    return Moves(planned.sender_moves(planned.chunk(0), table)), planned.chunk(0).size_bytes
+    return Moves(Part(planned, planned.chunk(0), table, is_sender=True).moves()), planned.chunk(0).size_bytes
 
 
 def filled() -> Held:

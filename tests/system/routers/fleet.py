@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
+from demo.processes import SETTINGS as PROCESS_SETTINGS
+from demo.processes import free_port
 from demo.servers import VLLM_SERVER
-from kvbridge.loopback.processes import SETTINGS as PROCESS_SETTINGS
-from kvbridge.loopback.processes import free_port
 from tests.integration.agent.harness import PYTHON, AgentProcess, agent
 from tests.system.http_server import START_S, HttpServer
 from tests.system.sglang import fleet as sglang

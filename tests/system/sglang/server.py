@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbridge.loopback.processes import SETTINGS, free_port
+from demo.processes import SETTINGS, free_port
 from tests.system.http_server import HttpServer
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ from kvbridge.exchange.actions import Send, Tell
 from kvbridge.exchange.block_tables import ready_chunks
 from kvbridge.exchange.leases import COUNTED_S, LEASE_HEARD_S, LEASE_S, GrantedLease, Reading, ReadLease
 from kvbridge.exchange.orders import Watch
-from kvbridge.geometry.plan import plan
+from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from tests.integration.device.test_carried import CASES
 from tests.support.oracle import block_table, build_all, tables_of
@@ -50,8 +50,8 @@ def test_a_receiver_is_told_all_that_it_may_read(case: str, tokens: range) -> No
                     assert granted.ready == ready
                     for index in range(read, ready):
                         chunk = planned.chunk(index)
-                        right = planned.sender_moves(chunk, block_table(sender.pool, ids, 0, end))
-                        found = planned.sender_moves(chunk, reading.tables)
+                        right = Part(planned, chunk, block_table(sender.pool, ids, 0, end), is_sender=True).moves()
+                        found = Part(planned, chunk, reading.tables, is_sender=True).moves()
                         for one, other in zip(right, found, strict=True):
                             assert one.places.tolist() == other.places.tolist()
                     read = ready

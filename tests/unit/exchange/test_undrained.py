@@ -63,7 +63,7 @@ def test_a_transfer_of_a_dead_start_is_nobody_elses() -> None:
 
 
 def kept(world: World) -> int:
-    """How much is kept of agents, sessions and doubts."""
+    """How much is kept of agents, sessions and undrained transfers."""
     receiving = world.receivers[0].receiving
     return sum(len(kept) for part in (receiving._senders, receiving._undrained) for kept in vars(part).values())
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvbridge_proto.peer import Take
 
 from kvbridge.errors import OperatorError, PeerError
-from kvbridge.geometry.plan import ALIGN, Plan, plan
+from kvbridge.geometry.plan import ALIGN, Part, Plan, plan
 from kvbridge.geometry.shard import assign
 from tests.support.oracle import Shape, block_table, build, describe, table_of
 
@@ -85,7 +85,7 @@ def test_pairs_of_a_chunk_are_aligned_and_apart() -> None:
     for index in range(planned.chunks):
         chunk = planned.chunk(index)
         end = 0
-        for move in planned.sender_moves(chunk, block_table(receiver, table_of(receiver, 33))):
+        for move in Part(planned, chunk, block_table(receiver, table_of(receiver, 33)), is_sender=True).moves():
             assert move.slot_offset % ALIGN == 0 and end <= move.slot_offset < end + ALIGN
             end = move.slot_offset + move.size_bytes
         assert end <= chunk.size_bytes < end + ALIGN
@@ -98,7 +98,7 @@ def test_only_the_blocks_of_a_chunk_are_needed() -> None:
     chunk = planned.chunk(0)
     blocks = -(-chunk.needs_tokens // 16)
     assert blocks < 38
-    assert planned.sender_moves(chunk, block_table(held.pool, table_of(held.pool, blocks * 16)))
+    assert Part(planned, chunk, block_table(held.pool, table_of(held.pool, blocks * 16)), is_sender=True).moves()
 
 
 def test_nothing_to_take_is_a_plan_without_chunks() -> None:
@@ -128,8 +128,8 @@ def test_the_narrower_codec_crosses_with_the_scales_of_its_heads(sender, receive
     (takes,) = assign([ours], theirs)
     planned = plan(ours, theirs, takes, 3, 40, 1 << 20)
     tables = block_table(ours, table_of(ours, 40)), block_table(theirs, table_of(theirs, 40))
-    gathers = planned.sender_moves(planned.chunk(0), tables[0])
-    scatters = planned.receiver_moves(planned.chunk(0), tables[1])
+    gathers = Part(planned, planned.chunk(0), tables[0], is_sender=True).moves()
+    scatters = Part(planned, planned.chunk(0), tables[1], is_sender=False).moves()
     for gather, scatter in zip(gathers, scatters, strict=True):
         assert gather.wire == scatter.wire and gather.heads == scatter.heads
         assert gather.is_bitwise == (gather.wire.name == gather.plane.codec.name)
@@ -143,7 +143,7 @@ def test_other_scales_are_not_bitwise() -> None:
     ours = replace(SHAPE, **NARROW)
     planned = plan_between(ours, replace(ours, scales={"k": (0.25,), "v": (1.0, 2.0, 3.0, 4.0)}), range(16), 1 << 20)
     receiver = describe(ours)
-    moves = planned.receiver_moves(planned.chunk(0), block_table(receiver, table_of(receiver, 16)))
+    moves = Part(planned, planned.chunk(0), block_table(receiver, table_of(receiver, 16)), is_sender=False).moves()
     assert {(move.plane.part, move.is_bitwise) for move in moves if not move.plane.name} == {("k", False)}
     assert {move.is_bitwise for move in moves if move.plane.name} == {True}
 

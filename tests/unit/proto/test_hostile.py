@@ -97,6 +97,7 @@ def test_holds_a_million_token_want_of_one_token_blocks() -> None:
 ATTACH = next(message for message in TO_AGENT if isinstance(message, engine.Attach))
 OFFER = next(message for message in TO_AGENT if isinstance(message, engine.Offer))
 CLAIM = next(body for body in BODIES if isinstance(body, peer.Claim))
+RENEW = next(body for body in BODIES if isinstance(body, peer.Renew))
 RESCALE = engine.Rescale(revision=2, scales=(engine.Scales(0, "k", (0.5,)),))
 # What a message has instead, or lacks (...).
 WRONG: dict[Any, dict[str, dict[str, Any]]] = {
@@ -146,6 +147,10 @@ WRONG: dict[Any, dict[str, dict[str, Any]]] = {
         "long rendezvous": {"rendezvous": "r" * 257},
         "long transfer": {"transfer": "t" * 65},
     },
+    RENEW: {
+        "renewal nought": {"number": 0},
+        "renewal that its answer cannot name": {"number": (1 << 40) + 1},
+    },
     ATTACH: {
         "a policy that is none": {"policy": "ignore"},
         # Which tokens are kept is full or sliding there; the layer says that its rows are latents.
@@ -165,10 +170,11 @@ CASES = [(message, case) for message, cases in WRONG.items() for case in cases]
 def test_refuses_a_message_with_such_a_field(message: Any, case: str) -> None:
     value = plain(message)
     value = {k: v for k, v in {**value, **WRONG[message][case]}.items() if v is not ...}
-    whole, kind = (
-        (plain(enveloped(message)) | {"body": value}, peer.Envelope) if message is CLAIM else (value, engine.ToAgent)
-    )
-    assert decode(encode(enveloped(message) if message is CLAIM else message), kind)
+    whole, kind, good = value, engine.ToAgent, message
+    if message in BODIES:
+        good = enveloped(message)
+        whole, kind = plain(good) | {"body": value}, peer.Envelope
+    assert decode(encode(good), kind)
     assert code_of(msgpack.packb(whole), kind) == "message_invalid"
 
 

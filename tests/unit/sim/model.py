@@ -452,7 +452,7 @@ class State:
     # Ends:
 
     def check_rest(self) -> None:
-        """Nothing more happens by itself: deadlines pass, doubts are asked about, and then nothing may be left."""
+        """Nothing more happens by itself: deadlines pass, senders confirm, and then nothing may be left."""
         calm = self.clone()
         calm.budget = {}
         for now in (200.0, 300.0, 400.0):
