@@ -173,8 +173,7 @@ def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end
     for request in ("early", "late"):
         world.offer(request, 16, 4)
     world.hold.add("write")
-    world.want("early", 16)
-    world.run()
+    world.fetch("early", 16)
     assert not receiving.pause()
     world.want("late", 16)
     world.go_on()
@@ -185,13 +184,11 @@ def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end
     world.check_done("late")
 
 
-def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_its_session() -> None:
-    world = World()
+def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_its_session(world: World) -> None:
     world.hold.add("write")
     for request in ("flows", "waits"):
         world.want(request, 16)
-    world.offer("flows", 16, 4)
-    world.run()
+    world.serve("flows", 16, 4)
     sending = world.senders[0].sending
     states = {out.claim.want: out.state.name for out in sending.outgoing_transfers.values()}
     assert sorted(states.values()) == ["FLOWING", "WAITING"] and not sending.pause(is_alone=True)
@@ -199,9 +196,8 @@ def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_
     assert [type(body).__name__ for body in told] == ["Failing"]
 
 
-def test_what_is_claimed_before_a_rebuild_waits_for_it() -> None:
+def test_what_is_claimed_before_a_rebuild_waits_for_it(world: World) -> None:
     """Claims that nothing was begun of go with their sessions, and come again; a pause that ends lets them go on."""
-    world = World()
     (sender,) = world.senders
     sending = sender.sending
     assert sending.pause(is_alone=True)
@@ -221,14 +217,12 @@ def test_what_is_claimed_before_a_rebuild_waits_for_it() -> None:
     world.check_done("after")
 
 
-def test_a_claim_that_takes_nothing_waits_for_no_rebuild() -> None:
+def test_a_claim_that_takes_nothing_waits_for_no_rebuild(world: World) -> None:
     """Its receiver has forgotten it already, and would not make it again: the blocks would be held for nobody."""
-    world = World()
     (sender,) = world.senders
     sender.sending.pause(is_alone=True)
     world.offer("r", 16, 4)
-    world.want("r", 16, first=16)
-    world.run()
+    world.fetch("r", 16, first=16)
     assert isinstance(world.answers()["r"], Done) and world.released()["r"].code == ""
 
 

@@ -127,8 +127,7 @@ def test_who_is_read_or_written_to_by_two_cards(ours: Site, theirs: Site, is_rea
     assert (to_be_read(ours, theirs) is not None, may_be_written(ours, theirs)) == (is_read, is_written)
 
 
-def test_a_welcome_that_would_write_where_no_slots_were_named_is_refused() -> None:
-    world = World()
+def test_a_welcome_that_would_write_where_no_slots_were_named_is_refused(world: World) -> None:
     sender, receiver = world.senders[0].engine, world.receivers[0].engine
     session = answer(hello(receiver), sender)
     assert isinstance(session, Session)

@@ -96,21 +96,18 @@ def test_an_engine_that_takes_yet_others_is_not_asked_again() -> None:
 def test_nothing_is_asked_where_there_is_nothing_to_take(sender: float, end: int) -> None:
     world = adopting(sender)
     world.want("r", end)
-    world.offer("r", 40, 12)
-    world.run()
+    world.serve("r", 40, 12)
     assert isinstance(world.answers()["r"], Done) and not asked(world)
     world.check_rest()
 
 
 def test_another_engine_is_asked_anew() -> None:
     world = adopting(0.5)
-    world.want("r", 40)
-    world.run()
+    world.fetch("r", 40)
     decline(world, 1)
     (receiver,) = world.receivers
     world.do(receiver, receiver.receiving.engine_left(world.now))
-    world.want("again", 40)
-    world.run()
+    world.fetch("again", 40)
     assert [question.revision for question in asked(world)] == [1, 1]
 
 
@@ -135,8 +132,7 @@ def test_a_second_sender_of_yet_other_scales_is_declined_alone() -> None:
     world = adopting(0.5, 0.25)
     for number, sender in enumerate(("P0", "P1", "P1", "P0")):
         world.want(f"r{number}", 40, sender=sender)
-        world.offer(f"r{number}", 40, 12)
-        world.run()
+        world.serve(f"r{number}", 40, 12)
         if number == 0:
             world.rescale(world.receivers[0], 0.5, 1)
         elif number == 1:
