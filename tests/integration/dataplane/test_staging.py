@@ -154,8 +154,7 @@ class Bare(Player):
         self.engine = self.staged
 
     def greet(self) -> Wire:
-        self.peers.outgoing.reach("P0")
-        wire = self.wires["P0"]
+        wire = self.reach("P0")
         (greeting,) = wire.said(Hello)
         assert greeting.fabric.slots == 0
         return wire
