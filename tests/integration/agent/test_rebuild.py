@@ -63,8 +63,8 @@ def test_patience_begins_when_half_are_quarantined(looks: Sequence[tuple[SlotCou
 class Played:
     """Engines and data plane of a rebuilder, and the clock: what is under way ends when `is_quiet`."""
 
-    def __init__(self, failures: Sequence[Exception] = ()) -> None:
-        self.now, self.is_quiet, self.paused, self.tried = 0.0, True, 0, 0
+    def __init__(self, failures: Sequence[Exception] = (), is_quiet: bool = True) -> None:
+        self.now, self.is_quiet, self.paused, self.tried = 0.0, is_quiet, 0, 0
         self.resumed = self.discarded = 0
         self.rebuilt: list[float] = []
         self.reasons: list[str] = []
@@ -134,22 +134,19 @@ def test_that_a_rebuild_is_refused_is_over_once_none_is_needed() -> None:
 
 
 def test_what_is_under_way_may_end_before_a_rebuild_but_not_for_ever() -> None:
-    played = Played()
-    played.is_quiet = False
+    played = Played(is_quiet=False)
     played.look(0.0, 1.0, 1.5)
     assert played.rebuilder.is_pausing and not played.rebuilt
     played.is_quiet = True
     played.look(1.6)
     assert played.rebuilt == [1.6] and played.tried == 1 and not played.rebuilder.is_pausing
-    played = Played()
-    played.is_quiet = False
+    played = Played(is_quiet=False)
     played.look(0.0, 1.0, 1.0 + PAUSE_S - 0.1, 1.0 + PAUSE_S)
     assert played.rebuilt == [1.0 + PAUSE_S]
 
 
 def test_proof_that_comes_at_last_makes_a_rebuild_needless() -> None:
-    played = Played()
-    played.is_quiet = False
+    played = Played(is_quiet=False)
     played.look(0.0, 1.0)
     assert played.rebuilder.is_pausing
     played.slots.drain("t")
@@ -160,8 +157,7 @@ def test_proof_that_comes_at_last_makes_a_rebuild_needless() -> None:
 
 
 def test_what_was_prepared_is_closed_when_the_agent_ends_before_it_is_used() -> None:
-    played = Played()
-    played.is_quiet = False
+    played = Played(is_quiet=False)
     played.look(0.0, 1.0)
     played.rebuilder.close()
     assert played.discarded == 1 and not played.rebuilder.is_pausing
