@@ -189,11 +189,3 @@ def test_blocks_are_kept_until_the_data_plane_has_said_that_they_are_read_no_mor
     world.go_on()
     assert world.released()["r"].code == "withdrawn" and isinstance(world.answers()["r"], Failed)
     world.check_rest()
-
-
-def test_leases_that_come_before_an_offer_are_not_lost(world: World) -> None:
-    world.fetch("r", 64)
-    (out,) = world.senders[0].sending.outgoing_transfers.values()
-    assert out.early
-    world.serve("r", 64, 16)
-    world.check_done("r")

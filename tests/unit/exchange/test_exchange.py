@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbridge_proto.engine import Done, Failed, Refused, Released
+from kvbridge_proto.engine import Done, Refused, Released
 from kvbridge_proto.peer import Cancel
 from kvbridge_proto.pool import Pool
 from msgspec.structs import replace
@@ -38,17 +38,6 @@ def test_carries_requests_whatever_the_order(senders: int | list[Pool], receiver
         assert [type(answer) for answer in world.answers(receiver).values()] == [Done] * 6
     for sender in range(len(world.senders)):
         assert len(world.released(sender)) == 6
-    world.check_rest()
-
-
-def test_ships_while_the_prompt_is_computed() -> None:
-    world = World(slots=8)
-    world.want("r", 64)
-    world.serve("r", 32, 8, last=False)
-    early = sum(world.scatters.values())
-    assert early > 0 and not world.answers()
-    world.serve("r", 64, 8, first=8)
-    assert isinstance(world.answers()["r"], Done) and sum(world.scatters.values()) > early
     world.check_rest()
 
 
@@ -115,18 +104,6 @@ def test_a_want_for_more_than_was_offered_fails_with_both_numbers(world: World) 
     answer = world.failure()
     assert answer.code == "tokens_missing" and "20" in answer.reason
     world.check_rest() if not world.senders[0].sending.offers else world.pass_time(101)
-
-
-def test_withdrawn_offer_waits_for_its_gathers(world: World) -> None:
-    world.hold = {"gather"}
-    world.begin()
-    world.withdraw("r")
-    world.run()
-    assert not world.released()
-    world.go_on()
-    assert world.released()["r"].code == "withdrawn"
-    assert isinstance(world.answers()["r"], Failed)
-    world.check_rest()
 
 
 @settings(max_examples=150, deadline=None)
