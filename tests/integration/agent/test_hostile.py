@@ -79,12 +79,11 @@ def test_a_peer_that_differs_in_all_things_can_be_shown(world: World) -> None:
 
 def test_a_claim_of_all_tokens_there_could_be_can_be_shown(world: World) -> None:
     world.fetch("r", end=16)
-    (sender,) = world.senders
-    (out,) = sender.sending.outgoing_transfers.values()
-    session = sender.accepted[out.incarnation]
+    (out,) = world.sender.sending.outgoing_transfers.values()
+    session = world.sender.accepted[out.incarnation]
     out.plan = session.planner.plan(out.claim.takes, 0, 1 << 40, 64)
     assert out.plan.chunks > 1 << 40
-    shown = transfers(sender.receiving, sender.sending, 1e9)
+    shown = transfers(world.sender.receiving, world.sender.sending, 1e9)
     assert decode(encode(shown), tuple[TransferStatus, ...]) == shown
 
 

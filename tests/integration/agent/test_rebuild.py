@@ -194,8 +194,7 @@ def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_
 
 def test_what_is_claimed_before_a_rebuild_waits_for_it(world: World) -> None:
     """Claims that nothing was begun of go with their sessions, and come again; a pause that ends lets them go on."""
-    (sender,) = world.senders
-    sending = sender.sending
+    sending = world.sender.sending
     assert sending.pause(is_alone=True)
     for request in ("early", "late"):
         world.offer(request, 16, 4)
@@ -204,19 +203,18 @@ def test_what_is_claimed_before_a_rebuild_waits_for_it(world: World) -> None:
     assert sending.pause(is_alone=True) and {out.state.name for out in sending.outgoing_transfers.values()} == {
         "WAITING"
     }
-    world.do(sender, sending.resume())
+    world.do(world.sender, sending.resume())
     world.run()
     assert [type(answer) for answer in world.answers().values()] == [Done, Done]
     sending.pause(is_alone=True)
-    world.do(sender, sending.rebuilt("test"))
+    world.do(world.sender, sending.rebuilt("test"))
     world.begin("after", 16)
     world.check_done("after")
 
 
 def test_a_claim_that_takes_nothing_waits_for_no_rebuild(world: World) -> None:
     """Its receiver has forgotten it already, and would not make it again: the blocks would be held for nobody."""
-    (sender,) = world.senders
-    sender.sending.pause(is_alone=True)
+    world.sender.sending.pause(is_alone=True)
     world.offer("r", 16, 4)
     world.fetch("r", 16, first=16)
     assert isinstance(world.answers()["r"], Done) and world.released()["r"].code == ""
@@ -225,8 +223,7 @@ def test_a_claim_that_takes_nothing_waits_for_no_rebuild(world: World) -> None:
 def test_one_of_several_ranks_goes_on_before_its_rebuild() -> None:
     """What its twin has given cannot be claimed again: the want would fail."""
     world = World(senders=2)
-    sender = world.senders[0]
-    assert sender.sending.pause(is_alone=False)
+    assert world.sender.sending.pause(is_alone=False)
     world.begin("r", 16)
     world.check_done("r")
 

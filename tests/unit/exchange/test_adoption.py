@@ -22,8 +22,7 @@ def adopting(*senders: float, ranks: int = 1, seed: int = 0) -> World:
     if len(senders) > 1:
         for node, rank in zip(world.senders, world.senders[0].engine.ranks, strict=True):
             node.engine = replace(node.engine, ranks=(rank,))
-    (receiver,) = world.receivers
-    receiver.engine = replace(receiver.engine, policy="adopt")
+    world.receiver.engine = replace(world.receiver.engine, policy="adopt")
     return world
 
 
@@ -32,8 +31,7 @@ def asked(world: World) -> list[Adopt]:
 
 
 def decline(world: World, revision: int) -> None:
-    (receiver,) = world.receivers
-    world.do(receiver, receiver.receiving.declined(revision, WHY, world.now))
+    world.do(world.receiver, world.receiver.receiving.declined(revision, WHY, world.now))
 
 
 def assert_taken_over(world: World) -> None:
@@ -105,8 +103,7 @@ def test_another_engine_is_asked_anew() -> None:
     world = adopting(0.5)
     world.fetch("r", 40)
     decline(world, 1)
-    (receiver,) = world.receivers
-    world.do(receiver, receiver.receiving.engine_left(world.now))
+    world.do(world.receiver, world.receiver.receiving.engine_left(world.now))
     world.fetch("again", 40)
     assert [question.revision for question in asked(world)] == [1, 1]
 
@@ -150,7 +147,6 @@ def test_a_second_sender_of_yet_other_scales_is_declined_alone() -> None:
 def test_whatever_comes_first_nothing_is_requantized_or_mixed(seed: int) -> None:
     """The engine takes the first scales that it is asked about, and answers when it likes."""
     world = adopting(0.5, 0.25, seed=seed)
-    (receiver,) = world.receivers
     answered = 0
 
     def answer() -> None:
@@ -158,7 +154,7 @@ def test_whatever_comes_first_nothing_is_requantized_or_mixed(seed: int) -> None
         for question in asked(world)[answered:]:
             answered += 1
             if question.revision == 1:
-                world.rescale(receiver, question.scales[0].scales[0], 1)
+                world.rescale(world.receiver, question.scales[0].scales[0], 1)
             else:
                 decline(world, question.revision)
 

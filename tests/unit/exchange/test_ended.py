@@ -36,8 +36,7 @@ def refused(world: World) -> None:
 
 def rescaled(world: World) -> None:
     world.offer("r", 64, 16)
-    (sender,) = world.senders
-    world.do(sender, sender.sending.rescaled("test", world.now))
+    world.do(world.sender, world.sender.sending.rescaled("test", world.now))
 
 
 ENDS = {
@@ -177,15 +176,13 @@ def test_ends_are_forgotten_in_time_and_bounded(world: World, monkeypatch: pytes
 
 def test_an_engine_that_left_takes_its_ends_with_it(world: World) -> None:
     withdrawn(world)
-    (sender,) = world.senders
-    world.do(sender, sender.sending.engine_left(world.now))
-    assert not sender.sending._rendezvous._ended
+    world.do(world.sender, world.sender.sending.engine_left(world.now))
+    assert not world.sender.sending._rendezvous._ended
 
 
 def test_claims_that_wait_for_a_rebuild_hear_of_an_end_at_once(world: World) -> None:
-    (sender,) = world.senders
     world.offer("r", 64, 16)
-    sender.sending.pause(is_alone=True)
+    world.sender.sending.pause(is_alone=True)
     world.fetch("r", 64)
     assert not world.answers()
     world.withdraw("r")

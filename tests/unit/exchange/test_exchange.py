@@ -173,11 +173,10 @@ def test_a_landed_chunk_counts_only_if_every_field_matches(world: World, field: 
 def test_a_request_wanted_twice_goes_on_and_another_under_its_name_is_refused(world: World, hold: str) -> None:
     world.hold = {hold}
     world.begin()
-    (receiver,) = world.receivers
     world.want("r", 64)
-    assert not receiver.told
+    assert not world.receiver.told
     world.want("r", 48)
-    (refused,) = receiver.told
+    (refused,) = world.receiver.told
     assert isinstance(refused, Refused) and (refused.code, refused.about) == ("duplicate_request", "want r")
     world.go_on()
     world.check_done("r")

@@ -139,18 +139,16 @@ def test_a_request_that_gets_its_blocks_at_once_costs_no_message(world: World) -
 def test_one_word_holds_one_offer_of_a_rendezvous(world: World) -> None:
     for number in range(3):
         world.offer(f"r{number}", 64, 16, rendezvous="same")
-    sender = world.senders[0]
     world.now += 50
-    world.do(sender, sender.sending.hold("incarnation", ("same", "same"), world.now))
+    world.do(world.sender, world.sender.sending.hold("incarnation", ("same", "same"), world.now))
     wait(world, 51)
     assert set(world.released()) == {"r2"}
 
 
 def reclaim(world: World, blocks: int) -> set[str]:
     """Which offers end when the sender's engine is short of so many blocks."""
-    sender = world.senders[0]
     before = set(world.released())
-    world.do(sender, sender.sending.reclaim(blocks, world.now))
+    world.do(world.sender, world.sender.sending.reclaim(blocks, world.now))
     new = set(world.released()) - before
     assert all(world.released()[name].code == "reclaimed" for name in new)
     return new
@@ -210,10 +208,9 @@ def test_an_offer_is_left_that_was_awaited_before_it_was_made(world: World) -> N
 def test_two_receivers_that_wait_for_equal_prompts_hold_one_each(world: World) -> None:
     for number in range(3):
         world.offer(f"r{number}", 64, 16, rendezvous="same")
-    sender = world.senders[0]
     world.now += 50
     for incarnation in ("one", "two"):
-        world.do(sender, sender.sending.hold(incarnation, ("same",), world.now))
+        world.do(world.sender, world.sender.sending.hold(incarnation, ("same",), world.now))
     world.now += FRESH_S
     assert reclaim(world, 100) == {"r2"}
     wait(world, 51)

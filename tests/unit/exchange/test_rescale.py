@@ -121,8 +121,7 @@ def test_a_want_fails_when_its_sender_leaves_in_the_middle_of_its_rows() -> None
     world.want("r", 240)
     world.serve("r", 120, 30, last=False)
     assert world.scatters and not world.answers()
-    (receiver,) = world.receivers
-    world.do(receiver, receiver.receiving.unreachable("P0", "peer_left", "test", world.now))
+    world.do(world.receiver, world.receiver.receiving.unreachable("P0", "peer_left", "test", world.now))
     world.settle()
     assert world.failure().code == "peer_left"
 
@@ -130,8 +129,7 @@ def test_a_want_fails_when_its_sender_leaves_in_the_middle_of_its_rows() -> None
 def test_a_want_ends_when_the_sender_that_said_goodbye_is_gone() -> None:
     world = scaled()
     world.fetch("r", 40)
-    (receiver,) = world.receivers
     world.nodes["P0"].is_dead = True
-    world.do(receiver, receiver.receiving.unreachable("P0", "peer_left", "test", world.now))
+    world.do(world.receiver, world.receiver.receiving.unreachable("P0", "peer_left", "test", world.now))
     world.run()
     assert world.failure().code == "peer_unreachable"

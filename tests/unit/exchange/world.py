@@ -278,6 +278,15 @@ class World:
     def receivers(self) -> list[Node]:
         return [node for name, node in self.nodes.items() if name[0] == "D"]
 
+    @property
+    def sender(self) -> Node:
+        """The first of them."""
+        return self.senders[0]
+
+    @property
+    def receiver(self) -> Node:
+        return self.receivers[0]
+
     # What engines say:
 
     def offer(self, *said: Any, at: Node | None = None, **more: Any) -> None:
