@@ -1,4 +1,4 @@
-"""Gives PyTorch one thread per process, and makes every skip in CI a failure that is not in MAY_SKIP."""
+"""Runs coroutines, gives PyTorch one thread per process, and makes a skip in CI a failure that is not in MAY_SKIP."""
 
 import os
 import re
@@ -6,6 +6,8 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+
+from tests.support.loops import pytest_pyfunc_call  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests and their agents share the processors; before torch
 

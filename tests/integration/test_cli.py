@@ -445,10 +445,7 @@ NOBODY = "from pathlib import Path\nfrom kvbridge import local_agents\nlocal_age
 
 def on_another_host(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command where no agent but those of KVBRIDGE_SOCKET's folder listens: other tests run at the same time."""
-    program = (
-        "from pathlib import Path; from kvbridge import cli, local_agents; local_agents.LISTENING = Path('/dev/null')"
-    )
-    command = [sys.executable, "-c", f"{program}; cli.main()", *arguments]
+    command = [sys.executable, "-c", f"{NOBODY}from kvbridge import cli; cli.main()", *arguments]
     wide = {**os.environ, "COLUMNS": "160", **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=wide)
 

@@ -1,6 +1,6 @@
 """Tests that are coroutines: `async def test_...` runs in an event loop, and enters its arguments that can be entered.
 
-A folder's conftest.py imports `pytest_pyfunc_call`. Where a test has an argument `loop`, that is what runs it.
+tests/conftest.py imports `pytest_pyfunc_call`. Where a test has an argument `loop`, that is what runs it.
 """
 
 from __future__ import annotations

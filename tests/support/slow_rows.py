@@ -68,14 +68,8 @@ def wrong(twin: Pool, receiver: Held, before: Held, table: Table, tokens: range,
         scales, our_scales = _scales_of(receiver.pool, plane), _scales_of(twin, ours)
         stored = rows(ours, token, is_tame=True)
         given = Rows(ours, stored, None if our_scales is None else rows(our_scales, token, is_tame=True))
-        if ours.codec == plane.codec:
-            put_rows(expected, plane, places, given.stored)
-            if scales is not None:
-                assert given.scales is not None
-                put_rows(expected, scales, places, given.scales)
-            continue
-        found = rows_of(receiver, plane, places)
-        if not_near := np.argwhere(~_is_right(given.numbers(), found)).tolist():
+        found = given if ours.codec == plane.codec else rows_of(receiver, plane, places)
+        if found is not given and (not_near := np.argwhere(~_is_right(given.numbers(), found)).tolist()):
             which, head, element = not_near[0]
             values = given.numbers()[which, head, element], found.numbers()[which, head, element]
             place = f"layer {plane.layer} {plane.part} head {plane.first_head + head} token {token[which]}"

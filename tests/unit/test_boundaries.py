@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,81 +25,61 @@ INSIDE = {
     "kvbridge.device.handles",
     "kvbridge.device.fence",
 }
-# Room -> what of ours it may import besides itself. A room inside another comes before it.
-MAY: dict[str, set[str]] = {
-    "kvbridge_proto": set(),
-    "kvbridge_kernels": set(),
-    "kvbridge.errors": set(),
-    "kvbridge.oneline": set(),
-    "kvbridge.prompt_share": set(),
-    "kvbridge.failpoints": {"kvbridge.errors"},
-    "kvbridge.options": {"kvbridge_proto"},
-    "kvbridge.config": {"kvbridge_proto", "kvbridge.errors", "kvbridge.options"},
-    "kvbridge.extras": set(),
-    "kvbridge.local_agents": {"kvbridge_proto", "kvbridge.errors", "kvbridge.options", "kvbridge.config"},
-    "kvbridge.geometry": {"kvbridge_proto", "kvbridge.errors"},
-    "kvbridge.states": set(),
-    "kvbridge.exchange": {"kvbridge_proto", "kvbridge.errors", "kvbridge.states", "kvbridge.geometry"},
-    "kvbridge.device": {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"},
-    "kvbridge.transport": {"kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints", "kvbridge.states"},
-    "kvbridge.adapters.engine": INSIDE,
-    "kvbridge.adapters.vllm": INSIDE | {"kvbridge.adapters.engine"},
-    "kvbridge.adapters.sglang": INSIDE | {"kvbridge.adapters.engine"},
-    "kvbridge.adapters": set(),
-    "kvbridge.dataplane": {
-        "kvbridge_proto",
-        "kvbridge.options",
-        "kvbridge.errors",
-        "kvbridge.failpoints",
-        "kvbridge.geometry",
-        "kvbridge.exchange",
-        "kvbridge.device",
-        "kvbridge.transport",
-    },
-    "kvbridge.agent": {
-        "kvbridge_proto",
-        "kvbridge.options",
-        "kvbridge.errors",
-        "kvbridge.failpoints",
-        "kvbridge.oneline",
-        "kvbridge.prompt_share",
-        "kvbridge.states",
-        "kvbridge.geometry",
-        "kvbridge.exchange",
-        "kvbridge.dataplane",
-        "kvbridge.device",
-        "kvbridge.transport",
-    },
-    "kvbridge.proxy": {"kvbridge.errors", "kvbridge.oneline"},
+# What both the data plane and the rest of an agent are made of.
+BESIDE = {
+    *("kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints", "kvbridge.options"),
+    *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.device", "kvbridge.transport"),
+}
+
+
+@dataclass(frozen=True)
+class Room:
+    """What of ours it may import besides itself, and what of others; None: anything."""
+
+    may: Set[str] = frozenset()
+    third: Set[str] | None = frozenset()
+
+
+# A room inside another comes before it.
+ROOMS = {
+    "kvbridge_proto": Room(third={"msgpack", "msgspec"}),
+    "kvbridge_kernels": Room(third={"torch", "triton", "numpy", "xxhash"}),
+    "kvbridge.errors": Room(),
+    "kvbridge.oneline": Room(),
+    "kvbridge.prompt_share": Room(),
+    "kvbridge.failpoints": Room({"kvbridge.errors"}),
+    "kvbridge.options": Room({"kvbridge_proto"}, {"msgspec"}),
+    "kvbridge.config": Room({"kvbridge_proto", "kvbridge.errors", "kvbridge.options"}, {"msgspec"}),
+    "kvbridge.extras": Room(),
+    "kvbridge.local_agents": Room(
+        {"kvbridge_proto", "kvbridge.errors", "kvbridge.options", "kvbridge.config"}, {"msgspec"}
+    ),
+    "kvbridge.geometry": Room({"kvbridge_proto", "kvbridge.errors"}, {"msgspec", "numpy"}),
+    "kvbridge.states": Room(),
+    "kvbridge.exchange": Room(
+        {"kvbridge_proto", "kvbridge.errors", "kvbridge.geometry", "kvbridge.states"}, {"msgspec", "numpy"}
+    ),
+    "kvbridge.device": Room(
+        {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"}, {"torch", "numpy", "cuda"}
+    ),
+    "kvbridge.transport": Room(
+        {"kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints", "kvbridge.states"},
+        {"msgspec", "numpy", "zmq", "nixl", "uvloop"},
+    ),
+    "kvbridge.adapters.engine": Room(INSIDE, {"msgspec", "torch"}),
+    "kvbridge.adapters.vllm": Room(INSIDE | {"kvbridge.adapters.engine"}, None),
+    "kvbridge.adapters.sglang": Room(INSIDE | {"kvbridge.adapters.engine"}, None),
+    "kvbridge.adapters": Room(),
+    "kvbridge.dataplane": Room(BESIDE),
+    "kvbridge.agent": Room(
+        BESIDE | {"kvbridge.oneline", "kvbridge.prompt_share", "kvbridge.states", "kvbridge.dataplane"},
+        {"msgspec", "torch", "numpy", "uvloop", "prometheus_client", "opentelemetry"},
+    ),
+    "kvbridge.proxy": Room({"kvbridge.errors", "kvbridge.oneline"}, {"prometheus_client", "aiohttp"}),
 }
 TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.doctor", "kvbridge.loopback")  # may import any room
-ROOMS = (*MAY, *TOP)
+EVERY = (*ROOMS, *TOP)
 
-# Room -> what of others it may import; None: anything.
-THIRD: dict[str, set[str] | None] = {
-    "kvbridge_proto": {"msgpack", "msgspec"},
-    "kvbridge_kernels": {"torch", "triton", "numpy", "xxhash"},
-    "kvbridge.errors": set(),
-    "kvbridge.oneline": set(),
-    "kvbridge.prompt_share": set(),
-    "kvbridge.failpoints": set(),
-    "kvbridge.options": {"msgspec"},
-    "kvbridge.config": {"msgspec"},
-    "kvbridge.extras": set(),
-    "kvbridge.local_agents": {"msgspec"},
-    "kvbridge.states": set(),
-    "kvbridge.geometry": {"numpy", "msgspec"},
-    "kvbridge.exchange": {"numpy", "msgspec"},
-    "kvbridge.device": {"torch", "numpy", "cuda"},
-    "kvbridge.transport": {"zmq", "nixl", "msgspec", "uvloop", "numpy"},
-    "kvbridge.dataplane": set(),
-    "kvbridge.agent": {"torch", "uvloop", "msgspec", "prometheus_client", "numpy", "opentelemetry"},
-    "kvbridge.proxy": {"aiohttp", "prometheus_client"},
-    "kvbridge.adapters.engine": {"torch", "msgspec"},
-    "kvbridge.adapters.vllm": None,
-    "kvbridge.adapters.sglang": None,
-    "kvbridge.adapters": set(),
-}
 PURE = (
     *("kvbridge_proto", "kvbridge.options", "kvbridge.states", "kvbridge.geometry", "kvbridge.exchange"),
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs")),
@@ -177,20 +158,20 @@ def _is_in(module: str, room: str) -> bool:
 
 def _room(module: str) -> str:
     """A module outside all rooms is one of its own."""
-    return next((room for room in ROOMS if _is_in(module, room)), module)
+    return next((room for room in EVERY if _is_in(module, room)), module)
 
 
 def test_every_module_is_in_a_room() -> None:
-    assert {_room(module) for module in FILES} == {*ROOMS, "kvbridge"}  # the package itself is empty
+    assert {_room(module) for module in FILES} == {*EVERY, "kvbridge"}  # the package itself is empty
 
 
 def test_imports_point_one_way() -> None:
     assert not [
         f"{_at(module, line)} imports {name}"
         for module in FILES
-        if (room := _room(module)) in MAY
+        if (room := _room(module)) in ROOMS
         for name, line in _imports(module)
-        if name.split(".")[0] in OURS and not any(_is_in(name, place) for place in MAY[room] | {room})
+        if name.split(".")[0] in OURS and not any(_is_in(name, place) for place in ROOMS[room].may | {room})
     ]
 
 
@@ -220,7 +201,7 @@ def test_foreign_imports_are_the_ones_the_room_is_for() -> None:
     assert not [
         f"{_at(module, line)} imports {name}"
         for module in FILES
-        if (allowed := THIRD.get(_room(module))) is not None
+        if (room := _room(module)) in ROOMS and (allowed := ROOMS[room].third) is not None
         for name, line in _imports(module)
         if name.split(".")[0] not in {*sys.stdlib_module_names, *OURS, *allowed}
     ]
@@ -302,5 +283,5 @@ def test_every_room_is_watched() -> None:
     """A check that finds no files proves nothing."""
     for room in ("kvbridge_proto", "kvbridge.geometry", "kvbridge.exchange", "kvbridge.adapters.engine"):
         assert sum(_is_in(module, room) for module in FILES) > 3, room
-    for room in (*MAY, *TOP, *THIRD, *PURE, *LIGHT):
+    for room in (*ROOMS, *TOP, *PURE, *LIGHT):
         assert any(_is_in(module, room) for module in FILES), room

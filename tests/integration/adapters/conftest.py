@@ -30,8 +30,7 @@ def world(hooks: str, tmp_path: Path) -> Any:
 @pytest.fixture
 def agent(world: Any) -> FakeAgent:
     """The one beside a world's only rank."""
-    (agent,) = world.agents
-    return agent
+    return world.agent
 
 
 @pytest.fixture

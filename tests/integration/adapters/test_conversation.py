@@ -47,6 +47,7 @@ from kvbridge.device.fence import EngineFence
 from kvbridge.states import LinkState
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
 from tests.integration.adapters.small import Clock, memory_of
+from tests.support.proc import is_open
 
 OFFER = Offer(rendezvous="room", request="r", tokens=16, blocks=(Blocks(0, 0, (3,)),), is_last=True, hold_s=30)
 WANT = Want(
@@ -88,6 +89,20 @@ class Talk:
         agent.pump()
         assert self.engine.turn() == [] and self.engine.attached is not None
         agent.pump()
+
+    def begin(self) -> None:
+        """The want "r" and the offer "o"."""
+        self.engine.want(WANT)
+        self.engine.offer(replace(OFFER, request="o"))
+
+    def attach_unheard(self, agent: FakeAgent) -> None:
+        """As the link's thread, between turns: the last agent is lost, and this one attached to."""
+        self.link._look()
+        self.clock.now += RETRY_S
+        for _ in range(2):
+            self.link._look()
+            agent.pump()
+        assert self.link.state is LinkState.ATTACHED
 
     def pass_time(self, seconds: float) -> list[Any]:
         self.clock.now += seconds
@@ -131,8 +146,7 @@ def test_each_ends_by_one_word_under_its_name(
 
 
 def test_what_is_over_does_not_end_again_nor_does_what_never_began(talk: Talk, agent: FakeAgent) -> None:
-    talk.engine.want(WANT)
-    talk.engine.offer(replace(OFFER, request="o"))
+    talk.begin()
     done, released = Done(request="r", moved_bytes=0, seconds=0), Released(request="o")
     failed, refused = Failed(request="r", code="c", reason=""), Refused(about="r", code="c", reasons=("x",))
     others = (Released(request="r"), Failed(request="o", code="c", reason=""), Released(request="nobody"))
@@ -177,8 +191,7 @@ def test_what_was_computed_while_no_agent_was_there_is_told_to_the_next(talk: Ta
 def test_offers_end_when_a_killed_agents_socket_does_and_wants_when_its_process_does(
     talk: Talk, agent: FakeAgent
 ) -> None:
-    talk.engine.want(WANT)
-    talk.engine.offer(replace(OFFER, request="o"))
+    talk.begin()
     agent.pump()
     agent.hang_up()
     assert talk.engine.turn() == [Ended("o", "offer", "agent_lost", "the agent is gone")]
@@ -188,15 +201,13 @@ def test_offers_end_when_a_killed_agents_socket_does_and_wants_when_its_process_
 
 
 def test_all_ends_when_an_agent_that_lives_lets_go(talk: Talk, agent: FakeAgent) -> None:
-    talk.engine.want(WANT)
-    talk.engine.offer(replace(OFFER, request="o"))
+    talk.begin()
     agent.let_go()
     assert [(ended.request, ended.code) for ended in talk.engine.turn()] == [("o", "agent_lost"), ("r", "agent_lost")]
 
 
 def test_without_an_agent_each_ends_at_once(talk: Talk) -> None:
-    talk.engine.want(WANT)
-    talk.engine.offer(replace(OFFER, request="o"))
+    talk.begin()
     ended = talk.engine.turn()
     assert [(each.request, each.kind, each.code) for each in ended] == [
         ("r", "want", "not_sent"),
@@ -351,13 +362,9 @@ def test_an_agent_that_came_since_the_last_turn_hears_what_every_agent_is_told(t
     talk.engine.offer(replace(OFFER, request="o"))
     talk.engine.expect(EXPECT)
     agent.let_go()
-    talk.link._look()
-    talk.clock.now += RETRY_S
-    for _ in range(2):
-        talk.link._look()
-        agent.pump()
+    talk.attach_unheard(agent)
     agent.heard.clear()
-    assert talk.link.state is LinkState.ATTACHED and not talk.link.is_attached
+    assert not talk.link.is_attached
     talk.engine.share(RANKS)
     talk.engine.rescale(Rescale(revision=1, scales=SCALES))
     talk.engine.expect(replace(EXPECT, request="more"))
@@ -450,12 +457,7 @@ def test_waits_for_readers_whatever_became_of_the_agent(
         talk.engine.turn()
         assert talk.link.state is LinkState.DETACHED
     elif loss.endswith("has come"):
-        talk.link._look()
-        talk.clock.now += RETRY_S
-        for _ in range(2):
-            talk.link._look()
-            agent.pump()
-        assert talk.link.state is LinkState.ATTACHED
+        talk.attach_unheard(agent)
     assert least_s <= timed(talk, "r") < most_s
     assert not talk.engine.is_open("r")
 
@@ -502,8 +504,7 @@ def test_what_is_detached_nothing_touches_and_all_of_it_has_ended(talk: Talk, wh
         assert talk.link.state is (LinkState.DETACHED if agent is None else LinkState.ASKING)
     else:
         talk.again(agent)
-        talk.engine.want(WANT)
-        talk.engine.offer(replace(OFFER, request="o"))
+        talk.begin()
         if when == "lost already":
             talk.engine.give_up("for a reason of its own")
     with agent.alive() if agent is not None else contextlib.nullcontext():
@@ -553,15 +554,7 @@ def test_no_agent_is_attached_to_while_the_memory_goes_away(
 
 
 def descriptors() -> set[str]:
-    return {f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}" for fd in os.listdir("/proc/self/fd") if _is_open(int(fd))}
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
+    return {f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}" for fd in os.listdir("/proc/self/fd") if is_open(int(fd))}
 
 
 def test_a_fence_goes_with_the_memory_and_its_descriptor_stays_the_fences(tmp_path: Path) -> None:
@@ -573,7 +566,7 @@ def test_a_fence_goes_with_the_memory_and_its_descriptor_stays_the_fences(tmp_pa
     talk.again(agent)
     assert [each.fence_fd for each in agent.attaches] == [1, 1]
     assert talk.engine.mark() == 1 and agent.fence is not None and agent.fence.reached(1)
-    assert _is_open(fence.fd)
+    assert is_open(fence.fd)
     talk.engine.close()
     assert fence.fd == -1, "it was made for this conversation"
 

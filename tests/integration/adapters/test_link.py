@@ -22,9 +22,7 @@ from typing import Any
 import pytest
 from kvbridge_proto.common import OURS, Rank
 from kvbridge_proto.engine import READERS_S, Attach, Directory, Done, Refused, Want
-from kvbridge_proto.pool import (
-    Handle,
-)
+from kvbridge_proto.pool import Handle
 from msgspec.structs import replace
 
 from kvbridge.adapters.engine.client import EngineClient
@@ -263,22 +261,6 @@ def test_after_a_bad_frame_only_the_end_of_its_process_is_believed(link: AgentLi
     assert isinstance(link.turn()[0], ReadsOver) and link.state is LinkState.ENDING
     agent.vanish()
     assert isinstance(link.turn()[0], Over)
-
-
-def test_nothing_is_said_to_the_next_agent_before_the_end_of_the_last_was_told(
-    link: AgentLink, agent: FakeAgent, clock: Clock
-) -> None:
-    """The link's own thread may have attached again meanwhile; the end that is told is of what was said before."""
-    attach(link, agent)
-    agent.let_go()
-    for _ in range(3):
-        clock.now += RETRY_S
-        link._drive()
-        agent.pump()
-    assert link.state is LinkState.ATTACHED and len(agent.attaches) == 2
-    assert not link.is_attached and not link.send(WANT)
-    assert [type(each) for each in link.turn()] == [Over]
-    assert link.is_attached and link.send(WANT)
 
 
 # Refusals:

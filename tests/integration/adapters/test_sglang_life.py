@@ -76,14 +76,14 @@ def one_rank(sglang: None) -> Iterator[None]:
         yield
 
 
-def manager(role: str, told: list[Any]) -> Any:
-    """A manager that was not made: no sockets, no threads, no model."""
+def manager(role: str) -> Any:
+    """A manager that was not made: no sockets, no threads, no model. `told` has what it sent."""
     from sglang.srt.disaggregation.utils import DisaggregationMode
 
     from kvbridge.adapters.sglang.manager import KVBridgeManager
 
     made = object.__new__(KVBridgeManager)
-    made.rooms, made.talk = Rooms(), Talk()
+    made.rooms, made.talk, made.told = Rooms(), Talk(), []
     made._watched, made._look_at = {}, 0.0
     made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}
     made._queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False))
@@ -104,19 +104,19 @@ def manager(role: str, told: list[Any]) -> Any:
     made.kv_args = SimpleNamespace(page_size=PAGE, aux_data_ptrs=[row.ctypes.data], aux_item_lens=[4], row=row)
     made.local_ip, made.rank_port = "10.0.0.2", 4000
     made.digest = lambda req: req.prompt
-    made.send_kv_status_message = lambda **said: told.append((said["targets"], said["failure_reason"]))
-    made.send_row = lambda row, asked: told.append(row)
+    made.send_kv_status_message = lambda **said: made.told.append((said["targets"], said["failure_reason"]))
+    made.send_row = lambda row, asked: made.told.append(row)
     return made
 
 
 @pytest.fixture
 def prefill() -> Any:
-    return manager("prefill", [])
+    return manager("prefill")
 
 
 @pytest.fixture
 def decode() -> Any:
-    return manager("decode", [])
+    return manager("decode")
 
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -159,51 +159,50 @@ def begun(of: Any, tokens: int = 40, **more: Any) -> Any:
     return made
 
 
+def raises(made: Any, match: str) -> None:
+    with pytest.raises(Exception, match=match):
+        made.failure_exception()
+
+
 def pages(*numbers: int) -> Any:
     return np.array(numbers, np.int32)
 
 
-def test_a_prompt_in_chunks_is_one_offer_and_over_when_all_have_read_it() -> None:
-    told: list[Any] = []
-    of = manager("prefill", told)
-    made = begun(of)
+def test_a_prompt_in_chunks_is_one_offer_and_over_when_all_have_read_it(prefill: Any) -> None:
+    made = begun(prefill)
     made.send(pages(3, 4), None, 32)
     made.send(pages(9), [], 8)
-    first, last = of.talk.said
+    first, last = prefill.talk.said
     assert (first.tokens, first.is_last, first.blocks[0].ids) == (32, False, (3, 4))
     assert (last.tokens, last.is_last, last.blocks[0].first, last.blocks[0].ids) == (40, True, 2, (9,))
     assert first.rendezvous == last.rendezvous and first.rendezvous.endswith("/ab")
-    assert told == [Row(room=ROOM, prompt="ab", fields=(bytes([4, 5, 6, 7]),))]
+    assert prefill.told == [Row(room=ROOM, prompt="ab", fields=(bytes([4, 5, 6, 7]),))]
     assert made.poll() == WAITING, "somebody may be reading"
-    of.talk.end(str(ROOM), "offer")
-    of._look_at = 0.0
-    assert made.poll() == SUCCESS
+    prefill.talk.end(str(ROOM), "offer")
+    assert listen(prefill, made) == SUCCESS
     made.clear()
-    assert not of.rooms.owned() and not of.request_status and not of._watched
+    assert not prefill.rooms.owned() and not prefill.request_status and not prefill._watched
 
 
-def test_a_prompt_that_another_engine_fetches_is_computed_without_being_asked_for() -> None:
-    of = manager("prefill", told := [])
-    made = sender(of, told={"fetched_by": "vllm"})
+def test_a_prompt_that_another_engine_fetches_is_computed_without_being_asked_for(prefill: Any) -> None:
+    made = sender(prefill, told={"fetched_by": "vllm"})
     assert made.poll() == WAITING and made.pop_decode_prefix_len() == 0
     made.init(3, 1)
     made.send(pages(3, 4, 5), [], 40)
-    (offer,) = of.talk.said
+    (offer,) = prefill.talk.said
     assert (offer.rendezvous, offer.tokens, offer.is_last) == (f"room/{ROOM}/ab", 40, True)
     assert offer.traceparent == TRACE
-    of.talk.end(str(ROOM), "offer")
-    of._look_at = 0.0
-    assert made.poll() == SUCCESS
+    prefill.talk.end(str(ROOM), "offer")
+    assert listen(prefill, made) == SUCCESS
     made.clear()
-    assert not of.rooms.owned() and not of.request_status
-    assert [each.fields for each in told] == [(bytes([4, 5, 6, 7]),)], "its row is for nobody"
+    assert not prefill.rooms.owned() and not prefill.request_status
+    assert [each.fields for each in prefill.told] == [(bytes([4, 5, 6, 7]),)], "its row is for nobody"
 
 
 def test_nonsense_about_another_engine_is_that_requests_failure(prefill: Any) -> None:
     made = sender(prefill, told={"fetched": 1})
     assert made.poll() == FAILED
-    with pytest.raises(Exception, match="unknown field `fetched`"):
-        made.failure_exception()
+    raises(made, "unknown field `fetched`")
     assert not prefill.rooms.owned()
 
 
@@ -215,21 +214,18 @@ def test_what_the_decode_side_has_is_left_out_in_whole_pages(prefill: Any, prefi
     assert (offer.first_token, offer.tokens, offer.blocks[0].first) == (begins, 40, begins // PAGE)
 
 
-def test_an_aborted_request_leaves_its_room_though_sglang_never_speaks_of_it_again() -> None:
-    told: list[Any] = []
-    of = manager("prefill", told)
-    made = begun(of)
+def test_an_aborted_request_leaves_its_room_though_sglang_never_speaks_of_it_again(prefill: Any) -> None:
+    made = begun(prefill)
     made.send(pages(3, 4), None, 32)
     made.abort()
-    assert ("withdraw", str(ROOM)) in of.talk.said and not of.talk.open, "its pages are others' from here on"
-    assert not of.rooms.owned() and ROOM not in of.request_status
-    assert told == [([("10.0.0.2", 4000)], "Aborted by AbortReq.")]
-    of._hear_asked(asked(dst_port=4001))
-    assert told[-1] == ([("10.0.0.2", 4001)], "Aborted by AbortReq."), "who comes later hears of it too"
+    assert ("withdraw", str(ROOM)) in prefill.talk.said and not prefill.talk.open, "its pages are others' from here on"
+    assert not prefill.rooms.owned() and ROOM not in prefill.request_status
+    assert prefill.told == [([("10.0.0.2", 4000)], "Aborted by AbortReq.")]
+    prefill._hear_asked(asked(dst_port=4001))
+    assert prefill.told[-1] == ([("10.0.0.2", 4001)], "Aborted by AbortReq."), "who comes later hears of it too"
     assert made.poll() == FAILED
-    with pytest.raises(Exception, match="Aborted by AbortReq"):
-        made.failure_exception()
-    again = sender(of)
+    raises(made, "Aborted by AbortReq")
+    again = sender(prefill)
     assert again.poll() == BOOTSTRAPPING
 
 
@@ -238,11 +234,9 @@ def test_the_next_request_of_a_room_begins_where_an_offer_was_cut_short(prefill:
     made = begun(prefill)
     made.send(pages(3, 4), None, 32)
     prefill.talk.end(str(ROOM), "offer", "agent_lost")
-    prefill._look_at = 0.0
-    assert made.poll() == FAILED
+    assert listen(prefill, made) == FAILED
     prefill.talk.said.clear()
-    with pytest.raises(Exception, match="agent_lost"):
-        made.failure_exception()
+    raises(made, "agent_lost")
     assert prefill.talk.said == [("withdraw", str(ROOM))]
 
 
@@ -250,22 +244,19 @@ def test_a_room_in_use_is_refused_and_its_owner_goes_on(prefill: Any) -> None:
     made = begun(prefill)
     second = sender(prefill)
     assert second.poll() == FAILED
-    with pytest.raises(Exception, match="in use"):
-        second.failure_exception()
+    raises(second, "in use")
     second.clear()
     second.abort()
     assert made.poll() == WAITING and prefill.rooms.owned() == [ROOM]
 
 
-def test_strangers_neither_fail_a_request_nor_abort_it() -> None:
-    told: list[Any] = []
-    of = manager("prefill", told)
-    made = begun(of)
-    of._hear_asked(asked(prompt="cd", endpoint="10.0.0.9"))
-    assert told[-1][0] == [("10.0.0.9", 4000)] and "another prompt" in told[-1][1]
-    of._hear_abort(SimpleNamespace(room=ROOM, decode_ip="10.0.0.9", decode_port=4000))
+def test_strangers_neither_fail_a_request_nor_abort_it(prefill: Any) -> None:
+    made = begun(prefill)
+    prefill._hear_asked(asked(prompt="cd", endpoint="10.0.0.9"))
+    assert prefill.told[-1][0] == [("10.0.0.9", 4000)] and "another prompt" in prefill.told[-1][1]
+    prefill._hear_abort(SimpleNamespace(room=ROOM, decode_ip="10.0.0.9", decode_port=4000))
     assert made.poll() == WAITING
-    of._hear_abort(SimpleNamespace(room=ROOM, decode_ip="10.0.0.2", decode_port=4000))
+    prefill._hear_abort(SimpleNamespace(room=ROOM, decode_ip="10.0.0.2", decode_port=4000))
     assert made.poll() == FAILED
 
 
@@ -285,12 +276,11 @@ def test_a_refused_room_leaves_nothing_behind(number: int) -> None:
     from kvbridge.adapters.sglang.sender import KVBridgeSender
 
     for role, kind in (("prefill", KVBridgeSender), ("decode", KVBridgeReceiver)):
-        of = manager(role, [])
+        of = manager(role)
         of.rooms.enter(ROOM, "somebody", 0)
         made = kind(of, ADDRESS, number)
         assert made.poll() == FAILED
-        with pytest.raises(Exception, match="bootstrap_room"):
-            made.failure_exception()
+        raises(made, "bootstrap_room")
         made.abort()
         made.clear()
         assert not of.request_status and not of.addr_to_rooms_tracker[ADDRESS] and of.rooms.owned() == [ROOM]
@@ -331,14 +321,20 @@ def receiver(of: Any, prompt: str = "ab", tokens: int = 40) -> Any:
     return made
 
 
+def wanted(of: Any) -> Any:
+    """Given pages."""
+    made = receiver(of)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    return made
+
+
 def listen(of: Any, made: Any) -> int:
     of._look_at = 0.0
     return int(made.poll())
 
 
 def test_a_request_has_succeeded_when_its_kv_is_there_and_then_its_row(decode: Any) -> None:
-    made = receiver(decode)
-    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    made = wanted(decode)
     (want,) = decode.talk.said
     assert (want.first_token, want.end_token, want.blocks[0].ids) == (0, 40, (5, 6, 7))
     decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
@@ -399,12 +395,10 @@ def test_a_prefill_server_that_is_given_up_holds_up_nobody(decode: Any) -> None:
 
 
 def test_pages_are_ours_until_the_agent_has_answered(decode: Any) -> None:
-    made = receiver(decode)
-    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    made = wanted(decode)
     made.abort()
     assert listen(decode, made) == FAILED and ("abandon", str(ROOM)) in decode.talk.said
-    with pytest.raises(Exception, match="Aborted"):
-        made.failure_exception()
+    raises(made, "Aborted")
     assert not decode.is_abort_release_safe(ROOM, 0)
     decode.talk.end(str(ROOM), "want", "aborted")
     assert decode.is_abort_release_safe(ROOM, 0)
@@ -412,12 +406,10 @@ def test_pages_are_ours_until_the_agent_has_answered(decode: Any) -> None:
 
 def test_the_second_clear_of_a_request_takes_nothing_of_the_next_one(decode: Any) -> None:
     """SGLang clears when a failure is told, and when the pages are given back; the room may be another's by then."""
-    made = receiver(decode)
-    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    made = wanted(decode)
     made.abort()
     assert listen(decode, made) == FAILED
-    with pytest.raises(Exception, match="Aborted"):
-        made.failure_exception()
+    raises(made, "Aborted")
     decode.talk.end(str(ROOM), "want", "aborted")
     following = receiver(decode)
     made.clear()
@@ -432,8 +424,7 @@ def test_what_goes_wrong_on_the_schedulers_thread_is_one_requests_failure(
     decode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode.talk.attached = None
-    made = receiver(decode)
-    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    made = wanted(decode)
     assert listen(decode, made) == WAITING, "an agent that is started anew is waited for"
     decode.talk.attached = object()
 
@@ -448,8 +439,7 @@ def test_an_agent_that_does_not_come_back_costs_the_request(decode: Any, monkeyp
     from kvbridge.adapters.sglang import receiver as module
 
     decode.talk.attached = None
-    made = receiver(decode)
-    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    made = wanted(decode)
     monkeypatch.setattr(module, "AGENT_S", -1.0)
     assert listen(decode, made) == FAILED and "no agent has our memory" in decode.failure_records[ROOM]
 

@@ -32,12 +32,11 @@ def failed(want: Want) -> Failed:
 
 
 def test_a_reason_that_is_a_line_of_its_own_forges_no_line_in_the_engines_log(
-    world: World, vllms_log: pytest.LogCaptureFixture
+    world: World, agent: FakeAgent, vllms_log: pytest.LogCaptureFixture
 ) -> None:
     forged = "it left\nINFO 11-21 00:00:00 [core.py:1] all is well\x1b[2J" + "x" * 900
     world.decode(40)
     world.steps(3)
-    (agent,) = world.agents
     agent.say(Failed(request=agent.one(Want).request, code="peer_lost\n", reason=forged))
     world.finish()
     told = [record.getMessage() for record in vllms_log.records if "KV not received" in record.getMessage()]
@@ -59,12 +58,11 @@ TRACE, OTHER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "00-" 
     ids=["vLLM's own", "the client's", "none", "too long", "a number"],
 )
 def test_both_sides_name_the_span_that_a_request_belongs_to(
-    world: World, headers: dict[str, str] | None, params: dict[str, Any], traceparent: str
+    world: World, agent: FakeAgent, headers: dict[str, str] | None, params: dict[str, Any], traceparent: str
 ) -> None:
     world.decode(40, kv={"trace_headers": headers}, **params)
     world.prefill(40, kv={"trace_headers": headers}, **params)
     world.steps(3)
-    (agent,) = world.agents
     assert agent.one(Want).traceparent == agent.one(Offer).traceparent == traceparent
 
 
@@ -95,16 +93,15 @@ def test_words_that_no_message_can_hold_are_refused_by_name_and_the_prompt_compu
 @pytest.mark.parametrize("is_async", [False, True], ids=["in-step", "async-scheduling"])
 def test_wants_all_but_the_last_token_and_runs_when_they_are_there(tmp_path: Path, is_async: bool) -> None:
     world = World(tmp_path, async_scheduling=is_async).ready()
-    (agent,) = world.agents
     request = world.decode(40)
     world.steps(3)
-    want = agent.one(Want)
+    want = world.agent.one(Want)
     assert (want.first_token, want.end_token, want.deadline_s) == (0, 39, 60.0)
     assert [(p.group, p.first, list(p.ids)) for p in want.blocks] == [(0, 0, world.block_ids(request))]
     assert (want.rendezvous, want.sender) == (f"theirs/0/{prompt_digest(request)}", "tcp://10.0.0.1:7700")
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
-    agent.say(done(want))
+    world.agent.say(done(want))
     world.steps(2)
     assert request.status == RequestStatus.RUNNING
     assert request.num_computed_tokens <= 40 + 1, "only the last prompt token was left to compute"
@@ -186,17 +183,16 @@ def test_an_abort_after_the_last_byte_frees_at_once(world: World, agent: FakeAge
 
 def test_a_request_that_never_ran_lets_the_other_side_free(tmp_path: Path) -> None:
     world = World(tmp_path, blocks=4).ready()
-    (agent,) = world.agents
     running = world.request(30, max_tokens=10)
     world.step()
     waiting = world.decode(40)  # no room for it yet
     world.step()
-    assert not agent.take(Want)
+    assert not world.agent.take(Want)
     world.abort(waiting)
     world.step()
-    want = agent.one(Want)
+    want = world.agent.one(Want)
     assert want.end_token == 0 and want.blocks == ()
-    agent.say(done(want))
+    world.agent.say(done(want))
     world.abort(running)
     world.finish()
 
@@ -276,16 +272,15 @@ def test_what_an_untagged_prefill_answered_is_fetched_for_its_prompt_alone(tmp_p
 
 def test_a_preempted_request_is_computed_again_and_not_fetched_again(tmp_path: Path) -> None:
     world = World(tmp_path, blocks=9, scheduler_reserve_full_isl=False).ready()
-    (agent,) = world.agents
     first = world.request(60, max_tokens=40)
     world.step()
     second = world.decode(50, max_tokens=20)
     world.step()
-    want = agent.one(Want)
-    agent.say(done(want))
+    want = world.agent.one(Want)
+    world.agent.say(done(want))
     world.finish()
     assert second.num_preemptions + first.num_preemptions >= 1
-    assert not agent.take(Want)
+    assert not world.agent.take(Want)
     world.assert_empty()
 
 
@@ -337,10 +332,9 @@ def test_what_the_prefix_cache_has_is_not_computed(world: World) -> None:
     assert computed(world) == [("untagged", 39 - 39 // BLOCK * BLOCK)]
 
 
-def test_a_prompt_that_is_fetched_or_offered_is_none_of_them(world: World) -> None:
+def test_a_prompt_that_is_fetched_or_offered_is_none_of_them(world: World, agent: FakeAgent) -> None:
     world.decode(40)
     world.step()
-    (agent,) = world.agents
     agent.say(done(agent.one(Want)))
     world.prefill(40)
     world.steps(3)
@@ -379,10 +373,9 @@ def test_a_failed_receive_is_computed_here_and_counted_or_fails_the_request_if_t
     world = World(tmp_path, on_failure=policy).ready()
     request = world.decode(40)
     world.step()
-    (agent,) = world.agents
-    agent.say(answer(agent.one(Want)))
+    world.agent.say(answer(world.agent.one(Want)))
     (*_, last) = world.finish()
-    assert not agent.take(Want), "fetched once, not again"
+    assert not world.agent.take(Want), "fetched once, not again"
     is_computed = policy == "recompute"
     assert (last.finish_reason == FinishReason.ERROR) is not is_computed
     assert computed(world) == [(code, 39)] * is_computed and list(request.output_token_ids) == [7] * 4 * is_computed

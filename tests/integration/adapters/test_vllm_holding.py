@@ -30,11 +30,10 @@ def ask_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def filled(world: World) -> list[Offer]:
     """Two prompts that nobody fetches hold 8 of 11 blocks."""
-    (agent,) = world.agents
     for _ in range(2):
         world.prefill(60)
         world.step()
-    return agent.take(Offer)
+    return world.agent.take(Offer)
 
 
 def test_asks_for_blocks_while_a_prompt_that_came_has_none(world: World, agent: FakeAgent) -> None:
@@ -53,10 +52,9 @@ def test_asks_for_blocks_while_a_prompt_that_came_has_none(world: World, agent: 
     assert not agent.take(Reclaim), "it has what it needs"
 
 
-def test_a_running_request_waits_for_held_blocks_before_others_are_preempted(world: World) -> None:
+def test_a_running_request_waits_for_held_blocks_before_others_are_preempted(world: World, agent: FakeAgent) -> None:
     if world.hooks == "0.26":
         pytest.skip("vLLM 0.26 asks no connector before it preempts")
-    (agent,) = world.agents
     held = filled(world)
     running = world.request(47, max_tokens=8)  # has 3 blocks; its second token needs a fourth
     world.steps(4)

@@ -147,13 +147,12 @@ def test_one_id_used_for_unlike_requests_wants_each_its_own_room(world: World, a
 @pytest.mark.parametrize("has_tokens", [False, True], ids=["embeddings", "text and embeddings"])
 def test_embeddings_neither_leave_nor_come(world: World, has_tokens: bool, vllms_log: pytest.LogCaptureFixture) -> None:
     vllms_log.set_level(logging.DEBUG, "vllm.kvbridge.scheduler")
-    (agent,) = world.agents
     kv = {"prompt_token_ids": PROMPT if has_tokens else None, "prompt_embeds": embeddings(40)}
     world.prefill(kv=kv)
     world.decode(kv=kv, **told("0" * 40))
     world.request(kv=kv)
     world.run()
-    assert not agent.take(Offer) and not agent.take(Want)
+    assert not world.agent.take(Offer) and not world.agent.take(Want)
     assert [r.levelname for r in vllms_log.records if "embeddings do not travel" in r.getMessage()] == ["DEBUG"] * 2
     world.assert_empty()
 

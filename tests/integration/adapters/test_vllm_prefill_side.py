@@ -187,16 +187,15 @@ def test_the_first_request_after_a_loss_asks_whether_the_agent_has_come_back(
 
 def test_workers_that_do_not_say_it_in_time_are_not_waited_for(tmp_path: Path) -> None:
     world = World(tmp_path).ready()
-    (agent,) = world.agents
     world.clock.now += 60
     for worker in world.workers:
         worker.worker.changed_address = lambda: None
     request = world.prefill(40)
     world.steps(3)
-    assert not agent.take(Offer)
+    assert not world.agent.take(Offer)
     world.clock.now += 1
     world.step()
-    assert agent.one(Offer).is_last and request.is_finished()
+    assert world.agent.one(Offer).is_last and request.is_finished()
 
 
 def test_a_dead_agent_releases_everything(world: World, agent: FakeAgent) -> None:
@@ -239,17 +238,16 @@ def test_an_untagged_prefill_is_answered_with_what_a_router_may_hand_on(tmp_path
     extra = {} if is_told else {"kvbridge_untagged_params": False}
     key = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"  # Z85 has all that means something in a URL
     world = World(tmp_path, role="kv_producer", extra=extra).ready(f"#{key}")
-    (agent,) = world.agents
     request = world.request(40, max_tokens=1)
     params = world.step().outputs[0].kv_transfer_params
-    offer = agent.one(Offer)
+    offer = world.agent.one(Offer)
     if is_told:
         assert params["do_remote_prefill"] and params["remote_request_id"] == offer.rendezvous
         assert offer.rendezvous == f"prompt-{prompt_digest(request)}"
         assert (params["remote_host"], params["remote_port"], params["remote_key"]) == ("127.0.0.1", 7700, key)
     else:
         assert params is None
-    agent.say(Released(request=offer.request))
+    world.agent.say(Released(request=offer.request))
     world.request(40, max_tokens=2)
     assert all(output.kv_transfer_params is None for _ in range(2) for output in world.step().outputs)
     world.finish()

@@ -15,14 +15,15 @@ def limits(at_once: int = 16) -> SimpleNamespace:
 
 
 def pressure(free: int, at_once: int = 16) -> Pressure:
+    """What is done and not fetched holds blocks."""
     made = Pressure(TABLES, limits(at_once))
     made.free_blocks = lambda: free
+    made.held("done", 10)
     return made
 
 
 def test_asks_for_what_the_first_request_lacks_though_it_needs_several_steps() -> None:
     short = pressure(free=4)
-    short.held("done", 10)
     short.came("long", 320)
     short.came("behind it", 32)
     assert short.short_of(1.0) == 30 - 4
@@ -30,7 +31,6 @@ def test_asks_for_what_the_first_request_lacks_though_it_needs_several_steps() -
 
 def test_asks_for_all_that_the_next_step_could_compute() -> None:
     short = pressure(free=1)
-    short.held("done", 10)
     for name in ("a", "b", "c"):
         short.came(name, 32)
     assert short.short_of(1.0) == 6 - 1
@@ -38,7 +38,6 @@ def test_asks_for_all_that_the_next_step_could_compute() -> None:
 
 def test_who_has_blocks_or_is_over_lacks_none() -> None:
     short = pressure(free=2)
-    short.held("done", 10)
     for name in ("a", "b"):
         short.came(name, 32)
     short.has_blocks("a")
@@ -52,7 +51,6 @@ def test_who_has_blocks_or_is_over_lacks_none() -> None:
 
 def test_who_could_not_run_anyway_lacks_no_blocks() -> None:
     short = pressure(free=1, at_once=2)
-    short.held("done", 10)
     for name in ("running", "next", "later"):
         short.came(name, 16)
     short.has_blocks("running")
@@ -63,14 +61,12 @@ def test_who_could_not_run_anyway_lacks_no_blocks() -> None:
 
 def test_asks_again_only_after_an_answer_could_have_come() -> None:
     short = pressure(free=0)
-    short.held("done", 10)
     short.came("a", 16)
     assert [short.short_of(at) for at in (1.0, 1.0 + AGAIN_S / 2, 1.0 + 1.5 * AGAIN_S)] == [2, 0, 2]
 
 
 def test_what_is_freed_is_not_asked_for() -> None:
     short = pressure(free=0)
-    short.held("done", 10)
     short.freed("done")
     short.came("a", 16)
     assert short.short_of(1.0) == 0
@@ -78,6 +74,7 @@ def test_what_is_freed_is_not_asked_for() -> None:
 
 def test_a_running_request_waits_a_moment_and_is_preempted_then() -> None:
     short = pressure(free=0)
+    short.freed("done")
     assert not short.should_wait(1.0)  # nothing is held: nothing will come
     short.held("done", 10)
     assert short.should_wait(1.0)

@@ -44,28 +44,26 @@ def calibrated(folder: Path, scale: float = 0.25) -> World:
 
 def test_fetches_nothing_before_it_knows_its_scales(tmp_path: Path) -> None:
     world = calibrated(tmp_path)
-    (agent,) = world.agents
     world.decode(40)
     world.run()
-    assert [want.end_token for want in agent.take(Want)] == [0], "the other side need not hold it"
+    assert [want.end_token for want in world.agent.take(Want)] == [0], "the other side need not hold it"
     world.decode(40)
     world.steps(3)
-    assert [want.end_token for want in agent.take(Want)] == [39]
+    assert [want.end_token for want in world.agent.take(Want)] == [39]
 
 
 def test_scales_of_the_first_forward_come_before_its_offer(tmp_path: Path) -> None:
     world = calibrated(tmp_path)
-    (agent,) = world.agents
-    assert agent.take(Rescale) == []
+    assert world.agent.take(Rescale) == []
     world.prefill(40)
     world.step()
-    told = [message for message in agent.heard if isinstance(message, Rescale | Offer)]
+    told = [message for message in world.agent.heard if isinstance(message, Rescale | Offer)]
     assert [type(message) for message in told] == [Rescale, Offer]
     assert told[0] == Rescale(revision=1, scales=(Scales(0, "k", (0.25,)),))
-    agent.take(Rescale)
+    world.agent.take(Rescale)
     world.prefill(40)
     world.steps(3)
-    assert agent.take(Rescale) == []
+    assert world.agent.take(Rescale) == []
 
 
 class Adopting:

@@ -88,7 +88,6 @@ def test_keeps_what_vllms_own_manager_keeps(manager: Any, spec: Any) -> None:
 def test_whatever_is_offered_is_held_until_it_is_released(tmp_path: Path, window: Any, is_async: bool) -> None:
     """For every length of a prompt: vLLM gives blocks of a window up just before it asks us what to keep."""
     world = World(tmp_path, specs=[FULL, window], async_scheduling=is_async).ready()
-    (agent,) = world.agents
     blocks = world.scheduler.kv_cache_manager.block_pool.blocks
     for tokens in range(1, 201):
         request = world.prefill(tokens)
@@ -97,7 +96,7 @@ def test_whatever_is_offered_is_held_until_it_is_released(tmp_path: Path, window
             result = world.step()
             params += [one.kv_transfer_params for one in (result.outputs if result else ()) if one.finished]
         assert request.is_finished() and len(params) == 1
-        offers = agent.take(Offer)
+        offers = world.agent.take(Offer)
         for offer in offers:
             for piece in offer.blocks:
                 assert 0 not in piece.ids and all(blocks[entry].ref_cnt == 1 for entry in piece.ids), tokens
@@ -106,7 +105,7 @@ def test_whatever_is_offered_is_held_until_it_is_released(tmp_path: Path, window
         assert last.tokens == params[0]["remote_num_tokens"] == max(1, tokens - 1)
         if tokens > 1:
             assert {piece.group: piece.first * BLOCK for piece in last.blocks}[1] == kept(window).first(tokens - 1)
-        agent.say(Released(request=last.request))
+        world.agent.say(Released(request=last.request))
         world.run()
         world.assert_empty()
 
@@ -116,11 +115,10 @@ def test_a_prompt_that_was_cut_short_fills_no_block_of_the_prefix_cache_with_its
     tmp_path: Path, window: Any
 ) -> None:
     world = World(tmp_path, specs=[FULL, window]).ready()
-    (agent,) = world.agents
     tokens = list(range(7000, 7000 + 4 * BLOCK))
     world.prefill(prompt=tokens)
     world.steps(6)
-    agent.say(Released(request=agent.take(Offer)[-1].request))
+    world.agent.say(Released(request=world.agent.take(Offer)[-1].request))
     world.run()
     hits: list[int] = []
     world.on_forward = lambda: hits.extend(new.num_computed_tokens for new in world.scheduled.scheduled_new_reqs)
@@ -163,12 +161,11 @@ def test_a_prompts_own_list_is_left_alone_and_one_with_embeddings_whole(tmp_path
 @WINDOWS
 def test_who_waits_for_what_vllm_gives_up_hears_that_nothing_comes(tmp_path: Path, window: Any) -> None:
     world = World(tmp_path, specs=[FULL, window], role="kv_producer").ready()
-    (agent,) = world.agents
     world.request(47 if window is SLIDING else 64, max_tokens=1)
     world.run()
-    offer = agent.one(Offer)
+    offer = world.agent.one(Offer)
     assert (offer.tokens, offer.blocks, offer.is_last) == (0, (), True) and offer.rendezvous.startswith("prompt-")
-    agent.say(Released(request=offer.request))
+    world.agent.say(Released(request=offer.request))
     world.steps(2)
     world.assert_empty()
 

@@ -111,6 +111,12 @@ class World:
         worker.worker = WorkerSide(self.config, self.cache, options, self.clock, self.fence_of, fake_pidfd)
         return worker
 
+    @property
+    def agent(self) -> FakeAgent:
+        """The one beside its only rank."""
+        (agent,) = self.agents
+        return agent
+
     def path(self, rank: int) -> Path:
         return self.folder / f"agent-{rank}.sock"
 

@@ -1,4 +1,4 @@
-"""Tests that are coroutines are run. Two engines, and a Player for the agent of either."""
+"""Two engines, and a Player for the agent of either."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from tests.integration.agent.pairs import Bench
 from tests.integration.agent.player import Player
-from tests.support.loops import pytest_pyfunc_call  # noqa: F401
 from tests.unit.exchange.world import World
 
 

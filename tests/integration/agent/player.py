@@ -96,6 +96,12 @@ class Player:
         async with asyncio.TaskGroup() as tasks:
             self.peers._take(tasks, wire, said.agent.incarnation, said)
 
+    def reach(self, *addresses: str) -> Wire:
+        """Sessions are wanted with these; the link to the last of them."""
+        for address in addresses:
+            self.peers.outgoing.reach(address)
+        return self.wires[addresses[-1]]
+
     def keep_awake(self) -> None: ...
 
     def is_wanted(self, address: str) -> bool:

@@ -17,8 +17,7 @@ from tests.unit.exchange.world import World
 async def test_one_session_serves_every_address_of_an_agent(world: World) -> None:
     player, incarnation = await reached(world)
     outgoing = player.peers.outgoing
-    outgoing.reach("also")
-    (said,) = player.wires["also"].said(Hello)
+    (said,) = player.reach("also").said(Hello)
     (first,) = player.wires["P0"].said(Hello)
     assert (said.address, first.address) == ("also", "P0") and said.serial > first.serial
     knows(player, "also", incarnation)
@@ -32,16 +31,14 @@ async def test_one_session_serves_every_address_of_an_agent(world: World) -> Non
     assert player.opened_at[3:] == ["P0", "also"]
     player.peers._lose(player.wires["P0"], "gone")
     assert player.over == [("P0", "peer_lost"), ("also", "peer_lost")] and player.peers.statuses() == []
-    outgoing.reach("also")
-    assert len(player.wires["also"].said(Hello)) == 2
+    assert len(player.reach("also").said(Hello)) == 2
 
 
 async def test_a_welcome_is_for_whom_the_link_greeted_when_it_came(world: World, receiver: Player) -> None:
     """Its handling has its turn later, when the session may be over and the link greet for another one."""
     sender = world.senders[0].engine
     receiver.may_prove.set()
-    receiver.peers.outgoing.reach("P0")
-    wire = receiver.wires["P0"]
+    wire = receiver.reach("P0")
     stale = replace_struct(welcomed(world, wire), route="pull", probe=None)
     async with asyncio.TaskGroup() as tasks:
         receiver.peers._take(tasks, wire, sender.agent.incarnation, stale)
@@ -70,8 +67,7 @@ async def test_the_welcome_that_the_other_address_gets_may_come_later_than_the_w
 ) -> None:
     incarnation = world.senders[0].engine.agent.incarnation
     receiver.may_prove.set()
-    for address in ("P0", "also"):
-        receiver.peers.outgoing.reach(address)
+    receiver.reach("P0", "also")
     knows(receiver, "also", incarnation)
     assert not receiver.opened_at and not receiver.over
     await receiver.peers._welcome(receiver.wires["P0"], welcomed(world, receiver.wires["P0"]))
@@ -81,8 +77,7 @@ async def test_the_welcome_that_the_other_address_gets_may_come_later_than_the_w
 
 async def test_an_address_becomes_no_name_of_a_session_with_another_key(world: World) -> None:
     player, incarnation = await reached(world)
-    player.peers.outgoing.reach("also")
-    player.wires["also"].key = "of another"
+    player.reach("also").key = "of another"
     knows(player, "also", incarnation)
     assert not player.over
     knows(player, "also", incarnation)
@@ -92,8 +87,7 @@ async def test_an_address_becomes_no_name_of_a_session_with_another_key(world: W
 async def test_who_says_that_we_have_a_session_when_we_have_none_is_told_so_once(world: World) -> None:
     """It has not noticed yet that we gave it up; other sessions are older, so the first Hello could not say that."""
     player, _ = await reached(world)
-    player.peers.outgoing.reach("other")
-    (said,) = player.wires["other"].said(Hello)
+    (said,) = player.reach("other").said(Hello)
     assert said.oldest == 1 < said.serial
     knows(player, "other", "an incarnation that we have not met")
     again = player.wires["other"].said(Hello)[1]
@@ -109,8 +103,7 @@ async def test_many_addresses_of_one_agent_become_names_of_the_one_that_is_welco
 ) -> None:
     incarnation = world.senders[0].engine.agent.incarnation
     receiver.may_prove.set()
-    for address in ("P0", "also", "third", "fourth"):
-        receiver.peers.outgoing.reach(address)
+    receiver.reach("P0", "also", "third", "fourth")
     for address in refused[:2]:
         knows(receiver, address, incarnation)
     await receiver.peers._welcome(receiver.wires["P0"], welcomed(world, receiver.wires["P0"]))
@@ -135,8 +128,7 @@ async def test_who_was_taken_for_the_other_address_and_is_somebody_else_is_waite
     world: World, receiver: Player
 ) -> None:
     receiver.may_prove.set()
-    for address in ("P0", "other"):
-        receiver.peers.outgoing.reach(address)
+    receiver.reach("P0", "other")
     knows(receiver, "other", "an incarnation that we have not met")
     assert len(receiver.wires["other"].said(Hello)) == 1
     await receiver.peers._welcome(receiver.wires["P0"], welcomed(world, receiver.wires["P0"]))
@@ -144,8 +136,7 @@ async def test_who_was_taken_for_the_other_address_and_is_somebody_else_is_waite
 
 
 async def test_a_hello_that_nobody_answers_is_taken_back_before_its_connection_is_closed(receiver: Player) -> None:
-    receiver.peers.outgoing.reach("P0")
-    wire = receiver.wires["P0"]
+    wire = receiver.reach("P0")
     close = wire.close
     wire.close = lambda: (wire.sent.append("closed"), close())
     receiver.peers.outgoing.tick(time.monotonic() + 1000.0)

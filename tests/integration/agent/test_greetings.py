@@ -42,8 +42,7 @@ async def test_who_is_not_reached_takes_no_lane_from_others(receiver: Player) ->
     for wire in made_up:
         wire.is_up = False
         receiver.peers.outgoing.reach(wire.address)
-    receiver.peers.outgoing.reach("P0")
-    assert receiver.wires["P0"].said(Hello) and not any(wire.sent for wire in made_up)
+    assert receiver.reach("P0").said(Hello) and not any(wire.sent for wire in made_up)
     made_up[0].is_up = True
     receiver.peers.outgoing.reached(made_up[0])
     assert made_up[0].said(Hello)
@@ -63,8 +62,7 @@ async def test_who_waits_for_a_lane_is_told_in_time(receiver: Player) -> None:
     await asyncio.sleep(0.3)
     receiver.peers.outgoing.tick(asyncio.get_running_loop().time())
     assert len(receiver.over) == PROBE_LANES + 2  # once each, and all of them
-    receiver.peers.outgoing.reach("again")
-    assert receiver.wires["again"].said(Hello)
+    assert receiver.reach("again").said(Hello)
 
 
 async def test_what_we_stood_still_for_is_not_counted_against_others(receiver: Player) -> None:
@@ -83,15 +81,13 @@ async def test_an_engine_that_leaves_gives_all_lanes_back(receiver: Player) -> N
             receiver.peers.outgoing.reach(f"P{turn}-{number}")
         receiver.peers.end_all("the engine left")
         assert not receiver.peers.outgoing._without_lane
-    receiver.peers.outgoing.reach("last")
-    assert receiver.wires["last"].said(Hello)
+    assert receiver.reach("last").said(Hello)
 
 
 async def test_a_sender_keeps_no_session_that_its_receiver_gave_up(world: World, receiver: Player) -> None:
     """It may answer a Hello that crossed its Goodbye, and a refused Welcome is an open session to it."""
     receiver.may_prove.set()
-    for address in ("left", "refused"):
-        receiver.peers.outgoing.reach(address)
+    receiver.reach("left", "refused")
     left, refused = receiver.wires["left"], receiver.wires["refused"]
     receiver.peers._hear(left, "incarnation", Goodbye(reason="sent before it heard our Hello"))
     assert [type(body) for body in left.sent] == [Hello, Goodbye]
@@ -216,8 +212,7 @@ async def test_another_link_that_says_our_receivers_incarnation_is_not_our_recei
 async def test_a_session_opens_for_the_engine_and_the_hello_that_it_was_asked_for(
     world: World, receiver: Player, change: str, opened: list[str]
 ) -> None:
-    receiver.peers.outgoing.reach("P0")
-    wire = receiver.wires["P0"]
+    wire = receiver.reach("P0")
     said = welcomed(world, wire)
     if change == "another lane":
         said = replace_struct(said, probe=replace_struct(said.probe, lane=said.probe.lane + 1))
@@ -239,5 +234,4 @@ def test_an_agent_without_an_engine_leaves_no_half_session_behind(receiver: Play
     receiver.peers.outgoing.reach("P0")
     assert receiver.over == [("P0", "not_attached")] and not receiver.wires
     receiver.engine = engine
-    receiver.peers.outgoing.reach("P0")
-    assert receiver.wires["P0"].said(Hello)
+    assert receiver.reach("P0").said(Hello)

@@ -66,10 +66,8 @@ async def test_a_claim_on_anothers_session_is_refused() -> None:
     assert refuse.code == "no_session"
 
 
-def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
-    world = World()
-    world.want("r", end=16)
-    world.run()
+def test_a_peer_that_differs_in_all_things_can_be_shown(world: World) -> None:
+    world.fetch("r", end=16)
     (session,) = world.senders[0].accepted.values()
     assert isinstance(session, Session)
     long = replace(session, verdict=Convertible(("x" * 1024,) * 33))
@@ -79,16 +77,13 @@ def test_a_peer_that_differs_in_all_things_can_be_shown() -> None:
     assert decode(encode(status), PeerStatus) == status and len(status.verdict) == 4096
 
 
-def test_a_claim_of_all_tokens_there_could_be_can_be_shown() -> None:
-    world = World()
-    world.want("r", end=16)
-    world.run()
-    (sender,) = world.senders
-    (out,) = sender.sending.outgoing_transfers.values()
-    session = sender.accepted[out.incarnation]
+def test_a_claim_of_all_tokens_there_could_be_can_be_shown(world: World) -> None:
+    world.fetch("r", end=16)
+    (out,) = world.sender.sending.outgoing_transfers.values()
+    session = world.sender.accepted[out.incarnation]
     out.plan = session.planner.plan(out.claim.takes, 0, 1 << 40, 64)
     assert out.plan.chunks > 1 << 40
-    shown = transfers(sender.receiving, sender.sending, 1e9)
+    shown = transfers(world.sender.receiving, world.sender.sending, 1e9)
     assert decode(encode(shown), tuple[TransferStatus, ...]) == shown
 
 

@@ -63,8 +63,8 @@ def test_patience_begins_when_half_are_quarantined(looks: Sequence[tuple[SlotCou
 class Played:
     """Engines and data plane of a rebuilder, and the clock: what is under way ends when `is_quiet`."""
 
-    def __init__(self, failures: Sequence[Exception] = ()) -> None:
-        self.now, self.is_quiet, self.paused, self.tried = 0.0, True, 0, 0
+    def __init__(self, failures: Sequence[Exception] = (), is_quiet: bool = True) -> None:
+        self.now, self.is_quiet, self.paused, self.tried = 0.0, is_quiet, 0, 0
         self.resumed = self.discarded = 0
         self.rebuilt: list[float] = []
         self.reasons: list[str] = []
@@ -134,22 +134,19 @@ def test_that_a_rebuild_is_refused_is_over_once_none_is_needed() -> None:
 
 
 def test_what_is_under_way_may_end_before_a_rebuild_but_not_for_ever() -> None:
-    played = Played()
-    played.is_quiet = False
+    played = Played(is_quiet=False)
     played.look(0.0, 1.0, 1.5)
     assert played.rebuilder.is_pausing and not played.rebuilt
     played.is_quiet = True
     played.look(1.6)
     assert played.rebuilt == [1.6] and played.tried == 1 and not played.rebuilder.is_pausing
-    played = Played()
-    played.is_quiet = False
+    played = Played(is_quiet=False)
     played.look(0.0, 1.0, 1.0 + PAUSE_S - 0.1, 1.0 + PAUSE_S)
     assert played.rebuilt == [1.0 + PAUSE_S]
 
 
 def test_proof_that_comes_at_last_makes_a_rebuild_needless() -> None:
-    played = Played()
-    played.is_quiet = False
+    played = Played(is_quiet=False)
     played.look(0.0, 1.0)
     assert played.rebuilder.is_pausing
     played.slots.drain("t")
@@ -160,8 +157,7 @@ def test_proof_that_comes_at_last_makes_a_rebuild_needless() -> None:
 
 
 def test_what_was_prepared_is_closed_when_the_agent_ends_before_it_is_used() -> None:
-    played = Played()
-    played.is_quiet = False
+    played = Played(is_quiet=False)
     played.look(0.0, 1.0)
     played.rebuilder.close()
     assert played.discarded == 1 and not played.rebuilder.is_pausing
@@ -173,8 +169,7 @@ def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end
     for request in ("early", "late"):
         world.offer(request, 16, 4)
     world.hold.add("write")
-    world.want("early", 16)
-    world.run()
+    world.fetch("early", 16)
     assert not receiving.pause()
     world.want("late", 16)
     world.go_on()
@@ -185,13 +180,11 @@ def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end
     world.check_done("late")
 
 
-def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_its_session() -> None:
-    world = World()
+def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_its_session(world: World) -> None:
     world.hold.add("write")
     for request in ("flows", "waits"):
         world.want(request, 16)
-    world.offer("flows", 16, 4)
-    world.run()
+    world.serve("flows", 16, 4)
     sending = world.senders[0].sending
     states = {out.claim.want: out.state.name for out in sending.outgoing_transfers.values()}
     assert sorted(states.values()) == ["FLOWING", "WAITING"] and not sending.pause(is_alone=True)
@@ -199,11 +192,9 @@ def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_
     assert [type(body).__name__ for body in told] == ["Failing"]
 
 
-def test_what_is_claimed_before_a_rebuild_waits_for_it() -> None:
+def test_what_is_claimed_before_a_rebuild_waits_for_it(world: World) -> None:
     """Claims that nothing was begun of go with their sessions, and come again; a pause that ends lets them go on."""
-    world = World()
-    (sender,) = world.senders
-    sending = sender.sending
+    sending = world.sender.sending
     assert sending.pause(is_alone=True)
     for request in ("early", "late"):
         world.offer(request, 16, 4)
@@ -212,31 +203,27 @@ def test_what_is_claimed_before_a_rebuild_waits_for_it() -> None:
     assert sending.pause(is_alone=True) and {out.state.name for out in sending.outgoing_transfers.values()} == {
         "WAITING"
     }
-    world.do(sender, sending.resume())
+    world.do(world.sender, sending.resume())
     world.run()
     assert [type(answer) for answer in world.answers().values()] == [Done, Done]
     sending.pause(is_alone=True)
-    world.do(sender, sending.rebuilt("test"))
+    world.do(world.sender, sending.rebuilt("test"))
     world.begin("after", 16)
     world.check_done("after")
 
 
-def test_a_claim_that_takes_nothing_waits_for_no_rebuild() -> None:
+def test_a_claim_that_takes_nothing_waits_for_no_rebuild(world: World) -> None:
     """Its receiver has forgotten it already, and would not make it again: the blocks would be held for nobody."""
-    world = World()
-    (sender,) = world.senders
-    sender.sending.pause(is_alone=True)
+    world.sender.sending.pause(is_alone=True)
     world.offer("r", 16, 4)
-    world.want("r", 16, first=16)
-    world.run()
+    world.fetch("r", 16, first=16)
     assert isinstance(world.answers()["r"], Done) and world.released()["r"].code == ""
 
 
 def test_one_of_several_ranks_goes_on_before_its_rebuild() -> None:
     """What its twin has given cannot be claimed again: the want would fail."""
     world = World(senders=2)
-    sender = world.senders[0]
-    assert sender.sending.pause(is_alone=False)
+    assert world.sender.sending.pause(is_alone=False)
     world.begin("r", 16)
     world.check_done("r")
 

@@ -22,6 +22,7 @@ from kvbridge.errors import OperatorError
 from kvbridge.states import SessionState
 from tests.integration.agent.player import Player, Wire
 from tests.support.proc import descriptors
+from tests.support.refusals import refused
 from tests.support.waiting import wait_for
 from tests.unit.exchange.world import World
 
@@ -29,11 +30,13 @@ REQUEST_S = 2.0
 
 
 @contextlib.contextmanager
-def serving(host: str = "127.0.0.1", family: socket.AddressFamily = socket.AF_INET) -> Iterator[tuple[str, int]]:
+def serving(
+    host: str = "127.0.0.1", family: socket.AddressFamily = socket.AF_INET, registry: CollectorRegistry | None = None
+) -> Iterator[tuple[str, int]]:
     bare = host.strip("[]")
     with socket.create_server((bare, 0), family=family) as free:
         port = free.getsockname()[1]
-    stop = serve(Metrics().registry, f"{host}:{port}", REQUEST_S)
+    stop = serve(registry or Metrics().registry, f"{host}:{port}", REQUEST_S)
     try:
         yield bare, port
     finally:
@@ -104,9 +107,6 @@ class Counted(CollectorRegistry):
 
 def test_busy_scrapers_have_it_made_once_a_second_and_all_get_all_of_it() -> None:
     registry, texts, begun = Counted(), list[str](), time.monotonic()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = ("127.0.0.1", free.getsockname()[1])
-    stop = serve(registry, f"127.0.0.1:{place[1]}")
 
     def scrape() -> None:
         while time.monotonic() < begun + 2.5 * KEPT_S:
@@ -114,13 +114,11 @@ def test_busy_scrapers_have_it_made_once_a_second_and_all_get_all_of_it() -> Non
                 texts.append(scraped(place))
 
     scrapers = [threading.Thread(target=scrape) for _ in range(AT_ONCE)]
-    try:
+    with serving(registry=registry) as place:
         for scraper in scrapers:
             scraper.start()
         for scraper in scrapers:
             scraper.join()
-    finally:
-        stop()
     assert 2 <= registry.reads <= (time.monotonic() - begun) / KEPT_S + 1 and len(texts) > AT_ONCE
     assert all("kvbridge_test_total 0.0" in text and "kvbridge_last_total 0.0" in text for text in texts)
 
@@ -194,6 +192,5 @@ def test_answers_on_the_address_that_was_named_until_it_is_stopped(host: str, fa
 
 @pytest.mark.parametrize("place", ["no such host:0", "127.0.0.1:x", "127.0.0.1:{}"])
 def test_says_which_address_it_cannot_have(place: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OperatorError) as caught:
+    with socket.create_server(("127.0.0.1", 0)) as taken, refused(OperatorError, "metrics_address"):
         Metrics().serve(place.format(taken.getsockname()[1]))
-    assert caught.value.code == "metrics_address"

@@ -98,11 +98,9 @@ def test_leases_that_come_after_all_has_come_and_stops_of_what_is_over_leave_not
     assert receive_orders.take_reports() == [Quiet("over")] and receive_orders.lent == lent
 
 
-def test_a_refused_claim_takes_back_the_leases_that_were_lent_with_it() -> None:
-    world = World()
-    world.want("r", 64)
+def test_a_refused_claim_takes_back_the_leases_that_were_lent_with_it(world: World) -> None:
     world.hold = {"message", "order"}
-    world.run()
+    world.fetch("r", 64)
     receiver, incarnation = world.receivers[0], world.senders[0].engine.agent.incarnation
     (transfer,) = receiver.receiving._wanted_by
     world.do(receiver, receiver.receiving.drained(incarnation, transfer, "stale_epoch", "test", world.now))

@@ -175,9 +175,8 @@ def test_a_late_write_keeps_its_slot_and_holds_up_no_rebuild() -> None:
     assert made.take_reports()[-1] == Quiet("a") and made.slots.free == 3 and not made.moving
 
 
-def test_blocks_are_kept_until_the_data_plane_has_said_that_they_are_read_no_more() -> None:
+def test_blocks_are_kept_until_the_data_plane_has_said_that_they_are_read_no_more(world: World) -> None:
     """The exchange has stopped the transfer; a chunk was begun before that was heard."""
-    world = World()
     world.hold = {"gather"}
     world.begin()
     world.hold = {"gather", "order"}
@@ -190,14 +189,3 @@ def test_blocks_are_kept_until_the_data_plane_has_said_that_they_are_read_no_mor
     world.go_on()
     assert world.released()["r"].code == "withdrawn" and isinstance(world.answers()["r"], Failed)
     world.check_rest()
-
-
-def test_leases_that_come_before_an_offer_are_not_lost() -> None:
-    world = World()
-    world.want("r", 64)
-    world.run()
-    (out,) = world.senders[0].sending.outgoing_transfers.values()
-    assert out.early
-    world.offer("r", 64, 16)
-    world.run()
-    world.check_done("r")

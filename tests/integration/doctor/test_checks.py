@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,11 +122,10 @@ def beside(engine_pid: int, folder: Path) -> Subject:
 def test_an_engine_in_another_container_is_seen_and_so_is_its_allocator(tmp_path: Path) -> None:
     assert machine.namespaces(beside(os.getpid(), tmp_path)).outcome is CheckOutcome.OK
     settings_of_engine = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    command = ["unshare", "-r", "--ipc", "sh", "-c", "echo; exec sleep 60"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=settings_of_engine) as engine:
+    # It waits in the shell: a program that was just started by exec has its name before it has its environment.
+    command = ["unshare", "-r", "--ipc", "sh", "-c", "echo; read line"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=settings_of_engine) as engine:
         assert engine.stdout is not None and engine.stdout.readline()
-        while Path(f"/proc/{engine.pid}/comm").read_text() != "sleep\n":  # it has no environment while it becomes that
-            time.sleep(0.01)
         there = beside(engine.pid, tmp_path)
         found = machine.namespaces(there)
         assert found.outcome is CheckOutcome.WARNING and "other namespaces than this one: ipc" in found.text

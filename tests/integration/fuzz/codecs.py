@@ -16,6 +16,7 @@ from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.transport.framed import FrameReader
 from tests.integration.fuzz.mutate import Mutator
 from tests.integration.fuzz.target import Target
+from tests.support.proc import is_open
 from tests.unit.proto.samples import BODIES, FROM_DOOR, NOTICE, TO_AGENT, TO_DOOR, TO_ENGINE, enveloped
 
 CODES = {"frame_too_large", "frame_malformed", "frame_too_deep", "message_invalid"}
@@ -116,7 +117,7 @@ class Descriptors(Target):
         except BadFrame as bad:
             assert bad.code in STREAM_CODES
         reader.close()
-        left = {fd for fd in given if _is_open(fd)}
+        left = {fd for fd in given if is_open(fd)}
         for fd in left:
             os.close(fd)
         assert sorted(got) == sorted(left), f"handed out {got}, still open {left}"
@@ -177,11 +178,3 @@ def streamed(random: Random, good: list[bytes], mutator: Mutator) -> bytes:
 
 def _framed(body: bytes) -> bytes:
     return HEADER.pack(len(body)) + body
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True

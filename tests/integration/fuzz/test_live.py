@@ -11,7 +11,6 @@ from random import Random
 
 import pytest
 from kvbridge_proto.codec import encode
-from kvbridge_proto.common import Blocks, Rank
 from kvbridge_proto.engine import Directory, Offer, Refused, ToAgent, Want
 from kvbridge_proto.peer import Envelope, Ping
 from kvbridge_proto.stream import pack
@@ -20,6 +19,7 @@ from tests.integration.agent.harness import AgentProcess
 from tests.integration.agent.pairs import Bench
 from tests.integration.fuzz.codecs import streamed
 from tests.integration.fuzz.mutate import Mutator
+from tests.integration.fuzz.typed import drawer
 from tests.integration.fuzz.zmtp import COMMAND, MORE, frame, greeting, ready
 from tests.support.proc import descriptors, resident_bytes
 from tests.unit.proto.samples import BODIES, TO_AGENT, enveloped
@@ -27,6 +27,7 @@ from tests.unit.proto.samples import BODIES, TO_AGENT, enveloped
 WARM, ROUNDS = 500, 6000  # connections at each door
 GROWN_BYTES = 24 << 20  # libzmq alone lost 37 MiB in so many before it was told what sockets.py tells it
 OPEN = 200  # at once
+ABSURD = 450  # messages of each engine
 
 
 @pytest.fixture(scope="module")
@@ -145,33 +146,10 @@ def test_thousands_of_hostile_connections_leave_nothing_behind(pair: Bench, door
 
 def test_an_attached_engine_that_says_absurd_things_costs_itself_only(pair: Bench) -> None:
     """Typed and within every bound, from the very engine that the agent serves."""
-    big, text = (1 << 40), "\x1b[2J\n"
-    said = [
-        Offer(rendezvous=text, request=text, tokens=big, blocks=(), is_last=True, hold_s=0.0, fence=0),
-        Offer(rendezvous="r", request="a", tokens=0, blocks=(Blocks(255, big, ()),), is_last=False, hold_s=86400.0),
-        Offer(
-            rendezvous="r", request="b", tokens=1, blocks=(Blocks(0, big, (1,)),), is_last=False, hold_s=1.0, fence=big
-        ),
-        Offer(rendezvous="r", request="n", tokens=big, blocks=(), is_last=True, hold_s=1.0, first_token=big),
-        Offer(rendezvous="r", request="t", tokens=1, blocks=(), is_last=True, hold_s=1.0, first_token=big),
-        Want(request="c", rendezvous=text, sender=text, first_token=0, end_token=0, blocks=(), deadline_s=0.0),
-        Want(
-            request="d",
-            rendezvous="r",
-            sender="tcp://[::1%lo]:1",
-            first_token=big,
-            end_token=big,
-            blocks=(),
-            deadline_s=1.0,
-        ),
-        Want(
-            request="e", rendezvous="r", sender="x" * 256, first_token=big, end_token=0, blocks=(), deadline_s=86400.0
-        ),
-        Directory(ranks=tuple(Rank(tp_rank=big, pp_rank=i, address=text) for i in range(1024))),
-    ]
-    for message in said * 50:
-        pair.sender.client.send(message)
-        pair.receiver.client.send(message)
+    draw, random = drawer(Offer | Want | Directory), Random(7)
+    for _ in range(ABSURD):
+        for engine in pair.engines:
+            engine.client.send(draw(random))
     for engine in pair.engines:
         engine.directory(engine.agent)
         assert "Traceback" not in engine.agent.text(), engine.agent.text()[-3000:]

@@ -90,8 +90,8 @@ def _tuple(info: inspect.VarTupleType) -> Draw:
     draw, low, high = _of(info.item_type), info.min_length or 0, info.max_length or LONG
 
     def many(random: Random) -> tuple[Any, ...]:
-        count = LONG if random.random() < 0.01 else random.choice(LENGTHS)
-        found = [draw(random) for _ in range(min(8, max(low, min(high, count))))]
+        count = max(low, min(high, LONG if random.random() < 0.01 else random.choice(LENGTHS)))
+        found = [draw(random) for _ in range(min(8, count))]
         return tuple(found * (count // len(found) if len(found) == 8 else 1))
 
     return many

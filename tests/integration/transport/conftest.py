@@ -14,7 +14,6 @@ import uvloop
 
 from kvbridge.transport.local import LocalServer
 from tests.integration.transport.ends import served
-from tests.support.loops import pytest_pyfunc_call  # noqa: F401
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -12,7 +12,7 @@ from kvbridge_proto.codec import encode
 from kvbridge_proto.engine import Detach
 from kvbridge_proto.peer import Body, Drained, Goodbye, Hold, Ping, Refuse
 
-from kvbridge.errors import OperatorError, PeerError
+from kvbridge.errors import OperatorError
 from kvbridge.transport.control import Control
 from kvbridge.transport.events import Arrived, Rejected, Settings
 from kvbridge.transport.link import Link
@@ -131,13 +131,6 @@ async def test_names_a_port_that_is_taken_and_knows_the_one_it_got() -> None:
         with pytest.raises(OperatorError, match="in use"):
             async with Control("second", first.address):
                 pass
-
-
-async def test_dials_nothing_but_one_hosts_port() -> None:
-    async with Control("receiver") as receiver:
-        with pytest.raises(PeerError) as raised:
-            receiver.dial("tcp://a:1;b:2")
-        assert raised.value.code == "bad_address" and receiver.links == []
 
 
 async def test_leaves_no_descriptors_behind() -> None:

@@ -116,17 +116,22 @@ def doomed() -> Iterator[tuple[Remote, Remote]]:
         yield sides
 
 
-def wrote(sender: Remote, within_s: float = 30) -> list[Any]:
-    events = sender.ask("watch", for_s=within_s, until="wrote")
+def wrote(sender: Remote) -> list[Any]:
+    events = sender.ask("watch", for_s=30, until="wrote")
     return [event[1:] for event in events]
+
+
+def writes(sender: Remote, receiver: Remote, **more: Any) -> None:
+    """It can, and hears of it."""
+    number = sender.write(receiver, **more)
+    assert wrote(sender) == [["wrote", number, ""]]
 
 
 def test_data_and_then_its_notice_arrive(pair: tuple[Remote, Remote]) -> None:
     sender, receiver = pair
     for byte, size in enumerate((1, 4 * KIB, 4 * MIB), start=1):
         expected = sender.ask("fill", offset=0, size=size, byte=byte)
-        number = sender.write(receiver, size=size, notice=f"chunk {byte}", at=64)
-        assert wrote(sender) == [["wrote", number, ""]]
+        writes(sender, receiver, size=size, notice=f"chunk {byte}", at=64)
         assert [event[1:3] for event in receiver.ask("watch", for_s=10, until="noticed")] == [
             ["noticed", f"chunk {byte}"]
         ]
@@ -147,8 +152,7 @@ def test_a_stopped_target_makes_a_write_late_once_and_it_ends_when_the_target_go
 
 def test_a_killed_target_fails_the_writes_under_way_and_those_after(doomed: tuple[Remote, Remote]) -> None:
     sender, receiver = doomed
-    sender.write(receiver)
-    wrote(sender)
+    writes(sender, receiver)
     receiver.stop()
     numbers = [sender.write(receiver, size=4 * MIB) for _ in range(3)]
     receiver.kill()
@@ -165,16 +169,14 @@ def test_a_killed_target_fails_the_writes_under_way_and_those_after(doomed: tupl
 
 def test_a_peer_that_restarted_with_a_new_incarnation_is_written_again(doomed: tuple[Remote, Remote]) -> None:
     sender, receiver = doomed
-    sender.write(receiver)
-    wrote(sender)
+    writes(sender, receiver)
     receiver.kill()
     sender.write(receiver)
     sender.ask("watch", for_s=20, until="failed")
     sender.ask("disconnect", incarnation=receiver.incarnation)
     with Remote("peer-recv-2") as again:
         sender.ask("connect", incarnation=again.incarnation, descriptor=again.descriptor)
-        number = sender.write(again)
-        assert wrote(sender) == [["wrote", number, ""]]
+        writes(sender, again)
 
 
 def test_a_disconnect_waits_for_the_writes_under_way(pair: tuple[Remote, Remote]) -> None:
@@ -187,14 +189,12 @@ def test_a_disconnect_waits_for_the_writes_under_way(pair: tuple[Remote, Remote]
     receiver.go_on()
     assert wrote(sender) == [["wrote", number, ""]]
     sender.ask("connect", incarnation=receiver.incarnation, descriptor=receiver.descriptor)
-    number = sender.write(receiver)
-    assert wrote(sender) == [["wrote", number, ""]]
+    writes(sender, receiver)
 
 
 def test_closing_is_bounded_even_while_the_target_is_stopped(doomed: tuple[Remote, Remote]) -> None:
     sender, receiver = doomed
-    sender.write(receiver)
-    wrote(sender)
+    writes(sender, receiver)
     receiver.stop()
     sender.write(receiver, size=4 * MIB)
     assert sender.ask("close") < 5
@@ -219,8 +219,7 @@ def test_refuses_descriptors_of_other_incarnations_and_garbage(pair: tuple[Remot
         with pytest.raises(FabricError) as raised:
             sender.ask("connect", incarnation=incarnation, descriptor=descriptor.hex())
         assert raised.value.code == code, descriptor[:40]
-    number = sender.write(receiver)  # the honest peer was not touched
-    assert wrote(sender) == [["wrote", number, ""]]
+    writes(sender, receiver)  # the honest peer was not touched
 
 
 def test_refuses_writes_outside_registered_memory(pair: tuple[Remote, Remote]) -> None:
@@ -240,8 +239,7 @@ def test_refuses_writes_outside_registered_memory(pair: tuple[Remote, Remote]) -
 
 def test_an_idle_pair_sleeps(pair: tuple[Remote, Remote]) -> None:
     sender, receiver = pair
-    sender.write(receiver)
-    wrote(sender)
+    writes(sender, receiver)
     shares = [idle_shares(pair) for _ in range(3)]  # what still ends with the write is in the first of them
     for side, least in zip(pair, map(min, zip(*shares, strict=True)), strict=True):
         assert least < 0.03, f"{side.incarnation} used {least:.1%} of a core while idle"

@@ -16,6 +16,7 @@ from kvbridge_proto.status import Status
 
 from kvbridge.failpoints import Way
 from kvbridge.transport.keys import write_pair
+from tests.integration.agent.harness import is_at_rest
 from tests.support.nursery import Nursery, nursery
 from tests.support.waiting import wait_for
 from tests.system.faults.engine import LEFT, PATIENCE_S, Job
@@ -139,12 +140,6 @@ def _keys(folder: Path) -> dict[Role, dict[str, str]]:
 def is_owed(said: dict[str, Any], side: Side) -> bool:
     """Whether an engine says that it missed an answer which its agent was able to give."""
     return said["event"] == "late" and not side.is_hurt
-
-
-def is_free(status: Status) -> bool:
-    """Nothing is under way, nothing is lent, nothing is in doubt."""
-    slots = (status.receive_slots, status.send_slots)
-    return not status.transfers and not any(s.lent or s.landed or s.quarantined for s in slots)
 
 
 class World:
@@ -272,7 +267,7 @@ class World:
     def is_clean(self) -> None:
         """Everything is free, in both agents, and every element of both pools its owner's."""
         for side in self.sides.values():
-            side.becomes(is_free, QUIET_S)
+            side.becomes(is_at_rest, QUIET_S)
             side.engine.tell("audit")
             side.engine.wait_for("audited", 10.0)
             side.hear()
@@ -284,7 +279,7 @@ class World:
     def free_slots(self) -> dict[Role, tuple[int, int]]:
         free = {}
         for role, side in self.sides.items():
-            status = side.becomes(is_free, QUIET_S)
+            status = side.becomes(is_at_rest, QUIET_S)
             free[role] = (status.receive_slots.free, status.send_slots.free)
         return free
 

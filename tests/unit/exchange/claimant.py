@@ -22,8 +22,7 @@ class Claimant:
 
     def __init__(self, is_pulling: bool = False) -> None:
         self.world = World()
-        self.world.offer("r", 64, 16)
-        self.world.run()
+        self.world.serve("r", 64, 16)
         (self.sender,), (self.receiver,) = self.world.senders, self.world.receivers
         self.sending, self.incarnation = self.sender.sending, self.receiver.engine.agent.incarnation
         self.world._greet(self.receiver, "P0")
@@ -76,8 +75,7 @@ class Claimant:
         return self.sending.cancel(incarnation or self.incarnation, Cancel(transfer="x", code=code))
 
     def still_works(self) -> None:
-        self.world.want("r", 64)
-        self.world.run()
+        self.world.fetch("r", 64)
         assert type(self.world.answers()["r"]).__name__ == "Done"
         self.world.check_rest()
 

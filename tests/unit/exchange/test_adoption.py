@@ -22,8 +22,7 @@ def adopting(*senders: float, ranks: int = 1, seed: int = 0) -> World:
     if len(senders) > 1:
         for node, rank in zip(world.senders, world.senders[0].engine.ranks, strict=True):
             node.engine = replace(node.engine, ranks=(rank,))
-    (receiver,) = world.receivers
-    receiver.engine = replace(receiver.engine, policy="adopt")
+    world.receiver.engine = replace(world.receiver.engine, policy="adopt")
     return world
 
 
@@ -32,8 +31,7 @@ def asked(world: World) -> list[Adopt]:
 
 
 def decline(world: World, revision: int) -> None:
-    (receiver,) = world.receivers
-    world.do(receiver, receiver.receiving.declined(revision, WHY, world.now))
+    world.do(world.receiver, world.receiver.receiving.declined(revision, WHY, world.now))
 
 
 def assert_taken_over(world: World) -> None:
@@ -96,21 +94,17 @@ def test_an_engine_that_takes_yet_others_is_not_asked_again() -> None:
 def test_nothing_is_asked_where_there_is_nothing_to_take(sender: float, end: int) -> None:
     world = adopting(sender)
     world.want("r", end)
-    world.offer("r", 40, 12)
-    world.run()
+    world.serve("r", 40, 12)
     assert isinstance(world.answers()["r"], Done) and not asked(world)
     world.check_rest()
 
 
 def test_another_engine_is_asked_anew() -> None:
     world = adopting(0.5)
-    world.want("r", 40)
-    world.run()
+    world.fetch("r", 40)
     decline(world, 1)
-    (receiver,) = world.receivers
-    world.do(receiver, receiver.receiving.engine_left(world.now))
-    world.want("again", 40)
-    world.run()
+    world.do(world.receiver, world.receiver.receiving.engine_left(world.now))
+    world.fetch("again", 40)
     assert [question.revision for question in asked(world)] == [1, 1]
 
 
@@ -135,8 +129,7 @@ def test_a_second_sender_of_yet_other_scales_is_declined_alone() -> None:
     world = adopting(0.5, 0.25)
     for number, sender in enumerate(("P0", "P1", "P1", "P0")):
         world.want(f"r{number}", 40, sender=sender)
-        world.offer(f"r{number}", 40, 12)
-        world.run()
+        world.serve(f"r{number}", 40, 12)
         if number == 0:
             world.rescale(world.receivers[0], 0.5, 1)
         elif number == 1:
@@ -154,7 +147,6 @@ def test_a_second_sender_of_yet_other_scales_is_declined_alone() -> None:
 def test_whatever_comes_first_nothing_is_requantized_or_mixed(seed: int) -> None:
     """The engine takes the first scales that it is asked about, and answers when it likes."""
     world = adopting(0.5, 0.25, seed=seed)
-    (receiver,) = world.receivers
     answered = 0
 
     def answer() -> None:
@@ -162,7 +154,7 @@ def test_whatever_comes_first_nothing_is_requantized_or_mixed(seed: int) -> None
         for question in asked(world)[answered:]:
             answered += 1
             if question.revision == 1:
-                world.rescale(receiver, question.scales[0].scales[0], 1)
+                world.rescale(world.receiver, question.scales[0].scales[0], 1)
             else:
                 decline(world, question.revision)
 

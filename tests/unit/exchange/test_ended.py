@@ -36,8 +36,7 @@ def refused(world: World) -> None:
 
 def rescaled(world: World) -> None:
     world.offer("r", 64, 16)
-    (sender,) = world.senders
-    world.do(sender, sender.sending.rescaled("test", world.now))
+    world.do(world.sender, world.sender.sending.rescaled("test", world.now))
 
 
 ENDS = {
@@ -54,8 +53,7 @@ def test_a_claim_on_an_offer_that_has_ended_hears_at_once_why(code: str, monkeyp
     monkeypatch.setattr("kvbridge.exchange.sender.MOST_OFFERS", 2)
     world = World()
     ENDS[code](world)
-    world.want("r", 64)
-    world.run()
+    world.fetch("r", 64)
     assert world.failure("r").code == code
     assert not world.nodes["P0"].sending._rendezvous._ended
 
@@ -70,19 +68,16 @@ def test_all_receivers_of_a_want_hear_the_same_though_another_is_offered_meanwhi
     world = World(receivers=2)
     world.offer("r", 32, 8, last=False)
     if is_wanted_first:
-        world.want("r", 64, at=world.receivers[0])
-        world.run()
+        world.fetch("r", 64, at=world.receivers[0])
     world.withdraw("r", comes_again and is_wanted_first)
     if not is_wanted_first:
         world.want("r", 64, at=world.receivers[0])
     world.run()
     assert world.failure("r").code == "withdrawn"
     world.offer("s", 64, 16, rendezvous="r")
-    world.want("r", 64, at=world.receivers[1])
-    world.run()
+    world.fetch("r", 64, at=world.receivers[1])
     assert world.failure("r", 1).code == "withdrawn"
-    world.want("again", 64, rendezvous="r")
-    world.run()
+    world.fetch("again", 64, rendezvous="r")
     assert all(isinstance(world.answers(receiver)["again"], Done) for receiver in (0, 1))
     world.check_rest()
 
@@ -90,57 +85,44 @@ def test_all_receivers_of_a_want_hear_the_same_though_another_is_offered_meanwhi
 def test_a_receiver_that_never_came_in_time_hears_that_the_offer_expired() -> None:
     world = World(receivers=2)
     world.offer("r", 64, 16)
-    world.want("r", 64, at=world.receivers[0])
-    world.run()
+    world.fetch("r", 64, at=world.receivers[0])
     world.pass_time(101)
-    world.want("r", 64, at=world.receivers[1])
-    world.run()
+    world.fetch("r", 64, at=world.receivers[1])
     assert world.failure("r", 1).code == "offer_expired"
     world.check_rest()
 
 
-def test_a_want_that_failed_may_come_again_under_its_name() -> None:
-    world = World()
+def test_a_want_that_failed_may_come_again_under_its_name(world: World) -> None:
     withdrawn(world)
-    world.want("r", 64)
-    world.run()
+    world.fetch("r", 64)
     assert world.failure("r").code == "withdrawn"
     world.receivers[0].told.clear()
-    world.want("r", 64)
-    world.run()
+    world.fetch("r", 64)
     assert not world.answers(), "one offer's end is the answer to one want"
-    world.offer("s", 64, 16, rendezvous="r")
-    world.run()
+    world.serve("s", 64, 16, rendezvous="r")
     world.check_done("r")
 
 
-def test_another_offer_in_the_rendezvous_is_what_claims_come_for() -> None:
-    world = World()
+def test_another_offer_in_the_rendezvous_is_what_claims_come_for(world: World) -> None:
     withdrawn(world)
     world.offer("s", 64, 16, rendezvous="r")
-    world.want("r", 64)
-    world.run()
+    world.fetch("r", 64)
     assert isinstance(world.answers()["r"], Done)
-    world.want("next", 64, rendezvous="r")  # the end of the first is forgotten
-    world.run()
+    world.fetch("next", 64, rendezvous="r")  # the end of the first is forgotten
     assert "next" not in world.answers()
 
 
-def test_a_preempted_prompt_is_waited_for() -> None:
-    world = World()
+def test_a_preempted_prompt_is_waited_for(world: World) -> None:
     world.offer("r", 64, 16)
     world.withdraw("r", comes_again=True)
-    world.want("r", 64)
-    world.run()
+    world.fetch("r", 64)
     assert not world.answers()
-    world.offer("r~1", 64, 16, rendezvous="r")
-    world.run()
+    world.serve("r~1", 64, 16, rendezvous="r")
     world.check_done("r")
 
 
-def test_the_end_of_a_write_gives_nothing_back_of_what_is_offered_under_that_name_since() -> None:
+def test_the_end_of_a_write_gives_nothing_back_of_what_is_offered_under_that_name_since(world: World) -> None:
     """Released comes when the blocks are read: what was gathered of them may be on its way, or late."""
-    world = World()
     (sender,) = world.senders
     world.hold = {"write"}
     world.begin()
@@ -150,8 +132,7 @@ def test_the_end_of_a_write_gives_nothing_back_of_what_is_offered_under_that_nam
     world.offer("r", 64, 16)
     world.go_on()
     assert not sender.sending.outgoing_transfers and "r" in world.released() and "r" in sender.sending.offers
-    world.want("next", 64, rendezvous="r")
-    world.run()
+    world.fetch("next", 64, rendezvous="r")
     assert isinstance(world.answers()["next"], Done)
     assert [told.code for told in sender.told if isinstance(told, Released)] == ["withdrawn", ""]
     assert not sender.sending.offers and sender.send_orders.slots.free == len(sender.send_orders.slots)
@@ -162,20 +143,16 @@ def test_an_offer_that_was_served_is_not_remembered(end: int) -> None:
     """The next equal prompt has the same rendezvous; its claim may come before its offer."""
     world = World(receivers=2)
     world.offer("a", 64, 16, rendezvous="prompt")
-    world.want("a", end, rendezvous="prompt")
-    world.run()
+    world.fetch("a", end, rendezvous="prompt")
     world.withdraw("a")
-    world.want("b", 64, rendezvous="prompt")
-    world.run()
+    world.fetch("b", 64, rendezvous="prompt")
     assert "b" not in world.answers()
-    world.offer("b", 64, 16, rendezvous="prompt")
-    world.run()
+    world.serve("b", 64, 16, rendezvous="prompt")
     assert all(isinstance(world.answers(receiver)["b"], Done) for receiver in (0, 1))
     world.check_rest()
 
 
-def test_of_two_equal_prompts_the_one_that_is_open_goes_first() -> None:
-    world = World()
+def test_of_two_equal_prompts_the_one_that_is_open_goes_first(world: World) -> None:
     for name in ("a", "b"):
         world.offer(name, 64, 16, rendezvous="prompt")
     world.withdraw("a")
@@ -185,35 +162,28 @@ def test_of_two_equal_prompts_the_one_that_is_open_goes_first() -> None:
     assert isinstance(world.answers()["c"], Done) and world.failure("d").code == "withdrawn"
 
 
-def test_ends_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ends_are_forgotten_in_time_and_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.rendezvous.MOST_ENDED", 3)
-    world = World()
     rendezvous_ids: Rendezvous = world.nodes["P0"].sending._rendezvous
     for number in range(5):
         world.offer(f"r{number}", 64, 16)
         world.withdraw(f"r{number}")
     assert list(rendezvous_ids._ended) == ["r2", "r3", "r4"] and len(rendezvous_ids._by_age) == 3
     world.pass_time(ENDED_S)
-    world.want("r4", 64, deadline=SOON_S)
-    world.run()
+    world.fetch("r4", 64, deadline=SOON_S)
     assert "r4" not in world.answers() and not rendezvous_ids._ended and not rendezvous_ids._by_age
 
 
-def test_an_engine_that_left_takes_its_ends_with_it() -> None:
-    world = World()
+def test_an_engine_that_left_takes_its_ends_with_it(world: World) -> None:
     withdrawn(world)
-    (sender,) = world.senders
-    world.do(sender, sender.sending.engine_left(world.now))
-    assert not sender.sending._rendezvous._ended
+    world.do(world.sender, world.sender.sending.engine_left(world.now))
+    assert not world.sender.sending._rendezvous._ended
 
 
-def test_claims_that_wait_for_a_rebuild_hear_of_an_end_at_once() -> None:
-    world = World()
-    (sender,) = world.senders
+def test_claims_that_wait_for_a_rebuild_hear_of_an_end_at_once(world: World) -> None:
     world.offer("r", 64, 16)
-    sender.sending.pause(is_alone=True)
-    world.want("r", 64)
-    world.run()
+    world.sender.sending.pause(is_alone=True)
+    world.fetch("r", 64)
     assert not world.answers()
     world.withdraw("r")
     world.run()
@@ -224,8 +194,7 @@ def test_claims_that_wait_for_a_rebuild_hear_of_an_end_at_once() -> None:
 def test_a_rank_that_offers_nothing_is_named_at_the_deadline() -> None:
     world = World(senders=2)
     world.want("r", 64)
-    world.offer("r", 64, 16, at=world.senders[0])
-    world.run()
+    world.serve("r", 64, 16, at=world.senders[0])
     world.pass_time(50)
     world.settle()
     answer = world.failure()

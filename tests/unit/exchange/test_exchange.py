@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbridge_proto.engine import Done, Failed, Refused, Released
+from kvbridge_proto.engine import Done, Refused, Released
 from kvbridge_proto.peer import Cancel
 from kvbridge_proto.pool import Pool
 from msgspec.structs import replace
@@ -41,19 +41,6 @@ def test_carries_requests_whatever_the_order(senders: int | list[Pool], receiver
     world.check_rest()
 
 
-def test_ships_while_the_prompt_is_computed() -> None:
-    world = World(slots=8)
-    world.want("r", 64)
-    world.offer("r", 32, 8, last=False)
-    world.run()
-    early = sum(world.scatters.values())
-    assert early > 0 and not world.answers()
-    world.offer("r", 64, 8, first=8)
-    world.run()
-    assert isinstance(world.answers()["r"], Done) and sum(world.scatters.values()) > early
-    world.check_rest()
-
-
 def test_blocks_are_released_before_the_network_is_through() -> None:
     world = World(slots=8, local=8)
     world.hold = {"write"}
@@ -77,31 +64,25 @@ def test_quarantined_slots_are_not_lent_again_by_time() -> None:
     world.check_done("s")
 
 
-def test_a_want_without_offer_ends_by_its_deadline() -> None:
-    world = World()
-    world.want("r", 16, deadline=5)
-    world.run()
+def test_a_want_without_offer_ends_by_its_deadline(world: World) -> None:
+    world.fetch("r", 16, deadline=5)
     world.pass_time(6)
     world.run()
     assert world.failure().code == "deadline"
     world.check_rest()
 
 
-def test_an_offer_nobody_wants_is_released_by_its_hold() -> None:
-    world = World()
-    world.offer("r", 16, 4)
-    world.run()
+def test_an_offer_nobody_wants_is_released_by_its_hold(world: World) -> None:
+    world.serve("r", 16, 4)
     world.pass_time(101)
     assert world.released()["r"].code == "offer_expired"
     world.check_rest()
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_what_is_said_of_an_offer_that_has_expired_is_no_new_offer(is_last: bool) -> None:
+def test_what_is_said_of_an_offer_that_has_expired_is_no_new_offer(world: World, is_last: bool) -> None:
     """Its engine has the blocks back: it would not wait for whoever read them now."""
-    world = World()
-    world.offer("r", 8, 2, last=False)
-    world.run()
+    world.serve("r", 8, 2, last=False)
     world.pass_time(101)
     assert world.released()["r"].code == "offer_expired"
     sending = world.senders[0].sending
@@ -117,27 +98,12 @@ def test_what_is_said_of_an_offer_that_has_expired_is_no_new_offer(is_last: bool
     assert "r" in sending.offers, "a new life of that name"
 
 
-def test_a_want_for_more_than_was_offered_fails_with_both_numbers() -> None:
-    world = World()
+def test_a_want_for_more_than_was_offered_fails_with_both_numbers(world: World) -> None:
     world.offer("r", 16, 4)
-    world.want("r", 20)
-    world.run()
+    world.fetch("r", 20)
     answer = world.failure()
     assert answer.code == "tokens_missing" and "20" in answer.reason
     world.check_rest() if not world.senders[0].sending.offers else world.pass_time(101)
-
-
-def test_withdrawn_offer_waits_for_its_gathers() -> None:
-    world = World()
-    world.hold = {"gather"}
-    world.begin()
-    world.withdraw("r")
-    world.run()
-    assert not world.released()
-    world.go_on()
-    assert world.released()["r"].code == "withdrawn"
-    assert isinstance(world.answers()["r"], Failed)
-    world.check_rest()
 
 
 @settings(max_examples=150, deadline=None)
@@ -190,8 +156,7 @@ NOTICE_LIES = {
 
 
 @pytest.mark.parametrize("field", NOTICE_LIES)
-def test_a_landed_chunk_counts_only_if_every_field_matches(field: str) -> None:
-    world = World()
+def test_a_landed_chunk_counts_only_if_every_field_matches(world: World, field: str) -> None:
     world.hold = {"notice"}
     world.begin()
     receive_orders, true = world.receivers[0].receive_orders, world.notices[0]
@@ -205,15 +170,13 @@ def test_a_landed_chunk_counts_only_if_every_field_matches(field: str) -> None:
 
 
 @pytest.mark.parametrize("hold", ["hello", "gather", "scatter"])
-def test_a_request_wanted_twice_goes_on_and_another_under_its_name_is_refused(hold: str) -> None:
-    world = World()
+def test_a_request_wanted_twice_goes_on_and_another_under_its_name_is_refused(world: World, hold: str) -> None:
     world.hold = {hold}
     world.begin()
-    (receiver,) = world.receivers
     world.want("r", 64)
-    assert not receiver.told
+    assert not world.receiver.told
     world.want("r", 48)
-    (refused,) = receiver.told
+    (refused,) = world.receiver.told
     assert isinstance(refused, Refused) and (refused.code, refused.about) == ("duplicate_request", "want r")
     world.go_on()
     world.check_done("r")
@@ -223,16 +186,14 @@ def test_a_want_that_fails_before_its_claim_lets_the_reached_ranks_go() -> None:
     world = World(senders=2)
     world.offer("r", 64, 16)
     world.nodes["P1"].is_dead = True
-    world.want("r", 64, first=37)
-    world.run()
+    world.fetch("r", 64, first=37)
     assert world.failure().code == "peer_unreachable"
     assert world.released(0)["r"].code == ""
     assert not world.refused
 
 
-def test_a_sender_that_lost_us_does_not_call_drained_what_it_is_writing() -> None:
+def test_a_sender_that_lost_us_does_not_call_drained_what_it_is_writing(world: World) -> None:
     """Whoever asks without a session must not hear that nothing is written while something is."""
-    world = World()
     world.hold = {"write"}
     world.begin()
     sender, receiver = world.senders[0].sending, world.receivers[0]

@@ -31,10 +31,8 @@ def left_s(sending: Sender, now: float) -> float | None:
     return offer.left_s
 
 
-def test_status_says_how_long_an_open_offer_is_held() -> None:
-    world = World()
-    world.offer("r", 64, 16)
-    world.run()
+def test_status_says_how_long_an_open_offer_is_held(world: World) -> None:
+    world.serve("r", 64, 16)
     sending, began = world.senders[0].sending, world.now
     assert left_s(sending, began) == HOLD_S
     assert left_s(sending, began + 0.0001) == HOLD_S - 0.001, "rounded down: it is not held for longer"
@@ -58,8 +56,7 @@ def test_status_says_how_long_a_read_lease_keeps_the_blocks_of_an_ended_offer() 
     assert not at.sending.offers
 
 
-def test_status_names_no_time_for_an_ended_offer_that_is_still_gathered() -> None:
-    world = World()
+def test_status_names_no_time_for_an_ended_offer_that_is_still_gathered(world: World) -> None:
     world.hold.add("gather")
     world.begin()
     sending = world.senders[0].sending
@@ -80,15 +77,13 @@ def test_an_offer_is_held_while_a_request_queues_for_it(senders: int, receivers:
     )
     wait(world, 5 * HOLD_S)
     assert not any(world.released(sender) for sender in range(senders))
-    world.want("r", 64)
-    world.run()
+    world.fetch("r", 64)
     assert all("r" in world.answers(receiver) for receiver in range(receivers))
     wait(world, HOLD_S)
     world.check_rest()
 
 
-def test_a_want_that_waits_has_its_offer_held() -> None:
-    world = World()
+def test_a_want_that_waits_has_its_offer_held(world: World) -> None:
     world.hold.add("gather")
     world.offer("r", 64, 16)
     world.want("r", 64, deadline=10 * HOLD_S)
@@ -99,8 +94,7 @@ def test_a_want_that_waits_has_its_offer_held() -> None:
 
 
 @pytest.mark.parametrize("end", ["abandon", "engine_left", "empty want"])
-def test_who_waits_no_longer_holds_no_longer(end: str) -> None:
-    world = World()
+def test_who_waits_no_longer_holds_no_longer(world: World, end: str) -> None:
     world.offer("r", 64, 16)
     world.expect("r")
     wait(world, 2 * HOLD_S)
@@ -115,16 +109,14 @@ def test_who_waits_no_longer_holds_no_longer(end: str) -> None:
     assert "r" in world.released()
 
 
-def test_the_senders_engine_hears_that_its_offer_is_held() -> None:
-    world = World()
+def test_the_senders_engine_hears_that_its_offer_is_held(world: World) -> None:
     world.offer("r", 64, 16)
     world.expect("r")
     wait(world, 2.0)
     assert Held(requests=("r",)) in world.senders[0].told
 
 
-def test_all_that_waits_is_said_at_once_and_only_every_few_seconds() -> None:
-    world = World()
+def test_all_that_waits_is_said_at_once_and_only_every_few_seconds(world: World) -> None:
     for number in range(50):
         world.expect(f"r{number}")
     wait(world, 4 * HOLD_EVERY_S)
@@ -132,8 +124,7 @@ def test_all_that_waits_is_said_at_once_and_only_every_few_seconds() -> None:
     assert any(len(hold.rendezvous_ids) == 50 for hold in world.holds)
 
 
-def test_a_request_that_gets_its_blocks_at_once_costs_no_message() -> None:
-    world = World()
+def test_a_request_that_gets_its_blocks_at_once_costs_no_message(world: World) -> None:
     world.begin("warm", 16)
     world.pass_time(0.0)  # the next round is some seconds away
     world.expect("r")
@@ -145,29 +136,25 @@ def test_a_request_that_gets_its_blocks_at_once_costs_no_message() -> None:
     world.check_rest()
 
 
-def test_one_word_holds_one_offer_of_a_rendezvous() -> None:
-    world = World()
+def test_one_word_holds_one_offer_of_a_rendezvous(world: World) -> None:
     for number in range(3):
         world.offer(f"r{number}", 64, 16, rendezvous="same")
-    sender = world.senders[0]
     world.now += 50
-    world.do(sender, sender.sending.hold("incarnation", ("same", "same"), world.now))
+    world.do(world.sender, world.sender.sending.hold("incarnation", ("same", "same"), world.now))
     wait(world, 51)
     assert set(world.released()) == {"r2"}
 
 
 def reclaim(world: World, blocks: int) -> set[str]:
     """Which offers end when the sender's engine is short of so many blocks."""
-    sender = world.senders[0]
     before = set(world.released())
-    world.do(sender, sender.sending.reclaim(blocks, world.now))
+    world.do(world.sender, world.sender.sending.reclaim(blocks, world.now))
     new = set(world.released()) - before
     assert all(world.released()[name].code == "reclaimed" for name in new)
     return new
 
 
-def test_the_oldest_go_first_and_no_more_than_needed() -> None:
-    world = World()
+def test_the_oldest_go_first_and_no_more_than_needed(world: World) -> None:
     for number in range(4):
         world.offer(f"r{number}", 64, 16)
         world.now += 1
@@ -175,8 +162,7 @@ def test_the_oldest_go_first_and_no_more_than_needed() -> None:
     assert reclaim(world, 1) == {"r2"}
 
 
-def test_an_offer_that_has_only_just_been_made_is_left() -> None:
-    world = World()
+def test_an_offer_that_has_only_just_been_made_is_left(world: World) -> None:
     world.offer("r", 64, 16)
     world.now += FRESH_S / 2
     assert reclaim(world, 100) == set()
@@ -184,15 +170,13 @@ def test_an_offer_that_has_only_just_been_made_is_left() -> None:
     assert reclaim(world, 100) == {"r"}
 
 
-def test_an_offer_that_is_still_computed_is_left() -> None:
-    world = World()
+def test_an_offer_that_is_still_computed_is_left(world: World) -> None:
     world.offer("r", 32, 8, last=False)
     world.now += 10
     assert reclaim(world, 100) == set()
 
 
-def test_an_offer_that_is_claimed_is_left() -> None:
-    world = World()
+def test_an_offer_that_is_claimed_is_left(world: World) -> None:
     world.hold.add("gather")
     world.begin()
     world.now += 10
@@ -201,8 +185,7 @@ def test_an_offer_that_is_claimed_is_left() -> None:
     world.check_done("r")
 
 
-def test_an_offer_that_is_awaited_is_left_for_as_long_as_that_is_said() -> None:
-    world = World()
+def test_an_offer_that_is_awaited_is_left_for_as_long_as_that_is_said(world: World) -> None:
     world.offer("r", 64, 16)
     world.expect("r")
     wait(world, 2 * AWAITED_S)
@@ -212,8 +195,7 @@ def test_an_offer_that_is_awaited_is_left_for_as_long_as_that_is_said() -> None:
     assert reclaim(world, 100) == {"r"}
 
 
-def test_an_offer_is_left_that_was_awaited_before_it_was_made() -> None:
-    world = World()
+def test_an_offer_is_left_that_was_awaited_before_it_was_made(world: World) -> None:
     world.expect("r")
     wait(world, 2.0)
     world.offer("r", 64, 16)
@@ -223,14 +205,12 @@ def test_an_offer_is_left_that_was_awaited_before_it_was_made() -> None:
     assert sending.unclaimed(world.now + AWAITED_S + 1) == [sending.offers["r"]]
 
 
-def test_two_receivers_that_wait_for_equal_prompts_hold_one_each() -> None:
-    world = World()
+def test_two_receivers_that_wait_for_equal_prompts_hold_one_each(world: World) -> None:
     for number in range(3):
         world.offer(f"r{number}", 64, 16, rendezvous="same")
-    sender = world.senders[0]
     world.now += 50
     for incarnation in ("one", "two"):
-        world.do(sender, sender.sending.hold(incarnation, ("same",), world.now))
+        world.do(world.sender, world.sender.sending.hold(incarnation, ("same",), world.now))
     world.now += FRESH_S
     assert reclaim(world, 100) == {"r2"}
     wait(world, 51)
@@ -254,17 +234,15 @@ def test_nobody_is_told_before_all_ranks_of_a_sender_can_hear_it() -> None:
     assert len(world.holds) >= 2, "both ranks hear of it, without waiting for the next round"
 
 
-def test_what_is_said_of_unknown_rendezvous_ids_and_requests_is_nothing() -> None:
-    world = World()
+def test_what_is_said_of_unknown_rendezvous_ids_and_requests_is_nothing(world: World) -> None:
     sender, receiver = world.senders[0], world.receivers[0]
     assert sender.sending.hold("incarnation", ("nowhere",) * 1000, 0.0) == []
     assert sender.sending.reclaim(1 << 40, 0.0) == []
     assert receiver.receiving.abandon("nobody", 0.0) == []
 
 
-def test_expected_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expected_requests_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.receiver.MOST_WANTS", 3)
-    world = World()
     for number in range(5):
         world.expect(f"r{number}")
     assert len(world.receivers[0].receiving.expected) == 3

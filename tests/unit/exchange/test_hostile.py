@@ -44,17 +44,20 @@ BAD_CLAIMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture
+def peer() -> Claimant:
+    return Claimant()
+
+
 @pytest.mark.parametrize("case", BAD_CLAIMS)
-def test_a_claim_that_cannot_be_is_refused(case: str) -> None:
+def test_a_claim_that_cannot_be_is_refused(peer: Claimant, case: str) -> None:
     code, changes = BAD_CLAIMS[case]
-    peer = Claimant()
     assert peer.refusal(**({"plan": ""} if code in ("bad_take", "bad_tokens") else {}) | changes) == code
     peer.still_works()
 
 
-def test_slots_are_lent_for_chunks_and_no_more() -> None:
+def test_slots_are_lent_for_chunks_and_no_more(peer: Claimant) -> None:
     """In the claim, which is refused, or later, which ends that transfer alone."""
-    peer = Claimant()
     assert peer.waits("x")
     chunks = peer.sending.outgoing_transfers["x"].plan.chunks
     assert peer.refusal("more", leases=leases(chunks + 1)) == "bad_lease"
@@ -66,24 +69,21 @@ def test_slots_are_lent_for_chunks_and_no_more() -> None:
     assert set(peer.sending.outgoing_transfers) == {"enough"}
 
 
-def test_unused_slots_of_one_receiver_are_bounded_over_all_its_claims() -> None:
-    peer = Claimant()
+def test_unused_slots_of_one_receiver_are_bounded_over_all_its_claims(peer: Claimant) -> None:
     assert peer.waits("all", end_token=1 << 20, leases=leases(MOST_LEASES))
     assert peer.sending.outgoing_transfers["all"].plan.chunks > MOST_LEASES
     assert peer.refusal("one", leases=leases(1)) == "bad_lease"
     assert peer.waits("none")
 
 
-def test_a_claim_of_more_tokens_than_there_are_ends_when_all_is_offered() -> None:
-    peer = Claimant()
+def test_a_claim_of_more_tokens_than_there_are_ends_when_all_is_offered(peer: Claimant) -> None:
     actions = peer.say(end_token=1 << 40)
     assert [a.body.code for a in actions if isinstance(a, Send) and isinstance(a.body, Drained)] == ["tokens_missing"]
     assert not peer.sending.outgoing_transfers and not any(isinstance(a, SendOrder) for a in actions)
 
 
-def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back() -> None:
+def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back(peer: Claimant) -> None:
     """Neither beside one that is served in its place, nor later, slot by slot."""
-    peer = Claimant()
     world, sender = peer.world, peer.sender
     world.do(sender, peer.say(transfer="greedy", end_token=32, deadline_s=86400.0))
     world.do(sender, peer.say(transfer="done", end_token=0, takes=()))
@@ -100,8 +100,7 @@ def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back
     assert world.released()["r"].code == "offer_expired"
 
 
-def test_a_claim_cannot_change_how_many_receivers_an_offer_waits_for() -> None:
-    peer = Claimant()
+def test_a_claim_cannot_change_how_many_receivers_an_offer_waits_for(peer: Claimant) -> None:
     peer.world.do(peer.sender, peer.say(transfer="first", receiver=1, receivers=2))
     (drained,) = [action.body for action in peer.say(transfer="second") if isinstance(action, Send)]
     assert isinstance(drained, Drained) and drained.code == "bad_receiver" and "first 2, now 1" in drained.reason
@@ -113,8 +112,7 @@ def called(peer: Claimant, incarnation: str) -> None:
     peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, incarnation=incarnation))
 
 
-def test_open_claims_of_one_receiver_are_bounded() -> None:
-    peer = Claimant()
+def test_open_claims_of_one_receiver_are_bounded(peer: Claimant) -> None:
     peer.sending = Sender(most_claims=3)
     nothing: dict[str, Any] = {"takes": (), "end_token": 0}
     assert all(peer.waits(f"claim {number}", **nothing) for number in range(3))
@@ -123,9 +121,8 @@ def test_open_claims_of_one_receiver_are_bounded() -> None:
     assert peer.waits("theirs", **nothing)
 
 
-def test_open_claims_of_all_receivers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_claims_of_all_receivers_together_are_bounded(peer: Claimant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.sender.MOST_CLAIMS_OF_ALL", 4)
-    peer = Claimant()
     for number in range(4):
         called(peer, f"receiver {number}")
         assert peer.waits(f"claim {number}")
@@ -134,10 +131,9 @@ def test_open_claims_of_all_receivers_together_are_bounded(monkeypatch: pytest.M
     assert peer.waits("theirs")
 
 
-def test_what_was_called_drained_cannot_be_claimed_any_more() -> None:
+def test_what_was_called_drained_cannot_be_claimed_any_more(peer: Claimant) -> None:
     """A claim may come by a link that was given up, after its receiver has asked by another and lent the slots
     again."""
-    peer = Claimant()
     asked = Cancel(transfer="late", code="forgotten")
     assert peer.sending.renounce(peer.incarnation, asked)
     assert peer.refusal("late", leases=leases(1)) == "cancelled"
@@ -149,8 +145,7 @@ def test_what_was_called_drained_cannot_be_claimed_any_more() -> None:
     assert peer.waits("other") and "other" in peer.sending.outgoing_transfers
 
 
-def test_another_receiver_cannot_touch_a_transfer() -> None:
-    peer = Claimant()
+def test_another_receiver_cannot_touch_a_transfer(peer: Claimant) -> None:
     assert peer.waits("x")
     assert peer.grant("x", SlotLease(0, 1), incarnation="another") == peer.cancel("c", incarnation="another") == []
     assert not peer.sending.outgoing_transfers["x"].early
@@ -177,8 +172,7 @@ def test_another_sender_cannot_touch_a_transfer() -> None:
 
 def test_a_sender_that_promises_more_than_there_is_gets_no_more_slots() -> None:
     world = World(slots=64)
-    world.want("r", 64)
-    world.run()
+    world.fetch("r", 64)
     receiving, incarnation = world.receivers[0].receiving, world.senders[0].engine.agent.incarnation
     (transfer,) = receiving._wanted_by
     chunks = receiving._wanted_by[transfer].incoming_transfers[transfer].plan.chunks
@@ -190,8 +184,7 @@ def test_a_sender_that_promises_more_than_there_is_gets_no_more_slots() -> None:
 
 def test_transfers_without_slots_are_forgotten_though_their_sender_never_says_drained() -> None:
     world = World(slots=2)
-    world.want("first", end=32)
-    world.run()
+    world.fetch("first", end=32)
     (node,) = world.receivers
     machine = node.receiving
     world.hold = {"message"}  # the sender hears and says nothing any more
@@ -203,8 +196,7 @@ def test_transfers_without_slots_are_forgotten_though_their_sender_never_says_dr
     assert len(held) <= 1 + len(machine.slots)
     assert all(incoming.state is not IncomingState.ENDED for incoming in held)
     world.hold = set()
-    world.offer("first", tokens=32, blocks=8)
-    world.run()
+    world.serve("first", tokens=32, blocks=8)
     assert isinstance(world.answers()["first"], Done)
     world.pass_time(1000)
     world.run()
@@ -231,8 +223,7 @@ ENGINE_LIES: dict[str, tuple[str, Want]] = {
 
 
 @pytest.mark.parametrize("case", ENGINE_LIES)
-def test_a_want_that_cannot_be_fails_alone(case: str) -> None:
-    world = World()
+def test_a_want_that_cannot_be_fails_alone(world: World, case: str) -> None:
     node = world.receivers[0]
     code, want = ENGINE_LIES[case]
     began = time.monotonic()

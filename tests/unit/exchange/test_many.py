@@ -23,8 +23,7 @@ class Crowd:
 
     def __init__(self, others: int) -> None:
         world = World()
-        world.want("first", 16)
-        world.run()
+        world.fetch("first", 16)
         (self.receiver,), (self.sender,) = world.receivers, world.senders
         self.receiver.receiving._new_id = map("t{}".format, count()).__next__
         self.session = self.sender.accepted[self.receiver.engine.agent.incarnation]

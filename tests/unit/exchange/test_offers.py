@@ -23,8 +23,7 @@ def test_who_wants_again_what_it_gave_up_reads_blocks_that_are_still_there(seed:
     world.abandon("r")
     for _ in range(seed % 3):
         world.step()
-    world.want("r", 64)  # the world sees to it that nothing is read of an offer that is released
-    world.run()
+    world.fetch("r", 64)  # the world sees to it that nothing is read of an offer that is released
     world.pass_time(101)
     world.run()
     world.check_rest()
@@ -34,8 +33,7 @@ def expired(world: World) -> None:
     """Two chunks of r are being gathered, and nobody waits for more."""
     world.hold.add("gather")
     world.offer("r", 64, 16, last=False)
-    world.want("r", 64)
-    world.run()
+    world.fetch("r", 64)
     world.pass_time(101)
     assert world.senders[0].send_orders.moving == 2 and "r" in world.senders[0].sending.offers
 
@@ -56,8 +54,7 @@ def wrong(world: World) -> None:
 
 
 @pytest.mark.parametrize("end", [told_out, without_engine, wrong])
-def test_a_name_of_which_its_engine_has_said_all_may_come_again(end: Callable[[World], None]) -> None:
-    world = World()
+def test_a_name_of_which_its_engine_has_said_all_may_come_again(world: World, end: Callable[[World], None]) -> None:
     end(world)
     world.go_on()
     sending = world.senders[0].sending
@@ -66,10 +63,9 @@ def test_a_name_of_which_its_engine_has_said_all_may_come_again(end: Callable[[W
     assert "r" in sending.offers
 
 
-def test_open_offers_and_wants_of_an_engine_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_offers_and_wants_of_an_engine_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.sender.MOST_OFFERS", 3)
     monkeypatch.setattr("kvbridge.exchange.receiver.MOST_WANTS", 3)
-    world = World()
     for number in range(5):
         world.offer(f"o{number}", 16, 4)
         world.want(f"w{number}", 16)

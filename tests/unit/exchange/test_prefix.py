@@ -23,11 +23,9 @@ def test_it_grows_as_the_prompt_is_computed() -> None:
     world = World(slots=8)
     world.want("r", 64, first=16)
     world.offer("r", 16, 0, first_token=16, last=False)
-    world.offer("r", 32, 4, first=4, first_token=16, last=False)
-    world.run()
+    world.serve("r", 32, 4, first=4, first_token=16, last=False)
     early = sum(world.scatters.values())
-    world.offer("r", 64, 8, first=8, first_token=16)
-    world.run()
+    world.serve("r", 64, 8, first=8, first_token=16)
     assert isinstance(world.answers()["r"], Done) and 0 < early < sum(world.scatters.values())
     world.check_rest()
 
@@ -37,12 +35,10 @@ def test_it_grows_as_the_prompt_is_computed() -> None:
     [(6, 1, "", ""), (6, 2, "blocks_too_few", "[6, 16) asked for, the blocks hold [8, 24)"), (6, 0, "", "")],
 )
 def test_the_tables_begin_with_the_block_of_the_first_token(
-    first_token: int, first: int, code: str, reason: str
+    world: World, first_token: int, first: int, code: str, reason: str
 ) -> None:
-    world = World()
     world.want("r", 16, first=6)
-    world.offer("r", 16, 4, first=first, first_token=first_token)
-    world.run()
+    world.serve("r", 16, 4, first=first, first_token=first_token)
     assert world.released()["r"].code == code and reason in world.released()["r"].reason
 
 
@@ -58,8 +54,7 @@ def test_the_tables_begin_with_the_block_of_the_first_token(
 def test_an_offer_that_contradicts_itself_ends(first_token: int, tokens: int, code: str, reason: str) -> None:
     world = World()
     world.offer("r", 48, 4, first=8, first_token=32, last=False)
-    world.offer("r", tokens, 0, first_token=first_token)
-    world.run()
+    world.serve("r", tokens, 0, first_token=first_token)
     assert (world.released()["r"].code, world.released()["r"].reason) == (code, reason)
     world.check_rest()
 
@@ -87,10 +82,8 @@ def test_a_want_of_tokens_before_it_fails_at_once(first: int, offered: int, is_w
 def test_it_is_held_until_every_receiver_of_the_want_has_heard() -> None:
     world = World(1, 2)
     world.offer("r", 48, 4, first=8, first_token=32)
-    world.want("r", 48)
     world.hold = {"message"}
-    while world.step():
-        pass
+    world.fetch("r", 48)
     claims = [event for kind, event in world.events if kind == "message"]
     assert len(claims) == 2
     world.events.clear()
@@ -105,8 +98,7 @@ def test_it_is_held_until_every_receiver_of_the_want_has_heard() -> None:
 
 def test_the_answer_to_an_empty_want_does_not_wait_for_an_offer() -> None:
     world = World(2)
-    world.want("r", 30, (), first=30)
-    world.run()
+    world.fetch("r", 30, (), first=30)
     assert isinstance(world.answers()["r"], Done)
     world.offer("r", 48, 12, last=False)
     assert world.released(0)["r"].code == world.released(1)["r"].code == ""
@@ -120,8 +112,7 @@ def test_the_answer_to_an_empty_want_does_not_wait_for_an_offer() -> None:
 def test_an_offer_of_no_tokens_is_not_what_a_want_of_some_needs(first: int, end: int, reason: str) -> None:
     world = World()
     world.offer("r", 32, 0, first_token=32)
-    world.want("r", end, first=first)
-    world.run()
+    world.fetch("r", end, first=first)
     failed = world.failure()
     assert (failed.code, failed.reason) == ("tokens_missing", reason)
     world.check_rest()
@@ -136,8 +127,7 @@ def test_a_rank_looks_at_its_own_tokens(want_first: int, reason: str) -> None:
     for node, first in zip(world.senders, (1, 0), strict=True):
         pieces = (Blocks(0, first, tuple(range(first, 2))),)
         world.offer("r", 16, pieces, first_token=4, at=node)
-    world.want("r", 16, first=want_first)
-    world.run()
+    world.fetch("r", 16, first=want_first)
     if reason:
         failed = world.failure()
         assert (failed.code, failed.reason) == ("tokens_missing", reason)
@@ -151,10 +141,8 @@ def test_a_rank_that_has_nothing_before_it_does_not_miss_it() -> None:
     """Of tokens from 2 on the second rank has all that it has."""
     world = World(ranks("prefill", 2, 4, 4), 1)
     world.offer("r", 16, 2, first_token=2)
-    world.want("r", 16)
     world.hold = {"message"}
-    while world.step():
-        pass
+    world.fetch("r", 16)
     (_, claim) = [event for kind, event in world.events if kind == "message"]
     claim()
     assert not world.released(1) and world.senders[1].sending.outgoing_transfers
@@ -166,8 +154,7 @@ def test_a_group_that_keeps_less_counts_as_what_it_keeps(kind: str, end: int, fi
     """The window of 39 tokens begins at 30, in an entry that begins before the offer does: it is said, and not read."""
     world = World([hybrid("prefill", 4, 16, kind)], [hybrid("decode", 16, 4, kind)], slots=8)
     world.offer("r", end, (blocks(FULL, 6, 10), late_entries(kind, end, 16)), first_token=first_token)
-    world.want("r", end, (blocks(FULL, 1, 3), late_entries(kind, end, 4)), first=first_token)
-    world.run()
+    world.fetch("r", end, (blocks(FULL, 1, 3), late_entries(kind, end, 4)), first=first_token)
     assert isinstance(world.answers()["r"], Done) and world.released()["r"].code == ""
     world.check_rest()
 

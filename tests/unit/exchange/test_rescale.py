@@ -70,14 +70,12 @@ def test_a_plan_of_the_old_scales_ends_with_the_code_and_a_new_want_gets_through
 
 def test_a_want_that_was_reaching_goes_on() -> None:
     world = scaled()
-    world.want("r", 40)
     world.hold.add("hello")
-    world.run()
+    world.fetch("r", 40)
     assert not world.answers()
     world.rescale(world.receivers[0], 0.25)
     world.hold.clear()
-    world.offer("r", 40, 12)
-    world.run()
+    world.serve("r", 40, 12)
     assert_never_mixed(world)
     world.check_done("r")
 
@@ -113,8 +111,7 @@ def test_a_claim_of_the_epoch_before_is_refused_though_its_receiver_has_greeted_
     assert isinstance(session, Session)
     sender.accepted[receiver.engine.agent.incarnation] = session
     world.hold.clear()
-    world.offer("r", 40, 12)
-    world.run()
+    world.serve("r", 40, 12)
     assert [refuse.code for refuse in world.refused] == ["stale_epoch"] and not receiver.dropped
     world.check_done("r")
 
@@ -122,21 +119,17 @@ def test_a_claim_of_the_epoch_before_is_refused_though_its_receiver_has_greeted_
 def test_a_want_fails_when_its_sender_leaves_in_the_middle_of_its_rows() -> None:
     world = scaled()
     world.want("r", 240)
-    world.offer("r", 120, 30, last=False)
-    world.run()
+    world.serve("r", 120, 30, last=False)
     assert world.scatters and not world.answers()
-    (receiver,) = world.receivers
-    world.do(receiver, receiver.receiving.unreachable("P0", "peer_left", "test", world.now))
+    world.do(world.receiver, world.receiver.receiving.unreachable("P0", "peer_left", "test", world.now))
     world.settle()
     assert world.failure().code == "peer_left"
 
 
 def test_a_want_ends_when_the_sender_that_said_goodbye_is_gone() -> None:
     world = scaled()
-    world.want("r", 40)
-    world.run()
-    (receiver,) = world.receivers
+    world.fetch("r", 40)
     world.nodes["P0"].is_dead = True
-    world.do(receiver, receiver.receiving.unreachable("P0", "peer_left", "test", world.now))
+    world.do(world.receiver, world.receiver.receiving.unreachable("P0", "peer_left", "test", world.now))
     world.run()
     assert world.failure().code == "peer_unreachable"

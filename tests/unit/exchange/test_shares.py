@@ -25,15 +25,12 @@ def test_each_rank_ships_its_tokens_while_the_prompt_is_computed() -> None:
     """After 6 tokens with runs of 4 the first rank has one run and the second half of one."""
     world = World(ranks("prefill", 2, INTERLEAVE, 4), 1, slots=16)
     world.want("r", 64)
-    world.offer("r", 6, 1, last=False)
-    world.run()
+    world.serve("r", 6, 1, last=False)
     assert not world.scatters
-    world.offer("r", 32, 3, first=1, last=False)
-    world.run()
+    world.serve("r", 32, 3, first=1, last=False)
     early = sum(world.scatters.values())
     assert early >= 2 and not world.answers()
-    world.offer("r", 64, 4, first=4)
-    world.run()
+    world.serve("r", 64, 4, first=4)
     assert isinstance(world.answers()["r"], Done) and sum(world.scatters.values()) > early
     world.check_rest()
 
@@ -41,12 +38,10 @@ def test_each_rank_ships_its_tokens_while_the_prompt_is_computed() -> None:
 def test_a_rank_offers_blocks_for_its_own_tokens_only() -> None:
     world = World(ranks("prefill", 2, INTERLEAVE, 4), 1)
     world.offer("r", 13, 2)
-    world.want("r", 13)
-    world.run()
+    world.fetch("r", 13)
     assert isinstance(world.answers()["r"], Done)
     world.offer("s", 17, 2)  # the first rank has 9 of 17, in three blocks
-    world.want("s", 17)
-    world.run()
+    world.fetch("s", 17)
     assert world.released(0)["s"].code == "blocks_too_few"
     assert "[0, 9)" in world.released(0)["s"].reason and "[0, 8)" in world.released(0)["s"].reason
     world.pass_time(200)

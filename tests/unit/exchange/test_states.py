@@ -66,8 +66,7 @@ def _refusal(**changes: object) -> Refuse:
     return found
 
 
-def test_refuses_other_versions_digests_fabrics_models_and_itself() -> None:
-    world = World()
+def test_refuses_other_versions_digests_fabrics_models_and_itself(world: World) -> None:
     sender, receiver = world.senders[0].engine, world.receivers[0].engine
     assert "ours 1-1, theirs 7-9" in _refusal(versions=VersionRange(7, 9)).reasons[0]
     assert _refusal(digests=("other",)).code == "no_common_digest"
@@ -81,8 +80,7 @@ def test_refuses_other_versions_digests_fabrics_models_and_itself() -> None:
     assert refused.code == "incompatible" and any("96" in r and "8" in r for r in refused.reasons)
 
 
-def test_a_receiver_refuses_a_welcome_it_cannot_keep() -> None:
-    world = World()
+def test_a_receiver_refuses_a_welcome_it_cannot_keep(world: World) -> None:
     sender, receiver = world.senders[0].engine, world.receivers[0].engine
     session = answer(hello(receiver), sender)
     good = welcome(session, sender)

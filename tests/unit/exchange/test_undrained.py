@@ -16,10 +16,9 @@ def doubted(key: str = "") -> World:
     world.key = key
     world.hold.add("write")
     world.begin("r", 16)
-    receiver = world.receivers[0]
-    world.do(receiver, receiver.receiving.unreachable("P0", "peer_lost", "test", world.now))
+    world.do(world.receiver, world.receiver.receiving.unreachable("P0", "peer_lost", "test", world.now))
     world.settle()
-    assert receiver.receiving.slots.counts().quarantined > 0
+    assert world.receiver.receiving.slots.counts().quarantined > 0
     return world
 
 

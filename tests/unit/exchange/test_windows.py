@@ -57,38 +57,30 @@ def test_a_window_waits_for_the_last_offer(kind: str) -> None:
     """Also when all tokens are there already: only the last word says that their blocks stay as they are."""
     one = world(kind, slots=16)
     one.want("r", 39, (blocks(FULL, 0, 3), late_entries(kind, 39, 4)))
-    one.offer("r", 20, (blocks(FULL, 0, 5),), last=False)
-    one.run()
+    one.serve("r", 20, (blocks(FULL, 0, 5),), last=False)
     early = sum(one.scatters.values())
-    one.offer("r", 39, (blocks(FULL, 5, 10),), last=False)
-    one.run()
+    one.serve("r", 39, (blocks(FULL, 5, 10),), last=False)
     (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
     assert early < sum(one.scatters.values()) == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
-    one.offer("r", 39, (late_entries(kind, 39, 16),))
-    one.run()
+    one.serve("r", 39, (late_entries(kind, 39, 16),))
     one.check_done("r")
 
 
 def test_no_slots_are_lent_to_a_window_that_waits() -> None:
     one = world(slots=2)
-    one.want("r", 39, (blocks(FULL, 0, 3), late_entries("sliding", 39, 4)))
-    one.run()
-    one.offer("r", 39, (blocks(FULL, 0, 10),), last=False)
-    one.run()
+    one.fetch("r", 39, (blocks(FULL, 0, 3), late_entries("sliding", 39, 4)))
+    one.serve("r", 39, (blocks(FULL, 0, 10),), last=False)
     (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
     assert outgoing.announced == outgoing.lent == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
-    one.offer("r", 39, (late_entries("sliding", 39, 16),))
-    one.run()
+    one.serve("r", 39, (late_entries("sliding", 39, 16),))
     one.check_done("r")
 
 
 def test_an_early_offer_needs_no_window_blocks() -> None:
     one = world()
-    one.offer("r", 20, (blocks(FULL, 0, 5),), last=False)
-    one.run()
+    one.serve("r", 20, (blocks(FULL, 0, 5),), last=False)
     assert not one.released()
-    one.offer("r", 20, ())
-    one.run()
+    one.serve("r", 20, ())
     assert one.released()["r"].code == "missing_group" and f"group: {LATE}" in one.released()["r"].reason
 
 
@@ -97,8 +89,7 @@ def test_a_last_offer_needs_all_of_the_window(first: int, end: int, code: str) -
     """39 tokens: the query at 39 sees token 30 and on, which begins in entry 1 of blocks of 16."""
     one = world()
     one.want("r", 39, (blocks(FULL, 0, 3), blocks(LATE, 7, 10)))
-    one.offer("r", 39, (blocks(FULL, 0, 10), blocks(LATE, first, end)))
-    one.run()
+    one.serve("r", 39, (blocks(FULL, 0, 10), blocks(LATE, first, end)))
     assert one.released()["r"].code == code
     one.pass_time(200)
     one.run()
@@ -118,8 +109,7 @@ def test_a_want_needs_blocks_for_the_window_and_no_more() -> None:
 def test_a_prefix_inside_the_window_needs_no_blocks_before() -> None:
     one = world()
     one.offer("r", 39, (blocks(FULL, 0, 10), late_entries("sliding", 39, 16)))
-    one.want("r", 39, (blocks(FULL, 2, 3), blocks(LATE, 8, 10)), first=32)
-    one.run()
+    one.fetch("r", 39, (blocks(FULL, 2, 3), blocks(LATE, 8, 10)), first=32)
     done = one.answers()["r"]
     assert isinstance(done, Done) and done.moved_bytes == 2 * 7 * 2 * 4 * 16  # layers x tokens x parts x heads x row
     one.check_rest()
@@ -129,8 +119,7 @@ def test_a_window_of_a_longer_offer_that_begins_too_late_fails_by_name() -> None
     """What is offered last keeps its own window; a want of less may need a token before it."""
     one = world()
     one.want("r", 30, (blocks(FULL, 0, 2), blocks(LATE, 5, 8)))
-    one.offer("r", 45, (blocks(FULL, 0, 12), late_entries("sliding", 45, 16)))
-    one.run()
+    one.serve("r", 45, (blocks(FULL, 0, 12), late_entries("sliding", 45, 16)))
     answer = one.failure()
     assert answer.code == "blocks_too_few" and "[32, 48)" in answer.reason
     one.check_rest()
@@ -140,8 +129,7 @@ def test_a_chunk_that_is_over_needs_no_blocks() -> None:
     """At 80 tokens a new chunk of 10 begins, and a new block: nothing of the old ones is wanted."""
     one = world("chunked")
     one.offer("r", 80, (blocks(FULL, 0, 20),))
-    one.want("r", 80, (blocks(FULL, 0, 5),))
-    one.run()
+    one.fetch("r", 80, (blocks(FULL, 0, 5),))
     one.check_done("r")
 
 
@@ -151,8 +139,7 @@ def test_the_block_in_which_a_window_begins_is_wanted_whole(kind: str, end: int,
     one = world(kind)
     late = blocks(LATE, first, -(-end // 4))
     one.offer("r", end, (blocks(FULL, 0, 14), late_entries(kind, end, 16)))
-    one.want("r", end, (blocks(FULL, 2, 4), late), first=32)
-    one.run()
+    one.fetch("r", end, (blocks(FULL, 2, 4), late), first=32)
     done = one.answers()["r"]
     tokens = end - 32 + end - 4 * first
     assert isinstance(done, Done) and done.moved_bytes == tokens * 2 * 4 * 16  # tokens of both layers x parts x heads
@@ -164,8 +151,7 @@ def test_a_state_of_a_longer_offer_fails_by_name(end: int, offered: int) -> None
     """The entry may be the same, and yet hold the state after another token."""
     one = world("state")
     one.want("r", end, (blocks(FULL, 0, 3), late_entries("state", end, 4)))
-    one.offer("r", offered, (blocks(FULL, 0, 10), blocks(LATE, 0, 3)))
-    one.run()
+    one.serve("r", offered, (blocks(FULL, 0, 10), blocks(LATE, 0, 3)))
     answer = one.failure()
     assert answer.code == "state_moved_on" and str(end) in answer.reason and str(offered) in answer.reason
     one.check_rest()

@@ -278,6 +278,15 @@ class World:
     def receivers(self) -> list[Node]:
         return [node for name, node in self.nodes.items() if name[0] == "D"]
 
+    @property
+    def sender(self) -> Node:
+        """The first of them."""
+        return self.senders[0]
+
+    @property
+    def receiver(self) -> Node:
+        return self.receivers[0]
+
     # What engines say:
 
     def offer(self, *said: Any, at: Node | None = None, **more: Any) -> None:
@@ -297,11 +306,20 @@ class World:
         for node in self.receivers if at is None else [at]:
             self.do(node, node.receiving.want(message, node.engine, self.now))
 
-    def begin(self, request: str = "r", tokens: int = 64) -> None:
-        """It is offered whole, and wanted, and everything happens that is not held back."""
-        self.offer(request, tokens, -(-tokens // 4))
-        self.want(request, tokens)
+    def serve(self, *said: Any, **more: Any) -> None:
+        """An offer, and everything happens that is not held back."""
+        self.offer(*said, **more)
         self.run()
+
+    def fetch(self, *said: Any, **more: Any) -> None:
+        """The same after a want."""
+        self.want(*said, **more)
+        self.run()
+
+    def begin(self, request: str = "r", tokens: int = 64) -> None:
+        """The same after both; it is offered whole."""
+        self.offer(request, tokens, -(-tokens // 4))
+        self.fetch(request, tokens)
 
     def abandon(self, request: str) -> None:
         for node in self.receivers:

@@ -20,7 +20,6 @@ from tests.support.pools import Held
 from tests.support.refusals import refused
 
 SIZES = (1, 2, 3, 8)
-INTERLEAVES = ((1, 1), (1, 3), (3, 1), (16, 1), (3, 16), (16, 16), (64, 64), (16, 64))
 REPLICATED = Shape(layers=1, kv_heads=1, blocks=14)
 GROUPED = Shape(layers=1, kv_heads=2, tp_size=2, blocks=14)
 

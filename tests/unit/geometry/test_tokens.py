@@ -45,12 +45,6 @@ def test_growing_makes_a_new_table() -> None:
     assert large.places(15, 18).tolist() == [5 * 16 + 15, 6 * 16, 6 * 16 + 1]
 
 
-def test_a_table_may_begin_after_the_prefix() -> None:
-    table = BlockTable.of(GROUP, Blocks(0, 2, (9,)))
-    assert (table.first_token, table.end_token) == (32, 48)
-    assert table.places(40, 42).tolist() == [152, 153]
-
-
 def test_an_empty_range_needs_no_blocks() -> None:
     assert BlockTable.of(GROUP).places(16, 16).tolist() == []
 

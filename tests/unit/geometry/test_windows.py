@@ -12,7 +12,7 @@ from kvbridge_proto.pool import Group, Region, Shard, Step
 
 from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.geometry.group_plan import kept
-from kvbridge.geometry.plan import ALIGN, Part, Plan, Planner, plan
+from kvbridge.geometry.plan import ALIGN, Part, Planner, plan
 from kvbridge.geometry.shard import assign
 from tests.support.carried import OnCpu, carried, carry, move
 from tests.support.matrix import Case
@@ -30,16 +30,11 @@ from tests.support.oracle import (
     take_rows,
 )
 from tests.support.pools import POISON, STATE_WIDTHS, STATES, Held, build
+from tests.unit.geometry.test_plan import plan_between
 
 ROW_BYTES = 4 * (8 + 8) * 2  # of a token and layer: heads, K and V, bf16
 HYBRID = Shape(layers=4, kinds=("full", "sliding"), window=20)
 STATEFUL = Shape(layers=3, kinds=("full", "state", "sliding"), window=20)
-
-
-def planned_for(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 12) -> Plan:
-    ours, theirs = describe(sender), describe(receiver)
-    (takes,) = assign([ours], theirs)
-    return plan(ours, theirs, takes, tokens.start, tokens.stop, slot_bytes)
 
 
 @pytest.mark.parametrize("first", [0, 16, 40, 61, 70])
@@ -47,7 +42,7 @@ def test_only_the_window_travels(first: int) -> None:
     """80 tokens: the query at 80 sees 61 and on, from the block that begins at 48."""
     for receiver in (HYBRID, replace(HYBRID, layout="hnd", tp_size=2)):
         carry(HYBRID, receiver, range(first, 80))
-    planned = planned_for(HYBRID, HYBRID, range(first, 80))
+    planned = plan_between(HYBRID, HYBRID, range(first, 80))
     assert planned.total_bytes == ROW_BYTES * 2 * (80 - first + 80 - max(first, 48))
 
 
@@ -55,7 +50,7 @@ def test_only_the_window_travels(first: int) -> None:
 def test_a_window_begins_with_the_prompt_or_later(end: int) -> None:
     wide = replace(HYBRID, block_tokens=32)
     carry(wide, replace(HYBRID, layout="packed"), range(end))
-    (full, window) = planned_for(wide, HYBRID, range(end)).group_plans
+    (full, window) = plan_between(wide, HYBRID, range(end)).group_plans
     assert (full.first, full.end) == (0, end) and (window.first, window.end) == (max(0, end - 19) // 16 * 16, end)
 
 
@@ -82,7 +77,7 @@ def test_chunked_borders(end: int, first: int | None) -> None:
     """A query at the first token of a chunk sees nothing before."""
     shape = replace(HYBRID, kinds=("full", "chunked"), window=32)
     carry(replace(shape, block_tokens=48), replace(shape, layout="hnd", block_tokens=24), range(end))
-    group_plans = planned_for(shape, shape, range(end)).group_plans
+    group_plans = plan_between(shape, shape, range(end)).group_plans
     assert [(group_plan.kind, group_plan.first, group_plan.end) for group_plan in group_plans[1:]] == (
         [] if first is None else [("chunked", first, end)]
     )
@@ -93,7 +88,7 @@ def test_blocks_before_the_window_are_not_read() -> None:
     pools = {True: describe(HYBRID), False: describe(replace(HYBRID, block_tokens=8, blocks=24))}
     tables = {side: block_table(pool, tables_of(pool, 80, 1), 0, 80) for side, pool in pools.items()}
     assert (tables[True][1].first_token, tables[False][1].first_token, tables[True][0].first_token) == (48, 56, 0)
-    planned = planned_for(HYBRID, replace(HYBRID, block_tokens=8, blocks=24), range(80))
+    planned = plan_between(HYBRID, replace(HYBRID, block_tokens=8, blocks=24), range(80))
     for side, index in itertools.product(pools, range(planned.chunks)):
         for each in Part(planned, planned.chunk(index), tables[side], side).moves():
             group = pools[side].groups[each.plane.group]
@@ -102,14 +97,14 @@ def test_blocks_before_the_window_are_not_read() -> None:
 
 def test_a_want_of_nothing_but_a_past_chunk_has_no_chunks() -> None:
     shape = Shape(kinds=("chunked",), window=32)
-    planned = planned_for(shape, shape, range(64))
+    planned = plan_between(shape, shape, range(64))
     assert (planned.chunks, planned.total_bytes, planned.group_plans) == (0, 0, ())
     carry(shape, shape, range(64))
 
 
 def test_the_window_is_in_the_digest() -> None:
     whole = replace(HYBRID, window=200)
-    digests = {planned_for(Shape(layers=4), each, range(80)).digest for each in (Shape(layers=4), whole, HYBRID)}
+    digests = {plan_between(Shape(layers=4), each, range(80)).digest for each in (Shape(layers=4), whole, HYBRID)}
     assert len(digests) == 3
 
 
@@ -146,7 +141,7 @@ def test_groups_with_other_block_sizes_overlay_the_same_bytes() -> None:
 def test_state_takes_one_row(end: int, tp_size: int) -> None:
     shape = replace(STATEFUL, tp_size=tp_size)
     carry(shape, replace(shape, layout="hnd", group_tokens={"state": 48}), range(end))
-    planned = planned_for(replace(shape, tp_size=1), replace(shape, tp_size=1), range(end))
+    planned = plan_between(replace(shape, tp_size=1), replace(shape, tp_size=1), range(end))
     state = planned.group_plans[-1]
     assert (state.kind, state.first, state.end) == ("state", 0, 1)
     assert {pair.receiver.part for pair in state.pairs} == set(STATES)
@@ -155,7 +150,7 @@ def test_state_takes_one_row(end: int, tp_size: int) -> None:
 
 def test_a_state_moves_whole_however_much_of_the_prompt_is_there() -> None:
     carry(STATEFUL, STATEFUL, range(64, 80))
-    group_plans = planned_for(STATEFUL, STATEFUL, range(79, 80)).group_plans
+    group_plans = plan_between(STATEFUL, STATEFUL, range(79, 80)).group_plans
     assert [(group_plan.kind, group_plan.end - group_plan.first) for group_plan in group_plans] == [
         ("full", 1),
         ("sliding", 1),
@@ -178,7 +173,7 @@ def test_one_template_serves_every_state() -> None:
 
 
 def test_late_group_plans_come_last_and_need_all_tokens() -> None:
-    planned = planned_for(STATEFUL, replace(STATEFUL, block_tokens=32), range(7, 80), 512)
+    planned = plan_between(STATEFUL, replace(STATEFUL, block_tokens=32), range(7, 80), 512)
     chunks = [planned.chunk(index) for index in range(planned.chunks)]
     assert [group_plan.kind for group_plan in planned.group_plans] == ["full", "sliding", "state"]
     assert [chunk.is_late for chunk in chunks] == [index >= planned.early_chunks for index in range(planned.chunks)]

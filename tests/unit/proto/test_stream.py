@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kvbridge_proto import engine
 from kvbridge_proto.codec import BadFrame, Limits
 from kvbridge_proto.stream import HEADER, StreamReader, pack
@@ -29,15 +26,6 @@ def test_one_byte_at_a_time() -> None:
     reader: StreamReader[engine.ToEngine] = StreamReader(engine.ToEngine)
     stream = b"".join(pack(message) for message in TO_ENGINE)
     assert [m for byte in stream for m in reader.feed(bytes([byte]))] == list(TO_ENGINE)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, len(BYTES)), max_size=12))
-def test_any_split_gives_the_same_messages(cuts: list[int]) -> None:
-    edges = [0, *sorted(cuts), len(BYTES)]
-    reader: StreamReader[engine.ToAgent] = StreamReader(engine.ToAgent)
-    pieces = [BYTES[a:b] for a, b in itertools.pairwise(edges)]
-    assert tuple(m for piece in pieces for m in reader.feed(piece)) == THREE
 
 
 def test_a_message_stays_when_the_caller_does_not_look_at_once() -> None:
