@@ -127,9 +127,9 @@ class SteppedDataPlane(DataPlane):
         ticking = (WaitEngineHeard, WaitLease)
         return min((tick if isinstance(wait, ticking) else wait.deadline for wait, _ in self._fenced), default=None)
 
-    def _scatter(self, arrival: LandedChunk) -> None:
-        self._process.world.on_landed(self._process, arrival.notice)
-        super()._scatter(arrival)
+    def _scatter(self, landed: LandedChunk) -> None:
+        self._process.world.on_landed(self._process, landed.notice)
+        super()._scatter(landed)
 
     def _put(self, task: Callable[[], None]) -> None:
         if not self._process.is_dead:

@@ -28,7 +28,7 @@ from kvbridge_proto.peer import (
 
 from ..dataplane.data_plane import DataPlane
 from ..dataplane.routes.choice import NOT_CONNECTED, Connected, may_be_written, options, to_be_read
-from ..dataplane.routes.staged import Landing
+from ..dataplane.routes.slot_route import Landing
 from ..errors import FabricError
 from ..exchange.route import Site
 from ..exchange.session import AttachedEngine, answer, welcome

@@ -74,7 +74,7 @@ from .receive_orders import LandedChunk, ReceiveOrders
 from .resources import Resources, StagingEndpoints
 from .routes.choice import Connected
 from .routes.pull import PullRoute
-from .routes.staged import Landing
+from .routes.slot_route import Landing
 from .send_orders import SendOrders
 from .watchdog import STUCK_S, Watchdog, end_process
 
@@ -463,8 +463,8 @@ class DataPlane:
     def _send(self) -> bool:
         """Gather chunks that are ready while there are slots, for about SEND_S. Returns whether anything was begun."""
         ends, has_begun = self._clock() + SEND_S, False
-        while (not has_begun or self._clock() < ends) and (departure := self.send_orders.begin()) is not None:
-            self._resume(self._jobs.send(departure), None)
+        while (not has_begun or self._clock() < ends) and (leaving := self.send_orders.begin()) is not None:
+            self._resume(self._jobs.send(leaving), None)
             has_begun = True
         return has_begun
 
@@ -553,13 +553,13 @@ class DataPlane:
             notice = self._notices.decode(payload)
         except BadFrame as error:
             return self.receive_orders.report(Malformed(error.code))
-        if (arrival := self.receive_orders.landed(notice)) is not None:
-            self.receive_orders.note_landed(arrival, self._clock())
+        if (landed := self.receive_orders.landed(notice)) is not None:
+            self.receive_orders.note_landed(landed, self._clock())
             failpoint("receiver.notice_landed")
-            self._scatter(arrival)
+            self._scatter(landed)
 
-    def _scatter(self, arrival: LandedChunk) -> None:
-        self._resume(self._jobs.scatter(arrival), None)
+    def _scatter(self, landed: LandedChunk) -> None:
+        self._resume(self._jobs.scatter(landed), None)
         self._flush_reports()
 
     def _fail(self, job: Job, error: EngineError) -> None:

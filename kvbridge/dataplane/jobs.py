@@ -35,8 +35,8 @@ from .awaits import (
 )
 from .receive_orders import LandedChunk, ReceiveOrders
 from .resources import Resources
-from .routes.choice import STAGED, Connected, is_proved, prove
-from .routes.staged import Landing, Target
+from .routes.choice import SLOT_ROUTES, Connected, is_proved, prove
+from .routes.slot_route import Landing, Target
 from .send_orders import LeavingChunk, SendOrders
 
 log = logging.getLogger("kvbridge.data_plane")
@@ -113,58 +113,58 @@ class Jobs:
 
     # Out:
 
-    def send(self, departure: LeavingChunk) -> Job:
+    def send(self, leaving: LeavingChunk) -> Job:
         """Gather a chunk once the engine has computed it, and write it into the leased slot."""
         send_orders, is_late = self._send_orders, False
         try:
-            target = self._target(departure)
+            target = self._target(leaving)
         except PeerError as error:
-            send_orders.gathered(departure)
-            return send_orders.written(departure, 0.0, (error.code, str(error)))
+            send_orders.gathered(leaving)
+            return send_orders.written(leaving, 0.0, (error.code, str(error)))
         self._users[target] += 1
-        gather_s, digest, failure = yield from self._gathered(departure, target)
-        send_orders.gathered(departure)
+        gather_s, digest, failure = yield from self._gathered(leaving, target)
+        send_orders.gathered(leaving)
         if failure is None:
-            send_orders.note_gathered(departure, self._clock())
-            is_late, failure = yield from self._pushed(departure, target, digest)
+            send_orders.note_gathered(leaving, self._clock())
+            is_late, failure = yield from self._pushed(leaving, target, digest)
         self._users[target] -= 1
         self._close_unused(target)
-        send_orders.written(departure, gather_s, failure, is_late)
+        send_orders.written(leaving, gather_s, failure, is_late)
 
-    def _target(self, departure: LeavingChunk) -> Target:
-        target, lease, size = self._targets.get(departure.order.incarnation), departure.lease, departure.size_bytes
+    def _target(self, leaving: LeavingChunk) -> Target:
+        target, lease, size = self._targets.get(leaving.order.incarnation), leaving.lease, leaving.size_bytes
         if target is None:
-            raise PeerError("peer_lost", f"peer: {departure.order.incarnation} is not connected")
+            raise PeerError("peer_lost", f"peer: {leaving.order.incarnation} is not connected")
         if lease.slot >= target.slots or size > target.slot_bytes:
             reason = f"lease: slot {lease.slot} of {target.slots}, {size} of {target.slot_bytes} bytes"
             raise PeerError("bad_lease", reason)
         return target
 
-    def _gathered(self, departure: LeavingChunk, target: Target) -> Generator[Wait, Event, tuple[float, int, Failure]]:
+    def _gathered(self, leaving: LeavingChunk, target: Target) -> Generator[Wait, Event, tuple[float, int, Failure]]:
         """Gather the chunk into our slot, or the peer's on the route `direct`.
 
         Returns the seconds that it took, without the waits before it, its digest, and the failure.
         """
-        order, attachment, size = departure.order, departure.attachment, departure.size_bytes
+        order, attachment, size = leaving.order, leaving.attachment, leaving.size_bytes
         began = 0.0
         try:
-            slot, host = target.places(departure.local, departure.lease, size)
-            part = Part(order.plan, order.plan.chunk(departure.chunk), departure.tables, True)
+            slot, host = target.places(leaving.local, leaving.lease, size)
+            part = Part(order.plan, order.plan.chunk(leaving.chunk), leaving.tables, True)
 
             def begin() -> Generator[Wait, Event, int]:
-                yield from begun(attachment, departure.fence, self._ends, departure.dispatch)
+                yield from begun(attachment, leaving.fence, self._ends, leaving.ordered)
                 failpoint("sender.gather_begun")
                 nonlocal began
                 began = self._clock()
                 ticket = self._copier.gather(attachment.memory, part, slot, order.digest_kind, host)
-                self._send_orders.note_gathering(departure, began)
+                self._send_orders.note_gathering(leaving, began)
                 return ticket
 
             moved = yield WaitMove((yield from self._started(begin, attachment)))
             assert isinstance(moved, Moved)
             gather_s = self._clock() - began
             failpoint("sender.gathered")
-            is_theirs = self._taken_back(attachment, order.request, departure.asked_at)
+            is_theirs = self._taken_back(attachment, order.request, leaving.asked_at)
             return gather_s, moved.digest, moved.failure or (yield from is_theirs)
         except Exception as error:  # only this transfer fails
             return 0.0, 0, failure_of("gather_failed", error, order)
@@ -211,17 +211,17 @@ class Jobs:
         return "blocks_taken_back", reason
 
     def _pushed(
-        self, departure: LeavingChunk, target: Target, digest: int
+        self, leaving: LeavingChunk, target: Target, digest: int
     ) -> Generator[Wait, Event, tuple[bool, Failure]]:
         """Write our slot and the notice to the peer; on the route `direct` only the notice is left to send.
 
         Returns whether the write was late, and the failure.
         """
-        size, notice = departure.size_bytes, encode(self._notice(departure, digest))
+        size, notice = leaving.size_bytes, encode(self._notice(leaving, digest))
         deadline, is_late = self._ends, False
         try:
             failpoint("sender.write_begun")
-            wait = target.push(departure.local, departure.lease, size, notice, deadline)
+            wait = target.push(leaving.local, leaving.lease, size, notice, deadline)
             if wait is None:
                 return False, None
             failpoint("sender.write_posted")
@@ -229,23 +229,23 @@ class Jobs:
             return False, (error.code, str(error))
         while isinstance(ended := (yield wait), WriteLate):
             is_late = True
-            self._send_orders.late(departure, f"write_timeout_s: {self._write_timeout_s} passed")
+            self._send_orders.late(leaving, f"write_timeout_s: {self._write_timeout_s} passed")
         failpoint("sender.write_ended")
         return is_late, ("write_failed", ended.reason) if isinstance(ended, WriteFailed) else None
 
-    def _notice(self, departure: LeavingChunk, digest: int) -> Notice:
-        order, lease = departure.order, departure.lease
+    def _notice(self, leaving: LeavingChunk, digest: int) -> Notice:
+        order, lease = leaving.order, leaving.lease
         return Notice(
             transfer=order.transfer,
             token=order.token,
             sender_incarnation=self._incarnation,
             receiver_incarnation=order.incarnation,
-            sender_epoch=departure.attachment.epoch,
+            sender_epoch=leaving.attachment.epoch,
             receiver_epoch=order.receiver_epoch,
             slot=lease.slot,
             generation=lease.generation,
-            chunk=departure.chunk,
-            chunk_bytes=departure.size_bytes,
+            chunk=leaving.chunk,
+            chunk_bytes=leaving.size_bytes,
             digest=digest,
         )
 
@@ -268,18 +268,18 @@ class Jobs:
 
     # In:
 
-    def scatter(self, arrival: LandedChunk) -> Job:
+    def scatter(self, landed: LandedChunk) -> Job:
         """Put a chunk that landed into the engine's blocks, once the engine has finished with them."""
-        order, notice, attachment = arrival.order, arrival.notice, arrival.attachment
+        order, notice, attachment = landed.order, landed.notice, landed.attachment
         chunk = order.plan.chunk(notice.chunk)
-        endpoint, copier = STAGED[order.route].endpoint(self._resources), self._copier
+        endpoint, copier = SLOT_ROUTES[order.route].endpoint(self._resources), self._copier
         slot, host = self._resources.endpoint.receive_slots.span(notice.slot, chunk.size_bytes), None
         if endpoint is not self._resources.endpoint:
             host = endpoint.receive_slots.span(notice.slot, chunk.size_bytes)
         failure: Failure
 
         def begin() -> Generator[Wait, Event, int]:
-            yield from begun(attachment, order.fence, self._ends, arrival.receipt)
+            yield from begun(attachment, order.fence, self._ends, landed.ordered)
             failpoint("receiver.scatter_begun")
             part = Part(order.plan, chunk, order.tables, False)
             return copier.scatter(attachment.memory, part, slot, order.digest_kind, notice.digest, host)
@@ -290,7 +290,7 @@ class Jobs:
             failure = ended.failure
         except Exception as error:  # only this transfer fails
             failure = failure_of("scatter_failed", error, order)
-        self._receive_orders.scattered(arrival, failure)
+        self._receive_orders.scattered(landed, failure)
 
     def watch(self, attachment: AttachedMemory, fence: int) -> Job:
         """Report when our engine's fence has reached this count, or when the wait for it has ended."""

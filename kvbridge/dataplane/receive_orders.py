@@ -39,7 +39,7 @@ class OrderedReceive:
 class LandedChunk:
     """A chunk that landed and matched its order, on its way into the engine's blocks."""
 
-    receipt: OrderedReceive
+    ordered: OrderedReceive
     order: ReceiveOrder
     attachment: AttachedMemory
     notice: Notice
@@ -67,66 +67,66 @@ class ReceiveOrders:
 
     def lend(self, lend: Lend) -> None:
         """Accept chunks in these slots."""
-        if (receipt := self._open.get(lend.transfer)) is None:
+        if (ordered := self._open.get(lend.transfer)) is None:
             return  # all chunks have landed: nothing will be written under these leases
-        receipt.leases.update((lease.slot, lease.generation) for lease in lend.leases)
+        ordered.leases.update((lease.slot, lease.generation) for lease in lend.leases)
         self.lent += len(lend.leases)
 
     def stop(self, stop: StopReceiving) -> None:
         """Accept nothing more of this transfer. Quiet is reported once none of it is being moved."""
-        if (receipt := self._open.get(stop.transfer)) is None:
+        if (ordered := self._open.get(stop.transfer)) is None:
             self._reports.append(Quiet(stop.transfer))
             return
-        receipt.stop = stop
-        self._forget_leases(receipt)
-        self._end_if_over(receipt)
+        ordered.stop = stop
+        self._forget_leases(ordered)
+        self._end_if_over(ordered)
 
     def landed(self, notice: Notice) -> LandedChunk | None:
         """A notice came. Returns its chunk if everything matches an order, otherwise None and Dropped is reported."""
-        receipt = self._open.get(notice.transfer)
-        if receipt is None or receipt.order is None or not matches(notice, receipt, receipt.order):
+        ordered = self._open.get(notice.transfer)
+        if ordered is None or ordered.order is None or not matches(notice, ordered, ordered.order):
             self._reports.append(Dropped(notice.transfer, notice.slot))
             return None
-        assert receipt.attachment is not None
-        del receipt.leases[notice.slot]
+        assert ordered.attachment is not None
+        del ordered.leases[notice.slot]
         self.lent -= 1
-        receipt.missing.discard(notice.chunk)
-        receipt.moving += 1
+        ordered.missing.discard(notice.chunk)
+        ordered.moving += 1
         self.scattering += 1
-        return LandedChunk(receipt, receipt.order, receipt.attachment, notice)
+        return LandedChunk(ordered, ordered.order, ordered.attachment, notice)
 
     def reach(self, transfer: str, stage: TransferStage, at: float, chunks: int) -> None:
         """A transfer reached a stage: for the journal."""
         self._reached.append(StageReached(transfer, stage, at, chunks))
 
-    def note_landed(self, arrival: LandedChunk, at: float) -> None:
+    def note_landed(self, landed: LandedChunk, at: float) -> None:
         """The chunk came in: for the journal, if it is the first or the last of its transfer."""
-        chunks, missing = arrival.order.plan.chunks, len(arrival.receipt.missing)
+        chunks, missing = landed.order.plan.chunks, len(landed.ordered.missing)
         if missing in (0, chunks - 1):
-            self.reach(arrival.receipt.transfer, "landed", at, chunks - missing)
+            self.reach(landed.ordered.transfer, "landed", at, chunks - missing)
 
-    def scattered(self, arrival: LandedChunk, failure: Failure) -> None:
+    def scattered(self, landed: LandedChunk, failure: Failure) -> None:
         """The chunk's slot is no longer read. `failure` says why its rows do not count, if they do not."""
-        receipt, notice = arrival.receipt, arrival.notice
-        lease, transfer = SlotLease(notice.slot, notice.generation), receipt.transfer
+        ordered, notice = landed.ordered, landed.notice
+        lease, transfer = SlotLease(notice.slot, notice.generation), ordered.transfer
         before = self._landed.get(transfer) or Landed(transfer, (), 0, 0)
-        chunks, size_bytes = (1, arrival.size_bytes) if failure is None else (0, 0)
+        chunks, size_bytes = (1, landed.size_bytes) if failure is None else (0, 0)
         leases = (*before.leases, lease)
         self._landed[transfer] = Landed(transfer, leases, before.chunks + chunks, before.size_bytes + size_bytes)
-        if failure is not None and receipt.stop is None:
+        if failure is not None and ordered.stop is None:
             self._reports.append(Broken(transfer, *failure))
         self.scattering -= 1
-        self._moved(receipt)
+        self._moved(ordered)
 
     def begin_read(self, transfer: str) -> OrderedReceive:
         """Rows of this transfer are pulled from now on, until `end_read`."""
-        receipt = self._open.setdefault(transfer, OrderedReceive(transfer))
-        receipt.moving += 1
-        return receipt
+        ordered = self._open.setdefault(transfer, OrderedReceive(transfer))
+        ordered.moving += 1
+        return ordered
 
-    def end_read(self, receipt: OrderedReceive) -> None:
+    def end_read(self, ordered: OrderedReceive) -> None:
         """The pull that `begin_read` announced is over."""
-        self._moved(receipt)
+        self._moved(ordered)
 
     def take_reports(self) -> list[ReceivingReport]:
         """The reports since the last call. Landed go first: nothing of a transfer lands after its Quiet."""
@@ -143,28 +143,28 @@ class ReceiveOrders:
         """Add another report for the exchange."""
         self._reports.append(report)
 
-    def _moved(self, receipt: OrderedReceive) -> None:
-        receipt.moving -= 1
-        self._end_if_over(receipt)
+    def _moved(self, ordered: OrderedReceive) -> None:
+        ordered.moving -= 1
+        self._end_if_over(ordered)
 
-    def _end_if_over(self, receipt: OrderedReceive) -> None:
-        if receipt.moving or (receipt.missing and receipt.stop is None):
+    def _end_if_over(self, ordered: OrderedReceive) -> None:
+        if ordered.moving or (ordered.missing and ordered.stop is None):
             return
-        self._forget_leases(receipt)
-        del self._open[receipt.transfer]
-        if receipt.stop is not None:
-            self._reports.append(Quiet(receipt.transfer))
+        self._forget_leases(ordered)
+        del self._open[ordered.transfer]
+        if ordered.stop is not None:
+            self._reports.append(Quiet(ordered.transfer))
 
-    def _forget_leases(self, receipt: OrderedReceive) -> None:
-        self.lent -= len(receipt.leases)
-        receipt.leases.clear()
+    def _forget_leases(self, ordered: OrderedReceive) -> None:
+        self.lent -= len(ordered.leases)
+        ordered.leases.clear()
 
 
-def matches(notice: Notice, receipt: OrderedReceive, order: ReceiveOrder) -> bool:
+def matches(notice: Notice, ordered: OrderedReceive, order: ReceiveOrder) -> bool:
     """Whether every field of a notice is what we expect."""
     return (
-        receipt.leases.get(notice.slot) == notice.generation
-        and notice.chunk in receipt.missing
+        ordered.leases.get(notice.slot) == notice.generation
+        and notice.chunk in ordered.missing
         and notice.chunk_bytes == order.plan.chunk(notice.chunk).size_bytes
         and notice.token == order.token
         and notice.sender_incarnation == order.sender_incarnation

@@ -59,7 +59,7 @@ class OrderedSend:
 class LeavingChunk:
     """A chunk on its way from the engine's blocks, through our slot `local`, to a slot that its receiver lent."""
 
-    dispatch: OrderedSend
+    ordered: OrderedSend
     tables: Mapping[int, BlockTable]
     chunk: int
     fence: int
@@ -69,11 +69,11 @@ class LeavingChunk:
 
     @property
     def order(self) -> SendOrder:
-        return self.dispatch.order
+        return self.ordered.order
 
     @property
     def attachment(self) -> AttachedMemory:
-        return self.dispatch.attachment
+        return self.ordered.attachment
 
     @property
     def size_bytes(self) -> int:
@@ -103,102 +103,100 @@ class SendOrders:
 
     def progress(self, progress: Progress, asked_at: float) -> None:
         """More chunks of a transfer are ready."""
-        if (dispatch := self._open.get(progress.transfer)) is not None:
-            dispatch.asked_at = asked_at
-            dispatch.tables = progress.tables
-            dispatch.ready.append((progress.ready, progress.fence))
-            self._queue(dispatch)
+        if (ordered := self._open.get(progress.transfer)) is not None:
+            ordered.asked_at = asked_at
+            ordered.tables = progress.tables
+            ordered.ready.append((progress.ready, progress.fence))
+            self._queue(ordered)
 
     def credit(self, credit: Credit, asked_at: float) -> None:
         """More slots are lent to a transfer."""
-        if (dispatch := self._open.get(credit.transfer)) is not None:
-            dispatch.asked_at = asked_at
-            dispatch.leases.extend(credit.leases)
-            self._queue(dispatch)
+        if (ordered := self._open.get(credit.transfer)) is not None:
+            ordered.asked_at = asked_at
+            ordered.leases.extend(credit.leases)
+            self._queue(ordered)
 
     def stop(self, stop: StopSending) -> None:
         """Begin nothing more of this transfer. Quiet is reported once none of it is under way."""
-        if (dispatch := self._open.get(stop.transfer)) is None:
+        if (ordered := self._open.get(stop.transfer)) is None:
             self._reports.append(Quiet(stop.transfer))
             return
-        has_gathered = self._has_gathered(dispatch)
-        dispatch.stop = stop
+        has_gathered = self._has_gathered(ordered)
+        ordered.stop = stop
         self._awaiting_slots.discard(stop.transfer)
-        if dispatch.writing and not dispatch.gathering and not has_gathered:
+        if ordered.writing and not ordered.gathering and not has_gathered:
             self._reports.append(Gathered(stop.transfer))
-        self._end_if_over(dispatch)
+        self._end_if_over(ordered)
 
     def begin(self) -> LeavingChunk | None:
         """The next chunk to gather, of the transfer that has waited longest. None without a free slot or a chunk."""
-        while self.slots.free and (dispatch := self._awaiting_slots.take()) is not None:
-            if dispatch.can_begin:  # it may have ended since
-                return self._begin(dispatch)
+        while self.slots.free and (ordered := self._awaiting_slots.take()) is not None:
+            if ordered.can_begin:  # it may have ended since
+                return self._begin(ordered)
         return None
 
-    def _begin(self, dispatch: OrderedSend) -> LeavingChunk:
-        local, chunk = self.slots.take(), dispatch.next_chunk
+    def _begin(self, ordered: OrderedSend) -> LeavingChunk:
+        local, chunk = self.slots.take(), ordered.next_chunk
         assert local is not None
-        end_chunk, fence = dispatch.ready[0]
-        departure = LeavingChunk(
-            dispatch, dispatch.tables, chunk, fence, local, dispatch.leases.popleft(), dispatch.asked_at
-        )
-        dispatch.turn = self.slots.turn
-        dispatch.next_chunk += 1
-        dispatch.gathering += 1
-        dispatch.writing += 1
+        end_chunk, fence = ordered.ready[0]
+        leaving = LeavingChunk(ordered, ordered.tables, chunk, fence, local, ordered.leases.popleft(), ordered.asked_at)
+        ordered.turn = self.slots.turn
+        ordered.next_chunk += 1
+        ordered.gathering += 1
+        ordered.writing += 1
         self.moving += 1
-        if dispatch.next_chunk == end_chunk:
-            dispatch.ready.popleft()
-        self._queue(dispatch)
-        return departure
+        if ordered.next_chunk == end_chunk:
+            ordered.ready.popleft()
+        self._queue(ordered)
+        return leaving
 
-    def _queue(self, dispatch: OrderedSend) -> None:
-        if dispatch.can_begin:
-            self._awaiting_slots.add(dispatch.transfer, dispatch.turn, dispatch)
+    def _queue(self, ordered: OrderedSend) -> None:
+        if ordered.can_begin:
+            self._awaiting_slots.add(ordered.transfer, ordered.turn, ordered)
 
-    def gathered(self, departure: LeavingChunk) -> None:
+    def gathered(self, leaving: LeavingChunk) -> None:
         """The chunk has been gathered, or never will be."""
-        dispatch = departure.dispatch
-        dispatch.gathering -= 1
-        if not dispatch.gathering and (dispatch.stop is not None or dispatch.next_chunk == dispatch.order.plan.chunks):
-            self._reports.append(Gathered(dispatch.transfer))
+        ordered = leaving.ordered
+        ordered.gathering -= 1
+        if not ordered.gathering and (ordered.stop is not None or ordered.next_chunk == ordered.order.plan.chunks):
+            self._reports.append(Gathered(ordered.transfer))
 
-    def note_gathering(self, departure: LeavingChunk, at: float) -> None:
+    def note_gathering(self, leaving: LeavingChunk, at: float) -> None:
         """The chunk began to be gathered: for the journal."""
-        transfer, chunks = departure.order.transfer, departure.order.plan.chunks
-        if departure.chunk == 0:
+        transfer, chunks = leaving.order.transfer, leaving.order.plan.chunks
+        if leaving.chunk == 0:
             self._reached.append(StageReached(transfer, "gathering", at, 0))
-        if departure.chunk == chunks - 1:
+        if leaving.chunk == chunks - 1:
             self._reached.append(StageReached(transfer, "computed", at, chunks))
 
-    def note_gathered(self, departure: LeavingChunk, at: float) -> None:
+    def note_gathered(self, leaving: LeavingChunk, at: float) -> None:
         """The chunk has been gathered without a failure: for the journal."""
-        dispatch = departure.dispatch
-        if self._has_gathered(dispatch) and not dispatch.is_broken:
-            self._reached.append(StageReached(dispatch.transfer, "gathered", at, dispatch.order.plan.chunks))
+        ordered = leaving.ordered
+        if self._has_gathered(ordered) and not ordered.is_broken:
+            self._reached.append(StageReached(ordered.transfer, "gathered", at, ordered.order.plan.chunks))
 
-    def _has_gathered(self, dispatch: OrderedSend) -> bool:
-        return not dispatch.gathering and dispatch.next_chunk == dispatch.order.plan.chunks
+    def _has_gathered(self, ordered: OrderedSend) -> bool:
+        return not ordered.gathering and ordered.next_chunk == ordered.order.plan.chunks
 
-    def late(self, departure: LeavingChunk, reason: str) -> None:
+    def late(self, leaving: LeavingChunk, reason: str) -> None:
         """The chunk's write has passed its deadline. It may still land, so its slots stay in use until it ends."""
-        self.slots.doubt(departure.local)
+        self.slots.doubt(leaving.local)
         self.moving -= 1
-        self._fail(departure.dispatch, "write_timeout", reason)
+        self._fail(leaving.ordered, "write_timeout", reason)
 
-    def written(self, departure: LeavingChunk, gather_s: float, failure: Failure, is_late: bool = False) -> None:
+    def written(self, leaving: LeavingChunk, gather_s: float, failure: Failure, is_late: bool = False) -> None:
         """The chunk's write has ended, or will not begin: our slot is no longer read."""
-        dispatch, transfer = departure.dispatch, departure.dispatch.transfer
-        self.slots.give_back(departure.local)
+        ordered, transfer = leaving.ordered, leaving.ordered.transfer
+        self.slots.give_back(leaving.local)
         self.moving -= not is_late
-        dispatch.writing -= 1
+        ordered.writing -= 1
         if failure is None:
             before = self._shipped.get(transfer) or Shipped(transfer, 0, 0, ())
-            size_bytes, gathers = before.size_bytes + departure.size_bytes, (*before.gather_s, gather_s)
+            size_bytes, gathers = before.size_bytes + leaving.size_bytes, (*before.gather_s, gather_s)
             self._shipped[transfer] = Shipped(transfer, before.chunks + 1, size_bytes, gathers)
         else:
-            self._fail(dispatch, *failure)
-        self._end_if_over(dispatch)
+            self._fail(ordered, *failure)
+        self._end_if_over(ordered)
 
     def take_reports(self) -> list[SendingReport]:
         """The reports since the last call. Shipped go first: nothing is shipped after a transfer's Sent or Quiet."""
@@ -225,16 +223,16 @@ class SendOrders:
         """How many transfers wait for a free slot of ours to gather into."""
         return len(self._awaiting_slots)
 
-    def _fail(self, dispatch: OrderedSend, code: str, reason: str) -> None:
-        if dispatch.stop is None and not dispatch.is_broken:
-            self._reports.append(Broken(dispatch.transfer, code, reason))
-        dispatch.is_broken = True
+    def _fail(self, ordered: OrderedSend, code: str, reason: str) -> None:
+        if ordered.stop is None and not ordered.is_broken:
+            self._reports.append(Broken(ordered.transfer, code, reason))
+        ordered.is_broken = True
 
-    def _end_if_over(self, dispatch: OrderedSend) -> None:
-        if dispatch.writing:
+    def _end_if_over(self, ordered: OrderedSend) -> None:
+        if ordered.writing:
             return
-        is_sent = dispatch.next_chunk == dispatch.order.plan.chunks and not dispatch.is_broken
-        if dispatch.stop is None and not is_sent:
+        is_sent = ordered.next_chunk == ordered.order.plan.chunks and not ordered.is_broken
+        if ordered.stop is None and not is_sent:
             return
-        del self._open[dispatch.transfer]
-        self._reports.append(Sent(dispatch.transfer) if dispatch.stop is None else Quiet(dispatch.transfer))
+        del self._open[ordered.transfer]
+        self._reports.append(Sent(ordered.transfer) if ordered.stop is None else Quiet(ordered.transfer))

@@ -8,7 +8,7 @@ from typing import get_args
 from kvbridge_proto.peer import DeviceCard, FabricCard, Hello, Probe, Route
 
 # Routes through slots, in the order of `Route`.
-SLOT_ROUTES: tuple[Route, ...] = tuple(route for route in get_args(Route) if route != "pull")
+SLOT_ROUTE_NAMES: tuple[Route, ...] = tuple(route for route in get_args(Route) if route != "pull")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Site:
     fabric: FabricCard
     host: FabricCard | None = None
     device: DeviceCard | None = None
-    routes: tuple[Route, ...] = SLOT_ROUTES
+    routes: tuple[Route, ...] = SLOT_ROUTE_NAMES
     machine: str = ""
 
     @classmethod

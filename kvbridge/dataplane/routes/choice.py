@@ -25,11 +25,11 @@ from .direct import DirectRoute
 from .host import HostRoute
 from .nixl import NixlRoute
 from .rate import MOST_BYTES, fastest, is_slow
-from .staged import Landing, SlotRoute, Target
+from .slot_route import Landing, SlotRoute, Target
 
 log = logging.getLogger("kvbridge.routes")
 
-STAGED: Mapping[Route, SlotRoute] = {each.name: each for each in (DirectRoute(), NixlRoute(), HostRoute())}
+SLOT_ROUTES: Mapping[Route, SlotRoute] = {each.name: each for each in (DirectRoute(), NixlRoute(), HostRoute())}
 NOT_CONNECTED = 0  # the serial of a route that nothing is written over
 
 
@@ -40,7 +40,7 @@ def options(ours: Site, theirs: Site) -> list[tuple[Route, str]]:
 
 def may_be_written(ours: Site, theirs: Site) -> bool:
     """Whether a route to a receiver's slots may work, as far as two cards tell."""
-    return any(route in STAGED and not reason for route, reason in options(ours, theirs))
+    return any(route in SLOT_ROUTES and not reason for route, reason in options(ours, theirs))
 
 
 def to_be_read(ours: Site, theirs: Site) -> Routed | None:
@@ -55,7 +55,7 @@ def _why_not(route: Route, ours: Site, theirs: Site) -> str:
     if route == PULL:
         reason = pull.why_not(ours, theirs)
     else:  # unknown until both sides have slots
-        reason = STAGED[route].why_not(ours, theirs) if ours.has_slots and theirs.has_slots else ""
+        reason = SLOT_ROUTES[route].why_not(ours, theirs) if ours.has_slots and theirs.has_slots else ""
     return f"{route}: {reason}" if reason else ""
 
 
@@ -79,12 +79,12 @@ def prove(
     reasons: list[str] = []
     slow: list[tuple[Target, Probe]] = []
     for route, reason in options(resources.site, landing.site):
-        if reason or route not in STAGED:  # `pull`, which the receiver proves: it ranks lower, or did not work
+        if reason or route not in SLOT_ROUTES:  # `pull`, which the receiver proves: it ranks lower, or did not work
             reasons.append(reason)
             continue
         target = None
         try:
-            target = STAGED[route].open(resources, landing, serial)
+            target = SLOT_ROUTES[route].open(resources, landing, serial)
             probe = yield from _probe(landing, target, clock)
         except Exception as error:  # the peer's card can hold anything; other routes may still work
             log.info("route does not work: incarnation=%s route=%s %s", landing.incarnation, route, error)
@@ -109,7 +109,7 @@ def prove(
 
 def is_proved(resources: Resources, route: Route, lane: int, probe: Probe) -> bool:
     """Whether our lane holds the pattern that the sender says it wrote by this route through slots."""
-    endpoint = STAGED[route].endpoint(resources)
+    endpoint = SLOT_ROUTES[route].endpoint(resources)
     ours = endpoint.receive_slots.lane(lane)
     if not 0 < probe.size_bytes <= min(ours.size_bytes, MOST_BYTES):
         return False

@@ -15,7 +15,7 @@ from ...exchange.route import Site
 from ..awaits import Wait, WaitMove
 from ..resources import Resources
 from ..slots import SendSlot
-from .staged import Landing, SlotRoute, Target, memories
+from .slot_route import Landing, SlotRoute, Target, memories
 
 log = logging.getLogger("kvbridge.routes")
 

@@ -13,7 +13,7 @@ from ...device.staging import Span
 from ...exchange.route import Site
 from ..resources import Resources, StagingEndpoint
 from ..slots import SendSlot
-from .staged import Landing, SlotRoute, Target, memories
+from .slot_route import Landing, SlotRoute, Target, memories
 
 
 @dataclass(frozen=True, slots=True, eq=False)

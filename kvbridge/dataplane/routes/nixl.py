@@ -6,7 +6,7 @@ from kvbridge_proto.peer import Route
 
 from ...exchange.route import Site
 from ..resources import Resources
-from .staged import Landing, SlotRoute, Target, memories
+from .slot_route import Landing, SlotRoute, Target, memories
 
 
 class NixlRoute(SlotRoute):

@@ -24,7 +24,7 @@ from ..awaits import Event, Job, Settle, Wait, WaitCopier, WaitLease, WaitMove, 
 from ..receive_orders import ReceiveOrders
 from ..resources import Resources
 from .rate import fastest
-from .staged import memories
+from .slot_route import memories
 
 log = logging.getLogger("kvbridge.data_plane")
 
@@ -124,9 +124,9 @@ class PullRoute:
         digests: dict[int, int] = {}
         failure: Failure = None
         receive_orders = self._receive_orders
-        receipt = receive_orders.begin_read(pull.transfer)
+        ordered = receive_orders.begin_read(pull.transfer)
         try:
-            yield from begun(attachment, pull.fence, self._clock() + self._wait_s, receipt)
+            yield from begun(attachment, pull.fence, self._clock() + self._wait_s, ordered)
             receive_orders.reach(pull.transfer, "reading", self._clock(), pull.first_chunk)
             for index in range(pull.first_chunk, pull.end_chunk):
                 if len(tickets) == MOST_AHEAD:
@@ -147,7 +147,7 @@ class PullRoute:
         failure = failure or (yield from self._counted(pull, attachment))
         read = pull.end_chunk - pull.first_chunk
         receive_orders.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
-        receive_orders.end_read(receipt)
+        receive_orders.end_read(ordered)
 
     def _begun(self, pull: Pull, attachment: AttachedMemory, index: int) -> Generator[Wait, Event, int]:
         """Begin to read a chunk as soon as there is room. Returns its ticket, or GIVEN_UP if the transfer has ended."""

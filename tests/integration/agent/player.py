@@ -22,7 +22,7 @@ from kvbridge.agent.request_records import RequestRecords
 from kvbridge.agent.sender_runner import SenderRunner
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.routes.choice import Connected
-from kvbridge.dataplane.routes.staged import Landing
+from kvbridge.dataplane.routes.slot_route import Landing
 from kvbridge.dataplane.send_orders import SendOrders
 from kvbridge.exchange.orders import ReceivingOrder, SendingOrder
 from kvbridge.exchange.receiver import Receiver

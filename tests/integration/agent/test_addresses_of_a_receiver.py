@@ -6,7 +6,7 @@ import asyncio
 
 from kvbridge_proto.peer import Cancel, Drained, Goodbye, Refuse, Settled, Welcome
 
-from kvbridge.dataplane.routes.staged import Landing
+from kvbridge.dataplane.routes.slot_route import Landing
 from kvbridge.errors import FabricError
 from tests.integration.agent.player import Player, Wire, greeting, met, replace_struct, settle
 from tests.unit.exchange.world import World

@@ -18,7 +18,7 @@ from kvbridge.dataplane.jobs import Jobs
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.dataplane.routes.rate import PROBE_S
-from kvbridge.dataplane.routes.staged import Landing
+from kvbridge.dataplane.routes.slot_route import Landing
 from kvbridge.dataplane.send_orders import SendOrders
 from kvbridge.exchange.route import Routed
 from tests.integration.agent.player import Player, Wire, greeting, joined, replace_struct, settle

@@ -23,9 +23,9 @@ def lease_of(notice: Notice) -> SlotLease:
 
 
 def taken(receiver: Node, notice: Notice) -> LandedChunk:
-    arrival = receiver.receive_orders.landed(notice)
-    assert arrival is not None
-    return arrival
+    landed = receiver.receive_orders.landed(notice)
+    assert landed is not None
+    return landed
 
 
 def test_a_want_given_up_while_chunks_are_scattered_fails_afterwards() -> None:
@@ -33,9 +33,9 @@ def test_a_want_given_up_while_chunks_are_scattered_fails_afterwards() -> None:
     arrivals = [taken(receiver, notice) for notice in (first, second)]
     world.abandon("r")
     world.settle()
-    for arrival in arrivals:
+    for landed in arrivals:
         assert not world.answers(), "the engine may use its blocks, and a scatter runs"
-        receiver.receive_orders.scattered(arrival, None)
+        receiver.receive_orders.scattered(landed, None)
         world._report(receiver)
         world.settle()
     assert world.failure().code == "aborted"
@@ -44,10 +44,10 @@ def test_a_want_given_up_while_chunks_are_scattered_fails_afterwards() -> None:
 
 def test_a_notice_between_a_stop_and_its_quiet_is_dropped_and_its_slot_stays_in_quarantine() -> None:
     _, receiver, (first, second, *_) = landing()
-    arrival = taken(receiver, first)
+    landed = taken(receiver, first)
     receiver.receive_orders.stop(StopReceiving(first.transfer, "aborted", "test"))
     assert receiver.receive_orders.landed(second) is None
-    receiver.receive_orders.scattered(arrival, None)
+    receiver.receive_orders.scattered(landed, None)
     landed, *others = receiver.receive_orders.take_reports()
     assert landed == Landed(first.transfer, (lease_of(first),), 1, first.chunk_bytes)
     assert others == [Dropped(second.transfer, second.slot), Quiet(first.transfer)]
@@ -56,8 +56,8 @@ def test_a_notice_between_a_stop_and_its_quiet_is_dropped_and_its_slot_stays_in_
 
 def test_a_slot_whose_landing_crosses_a_stop_is_free_though_the_others_are_not() -> None:
     world, receiver, (first, *_) = landing()
-    arrival = taken(receiver, first)
-    receiver.receive_orders.scattered(arrival, None)
+    landed = taken(receiver, first)
+    receiver.receive_orders.scattered(landed, None)
     world.abandon("r")  # before that is heard
     before = receiver.receiving.slots.counts()
     assert before.free == 0 and before.quarantined == len(receiver.receiving.slots)
@@ -70,12 +70,12 @@ def test_a_slot_whose_landing_crosses_a_stop_is_free_though_the_others_are_not()
 
 def test_a_slot_is_not_lent_again_while_what_landed_in_it_is_read() -> None:
     world, receiver, (first, *_) = landing()
-    arrival = taken(receiver, first)
+    landed = taken(receiver, first)
     incarnation = world.senders[0].engine.agent.incarnation
     world.do(receiver, receiver.receiving.drained(incarnation, first.transfer, "", "", world.now))
     world.settle()
     assert receiver.receiving.slots.free == 0
-    receiver.receive_orders.scattered(arrival, None)
+    receiver.receive_orders.scattered(landed, None)
     world._report(receiver)
     world.settle()
     assert receiver.receiving.slots.free == len(receiver.receiving.slots)

@@ -24,7 +24,7 @@ from kvbridge.dataplane.jobs import Jobs
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
 from kvbridge.dataplane.routes.choice import Connected, pattern, prove
-from kvbridge.dataplane.routes.staged import Landing, Target
+from kvbridge.dataplane.routes.slot_route import Landing, Target
 from kvbridge.dataplane.send_orders import SendOrders
 from kvbridge.device.copier import Compiling, DeviceLost
 from kvbridge.device.copier_cpu import CpuBlockCopier

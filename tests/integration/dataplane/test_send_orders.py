@@ -50,10 +50,10 @@ def lend(made: SendOrders, transfer: str, count: int) -> None:
 
 
 def begun(made: SendOrders) -> list[LeavingChunk]:
-    departures = []
-    while (departure := made.begin()) is not None:
-        departures.append(departure)
-    return departures
+    chunks = []
+    while (leaving := made.begin()) is not None:
+        chunks.append(leaving)
+    return chunks
 
 
 def stop(transfer: str = "a") -> StopSending:
@@ -82,7 +82,7 @@ def test_each_chunk_waits_for_the_count_with_which_it_came() -> None:
     assert not begun(made)
     made.progress(Progress("a", {}, 1, 5), 0.0)
     made.progress(Progress("a", {}, 3, 9), 0.0)
-    assert [departure.fence for departure in begun(made)] == [5, 9, 9]
+    assert [leaving.fence for leaving in begun(made)] == [5, 9, 9]
 
 
 def test_a_chunk_is_asked_for_when_it_was_ordered_and_not_when_it_begins() -> None:
@@ -103,10 +103,10 @@ def test_who_had_a_slot_longest_ago_has_the_next_one() -> None:
     lend(made, "b", 4)
     order = []
     for _ in range(4):
-        for departure in begun(made):
-            order.append(departure.order.transfer)
-            made.gathered(departure)
-            made.written(departure, 0.0, None)
+        for leaving in begun(made):
+            order.append(leaving.order.transfer)
+            made.gathered(leaving)
+            made.written(leaving, 0.0, None)
     assert order == ["a", "b"] * 4
 
 
@@ -128,8 +128,8 @@ def test_nothing_begins_after_a_stop_and_quiet_comes_when_the_last_write_has_end
 def test_a_stop_while_only_writes_are_under_way_gives_the_blocks_back_at_once() -> None:
     made = send_orders(a=4)
     lend(made, "a", 1)
-    (departure,) = begun(made)
-    made.gathered(departure)
+    (leaving,) = begun(made)
+    made.gathered(leaving)
     assert made.take_reports() == []  # three more would be read
     made.stop(stop())
     assert made.take_reports() == [Gathered("a")]
@@ -138,9 +138,9 @@ def test_a_stop_while_only_writes_are_under_way_gives_the_blocks_back_at_once() 
 def test_what_is_over_is_quiet_at_once() -> None:
     made = send_orders(a=1)
     lend(made, "a", 1)
-    (departure,) = begun(made)
-    made.gathered(departure)
-    made.written(departure, 0.0, None)
+    (leaving,) = begun(made)
+    made.gathered(leaving)
+    made.written(leaving, 0.0, None)
     made.stop(stop())
     assert made.take_reports() == [Shipped("a", 1, CHUNK_BYTES, (0.0,)), Gathered("a"), Sent("a"), Quiet("a")]
     made.credit(Credit("a", (SlotLease(0, 2),)), 0.0)
@@ -151,9 +151,9 @@ def test_what_is_over_is_quiet_at_once() -> None:
 def test_after_a_chunk_that_broke_no_other_is_begun() -> None:
     made = send_orders(1, a=4)
     lend(made, "a", 4)
-    (departure,) = begun(made)
-    made.gathered(departure)
-    made.written(departure, 0.0, ("gather_failed", "test"))
+    (leaving,) = begun(made)
+    made.gathered(leaving)
+    made.written(leaving, 0.0, ("gather_failed", "test"))
     assert made.take_reports() == [Broken("a", "gather_failed", "test")] and not begun(made)
     made.stop(stop())
     assert made.take_reports() == [Quiet("a")] and not made._open
@@ -163,8 +163,8 @@ def test_a_late_write_keeps_its_slot_and_holds_up_no_rebuild() -> None:
     made = send_orders(2, a=2)
     lend(made, "a", 2)
     first, second = begun(made)
-    for departure in (first, second):
-        made.gathered(departure)
+    for leaving in (first, second):
+        made.gathered(leaving)
     made.late(first, "test")
     assert made.take_reports() == [Gathered("a"), Broken("a", "write_timeout", "test")]
     made.stop(stop())

@@ -233,40 +233,40 @@ class Besieged(Whole):
     def pump(self) -> None:
         """What can be begun is, and the exchange hears of all."""
         self.report()
-        while (departure := self.send_orders.begin()) is not None:
-            offered = self.sending.offers.get(departure.order.request)
+        while (leaving := self.send_orders.begin()) is not None:
+            offered = self.sending.offers.get(leaving.order.request)
             assert offered is not None, "blocks that were given back are read"
-            first = departure.order.plan.chunk(departure.chunk).first_local  # every rank has all tokens here
+            first = leaving.order.plan.chunk(leaving.chunk).first_local  # every rank has all tokens here
             assert first >= offered.first_token, "a token before the offer is read"
-            self.later("gather", partial(self._gathered, departure))
+            self.later("gather", partial(self._gathered, leaving))
             self.report()
 
-    def _gathered(self, departure: LeavingChunk) -> None:
+    def _gathered(self, leaving: LeavingChunk) -> None:
         """The hostile agent gets it, or its slot cannot be written."""
-        self.send_orders.gathered(departure)
-        failure = ("write_failed", "test") if departure.lease.generation % 3 == 0 else None
-        self.later("end", lambda: self.send_orders.written(departure, 0.0, failure))
+        self.send_orders.gathered(leaving)
+        failure = ("write_failed", "test") if leaving.lease.generation % 3 == 0 else None
+        self.later("end", lambda: self.send_orders.written(leaving, 0.0, failure))
 
-    def _was_read(self, pull: Pull, receipt: OrderedReceive) -> None:
+    def _was_read(self, pull: Pull, ordered: OrderedReceive) -> None:
         """What a data plane says of a read that has ended now."""
         failure: tuple[str, str] | None = None
         if pull.lease.is_given_up or not pull.lease.counts(self.now):
             failure = ("aborted", "test") if pull.lease.is_given_up else ("lease_over", "test")
         read, digests = pull.end_chunk - pull.first_chunk, dict.fromkeys(pull.compared, 1)
         self.receive_orders.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
-        self.receive_orders.end_read(receipt)
+        self.receive_orders.end_read(ordered)
 
     def _reached(self, fence: int) -> None:
         self.fence = max(self.fence, fence)
         self.send_orders.report(FenceReached())
 
     def land(self, notice: Notice) -> bool:
-        arrival = self.receive_orders.landed(notice)
-        if arrival is not None:
+        landed = self.receive_orders.landed(notice)
+        if landed is not None:
             failure = ("digest_mismatch", "test") if notice.digest % 3 else None
-            self.later("scatter", lambda: self.receive_orders.scattered(arrival, failure))
+            self.later("scatter", lambda: self.receive_orders.scattered(landed, failure))
         self.pump()
-        return arrival is not None
+        return landed is not None
 
     # What must be true after every message:
 

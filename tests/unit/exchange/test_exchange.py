@@ -162,8 +162,8 @@ def test_a_landed_chunk_counts_only_if_every_field_matches(world: World, field: 
     receive_orders, true = world.receivers[0].receive_orders, world.notices[0]
     lie = replace(true, **{field: NOTICE_LIES[field]})
     assert receive_orders.landed(lie) is None and receive_orders.scattering == 0
-    arrival = receive_orders.landed(true)
-    assert arrival is not None and arrival.notice == true
+    landed = receive_orders.landed(true)
+    assert landed is not None and landed.notice == true
     again = replace(true, slot=world.notices[1].slot, generation=1)
     assert receive_orders.landed(again) is None  # the same chunk in another slot
     assert receive_orders.take_reports() == [Dropped(lie.transfer, lie.slot), Dropped(again.transfer, again.slot)]

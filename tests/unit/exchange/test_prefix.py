@@ -182,18 +182,18 @@ class Watched(World):
         self.read: dict[tuple[str, str], set[int]] = {}  # sender, request
         self.written: dict[tuple[str, str], set[int]] = {}  # receiver, request
 
-    def _gathered(self, sender: Node, departure: LeavingChunk) -> None:
-        plan = departure.order.plan
-        part = Part(plan, plan.chunk(departure.chunk), departure.tables, is_sender=True)
-        self.read.setdefault((sender.name, departure.order.request), set()).update(_tokens(part))
-        super()._gathered(sender, departure)
+    def _gathered(self, sender: Node, leaving: LeavingChunk) -> None:
+        plan = leaving.order.plan
+        part = Part(plan, plan.chunk(leaving.chunk), leaving.tables, is_sender=True)
+        self.read.setdefault((sender.name, leaving.order.request), set()).update(_tokens(part))
+        super()._gathered(sender, leaving)
 
-    def _scattered(self, receiver: Node, arrival: LandedChunk) -> None:
-        order = arrival.order
-        part = Part(order.plan, order.plan.chunk(arrival.notice.chunk), order.tables, is_sender=False)
+    def _scattered(self, receiver: Node, landed: LandedChunk) -> None:
+        order = landed.order
+        part = Part(order.plan, order.plan.chunk(landed.notice.chunk), order.tables, is_sender=False)
         request = receiver.receiving._wanted_by[order.transfer].want.request
         self.written.setdefault((receiver.name, request), set()).update(_tokens(part))
-        super()._scattered(receiver, arrival)
+        super()._scattered(receiver, landed)
 
     def tables(self, is_receiver: bool, first: int, end: int) -> tuple[Blocks, ...]:
         size = self.block_tokens[is_receiver]

@@ -91,9 +91,9 @@ def make_pool(
     return structs.replace(pool, engine=Engine(kind="test", version="1", id=engine))
 
 
-def notice_of(departure: LeavingChunk, sender: AttachedEngine) -> Notice:
+def notice_of(leaving: LeavingChunk, sender: AttachedEngine) -> Notice:
     """What comes with a chunk that this sender has written."""
-    order, lease = departure.order, departure.lease
+    order, lease = leaving.order, leaving.lease
     return Notice(
         transfer=order.transfer,
         token=order.token,
@@ -103,8 +103,8 @@ def notice_of(departure: LeavingChunk, sender: AttachedEngine) -> Notice:
         receiver_epoch=order.receiver_epoch,
         slot=lease.slot,
         generation=lease.generation,
-        chunk=departure.chunk,
-        chunk_bytes=departure.size_bytes,
+        chunk=leaving.chunk,
+        chunk_bytes=leaving.size_bytes,
         digest=0,
     )
 
@@ -464,41 +464,41 @@ class World:
         take_up(order, node.send_orders, node.receive_orders)
 
     def _send(self, sender: Node) -> None:
-        while not sender.orders and (departure := sender.send_orders.begin()) is not None:
-            self._begin(sender, departure)
+        while not sender.orders and (leaving := sender.send_orders.begin()) is not None:
+            self._begin(sender, leaving)
 
-    def _begin(self, sender: Node, departure: LeavingChunk) -> None:
-        transfer = departure.order.transfer
+    def _begin(self, sender: Node, leaving: LeavingChunk) -> None:
+        transfer = leaving.order.transfer
         offered = sender.sending.outgoing_transfers[transfer].offered
         assert offered in sender.sending.offers.values(), f"{transfer} reads blocks that were given back"
-        self.moved.append((departure.order.plan.pairs, True, sender.engine.pool))
-        self.later("gather", lambda: self._gathered(sender, departure))
+        self.moved.append((leaving.order.plan.pairs, True, sender.engine.pool))
+        self.later("gather", lambda: self._gathered(sender, leaving))
 
-    def _gathered(self, sender: Node, departure: LeavingChunk) -> None:
+    def _gathered(self, sender: Node, leaving: LeavingChunk) -> None:
         if sender.is_dead:
             return
-        plan, incarnation = departure.order.plan, departure.order.incarnation
-        assert Part(plan, plan.chunk(departure.chunk), departure.tables, is_sender=True).moves()
-        key = (incarnation, departure.lease.slot)
+        plan, incarnation = leaving.order.plan, leaving.order.incarnation
+        assert Part(plan, plan.chunk(leaving.chunk), leaving.tables, is_sender=True).moves()
+        key = (incarnation, leaving.lease.slot)
         assert key not in self.writing, f"slot {key} is written under two leases"
-        self.writing[key] = departure
-        self.later("write", lambda: self._written(sender, departure))
-        sender.send_orders.gathered(departure)
+        self.writing[key] = leaving
+        self.later("write", lambda: self._written(sender, leaving))
+        sender.send_orders.gathered(leaving)
         self._report(sender)
 
-    def _written(self, sender: Node, departure: LeavingChunk) -> None:
+    def _written(self, sender: Node, leaving: LeavingChunk) -> None:
         """The write has landed: the receiver may see the notice before or after the sender sees the end."""
-        incarnation = departure.order.incarnation
-        del self.writing[incarnation, departure.lease.slot]
+        incarnation = leaving.order.incarnation
+        del self.writing[incarnation, leaving.lease.slot]
         receiver = next(n for n in self.nodes.values() if n.engine.agent.incarnation == incarnation)
-        notice = notice_of(departure, sender.engine)
+        notice = notice_of(leaving, sender.engine)
         self.notices.append(notice)
         self.later("notice", lambda: self._landed(receiver, notice))
-        self.later("end", lambda: self._ended(sender, departure, None))
+        self.later("end", lambda: self._ended(sender, leaving, None))
 
-    def _ended(self, sender: Node, departure: LeavingChunk, failure: Failure) -> None:
+    def _ended(self, sender: Node, leaving: LeavingChunk, failure: Failure) -> None:
         if not sender.is_dead:
-            sender.send_orders.written(departure, 0.0, failure)
+            sender.send_orders.written(leaving, 0.0, failure)
             self._send(sender)
             self._report(sender)
 
@@ -508,16 +508,16 @@ class World:
         if receiver.is_dead:
             return
         self._order(receiver, is_all=True)
-        if (arrival := receiver.receive_orders.landed(notice)) is not None:
-            self.moved.append((arrival.order.plan.pairs, False, receiver.engine.pool))
-            self.later("scatter", lambda: None if receiver.is_dead else self._scattered(receiver, arrival))
+        if (landed := receiver.receive_orders.landed(notice)) is not None:
+            self.moved.append((landed.order.plan.pairs, False, receiver.engine.pool))
+            self.later("scatter", lambda: None if receiver.is_dead else self._scattered(receiver, landed))
         self._report(receiver)
 
-    def _scattered(self, receiver: Node, arrival: LandedChunk) -> None:
-        order, notice = arrival.order, arrival.notice
+    def _scattered(self, receiver: Node, landed: LandedChunk) -> None:
+        order, notice = landed.order, landed.notice
         assert Part(order.plan, order.plan.chunk(notice.chunk), order.tables, is_sender=False).moves()
         self.scatters[order.transfer, notice.chunk] += 1
-        receiver.receive_orders.scattered(arrival, None)
+        receiver.receive_orders.scattered(landed, None)
         self._report(receiver)
 
     def _report(self, node: Node) -> None:

@@ -68,15 +68,15 @@ SCATTER = attrgetter("order.transfer", "notice.chunk", "notice.slot")
 class Flight:
     """A chunk on its way: gathering, writing, or written and not yet known to be."""
 
-    departure: LeavingChunk
+    leaving: LeavingChunk
     state: str = "gather"
     is_late: bool = False
     has_landed: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
-        departure = self.departure
-        what = departure.order.transfer, departure.chunk, departure.lease
+        leaving = self.leaving
+        what = leaving.order.transfer, leaving.chunk, leaving.lease
         return *what, self.state, self.is_late, self.has_landed
 
 
@@ -308,11 +308,11 @@ class State:
 
     def _after_send_orders(self) -> None:
         """What can be gathered is begun, and what there is to say is said."""
-        while not self.to_send and (departure := self.send_orders.begin()) is not None:
-            out = self.sending.outgoing_transfers.get(departure.order.transfer)
+        while not self.to_send and (leaving := self.send_orders.begin()) is not None:
+            out = self.sending.outgoing_transfers.get(leaving.order.transfer)
             if out is None or out.offered is None or out.offered.request in self.released:
-                raise Wrong(f"{departure.order.transfer} is read though its blocks were given back")
-            self.flights.append(Flight(departure))
+                raise Wrong(f"{leaving.order.transfer} is read though its blocks were given back")
+            self.flights.append(Flight(leaving))
         self.sent += self.send_orders.take_reports()
 
     def _report_of_send_orders(self) -> None:
@@ -321,39 +321,39 @@ class State:
     def _gathered(self, index: int) -> None:
         flight = self.flights[index]
         flight.state = "write"
-        self.send_orders.gathered(flight.departure)
+        self.send_orders.gathered(flight.leaving)
         self._after_send_orders()
 
     def _lands(self, index: int) -> None:
         flight = self.flights[index]
         flight.has_landed = True
-        self._put(flight.departure)
+        self._put(flight.leaving)
 
-    def _put(self, departure: LeavingChunk) -> None:
-        transfer, lease = departure.order.transfer, departure.lease
+    def _put(self, leaving: LeavingChunk) -> None:
+        transfer, lease = leaving.order.transfer, leaving.lease
         slot = self.receiving.slots._slots[lease.slot]
         is_out = slot.state in (SlotState.LENT, SlotState.QUARANTINED)
         if not is_out or (slot.generation, slot.transfer) != (lease.generation, transfer):
             raise Wrong(f"{transfer} writes {lease}, which is {slot}")
-        self.slots[lease.slot] = (transfer, departure.chunk)
+        self.slots[lease.slot] = (transfer, leaving.chunk)
 
     def _wrote(self, index: int) -> None:
         """The initiator sees the end of its write; now its notice leaves."""
         flight = self.flights.pop(index)
-        self.notices.append(notice_of(flight.departure, self.sender_engine))
+        self.notices.append(notice_of(flight.leaving, self.sender_engine))
         self._written(flight, None)
 
     def _fails(self, index: int) -> None:
         flight = self.flights.pop(index)
-        slot = flight.departure.lease.slot
-        self._put(flight.departure)
+        slot = flight.leaving.lease.slot
+        self._put(flight.leaving)
         self.slots[slot] = "half of it"
         if self.budget.get("remain"):
             self.remains.append(slot)
         self._written(flight, ("write_failed", "test"))
 
     def _written(self, flight: Flight, failure: Failure) -> None:
-        self.send_orders.written(flight.departure, 0.0, failure, flight.is_late)
+        self.send_orders.written(flight.leaving, 0.0, failure, flight.is_late)
         self._after_send_orders()
 
     def _remain(self, index: int) -> None:
@@ -363,7 +363,7 @@ class State:
     def _late(self, index: int) -> None:
         flight = self.flights[index]
         flight.is_late = True
-        self.send_orders.late(flight.departure, "test")
+        self.send_orders.late(flight.leaving, "test")
         self._after_send_orders()
 
     def _repeat(self) -> None:
@@ -371,12 +371,12 @@ class State:
 
     def _unused(self, flight: Flight) -> deque[SlotLease]:
         """Leases of its transfer under which nothing has left."""
-        return flight.departure.dispatch.leases
+        return flight.leaving.ordered.leases
 
     def _lie(self, index: int) -> None:
         """The same chunk again, under another lease; this write is over at once."""
         flight = self.flights[index]
-        again = replace(flight.departure, lease=self._unused(flight).popleft())
+        again = replace(flight.leaving, lease=self._unused(flight).popleft())
         self._put(again)
         self.notices.append(notice_of(again, self.sender_engine))
 
@@ -387,14 +387,14 @@ class State:
     def _notice(self, index: int) -> None:
         while self.orders:  # what was asked before it came is done before it is looked at
             self._order()
-        arrival = self.receive_orders.landed(self.notices.pop(index))
-        if arrival is not None:
-            self.scatters.append(arrival)
+        landed = self.receive_orders.landed(self.notices.pop(index))
+        if landed is not None:
+            self.scatters.append(landed)
         self.reports += self.receive_orders.take_reports()
 
     def _scattered(self, index: int) -> None:
-        arrival = self.scatters.pop(index)
-        order, notice = arrival.order, arrival.notice
+        landed = self.scatters.pop(index)
+        order, notice = landed.order, landed.notice
         found = self.slots.get(notice.slot)
         if found not in ((order.transfer, notice.chunk), REST):
             raise Wrong(f"slot {notice.slot} has {found} for {notice.chunk}")
@@ -402,10 +402,10 @@ class State:
         if wanted is None or wanted.want.request in self.answers:
             raise Wrong(f"{order.transfer} is scattered after its want was answered")
         if found == REST:  # what nobody but the digest can see
-            self.receive_orders.scattered(arrival, ("digest_mismatch", "test"))
+            self.receive_orders.scattered(landed, ("digest_mismatch", "test"))
         else:
             self.rows.add((order.transfer, notice.chunk))
-            self.receive_orders.scattered(arrival, None)
+            self.receive_orders.scattered(landed, None)
         self.reports += self.receive_orders.take_reports()
 
     def _report(self) -> None:
@@ -441,7 +441,7 @@ class State:
                 case Send(body=body):
                     self.to_receiver.append(body)
                 case Tell(message=Released(request=name)):
-                    if any(each.state == "gather" and each.departure.order.request == name for each in self.flights):
+                    if any(each.state == "gather" and each.leaving.order.request == name for each in self.flights):
                         raise Wrong(f"{name} is released while it is read")
                     self.released.append(name)
                 case _ if isinstance(action, Notable):

@@ -102,9 +102,9 @@ class Rule:
 
 
 @around(receive_orders, "matches")
-def _generation(right: Any, notice: Any, receipt: Any, order: Any) -> bool:
-    known = receipt.leases.get(notice.slot, notice.generation)
-    return right(msgspec.structs.replace(notice, generation=known), receipt, order)
+def _generation(right: Any, notice: Any, ordered: Any, order: Any) -> bool:
+    known = ordered.leases.get(notice.slot, notice.generation)
+    return right(msgspec.structs.replace(notice, generation=known), ordered, order)
 
 
 @around(ReceiveSlots, "doubt")
@@ -136,22 +136,22 @@ def _matches(*dropped: str) -> Mutate:
     """`matches` without looking at these fields."""
 
     @around(receive_orders, "matches")
-    def matches(right: Any, notice: Any, receipt: Any, order: Any) -> bool:
+    def matches(right: Any, notice: Any, ordered: Any, order: Any) -> bool:
         truth = {name: getattr(order, name) for name in dropped if name != "chunk_bytes"}
         if "chunk_bytes" in dropped and notice.chunk < order.plan.chunks:
             truth["chunk_bytes"] = order.plan.chunk(notice.chunk).size_bytes
-        return right(msgspec.structs.replace(notice, **truth), receipt, order)
+        return right(msgspec.structs.replace(notice, **truth), ordered, order)
 
     return matches
 
 
 @around(receive_orders, "matches")
-def _twice(right: Any, notice: Any, receipt: Any, order: Any) -> bool:
-    missing, receipt.missing = receipt.missing, set(range(order.plan.chunks))
+def _twice(right: Any, notice: Any, ordered: Any, order: Any) -> bool:
+    missing, ordered.missing = ordered.missing, set(range(order.plan.chunks))
     try:
-        return right(notice, receipt, order)
+        return right(notice, ordered, order)
     finally:
-        receipt.missing = missing
+        ordered.missing = missing
 
 
 @around(Jobs, "_taken_back")
