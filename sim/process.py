@@ -136,9 +136,9 @@ class SteppedDataPlane(DataPlane):
             self._tasks.append(task)
             self._process.rouse()
 
-    def warm(self, attachment: AttachedMemory, parts: Any) -> None: ...
+    def warm(self, attached: AttachedMemory, parts: Any) -> None: ...
 
-    def warm_pull(self, attachment: AttachedMemory, memory_id: Any, parts: Any, kinds: Any) -> None: ...
+    def warm_pull(self, attached: AttachedMemory, memory_id: Any, parts: Any, kinds: Any) -> None: ...
 
     def open(self, attach: Attach, fds: list[int], epoch: int, heard_at: float) -> AttachedMemory:
         """Map memory by asking the world for it."""
@@ -148,8 +148,8 @@ class SteppedDataPlane(DataPlane):
         self._process.mapped.append(memory)
         return AttachedMemory(epoch, cast(AttachedPool, memory), fence, EngineLiveness(heard_at))
 
-    async def _may_use(self, attachment: AttachedMemory) -> bool:
-        return False if self._process.is_dead else await super()._may_use(attachment)
+    async def _may_use(self, attached: AttachedMemory) -> bool:
+        return False if self._process.is_dead else await super()._may_use(attached)
 
 
 def _stuck(reason: str) -> NoReturn:

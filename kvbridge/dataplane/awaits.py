@@ -26,14 +26,14 @@ class WaitFence:
     EngineError is thrown into the job if the engine leaves (`engine_left`) or the deadline passes (`fence_late`).
     """
 
-    attachment: AttachedMemory
+    attached: AttachedMemory
     count: int
     deadline: float
     what: OrderedSend | OrderedReceive | None  # the transfer that waits
 
     @property
     def is_over(self) -> bool:
-        return (self.what is not None and self.what.stop is not None) or self.attachment.has_reached(self.count)
+        return (self.what is not None and self.what.stop is not None) or self.attached.has_reached(self.count)
 
     def late(self) -> EngineError:
         return EngineError("fence_late", f"fence: {self.count} was not reached in time")
@@ -43,13 +43,13 @@ class WaitFence:
 class WaitEngineHeard:
     """Until the loop has read all that the engine had sent by `at`; resumed with None, or EngineError as above."""
 
-    attachment: AttachedMemory
+    attached: AttachedMemory
     at: float
     deadline: float
 
     @property
     def is_over(self) -> bool:
-        return self.attachment.liveness.heard_at >= self.at
+        return self.attached.liveness.heard_at >= self.at
 
     def late(self) -> EngineError:
         return EngineError("engine_unheard", "what the engine said was not heard in time")
@@ -59,7 +59,7 @@ class WaitEngineHeard:
 class WaitLease:
     """Until the lease covers `at`, or the transfer has ended; resumed with None, or EngineError as above."""
 
-    attachment: AttachedMemory
+    attached: AttachedMemory
     lease: ReadLease
     at: float
     deadline: float
@@ -76,7 +76,7 @@ class WaitLease:
 class WaitCopier:
     """Until the copier may begin another move; resumed with None, or EngineError as above."""
 
-    attachment: AttachedMemory
+    attached: AttachedMemory
     copier: BlockCopier
     deadline: float
 
@@ -92,7 +92,7 @@ class WaitCopier:
 class WaitKernels:
     """Until kernels are compiled, or failed to compile; resumed with None, or EngineError as above."""
 
-    attachment: AttachedMemory
+    attached: AttachedMemory
     compiling: Compiling
     deadline: float
 
@@ -127,10 +127,10 @@ Settle = Callable[[Any, Exception | None], None]  # takes a job's result, or its
 
 
 def begun(
-    attachment: AttachedMemory, count: int, ends: float, what: OrderedSend | OrderedReceive
+    attached: AttachedMemory, count: int, ends: float, what: OrderedSend | OrderedReceive
 ) -> Generator[Wait, Event, None]:
     """Wait until our engine has finished with the blocks. Raises EngineError if the transfer is stopped by then."""
-    if not (wait := WaitFence(attachment, count, ends, what)).is_over:
+    if not (wait := WaitFence(attached, count, ends, what)).is_over:
         yield wait
     if (stop := what.stop) is not None:
         raise EngineError(stop.code, stop.reason)
@@ -138,7 +138,7 @@ def begun(
 
 def started(
     begin: Callable[[], Generator[Wait, Event, int]],
-    attachment: AttachedMemory,
+    attached: AttachedMemory,
     wait_s: float,
     clock: Callable[[], float],
 ) -> Generator[Wait, Event, int]:
@@ -147,7 +147,7 @@ def started(
         try:
             return (yield from begin())
         except Compiling as compiling:
-            wait = WaitKernels(attachment, compiling, clock() + wait_s)
+            wait = WaitKernels(attached, compiling, clock() + wait_s)
         yield wait
 
 

@@ -212,9 +212,9 @@ class DataPlane:
         """Give up the route that `connect` made under this serial. A later one stays."""
         self._put(lambda: self._jobs.disconnect(incarnation, serial))
 
-    def give(self, order: SendingOrder | ReceivingOrder, attachment: AttachedMemory | None) -> None:
-        """Give an order; they are taken up one after the other. `attachment` is our engine's, None once it has left."""
-        self._put(partial(self._take_up, order, attachment, self._clock()))
+    def give(self, order: SendingOrder | ReceivingOrder, attached: AttachedMemory | None) -> None:
+        """Give an order; they are taken up one after the other. `attached` is our engine's, None once it has left."""
+        self._put(partial(self._take_up, order, attached, self._clock()))
 
     async def open_peer(
         self,
@@ -244,14 +244,14 @@ class DataPlane:
         """Undo one `open_peer`: after the last, the memory is unmapped once nothing reads it."""
         self._put(lambda: self._pulling.close(memory_id))
 
-    def warm(self, attachment: AttachedMemory, parts: Sequence[Part]) -> None:
+    def warm(self, attached: AttachedMemory, parts: Sequence[Part]) -> None:
         """Begin to compile the kernels that parts like these need."""
         for part in parts:
-            self._put(partial(self._jobs.warm, attachment, part))
+            self._put(partial(self._jobs.warm, attached, part))
 
     def warm_pull(
         self,
-        attachment: AttachedMemory,
+        attached: AttachedMemory,
         memory_id: EngineMemoryId,
         parts: Sequence[tuple[Part, Part]],
         kinds: Sequence[bool],
@@ -259,7 +259,7 @@ class DataPlane:
         """The same for pulls, for each value of `has_digest` in `kinds`. A pair of parts is (sender's, receiver's)."""
         for theirs, ours in parts:
             for has_digest in kinds:
-                self._put(partial(self._pulling.warm, attachment, memory_id, theirs, ours, has_digest))
+                self._put(partial(self._pulling.warm, attached, memory_id, theirs, ours, has_digest))
 
     async def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the sender says it wrote."""
@@ -309,21 +309,21 @@ class DataPlane:
         """Close endpoints that were prepared and will not be used."""
         self._put(endpoints.closing.close)
 
-    async def let_go(self, attachment: AttachedMemory) -> bool:
+    async def let_go(self, attached: AttachedMemory) -> bool:
         """Wait until no job given before touches this memory, or will. Writes out of slots may still be under way.
 
         Returns False if that is not known: the thread has died, and the GPU may still run what it enqueued. Ends the
         process if the wait takes too long: to unmap memory under a running kernel would be worse.
         """
-        attachment.liveness.has_left = True
-        await self._watchdog.until(self._unused(attachment))
+        attached.liveness.has_left = True
+        await self._watchdog.until(self._unused(attached))
         return self._thread.is_alive()
 
-    async def _unused(self, attachment: AttachedMemory) -> None:
+    async def _unused(self, attached: AttachedMemory) -> None:
         ends = self._loop.time() + self._watchdog.stuck_s
         while True:
             is_late = self._loop.time() > ends  # taken before the check: if this process was stopped, the GPU was not
-            if not await self._may_use(attachment):
+            if not await self._may_use(attached):
                 return
             if is_late:
                 self._watchdog.end(f"the GPU has not finished a move in {self._watchdog.stuck_s:g} s")
@@ -334,9 +334,9 @@ class DataPlane:
         assert self._resources is not None
         return self._resources
 
-    async def _may_use(self, attachment: AttachedMemory) -> bool:
+    async def _may_use(self, attached: AttachedMemory) -> bool:
         try:
-            return bool(await self._call(lambda: self._is_using(attachment)))
+            return bool(await self._call(lambda: self._is_using(attached)))
         except FabricError:  # a dead data plane begins nothing more
             return False
 
@@ -427,9 +427,7 @@ class DataPlane:
         self._send()  # after the tasks: one may have stopped a transfer
         return moved
 
-    def _take_up(
-        self, order: SendingOrder | ReceivingOrder, attachment: AttachedMemory | None, asked_at: float
-    ) -> None:
+    def _take_up(self, order: SendingOrder | ReceivingOrder, attached: AttachedMemory | None, asked_at: float) -> None:
         match order:
             case Progress():
                 self.send_orders.progress(order, asked_at)
@@ -442,23 +440,23 @@ class DataPlane:
             case StopReceiving():
                 self.receive_orders.stop(order)
             case _:
-                assert attachment is not None
-                self._begin(order, attachment, asked_at)
+                assert attached is not None
+                self._begin(order, attached, asked_at)
 
     def _begin(
-        self, order: SendOrder | Digest | Watch | ReceiveOrder | Pull, attachment: AttachedMemory, asked_at: float
+        self, order: SendOrder | Digest | Watch | ReceiveOrder | Pull, attached: AttachedMemory, asked_at: float
     ) -> None:
         match order:
             case SendOrder():
-                self.send_orders.order(order, attachment, asked_at)
+                self.send_orders.order(order, attached, asked_at)
             case Digest():
-                self._resume(self._jobs.digest(order, attachment, asked_at), None)
+                self._resume(self._jobs.digest(order, attached, asked_at), None)
             case Watch(fence=fence):
-                self._resume(self._jobs.watch(attachment, fence), None)
+                self._resume(self._jobs.watch(attached, fence), None)
             case ReceiveOrder():
-                self.receive_orders.order(order, attachment)
+                self.receive_orders.order(order, attached)
             case Pull():
-                self._resume(self._pulling.pull(order, attachment), None)
+                self._resume(self._pulling.pull(order, attached), None)
 
     def _send(self) -> bool:
         """Gather chunks that are ready while there are slots, for about SEND_S. Returns whether anything was begun."""
@@ -566,11 +564,11 @@ class DataPlane:
         """Throw into a job whose wait is in vain. It reports the error itself, once what it has begun is over."""
         self._go_on(job, lambda: job.throw(error))
 
-    def _is_using(self, attachment: AttachedMemory) -> bool:
+    def _is_using(self, attached: AttachedMemory) -> bool:
         """Whether a move uses this memory. Also ends the jobs that wait for this engine: its fence may never come."""
-        memory = attachment.memory  # the same in all its epochs: scales may have changed since a job began
+        memory = attached.memory  # the same in all its epochs: scales may have changed since a job began
         error = EngineError("engine_left", "the engine left before its forward had finished")
-        self._end_waits(lambda wait: wait.attachment.memory is memory, error)
+        self._end_waits(lambda wait: wait.attached.memory is memory, error)
         copier = self._at_work.copier
         if copier.is_using(memory):
             return True

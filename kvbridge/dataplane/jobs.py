@@ -145,31 +145,31 @@ class Jobs:
 
         Returns the seconds that it took, without the waits before it, its digest, and the failure.
         """
-        order, attachment, size = leaving.order, leaving.attachment, leaving.size_bytes
+        order, attached, size = leaving.order, leaving.attached, leaving.size_bytes
         began = 0.0
         try:
             slot, host = target.places(leaving.local, leaving.lease, size)
             part = Part(order.plan, order.plan.chunk(leaving.chunk), leaving.tables, True)
 
             def begin() -> Generator[Wait, Event, int]:
-                yield from begun(attachment, leaving.fence, self._ends, leaving.ordered)
+                yield from begun(attached, leaving.fence, self._ends, leaving.ordered)
                 failpoint("sender.gather_begun")
                 nonlocal began
                 began = self._clock()
-                ticket = self._copier.gather(attachment.memory, part, slot, order.digest_kind, host)
+                ticket = self._copier.gather(attached.memory, part, slot, order.digest_kind, host)
                 self._send_orders.note_gathering(leaving, began)
                 return ticket
 
-            moved = yield WaitMove((yield from self._started(begin, attachment)))
+            moved = yield WaitMove((yield from self._started(begin, attached)))
             assert isinstance(moved, Moved)
             gather_s = self._clock() - began
             failpoint("sender.gathered")
-            is_theirs = self._taken_back(attachment, order.request, leaving.asked_at)
+            is_theirs = self._taken_back(attached, order.request, leaving.asked_at)
             return gather_s, moved.digest, moved.failure or (yield from is_theirs)
         except Exception as error:  # only this transfer fails
             return 0.0, 0, failure_of("gather_failed", error, order)
 
-    def digest(self, digest: Digest, attachment: AttachedMemory, asked_at: float) -> Job:
+    def digest(self, digest: Digest, attached: AttachedMemory, asked_at: float) -> Job:
         """Digest a chunk that its receiver has read, as it is in the engine's blocks now. Ordered at `asked_at`."""
         part, found = Part(digest.plan, digest.plan.chunk(digest.read.chunk), digest.tables, True), 0
         copier = self._copier
@@ -177,34 +177,34 @@ class Jobs:
 
         def begin() -> Generator[Wait, Event, int]:
             if not copier.has_room:
-                yield WaitCopier(attachment, copier, self._ends)
-            return copier.digest(attachment.memory, part)
+                yield WaitCopier(attached, copier, self._ends)
+            return copier.digest(attached.memory, part)
 
         try:
-            ended = yield WaitMove((yield from self._started(begin, attachment)))
+            ended = yield WaitMove((yield from self._started(begin, attached)))
             assert isinstance(ended, Moved)
             found = ended.digest
-            failure = ended.failure or (yield from self._taken_back(attachment, digest.request, asked_at))
+            failure = ended.failure or (yield from self._taken_back(attached, digest.request, asked_at))
         except Exception as error:  # only this transfer fails
             failure = failure_of("gather_failed", error, digest)
         self._send_orders.report(Digested(digest.transfer, Sum(digest.read.chunk, found), digest.read, failure))
 
     def _started(
-        self, begin: Callable[[], Generator[Wait, Event, int]], attachment: AttachedMemory
+        self, begin: Callable[[], Generator[Wait, Event, int]], attached: AttachedMemory
     ) -> Generator[Wait, Event, int]:
-        return started(begin, attachment, self._write_timeout_s, self._clock)
+        return started(begin, attached, self._write_timeout_s, self._clock)
 
-    def _taken_back(self, attachment: AttachedMemory, request: str, asked_at: float) -> Generator[Wait, Event, Failure]:
+    def _taken_back(self, attached: AttachedMemory, request: str, asked_at: float) -> Generator[Wait, Event, Failure]:
         """The failure if the engine may have reused the blocks while they were read. It can only if this agent stalled.
 
         An engine reuses blocks READERS_S after it withdrew them or gave us up. A withdrawal was sent after we last
         found the socket empty and before we read it. Once the engine is gone, the socket is not found empty again.
         """
-        liveness, now = attachment.liveness, self._clock()
+        liveness, now = attached.liveness, self._clock()
         if liveness.has_left:  # no withdrawal will be read any more
             return "engine_left", "the engine left while its blocks were read"
         if now - liveness.heard_at >= GATHER_HEARD_S:
-            yield WaitEngineHeard(attachment, now, now + self._write_timeout_s)
+            yield WaitEngineHeard(attached, now, now + self._write_timeout_s)
         if not liveness.has_withdrawn(request, asked_at, now - GATHER_HEARD_S):
             return None
         reason = "blocks were withdrawn while this agent was stalled in a gather"
@@ -240,7 +240,7 @@ class Jobs:
             token=order.token,
             sender_incarnation=self._incarnation,
             receiver_incarnation=order.incarnation,
-            sender_epoch=leaving.attachment.epoch,
+            sender_epoch=leaving.attached.epoch,
             receiver_epoch=order.receiver_epoch,
             slot=lease.slot,
             generation=lease.generation,
@@ -249,12 +249,12 @@ class Jobs:
             digest=digest,
         )
 
-    def warm(self, attachment: AttachedMemory, part: Part) -> None:
+    def warm(self, attached: AttachedMemory, part: Part) -> None:
         """Begin to compile for parts like this one, unless the engine leaves. Errors are only logged."""
-        if attachment.liveness.has_left:
+        if attached.liveness.has_left:
             return
         try:
-            self._copier.warm(attachment.memory, part, self._any_slot(part))
+            self._copier.warm(attached.memory, part, self._any_slot(part))
         except Exception:
             log.exception("could not get ready for a peer")
 
@@ -270,7 +270,7 @@ class Jobs:
 
     def scatter(self, landed: LandedChunk) -> Job:
         """Put a chunk that landed into the engine's blocks, once the engine has finished with them."""
-        order, notice, attachment = landed.order, landed.notice, landed.attachment
+        order, notice, attached = landed.order, landed.notice, landed.attached
         chunk = order.plan.chunk(notice.chunk)
         endpoint, copier = SLOT_ROUTES[order.route].endpoint(self._resources), self._copier
         slot, host = self._resources.endpoint.receive_slots.span(notice.slot, chunk.size_bytes), None
@@ -279,21 +279,21 @@ class Jobs:
         failure: Failure
 
         def begin() -> Generator[Wait, Event, int]:
-            yield from begun(attachment, order.fence, self._ends, landed.ordered)
+            yield from begun(attached, order.fence, self._ends, landed.ordered)
             failpoint("receiver.scatter_begun")
             part = Part(order.plan, chunk, order.tables, False)
-            return copier.scatter(attachment.memory, part, slot, order.digest_kind, notice.digest, host)
+            return copier.scatter(attached.memory, part, slot, order.digest_kind, notice.digest, host)
 
         try:
-            ended = yield WaitMove((yield from self._started(begin, attachment)))
+            ended = yield WaitMove((yield from self._started(begin, attached)))
             assert isinstance(ended, Moved)
             failure = ended.failure
         except Exception as error:  # only this transfer fails
             failure = failure_of("scatter_failed", error, order)
         self._receive_orders.scattered(landed, failure)
 
-    def watch(self, attachment: AttachedMemory, fence: int) -> Job:
+    def watch(self, attached: AttachedMemory, fence: int) -> Job:
         """Report when our engine's fence has reached this count, or when the wait for it has ended."""
         with contextlib.suppress(EngineError):
-            yield WaitFence(attachment, fence, self._ends, None)
+            yield WaitFence(attached, fence, self._ends, None)
         self._send_orders.report(FenceReached())

@@ -28,7 +28,7 @@ class OrderedReceive:
 
     transfer: str
     order: ReceiveOrder | None = None
-    attachment: AttachedMemory | None = None
+    attached: AttachedMemory | None = None
     leases: dict[int, int] = field(default_factory=dict)  # generation by slot, where nothing has landed yet
     missing: set[int] = field(default_factory=set)  # chunks that have not landed
     moving: int = 0  # scatters and reads under way
@@ -41,7 +41,7 @@ class LandedChunk:
 
     ordered: OrderedReceive
     order: ReceiveOrder
-    attachment: AttachedMemory
+    attached: AttachedMemory
     notice: Notice
 
     @property
@@ -60,10 +60,10 @@ class ReceiveOrders:
         self._landed: dict[str, Landed] = {}
         self._reports: list[ReceivingReport] = []
 
-    def order(self, order: ReceiveOrder, attachment: AttachedMemory) -> None:
+    def order(self, order: ReceiveOrder, attached: AttachedMemory) -> None:
         """Accept chunks of this transfer, once slots are lent for them."""
         missing = set(range(order.plan.chunks))
-        self._open[order.transfer] = OrderedReceive(order.transfer, order, attachment, missing=missing)
+        self._open[order.transfer] = OrderedReceive(order.transfer, order, attached, missing=missing)
 
     def lend(self, lend: Lend) -> None:
         """Accept chunks in these slots."""
@@ -87,13 +87,13 @@ class ReceiveOrders:
         if ordered is None or ordered.order is None or not matches(notice, ordered, ordered.order):
             self._reports.append(Dropped(notice.transfer, notice.slot))
             return None
-        assert ordered.attachment is not None
+        assert ordered.attached is not None
         del ordered.leases[notice.slot]
         self.lent -= 1
         ordered.missing.discard(notice.chunk)
         ordered.moving += 1
         self.scattering += 1
-        return LandedChunk(ordered, ordered.order, ordered.attachment, notice)
+        return LandedChunk(ordered, ordered.order, ordered.attached, notice)
 
     def reach(self, transfer: str, stage: TransferStage, at: float, chunks: int) -> None:
         """A transfer reached a stage: for the journal."""

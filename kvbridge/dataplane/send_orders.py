@@ -33,7 +33,7 @@ class OrderedSend:
     """One transfer that is being sent."""
 
     order: SendOrder
-    attachment: AttachedMemory
+    attached: AttachedMemory
     asked_at: float  # time of the exchange's last order; it knew of no withdrawal then
     turn: int  # when it came, or last got a slot to gather into
     tables: Mapping[int, BlockTable] = field(default_factory=dict)
@@ -72,8 +72,8 @@ class LeavingChunk:
         return self.ordered.order
 
     @property
-    def attachment(self) -> AttachedMemory:
-        return self.ordered.attachment
+    def attached(self) -> AttachedMemory:
+        return self.ordered.attached
 
     @property
     def size_bytes(self) -> int:
@@ -97,9 +97,9 @@ class SendOrders:
         self._shipped: dict[str, Shipped] = {}
         self._reports: list[SendingReport] = []
 
-    def order(self, order: SendOrder, attachment: AttachedMemory, asked_at: float) -> None:
+    def order(self, order: SendOrder, attached: AttachedMemory, asked_at: float) -> None:
         """Send chunks of this transfer as they become ready and slots are lent for them."""
-        self._open[order.transfer] = OrderedSend(order, attachment, asked_at, self.slots.turn)
+        self._open[order.transfer] = OrderedSend(order, attached, asked_at, self.slots.turn)
 
     def progress(self, progress: Progress, asked_at: float) -> None:
         """More chunks of a transfer are ready."""

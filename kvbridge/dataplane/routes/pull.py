@@ -118,7 +118,7 @@ class PullRoute:
         for memory, _ in (*self._peers.values(), *self._closing):
             memory.close()
 
-    def pull(self, pull: Pull, attachment: AttachedMemory) -> Job:
+    def pull(self, pull: Pull, attached: AttachedMemory) -> Job:
         """Read chunks, once our engine has finished with the blocks they go to. They count only under the lease."""
         tickets: deque[tuple[int, int]] = deque()  # (chunk, ticket), the oldest first
         digests: dict[int, int] = {}
@@ -126,13 +126,13 @@ class PullRoute:
         receive_orders = self._receive_orders
         ordered = receive_orders.begin_read(pull.transfer)
         try:
-            yield from begun(attachment, pull.fence, self._clock() + self._wait_s, ordered)
+            yield from begun(attached, pull.fence, self._clock() + self._wait_s, ordered)
             receive_orders.reach(pull.transfer, "reading", self._clock(), pull.first_chunk)
             for index in range(pull.first_chunk, pull.end_chunk):
                 if len(tickets) == MOST_AHEAD:
                     yield from self._read(pull, tickets, digests)
-                begin = partial(self._begun, pull, attachment, index)
-                ticket = yield from started(begin, attachment, self._wait_s, self._clock)
+                begin = partial(self._begun, pull, attached, index)
+                ticket = yield from started(begin, attached, self._wait_s, self._clock)
                 if ticket == GIVEN_UP:
                     failure = ENDED_WHILE_READ
                     break
@@ -144,16 +144,16 @@ class PullRoute:
         if failure is None:
             receive_orders.reach(pull.transfer, "read", self._clock(), pull.end_chunk)
         failpoint("receiver.read_ended")
-        failure = failure or (yield from self._counted(pull, attachment))
+        failure = failure or (yield from self._counted(pull, attached))
         read = pull.end_chunk - pull.first_chunk
         receive_orders.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
         receive_orders.end_read(ordered)
 
-    def _begun(self, pull: Pull, attachment: AttachedMemory, index: int) -> Generator[Wait, Event, int]:
+    def _begun(self, pull: Pull, attached: AttachedMemory, index: int) -> Generator[Wait, Event, int]:
         """Begin to read a chunk as soon as there is room. Returns its ticket, or GIVEN_UP if the transfer has ended."""
         copier = self._resources.copier
         if not copier.has_room:
-            yield WaitCopier(attachment, copier, self._clock() + self._wait_s)
+            yield WaitCopier(attached, copier, self._clock() + self._wait_s)
         if pull.lease.is_given_up:
             return GIVEN_UP
         if (opened := self._peers.get(pull.memory_id)) is None:
@@ -162,7 +162,7 @@ class PullRoute:
         chunk = pull.plan.chunk(index)
         theirs = Part(pull.plan, chunk, pull.peer_tables, True)
         ours = Part(pull.plan, chunk, pull.tables, False)
-        return copier.pull(opened[0], theirs, attachment.memory, ours, index in pull.compared)
+        return copier.pull(opened[0], theirs, attached.memory, ours, index in pull.compared)
 
     def _read(
         self, pull: Pull, tickets: deque[tuple[int, int]], digests: dict[int, int]
@@ -178,7 +178,7 @@ class PullRoute:
         else:
             digests[chunk] = ended.digest
 
-    def _counted(self, pull: Pull, attachment: AttachedMemory) -> Generator[Wait, Event, Failure]:
+    def _counted(self, pull: Pull, attached: AttachedMemory) -> Generator[Wait, Event, Failure]:
         """The failure if the rows do not count. They count if the read lease lasts longer than the read.
 
         The clock is read after the end of the read was seen, so a stall in between makes the read look later, never
@@ -189,23 +189,23 @@ class PullRoute:
             return ENDED_WHILE_READ
         if pull.lease.counts(now):
             return None
-        if attachment.liveness.has_left:  # no renewal will be read later
+        if attached.liveness.has_left:  # no renewal will be read later
             return "engine_left", "the engine left while its blocks were written"
         try:
-            yield WaitLease(attachment, pull.lease, now, now + self._wait_s)
+            yield WaitLease(attached, pull.lease, now, now + self._wait_s)
         except EngineError as error:
             return error.code, str(error)
         return ENDED_WHILE_READ if pull.lease.is_given_up else None
 
     def warm(
-        self, attachment: AttachedMemory, memory_id: EngineMemoryId, theirs: Part, ours: Part, has_digest: bool
+        self, attached: AttachedMemory, memory_id: EngineMemoryId, theirs: Part, ours: Part, has_digest: bool
     ) -> None:
         """Begin to compile for parts like these, unless one of the engines leaves. Errors are only logged."""
         opened = self._peers.get(memory_id)
-        if opened is None or attachment.liveness.has_left:
+        if opened is None or attached.liveness.has_left:
             return
         try:
-            self._resources.copier.warm_pull(opened[0], theirs, attachment.memory, ours, has_digest)
+            self._resources.copier.warm_pull(opened[0], theirs, attached.memory, ours, has_digest)
         except Exception:
             log.exception("could not get ready for a peer")
 

@@ -176,9 +176,9 @@ class Whole(Player):
 
     def wake(self) -> None: ...
 
-    def warm(self, attachment: Any, parts: Any) -> None: ...
+    def warm(self, attached: Any, parts: Any) -> None: ...
 
-    def give(self, order: SendingOrder | ReceivingOrder, attachment: Any) -> None:
+    def give(self, order: SendingOrder | ReceivingOrder, attached: Any) -> None:
         take_up(order, self.send_orders, self.receive_orders)
 
     def report(self) -> None:

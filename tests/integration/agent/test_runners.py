@@ -27,10 +27,10 @@ class Unwell(Whole):
             raise RuntimeError("no")
         super().tell(message)
 
-    def give(self, order: Any, attachment: Any) -> None:
+    def give(self, order: Any, attached: Any) -> None:
         if isinstance(order, self.no_orders):
             raise RuntimeError("no")
-        super().give(order, attachment)
+        super().give(order, attached)
 
     def want(self, request: str) -> None:
         tokens = {"first_token": 0, "end_token": 16, "blocks": BLOCKS}

@@ -79,10 +79,10 @@ def job(told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[f
         peer_tables={},
         compared=frozenset({0}),
     )
-    attachment: Any = SimpleNamespace(
+    attached: Any = SimpleNamespace(
         memory=object(), liveness=SimpleNamespace(has_left=False), has_reached=lambda count: True
     )
-    return pulling.pull(pull, attachment)
+    return pulling.pull(pull, attached)
 
 
 def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: ReceiveOrders) -> None:

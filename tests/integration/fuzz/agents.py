@@ -203,7 +203,7 @@ class Besieged(Whole):
 
     def close_peer(self, memory_id: Any) -> None: ...
 
-    def give(self, order: SendingOrder | ReceivingOrder, attachment: Any) -> None:
+    def give(self, order: SendingOrder | ReceivingOrder, attached: Any) -> None:
         match order:
             case Pull():
                 self.later("read", partial(self._was_read, order, self.receive_orders.begin_read(order.transfer)))
@@ -215,7 +215,7 @@ class Besieged(Whole):
             case Watch(fence=fence):
                 self.later("fence", partial(self._reached, fence))
             case _:
-                super().give(order, attachment)
+                super().give(order, attached)
 
     def later(self, kind: str, event: Callable[[], None]) -> None:
         self.events.append((kind, event))

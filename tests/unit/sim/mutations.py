@@ -156,7 +156,7 @@ def _twice(right: Any, notice: Any, ordered: Any, order: Any) -> bool:
 
 @around(Jobs, "_taken_back")
 def _nobody_listens(
-    right: Any, self: Jobs, attachment: AttachedMemory, request: str, asked_at: float
+    right: Any, self: Jobs, attached: AttachedMemory, request: str, asked_at: float
 ) -> Generator[Any, Any, Failure]:
     yield from ()
     return None
@@ -208,7 +208,7 @@ def _gathered_at_once(right: Any, self: SendOrders, stop: StopSending) -> None:
 
 
 @around(DataPlane, "let_go")
-async def _leave_at_once(right: Any, self: DataPlane, attachment: AttachedMemory) -> bool:
+async def _leave_at_once(right: Any, self: DataPlane, attached: AttachedMemory) -> bool:
     return True
 
 
@@ -343,7 +343,7 @@ def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
         begun[self] = self._process.world.clock.now
         return right(self, *args)
 
-    def counted(self: PullRoute, pull: Any, attachment: Any) -> Generator[Any, Any, Failure]:
+    def counted(self: PullRoute, pull: Any, attached: Any) -> Generator[Any, Any, Failure]:
         at = begun.get(self._resources.copier, float("inf"))
         return None if pull.lease.counts(at) else ("lease_over", "")
         yield
@@ -429,7 +429,7 @@ MUTATIONS: dict[str, Rule] = {
     "slots in doubt are freed where they are": Rule(_freed_in_place, 140, LENT_TWICE),
     "whoever says Hello last has the session": Rule(instead(IncomingPeers, "_may_replace", lambda *_: True), 125, LATE),
     "what has ended waits for a fence": Rule(
-        instead(WaitFence, "is_over", property(lambda self: self.attachment.has_reached(self.count))),
+        instead(WaitFence, "is_over", property(lambda self: self.attached.has_reached(self.count))),
         41,
         "which is over, waits for a fence",
     ),

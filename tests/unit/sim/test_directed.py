@@ -49,7 +49,7 @@ def test_an_agent_that_lets_go_refuses_only_when_it_touches_nothing_more() -> No
         rank.engine.answered = lambda rank, message: heard.append(message)
         done = process.loop.create_future()
 
-        async def let_go(attachment: AttachedMemory) -> bool:
+        async def let_go(attached: AttachedMemory) -> bool:
             await done  # a gather is under way
             return True
 
