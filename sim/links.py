@@ -263,7 +263,7 @@ class AgentLinks:
         scenario = self.world.scenario
         is_by_pipe = scenario.is_pulled and scenario.seed & 32
         if is_by_pipe and self._arrived is not None and not self._events:
-            self._arrived(link, envelope.sender, envelope.body)
+            self.process.loop.run_now(partial(self._arrived, link, envelope.sender, envelope.body))
         else:
             self.tell(Arrived(link, envelope))  # type: ignore[arg-type]
 

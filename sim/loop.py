@@ -130,18 +130,25 @@ class ProcessLoop(Thread):
             self._ready.append(handle)
             self._turn()
 
-    def _turn(self) -> None:
-        self._is_due = False
+    def run_now(self, callback: Callable[[], None]) -> None:
+        """Run this on the loop without waiting for a turn, as what watches a descriptor does."""
         asyncio._set_running_loop(self.asyncio_s)
         try:
-            while self._ready:
-                handle = self._ready.popleft()
-                if not handle.cancelled():
-                    handle._run()
+            callback()
         finally:
             asyncio._set_running_loop(None)
         if not self.is_dead:
             self.after_run()
+
+    def _turn(self) -> None:
+        self._is_due = False
+        self.run_now(self._run_ready)
+
+    def _run_ready(self) -> None:
+        while self._ready:
+            handle = self._ready.popleft()
+            if not handle.cancelled():
+                handle._run()
 
     def time(self) -> float:
         return self._clock.now

@@ -167,8 +167,9 @@ class ReceiverRunner:
                 self._do(receiving.tables(incarnation, body, now, key))
             case Checked():
                 compared, differing = receiving.compared, receiving.differing
-                self._do(receiving.checked(incarnation, body, now, key))
+                actions = receiving.checked(incarnation, body, now, key)
                 self._metrics.compared("receiver", receiving.compared - compared, receiving.differing - differing)
+                self._do(actions)
             case Failing(transfer=transfer, code=code, reason=reason):
                 self._do(receiving.failing(incarnation, transfer, code, reason, now, key))
             case Drained(transfer=transfer, code=code, reason=reason):

@@ -17,6 +17,7 @@ from ..exchange.orders import (
     ReceivingReport,
     StageReached,
     StopReceiving,
+    Summed,
     TransferStage,
 )
 from .attached import AttachedMemory
@@ -58,6 +59,7 @@ class ReceiveOrders:
         self._open: dict[str, OrderedReceive] = {}
         self._reached: list[StageReached] = []
         self._landed: dict[str, Landed] = {}
+        self._summed: dict[str, dict[int, int]] = {}  # by transfer: digests by chunk
         self._reports: list[ReceivingReport] = []
 
     def order(self, order: ReceiveOrder, attached: AttachedMemory) -> None:
@@ -124,14 +126,19 @@ class ReceiveOrders:
         ordered.moving += 1
         return ordered
 
+    def summed(self, transfer: str, chunk: int, digest: int) -> None:
+        """A chunk to compare has been read; later chunks of the same pull have not."""
+        self._summed.setdefault(transfer, {})[chunk] = digest
+
     def end_read(self, ordered: OrderedReceive) -> None:
         """The pull that `begin_read` announced is over."""
         self._moved(ordered)
 
     def take_reports(self) -> list[ReceivingReport]:
-        """The reports since the last call. Landed go first: nothing of a transfer lands after its Quiet."""
-        reports = [*self._landed.values(), *self._reports]
-        self._landed, self._reports = {}, []
+        """The reports since the last call. Landed and Summed go first: a transfer's Quiet or Pulled is its last one."""
+        summed = [Summed(transfer, digests) for transfer, digests in self._summed.items()]
+        reports = [*self._landed.values(), *summed, *self._reports]
+        self._landed, self._summed, self._reports = {}, {}, []
         return reports
 
     def take_reached(self) -> list[StageReached]:

@@ -265,11 +265,10 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """The digest of a chunk to compare, while later chunks of its `Pull` are still read."""
+    """Digests of chunks to compare, while later chunks of their `Pull` are still read."""
 
     transfer: str
-    chunk: int
-    digest: int
+    digests: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)

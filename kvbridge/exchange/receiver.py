@@ -359,8 +359,8 @@ class Receiver:
             match report:
                 case Landed():
                     actions += self._landed(report, now)
-                case Summed(transfer=transfer, chunk=chunk, digest=digest):
-                    actions += self._summed(transfer, {chunk: digest}, now)
+                case Summed(transfer=transfer, digests=digests):
+                    actions += self._summed(transfer, digests, now)
                 case Pulled():
                     actions += self._pulled(report, now)
                 case Broken(transfer=transfer, code=code, reason=reason):

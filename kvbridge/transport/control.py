@@ -81,6 +81,7 @@ class Control:
         self._is_closed = False
         self._pipes: set[Connection[Envelope, Envelope]] = set()
         self._pipe_tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None  # of a task that hears a pipe
 
     async def __aenter__(self) -> Control:
         self._loop = asyncio.get_running_loop()
@@ -179,7 +180,7 @@ class Control:
         """Events in order, for one reader at a time. Ends when the control closes.
 
         What comes by a pipe while no event waits is given to `arrived` at once, as link, sender and message. This saves
-        a turn of the loop.
+        a turn of the loop. Raises what `arrived` raises.
         """
         self._arrived = arrived
         try:
@@ -189,6 +190,8 @@ class Control:
                 self._woken.clear()
                 if not self._events and not self._is_closed:
                     await self._woken.wait()
+                if self._failure is not None:
+                    raise self._failure
         finally:
             self._arrived = None
 
@@ -238,7 +241,7 @@ class Control:
             return
         link.pipe = Connection(pipe, Envelope, self._limits, self._pipes, most_fds=0)
         self._pipe_tasks.add(task := self._loop.create_task(self._hear_pipe(link, link.pipe)))
-        task.add_done_callback(self._pipe_tasks.discard)
+        task.add_done_callback(self._pipe_ended)
         if link.is_dialled:
             link.sends_by_pipe = True
             self.send(link, Ping(number=0))
@@ -280,6 +283,12 @@ class Control:
                 self._take(link, frames[0], None)
             if link.is_lost or self._is_full:
                 return
+
+    def _pipe_ended(self, task: asyncio.Task[None]) -> None:
+        self._pipe_tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error
+            self._woken.set()
 
     async def _hear_pipe(self, link: Link, pipe: Connection[Envelope, Envelope]) -> None:
         """Take what comes by the link's pipe until it ends."""

@@ -14,7 +14,7 @@ from ...device.copier import Moved
 from ...device.memory import AttachedPool, span_of
 from ...device.staging import Span
 from ...errors import EngineError, PeerError
-from ...exchange.orders import Failure, Pull, Pulled, Summed
+from ...exchange.orders import Failure, Pull, Pulled
 from ...exchange.route import Rate, Site
 from ...exchange.session import EngineMemoryId
 from ...failpoints import failpoint
@@ -174,7 +174,7 @@ class PullRoute:
         if chunk not in pull.compared:
             return
         if chunk + 1 < pull.end_chunk and pull.lease.counts(self._clock()):
-            self._receive_orders.report(Summed(pull.transfer, chunk, ended.digest))
+            self._receive_orders.summed(pull.transfer, chunk, ended.digest)
         else:
             digests[chunk] = ended.digest
 

@@ -92,18 +92,23 @@ def test_it_is_told_of_once_what_it_has_begun_is_over(job: Job, told: ReceiveOrd
     with pytest.raises(StopIteration):
         job.send(Moved(1, 7))
     failure = "engine_left", "the engine left"
-    assert told.take_reports() == [Summed("t", 0, 7), Pulled("t", 3, 3, 3, {}, failure)]
+    assert told.take_reports() == [Summed("t", {0: 7}), Pulled("t", 3, 3, 3, {}, failure)]
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_digest_is_told_while_other_chunks_are_read_if_the_lease_lasts(
-    job: Job, told: ReceiveOrders, copier: FullCopier, clock: list[float], is_late: bool
+def test_a_digest_is_told_while_other_chunks_are_read_if_the_lease_lasts_and_else_once_it_does(
+    job: Job, told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[float], is_late: bool
 ) -> None:
     copier.is_roomy = True
     assert job.send(None) == WaitMove(1)
     clock[0] = 1.0 if is_late else 0.0
     assert job.send(Moved(1, 7)) == WaitMove(2)
-    assert told.take_reports() == ([] if is_late else [Summed("t", 0, 7)])
+    assert told.take_reports() == ([] if is_late else [Summed("t", {0: 7})])
+    lease.answered(lease.renew(0.9))
+    assert job.send(Moved(2)) == WaitMove(3)
+    with pytest.raises(StopIteration):
+        job.send(Moved(3))
+    assert told.take_reports() == [Pulled("t", 3, 3, 3, {0: 7} if is_late else {}, None)]
 
 
 def test_a_read_whose_kernels_are_new_is_begun_once_they_are_compiled(

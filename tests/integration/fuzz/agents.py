@@ -206,7 +206,7 @@ class Besieged(Whole):
     def give(self, order: SendingOrder | ReceivingOrder, attached: Any) -> None:
         match order:
             case Pull():
-                self.later("read", partial(self._was_read, order, self.receive_orders.begin_read(order.transfer)))
+                self.later("read", partial(self._is_read, order, self.receive_orders.begin_read(order.transfer)))
             case Digest(transfer=transfer, read=read):
                 assert order.request in self.sending.offers, "blocks that were given back are digested"
                 found = read if read.digest % 3 else Sum(read.chunk, read.digest + 1)
@@ -247,12 +247,19 @@ class Besieged(Whole):
         failure = ("write_failed", "test") if leaving.lease.generation % 3 == 0 else None
         self.later("end", lambda: self.send_orders.written(leaving, 0.0, failure))
 
-    def _was_read(self, pull: Pull, ordered: OrderedReceive) -> None:
+    def _is_read(self, pull: Pull, ordered: OrderedReceive) -> None:
+        """What a data plane says of the first chunks of a read, if their lease lasts. The last one is read later."""
+        told = sorted(pull.compared)[:-1] if pull.lease.counts(self.now) else []
+        for chunk in told:
+            self.receive_orders.summed(pull.transfer, chunk, 1)
+        self.later("read", partial(self._was_read, pull, ordered, pull.compared - {*told}))
+
+    def _was_read(self, pull: Pull, ordered: OrderedReceive, compared: frozenset[int]) -> None:
         """What a data plane says of a read that has ended now."""
         failure: tuple[str, str] | None = None
         if pull.lease.is_given_up or not pull.lease.counts(self.now):
             failure = ("aborted", "test") if pull.lease.is_given_up else ("lease_over", "test")
-        read, digests = pull.end_chunk - pull.first_chunk, dict.fromkeys(pull.compared, 1)
+        read, digests = pull.end_chunk - pull.first_chunk, dict.fromkeys(compared, 1)
         self.receive_orders.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
         self.receive_orders.end_read(ordered)
 

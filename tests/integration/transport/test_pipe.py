@@ -329,6 +329,19 @@ async def test_what_comes_by_a_pipe_is_given_at_once_but_never_before_an_event_t
         assert at_once == ["0", "3"], "nobody listens any more"
 
 
+async def test_an_error_that_nobody_expects_ends_the_link_and_reaches_the_reader() -> None:
+    ours, theirs = socket.socketpair()
+    async with Control("us") as control:
+        link = control._accepted[b"id"] = Link(control, "there", b"id", 0.0)
+        link.carry_by(ours)
+        theirs.sendall(framed(encode(Envelope(version=1, sender="them", receiver="us", number=0, body=cancel("a")))))
+        events = control.events(lambda *_: print(1 // 0))
+        assert isinstance(await anext(events), Lost) and link.is_lost
+        with pytest.raises(ZeroDivisionError):
+            await anext(events)
+    theirs.close()
+
+
 async def test_the_door_gives_one_end_of_a_pipe_to_who_may_open(path: Path) -> None:
     ends: list[socket.socket] = []
     async with opened(path) as door:

@@ -224,7 +224,7 @@ def test_a_sample_that_the_sender_cannot_digest_does_not_cost_the_request(every:
 def test_a_chunk_is_compared_while_others_are_read() -> None:
     receiver = PullingReceiver(check_every=64)
     (chunk,) = receiver.pull.compared
-    said = receiver.receiving.hear([Summed("x", chunk, 5)], NOW)
+    said = receiver.receiving.hear([Summed("x", {chunk: 5})], NOW)
     assert sent(said) == [Check(transfer="x", digests=(Sum(chunk, 5),))] and not told(said)
     assert receiver.checked(Sum(chunk, 5)) == [] and receiver.receiving.compared == 1
     said = receiver.receiving.hear([Pulled("x", receiver.pull.end_chunk, 1, 1, {}, None)], NOW)
@@ -234,10 +234,10 @@ def test_a_chunk_is_compared_while_others_are_read() -> None:
 def test_a_difference_that_is_found_while_others_are_read_is_told_once_nothing_is_written() -> None:
     receiver = PullingReceiver(check_every=64)
     (chunk,) = receiver.pull.compared
-    receiver.receiving.hear([Summed("x", chunk, 5)], NOW)
+    receiver.receiving.hear([Summed("x", {chunk: 5})], NOW)
     said = receiver.checked(Sum(chunk, 6))
     assert not told(said) and [type(each) for each in said] == [StopReceiving] and receiver.pull.lease.is_given_up
-    assert receiver.receiving.hear([Summed("x", 9, 5)], NOW) == [], "nobody wants to know any more"
+    assert receiver.receiving.hear([Summed("x", {9: 5})], NOW) == [], "nobody wants to know any more"
     (failed,) = told(receiver.receiving.hear([Quiet("x")], NOW))
     assert isinstance(failed, Failed) and failed.code == "digest_mismatch"
 
