@@ -302,8 +302,6 @@ class Engines:
         options: dict[str, Any] = dict.fromkeys(("slot_bytes", "receive_slots", "send_slots"))  # as operators have
         options["log_level"] = "debug"  # says what each transfer brought, and how long it took
         options["device"] = "cpu" if self.is_cpu else f"cuda:{gpu}"
-        if self.is_cpu:
-            options["slot_bytes"] = 1 << 20
         return self._enter(agent(self.folder, name, AGENT_START_S, **options | self._agent_options))
 
     def _sglang(self, side: SGLang, name: str) -> Server:
