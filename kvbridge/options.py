@@ -153,8 +153,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             """
             Agents of one host read each other's engine memory where they can: that is the fastest route. Each must
             first prove a session, and be of the same user. Whoever is handed a GPU's memory can read all of that
-            engine's KV cache, and by legacy CUDA IPC write it too (docs/threat-model.md). If it is off, rows go by
-            slots.
+            engine's KV cache, and by legacy CUDA IPC write it too (docs/threat-model.md). If it is off, this agent
+            reads no other engine's memory either, so rows go by slots both ways, and slots are made at the start.
             """,
         ),
     ] = True
@@ -203,7 +203,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "CTAs of a kernel that pulls, at most; unset: 33 under MPS, else all",
             """
             Under MPS the kernel runs beside the engine's own. 33 CTAs reach nearly all of NVLink and leave the engine
-            the rest. Without MPS the two take turns, and fewer CTAs would only make its turn longer.
+            the rest. Without MPS the two take turns, and fewer CTAs would only make its turn longer. If a number is
+            set, or under MPS, pulls use one stream instead of two.
             """,
             sample=33,
         ),

@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar
 log = logging.getLogger("kvbridge.data_plane")
 T = TypeVar("T")
 
-STUCK_S = 30.0  # longer than a task takes on a busy host, such as compiling a kernel or making new slots
+STUCK_S = 30.0  # longer than a task takes on a busy host, such as making new slots
 CHECK_S = 0.25
 STATUS = 3
 FRAMES = 6

@@ -1,7 +1,7 @@
 """The `pull` route: what the sender has told its receiver, and the read lease that bounds it. Pure.
 
-For each claim or renewal, the receiver's lease starts when it sends the message and the sender's when it answers. So
-the receiver's lease always ends first, and no two clocks are compared.
+A claim asks for a lease, and each renewal for another. The sender promises LEASE_S from when it answers. The receiver
+counts on a little less, COUNTED_S, from when it asked. So its lease always ends first, and no two clocks are compared.
 
 A sender answers only if, less than LEASE_HEARD_S ago, it had read everything that its engine had sent. An engine waits
 READERS_S after a withdrawal before it reuses the blocks. So the lease ends before that reuse, even if nobody reads the

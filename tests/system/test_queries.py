@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from tests.support import promql
-from tests.support.monitoring import dashboard, job, rules, targets
+from tests.support.monitoring import ROOT, dashboard, job, rules, targets
 from tests.support.promql import Misnamed, labels, parsed, selectors, templates
 from tests.support.served_metrics import PAGE, served
 
 VARIABLES = frozenset(each["name"] for each in dashboard()["templating"]["list"])
 ALERTS = rules()
+TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
 
 
 def judged(expr: str, *texts: str) -> None:
@@ -46,6 +47,11 @@ def metrics_of(expr: str) -> set[str]:
     """The metrics that an expression asks for, by their names on the page: a histogram's without its part."""
     names = {selector.name for selector in selectors(parsed(expr))}
     return {name if name in served() else re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
+
+
+def test_troubleshooting_says_what_to_do_about_each_alert() -> None:
+    table = TROUBLESHOOTING.partition("\n## Alerts\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \| .", table, re.MULTILINE) == list(ALERTS)
 
 
 def test_the_page_names_the_alerts_and_the_panels_of_each_metric() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from kvbridge_kernels.sheet import ENOUGH_PROGRAMS
 
 from kvbridge.config import load, resolve
 from kvbridge.dataplane.resources import ROOM_IN_HOST
 from kvbridge.errors import OperatorError
 from kvbridge.failpoints import VARIABLE
-from kvbridge.options import SECTIONS, AgentConfig, LogLevel, choices, defaults, flag_of, options
+from kvbridge.options import SECTIONS, AgentConfig, LogLevel, about, choices, defaults, flag_of, options, sample
 from tests.support.write_configuration import DEPLOYED, PAGE, page, toml
 
 
@@ -204,7 +206,15 @@ def test_deployed_file_loads_and_names_every_option_with_its_default() -> None:
     depends = {name for name, value in defaults().items() if value is None}
     assert depends == {"slot_bytes", "receive_slots", "send_slots", "linger_s", "pull_ctas"}
     usual = {"slot_bytes": ROOM_IN_HOST.slot_bytes, "receive_slots": ROOM_IN_HOST.receive_slots}
-    assert shown == defaults() | usual | {"send_slots": ROOM_IN_HOST.send_slots, "linger_s": 0, "pull_ctas": 33}
+    usual |= {"send_slots": ROOM_IN_HOST.send_slots, "linger_s": 0, "pull_ctas": ENOUGH_PROGRAMS}
+    assert shown == defaults() | usual
+
+
+def test_the_ctas_that_are_said_are_the_kernels_own() -> None:
+    said = options()["pull_ctas"] + about("pull_ctas")
+    assert re.findall(r"(\d+) (?:under MPS|CTAs)", said) == [str(ENOUGH_PROGRAMS)] * 2
+    assert sample("pull_ctas") == ENOUGH_PROGRAMS
+    assert f"takes {ENOUGH_PROGRAMS} CTAs" in PAGE.with_name("operations.md").read_text()
 
 
 def test_what_is_generated_is_fresh() -> None:

@@ -30,8 +30,9 @@ log = logging.getLogger("kvbridge.data_plane")
 
 GIVEN_UP = -1  # no ticket
 # Reads of a transfer under way at once. A chunk of 128 MiB is read in 0.38 ms, and a slow core needs as long to launch
-# the next: with two the stream ran dry (two H100s, f7f42e7: 0.47 ms a chunk). Fewer than the copier allows (PULLS), so
-# that one transfer does not keep the others waiting.
+# the next: with two the stream ran dry (two H100s, f7f42e7: 0.47 ms a chunk). That was with one stream; now pulls take
+# turns on two (copier_gpu.py). Fewer than the copier allows (PULLS), so that one transfer does not keep the others
+# waiting.
 MOST_AHEAD = 3
 ENDED_WHILE_READ: Failure = ("aborted", "the transfer ended while it was read")
 Opened = tuple[AttachedPool, Callable[[], None]]  # the callable is called on the loop once it is unmapped
@@ -182,7 +183,8 @@ class PullRoute:
         """The failure if the rows do not count. They count if the read lease lasts longer than the read.
 
         The clock is read after the end of the read was seen, so a stall in between makes the read look later, never
-        earlier. A late renewal still proves that the blocks were not given back, so a stalled agent only costs time.
+        earlier. A late renewal still counts: just before the sender answered it, it had read all that its engine had
+        sent, and no withdrawal was among it. So a stalled agent only costs time.
         """
         now = self._clock()
         if pull.lease.is_given_up:

