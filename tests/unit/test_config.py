@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from kvbridge_kernels.sheet import ENOUGH_PROGRAMS
 
-from kvbridge.config import load, resolve
+from kvbridge.config import load
 from kvbridge.dataplane.resources import ROOM_IN_HOST
 from kvbridge.errors import OperatorError
 from kvbridge.failpoints import VARIABLE
@@ -34,22 +34,6 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     config = load(path, {"name": "flag", "socket": None}, environment)
     assert (config.name, config.receive_slots, config.send_slots, config.drain_s) == ("flag", 3, 5, 1.0)
     assert config.socket == AgentConfig().socket
-
-
-def test_every_value_has_the_place_that_it_came_from(tmp_path: Path) -> None:
-    path = write(tmp_path, "connect_s = 1\nsilence_s = 2\ndrain_s = 3\n")
-    environment = {"KVBRIDGE_SILENCE_S": "4", "KVBRIDGE_DRAIN_S": "5"}
-    config, said = resolve(path, {"drain_s": "6", "share_memory": "False"}, environment)
-    assert (config.connect_s, config.silence_s, config.drain_s, config.share_memory) == (1, 4, 6, False)
-    assert list(said) == list(options())
-    places = {name: each[1:] for name, each in said.items() if each.origin != "default"}
-    assert places == {
-        "connect_s": ("file", path),
-        "silence_s": ("environment", "KVBRIDGE_SILENCE_S"),
-        "drain_s": ("flag", "--drain-s"),
-        "share_memory": ("flag", "--no-share-memory"),
-    }
-    assert said["name"] == ("agent-0", "default", "")
 
 
 def test_text_of_flags_and_environment_becomes_what_it_should_be() -> None:

@@ -200,12 +200,6 @@ def test_offers_end_when_a_killed_agents_socket_does_and_wants_when_its_process_
     assert talk.engine.turn() == [Ended("r", "want", "agent_lost", "the agent is gone")]
 
 
-def test_all_ends_when_an_agent_that_lives_lets_go(talk: Talk, agent: FakeAgent) -> None:
-    talk.begin()
-    agent.let_go()
-    assert [(ended.request, ended.code) for ended in talk.engine.turn()] == [("o", "agent_lost"), ("r", "agent_lost")]
-
-
 def test_without_an_agent_each_ends_at_once(talk: Talk) -> None:
     talk.begin()
     ended = talk.engine.turn()
@@ -282,14 +276,6 @@ def test_blocks_that_are_short_are_asked_for_and_come_by_offers_that_end(talk: T
     assert agent.one(Reclaim) == Reclaim(blocks=3)
     agent.say(Released(request="r", code="reclaimed", reason="its engine needs the blocks"))
     assert talk.engine.turn() == [Ended("r", "offer", "reclaimed", "its engine needs the blocks")]
-
-
-def test_a_want_of_nothing_is_said_and_has_no_end(talk: Talk, agent: FakeAgent) -> None:
-    talk.engine.want(NOTHING)
-    said = agent.one(Want)
-    assert replace(said, request="r") == NOTHING and not talk.engine.is_open("r")
-    agent.say(Done(request=said.request, moved_bytes=0, seconds=0))
-    assert talk.engine.turn() == []
 
 
 # An agent that is silent:

@@ -175,18 +175,6 @@ def test_reads_are_over_soon_after_a_loss_and_writes_when_the_agent_has_let_go(
     assert len(agent.attaches) == 2
 
 
-def test_a_killed_agents_socket_ends_the_reads_and_its_process_the_writes(
-    link: AgentLink, agent: FakeAgent, clock: Clock
-) -> None:
-    attach(link, agent)
-    agent.hang_up()
-    assert link.turn() == [ReadsOver("the agent is gone")]
-    clock.now += 100
-    assert link.turn() == [] and link.state is LinkState.ENDING and not link.send(WANT)
-    agent.vanish()
-    assert link.turn() == [Over("the agent is gone")]
-
-
 def test_where_a_process_cannot_be_watched_its_end_is_waited_for_by_time(agent: FakeAgent, clock: Clock) -> None:
     """As in another PID namespace on an older kernel."""
     client = EngineClient(agent.path, pidfd_of=lambda _: -1)

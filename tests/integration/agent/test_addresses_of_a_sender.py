@@ -62,19 +62,6 @@ async def test_an_agent_that_is_being_greeted_by_another_address_is_waited_for(w
     assert player.over == [("P0", "engine_left"), ("also", "engine_left")]
 
 
-async def test_the_welcome_that_the_other_address_gets_may_come_later_than_the_word_of_it(
-    world: World, receiver: Player
-) -> None:
-    incarnation = world.senders[0].engine.agent.incarnation
-    receiver.may_prove.set()
-    receiver.reach("P0", "also")
-    knows(receiver, "also", incarnation)
-    assert not receiver.opened_at and not receiver.over
-    await receiver.peers._welcome(receiver.wires["P0"], welcomed(world, receiver.wires["P0"]))
-    assert receiver.opened_at == ["P0", "also"] and receiver.wires["also"].is_lost and not receiver.over
-    assert len(receiver.peers.statuses()) == 1
-
-
 async def test_an_address_becomes_no_name_of_a_session_with_another_key(world: World) -> None:
     player, incarnation = await reached(world)
     player.reach("also").key = "of another"
@@ -110,6 +97,7 @@ async def test_many_addresses_of_one_agent_become_names_of_the_one_that_is_welco
     knows(receiver, refused[2], incarnation)
     assert receiver.opened_at[0] == "P0" and sorted(receiver.opened_at[1:]) == ["also", "fourth", "third"]
     assert list(receiver.peers.outgoing.sessions) == ["P0"] and not receiver.over
+    assert all(receiver.wires[address].is_lost for address in refused)
     receiver.peers._lose(receiver.wires["P0"], "gone")
     assert len(receiver.over) == 4 and not receiver.peers.outgoing._aliases
 

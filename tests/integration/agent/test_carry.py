@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from kvbridge_proto.engine import Abandon, Withdraw
+from kvbridge_proto.engine import Withdraw
 
 from tests.integration.agent.harness import is_at_rest
 from tests.integration.agent.pairs import Bench, Benches
@@ -106,18 +106,6 @@ def test_many_requests_at_once(bench: Bench) -> None:
     for i in range(32):
         bench.done(f"r{i}")
     assert is_at_rest(bench.receiver.agent.status)
-
-
-def test_abandoned_and_withdrawn_requests_end_once_and_leave_nothing(bench: Bench) -> None:
-    bench.want("gone", list(range(4)), range(200))
-    bench.receiver.client.send(Abandon(request="gone"))
-    bench.receiver.failed("gone", "aborted")
-    bench.offer("back", list(range(4)), 64)
-    bench.sender.client.send(Withdraw(request="back"))
-    assert bench.sender.released("back").code == "withdrawn"
-    bench.carries("r", [7], [9], range(16))
-    for engine in bench.engines:
-        wait_for(lambda engine=engine: is_at_rest(engine.agent.status))  # the receiver may hear of it first
 
 
 def test_a_request_that_ends_as_it_should_is_no_line_at_info(bench: Bench) -> None:

@@ -7,7 +7,6 @@ import signal
 import socket
 import struct
 import time
-import urllib.request
 from contextlib import closing
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 from demo.processes import free_port
 from tests.integration.agent.harness import Client, SyntheticEngine, agent, attached
 from tests.integration.agent.pairs import Bench, Benches
+from tests.integration.agent.test_scraping import scraped
 from tests.support.oracle import Shape, build, fill
 from tests.support.proc import cpu_s, mapped
 from tests.support.waiting import wait_for
@@ -154,20 +154,17 @@ def test_an_engine_that_dies_frees_its_memory_and_another_may_come(pair: Bench) 
         pair.works("second")
 
 
-def scraped(port: int) -> str:
-    return str(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode())
-
-
 def test_metrics_are_served_on_loopback(tmp_path: Path) -> None:
     port = free_port()
     with agent(tmp_path, "a", metrics=f"127.0.0.1:{port}", routes="nixl") as running:
         with attached(running):
-            text = scraped(port)
+            text = scraped(("127.0.0.1", port))
             info = {line.split()[0] for line in text.splitlines() if line.startswith("kvbridge_engine_info{")}
         assert "kvbridge_engine_attached 1.0" in text and 'kvbridge_receive_slots{state="free"} 8.0' in text
         (said,) = info
         assert all(part in said for part in ('block_tokens="16"', 'dtype="bf16"', 'tp_size="1"', 'model_key="'))
-        wait_for(lambda: "kvbridge_engine_info{" not in scraped(port))  # what is shown is kept for a moment
+        # What is shown is kept for a moment.
+        wait_for(lambda: "kvbridge_engine_info{" not in scraped(("127.0.0.1", port)))
 
 
 def test_an_idle_agent_sleeps(pair: Bench) -> None:

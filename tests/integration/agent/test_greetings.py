@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from kvbridge_proto.common import Rank
-from kvbridge_proto.peer import PROBE_LANES, Cancel, Goodbye, Hello, Refuse, Welcome
+from kvbridge_proto.peer import PROBE_LANES, Cancel, Goodbye, Grant, Hello, Refuse, SlotLease, Welcome
 
 from kvbridge.agent.incoming_peers import MOST_GREETINGS, TURN_S
 from tests.integration.agent.player import Player, Wire, greeting, met, replace_struct, settle, welcomed
@@ -198,6 +198,7 @@ async def test_another_link_that_says_our_receivers_incarnation_is_not_our_recei
     thief = Wire("elsewhere", peer_incarnation="D")
     player.peers._hear(thief, "D", replace_struct(CLAIM, transfer="stolen"))
     player.peers._hear(thief, "D", Cancel(transfer="t", code="c"))
+    player.peers._hear(thief, "D", Grant(transfer="t", leases=(SlotLease(0, 1),)))
     player.peers._hear(thief, "D", Goodbye(reason="not mine to say"))
     assert player.heard == [] and len(player.peers.statuses()) == 1
     assert [refusal.code for refusal in thief.said(Refuse)] == ["no_session"]

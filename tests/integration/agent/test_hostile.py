@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from kvbridge_proto.codec import decode, encode
-from kvbridge_proto.peer import Cancel, Claim, Drained, Goodbye, Grant, Refuse, SlotLease
+from kvbridge_proto.peer import Cancel, Claim, Drained, Refuse
 from kvbridge_proto.status import PeerStatus, TransferStatus
 
 from kvbridge.agent.logs import PlainFormatter
@@ -24,46 +24,9 @@ from kvbridge.exchange.session import Session, hello
 from kvbridge.geometry.compat import Convertible
 from tests.integration.agent.player import welcomed
 from tests.integration.agent.test_agent_names import Fetching
-from tests.integration.fuzz.agents import ALL_ROWS, Besieged, Siege
+from tests.integration.fuzz.agents import Besieged
 from tests.unit.exchange.world import World
 from tests.unit.proto.samples import NOTICE
-
-
-async def claimed() -> tuple[Siege, Claim]:
-    """An honest receiver has a claim that waits."""
-    siege = Siege()
-    await siege.begin()
-    plan = siege.ours.peers.incoming.sessions["good"].session.planner.plan(ALL_ROWS, 0, 80, 1024)
-    await siege.hear(siege.honest, "good", siege.claim(plan.digest))
-    assert "honest" in siege.ours.sending.outgoing_transfers
-    return siege, siege.claim(plan.digest)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        Goodbye(reason="not mine to say"),
-        Cancel(transfer="honest", code="aborted"),
-        Grant(transfer="honest", leases=(SlotLease(0, 1),)),
-    ],
-    ids=lambda body: type(body).__name__,
-)
-async def test_a_link_that_says_anothers_name_cannot_speak_for_it(body: Goodbye | Cancel | Grant) -> None:
-    siege, _ = await claimed()
-    stranger = siege.links[1]
-    assert stranger.peer_incarnation == "good"
-    await siege.hear(stranger, "good", body)
-    out = siege.ours.sending.outgoing_transfers["honest"]
-    assert not out.early and out.state.name == "WAITING" and "good" in siege.ours.peers.incoming.sessions
-    assert not any(isinstance(said, Drained) for said in siege.honest.sent)
-
-
-async def test_a_claim_on_anothers_session_is_refused() -> None:
-    siege, claim = await claimed()
-    await siege.hear(siege.links[1], "good", msgspec.structs.replace(claim, transfer="stolen"))
-    assert set(siege.ours.sending.outgoing_transfers) == {"honest"}
-    refuse = siege.links[1].last(Refuse)
-    assert refuse.code == "no_session"
 
 
 def test_a_peer_that_differs_in_all_things_can_be_shown(world: World) -> None:

@@ -14,7 +14,7 @@ from kvbridge.options import AgentConfig
 from kvbridge.transport.lock import Lock
 
 
-def test_the_lock_is_taken_before_the_fabric_is_there_and_kept_until_it_is_gone(
+async def test_the_lock_is_taken_before_the_fabric_is_there_and_kept_until_it_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     socket, heard = tmp_path / "a.sock", []
@@ -37,18 +37,14 @@ def test_the_lock_is_taken_before_the_fabric_is_there_and_kept_until_it_is_gone(
 
     monkeypatch.setattr(DataPlane, "start", started)
     monkeypatch.setattr(DataPlane, "stop", stopped)
-    agents = [request_ended(socket) for _ in range(2)]
+    agents = [await ended(socket) for _ in range(2)]
     assert heard == [True] * 4 and not is_held()
     assert agents[1].before == {agents[0].incarnation}
 
 
-def request_ended(socket: Path) -> Agent:
+async def ended(socket: Path) -> Agent:
     """An agent that has served there for a moment and ended."""
     agent = Agent(AgentConfig(socket=str(socket), listen="tcp://127.0.0.1:0", slot_bytes=1 << 16, metrics=""))
-
-    async def story() -> None:
-        asyncio.get_running_loop().call_later(0.2, agent.stop)
-        await agent.run()
-
-    asyncio.run(story())
+    asyncio.get_running_loop().call_later(0.2, agent.stop)
+    await agent.run()
     return agent

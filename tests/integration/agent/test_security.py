@@ -182,15 +182,6 @@ def test_a_want_reaches_loopback_only(tmp_path: Path, bench_of: Benches, has_key
     pair.works()
 
 
-def test_a_wanted_address_cannot_bring_its_own_key(tmp_path: Path, bench_of: Benches) -> None:
-    key, _ = keygen(tmp_path, "fleet")
-    _, foreign = keygen(tmp_path, "foreign")
-    pair = bench_of(connect_s=4, key=key)
-    address = pair.sender.agent.address.partition("#")[0] + "#" + foreign.split()[1]
-    failed = pair.carry("ssrf", address)
-    assert isinstance(failed, Failed) and failed.code == "peer_not_allowed" and "peers" in failed.reason
-
-
 # What leaves the process:
 
 

@@ -39,14 +39,6 @@ def maps_of(fd: int) -> list[str]:
     return [line for line in lines if line.split()[4] == inode and "/torch_" in line]
 
 
-def test_both_sides_see_the_same_bytes() -> None:
-    with attached(build(Shape())) as (held, pool), pool.hold() as regions:
-        held.memory[0][5] = 77
-        assert regions.memories[0][5] == 77
-        regions.memories[1][9] = 78
-        assert held.memory[1][9] == 78
-
-
 def test_close_unmaps_at_once_and_later_use_is_an_error(engine: Engine) -> None:
     before = [maps_of(fd) for fd in engine.fds]
     pool = AttachedPool.open(engine.held.pool, engine.handles, engine.fds)
@@ -70,12 +62,6 @@ def test_close_waits_for_a_move_under_way() -> None:
             assert regions.memories[0][0] == held.memory[0][0]
         closing.join(5)
         assert not pool.is_open
-
-
-def test_the_engines_fds_stay_the_callers(engine: Engine) -> None:
-    AttachedPool.open(engine.held.pool, engine.handles, engine.fds).close()
-    for fd in engine.fds:
-        os.fstat(fd)
 
 
 def with_plane(pool: Pool, **changes: object) -> Pool:

@@ -324,18 +324,14 @@ def test_a_peer_that_allows_only_pull_has_not_failed_and_makes_no_slots(tmp_path
             engine.close()
 
 
-def test_a_peer_that_does_not_answer_is_told_goodbye(tmp_path: Path) -> None:
+async def test_a_peer_that_does_not_answer_is_told_goodbye(tmp_path: Path) -> None:
     """It may be about to write: a Goodbye has it stop."""
-
-    async def told() -> Finding:
-        async with Control("silent", LOOPBACK) as silent:
-            ear = Ear(silent)
-            looking = asyncio.create_task(asyncio.to_thread(peer.peer, subject(tmp_path, silent.address, connect_s=1)))
-            assert isinstance((await ear.hear(Arrived)).envelope.body, Hello)
-            assert isinstance((await ear.hear(Arrived, peer.ANSWER_S + 5)).envelope.body, Goodbye)
-            return await looking
-
-    found = asyncio.run(told())
+    async with Control("silent", LOOPBACK) as silent:
+        ear = Ear(silent)
+        looking = asyncio.create_task(asyncio.to_thread(peer.peer, subject(tmp_path, silent.address, connect_s=1)))
+        assert isinstance((await ear.hear(Arrived)).envelope.body, Hello)
+        assert isinstance((await ear.hear(Arrived, peer.ANSWER_S + 5)).envelope.body, Goodbye)
+        found = await looking
     assert found.outcome is CheckOutcome.FAILED and "peer_silent" in found.text, found
 
 

@@ -242,6 +242,10 @@ async def _slowly(is_stuck: bool) -> None:
         await asyncio.sleep(5)
 
 
+async def _until(event: asyncio.Event) -> None:
+    await event.wait()
+
+
 async def test_a_prefill_that_failed_everywhere_is_a_502_that_names_it() -> None:
     async with world("vllm,vllm", "vllm") as w:
         for each in w.all("prefill"):
@@ -342,16 +346,10 @@ async def test_a_stream_that_ends_early_ends_with_an_error(kind: str, path: str,
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("pair", PAIRS, ids=">".join)
 async def test_a_client_that_leaves_ends_both_legs(pair: tuple[str, str], is_stream: bool) -> None:
-    async def forever(request: web.Request, body: Any) -> None:
-        await asyncio.sleep(10)
-
-    async def trickle(request: web.Request, body: Any) -> web.StreamResponse:
-        return await stream(request, [CUT] * 1000, pause_s=0.05)
-
     async with world(*pair) as w:
         if pair[0] == "sglang":
-            w.prefill.act = forever
-        w.decode.act = trickle if is_stream else forever
+            w.prefill.act = lambda request, body: _slowly(True)
+        w.decode.act = lambda request, body: stream(request, [CUT] * 100, pause_s=0.05) if is_stream else _slowly(True)
         asking = asyncio.create_task(w.ask("/v1/completions", COMPLETION | {"stream": is_stream}))
         await asyncio.wait_for(w.decode.busy.wait(), 3)
         await asyncio.sleep(0.1)
@@ -363,11 +361,8 @@ async def test_a_client_that_leaves_ends_both_legs(pair: tuple[str, str], is_str
 
 
 async def test_a_client_that_leaves_during_prefill_ends_it() -> None:
-    async def forever(request: web.Request, body: Any) -> None:
-        await asyncio.sleep(10)
-
     async with world("vllm", "sglang") as w:
-        w.prefill.act = forever
+        w.prefill.act = lambda request, body: _slowly(True)
         asking = asyncio.create_task(w.ask("/v1/completions", COMPLETION))
         await asyncio.wait_for(w.prefill.busy.wait(), 3)
         asking.cancel()
@@ -407,13 +402,9 @@ async def test_without_a_well_engine_requests_are_refused_and_health_says_so() -
 
 async def test_least_outstanding_comes_first() -> None:
     gate = asyncio.Event()
-
-    async def wait(request: web.Request, body: Any) -> None:
-        await gate.wait()
-
     async with world("vllm,vllm", "vllm") as w:
         first, second = w.all("prefill")
-        first.act = second.act = wait
+        first.act = second.act = lambda request, body: _until(gate)
         asking = [asyncio.create_task(w.ask("/v1/completions", COMPLETION)) for _ in range(6)]
         await w.until(lambda: len(first.got) + len(second.got) == 6)
         assert (len(first.got), len(second.got)) == (3, 3)
@@ -526,12 +517,8 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
 async def test_an_engine_off_the_list_gets_nothing_new_and_finishes_what_it_has() -> None:
     async with world("vllm", "vllm,vllm") as w:
         goes_on = asyncio.Event()
-
-        async def waits(request: web.Request, body: dict[str, Any]) -> None:
-            await goes_on.wait()
-
         leaving, staying = w.all("decode")
-        leaving.act = staying.act = waits
+        leaving.act = staying.act = lambda request, body: _until(goes_on)
         (prefill,) = w.fleet.well(Role.PREFILL)
         before = {each.url: each for each in w.fleet.well(Role.DECODE)}
         async with asyncio.TaskGroup() as tasks:
@@ -556,10 +543,6 @@ async def test_what_an_engine_says_of_one_prompt_comes_whole() -> None:
     """Its usage too, with details that we do not know how to add up."""
     usage = {"prompt_tokens": 4, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 3}}
     said = {"id": "x", "choices": [{"index": 0, "text": TEXT, "finish_reason": "length"}], "usage": usage, "more": 1}
-
-    async def answers(request: web.Request, body: dict[str, Any]) -> web.Response:
-        return web.json_response(said)
-
     async with world("vllm", "vllm") as w:
-        w.decode.act = answers
+        w.decode.act = lambda request, body: _raw(json.dumps(said).encode())
         assert await w.ask("/v1/completions", COMPLETION) == (200, said)

@@ -23,7 +23,7 @@ from kvbridge_proto.engine import Refused
 from kvbridge_proto.pool import Handle
 from kvbridge_proto.stream import pack
 
-from kvbridge.errors import OperatorError, PeerError
+from kvbridge.errors import PeerError
 from kvbridge.transport import door as doors
 from kvbridge.transport.door import Holder, MemoryDoor, Shared, open_memory
 from kvbridge.transport.framed import close_fds
@@ -433,20 +433,3 @@ async def test_a_receiver_waits_for_a_mute_door_no_longer_than_it_says(path: Pat
             with pytest.raises(PeerError) as raised:
                 await open_memory(card, "decode-0", within_s=0.2)
             assert raised.value.code == "door_unreachable"
-
-
-# Its socket (the rest of it is in test_local_access.py):
-
-
-async def test_only_who_has_the_agents_lock_listens_and_a_dead_ones_socket_is_replaced(path: Path) -> None:
-    async with opened(path) as door:
-        first = os.lstat(door.path).st_ino
-        assert oct(os.stat(door.path).st_mode & 0o777) == "0o600"
-        with pytest.raises(OperatorError) as raised:
-            Lock(path, INCARNATION)
-        assert raised.value.code == "socket_in_use" and os.lstat(door.path).st_ino == first
-    assert not door.path.exists()
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(door.path))
-    async with opened(path) as door:
-        (await open_memory(card_of(door), "decode-0")).close()

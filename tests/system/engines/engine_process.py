@@ -27,7 +27,6 @@ from demo.rows import SavedRows
 from demo.vllm_cpu import SETTINGS as VLLM_SETTINGS
 
 ROOT = Path(__file__).resolve().parents[3]
-LOOP = "tests.system.engines.engine_loop"
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def test_torch_memory_inside_a_block_of_its_allocator(engine: Engine) -> None:
 
 
 def test_regions_with_allocations_of_their_own(engine: Engine) -> None:
-    shape = replace_blocks(SHAPE, 384 * 8)
+    shape = change(SHAPE, blocks=384 * 8)
     handles = engine.export("torch", [shape.rank_bytes // 3] * 3)
     assert len({handle.payload for handle in handles}) == 3
     with attach(engine, handles, shape) as attached:
@@ -110,10 +110,6 @@ def test_refuses_pinned_host_memory() -> None:
     storage = torch.zeros(4096, dtype=torch.uint8, pin_memory=True).untyped_storage()
     with refused(KVBridgeError, "pinned_memory"):
         export(storage, 0, 0)
-
-
-def replace_blocks(shape: Shape, blocks: int) -> Shape:
-    return change(shape, blocks=blocks)
 
 
 def first(handles: Sequence[Handle], **changes: object) -> list[Handle]:
