@@ -61,48 +61,57 @@ def free_bytes() -> int:
 
 
 @OURS
-async def test_rows_are_pulled_from_an_engine_of_another_process(path: Path, ours: str) -> None:
-    with Sender(path, "nhd16", "cuda:0") as sender, await open_memory(sender.card(), "decode-0") as handed:
-        assert {handle.kind for handle in handed.handles} == {"cuda_ipc"} and handed.fds == []
-        with torch.cuda.device(ours), peer_of(handed, ours) as pool:
-            with pool.hold() as regions:
-                assert all(isinstance(each, Mapped) for each in regions.memories)
-            for receiver in (HND64, PACKED, FP8):
-                assert pulled(NHD16, pool, receiver, ours, pull) == ""
-        assert sender.ask("check") == "unchanged"
+def test_rows_are_pulled_from_an_engine_of_another_process(path: Path, ours: str) -> None:
+    async def story() -> None:
+        with Sender(path, "nhd16", "cuda:0") as sender, await open_memory(sender.card(), "decode-0") as handed:
+            assert {handle.kind for handle in handed.handles} == {"cuda_ipc"} and handed.fds == []
+            with torch.cuda.device(ours), peer_of(handed, ours) as pool:
+                with pool.hold() as regions:
+                    assert all(isinstance(each, Mapped) for each in regions.memories)
+                for receiver in (HND64, PACKED, FP8):
+                    assert pulled(NHD16, pool, receiver, ours, pull) == ""
+            assert sender.ask("check") == "unchanged"
+
+    asyncio.run(story())
 
 
 @OURS
-async def test_an_engine_may_be_killed_while_its_memory_is_mapped(path: Path, ours: str) -> None:
-    with (
-        Sender(path, "nhd16", "cuda:0") as sender,
-        await open_memory(sender.card(), "decode-0") as handed,
-        torch.cuda.device(ours),
-        peer_of(handed, ours) as pool,
-    ):
-        assert pulled(NHD16, pool, HND64, ours, pull) == ""
-        sender.process.send_signal(signal.SIGKILL)
-        assert "is gone" in await handed.ending()
-        sender.process.wait()
-        for _ in range(3):
+def test_an_engine_may_be_killed_while_its_memory_is_mapped(path: Path, ours: str) -> None:
+    async def story() -> None:
+        with (
+            Sender(path, "nhd16", "cuda:0") as sender,
+            await open_memory(sender.card(), "decode-0") as handed,
+            torch.cuda.device(ours),
+            peer_of(handed, ours) as pool,
+        ):
             assert pulled(NHD16, pool, HND64, ours, pull) == ""
+            sender.process.send_signal(signal.SIGKILL)
+            assert "is gone" in await handed.ending()
+            sender.process.wait()
+            for _ in range(3):
+                assert pulled(NHD16, pool, HND64, ours, pull) == ""
+
+    asyncio.run(story())
 
 
 @OURS
-async def test_memory_is_back_soon_after_the_last_reader_has_closed(path: Path, ours: str) -> None:
-    torch.zeros(1, device="cuda:0")
-    torch.zeros(1, device=ours)
-    before = free_bytes()
-    with (
-        Sender(path, "nhd16", "cuda:0", SLACK_BYTES) as sender,
-        await open_memory(sender.card(), "decode-0") as handed,
-    ):
-        with torch.cuda.device(ours), peer_of(handed, ours):
-            sender.process.send_signal(signal.SIGKILL)
-            sender.process.wait()
-            await asyncio.sleep(GONE_S)
-            assert before - free_bytes() > SLACK_BYTES // 2, "not held: then this test proves nothing"
-        assert await until(lambda: before - free_bytes() < SLACK_BYTES // 8, GONE_S)
+def test_memory_is_back_soon_after_the_last_reader_has_closed(path: Path, ours: str) -> None:
+    async def story() -> None:
+        torch.zeros(1, device="cuda:0")
+        torch.zeros(1, device=ours)
+        before = free_bytes()
+        with (
+            Sender(path, "nhd16", "cuda:0", SLACK_BYTES) as sender,
+            await open_memory(sender.card(), "decode-0") as handed,
+        ):
+            with torch.cuda.device(ours), peer_of(handed, ours):
+                sender.process.send_signal(signal.SIGKILL)
+                sender.process.wait()
+                await asyncio.sleep(GONE_S)
+                assert before - free_bytes() > SLACK_BYTES // 2, "not held: then this test proves nothing"
+            assert await until(lambda: before - free_bytes() < SLACK_BYTES // 8, GONE_S)
+
+    asyncio.run(story())
 
 
 def test_our_own_memory_is_refused_by_name() -> None:
@@ -110,26 +119,34 @@ def test_our_own_memory_is_refused_by_name() -> None:
         AttachedPool.open_peer(build(NHD16).pool, handles, fds, "cuda:0")
 
 
-async def test_a_gpu_that_is_not_reached_is_named_before_its_memory_is_opened(
+def test_a_gpu_that_is_not_reached_is_named_before_its_memory_is_opened(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every pair of H200s reaches each other: the driver's answer is made up."""
+
+    async def story() -> None:
+        with Sender(path, "nhd16", "cuda:0") as sender, await open_memory(sender.card(), "decode-0") as handed:
+            for kind, payload in (("cuda_ipc", bytes(64)), ("vmm_fd", (1 << 40).to_bytes(8, "little"))):
+                far = [
+                    change(each, device="GPU-far", kind=kind, payload=payload, offset=0, fd=0)
+                    for each in handed.handles
+                ]
+                with pytest.raises(KVBridgeError) as raised:
+                    AttachedPool.open_peer(build(NHD16).pool, far, [0], "cuda:0")
+                assert raised.value.code == "no_peer_access" and "GPU-far" in str(raised.value)
+
     monkeypatch.setattr(driver, "can_access_peer", lambda gpu, peer: False)
-    with Sender(path, "nhd16", "cuda:0") as sender, await open_memory(sender.card(), "decode-0") as handed:
-        for kind, payload in (("cuda_ipc", bytes(64)), ("vmm_fd", (1 << 40).to_bytes(8, "little"))):
-            far = [
-                change(each, device="GPU-far", kind=kind, payload=payload, offset=0, fd=0) for each in handed.handles
-            ]
-            with pytest.raises(KVBridgeError) as raised:
-                AttachedPool.open_peer(build(NHD16).pool, far, [0], "cuda:0")
-            assert raised.value.code == "no_peer_access" and "GPU-far" in str(raised.value)
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("spoilt", [b"\x5a" * 64, b"\x5a" * 63])
-async def test_a_handle_that_opens_nothing_is_refused_by_name(path: Path, spoilt: bytes) -> None:
-    with Sender(path, "nhd16", "cuda:0") as sender, await open_memory(sender.card(), "decode-0") as handed:
-        bad = [change(each, payload=spoilt) for each in handed.handles]
-        with refused(KVBridgeError, "region_unmappable"):
-            AttachedPool.open_peer(build(NHD16).pool, bad, [], "cuda:0")
-        with peer_of(handed, "cuda:0") as pool:  # what was refused left nothing in the way
-            assert pulled(NHD16, pool, HND64, "cuda:0", pull) == ""
+def test_a_handle_that_opens_nothing_is_refused_by_name(path: Path, spoilt: bytes) -> None:
+    async def story() -> None:
+        with Sender(path, "nhd16", "cuda:0") as sender, await open_memory(sender.card(), "decode-0") as handed:
+            bad = [change(each, payload=spoilt) for each in handed.handles]
+            with refused(KVBridgeError, "region_unmappable"):
+                AttachedPool.open_peer(build(NHD16).pool, bad, [], "cuda:0")
+            with peer_of(handed, "cuda:0") as pool:  # what was refused left nothing in the way
+                assert pulled(NHD16, pool, HND64, "cuda:0", pull) == ""
+
+    asyncio.run(story())
