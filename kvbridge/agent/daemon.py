@@ -85,7 +85,7 @@ SWITCH_S = 0.0002
 def run(config: AgentConfig, stuck_s: float = STUCK_S, supervision: Supervision | None = None) -> None:
     """Run one agent until SIGTERM or SIGINT. Raises OperatorError or FabricError when it cannot start.
 
-    Does not return if the data plane is stuck: the process ends with the STATUS of dataplane/watchdog.py.
+    Does not return if the data plane is stuck: the process ends with the EXIT_CODE of dataplane/watchdog.py.
     """
     set_up(config.log_level, config.log_format, errors := LastErrors())
     faulthandler.enable()  # systemd's watchdog ends us with SIGABRT: the log then has every thread's stack

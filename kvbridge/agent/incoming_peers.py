@@ -27,7 +27,7 @@ from kvbridge_proto.peer import (
 )
 
 from ..dataplane.data_plane import DataPlane
-from ..dataplane.routes.choice import NOT_CONNECTED, Connected, may_be_written, options, to_be_read
+from ..dataplane.routes.choice import NOT_CONNECTED, Connected, candidates, may_be_written, to_be_read
 from ..dataplane.routes.slot_route import Landing
 from ..errors import FabricError
 from ..exchange.route import Site
@@ -258,7 +258,7 @@ class IncomingPeers:
         if to_be_read(engine.site, site) is not None or not may_be_written(engine.site, site):
             return engine
         if not site.has_slots:
-            against = (reason for _, reason in options(engine.site, site) if reason)
+            against = (reason for _, reason in candidates(engine.site, site) if reason)
             raise FabricError("no_slots", "fabric.slots: 0, and they are what this agent would write to", *against)
         await self._data_plane.stage()
         current = self._engine()

@@ -24,9 +24,9 @@ from .metrics import Metrics
 
 log = logging.getLogger("kvbridge.agent")
 
-CHECK_S = 0.5
+LOOK_S = 0.5
 PAUSE_S = 2.0  # no request begins while those under way end; the ones left after this fail with `rebuilt`
-CHECK_PAUSED_S = 0.01
+LOOK_PAUSED_S = 0.01
 AGAIN_S = 10.0  # after a failed attempt: each costs the data plane some time
 
 
@@ -86,7 +86,7 @@ class Rebuilder:
     @property
     def check_in_s(self) -> float:
         """Seconds until the next check."""
-        return CHECK_PAUSED_S if self.is_pausing else CHECK_S
+        return LOOK_PAUSED_S if self.is_pausing else LOOK_S
 
     async def check(self) -> None:
         """Rebuild if it is time to."""

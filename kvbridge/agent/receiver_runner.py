@@ -43,7 +43,7 @@ from ..exchange.orders import (
     StageReached,
     StopReceiving,
 )
-from ..exchange.receiver import CHECK_S, Receiver
+from ..exchange.receiver import COMPARE_S, Receiver
 from ..exchange.session import AttachedEngine, Session
 from ..failpoints import failpoint
 from ..transport.endpoint import canonical
@@ -244,7 +244,7 @@ class ReceiverRunner:
         actions = self._receiving.tick(self._clock())
         self._do(actions)
         if late := sum(each.chunks for each in actions if isinstance(each, Uncompared)):
-            self._log.warning("chunks not compared", "%d, their senders sent no digests in %g s", late, CHECK_S)
+            self._log.warning("chunks not compared", "%d, their senders sent no digests in %g s", late, COMPARE_S)
 
     # Doing:
 

@@ -43,7 +43,7 @@ from .slots import ReceiveSlots
 
 ASK_AGAIN_S = 0.1  # between questions for ranks that the sender's engine has not named yet
 MOST_WANTS = 16384
-CHECK_S = 2.0  # how long a request that has its rows waits for the digests of a sample
+COMPARE_S = 2.0  # how long a request that has its rows waits for the digests of a sample
 DOUBT_AGAIN_S = 5.0  # between attempts to reach a sender that must confirm quarantined slots
 
 
@@ -336,7 +336,7 @@ class Receiver:
             return []
         if reading.unchecked:
             if not self.sampling.is_all:
-                self._deadlines.set(("check", incoming.transfer), now + CHECK_S)
+                self._deadlines.set(("check", incoming.transfer), now + COMPARE_S)
             return []
         self._deadlines.clear(("lease", incoming.transfer))
         self._end_incoming(incoming, IncomingEvent.FINISH, now)

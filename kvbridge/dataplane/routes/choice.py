@@ -33,19 +33,19 @@ SLOT_ROUTES: Mapping[Route, SlotRoute] = {each.name: each for each in (DirectRou
 NOT_CONNECTED = 0  # the serial of a route that nothing is written over
 
 
-def options(ours: Site, theirs: Site) -> list[tuple[Route, str]]:
+def candidates(ours: Site, theirs: Site) -> list[tuple[Route, str]]:
     """Every route in our order, with the reason against it as far as two cards tell, "" if there is none."""
     return [(route, _why_not(route, ours, theirs)) for route in ours.routes]
 
 
 def may_be_written(ours: Site, theirs: Site) -> bool:
     """Whether a route to a receiver's slots may work, as far as two cards tell."""
-    return any(route in SLOT_ROUTES and not reason for route, reason in options(ours, theirs))
+    return any(route in SLOT_ROUTES and not reason for route, reason in candidates(ours, theirs))
 
 
 def to_be_read(ours: Site, theirs: Site) -> Routed | None:
     """The route `pull`, which the receiver proves, if it is the best that two cards allow. Otherwise None."""
-    best = next((route for route, reason in options(ours, theirs) if not reason), None)
+    best = next((route for route, reason in candidates(ours, theirs) if not reason), None)
     return Routed(PULL) if best == PULL else None
 
 
@@ -78,7 +78,7 @@ def prove(
     """The best route that works. Raises FabricError `no_route` with the reason against each."""
     reasons: list[str] = []
     slow: list[tuple[Target, Probe]] = []
-    for route, reason in options(resources.site, landing.site):
+    for route, reason in candidates(resources.site, landing.site):
         if reason or route not in SLOT_ROUTES:  # `pull`, which the receiver proves: it ranks lower, or did not work
             reasons.append(reason)
             continue

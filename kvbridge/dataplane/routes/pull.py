@@ -131,7 +131,7 @@ class PullRoute:
             receive_orders.reach(pull.transfer, "reading", self._clock(), pull.first_chunk)
             for index in range(pull.first_chunk, pull.end_chunk):
                 if len(tickets) == MOST_AHEAD:
-                    yield from self._read(pull, tickets, digests)
+                    yield from self._ended(pull, tickets, digests)
                 begin = partial(self._begun, pull, attached, index)
                 ticket = yield from started(begin, attached, self._wait_s, self._clock)
                 if ticket == GIVEN_UP:
@@ -141,7 +141,7 @@ class PullRoute:
         except Exception as error:  # only this transfer fails
             failure = failure_of("pull_failed", error, pull)
         while tickets:
-            yield from self._read(pull, tickets, digests)
+            yield from self._ended(pull, tickets, digests)
         if failure is None:
             receive_orders.reach(pull.transfer, "read", self._clock(), pull.end_chunk)
         failpoint("receiver.read_ended")
@@ -165,7 +165,7 @@ class PullRoute:
         ours = Part(pull.plan, chunk, pull.tables, False)
         return copier.pull(opened[0], theirs, attached.memory, ours, index in pull.compared)
 
-    def _read(
+    def _ended(
         self, pull: Pull, tickets: deque[tuple[int, int]], digests: dict[int, int]
     ) -> Generator[Wait, Event, None]:
         """Wait for the oldest of these reads to end. A digest is told at once if it counts and is not the last's."""

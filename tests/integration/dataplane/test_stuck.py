@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from kvbridge_proto.engine import Detach
 
-from kvbridge.dataplane.watchdog import STATUS, Watchdog
+from kvbridge.dataplane.watchdog import EXIT_CODE, Watchdog
 from tests.integration.agent.harness import AgentProcess, SyntheticEngine
 from tests.integration.agent.impatient_agent import STUCK_S
 from tests.integration.agent.pairs import Bench
@@ -55,7 +55,7 @@ def test_an_agent_whose_data_plane_does_not_come_back_ends_itself(
     sender = paused(tmp_path, stack, monkeypatch, LONGER_S)
     began = time.monotonic()
     what(sender)
-    assert sender.agent.process.wait(STUCK_S + 10) == STATUS
+    assert sender.agent.process.wait(STUCK_S + 10) == EXIT_CODE
     assert STUCK_S - 0.5 < time.monotonic() - began < STUCK_S + 2
     (line,) = [line for line in sender.agent.text().splitlines() if "code=data_plane_stuck" in line]
     assert "ERROR" in line and "failpoints.py" in line and "jobs.py" in line  # what it was doing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kvbridge_proto.peer import DeviceCard, FabricCard
 
-from kvbridge.dataplane.routes.choice import options
+from kvbridge.dataplane.routes.choice import candidates
 from kvbridge.exchange.route import Site
 
 
@@ -36,12 +36,12 @@ CASES = [
 
 @pytest.mark.parametrize(("ours", "theirs", "possible"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_finds_every_route_there_is_in_our_order(ours: Site, theirs: Site, possible: list[str]) -> None:
-    found = options(ours, theirs)
+    found = candidates(ours, theirs)
     assert [route for route, against in found if not against] == possible
     assert [route for route, _ in found] == list(ours.routes)
     assert all(against.startswith(f"{route}: ") for route, against in found if against)
 
 
 def test_says_both_values() -> None:
-    assert dict(options(gpu(), gpu("m2")))["direct"] == "direct: machine: ours m1, theirs m2"
-    assert dict(options(CPU, gpu()))["nixl"] == "nixl: slots: ours dram, theirs vram"
+    assert dict(candidates(gpu(), gpu("m2")))["direct"] == "direct: machine: ours m1, theirs m2"
+    assert dict(candidates(CPU, gpu()))["nixl"] == "nixl: slots: ours dram, theirs vram"

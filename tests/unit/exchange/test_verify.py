@@ -14,7 +14,7 @@ from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, C
 from kvbridge.exchange.actions import Action, Send, Tell, Uncompared
 from kvbridge.exchange.leases import LEASE_S, Sampling
 from kvbridge.exchange.orders import Digest, Digested, Failure, Pull, Pulled, Quiet, StopReceiving, Summed
-from kvbridge.exchange.receiver import CHECK_S, Receiver
+from kvbridge.exchange.receiver import COMPARE_S, Receiver
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import ReceiveSlots
@@ -210,9 +210,9 @@ def test_a_sample_that_the_sender_cannot_digest_does_not_cost_the_request(every:
     receiver = PullingReceiver(check_every=every)
     receiver.pulled()
     asked = len(receiver.pull.compared)
-    said = receiver.receiving.tick(NOW + CHECK_S / 2)
+    said = receiver.receiving.tick(NOW + COMPARE_S / 2)
     assert not told(said)
-    said = receiver.receiving.tick(NOW + CHECK_S)
+    said = receiver.receiving.tick(NOW + COMPARE_S)
     if is_patient:
         assert not told(said) and not any(isinstance(each, Uncompared) for each in said)
         return
