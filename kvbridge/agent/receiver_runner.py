@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from operator import length_hint
 
 from kvbridge_proto.engine import Done, Expect, Failed, ToEngine, Want
 from kvbridge_proto.peer import (
@@ -257,32 +256,25 @@ class ReceiverRunner:
             self._note(done, decided_at)
 
     def _perform(self, actions: list[Action], done: list[Action]) -> None:
-        """Carry out these, and add to `done` what was carried out: all, or what came before the one that failed."""
-        left = iter(actions)
-        try:
-            for action in left:
-                match action:
-                    case Reach(address=address):
-                        self.peers.reach(address)
-                    case Ask(address=address):
-                        self.peers.ask(address)
-                    case Send(peer=address, body=body):
-                        self.peers.send(address, body)
-                        _pass_sent(body)
-                    case Tell(message=message):
-                        if isinstance(message, Failed):  # its engine may look for the line at once
-                            self._log.warning(
-                                "failed", "code=%s %s", message.code, message.reason, request=message.request
-                            )
-                        self._current.tell(message)
-                        if isinstance(message, Done):
-                            failpoint("receiver.done_told")
-                    case ReceiveOrder() | Lend() | StopReceiving() | Pull():
-                        self._data_plane.give(action, self._current.memory)
-        except Exception:
-            done += actions[: -1 - length_hint(left)]
-            raise
-        done += actions
+        """Carry out these. Each is added to `done` when it has been carried out, so not the one that fails."""
+        for action in actions:
+            match action:
+                case Reach(address=address):
+                    self.peers.reach(address)
+                case Ask(address=address):
+                    self.peers.ask(address)
+                case Send(peer=address, body=body):
+                    self.peers.send(address, body)
+                    _pass_sent(body)
+                case Tell(message=message):
+                    if isinstance(message, Failed):  # its engine may look for the line at once
+                        self._log.warning("failed", "code=%s %s", message.code, message.reason, request=message.request)
+                    self._current.tell(message)
+                    if isinstance(message, Done):
+                        failpoint("receiver.done_told")
+                case ReceiveOrder() | Lend() | StopReceiving() | Pull():
+                    self._data_plane.give(action, self._current.memory)
+            done.append(action)
 
     def _note(self, actions: list[Action], at: float) -> None:
         """Record what was done, in the journal, log and metrics."""

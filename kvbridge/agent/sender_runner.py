@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from operator import length_hint
 
 from kvbridge_proto.engine import Offer, Released
 from kvbridge_proto.peer import (
@@ -262,27 +261,24 @@ class SenderRunner:
             self._data_plane.give(Watch(fence), self._current.memory)
 
     def _perform(self, actions: list[Action], done: list[Performed]) -> None:
-        """Carry out these, and add to `done` what was carried out: all, or what came before the one that failed."""
+        """Carry out these. Each is added to `done` when it has been carried out, so not the one that fails."""
         decided_at = self._clock()  # what is sent now may be noted by the other agent before we note it
-        left = iter(actions)
-        try:
-            for action in left:
-                match action:
-                    case Send(peer=incarnation, body=body):
-                        self.peers.send(incarnation, body)
-                        _pass_sent(body)
-                    case Tell(message=message):
-                        self._current.tell(message)
-                        if isinstance(message, Released):
-                            failpoint("sender.released_told")
-                    case SendOrder() | Progress() | Credit() | StopSending() | Digest():
-                        self._data_plane.give(action, self._current.memory)
-                    case Watch(fence=fence):
-                        self._watch(fence)
-        except Exception:
-            done.append((decided_at, actions[: -1 - length_hint(left)]))
-            raise
-        done.append((decided_at, actions))
+        performed: list[Action] = []
+        done.append((decided_at, performed))
+        for action in actions:
+            match action:
+                case Send(peer=incarnation, body=body):
+                    self.peers.send(incarnation, body)
+                    _pass_sent(body)
+                case Tell(message=message):
+                    self._current.tell(message)
+                    if isinstance(message, Released):
+                        failpoint("sender.released_told")
+                case SendOrder() | Progress() | Credit() | StopSending() | Digest():
+                    self._data_plane.give(action, self._current.memory)
+                case Watch(fence=fence):
+                    self._watch(fence)
+            performed.append(action)
 
     def _note(self, done: list[Performed]) -> None:
         """Record what was done, in the journal, log and metrics."""
