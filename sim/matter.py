@@ -230,7 +230,7 @@ class SimCopier:
         self._compile("pull", sender.blocks.name, pool.blocks.name, has_digest)
         at = {place + i: first + i for place, (first, count, _) in _spread_all(theirs) for i in range(count)}
         todo = list(_spread_all(ours))
-        half = len(todo) // 2
+        half = len(todo) // 2 * (self._count % 2)  # every other one begins late, as small pulls do
         slot = [NOTHING] * (ours.chunk.size_bytes // CELL_BYTES)
         is_spoiled = has_digest and self._process.world.data.spoils()  # without a digest nobody would notice
 

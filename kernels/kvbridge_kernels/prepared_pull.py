@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from .codecs_ref import DTYPES, Cast, Number
 from .places import Places
 from .prepared_copy import LaunchGroup, Lists, Packed
@@ -32,11 +34,17 @@ class PulledGroup(NamedTuple):
 
 
 class PlacedPull(NamedTuple):
-    """A prepared pull with its places."""
+    """A prepared pull with its places: of one chunk, or of several that differ in nothing else."""
 
     prepared: PreparedPull
     senders: Sequence[Places]
     receivers: Sequence[Places]
+    chunks: int = 1  # each list has their places one behind the other
+
+    def check_sums(self, has_sums: bool) -> None:
+        """ValueError if the rows of several chunks would be added to one digest."""
+        if has_sums and self.chunks > 1:
+            raise ValueError(f"sums: one for {self.chunks} chunks, each needs its own")
 
     def pairs(self) -> Iterator[Pair]:
         """The pairs of segments with these places."""
@@ -52,8 +60,7 @@ class PlacedPull(NamedTuple):
 class PreparedPull:
     """The segments of a chunk of `size_bytes`, as its sender and its receiver see them, without their places.
 
-    To let several chunks share launches, pass them as one, with their slots one behind the other. ValueError if
-    something does not fit, in one memory or between the two.
+    ValueError if something does not fit, in one memory or between the two.
     """
 
     def __init__(self, senders: Sequence[Segment], receivers: Sequence[Segment], size_bytes: int) -> None:
@@ -84,6 +91,17 @@ class PreparedPull:
     def chunk(self) -> PlacedPull:
         """The pull with the places that its segments had."""
         return PlacedPull(self, self.sender.places, self.receiver.places)
+
+
+def joined(pulls: Sequence[PlacedPull]) -> PlacedPull:
+    """Pulls of one `prepared`, as one that shares their launches. It has no digest: their rows would be one sum."""
+    if len(pulls) == 1:
+        return pulls[0]
+    senders, receivers = (
+        [Places(np.concatenate([places.array for places in lists])) for lists in zip(*sides, strict=True)]
+        for sides in ([pull.senders for pull in pulls], [pull.receivers for pull in pulls])
+    )
+    return PlacedPull(pulls[0].prepared, senders, receivers, sum(pull.chunks for pull in pulls))
 
 
 def pairs(senders: Sequence[Segment], receivers: Sequence[Segment]) -> list[Pair]:

@@ -46,12 +46,14 @@ def pull(
     both before anything is enqueued.
     """
     check_sums(sums, work)
+    chunk.check_sums(sums is not None)
     _check(chunk, work)
-    tables = LaunchTables(work, chunk.prepared.size_bytes)
+    tables = LaunchTables(work, chunk.chunks * chunk.prepared.size_bytes)
     lists = offsets_of(chunk.prepared.sender, chunk.senders, tables)
     lists += offsets_of(chunk.prepared.receiver, chunk.receivers, tables)
     sheet = _sheet(chunk.prepared, sums is not None, work)
-    enqueue(sheet.put(tables, lists, 0 if sums is None else sums.data_ptr()), tables, work, stream, programs)
+    launches = sheet.put(tables, lists, 0 if sums is None else sums.data_ptr(), chunks=chunk.chunks)
+    enqueue(launches, tables, work, stream, programs)
 
 
 def warm(chunk: PlacedPull, has_sums: bool, work: Work) -> None:
@@ -61,6 +63,12 @@ def warm(chunk: PlacedPull, has_sums: bool, work: Work) -> None:
     lists = [0] * (len(chunk.prepared.sender.offsets) + len(chunk.prepared.receiver.offsets))
     tables = LaunchTables(work, chunk.prepared.size_bytes)
     compiled(_sheet(chunk.prepared, has_sums, work).put(tables, lists, added(has_sums, work)), work)
+
+
+def is_compiled(chunk: PlacedPull, work: Work) -> bool:
+    """Whether `pull` would find all kernels of a pull without sums."""
+    sheet = _sheet(chunk.prepared, False, work)
+    return all(group.kernel.compiled is not None for group, _ in sheet.groups)
 
 
 def _check(chunk: PlacedPull, work: Work) -> None:

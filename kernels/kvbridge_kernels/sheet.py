@@ -64,7 +64,16 @@ class GroupLaunch(NamedTuple):
     kernel: Kernel
     tiles: int
     ends: Sequence[LaunchSide]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, int, int, int]  # planes, places, heads, elements of a row
+
+    def of_chunks(self, count: int) -> GroupLaunch:
+        """The launch of so many chunks at once, with their places one behind the other."""
+        if count == 1:
+            return self
+        planes, places, heads, row = self.sizes
+        rows = self.kernel.tile[0]
+        tiles = self.tiles // -(-places // rows) * -(-places * count // rows)
+        return self._replace(tiles=tiles, sizes=(planes, places * count, heads, row))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +131,8 @@ class Sheet:
         words, address_at, of = (np.concatenate([*each, np.empty(0, np.int64)]) for each in (tables, at, lists))
         return cls(words, address_at, of, tuple(starts))
 
-    def put(self, tables: LaunchTables, lists: Sequence[int], *given: int) -> list[Launch]:
-        """Put the sheet into a chunk's tables. `lists` are the addresses of its places.
+    def put(self, tables: LaunchTables, lists: Sequence[int], *given: int, chunks: int = 1) -> list[Launch]:
+        """Put the sheet into the tables of a chunk, or of several. `lists` are the addresses of their places.
 
         A launch's arguments are the addresses of its tables, then what is `given`, then its sizes.
         """
@@ -132,5 +141,5 @@ class Sheet:
         room[self.address_at] = lists[0] if len(lists) == 1 else np.array(lists)[self.lists]
         return [
             Launch(group.function, group.kernel, group.tiles, (*(address + at for at in starts), *given, *group.sizes))
-            for group, starts in self.groups
+            for group, starts in ((group.of_chunks(chunks), starts) for group, starts in self.groups)
         ]

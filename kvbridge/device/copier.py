@@ -1,8 +1,8 @@
 """Moves rows between an engine's blocks and slots, on a CPU or a GPU: the contract of both copiers.
 
 Every call is made on the data plane's thread. `gather`, `digest`, `scatter`, `pull` and `copy` begin a move and return
-its ticket at once. The move is over when `poll` says so; until then memory, slots and pool must stay as they are. All
-but `copy` may raise Compiling, if they need new kernels.
+its ticket at once; a pull may begin as late as the next `poll`. The move is over when `poll` says so; until then
+memory, slots and pool must stay as they are. All but `copy` may raise Compiling, if they need new kernels.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class BlockCopier(Protocol):
     def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
         """Read a chunk from the blocks of a peer's engine, convert it, and write it into our engine's blocks.
 
-        With `has_digest` the rows that are read also give their sum64, as `gather` would find it.
+        With `has_digest` the rows that are read also give their sum64, as `gather` would find it. The move fails
+        (`pull_failed`) if it was to begin later and then could not.
 
         EngineError, with nothing begun, if either engine is gone or a part is invalid.
         """

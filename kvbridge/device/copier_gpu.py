@@ -3,12 +3,15 @@
 Gathers and scatters have a stream each, so that incoming chunks do not queue behind outgoing ones. Pulls take turns on
 two, so that one launch fills the multiprocessors that the one before leaves at its end. Buffers and events are made in
 advance; a move takes one bundle of them and gives it back at its end.
+
+Small pulls are launched at the next `poll`, since by then there may be more, with which they share launches.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -21,6 +24,8 @@ from kvbridge_kernels.gather import warm as warm_gather
 from kvbridge_kernels.gather import warm_digest
 from kvbridge_kernels.launch import NotCompiled
 from kvbridge_kernels.prepared_copy import PlacedCopy, PreparedCopy
+from kvbridge_kernels.prepared_pull import PlacedPull
+from kvbridge_kernels.pull import is_compiled
 from kvbridge_kernels.pull import pull as pull_rows
 from kvbridge_kernels.pull import warm as warm_pull_rows
 from kvbridge_kernels.scatter import scatter as scatter_rows
@@ -37,6 +42,7 @@ from .copier import DeviceLost, Moved, compared
 from .copy_templates import CopyTemplates
 from .memory import AttachedPool, Regions
 from .pulls import Pulls
+from .small_pulls import SMALL_BYTES, SmallPulls
 from .staging import Staging
 
 
@@ -63,9 +69,14 @@ class _Bundle:
         return found
 
 
+log = logging.getLogger("kvbridge.data_plane")
+# Bytes of small pulls that share launches, for each byte of a bundle's tables: room for rows of 64 bytes and more.
+BYTES_PER_TABLE_BYTE = 4
+
+
 @dataclass(frozen=True, slots=True)
 class _GpuMove:
-    ticket: int
+    tickets: Sequence[int]  # several of pulls that share launches
     pool: AttachedPool | None
     bundle: _Bundle
     expected: int | None
@@ -113,7 +124,9 @@ class GpuBlockCopier:
         self._compiler.call(warm_clear)
         self._bundles: deque[_Bundle] = deque()
         self._make_bundles(moves + pulls)
+        self._known = self._bundles[0].work  # to look up kernels and sheets, which all bundles share
         self._moves: deque[_GpuMove] = deque()
+        self._small = SmallPulls(BYTES_PER_TABLE_BYTE * table_bytes)
         self._templates = CopyTemplates()
         self._pulls = Pulls()
         self._count = 0
@@ -195,18 +208,44 @@ class GpuBlockCopier:
         return self._begin(enqueue, pool, expected, True)
 
     def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
+        with sender.hold() as sender_regions, pool.hold() as regions:
+            pull = self._pulls.of(sender, sender_regions, theirs, pool, regions, ours)
+            if has_digest or ours.chunk.size_bytes > SMALL_BYTES or not is_compiled(pull, self._known):
+                return self._pull(sender, pool, pull, has_digest)
+        self._count += 1
+        self._small.add(self._count, sender, pool, pull)
+        return self._count
+
+    def _pull(
+        self,
+        sender: AttachedPool,
+        pool: AttachedPool,
+        pull: PlacedPull,
+        has_digest: bool,
+        tickets: Sequence[int] = (),
+    ) -> int:
         def enqueue(bundle: _Bundle) -> None:
             stream = self._pulling[0]
             self._pulling.rotate()
-            with sender.hold() as sender_regions, pool.hold() as regions:
-                chunk = self._pulls.of(sender, sender_regions, theirs, pool, regions, ours)
-                sums = bundle.sums if has_digest else None
-                pull_rows(chunk, sums, bundle.work, stream, self._pull_ctas)
+            pull_rows(pull, bundle.sums if has_digest else None, bundle.work, stream, self._pull_ctas)
             if has_digest:
                 bundle.fetch(stream)
             bundle.end.record(stream)
 
-        return self._begin(enqueue, pool, None, has_digest, sender)
+        return self._begin(enqueue, pool, None, has_digest, sender, tickets)
+
+    def _pull_small(self) -> list[Moved]:
+        """Launch small pulls, as many together as can be. Returns those that could not be launched."""
+        failed: list[Moved] = []
+        while self._small and len(self._bundles) > self._kept:
+            small = self._small.next()
+            try:
+                with small.sender.hold(), small.receiver.hold():
+                    self._pull(small.sender, small.receiver, small.pull, False, small.tickets)
+            except Exception as error:
+                log.exception("small pulls could not be launched: pulls=%d", len(small.tickets))
+                failed += [Moved(ticket, failure=("pull_failed", str(error))) for ticket in small.tickets]
+        return failed
 
     def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
         size_bytes = part.chunk.size_bytes
@@ -255,7 +294,7 @@ class GpuBlockCopier:
 
     @property
     def has_room(self) -> bool:
-        return len(self._bundles) > self._kept
+        return len(self._bundles) > self._kept and self._small.has_room
 
     def poll(self) -> list[Moved]:
         over: list[Moved] = []
@@ -265,12 +304,12 @@ class GpuBlockCopier:
                 self._moves.append(move)
                 continue
             digest = move.bundle.digest() if move.has_digest else 0
-            over.append(compared(move.ticket, digest, move.expected))
+            over += [compared(ticket, digest, move.expected) for ticket in move.tickets]
             self._bundles.append(move.bundle)
-        return over
+        return over + self._pull_small()
 
     def is_using(self, pool: AttachedPool) -> bool:
-        return any(pool in (move.pool, move.sender) for move in self._moves)
+        return self._small.is_using(pool) or any(pool in (move.pool, move.sender) for move in self._moves)
 
     def forget(self, pool: AttachedPool) -> None:
         self._templates.forget(pool)
@@ -281,6 +320,7 @@ class GpuBlockCopier:
         for stream in self._streams:
             stream.synchronize()
         self._moves.clear()
+        self._small.clear()
 
     def _chunk(self, pool: AttachedPool, regions: Regions, part: Part, size_bytes: int) -> PlacedCopy:
         template = self._templates.of(pool, regions, part, size_bytes)
@@ -296,7 +336,9 @@ class GpuBlockCopier:
         expected: int | None,
         has_digest: bool,
         sender: AttachedPool | None = None,
+        tickets: Sequence[int] = (),
     ) -> int:
+        """Begin a move with the next ticket, or with those that it got before."""
         if not self._bundles:
             raise EngineError("too_many_moves", f"moves: {len(self._moves)} are under way")
         bundle = self._bundles.popleft()
@@ -315,6 +357,8 @@ class GpuBlockCopier:
                 raise DeviceLost(str(error)) from error
             self._bundles.append(bundle)
             raise
-        self._count += 1
-        self._moves.append(_GpuMove(self._count, pool, bundle, expected, has_digest, sender))
-        return self._count
+        if not tickets:
+            self._count += 1
+            tickets = (self._count,)
+        self._moves.append(_GpuMove(tickets, pool, bundle, expected, has_digest, sender))
+        return tickets[0]

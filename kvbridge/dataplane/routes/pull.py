@@ -130,8 +130,8 @@ class PullRoute:
             yield from begun(attached, pull.fence, self._clock() + self._wait_s, ordered)
             receive_orders.reach(pull.transfer, "reading", self._clock(), pull.first_chunk)
             for index in range(pull.first_chunk, pull.end_chunk):
-                if len(tickets) == MOST_AHEAD:
-                    yield from self._ended(pull, tickets, digests)
+                if len(tickets) == MOST_AHEAD and (failure := (yield from self._ended(pull, tickets, digests))):
+                    break
                 begin = partial(self._begun, pull, attached, index)
                 ticket = yield from started(begin, attached, self._wait_s, self._clock)
                 if ticket == GIVEN_UP:
@@ -141,7 +141,8 @@ class PullRoute:
         except Exception as error:  # only this transfer fails
             failure = failure_of("pull_failed", error, pull)
         while tickets:
-            yield from self._ended(pull, tickets, digests)
+            ended = yield from self._ended(pull, tickets, digests)
+            failure = failure or ended
         if failure is None:
             receive_orders.reach(pull.transfer, "read", self._clock(), pull.end_chunk)
         failpoint("receiver.read_ended")
@@ -167,17 +168,18 @@ class PullRoute:
 
     def _ended(
         self, pull: Pull, tickets: deque[tuple[int, int]], digests: dict[int, int]
-    ) -> Generator[Wait, Event, None]:
+    ) -> Generator[Wait, Event, Failure]:
         """Wait for the oldest of these reads to end. A digest is told at once if it counts and is not the last's."""
         chunk, ticket = tickets.popleft()
         ended = yield WaitMove(ticket)
         assert isinstance(ended, Moved)
-        if chunk not in pull.compared:
-            return
+        if ended.failure is not None or chunk not in pull.compared:
+            return ended.failure
         if chunk + 1 < pull.end_chunk and pull.lease.counts(self._clock()):
             self._receive_orders.summed(pull.transfer, chunk, ended.digest)
         else:
             digests[chunk] = ended.digest
+        return None
 
     def _counted(self, pull: Pull, attached: AttachedMemory) -> Generator[Wait, Event, Failure]:
         """The failure if the rows do not count. They count if the read lease lasts longer than the read.

@@ -194,3 +194,18 @@ def test_the_data_plane_goes_on_with_a_job_that_waits_on_after_an_error(job: Job
     assert data_plane._moving == {1: job} and not data_plane._fenced and not told.take_reports()
     data_plane._resume(data_plane._moving.pop(1), Moved(1))
     assert isinstance(told.take_reports()[-1], Pulled)
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_read_that_could_not_begin_later_fails_its_transfer_once_the_others_are_over(
+    job: Job, told: ReceiveOrders, copier: FullCopier, place: int
+) -> None:
+    copier.is_roomy = True
+    assert job.send(None) == WaitMove(1)
+    failure = "pull_failed", "no launch"
+    for ticket in (1, 2):
+        assert job.send(Moved(ticket, failure=failure if ticket == place else None)) == WaitMove(ticket + 1)
+    with pytest.raises(StopIteration):
+        job.send(Moved(3, failure=failure if place == 3 else None))
+    assert [each.failure for each in told.take_reports() if isinstance(each, Pulled)] == [failure]
+    assert [each.stage for each in told.take_reached()] == ["reading"]

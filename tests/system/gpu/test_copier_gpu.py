@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvbridge_proto.common import Blocks
 
 from kvbridge.device import driver
 from kvbridge.device.copier import Compiling, Moved
@@ -20,6 +21,7 @@ from kvbridge.device.mapping import wrap
 from kvbridge.device.staging import Staging
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
+from kvbridge.geometry.tokens import BlockTable
 from tests.integration.device.attached import attached
 from tests.integration.device.moving import Moves
 from tests.integration.device.moving import gather as gather_on_cpu
@@ -152,6 +154,60 @@ def wait_for(begin: Callable[[], int]) -> None:
                 time.sleep(0.001)
         else:
             return
+
+
+def pulls_of(blocks: list[int]) -> Callable[[Held, bool], Part]:
+    """One block of the prompt, of either side, in these blocks there."""
+    pool = build(SHAPE).pool
+    (takes,) = assign([pool], pool)
+    planned = plan(pool, pool, takes, 0, 16, 1 << 20)
+    return lambda held, is_sender: Part(
+        planned, planned.chunk(0), {0: BlockTable.of(pool.groups[0], Blocks(0, 0, tuple(blocks)))}, is_sender
+    )
+
+
+def test_small_pulls_share_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three that are begun together: each block is where it belongs, and each ticket ends once."""
+    held = filled()
+    sender, receiver = on_gpu(held), on_gpu(build(SHAPE))
+    copier, launched = GpuBlockCopier(driver.Gpu.open("cuda:0"), 1, pulls=2), list[int]()
+    for memory in sender.memories:
+        memory.random_(0, 256)
+    own = copier._pull
+
+    def counted(*given: Any) -> int:
+        launched.append(given[2].chunks)
+        return own(*given)
+
+    monkeypatch.setattr(copier, "_pull", counted)
+
+    def begin(source: int, target: int, has_digest: bool = False) -> int:
+        theirs, ours = pulls_of([source])(held, True), pulls_of([target])(held, False)
+        return copier.pull(sender, theirs, receiver, ours, has_digest)
+
+    known = begin(0, 7)  # which compiles the kernels
+    assert over(copier).ticket == known and launched == [1]
+    tickets = [begin(source, target) for source, target in ((1, 4), (2, 0), (5, 2))]
+    assert launched == [1] and copier.is_using(sender) and copier.is_using(receiver)
+    ended: list[Moved] = []
+    while len(ended) < 3:
+        ended += copier.poll()
+    assert ended == [Moved(ticket) for ticket in tickets] and launched == [1, 3]
+    assert not copier.is_using(sender) and copier.poll() == []
+    wanted = {7: 0, 4: 1, 0: 2, 2: 5}
+    for ours, theirs in zip(receiver.memories, sender.memories, strict=True):
+        ours, theirs = ours.view(SHAPE.blocks, -1), theirs.view(SHAPE.blocks, -1)
+        for target in range(SHAPE.blocks):
+            expected = theirs[wanted[target]] if target in wanted else torch.full_like(theirs[0], 0xA5)
+            assert torch.equal(ours[target], expected), target
+    begin(3, 3, has_digest=True)
+    assert launched == [1, 3, 1] and over(copier).digest  # it cannot share a sum, so it does not wait
+    with monkeypatch.context() as patch:
+        patch.setattr(copier, "_pull", lambda *_: (_ for _ in ()).throw(RuntimeError("no launch")))
+        tickets = [begin(1, 4), begin(2, 0)]
+        assert copier.poll() == [Moved(ticket, failure=("pull_failed", "no launch")) for ticket in tickets]
+    assert not copier.is_using(receiver) and copier.has_room
+    copier.close()
 
 
 def test_slots_of_a_gpu_are_one_allocation_of_their_own(copier: GpuBlockCopier) -> None:

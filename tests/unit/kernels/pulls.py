@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from kvbridge_kernels import gather_ref, scatter_ref
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
-from kvbridge_kernels.prepared_pull import PlacedPull, PreparedPull
+from kvbridge_kernels.places import Places
+from kvbridge_kernels.prepared_pull import PlacedPull, PreparedPull, joined
 from kvbridge_kernels.segment import Segment
 from kvbridge_kernels.tables import Work
 
@@ -104,3 +106,32 @@ def check_pull(
         _slot, span = slot_on(device, size)
         gather(ours, span, wanted, work_on(device))
         assert added(sums) == added(wanted)
+
+
+def check_joined(pull: Pull, ends: Ends, chunks: int, device: str = "cpu") -> None:
+    """The same rows in one chunk, and in so many that share launches, each with as many places."""
+    senders, receivers, size = ends
+    whole, parts = on(receivers, device), on(receivers, device)
+    ours = on(senders, device)
+    pull(PreparedPull(ours, whole, size).chunk, None, work_on(device))
+
+    def nth(segments: list[Segment], number: int) -> list[Segment]:
+        count = segments[0].places.count // chunks
+        some = Places(segments[0].places.array[number * count : (number + 1) * count])
+        pitches = [segment.slot_pitch // chunks for segment in segments]
+        starts = [segment.slot_offset // chunks for segment in segments]
+        return [
+            replace(segment, places=some, slot_offset=start, slot_pitch=pitch)
+            for segment, start, pitch in zip(segments, starts, pitches, strict=True)
+        ]
+
+    prepared = PreparedPull(nth(ours, 0), nth(parts, 0), size // chunks)
+    placed = [prepared.at([nth(ours, i)[0].places], [nth(parts, i)[0].places]) for i in range(chunks)]
+    together = joined(placed)
+    assert together.chunks == chunks
+    pull(together, None, work_on(device))
+    assert_same_memory(parts, parts[0].field.memory.cpu(), whole[0].field.memory.cpu())
+    assert not torch.equal(parts[0].field.memory.cpu(), receivers[0].field.memory)
+    sums = torch.zeros(1, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=f"sums: one for {chunks} chunks"):
+        pull(together, sums, work_on(device))
