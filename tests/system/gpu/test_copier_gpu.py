@@ -87,7 +87,8 @@ def test_gathers_what_a_cpu_gathers_and_puts_it_back(copier: GpuBlockCopier, thr
         copier.gather(receiver, moves, slot, "sum64")
         assert over(copier).digest == digest
         copier.scatter(receiver, moves, slot, "sum64", digest ^ 1)
-        assert (failure := over(copier).failure) and failure[0] == "digest_mismatch"
+        failure = over(copier).failure
+        assert failure is not None and failure[0] == "digest_mismatch"
 
 
 def test_a_move_is_not_over_before_its_kernel(copier: GpuBlockCopier) -> None:
@@ -156,16 +157,6 @@ def wait_for(begin: Callable[[], int]) -> None:
             return
 
 
-def pulls_of(blocks: list[int]) -> Callable[[Held, bool], Part]:
-    """One block of the prompt, of either side, in these blocks there."""
-    pool = build(SHAPE).pool
-    (takes,) = assign([pool], pool)
-    planned = plan(pool, pool, takes, 0, 16, 1 << 20)
-    return lambda held, is_sender: Part(
-        planned, planned.chunk(0), {0: BlockTable.of(pool.groups[0], Blocks(0, 0, tuple(blocks)))}, is_sender
-    )
-
-
 def test_small_pulls_share_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three that are begun together: each block is where it belongs, and each ticket ends once."""
     held = filled()
@@ -173,7 +164,8 @@ def test_small_pulls_share_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     copier, launched = GpuBlockCopier(driver.Gpu.open("cuda:0"), 1, pulls=2), list[int]()
     for memory in sender.memories:
         memory.random_(0, 256)
-    own = copier._pull
+    (takes,) = assign([held.pool], held.pool)
+    planned, own = plan(held.pool, held.pool, takes, 0, 16, 1 << 20), copier._pull
 
     def counted(*given: Any) -> int:
         launched.append(given[2].chunks)
@@ -181,9 +173,12 @@ def test_small_pulls_share_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(copier, "_pull", counted)
 
+    def part(block: int, is_sender: bool) -> Part:
+        table = BlockTable.of(held.pool.groups[0], Blocks(0, 0, (block,)))
+        return Part(planned, planned.chunk(0), {0: table}, is_sender)
+
     def begin(source: int, target: int, has_digest: bool = False) -> int:
-        theirs, ours = pulls_of([source])(held, True), pulls_of([target])(held, False)
-        return copier.pull(sender, theirs, receiver, ours, has_digest)
+        return copier.pull(sender, part(source, True), receiver, part(target, False), has_digest)
 
     known = begin(0, 7)  # which compiles the kernels
     assert over(copier).ticket == known and launched == [1]
