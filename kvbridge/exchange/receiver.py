@@ -17,10 +17,8 @@ from ..errors import KVBridgeError
 from ..geometry.plan import Plan
 from ..states import INCOMING_TABLE, WANT_TABLE, IncomingEvent, IncomingState, WantEvent, WantState
 from .actions import Action, Ask, Reach, Send, Tell, Uncompared
-from .adoption import Adoption
 from .block_tables import ready_chunks, tables_of
 from .containers import Deadlines, FairQueue
-from .expected import ExpectedRequests, holds
 from .incoming import (
     IncomingTransfer,
     OpenWant,
@@ -35,9 +33,9 @@ from .incoming import (
     queue,
     why_late,
 )
+from .known_senders import Adoption, ExpectedRequests, SenderSessions, ShardAssignment, UndrainedTransfers, holds
 from .leases import LEASE_S, Reading, ReadLease, Sampling
 from .orders import Broken, Landed, Lend, Pulled, Quiet, ReceivingReport, StopReceiving, Summed
-from .sender_sessions import SenderSessions, ShardAssignment, UndrainedTransfers
 from .session import AttachedEngine, Session
 from .slots import ReceiveSlots
 

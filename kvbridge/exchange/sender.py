@@ -50,8 +50,7 @@ from .orders import (
     StopSending,
     Watch,
 )
-from .outgoing import OpenOffer, OutgoingTransfer, ReceiverClaims
-from .rendezvous import ENDED_S, EndedOffer, Rendezvous
+from .outgoing import ENDED_S, EndedOffer, OpenOffer, OutgoingTransfer, ReceiverClaims, Rendezvous
 from .session import AttachedEngine, Session
 
 MOST_OFFERS = 16384

@@ -7,9 +7,9 @@ from kvbridge_proto.engine import Held
 from kvbridge_proto.peer import Hold
 
 from kvbridge.agent.status import offers
-from kvbridge.exchange.expected import HOLD_EVERY_S
+from kvbridge.exchange.known_senders import HOLD_EVERY_S
 from kvbridge.exchange.leases import LEASE_S
-from kvbridge.exchange.rendezvous import AWAITED_S
+from kvbridge.exchange.outgoing import AWAITED_S
 from kvbridge.exchange.sender import FRESH_S, Sender
 from tests.unit.exchange.test_verify import PromisingSender
 from tests.unit.exchange.world import World
@@ -249,7 +249,7 @@ def test_expected_requests_are_bounded(world: World, monkeypatch: pytest.MonkeyP
 
 
 def test_many_rendezvous_ids_are_said_in_several_messages() -> None:
-    from kvbridge.exchange.expected import holds
+    from kvbridge.exchange.known_senders import holds
 
     said = holds([f"rendezvous {number}" for number in range(2500)])
     assert [len(hold.rendezvous_ids) for hold in said] == [1024, 1024, 452]

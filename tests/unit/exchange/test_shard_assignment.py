@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvbridge.errors import PeerError
-from kvbridge.exchange.sender_sessions import ShardAssignment
+from kvbridge.exchange.known_senders import ShardAssignment
 from kvbridge.exchange.session import Session
 from tests.unit.exchange.world import World
 

@@ -31,13 +31,12 @@ from kvbridge.device.copier import Moved
 from kvbridge.exchange import sender
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.incoming import failed
+from kvbridge.exchange.known_senders import UndrainedTransfers
 from kvbridge.exchange.leases import LEASE_S, ReadLease
 from kvbridge.exchange.orders import Failure, Gathered, Landed, Quiet, StopReceiving, StopSending
-from kvbridge.exchange.outgoing import OpenOffer, OutgoingTransfer
+from kvbridge.exchange.outgoing import OpenOffer, OutgoingTransfer, Rendezvous
 from kvbridge.exchange.receiver import Receiver
-from kvbridge.exchange.rendezvous import Rendezvous
 from kvbridge.exchange.sender import Sender
-from kvbridge.exchange.sender_sessions import UndrainedTransfers
 from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.states import IncomingEvent, IncomingState, OutgoingState, SlotEvent, SlotState, WantState
 from kvbridge.transport.fabric import Wrote

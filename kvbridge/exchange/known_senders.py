@@ -1,0 +1,292 @@
+"""What the receiver knows of its senders, and tells them. Pure.
+
+Which sessions are open, and which rank holds which rows. Whether our engine takes their scales. Which requests wait for
+them. Which of their transfers may still write to slots. The sender has none of this.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from kvbridge_proto.engine import Adopt, Expect, Scales
+from kvbridge_proto.peer import MAX_HOLD_RENDEZVOUS, Hold, Take
+from kvbridge_proto.pool import Pool
+
+from ..errors import EngineError, PeerError
+from ..geometry.scales import other_scales, sender_scales
+from ..geometry.shard import assign
+from .actions import Action, Tell
+from .session import AttachedEngine, Session, are_same, engine_ranks, rank_index
+
+MOST_ANSWERS = 64  # refusals kept; a sender that calibrates at each start brings new scales each time
+HOLD_EVERY_S = 5.0
+SOON_S = 0.05  # most requests have blocks by then; their claim makes a Hold unnecessary
+Takes = tuple[tuple[Take, ...], ...]
+
+
+class SenderSessions:
+    """Open sessions, by address."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, Session] = {}
+
+    def needed(self, sender: str) -> list[str]:
+        """Addresses of all known ranks of the engine at `sender`."""
+        first = self.open.get(sender)
+        if first is None:
+            return [sender]
+        own = rank_index(first.peer_pool)
+        size = first.peer_pool.shard.tp_size
+        others = [rank.address for rank in first.ranks if rank.pp_rank * size + rank.tp_rank != own]
+        return [sender, *others]
+
+    def missing(self, sender: str) -> list[str]:
+        """The needed addresses without a session."""
+        return [address for address in self.needed(sender) if address not in self.open]
+
+    def lacks(self, sender: str) -> str:
+        """Which ranks are missing for a claim, as text; "" if none."""
+        if missing := self.missing(sender):
+            return ", ".join(missing)
+        if self.is_whole(sender):
+            return ""
+        known, of = len(self.needed(sender)), engine_ranks(self.open[sender].peer_pool)
+        return f"{of - known} of {of} ranks, for its engine has told {sender} of {known} only"
+
+    def reached(self, sender: str) -> dict[str, Session]:
+        """The open sessions with the needed addresses."""
+        return {address: self.open[address] for address in self.needed(sender) if address in self.open}
+
+    def is_whole(self, sender: str) -> bool:
+        """Whether the addresses of all ranks of the engine at `sender` are known."""
+        first = self.open.get(sender)
+        return first is not None and len(self.needed(sender)) >= engine_ranks(first.peer_pool)
+
+
+class ShardAssignment:
+    """The last assignment of rows to ranks, by the sender address in the wants."""
+
+    def __init__(self) -> None:
+        self._assigned: dict[str, tuple[list[Session], Pool, Takes]] = {}
+
+    def takes(self, sender: str, sessions: Sequence[Session], pool: Pool) -> Takes:
+        """What `pool` takes from each of these sessions with the ranks of the engine at `sender`.
+
+        Raises PeerError unless they are all the ranks of one engine and hold every row.
+        """
+        known = self._assigned.get(sender)
+        if known is None or known[1] is not pool or not are_same(known[0], sessions):
+            _check_ranks(sessions)
+            known = list(sessions), pool, assign([session.peer_pool for session in sessions], pool)
+            self._assigned[sender] = known
+        return known[2]
+
+    def forget(self) -> None:
+        """Drop all assignments: a session is over."""
+        self._assigned.clear()
+
+
+def _check_ranks(sessions: Sequence[Session]) -> None:
+    """Raises PeerError unless these are all the ranks of one engine."""
+    first = sessions[0].peer_pool
+    for session in sessions:
+        if session.peer_pool.engine.id != first.engine.id:
+            reason = f"engine.id: {first.engine.id} at the first agent, {session.peer_pool.engine.id} at another"
+            raise PeerError("sender_ranks_mismatch", reason)
+    found = sorted(rank_index(session.peer_pool) for session in sessions)
+    if found != list(range(engine_ranks(first))):
+        raise PeerError("sender_ranks_mismatch", f"ranks: expected {engine_ranks(first)}, the agents hold {found}")
+
+
+class Adoption:
+    """What our engine was asked about scales, and what it answered. The policy is the engine's (Attach)."""
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[Scales, ...], int] = {}  # -> the revision that answers it
+        self._refusals: dict[int, str] = {}
+        self._last = 0
+        self._agreed: dict[str, tuple[list[Session], Pool]] = {}
+
+    def question(self, sender: str, sessions: Sequence[Session], engine: AttachedEngine) -> list[Action] | None:
+        """What to ask the engine before rows are taken from these sessions. None if the scales agree.
+
+        Empty while an answer is awaited: the want waits for it. Raises EngineError if the engine keeps other scales.
+        """
+        if engine.policy != "adopt" or self._is_known(sender, sessions, engine):
+            return None
+        scales = sender_scales([session.peer_pool for session in sessions], engine.pool)
+        difference = other_scales(scales, engine.pool)
+        if difference is None:
+            self._agreed[sender] = list(sessions), engine.pool
+            return None
+        revision = self._asked.get(scales)
+        if revision is None:
+            self._last = revision = max(self._last, engine.revision) + 1
+            self._forget_old()
+            self._asked[scales] = revision
+            return [Tell(Adopt(revision=revision, scales=scales))]
+        if revision not in self._refusals and revision > engine.revision:
+            return []
+        raise EngineError("adopt_refused", f"{difference} ({self._refusals.get(revision, 'the engine took others')})")
+
+    def declined(self, revision: int, reason: str) -> bool:
+        """The engine keeps its scales. False if it was not asked."""
+        if revision not in self._asked.values():
+            return False
+        self._refusals[revision] = reason
+        return True
+
+    def forget(self) -> None:
+        """Drop all agreements: a session is over."""
+        self._agreed.clear()
+
+    def _is_known(self, sender: str, sessions: Sequence[Session], engine: AttachedEngine) -> bool:
+        """Whether these are the same session and pool objects. Comparing scales costs more than the rest of a want."""
+        before, pool = self._agreed.get(sender, ([], engine.pool))
+        return pool is engine.pool and are_same(before, sessions)
+
+    def _forget_old(self) -> None:
+        if len(self._refusals) >= MOST_ANSWERS:
+            self._asked = {scales: r for scales, r in self._asked.items() if r not in self._refusals}
+            self._refusals.clear()
+
+
+class ExpectedRequests:
+    """Requests that have no blocks yet, by name, and when to tell their senders.
+
+    A sender holds an offer only for a short time. A receiver says that it waits soon after it begins to, and then every
+    few seconds, naming all its rendezvous ids of a sender at once.
+    """
+
+    def __init__(self) -> None:
+        self._expected: dict[str, Expect] = {}
+        self._of: dict[str, dict[str, Expect]] = {}  # by sender
+        self._unannounced: dict[str, dict[str, float]] = {}  # by sender: requests not yet named to it, since when
+        self._again_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    @property
+    def senders(self) -> Collection[str]:
+        return self._of.keys()
+
+    def add(self, expect: Expect, now: float) -> None:
+        self.end(expect.request)
+        self._expected[expect.request] = expect
+        self._of.setdefault(expect.sender, {})[expect.request] = expect
+        self._unannounced.setdefault(expect.sender, {})[expect.request] = now
+
+    def end(self, request: str) -> None:
+        """The request has blocks, or is over."""
+        expect = self._expected.pop(request, None)
+        if expect is None:
+            return
+        for by_sender in (self._of, self._unannounced):
+            its: dict[str, Any] = by_sender.get(expect.sender, {})
+            its.pop(request, None)
+            if not its:
+                by_sender.pop(expect.sender, None)
+
+    def clear(self) -> None:
+        self._expected.clear()
+        self._of.clear()
+        self._unannounced.clear()
+
+    def due(
+        self, now: float, wanted: Iterable[tuple[str, str]], can_hear: Callable[[str], bool]
+    ) -> dict[str, list[str]]:
+        """Rendezvous ids to name now, by sender.
+
+        Every HOLD_EVERY_S these are all ids, of the expected requests and of `wanted`: the wants, as (sender, id). In
+        between they are the new ones, of senders that can hear: with every rank of these there is a session.
+        """
+        rendezvous_ids: dict[str, list[str]] = {}
+        if now >= self._again_at:
+            self._again_at = now + HOLD_EVERY_S
+            for sender, rendezvous in [*wanted, *((each.sender, each.rendezvous) for each in self._expected.values())]:
+                rendezvous_ids.setdefault(sender, []).append(rendezvous)
+            self._take_new(float("inf"), can_hear)
+        else:
+            for sender, requests in self._take_new(now - SOON_S, can_hear).items():
+                rendezvous_ids[sender] = [self._expected[request].rendezvous for request in requests]
+        return rendezvous_ids
+
+    def _take_new(self, until: float, can_hear: Callable[[str], bool]) -> dict[str, list[str]]:
+        """By sender: requests that began to wait before `until` and whose sender can hear of them now. Each once."""
+        found: dict[str, list[str]] = {}
+        for sender in [each for each in self._unannounced if can_hear(each)]:
+            its = self._unannounced[sender]
+            if requests := [request for request, since in its.items() if since <= until]:
+                found[sender] = requests
+            for request in requests:
+                del its[request]
+            if not its:
+                del self._unannounced[sender]
+        return found
+
+
+def holds(rendezvous_ids: list[str]) -> list[Hold]:
+    """The ids as Hold messages, each within its limit."""
+    return [
+        Hold(rendezvous_ids=tuple(rendezvous_ids[at : at + MAX_HOLD_RENDEZVOUS]))
+        for at in range(0, len(rendezvous_ids), MAX_HOLD_RENDEZVOUS)
+    ]
+
+
+class UndrainedTransfers:
+    """Ended transfers whose sender has not confirmed yet that it stopped writing: their slots are quarantined.
+
+    Each is kept with its sender's address, incarnation and key. For each such address the last incarnation met there is
+    remembered, until all its transfers are settled. Anybody can name any incarnation, so one counts only together with
+    the key of the agent from which the transfer was claimed.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[str, str, str]] = {}  # by transfer: (address, incarnation, key)
+        self._at: Counter[str] = Counter()  # how many, by address
+        self._met: dict[str, tuple[str, str]] = {}  # by address: the last (incarnation, key) met there
+
+    def add(self, transfer: str, address: str, incarnation: str, key: str) -> None:
+        self.settle(transfer)
+        self._of[transfer] = address, incarnation, key
+        self._at[address] += 1
+
+    def settle(self, transfer: str) -> None:
+        if transfer not in self._of:
+            return
+        at, _, _ = self._of.pop(transfer)
+        self._at[at] -= 1
+        if not self._at[at]:
+            del self._at[at]
+            self._met.pop(at, None)
+
+    def clear(self) -> None:
+        """Forget all: the slots they could write no longer exist."""
+        self._of.clear()
+        self._at.clear()
+        self._met.clear()
+
+    def is_any(self, address: str) -> bool:
+        return address in self._at
+
+    def meet(self, address: str, incarnation: str, key: str) -> list[tuple[str, str]]:
+        """This incarnation answers at the address. Returns what it may settle, as (transfer, the sender's incarnation).
+
+        These are its own transfers, and those claimed at this address from another incarnation, which it may know to be
+        dead.
+        """
+        if self.is_any(address):
+            self._met[address] = incarnation, key
+        mine = [(transfer, at, of) for transfer, (at, of, its) in self._of.items() if its == key]
+        return [(transfer, of) for transfer, at, of in mine if of == incarnation or at == address]
+
+    def can_settle(self, transfer: str, incarnation: str, key: str) -> bool:
+        """Whether this incarnation may settle the transfer: it is the sender, or was the last one met at its address.
+
+        The link it uses does not matter.
+        """
+        at, of, its = self._of.get(transfer, ("", "", ""))
+        return bool(of) and key == its and (incarnation == of or self._met.get(at) == (incarnation, key))
