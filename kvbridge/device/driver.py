@@ -132,12 +132,6 @@ def range_of(address: int) -> tuple[int, int]:
     return int(base), int(size_bytes)
 
 
-def memory_get_info() -> tuple[int, int]:
-    """Free and total bytes of the current device."""
-    free_bytes, total_bytes = _call("cuMemGetInfo")
-    return int(free_bytes), int(total_bytes)
-
-
 def allocate(size_bytes: int) -> int:
     """Allocate plain memory, which legacy IPC and every fabric accept. At least 256-byte aligned, not cleared."""
     return int(_call("cuMemAlloc", size_bytes))
@@ -164,16 +158,6 @@ def ipc_open(payload: bytes) -> int:
 def ipc_close(address: int) -> None:
     """Unmap what `ipc_open` mapped. No kernel or copy may still use it."""
     _call("cuIpcCloseMemHandle", address)
-
-
-def vmm_create(gpu: Gpu, size_bytes: int, is_exportable: bool = True) -> int:
-    """Allocate physical memory, not mapped yet. `size_bytes` is in whole granules. Release it once it is mapped."""
-    return int(_call("cuMemCreate", size_bytes, _properties(gpu, is_exportable), 0))
-
-
-def vmm_granule(gpu: Gpu) -> int:
-    flag = _cuda().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    return int(_call("cuMemGetAllocationGranularity", _properties(gpu, True), flag))
 
 
 def vmm_export(address: int) -> int:
@@ -270,16 +254,6 @@ def _is_virtual(address: int) -> bool:
         raise
     vmm_release(handle)
     return True
-
-
-def _properties(gpu: Gpu, is_exportable: bool) -> Any:
-    cuda = _cuda()
-    properties = cuda.CUmemAllocationProp()
-    properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.location = _location(gpu)
-    if is_exportable:
-        properties.requestedHandleTypes = _posix_fd()
-    return properties
 
 
 def _access(gpu: Gpu) -> Any:

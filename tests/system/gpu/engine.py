@@ -81,6 +81,13 @@ def pattern(size_bytes: int, seed: int, device: str) -> torch.Tensor:
     return ((places * 2654435761 + seed * 40503) >> 13 & 0xFF).to(torch.uint8)
 
 
+def _done(answer: tuple[Any, Any]) -> Any:
+    """What a call of the driver returned."""
+    result, found = answer
+    assert result == 0, result
+    return found
+
+
 class Program:
     """The engine itself."""
 
@@ -109,14 +116,22 @@ class Program:
 
     def make_virtual(self, size_bytes: int, is_exportable: bool = True) -> torch.Tensor:
         """What vLLM's sleep mode does: one piece of physical memory, mapped."""
+        from cuda.bindings import driver as cuda
+
         from kvbridge.device import driver
         from kvbridge.device.mapping import wrap
 
-        gpu = driver.Gpu.open("cuda:0")
+        gpu, location, properties = driver.Gpu.open("cuda:0"), cuda.CUmemLocation(), cuda.CUmemAllocationProp()
+        location.type, location.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, gpu.ordinal
+        properties.type, properties.location = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED, location
+        if is_exportable:
+            kinds = cuda.CUmemAllocationHandleType
+            properties.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        smallest = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         with gpu.current():
-            granule = driver.vmm_granule(gpu)
+            granule = int(_done(cuda.cuMemGetAllocationGranularity(properties, smallest)))
             whole = -(-size_bytes // granule) * granule
-            address = driver.vmm_map(gpu, driver.vmm_create(gpu, whole, is_exportable), whole)
+            address = driver.vmm_map(gpu, int(_done(cuda.cuMemCreate(whole, properties, 0))), whole)
         return wrap(address, size_bytes, gpu)
 
     def make_closed(self, size_bytes: int) -> torch.Tensor:
@@ -125,20 +140,18 @@ class Program:
     def make_managed(self, size_bytes: int) -> torch.Tensor:
         from cuda.bindings import driver as cuda
 
-        return self._made(
-            size_bytes, *cuda.cuMemAllocManaged(size_bytes, cuda.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL.value)
-        )
+        everywhere = cuda.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL.value
+        return self._made(size_bytes, _done(cuda.cuMemAllocManaged(size_bytes, everywhere)))
 
     def make_pooled(self, size_bytes: int) -> torch.Tensor:
         from cuda.bindings import driver as cuda
 
-        return self._made(size_bytes, *cuda.cuMemAllocAsync(size_bytes, 0))
+        return self._made(size_bytes, _done(cuda.cuMemAllocAsync(size_bytes, 0)))
 
-    def _made(self, size_bytes: int, result: Any, address: Any) -> torch.Tensor:
+    def _made(self, size_bytes: int, address: Any) -> torch.Tensor:
         from kvbridge.device.driver import Gpu
         from kvbridge.device.mapping import wrap
 
-        assert result == 0, result
         torch.cuda.synchronize()
         return wrap(int(address), size_bytes, Gpu.open("cuda:0"))
 
