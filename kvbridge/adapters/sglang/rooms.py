@@ -113,11 +113,6 @@ class Rooms:
             asked = list(room.asked.values())
             return asked if len(asked) >= asked[0].ranks else []
 
-    def has_asked(self, number: int, place: tuple[str, int]) -> bool:
-        with self._lock:
-            room = self._rooms.get(number)
-            return room is not None and place in room.asked
-
     def unask(self, number: int, place: tuple[str, int]) -> bool:
         """Drop that rank's question. Returns whether there was one."""
         with self._lock:

@@ -63,7 +63,7 @@ def test_whoever_asks_for_another_prompt_is_told_so_and_nobody_else(rooms: Rooms
     assert rooms.bind(7, "first", "ab") == [stranger], "who came before the request"
     assert OTHER_PROMPT in rooms.ask(stranger, 0), "and after it"
     assert not rooms.ask(OTHER, 0) and len(rooms.whole(7)) == 2
-    assert rooms.has_asked(7, ("10.0.0.1", 4001)) and not rooms.has_asked(7, ("10.0.0.9", 4001))
+    assert rooms.unask(7, ("10.0.0.1", 4001)) and not rooms.unask(7, ("10.0.0.9", 4001))
 
 
 def test_who_asks_no_more_is_not_counted(rooms: Rooms) -> None:
