@@ -161,6 +161,11 @@ class DataNetwork:
         self.wrongs += 1
         return True
 
+    def refuses(self) -> bool:
+        """Whether the present move does not begin, instead of getting a wrong cell."""
+        self.spoil, refused = max(0, self.spoil - 1), self.spoil > 0
+        return refused
+
     def notify(self, sender: Process, incarnation: str, notice: bytes) -> None:
         """Send a notice. It follows its data."""
         target = self._world.owner(incarnation)

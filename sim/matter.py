@@ -127,6 +127,7 @@ class _SimMove:
     ends_at: float
     end: Callable[[], int]
     sender: SimAttached | None = None  # the peer's memory that is read
+    failure: tuple[str, str] | None = None  # it was to begin late, and did not
 
 
 class SimCopier:
@@ -232,7 +233,9 @@ class SimCopier:
         todo = list(_spread_all(ours))
         half = len(todo) // 2 * (self._count % 2)  # every other one begins late, as small pulls do
         slot = [NOTHING] * (ours.chunk.size_bytes // CELL_BYTES)
-        is_spoiled = has_digest and self._process.world.data.spoils()  # without a digest nobody would notice
+        data = self._process.world.data
+        is_spoiled = has_digest and data.spoils()  # without a digest nobody would notice
+        is_refused = not has_digest and not half and data.refuses()
 
         def read(some: list[tuple[int, Run]]) -> None:
             for place, (first, count, block) in some:
@@ -245,12 +248,16 @@ class SimCopier:
         def end() -> int:
             if not sender.is_open:
                 pool.blocks.foul(f"{sender.blocks.name} is read through a mapping that is closed")
+            if not pool.is_open and not self._process.is_dead:  # kernels outlive a process
+                pool.blocks.foul("it is written through a mapping that is closed")
             read(todo[half:])
             return digest_of(slot)
 
         read(todo[:half])
         ticket = self._begin(pool, end, None, self._process.world.pull_s())
         self._moving[ticket].sender = sender
+        if is_refused:
+            self._moving[ticket].failure = "pull_failed", "the launch was refused"
         if sender.owner is not None:
             self._happens(sender.owner, ticket)
         return ticket
@@ -268,8 +275,8 @@ class SimCopier:
         ticket = self._count
 
         def over() -> None:
-            del self._moving[ticket]
-            self._moved.append(compared(ticket, end(), expected))
+            failure = self._moving.pop(ticket).failure
+            self._moved.append(compared(ticket, end(), expected) if failure is None else Moved(ticket, 0, failure))
             self._process.rouse()
 
         seconds = self._process.world.gather_s() if seconds is None else seconds
@@ -280,7 +287,7 @@ class SimCopier:
     def outlive(self) -> None:
         """The process was killed. The kernels that it launched go on for a moment."""
         clock = self._process.world.clock
-        for move in self._moving.values():
+        for move in [each for each in self._moving.values() if each.failure is None]:
             clock.at(min(move.ends_at, clock.now + KERNELS_S), partial(_land, move.end))
 
     def make_room(self, moves: int) -> None: ...

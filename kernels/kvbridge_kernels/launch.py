@@ -189,8 +189,8 @@ def _sheet(
                 kernel.constants["FAR"] = 0
             work.kernels[key] = kernel
         end = LaunchSide(packed, kernel.columns[0], scales.table)
-        sizes = (group.planes, group.places, layout.heads, kernel.row)
-        return GroupLaunch(function, kernel, kernel.tiles_of(group), [end], sizes)
+        tiles = kernel.tiles_of(group.planes, group.places, layout.heads)
+        return GroupLaunch(function, kernel, tiles, [end], (group.planes, group.places, layout.heads, kernel.row))
 
     key = function, low_bit(slot.address | 16), has_sums, is_stored
     return work.sheet(prepared, key, lambda: Sheet.of(map(launched, prepared.groups)))

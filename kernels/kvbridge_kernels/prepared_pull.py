@@ -41,9 +41,9 @@ class PlacedPull(NamedTuple):
     receivers: Sequence[Places]
     chunks: int = 1  # each list has their places one behind the other
 
-    def check_sums(self, has_sums: bool) -> None:
+    def check_digest(self, is_wanted: bool) -> None:
         """ValueError if the rows of several chunks would be added to one digest."""
-        if has_sums and self.chunks > 1:
+        if is_wanted and self.chunks > 1:
             raise ValueError(f"sums: one for {self.chunks} chunks, each needs its own")
 
     def pairs(self) -> Iterator[Pair]:
@@ -97,6 +97,7 @@ def joined(pulls: Sequence[PlacedPull]) -> PlacedPull:
     """Pulls of one `prepared`, as one that shares their launches. It has no digest: their rows would be one sum."""
     if len(pulls) == 1:
         return pulls[0]
+    assert all(pull.prepared is pulls[0].prepared for pull in pulls)
     senders, receivers = (
         [Places(np.concatenate([places.array for places in lists])) for lists in zip(*sides, strict=True)]
         for sides in ([pull.senders for pull in pulls], [pull.receivers for pull in pulls])

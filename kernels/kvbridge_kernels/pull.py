@@ -46,7 +46,7 @@ def pull(
     both before anything is enqueued.
     """
     check_sums(sums, work)
-    chunk.check_sums(sums is not None)
+    chunk.check_digest(sums is not None)
     _check(chunk, work)
     tables = LaunchTables(work, chunk.chunks * chunk.prepared.size_bytes)
     lists = offsets_of(chunk.prepared.sender, chunk.senders, tables)
@@ -67,8 +67,14 @@ def warm(chunk: PlacedPull, has_sums: bool, work: Work) -> None:
 
 def is_compiled(chunk: PlacedPull, work: Work) -> bool:
     """Whether `pull` would find all kernels of a pull without sums."""
-    sheet = _sheet(chunk.prepared, False, work)
-    return all(group.kernel.compiled is not None for group, _ in sheet.groups)
+    return all(group.kernel.compiled is not None for group, _ in _sheet(chunk.prepared, False, work).groups)
+
+
+def table_words(chunk: PlacedPull, work: Work) -> tuple[int, int]:
+    """How many words of tables a pull without sums takes: for its planes, and for its places."""
+    sides = (chunk.prepared.sender, chunk.senders), (chunk.prepared.receiver, chunk.receivers)
+    places = sum(found[which].count for lists, found in sides for which, *_ in lists.offsets)
+    return len(_sheet(chunk.prepared, False, work).words), places
 
 
 def _check(chunk: PlacedPull, work: Work) -> None:
@@ -94,8 +100,8 @@ def _sheet(prepared: PreparedPull, has_sums: bool, work: Work) -> Sheet:
             LaunchSide(end, columns, scaled.table, first_list)
             for end, columns, scaled, first_list in zip(packed, kernel.columns, scales, first_lists, strict=True)
         ]
-        sizes = (groups[0].planes, groups[0].places, sender.heads, kernel.row)
-        return GroupLaunch(pull_tiles, kernel, kernel.tiles_of(groups[0]), ends, sizes)
+        sizes = groups[0].planes, groups[0].places, sender.heads
+        return GroupLaunch(pull_tiles, kernel, kernel.tiles_of(*sizes), ends, (*sizes, kernel.row))
 
     return work.sheet(prepared, has_sums, lambda: Sheet.of(map(launched, prepared.groups)))
 

@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 
 def pull(chunk: PlacedPull, sums: torch.Tensor | None, work: Work) -> None:
     """Write the receiver's rows from the sender's. Adds the sum64 of the chunk's slot to `sums`, int64 [1]."""
-    chunk.check_sums(sums is not None)
+    chunk.check_digest(sums is not None)
     total = 0
     known: dict[object, list[Cut]] = {}
     for pair in chunk.pairs():

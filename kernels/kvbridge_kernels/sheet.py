@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .prepared_copy import LaunchGroup, Packed
+from .prepared_copy import Packed
 from .segment_layout import Offsets
 from .tables import LaunchTables
 
@@ -36,10 +36,10 @@ class Kernel:
     columns: Sequence[Offsets | None]  # for each end in memory; None: dense rows
     compiled: Any = None
 
-    def tiles_of(self, group: LaunchGroup) -> int:
-        """How many tiles a group takes. ValueError if they are too many to count."""
-        places, heads, width = self.tile
-        tiles = group.planes * -(-group.places // places) * (group.layout.heads // heads) * -(-self.row // width)
+    def tiles_of(self, planes: int, places: int, heads: int) -> int:
+        """How many tiles so many planes, places and heads take. ValueError if they are too many to count."""
+        most_places, most_heads, width = self.tile
+        tiles = planes * -(-places // most_places) * (heads // most_heads) * -(-self.row // width)
         if tiles > MOST_TILES:
             raise ValueError(f"chunk: {tiles} tiles in planes of one layout, limit {MOST_TILES}")
         return tiles
@@ -71,8 +71,7 @@ class GroupLaunch(NamedTuple):
         if count == 1:
             return self
         planes, places, heads, row = self.sizes
-        rows = self.kernel.tile[0]
-        tiles = self.tiles // -(-places // rows) * -(-places * count // rows)
+        tiles = self.kernel.tiles_of(planes, places * count, heads)
         return self._replace(tiles=tiles, sizes=(planes, places * count, heads, row))
 
 

@@ -193,7 +193,7 @@ class StagingSize:
     send_slots: int
 
 
-PULLS = 4  # at once, of all transfers: while one is read the next are launched
+PULLS = 4  # launches at once, of all transfers: while one reads the next are launched
 # A chunk costs each agent about half a millisecond of Python, whatever its size. So fast links get large chunks.
 ROOM_ON_GPU = StagingSize(128 << 20, 6, 2)
 ROOM_IN_HOST = StagingSize(4 << 20, 32, 16)

@@ -1,7 +1,7 @@
 """Moves rows between an engine's blocks and slots, on a CPU or a GPU: the contract of both copiers.
 
 Every call is made on the data plane's thread. `gather`, `digest`, `scatter`, `pull` and `copy` begin a move and return
-its ticket at once; a pull may begin as late as the next `poll`. The move is over when `poll` says so; until then
+its ticket at once, though a pull may begin only at a later `poll`. The move is over when `poll` says so; until then
 memory, slots and pool must stay as they are. All but `copy` may raise Compiling, if they need new kernels.
 """
 
@@ -127,10 +127,10 @@ class BlockCopier(Protocol):
 
     @property
     def has_room(self) -> bool:
-        """Whether another pull or digest may begin. Otherwise one has to end first. Other moves do not check this."""
+        """Whether another pull or digest may be asked for. Otherwise ask after a `poll`. Other moves do not check."""
 
     def poll(self) -> list[Moved]:
-        """The moves that ended since the last call. Raises only what ends the agent."""
+        """Begin what waits. Returns the moves that ended since the last call. Raises only what ends the agent."""
 
     def is_using(self, pool: AttachedPool) -> bool:
         """Whether a move of this pool, ours or a peer's, is under way."""

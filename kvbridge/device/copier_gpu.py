@@ -4,7 +4,7 @@ Gathers and scatters have a stream each, so that incoming chunks do not queue be
 two, so that one launch fills the multiprocessors that the one before leaves at its end. Buffers and events are made in
 advance; a move takes one bundle of them and gives it back at its end.
 
-Small pulls are launched at the next `poll`, since by then there may be more, with which they share launches.
+Small pulls are launched by `poll`, once a bundle is free: by then there may be more, with which they share launches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvbridge_kernels.gather import warm_digest
 from kvbridge_kernels.launch import NotCompiled
 from kvbridge_kernels.prepared_copy import PlacedCopy, PreparedCopy
 from kvbridge_kernels.prepared_pull import PlacedPull
-from kvbridge_kernels.pull import is_compiled
+from kvbridge_kernels.pull import is_compiled, table_words
 from kvbridge_kernels.pull import pull as pull_rows
 from kvbridge_kernels.pull import warm as warm_pull_rows
 from kvbridge_kernels.scatter import scatter as scatter_rows
@@ -34,7 +34,7 @@ from kvbridge_kernels.segment import Span
 from kvbridge_kernels.sheet import ENOUGH_PROGRAMS
 from kvbridge_kernels.tables import Work
 
-from ..errors import EngineError
+from ..errors import EngineError, KVBridgeError
 from ..geometry.plan import Part
 from . import driver
 from .compiler import Compiler
@@ -42,8 +42,10 @@ from .copier import DeviceLost, Moved, compared
 from .copy_templates import CopyTemplates
 from .memory import AttachedPool, Regions
 from .pulls import Pulls
-from .small_pulls import SMALL_BYTES, SmallPulls
+from .small_pulls import SMALL_BYTES, SmallPull, SmallPulls
 from .staging import Staging
+
+log = logging.getLogger("kvbridge.data_plane")
 
 
 @dataclass(slots=True)
@@ -69,11 +71,6 @@ class _Bundle:
         return found
 
 
-log = logging.getLogger("kvbridge.data_plane")
-# Bytes of small pulls that share launches, for each byte of a bundle's tables: room for rows of 64 bytes and more.
-BYTES_PER_TABLE_BYTE = 4
-
-
 @dataclass(frozen=True, slots=True)
 class _GpuMove:
     tickets: Sequence[int]  # several of pulls that share launches
@@ -85,7 +82,7 @@ class _GpuMove:
 
 
 class GpuBlockCopier:
-    """Keeps the contract of `copier.BlockCopier`. At most `moves` moves and `pulls` pulls may be under way at once.
+    """Keeps the contract of `copier.BlockCopier`. At most `moves` moves and `pulls` launches of pulls at once.
 
     Each move has `table_bytes`, pinned and on the GPU, for where its rows are: 8 bytes per token and list of places. A
     pull takes at most `pull_ctas` CTAs. None means few if they run beside the engine's own (MPS), and all if they take
@@ -126,7 +123,7 @@ class GpuBlockCopier:
         self._make_bundles(moves + pulls)
         self._known = self._bundles[0].work  # to look up kernels and sheets, which all bundles share
         self._moves: deque[_GpuMove] = deque()
-        self._small = SmallPulls(BYTES_PER_TABLE_BYTE * table_bytes)
+        self._small = SmallPulls(table_bytes // 8)
         self._templates = CopyTemplates()
         self._pulls = Pulls()
         self._count = 0
@@ -210,10 +207,11 @@ class GpuBlockCopier:
     def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
         with sender.hold() as sender_regions, pool.hold() as regions:
             pull = self._pulls.of(sender, sender_regions, theirs, pool, regions, ours)
-            if has_digest or ours.chunk.size_bytes > SMALL_BYTES or not is_compiled(pull, self._known):
+            is_small = self._has_pulls and not has_digest and ours.chunk.size_bytes <= SMALL_BYTES
+            if not is_small or not is_compiled(pull, self._known):
                 return self._pull(sender, pool, pull, has_digest)
         self._count += 1
-        self._small.add(self._count, sender, pool, pull)
+        self._small.add(SmallPull((self._count,), sender, pool, pull, *table_words(pull, self._known)))
         return self._count
 
     def _pull(
@@ -238,13 +236,15 @@ class GpuBlockCopier:
         """Launch small pulls, as many together as can be. Returns those that could not be launched."""
         failed: list[Moved] = []
         while self._small and len(self._bundles) > self._kept:
-            small = self._small.next()
+            small = self._small.take()
             try:
                 with small.sender.hold(), small.receiver.hold():
                     self._pull(small.sender, small.receiver, small.pull, False, small.tickets)
             except Exception as error:
                 log.exception("small pulls could not be launched: pulls=%d", len(small.tickets))
-                failed += [Moved(ticket, failure=("pull_failed", str(error))) for ticket in small.tickets]
+                code = error.code if isinstance(error, KVBridgeError) else "pull_failed"
+                failure = code, f"{type(error).__name__}: {error}"
+                failed += [Moved(ticket, failure=failure) for ticket in small.tickets]
         return failed
 
     def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:

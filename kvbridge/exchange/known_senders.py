@@ -1,7 +1,7 @@
-"""What the receiver knows of its senders, and tells them. Pure.
+"""The receiver's state about its senders. Pure.
 
-Which sessions are open, and which rank holds which rows. Whether our engine takes their scales. Which requests wait for
-them. Which of their transfers may still write to slots. The sender has none of this.
+Which sessions are open; which rank holds which rows; whether our engine adopts their scales; which requests wait for
+them; which of their transfers may still write to slots.
 """
 
 from __future__ import annotations
@@ -19,11 +19,6 @@ from ..geometry.scales import other_scales, sender_scales
 from ..geometry.shard import assign
 from .actions import Action, Tell
 from .session import AttachedEngine, Session, are_same, engine_ranks, rank_index
-
-MOST_ANSWERS = 64  # refusals kept; a sender that calibrates at each start brings new scales each time
-HOLD_EVERY_S = 5.0
-SOON_S = 0.05  # most requests have blocks by then; their claim makes a Hold unnecessary
-Takes = tuple[tuple[Take, ...], ...]
 
 
 class SenderSessions:
@@ -65,6 +60,9 @@ class SenderSessions:
         return first is not None and len(self.needed(sender)) >= engine_ranks(first.peer_pool)
 
 
+Takes = tuple[tuple[Take, ...], ...]
+
+
 class ShardAssignment:
     """The last assignment of rows to ranks, by the sender address in the wants."""
 
@@ -98,6 +96,9 @@ def _check_ranks(sessions: Sequence[Session]) -> None:
     found = sorted(rank_index(session.peer_pool) for session in sessions)
     if found != list(range(engine_ranks(first))):
         raise PeerError("sender_ranks_mismatch", f"ranks: expected {engine_ranks(first)}, the agents hold {found}")
+
+
+MOST_ANSWERS = 64  # refusals kept; a sender that calibrates at each start brings new scales each time
 
 
 class Adoption:
@@ -151,6 +152,10 @@ class Adoption:
         if len(self._refusals) >= MOST_ANSWERS:
             self._asked = {scales: r for scales, r in self._asked.items() if r not in self._refusals}
             self._refusals.clear()
+
+
+HOLD_EVERY_S = 5.0
+SOON_S = 0.05  # most requests have blocks by then; their claim makes a Hold unnecessary
 
 
 class ExpectedRequests:

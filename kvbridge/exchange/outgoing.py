@@ -15,12 +15,6 @@ from .containers import Recent
 from .leases import GrantedLease
 from .session import Session
 
-AWAITED_S = 15.0  # a waiting receiver repeats its Hold three times within this
-MOST_AWAITED = 16384
-MOST_CUT_SHORT = 4096  # bound, in case engines never send the last part of an offer
-MOST_ENDED = 16384  # as many as may be open
-ENDED_S = 300.0  # a want is sent when its engine has blocks for it, and then waits a minute (vLLM's `deadline_s`)
-
 
 @dataclass(slots=True)
 class OpenOffer:
@@ -140,6 +134,13 @@ class ReceiverClaims:
 
     outgoing_transfers: dict[str, OutgoingTransfer] = field(default_factory=dict)
     unused: int = 0
+
+
+AWAITED_S = 15.0  # a waiting receiver repeats its Hold three times within this
+MOST_AWAITED = 16384
+MOST_CUT_SHORT = 4096  # bound, in case engines never send the last part of an offer
+MOST_ENDED = 16384  # as many as may be open
+ENDED_S = 300.0  # a want is sent when its engine has blocks for it, and then waits a minute (vLLM's `deadline_s`)
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ import pytest
 from kvbridge.dataplane.awaits import Job, WaitCopier, WaitKernels, WaitLease, WaitMove
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.receive_orders import ReceiveOrders
-from kvbridge.dataplane.routes.pull import ENDED_WHILE_READ, PullRoute
+from kvbridge.dataplane.routes.pull import ENDED_WHILE_READ, MOST_AHEAD, PullRoute
 from kvbridge.device.copier import Compiling, Moved
 from kvbridge.errors import EngineError
 from kvbridge.exchange.leases import ReadLease
@@ -60,7 +60,12 @@ def clock() -> list[float]:
 
 
 @pytest.fixture
-def job(told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[float]) -> Job:
+def end_chunk() -> int:
+    return MOST_AHEAD
+
+
+@pytest.fixture
+def job(told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[float], end_chunk: int) -> Job:
     resources: Any = SimpleNamespace(copier=copier)
     pulling = PullRoute(resources, lambda *args: None, told, 30.0, lambda: clock[0])
     pulling._peers[WHOSE] = cast(Any, object()), lambda: None
@@ -71,7 +76,7 @@ def job(told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[f
         request="r",
         plan=plan,
         first_chunk=0,
-        end_chunk=3,
+        end_chunk=end_chunk,
         size_bytes=3,
         lease=lease,
         fence=0,
@@ -209,3 +214,17 @@ def test_a_read_that_could_not_begin_later_fails_its_transfer_once_the_others_ar
         job.send(Moved(3, failure=failure if place == 3 else None))
     assert [each.failure for each in told.take_reports() if isinstance(each, Pulled)] == [failure]
     assert [each.stage for each in told.take_reached()] == ["reading"]
+
+
+@pytest.mark.parametrize("end_chunk", [MOST_AHEAD + 2])
+def test_after_a_read_that_could_not_begin_no_other_begins_and_the_first_failure_counts(
+    job: Job, told: ReceiveOrders, copier: FullCopier
+) -> None:
+    copier.is_roomy = True
+    assert job.send(None) == WaitMove(1) and copier.begun == MOST_AHEAD
+    first, second = ("pull_failed", "no launch"), ("detached", "no memory")
+    assert job.send(Moved(1, failure=first)) == WaitMove(2)
+    assert job.send(Moved(2, failure=second)) == WaitMove(3) and copier.begun == MOST_AHEAD
+    with pytest.raises(StopIteration):
+        job.send(Moved(3))
+    assert [each.failure for each in told.take_reports() if isinstance(each, Pulled)] == [first]

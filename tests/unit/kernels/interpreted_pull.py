@@ -16,7 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from tests.unit.kernels.chunks import MOVES, Shape, chunk_of, on, work_on
 from tests.unit.kernels.interpreted import CASTS
-from tests.unit.kernels.pulls import PULLS, check_joined, check_pull, converted, ends_of
+from tests.unit.kernels.pulls import JOINED, PULLS, Ends, check_joined, check_pull, converted, ends_of
 from tests.unit.kernels.rows import Rows, segment_of
 
 
@@ -30,10 +30,9 @@ def test_no_digest_is_taken_where_none_is_wanted(shape: Shape) -> None:
     check_pull(pull, ends_of([shape], [replace(shape, layout="hnd")], 3, 7), has_sums=False)
 
 
-@pytest.mark.parametrize("chunks", [2, 3])
-@pytest.mark.parametrize(("sender", "receiver"), PULLS[::5], ids=str)
-def test_chunks_that_share_launches(sender: Shape, receiver: Shape, chunks: int) -> None:
-    check_joined(pull, ends_of([sender], [receiver], 12, 12), chunks)
+@pytest.mark.parametrize("ends", JOINED.values(), ids=JOINED)
+def test_chunks_that_share_launches(ends: Ends) -> None:
+    check_joined(pull, ends)
 
 
 def test_a_chunk_of_several_forms_on_either_side() -> None:

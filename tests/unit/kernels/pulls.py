@@ -61,7 +61,9 @@ def ends_of(
     return senders, receivers, size
 
 
-def converted(old: str, new: str, wire: str, scales: tuple[int, int] | None, layouts: tuple[str, str]) -> Ends:
+def converted(
+    old: str, new: str, wire: str, scales: tuple[int, int] | None, layouts: tuple[str, str], wanted: int = 5
+) -> Ends:
     """Numbers of one codec in the sender, of another in the receiver; tame, and scaled where that has 8 bits."""
     sides = []
     for name, seed in ((old, 1), (new, 2)):
@@ -73,7 +75,7 @@ def converted(old: str, new: str, wire: str, scales: tuple[int, int] | None, lay
         Shape(layout, heads=3, width=40, size=DTYPES[name].itemsize, planes=2)
         for layout, name in zip(layouts, (old, new), strict=True)
     ]
-    return ends_of(shapes[:1], shapes[1:], 3, 5, casts, tame=True)
+    return ends_of(shapes[:1], shapes[1:], 3, wanted, casts, tame=True)
 
 
 def check_pull(
@@ -108,26 +110,39 @@ def check_pull(
         assert added(sums) == added(wanted)
 
 
-def check_joined(pull: Pull, ends: Ends, chunks: int, device: str = "cpu") -> None:
+# Ends whose rows may come in three chunks: with one tile and with several, with two lists of places on each side, and
+# converted.
+JOINED = {
+    **{f"{ours} to {theirs}": ends_of([ours], [theirs], 12, 12) for ours, theirs in PULLS[::9]},
+    "several tiles": ends_of([Shape("nhd", width=576)], [Shape("nhd", width=576, block_tokens=6)], 60, 90),
+    "two lists a side": ends_of(
+        [Shape("nhd", planes=2), Shape("hnd", block_tokens=8, planes=2)],
+        [Shape("hnd", planes=2, block_tokens=8), Shape("nhd", planes=2)],
+        60,
+        90,
+    ),
+    "converted": converted("bf16", "fp8_e4m3", "fp8_e4m3", (1, 3), ("nhd", "hnd"), 6),
+}
+
+
+def check_joined(pull: Pull, ends: Ends, chunks: int = 3, device: str = "cpu") -> None:
     """The same rows in one chunk, and in so many that share launches, each with as many places."""
     senders, receivers, size = ends
-    whole, parts = on(receivers, device), on(receivers, device)
-    ours = on(senders, device)
+    ours, whole, parts = on(senders, device), on(receivers, device), on(receivers, device)
     pull(PreparedPull(ours, whole, size).chunk, None, work_on(device))
 
     def nth(segments: list[Segment], number: int) -> list[Segment]:
-        count = segments[0].places.count // chunks
-        some = Places(segments[0].places.array[number * count : (number + 1) * count])
-        pitches = [segment.slot_pitch // chunks for segment in segments]
-        starts = [segment.slot_offset // chunks for segment in segments]
-        return [
-            replace(segment, places=some, slot_offset=start, slot_pitch=pitch)
-            for segment, start, pitch in zip(segments, starts, pitches, strict=True)
-        ]
+        found, lists = [], dict[int, Places]()
+        for segment in segments:
+            count = segment.places.count // chunks
+            some = segment.places.array[number * count : (number + 1) * count]
+            places = lists.setdefault(id(segment.places), Places(some))
+            start, pitch = segment.slot_offset // chunks, segment.slot_pitch // chunks
+            found.append(replace(segment, places=places, slot_offset=start, slot_pitch=pitch))
+        return found
 
-    prepared = PreparedPull(nth(ours, 0), nth(parts, 0), size // chunks)
-    placed = [prepared.at([nth(ours, i)[0].places], [nth(parts, i)[0].places]) for i in range(chunks)]
-    together = joined(placed)
+    prepared = [PreparedPull(nth(ours, i), nth(parts, i), size // chunks) for i in range(chunks)]
+    together = joined([prepared[0].at(each.chunk.senders, each.chunk.receivers) for each in prepared])
     assert together.chunks == chunks
     pull(together, None, work_on(device))
     assert_same_memory(parts, parts[0].field.memory.cpu(), whole[0].field.memory.cpu())

@@ -12,7 +12,7 @@ from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.prepared_pull import PreparedPull
 
 from tests.unit.kernels.chunks import Shape, chunk_of
-from tests.unit.kernels.pulls import PULLS, WIRES, check_joined, check_pull, converted, ends_of
+from tests.unit.kernels.pulls import JOINED, PULLS, WIRES, Ends, check_joined, check_pull, converted, ends_of
 from tests.unit.kernels.rows import WHERE, Rows, segment_of
 
 ROOT = Path(__file__).parents[3]
@@ -29,10 +29,9 @@ def test_rows_are_pulled_bit_for_bit(sender: Shape, receiver: Shape) -> None:
     check_pull(pull_ref.pull, ends_of([sender], [receiver], 12, 11))
 
 
-@pytest.mark.parametrize("chunks", [2, 3])
-@pytest.mark.parametrize(("sender", "receiver"), PULLS[::5], ids=str)
-def test_chunks_that_share_launches(sender: Shape, receiver: Shape, chunks: int) -> None:
-    check_joined(pull_ref.pull, ends_of([sender], [receiver], 12, 12), chunks)
+@pytest.mark.parametrize("ends", JOINED.values(), ids=JOINED)
+def test_chunks_that_share_launches(ends: Ends) -> None:
+    check_joined(pull_ref.pull, ends)
 
 
 @pytest.mark.parametrize("layouts", [("nhd", "hnd"), ("columns", "tiled")])
