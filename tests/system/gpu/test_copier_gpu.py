@@ -14,7 +14,7 @@ import pytest
 import torch
 from kvbridge_proto.common import Blocks
 
-from kvbridge.device import driver
+from kvbridge.device import copier_gpu, driver
 from kvbridge.device.copier import Compiling, Moved
 from kvbridge.device.copier_gpu import GpuBlockCopier
 from kvbridge.device.mapping import wrap
@@ -157,52 +157,96 @@ def wait_for(begin: Callable[[], int]) -> None:
             return
 
 
-def test_small_pulls_share_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three that are begun together: each block is where it belongs, and each ticket ends once."""
-    held = filled()
-    sender, receiver = on_gpu(held), on_gpu(build(SHAPE))
-    copier, launched = GpuBlockCopier(driver.Gpu.open("cuda:0"), 1, pulls=2), list[int]()
-    for memory in sender.memories:
-        memory.random_(0, 256)
-    (takes,) = assign([held.pool], held.pool)
-    planned, own = plan(held.pool, held.pool, takes, 0, 16, 1 << 20), copier._pull
+class Pulling:
+    """Pulls of one block each, between two pools of `SHAPE` and a copier that begins two of them at once."""
 
-    def counted(*given: Any) -> int:
-        launched.append(given[2].chunks)
-        return own(*given)
+    def __init__(self) -> None:
+        self.sender, self.receiver = on_gpu(build(SHAPE)), on_gpu(build(SHAPE))
+        for memory in self.sender.memories:
+            memory.random_(0, 256)
+        self._pool = self.sender.pool
+        (takes,) = assign([self._pool], self._pool)
+        self._plans = [plan(self._pool, self._pool, takes, 0, tokens, 1 << 20) for tokens in (16, 15, 14)]
+        self.copier = GpuBlockCopier(driver.Gpu.open("cuda:0"), 1, pulls=2)
+        for kind in range(len(self._plans)):  # which compiles the kernels
+            self.begin(0, 0, kind=kind)
+            over(self.copier)
 
-    monkeypatch.setattr(copier, "_pull", counted)
+    def begin(self, source: int, target: int, has_digest: bool = False, kind: int = 0) -> int:
+        """Read block `source` into block `target`. Pulls of two kinds move another number of tokens."""
+        parts = [self._part(source, True, kind), self._part(target, False, kind)]
+        return self.copier.pull(self.sender, parts[0], self.receiver, parts[1], has_digest)
 
-    def part(block: int, is_sender: bool) -> Part:
-        table = BlockTable.of(held.pool.groups[0], Blocks(0, 0, (block,)))
+    def _part(self, block: int, is_sender: bool, kind: int) -> Part:
+        planned, table = self._plans[kind], BlockTable.of(self._pool.groups[0], Blocks(0, 0, (block,)))
         return Part(planned, planned.chunk(0), {0: table}, is_sender)
 
-    def begin(source: int, target: int, has_digest: bool = False) -> int:
-        return copier.pull(sender, part(source, True), receiver, part(target, False), has_digest)
+    def launched(self) -> list[int]:
+        """How many pulls share each launch that is under way."""
+        return [len(move.tickets) for move in self.copier._moves]
 
-    known = begin(0, 7)  # which compiles the kernels
-    assert over(copier).ticket == known and launched == [1]
-    tickets = [begin(source, target) for source, target in ((1, 4), (2, 0), (5, 2))]
-    assert launched == [1] and copier.is_using(sender) and copier.is_using(receiver)
+    def blocks(self, pool: Mapped) -> list[list[torch.Tensor]]:
+        """Every block, one tensor for each region."""
+        regions = [memory.view(SHAPE.blocks, -1) for memory in pool.memories]
+        return [[region[block] for region in regions] for block in range(SHAPE.blocks)]
+
+
+@pytest.fixture
+def pulling() -> Iterator[Pulling]:
+    pulling = Pulling()
+    yield pulling
+    pulling.copier.close()
+
+
+def test_small_pulls_share_launches(pulling: Pulling) -> None:
+    """Each block is where it belongs, each ticket ends once, and memory is in use until then."""
+    copier, wanted = pulling.copier, {4: 1, 6: 2, 2: 5}
+    before = pulling.blocks(on_gpu(build(SHAPE)))
+    tickets = [pulling.begin(source, target) for target, source in wanted.items()]
+    assert not pulling.launched() and copier.is_using(pulling.sender) and copier.is_using(pulling.receiver)
+    with torch.cuda.stream(copier._pulling[0]):
+        torch.cuda._sleep(SPIN)
+    assert copier.poll() == [] and pulling.launched() == [3] and copier.is_using(pulling.sender)
+    assert over(copier) == Moved(tickets[0]) and not copier.is_using(pulling.sender) and copier.poll() == []
+    sent = pulling.blocks(pulling.sender)
+    for block, found in enumerate(pulling.blocks(pulling.receiver)):
+        expected = sent[wanted[block]] if block in wanted else before[block]
+        assert block == 0 or all(map(torch.equal, found, expected)), block
+
+
+def test_tickets_of_a_shared_launch_end_together(pulling: Pulling) -> None:
+    tickets, ended = [pulling.begin(1, 4), pulling.begin(2, 6)], list[Moved]()
+    while len(ended) < 2:
+        ended += pulling.copier.poll()
+    assert ended == [Moved(ticket) for ticket in tickets]
+
+
+def test_pulls_of_more_kinds_than_can_begin_at_once_wait_for_their_turn(pulling: Pulling) -> None:
+    tickets = [pulling.begin(1, 2 + i, kind=kind) for i, kind in enumerate((0, 1, 2, 0, 1))]
+    for stream in pulling.copier._pulling:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SPIN)
+    assert pulling.copier.poll() == [] and pulling.launched() == [2, 2] and not pulling.copier.has_room
     ended: list[Moved] = []
-    while len(ended) < 3:
-        ended += copier.poll()
-    assert ended == [Moved(ticket) for ticket in tickets] and launched == [1, 3]
-    assert not copier.is_using(sender) and copier.poll() == []
-    wanted = {7: 0, 4: 1, 0: 2, 2: 5}
-    for ours, theirs in zip(receiver.memories, sender.memories, strict=True):
-        ours, theirs = ours.view(SHAPE.blocks, -1), theirs.view(SHAPE.blocks, -1)
-        for target in range(SHAPE.blocks):
-            expected = theirs[wanted[target]] if target in wanted else torch.full_like(theirs[0], 0xA5)
-            assert torch.equal(ours[target], expected), target
-    begin(3, 3, has_digest=True)
-    assert launched == [1, 3, 1] and over(copier).digest  # it cannot share a sum, so it does not wait
+    while len(ended) < 5:
+        ended += pulling.copier.poll()
+    assert sorted(each.ticket for each in ended) == tickets and pulling.copier.has_room
+
+
+def test_a_pull_with_a_digest_does_not_wait(pulling: Pulling) -> None:
+    pulling.begin(3, 3, has_digest=True)
+    assert pulling.launched() == [1] and over(pulling.copier).digest
+
+
+def test_small_pulls_that_cannot_be_launched_end_with_the_reason(
+    pulling: Pulling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tickets = [pulling.begin(1, 4), pulling.begin(2, 6)]
     with monkeypatch.context() as patch:
-        patch.setattr(copier, "_pull", lambda *_: (_ for _ in ()).throw(RuntimeError("no launch")))
-        tickets = [begin(1, 4), begin(2, 0)]
-        assert copier.poll() == [Moved(ticket, failure=("pull_failed", "no launch")) for ticket in tickets]
-    assert not copier.is_using(receiver) and copier.has_room
-    copier.close()
+        patch.setattr(copier_gpu, "pull_rows", lambda *_: (_ for _ in ()).throw(RuntimeError("no launch")))
+        failure = "pull_failed", "RuntimeError: no launch"
+        assert pulling.copier.poll() == [Moved(ticket, failure=failure) for ticket in tickets]
+    assert not pulling.copier.is_using(pulling.receiver) and pulling.copier.has_room
 
 
 def test_slots_of_a_gpu_are_one_allocation_of_their_own(copier: GpuBlockCopier) -> None:
