@@ -6,49 +6,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+from kvbridge_proto.pool import Engine, Pool
+from msgspec.structs import replace
+
+from kvbridge.loopback.pools import PARTS, Shape, describe
 
 from .matter import CELL_BYTES, SimBlocks, spelled, written
 
 HEADS = 2
 WIDTH = CELL_BYTES // 2
 LAYERS = 1
-PARTS = ("k", "v")
 
 
 @lru_cache(maxsize=4096)
 def make_pool(shape: tuple[int, int, int], identity: str, rank: int) -> Pool:
     """The pool of one rank of an engine of `shape` (ranks, block_tokens, blocks). The ranks split the heads."""
     ranks, block_tokens, blocks = shape
-    heads = HEADS // ranks
-    block = block_tokens * heads * CELL_BYTES
-    codec = Codec(name="bf16", width=WIDTH, element_bytes=2, row_bytes=CELL_BYTES)
-    planes = tuple(
-        Plane(
-            layer=layer,
-            part=part,
-            offset=(len(PARTS) * layer + i) * blocks * block,
-            block_stride=block,
-            token_axis=(Step(block_tokens, heads * CELL_BYTES),),
-            head_stride=CELL_BYTES,
-            element_axis=(Step(WIDTH, 2),),
-            first_head=rank * heads,
-            heads=heads,
-            total_heads=HEADS,
-            codec=codec,
-        )
-        for layer in range(LAYERS)
-        for i, part in enumerate(PARTS)
+    made = Shape(
+        name=identity,
+        axes="LPBTHE",
+        block_tokens=block_tokens,
+        blocks=blocks,
+        tp_size=ranks,
+        layers=LAYERS,
+        kv_heads=HEADS,
+        width=WIDTH,
     )
-    layer = Layer(kind="full", kv_heads=HEADS, key_width=WIDTH, value_width=WIDTH)
-    return Pool(
-        engine=Engine(kind="sim", version="1", id=identity),
-        model=Model(name="sim", layers=(layer,) * LAYERS),
-        shard=Shard(tp_rank=rank, tp_size=ranks),
-        groups=(Group(kind="full", block_tokens=block_tokens, blocks=blocks),),
-        regions=(Region(len(PARTS) * LAYERS * blocks * block),),
-        planes=planes,
-    )
+    pool = describe(made, rank)
+    engine, model = Engine(kind="sim", version="1", id=identity), replace(pool.model, name="sim")
+    return replace(pool, engine=engine, model=model)
 
 
 @dataclass(frozen=True, slots=True)
