@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 import torch
-from gpu_shapes import Memory, Shape, describe
+from gpu_shapes import Memory
 from kvbridge_proto.common import OURS, Blocks, Rank
 from kvbridge_proto.engine import (
     Attach,
@@ -39,6 +39,7 @@ from kvbridge_proto.status import Status, StatusQuery
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.device.fence import EngineFence
 from kvbridge.device.handles import export_all
+from kvbridge.loopback.pools import Shape
 
 PATIENCE_S = 30.0  # the first transfer of a new kind waits for kernels to be compiled
 HOLD_S = 120.0
@@ -63,7 +64,6 @@ class EngineRank:
             torch.cuda.set_device(device)
         self._is_spinning = device != "cpu"  # a GPU engine has a core of its own
         self._memory = Memory(msgspec.convert(shape, Shape), rank, tokens, device, seed)
-        self._engine = f"bench-{seed}-{shape}"[:256]
         self._wanted = []
         if fill is not None:
             self._memory.fill(fill)
@@ -76,9 +76,8 @@ class EngineRank:
             raise RuntimeError(self._client.why)
         self._heard = []
         self._fence = EngineFence(str(memory.device))
-        handles, fds = export_all(layer.untyped_storage() for layer in memory.layers)
-        pool = describe(memory.shape, memory.rank, memory.tokens, self._engine)
-        message = Attach(versions=OURS, pool=pool, handles=handles, fence_fd=len(fds))
+        handles, fds = export_all(region.untyped_storage() for region in memory.regions)
+        message = Attach(versions=OURS, pool=memory.pool, handles=handles, fence_fd=len(fds))
         self._client.send(message, (*fds, self._fence.fd))
         for fd in fds:
             os.close(fd)

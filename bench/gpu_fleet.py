@@ -19,7 +19,9 @@ from typing import Any
 import msgspec
 from gpu_place import Place
 from gpu_processes import AgentProcess, Child, Problem, ask_all, end
-from gpu_shapes import GRAIN_TOKENS, Shape, windows
+from gpu_shapes import GRAIN_TOKENS, windows
+
+from kvbridge.loopback.pools import Shape
 
 SENDER_SEED, RECEIVER_SEED = 1, 2
 MISMATCHED = "NHD -> HND, block 16 -> 64"
@@ -54,8 +56,8 @@ def pairs(shape: Shape) -> dict[str, Pair]:
     two = changed(tp_size=2)
     receivers = {
         "equal": (shape, shape),
-        MISMATCHED: (shape, changed(layout="HND", block_tokens=64)),
-        "NHD -> HND": (shape, changed(layout="HND")),
+        MISMATCHED: (shape, changed(axes="LPBHTE", block_tokens=64)),
+        "NHD -> HND": (shape, changed(axes="LPBHTE")),
         "block 16 -> 64": (shape, changed(block_tokens=64)),
         "TP 2 -> 1": (two, shape),
         "bf16 -> fp8": (shape, changed(codec="fp8_e4m3", scale=0.03125)),

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from gpu_shapes import Shape
 from kvbridge_proto.peer import Route
 
 from kvbridge.doctor.routes import ON_GPU
+from kvbridge.loopback.pools import Shape
 
 MIB = 1 << 20
 Extent = Literal["smoke", "quick", "full"]
@@ -47,7 +47,8 @@ class Place:
 
     @property
     def shape(self) -> Shape:
-        return Shape() if self.is_gpu else Shape(layers=4)
+        """vLLM's defaults, NHD and block 16, of Llama-8B; fewer layers in a rehearsal. Memory says how many blocks."""
+        return Shape(name="bench", axes="LPBTHE", block_tokens=16, blocks=0, layers=32 if self.is_gpu else 4)
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -207,7 +207,8 @@ class SyntheticEngine:
     def _rows(self, regions: Sequence[torch.Tensor], request: DemoRequest, codec: CodecName) -> Iterator[DemoRows]:
         job, table = self.job, self.tables[request.name]
         for layer, region in zip(self.layers, regions, strict=True):
-            yield from prepare(region, job.shape, job.rank, table, request, codec, layer)
+            tokens = torch.arange(request.first_token, request.tokens, device=region.device)
+            yield from prepare(region, job.shape, job.rank, table, tokens, codec, layer, request.seed)
 
     def wait(self, is_wanted: Callable[[Any], bool]) -> Any:
         """The first wanted message; others are kept. Raises RequestRejected after PATIENCE_S, or if disconnected."""

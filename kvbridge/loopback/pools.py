@@ -13,6 +13,7 @@ import torch
 from kvbridge_proto.pool import Codec, CodecName, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
+BITS = {1: torch.uint8, 2: torch.int16}  # integers of as many bytes
 PARTS = ("k", "v")
 POISON = 0xA5
 
@@ -70,7 +71,8 @@ class DemoRows:
 
     def put(self) -> None:
         """Write the values. On a GPU this only enqueues."""
-        self.plane[self.blocks, self.offsets] = self.values
+        bits = BITS[self.values.itemsize]  # not every torch has an index_put for fp8
+        self.plane.view(bits)[self.blocks, self.offsets] = self.values.view(bits)
 
 
 def describe(shape: Shape, rank: int, layers: tuple[int | None, ...] = (None,)) -> Pool:
@@ -119,40 +121,26 @@ def tables(shape: Shape, requests: list[DemoRequest]) -> dict[str, list[int]]:
     return {request.name: [free.pop() for _ in range(-(-request.tokens // shape.block_tokens))] for request in requests}
 
 
-def fill(
-    memory: torch.Tensor,
-    shape: Shape,
-    rank: int,
-    table: list[int],
-    request: DemoRequest,
-    codec: CodecName,
-    layer: int | None = None,
-) -> None:
-    """Write tokens [first_token, tokens) of a request, as they must be after a transfer from an engine of `codec`.
-
-    `memory` holds that `layer`, or all of them.
-    """
-    for rows in prepare(memory, shape, rank, table, request, codec, layer):
-        rows.put()
-
-
 def prepare(
     memory: torch.Tensor,
     shape: Shape,
     rank: int,
-    table: list[int],
-    request: DemoRequest,
+    table: Sequence[int] | torch.Tensor,
+    tokens: torch.Tensor,
     codec: CodecName,
     layer: int | None = None,
+    seed: int = 0,
 ) -> Iterator[DemoRows]:
-    """What `fill` writes, plane by plane."""
+    """The rows of these tokens of a prompt, plane by plane, as they must be after a transfer from an engine of `codec`.
+
+    `memory` holds that `layer`, or all of them. `table` has the blocks of the whole prompt.
+    """
     device = memory.device
-    tokens = torch.arange(request.first_token, request.tokens, device=device)
-    blocks = torch.tensor(table, device=device)[tokens // shape.block_tokens]
+    blocks = torch.as_tensor(table, device=device)[tokens // shape.block_tokens]
     offsets = tokens % shape.block_tokens
     heads = torch.arange(rank * shape.local_heads, (rank + 1) * shape.local_heads, device=device)
     for of_layer, index, plane in _planes(memory, shape, layer):
-        values = _values(of_layer, index, heads, tokens, shape.width, request.seed).to(DTYPES[codec])
+        values = _values(of_layer, index, heads, tokens, shape.width, seed).to(DTYPES[codec])
         yield DemoRows(plane, blocks, offsets, values if codec == shape.codec else _quantized(values, shape))
 
 
@@ -160,7 +148,7 @@ def rows_of(
     regions: Sequence[torch.Tensor], shape: Shape, table: list[int], tokens: range
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """These tokens of a request on rank 0: for each plane its name, and its rows as integers [T, H, E]."""
-    bits = {1: torch.uint8, 2: torch.int16}[DTYPES[shape.codec].itemsize]
+    bits = BITS[DTYPES[shape.codec].itemsize]
     layers = range(shape.layers) if len(regions) > 1 else (None,)
     for layer, memory in zip(layers, regions, strict=True):
         at = torch.arange(tokens.start, tokens.stop, device=memory.device)
@@ -175,7 +163,7 @@ def first_difference(
     """Describes where two memories of this shape first differ; empty if nowhere."""
     if torch.equal(found, expected):
         return ""
-    bits = {1: torch.uint8, 2: torch.int16}[DTYPES[shape.codec].itemsize]
+    bits = BITS[DTYPES[shape.codec].itemsize]
     pairs = zip(_planes(found, shape, layer), _planes(expected, shape, layer), strict=True)
     for (of_layer, index, ours), (_, _, wanted) in pairs:
         wrong = (ours.view(bits) != wanted.view(bits)).nonzero()

@@ -22,7 +22,7 @@ from demo.upgrade import Answer, Seen
 from demo.upgrade import conclude as conclude_upgrade
 from kvbridge.geometry.compat import check_pool
 from kvbridge.loopback.engine import Job, SyntheticEngine
-from kvbridge.loopback.pools import POISON, DemoRequest, Shape, describe, fill, first_difference, tables
+from kvbridge.loopback.pools import POISON, DemoRequest, Shape, describe, first_difference, prepare, tables
 from tests.integration.agent.harness import PYTHON
 
 ROOT = Path(__file__).parents[2]
@@ -51,14 +51,20 @@ def test_synthetic_pools_are_pools(shape: Shape) -> None:
         assert check_pool(describe(shape, rank)) == ()
 
 
+def fill(memory: torch.Tensor, shape: Shape, rank: int, table: list[int], request: DemoRequest) -> None:
+    tokens = torch.arange(request.first_token, request.tokens)
+    for rows in prepare(memory, shape, rank, table, tokens, "bf16", seed=request.seed):
+        rows.put()
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_planes_of_a_synthetic_pool_cover_its_memory_once(shape: Shape) -> None:
     memory = torch.full((shape.rank_bytes,), POISON, dtype=torch.uint8)
     whole = DemoRequest(name="whole", tokens=shape.blocks * shape.block_tokens)
-    fill(memory, shape, 0, list(range(shape.blocks)), whole, "bf16")
+    fill(memory, shape, 0, list(range(shape.blocks)), whole)
     assert len(set(tables(shape, [whole])["whole"])) == shape.blocks
     again = memory.clone()
-    fill(again, shape, 0, list(range(shape.blocks)), whole, "bf16")
+    fill(again, shape, 0, list(range(shape.blocks)), whole)
     assert first_difference(memory, again, shape, 0) == ""
 
 
@@ -72,7 +78,7 @@ def engine(shape: Shape, rank: int = 0) -> SyntheticEngine:
 def test_verify_finds_every_changed_byte(shape: Shape) -> None:
     receiver = engine(shape, shape.tp_size - 1)
     for request in REQUESTS:
-        fill(receiver.memory, shape, receiver.job.rank, receiver.tables[request.name], request, "bf16")
+        fill(receiver.memory, shape, receiver.job.rank, receiver.tables[request.name], request)
     assert receiver.verify() == ""
     for place in range(0, shape.rank_bytes, shape.rank_bytes // 97):
         receiver.memory[place] ^= 1
@@ -84,7 +90,7 @@ def test_verify_finds_every_changed_byte(shape: Shape) -> None:
 def test_verify_says_where_it_is_wrong() -> None:
     receiver = engine(SMALL)
     for request in REQUESTS:
-        fill(receiver.memory, SMALL, 0, receiver.tables[request.name], request, "bf16")
+        fill(receiver.memory, SMALL, 0, receiver.tables[request.name], request)
     table = receiver.tables["two"]
     rows = SMALL.kv_heads * SMALL.width * 2
     receiver.memory[table[1] * 16 * rows + 3 * rows + 2 * SMALL.width * 2] ^= 1  # layer 0 k, token 19, head 2
