@@ -36,6 +36,11 @@ class Memory:
         self.spare = int(blocks[-1])
         self._table = torch.tensor(self.table, device=device)
 
+    def blocks(self, first: int, end: int) -> list[int]:
+        """Those of a window."""
+        size = self.shape.block_tokens
+        return self.table[first // size : -(-end // size)]
+
     def poison(self) -> None:
         for region in self.regions:
             region.fill_(POISON)

@@ -18,15 +18,15 @@ from statistics import median
 from typing import Literal
 
 import torch
-from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Done, Failed, Offer, Refused, Released, Want
+from kvbridge_proto.engine import Done, Released
 from kvbridge_proto.peer import Route
 from msgspec import structs
 
 from ..device.handles import SHM
 from ..errors import OperatorError
-from ..loopback.engine import PATIENCE_S, Job, RequestRejected, SyntheticEngine
-from ..loopback.pools import DemoRequest, Shape, rows_of
+from ..loopback.engine import RequestRejected, SyntheticEngine
+from ..loopback.messages import offer_of, want_of
+from ..loopback.pools import DemoRequest, Shape, describe, rows_of, tables
 from ..loopback.processes import AgentProcess, agents
 
 Agents = tuple[AgentProcess, AgentProcess]  # the sender's, the receiver's
@@ -91,6 +91,16 @@ class Pace:
         return self.share < self.floor
 
 
+class Side:
+    """One engine of a pair, with a prompt that fills its memory. `address` is its agent's."""
+
+    def __init__(self, agent: AgentProcess, shape: Shape, tokens: int, regions: list[torch.Tensor]) -> None:
+        self.address, self.shape = agent.address, shape
+        self.table = tables(shape, [DemoRequest(name="all", tokens=tokens)])["all"]
+        layers = shape.layers_apart if len(regions) > 1 else (None,)
+        self.engine = SyntheticEngine(agent.socket, describe(shape, 0, layers), regions)
+
+
 class Bench:
     """The memory to measure with: that of two engines, and of a copy between the same `devices`.
 
@@ -144,43 +154,34 @@ class Bench:
                     for size_bytes in self.sizes:
                         begun(pools, size_bytes)
                         yield self._pace(route, pools, size_bytes, sender, receiver, seconds)
-                    if wrong := _difference(sender, receiver):
+                    if wrong := _difference(sender, receiver, self._tokens):
                         raise RequestRejected(wrong)
             except RequestRejected as error:
                 raise OperatorError("demo_engine", f"{pools} pools: {error}") from None
 
     @contextmanager
-    def _attached(self, between: Agents, shape: Shape) -> Iterator[tuple[SyntheticEngine, SyntheticEngine]]:
+    def _attached(self, between: Agents, shape: Shape) -> Iterator[tuple[Side, Side]]:
         for region in self._memory[1]:
             region.zero_()  # remove what an earlier route brought
         _wait(self._devices)
-        sender = SyntheticEngine(self._job("sender", SENDER, between[0]), self._memory[0])
-        receiver = SyntheticEngine(self._job("receiver", shape, between[1]), self._memory[1])
-        with closing(sender), closing(receiver):
-            for engine in (sender, receiver):
-                engine.attach()
-            yield sender, receiver
-            for engine in (sender, receiver):
-                engine.detach()
-
-    def _job(self, role: Literal["sender", "receiver"], shape: Shape, agent: AgentProcess) -> Job:
-        return Job(
-            role=role,
-            shape=structs.replace(shape, blocks=self._tokens // shape.block_tokens),
-            rank=0,
-            socket=agent.socket,
-            ranks=(agent.address,),
-            requests=[DemoRequest(name="all", tokens=self._tokens)],
-            device=agent.options["device"],
-        )
+        sides = [
+            Side(agent, structs.replace(each, blocks=self._tokens // each.block_tokens), self._tokens, regions)
+            for agent, each, regions in zip(between, (SENDER, shape), self._memory, strict=True)
+        ]
+        with closing(sides[0].engine), closing(sides[1].engine):
+            for side in sides:
+                side.engine.attach((side.address,))
+            yield sides[0], sides[1]
+            for side in sides:
+                side.engine.detach()
 
     def _pace(
         self,
         route: Route,
         pools: Pools,
         size_bytes: int,
-        sender: SyntheticEngine,
-        receiver: SyntheticEngine,
+        sender: Side,
+        receiver: Side,
         seconds: float,
     ) -> Pace:
         tokens = size_bytes // SENDER.token_bytes
@@ -195,28 +196,17 @@ class Bench:
         floor = floor if size_bytes == max(self.sizes) else 0.0
         return Pace(route, pools, size_bytes, tuple(took), size_bytes / min(copies), floor)
 
-    def _carry(self, tokens: int, sender: SyntheticEngine, receiver: SyntheticEngine) -> float:
+    def _carry(self, tokens: int, sender: Side, receiver: Side) -> float:
         """Seconds from the want to its end. The offer is made before."""
         name = f"r{next(self._numbers)}"
-        offered, wanted = (_blocks(engine, tokens) for engine in (sender, receiver))
-        sender.client.send(
-            Offer(rendezvous=name, request=name, tokens=tokens, blocks=offered, is_last=True, hold_s=PATIENCE_S)
-        )
+        offered, size = sender.table[: -(-tokens // SENDER.block_tokens)], receiver.shape.block_tokens
+        want = want_of(name, sender.address, range(tokens), receiver.table, size)
+        sender.engine.client.send(offer_of(name, tokens, offered))
         began = time.perf_counter()
-        receiver.client.send(
-            Want(
-                request=name,
-                rendezvous=name,
-                sender=sender.job.ranks[0],
-                first_token=0,
-                end_token=tokens,
-                blocks=wanted,
-                deadline_s=PATIENCE_S,
-            )
-        )
-        receiver.ended(name, Done, Failed, Refused)
+        receiver.engine.client.send(want)
+        receiver.engine.ended(Done, (name,))
         took = time.perf_counter() - began
-        sender.ended(name, Released, Refused)
+        sender.engine.ended(Released, (name,))
         return took
 
     def _copy(self, size_bytes: int) -> float:
@@ -240,21 +230,13 @@ def _bytes(size_bytes: int, device: str) -> torch.Tensor:
     return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
 
-def _blocks(engine: SyntheticEngine, tokens: int) -> tuple[Blocks, ...]:
-    table = engine.tables["all"]
-    return (Blocks(0, 0, tuple(table[: -(-tokens // engine.job.shape.block_tokens)])),)
-
-
-def _difference(sender: SyntheticEngine, receiver: SyntheticEngine) -> str:
+def _difference(sender: Side, receiver: Side, tokens: int) -> str:
     """Where the receiver's rows differ from the sender's, or "".
 
     Compares the last tokens, which only the largest request has.
     """
-    tokens = sender.job.requests[0].tokens
-    ours, theirs = (
-        rows_of(engine.regions, engine.job.shape, engine.tables["all"], range(tokens - LOOKED_AT, tokens))
-        for engine in (sender, receiver)
-    )
+    looked_at = range(tokens - LOOKED_AT, tokens)
+    ours, theirs = (rows_of(side.engine.regions, side.shape, side.table, looked_at) for side in (sender, receiver))
     for (place, sent), (_, came) in zip(ours, theirs, strict=True):
         if not torch.equal(sent, came.to(sent.device)):
             return f"{place}: rows are not those that were sent"

@@ -15,7 +15,7 @@ import torch
 from rich.progress import Progress
 
 from ..geometry.compat import Convertible, verdict
-from .engine import Job
+from .job import Job
 from .pools import DemoRequest, Shape, describe
 from .processes import AgentProcess, EngineProcess, end, moved_bytes
 
@@ -110,7 +110,7 @@ def _jobs(
 
 def _start(folder: Path, stack: ExitStack, job: Job) -> EngineProcess:
     name = f"{job.shape.name} rank {job.rank}"
-    command = [sys.executable, "-m", "kvbridge.loopback.engine", msgspec.json.encode(job).decode()]
+    command = [sys.executable, "-m", "kvbridge.loopback.job", msgspec.json.encode(job).decode()]
     engine = EngineProcess(name, command, folder / f"{job.shape.name}-{job.rank}.err".replace("|", "-"))
     stack.callback(end, engine.process)
     return engine

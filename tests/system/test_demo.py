@@ -21,7 +21,7 @@ from demo.servers import DemoServer
 from demo.upgrade import Answer, Seen
 from demo.upgrade import conclude as conclude_upgrade
 from kvbridge.geometry.compat import check_pool
-from kvbridge.loopback.engine import Job, SyntheticEngine
+from kvbridge.loopback.job import Job, JobEngine
 from kvbridge.loopback.pools import POISON, DemoRequest, Shape, describe, first_difference, prepare, tables
 from tests.integration.agent.harness import PYTHON
 
@@ -68,10 +68,10 @@ def test_planes_of_a_synthetic_pool_cover_its_memory_once(shape: Shape) -> None:
     assert first_difference(memory, again, shape, 0) == ""
 
 
-def engine(shape: Shape, rank: int = 0) -> SyntheticEngine:
+def engine(shape: Shape, rank: int = 0) -> JobEngine:
     addresses = ("tcp://127.0.0.1:1",) * shape.tp_size
     job = Job(role="receiver", shape=shape, rank=rank, socket="/nowhere", ranks=addresses, requests=REQUESTS)
-    return SyntheticEngine(job)
+    return JobEngine(job)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)

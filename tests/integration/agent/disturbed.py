@@ -25,7 +25,7 @@ from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.status import Status
 
 from kvbridge.exchange.leases import LEASE_S
-from kvbridge.loopback.engine import Job
+from kvbridge.loopback.job import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
 from kvbridge.loopback.processes import AgentProcess, EngineProcess, end
 from tests.integration.agent.harness import is_at_rest

@@ -17,11 +17,12 @@ from typing import Any
 
 import msgspec
 import torch
-from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Abandon, Done, Failed, Offer, Refused, Released, Want, Withdraw
+from kvbridge_proto.engine import Abandon, Withdraw
 from kvbridge_proto.status import Status, StatusQuery
 
-from kvbridge.loopback.engine import Job, RequestRejected, SyntheticEngine
+from kvbridge.loopback.engine import RequestRejected, why
+from kvbridge.loopback.job import Job, JobEngine
+from kvbridge.loopback.messages import offer_of, want_of
 from kvbridge.loopback.pools import POISON, DemoRequest, first_difference
 
 CALM_S = 0.1  # how long nobody may have written when we look
@@ -30,7 +31,7 @@ GONE_S = 5.0
 SEEDS = 2
 
 
-class Rank(SyntheticEngine):
+class Rank(JobEngine):
     """`do_verb` does what it is told by that verb, and what it returns is said.
 
     The job's one request comes with the content of several seeds, in the same blocks: what is left of the one before
@@ -47,8 +48,7 @@ class Rank(SyntheticEngine):
     def _whole(self, request: DemoRequest, codec: Any) -> list[torch.Tensor]:
         """All of our memory as it is with this prompt in it."""
         regions = [torch.full_like(region, POISON) for region in self.regions]
-        for rows in self._rows(regions, request, codec):
-            rows.put()
+        self._fill(regions, request, codec)
         return regions
 
     # As sender:
@@ -66,18 +66,8 @@ class Rank(SyntheticEngine):
     def _offer(self, seed: int, rendezvous: str, hold_s: float) -> None:
         for region, whole in zip(self.regions, self.wholes[seed], strict=True):
             region.copy_(whole)
-        fence, blocks = self._mark(), (Blocks(0, 0, self.table),)
-        self.client.send(
-            Offer(
-                rendezvous=rendezvous,
-                request=rendezvous,
-                tokens=self.tokens,
-                blocks=blocks,
-                is_last=True,
-                hold_s=hold_s,
-                fence=fence,
-            )
-        )
+        offer = offer_of(rendezvous, self.tokens, self.table, hold_s=hold_s, fence=self._mark())
+        self.client.send(offer)
         self.client.send(StatusQuery())
         self.wait(lambda message: isinstance(message, Status))
         say("offered", {})
@@ -149,7 +139,7 @@ class Rank(SyntheticEngine):
     # Both:
 
     def do_attach(self) -> dict[str, Any]:
-        self.attach()
+        self.attach(self.job.ranks)
         return {}
 
     def do_gone(self) -> dict[str, Any]:
@@ -162,34 +152,19 @@ class Rank(SyntheticEngine):
 
     def _want(self, rendezvous: str, sender: str) -> float:
         """When it was sent."""
-        want = Want(
-            request=rendezvous,
-            rendezvous=rendezvous,
-            sender=sender,
-            first_token=0,
-            end_token=self.tokens,
-            blocks=(Blocks(0, 0, self.table),),
-            deadline_s=20.0,
-            fence=self._mark(),
-        )
+        tokens, size = range(self.tokens), self.job.shape.block_tokens
+        want = want_of(rendezvous, sender, tokens, self.table, size, deadline_s=20.0, fence=self._mark())
         began = time.perf_counter()
         self.client.send(want)
         return began
 
     def _end_of(self, rendezvous: str) -> dict[str, Any]:
         """Code and reason of a want or an offer: empty if all is well, the code GONE if our agent is."""
-
-        def is_the_end(message: Any) -> bool:
-            named = getattr(message, "request", getattr(message, "about", None))
-            return isinstance(message, Done | Failed | Released | Refused) and named == rendezvous
-
         try:
-            message = self.wait(is_the_end)
+            code, reason = why(self.end_of((rendezvous,)))
         except RequestRejected as error:
             return {"code": GONE if not self.client.is_connected else "silent", "reason": str(error)}
-        if isinstance(message, Refused):
-            return {"code": message.code, "reason": "; ".join(message.reasons)}
-        return {"code": getattr(message, "code", ""), "reason": getattr(message, "reason", "")}
+        return {"code": code, "reason": reason}
 
     def _scribble(self, pattern: int) -> None:
         """Write all of our memory, and return when that is over."""
