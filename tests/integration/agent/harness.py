@@ -17,24 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kvbridge_proto.common import OURS, Blocks, Rank
-from kvbridge_proto.engine import (
-    Attach,
-    Attached,
-    Descriptors,
-    Directory,
-    Done,
-    Failed,
-    Offer,
-    Refused,
-    Released,
-    ToEngine,
-    Want,
-)
+from kvbridge_proto.common import OURS
+from kvbridge_proto.engine import Attach, Attached, Descriptors, Done, Failed, Refused, Released, ToEngine
 from kvbridge_proto.pool import Handle
 from kvbridge_proto.status import Status, StatusQuery
 from kvbridge_proto.stream import FRAME_FDS, StreamReader, pack
 
+from kvbridge.loopback.messages import directory_of, offer_of, want_of
 from tests.support.nursery import Child, nursery
 from tests.support.oracle import Held, Shape, build
 
@@ -217,28 +206,14 @@ class SyntheticEngine:
         return self.client.wait(Attached, Refused)
 
     def directory(self, *agents: AgentProcess) -> None:
-        size = self.pool.shard.tp_size
-        ranks = tuple(Rank(tp_rank=i % size, pp_rank=i // size, address=a.address) for i, a in enumerate(agents))
-        self.client.send(Directory(ranks=ranks))
+        self.client.send(directory_of([each.address for each in agents], self.pool.shard.tp_size))
 
     def offer(self, request: str, table: list[int], tokens: int, *, first: int = 0, **changes: Any) -> None:
-        pieces = (Blocks(0, first, tuple(table)),) if table else ()
-        message = {"rendezvous": request, "request": request, "tokens": tokens, "blocks": pieces}
-        self.client.send(Offer(**message | {"is_last": True, "hold_s": 60.0} | changes))
+        self.client.send(offer_of(request, tokens, table, first=first, **changes))
 
     def want(self, request: str, sender: str, table: list[int], tokens: range, **changes: Any) -> None:
-        size = self.pool.groups[0].block_tokens
-        first = tokens.start // size
-        message = {
-            "request": request,
-            "rendezvous": request,
-            "sender": sender,
-            "first_token": tokens.start,
-            "end_token": tokens.stop,
-            "blocks": (Blocks(0, first, tuple(table[first : -(-tokens.stop // size)])),),
-            "deadline_s": 15.0,
-        }
-        self.client.send(Want(**message | changes))
+        changes = {"deadline_s": 15.0} | changes
+        self.client.send(want_of(request, sender, tokens, table, self.pool.groups[0].block_tokens, **changes))
 
     def answer(self, request: str, seconds: float = ANSWER_S) -> Done | Failed:
         return self.client.wait(Done, Failed, request=request, seconds=seconds)

@@ -22,23 +22,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from kvbridge_proto.common import OURS, Blocks
-from kvbridge_proto.engine import (
-    Abandon,
-    Attach,
-    Detach,
-    Done,
-    Failed,
-    Offer,
-    Refused,
-    Released,
-    Want,
-    Withdraw,
-)
+from kvbridge_proto.common import OURS
+from kvbridge_proto.engine import Abandon, Attach, Detach, Done, Failed, Refused, Released, Withdraw
 from kvbridge_proto.pool import Handle
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.link import AgentLink, Over, ReadsOver
+from kvbridge.loopback.messages import offer_of, want_of
 from tests.system.faults.content import Content, Size
 
 LOOK_S = 0.05
@@ -200,14 +190,8 @@ class Engine:
         began.offered, is_last = upto, upto == len(began.blocks)
         if is_last:
             began.rest_at = float("inf")
-        offer = Offer(
-            rendezvous=name,
-            request=name,
-            tokens=upto * self.content.shape.block_tokens,
-            blocks=(Blocks(0, given, tuple(blocks)),),
-            is_last=is_last,
-            hold_s=self.job.deadline_s,
-        )
+        tokens, hold_s = upto * self.content.shape.block_tokens, self.job.deadline_s
+        offer = offer_of(name, tokens, blocks, first=given, is_last=is_last, hold_s=hold_s)
         self.link.send(offer)
 
     def _withdraw(self, name: str, each: Open) -> None:
@@ -216,15 +200,8 @@ class Engine:
 
     def _want(self, began: Open) -> None:
         name = f"rendezvous-{began.rendezvous}"
-        want = Want(
-            request=name,
-            rendezvous=name,
-            sender=self.told.sender,
-            first_token=0,
-            end_token=self.job.tokens,
-            blocks=(Blocks(0, 0, tuple(began.blocks)),),
-            deadline_s=self.job.deadline_s,
-        )
+        tokens, size, deadline_s = range(self.job.tokens), self.content.shape.block_tokens, self.job.deadline_s
+        want = want_of(name, self.told.sender, tokens, began.blocks, size, deadline_s=deadline_s)
         self.link.send(want)
 
     def _end(self, name: str, code: str, reason: str = "") -> None:
