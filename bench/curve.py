@@ -28,7 +28,7 @@ from kvbridge_proto.engine import Done  # noqa: E402
 from record import write  # noqa: E402
 
 from kvbridge.transport.keys import write_pair  # noqa: E402
-from tests.integration.agent.harness import SyntheticEngine, agent  # noqa: E402
+from tests.integration.agent.harness import OracleEngine, agent  # noqa: E402
 from tests.support.oracle import Shape, build  # noqa: E402
 
 WARM = 20
@@ -42,7 +42,7 @@ class Pair:
         options |= {"slot_bytes": 4 << 20}
         agents = [stack.enter_context(agent(folder, f"{name}{side}", **options)) for side in "pd"]
         shapes = [build(Shape(layout, blocks=tokens // 4 + 8, block_tokens=16)) for layout in ("nhd", "hnd")]
-        engines = [SyntheticEngine(each, held) for each, held in zip(agents, shapes, strict=True)]
+        engines = [OracleEngine(each, held) for each, held in zip(agents, shapes, strict=True)]
         self.sender, self.receiver = (stack.enter_context(closing(engine)) for engine in engines)
         self.sender.attach()
         self.receiver.attach()

@@ -20,7 +20,7 @@ from kvbridge_proto.engine import Computed, Done, Failed, Refused
 
 from demo.processes import free_port
 from kvbridge.failpoints import VARIABLE
-from tests.integration.agent.harness import AgentProcess, Client, SyntheticEngine, agent
+from tests.integration.agent.harness import AgentProcess, Client, OracleEngine, agent
 from tests.integration.agent.test_spans import Collector
 from tests.support.monitoring import ALERTS, dashboard, program, promtool, rules, targets
 from tests.support.oracle import Shape, build
@@ -88,18 +88,18 @@ class Server:
         self._log.close()
 
 
-def carry(sender: SyntheticEngine, receiver: SyntheticEngine, name: str) -> None:
+def carry(sender: OracleEngine, receiver: OracleEngine, name: str) -> None:
     sender.offer(name, list(range(64)), 1024)
     receiver.want(name, sender.agent.address, list(range(64)), range(1024))
     assert isinstance(receiver.answer(name), Done)
 
 
-def fail(receiver: SyntheticEngine, name: str, address: str) -> None:
+def fail(receiver: OracleEngine, name: str, address: str) -> None:
     receiver.want(name, address, [1], range(16))
     assert isinstance(receiver.answer(name), Failed)
 
 
-def goes_wrong(sender: SyntheticEngine, receiver: SyntheticEngine) -> None:
+def goes_wrong(sender: OracleEngine, receiver: OracleEngine) -> None:
     """Once each: what agents count and a fleet that is well has nothing of."""
     fail(receiver, "nowhere", NOWHERE)
     fail(receiver, "nobody", f"tcp://127.0.0.1:{free_port()}")
@@ -107,7 +107,7 @@ def goes_wrong(sender: SyntheticEngine, receiver: SyntheticEngine) -> None:
     with closing(Client(receiver.agent.socket)) as second:
         second.socket.sendall(struct.pack(">I", 1 << 31))
         assert second.wait(Refused).code == "frame_too_large"
-    with closing(SyntheticEngine(sender.agent, sender.held)) as other:
+    with closing(OracleEngine(sender.agent, sender.held)) as other:
         assert isinstance(other.attach(), Refused), "an agent has one engine"
 
 
@@ -125,7 +125,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
                 patch.setitem(os.environ, VARIABLE, failpoints)
                 agents.append(stack.enter_context(agent(folder, name, metrics=f"127.0.0.1:{port}", **options)))
         sender, receiver = (
-            stack.enter_context(closing(SyntheticEngine(running, build(Shape("nhd", blocks=64))))) for running in agents
+            stack.enter_context(closing(OracleEngine(running, build(Shape("nhd", blocks=64))))) for running in agents
         )
         sender.attach()
         receiver.attach()

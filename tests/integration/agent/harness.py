@@ -163,9 +163,9 @@ def agent(
 
 
 @contextlib.contextmanager
-def attached(agent: AgentProcess, shape: Shape = Shape("nhd")) -> Iterator[SyntheticEngine]:  # noqa: B008 - it is frozen
+def attached(agent: AgentProcess, shape: Shape = Shape("nhd")) -> Iterator[OracleEngine]:  # noqa: B008 - it is frozen
     """An engine at this agent."""
-    with contextlib.closing(SyntheticEngine(agent, build(shape))) as engine:
+    with contextlib.closing(OracleEngine(agent, build(shape))) as engine:
         engine.attach()
         yield engine
 
@@ -180,7 +180,7 @@ def _wait_serving(running: AgentProcess, start_s: float) -> None:
     raise AssertionError(f"the agent does not serve:\n{running.text()}")
 
 
-class SyntheticEngine:
+class OracleEngine:
     """An engine rank whose pool the oracle built; its memory is shared with the agent."""
 
     def __init__(self, agent: AgentProcess, held: Held, engine: str = "") -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbridge_proto.engine import Done, Failed
 
-from tests.integration.agent.harness import SyntheticEngine, agent
+from tests.integration.agent.harness import OracleEngine, agent
 from tests.support.oracle import Shape, build_all, fill, mismatch
 
 Benches = Callable[..., "Bench"]
@@ -25,7 +25,7 @@ class Bench:
         sender: Shape = Shape("nhd"),  # noqa: B008 - it is frozen
         receiver: Shape = Shape("hnd"),  # noqa: B008
         *,
-        engine: type[SyntheticEngine] = SyntheticEngine,
+        engine: type[OracleEngine] = OracleEngine,
         p: Mapping[str, Any] | None = None,
         d: Mapping[str, Any] | None = None,
         **options: Any,
@@ -36,7 +36,7 @@ class Bench:
         self.sender_shape, self.receiver_shape = sender, receiver
         self.before = [each.held.copy() for each in self.receivers]
 
-    def _started(self, name: str, shape: Shape, options: dict[str, Any]) -> list[SyntheticEngine]:
+    def _started(self, name: str, shape: Shape, options: dict[str, Any]) -> list[OracleEngine]:
         engines = []
         for i, held in enumerate(build_all(shape)):
             running = self._stack.enter_context(agent(self._folder, f"{name}{i}", **options))
@@ -47,18 +47,18 @@ class Bench:
         return engines
 
     @property
-    def sender(self) -> SyntheticEngine:
+    def sender(self) -> OracleEngine:
         """Its only rank."""
         (sender,) = self.senders
         return sender
 
     @property
-    def receiver(self) -> SyntheticEngine:
+    def receiver(self) -> OracleEngine:
         (receiver,) = self.receivers
         return receiver
 
     @property
-    def engines(self) -> list[SyntheticEngine]:
+    def engines(self) -> list[OracleEngine]:
         return [*self.senders, *self.receivers]
 
     @property
@@ -122,8 +122,8 @@ class Bench:
 
 
 def carry(
-    sender: SyntheticEngine,
-    receiver: SyntheticEngine,
+    sender: OracleEngine,
+    receiver: OracleEngine,
     request: str,
     given: Sequence[int] = (5,),
     wanted: Sequence[int] = (6,),

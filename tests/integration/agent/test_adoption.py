@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from kvbridge_proto.engine import Adopt, Decline, Rescale, Rescaled
 
-from tests.integration.agent.harness import SyntheticEngine
+from tests.integration.agent.harness import OracleEngine
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape
 
 THEIRS, OURS = {"k": (0.5,), "v": (0.25,)}, {"k": (2.0,), "v": (2.0,)}
 
 
-class Adopting(SyntheticEngine):
+class Adopting(OracleEngine):
     def attach(self, **changes: Any) -> Any:
         return super().attach(policy="adopt", **changes)
 

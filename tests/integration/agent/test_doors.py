@@ -16,7 +16,7 @@ from kvbridge_proto.engine import Decline, Detached, Failed, Refused, Rescale, R
 from msgspec.structs import replace
 
 from demo.processes import free_port
-from tests.integration.agent.harness import Client, SyntheticEngine, agent, attached
+from tests.integration.agent.harness import Client, OracleEngine, agent, attached
 from tests.integration.agent.pairs import Bench, Benches
 from tests.integration.agent.test_scraping import scraped
 from tests.support.oracle import Shape, build, fill
@@ -41,7 +41,7 @@ def test_a_client_that_talks_nonsense_is_told_and_closed(pair: Bench) -> None:
 
 
 def test_a_second_engine_is_refused_by_name(pair: Bench) -> None:
-    with closing(SyntheticEngine(pair.receiver.agent, build(Shape("hnd")))) as second:
+    with closing(OracleEngine(pair.receiver.agent, build(Shape("hnd")))) as second:
         refused = second.attach()
         assert isinstance(refused, Refused) and refused.code == "engine_present"
         assert f"pid {os.getpid()}" in refused.reasons[0]
@@ -51,7 +51,7 @@ def test_a_second_engine_is_refused_by_name(pair: Bench) -> None:
 
 
 def test_a_plane_outside_its_region_is_refused_by_name(tmp_path: Path) -> None:
-    with agent(tmp_path, "a") as running, closing(SyntheticEngine(running, build(Shape("nhd")))) as engine:
+    with agent(tmp_path, "a") as running, closing(OracleEngine(running, build(Shape("nhd")))) as engine:
         planes = (replace(engine.pool.planes[0], offset=engine.pool.regions[0].size_bytes), *engine.pool.planes[1:])
         refused = engine.attach(pool=replace(engine.pool, planes=planes))
         assert isinstance(refused, Refused), refused
@@ -64,7 +64,7 @@ def test_a_plane_outside_its_region_is_refused_by_name(tmp_path: Path) -> None:
         assert engine.attach().epoch == 1
 
 
-def refusal(engine: SyntheticEngine, message: Rescale | Decline) -> tuple[str, str]:
+def refusal(engine: OracleEngine, message: Rescale | Decline) -> tuple[str, str]:
     about = f"{'rescale' if isinstance(message, Rescale) else 'decline'} {message.revision}"
     engine.client.send(message)
     refused = engine.client.wait(Refused, request=about)

@@ -19,7 +19,7 @@ import pytest
 from kvbridge_proto.engine import Abandon, Done, Failed, Withdraw
 
 from kvbridge.device.fence import EngineFence
-from tests.integration.agent.harness import SyntheticEngine
+from tests.integration.agent.harness import OracleEngine
 from tests.integration.agent.pairs import Bench
 from tests.support.oracle import Shape, fill
 from tests.support.proc import mapped
@@ -32,7 +32,7 @@ AT_ONCE_S, READ_S, DEADLINE_S = 5.0, 0.2, 60.0  # who waits for a stream waits 3
 NUMBERS = count()
 
 
-class FencedEngine(SyntheticEngine):
+class FencedEngine(OracleEngine):
     """It says counts before its page has them."""
 
     marked = 0
@@ -47,7 +47,7 @@ class FencedEngine(SyntheticEngine):
         self.fence.close()
 
 
-def mark(engine: SyntheticEngine) -> None:
+def mark(engine: OracleEngine) -> None:
     assert isinstance(engine, FencedEngine)
     engine.marked = engine.fence.mark()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvbridge_proto.status import MAX_ERROR_TEXT, MAX_ERRORS
 
 from kvbridge.agent.last_errors import LastErrors
-from tests.integration.agent.harness import SyntheticEngine, agent
+from tests.integration.agent.harness import OracleEngine, agent
 from tests.support.oracle import Shape, build
 from tests.support.waiting import wait_for
 
@@ -31,7 +31,7 @@ def test_the_last_warnings_are_kept_cut_short_and_in_order() -> None:
 
 def test_a_want_that_failed_is_among_an_agents_last_errors(tmp_path: Path) -> None:
     with agent(tmp_path, "receiver") as receiver:
-        engine = SyntheticEngine(receiver, build(Shape()))
+        engine = OracleEngine(receiver, build(Shape()))
         engine.attach()
         engine.want("lost", "tcp://127.0.0.1:1", [0], range(16))
         engine.answer("lost")

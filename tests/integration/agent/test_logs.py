@@ -17,7 +17,7 @@ from kvbridge_proto.status import Trace, TraceQuery
 from kvbridge.agent.logs import JsonFormatter, RateLimit
 from kvbridge.agent.request_log import RequestLog
 from kvbridge.agent.request_names import MOST_TRANSFERS, RequestNames
-from tests.integration.agent.harness import Client, SyntheticEngine, agent, attached
+from tests.integration.agent.harness import Client, OracleEngine, agent, attached
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.cited import ROOT
 from tests.support.oracle import Shape
@@ -114,7 +114,7 @@ def ended_in_every_way(made: Bench) -> dict[str, str]:
     return {f"d-{name}": f"p-{name}" for name in ("one", "two", "early", "short", "gone")}
 
 
-def transfers_of(engine: SyntheticEngine, request: str) -> set[str]:
+def transfers_of(engine: OracleEngine, request: str) -> set[str]:
     """By the agent's journal, which does not go through the log."""
     with closing(Client(engine.agent.socket)) as client:
         client.send(TraceQuery(names=(request,)))

@@ -9,19 +9,19 @@ from pathlib import Path
 import msgspec
 from kvbridge_proto.pool import Pool
 
-from tests.integration.agent.harness import SyntheticEngine, agent
+from tests.integration.agent.harness import OracleEngine, agent
 from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build_all
 
 
 def test_plan_asks_the_agents_of_two_engines(tmp_path: Path) -> None:
     (sender,), (receiver,) = build_all(Shape("nhd")), build_all(Shape("hnd", block_tokens=64))
-    with agent(tmp_path, "p") as p, agent(tmp_path, "d") as d, closing(SyntheticEngine(p, sender)) as engine:
+    with agent(tmp_path, "p") as p, agent(tmp_path, "d") as d, closing(OracleEngine(p, sender)) as engine:
         engine.attach()
         told = kvbridge("plan", p.socket, d.socket, "--json")
         assert told.returncode == 1 and json.loads(told.stdout)["code"] == "agent_refused"
         assert f"{d.socket}: no_engine: no engine is attached" in told.stderr
-        with closing(SyntheticEngine(d, receiver)) as other:
+        with closing(OracleEngine(d, receiver)) as other:
             other.attach()
             told = kvbridge("plan", p.socket, d.socket, "--json")
             assert told.returncode == 0, told.stderr

@@ -24,7 +24,7 @@ from kvbridge.errors import FabricError
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.slots import ReceiveSlots
 from tests.integration.agent.disturbed import pair_of, stands_still
-from tests.integration.agent.harness import SyntheticEngine, agent, attached
+from tests.integration.agent.harness import OracleEngine, agent, attached
 from tests.integration.agent.pairs import Benches, carry
 from tests.integration.agent.test_abandon import SCALE
 from tests.support.oracle import Shape
@@ -282,7 +282,7 @@ def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_f
     sender, still, prefill = bench.sender, bench.receiver, bench.sender.agent
     table = list(range(64))
 
-    def carried(receiver: SyntheticEngine, name: str, **want: float) -> Done | Failed:
+    def carried(receiver: OracleEngine, name: str, **want: float) -> Done | Failed:
         return carry(sender, receiver, name, table, table, 1024, **want)
 
     assert isinstance(carried(still, "a"), Done) and isinstance(carried(other, "b"), Done)

@@ -12,7 +12,7 @@ import pytest
 from kvbridge_proto.common import OURS, VersionRange
 from kvbridge_proto.engine import Attached, Done, Failed, Refused
 
-from tests.integration.agent.harness import SyntheticEngine, agent, is_at_rest
+from tests.integration.agent.harness import OracleEngine, agent, is_at_rest
 from tests.integration.agent.pairs import carry
 from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build_all
@@ -25,18 +25,18 @@ SHAPES = {16: Shape("nhd"), 64: Shape("hnd", block_tokens=64, blocks=8)}
 NAMES = map("r{}".format, itertools.count())
 SOON_S = 1.0
 
-Rank = Callable[..., SyntheticEngine]
+Rank = Callable[..., OracleEngine]
 
 
 @pytest.fixture
 def rank(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Rank:
     """Starts an agent that speaks these versions, with an engine that speaks all of them."""
 
-    def start(name: str, oldest: int, newest: int, block_tokens: int, **options: object) -> SyntheticEngine:
+    def start(name: str, oldest: int, newest: int, block_tokens: int, **options: object) -> OracleEngine:
         monkeypatch.setenv("VERSIONS", f"{oldest}-{newest}")
         running = stack.enter_context(agent(tmp_path, name, module=RANGED, **options))
         (held,) = build_all(SHAPES[block_tokens])
-        engine = stack.enter_context(closing(SyntheticEngine(running, held)))
+        engine = stack.enter_context(closing(OracleEngine(running, held)))
         attached = engine.attach(versions=VersionRange(1, 2))
         assert isinstance(attached, Attached) and attached.version == newest
         return engine
@@ -44,12 +44,12 @@ def rank(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> R
     return start
 
 
-def carried(sender: SyntheticEngine, receiver: SyntheticEngine) -> Done | Failed:
+def carried(sender: OracleEngine, receiver: OracleEngine) -> Done | Failed:
     given, wanted = (TABLES[each.pool.groups[0].block_tokens] for each in (sender, receiver))
     return carry(sender, receiver, next(NAMES), given, wanted, TOKENS)
 
 
-def agreed(engine: SyntheticEngine) -> set[int]:
+def agreed(engine: OracleEngine) -> set[int]:
     return {peer.protocol for peer in engine.agent.status.peers}
 
 
@@ -96,7 +96,7 @@ def test_ranges_that_do_not_meet_are_refused_at_once(rank: Rank, is_newer_asked:
 def test_an_engine_that_no_version_is_common_with_is_refused(tmp_path: Path) -> None:
     (held,) = build_all(SHAPES[16])
     newer = VersionRange(OURS.newest + 1, OURS.newest + 2)
-    with agent(tmp_path, "a") as running, closing(SyntheticEngine(running, held)) as engine:
+    with agent(tmp_path, "a") as running, closing(OracleEngine(running, held)) as engine:
         refused = engine.attach(versions=newer)
         assert isinstance(refused, Refused) and refused.code == "version_mismatch"
         ranges = f"ours {OURS.oldest}-{OURS.newest}, theirs {newer.oldest}-{newer.newest}"

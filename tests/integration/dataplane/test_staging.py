@@ -23,7 +23,7 @@ from kvbridge.errors import FabricError, OperatorError
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.options import AgentConfig
-from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent, attached
+from tests.integration.agent.harness import AgentProcess, OracleEngine, agent, attached
 from tests.integration.agent.pairs import Benches, carry
 from tests.integration.agent.player import Player, Wire, settle, welcomed
 from tests.support.oracle import Shape
@@ -47,7 +47,7 @@ def slacks_of(running: AgentProcess) -> list[int]:
 
 
 @pytest.fixture
-def three(bench_of: Benches, tmp_path: Path, stack: ExitStack) -> dict[str, SyntheticEngine]:
+def three(bench_of: Benches, tmp_path: Path, stack: ExitStack) -> dict[str, OracleEngine]:
     """A sender that is read, one that shares no memory, and a receiver."""
     shape = Shape("nhd", blocks=64)
     bench = bench_of(shape, shape, slot_bytes=4 << 20)
@@ -56,11 +56,11 @@ def three(bench_of: Benches, tmp_path: Path, stack: ExitStack) -> dict[str, Synt
     return {"read": bench.sender, "receiver": bench.receiver, "private": private}
 
 
-def is_carried(three: dict[str, SyntheticEngine], request: str, sender: str) -> bool:
+def is_carried(three: dict[str, OracleEngine], request: str, sender: str) -> bool:
     return isinstance(carry(three[sender], three["receiver"], request, TABLE, TABLE, 1024), Done)
 
 
-def test_an_agent_that_is_read_or_reads_has_no_slots(three: dict[str, SyntheticEngine]) -> None:
+def test_an_agent_that_is_read_or_reads_has_no_slots(three: dict[str, OracleEngine]) -> None:
     assert is_carried(three, "a", "read")
     assert slots_of(three["read"].agent) == slots_of(three["receiver"].agent) == (NONE, NONE)
     for name in ("read", "receiver"):
@@ -72,7 +72,7 @@ def test_an_agent_that_is_read_or_reads_has_no_slots(three: dict[str, SyntheticE
 
 
 def test_a_receiver_that_can_only_be_written_to_makes_slots_and_its_other_sessions_stay(
-    three: dict[str, SyntheticEngine],
+    three: dict[str, OracleEngine],
 ) -> None:
     assert is_carried(three, "a", "read")
     assert is_carried(three, "b", "private")

@@ -14,7 +14,7 @@ import pytest
 from kvbridge_proto.engine import Detach
 
 from kvbridge.dataplane.watchdog import EXIT_CODE, Watchdog
-from tests.integration.agent.harness import AgentProcess, SyntheticEngine
+from tests.integration.agent.harness import AgentProcess, OracleEngine
 from tests.integration.agent.impatient_agent import STUCK_S
 from tests.integration.agent.pairs import Bench
 from tests.integration.dataplane.test_routes import Ended, ended
@@ -26,7 +26,7 @@ AT = "sender.gather_begun"
 LONGER_S, SHORTER_S = 60.0, STUCK_S / 2
 
 
-def paused(folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, pause_s: float) -> SyntheticEngine:
+def paused(folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, pause_s: float) -> OracleEngine:
     """A sender whose agent's data plane has just begun to stand still for so long, over its engine's memory."""
     monkeypatch.setenv("KVBRIDGE_FAILPOINTS", f"{AT}=pause:{pause_s}")
     bench = Bench(folder, stack, routes="nixl", p={"module": IMPATIENT, "drain_s": 0})
@@ -36,21 +36,21 @@ def paused(folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, paus
     return bench.sender
 
 
-def dies(sender: SyntheticEngine) -> None:
+def dies(sender: OracleEngine) -> None:
     sender.close()
 
 
-def detaches(sender: SyntheticEngine) -> None:
+def detaches(sender: OracleEngine) -> None:
     sender.client.send(Detach())
 
 
-def is_told_to_stop(sender: SyntheticEngine) -> None:
+def is_told_to_stop(sender: OracleEngine) -> None:
     sender.agent.process.send_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("what", [dies, detaches, is_told_to_stop])
 def test_an_agent_whose_data_plane_does_not_come_back_ends_itself(
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: Callable[[SyntheticEngine], None]
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: Callable[[OracleEngine], None]
 ) -> None:
     sender = paused(tmp_path, stack, monkeypatch, LONGER_S)
     began = time.monotonic()
@@ -66,7 +66,7 @@ def test_an_agent_whose_data_plane_does_not_come_back_ends_itself(
 
 @pytest.mark.parametrize("what", [dies, detaches])
 def test_one_that_comes_back_in_time_goes_on(
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: Callable[[SyntheticEngine], None]
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: Callable[[OracleEngine], None]
 ) -> None:
     sender = paused(tmp_path, stack, monkeypatch, SHORTER_S)
     what(sender)
@@ -76,7 +76,7 @@ def test_one_that_comes_back_in_time_goes_on(
 def goes_on(running: AgentProcess) -> None:
     """Its engine is let go of, another comes, and it stops as told."""
     wait_for(lambda: running.status.engine is None and "engine left: epoch=1" in running.text(), STUCK_S + 5)
-    with closing(SyntheticEngine(running, build(Shape("hnd")))) as engine:
+    with closing(OracleEngine(running, build(Shape("hnd")))) as engine:
         assert engine.attach().epoch == 2
     assert running.stop() == 0 and "data_plane_stuck" not in running.text()
 

@@ -30,7 +30,7 @@ from kvbridge.errors import OperatorError
 from kvbridge.transport.control import Control
 from kvbridge.transport.events import Arrived
 from kvbridge.transport.keys import write_pair
-from tests.integration.agent.harness import AgentProcess, SyntheticEngine, agent
+from tests.integration.agent.harness import AgentProcess, OracleEngine, agent
 from tests.integration.transport.ears import LOOPBACK, Ear
 from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build
@@ -259,12 +259,12 @@ def test_a_peer_is_reached_and_judged_and_one_that_is_stopped_or_gone_is_told_ap
         address = other.address
         found = look(tmp_path, address, key)
         assert found.outcome is CheckOutcome.FAILED and "refuses: no_engine" in found.text
-        engine = SyntheticEngine(other, build(Shape()))
+        engine = OracleEngine(other, build(Shape()))
         engine.attach()
         found = look(tmp_path, address, key)
         assert found.outcome is CheckOutcome.WARNING and "its engine is attached; no engine of ours" in found.text
         with agent(tmp_path, "ours", key=key) as ours:
-            same = SyntheticEngine(ours, build(Shape(layout="hnd", block_tokens=64)))
+            same = OracleEngine(ours, build(Shape(layout="hnd", block_tokens=64)))
             same.attach()
             found = look(tmp_path, address, key)
             assert found.outcome is CheckOutcome.OK and "no byte was moved; --prove-route moves" in found.text, found
@@ -311,7 +311,7 @@ def test_a_peer_that_allows_only_pull_has_not_failed_and_makes_no_slots(tmp_path
     key = tmp_path / "fleet.key"
     write_pair(key)
     with agent(tmp_path, "other", key=key, routes="pull") as other, agent(tmp_path, "ours", key=key) as ours:
-        engines = [SyntheticEngine(running, build(Shape())) for running in (other, ours)]
+        engines = [OracleEngine(running, build(Shape())) for running in (other, ours)]
         for engine in engines:
             engine.attach()
         for prove_route in (False, True):
