@@ -31,7 +31,8 @@ from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, answer, hello, welcome
 from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.transport.trust import Trust
-from tests.unit.exchange.world import NOTHING, World, take_up
+from tests.unit.exchange.network import NOTHING, take_up
+from tests.unit.exchange.world import World
 
 
 class Wire:

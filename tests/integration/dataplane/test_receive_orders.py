@@ -7,7 +7,8 @@ from kvbridge_proto.peer import Notice, SlotLease
 
 from kvbridge.dataplane.receive_orders import LandedChunk
 from kvbridge.exchange.orders import Broken, Dropped, Landed, Lend, Quiet, StopReceiving
-from tests.unit.exchange.world import Node, World
+from tests.unit.exchange.network import Node
+from tests.unit.exchange.world import World
 
 
 def landing() -> tuple[World, Node, list[Notice]]:
@@ -36,7 +37,7 @@ def test_a_want_given_up_while_chunks_are_scattered_fails_afterwards() -> None:
     for landed in arrivals:
         assert not world.answers(), "the engine may use its blocks, and a scatter runs"
         receiver.receive_orders.scattered(landed, None)
-        world._report(receiver)
+        world.go_on_at(receiver)
         world.settle()
     assert world.failure().code == "aborted"
     assert receiver.receive_orders.landed(late) is None
@@ -61,7 +62,7 @@ def test_a_slot_whose_landing_crosses_a_stop_is_free_though_the_others_are_not()
     world.abandon("r")  # before that is heard
     before = receiver.receiving.slots.counts()
     assert before.free == 0 and before.quarantined == len(receiver.receiving.slots)
-    world._report(receiver)
+    world.go_on_at(receiver)
     world.settle()
     after = receiver.receiving.slots.counts()
     assert (after.free, after.quarantined) == (1, before.quarantined - 1)
@@ -76,7 +77,7 @@ def test_a_slot_is_not_lent_again_while_what_landed_in_it_is_read() -> None:
     world.settle()
     assert receiver.receiving.slots.free == 0
     receiver.receive_orders.scattered(landed, None)
-    world._report(receiver)
+    world.go_on_at(receiver)
     world.settle()
     assert receiver.receiving.slots.free == len(receiver.receiving.slots)
 

@@ -19,7 +19,8 @@ from kvbridge.exchange.orders import (
     Shipped,
     StopSending,
 )
-from tests.unit.exchange.world import NOTHING, World
+from tests.unit.exchange.network import NOTHING
+from tests.unit.exchange.world import World
 
 CHUNK_BYTES = 64
 

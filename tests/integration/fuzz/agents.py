@@ -62,7 +62,8 @@ from tests.integration.agent.player import Whole, Wire
 from tests.integration.fuzz.target import Target
 from tests.integration.fuzz.typed import TEXTS, drawer
 from tests.integration.fuzz.vary import varied
-from tests.unit.exchange.world import make_pool, offer_of, want_of
+from tests.unit.exchange.network import offer_of, want_of
+from tests.unit.exchange.world import make_pool
 from tests.unit.proto.samples import BODIES, NOTICE
 
 EVIL, GOOD = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"

@@ -15,7 +15,7 @@ from kvbridge.adapters.vllm.params import read_remote
 from kvbridge.adapters.vllm.rendezvous import message_name, named, offered_rendezvous, prompt_digest, wanted_rendezvous
 from kvbridge.errors import EngineError
 from tests.integration.fuzz.target import Target
-from tests.unit.exchange.world import offer_of, want_of
+from tests.unit.exchange.network import offer_of, want_of
 
 NAMES = ("remote_request_id", "remote_host", "remote_port", "remote_key")
 TEXTS = (

@@ -25,7 +25,7 @@ class Claimant:
         self.world.serve("r", 64, 16)
         (self.sender,), (self.receiver,) = self.world.senders, self.world.receivers
         self.sending, self.incarnation = self.sender.sending, self.receiver.engine.agent.incarnation
-        self.world._greet(self.receiver, "P0")
+        self.world._hello(self.receiver, "P0")
         self.session: Session = self.sender.accepted[self.incarnation]
         if is_pulling:
             self.session = replace(self.session, routed=Routed("pull"))

@@ -162,7 +162,7 @@ def test_whatever_comes_first_nothing_is_requantized_or_mixed(seed: int) -> None
         world.want(f"r{number}", 40 + number, sender=f"P{world.random.randrange(2)}")
         world.offer(f"r{number}", 40 + number, 12)
         for _ in range(world.random.randrange(20)):
-            world.later("answer", answer)
+            world.later(answer)
     world.run()
     while answered < len(asked(world)):
         answer()

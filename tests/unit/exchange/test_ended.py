@@ -96,7 +96,6 @@ def test_a_want_that_failed_may_come_again_under_its_name(world: World) -> None:
     withdrawn(world)
     world.fetch("r", 64)
     assert world.failure("r").code == "withdrawn"
-    world.receivers[0].told.clear()
     world.fetch("r", 64)
     assert not world.answers(), "one offer's end is the answer to one want"
     world.serve("s", 64, 16, rendezvous="r")

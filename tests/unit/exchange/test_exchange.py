@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbridge_proto.engine import Done, Refused, Released
-from kvbridge_proto.peer import Cancel
+from kvbridge_proto.peer import Cancel, Refuse
 from kvbridge_proto.pool import Pool
 from msgspec.structs import replace
 
 from kvbridge.exchange.actions import Tell
 from kvbridge.exchange.orders import Dropped
+from tests.unit.exchange.network import offer_of
 from tests.unit.exchange.test_shares import ranks
-from tests.unit.exchange.world import World, offer_of
+from tests.unit.exchange.world import World
 
 SEEDS = range(25)
 
@@ -189,7 +190,7 @@ def test_a_want_that_fails_before_its_claim_lets_the_reached_ranks_go() -> None:
     world.fetch("r", 64, first=37)
     assert world.failure().code == "peer_unreachable"
     assert world.released(0)["r"].code == ""
-    assert not world.refused
+    assert not world.heard(Refuse)
 
 
 def test_a_sender_that_lost_us_does_not_call_drained_what_it_is_writing(world: World) -> None:

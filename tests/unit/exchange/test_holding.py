@@ -120,8 +120,8 @@ def test_all_that_waits_is_said_at_once_and_only_every_few_seconds(world: World)
     for number in range(50):
         world.expect(f"r{number}")
     wait(world, 4 * HOLD_EVERY_S)
-    assert len(world.holds) <= 6
-    assert any(len(hold.rendezvous_ids) == 50 for hold in world.holds)
+    assert len(world.heard(Hold)) <= 6
+    assert any(len(hold.rendezvous_ids) == 50 for hold in world.heard(Hold))
 
 
 def test_a_request_that_gets_its_blocks_at_once_costs_no_message(world: World) -> None:
@@ -132,7 +132,7 @@ def test_a_request_that_gets_its_blocks_at_once_costs_no_message(world: World) -
     world.begin()
     world.pass_time(0.1)
     world.run()
-    assert not world.holds
+    assert not world.heard(Hold)
     world.check_rest()
 
 
@@ -228,10 +228,10 @@ def test_nobody_is_told_before_all_ranks_of_a_sender_can_hear_it() -> None:
     world.hold.clear()
     world.step()  # a session with the first rank
     world.pass_time(0.1)
-    assert not world.holds
+    assert not world.heard(Hold)
     world.run()
     wait(world, 0.2)
-    assert len(world.holds) >= 2, "both ranks hear of it, without waiting for the next round"
+    assert len(world.heard(Hold)) >= 2, "both ranks hear of it, without waiting for the next round"
 
 
 def test_what_is_said_of_unknown_rendezvous_ids_and_requests_is_nothing(world: World) -> None:

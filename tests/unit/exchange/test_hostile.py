@@ -17,7 +17,8 @@ from kvbridge.exchange.orders import SendOrder
 from kvbridge.exchange.sender import MOST_LEASES, MOST_RENOUNCED, Sender
 from kvbridge.states import IncomingState
 from tests.unit.exchange.claimant import ALL, QUICK_S, Claimant, leases
-from tests.unit.exchange.world import BLOCKS, HEADS, LAYERS, World, want_of
+from tests.unit.exchange.network import want_of
+from tests.unit.exchange.world import BLOCKS, HEADS, LAYERS, World
 
 HUGE = (1 << 62) + 1
 
@@ -88,7 +89,7 @@ def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back
     world.do(sender, peer.say(transfer="greedy", end_token=32, deadline_s=86400.0))
     world.do(sender, peer.say(transfer="done", end_token=0, takes=()))
     assert "done" not in peer.sending.outgoing_transfers and not world.released(), "the other has not read yet"
-    world.do(sender, peer.grant("greedy", SlotLease(0, 1)))
+    world.do(sender, peer.grant("greedy", *peer.receiver.receiving.slots.lend(1, "greedy")))
     world.hold = {"gather"}
     world.run()
     assert sender.send_orders.moving == 1

@@ -12,7 +12,8 @@ from kvbridge_proto.peer import Cancel, Claim
 from msgspec import structs
 
 from kvbridge.exchange.actions import Send
-from tests.unit.exchange.world import World, want_of
+from tests.unit.exchange.network import want_of
+from tests.unit.exchange.world import World
 
 FEW, MANY = 64, 4096
 MOST = 8  # times as long with 64 times as many: looking at each would take some 64 times as long

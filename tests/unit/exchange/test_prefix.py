@@ -12,9 +12,10 @@ from kvbridge.dataplane.receive_orders import LandedChunk
 from kvbridge.dataplane.send_orders import LeavingChunk
 from kvbridge.exchange.block_tables import extended
 from kvbridge.geometry.plan import Part
+from tests.unit.exchange.network import Node
 from tests.unit.exchange.test_shares import ranks
 from tests.unit.exchange.test_windows import FULL, LATE, blocks, hybrid, late_entries
-from tests.unit.exchange.world import Node, World, make_pool
+from tests.unit.exchange.world import World, make_pool
 
 TOKEN_BYTES = 2 * 2 * 4 * 16  # layers x parts x heads x row
 
@@ -84,12 +85,10 @@ def test_it_is_held_until_every_receiver_of_the_want_has_heard() -> None:
     world.offer("r", 48, 4, first=8, first_token=32)
     world.hold = {"message"}
     world.fetch("r", 48)
-    claims = [event for kind, event in world.events if kind == "message"]
-    assert len(claims) == 2
-    world.events.clear()
-    claims[0]()
+    assert [kind for kind, *_ in world.events] == ["message"] * 2
+    world.happen(0)
     assert not world.released()
-    claims[1]()
+    world.happen(0)
     world.go_on()
     assert world.released()["r"].code == "tokens_missing"
     assert world.failure("r", 0).code == world.failure("r", 1).code == "tokens_missing"
@@ -143,8 +142,8 @@ def test_a_rank_that_has_nothing_before_it_does_not_miss_it() -> None:
     world.offer("r", 16, 2, first_token=2)
     world.hold = {"message"}
     world.fetch("r", 16)
-    (_, claim) = [event for kind, event in world.events if kind == "message"]
-    claim()
+    (_, claim) = [event for event in world.events if event[0] == "message"]
+    world.happen(world.events.index(claim))
     assert not world.released(1) and world.senders[1].sending.outgoing_transfers
     world.hold = set()
 
@@ -182,18 +181,18 @@ class Watched(World):
         self.read: dict[tuple[str, str], set[int]] = {}  # sender, request
         self.written: dict[tuple[str, str], set[int]] = {}  # receiver, request
 
-    def _gathered(self, sender: Node, leaving: LeavingChunk) -> None:
+    def _gather(self, sender: Node, leaving: LeavingChunk) -> None:
         plan = leaving.order.plan
         part = Part(plan, plan.chunk(leaving.chunk), leaving.tables, is_sender=True)
         self.read.setdefault((sender.name, leaving.order.request), set()).update(_tokens(part))
-        super()._gathered(sender, leaving)
+        super()._gather(sender, leaving)
 
-    def _scattered(self, receiver: Node, landed: LandedChunk) -> None:
+    def _scatter(self, receiver: Node, landed: LandedChunk) -> None:
         order = landed.order
         part = Part(order.plan, order.plan.chunk(landed.notice.chunk), order.tables, is_sender=False)
         request = receiver.receiving._wanted_by[order.transfer].want.request
         self.written.setdefault((receiver.name, request), set()).update(_tokens(part))
-        super()._scattered(receiver, landed)
+        super()._scatter(receiver, landed)
 
     def tables(self, is_receiver: bool, first: int, end: int) -> tuple[Blocks, ...]:
         size = self.block_tokens[is_receiver]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 from kvbridge_proto.engine import Done, Failed
+from kvbridge_proto.peer import Refuse
 
+from kvbridge.exchange.orders import Dropped
 from kvbridge.exchange.session import Session, answer, hello
-from tests.unit.exchange.world import Node, World, make_pool
+from tests.unit.exchange.network import Node
+from tests.unit.exchange.world import World, make_pool
 
 SAYS = {"rescaled", "peer_left", "peer_lost", "no_session", "stale_epoch", "deadline", "offer_expired"}
 
@@ -27,7 +30,7 @@ def assert_never_mixed(world: World) -> None:
 def rescale_after(world: World, node: Node, events: int) -> None:
     """When about so many other things have happened."""
     if events and len(world.events) > 1:
-        world.later("rescale", lambda: rescale_after(world, node, events - 1))
+        world.later(lambda: rescale_after(world, node, events - 1))
     else:
         world.rescale(node, {"P": 0.125, "D": 0.0625}[node.name[0]])
 
@@ -112,7 +115,7 @@ def test_a_claim_of_the_epoch_before_is_refused_though_its_receiver_has_greeted_
     sender.accepted[receiver.engine.agent.incarnation] = session
     world.hold.clear()
     world.serve("r", 40, 12)
-    assert [refuse.code for refuse in world.refused] == ["stale_epoch"] and not receiver.dropped
+    assert [refuse.code for refuse in world.heard(Refuse)] == ["stale_epoch"] and not world.heard(Dropped)
     world.check_done("r")
 
 

@@ -13,7 +13,7 @@ from tests.unit.exchange.world import World
 def doubted(key: str = "") -> World:
     """A want that failed with its slots lent, because its sender was lost."""
     world = World(slots=4)
-    world.key = key
+    world.senders_key = key
     world.hold.add("write")
     world.begin("r", 16)
     world.do(world.receiver, world.receiver.receiving.unreachable("P0", "peer_lost", "test", world.now))

@@ -19,7 +19,8 @@ from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import ReceiveSlots
 from tests.unit.exchange.claimant import Claimant
-from tests.unit.exchange.world import World, want_of
+from tests.unit.exchange.network import want_of
+from tests.unit.exchange.world import World
 
 NOW = 10.0
 

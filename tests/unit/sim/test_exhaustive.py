@@ -7,7 +7,8 @@ from collections import deque
 import pytest
 
 from kvbridge.states import IllegalEvent
-from tests.unit.sim.model import State, Wrong, begin
+from tests.unit.exchange.network import Wrong
+from tests.unit.sim.model import State, begin
 from tests.unit.sim.mutations import switched_off
 
 ADVERSARY = ("cut", "restart", "abandon", "withdraw", "repeat", "fails", "remain", "late", "lie")
@@ -35,9 +36,9 @@ def explore(first: State) -> tuple[int, int]:
 
 def test_the_transfer_has_two_chunks() -> None:
     state = begin(1, 8, slots=2, local=2, budget={})
-    while not state.sending.outgoing_transfers:
+    while not state.sender.sending.outgoing_transfers:
         state.make(state.moves()[0])
-    assert [out.plan.chunks for out in state.sending.outgoing_transfers.values()] == [2]
+    assert [out.plan.chunks for out in state.sender.sending.outgoing_transfers.values()] == [2]
 
 
 @pytest.mark.parametrize(

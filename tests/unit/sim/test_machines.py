@@ -33,11 +33,12 @@ class Transfers(RuleBasedStateMachine):
 
     @invariant()
     def slots_add_up(self) -> None:
-        pool = self.state.receiving.slots
+        node = self.state.receiver
+        pool = node.receiving.slots
         counts = pool.counts()
         assert counts.free + counts.lent + counts.quarantined == len(pool)
         assert counts.free == pool.free and len(set(pool._free)) == pool.free
-        assert self.state.receive_orders.scattering == len(self.state.scatters)
+        assert node.receive_orders.scattering == [kind for kind, *_ in self.state.events].count("scatter")
 
     def teardown(self) -> None:
         self.state.check_rest()
