@@ -16,7 +16,7 @@ def landing() -> tuple[World, Node, list[Notice]]:
     world = World()
     world.hold = {"notice"}
     world.begin()
-    return world, world.receivers[0], world.notices
+    return world, world.receivers[0], world.under_way("notice")
 
 
 def lease_of(notice: Notice) -> SlotLease:
@@ -37,7 +37,7 @@ def test_a_want_given_up_while_chunks_are_scattered_fails_afterwards() -> None:
     for landed in arrivals:
         assert not world.answers(), "the engine may use its blocks, and a scatter runs"
         receiver.receive_orders.scattered(landed, None)
-        world.go_on_at(receiver)
+        world.advance(receiver)
         world.settle()
     assert world.failure().code == "aborted"
     assert receiver.receive_orders.landed(late) is None
@@ -62,7 +62,7 @@ def test_a_slot_whose_landing_crosses_a_stop_is_free_though_the_others_are_not()
     world.abandon("r")  # before that is heard
     before = receiver.receiving.slots.counts()
     assert before.free == 0 and before.quarantined == len(receiver.receiving.slots)
-    world.go_on_at(receiver)
+    world.advance(receiver)
     world.settle()
     after = receiver.receiving.slots.counts()
     assert (after.free, after.quarantined) == (1, before.quarantined - 1)
@@ -77,7 +77,7 @@ def test_a_slot_is_not_lent_again_while_what_landed_in_it_is_read() -> None:
     world.settle()
     assert receiver.receiving.slots.free == 0
     receiver.receive_orders.scattered(landed, None)
-    world.go_on_at(receiver)
+    world.advance(receiver)
     world.settle()
     assert receiver.receiving.slots.free == len(receiver.receiving.slots)
 

@@ -61,7 +61,7 @@ from kvbridge.states import SlotState
 SLOT_BYTES = 1024
 NOTHING: Any = object()  # for an engine's memory
 REST = "the rest of a write that failed"  # in a slot: only its chunk's digest tells
-IN_ORDER = {"message": 3, "order": 2, "report": 2}  # such events happen oldest first where so many fields are equal
+IN_ORDER = {"message": 3, "order": 2, "report": 2}  # those happen oldest first whose first so many fields are equal
 
 Event = tuple[Any, ...]  # its kind, the node where it happens, and what it is about
 
@@ -183,8 +183,8 @@ class Node:
 class Network:
     """Agents P0, P1, … in front of engines of these pools, which send, and D0, D1, …, which receive.
 
-    It checks that no slot is written under two leases at once, or after its lease; that no chunk of another lease is
-    scattered, nor for a want that is over; that blocks are not read once they are given back; and that every want is
+    It checks that no slot is written under two leases at once, or under one that is over; that a scatter finds its
+    chunk in its slot, and its want open; that no blocks are read once they are given back; and that every want is
     answered once, with Done only when all its chunks have been scattered.
     """
 
@@ -262,7 +262,7 @@ class Network:
     # What happens next:
 
     def next_of(self, event: Event) -> int:
-        """Where the event is that happens before this one, or this one itself: links and queues keep their order."""
+        """The index of what must happen before this event, or of itself: links and queues keep their order."""
         if (fields := IN_ORDER.get(event[0])) is None:
             return self.events.index(event)
         return next(i for i, each in enumerate(self.events) if each[:fields] == event[:fields])
@@ -274,15 +274,13 @@ class Network:
             getattr(self, f"_{kind}")(node, *what)
 
     def settle(self, lagging: str = "") -> None:
-        """Data planes do what they were asked, and are heard; but not this node's."""
-        while (index := self._first(("order", "report"), lagging)) is not None:
-            self.happen(index)
+        """Data planes do what they were asked, and are heard; except this node's."""
+        while due := [each for each in self.events if each[0] in ("order", "report") and each[1] != lagging]:
+            self.happen(self.next_of(due[0]))
 
-    def _first(self, kinds: Sequence[str], but: str = "", only: str = "") -> int | None:
-        for i, (kind, name, *_) in enumerate(self.events):
-            if kind in kinds and name != but and only in ("", name):
-                return i
-        return None
+    def under_way(self, kind: str, at: Node | None = None) -> list[Any]:
+        """What events of this kind are about."""
+        return [event[2] for event in self.events if event[0] == kind and (at is None or event[1] == at.name)]
 
     # Agents:
 
@@ -315,8 +313,7 @@ class Network:
                     raise Wrong(f"two answers: {node.answers[request]}, {message}")
                 node.answers[request] = message
             case Released(request=request):
-                gathered = (what[0] for kind, name, *what in self.events if (kind, name) == ("gather", node.name))
-                if any(leaving.order.request == request for leaving in gathered):
+                if any(leaving.order.request == request for leaving in self.under_way("gather", node)):
                     raise Wrong(f"{request} is released while it is read")
         node.told.append(message)
 
@@ -343,7 +340,7 @@ class Network:
 
     def _part_first(self, node: Node, other: Node) -> None:
         """A goodbye of `other` comes before whatever it says next."""
-        if (goodbye := ("message", other.name, node.name, Goodbye())) in self.events:
+        while (goodbye := ("message", other.name, node.name, Goodbye())) in self.events:
             self.events.remove(goodbye)
             self.part(node, other, "peer_left")
 
@@ -408,16 +405,16 @@ class Network:
 
     def _order(self, node: Node, order: SendingOrder | ReceivingOrder) -> None:
         take_up(order, node.send_orders, node.receive_orders)
-        self.go_on_at(node)
+        self.advance(node)
 
-    def go_on_at(self, node: Node) -> None:
-        """What its data plane can begin is begun, and what it has to say is on its way."""
-        while self._first(("order",), only=node.name) is None and (leaving := node.send_orders.begin()) is not None:
+    def advance(self, node: Node) -> None:
+        """Its data plane begins what it can, and reports."""
+        while not self.under_way("order", node) and (leaving := node.send_orders.begin()) is not None:
             self._begin_gather(node, leaving)
         if reports := (node.send_orders if node.is_sender else node.receive_orders).take_reports():
-            self.report(node, reports)
+            self.queue_reports(node, reports)
 
-    def report(self, node: Node, reports: Sequence[SendingReport] | Sequence[ReceivingReport]) -> None:
+    def queue_reports(self, node: Node, reports: Sequence[SendingReport] | Sequence[ReceivingReport]) -> None:
         self.events.append(("report", node.name, tuple(reports)))
 
     def _begin_gather(self, sender: Node, leaving: LeavingChunk) -> None:
@@ -429,12 +426,11 @@ class Network:
 
     def _gather(self, sender: Node, leaving: LeavingChunk) -> None:
         into = leaving.order.incarnation, leaving.lease.slot
-        for write in (what[0] for kind, _, *what in self.events if kind == "write"):
-            if (write.order.incarnation, write.lease.slot) == into:
-                raise Wrong(f"slot {into} is written under two leases")
+        if any((write.order.incarnation, write.lease.slot) == into for write in self.under_way("write")):
+            raise Wrong(f"slot {into} is written under two leases")
         self.events.append(("write", sender.name, leaving, False))
         sender.send_orders.gathered(leaving)
-        self.go_on_at(sender)
+        self.advance(sender)
 
     def _write(self, sender: Node, leaving: LeavingChunk, is_late: bool) -> None:
         """The write has landed: the receiver may see the notice before or after the sender sees the end."""
@@ -454,15 +450,15 @@ class Network:
 
     def _end(self, sender: Node, leaving: LeavingChunk, is_late: bool, failure: Failure = None) -> None:
         sender.send_orders.written(leaving, 0.0, failure, is_late)
-        self.go_on_at(sender)
+        self.advance(sender)
 
     def _notice(self, receiver: Node, notice: Notice) -> None:
         """What was asked before it came is done before it is looked at."""
-        while (order := self._first(("order",), only=receiver.name)) is not None:
-            self.happen(order)
+        while self.under_way("order", receiver):
+            self.happen(self.next_of(("order", receiver.name)))
         if (landed := receiver.receive_orders.landed(notice)) is not None:
             self._begin_scatter(receiver, landed)
-        self.go_on_at(receiver)
+        self.advance(receiver)
 
     def _begin_scatter(self, receiver: Node, landed: LandedChunk) -> None:
         self.events.append(("scatter", receiver.name, landed))
@@ -480,7 +476,7 @@ class Network:
         else:
             self.scatters[transfer, notice.chunk] += 1
             receiver.receive_orders.scattered(landed, None)
-        self.go_on_at(receiver)
+        self.advance(receiver)
 
     def _report(self, node: Node, reports: Sequence[SendingReport] | Sequence[ReceivingReport]) -> None:
         if node.is_sender:

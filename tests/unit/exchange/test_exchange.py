@@ -160,12 +160,12 @@ NOTICE_LIES = {
 def test_a_landed_chunk_counts_only_if_every_field_matches(world: World, field: str) -> None:
     world.hold = {"notice"}
     world.begin()
-    receive_orders, true = world.receivers[0].receive_orders, world.notices[0]
+    receive_orders, (true, other, *_) = world.receivers[0].receive_orders, world.under_way("notice")
     lie = replace(true, **{field: NOTICE_LIES[field]})
     assert receive_orders.landed(lie) is None and receive_orders.scattering == 0
     landed = receive_orders.landed(true)
     assert landed is not None and landed.notice == true
-    again = replace(true, slot=world.notices[1].slot, generation=1)
+    again = replace(true, slot=other.slot, generation=1)
     assert receive_orders.landed(again) is None  # the same chunk in another slot
     assert receive_orders.take_reports() == [Dropped(lie.transfer, lie.slot), Dropped(again.transfer, again.slot)]
 

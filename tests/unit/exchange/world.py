@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from kvbridge_proto.engine import Done, Failed, Released, Scales
-from kvbridge_proto.peer import Goodbye, Notice
+from kvbridge_proto.peer import Goodbye
 from kvbridge_proto.pool import CodecName, Engine, Pool
 from msgspec import structs
 
@@ -70,9 +70,7 @@ class World(Network):
         self.random = random.Random(seed)
         self.hold: set[str] = set()  # kinds of events that do not happen now
         self.past: list[Event] = []
-        self.moved: list[
-            tuple[tuple[PlanePair, ...], bool, Pool]
-        ] = []  # begun: by which plan, gathers, under which pool
+        self.moved: list[tuple[tuple[PlanePair, ...], bool, Pool]] = []  # by which plan, if gathered, of which pool
 
     # What engines say, and what follows from it:
 
@@ -151,11 +149,6 @@ class World(Network):
         self.moved.append((plan.pairs, False, receiver.engine.pool))
 
     # What must be true:
-
-    @property
-    def notices(self) -> list[Notice]:
-        """Those on their way."""
-        return [what for kind, _, what, *_ in self.events if kind == "notice"]
 
     def heard(self, kind: type[T]) -> list[T]:
         """All messages and reports of this kind that came."""

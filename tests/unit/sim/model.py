@@ -18,12 +18,11 @@ from operator import attrgetter
 from typing import Any, cast
 
 from kvbridge_proto.peer import SlotLease
-from kvbridge_proto.pool import Pool
 from msgspec import Struct
 from msgspec.structs import replace as changed
 
 from kvbridge.dataplane.send_orders import LeavingChunk, SendOrders
-from kvbridge.exchange.orders import Credit, Lend, Progress, ReceiveOrder, SendOrder
+from kvbridge.exchange.orders import ReceiveOrder, SendOrder
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session
 from kvbridge.geometry.plan import Plan
@@ -43,10 +42,11 @@ OUTGOING = attrgetter(
 OFFER, ENDED = attrgetter("request", "want", "over"), attrgetter("rendezvous", "want")
 DISPATCH = attrgetter("transfer", "turn", "next_chunk", "gathering", "writing", "is_broken")
 RECEIPT = attrgetter("transfer", "moving")
-LEAVING = attrgetter("order.transfer", "chunk", "lease")
+LEAVING = attrgetter("order.transfer", "chunk", "lease.slot", "lease.generation")
+WRITTEN = attrgetter("transfer", "chunk", "slot", "generation")
 SCATTER = attrgetter("order.transfer", "notice.chunk", "notice.slot")
 ABOUT: dict[str, Callable[[Any], object]] = {
-    "order": lambda order: (type(order), order.transfer, _amount(order)),
+    "order": lambda order: (type(order), *(getattr(order, name, None) for name in ("transfer", "leases", "ready"))),
     "gather": LEAVING,
     "write": LEAVING,
     "end": LEAVING,
@@ -80,14 +80,20 @@ class Copied(pickle.Unpickler):
 
 
 class State(Network):
-    """Where both machines and everything between them are; `lagging` is whose data plane and exchange hear each other
-    later."""
+    """Where both machines and everything between them are: first, all is offered and wanted and nothing said yet.
 
-    def __init__(self, pools: tuple[Pool, Pool], slots: int, local: int, budget: dict[str, int], lagging: str) -> None:
-        super().__init__(pools[:1], pools[1:], slots, local)
-        self.budget, self.lagging = budget, lagging
+    The exchange and the data plane of `lag` ("receiver", "sender") hear each other later.
+    """
+
+    def __init__(self, wants: int, tokens: int, slots: int, local: int, budget: dict[str, int], lag: str = "") -> None:
+        super().__init__([make_pool("prefill", 0, 1, 4)], [make_pool("decode", 0, 1, 16)], slots, local)
+        self.budget = budget
+        self.lagging = {"receiver": "D0", "sender": "P0"}.get(lag, "")
         self.incarnations = 1
         self.remains: list[int] = []  # slots of writes that failed, the rest of which may land yet
+        for i in range(wants):
+            self.offer(f"r{i}", tokens, -(-tokens // 4))
+            self.want(f"r{i}", tokens, deadline=100.0)
 
     def clone(self) -> State:
         """A copy of all that changes; values stay the same objects."""
@@ -153,12 +159,7 @@ class State(Network):
     def _may_happen(self, index: int, event: Event) -> bool:
         """Here a notice leaves when the sender sees the end of its write: there would be too many states otherwise."""
         if event[0] == "notice":
-            notice = event[2]
-            ends = (what[0] for kind, _, *what in self.events if kind == "end")
-            return not any(
-                (notice.transfer, notice.chunk, notice.slot) == (end.order.transfer, end.chunk, end.lease.slot)
-                for end in ends
-            )
+            return WRITTEN(event[2]) not in map(LEAVING, self.under_way("end"))
         return self.next_of(event) == index
 
     def after(self, move: Move) -> State:
@@ -176,10 +177,10 @@ class State(Network):
             self.happen(*what)
         self.settle(self.lagging)
 
-    def report(self, node: Node, reports: Sequence[Any]) -> None:
-        """What is said together may be heard apart."""
+    def queue_reports(self, node: Node, reports: Sequence[Any]) -> None:
+        """Each is heard by itself, so that other things may happen in between."""
         for each in reports:
-            super().report(node, [each])
+            super().queue_reports(node, [each])
 
     # The adversary:
 
@@ -223,7 +224,7 @@ class State(Network):
         kind, name, leaving, _ = self.events[index]
         self.events[index] = (kind, name, leaving, True)
         self.sender.send_orders.late(leaving, "test")
-        self.go_on_at(self.sender)
+        self.advance(self.sender)
 
     def _repeat(self, index: int) -> None:
         self.events.append(self.events[index])
@@ -254,23 +255,3 @@ def _unused(leaving: LeavingChunk) -> deque[SlotLease]:
 def _about(event: Event) -> Event:
     kind, name, what, *rest = event
     return (kind, name, ABOUT[kind](what) if kind in ABOUT else what, *rest)
-
-
-def _amount(order: object) -> object:
-    match order:
-        case Credit(leases=leases) | Lend(leases=leases):
-            return leases
-        case Progress(ready=ready):
-            return ready
-        case _:
-            return None
-
-
-def begin(wants: int, tokens: int, slots: int, local: int, budget: dict[str, int], lag: str = "") -> State:
-    """The first state: everything offered and wanted, nothing said yet. `lag`: "receiver", "sender"."""
-    pools = make_pool("prefill", 0, 1, 4), make_pool("decode", 0, 1, 16)
-    state = State(pools, slots, local, budget, {"receiver": "D0", "sender": "P0"}.get(lag, ""))
-    for i in range(wants):
-        state.offer(f"r{i}", tokens, -(-tokens // 4))
-        state.want(f"r{i}", tokens, deadline=100.0)
-    return state

@@ -8,7 +8,7 @@ import pytest
 
 from kvbridge.states import IllegalEvent
 from tests.unit.exchange.network import Wrong
-from tests.unit.sim.model import State, begin
+from tests.unit.sim.model import State
 from tests.unit.sim.mutations import switched_off
 
 ADVERSARY = ("cut", "restart", "abandon", "withdraw", "repeat", "fails", "remain", "late", "lie")
@@ -35,7 +35,7 @@ def explore(first: State) -> tuple[int, int]:
 
 
 def test_the_transfer_has_two_chunks() -> None:
-    state = begin(1, 8, slots=2, local=2, budget={})
+    state = State(1, 8, slots=2, local=2, budget={})
     while not state.sender.sending.outgoing_transfers:
         state.make(state.moves()[0])
     assert [out.plan.chunks for out in state.sender.sending.outgoing_transfers.values()] == [2]
@@ -58,7 +58,7 @@ def test_the_transfer_has_two_chunks() -> None:
 )
 def test_no_order_of_events_breaks_it(wants: int, slots: int, budget: dict[str, int], at_least: int) -> None:
     """No slot under two leases, no row of another chunk, one answer; in the end everything is free again."""
-    states, rests = explore(begin(wants, 8, slots=slots, local=min(2, 3 - wants), budget=budget))
+    states, rests = explore(State(wants, 8, slots=slots, local=min(2, 3 - wants), budget=budget))
     assert states >= at_least and rests
 
 
@@ -82,7 +82,7 @@ def test_no_order_of_events_breaks_it_when_the_data_plane_hears_and_is_heard_lat
 ) -> None:
     """Landings cross a stop, notices come between it and quiet, leases are taken back before they are heard of; chunks
     are begun after the exchange has stopped them."""
-    states, rests = explore(begin(1, 8, slots=slots, local=1, budget=budget, lag=lag))
+    states, rests = explore(State(1, 8, slots=slots, local=1, budget=budget, lag=lag))
     assert states >= at_least and rests
 
 
@@ -98,7 +98,7 @@ def test_no_order_of_events_breaks_it_when_the_data_plane_hears_and_is_heard_lat
 )
 def test_the_search_notices_a_rule_between_exchange_and_data_plane_that_is_off(lag: str, rule: str) -> None:
     with switched_off(rule), pytest.raises((Wrong, IllegalEvent)):
-        explore(begin(1, 8, slots=1, local=1, budget={"abandon": 1, "cut": 1}, lag=lag))
+        explore(State(1, 8, slots=1, local=1, budget={"abandon": 1, "cut": 1}, lag=lag))
 
 
 @pytest.mark.parametrize(
@@ -115,23 +115,23 @@ def test_the_search_notices_a_rule_between_exchange_and_data_plane_that_is_off(l
 def test_the_search_notices_a_rule_that_is_off(rule: str, slots: int, local: int) -> None:
     budget = {"abandon": 1, "cut": 1, "withdraw": 1, "repeat": 1, "lie": 1}
     with switched_off(rule), pytest.raises((Wrong, IllegalEvent)):
-        explore(begin(1, 8, slots=slots, local=local, budget=budget))
+        explore(State(1, 8, slots=slots, local=local, budget=budget))
 
 
 def test_a_slot_is_not_lent_to_another_while_what_landed_in_it_is_read() -> None:
     with switched_off("slots are free while what landed in them is read"), pytest.raises(Wrong, match="has"):
-        explore(begin(2, 8, slots=2, local=1, budget={"fails": 1}))
+        explore(State(2, 8, slots=2, local=1, budget={"fails": 1}))
 
 
 def test_a_chunk_that_landed_under_two_leases_is_not_another_chunk() -> None:
     """The one thing that a lying sender could gain without that rule: Done with rows that never came."""
     with switched_off("a chunk may land twice"), pytest.raises(Wrong, match="is done without"):
-        explore(begin(1, 8, slots=2, local=1, budget={"lie": 1}))
+        explore(State(1, 8, slots=2, local=1, budget={"lie": 1}))
 
 
 def test_a_repeated_notice_counts_once_by_either_of_two_rules() -> None:
     """Its chunk has landed, and its lease is used up; without both, a slot is read that another chunk is written to."""
-    state = begin(1, 8, slots=1, local=2, budget={"repeat": 1})
+    state = State(1, 8, slots=1, local=2, budget={"repeat": 1})
     with switched_off("a chunk may land twice"):
         explore(state)
         with switched_off("a lease's generation is not looked at"), pytest.raises((Wrong, IllegalEvent)):

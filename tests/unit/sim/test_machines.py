@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.unit.sim.model import begin
+from tests.unit.sim.model import State
 
 SETTINGS = settings(
     max_examples=60,
@@ -24,7 +24,7 @@ class Transfers(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         budget = {kind: 2 for kind in ("cut", "restart", "abandon", "withdraw", "repeat", "fails", "late")}
-        self.state = begin(3, 12, slots=2, local=2, budget=budget)
+        self.state = State(3, 12, slots=2, local=2, budget=budget)
 
     @rule(choice=st.integers(0, 1000))
     def goes_on(self, choice: int) -> None:
@@ -38,7 +38,7 @@ class Transfers(RuleBasedStateMachine):
         counts = pool.counts()
         assert counts.free + counts.lent + counts.quarantined == len(pool)
         assert counts.free == pool.free and len(set(pool._free)) == pool.free
-        assert node.receive_orders.scattering == [kind for kind, *_ in self.state.events].count("scatter")
+        assert node.receive_orders.scattering == len(self.state.under_way("scatter"))
 
     def teardown(self) -> None:
         self.state.check_rest()
