@@ -291,8 +291,7 @@ class Network:
         for action in actions:
             match action:
                 case Reach(address=address) | Ask(address=address):
-                    if (greeting := ("hello", node.name, address)) not in self.events:
-                        self.events.append(greeting)
+                    self.greet(node, address)
                 case Send(peer=peer, body=body):
                     to = self._of(peer).name if node.is_sender else peer
                     self.events.append(("message", node.name, to, body))
@@ -302,6 +301,9 @@ class Network:
                     pass
                 case _:
                     self.events.append(("order", node.name, action))
+
+    def greet(self, node: Node, address: str) -> None:
+        self.events.append(("hello", node.name, address))
 
     def _of(self, incarnation: str) -> Node:
         return next(node for node in self.nodes.values() if node.incarnation == incarnation)

@@ -177,6 +177,11 @@ class State(Network):
             self.happen(*what)
         self.settle(self.lagging)
 
+    def greet(self, node: Node, address: str) -> None:
+        """Once, however many wants ask for it: there would be too many states otherwise."""
+        if not self.under_way("hello"):
+            super().greet(node, address)
+
     def queue_reports(self, node: Node, reports: Sequence[Any]) -> None:
         """Each is heard by itself, so that other things may happen in between."""
         for each in reports:
