@@ -81,6 +81,18 @@ def pattern(size_bytes: int, seed: int, device: str) -> torch.Tensor:
     return ((places * 2654435761 + seed * 40503) >> 13 & 0xFF).to(torch.uint8)
 
 
+def free_bytes() -> int:
+    """Of cuda:0."""
+    from cuda.bindings import driver as cuda
+
+    from kvbridge.device.driver import Gpu
+
+    with Gpu.open("cuda:0").current():
+        result, found, _ = cuda.cuMemGetInfo()
+    assert result == 0, result
+    return int(found)
+
+
 def _done(answer: tuple[Any, Any]) -> Any:
     """What a call of the driver returned."""
     result, found = answer

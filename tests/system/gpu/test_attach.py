@@ -18,7 +18,7 @@ from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import KVBridgeError
 from kvbridge.loopback.pools import Shape, describe
 from tests.support.refusals import refused
-from tests.system.gpu.engine import Engine, Told, pattern
+from tests.system.gpu.engine import Engine, Told, free_bytes, pattern
 
 pytestmark = pytest.mark.gpu
 
@@ -282,7 +282,3 @@ def test_own_memory_can_be_wrapped_registered_and_copied() -> None:
         assert torch.equal(wrapped.cpu(), host)
         driver.host_unregister(host.data_ptr())
         driver.free(address)
-
-
-def free_bytes() -> int:
-    return torch.cuda.mem_get_info("cuda:0")[0]

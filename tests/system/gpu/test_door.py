@@ -19,6 +19,7 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.transport.door import Handover, open_memory
 from tests.integration.device.handed import FP8, HND64, NHD16, PACKED, Sender, filled, pulled, shared_on
 from tests.support.pools import build
+from tests.system.gpu.engine import free_bytes
 
 pytest.importorskip("triton")
 from kvbridge_kernels.pull import pull
@@ -52,11 +53,6 @@ async def until(is_so: Callable[[], bool], within_s: float) -> bool:
             return False
         await asyncio.sleep(0.01)
     return True
-
-
-def free_bytes() -> int:
-    """Of cuda:0, where the sender's engine is."""
-    return torch.cuda.mem_get_info("cuda:0")[0]
 
 
 @OURS
