@@ -7,17 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvbridge.options import (
-    about,
-    allowed,
-    defaults,
-    flag_of,
-    off_flag_of,
-    options,
-    sample,
-    section_of,
-    variable_of,
-)
+from kvbridge.options import about, allowed, defaults, flag_of, off_flag_of, options, sample, section_of, variable_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOYED = ROOT / "deploy" / "kvbridge.toml"

@@ -19,11 +19,7 @@ from demo import vllm_cpu
 from demo.vllm_cpu import ask_for_tiles
 
 ROOT = Path(__file__).parents[2]
-ENGINES = (
-    "demo.vllm_cpu",
-    "demo.vllm_rows",
-    "tests.system.engines.engine_loop",
-)
+ENGINES = ("demo.vllm_cpu", "demo.vllm_rows", "tests.system.engines.engine_loop")
 
 
 class Linux:

@@ -74,15 +74,7 @@ class Played:
         self.slots.doubt("t")
         self._failures = deque(failures)
         self.local = SendSlots(2)
-        self.rebuilder = Rebuilder(
-            self.slots,
-            self.local,
-            self,
-            self,
-            Metrics(),
-            1.0,
-            lambda: self.now,
-        )
+        self.rebuilder = Rebuilder(self.slots, self.local, self, self, Metrics(), 1.0, lambda: self.now)
 
     async def prepare_endpoints(self) -> object:
         self.tried += 1

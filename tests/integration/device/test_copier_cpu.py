@@ -20,16 +20,7 @@ from kvbridge.geometry.plan import Move, Part, plan
 from kvbridge.geometry.shard import assign
 from tests.integration.device.attached import attached
 from tests.integration.device.moving import gather, scatter
-from tests.support.oracle import (
-    POISON,
-    Held,
-    Shape,
-    block_table,
-    build,
-    fill,
-    put_rows,
-    table_of,
-)
+from tests.support.oracle import POISON, Held, Shape, block_table, build, fill, put_rows, table_of
 
 KINDS = ("xxh3", "sum64")
 

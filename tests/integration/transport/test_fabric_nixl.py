@@ -210,11 +210,7 @@ def test_refuses_descriptors_of_other_incarnations_and_garbage(pair: tuple[Remot
         ("peer-other", b"", "descriptor_of_another_incarnation"),
         ("peer-other", bytes(4) + b"nixlSerDes|Agent" + b"\xff" * 64, "descriptor_of_another_incarnation"),
         ("peer-other", b"x" * (1 << 17), "descriptor_malformed"),
-        (
-            "peer-recv2",
-            good[:20] + b"\x0a" + good[21:28] + b"peer-recv2|Conns\x08",
-            "descriptor_malformed",
-        ),
+        ("peer-recv2", good[:20] + b"\x0a" + good[21:28] + b"peer-recv2|Conns\x08", "descriptor_malformed"),
     ):
         with pytest.raises(FabricError) as raised:
             sender.ask("connect", incarnation=incarnation, descriptor=descriptor.hex())

@@ -61,10 +61,7 @@ class Cross:
 
 
 def greedy(tokens: list[int], amount: int) -> dict[str, Any]:
-    return {
-        "input_ids": tokens,
-        "sampling_params": {"temperature": 0, "max_new_tokens": amount, "ignore_eos": True},
-    }
+    return {"input_ids": tokens, "sampling_params": {"temperature": 0, "max_new_tokens": amount, "ignore_eos": True}}
 
 
 def decode_body(tokens: list[int], room: int, prefilled: Any, amount: int = TOKENS, **more: Any) -> dict[str, Any]:

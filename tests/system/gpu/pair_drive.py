@@ -15,16 +15,7 @@ import numpy as np
 
 from tests.system.cross.fleet import decode_body, fetch_params, greedy, prefill_body
 from tests.system.engines.fleet import PREFILL, prompt
-from tests.system.gpu.pair_engines import (
-    ANSWER_S,
-    DECODED,
-    Engines,
-    Running,
-    RunningSGLang,
-    RunningVLLM,
-    Side,
-    Voice,
-)
+from tests.system.gpu.pair_engines import ANSWER_S, DECODED, Engines, Running, RunningSGLang, RunningVLLM, Side, Voice
 from tests.system.sglang import rows
 from tests.system.sglang.server import Server
 

@@ -162,7 +162,7 @@ def front_of_vllm(name: str, fleet: Fleet) -> Front:
         "smg": [python, "-m", "smg", "launch", "--pd-disaggregation", "--prefill", prefill],
         "smg, as SGLang's": [python, "-m", "smg", "launch", "--pd-disaggregation"],
         "sglang-router": [
-            *(python, "-m", "sglang_router", "launch", "--pd-disaggregation", "--prefill", prefill, agent_port),
+            *(python, "-m", "sglang_router", "launch", "--pd-disaggregation", "--prefill", prefill, agent_port)
         ],
     }[name]
     is_told = name == "smg, as SGLang's"

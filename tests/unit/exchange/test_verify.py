@@ -34,8 +34,7 @@ def told(actions: list[Action]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("every", "chosen"),
-    [(0, []), (1, list(range(200))), (64, [0, 64, 128, 192]), (7, list(range(0, 200, 7)))],
+    ("every", "chosen"), [(0, []), (1, list(range(200))), (64, [0, 64, 128, 192]), (7, list(range(0, 200, 7)))]
 )
 def test_one_in_so_many_is_compared_the_first_among_them(every: int, chosen: list[int]) -> None:
     """However the chunks are read: at once, or one after another."""

@@ -146,7 +146,4 @@ def test_a_block_that_is_tiled_otherwise_is_moved_row_by_row() -> None:
     }
     assert {
         pair.wire.name for pair in coalesce(pair_planes(sender, receiver, takes), sender, receiver, 0, 1 << 20)
-    } == {
-        "bf16",
-        "opaque",
-    }
+    } == {"bf16", "opaque"}

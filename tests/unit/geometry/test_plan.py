@@ -156,10 +156,7 @@ def test_other_scales_are_not_bitwise() -> None:
         ((Take(0, 3, 0, 5),), "take: layers [0, 3) heads [0, 5), the sender holds heads [0, 4) of layer 0 k"),
         ((Take(0, 3, 2, 2),), "take: layers [0, 3) heads [2, 2) is empty"),
         ((Take(2, 1, 0, 2),), "take: layers [2, 1) heads [0, 2) is empty"),
-        (
-            (Take(0, 3, 0, 2), Take(2, 3, 1, 3)),
-            "take: layers [2, 3) heads [1, 3) overlaps layers [0, 3) heads [0, 2)",
-        ),
+        ((Take(0, 3, 0, 2), Take(2, 3, 1, 3)), "take: layers [2, 3) heads [1, 3) overlaps layers [0, 3) heads [0, 2)"),
     ],
 )
 def test_refuses_takes_that_cannot_be(takes: tuple[Take, ...], reason: str) -> None:

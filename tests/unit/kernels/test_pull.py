@@ -72,10 +72,7 @@ def test_what_does_not_meet_is_refused() -> None:
         ([late], "sender: a plane at byte 0 of the slot, the receiver has none there"),
         ([*receivers, replace(receivers[0], slot_offset=size)], f"receiver: a plane at byte {size} of the slot"),
         ([replace(receivers[0], cast=fp8)], r"the sender has \(2, 5, 128\), the receiver \(2, 5, 64\)"),
-        (
-            [replace(receivers[0], places=fewer[0].places)],
-            r"the sender has \(2, 5, 128\), the receiver \(2, 4, 128\)",
-        ),
+        ([replace(receivers[0], places=fewer[0].places)], r"the sender has \(2, 5, 128\), the receiver \(2, 4, 128\)"),
     ]:
         with pytest.raises(ValueError, match=reason):
             PreparedPull(senders, theirs, 4 * size)

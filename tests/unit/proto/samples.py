@@ -45,10 +45,7 @@ POOL = Pool(
         Group(kind="sliding", block_tokens=16, blocks=8, window=1024),
     ),
     regions=(Region(1 << 20),),
-    planes=(
-        _plane(0, "k", 0, (Step(16, 256),), BF16),
-        _plane(0, "v", 8192, (Step(2, 8), Step(8, 16)), FP8),
-    ),
+    planes=(_plane(0, "k", 0, (Step(16, 256),), BF16), _plane(0, "v", 8192, (Step(2, 8), Step(8, 16)), FP8)),
 )
 AGENT = AgentCard(name="prefill-0", incarnation="b00d5eed", address="tcp://127.0.0.1:7700", version="0.1.0")
 RANKS = (
@@ -66,11 +63,7 @@ SLOTS = status.SlotCounts(free=29, lent=1, landed=1, quarantined=1)
 
 TO_AGENT: tuple[Any, ...] = (
     engine.Descriptors(),
-    engine.Attach(
-        versions=OURS,
-        pool=POOL,
-        handles=HANDLES,
-    ),
+    engine.Attach(versions=OURS, pool=POOL, handles=HANDLES),
     engine.Directory(ranks=RANKS),
     engine.Offer(
         rendezvous="cmpl-1",

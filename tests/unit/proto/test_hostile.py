@@ -151,10 +151,7 @@ WRONG: dict[Any, dict[str, dict[str, Any]]] = {
         "long rendezvous": {"rendezvous": "r" * 257},
         "long transfer": {"transfer": "t" * 65},
     },
-    RENEW: {
-        "renewal nought": {"number": 0},
-        "renewal that its answer cannot name": {"number": (1 << 40) + 1},
-    },
+    RENEW: {"renewal nought": {"number": 0}, "renewal that its answer cannot name": {"number": (1 << 40) + 1}},
     ATTACH: {
         "a policy that is none": {"policy": "ignore"},
         # Which tokens are kept is full or sliding there; the layer says that its rows are latents.

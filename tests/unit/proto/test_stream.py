@@ -42,8 +42,7 @@ def test_refuses_a_long_frame_on_its_length_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "code"),
-    [(b"", "frame_malformed"), (b"\xc1", "frame_malformed"), (b"\x80", "message_invalid")],
+    ("body", "code"), [(b"", "frame_malformed"), (b"\xc1", "frame_malformed"), (b"\x80", "message_invalid")]
 )
 def test_a_bad_frame_ends_the_stream_after_the_good_ones(body: bytes, code: str) -> None:
     reader: StreamReader[engine.ToAgent] = StreamReader(engine.ToAgent)
