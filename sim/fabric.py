@@ -155,11 +155,9 @@ class DataNetwork:
 
     def spoils(self) -> bool:
         """Whether the present move gets a wrong cell."""
-        if not self.spoil:
-            return False
-        self.spoil -= 1
-        self.wrongs += 1
-        return True
+        is_spoiled = self.refuses()
+        self.wrongs += is_spoiled
+        return is_spoiled
 
     def refuses(self) -> bool:
         """Whether the present move does not begin, instead of getting a wrong cell."""

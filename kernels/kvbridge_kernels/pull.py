@@ -65,16 +65,14 @@ def warm(chunk: PlacedPull, has_sums: bool, work: Work) -> None:
     compiled(_sheet(chunk.prepared, has_sums, work).put(tables, lists, added(has_sums, work)), work)
 
 
-def is_compiled(chunk: PlacedPull, work: Work) -> bool:
-    """Whether `pull` would find all kernels of a pull without sums."""
-    return all(group.kernel.compiled is not None for group, _ in _sheet(chunk.prepared, False, work).groups)
-
-
-def table_words(chunk: PlacedPull, work: Work) -> tuple[int, int]:
-    """How many words of tables a pull without sums takes: for its planes, and for its places."""
-    sides = (chunk.prepared.sender, chunk.senders), (chunk.prepared.receiver, chunk.receivers)
-    places = sum(found[which].count for lists, found in sides for which, *_ in lists.offsets)
-    return len(_sheet(chunk.prepared, False, work).words), places
+def chunks_at_once(prepared: PreparedPull, work: Work) -> int:
+    """How many such chunks without sums the tables of `work` have room for, at least 1. 0 if kernels are missing."""
+    sheet = _sheet(prepared, False, work)
+    if any(group.kernel.compiled is None for group, _ in sheet.groups):
+        return 0
+    sides = prepared.sender, prepared.receiver
+    words = sum(lists.places[which].count for lists in sides for which, *_ in lists.offsets)
+    return max(1, (len(work.words) - len(sheet.words)) // max(1, words))
 
 
 def _check(chunk: PlacedPull, work: Work) -> None:

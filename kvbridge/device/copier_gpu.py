@@ -25,7 +25,7 @@ from kvbridge_kernels.gather import warm_digest
 from kvbridge_kernels.launch import NotCompiled
 from kvbridge_kernels.prepared_copy import PlacedCopy, PreparedCopy
 from kvbridge_kernels.prepared_pull import PlacedPull
-from kvbridge_kernels.pull import is_compiled, table_words
+from kvbridge_kernels.pull import chunks_at_once
 from kvbridge_kernels.pull import pull as pull_rows
 from kvbridge_kernels.pull import warm as warm_pull_rows
 from kvbridge_kernels.scatter import scatter as scatter_rows
@@ -123,7 +123,7 @@ class GpuBlockCopier:
         self._make_bundles(moves + pulls)
         self._known = self._bundles[0].work  # to look up kernels and sheets, which all bundles share
         self._moves: deque[_GpuMove] = deque()
-        self._small = SmallPulls(table_bytes // 8)
+        self._small = SmallPulls()
         self._templates = CopyTemplates()
         self._pulls = Pulls()
         self._count = 0
@@ -208,10 +208,11 @@ class GpuBlockCopier:
         with sender.hold() as sender_regions, pool.hold() as regions:
             pull = self._pulls.of(sender, sender_regions, theirs, pool, regions, ours)
             is_small = self._has_pulls and not has_digest and ours.chunk.size_bytes <= SMALL_BYTES
-            if not is_small or not is_compiled(pull, self._known):
+            most = chunks_at_once(pull.prepared, self._known) if is_small else 0
+            if not most:
                 return self._pull(sender, pool, pull, has_digest)
         self._count += 1
-        self._small.add(SmallPull((self._count,), sender, pool, pull, *table_words(pull, self._known)))
+        self._small.add(SmallPull((self._count,), sender, pool, pull, most))
         return self._count
 
     def _pull(

@@ -7,8 +7,7 @@ one launch, with their places one behind the other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbridge_kernels.prepared_pull import PlacedPull, joined
 
@@ -22,25 +21,22 @@ MOST_WAITING = 64
 
 @dataclass(frozen=True, slots=True)
 class SmallPull:
-    """A pull of one chunk from the memory of `sender` into `receiver`, or of several with a ticket each."""
+    """A pull from the memory of `sender` into `receiver`, with a ticket for each chunk.
 
-    tickets: Sequence[int]
+    At most `most` chunks like these can share launches.
+    """
+
+    tickets: tuple[int, ...]
     sender: AttachedPool
     receiver: AttachedPool
     pull: PlacedPull
-    plane_words: int  # of tables, however many chunks share them
-    place_words: int
-
-    @property
-    def size_bytes(self) -> int:
-        return self.pull.chunks * self.pull.prepared.size_bytes
+    most: int
 
 
 class SmallPulls:
-    """Those that wait, the oldest first. Those that share launches also share `most_words` words of tables."""
+    """Those that wait, the oldest first."""
 
-    def __init__(self, most_words: int) -> None:
-        self._most_words = most_words
+    def __init__(self) -> None:
         self._waiting: deque[SmallPull] = deque()
 
     def __len__(self) -> int:
@@ -56,27 +52,18 @@ class SmallPulls:
     def take(self) -> SmallPull:
         """Take out the oldest, together with later ones that can share its launches."""
         oldest = self._waiting.popleft()
+        prepared = oldest.pull.prepared
+        most = min(oldest.most, MOST_BYTES // max(1, prepared.size_bytes))
         together, others = [oldest], []
-        left_bytes = MOST_BYTES - oldest.size_bytes
-        left_words = self._most_words - oldest.plane_words - oldest.place_words
         for each in self._waiting:
-            is_like = each.pull.prepared is oldest.pull.prepared
-            if is_like and left_bytes >= each.size_bytes and left_words >= each.place_words:
+            if each.pull.prepared is prepared and len(together) < most:
                 assert each.sender is oldest.sender and each.receiver is oldest.receiver
                 together.append(each)
-                left_bytes -= each.size_bytes
-                left_words -= each.place_words
             else:
                 others.append(each)
         self._waiting = deque(others)
-        return SmallPull(
-            tuple(ticket for each in together for ticket in each.tickets),
-            oldest.sender,
-            oldest.receiver,
-            joined([each.pull for each in together]),
-            oldest.plane_words,
-            sum(each.place_words for each in together),
-        )
+        tickets = tuple(ticket for each in together for ticket in each.tickets)
+        return replace(oldest, tickets=tickets, pull=joined([each.pull for each in together]))
 
     def is_using(self, pool: AttachedPool) -> bool:
         return any(pool in (each.sender, each.receiver) for each in self._waiting)

@@ -13,17 +13,16 @@ from kvbridge.device.small_pulls import MOST_BYTES, MOST_WAITING, SmallPull, Sma
 
 OURS, THEIRS, OTHERS = (SimpleNamespace(name=name) for name in ("ours", "theirs", "others"))
 SMALL, LARGE = SimpleNamespace(size_bytes=MOST_BYTES // 8), SimpleNamespace(size_bytes=MOST_BYTES // 2)
-PLANE_WORDS, PLACE_WORDS = 40, 4
 
 
-def pulls_of(most_words: int, *kinds: Any) -> SmallPulls:
+def pulls_of(most: int, *kinds: Any) -> SmallPulls:
     """One of each of these kinds waits, with tickets from 1 on and places from ten times the ticket on."""
-    small = SmallPulls(most_words)
+    small = SmallPulls()
     for ticket, prepared in enumerate(kinds, 1):
         sender: Any = THEIRS if prepared is SMALL else OTHERS
         senders = np.array([10 * ticket, 10 * ticket + 5])
         pull = PlacedPull(prepared, [Places(senders)], [Places(senders + 1)])
-        small.add(SmallPull((ticket,), sender, cast(Any, OURS), pull, PLANE_WORDS, PLACE_WORDS))
+        small.add(SmallPull((ticket,), sender, cast(Any, OURS), pull, most))
     return small
 
 
@@ -31,8 +30,7 @@ def test_pulls_of_one_kind_are_taken_together_and_the_others_keep_their_order() 
     small = pulls_of(1000, SMALL, LARGE, SMALL, LARGE, SMALL)
     first = small.take()
     assert first.tickets == (1, 3, 5) and first.sender is THEIRS and first.receiver is OURS
-    assert first.pull.chunks == 3 and first.size_bytes == 3 * SMALL.size_bytes
-    assert first.plane_words == PLANE_WORDS and first.place_words == 3 * PLACE_WORDS
+    assert first.pull.chunks == 3
     assert first.pull.senders[0].array.tolist() == [10, 15, 30, 35, 50, 55]
     assert first.pull.receivers[0].array.tolist() == [11, 16, 31, 36, 51, 56]
     assert small.take().tickets == (2, 4) and not small
@@ -52,9 +50,9 @@ def test_no_more_share_launches_than_the_first_can_wait_for() -> None:
 
 
 def test_no_more_share_launches_than_there_are_tables_for() -> None:
-    small = pulls_of(PLANE_WORDS + 2 * PLACE_WORDS, SMALL, SMALL, SMALL)
+    small = pulls_of(2, SMALL, SMALL, SMALL)
     assert [small.take().tickets for _ in range(2)] == [(1, 2), (3,)]
-    small = pulls_of(1, SMALL, SMALL)  # even one has not enough: the kernel will say so
+    small = pulls_of(1, SMALL, SMALL)
     assert [small.take().tickets for _ in range(2)] == [(1,), (2,)]
 
 

@@ -9,9 +9,10 @@ import torch
 from kvbridge_kernels import pull_ref
 from kvbridge_kernels.codecs_ref import Number
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.prepared_pull import PreparedPull
-from kvbridge_kernels.pull import pull, warm
+from kvbridge_kernels.prepared_pull import PreparedPull, joined
+from kvbridge_kernels.pull import chunks_at_once, pull, warm
 from kvbridge_kernels.segment import Segment
+from kvbridge_kernels.tables import Work
 from triton.runtime.interpreter import GridExecutor
 
 from tests.unit.kernels.chunks import MOVES, Shape, chunk_of, on, work_on
@@ -140,3 +141,18 @@ def test_warming_writes_nothing() -> None:
     before = on(receivers, "cpu")[0].field.memory
     warm(PreparedPull(senders, receivers, size).chunk, True, work_on("cpu"))
     assert torch.equal(receivers[0].field.memory, before)
+
+
+def test_as_many_chunks_share_launches_as_the_tables_have_room_for() -> None:
+    senders, receivers, size = ends_of([Shape("nhd", planes=2)], [Shape("hnd", planes=2)], 3, 5)
+    prepared, work = PreparedPull(senders, receivers, size), Work("cpu", table_bytes=1000)
+    assert not chunks_at_once(prepared, work), "its kernels are not compiled yet"
+    for kernel in work.kernels.values():
+        kernel.compiled = object()  # the interpreter compiles none
+    most = chunks_at_once(prepared, work)
+    for kernel in work.kernels.values():
+        kernel.compiled = None
+    assert most > 1
+    pull(joined([prepared.chunk] * most), None, work)
+    with pytest.raises(ValueError, match="tables take"):
+        pull(joined([prepared.chunk] * (most + 1)), None, work)
