@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 
 from kvbridge_proto.status import MAX_ENTRIES, TraceEntry
@@ -52,12 +52,16 @@ class Journal:
         if not names:
             slowest = max((each for each in self._entries if each.seconds is not None), key=_seconds, default=None)
             names = {slowest.request} if slowest is not None else set()
-        known, count = set(names), -1
-        while count < len(known):
-            count = len(known)
-            for entry in self._entries:
-                if belongs(entry, known):
-                    known.update(each for each in (entry.request, entry.rendezvous, entry.transfer) if each)
+        beside = defaultdict[str, list[str]](list)  # each name, and those that an entry has beside it
+        for entry in self._entries:
+            together = _names(entry)
+            for name in together:
+                beside[name] += together
+        known, ahead = set[str](), list(names)
+        while ahead:  # each name is followed once, however long the chain: the agent's loop waits for us
+            if (name := ahead.pop()) not in known:
+                known.add(name)
+                ahead += beside.get(name, ())
         found = (entry for entry in self._entries if belongs(entry, known))
         return tuple(sorted(found, key=lambda entry: entry.at_s)[-MAX_ENTRIES:])
 
@@ -68,7 +72,11 @@ def belongs(entry: TraceEntry, names: Collection[str]) -> bool:
 
 def names_in(entries: Iterable[TraceEntry]) -> set[str]:
     """The requests, rendezvous ids and transfers named in these entries."""
-    return {name for each in entries for name in (each.request, each.rendezvous, each.transfer) if name}
+    return {name for each in entries for name in _names(each)}
+
+
+def _names(entry: TraceEntry) -> list[str]:
+    return [name for name in (entry.request, entry.rendezvous, entry.transfer) if name]
 
 
 def _seconds(entry: TraceEntry) -> float:

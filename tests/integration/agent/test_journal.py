@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from kvbridge_proto.engine import Failed
+from kvbridge_proto.status import MAX_ENTRIES
 
-from kvbridge.agent.journal import Journal
+from kvbridge.agent.journal import KEPT, Journal
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape
@@ -56,6 +57,16 @@ def test_only_so_much_is_kept() -> None:
     for number in range(100):
         remembered.note("wanted", "x" * 5000, request=f"r{number}")
     assert remembered.about({"r89"}) == () and len(remembered.about({"r90"})[0].text) == 1024
+
+
+def test_following_a_chain_of_names_costs_no_more_than_its_length() -> None:
+    """Any user of the agent's socket may ask, and the agent's loop waits for the answer: 15 s of a core once."""
+    remembered = Journal()
+    for number in reversed(range(KEPT)):
+        remembered.note("claimed", request=f"r{number + 1}", rendezvous=f"r{number}")
+    before = time.thread_time()
+    found = remembered.about({"r0"})
+    assert len(found) == MAX_ENTRIES and time.thread_time() - before < 2
 
 
 # Real agents, and the command:
