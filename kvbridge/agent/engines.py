@@ -99,6 +99,7 @@ class Engines:
             await self._sender.unread()
         if attachment.connection is not None and is_let_go:
             attachment.connection.send(Detached(epoch=epoch))  # without it the engine waits for our process to end
+            attachment.connection.is_engine = False
         log.info("engine left: epoch=%d %s", epoch, reason)
 
     def attach(self, connection: LocalConnection, attach: Attach, fds: list[int]) -> None:
@@ -114,6 +115,7 @@ class Engines:
         site, digests = self._data_plane.site, self._data_plane.digests
         engine = AttachedEngine(agent, self._epoch, pool, site, digests, (own,), attach.policy)
         self._current.attachment = Attachment(engine, memory, connection, version)
+        connection.is_engine = True
         self._doors.share(memory)
         log.info(
             "attached: %s epoch=%d pid=%d planes=%d memory=%s",

@@ -47,7 +47,7 @@ log = logging.getLogger("kvbridge.door")
 
 Pipe = Callable[[socket.socket], None]  # takes our end of a pipe
 
-MAX_CONNECTIONS = 256  # receivers that hold memory, and callers
+MAX_HOLDERS = 256
 MAX_CALLERS = 32  # connections that have not been handed anything
 MAX_TOKENS = 1024  # that have not been shown yet
 CALL_S = 1.0  # for the first message
@@ -98,7 +98,7 @@ class MemoryDoor(Server["_Caller"]):
         is_sharing: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(Path(f"{lock.socket}{DOOR_SUFFIX}"), frozenset([os.getuid(), *allowed_uids]), MAX_CONNECTIONS)
+        super().__init__(Path(f"{lock.socket}{DOOR_SUFFIX}"), frozenset([os.getuid(), *allowed_uids]), MAX_CALLERS)
         self._machine = KERNEL.read_text().strip()
         self._is_sharing = is_sharing
         self._clock = clock
@@ -108,6 +108,9 @@ class MemoryDoor(Server["_Caller"]):
 
     def connection(self, accepted: socket.socket) -> _Caller:
         return _Caller(accepted, self.open)
+
+    def is_kept(self, connection: _Caller) -> bool:
+        return connection in self._holders
 
     # Called by the agent:
 
@@ -162,8 +165,8 @@ class MemoryDoor(Server["_Caller"]):
                 caller = await self.accept()
                 if not self._is_sharing:
                     self.refuse(caller, "sharing_off", "share_memory: off")
-                elif len(self.open) - len(self._holders) > MAX_CALLERS:
-                    self.refuse(caller, "too_many_connections", f"callers: limit {MAX_CALLERS}")
+                elif len(self._holders) >= MAX_HOLDERS:
+                    self.refuse(caller, "too_many_connections", f"holders: limit {MAX_HOLDERS}")
                 else:
                     tasks.create_task(self._answer(caller))
 

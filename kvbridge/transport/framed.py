@@ -70,6 +70,7 @@ class Connection(Generic[Heard, Said]):
         connected.setblocking(False)
         self.pid, self.uid, self.gid = credentials_of(connected)
         self.why = ""
+        self.silent_since = asyncio.get_running_loop().time()  # when its last whole message was taken, or it came
         self._socket = connected
         self._fd = connected.fileno()
         self._loop = asyncio.get_running_loop()
@@ -115,6 +116,7 @@ class Connection(Generic[Heard, Said]):
         """
         while not self._is_over:
             if found := self._reader.next():
+                self.silent_since = self._loop.time()
                 return found
             if self._is_drained:
                 await self._readable()

@@ -13,7 +13,7 @@ from .framed import Connection
 from .lock import Lock
 from .unix import Server
 
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 64  # besides the engine's
 
 
 class LocalServer(Server["LocalConnection"]):
@@ -26,13 +26,18 @@ class LocalServer(Server["LocalConnection"]):
     def connection(self, accepted: socket.socket) -> LocalConnection:
         return LocalConnection(accepted, self._limits, self.open)
 
+    def is_kept(self, connection: LocalConnection) -> bool:
+        return connection.is_engine
+
 
 class LocalConnection(Connection[ToAgent, ToEngine]):
     """One engine (or command) on the socket.
 
     Only `close` closes our end, whatever the other does: an engine waits for our last message (`Detached`), or if that
-    does not come for the end of our process.
+    does not come for the end of our process. `is_engine` from its attachment until its memory is let go.
     """
+
+    is_engine = False
 
     def __init__(self, accepted: socket.socket, limits: Limits, owner: set[LocalConnection]) -> None:
         super().__init__(accepted, ToAgent, limits, owner, last_word=Detached)

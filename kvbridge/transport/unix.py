@@ -1,4 +1,4 @@
-"""A unix socket that an agent listens on: the mode of its file, who is let in, and how many."""
+"""A unix socket that an agent listens on: the mode of its file, who is let in, and who makes room for the next."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def is_allowed(uid: int, allowed_uids: frozenset[int]) -> bool:
 
 
 class Server(ABC, Generic[C]):
-    """Listens at `path` for `most` connections of these users. Use as `async with`, then `accept` until cancelled.
+    """Listens at `path` for these users. Use as `async with`, then `accept` until cancelled.
+
+    Any of them may open many connections and say nothing. So at most `most` are open that are not kept (`is_kept`), and
+    the one that has been silent for longest makes room for the next.
 
     An existing socket is replaced: we hold the agent's lock, so it is a dead agent's. Raises OperatorError on entry.
     """
@@ -46,6 +49,10 @@ class Server(ABC, Generic[C]):
     @abstractmethod
     def connection(self, accepted: socket.socket) -> C:
         """A connection over this socket, added to `open`."""
+
+    @abstractmethod
+    def is_kept(self, connection: C) -> bool:
+        """Whether it makes room for no other."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -79,10 +86,17 @@ class Server(ABC, Generic[C]):
             connection = self.connection(accepted)
             if not is_allowed(connection.uid, self._allowed):
                 self.refuse(connection, "uid_not_allowed", f"uid: yours {connection.uid}, allowed {set(self._allowed)}")
-            elif len(self.open) > self._most:
-                self.refuse(connection, "too_many_connections", f"connections: limit {self._most}")
             else:
+                self._make_room(connection)
                 return connection
+
+    def _make_room(self, newest: C) -> None:
+        others = [each for each in self.open if each is not newest and not self.is_kept(each)]
+        if len(others) >= self._most:
+            longest = min(others, key=lambda each: each.silent_since)
+            reason = f"connections: limit {self._most}, and this one was silent for longest"
+            self.refuse(longest, "too_many_connections", reason)
+            longest.shut()
 
     def refuse(self, connection: C, code: str, reason: str) -> None:
         """Tell it why, and close it."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from kvbridge_proto.codec import decode, encode
+from kvbridge_proto.engine import Refused
 from kvbridge_proto.peer import Cancel, Claim, Drained, Refuse
 from kvbridge_proto.status import PeerStatus, TransferStatus
 
@@ -22,9 +25,12 @@ from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.exchange.orders import Dropped, Malformed
 from kvbridge.exchange.session import Session, hello
 from kvbridge.geometry.compat import Convertible
+from kvbridge.transport.local import MAX_CONNECTIONS
+from tests.integration.agent.harness import Client, agent, attached
 from tests.integration.agent.player import welcomed
 from tests.integration.agent.test_agent_names import Fetching
 from tests.integration.fuzz.agents import Besieged
+from tests.support.nursery import kvbridge
 from tests.unit.exchange.world import World
 from tests.unit.proto.samples import NOTICE
 
@@ -60,6 +66,20 @@ def test_a_name_that_is_a_line_of_its_own_forges_no_line() -> None:
     except ValueError:
         fault = logging.LogRecord("kvbridge", logging.ERROR, "", 0, "failed", (), sys.exc_info())
     assert len(PlainFormatter().format(fault).splitlines()) > 3
+
+
+def test_connections_that_say_nothing_keep_neither_an_engine_nor_a_probe_out(tmp_path: Path) -> None:
+    def crowd() -> list[Client]:
+        return [stack.enter_context(contextlib.closing(Client(running.socket))) for _ in range(2 * MAX_CONNECTIONS)]
+
+    with agent(tmp_path, "a") as running, contextlib.ExitStack() as stack:
+        first = crowd()
+        with attached(running):
+            crowd()
+            probed = kvbridge("status", "--probe", "--socket", running.socket)
+            assert probed.returncode == 0, probed.stderr
+            assert running.status.engine is not None
+        assert first[0].wait(Refused).code == "too_many_connections"
 
 
 def test_a_notice_that_is_larger_than_any_is_not_unpacked() -> None:

@@ -22,7 +22,7 @@ from kvbridge.errors import OperatorError
 from kvbridge.transport.local import MAX_CONNECTIONS, LocalServer
 from kvbridge.transport.unix import is_allowed
 from tests.integration.adapters.fake_agent import squatter
-from tests.integration.transport.ends import NEEDS_ROOT, heard_by, meet, polled, served
+from tests.integration.transport.ends import NEEDS_ROOT, heard_by, join, meet, polled, served
 
 SERVE = """
 import asyncio, os, sys
@@ -224,13 +224,18 @@ def test_an_engine_says_nothing_to_a_foreign_user_who_listens_in_its_agents_plac
     assert not client.reconnect() and not client.is_foreign  # nobody listens
 
 
-async def test_bounds_how_many_connect(server: LocalServer, path: Path) -> None:
-    ends = [await meet(server) for _ in range(MAX_CONNECTIONS)]
-    one_more = EngineClient(path)
-    assert one_more.connect(1)
-    accepting = asyncio.create_task(server.accept())
-    (refused,) = await polled(one_more)
+async def test_who_was_silent_for_longest_makes_room_and_the_engine_never(server: LocalServer) -> None:
+    engine, silent, speaker = await join(server), await join(server), await join(server)
+    engine[1].is_engine = True
+    for _ in range(MAX_CONNECTIONS - 2):
+        await meet(server)
+    speaker[0].send(StatusQuery())
+    assert await speaker[1].receive() is not None
+    newest = await meet(server)
+    (refused,) = await polled(silent[0])
     assert isinstance(refused, Refused) and refused.code == "too_many_connections"
-    ends.pop()[1].close()
-    assert EngineClient(path).connect(1)
-    assert not (await accepting).is_closed
+    assert silent[1].is_closed and not engine[1].is_closed and not speaker[1].is_closed
+    for _ in range(MAX_CONNECTIONS):
+        newest = await meet(server)
+    assert len(server.open) == MAX_CONNECTIONS + 1 and speaker[1].is_closed
+    assert not engine[1].is_closed and not newest[1].is_closed
