@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 import uvloop
 from kvbridge_proto.common import AgentCard
-from kvbridge_proto.status import SlotCounts, Status
+from kvbridge_proto.status import STILL_S, SlotCounts, Status
 from msgspec import structs
 from prometheus_client import disable_created_metrics
 
@@ -77,6 +77,7 @@ log = logging.getLogger("kvbridge.agent")
 
 TICK_S = 0.02
 IDLE_TICK_S = 0.25
+LOOP_STILL_S = 10.0  # after so long without a tick the event loop is taken for hung
 STATES = (SessionState.NEW, SessionState.GREETING, SessionState.OPEN)  # of sessions that we have dialled
 # The loop and the data plane share the interpreter. With Python's default each waits up to 5 ms for the other.
 SWITCH_S = 0.0002
@@ -127,7 +128,7 @@ class Agent:
         self.journal = Journal(clock)
         self._supervisor = supervisor or Supervisor(None)
         self.state = "starting"
-        self._started = clock()
+        self._started = self._ticked_at = clock()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -224,7 +225,7 @@ class Agent:
         stack.callback(self.rebuilder.close)
         if config.metrics:
             check_metrics(config.metrics, allow_wildcard=config.allow_wildcard)
-            stack.callback(self.metrics.serve(config.metrics))
+            stack.callback(self.metrics.serve(config.metrics, self._why_ill))
 
     def _arm(self) -> None:
         """Arm failpoints from the environment, and warn of them in the log and the metrics."""
@@ -352,6 +353,16 @@ class Agent:
     def _still_s(self) -> float:
         return min(DAY_S, self.data_plane.still_s)
 
+    def _why_ill(self) -> str:
+        """Why a restart would help: the data thread or the loop hangs; or "". Called on other threads."""
+        for what, still_s, most_s in (
+            ("data thread", self._still_s(), STILL_S),
+            ("event loop", self._clock() - self._ticked_at, LOOP_STILL_S),
+        ):
+            if still_s > most_s:
+                return f"the {what} has not come round for {still_s:.0f} s"
+        return "" if self.state != "starting" else "the agent does not serve yet"
+
     def _look_back(self, record: RequestRecord) -> None:
         """Record a request that has ended."""
         self.metrics.request_ended(record)
@@ -391,7 +402,8 @@ class Agent:
             )
             at = self._clock() + (TICK_S if is_busy else IDLE_TICK_S)
             await asyncio.sleep(at - self._clock())
-            self.tick(self._clock() - at)
+            self._ticked_at = self._clock()
+            self.tick(self._ticked_at - at)
 
     def tick(self, late_s: float) -> None:
         """Act on deadlines. The loop stood still for `late_s`: what peers sent meanwhile has not been read yet."""

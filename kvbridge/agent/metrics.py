@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from kvbridge_proto.status import SlotCounts, Traits
 from msgspec import structs
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -53,6 +53,7 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
         Gauge("kvbridge_build_info", "1", ["version"], registry=registry).labels(version("kvbridge")).set(1)
         self._codes = set(CAUSES)  # codes from peers cannot crowd these out
         self._here: dict[str, Counter] = {}
@@ -156,15 +157,15 @@ class Metrics:
         for each in said:
             self._failpoints.labels(each).inc()
 
-    def serve(self, address: str) -> Callable[[], None]:
+    def serve(self, address: str, why_ill: Callable[[], str]) -> Callable[[], None]:
         """Serve on `host:port`. Returns a function that stops it. Raises OperatorError."""
-        return scraping.serve(self.registry, address)
+        return scraping.serve(self.registry, why_ill, address)
 
     def values(self) -> dict[str, float]:
-        """All counters, for `kvbridge status`."""
+        """All counters of ours, for `kvbridge status`."""
         found = {}
         for family in self.registry.collect():
-            if family.type == "counter":
+            if family.type == "counter" and family.name.startswith("kvbridge_"):
                 for sample in family.samples:
                     if sample.name.endswith("_total"):
                         labels = ",".join(f"{k}={v}" for k, v in sample.labels.items())

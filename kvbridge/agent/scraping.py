@@ -1,4 +1,4 @@
-"""Serves the metrics over HTTP. Anybody who reaches the port may connect, so connections are few and short.
+"""Serves /metrics and /healthz over HTTP. Anybody who reaches the port may connect: connections are few and short.
 
 Its own threads answer; the loop is not involved.
 """
@@ -29,10 +29,16 @@ AT_ONCE = 16
 REQUEST_S = 5.0  # for a whole connection; Prometheus itself waits 10 s by default
 POLL_S = 0.5
 KEPT_S = 1.0
+PLAIN = "text/plain; charset=utf-8"
 
 
-def serve(registry: CollectorRegistry, address: str, request_s: float = REQUEST_S) -> Callable[[], None]:
-    """Answer on `host:port`. Returns a function that stops it. Raises OperatorError."""
+def serve(
+    registry: CollectorRegistry, why_ill: Callable[[], str], address: str, request_s: float = REQUEST_S
+) -> Callable[[], None]:
+    """Answer on `host:port`. Returns a function that stops it. Raises OperatorError.
+
+    `why_ill` says why the agent needs a restart, or "". It is called on other threads.
+    """
     host, _, port = address.rpartition(":")
     try:
         family, _, _, _, place = socket.getaddrinfo(
@@ -41,7 +47,7 @@ def serve(registry: CollectorRegistry, address: str, request_s: float = REQUEST_
         server = _server(family)((str(place[0]), int(port)), request_s)
     except (OSError, ValueError, OverflowError) as error:
         raise OperatorError("metrics_address", f"metrics: cannot serve on {address}: {error}") from None
-    server.set_app(Page(registry))
+    server.set_app(Pages(registry, why_ill))
     thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="kvbridge-metrics", daemon=True)
     thread.start()
 
@@ -53,25 +59,34 @@ def serve(registry: CollectorRegistry, address: str, request_s: float = REQUEST_
     return stop
 
 
-class Page:
-    """The page of metrics. One thread makes it, at most once in KEPT_S; others wait for it.
+class Pages:
+    """The pages that are served. One thread makes that of the metrics, at most once in KEPT_S; others wait for it.
 
     Making it holds the interpreter for more than a millisecond, and the loop and the data plane wait for that.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, why_ill: Callable[[], str]) -> None:
         self._registry = registry
+        self._why_ill = why_ill
         self._encode, self._kind = choose_encoder("")
         self._making = threading.Lock()
         self._text = b""
         self._ends = float("-inf")
 
-    def __call__(self, _: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
-        text = self.text()
-        start_response("200 OK", [("Content-Type", self._kind), ("Content-Length", str(len(text)))])
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
+        status, kind, text = "200 OK", PLAIN, b"ok\n"
+        match environ["PATH_INFO"]:
+            case "/metrics":
+                kind, text = self._kind, self.metrics()
+            case "/healthz":
+                if why := self._why_ill():
+                    status, text = "503 Service Unavailable", f"{why}\n".encode()
+            case _:
+                status, text = "404 Not Found", b"here are /metrics and /healthz\n"
+        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(text)))])
         return [text]
 
-    def text(self) -> bytes:
+    def metrics(self) -> bytes:
         with self._making:
             if time.monotonic() >= self._ends:
                 self._text = self._encode(self._registry)
@@ -91,9 +106,10 @@ class _Request(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """One thread per connection, AT_ONCE at most. Further connections are closed, and so are those that take too long.
+    """One thread per connection, AT_ONCE at most. For one more the oldest is cut off. So are those that take too long.
 
-    A socket timeout would not do: a client that sends a byte now and then never runs into it.
+    So silent connections keep nobody out. A socket timeout would not do: a client that sends a byte now and then never
+    runs into it.
     """
 
     daemon_threads = True
@@ -103,11 +119,15 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._request_s = request_s
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}  # and when each is cut off
+        self._ending: set[socket.socket] = set()  # cut off; their threads are about to close them
         super().__init__(place, _Request)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            has_space = len(self._open) < AT_ONCE
+            is_full = len(self._open) >= AT_ONCE
+            has_space = not is_full or len(self._ending) < AT_ONCE
+            if is_full and has_space:
+                self._end(next(iter(self._open)))
             if has_space:
                 self._open[request] = time.monotonic() + self._request_s
         if has_space:
@@ -116,8 +136,9 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:  # or `_cut` could hit a new connection with this descriptor
+        with self._lock:  # or `_end` could hit a new connection with this descriptor
             self._open.pop(request, None)
+            self._ending.discard(request)
             super().shutdown_request(request)
 
     def service_actions(self) -> None:
@@ -129,12 +150,16 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._cut(float("inf"))
 
     def _cut(self, now: float) -> None:
-        """Shut down late connections. The thread that serves one reads its end, and closes it."""
         with self._lock:
-            for request, ends in self._open.items():
-                if now > ends:
-                    with contextlib.suppress(OSError):
-                        request.shutdown(socket.SHUT_RDWR)
+            for request in [request for request, ends in self._open.items() if now > ends]:
+                self._end(request)
+
+    def _end(self, request: socket.socket) -> None:
+        """Shut it down. The thread that serves it reads its end, and closes it."""
+        self._ending.add(request)
+        del self._open[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a request for metrics failed: %s", client_address, exc_info=True)
+        log.debug("a request to the metrics port failed: %s", client_address, exc_info=True)

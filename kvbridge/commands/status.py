@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import msgspec
 from kvbridge_proto.pool import Pool
 from kvbridge_proto.status import (
+    STILL_S,
     PeerStatus,
     SlotCounts,
     Status,
@@ -32,7 +33,6 @@ from .console import stdout
 
 LABELS = "kvbridge/"  # before the name of each label
 WATCH_S = 1.0
-STILL_S = 5.0  # a healthy data thread comes round every second
 ROWS = 100  # at most, per section: nobody reads more, and rich needs a second for a thousand
 
 

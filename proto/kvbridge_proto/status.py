@@ -12,6 +12,7 @@ from .pool import Count, Name, Pool
 MAX_ENTRIES = 2048  # of a trace in one answer
 MAX_ERRORS = 16
 MAX_ERROR_TEXT = 512
+STILL_S = 5.0  # after so long without a round a data thread is taken for hung
 
 
 class StatusQuery(Struct, frozen=True, kw_only=True, tag="status?"):

@@ -8,19 +8,25 @@ import signal
 import socket
 import struct
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from kvbridge_proto.status import STILL_S
 
+from demo.processes import free_port
+from kvbridge.agent.daemon import LOOP_STILL_S
 from kvbridge.agent.supervisor import CHECKS
-from kvbridge.commands.status import STILL_S
 from kvbridge.config import supervision
 from kvbridge.options import Supervision
-from tests.integration.agent.harness import AgentProcess, agent
+from tests.integration.agent.harness import AgentProcess, OracleEngine, agent
 from tests.integration.dataplane.test_stuck import LONGER_S, paused
 from tests.support.nursery import kvbridge
+from tests.support.oracle import Shape, build
+from tests.support.waiting import wait_for
 
 WATCHDOG_S = 2.0
 CREDENTIALS = struct.Struct("3i")
@@ -96,20 +102,47 @@ def test_says_nothing_while_its_data_thread_stands_still(
     assert sender.status.state == "serving"  # its loop is well
 
 
-def test_the_probe_of_pods_fails_while_its_data_thread_stands_still_and_passes_after(
+def healthz(place: str) -> tuple[int, str]:
+    """What a probe of Kubernetes is answered."""
+    try:
+        with urllib.request.urlopen(f"http://{place}/healthz", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_probes_fail_while_the_data_thread_stands_still_and_pass_after(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = paused(tmp_path, stack, monkeypatch, STILL_S + 4).agent
+    place = f"127.0.0.1:{free_port()}"
+    running = paused(tmp_path, stack, monkeypatch, STILL_S + 5, metrics=place).agent
     asked = lambda: kvbridge("status", "--probe", "--socket", running.socket)  # noqa: E731
-    assert asked().returncode == 0  # not yet
+    assert asked().returncode == 0 and healthz(place) == (200, "ok\n")  # not yet
     while running.status.still_s <= STILL_S:
         time.sleep(0.1)
+    code, said = healthz(place)
+    assert code == 503 and said.startswith("the data thread has not come round for ")
     told = asked()
     assert told.returncode == 1 and told.stderr.startswith(
         f"kvbridge status: data_plane_stuck: {running.socket}: the data thread has not come round for "
     )
-    time.sleep(4)
+    wait_for(lambda: healthz(place)[0] == 200, 30)
     assert (asked().returncode, running.status.state) == (0, "serving")
+
+
+def test_the_probe_fails_while_the_event_loop_stands_still_and_passes_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBRIDGE_FAILPOINTS", f"sender.offer_heard=pause:{LOOP_STILL_S + 4}")
+    place = f"127.0.0.1:{free_port()}"
+    with agent(tmp_path, "a", metrics=place) as running, closing(OracleEngine(running, build(Shape("nhd")))) as engine:
+        engine.attach()
+        assert healthz(place) == (200, "ok\n")
+        engine.offer("r", [5], 16)
+        wait_for(lambda: healthz(place)[0] == 503, LOOP_STILL_S + 10)
+        assert healthz(place)[1].startswith("the event loop has not come round for ")
+        wait_for(lambda: healthz(place)[0] == 200, 30)
+        assert running.status.state == "serving"
 
 
 def test_ends_with_where_each_thread_stood(tmp_path: Path, systemd: Systemd) -> None:

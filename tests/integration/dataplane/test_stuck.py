@@ -26,10 +26,12 @@ AT = "sender.gather_begun"
 LONGER_S, SHORTER_S = 60.0, STUCK_S / 2
 
 
-def paused(folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, pause_s: float) -> OracleEngine:
+def paused(
+    folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, pause_s: float, **options: object
+) -> OracleEngine:
     """A sender whose agent's data plane has just begun to stand still for so long, over its engine's memory."""
     monkeypatch.setenv("KVBRIDGE_FAILPOINTS", f"{AT}=pause:{pause_s}")
-    bench = Bench(folder, stack, routes="nixl", p={"module": IMPATIENT, "drain_s": 0})
+    bench = Bench(folder, stack, routes="nixl", p={"module": IMPATIENT, "drain_s": 0, **options})
     bench.offer("r", [5], 16)
     bench.want("r", [6], range(16))
     wait_for(lambda: f"failpoint {AT}" in bench.sender.agent.text())
