@@ -1,26 +1,23 @@
-"""kubectl builds each overlay, Kubernetes' schemas accept it, and its agent starts as the pod says."""
+"""kubectl builds each overlay, Kubernetes' schemas accept it, and its pods start, carry and are probed."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
-import time
-from collections.abc import Callable
+import tomllib
+from contextlib import ExitStack
 from functools import cache
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvbridge.config import load
-from kvbridge.local_agents import ask
 from kvbridge.transport.keys import write_pair
-from tests.integration.agent.harness import START_S
-from tests.support.nursery import kvbridge
+from tests.support.pods import START_S, Pod, node, why_not
 
 ROOT = Path(__file__).parents[2]
 PODMONITOR = ROOT / ".podmonitor/node_modules"
@@ -30,8 +27,7 @@ OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kusto
 VERSIONS = ("1.34", "1.37")  # the oldest with resource.k8s.io/v1, and the newest that the validator knows
 OURS = ("prefill", "decode")
 OF_OPERATORS = "monitoring.coreos.com/v1"  # not Kubernetes' own: pod_monitor_faults has its schema
-COMMAND = (sys.executable, "-m", "kvbridge.cli")
-LOOPBACK = f"127.{os.getpid() >> 8 & 255}.{os.getpid() & 255}.9"  # of this test alone: its ports are the pod's
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (constraints.txt)")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="not installed (constraints.txt)")
@@ -103,7 +99,7 @@ def test_the_operators_schema_sees_a_wrong_value() -> None:
 
 def test_the_schemas_see_a_wrong_field() -> None:
     wrong = json.loads(json.dumps(named("vllm", "Deployment", "prefill")))
-    wrong["spec"]["template"]["spec"]["initContainers"][1]["restartPolicies"] = "Always"
+    wrong["spec"]["template"]["spec"]["initContainers"][0]["restartPolicies"] = "Always"
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, VERSIONS[0], strict=True)
 
@@ -163,44 +159,53 @@ def test_the_router_is_started_as_it_was_tested(overlay: str) -> None:
     assert said.replace("python3", "python") in tested.splitlines()
 
 
-@pytest.fixture
-def inside(tmp_path: Path) -> Callable[[str], str]:
-    """Paths of the pod as paths of this test. The volume is as the kubelet makes one: anybody may write it."""
-    volume = tmp_path / "run"
-    volume.mkdir()
-    volume.chmod(0o2777)
-    places = {"/run/kvbridge": str(volume), "/etc/kvbridge-key": str(tmp_path), "/etc/kvbridge": str(tmp_path)}
-
-    def found(text: str) -> str:
-        for place, path in places.items():
-            text = text.replace(place, path)
-        return text
-
-    return found
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("role", OURS)
+def test_nothing_has_to_run_before_the_agent(overlay: str, role: str) -> None:
+    """kustomize puts what a patch names before all others, whatever the order of the base."""
+    first, *others = pod(overlay, role)["spec"]["initContainers"]
+    assert first["name"] == "agent" and not others
 
 
-def test_an_agent_starts_as_the_pod_says_and_the_probe_tells(tmp_path: Path, inside: Callable[[str], str]) -> None:
-    sidecar, folder = container("vllm", "prefill", "agent"), container("vllm", "prefill", "folder")
-    subprocess.run([*map(inside, folder["command"])], check=True)
-    text = (KUBERNETES / "base/agent.toml").read_text()
-    assert '"eth0"' in text
-    (tmp_path / "agent.toml").write_text(inside(text).replace('"eth0"', '"lo"'))
+def files_of(overlay: str, key: str) -> dict[str, dict[str, str]]:
+    """The files of each ConfigMap of an overlay, and of the Secret that docs/kubernetes.md has made of a key."""
+    found = {each["metadata"]["name"]: each["data"] for each in built(overlay) if each["kind"] == "ConfigMap"}
+    return {**found, "kvbridge-key": {"fleet.key": key}}
+
+
+# Each component that patches the agent or its engine.
+@pytest.mark.timeout(6 * START_S)
+@pytest.mark.parametrize("overlay", ["vllm-device-plugin", "sglang"])
+def test_pods_start_in_the_manifests_order_carry_and_are_probed(overlay: str, tmp_path: Path) -> None:
+    """Real agents and engines that stand in, each container as its user, with its mounts, environment and command."""
+    if reason := why_not():
+        pytest.skip(reason)
     write_pair(tmp_path / "fleet.key")
-    program, *asked = map(inside, sidecar["livenessProbe"]["exec"]["command"])
-    assert program == "kvbridge"
-    probe = lambda: kvbridge(*asked)  # noqa: E731
-    assert probe().returncode == 1
-    said = {**os.environ, **environment(sidecar, LOOPBACK), "KVBRIDGE_DEVICE": "cpu"}
-    with (
-        (tmp_path / "log").open("wb") as log,
-        subprocess.Popen([*COMMAND, *map(inside, sidecar["args"])], env=said, stderr=log) as process,
-    ):
-        try:
-            end = time.monotonic() + START_S
-            while probe().returncode:
-                assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
-            status = ask(inside("/run/kvbridge/private/agent-0.sock"))
-            assert status.state == "serving" and status.agent.address.startswith(f"tcp://{LOOPBACK}:7700#")
-        finally:
-            process.kill()
-    assert probe().returncode == 1
+    files = files_of(overlay, (tmp_path / "fleet.key").read_text())
+    (options,) = [each["agent.toml"] for each in files.values() if "agent.toml" in each]
+    network = tomllib.loads(options)["dial"][0].rpartition(":")[0]
+    with node(f"{ip_network(network)[0]}/29") as between, ExitStack() as stack:
+        pods = {role: Pod(between, tmp_path / role, role, pod(overlay, role)["spec"], files) for role in OURS}
+        for each in pods.values():
+            stack.callback(each.close)
+            each.start()
+            assert [name for name in each.running if name != "pause"] == ["agent", "engine"]
+            assert all(each.passes(name, kind) for name in ("agent", "engine") for kind in PROBES)
+        engine = {role: f"http://{each.ip}:8000" for role, each in pods.items()}
+        _, address = between.asked(f"{engine['prefill']}/offer", 30, "")
+        assert address.startswith(f"tcp://{pods['prefill'].ip}:7700#")
+        assert between.asked(f"{engine['decode']}/want", 60, address) == (200, "Done"), pods["decode"].log("agent")
+        decode = pods["decode"]
+        metrics = f"http://{decode.ip}:9400"
+        assert "kvbridge_engine_attached 1.0" in between.asked(f"{metrics}/metrics", 5)[1]
+        decode.kill("agent")
+        assert not decode.passes("agent", "livenessProbe") and decode.passes("engine", "readinessProbe")
+        decode.start_container("agent")  # as a kubelet does; the volumes are as they were
+
+
+def test_the_kubelet_probes_the_address_at_which_the_agent_serves() -> None:
+    sidecar = container("vllm", "prefill", "agent")
+    ports = {each["name"]: each["containerPort"] for each in sidecar["ports"]}
+    for kind in ("startupProbe", "livenessProbe"):
+        asked = sidecar[kind]["httpGet"]
+        assert f"10.1.2.3:{ports[asked['port']]}" == load_of(sidecar).metrics and "host" not in asked

@@ -1,0 +1,76 @@
+"""Stands in for an engine in a pod: attaches where the engine's own command line and environment say.
+
+Over HTTP: GET /health, once it is attached; POST /offer, which answers its agent's address; POST /want with the address
+of an agent to fetch from, which answers "Done", or what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+from kvbridge_proto.engine import Attached
+
+from tests.integration.agent.harness import AgentProcess, OracleEngine
+from tests.support.nursery import Child
+from tests.support.oracle import Shape, build, fill, mismatch
+
+TABLE, TOKENS = [3, 4, 5, 6, 7, 8, 9, 10], 128
+
+
+def socket_of(arguments: str) -> Path:
+    """Where vLLM's connector, or SGLang's backend, would look for the agent of rank 0."""
+    found = re.search(r'"kvbridge_socket": "(.+?)"', arguments)
+    return Path((found[1] if found else os.environ["KVBRIDGE_ENGINE_SOCKET"]).replace("{rank}", "0"))
+
+
+class StandIn:
+    def __init__(self, arguments: str) -> None:
+        block_tokens = re.search(r"--block-size=(\d+)", arguments)
+        shape = Shape("nhd", block_tokens=int(block_tokens[1]) if block_tokens else 16)
+        socket = socket_of(arguments)
+        self.engine = OracleEngine(AgentProcess(Child(os.getpid()), socket, socket), build(shape))
+        assert isinstance(answer := self.engine.attach(), Attached), answer
+        self._table = TABLE[: TOKENS // shape.block_tokens]
+
+    def offer(self) -> str:
+        fill(self.engine.held, self._table, range(TOKENS))
+        self.engine.offer("r", self._table, TOKENS)
+        return self.engine.agent.address
+
+    def want(self, sender: str) -> str:
+        before = self.engine.held.copy()
+        self.engine.want("r", sender, self._table, range(TOKENS))
+        self.engine.done("r")
+        return mismatch(self.engine.held, before, self._table, range(TOKENS)) or "Done"
+
+
+def main() -> None:
+    engine = StandIn(json.dumps(sys.argv[1:]).replace('\\"', '"'))
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._say(200 if self.path == "/health" else 404, "")
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            try:
+                self._say(200, engine.offer() if self.path == "/offer" else engine.want(body))
+            except AssertionError as error:
+                self._say(500, str(error))
+
+        def _say(self, code: int, text: str) -> None:
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(text.encode())))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    HTTPServer(("0.0.0.0", 8000), Answers).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
