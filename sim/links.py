@@ -40,7 +40,7 @@ class SimLink(Numbered):
         self.is_heard = False  # the agent knows of it: it was dialled, or a message came over it
         self.peer: SimLink | None = None
         self.links = links
-        self._is_tail = False  # what is left of a link that this end gave up, or whose beginning was lost; not answered
+        self._is_tail = False  # what is left of a link that this end gave up, or whose beginning was lost
         self._after: SimLink | None = None  # our tail
         self._outbox: deque[Body] = deque()
         self._free_at = 0.0
@@ -127,6 +127,8 @@ class SimLink(Numbered):
         elif not self.is_heard:
             self._is_tail = True
             self.links.tell(Rejected(None, *fault))
+            if self.peer is not None:
+                self._carry(partial(self.peer.lose, "link_over"))
         elif self.is_dialled:
             self.lose(fault[0])
         else:

@@ -12,6 +12,7 @@ every call on it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 from collections import Counter, deque
@@ -20,7 +21,7 @@ from collections.abc import AsyncIterator, Callable
 import zmq
 from kvbridge_proto.codec import BadFrame, Decoder, Limits, encode
 from kvbridge_proto.common import OURS
-from kvbridge_proto.peer import Body, Envelope, Goodbye, Ping, Pong, Sessionless
+from kvbridge_proto.peer import LINK_OVER, Body, Envelope, Goodbye, Ping, Pong, Sessionless
 
 from ..errors import OperatorError, PeerError
 from ..states import PeerLinkEvent
@@ -379,20 +380,34 @@ class Control:
         return False
 
     def _greet(self, envelope: Envelope, identity: bytes, frame: zmq.Frame) -> None:
-        """An envelope without a link. Number 0 begins one; any other is the tail of a link that ended."""
+        """An envelope without a link. Number 0 begins one; any other is the tail of a link that we gave up."""
         link = Link(self, str(frame.get("Peer-Address")), identity, self._loop.time(), _key_of(frame))
         if fault := link.check(envelope):
-            return self._reject(None, *fault)
+            return self._turn_away(envelope, identity, *fault)
         if len(self._accepted) >= self.settings.max_links:
-            return self._reject(None, "too_many_links", f"links: limit {self.settings.max_links}")
+            return self._turn_away(envelope, identity, "too_many_links", f"links: limit {self.settings.max_links}")
         same = sum((other.key, other.address) == (link.key, link.address) for other in self._accepted.values())
         if same >= self.settings.max_links_of_one:
             text = f"links: {same} with {link.address}, limit {self.settings.max_links_of_one}"
-            return self._reject(None, "too_many_links", text)
+            return self._turn_away(envelope, identity, "too_many_links", text)
         assert self._router is not None
         self._accepted[identity] = link
         self._ports[link] = self._router
         self._heard(link, envelope)
+
+    def _turn_away(self, envelope: Envelope, identity: bytes, code: str, text: str) -> None:
+        """Say that there is no link by this connection, which ROUTER cannot close. Its peer may believe in one.
+
+        It was frozen, for instance, and we gave it up meanwhile. Without an answer it would wait for its `silence_s`.
+        """
+        assert self._router is not None
+        goodbye = Goodbye(reason=f"{code}: {text}")
+        answer = Envelope(
+            version=OURS.oldest, sender=self.incarnation, receiver=envelope.sender, number=LINK_OVER, body=goodbye
+        )
+        with contextlib.suppress(zmq.ZMQError):  # it is gone, or does not read
+            self._router.send([identity, encode(answer)])
+        self._reject(None, code, text)
 
     def _heard(self, link: Link, envelope: Envelope, *, by_pipe: bool = False) -> None:
         link.heard_at = self._loop.time()

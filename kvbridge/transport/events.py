@@ -57,7 +57,7 @@ class Lost:
     """A link ended. Reported once: nothing more comes from it, and what is sent on it is dropped.
 
     `code` is one of bad_address, peer_unreachable, too_many_links, peer_disconnected, peer_silent, peer_restarted,
-    peer_not_reading, messages_lost, frame_too_large, key_refused, key_revoked.
+    peer_not_reading, messages_lost, link_over, frame_too_large, key_refused, key_revoked.
     """
 
     link: Link

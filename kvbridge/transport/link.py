@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvbridge_proto.codec import encode
 from kvbridge_proto.common import OURS
-from kvbridge_proto.peer import Body, Envelope
+from kvbridge_proto.peer import LINK_OVER, Body, Envelope, Goodbye
 
 from ..states import PEER_LINK_TABLE, PeerLinkEvent, PeerLinkState
 from .framed import Connection
@@ -30,6 +30,8 @@ class Numbered:
 
     def check(self, envelope: Envelope) -> tuple[str, str] | None:
         """Count an envelope in. Returns code and reason if it ends the link instead."""
+        if envelope.number == LINK_OVER and isinstance(envelope.body, Goodbye):
+            return "link_over", f"the other agent has ended this link: {envelope.body.reason}"
         if self.peer_incarnation and envelope.sender != self.peer_incarnation:
             return "peer_restarted", f"incarnation: was {self.peer_incarnation}, now {envelope.sender}"
         if envelope.number != self._expected:

@@ -21,6 +21,7 @@ Route = Literal["pull", "direct", "nixl", "host"]
 PROBE_LANES = 64
 MAX_HOLD_RENDEZVOUS = 1024  # in one message
 MAX_SUMS = 1024  # in one message
+LINK_OVER = 1 << 40  # the number of a Goodbye that ends its link, whatever number comes next
 
 
 class FabricCard(Struct, frozen=True, kw_only=True):
@@ -289,7 +290,10 @@ class Pong(Struct, frozen=True, kw_only=True, tag="pong"):
 
 
 class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
-    """I am stopping, my engine left, or I give the session up: it ends here."""
+    """I am stopping, my engine left, or I give the session up: it ends here.
+
+    Under the number LINK_OVER: I have no link by this connection (any more). Dial again for a new one.
+    """
 
     reason: Annotated[str, Meta(max_length=1024)] = ""
 

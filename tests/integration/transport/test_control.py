@@ -12,7 +12,7 @@ from kvbridge_proto.peer import Cancel, Drained, Goodbye
 
 from demo.processes import free_port
 from kvbridge.transport.control import Control
-from kvbridge.transport.events import Arrived, Lost, Settings
+from kvbridge.transport.events import Arrived, Lost, Rejected, Settings
 from tests.integration.transport.ears import LOOPBACK, QUICK, Ear, cancel, remote, two
 
 # What a link delivers:
@@ -139,6 +139,32 @@ async def test_a_stopped_peer_is_lost_by_its_silence(stopped_side: str) -> None:
             assert time.monotonic() - begin < Settings().silence_s
             os.kill(child.pid, signal.SIGCONT)  # its late messages are of a link that ended
             assert not link.send(cancel("late"))
+
+
+async def test_who_was_given_up_learns_it_from_the_answer_to_its_next_message() -> None:
+    """The listening side cannot close one connection. By silence the dialling side would learn it in a minute."""
+    async with two(settings=Settings(silence_s=60.0)) as (receiver, receiver_ear, sender, sender_ear):
+        link = receiver.dial(sender.address)
+        link.send(cancel("t"))
+        (await sender_ear.hear(Arrived)).link.close()
+        link.send(cancel("u"))
+        lost = await receiver_ear.loses("link_over", link)
+        assert "number: got 1, expected 0" in lost.reason
+        receiver.dial(sender.address).send(cancel("v"))
+        assert (await sender_ear.hear(Rejected)).code == "messages_lost"
+        assert (await sender_ear.hear(Arrived)).envelope.body == cancel("v")
+        assert len(sender.links) == len(receiver.links) == 1
+
+
+async def test_who_is_one_too_many_is_told_so_at_once() -> None:
+    few, patient = Settings(max_links=1), Settings(silence_s=60.0, connect_s=60.0)
+    async with two(settings=patient, of_sender=few) as (receiver, _, sender, sender_ear):
+        receiver.dial(sender.address).send(cancel("t"))
+        await sender_ear.hear(Arrived)
+        async with Control("another", settings=patient) as another:
+            link = another.dial(sender.address)
+            link.send(cancel("t"))
+            assert "too_many_links: links: limit 1" in (await Ear(another).loses("link_over", link)).reason
 
 
 async def test_our_own_absence_is_not_taken_for_the_peers_silence() -> None:

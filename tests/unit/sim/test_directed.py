@@ -69,8 +69,7 @@ def test_an_agent_that_lets_go_refuses_only_when_it_touches_nothing_more() -> No
 @pytest.mark.parametrize("speaker", ["the receiver", "the sender"])
 @pytest.mark.parametrize("kind", OF_MESSAGES)
 def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: FaultKind, speaker: str) -> None:
-    """The outgoing peers end hangs up; by what the incoming peers one says nothing more, the other one knows by the
-    silence."""
+    """The dialling end hangs up. The listening one cannot: it answers what comes next."""
     with prepared():
         scenario = replace(make(0), prefills=(1,), decodes=(1,), requests=(), faults=(Fault(9.0, kind, ()),))
         world = World(scenario)
@@ -90,7 +89,7 @@ def test_a_message_that_does_not_come_in_turn_ends_the_link_at_both_ends(kind: F
         says.send(Ping(number=3))
         world.clock.run(4.0)
         if speaker == "the receiver":
-            assert codes == {"p00": "messages_lost", "d00": "peer_silent"}
+            assert codes == {"p00": "messages_lost", "d00": "link_over"}
         else:
             assert codes == {"d00": "messages_lost", "p00": "peer_disconnected"}
         assert not world.processes["d00"].links.open and not world.processes["p00"].links.open
