@@ -69,6 +69,18 @@ class Decoder(Generic[T]):
         message: T = typed(unpack(frame, self._limits), self._kind)
         return message
 
+    def check(self, frame: bytes | bytearray | memoryview) -> None:
+        """For a frame of our own making, before it is sent: msgspec encodes fields that it would not decode.
+
+        Raises BadFrame with code `frame_too_large` or `message_invalid`.
+        """
+        if len(frame) > self._limits.frame_bytes:
+            raise BadFrame("frame_too_large", f"frame_bytes: got {len(frame)}, limit {self._limits.frame_bytes}")
+        try:
+            self._direct.decode(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadFrame("message_invalid", str(error)[:500]) from None
+
 
 def decode(frame: bytes | bytearray | memoryview, kind: type[T] | Any, limits: Limits = LIMITS) -> T:
     """One message, as by a `Decoder`. Keep a Decoder where many come: to look one up costs as much as a message."""

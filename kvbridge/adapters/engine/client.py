@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from kvbridge_proto.codec import LIMITS, BadFrame, Limits
+from kvbridge_proto.codec import LIMITS, BadFrame, Decoder, Limits, encode
 from kvbridge_proto.engine import (
     Abandon,
     Attach,
@@ -34,7 +34,7 @@ from kvbridge_proto.engine import (
     Want,
     Withdraw,
 )
-from kvbridge_proto.stream import FRAME_FDS, HEADER, MESSAGE_FDS, StreamReader, pack
+from kvbridge_proto.stream import FRAME_FDS, MESSAGE_FDS, StreamReader, framed, pack
 
 from ...errors import OperatorError
 from ...failpoints import failpoint
@@ -100,6 +100,7 @@ class EngineClient:
         self._is_hung_up = False  # nothing more is sent
         self._is_garbled = False  # what comes cannot be decoded any more
         self._reader: StreamReader[ToEngine] = StreamReader(ToEngine, limits)
+        self._decoder: Decoder[ToAgent] = Decoder(ToAgent, limits)
         self._unsent: deque[_Frame] = deque()
         self._unsent_bytes = 0
         self._moved_at = 0.0
@@ -182,18 +183,15 @@ class EngineClient:
         """Queue a message, with descriptors that the caller may close at once. Never blocks.
 
         False if it will not be sent; `why` gives the reason. Either the connection is lost, or no agent would take
-        this message (it cannot be encoded, is too large, has too many or bad descriptors) and the connection stays.
-        Descriptors that do not fit in one frame are sent with frames before it.
+        this message (`why_unfit`, too many or bad descriptors) and the connection stays. Descriptors that do not fit in
+        one frame are sent with frames before it.
         """
         if not self.is_connected:
             return False
         try:
-            frame = pack(message)
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:  # a lone surrogate is a ValueError
-            self.why = f"message: {type(message).__name__} cannot be encoded: {error}"
-            return False
-        if len(frame) - HEADER.size > self._limits.frame_bytes:
-            self.why = f"frame_bytes: got {len(frame) - HEADER.size}, limit {self._limits.frame_bytes}"
+            frame = framed(self._checked(message))
+        except BadFrame as error:
+            self.why = str(error)
             return False
         if self._unsent_bytes + len(frame) > self._unsent_limit:
             self.hang_up(f"unsent_bytes: limit {self._unsent_limit}: the agent does not read")
@@ -212,6 +210,27 @@ class EngineClient:
         self._flush()
         _pass_sent(message)
         return True
+
+    def why_unfit(self, message: ToAgent) -> str:
+        """Why no agent would take this message, or "". An agent would end the connection over it."""
+        try:
+            self._checked(message)
+        except BadFrame as error:
+            return str(error)
+        return ""
+
+    def _checked(self, message: ToAgent) -> bytes:
+        """The message, encoded. Raises BadFrame."""
+        try:
+            body = encode(message)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:  # a lone surrogate is a ValueError
+            reason = f"message: {type(message).__name__} cannot be encoded: {error}"
+            raise BadFrame("message_invalid", reason) from None
+        try:
+            self._decoder.check(body)
+        except BadFrame as error:
+            raise BadFrame(error.code, f"{type(message).__name__}: {error}") from None
+        return body
 
     def _queue(self, frame: bytes, fds: list[int]) -> None:
         self._unsent.append(_Frame(memoryview(frame), fds))

@@ -186,22 +186,34 @@ class Conversation:
     # To the agent:
 
     def share(self, ranks: Iterable[Rank]) -> None:
-        """Say where all ranks of our engine have their agents. Every agent that attaches later is told too."""
+        """Say where all ranks of our engine have their agents. Every agent that attaches later is told too.
+
+        Ranks that no agent would take are logged and dropped: told again at each attach, they would end each.
+        """
+        directory = Directory(ranks=tuple(ranks))
+        if why := self._link.why_unfit(directory):
+            return self._log.error("kvbridge: the agent is not told of our ranks: %s", why)
         with self._link.standing:
-            self._directory = Directory(ranks=tuple(ranks))
-            self._link.tell(self._directory)
+            self._directory = directory
+            self._link.tell(directory)
 
     def rescale(self, message: Rescale) -> bool:
         """Rows are written under these scales from here on. Every agent that attaches later is told too."""
         with self._link.standing:
             self._rescale = message
-            return self._link.tell(message)
+            if self._link.tell(message):
+                return True
+            if self._link.is_attached:  # it would go on under scales that hold no more
+                self.give_up(f"rescale {message.revision} not sent: {self._link.why_not}")
+            return False
 
     def decline(self, message: Decline) -> None:
         self._link.send(message)
 
     def expect(self, message: Expect) -> None:
         """A queued request will want this, until its `want` or `abandon`. Agents that attach later are told too."""
+        if self._link.why_unfit(message):
+            return  # its want cannot be sent either, and says why
         with self._link.standing:
             self._expected[message.request] = message
             self._link.tell(message)

@@ -176,6 +176,10 @@ class AgentLink:
             heard, self._heard = self._heard, []
             return heard
 
+    def why_unfit(self, message: ToAgent) -> str:
+        """Why no agent would take this message, or ""."""
+        return self._client.why_unfit(message)
+
     @property
     def is_all_sent(self) -> bool:
         """Whether everything queued has left this process."""
@@ -283,7 +287,8 @@ class AgentLink:
         self._was_attached, self._has_let_go, self._is_shared = True, False, attached.is_shared
         self._log.info("kvbridge: attached to %s at %s", attached.agent.name, self.address)
         for message in self._first():
-            self._client.send(message)
+            if not self._client.send(message):
+                return self._refused(f"what every agent must know cannot be sent: {self._client.why}")
 
     def _refused(self, why: str) -> None:
         """A refusal that will not pass by itself is logged once, and retried rarely."""

@@ -66,6 +66,17 @@ RANKS = (Rank(tp_rank=0, pp_rank=0, address="tcp://127.0.0.1:7700"),)
 SCALES = (Scales(0, "k", (0.5,)),)
 
 
+LONG = "tcp://" + "x" * 300
+UNFIT = [
+    replace(WANT, sender=LONG),
+    replace(WANT, sender=""),
+    replace(WANT, sender="tcp://\ud800:1"),
+    replace(WANT, end_token=1 << 70),
+    replace(WANT, deadline_s=1e9),
+    replace(WANT, blocks=(Blocks(0, 0, (-1,)),)),
+]
+
+
 class Talk:
     """A conversation, its agent, and the clock of both. `attach` stands for the engine's start without its thread."""
 
@@ -216,8 +227,47 @@ def test_a_want_that_no_message_holds_ends_and_the_other_side_need_not_hold_its_
 ) -> None:
     talk.engine.want(replace(WANT, blocks=(Blocks(0, 0, tuple(range(5000))),)))
     (ended,) = talk.engine.turn()
-    assert (ended.code, ended.reason[:11]) == ("not_sent", "frame_bytes")
+    assert (ended.code, ended.reason[:17]) == ("not_sent", "Want: frame_bytes")
     assert replace(agent.one(Want), request="r") == NOTHING
+
+
+@pytest.mark.parametrize("unfit", UNFIT, ids=range(len(UNFIT)))
+def test_what_an_agent_would_refuse_is_not_sent_and_harms_no_other_want(
+    talk: Talk, agent: FakeAgent, unfit: Want
+) -> None:
+    """A client may choose an address. The agent ended the connection over it, and everybody's fetches with it."""
+    talk.engine.want(replace(WANT, request="healthy"))
+    talk.engine.expect(replace(EXPECT, sender=unfit.sender))
+    talk.engine.want(unfit)
+    (ended,) = talk.engine.turn()
+    assert isinstance(ended, Ended) and (ended.request, ended.code) == ("r", "not_sent") and "Want" in ended.reason
+    agent.pump()  # decodes as an agent does
+    assert talk.link.is_attached and talk.engine.is_open("healthy")
+    agent.say(Done(request="healthy", moved_bytes=0, seconds=0))
+    assert talk.engine.turn() == [Ended("healthy", "want")]
+
+
+def test_ranks_that_an_agent_would_refuse_are_told_to_none(talk: Talk, agent: FakeAgent) -> None:
+    """They were told again at every attach, and ended each."""
+    talk.engine.share(RANKS)
+    talk.engine.share((replace(RANKS[0], address=LONG),))
+    agent.die()
+    assert talk.engine.turn() is not None
+    second = talk.attach()
+    assert second.one(Directory) == Directory(ranks=RANKS) and talk.link.is_attached
+
+
+def test_scales_that_cannot_be_sent_end_the_connection(talk: Talk, agent: FakeAgent) -> None:
+    """The agent would go on under scales that hold no more. Nor may one be attached that does not know them."""
+    assert not talk.engine.rescale(Rescale(revision=1, scales=(Scales(0, "k" * 100, (0.5,)),)))
+    assert not talk.link.is_attached
+    agent.die()
+    talk.engine.turn()
+    talk.clock.now += RETRY_S
+    second = FakeAgent(talk.path)
+    talk.engine.turn()
+    second.pump()
+    assert len(second.attaches) == 1 and talk.engine.turn() == [] and talk.engine.attached is None
 
 
 def test_an_offer_whose_next_piece_no_message_holds_is_withdrawn_and_ends_when_nobody_reads_it(
@@ -226,7 +276,7 @@ def test_an_offer_whose_next_piece_no_message_holds_is_withdrawn_and_ends_when_n
     talk.engine.offer(replace(OFFER, is_last=False))
     talk.engine.offer(replace(OFFER, blocks=(Blocks(0, 1, tuple(range(5000))),), is_last=False))
     assert talk.engine.turn() == [] and talk.engine.is_open("r")
-    assert agent.one(Withdraw).reason.startswith("not sent: frame_bytes")
+    assert agent.one(Withdraw).reason.startswith("not sent: Offer: frame_bytes")
     agent.say(Released(request="r", code="withdrawn"))
     assert talk.engine.turn() == [Ended("r", "offer", "withdrawn")]
     agent.take(Offer)
