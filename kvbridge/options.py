@@ -216,9 +216,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             """
             A multiple of 4096. Staging takes (receive_slots + send_slots + 2) * slot_bytes. That is 200 MiB of
             host memory without a GPU. On a GPU it is 1.25 GiB of its memory and, unless `routes` leaves out "host", as
-            much pinned host memory. An agent whose first route is "pull", with `share_memory`, makes it when the first
-            session needs it. If it only pulls, or is only pulled from, it never makes it. A chunk never exceeds the
-            smaller slot of the two agents. Larger slots suit fast links; more slots suit many requests at once. A slot
+            much pinned host memory. It is made at the start, before the agent counts as ready. Only an agent whose
+            `listen` and `dial` stay on loopback, with "pull" as its first route and `share_memory`, makes it when the
+            first session needs it: if it only pulls, or is only pulled from, never. A chunk never exceeds the smaller
+            slot of the two agents. Larger slots suit fast links; more slots suit many requests at once. A slot
             that a stalled peer may still write is quarantined until there is proof that it cannot be.
             """,
             sample=4 << 20,

@@ -282,7 +282,7 @@ class DataPlane:
     def _stage(self) -> Site:
         resources = self._at_work
         if resources.current is None:
-            began, card = time.monotonic(), resources.bare.fabric
+            card = resources.bare.fabric
             try:
                 with self._starting_threads():
                     resources.stage()
@@ -290,15 +290,6 @@ class DataPlane:
                 reason = f"staging: slots of {card.slot_bytes} bytes in {card.memory} cannot be made: {error}"
                 raise FabricError("no_staging", reason) from error
             self.send_orders.slots.make(resources.endpoint.send_slots.slots)
-            receive_slots, send_slots = resources.endpoint.receive_slots, resources.endpoint.send_slots
-            log.info(
-                "made slots: receive_slots=%d send_slots=%d slot_bytes=%d memory=%s s=%.3f",
-                receive_slots.slots,
-                send_slots.slots,
-                receive_slots.slot_bytes,
-                receive_slots.memory,
-                time.monotonic() - began,
-            )
         return resources.site
 
     def _switch(self, endpoints: StagingEndpoints) -> None:

@@ -1,10 +1,13 @@
 """The data plane's resources: a copier, slots, fabrics. The data plane's thread makes, owns and closes them.
 
-Slots and fabrics are made when the first peer needs them, or at the start if every peer will. `pull` needs none.
+Slots and fabrics are made at the start if every peer needs them, or if peers may be on other hosts: to make them takes
+seconds. Otherwise they are made when the first peer needs them. `pull` needs none.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,9 +23,12 @@ from ..device.staging import Span, Staging, check_slots
 from ..errors import FabricError, OperatorError
 from ..exchange.route import Site
 from ..options import AgentConfig
+from ..transport.endpoint import beyond_loopback
 from ..transport.fabric import Fabric
 from ..transport.fabric_nixl import NixlFabric
 from ..transport.lock import KERNEL
+
+log = logging.getLogger("kvbridge.data_plane")
 
 PULL: Route = "pull"
 SCRATCH_BYTES = 4 << 20
@@ -120,10 +126,21 @@ class Resources:
 
     def stage(self) -> None:
         """Make endpoints, if there are none. Raises OperatorError or FabricError."""
-        if self.current is None:
-            endpoints = self._make(0)
-            self.copier.make_room(endpoints.endpoint.receive_slots.slots + endpoints.endpoint.send_slots.slots)
-            self.current = endpoints
+        if self.current is not None:
+            return
+        began = time.monotonic()
+        endpoints = self._make(0)
+        receive_slots, send_slots = endpoints.endpoint.receive_slots, endpoints.endpoint.send_slots
+        self.copier.make_room(receive_slots.slots + send_slots.slots)
+        self.current = endpoints
+        log.info(
+            "made slots: receive_slots=%d send_slots=%d slot_bytes=%d memory=%s s=%.3f",
+            receive_slots.slots,
+            send_slots.slots,
+            receive_slots.slot_bytes,
+            receive_slots.memory,
+            time.monotonic() - began,
+        )
 
     def prepare(self) -> StagingEndpoints:
         """Make new endpoints, for `switch`. Raises FabricError, `rebuild_refused` if old ones keep too much memory."""
@@ -219,13 +236,20 @@ def open_resources(config: AgentConfig, incarnation: str) -> Resources:
         closing.callback(copier.close)  # closed before any memory that its streams may use
         make = partial(_endpoints, incarnation, config, size, gpu, copier)
         resources = Resources(copier, _bare(incarnation, config, size, copier), make, closing.pop_all())
-    if config.routes[0] != PULL or not config.share_memory:  # every peer will need slots
+    if _needs_slots(config):
         try:
             resources.stage()
         except BaseException:
             resources.close()
             raise
     return resources
+
+
+def _needs_slots(config: AgentConfig) -> bool:
+    """Whether every peer will need slots, or agents of other hosts may."""
+    if config.routes[0] != PULL or not config.share_memory:
+        return True
+    return set(config.routes) != {PULL} and bool(beyond_loopback(config.listen, config.advertise, config.dial))
 
 
 def _bare(incarnation: str, config: AgentConfig, size: StagingSize, copier: BlockCopier) -> Site:

@@ -10,6 +10,7 @@ import functools
 import ipaddress
 import re
 import socket
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from ..errors import OperatorError, PeerError
@@ -115,6 +116,13 @@ def is_local_place(place: str) -> bool:
         return ipaddress.ip_network(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def beyond_loopback(listen: str, advertise: str, places: Sequence[str]) -> list[str]:
+    """Which of these options let agents of other hosts be served or dialled, with their values. `places` are `dial`."""
+    served = {"listen": listen, "advertise": advertise or listen}
+    where = [f"{name}: {address}" for name, address in served.items() if not is_loopback(address)]
+    return where + [f"dial: {place}" for place in places if not is_local_place(place)]
 
 
 def place_of(endpoint: str) -> str:

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import OperatorError, PeerError
-from .endpoint import check_dialled, check_listened, check_place, is_local_place, is_loopback, is_place, place_of
+from .endpoint import (
+    beyond_loopback,
+    check_dialled,
+    check_listened,
+    check_place,
+    is_local_place,
+    is_loopback,
+    is_place,
+    place_of,
+)
 from .keys import Keys
 
 
@@ -64,10 +73,7 @@ class Trust:
         """
         if named or not self._is_guarded:
             return named or "lo"
-        served = {"listen": listen, "advertise": advertise or listen}
-        where = [f"{name}: {address}" for name, address in served.items() if not is_loopback(address)]
-        where += [f"dial: {place}" for place in self.places if not is_local_place(place)]
-        if where:
+        if where := beyond_loopback(listen, advertise, self.places):
             raise OperatorError(
                 "no_net_devices",
                 f"net_devices: got '', but other hosts are served or dialled ({where[0]}); name the network devices "

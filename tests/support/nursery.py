@@ -126,7 +126,7 @@ class PipedChild(Child):
 
 
 class Nursery:
-    """Forks processes of one Python. It runs inside a command, such as `ip netns exec`. Children get `environment`."""
+    """Forks processes of one Python. It runs inside a command, such as `nsenter`. Children get `environment`."""
 
     def __init__(
         self, python: str = sys.executable, within: Sequence[str] = (), environment: Mapping[str, str] | None = None

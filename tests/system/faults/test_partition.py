@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.support.hosts import DEVICE, NetworkPath, two_hosts, why_not
 from tests.support.nursery import Nursery
-from tests.system.faults.namespaces import Cable, cable, why_not
 from tests.system.faults.world import ROLES, Role, World
 
 # Longer than every limit in force: sessions are lost and writes are late.
@@ -20,23 +20,23 @@ BACKOFF_S = 6.0
 
 
 @pytest.fixture(scope="module")
-def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Cable]]:
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, NetworkPath]]:
     if reason := why_not():
-        pytest.skip(f"no packets were dropped: {reason}")
+        pytest.skip(reason)
     folder = tmp_path_factory.mktemp("partition")
     with ExitStack() as stack:
-        between = stack.enter_context(cable())
-        dial = ",".join(f"{address}:*" for address in between.addresses)
+        first, second, path = stack.enter_context(two_hosts(folder))
+        dial = ",".join(f"{host.address}:*" for host in (first, second))
         apart: dict[Role, tuple[Nursery, dict[str, str]]] = {}
-        for role, name, address in zip(ROLES, between.names, between.addresses, strict=True):
+        for role, host in zip(ROLES, (first, second), strict=True):
             # By shared memory, which UCX would take on one machine, no packet is dropped.
-            nursery = Nursery(within=("ip", "netns", "exec", name), environment={"UCX_TLS": "tcp"})
+            nursery = Nursery(within=host.beside, environment={"UCX_TLS": "tcp"})
             stack.callback(nursery.close)
             apart[role] = (
                 nursery,
                 {
-                    "listen": f"tcp://{address}:0",
-                    "net_devices": between.device,
+                    "listen": f"tcp://{host.address}:0",
+                    "net_devices": DEVICE,
                     "allow_unauthenticated": "true",
                     "dial": dial,
                 },
@@ -44,21 +44,21 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Ca
         world = World(folder, apart=apart)
         stack.callback(world.close)
         world.meet()
-        yield world, between
+        yield world, path
 
 
 @pytest.mark.parametrize("seconds", [SHORT_S, CUT_S])
-def test_dropped_packets_cost_requests_and_nothing_else(joined: tuple[World, Cable], seconds: float) -> None:
-    world, between = joined
+def test_dropped_packets_cost_requests_and_nothing_else(joined: tuple[World, NetworkPath], seconds: float) -> None:
+    world, path = joined
     world.receiver.ends.clear()
     world.begin(24, abandon=0.2)
     end = time.monotonic() + 10
     while not world.receiver.ends:
         world.receiver.hear(0.001)
         assert time.monotonic() < end, "nothing ends"
-    between.cut()
+    path.cut()
     time.sleep(seconds)
-    between.heal()
+    path.heal()
     for side in world.sides.values():
         side.stuck_s = seconds + BACKOFF_S
     world.finish()

@@ -1,0 +1,156 @@
+"""An agent and its engine on each of two hosts: what one offers, the other wants across the path between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from kvbridge_proto.status import Status
+
+from kvbridge.errors import OperatorError
+from kvbridge.local_agents import ask
+from kvbridge.transport.keys import write_pair
+from tests.support.hosts import DEVICE, Host, HostProcess, NetworkPath, two_hosts
+from tests.system.faults.engine import Job
+
+START_S = 60.0
+PORT = 7700
+
+
+class HostAgent(HostProcess):
+    """`kvbridge agent` on a host, which serves the other host and may dial it."""
+
+    def __init__(self, host: Host, **options: str) -> None:
+        self.socket, self.address = str(host.folder / "agent.sock"), ""
+        told = {"name": host.name, "socket": self.socket, "listen": f"tcp://{host.address}:{PORT}", "metrics": ""}
+        told |= {"device": "cpu", "net_devices": DEVICE, "dial": f"10.231.77.0/24:{PORT}", **options}
+        arguments = [part for name, value in told.items() for part in (f"--{name.replace('_', '-')}", value)]
+        super().__init__(host, host.folder / "agent.log", "kvbridge.cli", "agent", *arguments)
+
+    def status(self) -> Status | None:
+        try:
+            return ask(self.socket, 5.0)
+        except OperatorError:
+            return None
+
+    def wait_serving(self) -> Status:
+        end = time.monotonic() + START_S
+        while time.monotonic() < end and not self.is_dead():
+            if (status := self.status()) is not None and status.state == "serving":
+                self.address = status.agent.address
+                return status
+            time.sleep(0.02)
+        raise AssertionError(f"the agent does not serve:\n{self.tail()}")
+
+
+class HostEngine(HostProcess):
+    """`tests.system.faults.engine` on a host, beside its agent."""
+
+    def __init__(self, host: Host, role: str, **job: Any) -> None:
+        told = Job(role=role, socket=str(host.folder / "agent.sock"), name=f"kvbridge-{role}", **job)
+        super().__init__(
+            host, host.folder / "engine.log", "tests.system.faults.engine", msgspec.json.encode(told).decode()
+        )
+        assert self.stdout is not None
+        os.set_blocking(self.stdout.fileno(), False)
+        self._unread = b""
+        self.said: list[dict[str, Any]] = []
+
+    def tell(self, do: str, **more: Any) -> None:
+        assert self.stdin is not None
+        self.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
+        self.stdin.flush()
+
+    def hear(self, seconds: float = 0.0) -> None:
+        """Take in what it says within so long."""
+        assert self.stdout is not None
+        if select.select([self.stdout], [], [], seconds)[0]:
+            *lines, self._unread = (self._unread + (self.stdout.read() or b"")).split(b"\n")
+            self.said += [json.loads(line) for line in lines]
+        wrong = [each for each in self.said if each["event"] == "wrong"]
+        assert not wrong, f"{self.log}: {wrong[:3]}"
+
+    def wait_for(self, event: str, seconds: float = START_S) -> dict[str, Any]:
+        """The first such event; it is taken out."""
+        end = time.monotonic() + seconds
+        while not (found := [each for each in self.said if each["event"] == event]):
+            assert time.monotonic() < end, f"no {event} in {seconds} s: {self.said[-5:]}\n{self.tail()}"
+            assert not self.is_dead(), f"the engine died:\n{self.tail()}"
+            self.hear(0.1)
+        self.said.remove(found[0])
+        return found[0]
+
+
+class HostPair:
+    """A sender on the first host and a receiver on the second. Both agents have the same key."""
+
+    def __init__(self, stack: ExitStack, folder: Path, hosts: tuple[Host, Host], path: NetworkPath, **job: Any) -> None:
+        self.path = path
+        key = folder / "key"
+        write_pair(key)
+        self.agents = [HostAgent(host, key=str(key)) for host in hosts]
+        for agent in self.agents:
+            stack.callback(agent.end)
+        self.at_start = [agent.wait_serving() for agent in self.agents]
+        self.sender, self.receiver = (
+            HostEngine(host, role, **job) for host, role in zip(hosts, ("sender", "receiver"), strict=True)
+        )
+        for engine in (self.sender, self.receiver):
+            stack.callback(engine.kill)
+        for engine in (self.sender, self.receiver):
+            engine.wait_for("attached")
+        self._count = 0
+
+    def begin(self) -> None:
+        """Offer one more prompt on one side, and want it on the other."""
+        self._count += 1
+        self.sender.tell("run", first=self._count, count=1)
+        self.receiver.tell("run", first=self._count, count=1, sender=self.agents[0].address)
+
+    def request(self) -> dict[str, Any]:
+        """How a want ended, begun now with none before it."""
+        self.begin()
+        self.sender.wait_for("ended")
+        return self.receiver.wait_for("ended")
+
+    def seconds_to_success(self, most_s: float, every_s: float = 0.25) -> float:
+        """How long it takes until a want ends well, with one begun every so often."""
+        began = next_at = time.monotonic()
+        while time.monotonic() < began + most_s:
+            if time.monotonic() >= next_at:
+                next_at += every_s
+                self.begin()
+            if any(each["event"] == "ended" and not each["code"] for each in self._heard()):
+                return time.monotonic() - began
+        raise AssertionError(f"nothing ended well in {most_s} s:\n{self.agents[0].tail()}\n{self.agents[1].tail()}")
+
+    def keep_on(self, seconds: float, every_s: float = 0.25) -> None:
+        """Begin a want every so often, however they end."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.begin()
+            next_at = time.monotonic() + every_s
+            while time.monotonic() < next_at:
+                self._heard()
+
+    def _heard(self) -> list[dict[str, Any]]:
+        """What the receiver has said since it was last asked."""
+        self.sender.hear()
+        self.receiver.hear(0.02)
+        heard, self.receiver.said = self.receiver.said, []
+        self.sender.said.clear()
+        return heard
+
+
+@contextmanager
+def host_pair(folder: Path, **job: Any) -> Iterator[HostPair]:
+    with ExitStack() as stack:
+        first, second, path = stack.enter_context(two_hosts(folder))
+        yield HostPair(stack, folder, (first, second), path, **job)
