@@ -27,19 +27,26 @@ BOUND = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM); from
 class AgentProcess:
     """One `kvbridge agent`, which does not outlive us. `settings` are added to its environment."""
 
+    code = BOUND
+
     def __init__(
-        self, folder: Path, name: str, options: dict[str, str], settings: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        name: str,
+        options: dict[str, str],
+        settings: Mapping[str, str] | None = None,
+        log: str | None = None,
     ) -> None:
         self.name = name
         self.options = options
         self.socket = str(folder / f"{name}.sock")
-        self.log = folder / f"{name}.log"
+        self.log = folder / (log or f"{name}.log")
         said = {"name": name, "socket": self.socket, "listen": "tcp://127.0.0.1:0", "metrics": "", **options}
         flags = [part for option, value in said.items() for part in (flag_of(option), value)]
-        with self.log.open("wb") as log:
+        with self.log.open("wb") as output:
             told = ["env", *(f"{key}={value}" for key, value in (settings or {}).items())]
-            command = [*told, sys.executable, "-c", BOUND, "agent", *flags]
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            command = [*told, sys.executable, "-c", self.code, "agent", *flags]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT)
         self.address = ""
 
     def wait_serving(self) -> None:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from kvbridge_proto.engine import READERS_S
@@ -27,7 +27,7 @@ from kvbridge_proto.status import Status
 from kvbridge.exchange.leases import LEASE_S
 from kvbridge.loopback.job import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
-from kvbridge.loopback.processes import AgentProcess, EngineProcess, end
+from kvbridge.loopback.processes import BOUND, AgentProcess, EngineProcess, end
 from tests.integration.agent.harness import is_at_rest
 from tests.integration.agent.rank import CALM_S, GONE, SEEDS
 
@@ -64,6 +64,20 @@ class Scale:
         return Shape(name=f"{axes} {block_tokens}", axes=axes, block_tokens=block_tokens, blocks=blocks)
 
 
+class SpareAgent(AgentProcess):
+    """An agent that has imported all it needs and waits for `begin`. Its start would be most of a test that kills."""
+
+    code = f"import kvbridge.agent.daemon; input(); {BOUND}"
+
+    def begin(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+
+
+Started = TypeVar("Started", bound=AgentProcess)
+
+
 class Side:
     """An agent and the engine beside it; the agent may die and be started again, at the same address and socket."""
 
@@ -84,11 +98,16 @@ class Side:
         self.engine = EngineProcess(role, command, self._folder / f"{role}-engine.err")
         self._stack.callback(end, self.engine.process)
         self.said = ""  # by agents that are dead
-        self._start()
+        self._agents = 0
+        self.agent = self._started(AgentProcess)
+        self._spare: SpareAgent | None = None  # once one has died
 
-    def _start(self) -> None:
-        self.agent = AgentProcess(self._folder, self.role, self._options)
-        self._stack.callback(end, self.agent.process)
+    def _started(self, kind: type[Started]) -> Started:
+        """Each has a log of its own, which is still there when a test has failed."""
+        self._agents += 1
+        agent = kind(self._folder, self.role, self._options, log=f"{self.role}-{self._agents}.log")
+        self._stack.callback(end, agent.process)
+        return agent
 
     def attach(self) -> None:
         self.agent.wait_serving()
@@ -116,8 +135,10 @@ class Side:
         told = self.tell("gone")
         assert told["is_gone"], told
         self.said += self.agent.log.read_text()
-        self._start()
+        self.agent = successor = self._spare or self._started(SpareAgent)
+        successor.begin()
         self.attach()
+        self._spare = self._started(SpareAgent)
 
     @property
     def log(self) -> str:
