@@ -1,4 +1,4 @@
-"""How tests/system/gpu/cross_pairs.py evaluates its figures. Needs no engine and no GPU."""
+"""How scripts that drive pairs of engines on GPUs fit them to memory, and how figures are evaluated. No engines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.system.gpu import cross_pairs, sglang_pairs, vllm_pairs
 from tests.system.gpu.cross_pairs import FoundAcross, ratios
-from tests.system.gpu.pair_drive import DECODED, Voice, alike, apart, parting
+from tests.system.gpu.pair_drive import DECODED, Pair, Voice, alike, apart, parting
+from tests.system.gpu.pair_engines import ALONE, SGLang, Side
+from tests.system.gpu.pair_run import batches, sides_of
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
@@ -35,6 +38,33 @@ def test_engines_may_part_where_both_tokens_are_as_likely() -> None:
         assert parting(ours, own, 3, 0.25) == verdict
     assert apart([own], [saying(TOKENS, t3=-1.5, t90=-1.1)]) == pytest.approx(0.5)
     assert apart([own], [saying([7, *TOKENS[1:]], t3=-1.0)]) == 0
+
+
+ALONES = [SGLang("alone-1", (0,), role=ALONE), SGLang("alone-2", (0, 1), role=ALONE)]
+EQUAL_SGLANG = sides_of(sglang_pairs.pairs_of(2)[:1])
+EQUAL_BOTH = sides_of(cross_pairs.equal_pairs(False).values())
+
+
+@pytest.mark.parametrize(
+    ("pairs", "kept", "alone"),
+    [
+        (sglang_pairs.pairs_of(2), EQUAL_SGLANG, ALONES),
+        (cross_pairs.pairs_of(False), EQUAL_BOTH, ALONES[:1]),
+        (vllm_pairs.gpu_pairs(1), [], []),
+        (vllm_pairs.gpu_pairs(2), [], []),
+    ],
+)
+@pytest.mark.parametrize("per_gpu", [3, 5])  # 80 GB, 141 GB
+def test_no_batch_of_pairs_starts_more_servers_than_fit(
+    pairs: list[Pair], kept: list[Side], alone: list[Side], per_gpu: int
+) -> None:
+    found = batches(pairs, kept, alone, per_gpu)
+    assert [pair for batch in found for pair in batch] == pairs
+    for number, batch in enumerate(found):
+        up = {*kept, *(alone if number == 0 else ()), *sides_of(batch)}
+        for gpu in (0, 1):
+            assert sum(1 / len(side.gpus) for side in up if gpu in side.gpus) <= per_gpu, (number, up)
+    assert len(found) < len(pairs)
 
 
 def test_a_pair_is_held_against_the_faster_equal_pair() -> None:

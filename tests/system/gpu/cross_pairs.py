@@ -42,9 +42,9 @@ from typing import Any
 
 from tests.system.engines import weights
 from tests.system.engines.fleet import prompt
-from tests.system.gpu.pair_drive import TIE, Came, Drive, Pair, Voice, apart, side_by_side
+from tests.system.gpu.pair_drive import TIE, Came, Drive, Pair, apart, side_by_side
 from tests.system.gpu.pair_engines import ALONE, VLLM, RunningSGLang, RunningVLLM, SGLang, Side, handles_of
-from tests.system.gpu.pair_run import Found, Run, main
+from tests.system.gpu.pair_run import Found, Run, main, sides_of
 from tests.system.gpu.sglang_pairs import TIMES_S
 
 FEW = ("model.embed_tokens.weight", "model.layers.0.self_attn.qkv_proj.weight", "lm_head.weight")
@@ -168,24 +168,38 @@ class CrossRun(Run):
     )
 
     def every(self) -> list[Pair]:
+        self.digests: dict[str, dict[str, int]] = {}  # of the weights of every engine that was up
         return pairs_of(self.chosen.cpu)
 
     def kept(self) -> list[Side]:
         self.equal = equal_pairs(self.chosen.cpu)
-        self.alone = {"vllm": self.equal["vllm"].sender, "sglang": SGLang(ALONE, (0,), role=ALONE)}
-        return [*(side for pair in self.equal.values() for side in (pair.sender, pair.receiver)), self.alone["sglang"]]
+        return sides_of(self.equal.values())
 
-    def begin(self) -> None:
-        """On a CPU too: all must have the same weights."""
-        up = {name: running.digests() for name, running in self.start_all().items()}
-        self.weights = _same_weights(up)
+    def alone(self) -> list[Side]:
+        return [SGLang(ALONE, (0,), role=ALONE)]
+
+    def started(self) -> None:
+        """All engines must have the same weights."""
+        self.digests |= {name: each.digests() for name, each in self.up.items() if name not in self.digests}
+        self.weights = _same_weights(self.digests)
         print(f"{self.spent_s:6.1f} s  weights are the same: {self.weights}", flush=True)
         self.about["weights"] = {
             "same": self.weights,
-            "digests": {name: weights.digest(each) for name, each in up.items()},
-            "few": {name: {key: each.get(key) for key in FEW} for name, each in up.items()},
+            "digests": {name: weights.digest(each) for name, each in self.digests.items()},
+            "few": {name: {key: each.get(key) for key in FEW} for name, each in self.digests.items()},
         }
-        self._voices: dict[tuple[str, int], list[Voice]] = {}
+
+    def begin(self) -> None:
+        """What each kind of engine alone says to all prompts."""
+        alone = {"vllm": self.equal["vllm"].sender, "sglang": self.alone()[0]}
+        self.voices = {
+            (kind, length): [self.engines.get(side).voice(tokens) for tokens in self._prompts(length)]
+            for kind, side in alone.items()
+            for length in self.chosen.lengths
+        }
+
+    def _prompts(self, length: int) -> list[list[int]]:
+        return [prompt(length, seed=200 + number) for number in range(self.chosen.prompts)]
 
     def show(self, pair: Pair, found: FoundAcross) -> None:
         """First what must be so, then how long it takes: an equal pair that fails costs the times only."""
@@ -194,10 +208,9 @@ class CrossRun(Run):
         found.kv_rows = drive.compare_rows()
         found.route, found.handles = drive.receiver.route(drive.sender), handles_of(drive.sender, drive.receiver)
         for length in self.chosen.lengths:
-            prompts = [prompt(length, seed=200 + number) for number in range(self.chosen.prompts)]
-            own, other = (self._said_alone(kind, length, prompts) for kind in self._kinds(pair.receiver))
+            own, other = (self.voices[kind, length] for kind in self._kinds(pair.receiver))
             differ = apart(own, other)
-            said = drive.compare(prompts, max(TIE, 2 * differ), own, other)
+            said = drive.compare(self._prompts(length), max(TIE, 2 * differ), own, other)
             found.tokens[length] = f"{said}; alone apart {differ:.2f}"
         beside = {kind: CrossDrive(equal, self.engines) for kind, equal in self.equal.items()}
         found.against = {kind: [] for kind in beside}
@@ -212,13 +225,6 @@ class CrossRun(Run):
     def _kinds(receiver: Side) -> tuple[str, str]:
         """The receiver's first."""
         return ("vllm", "sglang") if isinstance(receiver, VLLM) else ("sglang", "vllm")
-
-    def _said_alone(self, kind: str, length: int, prompts: list[list[int]]) -> list[Voice]:
-        """What this engine says alone; asked once."""
-        if (kind, length) not in self._voices:
-            running = self.engines.get(self.alone[kind])
-            self._voices[kind, length] = [running.voice(tokens) for tokens in prompts]
-        return self._voices[kind, length]
 
     def print_row(self, found: FoundAcross, place: int) -> None:
         super().print_row(found, place)

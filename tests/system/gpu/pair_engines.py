@@ -265,9 +265,13 @@ class Engines:
         self.start(side)
         return self._up[side.name].result(START_S + AGENT_START_S)
 
-    def drop(self, side: Side) -> None:
+    def names(self) -> set[str]:
+        """Of those that are up, or start, or failed to."""
+        return set(self._up)
+
+    def drop(self, name: str) -> None:
         """End an engine that does not answer, or is not needed any more; its next use starts another."""
-        future = self._up.pop(side.name, None)
+        future = self._up.pop(name, None)
         if future is not None and future.done() and future.exception() is None:
             future.result().kill()
 

@@ -1,6 +1,7 @@
 """Shared by the scripts that drive pairs of engines: their options, the run through all pairs, what they write and say.
 
-Engines are started at once on GPUs, before anything is measured: one that starts would disturb the others.
+As many pairs as the GPUs' memory holds are one batch. Its engines are all started before anything of it is measured:
+one that starts would disturb the others.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tarfile
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -43,6 +45,35 @@ class Found:
 Column = tuple[str, int, Callable[[Any, dict[str, Any], int], object]]  # head, width, of the pair, row and place
 
 
+SERVER_GIB = 25.0  # weights 15, KV 3, and what the engine, its agent and their two CUDA contexts take
+
+
+def sides_of(pairs: Iterable[Pair]) -> list[Side]:
+    return list(dict.fromkeys(side for pair in pairs for side in (pair.sender, pair.receiver)))
+
+
+def batches(pairs: Sequence[Pair], kept: Sequence[Side], alone: Sequence[Side], per_gpu: int) -> list[list[Pair]]:
+    """The pairs in their order, in batches whose engines fit: `per_gpu` whole servers on each GPU.
+
+    `kept` are up in every batch, `alone` in the first. A batch has one pair at least.
+    """
+    found: list[list[Pair]] = []
+    for pair in pairs:
+        beside = [*kept, *(alone if len(found) <= 1 else ())]
+        if found and _fit({*beside, *sides_of([*found[-1], pair])}, per_gpu):
+            found[-1].append(pair)
+        else:
+            found.append([pair])
+    return found
+
+
+def _fit(sides: Iterable[Side], per_gpu: int) -> bool:
+    taken = Counter[int]()
+    for side in sides:
+        taken.update({gpu: 12 // len(side.gpus) for gpu in side.gpus})  # twelfths of a server
+    return max(taken.values()) <= 12 * per_gpu
+
+
 class Run:
     """All pairs, in order; what each showed is written at once. A script says in `show` what it looks at."""
 
@@ -55,6 +86,8 @@ class Run:
         self.chosen, self.about, self.engines = chosen, about, engines
         self.gpus = len(about["gpus"])
         self.results: list[Any] = []
+        self.up: dict[str, Running] = {}
+        self.per_gpu = int(min(about["gpu_gib"], default=0) / SERVER_GIB)
         self._began = time.monotonic()
         every = self.every()
         self.pairs = [pair for pair in every if not chosen.only or pair.name in chosen.only.split(",")]
@@ -69,6 +102,10 @@ class Run:
         """Engines that are needed to the end."""
         return []
 
+    def alone(self) -> list[Side]:
+        """Engines that are needed in `begin` only: to say what one says alone."""
+        return []
+
     def show(self, pair: Pair, found: Any) -> None:
         """Fill in what this pair shows. Raises where it does not hold."""
         raise NotImplementedError
@@ -77,42 +114,57 @@ class Run:
     def spent_s(self) -> float:
         return time.monotonic() - self._began
 
-    def begin(self) -> None:
-        if not self.chosen.cpu:
-            self.start_all()
+    def started(self) -> None:
+        """With each batch up, before its first pair."""
 
-    def start_all(self) -> dict[str, Running]:
-        """Those that are up, by name."""
-        sides = {side.name: side for pair in self.pairs for side in (pair.sender, pair.receiver)}
-        sides |= {side.name: side for side in self.kept()}
-        self.engines.start(*sides.values())
-        up = {}
-        for side in sides.values():
+    def begin(self) -> None:
+        """With the first batch up, and the engines that are only asked what they say alone."""
+
+    def _start(self, sides: Sequence[Side]) -> None:
+        """Start these engines and end all others."""
+        for name in self.engines.names() - {side.name for side in sides}:
+            self.engines.drop(name)
+            self.up.pop(name, None)
+        self.engines.start(*sides)
+        for side in sides:
+            if side.name in self.up:
+                continue
             try:
-                up[side.name] = self.engines.get(side)
-                said = "is up" + f", {up[side.name].dummy}" * bool(up[side.name].dummy)
+                self.up[side.name] = self.engines.get(side)
+                said = "is up" + f", {self.up[side.name].dummy}" * bool(self.up[side.name].dummy)
             except Exception as error:  # its pairs will say so
                 said = f"did not start: {type(error).__name__}: {str(error)[-3000:]}"
             print(f"{self.spent_s:6.1f} s  {side.name} {said}", flush=True)
-        return up
 
     def all(self) -> None:
-        for index, pair in enumerate(self.pairs):
-            reason = ""
-            if self.spent_s > self.chosen.limit_s:
-                reason = f"not begun: {self.spent_s:.0f} s of {self.chosen.limit_s:.0f} were spent"
-            elif sum(bool(each.failure) for each in self.results) >= self.chosen.failures:
-                reason = f"not begun: {self.chosen.failures} before it failed"
-            self.results.append(self.found(pair.name, reason) if reason else self._drive(pair))
-            if reason:
-                continue
-            said = self.results[-1].failure.strip()[-600:] or "done"
-            print(f"{self.spent_s:6.1f} s  {pair.name}: {said}", flush=True)
-            self.write()
-            if self.engines.is_cpu:  # it has room for few at a time
-                needed = {side for later in self.pairs[index + 1 :] for side in (later.sender, later.receiver)}
-                for side in {pair.sender, pair.receiver} - needed - set(self.kept()):
-                    self.engines.drop(side)
+        alone = self.alone()
+        for batch in batches(self.pairs, self.kept(), alone, 0 if self.chosen.cpu else self.per_gpu):
+            if not self._why_not():
+                self._start(list(dict.fromkeys([*self.kept(), *alone, *sides_of(batch)])))
+                self.started()
+                if not self.results:
+                    try:
+                        self.begin()
+                    except Exception as error:  # each pair has more to show
+                        print(f"nothing to compare tokens with: {type(error).__name__}: {error}", flush=True)
+                    for side in alone:
+                        self.engines.drop(side.name)
+            alone = []
+            for pair in batch:
+                reason = self._why_not()
+                self.results.append(self.found(pair.name, reason) if reason else self._drive(pair))
+                if not reason:
+                    said = self.results[-1].failure.strip()[-600:] or "done"
+                    print(f"{self.spent_s:6.1f} s  {pair.name}: {said}", flush=True)
+                    self.write()
+
+    def _why_not(self) -> str:
+        """Why no further pair begins; "" if one may."""
+        if self.spent_s > self.chosen.limit_s:
+            return f"not begun: {self.spent_s:.0f} s of {self.chosen.limit_s:.0f} were spent"
+        if sum(bool(each.failure) for each in self.results) >= self.chosen.failures:
+            return f"not begun: {self.chosen.failures} before it failed"
+        return ""
 
     def _drive(self, pair: Pair) -> Any:
         found = self.found(pair.name)
@@ -145,7 +197,8 @@ class Run:
         with contextlib.suppress(Exception):
             if running.is_well():
                 return
-        self.engines.drop(side)
+        self.engines.drop(side.name)
+        self.up.pop(side.name, None)
 
     @property
     def file(self) -> str:
@@ -187,7 +240,6 @@ def main(script: type[Run], about: str, *packages: str) -> int:
         engines = Engines(Path(name), stack, chosen.cpu, agent_options)
         stack.callback(_keep_logs, Path(name), chosen.out / f"{script.engine}_logs.tar.gz")
         run = script(chosen, _machine(*packages), engines)
-        run.begin()
         run.all()
     run.report()
     if any("NO" in str(value) for value in run.verdicts()):
@@ -217,8 +269,9 @@ def _machine(*names: str) -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    gpu_gib = [round(torch.cuda.mem_get_info(index)[1] / 2**30, 1) for index in range(len(gpus))]
     every = (*names, "torch", "triton", "nixl", "nixl-cu13")
-    return {**record.machine(), "gpus": gpus, "versions": {name: _version(name) for name in every}}
+    return {**record.machine(), "gpus": gpus, "gpu_gib": gpu_gib, "versions": {name: _version(name) for name in every}}
 
 
 def _version(name: str) -> str:

@@ -31,7 +31,7 @@ from typing import Any
 from tests.system.engines.fleet import prompt
 from tests.system.gpu.pair_drive import TIE, Drive, Pair, apart, side_by_side
 from tests.system.gpu.pair_engines import ALONE, SGLang, Side, handles_of
-from tests.system.gpu.pair_run import Found, Run, main
+from tests.system.gpu.pair_run import Found, Run, main, sides_of
 
 TIMES_S = 5.0  # until a prefill server has written how long a transfer took
 
@@ -125,8 +125,22 @@ class SGLangRun(Run):
         return self.every()[0]
 
     def kept(self) -> list[Side]:
-        are_split = any(len(side.gpus) > 1 for pair in self.pairs for side in (pair.sender, pair.receiver))
-        return [self.equal.sender, self.equal.receiver, alone(1), *([alone(2)] if are_split else [])]
+        return sides_of([self.equal])
+
+    def alone(self) -> list[Side]:
+        are_split = any(len(side.gpus) > 1 for side in sides_of(self.pairs))
+        return [SGLang(f"alone-{ranks}", tuple(range(ranks)), role=ALONE) for ranks in ((1, 2) if are_split else (1,))]
+
+    def begin(self) -> None:
+        """What each server alone says to all prompts, by their length."""
+        self.voices = {
+            (len(side.gpus), length): [self.engines.get(side).voice(tokens) for tokens in self._prompts(length)]
+            for side in self.alone()
+            for length in self.chosen.lengths
+        }
+
+    def _prompts(self, length: int) -> list[list[int]]:
+        return [prompt(length, seed=200 + number) for number in range(self.chosen.prompts)]
 
     def show(self, pair: Pair, found: FoundSGLang) -> None:
         drive = SGLangDrive(pair, self.engines)
@@ -144,21 +158,16 @@ class SGLangRun(Run):
             found.kv_rows = "NO"  # unless it returns
             found.kv_rows = drive.compare_rows()
         for row in found.rows:
-            prompts = [prompt(row["tokens"], seed=200 + number) for number in range(self.chosen.prompts)]
-            voices = [self.engines.get(alone(1)).voice(tokens) for tokens in prompts]
-            tie = TIE
+            length, tie = row["tokens"], TIE
+            voices = self.voices[1, length]
             if len(pair.sender.gpus) != len(pair.receiver.gpus):
-                tie = 2 * apart(voices, [self.engines.get(alone(2)).voice(tokens) for tokens in prompts])
-            row["decoded"] = drive.compare(prompts, tie, voices)
+                tie = 2 * apart(voices, self.voices[2, length])
+            row["decoded"] = drive.compare(self._prompts(length), tie, voices)
 
     def print_more(self, found: FoundSGLang) -> None:
         for ratio in found.ratios:
             print(f"{found.name:>12s} {ratio['of']} at {ratio['tokens']}: {ratio['transfer_ms']} of medians,", end=" ")
             print(f"{ratio['transfer_min_ms']} of minima; carried {ratio['carried_ms']}, ttft {ratio['ttft_ms']}")
-
-
-def alone(ranks: int) -> SGLang:
-    return SGLang(f"alone-{ranks}", tuple(range(ranks)), role=ALONE)
 
 
 if __name__ == "__main__":
