@@ -28,15 +28,16 @@ from tests.unit.kernels.test_moves import addresses, at
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
+INTERPRETED_S = 1800.0  # half a minute alone; beside fifteen others that compute, more than 280 s
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(INTERPRETED_S + 20)
 @pytest.mark.parametrize("script", ["interpreted.py", "interpreted_pull.py"])
 def test_interpreted_kernels_do_what_their_twins_do(script: str) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "--tb=short", str(HERE / script)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=INTERPRETED_S)
     passed = re.search(r"(\d+) passed", found.stdout)
     assert found.returncode == 0 and passed and int(passed[1]) > 40, found.stdout[-4000:] + found.stderr[-1000:]
 
