@@ -72,6 +72,8 @@ class Metrics:
         text = "Handshakes with other agents: open, or the code of the failure"
         self._handshakes = Counter("kvbridge_handshakes", text, ["role", "outcome"], registry=registry)
         self._wants = Counter("kvbridge_wants", "Wants that ended", ["outcome"], registry=registry)
+        text = "From when a transfer's last rows were computed until they had been carried"
+        self._carry_s = Histogram("kvbridge_carry_seconds", text, buckets=SECONDS, registry=registry)
         self._wants_of = cache(self._wants.labels)
         self._want_s = Histogram("kvbridge_want_seconds", "From want to done", buckets=SECONDS, registry=registry)
         self._offers = Counter("kvbridge_offers_released", "Offers that ended", ["code"], registry=registry)
@@ -204,6 +206,9 @@ class Metrics:
 
     def gathered(self, seconds: float) -> None:
         self._gather_s.inc(seconds)
+
+    def carried(self, seconds: float) -> None:
+        self._carry_s.observe(seconds)
 
     def want_done(self, seconds: float) -> None:
         self._wants_of("done").inc()

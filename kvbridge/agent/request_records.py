@@ -59,6 +59,25 @@ class RequestRecord:
         return min((self.first[what].at_s for what in whats if what in self.first), default=None)
 
 
+class CarryTimes:
+    """When the last rows of transfers that have still to be carried were computed."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._computed_at: dict[str, float] = {}
+        self._most = most
+
+    def computed(self, transfer: str, at: float) -> None:
+        """More of its rows, perhaps the last, were computed at `at`."""
+        self._computed_at[transfer] = at
+        if len(self._computed_at) > self._most:  # of transfers that failed
+            del self._computed_at[next(iter(self._computed_at))]
+
+    def carried(self, transfer: str, at: float) -> float | None:
+        """It has been carried. Returns for how many seconds its last rows had been computed, if that is known."""
+        computed_at = self._computed_at.pop(transfer, None)
+        return None if computed_at is None else max(0.0, at - computed_at)
+
+
 class RequestRecords:
     """Writes the journal for one role. `ended` is called with each request that has ended."""
 

@@ -38,6 +38,7 @@ from ..exchange.orders import (
     Progress,
     SendingReport,
     SendOrder,
+    Sent,
     Shipped,
     StageReached,
     StopSending,
@@ -51,7 +52,7 @@ from .incoming_peers import IncomingPeers
 from .metrics import Metrics
 from .peer_records import SenderEvents
 from .request_log import RequestLog
-from .request_records import RequestRecords
+from .request_records import CarryTimes, RequestRecords
 
 CHECK_UNREAD_S = 0.01
 Performed = tuple[float, list[Action]]  # when it was decided, and what
@@ -78,6 +79,7 @@ class SenderRunner:
         self._log = RequestLog(logging.getLogger("kvbridge.sender"), records.names)
         self._current = current
         self._clock = clock
+        self._carry_times = CarryTimes()
         self._watched = -1  # the count of our engine's fence that we wait for; -1: none
 
     # The engine:
@@ -178,6 +180,7 @@ class SenderRunner:
                 failpoint("sender.settled_heard")
                 self._log.debug("settled", transfer=transfer)
                 self._records.note("settled", transfer=transfer)
+                self._carried(transfer)
                 self._metrics.transfer_settled()
                 if (read := self._sending.read_by(incarnation, transfer)) is not None:
                     self._metrics.chunks("sender", read.chunks, read.total_bytes, session)
@@ -196,8 +199,12 @@ class SenderRunner:
         """Take the data plane's reports. They are noted first: nobody waits for what follows from them."""
         for report in reports:
             match report:
-                case StageReached():
+                case StageReached(transfer=transfer, stage=stage, at=at):
                     self._records.reach(report)
+                    if stage == "computed":
+                        self._carry_times.computed(transfer, at)
+                case Sent(transfer=transfer):
+                    self._carried(transfer)
                 case Shipped(transfer=transfer, chunks=chunks, size_bytes=size_bytes, gather_s=gather_s):
                     self._records.note("written", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
                     self._metrics.chunks("sender", chunks, size_bytes, self._sending.session_of(transfer))
@@ -211,6 +218,10 @@ class SenderRunner:
                 case FenceReached():  # our engine's fence was reached, or the wait for it ended
                     self._watched = -1
         self._do(self._sending.hear(reports))
+
+    def _carried(self, transfer: str) -> None:
+        if (seconds := self._carry_times.carried(transfer, self._clock())) is not None:
+            self._metrics.carried(seconds)
 
     def _on_digested(self, report: Digested) -> None:
         transfer, found, read = report.transfer, report.found, report.read
@@ -307,6 +318,7 @@ class SenderRunner:
             case BlockTables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
                 request = self._sending.request_of(transfer)
                 note("readable", f"tokens up to {tokens}", request=request, transfer=transfer, at=at)
+                self._carry_times.computed(transfer, at)
             case Refuse(about=transfer, code=code, reasons=reasons):
                 note("refused", f"{code}: {'; '.join(reasons)}", transfer=transfer, at=at)
             case (

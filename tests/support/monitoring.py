@@ -45,10 +45,9 @@ def cases() -> list[dict[str, Any]]:
     return list(yaml.safe_load(TESTS.read_text())["tests"])
 
 
-def job() -> str:
-    """What the scrape configuration calls agents."""
-    (job,) = yaml.safe_load(SCRAPE.read_text())["scrape_configs"]
-    return str(job["job_name"])
+def jobs() -> frozenset[str]:
+    """What the scrape configuration calls agents and proxies."""
+    return frozenset(each["job_name"] for each in yaml.safe_load(SCRAPE.read_text())["scrape_configs"])
 
 
 def dashboard() -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import promql_parser as promql
 
-from tests.support.served_metrics import series, values
+from tests.support.served_metrics import of_process, of_proxy, series, values
 
 TARGET = frozenset({"instance", "job"})  # labels that Prometheus gives to all that it scrapes
-SERIES = series() | {"up": frozenset()}  # and the metric that it makes of each target itself
+SERIES = series() | of_proxy() | of_process() | {"up": frozenset()}  # which it makes of each target itself
 SETS = ("and", "or", "unless")
 
 
@@ -35,14 +35,16 @@ def selectors(expr: Any) -> list[Any]:
     return [found for part in [*parts, *getattr(expr, "args", ())] if part is not None for found in selectors(part)]
 
 
-def labels(expr: Any, variables: frozenset[str] = frozenset(), job: str = "kvbridge") -> frozenset[str] | None:
+def labels(
+    expr: Any, variables: frozenset[str] = frozenset(), jobs: frozenset[str] = frozenset()
+) -> frozenset[str] | None:
     """Which labels the result of a parsed expression has; None if it is one number. Raises Misnamed.
 
     `variables` are the dashboard's, which stand for values.
     """
 
     def of(part: Any) -> frozenset[str] | None:
-        return labels(part, variables, job)
+        return labels(part, variables, jobs)
 
     match expr:
         case promql.NumberLiteral() | promql.StringLiteral():
@@ -50,11 +52,13 @@ def labels(expr: Any, variables: frozenset[str] = frozenset(), job: str = "kvbri
         case promql.ParenExpr() | promql.UnaryExpr() | promql.SubqueryExpr():
             return of(expr.expr)
         case promql.VectorSelector():
-            return _selected(expr, variables, job)
+            return _selected(expr, variables, jobs)
         case promql.MatrixSelector():
-            return _selected(expr.vector_selector, variables, job)
+            return _selected(expr.vector_selector, variables, jobs)
         case promql.Call():
             (found,) = [each for each in map(of, expr.args) if each is not None]
+            if expr.func.name == "absent":
+                return frozenset()
             if expr.func.name == "histogram_quantile":
                 _have(found, ["le"], expr)
                 return found - {"le"}
@@ -66,15 +70,13 @@ def labels(expr: Any, variables: frozenset[str] = frozenset(), job: str = "kvbri
     raise Misnamed(f"nothing is known of a {type(expr).__name__}: {expr.prettify()}")
 
 
-def _selected(selector: Any, variables: frozenset[str], job: str) -> frozenset[str]:
+def _selected(selector: Any, variables: frozenset[str], jobs: frozenset[str]) -> frozenset[str]:
     if selector.name not in SERIES:
         raise Misnamed(f"no agent has {selector.name}")
     found = SERIES[selector.name] | TARGET
     for matcher in selector.matchers.matchers:
         _have(found, [matcher.name], selector)
-        known = {"job": frozenset({job}), "instance": frozenset()}.get(
-            matcher.name, values(selector.name, matcher.name)
-        )
+        known = {"job": jobs, "instance": frozenset()}.get(matcher.name, values(selector.name, matcher.name))
         is_pattern = matcher.op in (promql.MatchOp.Re, promql.MatchOp.NotRe)
         for said in matcher.value.split("|") if is_pattern else [matcher.value]:
             if said.startswith("$") and is_pattern:  # many agents may be chosen

@@ -9,13 +9,15 @@ from typing import Any, get_args
 
 from kvbridge_proto.peer import Route
 from kvbridge_proto.status import SlotCounts
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvbridge.agent.daemon import STATES
 from kvbridge.agent.metrics import Gauges, Metrics
 from kvbridge.agent.request_records import Role, Stage
 from kvbridge.geometry.compat import Conversion
 from kvbridge.prompt_share import CAUSES
+from kvbridge.proxy.fleet import Role as OfEngine
+from kvbridge.proxy.metrics import ProxyMetrics
 from tests.unit.proto.codes import NO_CODES, used
 
 PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
@@ -36,17 +38,42 @@ def served() -> dict[str, tuple[str, ...]]:
     """The labels of each metric."""
     found: dict[str, tuple[str, ...]] = {"kvbridge_route_bytes_per_second": ("role", "route")}
     for collector, names in registry()._collector_to_names.items():
-        kept = [each for each in names if not each.endswith(("_created", "_bucket", "_sum", "_count"))]
-        labels = tuple(getattr(collector, "_labelnames", ()))
-        found |= dict.fromkeys([each for each in kept if each.endswith("_total")] or kept, labels)
+        found |= dict.fromkeys(_kept(list(names)), tuple(getattr(collector, "_labelnames", ())))
     return found
+
+
+def _kept(names: list[str]) -> list[str]:
+    kept = [each for each in names if not each.endswith(("_created", "_bucket", "_sum", "_count"))]
+    return [each for each in kept if each.endswith("_total")] or kept
+
+
+def of_process() -> dict[str, frozenset[str]]:
+    """What Prometheus' library says of the process of an agent or a proxy."""
+    families = ProcessCollector(registry=None).collect()
+    return {sample.name: frozenset() for family in families for sample in family.samples}
+
+
+def of_proxy() -> dict[str, frozenset[str]]:
+    """As `series`, of a proxy."""
+    return _samples(
+        {
+            name: tuple(getattr(collector, "_labelnames", ()))
+            for collector, names in ProxyMetrics().registry._collector_to_names.items()
+            for name in _kept(list(names))
+        },
+        ProxyMetrics().registry,
+    )
 
 
 def series() -> dict[str, frozenset[str]]:
     """The labels of each name under which Prometheus keeps samples: a histogram has three."""
+    return _samples(served(), registry())
+
+
+def _samples(served: dict[str, tuple[str, ...]], registry: CollectorRegistry) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
-    histograms = {family.name for family in registry().collect() if family.type == "histogram"}
-    for name, labels in served().items():
+    histograms = {family.name for family in registry.collect() if family.type == "histogram"}
+    for name, labels in served.items():
         if name in histograms:
             found |= {f"{name}_{part}": frozenset(labels) for part in ("sum", "count")}
             found[f"{name}_bucket"] = frozenset({*labels, "le"})
@@ -72,9 +99,11 @@ VALUES: dict[str, frozenset[str]] = {
     "kvbridge_send_slots state": frozenset(SlotCounts.__struct_fields__),
     "kvbridge_sessions state": frozenset(state.name.lower() for state in STATES),
     "kvbridge_memory_readers state": frozenset({"open", "overdue"}),
+    **{f"{name} role": frozenset(OfEngine) for name, labels in of_proxy().items() if "role" in labels},
 }
 
 
 def values(name: str, label: str) -> frozenset[str] | None:
     """What the label may be, or None if it may be anything."""
-    return VALUES.get(f"{name} {label}", VALUES.get(label))
+    is_proxy = name.startswith("kvbridge_proxy_")  # its labels are its own
+    return VALUES.get(f"{name} {label}", None if is_proxy else VALUES.get(label))

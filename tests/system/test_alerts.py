@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.monitoring import ALERTS, SCRAPE, TESTS, cases, job, promtool, rules
+from tests.support.monitoring import ALERTS, ROOT, SCRAPE, TESTS, cases, jobs, promtool, rules
 from tests.support.promql import labels, parsed, selectors
+from tests.unit.test_documents import anchors
 
 RULES = rules()
 WELL, *OTHERS = cases()
@@ -45,19 +46,27 @@ def test_every_case_is_one_of_an_alert() -> None:
     assert WELL["promql_expr_test"] == [{"expr": FIRING, "eval_time": "50m", "exp_samples": []}]
 
 
+def is_absent(name: str) -> bool:
+    """Whether the alert fires where there is nothing at all, and so not beside a fleet that is well."""
+    return str(RULES[name]["expr"]).startswith("absent(")
+
+
 def series(case: dict[str, Any]) -> list[str]:
     return [each["series"] for each in case["input_series"]]
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_alert_has_a_case_in_which_it_alone_fires_and_one_in_which_it_does_not(name: str) -> None:
-    fires, quiet = of(name)
-    assert fires["name"].startswith(f"{name} fires: ") and quiet["name"].startswith(f"{name} does not fire: ")
-    assert series(fires) == series(quiet), "the cases differ in more than values"
-    asked = [*fires["promql_expr_test"], *quiet["promql_expr_test"]]
-    assert {each["expr"] for each in asked} == {FIRING}
+    fires, *quiet = of(name)
+    assert quiet and fires["name"].startswith(f"{name} fires: ")
     alone = [{"labels": f'{{alertname="{name}"}}', "value": 1}]
-    assert [each["exp_samples"] for each in asked] == [*([[]] if "for" in RULES[name] else []), alone, []]
+    expected = [*([[]] if "for" in RULES[name] else []), alone]
+    assert [each["exp_samples"] for each in fires["promql_expr_test"]] == expected
+    for each in quiet:
+        assert each["name"].startswith(f"{name} does not fire: ")
+        assert series(fires) == series(each), "the cases differ in more than values"
+        assert [asked["exp_samples"] for asked in each["promql_expr_test"]] == [[]]
+    assert {asked["expr"] for each in of(name) for asked in each["promql_expr_test"]} == {FIRING}
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -65,7 +74,9 @@ def test_nothing_else_fires_beside_a_fleet_that_is_well(name: str, tmp_path: Pat
     assert {selector.name for selector in selectors(parsed(RULES[name]["expr"]))} <= {
         parsed(each).name for each in [*series(WELL), *(each for case in of(name) for each in series(case))]
     }
-    beside = [{**case, "input_series": case["input_series"] + WELL["input_series"]} for case in of(name)]
+    absent = {selector.prettify() for selector in selectors(parsed(RULES[name]["expr"])) if is_absent(name)}
+    others = [each for each in WELL["input_series"] if not any(text[:-1] in each["series"] for text in absent)]
+    beside = [{**case, "input_series": case["input_series"] + others} for case in of(name)]
     assert told(tmp_path, RULES[name], *beside) == ""
 
 
@@ -88,5 +99,11 @@ def test_a_time_that_is_off_is_seen(name: str, tmp_path: Path) -> None:
 
 def test_the_cases_are_about_series_that_agents_have() -> None:
     for each in {each for case in [WELL, *OTHERS] for each in series(case)}:
-        selector = re.sub(r'instance="\w+"', 'instance=~"$instance"', each)
-        assert labels(parsed(selector), frozenset({"instance"}), job())
+        selector = re.sub(r'(instance|engine)="\w+"', r'\1=~"$\1"', each)
+        assert labels(parsed(selector), frozenset({"instance", "engine"}), jobs())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_runbook_of_an_alert_is_a_place_of_a_page(name: str) -> None:
+    page, _, anchor = RULES[name]["annotations"]["runbook_url"].partition("#")
+    assert anchor == name.lower() and anchor in anchors((ROOT / page).read_text())

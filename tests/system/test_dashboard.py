@@ -137,4 +137,4 @@ def test_every_target_asks_the_chosen_data_source(panel: dict[str, Any]) -> None
     assert [target["refId"] for target in panel["targets"]] == list("ABCDEFGH"[: len(panel["targets"])])
     for target in panel["targets"]:
         assert target.keys() == {"refId", "expr", "legendFormat"} and all(target.values())
-        assert '{instance=~"$instance"' in target["expr"] or ',instance=~"$instance"' in target["expr"]
+        assert re.search(r'[{,]instance=~"\$(instance|proxy)"', target["expr"])

@@ -1,4 +1,7 @@
-"""Prometheus scrapes two agents that everything has happened to, and every query of deploy/ finds something in it."""
+"""Prometheus scrapes two agents and a proxy that everything has happened to. Every query of deploy/ finds something.
+
+One agent is scraped by deploy/'s scrape configuration, the other as the Prometheus operator does for the PodMonitor.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,36 @@ import re
 import struct
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+import yaml
 from kvbridge_proto.engine import Computed, Done, Failed, Refused
 
 from demo.processes import free_port
 from kvbridge.failpoints import VARIABLE
-from tests.integration.agent.harness import AgentProcess, Client, OracleEngine, agent
+from tests.integration.agent.harness import START_S, AgentProcess, Client, OracleEngine, agent
 from tests.integration.agent.test_spans import Collector
-from tests.support.monitoring import ALERTS, dashboard, program, promtool, rules, targets
+from tests.support.monitoring import ALERTS, SCRAPE, dashboard, program, promtool, rules, targets
+from tests.support.nursery import Child, nursery
 from tests.support.oracle import Shape, build
 from tests.support.promql import parsed, selectors
-from tests.support.served_metrics import QUEUES, series, values
+from tests.support.served_metrics import QUEUES, of_process, of_proxy, series, values
+from tests.support.waiting import wait_for
+from tests.system.test_kubernetes import named, pod
 
 LOOK_S = 30.0
 NOWHERE = "tcp://not an address"
 RULES = rules()
+OF_TARGET = ("__name__", "instance", "job", "kvbridge_role")  # labels that Prometheus adds to what it scrapes
 HAPPENED = (  # two scrapes of the last of it: rates need two
     "kvbridge_failpoints_total",
     "kvbridge_refused_total",
@@ -39,20 +50,56 @@ HAPPENED = (  # two scrapes of the last of it: rates need two
     'kvbridge_wants_total{outcome="done"}',
     'kvbridge_wants_total{outcome="bad_address"}',
     'kvbridge_handshakes_total{role="receiver",outcome="peer_unreachable"}',
+    'kvbridge_proxy_requests_total{outcome!="answered"}',
+    "kvbridge_proxy_prefills_without_kv_total",
+    "kvbridge_proxy_engine_failures_total",
 )
 
 
-class Server:
-    """A Prometheus that scrapes these addresses each second."""
+def of_deploy(folder: Path, places: Mapping[str, str]) -> list[dict[str, Any]]:
+    """deploy/'s own scrape configuration, with other addresses, which are read from files."""
+    jobs = yaml.safe_load(SCRAPE.read_text())["scrape_configs"]
+    for job in jobs:
+        del job["static_configs"], job["scrape_interval"]
+        file = folder / f"{job['job_name']}.json"
+        file.write_text(json.dumps([{"targets": [places[job["job_name"]]]}]))
+        job["file_sd_configs"] = [{"files": [str(file)]}]
+    return list(jobs)
 
-    def __init__(self, folder: Path, targets: list[str]) -> None:
+
+def of_operator(folder: Path, place: str) -> dict[str, Any]:
+    """What the Prometheus operator makes of the PodMonitor, for a pod of the prefill deployment at this address."""
+    monitor, labels = named("vllm", "PodMonitor", "kvbridge"), pod("vllm", "prefill")["metadata"]["labels"]
+    spec, name = monitor["spec"], f"{monitor['metadata']['namespace']}/{monitor['metadata']['name']}"
+    found = {f"__meta_kubernetes_pod_label_{_sanitised(key)}": value for key, value in labels.items()}
+    taken = [(_sanitised(each), _sanitised(each)) for each in spec.get("podTargetLabels", [])]
+    taken += [(_sanitised(spec["jobLabel"]), "job")] if "jobLabel" in spec else []
+    relabelled: list[dict[str, Any]] = [{"target_label": "job", "replacement": name}]
+    relabelled += [
+        {"source_labels": [f"__meta_kubernetes_pod_label_{source}"], "regex": "(.+)", "target_label": target}
+        for source, target in taken
+    ]
+    file = folder / "pods.json"
+    file.write_text(json.dumps([{"targets": [place], "labels": found}]))
+    job = {"job_name": f"podMonitor/{name}/0", "file_sd_configs": [{"files": [str(file)]}]}
+    return {**job, "relabel_configs": relabelled}
+
+
+def _sanitised(label: str) -> str:
+    return re.sub(r"\W", "_", label)
+
+
+class Server:
+    """A Prometheus that scrapes each second, as these configurations say."""
+
+    def __init__(self, folder: Path, scraped: list[dict[str, Any]]) -> None:
         self._url = f"http://127.0.0.1:{free_port()}"
         config = folder / "prometheus.yml"
-        config.write_text(
-            "global: {scrape_interval: 1s, evaluation_interval: 1s}\n"
-            f"rule_files: [{json.dumps(str(ALERTS))}]\n"
-            f"scrape_configs: [{{job_name: kvbridge, static_configs: [{{targets: {json.dumps(targets)}}}]}}]\n"
-        )
+        intervals = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        said = {"global": intervals, "rule_files": [str(ALERTS)], "scrape_configs": scraped}
+        config.write_text(yaml.safe_dump(said))
+        self._folder = folder
+        self.agents: list[AgentProcess] = []  # that it scrapes
         self._log = (folder / "prometheus.log").open("wb")
         command = [program("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
         self._process = subprocess.Popen(
@@ -81,6 +128,11 @@ class Server:
                 pass
             assert time.monotonic() < end and self._process.poll() is None, f"nothing for {expr}"
             time.sleep(0.2)
+
+    def lose_targets(self) -> None:
+        """From now on nothing is found to scrape."""
+        for file in self._folder.glob("*.json"):
+            file.write_text("[]")
 
     def close(self) -> None:
         self._process.terminate()
@@ -129,17 +181,77 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         )
         sender.attach()
         receiver.attach()
-        server = stack.enter_context(closing(Server(folder, [f"127.0.0.1:{port}" for port in ports])))
+        proxy = stack.enter_context(proxied(folder))
+        places = {"kvbridge": f"127.0.0.1:{ports[0]}", "kvbridge-proxy": proxy}
+        scraped = [*of_deploy(folder, places), of_operator(folder, f"127.0.0.1:{ports[1]}")]
+        server = stack.enter_context(closing(Server(folder, scraped)))
+        server.agents = agents
         carry(sender, receiver, "first")
         goes_wrong(sender, receiver)
-        server.wait("count(up == 1) == 2")
+        server.wait("count(up == 1) == 3")
         for number in range(3):
+            complete(proxy, "fine")
+            complete(proxy, "fail")
             carry(sender, receiver, f"r{number}")
             fail(receiver, f"nowhere{number}", NOWHERE)
         for each in HAPPENED:
             server.wait(f"count_over_time({each}[1m]) >= 2")
         server.wait('rate(kvbridge_wants_total{outcome="done"}[5m]) > 0')
+        complete(proxy, "fail")  # the first failure made the series; a rate needs one more
         yield server
+
+
+class EngineOfProxy(BaseHTTPRequestHandler):
+    """A vLLM server that offers no KV, and fails a prompt that says so."""
+
+    def do_GET(self) -> None:
+        self._say(200, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["prompt"] == "fail":
+            return self._say(500, {"error": {"message": "it failed"}})
+        choice = {"index": 0, "text": "x", "finish_reason": "length"}
+        self._say(200, {"id": "c", "object": "text_completion", "choices": [choice], "usage": {}})
+
+    def _say(self, status: int, answer: dict[str, Any]) -> None:
+        text = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextmanager
+def proxied(folder: Path) -> Iterator[str]:
+    """A proxy in front of an engine that is well and one that is not there. Its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), EngineOfProxy) as engine:
+        Thread(target=engine.serve_forever, daemon=True).start()
+        at, place = f"vllm=http://127.0.0.1:{engine.server_port}", f"127.0.0.1:{free_port()}"
+        arguments = ["proxy", "--listen", place, "--prefill", at, "--decode", at]
+        arguments += ["--decode", f"vllm=http://127.0.0.1:{free_port()}"]
+        with (folder / "proxy.log").open("wb") as log:
+            process = Child(nursery().fork("kvbridge.cli", arguments, (None, log.fileno(), log.fileno())))
+        try:
+            wait_for(lambda: complete(place, "fine") == 200, START_S)
+            yield place
+        finally:
+            process.end()
+            engine.shutdown()
+
+
+def complete(place: str, prompt: str) -> int:
+    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": 2}).encode()
+    asked = urllib.request.Request(f"http://{place}/v1/completions", body, {"Content-Type": "application/json"})
+    try:
+        return int(urllib.request.urlopen(asked, timeout=10).status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
 
 
 def _named(legend: str, labels: dict[str, str]) -> str:
@@ -148,16 +260,18 @@ def _named(legend: str, labels: dict[str, str]) -> str:
 
 @pytest.mark.parametrize(("title", "expr", "legend"), targets())
 def test_every_query_of_the_dashboard_has_something_to_show(server: Server, title: str, expr: str, legend: str) -> None:
-    found = server.query(expr.replace("$instance", ".*"))
+    found = server.query(expr.replace("$instance", ".*").replace("$proxy", ".*"))
     assert found, "nothing to show"
     names = [_named(legend, each["metric"]) for each in found]
     assert len(names) == len(set(names)), f"lines that nobody can tell apart: {names}"
 
 
 def test_the_variables_of_the_dashboard_find_the_agents(server: Server) -> None:
-    (query,) = [each["query"] for each in dashboard()["templating"]["list"] if each["type"] == "query"]
-    selector, label = query.removeprefix("label_values(").removesuffix(")").split(", ")
-    assert len(server.ask(f"label/{label}/values", **{"match[]": selector})) == 2
+    queries = {each["name"]: each["query"] for each in dashboard()["templating"]["list"] if each["type"] == "query"}
+    for name, found in (("instance", 2), ("proxy", 1)):
+        selector, label = queries.pop(name).removeprefix("label_values(").removesuffix(")").split(", ")
+        assert len(server.ask(f"label/{label}/values", **{"match[]": selector})) == found
+    assert not queries
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -172,21 +286,24 @@ def test_prometheus_takes_every_alert_and_those_fire_that_should(server: Server)
     assert {each["name"]: each["health"] for each in group["rules"]} == dict.fromkeys(RULES, "ok")
     server.wait('ALERTS{alertname="KvbridgeFailpoints",alertstate="firing"}')
     server.wait('ALERTS{alertname="KvbridgeWantsFail",alertstate="pending"}')
-    assert not server.query('ALERTS{alertname!="KvbridgeFailpoints",alertstate="firing"}')
+    server.wait('ALERTS{alertname="KvbridgeProxyRequestsFail",alertstate="pending"}')
+    server.wait('ALERTS{alertname="KvbridgeProxyEngineIll",alertstate="pending"}')
+    others = 'alertname!~"KvbridgeFailpoints|KvbridgeProxyEngineIll"'
+    assert not server.query(f'ALERTS{{{others},alertstate="firing"}}')
 
 
 def test_what_agents_serve_is_what_queries_are_judged_by(server: Server) -> None:
-    found = server.query('{__name__=~"kvbridge_.+"}')
-    labels, unknown, queues = series(), [], set()
-    for metric in (each["metric"] for each in found):
-        own = {label: value for label, value in metric.items() if label not in ("__name__", "instance", "job")}
+    found = server.query('{__name__=~"kvbridge_.+|process_.+",job=~"kvbridge|kvbridge-proxy"}')
+    labels, unknown, queues = series() | of_proxy() | of_process(), list[object](), set()
+    for metric in (each["metric"] for each in found if not each["metric"]["__name__"].endswith("_created")):
+        own = {label: value for label, value in metric.items() if label not in OF_TARGET}
         assert own.keys() == labels[metric["__name__"]]
         known = {label: values(metric["__name__"], label) for label in own}
         unknown += [(metric, label) for label, few in known.items() if few is not None and own[label] not in few]
         if metric["__name__"] == "kvbridge_queue_length":
             queues.add((own["role"], own["awaits"]))
     assert not unknown and queues == QUEUES
-    assert labels.keys() - {each["metric"]["__name__"] for each in found} == set()
+    assert series().keys() - {each["metric"]["__name__"] for each in found} == set()
 
 
 def test_stages_are_parts_of_what_a_fetch_took(server: Server) -> None:
@@ -208,3 +325,13 @@ def test_metrics_keep_prometheus_rules(server: Server) -> None:
     assert promtool("check", "metrics", given=text) == ""
     assert 'kvbridge_build_info{version="' in text
     assert "_created" not in text
+
+
+def test_an_agent_that_ends_and_agents_that_are_gone_raise_alarms(server: Server) -> None:
+    """Last, since nothing is scraped after it. The labels are those of a real scrape, also of a pod's."""
+    assert {each["metric"]["job"] for each in server.query("up")} == {"kvbridge", "kvbridge-proxy"}
+    for running in server.agents:
+        running.kill()
+    server.wait('count(ALERTS{alertname="KvbridgeAgentDown",alertstate="pending"}) == 2')
+    server.lose_targets()
+    server.wait('ALERTS{alertname="KvbridgeAgentsGone",alertstate="pending"}')

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import promql
-from tests.support.monitoring import ROOT, dashboard, job, rules, targets
+from tests.support.monitoring import ROOT, dashboard, jobs, rules, targets
 from tests.support.promql import Misnamed, labels, parsed, selectors, templates
 from tests.support.served_metrics import PAGE, served
 
@@ -22,7 +22,7 @@ TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
 
 def judged(expr: str, *texts: str) -> None:
     """Raises Misnamed for an expression, or for a label in a text about its result."""
-    found = labels(parsed(expr), VARIABLES, job())
+    found = labels(parsed(expr), VARIABLES, jobs())
     for text in texts:
         if missing := templates(text) - (found or frozenset()):
             raise Misnamed(f"{text!r} names {missing}, the result has {set(found or ())}")
@@ -50,8 +50,8 @@ def metrics_of(expr: str) -> set[str]:
 
 
 def test_troubleshooting_says_what_to_do_about_each_alert() -> None:
-    table = TROUBLESHOOTING.partition("\n## Alerts\n")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `(\w+)` \| .", table, re.MULTILINE) == list(ALERTS)
+    part = TROUBLESHOOTING.partition("\n## Alerts\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^### (\w+)\n.", part, re.MULTILINE) == list(ALERTS)
 
 
 def test_the_page_names_the_alerts_and_the_panels_of_each_metric() -> None:
@@ -69,7 +69,7 @@ def variable(query: str) -> None:
     """Judges the query of a variable of the dashboard."""
     told = re.fullmatch(r"label_values\((.+), (\w+)\)", query)
     assert told, query
-    found = labels(parsed(told[1]), VARIABLES, job())
+    found = labels(parsed(told[1]), VARIABLES, jobs())
     if told[2] not in (found or ()):
         raise Misnamed(f"{told[1]} has no label {told[2]}")
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import time
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from demo.processes import free_port
 from kvbridge.agent.journal import Journal
 from kvbridge.agent.metrics import MAX_CODES, Metrics
-from kvbridge.agent.request_records import RequestRecord, RequestRecords
+from kvbridge.agent.request_records import CarryTimes, RequestRecord, RequestRecords
 from tests.integration.agent.pairs import Benches
 from tests.integration.agent.test_journal import TABLE, TOKENS, WANTED
 from tests.support.oracle import Shape
@@ -125,3 +128,37 @@ def test_agents_count_bytes_by_route_and_conversion(
         moved = counters[f"kvbridge_wire_bytes_total{{role={role}}}"]
         assert moved == counters[f"kvbridge_route_bytes_total{{role={role},route={route},conversion={conversion}}}"]
         assert counters[f"kvbridge_handshakes_total{{role={role},outcome=open}}"] == 1
+
+
+PREFILL_S = 3.0
+COMPUTED = list(range(4, 12))  # the prompt's blocks
+
+
+@pytest.mark.parametrize("route", ["pull", "nixl"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_prefill_does_not_count_as_a_slow_transfer(route: str, chunks: int, bench_of: Benches) -> None:
+    """The want comes first, as with routers that ask both engines at once. Prompts come whole, or in chunks."""
+    place = f"127.0.0.1:{free_port()}"
+    bench = bench_of(Shape("nhd"), Shape("hnd"), routes=route, p={"metrics": place})
+    bench.want("r", list(range(8)), range(128))
+    if chunks == 2:
+        bench.offer("r", COMPUTED[:4], 64, is_last=False)
+    time.sleep(PREFILL_S)  # the engine computes
+    first = 4 * (chunks - 1)
+    bench.offer("r", COMPUTED[first:], 128, first=first)
+    bench.done("r")
+    wait_for(lambda: summed(place, "kvbridge_carry_seconds_count") == 1, 20)
+    assert 0 < summed(place, "kvbridge_carry_seconds_sum") < PREFILL_S / 2
+
+
+def summed(place: str, name: str) -> float:
+    page = urllib.request.urlopen(f"http://{place}/metrics", timeout=5).read().decode()
+    return sum(map(float, re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)))
+
+
+def test_of_transfers_that_are_never_carried_only_so_many_are_kept() -> None:
+    times = CarryTimes(most=2)
+    for number in range(9):
+        times.computed(f"t{number}", 1.0)
+        times.computed(f"t{number}", 2.0)
+    assert [times.carried(f"t{number}", 2.5) for number in (6, 7, 8, 8)] == [None, 0.5, 0.5, None]
