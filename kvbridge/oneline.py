@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 MOST = 4096  # characters of a line, as they are shown
 MOST_LINES = 256  # of a message that has several
+SHOWN = 40  # characters of a value that a reason shows
+INTEGER_BITS = 64  # Python raises where it should write a number of more than 4300 digits
 
 
 def plain(text: str, most: int = MOST) -> str:
@@ -27,9 +30,22 @@ def plain_lines(text: str) -> str:
     return "\n  ".join(lines)
 
 
+def shown(value: Any) -> str:
+    """Any value, for a reason: safe, and short."""
+    if type(value) is int and value.bit_length() > INTEGER_BITS:
+        return f"a number of {value.bit_length()} bits"
+    return f"{value!a:.{SHOWN}}" if isinstance(value, str | int) else type(value).__name__
+
+
 class OneLine(logging.Filter):
-    """Makes messages plain, for a logger whose handlers are another program's."""
+    """Makes messages and tracebacks plain, for a logger whose handlers are another program's.
+
+    Exceptions quote what others sent. So a traceback is written here, and no handler sees the exception itself.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = plain(record.getMessage()), None
+        if record.exc_info and not record.exc_text:
+            record.exc_text = "  " + plain_lines(logging.Formatter().formatException(record.exc_info))
+        record.exc_info = None
         return True

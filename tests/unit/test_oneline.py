@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvbridge.agent import logs
-from kvbridge.oneline import MOST, MOST_LINES, OneLine, plain, plain_lines
+from kvbridge.oneline import MOST, MOST_LINES, SHOWN, OneLine, plain, plain_lines, shown
 
 FORGED = "left\nINFO 11-21 kvbridge: all is well\r\x1b[2J\x9b1m\u2028\u202e"
 
@@ -31,6 +31,30 @@ def test_what_a_logger_of_another_program_is_told_is_one_line(caplog: pytest.Log
         f"request 100%s: KV not received: peer_lost: {plain(FORGED)}",
         "without arguments, 100 %",
     ]
+
+
+def test_a_traceback_in_another_programs_log_is_plain_whatever_its_formatter_does() -> None:
+    log, heard = logging.getLogger("test_oneline"), list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = heard.append
+    log.addFilter(OneLine())
+    log.addHandler(handler)
+    try:
+        raise ValueError(FORGED * 2)
+    except ValueError:
+        log.exception("failed: %s", FORGED)
+    finally:
+        log.removeHandler(handler)
+    (record,) = heard
+    assert record.exc_info is None, "a formatter that shows it would show its text as it is"
+    first, *more = logging.Formatter().format(record).split("\n")
+    assert first == f"failed: {plain(FORGED)}"
+    assert all(line.isprintable() and line.startswith("  ") for line in more)
+
+
+@pytest.mark.parametrize("value", [FORGED, "x" * 1000, 10**5000, 7, None, [FORGED]], ids=range(6))
+def test_any_value_can_be_shown_in_a_reason(value: object) -> None:
+    assert shown(value).isprintable() and len(shown(value)) <= SHOWN
 
 
 def test_an_exception_that_quotes_others_forges_no_line_of_ours() -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from kvbridge_proto.common import Address
+from msgspec import Meta
 
 from ...errors import EngineError
+from .messages import Text
 
 HOST = "kvbridge"  # the `bootstrap_host` of a request whose prompt another engine has prefilled
 KEY = "kvbridge"  # in `custom_params`
@@ -30,15 +32,15 @@ class Prefilled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     sender: Address
     first_token: int
-    rendezvous: str = ""
+    rendezvous: Text = ""
     logprob: float | None = None
-    top_logprobs: str = ""
+    top_logprobs: Annotated[str, Meta(max_length=1 << 16)] = ""
 
 
 class Fetched(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For the prefill side: another engine fetches the prompt. Its agent asks ours; no decode server asks first."""
 
-    fetched_by: str
+    fetched_by: Text
 
 
 def prefilled(req: Any, vocabulary: int) -> tuple[Prefilled, list[tuple[float, int]]]:

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import msgspec
 import requests
 import torch
 import zmq
@@ -33,7 +34,7 @@ from sglang.srt.runtime_context import get_device, get_parallel
 from sglang.srt.utils.network import NetworkAddress
 
 from ...errors import EngineError, OperatorError
-from ...oneline import OneLine
+from ...oneline import plain
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
 from . import foreign
@@ -44,9 +45,9 @@ from .options import SGLangOptions
 from .pool import describe, moved
 from .prompts import prompt_digest, why_not_carried
 from .rooms import OTHER_PROMPT, Rooms, endpoints
+from .servers import BadAnswer, RanksAnswer, ServerAnswer, ask, why_no_server
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
-log.addFilter(OneLine())
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ RANKS_S = 5.0  # how often we ask for the other ranks' agents once all are known
 EARLY_S = 0.1  # the same, until all are known
 SEND_S = 1.0  # how long a server that does not read may block our scheduler
 AGAIN_S, AGAIN_MOST_S = 0.1, 10.0  # between tries to connect to a server that is away
+MOST_CONTROL_BYTES = 1 << 16  # of SGLang's own messages: numbers, and one reason
 
 
 class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not there for the checker
@@ -228,6 +230,16 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         ref = getattr(lora, "lora_refs", {}).get(req.lora_id)
         return prompt_digest(req, (req.lora_id or "", "") if ref is None else (ref.lora_name, ref.lora_path))
 
+    def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
+        """SGLang logs the reason as it is, and others may have chosen its words."""
+        super().record_failure(bootstrap_room, plain(failure_reason))
+
+    def conclude_failure(
+        self, *, bootstrap_room: int, failure_reason: str, targets: list[tuple[str, int]] | None = None
+    ) -> Any:
+        reason = plain(failure_reason)
+        return super().conclude_failure(bootstrap_room=bootstrap_room, failure_reason=reason, targets=targets)
+
     # A request's room:
 
     def enter(self, number: int, owner: object) -> str:
@@ -268,6 +280,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         while True:
             frames = self.server_socket.recv_multipart()
             try:
+                if frames[0] != TAG and (size := sum(map(len, frames))) > MOST_CONTROL_BYTES:
+                    raise BadMessage(f"control message: {size} bytes, limit {MOST_CONTROL_BYTES}")
                 hear(frames)
             except BadMessage as error:
                 log.warning("dropped what came on the control socket: %s", error)
@@ -404,15 +418,15 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
                 for number in self.rooms.owned():
                     self.meet(number)  # later pipeline stages poll no sender before its prefill begins
                 self.rooms.forget_old(time.monotonic())
-            except requests.RequestException as error:
+            except (requests.RequestException, BadAnswer) as error:
                 log.debug("the bootstrap server does not answer: %s", error)
             except Exception:
                 log.exception("an error on the registry's thread, which goes on")
 
     def _ask_ranks(self) -> tuple[Rank, ...]:
-        answer = requests.get(f"{self._bootstrap_url}{RANKS}?replica={self._replica}", timeout=5)
-        answer.raise_for_status()
-        return tuple(Rank(tp_rank=tp, pp_rank=pp, address=address) for pp, tp, address in answer.json() if address)
+        """Raises BadAnswer."""
+        ranks = ask(f"{self._bootstrap_url}{RANKS}?replica={self._replica}", RanksAnswer)
+        return tuple(Rank(tp_rank=tp, pp_rank=pp, address=address) for pp, tp, address in ranks if address)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Ask once what the prefill server is. Its page size, dtype, layout and sizes may differ from ours.
@@ -421,20 +435,19 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """
         if bootstrap_addr in self.prefill_info_table:
             return True
-        if is_foreign(bootstrap_addr):
+        if not is_asked(bootstrap_addr):
             sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
             info = PrefillServerInfo(page_size=None, kv_cache_dtype=None, follow_bootstrap_room=True, **sizes)
             self._resolve_rank_mapping(info)
-            self.prefill_info_table.foreign = info
+            self.prefill_info_table.stand_in = info
             return True
         everything = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
         try:
-            answer = requests.get(f"http://{bootstrap_addr}/route?{everything}", timeout=5)
-            answer.raise_for_status()
-            info = PrefillServerInfo(**answer.json())
-        except (requests.RequestException, TypeError, ValueError) as error:
+            answer = ask(f"http://{bootstrap_addr}/route?{everything}", ServerAnswer)
+        except BadAnswer as error:
             log.error("no usable answer from the prefill server at %s: %s", bootstrap_addr, error)
             return False
+        info = PrefillServerInfo(**msgspec.structs.asdict(answer))
         self._resolve_rank_mapping(info)
         self.prefill_info_table[bootstrap_addr] = info
         return True
@@ -471,19 +484,24 @@ def is_foreign(bootstrap_addr: str) -> bool:
     return bootstrap_addr.rpartition(":")[0] == foreign.HOST
 
 
-class PrefillServers(dict[str, Any]):
-    """Prefill servers by address. Other engines are found but not listed: SGLang health-checks all that are listed."""
+def is_asked(bootstrap_addr: str) -> bool:
+    """Whether there is an SGLang server to ask. A receiver of a malformed address has failed already."""
+    return not is_foreign(bootstrap_addr) and not why_no_server(bootstrap_addr)
 
-    foreign: Any = None
+
+class PrefillServers(dict[str, Any]):
+    """Prefill servers by address. Those that are not asked are found, but not listed: SGLang health-checks the list."""
+
+    stand_in: Any = None  # for all that are not asked
 
     def __contains__(self, address: object) -> bool:
         return self.get(str(address)) is not None
 
     def __getitem__(self, address: str) -> Any:
-        return self.foreign if is_foreign(address) else super().__getitem__(address)
+        return super().__getitem__(address) if is_asked(address) else self.stand_in
 
     def get(self, address: str, default: Any = None) -> Any:
-        return self.foreign or default if is_foreign(address) else super().get(address, default)
+        return super().get(address, default) if is_asked(address) else self.stand_in or default
 
 
 def _thread(name: str, run: Callable[[], None]) -> None:

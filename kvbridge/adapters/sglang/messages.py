@@ -19,6 +19,7 @@ MOST_BYTES = 16 << 20
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Port = Annotated[int, Meta(ge=1, lt=1 << 16)]
 Text = Annotated[str, Meta(max_length=256)]
+Host = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9_.:%\[\]-]+\Z")]
 
 
 class BadMessage(Exception):
@@ -34,7 +35,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     room: int
     prompt: Text
     first_token: Count
-    endpoint: Text
+    endpoint: Host
     dst_port: Port
     rank: Count
     ranks: Annotated[int, Meta(ge=1, le=1 << 16)]

@@ -18,6 +18,7 @@ UTILS = "sglang.srt.disaggregation.utils"
 PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+RECEIVER = "sglang.srt.disaggregation.common.conn.CommonKVReceiver"
 TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
@@ -38,6 +39,7 @@ def register() -> None:
         f"{DECODE_QUEUE}._init_kv_manager": _init_kv_manager,
         f"{DECODE_QUEUE}._create_receiver_and_enqueue": _create_receiver_and_enqueue,
         f"{DECODE_QUEUE}._send_kv_metadata": _send_kv_metadata,
+        f"{RECEIVER}.query_prefill_dp_ranks": _query_prefill_dp_ranks,
         f"{POOL}.get_contiguous_buf_infos": _get_contiguous_buf_infos,
         f"{TOKENIZER}._handle_batch_request": _handle_batch_request,
         f"{TOKENIZER}._send_one_request": _send_one_request,
@@ -112,6 +114,17 @@ def _send_kv_metadata(
     if hasattr(receiver := decode_req.kv_receiver, "bind"):
         receiver.bind(decode_req.req, len(kv_indices))
     return original(queue, decode_req, kv_indices, *args, **kwargs)
+
+
+def _query_prefill_dp_ranks(original: Callable[..., Any], bootstrap_addr: str, bootstrap_rooms: list[int]) -> Any:
+    """The scheduler uses these numbers unchecked: a wrong one would end it."""
+    from sglang.srt.runtime_context import get_disagg
+
+    if get_disagg().disaggregation_transfer_backend != NAME:
+        return original(bootstrap_addr, bootstrap_rooms)
+    from .servers import replicas
+
+    return replicas(bootstrap_addr, bootstrap_rooms)
 
 
 def _handle_batch_request(original: Callable[..., Any], manager: Any, call: Any, *args: Any, **kwargs: Any) -> Any:

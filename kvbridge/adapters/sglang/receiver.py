@@ -7,6 +7,7 @@ import logging
 import time
 from typing import Any
 
+import msgspec
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Expect, Want
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
@@ -19,6 +20,7 @@ from .bootstrap import AGENT
 from .manager import KVBridgeManager, attempt, is_foreign
 from .messages import Asked, Row, pack
 from .rooms import OTHER_PROMPT
+from .servers import BadAnswer, RankAnswer, ask, why_no_server
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -33,7 +35,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     kv_mgr: KVBridgeManager
 
     def __init__(self, mgr: KVBridgeManager, bootstrap_addr: str, bootstrap_room: int) -> None:
-        self._obstacle = mgr.enter(bootstrap_room, self)  # why it has no room, or ""
+        self._obstacle = why_no_server(bootstrap_addr) or mgr.enter(bootstrap_room, self)  # why it has no room, or ""
         if self._obstacle:
             self.kv_mgr, self.bootstrap_room, self.bootstrap_addr = mgr, bootstrap_room, bootstrap_addr
             self.conclude_state, self.abort_notified, self.require_staging = KVPoll.Failed, False, False
@@ -107,8 +109,14 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     def _get_bootstrap_info_from_server(
         self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
     ) -> dict[str, Any] | None:
-        info = super()._get_bootstrap_info_from_server(prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank)
-        return None if info is None else info | {"tp_rank": target_tp_rank}
+        question = f"prefill_dp_rank={prefill_dp_rank}&prefill_cp_rank={prefill_cp_rank}"
+        question += f"&target_tp_rank={target_tp_rank}&target_pp_rank={target_pp_rank}"
+        try:
+            answer = ask(f"http://{self.bootstrap_addr}/route?{question}", RankAnswer)
+        except BadAnswer as error:
+            log.error("no usable answer from the prefill server at %s: %s", self.bootstrap_addr, error)
+            return None
+        return msgspec.structs.asdict(answer) | {"tp_rank": target_tp_rank, "pp_rank": target_pp_rank}
 
     def _setup_bootstrap_infos(self) -> None:
         if is_foreign(self.bootstrap_addr):

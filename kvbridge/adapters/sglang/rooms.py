@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ...oneline import shown
+from ..engine.prompts import ROOMS
 from .messages import Asked, Row
 
 MOST_ROOMS = 65536  # at this number a question opens no new room
@@ -44,8 +46,8 @@ class Rooms:
 
     def enter(self, number: int, owner: object, now: float) -> str:
         """Give the room to this request. Returns why not, or ""."""
-        if type(number) is not int or not 0 < number < 1 << 63:
-            return f"bootstrap_room {number}: must be a number in [1, 2^63)"
+        if type(number) is not int or number not in ROOMS:
+            return f"bootstrap_room {shown(number)}: must be a number in [1, 2^63)"
         with self._lock:
             room = self._rooms.setdefault(number, Room(now))
             if room.owner is not None:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import EngineError
+from ...oneline import INTEGER_BITS, SHOWN, shown
 from ..engine.prompts import ROOMS
 
 WIRE_TEXT = 256  # characters that a `RendezvousId` or an `Address` may have
-SHOWN = 40  # characters of a value that a reason shows
-INTEGER_BITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ def read_room(params: Mapping[str, Any]) -> int:
     if room is None:
         return 0
     if type(room) is not int or room not in ROOMS:
-        raise EngineError("bad_params", f"bootstrap_room: {_shown(room)}, must be a number in [1, 2^63)")
+        raise EngineError("bad_params", f"bootstrap_room: {shown(room)}, must be a number in [1, 2^63)")
     return room
 
 
@@ -68,10 +67,3 @@ def _text(params: Mapping[str, Any], name: str) -> str:
     except UnicodeEncodeError:
         raise EngineError("bad_params", f"{name}: {value[:SHOWN]!a}, must be valid UTF-8 text") from None
     return value
-
-
-def _shown(value: Any) -> str:
-    """Any value, shortened for a log line. Very large numbers are not written out."""
-    if type(value) is int and value.bit_length() > INTEGER_BITS:
-        return f"a number of {value.bit_length()} bits"
-    return f"{value!a:.{SHOWN}}" if isinstance(value, str | int) else type(value).__name__

@@ -24,7 +24,7 @@ from . import pull
 from .direct import DirectRoute
 from .host import HostRoute
 from .nixl import NixlRoute
-from .rate import MOST_BYTES, fastest, is_slow
+from .rate import MOST_BYTES, PROBE_S, fastest, growing, is_slow
 from .slot_route import Landing, SlotRoute, Target
 
 log = logging.getLogger("kvbridge.routes")
@@ -78,14 +78,16 @@ def prove(
     """The best route that works. Raises FabricError `no_route` with the reason against each."""
     reasons: list[str] = []
     slow: list[tuple[Target, Probe]] = []
-    for route, reason in candidates(resources.site, landing.site):
+    tried = candidates(resources.site, landing.site)
+    first_s = PROBE_S / max(1, sum(route in SLOT_ROUTES and not reason for route, reason in tried))
+    for route, reason in tried:
         if reason or route not in SLOT_ROUTES:  # `pull`, which the receiver proves: it ranks lower, or did not work
             reasons.append(reason)
             continue
         target = None
         try:
             target = SLOT_ROUTES[route].open(resources, landing, serial)
-            probe = yield from _probe(landing, target, clock)
+            probe = yield from _probe(landing, target, clock, first_s)
         except Exception as error:  # the peer's card can hold anything; other routes may still work
             log.info("route does not work: incarnation=%s route=%s %s", landing.incarnation, route, error)
             reasons.append(f"{route}: {error or type(error).__name__}")
@@ -123,11 +125,15 @@ def _close_all(slow: list[tuple[Target, Probe]], kept: Target) -> None:
             target.close()
 
 
-def _probe(landing: Landing, target: Target, clock: Callable[[], float]) -> Generator[Wait, Event, Probe]:
+def _probe(
+    landing: Landing, target: Target, clock: Callable[[], float], first_s: float
+) -> Generator[Wait, Event, Probe]:
     """Write the pattern several times, from a lane that no other proof uses meanwhile. Raises KVBridgeError.
 
+    What finished counts, even if a longer write is late: it brings the same bytes.
+
     A late write may still read that lane when another proof fills it, and bring either pattern to a receiver whose
-    proof has failed. The lane unused for longest is taken first, so this is rare.
+    proof is over. The lane unused for longest is taken first, so this is rare.
     """
     endpoint = target.endpoint
     number = endpoint.lanes.popleft()
@@ -136,8 +142,8 @@ def _probe(landing: Landing, target: Target, clock: Callable[[], float]) -> Gene
         lane = lane_of(target.base, target.slot_bytes, target.slots, landing.lane)
         size_bytes, seed = min(lane.size_bytes, ours.size_bytes, MOST_BYTES), secrets.randbits(32)
         endpoint.copier.fill(Span(ours.address, size_bytes), pattern(seed, size_bytes))
-        written = Span(lane.address, size_bytes)
-        rate = yield from fastest(size_bytes, lambda deadline: target.probe(ours, written, deadline), clock)
-        return Probe(lane=landing.lane, seed=seed, size_bytes=size_bytes, bytes_per_s=rate.bytes_per_s)
+        begin = lambda size, deadline: target.probe(ours, Span(lane.address, size), deadline)  # noqa: E731
+        rate = yield from fastest(growing(size_bytes), begin, clock, first_s)
+        return Probe(lane=landing.lane, seed=seed, size_bytes=rate.size_bytes, bytes_per_s=rate.bytes_per_s)
     finally:
         endpoint.lanes.append(number)

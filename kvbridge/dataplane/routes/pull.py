@@ -221,8 +221,8 @@ def read_rate(resources: Resources, memory: AttachedPool, clock: Callable[[], fl
     ours = resources.scratch
     size_bytes = min(ours.size_bytes, theirs.size_bytes)
 
-    def begin(deadline: float) -> Wait:
+    def begin(size_bytes: int, deadline: float) -> Wait:
         sender, target = Span(theirs.address, size_bytes), Span(ours.address, size_bytes)
         return WaitMove(resources.copier.copy(sender, target))
 
-    return (yield from fastest(size_bytes, begin, clock))
+    return (yield from fastest([size_bytes], begin, clock))

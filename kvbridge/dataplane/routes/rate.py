@@ -1,8 +1,8 @@
-"""Measures how fast a route is, before a request depends on it: a few megabytes, several times."""
+"""Measures how fast a route is, before a request depends on it: a few megabytes, as often as there is time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 
 from ...errors import FabricError
 from ...exchange.route import Rate
@@ -13,9 +13,13 @@ from ..awaits import Event, Wait
 SLOW_BYTES_PER_S = 1e9
 SLOW_S = 0.001  # a shorter transfer is too small to tell
 MOST_BYTES = 4 << 20
+FIRST_BYTES = 64 << 10  # a long or lossy path carries so much in time, and perhaps no more
+GROWTH = 4
 ROUNDS = 4
 MOST_ROUNDS = 12  # beside a busy engine most kernels wait for a time slice
-PROBE_S = 1.5  # for all rounds of a route: three routes must fit into a handshake's time limit
+# The first write of all routes together, on connections that it also sets up, and then all other rounds of a route. The
+# receiver waits `connect_s`, 5 s, for both and for the link, which takes 0.8 s on a path of 160 ms.
+PROBE_S, ROUNDS_S = 3.0, 0.5
 
 
 def is_slow(rate: Rate) -> bool:
@@ -28,20 +32,38 @@ def is_too_small(rate: Rate) -> bool:
     return rate.size_bytes <= SLOW_BYTES_PER_S * SLOW_S
 
 
+def growing(size_bytes: int) -> list[int]:
+    """The sizes of a proof's writes. The first two are small: the second is not slowed down by a new connection."""
+    sizes = [size_bytes]
+    while sizes[0] > FIRST_BYTES:
+        sizes.insert(0, max(FIRST_BYTES, sizes[0] // GROWTH))
+    return sizes if len(sizes) == 1 else [sizes[0], *sizes]
+
+
 def fastest(
-    size_bytes: int, begin: Callable[[float], Wait], clock: Callable[[], float]
+    sizes: Sequence[int], begin: Callable[[int, float], Wait], clock: Callable[[], float], first_s: float = PROBE_S
 ) -> Generator[Wait, Event, Rate]:
-    """The best rate of several rounds. `begin` gets the deadline of all rounds. Raises FabricError."""
-    deadline, rate = clock() + PROBE_S, Rate(size_bytes, 0.0)
-    for i in range(MOST_ROUNDS):
-        if (i >= ROUNDS and not is_slow(rate)) or (i and clock() > deadline):
+    """The best rate at the largest of `sizes` that finished; the last of them gets several rounds.
+
+    Rounds end when the next would not fit into their time. `begin` gets a size and a deadline. Raises FabricError if a
+    round fails, or the first takes longer than `first_s`.
+    """
+    ends, rate, took_s = clock() + first_s, Rate(sizes[0], 0.0), 0.0
+    for i, size_bytes in enumerate([*sizes[:-1], *[sizes[-1]] * MOST_ROUNDS]):
+        needed_s = took_s * size_bytes / rate.size_bytes if i > 1 else 0.0  # the first may have set up a connection
+        if (i >= len(sizes) - 1 + ROUNDS and not is_slow(rate)) or clock() + needed_s > ends:
             break
         began = clock()
-        ended = yield begin(deadline)
-        if isinstance(ended, WriteLate):
-            raise FabricError("probe_failed", f"a write of {size_bytes} bytes took more than {PROBE_S} s")
+        ended = yield begin(size_bytes, ends)
         if isinstance(ended, WriteFailed):
             raise FabricError("probe_failed", ended.reason)
+        if isinstance(ended, WriteLate) and not i:
+            raise FabricError("probe_failed", f"a write of {size_bytes} bytes took more than {first_s:g} s")
+        if isinstance(ended, WriteLate):
+            break
         took_s = max(clock() - began, 1e-9)
-        rate = Rate(size_bytes, max(rate.bytes_per_s, size_bytes / took_s))
+        best = rate.bytes_per_s if size_bytes == rate.size_bytes else 0.0
+        rate = Rate(size_bytes, max(best, size_bytes / took_s))
+        if not i:
+            ends = clock() + ROUNDS_S
     return rate

@@ -175,7 +175,7 @@ def test_the_plugin_adds_its_name_and_hooks_what_takes_what_its_hooks_take(monke
     assert choices.count(plugin.NAME) == 1
     assert backends(plugin.NAME) is backends["KVBRIDGE"] is backends.KVBRIDGE
     assert backends(plugin.NAME) in list(backends) and backends(plugin.NAME) != backends.NIXL
-    assert len(hooked) == 9
+    assert len(hooked) == 10
     for target, hook in hooked.items():
         _, *taken = inspect.signature(hook).parameters.values()
         named = [each for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]

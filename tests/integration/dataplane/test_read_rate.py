@@ -1,4 +1,4 @@
-"""Measuring how fast a peer's memory can be read, before any transfer. The memory stays mapped meanwhile."""
+"""Measuring how fast a peer's memory can be read or its slots written, before any transfer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import pytest
 import torch
 from kvbridge_kernels.segment import Span
 
-from kvbridge.dataplane.awaits import Job, WaitMove
+from kvbridge.dataplane.awaits import Job, WaitMove, WaitWrite
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.routes.pull import PullRoute, read_rate
-from kvbridge.dataplane.routes.rate import MOST_ROUNDS, ROUNDS, SLOW_BYTES_PER_S, is_slow
+from kvbridge.dataplane.routes.rate import MOST_ROUNDS, ROUNDS, SLOW_BYTES_PER_S, fastest, growing, is_slow
 from kvbridge.device.copier import Moved
-from kvbridge.errors import EngineError
+from kvbridge.errors import EngineError, FabricError
 from kvbridge.exchange.route import Rate
+from kvbridge.transport.fabric import WriteLate, Wrote
+from tests.support.refusals import refused
 
 SCRATCH = Span(7, 1 << 22)
 
@@ -142,3 +144,39 @@ def test_memory_that_cannot_be_mapped_is_not_open() -> None:
         next(opening.pulling.open(WHOSE, broken, lambda: None, lambda *found: opening.found.append(found)))
     ((_, error),) = opening.found
     assert isinstance(error, EngineError) and not opening.pulling._peers and not opening.pulling._openings
+
+
+def written(sizes: list[int], took_s: list[float | None]) -> tuple[Rate, list[int]]:
+    """The rate when each write takes so long, None for one that is late, and the sizes that were written."""
+    now, sent = [0.0], list[int]()
+
+    def begin(size_bytes: int, deadline: float) -> WaitWrite:
+        sent.append(size_bytes)
+        return WaitWrite(cast(Any, None), len(sent))
+
+    job = fastest(sizes, begin, lambda: now[0])
+    try:
+        next(job)
+        while True:
+            s = took_s[min(len(sent), len(took_s)) - 1]
+            now[0] += s or 0.0
+            job.send(WriteLate(len(sent)) if s is None else Wrote(len(sent)))
+    except StopIteration as over:
+        return over.value, sent
+
+
+def test_writes_grow_up_to_the_whole_size() -> None:
+    assert growing(64 << 10) == [64 << 10]
+    assert growing(2 << 20) == [64 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20]
+    rate, sent = written(growing(2 << 20), [1.0, 1e-4])
+    assert sent == [64 << 10, 64 << 10, 128 << 10, 512 << 10] + [2 << 20] * ROUNDS
+    assert rate == Rate(2 << 20, pytest.approx((2 << 20) / 1e-4))
+
+
+def test_the_best_that_finished_counts_when_the_next_does_not_fit_or_is_late() -> None:
+    rate, sent = written(growing(2 << 20), [1.0, 0.2])
+    assert sent == [64 << 10] * 2 and rate == Rate(64 << 10, pytest.approx((64 << 10) / 0.2))
+    rate, sent = written(growing(2 << 20), [1.0, 0.1, None])
+    assert sent == [64 << 10, 64 << 10, 128 << 10] and rate == Rate(64 << 10, pytest.approx((64 << 10) / 0.1))
+    with refused(FabricError, "probe_failed"):
+        written(growing(2 << 20), [None])
