@@ -373,7 +373,8 @@ class OutgoingPeers:
                 raise PeerError("bad_welcome", "door: none, and the route is pull")
             rate = await self._open_door(session, door, dialled.link, partial(self._memory_ended, dialled))
         except (KVBridgeError, OSError) as error:
-            log.info("route does not work: incarnation=%s route=pull %s", session.peer.incarnation, error)
+            level = logging.DEBUG if getattr(error, "code", "") == "door_elsewhere" else logging.INFO
+            log.log(level, "route does not work: incarnation=%s route=pull %s", session.peer.incarnation, error)
             dialled.against_pull = f"pull: {error}"[:1024]
             return None
         if self._of(dialled.link) is dialled:

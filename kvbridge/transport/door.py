@@ -41,7 +41,7 @@ from ..errors import PeerError
 from ..failpoints import failpoint
 from .framed import Connection, close_fds, credentials_of
 from .lock import KERNEL, Lock
-from .unix import Server, is_allowed
+from .unix import Server, file_of, is_allowed
 
 log = logging.getLogger("kvbridge.door")
 
@@ -53,6 +53,7 @@ MAX_TOKENS = 1024  # that have not been shown yet
 CALL_S = 1.0  # for the first message
 HAND_OVER_S = 2.0  # for the handles to leave
 CALL_LIMITS = Limits(frame_bytes=2048)
+ELSEWHERE = "the peer is in another container, which does not share this folder"
 REFUSALS = frozenset(
     [
         *("uid_not_allowed", "too_many_connections", "sharing_off", "caller_slow", "version_mismatch"),
@@ -134,6 +135,7 @@ class MemoryDoor(Server["_Caller"]):
             session=session,
             epoch=self._shared.epoch,
             token=secrets.token_bytes(TOKEN_BYTES),
+            socket=self.file,
         )
         self._cards[session] = card, pipe
         return card
@@ -326,11 +328,13 @@ async def open_memory(
 ) -> Handover:
     """Get a peer's memory handed over, as its card promises. `agent` is our name.
 
-    Raises PeerError `wrong_machine`, `door_unreachable`, `uid_not_allowed` if the process that listens there is not
-    our user's, root's or an allowed user's, `door_refused`, or the code that it refuses with.
+    Raises PeerError `wrong_machine`, `door_elsewhere` if its path leads to another socket here or to none (we are in
+    another container), `door_unreachable`, `uid_not_allowed` if the process that listens there is not our user's,
+    root's or an allowed user's, `door_refused`, or the code that it refuses with.
     """
     if card.machine != KERNEL.read_text().strip() or not card.path.endswith(DOOR_SUFFIX):
         raise PeerError("wrong_machine", f"door: {card.path} of machine {card.machine} is none of ours")
+    _check_socket(card)
     with ExitStack() as stack:
         try:
             async with asyncio.timeout(within_s):
@@ -348,6 +352,16 @@ async def open_memory(
             raise _refusal(message)
         stack.pop_all()
         return Handover(connection, message, fds)
+
+
+def _check_socket(card: DoorCard) -> None:
+    """Raises PeerError `door_elsewhere`. Containers of one node often use one path, each for a socket of its own."""
+    try:
+        here = file_of(os.lstat(card.path))
+    except OSError as error:
+        raise PeerError("door_elsewhere", f"door {card.path}: not here ({error.strerror}): {ELSEWHERE}") from error
+    if card.socket not in ("", here):
+        raise PeerError("door_elsewhere", f"door {card.path}: here that is another socket: {ELSEWHERE}")
 
 
 def _opening(card: DoorCard, agent: str) -> OpenMemory:

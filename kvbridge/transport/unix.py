@@ -28,6 +28,11 @@ def is_allowed(uid: int, allowed_uids: frozenset[int]) -> bool:
     return uid == 0 or uid in allowed_uids
 
 
+def file_of(found: os.stat_result) -> str:
+    """Names a file among all of this kernel, for as long as it is there."""
+    return f"{found.st_dev:x}.{found.st_ino:x}"
+
+
 class Server(ABC, Generic[C]):
     """Listens at `path` for these users. Use as `async with`, then `accept` until cancelled.
 
@@ -44,7 +49,7 @@ class Server(ABC, Generic[C]):
         self._allowed = allowed_uids
         self._most = most
         self._socket: socket.socket | None = None
-        self._inode = 0
+        self.file = ""  # which one our socket is, however its path is spelled or mounted; "" before it listens
 
     @abstractmethod
     def connection(self, accepted: socket.socket) -> C:
@@ -68,7 +73,7 @@ class Server(ABC, Generic[C]):
             connection.close("the agent stops")
             connection.shut()
         with contextlib.suppress(OSError):
-            if self.path.lstat().st_ino == self._inode:
+            if file_of(self.path.lstat()) == self.file:
                 self.path.unlink()
         self._give_back()
 
@@ -116,11 +121,11 @@ class Server(ABC, Generic[C]):
         self._socket.setblocking(False)
         os.fchmod(self._socket.fileno(), 0o600)  # Linux makes the file with the socket's own mode, less the umask
         self._socket.bind(os.fspath(self.path))
-        self._inode = self._set_mode(0o600 if self._allowed == {os.getuid()} else 0o666)
+        self.file = self._set_mode(0o600 if self._allowed == {os.getuid()} else 0o666)
         self._socket.listen(self._most)
 
-    def _set_mode(self, mode: int) -> int:
-        """Set the mode of our socket, whatever the umask, and return its inode. `accept` checks the uid.
+    def _set_mode(self, mode: int) -> str:
+        """Set the mode of our socket, whatever the umask, and return which file it is. `accept` checks the uid.
 
         Uses a descriptor of the file itself: whoever may write in the folder could put a link in its place meanwhile.
         """
@@ -132,7 +137,7 @@ class Server(ABC, Generic[C]):
             os.chmod(f"/proc/self/fd/{fd}", mode)
         finally:
             os.close(fd)
-        return found.st_ino
+        return file_of(found)
 
     def _give_back(self) -> None:
         if self._socket is not None:

@@ -22,7 +22,9 @@ Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 class DoorCard(Struct, frozen=True, kw_only=True):
     """Where the handles of one epoch are handed over, once, to the agent with this `token`. Never leaves the session.
 
-    Only for agents of the same `machine`, which is its kernel's boot id. `path` ends with DOOR_SUFFIX.
+    Only for agents of the same `machine`, which is its kernel's boot id. `path` ends with DOOR_SUFFIX. In another
+    container the path may lead to another socket, or to none: `socket` is what `stat` says of the right one (device and
+    inode, in hexadecimal, joined by a dot), "" from an agent that does not say.
     """
 
     machine: Name
@@ -30,6 +32,7 @@ class DoorCard(Struct, frozen=True, kw_only=True):
     session: SessionName
     epoch: Count
     token: Token
+    socket: Annotated[str, Meta(max_length=64)] = ""
 
 
 class OpenMemory(Struct, frozen=True, kw_only=True, tag="open_memory"):

@@ -24,7 +24,7 @@ from kvbridge_proto.status import Status, StatusQuery
 from kvbridge_proto.stream import FRAME_FDS, StreamReader, pack
 
 from kvbridge.loopback.messages import directory_of, offer_of, want_of
-from tests.support.nursery import Child, nursery
+from tests.support.nursery import Child, Nursery, nursery
 from tests.support.oracle import Held, Shape, build
 
 # Tests that run in an engine's environment start agents from the agents' own.
@@ -130,11 +130,12 @@ def agent(
     start_s: float = START_S,
     module: str = "kvbridge.cli",
     nofile: tuple[int, int] | None = None,
+    born_in: Nursery | None = None,
     **options: Any,
 ) -> Iterator[AgentProcess]:
     """Start an agent, yield it when it serves, end it. An option that is None is left to the agent's own default.
 
-    `nofile` are the soft and the hard limit of its descriptors.
+    `nofile` are the soft and the hard limit of its descriptors. A nursery in other namespaces may start it.
     """
     path, log = folder / f"{name}.sock", folder / f"{name}.log"
     chosen = {"socket": path, "listen": "tcp://127.0.0.1:0", "name": name, "metrics": "", "receive_slots": 8}
@@ -146,7 +147,9 @@ def agent(
         for part in ([f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)]))
     ]
     with log.open("ab") as out:
-        pid = nursery(PYTHON).fork(module, ["agent", *flags], (None, out.fileno(), out.fileno()), nofile=nofile)
+        pid = (born_in or nursery(PYTHON)).fork(
+            module, ["agent", *flags], (None, out.fileno(), out.fileno()), nofile=nofile
+        )
     process = Child(pid)
     running = AgentProcess(process, path, log)
     try:

@@ -227,7 +227,23 @@ async def test_shows_its_token_to_no_foreign_user_who_listens_in_the_peers_place
     async with opened(open_path) as door:
         card = card_of(door)
     with squatter(Path(card.path)) as (_, heard_there):
-        assert await refused(card) == "uid_not_allowed" and heard_there() == b""
+        unsaid = change(card, socket="")  # which socket it is: a file system may number the next one alike
+        assert await refused(unsaid) == "uid_not_allowed" and heard_there() == b""
+
+
+async def test_goes_to_no_other_socket_at_the_path_of_the_door(tmp_path: Path) -> None:
+    """Containers of one host often have sockets of their own at one path. Their agents would log the stranger."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    async with opened(here / "s") as theirs:
+        card = card_of(theirs)
+        here.rename(there)
+        assert await refused(card) == "door_elsewhere"
+        here.mkdir()
+        async with opened(here / "s") as ours:
+            assert await refused(card) == "door_elsewhere" and not ours.refused
+            with contextlib.suppress(OSError):
+                assert await refused(change(card, socket="")) == "wrong_token" and ours.refused == 1
 
 
 async def test_a_receiver_goes_to_no_socket_that_is_no_door_of_this_machine(door: MemoryDoor, path: Path) -> None:
@@ -240,7 +256,7 @@ async def test_a_receiver_goes_to_no_socket_that_is_no_door_of_this_machine(door
         with pytest.raises(BlockingIOError):
             other.accept()
     assert await refused(change(card, machine="another")) == "wrong_machine"
-    assert await refused(change(card, path=f"{path}.not.door")) == "door_unreachable"
+    assert await refused(change(card, path=f"{path}.not.door")) == "door_elsewhere"
 
 
 # How it ends:
@@ -409,7 +425,7 @@ async def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(
 )
 async def test_a_receiver_survives_a_mad_door_and_takes_no_new_code_from_it(path: Path, said: bytes, code: str) -> None:
     async with opened(path) as door:
-        card = card_of(door)
+        card = change(card_of(door), socket="")  # whichever listens there
     before = descriptors()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(card.path)
@@ -425,7 +441,7 @@ async def test_a_receiver_survives_a_mad_door_and_takes_no_new_code_from_it(path
 
 async def test_a_receiver_waits_for_a_mute_door_no_longer_than_it_says(path: Path) -> None:
     async with opened(path) as door:
-        card = card_of(door)
+        card = change(card_of(door), socket="")  # whichever listens there
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(card.path)
         listening.listen(0)
