@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvbridge_proto.common import attachment_name
 from kvbridge_proto.engine import Failed, Refused, Want
 from kvbridge_proto.peer import Claim, Grant, SlotLease, Take
 
@@ -94,6 +95,7 @@ def claim_of(
         token=incoming.token,
         leases=leases,
         deadline_s=max(0.0, wanted.started + want.deadline_s - now),
+        is_offered=want.is_offered,
     )
 
 
@@ -161,6 +163,19 @@ def why_late(wanted: OpenWant, lacks: str) -> str:
     )
     silent = ", ".join(incoming.address for incoming in incoming_transfers if incoming.is_silent)
     return f"{passed} with {done} of {total} chunks" + (f"; nothing came from {silent}" if silent else "")
+
+
+def why_refused(want: Want, session: Session | None, code: str, reason: str) -> tuple[str, str]:
+    """Why a sender refused a claim, as it says; or better, if `session`, with the want's `sender`, shows more.
+
+    A sender cannot know what was offered to the one before it. We see that another attachment took the offer.
+    """
+    if code != "unknown_offer" or session is None or not want.offered_to:
+        return code, reason
+    if (now := attachment_name(session.peer, session.peer_epoch)) == want.offered_to:
+        return code, reason
+    reason = f"offered to attachment {want.offered_to}, which is over; now {want.sender} has attachment {now}"
+    return "started_after_it_was_offered", reason
 
 
 def duplicate(want: Want) -> Tell:

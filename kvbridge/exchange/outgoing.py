@@ -11,6 +11,7 @@ from kvbridge_proto.peer import Claim, SlotLease, Sum
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from ..states import OfferState, OutgoingState
+from .answers import ANSWERS, Known
 from .containers import Recent
 from .leases import GrantedLease
 from .session import Session
@@ -55,6 +56,13 @@ class OpenOffer:
         while self.steps and has_reached(self.steps[0][0]):
             self.readable = self.steps.popleft()[1]
         return self.steps[0][0] if self.steps else None
+
+    @property
+    def ended_as(self) -> tuple[Known, tuple[str, str] | None]:
+        """What is known of it once it is released, with (code, reason) if it ended before anybody had it."""
+        if self.over is not None and not self.served:
+            return Known.ENDED, self.over
+        return (Known.DECLINED if self.is_declined else Known.FETCHED), None
 
     @property
     def blocks(self) -> int:
@@ -172,11 +180,14 @@ class Rendezvous:
         self._awaited: dict[str, dict[str, tuple[int, float]]] = {}
         self._ended: dict[str, list[EndedOffer]] = {}
         self._by_age: OrderedDict[EndedOffer, None] = OrderedDict()
+        # By rendezvous id: how the last offer ended, with (code, reason) if it did early.
+        self._last: OrderedDict[str, tuple[Known, tuple[str, str] | None]] = OrderedDict()
         self.cut_short: Recent[str] = Recent(MOST_CUT_SHORT)
 
     def enter(self, offered: OpenOffer) -> None:
         """Add an open offer. Unclaimed ended offers under the same id are forgotten: later claims are for this one."""
         self._offers.setdefault(offered.rendezvous, []).append(offered)
+        self._last.pop(offered.rendezvous, None)
         for ended in [each for each in self._ended.get(offered.rendezvous, ()) if each.want is None]:
             self._forget(ended)
 
@@ -188,6 +199,9 @@ class Rendezvous:
             del self._offers[offered.rendezvous]
         if not offered.is_complete:
             self.cut_short.add(offered.request)
+        self._last[offered.rendezvous] = offered.ended_as
+        if len(self._last) > MOST_ENDED:
+            self._last.popitem(last=False)
 
     def open_in(self, rendezvous: str) -> list[OpenOffer]:
         """Open offers, oldest first."""
@@ -228,6 +242,22 @@ class Rendezvous:
     def forget_ended(self) -> None:
         self._ended.clear()
         self._by_age.clear()
+        self._last.clear()
+
+    def why_none(self, claim: Claim, is_all_read: bool) -> tuple[str, str] | None:
+        """Why there is no offer for this claim, as (code, reason). None if there is one, or one may still come.
+
+        `is_all_read` says that everything which our engine had sent when the claim came has been read.
+        """
+        if self.offer_for(claim) is not None:
+            return None
+        known, over = Known.UNREAD, None
+        if is_all_read and claim.rendezvous in self._offers:
+            known = Known.TAKEN
+        elif is_all_read:
+            known, over = self._last.get(claim.rendezvous, (Known.NOTHING, None))
+        refusal = ANSWERS[claim.is_offered, known]
+        return None if refusal is None else over or (refusal.code, refusal.reason)
 
     def _forget(self, ended: EndedOffer) -> None:
         del self._by_age[ended]

@@ -32,6 +32,7 @@ from .incoming import (
     pull_of,
     queue,
     why_late,
+    why_refused,
 )
 from .known_senders import Adoption, ExpectedRequests, SenderSessions, ShardAssignment, UndrainedTransfers, holds
 from .leases import LEASE_S, Reading, ReadLease, Sampling
@@ -422,7 +423,10 @@ class Receiver:
             was_claimed = incoming.state is IncomingState.CLAIMED
             self._end_incoming(incoming, IncomingEvent.DRAIN, now)
             if was_claimed:
-                actions = self._fail(self._wanted_by[transfer], code or "sender_failed", reason, now)
+                wanted = self._wanted_by[transfer]
+                at_sender = self._senders.open.get(wanted.want.sender)
+                code, reason = why_refused(wanted.want, at_sender, code or "sender_failed", reason)
+                actions = self._fail(wanted, code, reason, now)
         self._forget_if_over(transfer)
         return actions + self._lend_slots()
 

@@ -77,6 +77,7 @@ class Sender:
         self.outgoing_transfers: dict[str, OutgoingTransfer] = {}
         self._of_receiver: dict[str, ReceiverClaims] = {}  # by incarnation
         self._waiting: dict[str, dict[str, OutgoingTransfer]] = {}  # by rendezvous
+        self._told: dict[str, OutgoingTransfer] = {}  # of those that wait: claims of what was offered before they came
         self._comparing: dict[str, OutgoingTransfer] = {}  # with chunks to be digested, in the order of their turns
         self._digesting = 0
         self._rendezvous = Rendezvous()
@@ -254,6 +255,8 @@ class Sender:
         self._of_receiver[incarnation] = its
         self.outgoing_transfers[claim.transfer] = its.outgoing_transfers[claim.transfer] = out
         self._waiting.setdefault(claim.rendezvous, {})[claim.transfer] = out
+        if claim.is_offered:
+            self._told[claim.transfer] = out
         self._lend(out, claim.leases)
         self._rendezvous.forget_old(now)
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
@@ -450,16 +453,16 @@ class Sender:
     @property
     def is_owing(self) -> bool:
         """Whether a receiver waits for an answer."""
-        return bool(self._owed)
+        return bool(self._owed or self._told)
 
     def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
         """Answers that receivers wait for; none if we heard our engine too long ago to rule out a withdrawal.
 
         `SenderRunner._answers` calls this, after everything that made an answer due and after `note_if_silent`.
         `heard_at` is when we last had read everything the engine sent. `has_reached` says whether its fence has reached
-        a count. Every answer begins a lease now.
+        a count. Every answer begins a lease now, except refusals of what is not offered here (any more).
         """
-        actions: list[Action] = []
+        actions = self._refuse_unoffered(heard_at)
         if now - heard_at >= LEASE_HEARD_S:
             return actions
         for out in list(self._owed.values()):
@@ -477,6 +480,14 @@ class Sender:
             granted.ends = now + LEASE_S
             self._deadlines.set(("lease", out.transfer), granted.ends)
             actions.append(Send(out.incarnation, said))
+        return actions
+
+    def _refuse_unoffered(self, heard_at: float) -> list[Action]:
+        """Refuse claims of what was offered before they came, if no such offer is there."""
+        actions: list[Action] = []
+        for out in list(self._told.values()):
+            if why := self._rendezvous.why_none(out.claim, is_all_read=out.started <= heard_at):
+                actions += self._stop(out, *why)
         return actions
 
     def _owe(self, out: OutgoingTransfer) -> None:
@@ -637,6 +648,7 @@ class Sender:
         return [order, *early, *self._progress(out)]
 
     def _stop_waiting(self, out: OutgoingTransfer) -> None:
+        self._told.pop(out.transfer, None)
         transfers = self._waiting[out.claim.rendezvous]
         del transfers[out.transfer]
         if not transfers:

@@ -14,6 +14,7 @@ BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 RendezvousId = Annotated[str, Meta(min_length=1, max_length=256)]
 Address = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(max_length=64)]
+AttachmentName = Annotated[str, Meta(max_length=256)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
 Reasons = Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=64)]
 Code = Annotated[str, Meta(max_length=64)]
@@ -58,6 +59,11 @@ class AgentCard(Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     address: Address
     version: Name
+
+
+def attachment_name(agent: AgentCard, epoch: int) -> str:
+    """Names one attachment of an engine to one start of an agent. An agent counts its attachments by `epoch`."""
+    return f"{agent.incarnation}/{epoch}"
 
 
 class Rank(Struct, frozen=True, kw_only=True):

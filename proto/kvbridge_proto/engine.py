@@ -11,7 +11,19 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .common import Address, AgentCard, Blocks, Code, Ranks, Reasons, RendezvousId, Seconds, Traceparent, VersionRange
+from .common import (
+    Address,
+    AgentCard,
+    AttachmentName,
+    Blocks,
+    Code,
+    Ranks,
+    Reasons,
+    RendezvousId,
+    Seconds,
+    Traceparent,
+    VersionRange,
+)
 from .pool import Count, Handle, Name, Pool, Positive
 from .status import PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuery
 
@@ -127,6 +139,10 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
     any token, needs no blocks and tells the sender that nothing is needed: Done follows once all its ranks were told,
     whether anything is offered there yet or not. The blocks may be written once the fence has reached `fence`.
 
+    `is_offered` says that the prefill has ended: each offer that it makes under this id was made, and is there or over.
+    So the want fails at once if none is there, instead of waiting for one. `offered_to` then names the attachment that
+    took the offer at `sender` (see `attachment_name`), "" if that is not known. It decides only what the failure says.
+
     `first_token` and `end_token` count tokens of the request, the same on all ranks of an engine. `blocks` are this
     rank's (see Blocks): those that hold its share of these tokens, and none for a group in which it has none of them.
     So rank 1 of 2, with an interleave of 1 and blocks of 16, wants [10, 39) with entries 0 and 1 (its own are tokens
@@ -142,6 +158,8 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
     deadline_s: Seconds
     fence: Count = 0
     traceparent: Traceparent = ""
+    is_offered: bool = False
+    offered_to: AttachmentName = ""
 
 
 class Abandon(Struct, frozen=True, kw_only=True, tag="abandon"):

@@ -143,7 +143,8 @@ class Claim(Struct, frozen=True, kw_only=True, tag="claim"):
 
     `want` is one name for all `receivers` ranks of the receiver engine, so that the sender knows when all have claimed.
     No takes means that this receiver needs nothing from you. `plan` is the digest of the plan that the receiver
-    derived. `token` must come back in every notice.
+    derived. `token` must come back in every notice. With `is_offered` every offer under this id was made before: the
+    claim is refused if none is there for this want, instead of waiting for one (see `Want`).
     """
 
     transfer: TransferId
@@ -160,6 +161,7 @@ class Claim(Struct, frozen=True, kw_only=True, tag="claim"):
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
     leases: Leases
     deadline_s: Seconds
+    is_offered: bool = False
 
 
 class BlockTables(Struct, frozen=True, kw_only=True, tag="tables"):

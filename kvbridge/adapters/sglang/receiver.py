@@ -215,6 +215,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             deadline_s=min(float(manager.waiting_timeout), 86400.0),
             fence=manager.mark_free(),
             traceparent=self._traceparent,
+            # Another engine's prefill has answered. SGLang's own runs beside us: its offer may come after our want.
+            is_offered=self._prefilled is not None,
         )
         if self._tokens:
             self._name = want.request

@@ -13,7 +13,7 @@ from ...errors import EngineError
 from ...oneline import INTEGER_BITS, SHOWN, shown
 from ..engine.prompts import ROOMS
 
-WIRE_TEXT = 256  # characters that a `RendezvousId` or an `Address` may have
+WIRE_TEXT = 256  # characters that a `RendezvousId`, an `Address` or an `AttachmentName` may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,14 @@ class Remote:
     """What a decode request was told about the prefill side.
 
     `sender` is the address of one of that side's agents, `room` a number that a router gave to both sides. Without a
-    room (0), `request` is that side's name for the request, or its rendezvous id.
+    room (0), `request` is that side's name for the request, or its rendezvous id. `attachment` names the one that took
+    its offer, "" if that was not told.
     """
 
     request: str
     sender: str
     room: int = 0
+    attachment: str = ""
 
 
 def read_remote(params: Mapping[str, Any]) -> Remote:
@@ -35,12 +37,12 @@ def read_remote(params: Mapping[str, Any]) -> Remote:
     request, host, port = (_text(params, name) for name in ("remote_request_id", "remote_host", "remote_port"))
     if not ((request or room) and host and port):
         raise EngineError("bad_params", "kv_transfer_params without request, host or port")
-    key = _text(params, "remote_key")
+    key, attachment = _text(params, "remote_key"), _text(params, "remote_attachment")
     sender = f"tcp://{f'[{host}]' if ':' in host else host}:{port}" + (f"#{key}" if key else "")
-    if (longest := max(len(sender), len(request))) > WIRE_TEXT:
+    if (longest := max(len(sender), len(request), len(attachment))) > WIRE_TEXT:
         reason = f"kv_transfer_params longer than the wire allows: {longest} characters, limit {WIRE_TEXT}"
         raise EngineError("bad_params", reason)
-    return Remote(request, sender, room)
+    return Remote(request, sender, room, attachment)
 
 
 def read_room(params: Mapping[str, Any]) -> int:

@@ -71,6 +71,15 @@ def wanted_rendezvous(told: str, request_id: str, digest: str) -> str | None:
     return f"{first.external}/{index}/{digest}"
 
 
+def is_offered(told: str, request_id: str) -> bool:
+    """Whether this is the rendezvous id of an offer. The prefill side answers with it: its call has ended by then.
+
+    So whatever that call offers was offered before, under this id and under those of the call's other prompts.
+    """
+    is_shared = PROMPT_RENDEZVOUS.match(told) is not None and _short(told) != named(request_id).external
+    return is_shared or bool(_told(told, request_id)[1])
+
+
 def is_for(told: str, request_id: str) -> bool:
     """Whether the told rendezvous id is this request's own, by name and index. If so no sibling needs it: decline it.
 

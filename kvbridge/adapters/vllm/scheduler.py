@@ -27,12 +27,13 @@ from ..engine.prompts import is_in, rendezvous
 from ..engine.traces import traceparent
 from .block_tables import NULL_BLOCK, GroupTables
 from .options import VLLMOptions
-from .params import read_remote, read_room
+from .params import Remote, read_remote, read_room
 from .pressure import Pressure
 from .prompt_trim import can_be_short, shorten
 from .rendezvous import (
     has_media_hashes,
     is_for,
+    is_offered,
     is_rendezvous,
     message_name,
     named,
@@ -106,12 +107,20 @@ class PromptOffered:
 
 @dataclass(slots=True)
 class PromptWanted:
-    """A request whose prompt is to be fetched; `first_token` is where the local prefix ends."""
+    """A request whose prompt is to be fetched; `first_token` is where the local prefix ends.
+
+    `is_offered` and `offered_to` are the want's (see `Want`). `leader` is another request that fetched the same prompt:
+    this one has waited for it, and shares the blocks that came.
+    """
 
     rendezvous: str
     sender: str
     first_token: int = 0
     traceparent: str = ""
+    is_offered: bool = False
+    offered_to: str = ""
+    leader: str = ""
+    is_shared: bool = False
 
 
 @dataclass(slots=True)
@@ -149,12 +158,14 @@ class SchedulerSide:
             log.warning(
                 "images, audio, video: fetched and offered only with prefix caching or mm_processor_cache_gb > 0"
             )
-        self._agents: dict[RankKey, str] = {}
+        self._agents: dict[RankKey, AgentAddress] = {}
         self._sending: dict[str, PromptOffered] = {}
         self._receiving: dict[str, PromptWanted] = {}
         self._unfetched: dict[str, Unfetched] = {}
         self._share = PromptShare(knows_fetched=False)
         self._awaited: set[str] = set()
+        self._fetching: dict[str, Request] = {}  # by rendezvous id: a request that waits for rows offered before
+        self._block_tokens = max(group.block_tokens for group in self._tables.groups)
         self._pressure = Pressure(self._tables, config.scheduler_config)
         self._warned_at = float("-inf")
         self._known_ids: deque[str] = deque(maxlen=IDS_KNOWN)
@@ -172,22 +183,24 @@ class SchedulerSide:
     # Agents:
 
     def agents_at_start(self, addresses: dict[RankKey, AgentAddress]) -> None:
-        self._agents_are({rank: said.address for rank, said in addresses.items()})
+        self._agents_are(addresses)
 
-    def _agents_are(self, changed: dict[RankKey, str]) -> None:
+    def _agents_are(self, changed: dict[RankKey, AgentAddress]) -> None:
         before, self._agents = self._agents, self._agents | changed
         if self._agents == before or not self._has_agents:
             return
         ranks = (
-            Rank(tp_rank=tp_rank, pp_rank=pp_rank, address=address)
-            for (pp_rank, tp_rank), address in sorted(self._agents.items())
+            Rank(tp_rank=tp_rank, pp_rank=pp_rank, address=agent.address)
+            for (pp_rank, tp_rank), agent in sorted(self._agents.items(), key=lambda each: each[0])
         )
         self._step.before.append(Directory(ranks=tuple(ranks)))
 
     @property
     def _has_agents(self) -> bool:
         """A transfer needs all ranks: if one of them has no agent, we neither offer nor want."""
-        return len(self._agents) == self._tp_size * self._pp_size and all(self._agents.values())
+        return len(self._agents) == self._tp_size * self._pp_size and all(
+            agent.address for agent in self._agents.values()
+        )
 
     @property
     def has_messages(self) -> bool:
@@ -270,12 +283,12 @@ class SchedulerSide:
             self._known_ids += agreed, remote.request
             # For a call of several prompts we are told only the first one's name.
             if remote.request in ("", agreed) or named(request.request_id).index:
-                self._receive(request, agreed, remote.sender)
+                self._receive(request, agreed, remote, is_in(remote.request, remote.room))
             else:
                 log.warning("%s: prefilled for another prompt (%a): computed here", name, remote.request)
                 self._unfetched[request.request_id] = Unfetched("other_prompt")
                 if is_in(remote.request, remote.room):
-                    self._decline(request.request_id, PromptWanted(remote.request, remote.sender))
+                    self._decline(request.request_id, PromptWanted(remote.request, remote.sender, is_offered=True))
             return
         rendezvous_id = wanted_rendezvous(remote.request, request.request_id, digest)
         self._known_ids.append(rendezvous_id or remote.request)
@@ -285,12 +298,18 @@ class SchedulerSide:
             )
             self._unfetched[request.request_id] = Unfetched("other_prompt")
             if is_for(remote.request, request.request_id):
-                self._decline(request.request_id, PromptWanted(remote.request, remote.sender))
+                self._decline(request.request_id, PromptWanted(remote.request, remote.sender, is_offered=True))
             return
-        self._receive(request, rendezvous_id, remote.sender)
+        self._receive(request, rendezvous_id, remote, is_offered(remote.request, request.request_id))
 
-    def _receive(self, request: Request, rendezvous_id: str, sender: str) -> None:
-        self._receiving[request.request_id] = PromptWanted(rendezvous_id, sender, traceparent=_traceparent(request))
+    def _receive(self, request: Request, rendezvous_id: str, remote: Remote, is_offered: bool) -> None:
+        self._receiving[request.request_id] = PromptWanted(
+            rendezvous_id,
+            remote.sender,
+            traceparent=_traceparent(request),
+            is_offered=is_offered,
+            offered_to=remote.attachment if is_offered else "",
+        )
 
     def _refused(self, request: Request, params: dict[str, Any]) -> None:
         """A call with these params ended before all of it was admitted: nobody will fetch what they name.
@@ -305,12 +324,12 @@ class SchedulerSide:
         is_one = is_in(remote.request, remote.room) if remote.room else is_rendezvous(remote.request)
         if is_one and remote.request not in self._known_ids:
             self._known_ids.append(remote.request)
-            self._decline(request.request_id, PromptWanted(remote.request, remote.sender))
+            self._decline(request.request_id, PromptWanted(remote.request, remote.sender, is_offered=True))
 
     def _new_unnamed(self, request: Request) -> None:
         rendezvous_id = prompt_rendezvous(prompt_digest(request))
         if self._wants_all:
-            self._receive(request, rendezvous_id, self._options.prefill)
+            self._receive(request, rendezvous_id, Remote("", self._options.prefill), is_offered=False)
         elif request.max_tokens == 1 and self._tables.outlives(request.num_prompt_tokens):
             end = request.num_prompt_tokens - 1
             self._sending[request.request_id] = PromptOffered(request, rendezvous_id, False, end)
@@ -362,7 +381,22 @@ class SchedulerSide:
         if not self._has_agents:
             return 0, False
         count = request.num_prompt_tokens - 1 - computed
-        return (count, True) if count > 0 else (0, False)
+        if self._is_led(receiving):
+            return None, False
+        receiving.is_shared = bool(receiving.leader) and count < self._block_tokens
+        return (count, True) if count > 0 and not receiving.is_shared else (0, False)
+
+    def _is_led(self, receiving: PromptWanted) -> bool:
+        """Whether another request fetches this prompt now. What was offered before is there for one want only.
+
+        The answers of a call (`n`) and equal retries share a rendezvous id. One fetches; once its rows have come, the
+        prefix cache has them for the others. Each waits for one request at most.
+        """
+        leader = self._fetching.get(receiving.rendezvous) if receiving.is_offered else None
+        if leader is None or leader.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return False
+        receiving.leader = receiving.leader or str(leader.request_id)
+        return receiving.leader == str(leader.request_id)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         self._pressure.has_blocks(request.request_id)
@@ -376,9 +410,13 @@ class SchedulerSide:
             request.kv_transfer_params["do_remote_prefill"] = False
         if external_tokens == 0:
             self._decline(request.request_id, receiving)
-            if not self._has_agents:
+            if receiving.is_shared:
+                self._computes(request, Unfetched("already_fetched", receiving.first_token))
+            elif not self._has_agents:
                 self._computes(request, Unfetched("agent_missing", receiving.first_token))
             return
+        if receiving.is_offered:
+            self._fetching[receiving.rendezvous] = request
         self._share.fetch(external_tokens, self._clock())
         name = message_name(request.request_id)
         first, end = receiving.first_token, receiving.first_token + external_tokens
@@ -403,6 +441,8 @@ class SchedulerSide:
             blocks=blocks,
             deadline_s=self._options.deadline_s,
             traceparent=what.traceparent,
+            is_offered=what.is_offered,
+            offered_to=what.offered_to,
         )
 
     def _decline(self, request_id: str, receiving: PromptWanted) -> None:
@@ -433,7 +473,9 @@ class SchedulerSide:
         return True, None
 
     def _params(self, sending: PromptOffered) -> dict[str, Any]:
-        agent = urlsplit(self._agents.get((0, 0), ""))
+        first = self._agents.get((0, 0), AgentAddress())
+        agent = urlsplit(first.address)
+        given = {"remote_key": agent.fragment, "bootstrap_room": sending.room, "remote_attachment": first.attachment}
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -445,7 +487,7 @@ class SchedulerSide:
             "remote_num_tokens": sending.tokens,
             "tp_size": self._tp_size,
             "pp_size": self._pp_size,
-        } | {name: value for name, value in (("remote_key", agent.fragment), ("bootstrap_room", sending.room)) if value}
+        } | {name: value for name, value in given.items() if value}
 
     # A step:
 
@@ -454,6 +496,8 @@ class SchedulerSide:
             self._withdraw(request_id)
         self._follow(output)
         self._reclaim(self._clock())
+        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._fetching = {id: request for id, request in self._fetching.items() if request.status == waiting}
         if said := self._share.due(self._clock()):
             log.warning("%s", said)
         if self._has_agents:

@@ -37,16 +37,17 @@ class ConnectorStep(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not i
 
 @dataclass
 class AgentAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """One worker to the scheduler, at start-up: its agent's control address, or "" without an agent."""
+    """Where one worker's agent is: its control address, and the name of our attachment to it. "" without an agent."""
 
-    address: str
+    address: str = ""
+    attachment: str = ""
 
 
 @dataclass
 class AgentAddresses(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to the scheduler: addresses of the agents that came, moved or went (""), by rank."""
+    """Workers to the scheduler: the agents that came, moved or went, by rank."""
 
-    addresses: dict[RankKey, str]
+    addresses: dict[RankKey, AgentAddress]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> AgentAddresses:
         assert isinstance(other, AgentAddresses)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvbridge_proto.common import attachment_name
 from kvbridge_proto.engine import (
     Abandon,
     Adopt,
@@ -73,7 +74,7 @@ class WorkerSide:
         self._pidfd_of = pidfd_of
         self._ledger = Pending()
         self._step = ConnectorStep()  # the step whose part after the forward is still to be done
-        self._told = ""  # the agent address that the scheduler knows
+        self._told = AgentAddress()  # what the scheduler knows of our agent
         self._is_asked = False  # the scheduler asks where our agent is
         self._abandoned: set[str] = set()  # open wants of requests that are gone
         self._rest_s = 0.0
@@ -114,19 +115,19 @@ class WorkerSide:
         conversation.start(self._options.connect_s)
         # Of ranks that differ only in prefill context parallelism vLLM asks one; all of them report in the first step.
         is_asked = getattr(self._config.parallel_config, "prefill_context_parallel_size", 1) == 1
-        self._told = conversation.address if is_asked else ""
+        self._told = _agent_of(conversation) if is_asked else AgentAddress()
 
     def handshake(self) -> AgentAddress:
-        return AgentAddress(self._told)
+        return self._told
 
     def changed_address(self) -> AgentAddresses | None:
-        """Our agent's address, for the scheduler: when it has changed, or the scheduler asks. Otherwise None."""
-        address = self._conversation.address if self._conversation is not None else ""
-        if address == self._told and not self._is_asked:
+        """Where our agent is, for the scheduler: when it has changed, or the scheduler asks. Otherwise None."""
+        agent = _agent_of(self._conversation)
+        if agent == self._told and not self._is_asked:
             return None
         self._is_asked = False
-        self._told = address
-        return AgentAddresses({self._key: address})
+        self._told = agent
+        return AgentAddresses({self._key: agent})
 
     def close(self) -> None:
         if self._conversation is not None:
@@ -235,6 +236,12 @@ class WorkerSide:
         assert transfer is not None
         if self._conversation is not None and transfer.kv_load_failure_policy == "recompute":
             self._conversation.computed(Computed(tokens=receive.tokens, reason=code))
+
+
+def _agent_of(conversation: Conversation | None) -> AgentAddress:
+    if conversation is None or (attached := conversation.attached) is None:
+        return AgentAddress()
+    return AgentAddress(attached.agent.address, attachment_name(attached.agent, attached.epoch))
 
 
 def _say(conversation: Conversation, message: ToAgent) -> None:

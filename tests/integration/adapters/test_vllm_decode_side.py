@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -415,3 +416,94 @@ def test_the_engine_says_once_a_minute_that_it_computes_what_it_could_fetch(
         world.step()
     (said,) = [each.getMessage() for each in vllms_log.records if "computed here lately" in each.getMessage()]
     assert "computed here lately, not fetched: 1 prompts of 39 tokens: 1 untagged (they name nothing" in said
+
+
+def told_of_an_offer(prompt: list[int], **more: Any) -> dict[str, Any]:
+    """What a proxy hands over that has waited for the prefill."""
+    nothing = {"prompt_embeds": None, "mm_features": [], "lora_request": None, "cache_salt": None}
+    digest = prompt_digest(SimpleNamespace(prompt_token_ids=prompt, **nothing))
+    return {"remote_request_id": f"call/0/{digest}", "remote_attachment": "inc/3", **more}
+
+
+def test_a_want_says_whether_its_prompt_was_offered_before_and_to_whom(world: World, agent: FakeAgent) -> None:
+    """Only a prefill's answer tells that: a name that both sides were given before says nothing of an offer."""
+    prompt = list(range(40))
+    digest = told_of_an_offer(prompt)["remote_request_id"].rpartition("/")[2]
+    cases = {
+        "called": (told_of_an_offer(prompt), True, "inc/3"),
+        "unnamed": ({"remote_request_id": f"prompt-{digest}"}, True, ""),
+        "at once": ({"remote_request_id": "theirs", "remote_attachment": "inc/3"}, False, ""),
+        "room": ({"remote_request_id": "", "bootstrap_room": 5}, False, ""),
+        "in room": ({"remote_request_id": rendezvous(5, digest), "bootstrap_room": 5}, True, ""),
+    }
+    for name, (params, is_offered, offered_to) in cases.items():
+        request = world.decode(prompt=prompt, name=name, **params)
+        world.steps(2)
+        want = agent.one(Want)
+        assert (want.is_offered, want.offered_to) == (is_offered, offered_to), name
+        world.abort(request)
+        agent.say(failed(want))
+        world.steps(2)
+        assert agent.one(Abandon)
+
+
+def test_the_prefill_side_tells_which_attachment_took_the_offer(world: World, agent: FakeAgent) -> None:
+    world.prefill(40)
+    outputs = [each for _ in range(3) for each in world.step().outputs if each.kv_transfer_params]
+    agent.say(Released(request=agent.one(Offer).request))
+    world.finish()
+    assert [each.kv_transfer_params["remote_attachment"] for each in outputs] == [f"{agent.incarnation}/1"]
+
+
+@pytest.mark.parametrize("tokens", [40, 4 * BLOCK + 1])
+def test_equal_requests_share_one_fetch(world: World, agent: FakeAgent, tokens: int) -> None:
+    """The answers of a call (`n`), or retries. An offer serves one want; the prefix cache serves the others."""
+    prompt = list(range(tokens))
+    names = [f"{n}_cmpl-a-{n}a2b3c4d" for n in range(4)]
+    requests = [world.decode(prompt=prompt, name=name, **told_of_an_offer(prompt)) for name in names]
+    world.steps(3)
+    first = agent.one(Want)
+    assert (first.request, first.end_token) == (requests[0].request_id, tokens - 1)
+    agent.say(done(first))
+    world.steps(3)
+    assert all(each.status == RequestStatus.RUNNING for each in requests)
+    rest = agent.take(Want)
+    assert [each.request.partition("#")[0] for each in rest] == [each.request_id for each in requests[1:]]
+    assert all(each.end_token == 0 and each.is_offered for each in rest), "each gives back what was offered for it"
+    left = (tokens - 1) % BLOCK
+    assert [each for each in agent.take(Computed)] == [Computed(tokens=left, reason="already_fetched")] * 3 * bool(left)
+    for each in rest:
+        agent.say(done(each))
+    world.finish()
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_what_waited_for_an_equal_request_goes_on_at_once_if_that_one_fails(
+    world: World, agent: FakeAgent, is_aborted: bool
+) -> None:
+    """It shares what that one computes instead, or asks for itself; none waits for a second one."""
+    prompt = list(range(40))
+    names = [f"{n}_cmpl-a-{n}a2b3c4d" for n in range(3)]
+    requests = [world.decode(prompt=prompt, name=name, **told_of_an_offer(prompt)) for name in names]
+    world.steps(2)
+    first = agent.one(Want)
+    if is_aborted:
+        world.abort(requests[0])
+        world.steps(1)
+    agent.say(failed(first))
+    world.steps(3)
+    rest = agent.take(Want)
+    assert [each.request.partition("#")[0] for each in rest] == [each.request_id for each in requests[1:]]
+    assert {each.end_token for each in rest} == ({39} if is_aborted else {0})
+    for each in rest:
+        agent.say(Failed(request=each.request, code="already_fetched", reason="an offer serves one"))
+    world.finish()
+    world.assert_empty()
+
+
+def test_requests_that_may_have_an_offer_each_do_not_wait_for_one_another(world: World, agent: FakeAgent) -> None:
+    for n in range(2):
+        world.decode(prompt=list(range(40)), name=f"{n}_cmpl-theirs-{n}a2b3c4d")
+    world.steps(2)
+    assert len(agent.take(Want)) == 2

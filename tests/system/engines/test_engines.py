@@ -136,6 +136,54 @@ def test_an_aborted_request_leaves_nothing_behind(fleet: Fleet) -> None:
     assert not fleet.agents["large"][0].status.transfers
 
 
+SOON_S = 15.0  # a want that waits for its offer does so for 40 s here
+
+
+def test_two_answers_of_a_call_share_what_one_prefill_offered(fleet: Fleet) -> None:
+    """One fetches, and the other finds the rows in the prefix cache; vLLM names such requests like this."""
+    tokens = prompt(700, seed=53)
+    _, prefilled = fleet.prefill("small", tokens)
+    call = fleet.name("n")
+    names = [f"{sample}_cmpl-{call}-0-{sample}a2b3c4d" for sample in range(2)]
+    before = fleet.moved_bytes("large")
+    for name in names:
+        fleet["large"].submit(name, tokens, 12, prefilled.params)
+    answers = [fleet["large"].result(name, SOON_S) for name in names]
+    row = 4 * 2 * 4 * 64  # layers, parts, heads, bytes
+    assert fleet.moved_bytes("large") - before < (len(tokens) + 128) * row, "it travelled twice"
+    assert [answer.cached for answer in answers] == [len(tokens) - 1, len(tokens) // 128 * 128]
+    assert all(list(answer.tokens) == fleet.alone(tokens, 12) for answer in answers)
+    fleet["small"].wait_empty()
+
+
+def test_a_decode_leg_that_is_tried_again_elsewhere_computes_at_once(fleet: Fleet) -> None:
+    tokens = prompt(500, seed=54)
+    _, prefilled = fleet.prefill("small", tokens)
+    first = fleet["large"].run(fleet.name("first"), tokens, 12, prefilled.params)
+    again = fleet.name("again")
+    fleet.start("sixteen")
+    fleet["sixteen"].submit(again, tokens, 12, prefilled.params)
+    second = fleet["sixteen"].result(again, SOON_S)
+    assert (first.cached, second.cached) == (len(tokens) - 1, 0)
+    assert list(first.tokens) == list(second.tokens) == fleet.alone(tokens, 12)
+    assert "code=already_fetched" in fleet.agents["sixteen"][0].text()
+
+
+def test_a_prefill_agent_replaced_between_the_legs_costs_a_recomputation_at_once(fleet: Fleet) -> None:
+    fleet.crossed("small", "large", prompt(60, seed=55))
+    tokens = prompt(300, seed=56)
+    _, prefilled = fleet.prefill("small", tokens)
+    assert fleet.agents["small"][0].stop() == 0
+    fleet.start_agents("small")
+    wait_for(lambda: fleet.agents["small"][0].status.engine is not None, 10.0)
+    request = fleet.name("late")
+    fleet["large"].submit(request, tokens, 12, prefilled.params)
+    answer = fleet["large"].result(request, SOON_S)
+    assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
+    assert "code=started_after_it_was_offered" in fleet.agents["large"][0].text()
+    fleet["small"].wait_empty()
+
+
 def test_an_agent_killed_in_mid_transfer_costs_a_recomputation_and_nothing_else(fleet: Fleet) -> None:
     tokens = prompt(900, seed=60)
     request = fleet.name("orphan")

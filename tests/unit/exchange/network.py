@@ -112,12 +112,13 @@ def want_of(
     rendezvous: str = "",
     deadline: float = 50.0,
     sender: str = "P0",
+    **more: Any,
 ) -> Want:
     """In these blocks, or in those of the first group that are numbered like the entries."""
     entries = range(first // 16, -(-end // 16))
     blocks = (Blocks(0, entries.start, tuple(entries)),) if blocks is None else blocks
     rest: dict[str, Any] = {"sender": sender, "first_token": first, "end_token": end, "deadline_s": deadline}
-    return Want(request=request, rendezvous=rendezvous or request, blocks=blocks, **rest)
+    return Want(request=request, rendezvous=rendezvous or request, blocks=blocks, **rest, **more)
 
 
 def take_up(order: SendingOrder | ReceivingOrder, send_orders: SendOrders, receive_orders: ReceiveOrders) -> None:

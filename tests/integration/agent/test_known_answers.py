@@ -1,0 +1,144 @@
+"""Wants whose offer was made before, with real agents: if it is not there any more, they hear at once why.
+
+A want without `is_offered` would wait for its deadline, a minute. Those here must end long before that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvbridge_proto.common import attachment_name
+from kvbridge_proto.engine import Attached, Done, Failed
+
+from kvbridge.failpoints import VARIABLE
+from tests.integration.agent.harness import OracleEngine, agent, attached
+from tests.integration.agent.pairs import Bench, Benches
+from tests.support.oracle import Shape, build
+from tests.system.faults.processes import free_address
+
+DEADLINE_S = 60.0
+SOON_S = 10.0
+TOLD: dict[str, Any] = {"is_offered": True, "deadline_s": DEADLINE_S}
+
+
+@pytest.fixture
+def bench(bench_of: Benches) -> Bench:
+    """The sender's agent comes back at its address."""
+    return bench_of(p={"listen": free_address()})
+
+
+def offered(bench: Bench, rendezvous: str = "call/0") -> None:
+    bench.fill([5], range(16))
+    bench.offer(f"p-{rendezvous}", [5], 16, rendezvous=rendezvous)
+
+
+def want(bench: Bench, name: str, block: int, at: OracleEngine | None = None, **more: Any) -> None:
+    (at or bench.receiver).want(name, bench.address, [block], range(16), rendezvous="call/0", **TOLD | more)
+
+
+def is_fetched_once(bench: Bench, wants: list[tuple[OracleEngine, str]]) -> None:
+    """One of them gets the rows, the others hear at once that it did."""
+    answers = [engine.answer(name, SOON_S) for engine, name in wants]
+    failed = [answer for answer in answers if isinstance(answer, Failed)]
+    assert sum(isinstance(answer, Done) for answer in answers) == 1, answers
+    assert {answer.code for answer in failed} == {"already_fetched"}, answers
+    assert bench.sender.released("p-call/0").code == ""
+
+
+def test_the_second_answer_of_a_call_hears_that_its_prompt_was_fetched(bench: Bench) -> None:
+    offered(bench)
+    want(bench, "0", 1)
+    bench.receiver.done("0")
+    want(bench, "1", 2)
+    assert "an offer serves one" in bench.receiver.failed("1", "already_fetched", SOON_S)
+
+
+def test_a_retry_on_another_engine_hears_that_its_prompt_was_fetched(bench: Bench, tmp_path: Path) -> None:
+    with agent(tmp_path, "other") as beside, attached(beside) as other:
+        other.directory(beside)
+        offered(bench)
+        want(bench, "first", 1)
+        bench.receiver.done("first")
+        want(bench, "retry", 2, other)
+        other.failed("retry", "already_fetched", SOON_S)
+
+
+def test_of_four_equal_requests_at_once_one_fetches_and_three_hear_it(bench: Bench, tmp_path: Path) -> None:
+    with agent(tmp_path, "other") as beside, attached(beside) as other:
+        other.directory(beside)
+        offered(bench)
+        wants = [(each, f"{number}") for number, each in enumerate([bench.receiver, other] * 2)]
+        for number, (each, name) in enumerate(wants):
+            want(bench, name, 1 + number, each)
+        is_fetched_once(bench, wants)
+
+
+def engine_replaced(bench: Bench, stack: ExitStack, _: Path) -> None:
+    bench.sender.client.close()
+    engine = stack.enter_context(closing(OracleEngine(bench.sender.agent, build(Shape("nhd")))))
+    while not isinstance(engine.attach(), Attached):  # the one before is still being detached
+        pass
+    engine.directory(bench.sender.agent)
+
+
+def agent_replaced(number: signal.Signals) -> Callable[[Bench, ExitStack, Path], None]:
+    def replaced(bench: Bench, stack: ExitStack, folder: Path) -> None:
+        before, address = bench.sender.agent, bench.address
+        before.process.send_signal(number)
+        before.process.wait(20)
+        after = stack.enter_context(agent(folder, "p0", listen=address))
+        engine = stack.enter_context(closing(OracleEngine(after, build(Shape("nhd")))))
+        assert isinstance(engine.attach(), Attached)
+        engine.directory(after)
+
+    return replaced
+
+
+REPLACED = {
+    "engine": engine_replaced,
+    "agent, killed": agent_replaced(signal.SIGKILL),
+    "agent, stopped": agent_replaced(signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize("is_met", [True, False], ids=["with a session", "without"])
+@pytest.mark.parametrize("what", REPLACED)
+def test_a_prefill_side_that_was_replaced_is_said_to_have_started_later(
+    what: str, is_met: bool, bench: Bench, stack: ExitStack, tmp_path: Path
+) -> None:
+    if is_met:
+        bench.works()
+    address, epoch = bench.address, bench.sender.agent.status.engine
+    assert epoch is not None
+    offered(bench)
+    told = {"offered_to": attachment_name(bench.sender.agent.status.agent, epoch.epoch)}
+    REPLACED[what](bench, stack, tmp_path)
+    bench.receiver.want("late", address, [1], range(16), rendezvous="call/0", **TOLD | told)
+    reason = bench.receiver.failed("late", "started_after_it_was_offered", SOON_S)
+    assert told["offered_to"] in reason and address in reason
+
+
+def test_what_was_never_offered_is_unknown_at_once(bench: Bench) -> None:
+    want(bench, "r", 1)
+    bench.receiver.failed("r", "unknown_offer", SOON_S)
+
+
+def test_an_offer_that_its_agent_has_not_read_yet_is_not_missed(
+    bench_of: Benches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent takes the claim first, as it may with whatever came meanwhile."""
+    monkeypatch.setenv(VARIABLE, "sender.claim_received=stop@2")
+    bench = bench_of()
+    bench.works()
+    agent = bench.sender.agent
+    want(bench, "r", 1)
+    assert agent.process.is_stopped(SOON_S), "it has the claim"
+    offered(bench)
+    os.kill(agent.process.pid, signal.SIGCONT)
+    bench.receiver.done("r")
