@@ -130,7 +130,7 @@ async def _asked(http: aiohttp.ClientSession, url: str, model: str, ask: Ask, du
             is_done, cutter = False, Events()
             async for chunk in reply.content.iter_any():
                 now = time.perf_counter()
-                for event in cutter.take(chunk):
+                for event in (each.data for each in cutter.take(chunk)):
                     if event == DONE:
                         is_done = True
                     else:

@@ -467,6 +467,10 @@ def proxy(
             help="How long a decode engine may take for an answer, or be silent in a stream.",
         ),
     ] = 600,
+    decode_fallback: Annotated[
+        bool,
+        typer.Option(help="If no prefill engine can prefill a prompt, let a vLLM decode engine compute it."),
+    ] = True,
     log_level: Annotated[LogLevel, typer.Option(help="The lowest level that is logged.")] = LogLevel.INFO,
 ) -> None:
     """Route OpenAI completions and chats, and SGLang's /generate, to pairs of engines: any of vLLM and SGLang.
@@ -486,4 +490,4 @@ def proxy(
         from ..proxy.server import run
 
         waits = Waits(prefill_s=prefill_timeout_s, answer_s=answer_timeout_s)
-        run(prefill or (), decode or (), engines, listen, waits, log_level.value)
+        run(prefill or (), decode or (), engines, listen, waits, decode_fallback, log_level.value)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from ..errors import KVBridgeError
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 GENERATE = "/generate"
-PATHS = (COMPLETIONS, CHAT, GENERATE)
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+OF_VLLM = (RESPONSES, MESSAGES)  # carried only between vLLM engines: their answers do not tell the first token
+PATHS = (COMPLETIONS, CHAT, GENERATE, *OF_VLLM)
 
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
 OURS = ("kv_transfer_params", *BOOTSTRAP)  # set by the proxy, refused from clients
@@ -28,9 +34,28 @@ NOT_CARRIED = {
     COMPLETIONS: ("prompt_embeds", "use_beam_search"),
     CHAT: ("use_beam_search",),
     GENERATE: ("input_embeds", "positional_embed_overrides"),
+    RESPONSES: ("background", "previous_response_id"),  # they need what one engine remembers
+    MESSAGES: (),
 }
 
+# What the prompt is in, and what may be large besides. Passed on as bytes, like everything that is not looked into.
+LARGE = (
+    *("prompt", "messages", "text", "input_ids", "image_data", "video_data", "audio_data", "tools", "documents"),
+    *("prompt_embeds", "input_embeds", "input", "instructions", "system"),
+)
+REST_BYTES = 1 << 20  # of all other fields together
+FIELDS = 256  # of an object that is looked into
+SCALAR_BYTES = 1024  # a longer number or string is passed on as bytes
+BLANK = b" \t\r\n"
+BETWEEN = re.compile(r"[ \t\r\n,]*")  # two elements of a list
+
+# What the proxy looks into is a Python value. Everything else is msgspec.Raw: the client's bytes, never parsed, because
+# Python's objects take twenty times the memory of a body of lists, and building them stalls everybody.
 Body = dict[str, Any]
+Large = msgspec.defstruct("Large", [(name, msgspec.Raw, msgspec.Raw(b"")) for name in LARGE])
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_large = msgspec.json.Decoder(Large).decode
 
 
 class ClientError(KVBridgeError):
@@ -62,78 +87,124 @@ class Asks:
     is_list: bool = False
 
 
-def parse(raw: bytes) -> Any:
-    """Parse strict JSON, without NaN and infinity. Raises only ValueError, whatever the bytes are."""
+def parse(raw: bytes, kind: Any = Any) -> Any:
+    """Parse strict JSON, without NaN and infinity, as a `kind`. Raises only ValueError, whatever the bytes are."""
     try:
-        return json.loads(raw, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):  # their texts may quote the body
+        raise ValueError("no JSON, or not what was expected") from None
 
 
 def encode(body: Any) -> bytes:
-    """Raises ClientError. A number that is too large was parsed as infinity, which engines do not take."""
-    try:
-        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-    except (ValueError, RecursionError):
-        raise ClientError("bad_json", "the body has a number that JSON cannot say, or is nested too deeply") from None
+    return b"".join(pieces(body))
+
+
+def pieces(body: Any) -> list[bytes | memoryview]:
+    """A body in JSON, in pieces: what is large in it is not copied, however many legs have it."""
+    if not isinstance(body, dict):
+        return [msgspec.json.encode(body)]
+    found: list[bytes | memoryview] = []
+    small = bytearray(b"{")
+    for name, value in body.items():
+        small += (b"" if len(small) == 1 and not found else b",") + msgspec.json.encode(name) + b":"
+        if isinstance(value, msgspec.Raw) and len(memoryview(value)) > SCALAR_BYTES:
+            found += (bytes(small), memoryview(value))
+            small.clear()
+        else:
+            small += msgspec.json.encode(value)
+    return [*found, bytes(small + b"}")]
 
 
 def read(path: str, raw: bytes) -> Asks:
     """Read a client's body. Raises ClientError."""
     try:
-        body = parse(raw)
-    except ValueError:  # the error's text may quote the body
-        raise ClientError("bad_json", "the body is no JSON") from None
-    if not isinstance(body, dict):
-        raise ClientError("bad_json", f"the body must be a JSON object, got {_kind(body)}")
+        raw.decode()
+        large = sum(len(memoryview(getattr(each, name))) for each in (_large(raw),) for name in LARGE)
+        if len(raw) - large > REST_BYTES:
+            raise ClientError("too_large", f"{REST_BYTES} bytes at most besides {', '.join(LARGE)}", status=413)
+        body = _looked_into(raw)
+    except msgspec.ValidationError:
+        raise ClientError("bad_json", f"the body must be a JSON object, got {_kind(raw)}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        raise ClientError("bad_json", "the body is no JSON, or nested too deeply") from None
     _refuse_ours(body)
-    if unfit := [name for name in NOT_CARRIED[path] if body.get(name)]:
+    if unfit := [name for name in NOT_CARRIED[path] if is_set(body.get(name))]:
         raise ClientError("not_supported", f"not supported here: {', '.join(unfit)}")
     _check_flag(body, "stream")
-    _check_custom(body)
-    if not isinstance(body.get("custom_params"), dict | None):
-        raise ClientError("bad_request", "custom_params must be an object")
+    body = _with_custom(body, "custom_params")
     return _split_generate(body) if path == GENERATE else _split_openai(path, body)
+
+
+def _looked_into(raw: bytes | msgspec.Raw) -> Body:
+    """An object's numbers, flags and short strings as Python values, all else as bytes."""
+    fields = _object(raw)
+    if len(fields) > FIELDS:
+        raise ClientError("too_many", f"an object of {len(fields)} fields: {FIELDS} at most")
+    return {name: _scalar(value) for name, value in fields.items()}
+
+
+def _scalar(value: msgspec.Raw) -> Any:
+    is_short = len(memoryview(value)) <= SCALAR_BYTES
+    try:
+        return value if not is_short or bytes(value)[:1] in (b"{", b"[") else msgspec.json.decode(value)
+    except msgspec.ValidationError:
+        raise ClientError("bad_json", "the body has a number that no engine can take") from None
+
+
+def is_set(value: Any) -> bool:
+    """Whether a field asks for anything. One that is off does not."""
+    if isinstance(value, msgspec.Raw):
+        return len(memoryview(value)) > SCALAR_BYTES or bytes(value).translate(None, BLANK) not in (b"[]", b"{}")
+    return value is not None and value is not False and value not in ("", [], {})
 
 
 def _refuse_ours(body: Body) -> None:
     found = [name for name in (*OURS, *REPLICAS) if body.get(name) is not None]
-    if isinstance(extra := body.get("vllm_xargs"), dict) and extra.get("kv_transfer_params") is not None:
-        found.append("vllm_xargs.kv_transfer_params")
-    if any(KEY in custom for custom in _customs(body)):
-        found.append(f"custom_params.{KEY}")
+    if isinstance(extra := body.get("vllm_xargs"), msgspec.Raw) and _kind(extra) == "an object":
+        inside = _looked_into(extra).get("kv_transfer_params")
+        found += [] if inside is None else ["vllm_xargs.kv_transfer_params"]
     if found:
         has_both = "kv_transfer_params" in found and len(found) > 1
         which = " (of two styles at once)" if has_both else ""
         raise ClientError("has_transfer_params", f"the proxy sets these itself{which}, leave out: {', '.join(found)}")
 
 
-def _check_custom(body: Body) -> None:
-    """SGLang 0.5.23 takes scalars, and lists and objects of scalars. Anything deeper crashes its scheduler."""
-    for custom in _customs(body):
-        for name, value in custom.items():
-            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-            if any(isinstance(each, dict | list) for each in inner):
-                raise ClientError("bad_request", f"custom_params.{name}: too deep, one level may be there")
+def _with_custom(body: Body, name: str) -> Body:
+    """The body with its `custom_params` looked into. Raises ClientError if they have what they may not have.
+
+    SGLang 0.5.23 takes scalars, and lists and objects of scalars. Anything deeper crashes its scheduler.
+    """
+    custom = body.get("custom_params")
+    if custom is None:
+        return body
+    if not isinstance(custom, msgspec.Raw) or _kind(custom) != "an object":
+        raise ClientError("bad_request", f"{name} must be an object")
+    inside = _looked_into(custom)
+    if KEY in inside:
+        raise ClientError("has_transfer_params", f"the proxy sets this itself, leave out: custom_params.{KEY}")
+    for each, value in inside.items():
+        if isinstance(value, msgspec.Raw) and _is_deep(value):
+            raise ClientError("bad_request", f"custom_params.{each}: too deep, one level may be there")
+    return body | {"custom_params": inside}
 
 
-def _customs(body: Body) -> list[Body]:
-    """All `custom_params` of a body: at its top, and in each prompt's sampling_params."""
-    params = body.get("sampling_params")
-    every = [body, *(params if isinstance(params, list) else [params])]
-    return [_object(each.get("custom_params")) or {} for each in every if isinstance(each, dict)]
+def _is_deep(value: msgspec.Raw) -> bool:
+    """Whether a list or an object has another one in it."""
+    if _kind(value) == "a string":
+        return False
+    inner = _list(value) if _kind(value) == "a list" else _object(value).values()
+    return any(_kind(each) in ("a list", "an object") for each in inner)
 
 
 def _split_openai(path: str, body: Body) -> Asks:
+    if path in OF_VLLM:
+        return Asks((PromptAsk(path, body),))
     samples = _count(body, "n")
     if _count(body, "best_of") > 1:
         raise ClientError("not_supported", "not supported here: best_of > 1")
     if path == CHAT:
-        if not (isinstance(body.get("messages"), list) and body["messages"]):
+        messages = body.get("messages")
+        if _kind(messages) != "a list" or not is_set(messages):
             raise ClientError("bad_request", "messages must be a list that is not empty")
         return _asks(path, [body], samples, "n", False)
     prompts = _prompts(body.get("prompt"), "prompt")
@@ -145,11 +216,10 @@ def _split_generate(body: Body) -> Asks:
     if len(named) != 1:
         raise ClientError("bad_request", f"one of text and input_ids must be there, got {len(named)}")
     (name,) = named
-    value = body[name]
-    prompts = _prompts(value, name)
-    is_batch = isinstance(value, list) and prompts[0] is not value
-    each = [_of_prompt(body, place, len(prompts)) | {name: prompt} for place, prompt in enumerate(prompts)]
-    each = each if is_batch else [body]
+    prompts = _prompts(body[name], name)
+    is_batch = prompts[0] is not body[name]
+    each = _of_prompts(body, len(prompts)) if is_batch else [body]
+    each = [own | {name: prompt} for own, prompt in zip(each, prompts, strict=True)]
     params = [_params(one) for one in each]
     counts = {_count(one, "n") for one in params}
     if len(counts) > 1:
@@ -161,17 +231,20 @@ def _split_generate(body: Body) -> Asks:
     return _asks(GENERATE, plain, samples, "sampling_params.n", is_batch or samples > 1)
 
 
-def _of_prompt(body: Body, place: int, count: int) -> Body:
-    """The body for one prompt of a batch."""
-    own = dict(body)
+def _of_prompts(body: Body, count: int) -> list[Body]:
+    """The body for each prompt of a batch."""
+    own = [dict(body) for _ in range(count)]
     for name in PER_PROMPT:
         value = body.get(name)
-        if isinstance(value, list):
-            if len(value) != count:
-                raise ClientError("bad_request", f"{name}: {len(value)} for {count} prompts")
-            own[name] = value[place]
+        if _kind(value) == "a list":
+            values = _list(value or b"")
+            if len(values) != count:
+                raise ClientError("bad_request", f"{name}: {len(values)} for {count} prompts")
+            for one, each in zip(own, values, strict=True):
+                one[name] = _scalar(each)
         elif name == "rid" and isinstance(value, str):
-            own[name] = f"{value}_{place}"
+            for place, one in enumerate(own):
+                one[name] = f"{value}_{place}"
     return own
 
 
@@ -179,11 +252,9 @@ def _params(body: Body) -> Body:
     params = body.get("sampling_params")
     if params is None:
         return {}
-    if not isinstance(params, dict):
+    if not isinstance(params, msgspec.Raw) or _kind(params) != "an object":
         raise ClientError("bad_request", f"sampling_params must be an object, got {_kind(params)}")
-    if not isinstance(params.get("custom_params"), dict | None):
-        raise ClientError("bad_request", "sampling_params.custom_params must be an object")
-    return params
+    return _with_custom(_looked_into(params), "sampling_params.custom_params")
 
 
 def _asks(path: str, bodies: Sequence[Body], samples: int, name: str, is_list: bool) -> Asks:
@@ -213,15 +284,46 @@ def _seeded(body: Body, name: str, index: int) -> Body:
 
 
 def _prompts(value: Any, name: str) -> list[Any]:
-    if isinstance(value, str) or _is_tokens(value):
+    """The prompts of a field: itself, or what its list has. No objects are made of tokens."""
+    kind = _kind(value)
+    if kind == "a string":
         return [value]
-    if isinstance(value, list) and value and (all(map(_is_tokens, value)) or all(isinstance(v, str) for v in value)):
-        return value
+    if kind == "a list":
+        raw = bytes(value)
+        inside = raw[1:].lstrip(BLANK)
+        if inside.startswith(b'"'):
+            return _texts(raw, name)
+        rest = raw.translate(None, b"0123456789," + BLANK)  # strict JSON, so of numbers nothing else is left
+        if rest == b"[]" and not inside.startswith(b"]"):
+            return [value]
+        count = len(rest) // 2 - 1
+        if count > 0 and rest == b"[" + b"[]" * count + b"]":
+            _check_many(count, name)
+            lists = _list(value)
+            if all(map(is_set, lists)):
+                return list(lists)
     raise ClientError("bad_request", f"{name} must be text, token ids or a list of either, and not empty")
 
 
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+def _texts(raw: bytes, name: str) -> list[msgspec.Raw]:
+    """The strings of a list, one after the other: no more of them are read than there may be."""
+    found: list[msgspec.Raw] = []
+    text, at, next_of = raw.decode(), 1, json.JSONDecoder().raw_decode
+    while True:
+        at = BETWEEN.match(text, at).end()  # type: ignore[union-attr]
+        if text[at] == "]":
+            return found
+        if text[at] != '"':
+            raise ClientError("bad_request", f"{name} must be text, token ids or a list of either, and not empty")
+        _, end = next_of(text, at)
+        found.append(msgspec.Raw(text[at:end].encode()))
+        _check_many(len(found), name)
+        at = end
+
+
+def _check_many(count: int, name: str) -> None:
+    if count > MOST_ASKS:
+        raise ClientError("too_many", f"{name}: {MOST_ASKS} prompts at most")
 
 
 def _count(body: Body, name: str) -> int:
@@ -238,35 +340,47 @@ def _check_flag(body: Body, name: str) -> None:
         raise ClientError("bad_request", f"{name} must be true or false")
 
 
-def _object(value: Any) -> Body | None:
-    return value if isinstance(value, dict) else None
-
-
 def _kind(value: Any) -> str:
-    return {list: "a list", str: "a string", bool: "a boolean", type(None): "null", dict: "an object"}.get(
-        type(value), "a number"
-    )
+    if isinstance(value, bytes | msgspec.Raw):
+        first = bytes(memoryview(value)[:64]).lstrip(BLANK)[:1]
+        return {b"[": "a list", b"{": "an object", b'"': "a string"}.get(first, "a number")
+    return {str: "a string", bool: "a boolean", type(None): "null", dict: "an object"}.get(type(value), "a number")
 
 
-def merge(asked: Asks, answers: Sequence[Body]) -> Any:
-    """Merge the answers, in the order of the asks, into one for the client."""
-    path = asked.asks[0].path
-    if path == GENERATE:
-        return list(answers) if asked.is_list else answers[0]
+def merge(asked: Asks, answers: Sequence[bytes]) -> bytes:
+    """Merge the answers, in the order of the asks, into one for the client. Raises ValueError."""
+    if asked.asks[0].path == GENERATE:
+        return b"[" + b",".join(answers) + b"]" if asked.is_list else answers[0]
     if len(answers) == 1:
         return answers[0]
-    choices = [answer["choices"][0] | {"index": index} for index, answer in enumerate(answers)]
-    return answers[0] | {"choices": choices, "usage": _usage(answers, asked.samples)}
+    each = [parse(answer, dict[str, msgspec.Raw]) for answer in answers]
+    choices = [parse(answer["choices"], list[dict[str, msgspec.Raw]])[0] for answer in each]
+    numbered = [choice | {"index": index} for index, choice in enumerate(choices)]
+    used = [parse(answer.get("usage", b"null"), dict[str, Any] | None) or {} for answer in each]
+    return encode(each[0] | {"choices": numbered, "usage": _usage(used, asked.samples)})
 
 
-def _usage(answers: Sequence[Body], samples: int) -> Body:
+def _usage(used: Sequence[Body], samples: int) -> Body:
     """A prompt counts once, however many samples it has."""
-    used = [_object(answer.get("usage")) or {} for answer in answers]
-    prompt = sum(_number(each, "prompt_tokens") for each in used[::samples])
-    completion = sum(_number(each, "completion_tokens") for each in used)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    prompts = _sum([_with(each, True) for each in used[::samples]])
+    total = {"prompt_tokens": 0} | prompts | {"completion_tokens": 0} | _sum([_with(each, False) for each in used])
+    return total | {"total_tokens": total["prompt_tokens"] + total["completion_tokens"]}
 
 
-def _number(values: Body, name: str) -> int:
-    value = values.get(name)
-    return value if type(value) is int else 0
+def _with(usage: Body, is_prompt: bool) -> Body:
+    return {name: value for name, value in usage.items() if name.startswith("prompt") is is_prompt}
+
+
+def _sum(each: Sequence[Body]) -> Body:
+    """Numbers added up by name, also those of objects inside; anything else as it is in the first that has it."""
+    total: Body = {}
+    for usage in each:
+        for name, value in usage.items():
+            old = total.get(name)
+            if isinstance(old, dict) and isinstance(value, dict):
+                total[name] = _sum([old, value])
+            elif type(old) in (int, float) and type(value) in (int, float):
+                total[name] = old + value
+            elif old is None:
+                total[name] = value
+    return total

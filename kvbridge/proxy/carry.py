@@ -11,13 +11,26 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
 
 from ..errors import EngineError
 from ..oneline import plain
-from .bodies import GENERATE, Body, ClientError, PromptAsk, encode, parse
-from .events import DONE, FAILED, FINISH, Events
-from .fleet import Backend, Fleet, LegFailed, Role, Waits, bounded
-from .generate import Answering, is_finished
+from .bodies import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES,
+    OF_VLLM,
+    Body,
+    ClientError,
+    PromptAsk,
+    encode,
+    parse,
+    pieces,
+)
+from .events import DONE, FAILED, Events, StreamEvent, is_end
+from .fleet import Backend, Fleet, LegFailed, NoEngine, Role, Waits, bounded
+from .generate import Answering
 from .legs import (
     Kind,
     Leg,
@@ -30,7 +43,10 @@ from .legs import (
     vllm_decode_beside,
     vllm_prefill,
 )
+from .limits import Busy, RequestBytes
+from .logprobs import wants_inputs, with_inputs
 from .metrics import ProxyMetrics
+from .pulse import Pulse
 
 T = TypeVar("T")
 
@@ -39,6 +55,7 @@ ANSWER_BYTES = 64 << 20
 SAID_BYTES = 2000  # of an engine's error text, for the client
 BLAME_S = 1.0  # after a decode leg failed, for a failure of its prefill leg to show
 SETTLE_S = 5.0  # for a prefill leg to end by itself after the answer is complete
+PIECE_BYTES = 1 << 16  # of a body: as much as is written before others get their turn
 ELSEWHERE = (408, 425, 429)  # not the client's fault: another engine may take the request
 
 
@@ -51,84 +68,155 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """A client's request: what engines get of its headers, what is held for it, and who has not answered it yet."""
+
+    headers: Mapping[str, str]
+    share: RequestBytes
+    awaits: set[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Whole:
     """A decode engine's answer."""
 
-    answer: Body
+    answer: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A decode engine's streamed answer: the data of its first event, and of those that follow."""
+    """A decode engine's streamed answer: its first event, and those that follow, each as it is sent."""
 
     first: bytes
     rest: AsyncGenerator[bytes, None]
 
 
 Opened = Whole | Streamed
-Failure = LegFailed | ClientError | Refusal
-FAILURES = (LegFailed, ClientError, Refusal)
+Failure = LegFailed | ClientError | Refusal | Busy
+FAILURES = (LegFailed, ClientError, Refusal, Busy)
+
+
+class _Ended(msgspec.Struct):
+    finish_reason: Any = None
+
+
+class _Answer(msgspec.Struct):
+    """What is read of a decode engine's answer: whether it is one, and complete."""
+
+    choices: list[_Ended] = []
+    meta_info: _Ended | None = None
+    status: Any = None
+    stop_reason: Any = None
+
+    def is_complete(self, path: str) -> bool:
+        if path in (COMPLETIONS, CHAT):
+            return bool(self.choices and self.choices[0].finish_reason)
+        if path == GENERATE:
+            return bool(self.meta_info and self.meta_info.finish_reason)
+        return bool(self.stop_reason) if path == MESSAGES else self.status in ("completed", "incomplete")
 
 
 class Carrier:
-    def __init__(self, fleet: Fleet, http: aiohttp.ClientSession, waits: Waits, metrics: ProxyMetrics) -> None:
-        self._fleet, self._http, self._waits, self._metrics = fleet, http, waits, metrics
+    """`has_fallback`: a prompt that no prefill engine can prefill is computed by a vLLM decode engine."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        http: aiohttp.ClientSession,
+        waits: Waits,
+        metrics: ProxyMetrics,
+        pulse: Pulse,
+        places: int,
+        has_fallback: bool,
+    ) -> None:
+        self._fleet, self._http, self._waits, self._metrics, self._pulse = fleet, http, waits, metrics, pulse
+        self._places = asyncio.Semaphore(places)
+        self._has_fallback = has_fallback
+
+    def can_serve(self) -> bool:
+        """Whether a request could be carried now."""
+        can_prefill = bool(self._fleet.well(Role.PREFILL)) or self._has_fallback
+        kinds = KINDS if self._fleet.well(Role.PREFILL) else (Kind.VLLM,)
+        return can_prefill and bool(self._fleet.well(Role.DECODE, kinds=kinds))
 
     @asynccontextmanager
-    async def carried(self, ask: PromptAsk, headers: Mapping[str, str]) -> AsyncIterator[Opened]:
+    async def carried(self, ask: PromptAsk, call: Call) -> AsyncIterator[Opened]:
         """Yields the decode engine's answer as soon as it begins. Cancels what is still under way on exit.
 
-        Raises ClientError, Refusal, NoEngine, LegFailed.
+        Raises ClientError, Refusal, NoEngine, LegFailed, Busy.
         """
-        failed: list[Backend] = []
-        async with AsyncExitStack() as stack:
-            for attempt in range(1, ATTEMPTS + 1):
-                try:
-                    opened = await self._attempt(stack, ask, headers, failed)
-                    break
-                except LegFailed as failure:
-                    self._fleet.failed(failure)
-                    failed.append(failure.engine)
-                    is_other = bool(self._fleet.well(failure.engine.role, failed))
-                    if not (failure.is_retryable and is_other and attempt < ATTEMPTS):
-                        raise
-                    self._metrics.retries.inc()
+        async with self._places, AsyncExitStack() as stack:
+            opened = await self._opened(stack, ask, call)
             try:
                 yield opened
             except LegFailed as failure:
                 self._fleet.failed(failure)
                 raise
 
-    async def _attempt(
-        self, outer: AsyncExitStack, ask: PromptAsk, headers: Mapping[str, str], failed: list[Backend]
-    ) -> Opened:
+    async def _opened(self, stack: AsyncExitStack, ask: PromptAsk, call: Call) -> Opened:
+        """Try pairs until one answers."""
+        failed: list[Backend] = []
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await self._attempt(stack, ask, call, failed)
+            except NoEngine as none:
+                if none.role is not Role.PREFILL:
+                    raise
+                error: NoEngine | LegFailed = none
+                break
+            except LegFailed as failure:
+                self._fleet.failed(failure)
+                failed.append(failure.engine)
+                if not failure.is_retryable:
+                    raise
+                error = failure
+                if attempt == ATTEMPTS or not self._fleet.well(failure.engine.role, failed):
+                    break
+                self._metrics.retries.inc()
+        role = error.role if isinstance(error, NoEngine) else error.engine.role
+        if role is Role.PREFILL and self._has_fallback and self._fleet.well(Role.DECODE, failed, (Kind.VLLM,)):
+            return await self._decode_alone(stack, ask, call, failed, error.code)
+        raise error
+
+    async def _attempt(self, outer: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend]) -> Opened:
         """Try one pair, under a new room. On success `outer` takes what is held; on failure it is released."""
         async with AsyncExitStack() as stack:
-            prefill = stack.enter_context(self._fleet.lend(Role.PREFILL, failed))
-            decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed))
+            kinds = (Kind.VLLM,) if ask.path in OF_VLLM else KINDS
+            prefill = stack.enter_context(self._fleet.lend(Role.PREFILL, failed, kinds))
+            decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, kinds))
             self._metrics.pairs.labels(prefill.kind, decode.kind).inc()
             room = secrets.randbelow((1 << 63) - 1) + 1
             began = time.monotonic()
             if prefill.kind is Kind.VLLM:
-                leg = await self._prefill_first(prefill, decode, ask, headers, room)
+                leg = await self._prefill_first(prefill, decode, ask, call, room)
                 self._metrics.prefill_s.observe(time.monotonic() - began)
-                opened = await self._open(stack, decode, leg, ask, headers)
+                opened = await self._open(stack, decode, leg, ask, call)
             else:
-                opened = await self._both(stack, prefill, decode, ask, headers, room)
+                opened = await self._both(stack, prefill, decode, ask, call, room)
             self._metrics.first_s.observe(time.monotonic() - began)
             outer.push_async_exit(stack.pop_all())
             return opened
 
+    async def _decode_alone(
+        self, stack: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend], reason: str
+    ) -> Opened:
+        """Let a vLLM decode engine compute the prompt."""
+        began = time.monotonic()
+        decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, (Kind.VLLM,)))
+        self._metrics.without_prefill.labels(reason).inc()
+        self._fleet.sparing.say(reason, f"{reason}: no prefill; decode engine {decode.name} computes the prompt")
+        opened = await self._open(stack, decode, vllm_decode_after(ask, PrefilledLeg(None)), ask, call)
+        self._metrics.first_s.observe(time.monotonic() - began)
+        return opened
+
     # Prefill, then decode:
 
-    async def _prefill_first(
-        self, prefill: Backend, decode: Backend, ask: PromptAsk, headers: Mapping[str, str], room: int
-    ) -> Leg:
+    async def _prefill_first(self, prefill: Backend, decode: Backend, ask: PromptAsk, call: Call, room: int) -> Leg:
         """Prefill. Returns the decode leg that follows from the answer."""
         if decode.kind is Kind.VLLM:
             vllm_decode_after(ask, PrefilledLeg(None))  # refuse what vLLM cannot do before anybody computes
         leg = vllm_prefill(ask, room, decode.kind)
-        answer = await self._whole(prefill, leg, headers, self._waits.prefill_s)
+        answer = await self._whole(prefill, leg, call, self._waits.prefill_s)
         try:
             prefilled = read_prefilled(ask, answer, wants_token=decode.kind is Kind.SGLANG)
             if decode.kind is Kind.SGLANG:
@@ -142,78 +230,97 @@ class Carrier:
     # Both at once:
 
     async def _both(
-        self,
-        stack: AsyncExitStack,
-        prefill: Backend,
-        decode: Backend,
-        ask: PromptAsk,
-        headers: Mapping[str, str],
-        room: int,
+        self, stack: AsyncExitStack, prefill: Backend, decode: Backend, ask: PromptAsk, call: Call, room: int
     ) -> Opened:
         first = sglang_prefill(ask, room, prefill.host, prefill.bootstrap_port, decode.kind)
         if decode.kind is Kind.VLLM:
             second = vllm_decode_beside(ask, room, await self._fleet.agent_of(prefill, room))
         else:
             second = sglang_decode_beside(ask, room, prefill.host, prefill.bootstrap_port)
-        prefilling = await stack.enter_async_context(_beside(self._settled(prefill, first, headers)))
-        opening = await stack.enter_async_context(_beside(_outcome(self._open(stack, decode, second, ask, headers))))
+        prefilling = await stack.enter_async_context(_beside(self._settled(prefill, first, call)))
+        inputs = prefilling if decode.kind is Kind.SGLANG and wants_inputs(ask) else None
+        opening = await stack.enter_async_context(
+            _beside(_outcome(self._open(stack, decode, second, ask, call, inputs)))
+        )
         await asyncio.wait((prefilling, opening), return_when=asyncio.FIRST_COMPLETED)
-        if prefilling.done() and (failure := prefilling.result()) is not None and not _is_open(opening):
+        if (failure := _failure(prefilling)) is not None and not _is_open(opening):
             raise failure
         opened = await opening  # bounded by its own timeouts
         if isinstance(opened, Whole | Streamed):
             return opened
         if isinstance(opened, LegFailed) and opened.code != "unreachable":
             await asyncio.wait((prefilling,), timeout=BLAME_S)
-            if prefilling.done() and (failure := prefilling.result()) is not None:
+            if (failure := _failure(prefilling)) is not None:
                 raise failure  # the cause: the decode engine had nothing to decode
         raise opened
 
-    async def _settled(self, prefill: Backend, leg: Leg, headers: Mapping[str, str]) -> Failure | None:
-        """Run a prefill leg whose answer is not used. Returns its failure, or None."""
+    async def _settled(self, prefill: Backend, leg: Leg, call: Call) -> bytes | Failure:
+        """Run a prefill leg beside its decode leg. Returns its answer or its failure."""
         began = time.monotonic()
         try:
-            await self._whole(prefill, leg, headers, self._waits.prefill_s)
+            answer = await self._whole(prefill, leg, call, self._waits.prefill_s)
+            parse(answer, dict[str, msgspec.Raw] | list[msgspec.Raw])
+        except ValueError:
+            return LegFailed(prefill, "bad_answer", "what it answered is no JSON object")
         except FAILURES as failure:
             return failure
         self._metrics.prefill_s.observe(time.monotonic() - began)
-        return None
+        return answer
 
     # One leg:
 
     async def _open(
-        self, stack: AsyncExitStack, engine: Backend, leg: Leg, ask: PromptAsk, headers: Mapping[str, str]
+        self,
+        stack: AsyncExitStack,
+        engine: Backend,
+        leg: Leg,
+        ask: PromptAsk,
+        call: Call,
+        inputs: Prefilling | None = None,
     ) -> Opened:
+        """`inputs`: the prefill leg whose answer has the prompt's log probabilities."""
         if not ask.is_stream:
-            answer = await self._whole(engine, leg, headers, self._waits.answer_s)
-            return self._checked(engine, ask, answer)
-        reply = await self._post(engine, leg, headers, self._waits.answer_s)
+            answer = self._checked(engine, ask, await self._whole(engine, leg, call, self._waits.answer_s))
+            return Whole(await self._with_inputs(engine, ask, inputs, answer) if inputs else answer)
+        reply = await self._post(engine, leg, call, self._waits.answer_s)
         stack.callback(reply.close)
-        events = self._events(engine, reply, ask)
+        events = self._events(engine, reply, ask, call, inputs)
         stack.push_async_callback(events.aclose)
         return Streamed(await anext(events), events)
 
-    def _checked(self, engine: Backend, ask: PromptAsk, answer: Body) -> Whole:
+    def _checked(self, engine: Backend, ask: PromptAsk, answer: bytes) -> bytes:
         """The answer as the client is to have it. Raises LegFailed if it is incomplete."""
         try:
             if ask.path == GENERATE and engine.kind is Kind.VLLM:
-                answer = Answering(_rid(ask)).whole(answer)
-            elif ask.path == GENERATE:
-                if not answer["meta_info"]["finish_reason"]:
-                    raise KeyError
-            elif not answer["choices"][0]["finish_reason"]:
-                raise KeyError
+                return encode(Answering(_rid(ask)).whole(parse(answer, Body)))
+            if parse(answer, _Answer).is_complete(ask.path):
+                return answer
         except EngineError as error:
             raise LegFailed(engine, error.code, str(error), is_retryable=False) from None
-        except (KeyError, IndexError, TypeError):
-            reason = "answered without an answer and its finish_reason"
+        except ValueError:
+            raise LegFailed(engine, "bad_answer", "what it answered cannot be read", is_retryable=False) from None
+        reason = "answered without an answer and its finish_reason"
+        raise LegFailed(engine, "bad_answer", reason, is_retryable=False)
+
+    async def _with_inputs(self, engine: Backend, ask: PromptAsk, inputs: Prefilling, answer: bytes) -> bytes:
+        prefilled = await asyncio.shield(inputs)  # bounded by its own timeouts
+        if not isinstance(prefilled, bytes):
+            raise prefilled
+        try:
+            return with_inputs(ask, prefilled, answer)
+        except (ValueError, KeyError, IndexError, TypeError):
+            reason = "its log probabilities cannot be read"
             raise LegFailed(engine, "bad_answer", reason, is_retryable=False) from None
-        return Whole(answer)
 
     async def _events(
-        self, engine: Backend, reply: aiohttp.ClientResponse, ask: PromptAsk
+        self,
+        engine: Backend,
+        reply: aiohttp.ClientResponse,
+        ask: PromptAsk,
+        call: Call,
+        inputs: Prefilling | None,
     ) -> AsyncGenerator[bytes, None]:
-        """The stream's events as the client is to have them, the last one `[DONE]`. Raises LegFailed, Refusal."""
+        """The stream's events as they are sent to the client, the last one its end. Raises LegFailed, Refusal."""
         answering = Answering(_rid(ask)) if ask.path == GENERATE and engine.kind is Kind.VLLM else None
         is_said = is_finish = False
         cutter = Events()
@@ -224,22 +331,30 @@ class Carrier:
                 if not chunk:
                     break
                 for event in cutter.take(chunk):
-                    if event == DONE:
+                    if event.data == DONE:
                         if not is_finish:
                             raise EngineError("ended_early", "the stream ended without finish_reason")
-                        yield DONE
+                        call.awaits.discard(engine.said)
+                        yield event.framed()
                         return
-                    if FAILED.match(event):
-                        if not is_said and (status := _refused(event)):
-                            raise Refusal(status, event)
-                        raise LegFailed(engine, "engine_error", "an error in its stream", False, _shown(event))
+                    if FAILED.match(event.data):
+                        if not is_said and (status := _refused(event.data)):
+                            raise Refusal(status, event.data)
+                        raise LegFailed(engine, "engine_error", "an error in its stream", False, _shown(event.data))
                     said = _translated(answering, event) if answering else event
                     if said is None:
                         continue
+                    if inputs and (ask.path == GENERATE or not is_said):
+                        said = StreamEvent(await self._with_inputs(engine, ask, inputs, said.data))
                     is_said = True
-                    is_finish = is_finish or (is_finished(said) if ask.path == GENERATE else bool(FINISH.search(said)))
-                    yield said
-            raise EngineError("ended_early", "the stream ended " + ("without [DONE]" if is_said else "before it began"))
+                    is_finish = is_finish or is_end(ask.path, said.data)
+                    is_over = is_finish and ask.path in OF_VLLM
+                    if is_over:
+                        call.awaits.discard(engine.said)
+                    yield said.framed()
+                    if is_over:
+                        return
+            raise EngineError("ended_early", "the stream ended " + ("too early" if is_said else "before it began"))
         except EngineError as error:
             raise LegFailed(engine, error.code, str(error), is_retryable=False) from None
         except TimeoutError:
@@ -249,41 +364,34 @@ class Carrier:
             reason = f"the stream ended early: {type(error).__name__}"
             raise LegFailed(engine, "ended_early", reason, is_retryable=False) from None
 
-    async def _whole(self, engine: Backend, leg: Leg, headers: Mapping[str, str], timeout_s: float) -> Body:
-        """The JSON object that an engine answers. Raises LegFailed, Refusal."""
+    async def _whole(self, engine: Backend, leg: Leg, call: Call, timeout_s: float) -> bytes:
+        """What an engine answers. Raises LegFailed, Refusal, Busy."""
         ends = time.monotonic() + timeout_s
         is_retryable = engine.role is Role.PREFILL
-        async with await self._post(engine, leg, headers, timeout_s) as reply:
+        async with await self._post(engine, leg, call, timeout_s) as reply:
             try:
                 async with asyncio.timeout(max(0.0, ends - time.monotonic())):
-                    answer = parse(await bounded(reply, ANSWER_BYTES))
+                    answer = await bounded(reply, ANSWER_BYTES, call.share)
+                call.awaits.discard(engine.said)
+                return answer
             except TimeoutError:
                 reason = f"no whole answer within {timeout_s:g} s"
                 raise LegFailed(engine, "timed_out", reason, is_retryable) from None
             except (aiohttp.ClientError, OSError) as error:
                 reason = f"its answer ended early: {type(error).__name__}"
                 raise LegFailed(engine, "ended_early", reason, is_retryable) from None
-            except ValueError:
-                raise LegFailed(engine, "bad_answer", "what it answered is no JSON", is_retryable) from None
-        if engine.role is Role.PREFILL and engine.kind is Kind.SGLANG and isinstance(answer, list):
-            return {}
-        if not isinstance(answer, dict):
-            raise LegFailed(engine, "bad_answer", "what it answered is no JSON object", is_retryable)
-        return answer
+            except ValueError as error:
+                raise LegFailed(engine, "bad_answer", str(error), is_retryable) from None
 
-    async def _post(
-        self, engine: Backend, leg: Leg, headers: Mapping[str, str], timeout_s: float
-    ) -> aiohttp.ClientResponse:
+    async def _post(self, engine: Backend, leg: Leg, call: Call, timeout_s: float) -> aiohttp.ClientResponse:
         """Send a leg. Returns the open reply, with status 200. Raises LegFailed, Refusal."""
         is_prefill = engine.role is Role.PREFILL
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await self._http.post(
-                    engine.url + leg.path, data=encode(leg.body), headers=headers, allow_redirects=False
-                )
-        except TimeoutError as error:
-            if isinstance(error, aiohttp.ConnectionTimeoutError):
-                raise LegFailed(engine, "unreachable", "does not take a connection") from None
+                reply = await self._sent(engine, leg, call)
+        except aiohttp.ConnectionTimeoutError:
+            raise LegFailed(engine, "unreachable", "does not take a connection") from None
+        except TimeoutError:
             raise LegFailed(engine, "timed_out", f"no answer within {timeout_s:g} s", is_prefill) from None
         except aiohttp.ClientConnectorError as error:
             raise LegFailed(engine, "unreachable", error.strerror or "cannot be reached") from None
@@ -294,7 +402,7 @@ class Carrier:
             return reply
         try:
             async with asyncio.timeout(self._waits.connect_s):
-                said = await bounded(reply, ANSWER_BYTES)
+                said = await bounded(reply, ANSWER_BYTES, call.share)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
             said = b""
         finally:
@@ -303,17 +411,38 @@ class Carrier:
             raise Refusal(reply.status, said, reply.content_type)
         raise LegFailed(engine, "engine_error", f"answered {reply.status}", is_prefill, _shown(said))
 
+    async def _sent(self, engine: Backend, leg: Leg, call: Call) -> aiohttp.ClientResponse:
+        call.awaits.add(engine.said)
+        body = pieces(leg.body)
+        headers = {**call.headers, "Content-Length": str(sum(map(len, body)))}
+        while True:
+            began = asyncio.get_running_loop().time()
+            try:
+                url = engine.url + leg.path
+                return await self._http.post(url, data=_in_turns(body), headers=headers, allow_redirects=False)
+            except aiohttp.ConnectionTimeoutError:
+                if not self._pulse.was_late_since(began):
+                    raise  # else we did not look whether it took the connection
 
-def _translated(answering: Answering, event: bytes) -> bytes | None:
+
+KINDS = tuple(Kind)
+Prefilling = asyncio.Task[bytes | Failure]
+
+
+async def _in_turns(body: list[bytes | memoryview]) -> AsyncIterator[bytes | memoryview]:
+    for piece in body:
+        for begin in range(0, len(piece), PIECE_BYTES):
+            yield piece[begin : begin + PIECE_BYTES]
+
+
+def _translated(answering: Answering, event: StreamEvent) -> StreamEvent | None:
     """Raises EngineError."""
     try:
-        said = parse(event)
+        said = parse(event.data, Body)
     except ValueError:
-        raise EngineError("bad_answer", "an event that is no JSON") from None
-    if not isinstance(said, dict):
-        raise EngineError("bad_answer", "an event that is no JSON object")
+        raise EngineError("bad_answer", "an event that is no JSON object") from None
     own = answering.event(said)
-    return None if own is None else encode(own)
+    return None if own is None else StreamEvent(encode(own))
 
 
 def _rid(ask: PromptAsk) -> str:
@@ -332,6 +461,11 @@ def _refused(event: bytes) -> int:
     except (ValueError, KeyError, TypeError):
         return 0
     return code if type(code) is int and 400 <= code < 500 and code not in ELSEWHERE else 0
+
+
+def _failure(prefilling: Prefilling) -> Failure | None:
+    said = prefilling.result() if prefilling.done() else None
+    return None if isinstance(said, bytes) else said
 
 
 def _is_open(opening: asyncio.Task[Opened | Failure]) -> bool:

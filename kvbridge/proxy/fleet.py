@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,10 @@ from ..errors import KVBridgeError, OperatorError
 from ..oneline import OneLine
 from .bodies import parse
 from .legs import AgentPlace, Kind, read_agent, read_replicas
+from .limits import RequestBytes
 from .metrics import ProxyMetrics
+from .pulse import Pulse
+from .sparing import SparingLog
 
 log = logging.getLogger("kvbridge.proxy")
 log.addFilter(OneLine())
@@ -27,6 +29,7 @@ log.addFilter(OneLine())
 BOOTSTRAP_PORT = 8998  # SGLang's default
 AGENTS_S = 10.0  # how long the addresses of SGLang's agents are kept
 SMALL_BYTES = 1 << 20
+SLOW_CHECKS = 3  # health checks without an answer, one after the other, until an engine gets no requests
 ALL_RANKS = {f"{name}_rank": "-1" for name in ("prefill_dp", "prefill_cp", "target_tp", "target_pp")}
 
 
@@ -44,7 +47,9 @@ class Waits:
     connect_s: float = 5.0
     health_every_s: float = 2.0
     health_s: float = 5.0
-    client_s: float = 60.0  # for a client that sends or reads slowly
+    client_s: float = 60.0  # for a client that sends or reads slowly, or is silent between two requests
+    patient_s: float = 10.0  # a client that leaves after so long without its answer is in the log
+    forget_s: float = 300.0  # until an engine that was removed, and has finished, is no longer in the metrics
 
 
 class LegFailed(KVBridgeError):
@@ -54,7 +59,7 @@ class LegFailed(KVBridgeError):
     """
 
     def __init__(self, engine: Backend, code: str, reason: str, is_retryable: bool = True, said: str = "") -> None:
-        super().__init__(code, f"{engine.role} engine {engine.name}: {reason}")
+        super().__init__(code, f"{engine.said}: {reason}")
         self.engine = engine
         self.is_retryable = is_retryable
         self.said = said
@@ -71,6 +76,7 @@ class Backend:
     url: str
     bootstrap_port: int = BOOTSTRAP_PORT
     is_well: bool = False
+    is_slow: bool = False  # its last health check took too long: others of its side come first
     outstanding: int = 0
     turn: int = 0  # when it was last taken
     agents: dict[int, tuple[float, AgentPlace]] = field(default_factory=dict)  # by replica, with the time of asking
@@ -79,6 +85,10 @@ class Backend:
     @property
     def name(self) -> str:
         return f"{self.kind}={self.url}"
+
+    @property
+    def said(self) -> str:
+        return f"{self.role} engine {self.name}"
 
     @property
     def host(self) -> str:
@@ -145,12 +155,19 @@ def checked(engines: list[Backend]) -> list[Backend]:
 
 class Fleet:
     def __init__(
-        self, engines: Sequence[Backend], http: aiohttp.ClientSession, waits: Waits, metrics: ProxyMetrics
+        self,
+        engines: Sequence[Backend],
+        http: aiohttp.ClientSession,
+        waits: Waits,
+        metrics: ProxyMetrics,
+        pulse: Pulse,
     ) -> None:
         self._engines: dict[Role, list[Backend]] = {role: [] for role in Role}
-        self._http, self._waits, self._metrics = http, waits, metrics
+        self._http, self._waits, self._metrics, self._pulse = http, waits, metrics, pulse
+        self.sparing = SparingLog("kvbridge.proxy")  # of what requests meet
         self._turns = count(1)
         self._watches: dict[Backend, asyncio.Task[None]] = {}
+        self._leaving: dict[Backend, asyncio.Task[None]] = {}
         self.replace(engines)
 
     def replace(self, engines: Sequence[Backend]) -> None:
@@ -160,31 +177,48 @@ class Fleet:
         for gone in set(self._all()).difference(kept):
             self._watches.pop(gone).cancel()
             self._set_well(gone, False, "it is not on the list any more")
+            self._leaving[gone] = asyncio.create_task(self._forget(gone))
         for each in kept:
             if each not in self._watches:
                 self._metrics.well.labels(each.role, each.name).set(0)
+                self._metrics.outstanding.labels(each.role, each.name)
                 self._watches[each] = asyncio.create_task(self._watch(each))
         self._engines = {role: [each for each in kept if each.role is role] for role in Role}
 
+    async def _forget(self, gone: Backend) -> None:
+        """Remove its series some time after its last request, so that whoever drains it sees the 0."""
+        while True:
+            await asyncio.sleep(self._waits.forget_s)
+            if not gone.outstanding:
+                break
+        if not any((each.role, each.name) == (gone.role, gone.name) for each in self._all()):
+            self._metrics.forget(gone.role, gone.name)
+        del self._leaving[gone]
+
     async def close(self) -> None:
         """Stop the health checks."""
-        for watch in self._watches.values():
-            watch.cancel()
-        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        tasks = [*self._watches.values(), *self._leaving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _all(self) -> list[Backend]:
         return [each for engines in self._engines.values() for each in engines]
 
-    def well(self, role: Role, without: Collection[Backend] = ()) -> list[Backend]:
-        return [each for each in self._engines[role] if each.is_well and each not in without]
+    def well(
+        self, role: Role, without: Collection[Backend] = (), kinds: Collection[Kind] = tuple(Kind)
+    ) -> list[Backend]:
+        return [each for each in self._engines[role] if each.is_well and each not in without and each.kind in kinds]
 
     @contextmanager
-    def lend(self, role: Role, without: Collection[Backend] = ()) -> Iterator[Backend]:
+    def lend(
+        self, role: Role, without: Collection[Backend] = (), kinds: Collection[Kind] = tuple(Kind)
+    ) -> Iterator[Backend]:
         """The healthy engine with the fewest legs under way; among equals the one lent longest ago. Raises NoEngine."""
-        able = self.well(role, without)
+        able = self.well(role, without, kinds)
         if not able:
-            raise NoEngine("no_engine", f"no {role} engine is well: {', '.join(e.name for e in self._engines[role])}")
-        engine = min(able, key=lambda each: (each.outstanding, each.turn))
+            raise NoEngine(role, [each for each in self._engines[role] if each.kind in kinds], kinds)
+        engine = min(able, key=lambda each: (each.is_slow, each.outstanding, each.turn))
         engine.turn = next(self._turns)
         engine.outstanding += 1
         gauge = self._metrics.outstanding.labels(role, engine.name)
@@ -198,8 +232,8 @@ class Fleet:
     def failed(self, failure: LegFailed) -> None:
         """Count a failure. An engine that cannot be reached gets nothing more until it passes a health check."""
         engine = failure.engine
-        log.warning("%s: %s", failure.code, failure)
-        self._metrics.failures.labels(engine.role, engine.name, failure.code).inc()
+        self.sparing.say(f"{failure.code} {engine.role} {engine.name}", f"{failure.code}: {failure}")
+        self._metrics.failed(engine.role, engine.name, failure.code)
         engine.agents.clear()
         engine.replicas = None
         if failure.code == "unreachable":
@@ -207,19 +241,31 @@ class Fleet:
 
     async def _watch(self, engine: Backend) -> None:
         """Check its health until cancelled."""
+        slow = 0
         while True:
-            why = await self._health_problem(engine)
+            began = asyncio.get_running_loop().time()
+            try:
+                why = await self._health_problem(engine)
+                slow, engine.is_slow = 0, False
+            except TimeoutError:
+                if self._pulse.was_late_since(began):
+                    continue  # it may have answered, and we did not look
+                slow, engine.is_slow = slow + 1, True
+                why = f"/health did not answer within {self._waits.health_s:g} s, {slow} times"
+                if slow < SLOW_CHECKS and engine.is_well:
+                    log.info("%s engine %s is slow: %s", engine.role, engine.name, why)
+                    why = ""
             self._set_well(engine, not why, why)
             await asyncio.sleep(self._waits.health_every_s)
 
     async def _health_problem(self, engine: Backend) -> str:
-        """Why an engine gets no requests; empty if it is well."""
+        """Why an engine gets no requests; empty if it is well. Raises TimeoutError."""
         try:
             async with asyncio.timeout(self._waits.health_s):
                 async with self._http.get(f"{engine.url}/health", allow_redirects=False) as answer:
                     return "" if answer.status == 200 else f"/health answered {answer.status}"
         except TimeoutError:
-            return f"/health did not answer within {self._waits.health_s:g} s"
+            raise
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"/health: {type(error).__name__}: {error}"
 
@@ -237,22 +283,29 @@ class Fleet:
 
     async def agent_of(self, engine: Backend, room: int) -> AgentPlace:
         """The agent that offers what this SGLang prefill server computes under `room`. Raises LegFailed."""
-        now = time.monotonic()
-        try:
-            async with asyncio.timeout(self._waits.connect_s):
-                if engine.replicas is None or now - engine.replicas[0] > AGENTS_S:
-                    engine.replicas = (now, read_replicas(await self._ask(engine, "/route", ALL_RANKS)))
-                replica = room % engine.replicas[1]
-                kept = engine.agents.get(replica)
-                if kept is None or now - kept[0] > AGENTS_S:
-                    place = read_agent(await self._ask(engine, "/kvbridge/ranks", {"replica": str(replica)}))
-                    kept = engine.agents[replica] = (now, place)
-                return kept[1]
-        except TimeoutError:
-            reason = f"its bootstrap server did not answer within {self._waits.connect_s:g} s"
-        except (aiohttp.ClientError, OSError, ValueError, KVBridgeError) as error:
-            reason = f"its bootstrap server at {engine.bootstrap_url}: {error}"
-        raise LegFailed(engine, "no_bootstrap", reason)
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            try:
+                async with asyncio.timeout(self._waits.connect_s):
+                    return await self._asked_agent(engine, room, began)
+            except TimeoutError:
+                if self._pulse.was_late_since(began):
+                    continue  # it may have answered, and we did not look
+                reason = f"its bootstrap server did not answer within {self._waits.connect_s:g} s"
+            except (aiohttp.ClientError, OSError, ValueError, KVBridgeError) as error:
+                reason = f"its bootstrap server at {engine.bootstrap_url}: {error}"
+            raise LegFailed(engine, "no_bootstrap", reason)
+
+    async def _asked_agent(self, engine: Backend, room: int, now: float) -> AgentPlace:
+        if engine.replicas is None or now - engine.replicas[0] > AGENTS_S:
+            engine.replicas = (now, read_replicas(await self._ask(engine, "/route", ALL_RANKS)))
+        replica = room % engine.replicas[1]
+        kept = engine.agents.get(replica)
+        if kept is None or now - kept[0] > AGENTS_S:
+            place = read_agent(await self._ask(engine, "/kvbridge/ranks", {"replica": str(replica)}))
+            kept = engine.agents[replica] = (now, place)
+        return kept[1]
 
     async def _ask(self, engine: Backend, path: str, query: dict[str, str]) -> object:
         async with self._http.get(f"{engine.bootstrap_url}{path}", params=query, allow_redirects=False) as answer:
@@ -262,15 +315,23 @@ class Fleet:
 
 
 class NoEngine(KVBridgeError):
-    """No engine of one side is healthy."""
+    """No engine of one side is healthy, or none of the kinds that could take a request."""
+
+    def __init__(self, role: Role, engines: Sequence[Backend], kinds: Collection[Kind]) -> None:
+        which = "" if len(kinds) == len(Kind) else f" of {' or '.join(kinds)}"
+        named = ", ".join(each.name for each in engines) or "there is none"
+        super().__init__("no_engine", f"no {role} engine{which} is well: {named}")
+        self.role = role
 
 
-async def bounded(answer: aiohttp.ClientResponse, most: int) -> bytes:
-    """The whole of an answer. Raises ValueError if it is longer than `most` bytes."""
+async def bounded(answer: aiohttp.ClientResponse, most: int, share: RequestBytes | None = None) -> bytes:
+    """The whole of an answer, held in `share`. Raises ValueError if it is longer than `most` bytes, Busy."""
     parts, size = [], 0
     async for chunk in answer.content.iter_any():
         parts.append(chunk)
         size += len(chunk)
         if size > most:
             raise ValueError(f"an answer of more than {most} bytes")
+        if share is not None:
+            share.add(len(chunk))
     return b"".join(parts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ..errors import EngineError
-from .bodies import Body, ClientError, PromptAsk
+from .bodies import Body, ClientError, PromptAsk, is_set, parse
 
 # Names in sampling_params -> names in /v1/completions. `_params` handles those whose meaning differs.
 SAME = {
@@ -33,7 +34,7 @@ def completions(ask: PromptAsk, with_logprobs: bool = False) -> Body:
     refused there too.
     """
     body = ask.body
-    unknown = [name for name, value in body.items() if name not in (*KNOWN, *LOGPROBS, "priority") and _is_set(value)]
+    unknown = [name for name, value in body.items() if name not in (*KNOWN, *LOGPROBS, "priority") and is_set(value)]
     if body.get("return_logprob"):
         unknown += [] if with_logprobs else ["return_logprob"]
         unknown += [] if body.get("logprob_start_len") in (None, -1) else ["logprob_start_len"]
@@ -69,14 +70,9 @@ def _params(params: Body, with_custom: bool) -> tuple[Body, list[str]]:
             own["top_k"] = 0 if value == -1 else value
         elif name in GRAMMARS:
             own |= {"structured_outputs": {GRAMMARS[name]: value}} if value else {}
-        elif _is_set(value) and not (with_custom and name == "custom_params"):
+        elif is_set(value) and not (with_custom and name == "custom_params"):
             unknown.append(name)
     return own, unknown
-
-
-def _is_set(value: Any) -> bool:
-    """Whether an option asks for anything. One that is off does not."""
-    return value is not None and value is not False and value not in ("", [], {})
 
 
 @dataclass(slots=True)
@@ -137,9 +133,17 @@ class Answering:
         }
 
 
+class _Meta(msgspec.Struct):
+    finish_reason: Any = None
+
+
+class _Event(msgspec.Struct):
+    meta_info: _Meta
+
+
 def is_finished(event: bytes) -> bool:
     """Whether an event of a /generate stream is the last one of its prompt."""
     try:
-        return json.loads(event)["meta_info"]["finish_reason"] is not None
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return parse(event, _Event).meta_info.finish_reason is not None
+    except ValueError:
         return False

@@ -8,14 +8,31 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from ..errors import EngineError
-from .bodies import CHAT, COMPLETIONS, GENERATE, KEY, OURS, Body, ClientError, PromptAsk
+from .bodies import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    KEY,
+    MESSAGES,
+    OF_VLLM,
+    OURS,
+    RESPONSES,
+    Body,
+    ClientError,
+    PromptAsk,
+    is_set,
+    parse,
+)
 from .generate import completions
 
 FOREIGN_HOST = "kvbridge"  # the `bootstrap_host` that tells SGLang that another engine has prefilled
 TOKEN = "token_id:"  # how vLLM names a token if asked for ids (`return_tokens_as_token_ids`)
 # vLLM does not know these. They affect the first token, which vLLM samples when SGLang decodes.
 SGLANG_ONLY = ("regex", "ebnf", "json_schema", "stop_regex", "custom_logit_processor")
+SHORTEST: dict[str, Body] = {RESPONSES: {"max_output_tokens": 1, "store": False}, MESSAGES: {"max_tokens": 1}}
 
 
 class Kind(StrEnum):
@@ -57,8 +74,11 @@ class PrefilledLeg:
 
 def vllm_prefill(ask: PromptAsk, room: int, decode: Kind) -> Leg:
     """Asks for one token, not streamed. If SGLang decodes, it is the answer's first token. Raises ClientError."""
-    if decode is Kind.SGLANG and ask.path != GENERATE and (odd := [n for n in SGLANG_ONLY if ask.body.get(n)]):
+    if decode is Kind.SGLANG and ask.path != GENERATE and (odd := [n for n in SGLANG_ONLY if is_set(ask.body.get(n))]):
         raise ClientError("not_supported", f"prefilled by vLLM and decoded by SGLang, not supported: {', '.join(odd)}")
+    told = {"kv_transfer_params": {"do_remote_decode": True, "bootstrap_room": room}}
+    if ask.path in OF_VLLM:
+        return Leg(ask.path, _plain(ask) | {"stream": False} | SHORTEST[ask.path] | told)
     if ask.path == GENERATE:
         body = completions(ask, with_logprobs=decode is Kind.SGLANG)
     else:
@@ -85,8 +105,7 @@ def vllm_prefill(ask: PromptAsk, room: int, decode: Kind) -> Leg:
         body["min_tokens"] = 1  # else the first token might end the answer
     if wants_logprobs:
         body["return_tokens_as_token_ids"] = True
-    body["kv_transfer_params"] = {"do_remote_decode": True, "bootstrap_room": room}
-    return Leg(_vllm_path(ask), body)
+    return Leg(_vllm_path(ask), body | told)
 
 
 def vllm_decode_after(ask: PromptAsk, prefilled: PrefilledLeg) -> Leg:
@@ -162,21 +181,33 @@ def _custom(body: Body, told: Body) -> Body:
     return body | {"custom_params": (body.get("custom_params") or {}) | {KEY: told}}
 
 
-def read_prefilled(ask: PromptAsk, answer: Any, wants_token: bool) -> PrefilledLeg:
+class _FirstChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: Any = None
+
+
+class _Prefilled(msgspec.Struct):
+    """What is read of an answer. The prompt's tokens, which it also has, are skipped."""
+
+    choices: list[_FirstChoice] = []
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+def read_prefilled(ask: PromptAsk, answer: bytes, wants_token: bool) -> PrefilledLeg:
     """Read vLLM's answer to `vllm_prefill`. Raises EngineError."""
     try:
-        choice = answer["choices"][0]
-        tokens, said = choice.get("token_ids"), choice.get("logprobs")
-        params = answer.get("kv_transfer_params") or None
-    except (KeyError, IndexError, TypeError, AttributeError):
-        raise EngineError("bad_answer", "the prefill engine's answer has no choices") from None
+        read = parse(answer, _Prefilled)
+    except ValueError:
+        raise EngineError("bad_answer", "the prefill engine's answer cannot be read") from None
+    params = read.kv_transfer_params or None
+    if not read.choices and ask.path not in OF_VLLM:
+        raise EngineError("bad_answer", "the prefill engine's answer has no choices")
     if params is not None:
-        if not isinstance(params, dict):
-            raise EngineError("bad_answer", "the prefill engine's kv_transfer_params are no object")
         _place(params)
     if not wants_token or params is None:
         return PrefilledLeg(params)
-    if not (isinstance(tokens, list) and tokens and type(tokens[0]) is int):
+    tokens, said = read.choices[0].token_ids, read.choices[0].logprobs
+    if not tokens:
         raise EngineError("bad_answer", "the prefill engine told no token_ids")
     if not said:
         return PrefilledLeg(params, tokens[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from contextlib import suppress
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
@@ -25,16 +27,50 @@ class ProxyMetrics:
             ["engine"],
             registry=registry,
         )
+        self.without_prefill = Counter(
+            "kvbridge_proxy_prompts_without_prefill",
+            "Prompts that no prefill engine could prefill: a decode engine was asked to compute them",
+            ["reason"],
+            registry=registry,
+        )
         self.well = Gauge("kvbridge_proxy_engine_well", "Passes health checks", ["role", "engine"], registry=registry)
         self.outstanding = Gauge(
             "kvbridge_proxy_engine_outstanding", "Legs under way", ["role", "engine"], registry=registry
         )
+        self.connections = Gauge("kvbridge_proxy_connections", "Clients' connections", registry=registry)
+        self.most_connections = Gauge("kvbridge_proxy_connections_limit", "As many as there may be", registry=registry)
+        self.connections_ended = Counter(
+            "kvbridge_proxy_connections_ended",
+            "Clients' connections that were closed because there were too many",
+            ["reason"],
+            registry=registry,
+        )
+        self.held_bytes = Gauge("kvbridge_proxy_held_bytes", "Bytes of bodies and answers in memory", registry=registry)
+        self.most_held_bytes = Gauge("kvbridge_proxy_held_bytes_limit", "As many as there may be", registry=registry)
+        self.stalled_s = Counter("kvbridge_proxy_stalled_seconds", "How long the proxy stood still", registry=registry)
+        ProcessCollector(registry=registry)
+        self._engine_codes: set[tuple[str, str, str]] = set()
         self.prefill_s = self._seconds("prefill", "From the request to the prefill engine's answer")
         self.first_s = self._seconds("first_answer", "From the request to the first part of the decode engine's answer")
         self.request_s = self._seconds("request", "From the request to the end of its answer")
 
     def _seconds(self, name: str, text: str) -> Histogram:
         return Histogram(f"kvbridge_proxy_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
+
+    def failed(self, role: str, engine: str, code: str) -> None:
+        self._engine_codes.add((role, engine, code))
+        self.failures.labels(role, engine, code).inc()
+
+    def forget(self, role: str, engine: str) -> None:
+        """Remove the series of an engine that is gone."""
+        codes = {each for each in self._engine_codes if each[:2] == (role, engine)}
+        self._engine_codes -= codes
+        for metric, labels in (
+            *((self.failures, each) for each in codes),
+            *((self.well, (role, engine)), (self.outstanding, (role, engine)), (self.without_kv, (engine,))),
+        ):
+            with suppress(KeyError):
+                metric.remove(*labels)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

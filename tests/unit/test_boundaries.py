@@ -75,14 +75,14 @@ ROOMS = {
         BESIDE | {"kvbridge.oneline", "kvbridge.prompt_share", "kvbridge.states", "kvbridge.dataplane"},
         {"msgspec", "torch", "numpy", "uvloop", "prometheus_client", "opentelemetry"},
     ),
-    "kvbridge.proxy": Room({"kvbridge.errors", "kvbridge.oneline"}, {"prometheus_client", "aiohttp"}),
+    "kvbridge.proxy": Room({"kvbridge.errors", "kvbridge.oneline"}, {"prometheus_client", "aiohttp", "msgspec"}),
 }
 TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.doctor", "kvbridge.loopback")  # may import any room
 EVERY = (*ROOMS, *TOP)
 
 PURE = (
     *("kvbridge_proto", "kvbridge.options", "kvbridge.states", "kvbridge.geometry", "kvbridge.exchange"),
-    *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs")),
+    *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs", "logprobs")),
 )
 IMPURE = {
     *("asyncio", "datetime", "logging", "os", "pathlib", "random", "secrets", "select", "signal", "socket"),

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from kvbridge.proxy.bodies import MESSAGES, PATHS, RESPONSES
 from kvbridge.proxy.fleet import Backend, Fleet, Role, Waits, read_engine
 from kvbridge.proxy.server import serving
 
@@ -38,6 +39,7 @@ class StandIn:
     act: Callable[[web.Request, dict[str, Any]], Any] | None = None
     is_well: bool = True
     hangs_until: asyncio.Event | None = None  # at its health check
+    checks: int = 0  # of its health
     left: int = 0  # requests whose client closed the connection
     stop: Any = None
     busy: asyncio.Event = field(default_factory=asyncio.Event)
@@ -69,15 +71,29 @@ class StandIn:
             return web.json_response({"error": {"message": f"{unknown} stream_options", "code": 400}}, status=400)
         if body.get("min_tokens", 0) > (body.get("max_tokens") or 16):
             return web.json_response({"error": {"message": "min_tokens", "code": 400}}, status=400)
+        if request.path in (RESPONSES, MESSAGES):
+            return await self._of_vllm(request, body)
         tokens = TOKENS[:1] if body.get("max_tokens") == 1 else TOKENS
         answer = _openai(request.path, body, tokens)
         if params and params.get("do_remote_decode"):
-            room = params["bootstrap_room"]
-            told = {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": f"room/{room}/d1"}
-            answer["kv_transfer_params"] = told | AGENT | {"bootstrap_room": room}
+            answer["kv_transfer_params"] = _offered(params)
         if body.get("stream"):
             return await stream(request, _chunks(request.path, body, tokens))
         return web.json_response(answer)
+
+    async def _of_vllm(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """The paths that only vLLM has here. Their streams have named events and no [DONE]."""
+        is_cut = (body.get("max_output_tokens") or body.get("max_tokens")) == 1
+        answer: dict[str, Any] = {"id": "x", "model": "m", "said": " 7" if is_cut else " 7 8 9"}
+        if request.path == RESPONSES:
+            answer |= {"status": "incomplete", "output": []}
+            events = [{"type": "response.created"}, {"type": "response.completed", "response": answer}]
+        else:
+            answer |= {"type": "message", "stop_reason": "max_tokens"}
+            events = [{"type": "message_start"}, {"type": "message_stop"}]
+        if (params := body.get("kv_transfer_params")) and params.get("do_remote_decode"):
+            answer["kv_transfer_params"] = _offered(params)
+        return await stream(request, events, is_done=False) if body.get("stream") else web.json_response(answer)
 
     async def _sglang(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if "kv_transfer_params" in body or not (body.get("bootstrap_room") and body.get("bootstrap_host")):
@@ -92,6 +108,7 @@ class StandIn:
         return await stream(request, said) if body.get("stream") else web.json_response(said[-1])
 
     async def health(self, _: web.Request) -> web.Response:
+        self.checks += 1
         if self.hangs_until is not None:
             await self.hangs_until.wait()
         return web.Response(status=200 if self.is_well else 503)
@@ -105,6 +122,12 @@ class StandIn:
 
     async def ranks(self, request: web.Request) -> web.Response:
         return web.json_response([[pp, tp, url.format(request.query["replica"])] for pp, tp, url in self.agents])
+
+
+def _offered(params: dict[str, Any]) -> dict[str, Any]:
+    room = params["bootstrap_room"]
+    told = {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": f"room/{room}/d1"}
+    return told | AGENT | {"bootstrap_room": room}
 
 
 def _native(body: dict[str, Any], tokens: list[int], is_last: bool) -> dict[str, Any]:
@@ -153,7 +176,8 @@ async def stream(
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for each in said:
-        await response.write(b"data: " + json.dumps(each).encode() + b"\n\n")
+        named = f"event: {each['type']}\n" if "type" in each else ""
+        await response.write(f"{named}data: {json.dumps(each)}\n\n".encode())
         await asyncio.sleep(pause_s)
     if is_done:
         await response.write(b"data: [DONE]\n\n")
@@ -196,6 +220,11 @@ class World:
                 return answer.status, [line[6:] for line in text.split("\n") if line.startswith("data: ")]
             return answer.status, json.loads(text)
 
+    @property
+    def place(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
     async def metrics(self) -> str:
         async with self.http.get(self.url + "/metrics") as answer:
             return await answer.text()
@@ -207,15 +236,15 @@ class World:
 
 
 @asynccontextmanager
-async def world(prefill: str, decode: str, waits: Waits = WAITS) -> AsyncIterator[World]:
-    """`prefill` and `decode` are kinds with commas between."""
+async def world(prefill: str, decode: str, waits: Waits = WAITS, **more: Any) -> AsyncIterator[World]:
+    """`prefill` and `decode` are kinds with commas between; `more` is for the proxy."""
     found, runners, named = World(), [], []
     try:
         for role, kinds in (("prefill", prefill), ("decode", decode)):
             for kind in kinds.split(","):
                 engine = StandIn(kind, role)
-                app = web.Application()
-                for path in ("/v1/completions", "/v1/chat/completions", "/generate"):
+                app = web.Application(client_max_size=64 << 20)
+                for path in PATHS:
                     app.router.add_post(path, engine.ask)
                 app.router.add_get("/health", engine.health)
                 app.router.add_get("/v1/models", engine.models)
@@ -227,7 +256,10 @@ async def world(prefill: str, decode: str, waits: Waits = WAITS) -> AsyncIterato
                 found.engines.append(engine)
                 option = f",bootstrap={port}" if (kind, role) == ("sglang", "prefill") else ""
                 named.append(read_engine(Role(role), f"{kind}={engine.url}{option}"))
-        async with serving(named, "127.0.0.1", 0, waits) as (place, found.fleet), aiohttp.ClientSession() as found.http:
+        async with (
+            serving(named, "127.0.0.1", 0, waits, **more) as (place, found.fleet),
+            aiohttp.ClientSession() as found.http,
+        ):
             found.url = f"http://{place}"
             await found.until(lambda: all(each.is_well for each in named))
             yield found

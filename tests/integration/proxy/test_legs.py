@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from kvbridge.errors import EngineError, OperatorError
-from kvbridge.proxy.bodies import ClientError, PromptAsk, read
+from kvbridge.proxy.bodies import ClientError, PromptAsk, encode, read
 from kvbridge.proxy.events import EVENT_BYTES, FINISH, Events
 from kvbridge.proxy.fleet import Role, read_engine
 from kvbridge.proxy.generate import Answering, completions
 from kvbridge.proxy.legs import (
     AgentPlace,
     Kind,
+    Leg,
     PrefilledLeg,
     read_agent,
     read_prefilled,
@@ -30,6 +31,13 @@ from kvbridge.proxy.legs import (
 from tests.support.refusals import refused
 
 ROOM = 77
+
+
+def sent(leg: Leg) -> Any:
+    """The body as an engine gets it."""
+    return json.loads(encode(leg.body))
+
+
 PARAMS = {"remote_host": "::1", "remote_port": 7700, "remote_request_id": "room/77/d", "remote_key": "K"}
 
 
@@ -51,7 +59,7 @@ def test_vllm_prefills_one_token_of_what_was_asked(decode: Kind) -> None:
     more = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 50, "temperature": 0.5}
     more |= {"min_tokens": 9, "echo": True, "prompt_logprobs": 2, "structured_outputs": {"regex": "a"}}
     leg = vllm_prefill(completion(**more), ROOM, decode)
-    assert leg.path == "/v1/completions" and leg.body == {
+    assert leg.path == "/v1/completions" and sent(leg) == {
         "prompt": "a",
         "temperature": 0.5,
         "structured_outputs": {"regex": "a"},
@@ -63,7 +71,7 @@ def test_vllm_prefills_one_token_of_what_was_asked(decode: Kind) -> None:
         "kv_transfer_params": {"do_remote_decode": True, "bootstrap_room": ROOM},
     }
     chat = ask("/v1/chat/completions", messages=[{"role": "user"}], max_completion_tokens=9, min_tokens=0)
-    body = vllm_prefill(chat, ROOM, decode).body
+    body = sent(vllm_prefill(chat, ROOM, decode))
     assert (body["max_tokens"], body["max_completion_tokens"]) == (1, 1) and "min_tokens" not in body
 
 
@@ -93,14 +101,14 @@ def test_legs_keep_the_clients_own_custom_params() -> None:
         "top_logprobs": "[[-0.25, 5], [-2.0, 9]]",
     }
     leg = sglang_decode_after(completion(custom_params={"own": 1}), ROOM, prefilled)
-    assert leg.body == {
+    assert sent(leg) == {
         "prompt": "a",
         "bootstrap_host": "kvbridge",
         "bootstrap_room": ROOM,
         "custom_params": {"own": 1, "kvbridge": told},
     }
     asked = generate(max_new_tokens=3, custom_params={"own": 1})
-    body = sglang_decode_after(asked, ROOM, prefilled).body
+    body = sent(sglang_decode_after(asked, ROOM, prefilled))
     assert body["sampling_params"] == {"max_new_tokens": 3, "custom_params": {"own": 1, "kvbridge": told}}
     assert "custom_params" not in body and asked.body["sampling_params"]["custom_params"] == {"own": 1}
 
@@ -108,10 +116,10 @@ def test_legs_keep_the_clients_own_custom_params() -> None:
 def test_sglangs_legs() -> None:
     asked = completion(stream=True, stream_options={"include_usage": True}, logprobs=2)
     beside = {"bootstrap_host": "p", "bootstrap_port": 8998, "bootstrap_room": ROOM}
-    assert sglang_decode_beside(asked, ROOM, "p", 8998).body == asked.body | beside
-    own = sglang_prefill(asked, ROOM, "p", 8998, Kind.SGLANG).body
+    assert sent(sglang_decode_beside(asked, ROOM, "p", 8998)) == sent(Leg("", asked.body)) | beside
+    own = sent(sglang_prefill(asked, ROOM, "p", 8998, Kind.SGLANG))
     assert own == {"prompt": "a", "logprobs": 2, "stream": False} | beside
-    foreign = sglang_prefill(asked, ROOM, "p", 8998, Kind.VLLM).body
+    foreign = sent(sglang_prefill(asked, ROOM, "p", 8998, Kind.VLLM))
     told = {"custom_params": {"kvbridge": {"fetched_by": "vllm"}}}
     assert foreign == {"prompt": "a", "stream": False, "bootstrap_host": "p", "bootstrap_room": ROOM} | told
 
@@ -160,7 +168,7 @@ CHOICE = {"token_ids": [5], "text": "x"}
 )
 def test_what_is_no_answer_to_a_prefill_leg_is_an_engines_error(answer: Any) -> None:
     with refused(EngineError, "bad_answer"):
-        sglang_decode_after(completion(), ROOM, read_prefilled(completion(), answer, True))
+        sglang_decode_after(completion(), ROOM, read_prefilled(completion(), json.dumps(answer).encode(), True))
 
 
 @pytest.mark.parametrize("answer", [None, [], {}, [[0, 0, ""]], [[0, 0, "tcp://h"]], [[0]], "x", [[0, 0, "tcp://h:x"]]])
@@ -182,7 +190,7 @@ def test_sampling_params_in_vllms_words() -> None:
     asked |= {"json_schema": '{"type": "object"}', "regex": None, "structural_tag": ""}
     said = {"prompt": "a", "return_token_ids": True, "max_tokens": 9, "min_tokens": 2, "top_k": 0, "seed": 4}
     said |= {"include_stop_str_in_output": True, "structured_outputs": {"json": '{"type": "object"}'}}
-    assert completions(generate(**alike, **asked)) == alike | said
+    assert sent(Leg("", completions(generate(**alike, **asked)))) == alike | said
 
 
 def test_what_generate_leaves_out_is_sglangs_default_and_not_the_models() -> None:
@@ -234,9 +242,10 @@ def test_events_are_the_same_wherever_the_bytes_are_cut() -> None:
     expected = [b'{"a": 1}', b'{"b":\n2}', b"[DONE]"]
     for at in range(len(raw)):
         events = Events()
-        assert [*events.take(raw[:at]), *events.take(raw[at:])] == expected, at
+        found = [each.data for part in (raw[:at], raw[at:]) for each in events.take(part)]
+        assert found == expected, at
     events = Events()
-    assert [found for byte in raw for found in events.take(bytes([byte]))] == expected
+    assert [found.data for byte in raw for found in events.take(bytes([byte]))] == expected
 
 
 def test_a_long_event_takes_no_longer_than_its_length() -> None:
@@ -246,7 +255,7 @@ def test_a_long_event_takes_no_longer_than_its_length() -> None:
     assert list(events.take(b"data: ")) == []
     for _ in range(EVENT_BYTES // 1024 - 1):
         assert list(events.take(piece)) == []
-    assert [len(found) for found in events.take(b"\n\n")] == [EVENT_BYTES - 1024]
+    assert [len(found.data) for found in events.take(b"\n\n")] == [EVENT_BYTES - 1024]
     assert time.process_time() - began < 2.0
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from kvbridge.proxy.fleet import Role, read_engine
+from kvbridge.proxy.limits import ProxyLimits
 from kvbridge.proxy.server import AT_ONCE
 from tests.integration.proxy.standins import PROMPT, TOKENS, WAITS, World, named, stream, world
 
@@ -20,6 +24,10 @@ pytestmark = pytest.mark.timeout(30)
 KINDS = ("vllm", "sglang")
 PAIRS = [(prefill, decode) for prefill in KINDS for decode in KINDS]
 TEXT = " 7 8 9"
+OF_VLLM: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"model": "m", "input": "hi", "max_output_tokens": 3},
+    "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "m", "prompt": PROMPT, "max_tokens": 3},
     "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
@@ -153,9 +161,9 @@ async def test_a_batch_of_generate_is_a_list() -> None:
     [
         ("/v1/completions", b"\x00garbage", "bad_json", "no JSON"),
         ("/v1/completions", b"\xff\xfe", "bad_json", "no JSON"),
-        ("/v1/completions", b"[" * 100_000, "bad_json", "no JSON"),
+        ("/v1/completions", b"[" * 100_000, "bad_json", "must be a JSON object"),
         ("/v1/completions", b'{"prompt": "a", "temperature": NaN}', "bad_json", "no JSON"),
-        ("/v1/completions", b'{"prompt": "a", "temperature": 1e999}', "bad_json", "cannot say"),
+        ("/v1/completions", b'{"prompt": "a", "temperature": 1e999}', "bad_json", "no engine can take"),
         ("/v1/completions", b"[1]", "bad_json", "got a list"),
         ("/v1/completions", b"", "bad_json", "no JSON"),
         ("/v1/completions", {"prompt": []}, "bad_request", "prompt"),
@@ -247,7 +255,7 @@ async def _until(event: asyncio.Event) -> None:
 
 
 async def test_a_prefill_that_failed_everywhere_is_a_502_that_names_it() -> None:
-    async with world("vllm,vllm", "vllm") as w:
+    async with world("vllm,vllm", "vllm", has_fallback=False) as w:
         for each in w.all("prefill"):
             each.act = FAILURES["500"]
         status, answer = await w.ask("/v1/completions", COMPLETION)
@@ -375,11 +383,13 @@ async def test_an_engine_that_is_not_well_gets_nothing_until_it_is(hangs: bool) 
     async with world("vllm,vllm", "vllm", replace(WAITS, health_s=0.1)) as w:
         sick, well = w.all("prefill")
         sick.is_well, sick.hangs_until = hangs, asyncio.Event() if hangs else None
-        await asyncio.sleep(0.4)
+        gauge = f'kvbridge_proxy_engine_well{{engine="{named(sick)}",role="prefill"}} 0.0'
+        async with asyncio.timeout(10):
+            while gauge not in await w.metrics():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         for _ in range(4):
             assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
         assert (len(sick.got), len(well.got)) == (0, 4)
-        assert f'kvbridge_proxy_engine_well{{engine="{named(sick)}",role="prefill"}} 0.0' in await w.metrics()
         sick.is_well, sick.hangs_until = True, None
         await asyncio.sleep(0.4)
         for _ in range(4):
@@ -436,7 +446,7 @@ async def test_a_prompt_is_never_logged(caplog: pytest.LogCaptureFixture) -> Non
 
 
 async def test_a_bootstrap_server_that_tells_nothing_of_agents_is_named() -> None:
-    async with world("sglang", "vllm") as w:
+    async with world("sglang", "vllm", has_fallback=False) as w:
         w.prefill.agents = []
         status, answer = await w.ask("/v1/completions", COMPLETION)
         assert (status, answer["error"]["code"]) == (502, "no_bootstrap") and not w.prefill.got
@@ -546,3 +556,292 @@ async def test_what_an_engine_says_of_one_prompt_comes_whole() -> None:
     async with world("vllm", "vllm") as w:
         w.decode.act = lambda request, body: _raw(json.dumps(said).encode())
         assert await w.ask("/v1/completions", COMPLETION) == (200, said)
+
+
+@pytest.mark.parametrize("path", OF_VLLM)
+async def test_the_other_paths_of_vllm_are_carried_between_vllm_engines(path: str) -> None:
+    async with world("sglang,vllm", "vllm,sglang") as w:
+        for _ in range(3):
+            status, answer = await w.ask(path, OF_VLLM[path])
+            assert (status, answer["said"]) == (200, TEXT)
+        prefill, decode = w.all("prefill")[1], w.all("decode")[0]
+        assert (len(prefill.got), len(decode.got)) == (3, 3)
+        first, second = prefill.got[0][1], decode.got[0][1]
+        assert first["kv_transfer_params"]["do_remote_decode"] and second["kv_transfer_params"]["do_remote_prefill"]
+        assert {name: value for name, value in second.items() if name != "kv_transfer_params"} == OF_VLLM[path]
+        assert 1 in (first.get("max_output_tokens"), first.get("max_tokens")) and not first["stream"]
+
+
+@pytest.mark.parametrize("path", OF_VLLM)
+async def test_their_streams_keep_the_names_of_events(path: str) -> None:
+    last = {"/v1/responses": "response.completed", "/v1/messages": "message_stop"}[path]
+    async with world("vllm", "vllm") as w:
+        async with w.http.post(w.url + path, json=OF_VLLM[path] | {"stream": True}) as answer:
+            text = await answer.text()
+        assert text.startswith("event: ") and f"event: {last}\ndata: " in text and "[DONE]" not in text
+        w.decode.act = lambda request, body: stream(request, [{"type": "message_start"}], is_done=False)
+        async with w.http.post(w.url + path, json=OF_VLLM[path] | {"stream": True}) as answer:
+            text = await answer.text()
+        assert "event: error\ndata: " in text and "ended_early" in text
+
+
+@pytest.mark.parametrize("path", OF_VLLM)
+async def test_they_are_refused_where_no_pair_of_vllm_engines_is(path: str) -> None:
+    async with world("vllm", "sglang") as w:
+        status, answer = await w.ask(path, OF_VLLM[path])
+        assert status == 503 and "no decode engine of vllm" in answer["error"]["message"]
+    async with world("vllm", "vllm") as w:
+        status, answer = await w.ask("/v1/responses", OF_VLLM["/v1/responses"] | {"previous_response_id": "resp_1"})
+        assert (status, answer["error"]["code"]) == (400, "not_supported")
+
+
+async def test_an_unknown_path_and_a_wrong_method_are_told_in_json() -> None:
+    async with world("vllm", "vllm") as w:
+        status, answer = await w.ask("/v1/embeddings", {})
+        assert (status, answer["error"]["code"]) == (404, "not_found") and "/v1/embeddings" in str(answer)
+        async with w.http.get(w.url + "/v1/completions") as reply:
+            assert (reply.status, reply.headers["Allow"]) == (405, "POST")
+            assert (await reply.json())["error"]["code"] == "bad_method"
+
+
+TRACE = {"x-request-id": "r1", "traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "tracestate": "x=1"}
+
+
+async def test_ids_and_trace_contexts_go_to_both_engines() -> None:
+    async with world("vllm", "vllm") as w:
+        async with w.http.post(w.url + "/v1/completions", json=COMPLETION, headers=TRACE) as answer:
+            assert answer.headers["X-Request-Id"] == "r1"
+        for engine in w.engines:
+            assert TRACE.items() <= lower(engine.got[0][2]).items()
+        async with w.http.post(w.url + "/v1/completions", json=COMPLETION | {"n": 2}, headers=TRACE) as answer:
+            assert answer.headers["X-Request-Id"] == "r1"
+        for engine in w.engines:
+            assert sorted(lower(headers)["x-request-id"] for _, _, headers in engine.got[1:]) == ["r1-0", "r1-1"]
+        await w.ask("/v1/completions", COMPLETION, headers={"X-Request-Id": "x" * 2000})
+        assert "x-request-id" not in lower(w.decode.got[-1][2])
+
+
+def lower(headers: dict[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+async def test_a_split_bodys_usage_is_added_up_with_its_details() -> None:
+    usage = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 3, "audio_tokens": None}, "reasoning_tokens": 1}
+    usage |= {"completion_tokens_details": {"reasoning_tokens": 2}}
+    said = {"id": "x", "choices": [{"index": 0, "text": TEXT, "finish_reason": "length"}], "usage": usage}
+    async with world("vllm", "vllm") as w:
+        w.decode.act = lambda request, body: _raw(json.dumps(said).encode())
+        _, answer = await w.ask("/v1/completions", COMPLETION | {"prompt": [[1], [2]], "n": 2})
+        assert answer["usage"] == {
+            "prompt_tokens": 8,
+            "completion_tokens": 12,
+            "total_tokens": 20,
+            "prompt_tokens_details": {"cached_tokens": 6, "audio_tokens": None},
+            "completion_tokens_details": {"reasoning_tokens": 8},
+            "reasoning_tokens": 4,
+        }
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("prefill", KINDS)
+async def test_with_prefill_down_vllm_decodes_alone(prefill: str, is_stream: bool, path: str) -> None:
+    async with world(prefill, "sglang,vllm") as w:
+        w.prefill.is_well = False
+        (engine,) = w.fleet.well(Role.PREFILL)
+        await w.until(lambda: not engine.is_well)
+        async with w.http.get(w.url + "/health") as answer:
+            assert answer.status == 200
+        status, answer = await w.ask(path, BODIES[path] | {"stream": is_stream})
+        assert status == 200, answer
+        assert "kv_transfer_params" not in w.all("decode")[1].body and not w.prefill.got
+        assert 'kvbridge_proxy_prompts_without_prefill_total{reason="no_engine"} 1.0' in await w.metrics()
+
+
+@pytest.mark.parametrize("prefill", KINDS)
+async def test_a_prompt_whose_prefill_failed_everywhere_is_computed_by_vllm(prefill: str) -> None:
+    async with world(f"{prefill},{prefill}", "vllm") as w:
+        for each in w.all("prefill"):
+            each.act = FAILURES["500"]
+        if prefill == "sglang":
+            w.decode.act = lambda request, body: _slowly("kv_transfer_params" in body)
+        status, answer = await w.ask("/v1/completions", COMPLETION)
+        assert status == 200, answer
+        assert [len(each.got) for each in w.all("prefill")] == [1, 1]
+        assert "kv_transfer_params" not in w.decode.got[-1][1]
+        assert 'kvbridge_proxy_prompts_without_prefill_total{reason="engine_error"} 1.0' in await w.metrics()
+
+
+@pytest.mark.parametrize(("decode", "has_fallback"), [("vllm", False), ("sglang", True)])
+async def test_without_the_option_or_vllm_nobody_computes_it(decode: str, has_fallback: bool) -> None:
+    async with world("vllm", decode, has_fallback=has_fallback) as w:
+        (engine,) = w.fleet.well(Role.PREFILL)
+        w.prefill.is_well = False
+        await w.until(lambda: not engine.is_well)
+        status, answer = await w.ask("/v1/completions", COMPLETION)
+        assert (status, answer["error"]["code"]) == (503, "no_engine") and not w.decode.got
+        async with w.http.get(w.url + "/health") as reply:
+            assert reply.status == 503
+
+
+async def test_what_the_proxy_answers_503_and_whom_it_kept_waiting_is_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with world("vllm", "vllm", replace(WAITS, patient_s=0.1), has_fallback=False) as w:
+        w.decode.act = lambda request, body: _slowly(True)
+        asking = asyncio.create_task(w.ask("/v1/completions", COMPLETION, headers=TRACE))
+        await asyncio.wait_for(w.decode.busy.wait(), 3)
+        await asyncio.sleep(0.2)
+        asking.cancel()
+        await w.until(lambda: "client_left: " in caplog.text)
+        assert f"waited for decode engine {named(w.decode)}, X-Request-Id r1" in caplog.text
+        w.prefill.is_well = False
+        (engine,) = w.fleet.well(Role.PREFILL)
+        await w.until(lambda: not engine.is_well)
+        for _ in range(20):
+            assert (await w.ask("/v1/completions", COMPLETION))[0] == 503
+        assert 1 <= sum("answered 503: no prefill engine is well" in line for line in caplog.messages) < 10
+
+
+async def test_an_engine_that_is_gone_leaves_the_metrics() -> None:
+    async with world("vllm", "vllm,vllm", replace(WAITS, forget_s=0.1)) as w:
+        leaving, staying = w.all("decode")
+        assert f'engine_outstanding{{engine="{named(leaving)}",role="decode"}} 0.0' in await w.metrics()
+        leaving.act = staying.act = FAILURES["500"]
+        for _ in range(2):
+            await w.ask("/v1/completions", COMPLETION)
+        assert f'engine="{named(leaving)}",role="decode"' in await w.metrics()
+        (prefill,) = w.fleet.well(Role.PREFILL)
+        w.fleet.replace([prefill, *(each for each in w.fleet.well(Role.DECODE) if each.url == staying.url)])
+        async with asyncio.timeout(10):
+            while named(leaving) in await w.metrics():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert named(staying) in await w.metrics()
+
+
+async def test_one_slow_check_does_not_drop_the_only_engine_and_three_do(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with world("vllm", "vllm", replace(WAITS, health_s=0.2), has_fallback=False) as w:
+        (engine,) = w.fleet.well(Role.PREFILL)
+        w.prefill.hangs_until = asyncio.Event()
+        await w.until(lambda: engine.is_slow)
+        assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+        w.prefill.hangs_until.set()
+        await w.until(lambda: not engine.is_slow)
+        assert engine.is_well and "gets no requests" not in caplog.text
+        w.prefill.hangs_until = asyncio.Event()
+        await w.until(lambda: not engine.is_well, 10)
+        assert "did not answer within 0.2 s, 3 times" in caplog.text
+        w.prefill.hangs_until.set()
+        w.prefill.hangs_until = None
+        await w.until(lambda: engine.is_well, 10)
+
+
+async def test_a_stall_of_the_proxy_is_no_engines_fault(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with world("vllm", "vllm", replace(WAITS, health_s=0.5)) as w:
+        w.prefill.hangs_until = asyncio.Event()
+        checks = w.prefill.checks
+        await w.until(lambda: w.prefill.checks > checks)
+        time.sleep(1.5)  # noqa: ASYNC251 - the loop stands still, and the time for the answer passes
+        w.prefill.hangs_until.set()
+        w.prefill.hangs_until = None
+        checks = w.prefill.checks
+        await w.until(lambda: w.prefill.checks >= checks + 2)
+        assert "is slow" not in caplog.text and "gets no requests" not in caplog.text
+        stalled = re.search(r"^kvbridge_proxy_stalled_seconds_total (\S+)$", await w.metrics(), re.MULTILINE)
+        assert float(stalled[1]) > 1.0
+
+
+async def test_a_body_for_which_there_is_no_room_is_refused_and_small_ones_are_not() -> None:
+    async with world("vllm", "vllm", limits=ProxyLimits(held_bytes=4 << 20)) as w:
+        gate = asyncio.Event()
+        w.decode.act = lambda request, body: _until(gate)
+        large = COMPLETION | {"prompt": "x" * (5 << 19)}
+        first = asyncio.create_task(w.ask("/v1/completions", large))
+        await asyncio.wait_for(w.decode.busy.wait(), 5)
+        status, answer = await w.ask("/v1/completions", large)
+        assert (status, answer["error"]["code"]) == (503, "busy")
+        gate.set()
+        assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+        assert (await first)[0] == 200
+        assert "kvbridge_proxy_held_bytes 0.0" in await w.metrics()
+        assert 'outcome="busy",path="/v1/completions"} 1.0' in await w.metrics()
+
+
+async def test_answers_that_are_put_together_are_bounded_too() -> None:
+    said = {"id": "x" * (1 << 20), "choices": [{"index": 0, "text": TEXT, "finish_reason": "length"}]}
+    async with world("vllm", "vllm", limits=ProxyLimits(held_bytes=4 << 20)) as w:
+        w.decode.act = lambda request, body: _raw(json.dumps(said).encode())
+        status, answer = await w.ask("/v1/completions", COMPLETION | {"n": 16})
+        assert (status, answer["error"]["code"]) == (503, "busy")
+        assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+        assert "engine_failures_total{" not in await w.metrics()
+
+
+async def test_no_more_is_asked_of_engines_at_once_than_there_are_descriptors_for() -> None:
+    async with world("vllm", "vllm", limits=ProxyLimits(asks=2)) as w:
+        gate = asyncio.Event()
+        w.decode.act = lambda request, body: _until(gate)
+        asking = [asyncio.create_task(w.ask("/v1/completions", COMPLETION)) for _ in range(5)]
+        await w.until(lambda: len(w.decode.got) == 2)
+        await asyncio.sleep(0.2)
+        assert len(w.decode.got) == 2
+        gate.set()
+        assert {(await each)[0] for each in asking} == {200}
+
+
+async def test_a_connection_that_is_too_many_is_told_and_an_idle_one_makes_room() -> None:
+    waits = replace(WAITS, answer_s=20, client_s=20)
+    async with world("vllm", "vllm", waits, limits=ProxyLimits(connections=2)) as w:
+        gate = asyncio.Event()
+        w.decode.act = lambda request, body: _until(gate)
+        idle, _ = await asyncio.open_connection(*w.place)
+        asking = []
+        for count in (1, 2):
+            asking.append(asyncio.create_task(w.ask("/v1/completions", COMPLETION)))
+            await w.until(lambda count=count: len(w.decode.got) == count)
+        with suppress(ConnectionResetError):
+            assert await asyncio.wait_for(idle.read(), 5) == b""
+        reader, writer = await asyncio.open_connection(*w.place)
+        said = await asyncio.wait_for(reader.read(), 5)
+        assert said.startswith(b"HTTP/1.1 503 ") and b'"code": "busy"' in said
+        writer.close()
+        gate.set()
+        assert {(await each)[0] for each in asking} == {200}
+        metrics = await w.metrics()
+        for reason in ("made_room", "refused"):
+            assert re.search(rf'connections_ended_total{{reason="{reason}"}} [1-9]', metrics)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHo"], ids=["silent", "half a head"])
+async def test_a_connection_without_a_whole_head_is_closed(sent: bytes) -> None:
+    async with world("vllm", "vllm", replace(WAITS, client_s=0.3)) as w:
+        reader, writer = await asyncio.open_connection(*w.place)
+        writer.write(sent)
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+
+
+INPUTS = [[None, 1, None], [-0.5, 2, None]]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+async def test_the_prompts_logprobs_come_from_sglangs_prefill_server(is_stream: bool) -> None:
+    async def prefills(request: web.Request, body: Any) -> web.Response:
+        await asyncio.sleep(0.1)
+        meta = {"finish_reason": {"type": "length"}, "input_token_logprobs": INPUTS, "input_top_logprobs": [None, [1]]}
+        return web.json_response({"text": "", "output_ids": [7], "meta_info": meta | {"cached_tokens": 9}})
+
+    body = BODIES["/generate"] | {"return_logprob": True, "logprob_start_len": 0, "stream": is_stream}
+    async with world("sglang", "sglang") as w:
+        w.prefill.act = prefills
+        status, answer = await w.ask("/generate", body)
+        assert status == 200, answer
+        for each in [json.loads(event) for event in answer[:-1]] if is_stream else [answer]:
+            assert each["meta_info"]["input_token_logprobs"] == INPUTS
+            assert each["meta_info"]["input_top_logprobs"] == [None, [1]] and "cached_tokens" not in each["meta_info"]
+        w.prefill.act = lambda request, body: _raw(b'{"meta_info": {"input_token_logprobs": [[]]}}')
+        status, answer = await w.ask("/generate", body | {"logprob_start_len": -1})
+        assert status == 200 and "input_token_logprobs" not in str(answer)

@@ -1,0 +1,84 @@
+"""How much the proxy takes at once, so that no client takes all of it: connections, asks under way, and bytes."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ..errors import KVBridgeError, OperatorError
+from .metrics import ProxyMetrics
+
+BODY_BYTES = 64 << 20
+SMALL_BYTES = 1 << 20  # a body up to this size has the last quarter for itself, so that large ones do not keep it out
+BACKLOG = 64  # connections that may be accepted at once
+TOLD = 16  # connections that are told that there are too many
+OWN = 48  # descriptors for everything else: the listener, the log, name look-ups
+PER_ENGINE = 4  # descriptors for health checks and bootstrap servers
+FEWEST = 8
+MOST = 4096
+MOST_DESCRIPTORS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyLimits:
+    connections: int = MOST  # of clients
+    asks: int = MOST  # that are under way: each may have a connection to a prefill and to a decode engine
+    held_bytes: int = 512 << 20  # bodies of clients, and answers that are being put together
+
+
+def limits_here(engines: int) -> ProxyLimits:
+    """Raises this process's limit of descriptors as far as it may, and divides them. Raises OperatorError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    most = max(most, soft)
+    reserved = 2 * BACKLOG + TOLD + OWN + PER_ENGINE * engines
+    places = (most - reserved) // 3  # a client's connection, and two to engines
+    if places < FEWEST:
+        least = reserved + 3 * FEWEST
+        raise OperatorError("bad_option", f"open files: the limit is {most}, need at least {least} (ulimit -n)")
+    return ProxyLimits(min(places, MOST), min(places, MOST))
+
+
+class Busy(KVBridgeError):
+    """There is no room for a request now, and nobody is to blame for it."""
+
+
+class MemoryBound:
+    """Counts bytes that are held for requests."""
+
+    def __init__(self, most_bytes: int, metrics: ProxyMetrics) -> None:
+        self._most, self._now, self._gauge = most_bytes, 0, metrics.held_bytes
+        metrics.most_held_bytes.set(most_bytes)
+
+    @contextmanager
+    def share(self) -> Iterator[RequestBytes]:
+        """What one request holds, until the end of the block."""
+        share = RequestBytes(self)
+        try:
+            yield share
+        finally:
+            self.add(-share.size)
+
+    def add(self, size: int) -> None:
+        self._now += size
+        self._gauge.set(self._now)
+
+    def has_room(self, size: int, more: int) -> bool:
+        most = self._most if size <= SMALL_BYTES else self._most * 3 // 4
+        return self._now + more <= most
+
+
+class RequestBytes:
+    def __init__(self, held: MemoryBound) -> None:
+        self._held, self.size = held, 0
+
+    def add(self, size: int) -> None:
+        """Raises Busy."""
+        if not self._held.has_room(self.size + size, size):
+            raise Busy("busy", "the proxy holds as many bytes of requests as it may, try again")
+        self.size += size
+        self._held.add(size)
