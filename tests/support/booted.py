@@ -122,11 +122,22 @@ def _script(folder: Path, drop_in: str) -> list[str]:
         "mount -t tmpfs -o mode=0755 tmpfs /run && mkdir /run/log",
         f"cp -r {folder}/units {UNITS}",
         "mount -t tmpfs -o mode=0755 tmpfs /var/cache",
-        "mount -t tmpfs -o mode=1777 tmpfs /tmp",
+        *_empty_tmp(),
         f"systemd-sysusers {DEPLOY}/kvbridge.sysusers.conf",
         f"systemd-tmpfiles --create {DEPLOY}/kvbridge.tmpfiles.conf",
         f"export container=unshare SYSTEMD_UNIT_PATH={UNITS} SYSTEMD_GENERATOR_PATH=/run/none",
         f"exec {SYSTEMD} --system --unit=test.target --log-target=null --show-status=no",
+    ]
+
+
+def _empty_tmp() -> list[str]:
+    """Nothing is in /tmp but this Python, if it or its checkout is there."""
+    inside = [path for path in of_python() if Path("/tmp") in Path(path).parents]
+    kept = [f"/run/kept/{number}" for number in range(len(inside))]
+    return [
+        *(f"mkdir -p {at} && mount --bind {path} {at}" for at, path in zip(kept, inside, strict=True)),
+        "mount -t tmpfs -o mode=1777 tmpfs /tmp",
+        *(f"mkdir -p {path} && mount --move {at} {path}" for at, path in zip(kept, inside, strict=True)),
     ]
 
 

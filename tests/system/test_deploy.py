@@ -88,6 +88,7 @@ def test_the_unit_starts_an_agent_again_whatever_ended_it_but_a_wrong_option() -
     """A SIGHUP that comes before the agent's first line ends it, and to systemd that is a clean end."""
     assert "\nRestart=always\n" in UNIT.read_text()
     assert "\nRestartPreventExitStatus=2\n" in UNIT.read_text()
+    assert "\nStartLimitIntervalSec=0\n" in UNIT.read_text()
 
 
 def test_the_page_gives_each_gpu_a_file_that_an_agent_takes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -47,12 +48,42 @@ def test_an_agent_for_each_gpu_is_started_once_it_serves_and_stops_in_order(tmp_
         assert (systemd.root / "run/kvbridge/agent-0.sock.lock").exists()  # the next start learns whose life is over
 
 
+def test_a_checkout_below_tmp_is_seen_there(tmp_path: Path) -> None:
+    """The systemd that is booted has an empty /tmp of its own."""
+    checkout = tmp_path / "checkout"
+    hidden = shutil.ignore_patterns(".*", "__pycache__", "build")
+    shutil.copytree(ROOT, checkout, ignore=hidden, symlinks=True)
+    environment = checkout / ".venv"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin/python").symlink_to(Path(sys.executable).resolve())
+    shutil.copy(Path(sys.prefix) / "pyvenv.cfg", environment)
+    (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
+    command = [str(environment / "bin/python"), "-m", "pytest", "--basetemp", str(tmp_path / "inner")]
+    command += ["-m", "systemd", "tests/system/test_systemd.py", "-k", "for_each_gpu"]
+    told = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=200)
+    assert told.returncode == 0 and told.stdout.startswith("."), told.stdout[-3000:] + told.stderr
+
+
 def test_an_agent_that_cannot_serve_is_not_started(tmp_path: Path) -> None:
     with booted(tmp_path) as systemd:
         unit = configured(systemd, 0)
         (systemd.root / "etc/kvbridge/agent-0.toml").write_text('slot_bytes = "many"\n')
         assert systemd.run("systemctl", "start", unit).returncode != 0
         assert systemd.shows(unit, "ExecMainStatus") == "2" and systemd.shows(unit, "NRestarts") == "0"
+
+
+def test_an_agent_whose_driver_comes_late_is_tried_until_it_serves(tmp_path: Path) -> None:
+    """More often than systemd's own limit, five quick failures. A file is the driver."""
+    driver = "etc/kvbridge/driver"
+    with booted(tmp_path, drop_in=f"ExecStartPre=test -e /{driver}\nRestartSec=100ms\n") as systemd:
+        unit = configured(systemd, 0)
+        systemd.run("systemctl", "start", "--no-block", unit)
+        end = time.monotonic() + 60
+        while int(systemd.shows(unit, "NRestarts") or 0) < 8:
+            assert time.monotonic() < end, systemd.shows(unit, "Result")
+            time.sleep(0.1)
+        (systemd.root / driver).touch()
+        systemd.waits(unit, "StatusText", "serving", 60)
 
 
 def test_an_agent_that_stands_still_is_ended_and_started_again(tmp_path: Path) -> None:
