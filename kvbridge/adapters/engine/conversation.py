@@ -46,12 +46,14 @@ from msgspec.structs import replace
 
 from ...device.fence import EngineFence
 from ...device.handles import export_all
+from ...errors import EngineError
 from .client import EngineClient
 from .link import AgentLink, Over, ReadsOver
 from .memory import Memory
 
 GRACE_S = 10.0  # how long an agent may exceed its own deadline, and again after being asked to stop
 CHECK_S = 0.5  # how often deadlines are checked
+DETACH_S = 60.0  # twice the default of `write_timeout_s`, within which an agent's last writes end
 NAME = 240  # characters of a request's name that are kept in a name derived from it
 MOST_UNSAID = 1024  # `Computed` messages kept while there is no agent to count them
 Kind = Literal["offer", "want"]
@@ -159,17 +161,23 @@ class Conversation:
         while self._fds:
             os.close(self._fds.pop())
 
-    def detach(self) -> None:
+    def detach(self, within_s: float = DETACH_S) -> None:
         """The memory is about to go away: return when nothing touches it any more. What was open has ended then.
 
-        An agent that is alive lets go within a chunk's time. Otherwise this waits for the end of its process.
+        An agent that is alive lets go within a chunk's time. Otherwise this waits for the end of its process. Raises
+        EngineError `not_let_go` after `within_s`: an agent that stands still may go on and write, so the memory must
+        stay where it is.
         """
+        end = time.monotonic() + within_s
         while True:
             with self._link.standing:  # or the link's thread could attach another agent in between
                 self._link.give_up("our memory is about to go away")
                 if self._link.is_over:
                     return self.close()
-            self._link.rest(READERS_S)
+            if (left := end - time.monotonic()) <= 0:
+                reason = f"the agent at {self._link.path} lives, and has not let go of our memory within {within_s:g} s"
+                raise EngineError("not_let_go", f"{reason}: continue it or end it; until then it may write there")
+            self._link.rest(min(READERS_S, left))
             self._listen()
 
     @property

@@ -117,6 +117,11 @@ class AgentLink:
         return "" if attached is None else attached.agent.address
 
     @property
+    def path(self) -> str:
+        """The agent's socket."""
+        return self._client.path
+
+    @property
     def is_closed(self) -> bool:
         """Whether the engine has left: no more messages will be read."""
         return self._is_closed

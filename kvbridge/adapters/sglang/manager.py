@@ -155,7 +155,11 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         return self._queue.metadata_buffers
 
     def deregister_buffer_to_engine(self) -> None:
-        """SGLang is about to free its memory: return once our agent has let go of it."""
+        """SGLang is about to free its memory: return once our agent has let go of it.
+
+        Raises EngineError if it does not. That ends the server, with the reason in its log: SGLang knows no answer by
+        which a release fails, and pages that a stopped agent may still write must not become anything else's.
+        """
         if self.talk is not None:
             self.talk.detach()
             self.talk = None

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -44,9 +45,11 @@ from kvbridge.adapters.engine.conversation import GRACE_S, Conversation, Ended
 from kvbridge.adapters.engine.link import RETRY_S
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.device.fence import EngineFence
+from kvbridge.errors import EngineError
 from kvbridge.states import LinkState
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
 from tests.integration.adapters.small import Clock, memory_of
+from tests.integration.agent.harness import agent as real_agent
 from tests.support.proc import is_open
 
 OFFER = Offer(rendezvous="room", request="r", tokens=16, blocks=(Blocks(0, 0, (3,)),), is_last=True, hold_s=30)
@@ -562,6 +565,23 @@ def test_detaching_waits_for_an_agent_that_stands_still_until_its_process_is_gon
     talk.engine.detach()
     assert time.monotonic() - began > 0.4
     assert [ended.code for ended in talk.engine.turn() if isinstance(ended, Ended)] == ["agent_lost"]
+
+
+def test_detaching_from_a_stopped_agent_fails_in_time_and_the_memory_stays(tmp_path: Path) -> None:
+    """A real agent. It waited without end, on the thread of SGLang's scheduler."""
+    memory = memory_of()
+    with real_agent(tmp_path, "a", device="cpu") as running, contextlib.ExitStack() as stack:
+        engine = Conversation(EngineClient(running.socket), memory, logging.getLogger("test"))
+        stack.callback(engine.close)
+        assert engine.start(20)
+        running.process.send_signal(signal.SIGSTOP)
+        assert running.process.is_stopped(10)
+        with pytest.raises(EngineError, match="has not let go of our memory") as caught:
+            engine.detach(0.5)
+        assert caught.value.code == "not_let_go" and not engine._link.is_over
+        running.process.send_signal(signal.SIGCONT)
+        engine.detach()
+        assert engine._link.is_closed and running.status.engine is None
 
 
 def test_no_agent_is_attached_to_while_the_memory_goes_away(
