@@ -25,6 +25,7 @@ GOAL_US = 150.0
 def want() -> Want:
     ids = tuple(random.Random(0).sample(range(100_000), BLOCKS))
     return Want(
+        number=1,
         request="cmpl-0123456789abcdef-0",
         rendezvous="cmpl-0123456789abcdef",
         sender="tcp://10.0.0.1:7700",

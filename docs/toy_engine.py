@@ -94,28 +94,28 @@ class ToyEngine:
     def prefill(self, request: str, prompt: torch.Tensor, chunk: int = 40) -> None:
         """Chunk by chunk, and each is offered once it is computed, with the blocks that were not offered before."""
         self.allocate(request, len(prompt))
-        offered = 0
+        number, offered = self.talk.new_number(), 0
         for first in range(0, len(prompt), chunk):
             end = min(first + chunk, len(prompt))
             self.compute(request, prompt, first, end)
             more = self.blocks[request][offered : -(-end // self.block_tokens)]
             pieces = (Blocks(0, offered, tuple(more)),) if more else ()
             offered += len(more)
-            is_last = end == len(prompt)
-            offer = Offer(rendezvous=request, request=request, tokens=end, blocks=pieces, is_last=is_last, hold_s=30)
-            self.talk.offer(offer)
+            names = {"number": number, "request": request, "rendezvous": request}
+            ends = {"is_more": first > 0, "is_last": end == len(prompt), "hold_s": 30}
+            self.talk.offer(Offer(**names, **ends, tokens=end, blocks=pieces))
 
-    def fetch(self, name: str, sender: str, end: int) -> None:
-        self.allocate(name, end)
-        to = (Blocks(0, 0, tuple(self.blocks[name])),)
-        want = Want(request=name, rendezvous=name, sender=sender, first_token=0, end_token=end, blocks=to, deadline_s=9)
-        self.talk.want(want)
+    def fetch(self, request: str, sender: str, end: int) -> None:
+        self.allocate(request, end)
+        to = (Blocks(0, 0, tuple(self.blocks[request])),)
+        names = {"number": self.talk.new_number(), "request": request, "rendezvous": request}
+        self.talk.want(Want(**names, sender=sender, first_token=0, end_token=end, blocks=to, deadline_s=9))
 
     def step(self) -> None:
         """In each step, and never blocking: hear what has ended. From here on those blocks are ours again."""
         for heard in self.talk.turn():
             if isinstance(heard, Ended):
-                self.ended[heard.request] = heard
+                self.ended[heard.request] = heard  # the toy uses each name once; an engine looks at heard.number
                 if heard.kind == "offer":
                     self.free += self.blocks.pop(heard.request)
 

@@ -81,6 +81,8 @@ def _kept(process: Process) -> Iterator[str]:
     for key in (*receiving._deadlines._at, *sending._deadlines._at):
         if has_engine or key[0] != "doubt":
             yield f"a deadline for {key}"
+    for number in (*receiving._want_deadlines._at, *sending._holds._at):
+        yield f"a deadline for offer or want {number}"
     for address, dialled in process.peers.outgoing.sessions.items():
         if dialled.state is not SessionState.OPEN:
             yield f"a session with {address} that is {dialled.state.name}"

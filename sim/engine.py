@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 from kvbridge_proto.common import Blocks as Piece
@@ -40,6 +41,7 @@ RENDEZVOUS_S = 3.0  # how long a request waits for blocks, or for all ranks to b
 class HeldBlocks:
     """A request's blocks, and the ranks whose agents may still touch them."""
 
+    number: int  # of its offer or want
     request: SimRequest
     blocks: list[int]
     open: set[int] = field(default_factory=set)
@@ -62,6 +64,8 @@ class SimEngine:
         self.starts = 0
         self.ranks = [SimRank(self, number, agent) for number, agent in enumerate(agents)]
         self.loop: ProcessLoop
+        self.numbers = count(1)  # of offers and wants, also after a restart
+        self.expected: dict[str, int] = {}  # requests that their agents know of and that have no blocks: their numbers
         self.held: dict[str, HeldBlocks] = {}
         self.waiting: dict[str, SimRequest] = {}
         self.free: list[int] = []
@@ -118,12 +122,16 @@ class SimEngine:
                 self.waiting[request.name] = request
                 self.later(RETRY_S, lambda: self.begin(request, tries + 1))
             return
-        held = HeldBlocks(request, [self.free.pop() for _ in range(needed)])
+        number = self.expected.pop(request.name, 0) or next(self.numbers)
+        held = HeldBlocks(number, request, [self.free.pop() for _ in range(needed)])
         self.held[request.name] = held
         self.go_on(held)
 
     def go_on(self, held: HeldBlocks) -> None:
         raise NotImplementedError
+
+    def held_under(self, number: int) -> HeldBlocks | None:
+        return next((held for held in self.held.values() if held.number == number), None)
 
     def short_of(self, blocks: int) -> None:
         """A new request waits for this many blocks."""
@@ -186,7 +194,7 @@ class Prefill(SimEngine):
             return
         if not held.tokens and request.withdraw_s is not None:
             self.later(request.withdraw_s, lambda: self._withdraw(held))
-        before = held.tokens or request.offered_from
+        before, is_more = held.tokens or request.offered_from, bool(held.tokens)
         first = -(-before // self.block_tokens) if held.tokens else before // self.block_tokens
         held.tokens = min(request.tokens, before + request.piece_tokens)
         is_last = held.tokens == request.tokens
@@ -194,11 +202,13 @@ class Prefill(SimEngine):
         for rank in self.ranks:
             fence = self._compute(rank, held, before)
             offer = Offer(
+                number=held.number,
                 rendezvous=request.rendezvous,
                 request=request.name,
                 tokens=held.tokens,
                 blocks=(Piece(0, first, ids),) if ids else (),
                 is_last=is_last,
+                is_more=is_more,
                 hold_s=request.hold_s,
                 fence=fence,
                 first_token=request.offered_from,
@@ -232,7 +242,7 @@ class Prefill(SimEngine):
         held.is_ended = True
         for rank in self.ranks:
             if rank.number in held.open:
-                rank.say(Withdraw(request=held.request.name, reason="aborted"))
+                rank.say(Withdraw(number=held.number, reason="aborted"))
         if held.open and self.world.scenario.is_impatient:
             self.later(READERS_S, lambda: self._lose_patience(held))
         self.release_if_over(held, "withdrawn")
@@ -250,8 +260,8 @@ class Prefill(SimEngine):
 
     def answered(self, rank: SimRank, message: ToEngine) -> None:
         match message:
-            case Released(request=name, code=code):
-                held = self.held.get(name)
+            case Released(number=number, code=code):
+                held = self.held_under(number)
                 if held is not None:
                     held.open.discard(rank.number)
                     self.release_if_over(held, f"released {code}".strip())
@@ -277,14 +287,16 @@ class Decode(SimEngine):
         if not request.queued_s or tries:
             return super().begin(request, tries)
         self.waiting[request.name] = request
+        number = self.expected[request.name] = next(self.numbers)
         for rank in self.ranks:
             sender = self.world.address_of(request.sender, request.number)
-            rank.say(Expect(request=request.name, rendezvous=request.rendezvous, sender=sender))
+            rank.say(Expect(number=number, rendezvous=request.rendezvous, sender=sender))
         self.later(request.queued_s, lambda: super(Decode, self).begin(request))
 
     def turned_away(self, request: SimRequest) -> None:
-        for rank in self.ranks:
-            rank.say(Abandon(request=request.name, reason="no room"))
+        if number := self.expected.pop(request.name, 0):
+            for rank in self.ranks:
+                rank.say(Abandon(number=number, reason="no room"))
 
     def go_on(self, held: HeldBlocks) -> None:
         request, world = held.request, self.world
@@ -298,6 +310,7 @@ class Decode(SimEngine):
                 rank.blocks, held.blocks, self.block_tokens, request.prompt, range(request.first_token, request.tokens)
             )
             want = Want(
+                number=held.number,
                 request=request.name,
                 rendezvous=request.rendezvous,
                 sender=world.address_of(request.sender, request.number),
@@ -306,6 +319,7 @@ class Decode(SimEngine):
                 blocks=(Piece(0, first_block, ids),) if ids else (),
                 deadline_s=request.deadline_s,
                 fence=fence,
+                common=str(held.number),
             )
             if not rank.say(want):
                 held.open.discard(rank.number)
@@ -324,12 +338,12 @@ class Decode(SimEngine):
         if held.request.name in self.held:
             for rank in self.ranks:
                 if rank.number in held.open:
-                    rank.say(Abandon(request=held.request.name, reason="aborted"))
+                    rank.say(Abandon(number=held.number, reason="aborted"))
 
     def answered(self, rank: SimRank, message: ToEngine) -> None:
         match message:
-            case Done(request=name) | Failed(request=name):
-                held = self.held.get(name)
+            case Done(number=number, request=name) | Failed(number=number, request=name):
+                held = self.held_under(number)
                 if held is None or rank.number not in held.open:
                     if isinstance(message, Failed) and message.code == "not_attached":
                         return  # it was abandoned and has ended

@@ -115,14 +115,14 @@ class SimRank:
                 self.engine.gone(self)
                 if not self._is_ending:
                     self._attach()
-            case Refused(about="", code=code) if not self.is_here:
+            case Refused(about="", number=0, code=code) if not self.is_here:
                 self.engine.world.say(self.blocks.name, f"refused: {code}")
                 self.engine.later(RETRY_S, self._again)
-            case Refused(about=request, code="not_attached"):  # it is stopping, and has let go of our memory
-                self.engine.answered(self, Released(request=request, code="not_attached"))
-                self.engine.answered(self, Failed(request=request, code="not_attached", reason=""))
-            case Refused(about=about, code=code):
-                self.engine.world.foul(f"{self.blocks.name}: {about} was refused: {code}")
+            case Refused(number=number, code="not_attached"):  # it is stopping, and has let go of our memory
+                self.engine.answered(self, Released(number=number, request="", code="not_attached"))
+                self.engine.answered(self, Failed(number=number, request="", code="not_attached", reason=""))
+            case Refused(about=about, number=number, code=code):
+                self.engine.world.foul(f"{self.blocks.name}: {about or number} was refused: {code}")
             case _:
                 self.engine.answered(self, message)
 

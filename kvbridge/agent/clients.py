@@ -23,7 +23,6 @@ from kvbridge_proto.engine import (
     Offer,
     Reclaim,
     Refused,
-    Released,
     Rescale,
     ToAgent,
     Want,
@@ -33,6 +32,7 @@ from kvbridge_proto.engine import Failed as WantFailed
 from kvbridge_proto.status import PoolQuery, Status, StatusQuery, Trace, TraceQuery
 
 from ..dataplane.data_plane import DataPlane
+from ..exchange.sender import released
 from ..transport.local import LocalConnection
 from .current_engine import CurrentEngine
 from .engines import Engines
@@ -108,34 +108,34 @@ class Clients:
             case _ if engine is None or connection is not self._current.connection:
                 if (leaving := self._engines.leaving) is not None:  # Refused promises that its memory is not touched
                     await asyncio.shield(leaving)
-                about = getattr(message, "request", "")
-                connection.send(Refused(code="not_attached", reasons=("attach first",), about=about))
+                number = getattr(message, "number", 0)
+                connection.send(Refused(code="not_attached", reasons=("attach first",), number=number))
             case Directory(ranks=ranks):
                 self._engines.name_ranks(engine, ranks)
             case Offer() if self._engines.is_closing and not self._sender.is_due(message):
-                connection.send(Released(request=message.request, code="draining"))
+                connection.send(released(message, "draining"))
             case Offer(fence=fence) | Want(fence=fence) if fence and self._has_no_fence():
                 reason = f"fence: {fence}, but none came with attach"
-                connection.send(Refused(code="no_fence", reasons=(reason,), about=message.request))
+                connection.send(Refused(code="no_fence", reasons=(reason,), number=message.number))
             case Offer():
                 self._prompts.offered(message, self._clock())
                 self._sender.offer(message, engine)
-            case Withdraw(request=request, reason=reason, comes_again=comes_again):
+            case Withdraw(number=number, reason=reason, comes_again=comes_again):
                 if (memory := self._current.memory) is not None:
-                    memory.liveness.withdrew(request, self._clock())
-                self._sender.withdraw(request, reason, comes_again)
+                    memory.liveness.withdrew(number, self._clock())
+                self._sender.withdraw(number, reason, comes_again)
             case Reclaim(blocks=blocks):
                 self._sender.reclaim(blocks)
             case Expect():
                 if not self._engines.is_closing:
                     self._receiver.expect(message)
-            case Want() if self._engines.is_closing and not self._receiver.knows(message.request):
+            case Want(number=number, request=name) if self._engines.is_closing and not self._receiver.knows(number):
                 reason = "this agent is stopping"
-                connection.send(WantFailed(request=message.request, code="draining", reason=reason))
+                connection.send(WantFailed(number=number, request=name, code="draining", reason=reason))
             case Want():
                 self._receiver.want(message, engine)
-            case Abandon(request=request):
-                self._receiver.abandon(request)
+            case Abandon(number=number):
+                self._receiver.abandon(number)
             case Computed():
                 self._prompts.computed(message, self._clock())
             case Rescale():

@@ -89,20 +89,25 @@ class ReceiverRunner:
         want = structs.replace(want, sender=canonical(want.sender))
         tokens = f"tokens [{want.first_token}, {want.end_token}) of {want.sender}"
         self._records.note(
-            "wanted", tokens, request=want.request, rendezvous=want.rendezvous, traceparent=want.traceparent
+            "wanted",
+            tokens,
+            number=want.number,
+            request=want.request,
+            rendezvous=want.rendezvous,
+            traceparent=want.traceparent,
         )
-        self._log.debug("want", "rendezvous=%s %s", want.rendezvous, tokens, request=want.request)
+        self._log.debug("want", "rendezvous=%s %s", want.rendezvous, tokens, number=want.number)
         failpoint("receiver.want_heard")
         self._data_plane.wake()
         self._do(self._receiving.want(want, engine, self._clock()))
 
-    def knows(self, request: str) -> bool:
+    def knows(self, number: int) -> bool:
         """Whether this want is open."""
-        return request in self._receiving.wants
+        return number in self._receiving.wants
 
-    def abandon(self, request: str) -> None:
-        self._records.note("abandoned", request=request)
-        self._do(self._receiving.abandon(request, self._clock()))
+    def abandon(self, number: int) -> None:
+        self._records.note("abandoned", number=number)
+        self._do(self._receiving.abandon(number, self._clock()))
 
     def rescaled(self, engine: AttachedEngine) -> None:
         self._do(self._receiving.rescaled(engine, self._clock()))
@@ -268,7 +273,7 @@ class ReceiverRunner:
                     _pass_sent(body)
                 case Tell(message=message):
                     if isinstance(message, Failed):  # its engine may look for the line at once
-                        self._log.warning("failed", "code=%s %s", message.code, message.reason, request=message.request)
+                        self._log.warning("failed", "code=%s %s", message.code, message.reason, number=message.number)
                     self._current.tell(message)
                     if isinstance(message, Done):
                         failpoint("receiver.done_told")
@@ -281,9 +286,9 @@ class ReceiverRunner:
         for action in actions:
             match action:
                 case Send(peer=address, body=Claim(transfer=transfer, rendezvous=rendezvous)):
-                    request = self._receiving.request_of(transfer)
+                    number = self._receiving.number_of(transfer)
                     self._records.note(
-                        "claimed", f"of {address}", request=request, rendezvous=rendezvous, transfer=transfer, at=at
+                        "claimed", f"of {address}", number=number, rendezvous=rendezvous, transfer=transfer, at=at
                     )
                 case Tell(message=message):
                     self._record(message, at)
@@ -293,12 +298,12 @@ class ReceiverRunner:
 
     def _record(self, message: ToEngine, at: float) -> None:
         match message:
-            case Done(request=request, moved_bytes=moved, seconds=seconds):
-                self._log.debug("done", "bytes=%d ms=%.2f", moved, seconds * 1e3, request=request)
-                self._records.note("done", f"{moved} bytes", request=request, seconds=seconds, at=at)
+            case Done(number=number, moved_bytes=moved, seconds=seconds):
+                self._log.debug("done", "bytes=%d ms=%.2f", moved, seconds * 1e3, number=number)
+                self._records.note("done", f"{moved} bytes", number=number, seconds=seconds, at=at)
                 self._metrics.want_done(seconds)
-            case Failed(request=request, code=code, reason=reason):
-                self._records.note("failed", f"{code}: {reason}", request=request, at=at)
+            case Failed(number=number, code=code, reason=reason):
+                self._records.note("failed", f"{code}: {reason}", number=number, at=at)
                 self._metrics.want_failed(code)
 
 

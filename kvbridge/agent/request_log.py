@@ -9,7 +9,7 @@ from .request_names import RequestNames
 
 
 class RequestLog:
-    """Adds `request=` and `transfer=` to each line, whichever of the two the caller names.
+    """Adds `request=` and `transfer=` to each line. The caller names an offer or want by its number, or a transfer.
 
     A line about a request with several transfers names them all, with commas. What is not known is left out.
     """
@@ -18,17 +18,17 @@ class RequestLog:
         self._log = log
         self._names = names
 
-    def debug(self, event: str, text: str = "", *args: object, request: str = "", transfer: str = "") -> None:
-        self._say(logging.DEBUG, event, text, args, request, transfer)
+    def debug(self, event: str, text: str = "", *args: object, number: int = 0, transfer: str = "") -> None:
+        self._say(logging.DEBUG, event, text, args, number, transfer)
 
-    def warning(self, event: str, text: str = "", *args: object, request: str = "", transfer: str = "") -> None:
-        self._say(logging.WARNING, event, text, args, request, transfer)
+    def warning(self, event: str, text: str = "", *args: object, number: int = 0, transfer: str = "") -> None:
+        self._say(logging.WARNING, event, text, args, number, transfer)
 
-    def _say(self, level: int, event: str, text: str, args: tuple[object, ...], request: str, transfer: str) -> None:
+    def _say(self, level: int, event: str, text: str, args: tuple[object, ...], number: int, transfer: str) -> None:
         if not self._log.isEnabledFor(level):
             return
-        request = request or self._names.request_of(transfer)
-        transfer = transfer or ",".join(self._names.transfers_of(request))
+        request = self._names.request_of(number, transfer)
+        transfer = transfer or ",".join(self._names.transfers_of(number))
         known = {name: value for name, value in (("request", request), ("transfer", transfer)) if value}
         said = " ".join((*(f"{name}=%s" for name in known), text)).rstrip()
         self._log.log(level, f"{event}: {said}", *map(plain, known.values()), *args)

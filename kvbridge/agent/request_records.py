@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from kvbridge_proto.status import TraceEntry
 
@@ -12,6 +12,7 @@ from ..exchange.orders import StageReached, TransferStage
 from .journal import Journal
 from .request_names import MOST_TRANSFERS, RequestNames
 
+K = TypeVar("K", int, str)
 Role = Literal["sender", "receiver"]
 Stage = Literal["claim", "begin", "move"]
 
@@ -86,8 +87,8 @@ class RequestRecords:
         self._journal = journal
         self._ended = ended
         self._most = most
-        self.names = RequestNames(most)
-        self._of_request: dict[str, RequestRecord] = {}
+        self.names = RequestNames()
+        self._of_number: dict[int, RequestRecord] = {}  # the open offers or wants
         self._of_transfer: dict[str, RequestRecord] = {}  # also claims whose request is not known yet
 
     def note(
@@ -95,6 +96,7 @@ class RequestRecords:
         what: str,
         text: str = "",
         *,
+        number: int = 0,
         request: str = "",
         rendezvous: str = "",
         transfer: str = "",
@@ -102,20 +104,26 @@ class RequestRecords:
         traceparent: str = "",
         at: float | None = None,
     ) -> None:
-        """Record an event that happened at `at` on the journal's clock, or now."""
+        """Record an event that happened at `at` on the journal's clock, or now.
+
+        `number` is the offer's or want's. `request` is needed only when it begins.
+        """
+        if what == BEGINS[self._role]:
+            self.names.begin(number, request)
+        if number and transfer:
+            self.names.join(number, transfer)
+        request = request or self.names.request_of(number)
         entry = self._journal.note(
             what, text, request=request, rendezvous=rendezvous, transfer=transfer, seconds=seconds, at=at
         )
-        if request and transfer:
-            self.names.join(request, transfer)
-        if (record := self._record(entry)) is None:
+        if (record := self._record(entry, number)) is None:
             return
         record.add(entry)
         record.traceparent = record.traceparent or traceparent
         if transfer:
             self._keep(self._of_transfer, transfer, record)
         if what in ENDS[self._role]:
-            self._of_request.pop(request, None)
+            self._of_number.pop(number, None)
             for each in record.transfers:
                 self._of_transfer.pop(each, None)
             self._ended(record)
@@ -125,13 +133,12 @@ class RequestRecords:
         chunks = f"from chunk {report.chunks}" if report.stage in BEGINNINGS else f"{report.chunks} chunks so far"
         self.note(report.stage, chunks, transfer=report.transfer, at=report.at)
 
-    def _record(self, entry: TraceEntry) -> RequestRecord | None:
+    def _record(self, entry: TraceEntry, number: int) -> RequestRecord | None:
         """The record that an entry belongs to; None after the request has ended."""
-        record = self._of_request.get(entry.request)
+        record = self._of_number.get(number)
         by_transfer = self._of_transfer.get(entry.transfer)
         if record is None and entry.what == BEGINS[self._role]:
-            self._keep(self._of_request, entry.request, record := RequestRecord(self._role))
-            self.names.begin(entry.request)
+            self._keep(self._of_number, number, record := RequestRecord(self._role))
         if by_transfer is None and record is None and entry.what == "claimed":
             return RequestRecord(self._role)
         if record is None:
@@ -141,7 +148,7 @@ class RequestRecords:
                 record.add(each)
         return record
 
-    def _keep(self, kept: dict[str, RequestRecord], name: str, record: RequestRecord) -> None:
-        kept[name] = record
+    def _keep(self, kept: dict[K, RequestRecord], key: K, record: RequestRecord) -> None:
+        kept[key] = record
         if len(kept) > self._most:
             del kept[next(iter(kept))]

@@ -87,30 +87,31 @@ class SenderRunner:
     def offer(self, offer: Offer, engine: AttachedEngine) -> None:
         tokens = f"tokens [{offer.first_token}, {offer.tokens}){', all there are' * offer.is_last}"
         self._records.note(
-            "offered", tokens, request=offer.request, rendezvous=offer.rendezvous, traceparent=offer.traceparent
+            "offered",
+            tokens,
+            number=offer.number,
+            request=offer.request,
+            rendezvous=offer.rendezvous,
+            traceparent=offer.traceparent,
         )
-        self._log.debug("offer", "rendezvous=%s %s", offer.rendezvous, tokens, request=offer.request)
+        self._log.debug("offer", "rendezvous=%s %s", offer.rendezvous, tokens, number=offer.number)
         failpoint("sender.offer_heard")
         self._do(self._sending.offer(offer, engine, self._clock()))
         if self._sending.is_owing:  # its socket counts as empty only after this message
             asyncio.get_running_loop().call_soon(self._do, [])
 
-    def knows(self, request: str) -> bool:
-        """Whether this offer is open."""
-        return request in self._sending.offers
-
     def is_due(self, offer: Offer) -> bool:
-        """Whether it continues an open offer, or a claim waits for it."""
-        return self.knows(offer.request) or self._sending.is_awaited(offer.rendezvous)
+        """Whether it continues an offer, or a claim waits for it."""
+        return offer.is_more or self._sending.is_awaited(offer.rendezvous)
 
     def will_never_be_offered(self, claim: Claim) -> bool:
         """Whether there is no offer for this claim, and none will be accepted while we stop."""
         return not (self._sending.is_awaited(claim.rendezvous) or self._sending.has_offer(claim))
 
-    def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
-        actions = self._sending.withdraw(request, reason, self._clock(), comes_again)
-        self._records.note("withdrawn", reason, request=request)
-        if self.knows(request):  # it is still being read
+    def withdraw(self, number: int, reason: str, comes_again: bool = False) -> None:
+        actions = self._sending.withdraw(number, reason, self._clock(), comes_again)
+        self._records.note("withdrawn", reason, number=number)
+        if number in self._sending.offers:  # it is still being read
             failpoint("sender.withdraw_heard")
         self._do(actions)
 
@@ -299,13 +300,13 @@ class SenderRunner:
                     self._note_said(body, at)
                 case Tell(message=Released() as message):
                     why = f"{message.code} {message.reason}".strip()
-                    self._records.note("released", why, request=message.request, at=at)
+                    self._records.note("released", why, number=message.number, at=at)
                     said = ("code=%s %s", message.code, message.reason) if message.code else ()
-                    self._log.debug("released", *said, request=message.request)
+                    self._log.debug("released", *said, number=message.number)
                     self._metrics.offer_released(message.code, message.is_declined)
-                case Met(transfer=transfer, request=request, chunks=chunks, size_bytes=size_bytes):
+                case Met(transfer=transfer, number=number, chunks=chunks, size_bytes=size_bytes):
                     size = f"{chunks} chunks, {size_bytes} bytes"
-                    self._records.note("met", size, request=request, transfer=transfer, at=at)
+                    self._records.note("met", size, number=number, transfer=transfer, at=at)
                     self._log.debug("met", "chunks=%d bytes=%d", chunks, size_bytes, transfer=transfer)
                 case Unconfirmed(transfer=transfer):
                     why = "its receiver did not confirm that it had finished; blocks were kept until now"
@@ -316,8 +317,8 @@ class SenderRunner:
         note = self._records.note
         match body:
             case BlockTables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
-                request = self._sending.request_of(transfer)
-                note("readable", f"tokens up to {tokens}", request=request, transfer=transfer, at=at)
+                number = self._sending.number_of(transfer)
+                note("readable", f"tokens up to {tokens}", number=number, transfer=transfer, at=at)
                 self._carry_times.computed(transfer, at)
             case Refuse(about=transfer, code=code, reasons=reasons):
                 note("refused", f"{code}: {'; '.join(reasons)}", transfer=transfer, at=at)

@@ -57,16 +57,16 @@ def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[Transfe
 
 def offers(sending: Sender, name_of: Callable[[str], str], now: float) -> tuple[OfferStatus, ...]:
     """One line per offer, the oldest first. `name_of` gives the name of an incarnation's agent."""
-    unclaimed = {offered.request for offered in sending.unclaimed(now)}
+    unclaimed = {offered.number for offered in sending.unclaimed(now)}
     claimed_by = {
-        out.offered.request: out.incarnation for out in sending.outgoing_transfers.values() if out.offered is not None
+        out.offered.number: out.incarnation for out in sending.outgoing_transfers.values() if out.offered is not None
     }
     return tuple(
         OfferStatus(
             request=offered.request,
             rendezvous=offered.rendezvous,
-            state=_state(offered, offered.request in unclaimed),
-            peer=name_of(claimed_by.get(offered.request, sending.awaited_by(offered)))[:256],
+            state=_state(offered, offered.number in unclaimed),
+            peer=name_of(claimed_by.get(offered.number, sending.awaited_by(offered)))[:256],
             tokens=offered.tokens - offered.first_token,
             blocks=offered.blocks,
             age_s=_age(offered.began, now),

@@ -25,14 +25,14 @@ class EngineLiveness:
     """
 
     heard_at: float = float("inf")  # everything sent before this time has been read
-    withdrawals: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By request: when its last withdrawal was read, and a time after which its first was sent."""
+    withdrawals: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """By offer: when its last withdrawal was read, and a time after which its first was sent."""
     forgotten_at: float = float("-inf")  # when the newest of the withdrawals dropped from it was read
     has_left: bool = False  # its memory is about to be unmapped: warm nothing for it, expect no message from it
 
-    def withdrew(self, request: str, now: float) -> None:
-        _, said_after = self.withdrawals.get(request, (now, self.heard_at))
-        self.withdrawals[request] = now, min(said_after, self.heard_at)
+    def withdrew(self, number: int, now: float) -> None:
+        _, said_after = self.withdrawals.get(number, (now, self.heard_at))
+        self.withdrawals[number] = now, min(said_after, self.heard_at)
         if len(self.withdrawals) > KEPT:
             oldest = next(iter(self.withdrawals))
             self.forgotten_at = max(
@@ -40,9 +40,9 @@ class EngineLiveness:
             )  # before the deletion: the data plane checks both
             del self.withdrawals[oldest]
 
-    def has_withdrawn(self, request: str, since: float, before: float) -> bool:
-        """Whether a withdrawal of this request may have been read since `since`, and sent by `before`."""
-        at, said_after = self.withdrawals.get(request, (float("-inf"), 0.0))
+    def has_withdrawn(self, number: int, since: float, before: float) -> bool:
+        """Whether a withdrawal of this offer may have been read since `since`, and sent by `before`."""
+        at, said_after = self.withdrawals.get(number, (float("-inf"), 0.0))
         return since <= self.forgotten_at or (at >= since and said_after <= before)
 
 

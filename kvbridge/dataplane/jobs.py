@@ -164,7 +164,7 @@ class Jobs:
             assert isinstance(moved, Moved)
             gather_s = self._clock() - began
             failpoint("sender.gathered")
-            is_theirs = self._taken_back(attached, order.request, leaving.asked_at)
+            is_theirs = self._taken_back(attached, order.number, leaving.asked_at)
             return gather_s, moved.digest, moved.failure or (yield from is_theirs)
         except Exception as error:  # only this transfer fails
             return 0.0, 0, failure_of("gather_failed", error, order)
@@ -184,7 +184,7 @@ class Jobs:
             ended = yield WaitMove((yield from self._started(begin, attached)))
             assert isinstance(ended, Moved)
             found = ended.digest
-            failure = ended.failure or (yield from self._taken_back(attached, digest.request, asked_at))
+            failure = ended.failure or (yield from self._taken_back(attached, digest.number, asked_at))
         except Exception as error:  # only this transfer fails
             failure = failure_of("gather_failed", error, digest)
         self._send_orders.report(Digested(digest.transfer, Sum(digest.read.chunk, found), digest.read, failure))
@@ -194,7 +194,7 @@ class Jobs:
     ) -> Generator[Wait, Event, int]:
         return started(begin, attached, self._write_timeout_s, self._clock)
 
-    def _taken_back(self, attached: AttachedMemory, request: str, asked_at: float) -> Generator[Wait, Event, Failure]:
+    def _taken_back(self, attached: AttachedMemory, number: int, asked_at: float) -> Generator[Wait, Event, Failure]:
         """The failure if the engine may have reused the blocks while they were read. It can only if this agent stalled.
 
         An engine reuses blocks READERS_S after it withdrew them or gave us up. A withdrawal was sent after we last
@@ -205,7 +205,7 @@ class Jobs:
             return "engine_left", "the engine left while its blocks were read"
         if now - liveness.heard_at >= GATHER_HEARD_S:
             yield WaitEngineHeard(attached, now, now + self._write_timeout_s)
-        if not liveness.has_withdrawn(request, asked_at, now - GATHER_HEARD_S):
+        if not liveness.has_withdrawn(number, asked_at, now - GATHER_HEARD_S):
             return None
         reason = "blocks were withdrawn while this agent was stalled in a gather"
         return "blocks_taken_back", reason

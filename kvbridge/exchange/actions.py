@@ -41,10 +41,10 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A claim has met its offer: this transfer takes so much of this request of our engine."""
+    """A claim has met its offer: this transfer takes so much of the offer of this number."""
 
     transfer: str
-    request: str
+    number: int
     chunks: int
     size_bytes: int
 

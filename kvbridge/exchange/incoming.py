@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from kvbridge_proto.common import attachment_name
 from kvbridge_proto.engine import Failed, Refused, Want
 from kvbridge_proto.peer import Claim, Grant, SlotLease, Take
+from kvbridge_proto.pool import Pool
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
@@ -19,6 +21,7 @@ from .orders import Lend, Pull, ReceiveOrder
 from .session import AttachedEngine, Session, engine_ranks, rank_index
 from .slots import ReceiveSlots
 
+MOST_NAME = 256  # characters, of a want (peer.py of the protocol)
 # A session that ends with one of these may have a successor under another epoch. The next Hello shows it.
 GOES_ON = ("peer_left", "stale_epoch")
 
@@ -82,7 +85,7 @@ def claim_of(
     want, engine = wanted.want, wanted.engine
     return Claim(
         transfer=incoming.transfer,
-        want=f"{engine.pool.engine.id}/{want.request}"[:256],
+        want=want_name(want, engine.pool),
         receiver=rank_index(engine.pool),
         receivers=engine_ranks(engine.pool),
         rendezvous=want.rendezvous,
@@ -97,6 +100,12 @@ def claim_of(
         deadline_s=max(0.0, wanted.started + want.deadline_s - now),
         is_offered=want.is_offered,
     )
+
+
+def want_name(want: Want, pool: Pool) -> str:
+    """What senders call a want: the same on all ranks of our engine. Too long a name is replaced by its digest."""
+    name = f"{pool.engine.id}/{want.request}/{want.number if engine_ranks(pool) == 1 else want.common}"
+    return name if len(name) <= MOST_NAME else blake2b(name.encode(), digest_size=20).hexdigest()
 
 
 def order_of(wanted: OpenWant, incoming: IncomingTransfer) -> ReceiveOrder:
@@ -179,14 +188,14 @@ def why_refused(want: Want, session: Session | None, code: str, reason: str) -> 
 
 
 def duplicate(want: Want) -> Tell:
-    """The answer to a second, different want under an open name. The first goes on, so this is Refused, not Failed."""
-    reasons = (f"request: {want.request} is wanted already, with other contents",)
-    return Tell(Refused(code="duplicate_request", reasons=reasons, about=f"want {want.request}"[:256]))
+    """The answer to another want under an open number. The first goes on, so this is Refused, not Failed."""
+    reasons = (f"number: want {want.number} is open already",)
+    return Tell(Refused(code="duplicate_request", reasons=reasons, about=f"want {want.number}"))
 
 
-def failed(request: str, code: str, reason: str) -> Tell:
+def failed(want: Want, code: str, reason: str) -> Tell:
     """The answer to a want that ended without its rows."""
-    return Tell(Failed(request=request, code=code[:64], reason=reason[:1024]))
+    return Tell(Failed(number=want.number, request=want.request, code=code[:64], reason=reason[:1024]))
 
 
 def lend_early(slots: ReceiveSlots, incoming: IncomingTransfer) -> tuple[SlotLease, ...]:

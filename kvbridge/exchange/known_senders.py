@@ -159,16 +159,16 @@ SOON_S = 0.05  # most requests have blocks by then; their claim makes a Hold unn
 
 
 class ExpectedRequests:
-    """Requests that have no blocks yet, by name, and when to tell their senders.
+    """Requests that have no blocks yet, by number, and when to tell their senders.
 
     A sender holds an offer only for a short time. A receiver says that it waits soon after it begins to, and then every
     few seconds, naming all its rendezvous ids of a sender at once.
     """
 
     def __init__(self) -> None:
-        self._expected: dict[str, Expect] = {}
-        self._of: dict[str, dict[str, Expect]] = {}  # by sender
-        self._unannounced: dict[str, dict[str, float]] = {}  # by sender: requests not yet named to it, since when
+        self._expected: dict[int, Expect] = {}
+        self._of: dict[str, dict[int, Expect]] = {}  # by sender
+        self._unannounced: dict[str, dict[int, float]] = {}  # by sender: those not yet told to it, since when
         self._again_at = 0.0
 
     def __len__(self) -> int:
@@ -179,19 +179,19 @@ class ExpectedRequests:
         return self._of.keys()
 
     def add(self, expect: Expect, now: float) -> None:
-        self.end(expect.request)
-        self._expected[expect.request] = expect
-        self._of.setdefault(expect.sender, {})[expect.request] = expect
-        self._unannounced.setdefault(expect.sender, {})[expect.request] = now
+        self.end(expect.number)
+        self._expected[expect.number] = expect
+        self._of.setdefault(expect.sender, {})[expect.number] = expect
+        self._unannounced.setdefault(expect.sender, {})[expect.number] = now
 
-    def end(self, request: str) -> None:
+    def end(self, number: int) -> None:
         """The request has blocks, or is over."""
-        expect = self._expected.pop(request, None)
+        expect = self._expected.pop(number, None)
         if expect is None:
             return
         for by_sender in (self._of, self._unannounced):
-            its: dict[str, Any] = by_sender.get(expect.sender, {})
-            its.pop(request, None)
+            its: dict[int, Any] = by_sender.get(expect.sender, {})
+            its.pop(number, None)
             if not its:
                 by_sender.pop(expect.sender, None)
 
@@ -215,19 +215,19 @@ class ExpectedRequests:
                 rendezvous_ids.setdefault(sender, []).append(rendezvous)
             self._take_new(float("inf"), can_hear)
         else:
-            for sender, requests in self._take_new(now - SOON_S, can_hear).items():
-                rendezvous_ids[sender] = [self._expected[request].rendezvous for request in requests]
+            for sender, numbers in self._take_new(now - SOON_S, can_hear).items():
+                rendezvous_ids[sender] = [self._expected[number].rendezvous for number in numbers]
         return rendezvous_ids
 
-    def _take_new(self, until: float, can_hear: Callable[[str], bool]) -> dict[str, list[str]]:
+    def _take_new(self, until: float, can_hear: Callable[[str], bool]) -> dict[str, list[int]]:
         """By sender: requests that began to wait before `until` and whose sender can hear of them now. Each once."""
-        found: dict[str, list[str]] = {}
+        found: dict[str, list[int]] = {}
         for sender in [each for each in self._unannounced if can_hear(each)]:
             its = self._unannounced[sender]
-            if requests := [request for request, since in its.items() if since <= until]:
-                found[sender] = requests
-            for request in requests:
-                del its[request]
+            if numbers := [number for number, since in its.items() if since <= until]:
+                found[sender] = numbers
+            for number in numbers:
+                del its[number]
             if not its:
                 del self._unannounced[sender]
         return found

@@ -26,10 +26,11 @@ Failure = tuple[str, str] | None  # (code, reason)
 class SendOrder:
     """Gather the chunks of a transfer in order, and write each into a slot lent by the receiver.
 
-    `request` is our engine's name for the offer. The order is over once the last chunk is written.
+    `number` and `request` are the offer's. The order is over once the last chunk is written.
     """
 
     transfer: str
+    number: int
     request: str
     incarnation: str
     plan: Plan
@@ -69,10 +70,11 @@ class StopSending:
 class Digest:
     """Digest a chunk that its receiver has read; `read` is the receiver's digest. Needs no slot.
 
-    The receiver was told of the blocks, so the engine's fence has passed them. `request` is as in SendOrder.
+    The receiver was told of the blocks, so the engine's fence has passed them. `number`, `request`: as in SendOrder.
     """
 
     transfer: str
+    number: int
     request: str
     plan: Plan
     tables: Mapping[int, BlockTable]

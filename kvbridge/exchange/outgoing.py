@@ -12,7 +12,6 @@ from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from ..states import OfferState, OutgoingState
 from .answers import ANSWERS, Known
-from .containers import Recent
 from .leases import GrantedLease
 from .session import Session
 
@@ -21,6 +20,7 @@ from .session import Session
 class OpenOffer:
     """One request of our engine whose KV may be read. `want` names the want it serves, once claimed."""
 
+    number: int
     request: str
     rendezvous: str
     tables: Mapping[int, BlockTable]
@@ -39,7 +39,6 @@ class OpenOffer:
     )  # that read it, until they end
     state: OfferState = OfferState.OPEN
     over: tuple[str, str] | None = None  # (code, reason) why it ended early
-    is_complete: bool = False  # its engine sends nothing more about it
     short: tuple[str, str] | None = None  # (code, reason) of the first transfer that ended without all its chunks
     began: float = 0.0
     grown_at: float = 0.0  # when its engine last sent something about it
@@ -146,7 +145,6 @@ class ReceiverClaims:
 
 AWAITED_S = 15.0  # a waiting receiver repeats its Hold three times within this
 MOST_AWAITED = 16384
-MOST_CUT_SHORT = 4096  # bound, in case engines never send the last part of an offer
 MOST_ENDED = 16384  # as many as may be open
 ENDED_S = 300.0  # a want is sent when its engine has blocks for it, and then waits a minute (vLLM's `deadline_s`)
 
@@ -169,9 +167,7 @@ class EndedOffer:
 class Rendezvous:
     """Open offers by rendezvous id, oldest first, and ended ones for as long as a claim on them may still come.
 
-    A receiver may say that it waits under an id before anything is offered there. `cut_short` names offers that ended
-    before their engine had sent all of them. Later offers under such a name are ignored; their blocks may be reused at
-    once.
+    A receiver may say that it waits under an id before anything is offered there.
     """
 
     def __init__(self) -> None:
@@ -182,7 +178,6 @@ class Rendezvous:
         self._by_age: OrderedDict[EndedOffer, None] = OrderedDict()
         # By rendezvous id: how the last offer ended, with (code, reason) if it did early.
         self._last: OrderedDict[str, tuple[Known, tuple[str, str] | None]] = OrderedDict()
-        self.cut_short: Recent[str] = Recent(MOST_CUT_SHORT)
 
     def enter(self, offered: OpenOffer) -> None:
         """Add an open offer. Unclaimed ended offers under the same id are forgotten: later claims are for this one."""
@@ -197,8 +192,6 @@ class Rendezvous:
         offers.remove(offered)
         if not offers:
             del self._offers[offered.rendezvous]
-        if not offered.is_complete:
-            self.cut_short.add(offered.request)
         self._last[offered.rendezvous] = offered.ended_as
         if len(self._last) > MOST_ENDED:
             self._last.popitem(last=False)

@@ -58,7 +58,7 @@ class Receiver:
         self.slots = slots
         self.sampling = Sampling(check_every)
         self.compared = self.differing = 0  # pulled chunks that were compared, and those that differed
-        self.wants: dict[str, OpenWant] = {}
+        self.wants: dict[int, OpenWant] = {}
         self.expected = ExpectedRequests()
         self._is_paused = False
         self._new_id = new_id
@@ -70,39 +70,40 @@ class Receiver:
         self._awaiting_slots: FairQueue[IncomingTransfer] = FairQueue()  # with ready chunks that have no slot
         self._undrained = UndrainedTransfers()
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
+        self._want_deadlines: Deadlines[int] = Deadlines()
 
     # From our engine:
 
     def expect(self, expect: Expect, now: float) -> list[Action]:
         """A request queues in our engine: reach its sender, and ask it to hold the offer."""
-        if expect.request in self.wants or len(self.expected) >= MOST_WANTS:
+        if expect.number in self.wants or len(self.expected) >= MOST_WANTS:
             return []
         self.expected.add(expect, now)
         return [Reach(address) for address in self._senders.missing(expect.sender)]
 
     def want(self, want: Want, engine: AttachedEngine, now: float) -> list[Action]:
         """Our engine wants these tokens."""
-        self.expected.end(want.request)
-        if (twin := self.wants.get(want.request)) is not None:
-            return [] if twin.want == want else [duplicate(want)]
+        self.expected.end(want.number)
+        if want.number in self.wants:
+            return [duplicate(want)]
         if len(self.wants) >= MOST_WANTS:
-            return [failed(want.request, "too_many_wants", f"wants: {MOST_WANTS} are open")]
+            return [failed(want, "too_many_wants", f"wants: {MOST_WANTS} are open")]
         try:
             if want.end_token < want.first_token:
                 reason = f"end_token: got {want.end_token}, first_token {want.first_token}"
-                return [failed(want.request, "bad_range", reason)]
+                return [failed(want, "bad_range", reason)]
             tables = tables_of(engine, want.blocks, want.first_token, want.end_token)
         except KVBridgeError as error:
-            return [failed(want.request, error.code, str(error))]
+            return [failed(want, error.code, str(error))]
         wanted = OpenWant(want, engine, tables, now)
-        self.wants[want.request] = wanted
-        self._deadlines.set(("want", want.request), now + want.deadline_s)
+        self.wants[want.number] = wanted
+        self._want_deadlines.set(want.number, now + want.deadline_s)
         return self._advance(wanted, now)
 
-    def abandon(self, request: str, now: float) -> list[Action]:
+    def abandon(self, number: int, now: float) -> list[Action]:
         """Our engine no longer wants it."""
-        self.expected.end(request)
-        wanted = self.wants.get(request)
+        self.expected.end(number)
+        wanted = self.wants.get(number)
         return [] if wanted is None else self._fail(wanted, "aborted", "abandoned by the engine", now)
 
     def engine_left(self, now: float) -> list[Action]:
@@ -184,7 +185,7 @@ class Receiver:
         """The session with `address` could not be opened, or has ended. It is not retried without being asked for."""
         reaching = self._in(WantState.REACHING)
         waiting = [each for each in reaching if address in self._senders.needed(each.want.sender)]
-        affected = {wanted.want.request: wanted for wanted in [*waiting, *self._lose(address, now)]}
+        affected = {wanted.want.number: wanted for wanted in [*waiting, *self._lose(address, now)]}
         actions: list[Action] = [  # the rank may have moved: ask the other ranks
             Ask(other) for other, s in self._senders.open.items() if any(rank.address == address for rank in s.ranks)
         ]
@@ -441,12 +442,11 @@ class Receiver:
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
         actions: list[Action] = []
+        for wanted in [self.wants[number] for number in self._want_deadlines.due(now) if number in self.wants]:
+            reason = why_late(wanted, self._senders.lacks(wanted.want.sender))
+            actions += self._fail(wanted, "deadline", reason, now)
         for kind, key in self._deadlines.due(now):
-            if kind == "want" and key in self.wants:
-                wanted = self.wants[key]
-                reason = why_late(wanted, self._senders.lacks(wanted.want.sender))
-                actions += self._fail(wanted, "deadline", reason, now)
-            elif kind == "ask" and key in self._senders.open:
+            if kind == "ask" and key in self._senders.open:
                 actions.append(Ask(key))
             elif kind == "lease" and key in self._wanted_by:
                 actions += self._renew_if_read(self._wanted_by[key].incoming_transfers[key], now)
@@ -537,7 +537,8 @@ class Receiver:
         self._forget(wanted)
         want, seconds = wanted.want, max(0.0, now - wanted.started)
         tokens = want.end_token - want.first_token
-        return [Tell(Done(request=want.request, moved_bytes=moved, seconds=seconds, tokens=tokens))]
+        done = Done(number=want.number, request=want.request, moved_bytes=moved, seconds=seconds, tokens=tokens)
+        return [Tell(done)]
 
     def _fail(self, wanted: OpenWant, code: str, reason: str, now: float) -> list[Action]:
         """End the want without its rows: cancel its transfers, quarantine the slots lent to them."""
@@ -580,7 +581,7 @@ class Receiver:
     def _end_failed(self, wanted: OpenWant, event: WantEvent) -> list[Action]:
         wanted.state = WANT_TABLE.after(wanted.state, event)
         self._forget(wanted)
-        return [failed(wanted.want.request, *wanted.failure), *wanted.late_cancels]
+        return [failed(wanted.want, *wanted.failure), *wanted.late_cancels]
 
     def _end_incoming(self, incoming: IncomingTransfer, event: IncomingEvent, now: float) -> None:
         """Apply `event` to an incoming transfer. Slots still lent when it stops or is lost are quarantined."""
@@ -602,8 +603,8 @@ class Receiver:
             self.slots.drain(incoming.transfer)  # its unused leases: the sender has written every chunk it will
 
     def _forget(self, wanted: OpenWant) -> None:
-        del self.wants[wanted.want.request]
-        self._deadlines.clear(("want", wanted.want.request))
+        del self.wants[wanted.want.number]
+        self._want_deadlines.clear(wanted.want.number)
         for transfer in wanted.incoming_transfers:
             self._forget_if_over(transfer)
 
@@ -616,10 +617,10 @@ class Receiver:
         ):
             del self._wanted_by[transfer]
 
-    def request_of(self, transfer: str) -> str:
-        """The request whose rows it brings; "" if nobody waits for it any more."""
+    def number_of(self, transfer: str) -> int:
+        """The want whose rows it brings; 0 if nobody waits for it any more."""
         wanted = self._wanted_by.get(transfer)
-        return wanted.want.request if wanted is not None else ""
+        return wanted.want.number if wanted is not None else 0
 
     def session_of(self, transfer: str) -> Session:
         """The session of a transfer, for as long as the data plane may report on it."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvbridge_proto.common import MAX_RANKS
-from kvbridge_proto.engine import MAX_HELD, Held, Offer, Released
+from kvbridge_proto.engine import MAX_HELD, Held, Offer, Refused, Released
 from kvbridge_proto.peer import (
     MAX_SUMS,
     Cancel,
@@ -73,7 +73,7 @@ class Sender:
         self._before = before
         self._renounced: Recent[tuple[str, str]] = Recent(MOST_RENOUNCED)  # (incarnation, transfer)
         self._most_claims = most_claims
-        self.offers: dict[str, OpenOffer] = {}
+        self.offers: dict[int, OpenOffer] = {}
         self.outgoing_transfers: dict[str, OutgoingTransfer] = {}
         self._of_receiver: dict[str, ReceiverClaims] = {}  # by incarnation
         self._waiting: dict[str, dict[str, OutgoingTransfer]] = {}  # by rendezvous
@@ -84,36 +84,32 @@ class Sender:
         self._is_paused = False
         self._owed: dict[str, OutgoingTransfer] = {}  # by transfer: receivers that wait for an answer or for the fence
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
+        self._holds: Deadlines[int] = Deadlines()  # of the offers
 
     # From our engine:
 
     def offer(self, offer: Offer, engine: AttachedEngine, now: float) -> list[Action]:
         """Our engine offers tokens, for the first time or more of them."""
-        offered = self.offers.get(offer.request)
-        if offered is not None and offered.state is not OfferState.OPEN:
-            offered.is_complete |= offer.is_last
-            return []
-        if offer.request in self._rendezvous.cut_short:
-            if offer.is_last:
-                self._rendezvous.cut_short.discard(offer.request)
-            return [Tell(Released(request=offer.request, code="offer_over"))]
+        offered = self.offers.get(offer.number)
+        if offer.is_more and (offered is None or offered.state is not OfferState.OPEN):
+            return []  # our engine had not heard yet that it has ended
+        if offered is not None and not offer.is_more:
+            reasons = (f"number: offer {offer.number} is open already",)
+            return [Tell(Refused(code="duplicate_request", reasons=reasons, about=f"offer {offer.number}"))]
         if offered is None:
             if len(self.offers) >= MOST_OFFERS:
-                if not offer.is_last:
-                    self._rendezvous.cut_short.add(offer.request)
                 code, reason = "too_many_offers", f"offers: {MOST_OFFERS} are open"
                 said = self._refuse_later(EndedOffer(offer.rendezvous, (code, reason), now + ENDED_S), now)
-                return [Tell(Released(request=offer.request, code=code, reason=reason)), *said]
-            offered = OpenOffer(offer.request, offer.rendezvous, {}, offer.first_token, began=now)
-            self.offers[offer.request] = offered
+                return [Tell(released(offer, code, reason)), *said]
+            offered = OpenOffer(offer.number, offer.request, offer.rendezvous, {}, offer.first_token, began=now)
+            self.offers[offer.number] = offered
             self._rendezvous.enter(offered)
-        offered.is_complete |= offer.is_last
         try:
             self._grow(offered, offer, engine)
         except KVBridgeError as error:
             return self._end_offer(offered, error.code, str(error), now)
         offered.grown_at, offered.hold_s = now, offer.hold_s
-        self._deadlines.set(("offer", offer.request), now + offer.hold_s)
+        self._holds.set(offer.number, now + offer.hold_s)
         actions = self._bind_waiting(offer.rendezvous)
         actions += self._short_of(offered)
         for out in list(offered.outgoing_transfers.values()):
@@ -121,17 +117,13 @@ class Sender:
             actions += self._progress(out)
         return actions
 
-    def withdraw(self, request: str, reason: str, now: float, comes_again: bool = False) -> list[Action]:
-        """Our engine takes an offer back. Released follows once nobody reads its blocks.
+    def withdraw(self, number: int, reason: str, now: float, comes_again: bool = False) -> list[Action]:
+        """Our engine takes an offer back. Released follows once nobody reads its blocks, or was told already.
 
         With `comes_again` the request will be offered again: later claims wait for that.
         """
-        offered = self.offers.get(request)
-        if offered is None:
-            self._rendezvous.cut_short.discard(request)
-            return [Tell(Released(request=request, code="unknown_offer"))]
-        offered.is_complete = True
-        return self._end_offer(offered, "withdrawn", reason, now, comes_again)
+        offered = self.offers.get(number)
+        return [] if offered is None else self._end_offer(offered, "withdrawn", reason, now, comes_again)
 
     def reclaim(self, blocks: int, now: float) -> list[Action]:
         """Our engine is short of `blocks` blocks: end offers that nobody has asked for, oldest first."""
@@ -172,7 +164,7 @@ class Sender:
         None if an ended one is gathered or digested: its blocks are kept until that is over.
         """
         if offered.state is OfferState.OPEN:
-            return self._deadlines.at(("offer", offered.request))
+            return self._holds.at(offered.number)
         reading = [out for out in offered.outgoing_transfers.values() if out.is_reading]
         if any(out.is_gathering or out.digesting for out in reading):
             return None
@@ -207,10 +199,7 @@ class Sender:
 
     def engine_left(self, now: float) -> list[Action]:
         """Our engine is gone: its memory must no longer be read."""
-        for offered in self.offers.values():
-            offered.is_complete = True
         actions = self._end_all("engine_left", "the engine left", now)
-        self._rendezvous.cut_short.clear()
         self._rendezvous.forget_ended()
         return [action for action in actions if not isinstance(action, Tell)]
 
@@ -272,13 +261,13 @@ class Sender:
 
     def hold(self, incarnation: str, rendezvous_ids: Sequence[str], now: float) -> list[Action]:
         """Requests of a receiver wait for offers under these ids, one for each time an id is named."""
-        held: list[str] = []
+        held: list[int] = []
         for rendezvous, count in Counter(rendezvous_ids).items():
             for offered in self._rendezvous.await_in(rendezvous, incarnation, count, now):
-                self._deadlines.set(("offer", offered.request), now + offered.hold_s)
-                held.append(offered.request)
+                self._holds.set(offered.number, now + offered.hold_s)
+                held.append(offered.number)
         pieces = [held[at : at + MAX_HELD] for at in range(0, len(held), MAX_HELD)]
-        return [Tell(Held(requests=tuple(piece))) for piece in pieces]
+        return [Tell(Held(numbers=tuple(piece))) for piece in pieces]
 
     def grant(self, incarnation: str, grant: Grant) -> list[Action]:
         """The receiver lends more slots."""
@@ -337,10 +326,10 @@ class Sender:
             actions += self._stop(out, "peer_lost", "the receiver's agent is gone")
         return actions
 
-    def request_of(self, transfer: str) -> str:
-        """The request whose rows it takes; "" while it has no offer."""
+    def number_of(self, transfer: str) -> int:
+        """The offer whose rows it takes; 0 while it has none."""
         out = self.outgoing_transfers.get(transfer)
-        return out.offered.request if out is not None and out.offered is not None else ""
+        return out.offered.number if out is not None and out.offered is not None else 0
 
     def session_of(self, transfer: str) -> Session:
         """The session of a transfer, for as long as the data plane may report on it."""
@@ -420,7 +409,8 @@ class Sender:
             assert offered is not None
             self._digesting += 1
             out.digesting += 1
-            actions.append(Digest(out.transfer, offered.request, out.plan, offered.tables, out.checks.popleft()))
+            order = (out.transfer, offered.number, offered.request, out.plan, offered.tables, out.checks.popleft())
+            actions.append(Digest(*order))
             if out.can_digest:
                 self._comparing[out.transfer] = out
         return actions
@@ -560,10 +550,10 @@ class Sender:
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
         actions: list[Action] = []
+        for offered in [self.offers[number] for number in self._holds.due(now) if number in self.offers]:
+            actions += self._end_offer(offered, "offer_expired", _why_expired(offered, now), now)
         for kind, key in self._deadlines.due(now):
-            if kind == "offer" and key in self.offers:
-                actions += self._end_offer(self.offers[key], "offer_expired", _why_expired(self.offers[key], now), now)
-            elif kind == "claim" and key in self.outgoing_transfers:
+            if kind == "claim" and key in self.outgoing_transfers:
                 out = self.outgoing_transfers[key]
                 what = (
                     f"nothing was offered in rendezvous {out.claim.rendezvous}"
@@ -614,7 +604,7 @@ class Sender:
             offered.outgoing_transfers[out.transfer] = out
             self._stop_waiting(out)
             out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.BIND)
-            actions.append(Met(out.transfer, offered.request, out.plan.chunks, out.plan.total_bytes))
+            actions.append(Met(out.transfer, offered.number, out.plan.chunks, out.plan.total_bytes))
             if out.plan.chunks == 0:
                 offered.served.add(out.claim.receiver)
                 out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
@@ -636,6 +626,7 @@ class Sender:
         out.is_ordered = out.is_gathering = True
         order = SendOrder(
             out.transfer,
+            offered.number,
             offered.request,
             out.incarnation,
             out.plan,
@@ -704,13 +695,11 @@ class Sender:
         if offered.state is OfferState.OPEN and self._readers(offered):
             return []
         offered.state = OFFER_TABLE.after(offered.state, OfferEvent.RELEASE)
-        del self.offers[offered.request]
-        self._deadlines.clear(("offer", offered.request))
+        del self.offers[offered.number]
+        self._holds.clear(offered.number)
         self._rendezvous.leave(offered)
         code, reason = offered.over or offered.short or ("", "")
-        is_declined = offered.is_declined and not code
-        released = Released(request=offered.request, code=code[:64], reason=reason[:1024], is_declined=is_declined)
-        return [Tell(released)]
+        return [Tell(released(offered, code, reason, is_declined=offered.is_declined and not code))]
 
     # How a transfer goes on:
 
@@ -769,6 +758,13 @@ class Sender:
         its.unused -= out.lent - out.shipped
         if not its.outgoing_transfers:
             del self._of_receiver[out.incarnation]
+
+
+def released(offer: Offer | OpenOffer, code: str, reason: str = "", is_declined: bool = False) -> Released:
+    """What its engine is told when an offer is over."""
+    return Released(
+        number=offer.number, request=offer.request, code=code[:64], reason=reason[:1024], is_declined=is_declined
+    )
 
 
 def _why_expired(offered: OpenOffer, now: float) -> str:

@@ -16,7 +16,7 @@ from kvbridge_proto.pool import Pool
 from ..adapters.engine.client import EngineClient
 from ..device.fence import EngineFence
 from ..device.handles import export_all
-from .messages import PATIENCE_S, directory_of
+from .messages import PATIENCE_S, directory_of, number_of
 
 T = TypeVar("T")
 End = Done | Failed | Released | Refused
@@ -65,12 +65,13 @@ class SyntheticEngine:
         message = self.end_of(names)
         code, reason = why(message)
         if code or not isinstance(message, good):
-            raise RequestRejected(f"{_request(message)}: {code}: {reason}")
+            raise RequestRejected(f"{', '.join(names)}: {code}: {reason}")
         return message
 
     def end_of(self, names: Collection[str]) -> End:
         """The next end of one of these requests, whichever it is."""
-        end: End = self.wait(lambda heard: isinstance(heard, End) and _request(heard) in names)
+        numbers = {number_of(name) for name in names}
+        end: End = self.wait(lambda heard: isinstance(heard, End) and heard.number in numbers)
         return end
 
     def wait(self, is_wanted: Callable[[Any], bool]) -> Any:
@@ -105,7 +106,3 @@ def why(end: End) -> tuple[str, str]:
     if isinstance(end, Refused):
         return end.code, "; ".join(end.reasons)
     return getattr(end, "code", ""), getattr(end, "reason", "")
-
-
-def _request(end: End) -> str:
-    return end.about if isinstance(end, Refused) else end.request

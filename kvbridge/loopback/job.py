@@ -72,7 +72,11 @@ class JobEngine(SyntheticEngine):
             table, given, computed = self.tables[request.name], 0, 0
             for tokens in [*range(PIECE_TOKENS, request.tokens, PIECE_TOKENS), request.tokens]:
                 end = -(-tokens // self.job.shape.block_tokens)
-                more = {"is_last": tokens == request.tokens, "fence": self._compute(request, computed, tokens)}
+                more = {
+                    "is_more": given > 0,
+                    "is_last": tokens == request.tokens,
+                    "fence": self._compute(request, computed, tokens),
+                }
                 self.client.send(offer_of(request.name, tokens, table[given:end], first=given, **more))
                 given, computed = end, tokens
         for request in self.job.requests:

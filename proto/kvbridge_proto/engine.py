@@ -1,8 +1,10 @@
 """Engine <-> agent messages, over the agent's unix socket. Pure.
 
-One engine rank holds one connection; its EOF proves that the rank is dead. `request` is this engine's own name for an
-offer or a want. A rendezvous id is the same on both engines: each makes it of a name that both were told and of a
-digest of its own request (kvbridge/adapters/engine/prompts.py, adapters/vllm/rendezvous.py).
+One engine rank holds one connection; its EOF proves that the rank is dead. `number` names an offer or a want in all
+that the two say about it. It never comes again, so no late answer can be taken for the answer to another. `request` is
+the engine's own name, for people to read; an engine may use it again. A rendezvous id is the same on both engines: each
+makes it of a name that both were told and of a digest of its own request (kvbridge/adapters/engine/prompts.py,
+adapters/vllm/rendezvous.py).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from .status import PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuer
 
 Request = Annotated[str, Meta(min_length=1, max_length=256)]
 MAX_HELD = 1024  # in one message
-Requests = Annotated[tuple[Request, ...], Meta(min_length=1, max_length=MAX_HELD)]
+Number = Annotated[int, Meta(ge=1, lt=1 << 62)]
+Numbers = Annotated[tuple[Number, ...], Meta(min_length=1, max_length=MAX_HELD)]
 Tables = Annotated[tuple[Blocks, ...], Meta(max_length=256)]
 
 # How long an engine that must compute on waits for the Released after its Withdraw, or after giving up its agent.
@@ -75,8 +78,9 @@ class Directory(Struct, frozen=True, kw_only=True, tag="directory"):
 
 
 class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
-    """These tokens are computed and may be read. Repeated as the prompt grows.
+    """These tokens are computed and may be read. Repeated under its number as the prompt grows.
 
+    All but the first `is_more`. If the offer has ended meanwhile these are ignored: its Released is on the way.
     Tokens [first_token, tokens) of the request may be read. `first_token` is the same in every offer of it; the tables
     begin with the block that it lies in, and a claim of tokens before it fails with `tokens_missing`. `blocks` appends
     to the tables offered before. `is_last` says that no more will come. An offer of no tokens needs no blocks. The
@@ -87,11 +91,13 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
     (see Blocks): those that hold its share of these tokens, and none for a group in which it has none of them.
     """
 
+    number: Number
     rendezvous: RendezvousId
     request: Request
     tokens: Count
     blocks: Tables
     is_last: bool
+    is_more: bool = False
     hold_s: Seconds
     fence: Count = 0
     first_token: Count = 0
@@ -99,12 +105,12 @@ class Offer(Struct, frozen=True, kw_only=True, tag="offer"):
 
 
 class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
-    """The offer is over (abort, preemption). Answered by Released once no read is under way.
+    """The offer is over (abort, preemption). Its Released follows once no read is under way, or has been sent already.
 
     Later claims fail at once, unless it `comes_again`: the same prompt will be offered again under its rendezvous id.
     """
 
-    request: Request
+    number: Number
     reason: Annotated[str, Meta(max_length=1024)] = ""
     comes_again: bool = False
 
@@ -122,11 +128,11 @@ class Reclaim(Struct, frozen=True, kw_only=True, tag="reclaim"):
 class Expect(Struct, frozen=True, kw_only=True, tag="expect"):
     """This request is queued here without blocks. It will want this rendezvous from that sender.
 
-    The sender's side is asked to hold its offer meanwhile. Ends with the Want of the same request, or with Abandon.
+    The sender's side is asked to hold its offer meanwhile. Ends with the Want of the same number, or with Abandon.
     Not answered.
     """
 
-    request: Request
+    number: Number
     rendezvous: RendezvousId
     sender: Address
 
@@ -134,10 +140,13 @@ class Expect(Struct, frozen=True, kw_only=True, tag="expect"):
 class Want(Struct, frozen=True, kw_only=True, tag="want"):
     """Put tokens [first_token, end_token) of the rendezvous into these blocks. Answered once, by Done or Failed.
 
-    The same want again changes nothing. A different one under the name of an open one is refused, and the open one goes
-    on. `sender` is the agent of any rank of the prefilling engine; the others are found through it. An empty range, at
-    any token, needs no blocks and tells the sender that nothing is needed: Done follows once all its ranks were told,
-    whether anything is offered there yet or not. The blocks may be written once the fence has reached `fence`.
+    Another want under the number of an open one is refused, and the open one goes on. `sender` is the agent of any rank
+    of the prefilling engine; the others are found through it. An empty range, at any token, needs no blocks and tells
+    the sender that nothing is needed: Done follows once all its ranks were told, whether anything is offered there yet
+    or not. The blocks may be written once the fence has reached `fence`.
+
+    By `request` and `common` a sender knows which claims are of one want. So an engine of several ranks gives both on
+    all of them alike, and makes `common` another for each want. A rank that is alone needs none: it has the number.
 
     `is_offered` says that the prefill has ended: each offer that it makes under this id was made, and is there or over.
     So the want fails at once if none is there, instead of waiting for one. `offered_to` then names the attachment that
@@ -149,6 +158,7 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
     11 to 37), [32, 39) with entry 1 alone, and [32, 33) without any.
     """
 
+    number: Number
     request: Request
     rendezvous: RendezvousId
     sender: Address
@@ -160,6 +170,7 @@ class Want(Struct, frozen=True, kw_only=True, tag="want"):
     traceparent: Traceparent = ""
     is_offered: bool = False
     offered_to: AttachmentName = ""
+    common: Annotated[str, Meta(max_length=256)] = ""
 
 
 class Abandon(Struct, frozen=True, kw_only=True, tag="abandon"):
@@ -168,7 +179,7 @@ class Abandon(Struct, frozen=True, kw_only=True, tag="abandon"):
     A Want is still answered once, by Done or Failed. After that the blocks are the engine's again.
     """
 
-    request: Request
+    number: Number
     reason: Annotated[str, Meta(max_length=1024)] = ""
 
 
@@ -229,21 +240,23 @@ class Detached(Struct, frozen=True, kw_only=True, tag="detached"):
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
     """Your last message was not accepted.
 
-    `about` names the request, which is then over; or the revision (`rescale 3`), or a second want of a request that
-    goes on (`want NAME`). It is empty for the connection.
+    `number` names the offer or want, which is then over. Or else `about` names the revision (`rescale 3`), or a second
+    offer or want under the number of one that goes on (`want 7`). Neither is there for the connection.
     """
 
     code: Code
     reasons: Reasons
     about: Name = ""
+    number: Annotated[int, Meta(ge=0, lt=1 << 62)] = 0
 
 
 class Released(Struct, frozen=True, kw_only=True, tag="released"):
-    """The offered blocks of this request are yours again. `code` is empty if every receiver had what it wanted.
+    """The blocks of this offer are yours again. `code` is empty if every receiver had what it wanted.
 
-    `is_declined` if they wanted none of it.
+    `is_declined` if they wanted none of it. Said once for each offer.
     """
 
+    number: Number
     request: Request
     code: Code = ""
     reason: Annotated[str, Meta(max_length=1024)] = ""
@@ -253,12 +266,13 @@ class Released(Struct, frozen=True, kw_only=True, tag="released"):
 class Held(Struct, frozen=True, kw_only=True, tag="held"):
     """A receiver still waits for these offers of yours: their `hold_s` begins anew."""
 
-    requests: Requests
+    numbers: Numbers
 
 
 class Done(Struct, frozen=True, kw_only=True, tag="done"):
     """All wanted rows are in your blocks, those of `tokens` tokens."""
 
+    number: Number
     request: Request
     moved_bytes: Count
     seconds: Seconds
@@ -268,6 +282,7 @@ class Done(Struct, frozen=True, kw_only=True, tag="done"):
 class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
     """The want ended without its rows; nothing will write its blocks any more."""
 
+    number: Number
     request: Request
     code: Code
     reason: Annotated[str, Meta(max_length=1024)]

@@ -2,7 +2,7 @@
 
 An adapter attaches its memory once, sends offers and wants, and asks in `turn` what has ended. This module copes with
 the loss of the agent, finds it again, and tells a new agent what it must know. Whatever happens, an offer or a want
-ends exactly once, with one `Ended` under its request's name. Then its blocks are the engine's again.
+ends exactly once, with one `Ended` under its number. Then its blocks are the engine's again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import count
 from types import TracebackType
 from typing import Literal, Self
 
@@ -50,11 +49,11 @@ from ...errors import EngineError
 from .client import EngineClient
 from .link import AgentLink, Over, ReadsOver
 from .memory import Memory
+from .numbers import numbers
 
 GRACE_S = 10.0  # how long an agent may exceed its own deadline, and again after being asked to stop
 CHECK_S = 0.5  # how often deadlines are checked
 DETACH_S = 60.0  # twice the default of `write_timeout_s`, within which an agent's last writes end
-NAME = 240  # characters of a request's name that are kept in a name derived from it
 MOST_UNSAID = 1024  # `Computed` messages kept while there is no agent to count them
 Kind = Literal["offer", "want"]
 
@@ -67,6 +66,7 @@ class Ended:
     Otherwise nothing may be relied on, and `reason` says why.
     """
 
+    number: int
     request: str
     kind: Kind
     code: str = ""
@@ -92,9 +92,9 @@ class _Open:
     """`late_at` is when the agent's silence becomes suspicious. `is_asked_to_stop`: it has been asked to stop."""
 
     kind: Kind
+    request: str
     late_at: float
     hold_s: float = 0.0
-    is_complete: bool = True  # the engine will say no more about it
     is_asked_to_stop: bool = False
 
 
@@ -105,7 +105,8 @@ class Conversation:
     """One engine rank's offers and wants. Used by one thread, except `share`, `address` and `attached`: by any.
 
     Only `start`, `rest`, `wait_for_readers` and `detach` block. `fence_of` returns the fence of a device that still
-    works after a call has returned, or None for a device that does not.
+    works after a call has returned, or None for a device that does not. Numbers of offers and wants come from
+    `new_number`, or from one `numbers()` for all ranks of the engine.
     """
 
     def __init__(
@@ -122,13 +123,12 @@ class Conversation:
         self.memory = memory
         self._log = log
         self._clock = clock
-        self._open: dict[str, _Open] = {}
-        self._cut_short: set[str] = set()  # offers that ended before the engine had said its last word on them
+        self._open: dict[int, _Open] = {}
         self._ended: list[Heard] = []  # for the next turn
         self._directory: Directory | None = None
         self._rescale: Rescale | None = None
-        self._expected: dict[str, Expect] = {}
-        self._numbers = count()
+        self._expected: dict[int, Expect] = {}
+        self._numbers = numbers()
         self._unsaid: deque[Computed] = deque(maxlen=MOST_UNSAID)
         self._check_at = 0.0
         self._fence = (fence_of or fence_of_device)(memory.device)
@@ -191,6 +191,10 @@ class Conversation:
         """The address of the agent that has our memory; "" without one."""
         return self._link.address
 
+    def new_number(self) -> int:
+        """For an offer or a want. It never comes again."""
+        return next(self._numbers)
+
     # To the agent:
 
     def share(self, ranks: Iterable[Rank]) -> None:
@@ -223,34 +227,30 @@ class Conversation:
         if self._link.why_unfit(message):
             return  # its want cannot be sent either, and says why
         with self._link.standing:
-            self._expected[message.request] = message
+            self._expected[message.number] = message
             self._link.tell(message)
 
     def offer(self, offer: Offer) -> None:
-        """Let these tokens be read. If this offer has ended already, more tokens of it are ignored."""
-        name = offer.request
-        if name in self._cut_short:
-            if offer.is_last:
-                self._cut_short.discard(name)
+        """Let these tokens be read. If this offer has ended already, more tokens of it (`is_more`) are ignored."""
+        number = offer.number
+        if not offer.is_more:
+            assert number not in self._open, f"{offer.request}: {number} is open already"
+            self._open[number] = _Open("offer", offer.request, 0.0)
+        elif number not in self._open:
             return
-        is_new = name not in self._open
-        opened = self._open.setdefault(name, _Open("offer", 0.0))
-        opened.is_complete = offer.is_last
+        opened = self._open[number]
         opened.hold_s, opened.late_at = offer.hold_s, self._clock() + offer.hold_s + GRACE_S
         if self._link.send(offer):
             return
-        if is_new:
-            self._end(name, "not_sent", self._link.why_not, kind="offer")
+        if not offer.is_more:
+            self._end(number, "not_sent", self._link.why_not, kind="offer")
         elif self._link.is_attached:  # its earlier tokens may be read; without a link the link's end also ends it
-            self.withdraw(name, f"not sent: {self._link.why_not}"[:1024])
-            opened.is_complete = offer.is_last
+            self.withdraw(number, f"not sent: {self._link.why_not}"[:1024])
 
-    def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
+    def withdraw(self, number: int, reason: str, comes_again: bool = False) -> None:
         """End this offer: nobody may read it any more. Its `Ended` follows, or has come already."""
-        self._cut_short.discard(request)
-        if (opened := self._open.get(request)) is not None:
-            opened.is_complete = True
-            self._link.send(Withdraw(request=request, reason=reason, comes_again=comes_again))
+        if (opened := self._open.get(number)) is not None:
+            self._link.send(Withdraw(number=number, reason=reason, comes_again=comes_again))
             opened.late_at = min(opened.late_at, self._clock() + GRACE_S)
 
     def want(self, want: Want) -> None:
@@ -258,27 +258,21 @@ class Conversation:
 
         A want that cannot be sent ends at once. The other side is told, if possible, that it need not keep its offer.
         """
-        is_expected = self._expected.pop(want.request, None) is not None
+        self._expected.pop(want.number, None)
         if want.first_token == want.end_token:
-            if is_expected:
-                self._link.tell(Abandon(request=want.request))
-            return self._decline(want)
-        assert want.request not in self._open, f"{want.request}: is open already"
-        self._open[want.request] = _Open("want", self._clock() + want.deadline_s + GRACE_S)
+            self._link.tell(want)
+            return
+        assert want.number not in self._open, f"{want.request}: {want.number} is open already"
+        self._open[want.number] = _Open("want", want.request, self._clock() + want.deadline_s + GRACE_S)
         if not self._link.send(want):
-            self._end(want.request, "not_sent", self._link.why_not, kind="want")
-            self._decline(want)
+            self._end(want.number, "not_sent", self._link.why_not, kind="want")
+            self._link.tell(replace(want, first_token=0, end_token=0, blocks=(), fence=0))
 
-    def _decline(self, want: Want) -> None:
-        """Uses a name that no request has: a late answer must not end the next want of this request's name."""
-        name = f"{want.request[:NAME]}#{next(self._numbers)}"
-        self._link.tell(replace(want, request=name, first_token=0, end_token=0, blocks=(), fence=0))
-
-    def abandon(self, request: str, reason: str) -> None:
+    def abandon(self, number: int, reason: str) -> None:
         """This want is no longer needed, or will not come. If it is open, its `Ended` follows."""
-        self._expected.pop(request, None)
-        self._link.tell(Abandon(request=request, reason=reason))
-        if (opened := self._open.get(request)) is not None:
+        self._expected.pop(number, None)
+        self._link.tell(Abandon(number=number, reason=reason))
+        if (opened := self._open.get(number)) is not None:
             opened.late_at = min(opened.late_at, self._clock() + GRACE_S)
 
     def reclaim(self, blocks: int) -> None:
@@ -313,9 +307,9 @@ class Conversation:
         ended, self._ended = self._ended, []
         return ended
 
-    def is_open(self, request: str) -> bool:
-        """Whether the agent may still touch this request's blocks."""
-        return request in self._open
+    def is_open(self, number: int) -> bool:
+        """Whether the agent may still touch the blocks of this offer or want."""
+        return number in self._open
 
     @property
     def is_waiting(self) -> bool:
@@ -330,7 +324,7 @@ class Conversation:
         """Stop relying on this agent. Everything open ends as soon as the agent can do no harm to it."""
         self._link.give_up(why)
 
-    def wait_for_readers(self, requests: Iterable[str]) -> None:
+    def wait_for_readers(self, offers: Iterable[int]) -> None:
         """Return when no read of these withdrawn offers counts any more: then their blocks may be overwritten.
 
         For an engine that must compute on. If its forward overwrote blocks while a chunk is gathered from them, the
@@ -339,9 +333,9 @@ class Conversation:
         reads from then on does not count (dataplane/jobs.py: GATHER_HEARD_S). If it is lost, for whatever reason, we
         wait at most READERS_S from the loss (link.py: ReadsOver).
         """
-        requests, ends, asked_at = list(requests), None, self._clock()
+        offers, ends, asked_at = list(offers), None, self._clock()
         link = self._link
-        while any(self.is_open(name) for name in requests) and not link.is_closed:
+        while any(self.is_open(number) for number in offers) and not link.is_closed:
             now = self._clock()
             if ends is None and link.is_all_sent:
                 ends = now + READERS_S
@@ -351,9 +345,9 @@ class Conversation:
                     break
             link.rest(READERS_S if not link.is_attached else max((ends or asked_at + READERS_S) - now, 0.0))
             self._listen()
-        for name in requests:
-            if self.is_open(name):
-                self._end(name, "given_up", f"no answer within {READERS_S} s", kind="offer")
+        for number in offers:
+            if self.is_open(number):
+                self._end(number, "given_up", f"no answer within {READERS_S} s", kind="offer")
 
     def _first(self) -> list[ToAgent]:
         """What every agent is told before anything else.
@@ -370,15 +364,15 @@ class Conversation:
 
     def _hear(self, message: ToEngine | ReadsOver | Over) -> None:
         match message:
-            case Done(request=name, moved_bytes=moved, seconds=seconds):
-                self._end(name, "", "", kind="want", moved_bytes=moved, seconds=seconds)
-            case Failed(request=name, code=code, reason=reason):
-                self._end(name, code, reason, kind="want")
-            case Released(request=name, code=code, reason=reason):
-                self._end(name, code, reason, kind="offer")
-            case Held(requests=names):
-                for name in names:
-                    self._hold(name)
+            case Done(number=number, moved_bytes=moved, seconds=seconds):
+                self._end(number, "", "", kind="want", moved_bytes=moved, seconds=seconds)
+            case Failed(number=number, code=code, reason=reason):
+                self._end(number, code, reason, kind="want")
+            case Released(number=number, code=code, reason=reason):
+                self._end(number, code, reason, kind="offer")
+            case Held(numbers=held):
+                for number in held:
+                    self._hold(number)
             case Adopt() | Rescaled():
                 self._ended.append(message)
             case Refused(about=about, code=code, reasons=reasons) if about.startswith("rescale"):
@@ -386,34 +380,32 @@ class Conversation:
                 self.give_up(f"{about} refused: {code}: {'; '.join(reasons)}")
             case Refused(code="duplicate_request", about=about, reasons=reasons):
                 self._log.warning("%s: refused by the agent: %s", about, "; ".join(reasons))  # the first want goes on
-            case Refused(about=name, code=code, reasons=reasons):
-                if (opened := self._open.get(name)) is not None:
-                    self._end(name, code, "; ".join(reasons), kind=opened.kind)
+            case Refused(number=number, code=code, reasons=reasons):
+                if (opened := self._open.get(number)) is not None:
+                    self._end(number, code, "; ".join(reasons), kind=opened.kind)
             case ReadsOver(why=why):
                 self._all_lost("offer", why)
             case Over(why=why):
                 self._all_lost("offer", why)
                 self._all_lost("want", why)
 
-    def _hold(self, name: str) -> None:
+    def _hold(self, number: int) -> None:
         """A receiver waits for this offer, so the agent may keep it for longer."""
-        if (opened := self._open.get(name)) is not None and not opened.is_asked_to_stop:
+        if (opened := self._open.get(number)) is not None and not opened.is_asked_to_stop:
             opened.late_at = max(opened.late_at, self._clock() + opened.hold_s + GRACE_S)
 
     def _end(
-        self, name: str, code: str, reason: str, *, kind: Kind, moved_bytes: int = 0, seconds: float = 0.0
+        self, number: int, code: str, reason: str, *, kind: Kind, moved_bytes: int = 0, seconds: float = 0.0
     ) -> None:
         """End only what is open: a repeated message, or one about the other kind, is ignored."""
-        opened = self._open.get(name)
+        opened = self._open.get(number)
         if opened is not None and opened.kind == kind:
-            del self._open[name]
-            if not opened.is_complete:
-                self._cut_short.add(name)
-            self._ended.append(Ended(name, kind, code, reason, moved_bytes, seconds))
+            del self._open[number]
+            self._ended.append(Ended(number, opened.request, kind, code, reason, moved_bytes, seconds))
 
     def _all_lost(self, kind: Kind, why: str) -> None:
-        for name in [name for name, opened in self._open.items() if opened.kind == kind]:
-            self._end(name, "agent_lost", why, kind=kind)
+        for number in [number for number, opened in self._open.items() if opened.kind == kind]:
+            self._end(number, "agent_lost", why, kind=kind)
 
     def _look_for_late(self) -> None:
         """Ask an agent that is alive but silent to stop, then give it up.
@@ -421,12 +413,11 @@ class Conversation:
         Wants stay open until it has let go, since it may still write their blocks.
         """
         now = self._clock()
-        for name, opened in [(name, each) for name, each in self._open.items() if now > each.late_at]:
+        for number, opened in [(number, each) for number, each in self._open.items() if now > each.late_at]:
             if opened.is_asked_to_stop:
-                return self.give_up(f"{name}: no answer within {GRACE_S} s of asking it to stop")
-            reason = "no answer in time"
-            is_want = opened.kind == "want"
-            self._link.send(Abandon(request=name, reason=reason) if is_want else Withdraw(request=name, reason=reason))
+                return self.give_up(f"{opened.request}: no answer within {GRACE_S} s of asking it to stop")
+            ask = Abandon if opened.kind == "want" else Withdraw
+            self._link.send(ask(number=number, reason="no answer in time"))
             opened.is_asked_to_stop, opened.late_at = True, now + GRACE_S
 
 

@@ -271,7 +271,7 @@ class AgentLink:
                 case Detached():
                     self._has_let_go = True
                     self._lose("it has let go of our memory")
-                case Refused(about="", code=code, reasons=reasons):
+                case Refused(about="", number=0, code=code, reasons=reasons):
                     text = f"refused by the agent: {code}: {'; '.join(reasons)}"
                     self._lose(text) if code in PASSING else self._refused(text)
                 case Rescaled(epoch=epoch):

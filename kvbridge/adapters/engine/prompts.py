@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+MOST_CHARACTERS = 200
 DIGEST_BYTES = 20  # 160 bits: a client can search for two prompts of one digest, so 2^80 tries must be out of reach
 ROOMS = range(1, 1 << 63)  # what `bootstrap_room` may be
 
@@ -24,6 +25,13 @@ def is_in(name: str, room: int) -> bool:
     start = rendezvous(room, "")
     digest = name.removeprefix(start)
     return digest != name and len(digest) == 2 * DIGEST_BYTES and not set(digest) - set("0123456789abcdef")
+
+
+def short(text: str) -> str:
+    """This name, or a digest of it if it is long or not ASCII: it may be a client's."""
+    if len(text) <= MOST_CHARACTERS and text.isascii():
+        return text
+    return "long-" + blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 class PromptDigest:

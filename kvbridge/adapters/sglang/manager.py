@@ -81,7 +81,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self.options = SGLangOptions.read(os.environ)
         self.rooms = Rooms()
         self._queue = queue
-        self._watched: dict[str, Ended | None] = {}
+        self._watched: dict[int, Ended | None] = {}
+        self._wanted: dict[int, int] = {}  # open wants: the room of each
         self._look_at = 0.0
         self._replica = _replica()
         self._shard = _shard()
@@ -163,6 +164,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         if self.talk is not None:
             self.talk.detach()
             self.talk = None
+            self._wanted.clear()
 
     def register_buffer_to_engine(self) -> None:
         """SGLang has memory again: attach it."""
@@ -180,18 +182,22 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             heard = self.talk.turn()
         self._look_at = time.monotonic() + TURN_S
         for each in heard:
-            if isinstance(each, Ended) and each.request in self._watched:
-                self._watched[each.request] = each
+            if isinstance(each, Ended):
+                self._wanted.pop(each.number, None)
+                if each.number in self._watched:
+                    self._watched[each.number] = each
 
-    def watch(self, name: str) -> None:
-        """From now on record how this offer or want ends, for `ended`."""
-        self._watched[name] = None
+    def watch(self, number: int, room: int = 0) -> None:
+        """From now on record how this offer, or want for `room`, ends, for `ended`."""
+        self._watched[number] = None
+        if room:
+            self._wanted[number] = room
 
-    def unwatch(self, name: str) -> None:
-        self._watched.pop(name, None)
+    def unwatch(self, number: int) -> None:
+        self._watched.pop(number, None)
 
-    def ended(self, name: str) -> Ended | None:
-        return self._watched.get(name)
+    def ended(self, number: int) -> Ended | None:
+        return self._watched.get(number)
 
     def mark_free(self) -> int:
         """A want's fence, behind the steps under way: these may still write the pages of a finished request."""
@@ -385,12 +391,12 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             return self._socket_cache[endpoint]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether the pages of an aborted request may be reused: once our agent has said that the want is over.
+        """Whether the pages of an aborted request may be reused: once no want for its room is open at our agent.
 
         Only our own agent writes our pages, so we need no acknowledgement from remote ranks.
         """
         self.look()
-        return self.talk is None or not self.talk.is_open(str(bootstrap_room))
+        return bootstrap_room not in self._wanted.values()
 
     # Who is where:
 

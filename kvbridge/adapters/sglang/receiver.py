@@ -13,7 +13,7 @@ from kvbridge_proto.engine import Expect, Want
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
-from ..engine.prompts import is_in, rendezvous
+from ..engine.prompts import is_in, rendezvous, short
 from ..engine.traces import traceparent
 from . import foreign
 from .bootstrap import AGENT
@@ -39,13 +39,13 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         if self._obstacle:
             self.kv_mgr, self.bootstrap_room, self.bootstrap_addr = mgr, bootstrap_room, bootstrap_addr
             self.conclude_state, self.abort_notified, self.require_staging = KVPoll.Failed, False, False
-            self._name, self._is_wanted = "", False
+            self._number, self._is_wanted = 0, False
             self._pages: list[int] | None = None
             self._expected: Expect | None = None
             return
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        self._name = ""  # of the want, once it is sent
-        self._prompt = self._traceparent = ""
+        self._number = 0  # of the want, once it is sent
+        self._prompt = self._traceparent = self._common = ""
         self._tokens = 0  # that we have pages for
         self._aux_index = -1
         self._pages = None  # allocated to us, and not asked for yet
@@ -65,17 +65,18 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             attempt(req, "nothing is held for it", self._expect)
 
     def _expect(self, req: Any) -> None:
-        talk, number = self.kv_mgr.talk, self.bootstrap_room
+        talk, room = self.kv_mgr.talk, self.bootstrap_room
         prompt, reason = self.kv_mgr.name(req)
-        if reason or talk is None or talk.is_open(str(number)):
+        if reason or talk is None:
             return
         told, _ = foreign.prefilled(req, self.kv_mgr.vocabulary)
-        ours = rendezvous(number, prompt)
+        self._common = short(req.rid)
+        ours = rendezvous(room, prompt)
         if told.rendezvous in ("", ours):
-            self._expected = Expect(request=str(number), rendezvous=ours, sender=told.sender)
+            self._expected = Expect(number=talk.new_number(), rendezvous=ours, sender=told.sender)
             talk.expect(self._expected)
-        elif is_in(told.rendezvous, number):
-            talk.want(_nothing(Expect(request=str(number), rendezvous=told.rendezvous, sender=told.sender)))
+        elif is_in(told.rendezvous, room):
+            self._decline(Expect(number=talk.new_number(), rendezvous=told.rendezvous, sender=told.sender))
 
     def bind(self, req: Any, tokens: int) -> None:
         """The request has pages for `tokens` tokens. Fails it if its prompt is not carried or does not match."""
@@ -88,6 +89,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             reason = self._read_foreign(req)
         if reason:
             return self._fail(reason)
+        self._common = short(req.rid)
         self.kv_mgr.rooms.bind(self.bootstrap_room, self, self._prompt)
 
     def _read_foreign(self, req: Any) -> str:
@@ -186,13 +188,11 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         return [info[AGENT] for info in self.bootstrap_infos or () if info.get(AGENT)]
 
     def _ask(self, pages: list[int], first: int) -> None:
-        manager, talk, number = self.kv_mgr, self.kv_mgr.talk, self.bootstrap_room
+        manager, talk, room = self.kv_mgr, self.kv_mgr.talk, self.bootstrap_room
         assert talk is not None
-        if talk.is_open(str(number)):  # an aborted request, whose want the agent has not ended yet
-            return self._fail(f"bootstrap_room {number}: in use by another request")
         for info in self.bootstrap_infos:
             asked = Asked(
-                room=number,
+                room=room,
                 prompt=self._prompt,
                 first_token=first,
                 endpoint=manager.local_ip,
@@ -206,8 +206,9 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self._is_wanted = True
         page = manager.kv_args.page_size
         want = Want(
-            request=str(number),
-            rendezvous=rendezvous(number, self._prompt),
+            number=talk.new_number() if self._expected is None else self._expected.number,
+            request=str(room),
+            rendezvous=rendezvous(room, self._prompt),
             sender=self._agents()[0],
             first_token=first,
             end_token=first + self._tokens,
@@ -217,10 +218,11 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             traceparent=self._traceparent,
             # Another engine's prefill has answered. SGLang's own runs beside us: its offer may come after our want.
             is_offered=self._prefilled is not None,
+            common=self._common,
         )
         if self._tokens:
-            self._name = want.request
-            manager.watch(self._name)
+            self._number = want.number
+            manager.watch(want.number, room)
         self._expected = None
         talk.want(want)
 
@@ -242,11 +244,11 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         """Succeed once the KV is in our pages and the auxiliary row has come."""
         if self._pages is not None:
             return self._ask_soon()
-        ended = self.kv_mgr.ended(self._name) if self._name else None
+        ended = self.kv_mgr.ended(self._number) if self._number else None
         if ended is not None and not ended.is_good:
             self.invalidate_cached_bootstrap_infos()  # the prefill server's agents may have moved
             return self._fail(f"{ended.code}: {ended.reason}")
-        if ended is None and self._name:
+        if ended is None and self._number:
             return
         if self._prefilled is not None:
             foreign.write(self.kv_mgr.buffers, self._aux_index, self.bootstrap_room, *self._prefilled)
@@ -282,27 +284,32 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         """SGLang calls this twice for a failed request: when it reports the failure, and when it frees the pages."""
         self._abandon("the request is over")
         if self._has_room:
-            self.kv_mgr.unwatch(self._name)
+            self.kv_mgr.unwatch(self._number)
             self.kv_mgr.leave(self.bootstrap_room, self, "", super().clear)
 
     def _abandon(self, reason: str) -> None:
         """Idempotent. The pages stay ours until the agent has ended the want (`is_abort_release_safe`)."""
         talk = self.kv_mgr.talk
-        if self._is_wanted and self._name and talk is not None and talk.is_open(self._name):
-            talk.abandon(self._name, reason)
-        if self._expected is not None and talk is not None:  # no want follows: the other engine need not hold it
-            talk.want(_nothing(self._expected))
+        if self._is_wanted and self._number and talk is not None and talk.is_open(self._number):
+            talk.abandon(self._number, reason)
+        if self._expected is not None:  # no want follows: the other engine need not hold it
+            self._decline(self._expected)
         self._is_wanted, self._pages, self._expected = False, None, None
 
-
-def _nothing(expected: Expect) -> Want:
-    """An empty want: the other engine may free its blocks."""
-    return Want(
-        request=expected.request,
-        rendezvous=expected.rendezvous,
-        sender=expected.sender,
-        first_token=0,
-        end_token=0,
-        blocks=(),
-        deadline_s=ANSWER_S,
-    )
+    def _decline(self, expected: Expect) -> None:
+        """Send an empty want: the other engine may free its blocks."""
+        if self.kv_mgr.talk is None:
+            return
+        self.kv_mgr.talk.want(
+            Want(
+                number=expected.number,
+                request=str(self.bootstrap_room),
+                rendezvous=expected.rendezvous,
+                sender=expected.sender,
+                first_token=0,
+                end_token=0,
+                blocks=(),
+                deadline_s=ANSWER_S,
+                common=self._common,
+            )
+        )

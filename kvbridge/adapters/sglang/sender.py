@@ -45,7 +45,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._early_send_wait_event: Any
         self._transfer_start_time: float | None
-        self._name = ""  # of the offer
+        self._number = 0  # of the offer, once there is one
         self._prompt = self._traceparent = ""
         self._first_token = self._tokens = 0
         self._is_row_sent = False
@@ -98,19 +98,21 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         manager, talk = self.kv_mgr, self.kv_mgr.talk
         if talk is None:
             return self._fail("no memory is attached to an agent")
-        if not self._name:
-            self._name = str(self.bootstrap_room)
-            manager.watch(self._name)
+        if is_new := not self._number:
+            self._number = talk.new_number()
+            manager.watch(self._number)
         page = manager.kv_args.page_size
         blocks = (Blocks(0, self._tokens // page, tuple(pages)),) if pages else ()
         talk.offer(
             Offer(
+                number=self._number,
                 rendezvous=rendezvous(self.bootstrap_room, self._prompt),
-                request=self._name,
+                request=str(self.bootstrap_room),
                 first_token=self._first_token,
                 tokens=tokens,
                 blocks=blocks,
                 is_last=is_last,
+                is_more=not is_new,
                 hold_s=manager.options.hold_s if is_last else COMPUTING_S,
                 fence=manager.mark_computed(event),
                 traceparent=self._traceparent,
@@ -149,10 +151,10 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         manager.look()
         if self.conclude_state is not None:
             return
-        if not self._name:
+        if not self._number:
             manager.meet(self.bootstrap_room)  # our agent may have come
             return
-        if (ended := manager.ended(self._name)) is None:
+        if (ended := manager.ended(self._number)) is None:
             return
         if ended.is_good and self._is_row_sent:
             manager.update_status(self.bootstrap_room, KVPoll.Success)
@@ -199,12 +201,11 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
 
     def _take_back(self, reason: str) -> None:
         """Withdraw the offer. Returns when nothing reads the pages any more."""
-        name, self._name = self._name, ""
+        number, self._number = self._number, 0
         talk = self.kv_mgr.talk
-        if not name or talk is None:
+        if not number or talk is None:
             return
-        is_open = talk.is_open(name)
-        talk.withdraw(name, reason)  # needed also if the offer ended before its last chunk was offered
-        if is_open:
-            talk.wait_for_readers([name])
-        self.kv_mgr.unwatch(name)
+        if talk.is_open(number):
+            talk.withdraw(number, reason)
+            talk.wait_for_readers([number])
+        self.kv_mgr.unwatch(number)

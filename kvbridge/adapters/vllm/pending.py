@@ -1,7 +1,7 @@
 """What one worker owes its scheduler: each awaited receive and each held send is reported once, and nothing else. Pure.
 
 vLLM asserts on a report that it does not expect, and such an assertion ends the engine. So everything that ends is
-looked up here first, and names that nobody waits for are dropped.
+looked up here first, and what nobody waits for is dropped.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Reports:
 
 
 class Pending:
-    """Receives and sends that the scheduler waits for, by the names that messages give them."""
+    """Receives and sends that the scheduler waits for, by the number of their want or offer."""
 
     def __init__(self) -> None:
-        self.receives: dict[str, Receive] = {}
-        self.sends: dict[str, str] = {}  # request ids
+        self.receives: dict[int, Receive] = {}
+        self.sends: dict[int, str] = {}  # request ids
         self._reports = Reports()
 
     @property
@@ -46,33 +46,33 @@ class Pending:
         reports, self._reports = self._reports, Reports()
         return reports
 
-    def awaited(self, name: str, receive: Receive) -> None:
-        self.receives[name] = receive
+    def awaited(self, number: int, receive: Receive) -> None:
+        self.receives[number] = receive
 
     def refused(self, receive: Receive) -> None:
-        """Report a receive as failed. It need not be awaited here; others of its name are left alone."""
+        """Report a receive as failed. It need not be awaited here."""
         self._reports.received.add(receive.request_id)
         self._reports.failed.add(receive.request_id)
         self._reports.failed_blocks.update(receive.blocks)
 
-    def received(self, name: str) -> None:
-        receive = self.receives.pop(name, None)
+    def received(self, number: int) -> None:
+        receive = self.receives.pop(number, None)
         if receive is not None:
             self._reports.received.add(receive.request_id)
 
-    def failed(self, name: str) -> None:
-        receive = self.receives.pop(name, None)
+    def failed(self, number: int) -> None:
+        receive = self.receives.pop(number, None)
         if receive is not None:
             self.refused(receive)
 
-    def held(self, name: str, request_id: str, is_open: bool) -> None:
+    def held(self, number: int, request_id: str, is_open: bool) -> None:
         """The scheduler keeps this offer's blocks until the offer ends. One that is not open has already ended."""
         if is_open:
-            self.sends[name] = request_id
+            self.sends[number] = request_id
         else:
             self._reports.sent.add(request_id)
 
-    def sent(self, name: str) -> None:
-        request_id = self.sends.pop(name, None)
+    def sent(self, number: int) -> None:
+        request_id = self.sends.pop(number, None)
         if request_id is not None:
             self._reports.sent.add(request_id)

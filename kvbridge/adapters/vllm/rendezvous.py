@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
-from ..engine.prompts import DIGEST_BYTES, PromptDigest
+from ..engine.prompts import DIGEST_BYTES, PromptDigest, short
 
-MOST_CHARACTERS = 200
 # A client may choose an id of a megabyte of digits: each run of digits is scanned once, and long runs are no numbers.
 SAMPLE = re.compile(r"(?<!\d)\d+_(?=[a-z-]*cmpl-|generate-tokens-)")
 RANDOM = re.compile(r"-[0-9a-fA-F]{8}\Z")
@@ -38,12 +36,12 @@ def named(request_id: str) -> Named:
     text = RANDOM.sub("", SAMPLE.sub("", request_id))
     prefix = PREFIX.match(text)
     if prefix is None:
-        return Named(_short(text), 0)
+        return Named(short(text), 0)
     text = text[prefix.end() :]
     index = INDEX.search(text) if prefix.group() == "cmpl-" else None
     if index is None:
-        return Named(_short(text), 0)
-    return Named(_short(text[: index.start()]), int(index.group(1)))
+        return Named(short(text), 0)
+    return Named(short(text[: index.start()]), int(index.group(1)))
 
 
 def offered_rendezvous(request_id: str, digest: str) -> str:
@@ -61,7 +59,7 @@ def wanted_rendezvous(told: str, request_id: str, digest: str) -> str | None:
     (`prompt_rendezvous`) has no index.
     """
     shared = PROMPT_RENDEZVOUS.match(told)
-    if shared is not None and _short(told) != named(request_id).external:
+    if shared is not None and short(told) != named(request_id).external:
         is_first = named(request_id).index == 0
         return None if is_first and shared.group(1) != digest else prompt_rendezvous(digest)
     first, first_digest = _told(told, request_id)
@@ -76,7 +74,7 @@ def is_offered(told: str, request_id: str) -> bool:
 
     So whatever that call offers was offered before, under this id and under those of the call's other prompts.
     """
-    is_shared = PROMPT_RENDEZVOUS.match(told) is not None and _short(told) != named(request_id).external
+    is_shared = PROMPT_RENDEZVOUS.match(told) is not None and short(told) != named(request_id).external
     return is_shared or bool(_told(told, request_id)[1])
 
 
@@ -99,10 +97,9 @@ def prompt_rendezvous(digest: str) -> str:
     return f"prompt-{digest}"
 
 
-def message_name(request_id: str, attempt: int = 0) -> str:
-    """A request's name in messages: bounded and never empty, whatever id a client chose; a new one per preemption."""
-    name = _short(request_id) or "nameless"
-    return f"{name}~{attempt}" if attempt else name
+def message_name(request_id: str) -> str:
+    """A request's name in messages and logs: bounded and never empty, whatever id a client chose."""
+    return short(request_id) or "nameless"
 
 
 def why_not_carried(request: Any, has_media_hashes: bool = True) -> str:
@@ -145,12 +142,6 @@ def prompt_digest(request: Any) -> str:
 def _told(told: str, request_id: str) -> tuple[Named, str]:
     """Whom a rendezvous id names, and its digest. That is "" for a call's plain id, which may look like one too."""
     found = CALL_RENDEZVOUS.match(told)
-    if found is None or _short(told) == named(request_id).external:
-        return Named(_short(told), 0), ""
-    return Named(_short(found.group(1)), int(found.group(2))), found.group(3)
-
-
-def _short(text: str) -> str:
-    if len(text) <= MOST_CHARACTERS and text.isascii():
-        return text
-    return "long-" + blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    if found is None or short(told) == named(request_id).external:
+        return Named(short(told), 0), ""
+    return Named(short(found.group(1)), int(found.group(2))), found.group(3)

@@ -23,6 +23,7 @@ from vllm.v1.request import RequestStatus
 from ...errors import EngineError
 from ...oneline import OneLine
 from ...prompt_share import PromptShare
+from ..engine.numbers import numbers
 from ..engine.prompts import is_in, rendezvous
 from ..engine.traces import traceparent
 from .block_tables import NULL_BLOCK, GroupTables
@@ -83,7 +84,7 @@ PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 
 @dataclass(slots=True)
 class PromptOffered:
-    """A request whose prompt is offered. `name` is "" until the first offer; `attempt` counts preemptions.
+    """A request whose prompt is offered. `number` is the offer's, 0 until its first piece and after a preemption.
 
     The other side wants tokens up to `end`, whether the prompt's last token was removed here or not. `tables` are its
     blocks by group; `blocks` counts those that were offered.
@@ -94,15 +95,15 @@ class PromptOffered:
     is_named: bool
     end: int
     room: int = 0  # `bootstrap_room`, if a router gave one
-    name: str = ""
-    attempt: int = 0
+    number: int = 0
+    was_preempted: bool = False
     tokens: int = 0
     tables: list[list[int]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
-        return bool(self.name) and self.tokens == self.request.num_prompt_tokens
+        return bool(self.number) and self.tokens == self.request.num_prompt_tokens
 
 
 @dataclass(slots=True)
@@ -113,6 +114,7 @@ class PromptWanted:
     this one has waited for it, and shares the blocks that came.
     """
 
+    number: int
     rendezvous: str
     sender: str
     first_token: int = 0
@@ -158,12 +160,13 @@ class SchedulerSide:
             log.warning(
                 "images, audio, video: fetched and offered only with prefix caching or mm_processor_cache_gb > 0"
             )
+        self._numbers = numbers()
         self._agents: dict[RankKey, AgentAddress] = {}
         self._sending: dict[str, PromptOffered] = {}
         self._receiving: dict[str, PromptWanted] = {}
         self._unfetched: dict[str, Unfetched] = {}
         self._share = PromptShare(knows_fetched=False)
-        self._awaited: set[str] = set()
+        self._awaited: dict[str, int] = {}  # by request id: the number of its want
         self._fetching: dict[str, Request] = {}  # by rendezvous id: a request that waits for rows offered before
         self._block_tokens = max(group.block_tokens for group in self._tables.groups)
         self._pressure = Pressure(self._tables, config.scheduler_config)
@@ -223,8 +226,8 @@ class SchedulerSide:
         self._classify(request)
         receiving = self._receiving.get(request.request_id)
         if receiving is not None:  # even without agents: one that attaches while the request queues is told
-            name = message_name(request.request_id)
-            self._step.before.append(Expect(request=name, rendezvous=receiving.rendezvous, sender=receiving.sender))
+            number, rendezvous_id, sender = receiving.number, receiving.rendezvous, receiving.sender
+            self._step.before.append(Expect(number=number, rendezvous=rendezvous_id, sender=sender))
 
     def _classify(self, request: Request) -> None:
         """Decide whether the request is to be offered or fetched."""
@@ -259,7 +262,7 @@ class SchedulerSide:
             elif not self._tables.outlives(request.num_prompt_tokens):
                 self._log_given_up(request)
                 if room:  # the other side may already wait there
-                    self._step.before.append(self._nothing(rendezvous_id, message_name(request.request_id)))
+                    self._step.before.append(self._nothing(rendezvous_id, request))
                 return
             self._sending[request.request_id] = PromptOffered(request, rendezvous_id, True, end, room)
         elif params.get("do_remote_prefill"):
@@ -288,7 +291,7 @@ class SchedulerSide:
                 log.warning("%s: prefilled for another prompt (%a): computed here", name, remote.request)
                 self._unfetched[request.request_id] = Unfetched("other_prompt")
                 if is_in(remote.request, remote.room):
-                    self._decline(request.request_id, PromptWanted(remote.request, remote.sender, is_offered=True))
+                    self._decline(request.request_id, self._wanted(remote.request, remote.sender, is_offered=True))
             return
         rendezvous_id = wanted_rendezvous(remote.request, request.request_id, digest)
         self._known_ids.append(rendezvous_id or remote.request)
@@ -298,18 +301,16 @@ class SchedulerSide:
             )
             self._unfetched[request.request_id] = Unfetched("other_prompt")
             if is_for(remote.request, request.request_id):
-                self._decline(request.request_id, PromptWanted(remote.request, remote.sender, is_offered=True))
+                self._decline(request.request_id, self._wanted(remote.request, remote.sender, is_offered=True))
             return
         self._receive(request, rendezvous_id, remote, is_offered(remote.request, request.request_id))
 
+    def _wanted(self, rendezvous_id: str, sender: str, is_offered: bool, **more: Any) -> PromptWanted:
+        return PromptWanted(next(self._numbers), rendezvous_id, sender, is_offered=is_offered, **more)
+
     def _receive(self, request: Request, rendezvous_id: str, remote: Remote, is_offered: bool) -> None:
-        self._receiving[request.request_id] = PromptWanted(
-            rendezvous_id,
-            remote.sender,
-            traceparent=_traceparent(request),
-            is_offered=is_offered,
-            offered_to=remote.attachment if is_offered else "",
-        )
+        more = {"traceparent": _traceparent(request), "offered_to": remote.attachment if is_offered else ""}
+        self._receiving[request.request_id] = self._wanted(rendezvous_id, remote.sender, is_offered, **more)
 
     def _refused(self, request: Request, params: dict[str, Any]) -> None:
         """A call with these params ended before all of it was admitted: nobody will fetch what they name.
@@ -324,7 +325,7 @@ class SchedulerSide:
         is_one = is_in(remote.request, remote.room) if remote.room else is_rendezvous(remote.request)
         if is_one and remote.request not in self._known_ids:
             self._known_ids.append(remote.request)
-            self._decline(request.request_id, PromptWanted(remote.request, remote.sender, is_offered=True))
+            self._decline(request.request_id, self._wanted(remote.request, remote.sender, is_offered=True))
 
     def _new_unnamed(self, request: Request) -> None:
         rendezvous_id = prompt_rendezvous(prompt_digest(request))
@@ -335,7 +336,7 @@ class SchedulerSide:
             self._sending[request.request_id] = PromptOffered(request, rendezvous_id, False, end)
         elif request.max_tokens == 1:
             self._log_given_up(request)
-            self._step.before.append(self._nothing(rendezvous_id, message_name(request.request_id)))
+            self._step.before.append(self._nothing(rendezvous_id, request))
 
     def _log_given_up(self, request: Request) -> None:
         log.info(
@@ -344,16 +345,22 @@ class SchedulerSide:
             request.num_prompt_tokens,
         )
 
-    def _nothing(self, rendezvous_id: str, name: str) -> Offer:
+    def _nothing(self, rendezvous_id: str, request: Request) -> Offer:
         """An offer of nothing: the other side waits under this id, and must learn to compute itself. Holds no block."""
-        hold_s = self._options.hold_s
-        return Offer(rendezvous=rendezvous_id, request=name, tokens=0, blocks=(), is_last=True, hold_s=hold_s)
+        return Offer(
+            number=next(self._numbers),
+            rendezvous=rendezvous_id,
+            request=message_name(request.request_id),
+            tokens=0,
+            blocks=(),
+            is_last=True,
+            hold_s=self._options.hold_s,
+        )
 
     def _offer_nothing(self, request: Request, sending: PromptOffered) -> None:
         """Preempted and not computed again: tell all who wait for it, or will."""
-        name = message_name(request.request_id, sending.attempt)
-        reason = request.status.name.lower()
-        self._step.before += [self._nothing(sending.rendezvous, name), Withdraw(request=name, reason=reason)]
+        offer = self._nothing(sending.rendezvous, request)
+        self._step.before += [offer, Withdraw(number=offer.number, reason=request.status.name.lower())]
 
     def _is_asking(self) -> bool:
         """Whether requests wait for the workers to report whether their agents are here. The next step asks them."""
@@ -422,8 +429,8 @@ class SchedulerSide:
         first, end = receiving.first_token, receiving.first_token + external_tokens
         table = transfer_tables(self._cache, blocks.get_block_ids())
         self._step.before.append(self._want(name, receiving, first, end, self._tables.wanted(table, first, end)))
-        self._step.awaited[name] = request.request_id
-        self._awaited.add(request.request_id)
+        self._step.awaited[receiving.number] = request.request_id
+        self._awaited[request.request_id] = receiving.number
 
     def _computes(self, request: Request, what: Unfetched) -> None:
         """Report what it computes, now that it has blocks. The last token does not count: every engine computes it."""
@@ -433,6 +440,7 @@ class SchedulerSide:
 
     def _want(self, name: str, what: PromptWanted, first: int, end: int, blocks: tuple[Blocks, ...]) -> Want:
         return Want(
+            number=what.number,
             request=name,
             rendezvous=what.rendezvous,
             sender=what.sender,
@@ -443,6 +451,7 @@ class SchedulerSide:
             traceparent=what.traceparent,
             is_offered=what.is_offered,
             offered_to=what.offered_to,
+            common=str(what.number),
         )
 
     def _decline(self, request_id: str, receiving: PromptWanted) -> None:
@@ -457,19 +466,19 @@ class SchedulerSide:
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None:
             self._decline(request_id, receiving)  # it never got blocks
-        if request_id in self._awaited:
-            self._step.before.append(Abandon(request=message_name(request_id), reason=request.status.name.lower()))
+        if (number := self._awaited.get(request_id)) is not None:
+            self._step.before.append(Abandon(number=number, reason=request.status.name.lower()))
         sending = self._sending.pop(request_id, None)
-        if sending is not None and sending.attempt and not sending.name:
+        if sending is not None and sending.was_preempted and not sending.number:
             self._offer_nothing(request, sending)
-        if sending is None or not sending.name:
+        if sending is None or not sending.number:
             return False, None
-        self._step.held[sending.name] = request_id
+        self._step.held[sending.number] = request_id
         self._pressure.held(request_id, sum(block != NULL_BLOCK for table in sending.tables for block in table))
         if request.status in PREFILLED and sending.is_whole:
             return True, self._params(sending) if sending.is_named or self._options.untagged_params else None
         # Blocks stay even now: the agent may read them until it answers the withdrawal.
-        self._step.before.append(Withdraw(request=sending.name, reason=request.status.name.lower()))
+        self._step.before.append(Withdraw(number=sending.number, reason=request.status.name.lower()))
         return True, None
 
     def _params(self, sending: PromptOffered) -> dict[str, Any]:
@@ -546,11 +555,11 @@ class SchedulerSide:
     def _withdraw(self, request_id: str) -> None:
         """Preempted: its blocks already belong to others. Its offer is void; a later one begins anew."""
         sending = self._sending.get(request_id)
-        if sending is None or not sending.name:
+        if sending is None or not sending.number:
             return
-        self._step.before.append(Withdraw(request=sending.name, reason="preempted", comes_again=True))
-        sending.name, sending.tokens, sending.blocks = "", 0, []
-        sending.attempt += 1
+        self._step.before.append(Withdraw(number=sending.number, reason="preempted", comes_again=True))
+        sending.number, sending.tokens, sending.blocks = 0, 0, []
+        sending.was_preempted = True
 
     def _offer(self, sending: PromptOffered, computed: int) -> None:
         """Offer what this step's forward will have computed, with the blocks that were not offered yet."""
@@ -562,8 +571,8 @@ class SchedulerSide:
             name = message_name(request.request_id)
             log.info("%s: not offered whole: vLLM's prefix cache had only part of a window", name)
             return  # `finished` withdraws what was offered
-        if not sending.name:
-            sending.name = message_name(request.request_id, sending.attempt)
+        if is_new := not sending.number:
+            sending.number = next(self._numbers)
             sending.blocks = [0] * len(sending.tables)
         sending.tokens = tokens
         self._share.offer(self._clock())
@@ -572,11 +581,13 @@ class SchedulerSide:
             sending.blocks[piece.group] = piece.first + len(piece.ids)
         self._step.after.append(
             Offer(
+                number=sending.number,
                 rendezvous=sending.rendezvous,
-                request=sending.name,
+                request=message_name(request.request_id),
                 tokens=tokens,
                 blocks=pieces,
                 is_last=sending.is_whole,
+                is_more=not is_new,
                 hold_s=self._options.hold_s if sending.is_whole else COMPUTING_S,
                 traceparent=_traceparent(request),
             )
@@ -589,7 +600,8 @@ class SchedulerSide:
 
     def heard(self, output: KVConnectorOutput) -> None:
         """What the workers report, before the scheduler acts on it."""
-        self._awaited.difference_update(output.finished_recving or ())
+        for request_id in output.finished_recving or ():
+            self._awaited.pop(request_id, None)
         for request_id in output.finished_sending or ():
             self._pressure.freed(request_id)
         said = output.kv_connector_worker_meta

@@ -19,17 +19,17 @@ RankKey = tuple[int, int]
 class ConnectorStep(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed when types are checked
     """Scheduler to every worker, once a step: messages for the agents, and which reports the scheduler waits for.
 
-    `before` goes out before the forward pass, `after` once it has run or is enqueued. `awaited` maps the names of wants
-    to requests whose receive must be reported. `held` maps the names of offers to requests whose blocks are kept until
-    reported as sent. `rest_s` is how long a worker may wait for its agent in this step, because the engine has had
-    nothing to compute for some steps. `is_used` is true once anything was computed, in this step or before. In a roll
-    call every worker says where its agent is, changed or not.
+    `before` goes out before the forward pass, `after` once it has run or is enqueued. `awaited` maps wants, by number,
+    to requests whose receive must be reported. `held` maps offers to requests whose blocks are kept until reported as
+    sent. `rest_s` is how long a worker may wait for its agent in this step, because the engine has had nothing to
+    compute for some steps. `is_used` is true once anything was computed, in this step or before. In a roll call every
+    worker says where its agent is, changed or not.
     """
 
     before: list[ToAgent] = field(default_factory=list)
     after: list[ToAgent] = field(default_factory=list)
-    awaited: dict[str, str] = field(default_factory=dict)
-    held: dict[str, str] = field(default_factory=dict)
+    awaited: dict[int, str] = field(default_factory=dict)
+    held: dict[int, str] = field(default_factory=dict)
     rest_s: float = 0.0
     is_used: bool = False
     is_roll_call: bool = False

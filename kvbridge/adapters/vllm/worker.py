@@ -76,7 +76,7 @@ class WorkerSide:
         self._step = ConnectorStep()  # the step whose part after the forward is still to be done
         self._told = AgentAddress()  # what the scheduler knows of our agent
         self._is_asked = False  # the scheduler asks where our agent is
-        self._abandoned: set[str] = set()  # open wants of requests that are gone
+        self._abandoned: set[int] = set()  # open wants of requests that are gone
         self._rest_s = 0.0
         self._key: RankKey = (0, 0)
         self._conversation: Conversation | None = None
@@ -147,13 +147,13 @@ class WorkerSide:
         self._turn(conversation)
         fence = conversation.mark() if any(isinstance(each, Want) and each.blocks for each in step.before) else 0
         for message in step.before:
-            if isinstance(message, Abandon) and conversation.is_open(message.request):
-                self._abandoned.add(message.request)
-            if isinstance(message, Want) and message.request in step.awaited:
-                self._want(conversation, replace(message, fence=fence), step.awaited[message.request])
+            if isinstance(message, Abandon) and conversation.is_open(message.number):
+                self._abandoned.add(message.number)
+            if isinstance(message, Want) and message.number in step.awaited:
+                self._want(conversation, replace(message, fence=fence), step.awaited[message.number])
             else:
                 _say(conversation, message)
-        preempted = [m.request for m in step.before if isinstance(m, Withdraw) and m.request not in step.held]
+        preempted = [each.number for each in step.before if isinstance(each, Withdraw) and each.number not in step.held]
         if preempted:
             conversation.wait_for_readers(preempted)
 
@@ -161,8 +161,8 @@ class WorkerSide:
         """Offer what the forward writes, then settle which blocks the scheduler keeps. Idempotent within a step."""
         step, self._step = self._step, ConnectorStep()
         if (conversation := self._conversation) is None:
-            for name, request_id in step.held.items():
-                self._ledger.held(name, request_id, False)
+            for number, request_id in step.held.items():
+                self._ledger.held(number, request_id, False)
             return
         if (changed := self._scales.look()) is not None:
             conversation.rescale(changed)
@@ -170,8 +170,8 @@ class WorkerSide:
         for message in step.after:
             assert isinstance(message, Offer)
             conversation.offer(replace(message, fence=fence))
-        for name, request_id in step.held.items():
-            self._ledger.held(name, request_id, conversation.is_open(name))
+        for number, request_id in step.held.items():
+            self._ledger.held(number, request_id, conversation.is_open(number))
 
     def results(self) -> Reports:
         """What was finished since the last step."""
@@ -184,14 +184,15 @@ class WorkerSide:
     def _want(self, conversation: Conversation, want: Want, request_id: str) -> None:
         blocks = tuple(block for piece in want.blocks for block in piece.ids)
         receive = Receive(request_id, blocks, want.end_token - want.first_token)
-        if conversation.is_open(want.request):  # for a request that is gone; the agent has not answered yet
+        if any(each.request_id == request_id for each in self._ledger.receives.values()):
+            # Of a request that is gone. vLLM would take its report for this one's.
             log.warning("%s: not fetched: the last fetch of this name is not over yet", want.request)
             self._computes(receive, "duplicate_request")
             return self._ledger.refused(receive)
-        self._ledger.awaited(want.request, receive)
+        self._ledger.awaited(want.number, receive)
         if self._scales.is_pending:
             log.warning("%s: not fetched: the scales of its rows are not known yet", want.request)
-            self._failed(want.request, "scales_pending")
+            self._failed(want.number, "scales_pending")
             conversation.want(replace(want, first_token=0, end_token=0, blocks=(), fence=0))
         else:
             conversation.want(want)
@@ -201,10 +202,10 @@ class WorkerSide:
             match heard:
                 case Ended(kind="want"):
                     self._want_ended(heard)
-                case Ended(request=name, code=code, reason=reason):
+                case Ended(number=number, request=name, code=code, reason=reason):
                     if code:
                         log.info("%s: released: %s: %s", name, code, reason)
-                    self._ledger.sent(name)
+                    self._ledger.sent(number)
                 case Adopt():
                     answer = self._scales.answer(heard)
                     log.info("asked to take the scales of the prefilling engine: %s", answer)
@@ -213,22 +214,22 @@ class WorkerSide:
                     self._scales.is_taking = False
 
     def _want_ended(self, ended: Ended) -> None:
-        name = ended.request
+        number, name = ended.number, ended.request
         if not ended.is_good:
             log.warning("%s: KV not received: %s: %s", name, ended.code, ended.reason)
-            self._failed(name, ended.code)
+            self._failed(number, ended.code)
         elif self._scales.is_taking:
             log.warning("%s: KV came under the previous scales", name)
-            self._failed(name, "rescaled")
+            self._failed(number, "rescaled")
         else:
             self._scales.is_used = True
-            self._ledger.received(name)
-        self._abandoned.discard(name)
+            self._ledger.received(number)
+        self._abandoned.discard(number)
 
-    def _failed(self, name: str, code: str) -> None:
-        if (receive := self._ledger.receives.get(name)) is not None and name not in self._abandoned:
+    def _failed(self, number: int, code: str) -> None:
+        if (receive := self._ledger.receives.get(number)) is not None and number not in self._abandoned:
             self._computes(receive, code)
-        self._ledger.failed(name)
+        self._ledger.failed(number)
 
     def _computes(self, receive: Receive, code: str) -> None:
         """Count what vLLM now computes because it did not come. Without `recompute` the request fails instead."""
@@ -253,14 +254,14 @@ def _say(conversation: Conversation, message: ToAgent) -> None:
             conversation.expect(message)
         case Want():
             conversation.want(message)
-        case Abandon(request=name, reason=reason):
-            conversation.abandon(name, reason)
+        case Abandon(number=number, reason=reason):
+            conversation.abandon(number, reason)
         case Computed():
             conversation.computed(message)
         case Offer():
             conversation.offer(message)
-        case Withdraw(request=name, reason=reason, comes_again=comes_again):
-            conversation.withdraw(name, reason, comes_again)
+        case Withdraw(number=number, reason=reason, comes_again=comes_again):
+            conversation.withdraw(number, reason, comes_again)
         case Reclaim(blocks=blocks):
             conversation.reclaim(blocks)
         case _:

@@ -88,7 +88,7 @@ class FakeAgent:
         if not isinstance(message, Attach):
             self.heard.append(message)
             if isinstance(message, Withdraw) and self.is_answering_withdrawals:
-                self.say(Released(request=message.request, code="withdrawn"))
+                self.say(Released(number=message.number, request="withdrawn", code="withdrawn"))
             return
         self.attaches.append(message)
         if message.fence_fd is not None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from kvbridge_proto.codec import Limits
@@ -46,14 +46,19 @@ from kvbridge.adapters.engine.link import RETRY_S
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.device.fence import EngineFence
 from kvbridge.errors import EngineError
+from kvbridge.loopback.messages import number_of
 from kvbridge.states import LinkState
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
 from tests.integration.adapters.small import Clock, memory_of
 from tests.integration.agent.harness import agent as real_agent
 from tests.support.proc import is_open
 
-OFFER = Offer(rendezvous="room", request="r", tokens=16, blocks=(Blocks(0, 0, (3,)),), is_last=True, hold_s=30)
+ONE, OTHER = number_of("r"), number_of("o")
+OFFER = Offer(
+    number=ONE, rendezvous="room", request="r", tokens=16, blocks=(Blocks(0, 0, (3,)),), is_last=True, hold_s=30
+)
 WANT = Want(
+    number=ONE,
     request="r",
     rendezvous="room",
     sender="tcp://x:1",
@@ -64,7 +69,7 @@ WANT = Want(
     fence=1,
 )
 NOTHING = replace(WANT, end_token=0, blocks=(), fence=0)
-EXPECT = Expect(request="r", rendezvous="room", sender="tcp://x:1")
+EXPECT = Expect(number=ONE, rendezvous="room", sender="tcp://x:1")
 RANKS = (Rank(tp_rank=0, pp_rank=0, address="tcp://127.0.0.1:7700"),)
 SCALES = (Scales(0, "k", (0.5,)),)
 
@@ -78,6 +83,11 @@ UNFIT = [
     replace(WANT, deadline_s=1e9),
     replace(WANT, blocks=(Blocks(0, 0, (-1,)),)),
 ]
+T = TypeVar("T", Offer, Want)
+
+
+def called(name: str, message: T, **more: Any) -> T:
+    return replace(message, number=number_of(name), request=name, **more)
 
 
 class Talk:
@@ -107,7 +117,7 @@ class Talk:
     def begin(self) -> None:
         """The want "r" and the offer "o"."""
         self.engine.want(WANT)
-        self.engine.offer(replace(OFFER, request="o"))
+        self.engine.offer(called("o", OFFER))
 
     def attach_unheard(self, agent: FakeAgent) -> None:
         """As the link's thread, between turns: the last agent is lost, and this one attached to."""
@@ -141,56 +151,95 @@ def agent(talk: Talk) -> FakeAgent:
 @pytest.mark.parametrize(
     ("begun", "said", "ended"),
     [
-        (WANT, Done(request="r", moved_bytes=7, seconds=0.5), Ended("r", "want", moved_bytes=7, seconds=0.5)),
-        (WANT, Failed(request="r", code="peer_lost", reason="it left"), Ended("r", "want", "peer_lost", "it left")),
-        (WANT, Refused(about="r", code="bad_want", reasons=("a", "b")), Ended("r", "want", "bad_want", "a; b")),
-        (OFFER, Released(request="r"), Ended("r", "offer")),
-        (OFFER, Released(request="r", code="expired", reason="nobody"), Ended("r", "offer", "expired", "nobody")),
-        (OFFER, Refused(about="r", code="bad_offer", reasons=("a", "b")), Ended("r", "offer", "bad_offer", "a; b")),
+        (
+            WANT,
+            Done(number=ONE, request="r", moved_bytes=7, seconds=0.5),
+            Ended(ONE, "r", "want", moved_bytes=7, seconds=0.5),
+        ),
+        (
+            WANT,
+            Failed(number=ONE, request="r", code="peer_lost", reason="it left"),
+            Ended(ONE, "r", "want", "peer_lost", "it left"),
+        ),
+        (WANT, Refused(number=ONE, code="bad_want", reasons=("a", "b")), Ended(ONE, "r", "want", "bad_want", "a; b")),
+        (OFFER, Released(number=ONE, request="r"), Ended(ONE, "r", "offer")),
+        (
+            OFFER,
+            Released(number=ONE, request="r", code="expired", reason="nobody"),
+            Ended(ONE, "r", "offer", "expired", "nobody"),
+        ),
+        (
+            OFFER,
+            Refused(number=ONE, code="bad_offer", reasons=("a", "b")),
+            Ended(ONE, "r", "offer", "bad_offer", "a; b"),
+        ),
     ],
 )
 def test_each_ends_by_one_word_under_its_name(
     talk: Talk, agent: FakeAgent, begun: Want | Offer, said: ToEngine, ended: Ended
 ) -> None:
     talk.engine.want(begun) if isinstance(begun, Want) else talk.engine.offer(begun)
-    assert agent.one(type(begun)) == begun and talk.engine.turn() == [] and talk.engine.is_open("r")
+    assert agent.one(type(begun)) == begun and talk.engine.turn() == [] and talk.engine.is_open(ONE)
     agent.say(said)
-    assert talk.engine.turn() == [ended] and not talk.engine.is_open("r")
+    assert talk.engine.turn() == [ended] and not talk.engine.is_open(ONE)
     assert ended.is_good == (not ended.code)
 
 
 def test_what_is_over_does_not_end_again_nor_does_what_never_began(talk: Talk, agent: FakeAgent) -> None:
     talk.begin()
-    done, released = Done(request="r", moved_bytes=0, seconds=0), Released(request="o")
-    failed, refused = Failed(request="r", code="c", reason=""), Refused(about="r", code="c", reasons=("x",))
-    others = (Released(request="r"), Failed(request="o", code="c", reason=""), Released(request="nobody"))
+    done, released = Done(number=ONE, request="r", moved_bytes=0, seconds=0), Released(number=OTHER, request="o")
+    failed, refused = (
+        Failed(number=ONE, request="r", code="c", reason=""),
+        Refused(number=ONE, code="c", reasons=("x",)),
+    )
+    others = (
+        Released(number=ONE, request="r"),
+        Failed(number=OTHER, request="o", code="c", reason=""),
+        Released(number=number_of("nobody"), request="nobody"),
+    )
     for message in (*others, done, done, failed, refused, released, released, *others):
         agent.say(message)
-    assert talk.engine.turn() == [Ended("r", "want"), Ended("o", "offer")]
+    assert talk.engine.turn() == [Ended(ONE, "r", "want"), Ended(OTHER, "o", "offer")]
     agent.let_go()
     assert talk.pass_time(0) == []
 
 
 def test_a_second_want_that_is_refused_does_not_end_the_first(talk: Talk, agent: FakeAgent) -> None:
     talk.engine.want(WANT)
-    for about in ("r", "want r"):
-        agent.say(Refused(about=about, code="duplicate_request", reasons=("wanted already",)))
-    assert talk.engine.turn() == [] and talk.engine.is_open("r")
+    agent.say(Refused(about=f"want {ONE}", code="duplicate_request", reasons=("wanted already",)))
+    assert talk.engine.turn() == [] and talk.engine.is_open(ONE)
 
 
-def test_the_late_answer_to_a_want_of_nothing_ends_no_later_want_of_its_name(talk: Talk, agent: FakeAgent) -> None:
-    """A room may be used again at once; what comes then would be taken for its rows."""
+@pytest.mark.parametrize("kind", ["want", "offer"])
+def test_a_late_answer_ends_nothing_that_has_the_same_name(talk: Talk, agent: FakeAgent, kind: str) -> None:
+    """An engine uses names again at once: what comes then would be taken for its rows, or its pages be given away."""
+    begun, begin = (WANT, talk.engine.want) if kind == "want" else (OFFER, talk.engine.offer)
+    first, second = talk.engine.new_number(), talk.engine.new_number()
+    answer = Done(number=first, request="r", moved_bytes=0, seconds=0) if kind == "want" else None
+    begin(replace(begun, number=first))
+    agent.say(answer or Released(number=first, request="r"))
+    assert [each.number for each in talk.engine.turn()] == [first]
+    begin(replace(begun, number=second))
+    for late in (
+        answer or Released(number=first, request="r", code="withdrawn"),
+        Refused(number=first, code="c", reasons=()),
+    ):
+        agent.say(late)
+    assert talk.engine.turn() == [] and talk.engine.is_open(second)
+
+
+def test_numbers_do_not_come_again_after_a_restart(tmp_path: Path) -> None:
+    """Nor in a conversation that is made anew, for memory that was mapped again."""
+    before = [Talk(tmp_path).engine.new_number() for _ in range(3)]
+    assert len(set(before)) == 3 and before == sorted(before)
+
+
+def test_a_request_that_needs_nothing_is_expected_no_more(talk: Talk, agent: FakeAgent) -> None:
     talk.engine.expect(EXPECT)
     talk.engine.want(NOTHING)
-    talk.engine.want(WANT)
-    abandon, (nothing, want) = agent.one(Abandon), agent.take(Want)
-    assert (abandon.request, want.request) == ("r", "r")
-    assert nothing.first_token == nothing.end_token and nothing.request not in ("r", "")
-    for answer in (Done(request=nothing.request, moved_bytes=0, seconds=0), Failed(request="x", code="c", reason="")):
-        agent.say(answer)
-    assert talk.engine.turn() == [] and talk.engine.is_open("r")
-    agent.say(Done(request="r", moved_bytes=7, seconds=0))
-    assert [each.moved_bytes for each in talk.engine.turn()] == [7]
+    assert agent.one(Want) == NOTHING and not talk.engine.is_open(ONE)
+    agent.say(Done(number=ONE, request="r", moved_bytes=0, seconds=0))
+    assert talk.engine.turn() == [] and talk.link._first() == []
 
 
 def test_what_was_computed_while_no_agent_was_there_is_told_to_the_next(talk: Talk) -> None:
@@ -208,10 +257,10 @@ def test_offers_end_when_a_killed_agents_socket_does_and_wants_when_its_process_
     talk.begin()
     agent.pump()
     agent.hang_up()
-    assert talk.engine.turn() == [Ended("o", "offer", "agent_lost", "the agent is gone")]
-    assert talk.pass_time(1000) == [] and talk.engine.is_open("r")
+    assert talk.engine.turn() == [Ended(OTHER, "o", "offer", "agent_lost", "the agent is gone")]
+    assert talk.pass_time(1000) == [] and talk.engine.is_open(ONE)
     agent.vanish()
-    assert talk.engine.turn() == [Ended("r", "want", "agent_lost", "the agent is gone")]
+    assert talk.engine.turn() == [Ended(ONE, "r", "want", "agent_lost", "the agent is gone")]
 
 
 def test_without_an_agent_each_ends_at_once(talk: Talk) -> None:
@@ -222,7 +271,7 @@ def test_without_an_agent_each_ends_at_once(talk: Talk) -> None:
         ("o", "offer", "not_sent"),
     ]
     assert all("not connected" in each.reason or "No such file" in each.reason for each in ended)
-    assert not talk.engine.is_open("r") and not talk.engine.is_open("o")
+    assert not talk.engine.is_open(ONE) and not talk.engine.is_open(OTHER)
 
 
 def test_a_want_that_no_message_holds_ends_and_the_other_side_need_not_hold_its_offer(
@@ -231,7 +280,7 @@ def test_a_want_that_no_message_holds_ends_and_the_other_side_need_not_hold_its_
     talk.engine.want(replace(WANT, blocks=(Blocks(0, 0, tuple(range(5000))),)))
     (ended,) = talk.engine.turn()
     assert (ended.code, ended.reason[:17]) == ("not_sent", "Want: frame_bytes")
-    assert replace(agent.one(Want), request="r") == NOTHING
+    assert agent.one(Want) == NOTHING
 
 
 @pytest.mark.parametrize("unfit", UNFIT, ids=range(len(UNFIT)))
@@ -239,15 +288,15 @@ def test_what_an_agent_would_refuse_is_not_sent_and_harms_no_other_want(
     talk: Talk, agent: FakeAgent, unfit: Want
 ) -> None:
     """A client may choose an address. The agent ended the connection over it, and everybody's fetches with it."""
-    talk.engine.want(replace(WANT, request="healthy"))
+    talk.engine.want(healthy := called("healthy", WANT))
     talk.engine.expect(replace(EXPECT, sender=unfit.sender))
     talk.engine.want(unfit)
     (ended,) = talk.engine.turn()
     assert isinstance(ended, Ended) and (ended.request, ended.code) == ("r", "not_sent") and "Want" in ended.reason
     agent.pump()  # decodes as an agent does
-    assert talk.link.is_attached and talk.engine.is_open("healthy")
-    agent.say(Done(request="healthy", moved_bytes=0, seconds=0))
-    assert talk.engine.turn() == [Ended("healthy", "want")]
+    assert talk.link.is_attached and talk.engine.is_open(healthy.number)
+    agent.say(Done(number=healthy.number, request="healthy", moved_bytes=0, seconds=0))
+    assert talk.engine.turn() == [Ended(healthy.number, "healthy", "want")]
 
 
 def test_ranks_that_an_agent_would_refuse_are_told_to_none(talk: Talk, agent: FakeAgent) -> None:
@@ -277,49 +326,45 @@ def test_an_offer_whose_next_piece_no_message_holds_is_withdrawn_and_ends_when_n
     talk: Talk, agent: FakeAgent
 ) -> None:
     talk.engine.offer(replace(OFFER, is_last=False))
-    talk.engine.offer(replace(OFFER, blocks=(Blocks(0, 1, tuple(range(5000))),), is_last=False))
-    assert talk.engine.turn() == [] and talk.engine.is_open("r")
+    talk.engine.offer(replace(OFFER, blocks=(Blocks(0, 1, tuple(range(5000))),), is_last=False, is_more=True))
+    assert talk.engine.turn() == [] and talk.engine.is_open(ONE)
     assert agent.one(Withdraw).reason.startswith("not sent: Offer: frame_bytes")
-    agent.say(Released(request="r", code="withdrawn"))
-    assert talk.engine.turn() == [Ended("r", "offer", "withdrawn")]
+    agent.say(Released(number=ONE, request="r", code="withdrawn"))
+    assert talk.engine.turn() == [Ended(ONE, "r", "offer", "withdrawn")]
     agent.take(Offer)
-    talk.engine.offer(replace(OFFER, is_last=False))
-    talk.engine.offer(OFFER)  # its last piece
-    assert agent.take(Offer) == [] and talk.engine.turn() == [] and not talk.engine.is_open("r")
-    talk.engine.offer(OFFER)  # another of this name
-    assert agent.one(Offer) and talk.engine.is_open("r")
+    for is_last in (False, True):
+        talk.engine.offer(replace(OFFER, is_more=True, is_last=is_last))
+    assert agent.take(Offer) == [] and talk.engine.turn() == [] and not talk.engine.is_open(ONE)
+    talk.engine.offer(called("another", OFFER))
+    assert agent.one(Offer) and talk.engine.is_open(number_of("another"))
 
 
-def test_an_offer_that_has_ended_may_be_withdrawn_and_made_anew(talk: Talk, agent: FakeAgent) -> None:
+def test_of_an_offer_that_has_ended_the_next_agent_hears_nothing(talk: Talk, agent: FakeAgent) -> None:
     talk.engine.offer(replace(OFFER, is_last=False))
     agent.let_go()
     assert [ended.code for ended in talk.engine.turn()] == ["agent_lost"]
     talk.again(agent)
-    talk.engine.withdraw("r", "preempted", comes_again=True)
-    assert agent.take(Withdraw) == [], "the new agent knows nothing of it"
-    agent.take(Offer)
-    talk.engine.offer(OFFER)
-    assert agent.one(Offer) == OFFER
+    agent.heard.clear()
+    talk.engine.offer(replace(OFFER, is_more=True))
+    talk.engine.withdraw(ONE, "preempted", comes_again=True)
+    assert agent.take(Offer | Withdraw) == []
 
 
 def test_a_withdrawn_offer_ends_when_the_agent_says_that_nobody_reads_it(talk: Talk, agent: FakeAgent) -> None:
     talk.engine.offer(replace(OFFER, is_last=False))
-    talk.engine.withdraw("r", "preempted", comes_again=True)
-    assert agent.one(Withdraw) == Withdraw(request="r", reason="preempted", comes_again=True)
-    assert talk.engine.turn() == [] and talk.engine.is_open("r")
-    agent.say(Released(request="r", code="withdrawn"))
-    assert talk.engine.turn() == [Ended("r", "offer", "withdrawn")]
-    agent.take(Offer)
-    talk.engine.offer(OFFER)
-    assert agent.one(Offer) == OFFER and talk.engine.is_open("r")
+    talk.engine.withdraw(ONE, "preempted", comes_again=True)
+    assert agent.one(Withdraw) == Withdraw(number=ONE, reason="preempted", comes_again=True)
+    assert talk.engine.turn() == [] and talk.engine.is_open(ONE)
+    agent.say(Released(number=ONE, request="r", code="withdrawn"))
+    assert talk.engine.turn() == [Ended(ONE, "r", "offer", "withdrawn")]
 
 
 def test_an_abandoned_want_ends_when_nothing_writes_its_blocks_any_more(talk: Talk, agent: FakeAgent) -> None:
     talk.engine.want(WANT)
-    talk.engine.abandon("r", "aborted")
-    assert agent.one(Abandon) == Abandon(request="r", reason="aborted")
-    assert talk.engine.turn() == [] and talk.engine.is_open("r")
-    agent.say(Failed(request="r", code="aborted", reason="abandoned by the engine"))
+    talk.engine.abandon(ONE, "aborted")
+    assert agent.one(Abandon) == Abandon(number=ONE, reason="aborted")
+    assert talk.engine.turn() == [] and talk.engine.is_open(ONE)
+    agent.say(Failed(number=ONE, request="r", code="aborted", reason="abandoned by the engine"))
     assert [ended.code for ended in talk.engine.turn()] == ["aborted"]
 
 
@@ -327,8 +372,8 @@ def test_blocks_that_are_short_are_asked_for_and_come_by_offers_that_end(talk: T
     talk.engine.offer(OFFER)
     talk.engine.reclaim(3)
     assert agent.one(Reclaim) == Reclaim(blocks=3)
-    agent.say(Released(request="r", code="reclaimed", reason="its engine needs the blocks"))
-    assert talk.engine.turn() == [Ended("r", "offer", "reclaimed", "its engine needs the blocks")]
+    agent.say(Released(number=ONE, request="r", code="reclaimed", reason="its engine needs the blocks"))
+    assert talk.engine.turn() == [Ended(ONE, "r", "offer", "reclaimed", "its engine needs the blocks")]
 
 
 # An agent that is silent:
@@ -342,7 +387,7 @@ def test_a_silent_agent_is_asked_to_stop_then_given_up(talk: Talk, agent: FakeAg
     asked: type[Abandon | Withdraw] = Abandon if kind == "want" else Withdraw
     assert agent.take(asked) == []
     talk.pass_time(2)
-    assert agent.one(asked).request == "r" and talk.engine.attached is not None
+    assert agent.one(asked).number == ONE and talk.engine.attached is not None
     talk.pass_time(GRACE_S + 1)
     assert talk.engine.attached is None and "r: no answer" in talk.link.why
     ended = [each.kind for _ in range(5) for each in talk.pass_time(READERS_S)]
@@ -354,7 +399,7 @@ def test_a_silent_agent_is_asked_to_stop_then_given_up(talk: Talk, agent: FakeAg
 @pytest.mark.parametrize("kind", ["want", "offer"])
 def test_an_agent_that_is_asked_to_stop_has_less_time(talk: Talk, agent: FakeAgent, kind: str) -> None:
     talk.engine.want(WANT) if kind == "want" else talk.engine.offer(OFFER)
-    talk.engine.abandon("r", "") if kind == "want" else talk.engine.withdraw("r", "")
+    talk.engine.abandon(ONE, "") if kind == "want" else talk.engine.withdraw(ONE, "")
     for _ in range(2):
         assert talk.engine.attached is not None
         talk.pass_time(GRACE_S + 1)
@@ -364,12 +409,12 @@ def test_an_agent_that_is_asked_to_stop_has_less_time(talk: Talk, agent: FakeAge
 def test_an_offer_that_somebody_waits_for_is_held_for_longer(talk: Talk, agent: FakeAgent) -> None:
     talk.engine.offer(OFFER)
     for _ in range(5):
-        agent.say(Held(requests=("r", "nobody")))
+        agent.say(Held(numbers=(ONE, number_of("nobody"))))
         talk.pass_time(0)
         talk.pass_time(OFFER.hold_s)
     assert agent.take(Withdraw) == []
     talk.pass_time(OFFER.hold_s)
-    assert agent.one(Withdraw).request == "r"
+    assert agent.one(Withdraw).number == ONE
 
 
 # What every agent is told:
@@ -380,12 +425,12 @@ def test_every_agent_is_told_again_what_it_must_know_and_no_more(talk: Talk) -> 
     engine.share(RANKS)
     engine.expect(EXPECT)
     for name in ("wanted", "declined", "abandoned"):
-        engine.expect(replace(EXPECT, request=name))
+        engine.expect(replace(EXPECT, number=number_of(name)))
     agent = talk.attach()
     assert [type(message) for message in agent.heard] == [Directory, *[Expect] * 4]
-    engine.want(replace(WANT, request="wanted"))
-    engine.want(replace(NOTHING, request="declined"))
-    engine.abandon("abandoned", "aborted")
+    engine.want(called("wanted", WANT))
+    engine.want(called("declined", NOTHING))
+    engine.abandon(number_of("abandoned"), "aborted")
     engine.rescale(Rescale(revision=1, scales=SCALES))
     engine.share(RANKS * 2)
     for _ in range(3):
@@ -398,7 +443,7 @@ def test_every_agent_is_told_again_what_it_must_know_and_no_more(talk: Talk) -> 
 
 def test_an_agent_that_came_since_the_last_turn_hears_what_every_agent_is_told(talk: Talk, agent: FakeAgent) -> None:
     """The link's thread attaches between turns: what was offered to the last one is not over before a turn says so."""
-    talk.engine.offer(replace(OFFER, request="o"))
+    talk.engine.offer(called("o", OFFER))
     talk.engine.expect(EXPECT)
     agent.let_go()
     talk.attach_unheard(agent)
@@ -406,9 +451,9 @@ def test_an_agent_that_came_since_the_last_turn_hears_what_every_agent_is_told(t
     assert not talk.link.is_attached
     talk.engine.share(RANKS)
     talk.engine.rescale(Rescale(revision=1, scales=SCALES))
-    talk.engine.expect(replace(EXPECT, request="more"))
-    talk.engine.abandon("r", "aborted")
-    talk.engine.want(replace(WANT, request="more"))
+    talk.engine.expect(replace(EXPECT, number=number_of("more")))
+    talk.engine.abandon(ONE, "aborted")
+    talk.engine.want(called("more", WANT))
     agent.pump()
     assert [type(message) for message in agent.heard] == [Directory, Rescale, Expect, Abandon, Want]
     assert agent.one(Want).end_token == 0
@@ -454,18 +499,18 @@ def test_who_has_our_memory_can_be_asked(talk: Talk) -> None:
 
 def timed(talk: Talk, *requests: str) -> float:
     began = time.monotonic()
-    talk.engine.wait_for_readers(requests)
+    talk.engine.wait_for_readers(map(number_of, requests))
     return time.monotonic() - began
 
 
 def test_waits_for_readers_until_the_agent_says_that_there_are_none(talk: Talk, agent: FakeAgent) -> None:
     talk.engine.offer(OFFER)
-    talk.engine.offer(replace(OFFER, request="goes on"))
-    talk.engine.withdraw("r", "preempted")
+    talk.engine.offer(called("goes on", OFFER))
+    talk.engine.withdraw(ONE, "preempted")
     agent.is_answering_withdrawals = True
     with agent.alive():
         assert timed(talk, "r", "nobody") < 0.5
-    assert talk.engine.turn() == [Ended("r", "offer", "withdrawn")] and talk.engine.is_open("goes on")
+    assert talk.engine.turn() == [Ended(ONE, "r", "offer", "withdrawn")] and talk.engine.is_open(number_of("goes on"))
 
 
 @pytest.mark.parametrize(
@@ -498,7 +543,7 @@ def test_waits_for_readers_whatever_became_of_the_agent(
     elif loss.endswith("has come"):
         talk.attach_unheard(agent)
     assert least_s <= timed(talk, "r") < most_s
-    assert not talk.engine.is_open("r")
+    assert not talk.engine.is_open(ONE)
 
 
 @pytest.mark.parametrize("hears_at_s", [0.5, None])
@@ -508,25 +553,25 @@ def test_waits_for_readers_from_when_the_agent_could_hear_of_it(
     """What waits in our own queue it cannot hear. One that reads nothing may read on for a second once given up."""
     talk.engine.offer(OFFER)
     while talk.link.is_all_sent:
-        talk.link.send(Withdraw(request="another", reason="x" * 1000))
-    talk.engine.withdraw("r", "preempted")
+        talk.link.send(Withdraw(number=1, reason="x" * 1000))
+    talk.engine.withdraw(ONE, "preempted")
     timer = threading.Timer(hears_at_s or 0, agent.pump)
     if hears_at_s is not None:
         timer.start()
     expected_s = READERS_S + (READERS_S if hears_at_s is None else hears_at_s)
     assert expected_s - 0.05 <= timed(talk, "r") < expected_s + 1.5  # a busy machine may wake us late
-    assert talk.engine.attached is None and not talk.engine.is_open("r")
+    assert talk.engine.attached is None and not talk.engine.is_open(ONE)
 
 
 def test_says_whether_there_is_anything_to_wait_for_and_wakes_when_it_comes(talk: Talk, agent: FakeAgent) -> None:
     assert not talk.engine.is_waiting
     talk.engine.want(WANT)
     assert talk.engine.is_waiting
-    agent.say(Done(request="r", moved_bytes=0, seconds=0))
+    agent.say(Done(number=ONE, request="r", moved_bytes=0, seconds=0))
     began = time.monotonic()
     talk.engine.rest(5)
     assert time.monotonic() - began < 1
-    talk.engine.want(replace(WANT, request="goes on"))
+    talk.engine.want(called("goes on", WANT))
     talk.engine._listen()
     assert not talk.engine.is_waiting, "there is news"
     assert len(talk.engine.turn()) == 1 and talk.engine.is_waiting

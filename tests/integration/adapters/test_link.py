@@ -35,8 +35,10 @@ from tests.support.waiting import wait_for
 
 POOL = memory_of().pool
 ATTACH = Attach(versions=OURS, pool=POOL, handles=(Handle(region=0, kind="shm_fd", fd=0),))
-WANT = Want(request="r", rendezvous="room", sender="tcp://x:1", first_token=0, end_token=0, blocks=(), deadline_s=1)
-DONE = Done(request="r", moved_bytes=0, seconds=0)
+WANT = Want(
+    number=1, request="r", rendezvous="room", sender="tcp://x:1", first_token=0, end_token=0, blocks=(), deadline_s=1
+)
+DONE = Done(number=1, request="r", moved_bytes=0, seconds=0)
 
 
 @pytest.fixture

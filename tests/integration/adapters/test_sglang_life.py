@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,8 @@ class Talk:
 
     def __init__(self) -> None:
         self.attached: Any = object()
-        self.open: set[str] = set()
+        self.open: dict[int, str] = {}
+        self.numbers = count(1)
         self.said: list[Any] = []
         self.news: list[Ended] = []
         self.memory = SimpleNamespace(device=SimpleNamespace(type="cpu"))
@@ -42,26 +44,31 @@ class Talk:
 
     def say(self, message: Offer | Want | Expect) -> None:
         if isinstance(message, Offer) or (isinstance(message, Want) and message.end_token > message.first_token):
-            self.open.add(message.request)
+            self.open[message.number] = message.request
         self.said.append(message)
+
+    def new_number(self) -> int:
+        return next(self.numbers)
 
     offer = want = expect = say
 
-    def withdraw(self, request: str, reason: str, comes_again: bool = False) -> None:
-        self.said.append(("withdraw", request))
+    def withdraw(self, number: int, reason: str, comes_again: bool = False) -> None:
+        self.said.append(("withdraw", number))
 
-    def abandon(self, request: str, reason: str) -> None:
-        self.said.append(("abandon", request))
+    def abandon(self, number: int, reason: str) -> None:
+        self.said.append(("abandon", number))
 
-    def wait_for_readers(self, requests: list[str]) -> None:
-        self.open -= set(requests)
+    def wait_for_readers(self, offers: list[int]) -> None:
+        for number in offers:
+            del self.open[number]
 
-    def is_open(self, request: str) -> bool:
-        return request in self.open
+    def is_open(self, number: int) -> bool:
+        return number in self.open
 
-    def end(self, request: str, kind: Any, code: str = "") -> None:
-        self.open.discard(request)
-        self.news.append(Ended(request, kind, code, f"because of {code}"))
+    def end(self, kind: Any, code: str = "") -> None:
+        """What has been open for longest."""
+        number = min(self.open)
+        self.news.append(Ended(number, self.open.pop(number), kind, code, f"because of {code}"))
 
     def turn(self) -> list[Ended]:
         news, self.news = self.news, []
@@ -84,7 +91,7 @@ def manager(role: str) -> Any:
 
     made = object.__new__(KVBridgeManager)
     made.rooms, made.talk, made.told = Rooms(), Talk(), []
-    made._watched, made._look_at = {}, 0.0
+    made._watched, made._wanted, made._look_at = {}, {}, 0.0
     made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}
     made._queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False))
     made.options = SimpleNamespace(hold_s=30.0)
@@ -125,6 +132,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def req(prompt: str = "ab", told: dict[str, Any] | None = None) -> Any:
     """`told`: what a router says of another engine's half."""
     return SimpleNamespace(
+        rid="a request's id",
         prompt=prompt,
         input_embeds=None,
         origin_input_ids=[0] * 48,
@@ -178,7 +186,7 @@ def test_a_prompt_in_chunks_is_one_offer_and_over_when_all_have_read_it(prefill:
     assert first.rendezvous == last.rendezvous and first.rendezvous.endswith("/ab")
     assert prefill.told == [Row(room=ROOM, prompt="ab", fields=(bytes([4, 5, 6, 7]),))]
     assert made.poll() == WAITING, "somebody may be reading"
-    prefill.talk.end(str(ROOM), "offer")
+    prefill.talk.end("offer")
     assert listen(prefill, made) == SUCCESS
     made.clear()
     assert not prefill.rooms.owned() and not prefill.request_status and not prefill._watched
@@ -192,7 +200,7 @@ def test_a_prompt_that_another_engine_fetches_is_computed_without_being_asked_fo
     (offer,) = prefill.talk.said
     assert (offer.rendezvous, offer.tokens, offer.is_last) == (f"room/{ROOM}/ab", 40, True)
     assert offer.traceparent == TRACE
-    prefill.talk.end(str(ROOM), "offer")
+    prefill.talk.end("offer")
     assert listen(prefill, made) == SUCCESS
     made.clear()
     assert not prefill.rooms.owned() and not prefill.request_status
@@ -218,7 +226,7 @@ def test_an_aborted_request_leaves_its_room_though_sglang_never_speaks_of_it_aga
     made = begun(prefill)
     made.send(pages(3, 4), None, 32)
     made.abort()
-    assert ("withdraw", str(ROOM)) in prefill.talk.said and not prefill.talk.open, "its pages are others' from here on"
+    assert ("withdraw", 1) in prefill.talk.said and not prefill.talk.open, "its pages are others' from here on"
     assert not prefill.rooms.owned() and ROOM not in prefill.request_status
     assert prefill.told == [([("10.0.0.2", 4000)], "Aborted by AbortReq.")]
     prefill._hear_asked(asked(dst_port=4001))
@@ -229,15 +237,24 @@ def test_an_aborted_request_leaves_its_room_though_sglang_never_speaks_of_it_aga
     assert again.poll() == BOOTSTRAPPING
 
 
-def test_the_next_request_of_a_room_begins_where_an_offer_was_cut_short(prefill: Any) -> None:
-    """The conversation drops what is offered under a name that ended early, up to its last word: it has to be said."""
+def test_the_next_request_of_a_room_is_another_offer(prefill: Any) -> None:
+    """Also where the one before ended early. No answer to that one ends it."""
     made = begun(prefill)
     made.send(pages(3, 4), None, 32)
-    prefill.talk.end(str(ROOM), "offer", "agent_lost")
+    prefill.talk.end("offer", "agent_lost")
     assert listen(prefill, made) == FAILED
-    prefill.talk.said.clear()
     raises(made, "agent_lost")
-    assert prefill.talk.said == [("withdraw", str(ROOM))]
+    following = begun(prefill)
+    following.send(pages(5, 6), None, 32)
+    before, after = prefill.talk.said
+    assert (before.number, before.request, before.is_more) == (1, str(ROOM), False)
+    assert (after.number, after.request, after.is_more) == (2, str(ROOM), False)
+    following.send(pages(7), [], 8)
+    assert prefill.talk.said[-1].number == 2 and prefill.talk.said[-1].is_more
+    prefill.talk.news.append(Ended(1, str(ROOM), "offer", "withdrawn"))
+    assert listen(prefill, following) == WAITING
+    prefill.talk.end("offer")
+    assert listen(prefill, following) == SUCCESS
 
 
 def test_a_room_in_use_is_refused_and_its_owner_goes_on(prefill: Any) -> None:
@@ -339,7 +356,7 @@ def test_a_request_has_succeeded_when_its_kv_is_there_and_then_its_row(decode: A
     assert (want.first_token, want.end_token, want.blocks[0].ids) == (0, 40, (5, 6, 7))
     decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
     assert listen(decode, made) == WAITING and decode.kv_args.row[4] == 4, "the row comes last"
-    decode.talk.end(str(ROOM), "want")
+    decode.talk.end("want")
     assert listen(decode, made) == SUCCESS and decode.kv_args.row[4:].tobytes() == b"rows"
     made.clear()
     assert not decode.rooms.owned() and not decode.request_status and not decode._watched
@@ -397,11 +414,29 @@ def test_a_prefill_server_that_is_given_up_holds_up_nobody(decode: Any) -> None:
 def test_pages_are_ours_until_the_agent_has_answered(decode: Any) -> None:
     made = wanted(decode)
     made.abort()
-    assert listen(decode, made) == FAILED and ("abandon", str(ROOM)) in decode.talk.said
+    assert listen(decode, made) == FAILED and ("abandon", 1) in decode.talk.said
     raises(made, "Aborted")
     assert not decode.is_abort_release_safe(ROOM, 0)
-    decode.talk.end(str(ROOM), "want", "aborted")
+    decode.talk.end("want", "aborted")
+    decode._look_at = 0.0
     assert decode.is_abort_release_safe(ROOM, 0)
+
+
+def test_pages_of_a_request_are_its_own_though_the_next_one_of_its_room_wants_too(decode: Any) -> None:
+    made = wanted(decode)
+    made.abort()
+    assert listen(decode, made) == FAILED
+    raises(made, "Aborted")
+    following = wanted(decode)
+    assert listen(decode, following) == WAITING, "the agent's answer to the one before is not waited for"
+    first, second = (said for said in decode.talk.said if isinstance(said, Want))
+    assert first.number != second.number and first.common == second.common == "a request's id"
+    assert not decode.is_abort_release_safe(ROOM, 0)
+    decode.talk.end("want", "aborted")
+    assert listen(decode, following) == WAITING, "that was the other's"
+    decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    decode.talk.end("want")
+    assert listen(decode, following) == SUCCESS and decode.is_abort_release_safe(ROOM, 0)
 
 
 def test_the_second_clear_of_a_request_takes_nothing_of_the_next_one(decode: Any) -> None:
@@ -410,12 +445,12 @@ def test_the_second_clear_of_a_request_takes_nothing_of_the_next_one(decode: Any
     made.abort()
     assert listen(decode, made) == FAILED
     raises(made, "Aborted")
-    decode.talk.end(str(ROOM), "want", "aborted")
+    decode.talk.end("want", "aborted")
     following = receiver(decode)
     made.clear()
     assert listen(decode, following) == WAITING and decode.rooms.owned() == [ROOM]
     following.send_metadata(pages(8, 9, 10), 0, [], 0)
-    decode.talk.end(str(ROOM), "want")
+    decode.talk.end("want")
     decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
     assert listen(decode, following) == SUCCESS
 
@@ -479,7 +514,7 @@ def test_another_engines_prompt_is_fetched_where_the_router_says_and_goes_on_wit
     assert (want.rendezvous, want.sender, want.end_token) == (f"room/{ROOM}/ab", "tcp://10.0.0.7:7700", 40)
     assert want.traceparent == TRACE
     assert listen(decode, made) == WAITING and not decode.buffers.bootstrap_room.any(), "the row comes last"
-    decode.talk.end(str(ROOM), "want")
+    decode.talk.end("want")
     assert listen(decode, made) == SUCCESS
     assert decode.buffers.bootstrap_room[1][0] == ROOM and decode.buffers.output_ids[1][0] == 5
     made.clear()
@@ -499,8 +534,8 @@ def test_another_engines_prompt_is_held_while_the_request_queues(decode: Any) ->
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
     expect, want = decode.talk.said
     assert isinstance(expect, Expect) and expect.sender == TOLD["sender"]
-    assert (expect.request, expect.rendezvous) == (want.request, want.rendezvous), "the want ends it"
-    decode.talk.end(str(ROOM), "want")
+    assert (expect.number, expect.rendezvous) == (want.number, want.rendezvous), "the want ends it"
+    decode.talk.end("want")
     assert listen(decode, made) == SUCCESS
     made.clear()
     assert decode.talk.said == [expect, want]
@@ -519,7 +554,7 @@ def test_a_request_that_ends_while_it_queues_lets_go_of_another_engines_prompt_o
     made.clear()
     made.clear()
     expect, want = decode.talk.said
-    assert (want.request, want.rendezvous, want.sender) == (expect.request, expect.rendezvous, expect.sender)
+    assert (want.number, want.rendezvous, want.sender) == (expect.number, expect.rendezvous, expect.sender)
     assert (want.first_token, want.end_token, want.blocks) == (0, 0, ())
 
 

@@ -25,11 +25,11 @@ pytestmark = pytest.mark.vllm
 
 
 def done(want: Want) -> Done:
-    return Done(request=want.request, moved_bytes=1, seconds=0.1)
+    return Done(number=want.number, request="r", moved_bytes=1, seconds=0.1)
 
 
 def failed(want: Want) -> Failed:
-    return Failed(request=want.request, code="peer_gone", reason="it left")
+    return Failed(number=want.number, request="r", code="peer_gone", reason="it left")
 
 
 def test_a_reason_that_is_a_line_of_its_own_forges_no_line_in_the_engines_log(
@@ -38,7 +38,7 @@ def test_a_reason_that_is_a_line_of_its_own_forges_no_line_in_the_engines_log(
     forged = "it left\nINFO 11-21 00:00:00 [core.py:1] all is well\x1b[2J" + "x" * 900
     world.decode(40)
     world.steps(3)
-    agent.say(Failed(request=agent.one(Want).request, code="peer_lost\n", reason=forged))
+    agent.say(Failed(number=agent.one(Want).number, request="r", code="peer_lost\n", reason=forged))
     world.finish()
     told = [record.getMessage() for record in vllms_log.records if "KV not received" in record.getMessage()]
     assert told and all(text.isprintable() and "peer_lost\\x0a: it left\\x0aINFO" in text for text in told)
@@ -152,7 +152,7 @@ def test_says_so_when_it_needs_nothing_and_reports_no_receive(world: World, agen
 
 
 def refused(want: Want) -> Refused:
-    return Refused(code="not_attached", reasons=("attach first",), about=want.request)
+    return Refused(code="not_attached", reasons=("attach first",), number=want.number)
 
 
 @pytest.mark.parametrize("answer", [done, failed])
@@ -164,7 +164,7 @@ def test_an_abort_while_receiving_keeps_the_blocks_until_the_answer(
     want = agent.one(Want)
     world.abort(request)
     world.steps(3)
-    assert agent.one(Abandon).request == want.request
+    assert agent.one(Abandon).number == want.number
     assert world.free_blocks == 99 - 3
     agent.say(answer(want))
     world.finish()
@@ -339,7 +339,7 @@ def test_a_prompt_that_is_fetched_or_offered_is_none_of_them(world: World, agent
     agent.say(done(agent.one(Want)))
     world.prefill(40)
     world.steps(3)
-    agent.say(Released(request=agent.one(Offer).request))
+    agent.say(Released(number=agent.one(Offer).number, request="r"))
     assert computed(world) == []
 
 
@@ -391,7 +391,7 @@ def test_a_request_that_is_aborted_is_not_computed(world: World, agent: FakeAgen
     world.abort(waiting)
     world.abort(queued)
     world.step()
-    agent.say(Failed(request=want.request, code=code, reason="its last word"))
+    agent.say(Failed(number=want.number, request="r", code=code, reason="its last word"))
     world.request(20)
     assert computed(world) == [("untagged", 19)]
     assert not world.connector.scheduler._unfetched and not world.workers[0].worker._abandoned
@@ -450,7 +450,7 @@ def test_a_want_says_whether_its_prompt_was_offered_before_and_to_whom(world: Wo
 def test_the_prefill_side_tells_which_attachment_took_the_offer(world: World, agent: FakeAgent) -> None:
     world.prefill(40)
     outputs = [each for _ in range(3) for each in world.step().outputs if each.kv_transfer_params]
-    agent.say(Released(request=agent.one(Offer).request))
+    agent.say(Released(number=agent.one(Offer).number, request="r"))
     world.finish()
     assert [each.kv_transfer_params["remote_attachment"] for each in outputs] == [f"{agent.incarnation}/1"]
 
@@ -468,7 +468,7 @@ def test_equal_requests_share_one_fetch(world: World, agent: FakeAgent, tokens: 
     world.steps(3)
     assert all(each.status == RequestStatus.RUNNING for each in requests)
     rest = agent.take(Want)
-    assert [each.request.partition("#")[0] for each in rest] == [each.request_id for each in requests[1:]]
+    assert [each.request for each in rest] == [each.request_id for each in requests[1:]]
     assert all(each.end_token == 0 and each.is_offered for each in rest), "each gives back what was offered for it"
     left = (tokens - 1) % BLOCK
     assert [each for each in agent.take(Computed)] == [Computed(tokens=left, reason="already_fetched")] * 3 * bool(left)
@@ -494,10 +494,10 @@ def test_what_waited_for_an_equal_request_goes_on_at_once_if_that_one_fails(
     agent.say(failed(first))
     world.steps(3)
     rest = agent.take(Want)
-    assert [each.request.partition("#")[0] for each in rest] == [each.request_id for each in requests[1:]]
+    assert [each.request for each in rest] == [each.request_id for each in requests[1:]]
     assert {each.end_token for each in rest} == ({39} if is_aborted else {0})
     for each in rest:
-        agent.say(Failed(request=each.request, code="already_fetched", reason="an offer serves one"))
+        agent.say(Failed(number=each.number, request="r", code="already_fetched", reason="an offer serves one"))
     world.finish()
     world.assert_empty()
 

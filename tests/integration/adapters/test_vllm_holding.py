@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvbridge_proto.engine import Abandon, Expect, Offer, Reclaim, Released, Want
+from kvbridge_proto.engine import Expect, Offer, Reclaim, Released, Want
 
 from kvbridge.adapters.vllm import pressure
 from tests.integration.adapters.fake_agent import FakeAgent
@@ -44,7 +44,7 @@ def test_asks_for_blocks_while_a_prompt_that_came_has_none(world: World, agent: 
     world.step()
     assert agent.take(Reclaim)[-1].blocks == 4 - 3
     assert not agent.take(Offer)
-    agent.say(Released(request=held[0].request, code="reclaimed"))
+    agent.say(Released(number=held[0].number, request="r", code="reclaimed"))
     world.steps(2)
     assert agent.one(Offer).is_last
     agent.take(Reclaim)
@@ -59,7 +59,7 @@ def test_a_running_request_waits_for_held_blocks_before_others_are_preempted(wor
     running = world.request(47, max_tokens=8)  # has 3 blocks; its second token needs a fourth
     world.steps(4)
     assert agent.take(Reclaim)[-1].blocks == 1
-    agent.say(Released(request=held[0].request, code="reclaimed"))
+    agent.say(Released(number=held[0].number, request="r", code="reclaimed"))
     world.steps(4)
     assert running.num_preemptions == 0
     assert running.num_output_tokens > 2
@@ -74,8 +74,7 @@ def test_a_request_that_queues_says_what_it_will_want(world: World, agent: FakeA
     world.abort(request)
     world.step()
     want = agent.one(Want)
-    assert agent.one(Abandon).request == expected.request
-    assert (want.rendezvous, want.end_token) == (expected.rendezvous, 0)
+    assert (want.number, want.rendezvous, want.end_token) == (expected.number, expected.rendezvous, 0), "it ends it"
 
 
 def test_an_engine_that_takes_long_steps_is_not_idle(world: World, agent: FakeAgent) -> None:

@@ -33,7 +33,7 @@ def test_offers_the_prompt_as_it_is_computed(world: World, agent: FakeAgent) -> 
 
     world.step()
     second = agent.one(Offer)
-    assert second.tokens == 128 and second.request == first.request
+    assert second.tokens == 128 and second.number == first.number and (first.is_more, second.is_more) == (False, True)
     assert [(piece.first, list(piece.ids)) for piece in second.blocks] == [(4, world.block_ids(request)[4:8])]
 
     world.step()
@@ -62,7 +62,7 @@ def test_keeps_the_blocks_until_the_agent_released_them(world: World, agent: Fak
     assert {name: params[name] for name in expected} == expected  # vLLM adds some of its own
     world.steps(5)
     assert world.free_blocks == 99 - 3
-    agent.say(Released(request=agent.one(Offer).request))
+    agent.say(Released(number=agent.one(Offer).number, request="r"))
     world.finish()
 
 
@@ -72,7 +72,7 @@ def test_frees_at_once_what_was_released_before_the_request_ended(world: World, 
     (worker,) = world.workers
     worker.bind_connector_metadata(scheduled.kv_connector_metadata)
     worker.wait_for_save()
-    agent.say(Released(request=agent.one(Offer).request))  # all receivers served, while the engine still samples
+    agent.say(Released(number=agent.one(Offer).number, request="r"))  # all are served, and the engine still samples
     assert not world.said(worker, scheduled).finished_sending
     worker.clear_connector_metadata()
     held = world.scheduler.requests.copy()
@@ -87,10 +87,10 @@ def test_an_abort_withdraws_and_keeps_the_blocks_until_no_read_is_under_way(worl
     world.abort(request)
     world.steps(3)
     withdrawn = agent.one(Withdraw)
-    assert withdrawn.request == agent.take(Offer)[0].request
+    assert withdrawn.number == agent.take(Offer)[0].number
     assert withdrawn.reason == "finished_aborted"
     assert world.free_blocks < 99
-    agent.say(Released(request=withdrawn.request, code="withdrawn"))
+    agent.say(Released(number=withdrawn.number, request="r", code="withdrawn"))
     world.finish()
 
 
@@ -111,7 +111,7 @@ def test_a_preempted_prompt_is_withdrawn_before_the_forward_and_offered_anew(tmp
     readers: list[bool] = []  # where a forward may write into blocks of the preempted prompt
     conversation = world.workers[0].worker._conversation
     world.on_forward = lambda: readers.extend(
-        conversation.is_open(m.request) for m in agent.heard if type(m) is Withdraw
+        conversation.is_open(m.number) for m in agent.heard if type(m) is Withdraw
     )
     for _ in range(12):
         world.agents = []  # it pumps itself
@@ -123,16 +123,16 @@ def test_a_preempted_prompt_is_withdrawn_before_the_forward_and_offered_anew(tmp
         agent.heard.clear()
         for message in new:
             if isinstance(message, Offer) and message.is_last:
-                agent.say(Released(request=message.request))
+                agent.say(Released(number=message.number, request="r"))
     assert second.num_preemptions == 1 and first.num_preemptions == 0
     assert readers == [False], "the step waits until nobody reads what its forward writes"
     (withdrawn,) = [message for message in heard if isinstance(message, Withdraw)]
     assert withdrawn.reason == "preempted" and withdrawn.comes_again
     after = heard[heard.index(withdrawn) + 1 :]
     anew = [m for m in after if isinstance(m, Offer) and m.rendezvous.startswith("name2/")]
-    assert anew and all(message.request == f"{withdrawn.request}~1" for message in anew)
+    assert {message.number for message in anew} == {anew[0].number} != {withdrawn.number} and not anew[0].is_more
     assert anew[0].blocks[0].first == 0 and anew[-1].is_last
-    agent.say(Released(request=withdrawn.request))  # the first attempt's; nobody waits for it
+    agent.say(Released(number=withdrawn.number, request="r"))  # the first attempt's; nobody waits for it
     world.finish()
 
 
@@ -152,12 +152,12 @@ def test_a_preempted_prompt_that_is_aborted_is_not_waited_for(tmp_path: Path) ->
     agent.take(Offer)
     world.step()
     agent.pump()
-    said = [message for message in agent.heard if isinstance(message, Offer | Withdraw) and "name2" in message.request]
+    said = [message for message in agent.heard if isinstance(message, Offer | Withdraw)][-2:]
     assert [type(message) for message in said] == [Offer, Withdraw]
     nothing, withdrawn = said
     assert isinstance(nothing, Offer) and (nothing.tokens, nothing.blocks, nothing.is_last) == (0, (), True)
-    assert nothing.rendezvous.startswith("name2/") and nothing.request not in ("", preempted.request)
-    assert isinstance(withdrawn, Withdraw) and withdrawn.request == nothing.request and not withdrawn.comes_again
+    assert nothing.rendezvous.startswith("name2/") and nothing.number != preempted.number
+    assert isinstance(withdrawn, Withdraw) and withdrawn.number == nothing.number and not withdrawn.comes_again
     agent.die()
     world.finish()
 
@@ -182,7 +182,7 @@ def test_the_first_request_after_a_loss_asks_whether_the_agent_has_come_back(
     world.prefill(40)
     world.steps(2)
     assert agent.one(Offer).is_last
-    agent.say(Released(request="whatever"))
+    agent.say(Released(number=1, request="whatever"))
 
 
 def test_workers_that_do_not_say_it_in_time_are_not_waited_for(tmp_path: Path) -> None:
@@ -223,10 +223,8 @@ def test_a_send_is_done_when_every_rank_has_released_it(tmp_path: Path) -> None:
     assert [agent.take(Directory)[-1].ranks for agent in world.agents] == [ranks] * 2
     world.prefill(40)
     world.step()
-    names = {agent.one(Offer).request for agent in world.agents}
-    assert len(names) == 1
-    (name,) = names
-    world.agents[0].say(Released(request=name))
+    (number,) = {agent.one(Offer).number for agent in world.agents}
+    world.agents[0].say(Released(number=number, request="r"))
     world.steps(3)
     assert world.free_blocks == 99 - 3
     world.agents[1].die()
@@ -247,7 +245,7 @@ def test_an_untagged_prefill_is_answered_with_what_a_router_may_hand_on(tmp_path
         assert (params["remote_host"], params["remote_port"], params["remote_key"]) == ("127.0.0.1", 7700, key)
     else:
         assert params is None
-    world.agent.say(Released(request=offer.request))
+    world.agent.say(Released(number=offer.number, request="r"))
     world.request(40, max_tokens=2)
     assert all(output.kv_transfer_params is None for _ in range(2) for output in world.step().outputs)
     world.finish()
@@ -268,7 +266,7 @@ def test_an_engine_that_only_holds_blocks_rests_and_one_that_computes_does_not(w
     rests.clear()
     steps(5)
     assert rests == [0.0] * 5
-    agent.say(Released(request=agent.one(Offer).request))
+    agent.say(Released(number=agent.one(Offer).number, request="r"))
     world.finish()
 
 

@@ -100,7 +100,7 @@ def test_takes_the_scales_of_its_sender_before_anything_is_there(tmp_path: Path)
     assert engine.ask(0.375, revision=3) == Rescale(revision=3, scales=(Scales(0, "k", (0.375,)),))
     assert engine.scales == (0.375, 0.375, 0.375)
     engine.agent.say(Rescaled(revision=3, epoch=2))
-    engine.agent.say(Done(request=engine.agent.one(Want).request, moved_bytes=1, seconds=0.1))
+    engine.agent.say(Done(number=engine.agent.one(Want).number, request="r", moved_bytes=1, seconds=0.1))
     engine.world.finish()
     assert max(engine.scheduled) == 1  # all the others came
 
@@ -112,7 +112,7 @@ def test_keeps_its_own_once_rows_are_there(tmp_path: Path, after: str) -> None:
     if not after.startswith("nothing"):
         engine.world.step()
     if after == "receiving":
-        engine.agent.say(Done(request=engine.agent.one(Want).request, moved_bytes=1, seconds=0.1))
+        engine.agent.say(Done(number=engine.agent.one(Want).number, request="r", moved_bytes=1, seconds=0.1))
     answer = engine.ask(0.375)
     assert isinstance(answer, Decline) and "computed or received" in answer.reason
     assert engine.scales == (1.0, 1.0, 1.0)
@@ -142,9 +142,9 @@ def test_rows_that_came_under_the_scales_from_before_are_not_used(tmp_path: Path
     engine = Adopting(tmp_path)
     engine.world.decode(40)
     engine.world.step()
-    name = engine.agent.one(Want).request
+    number = engine.agent.one(Want).number
     engine.ask(0.375)
-    engine.agent.say(Done(request=name, moved_bytes=1, seconds=0.1))
+    engine.agent.say(Done(number=number, request="r", moved_bytes=1, seconds=0.1))
     engine.agent.say(Rescaled(revision=1, epoch=2))
     engine.world.steps(2)
     assert 40 in engine.scheduled  # all of the prompt was computed here

@@ -105,7 +105,7 @@ def test_whatever_is_offered_is_held_until_it_is_released(tmp_path: Path, window
         assert last.tokens == params[0]["remote_num_tokens"] == max(1, tokens - 1)
         if tokens > 1:
             assert {piece.group: piece.first * BLOCK for piece in last.blocks}[1] == kept(window).first(tokens - 1)
-        world.agent.say(Released(request=last.request))
+        world.agent.say(Released(number=last.number, request="r"))
         world.run()
         world.assert_empty()
 
@@ -118,7 +118,7 @@ def test_a_prompt_that_was_cut_short_fills_no_block_of_the_prefix_cache_with_its
     tokens = list(range(7000, 7000 + 4 * BLOCK))
     world.prefill(prompt=tokens)
     world.steps(6)
-    world.agent.say(Released(request=world.agent.take(Offer)[-1].request))
+    world.agent.say(Released(number=world.agent.take(Offer)[-1].number, request="r"))
     world.run()
     hits: list[int] = []
     world.on_forward = lambda: hits.extend(new.num_computed_tokens for new in world.scheduled.scheduled_new_reqs)
@@ -165,7 +165,7 @@ def test_who_waits_for_what_vllm_gives_up_hears_that_nothing_comes(tmp_path: Pat
     world.run()
     offer = world.agent.one(Offer)
     assert (offer.tokens, offer.blocks, offer.is_last) == (0, (), True) and offer.rendezvous.startswith("prompt-")
-    world.agent.say(Released(request=offer.request))
+    world.agent.say(Released(number=offer.number, request="r"))
     world.steps(2)
     world.assert_empty()
 
@@ -217,7 +217,7 @@ def test_a_prompt_that_comes_again_is_computed_from_rows_that_were_written(tmp_p
             written -= {(piece.group, block, row) for block in piece.ids for row in range(BLOCK)}
             write(piece.group, ids, first, want.end_token)
         world.on_forward = on_decode
-        agent.say(Done(request=want.request, moved_bytes=1, seconds=0.1))
+        agent.say(Done(number=want.number, request="r", moved_bytes=1, seconds=0.1))
         world.run()
         world.on_forward = on_second
         running[:] = [world.request(prompt=prompt, max_tokens=1)]

@@ -280,7 +280,7 @@ class World:
         for worker in self.workers:
             assert not worker.worker._ledger.receives and not worker.worker._ledger.sends
             conversation = worker.worker._conversation
-            assert not conversation._open and not conversation._expected and not conversation._cut_short
+            assert not conversation._open and not conversation._expected
 
 
 def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmConfig:

@@ -22,7 +22,7 @@ from kvbridge_proto.status import Status, StatusQuery
 
 from kvbridge.loopback.engine import RequestRejected, why
 from kvbridge.loopback.job import Job, JobEngine
-from kvbridge.loopback.messages import offer_of, want_of
+from kvbridge.loopback.messages import number_of, offer_of, want_of
 from kvbridge.loopback.pools import POISON, DemoRequest, first_difference
 
 CALM_S = 0.1  # how long nobody may have written when we look
@@ -85,7 +85,7 @@ class Rank(JobEngine):
         os.kill(stop, signal.SIGSTOP)
         try:
             if is_withdrawn:
-                self.client.send(Withdraw(request=rendezvous, reason="preempted"))
+                self.client.send(Withdraw(number=number_of(rendezvous), reason="preempted"))
             time.sleep(for_s)
             if is_withdrawn:
                 self._scribble(POISON)
@@ -124,7 +124,7 @@ class Rank(JobEngine):
         if kill:
             os.kill(kill, number)
         else:
-            self.client.send(Abandon(request=rendezvous))
+            self.client.send(Abandon(number=number_of(rendezvous)))
         ended = self._end_of(rendezvous)
         if ended["code"] == GONE and is_patient:
             assert select.select([process], [], [], GONE_S)[0], f"process {kill} is not gone in {GONE_S} s"

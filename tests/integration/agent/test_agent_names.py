@@ -16,13 +16,14 @@ from tests.unit.exchange.world import World
 class Fetching(Whole):
     """Its engine's requests bring whatever address their clients say."""
 
+    numbers = 0
+
     def want(self, sender: str) -> None:
         assert self.engine is not None
         blocks = (Blocks(0, 0, (0,)),)
-        request = f"r{len(self.receiving.wants)}-{len(self.told)}"
-        want = Want(
-            request=request, rendezvous="r", sender=sender, first_token=0, end_token=16, blocks=blocks, deadline_s=100.0
-        )
+        self.numbers += 1
+        tokens = {"first_token": 0, "end_token": 16, "blocks": blocks}
+        want = Want(number=self.numbers, request="r", rendezvous="r", sender=sender, **tokens, deadline_s=100.0)
         self.receiver.want(want, self.engine)
 
     @property

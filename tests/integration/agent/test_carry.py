@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from kvbridge_proto.engine import Withdraw
 
+from kvbridge.loopback.messages import number_of
 from tests.integration.agent.harness import is_at_rest
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape
@@ -88,7 +89,7 @@ def test_want_before_offer_and_chunks_while_the_prompt_is_computed(bench: Bench)
     bench.fill(table, range(1000))
     bench.offer("r", table[:32], 500, is_last=False)
     wait_for(lambda: "role=receiver" in str(bench.receiver.agent.status.counters), 10)  # it is not computed yet
-    bench.offer("r", table[32:], 1000, first=32)
+    bench.offer("r", table[32:], 1000, first=32, is_more=True)
     bench.done("r")
     bench.check(wanted, range(1000))
 
@@ -110,7 +111,7 @@ def test_many_requests_at_once(bench: Bench) -> None:
 
 def test_a_request_that_ends_as_it_should_is_no_line_at_info(bench: Bench) -> None:
     bench.offer("back", [7], 16)
-    bench.sender.client.send(Withdraw(request="back"))
+    bench.sender.client.send(Withdraw(number=number_of("back")))
     bench.sender.released("back")
     bench.carries("one", [7], [9], range(16))
     for engine in bench.engines:

@@ -19,6 +19,7 @@ import pytest
 from kvbridge_proto.engine import Abandon, Done, Failed, Withdraw
 
 from kvbridge.device.fence import EngineFence
+from kvbridge.loopback.messages import number_of
 from tests.integration.agent.harness import OracleEngine
 from tests.integration.agent.pairs import Bench
 from tests.support.oracle import Shape, fill
@@ -172,7 +173,7 @@ def held_up(pair: Pair, sender: int = 0, receiver: int = 0) -> str:
 
 def test_a_withdrawn_offer_is_released_though_its_stream_stands_still(still: Pair) -> None:
     request = held_up(still, sender=1)
-    still.sender.client.send(Withdraw(request=request, reason="preempted"))
+    still.sender.client.send(Withdraw(number=number_of(request), reason="preempted"))
     assert still.sender.released(request, AT_ONCE_S).code == "withdrawn"
     still.receiver.failed(request, "withdrawn", AT_ONCE_S)
     wait_for(lambda: still.sender.agent.status.send_slots.lent == 0, AT_ONCE_S)
@@ -180,13 +181,13 @@ def test_a_withdrawn_offer_is_released_though_its_stream_stands_still(still: Pai
 
 def test_an_offer_of_which_nobody_wants_the_rest_is_released_though_its_stream_stands_still(still: Pair) -> None:
     request = held_up(still, sender=1)
-    still.receiver.client.send(Abandon(request=request))
+    still.receiver.client.send(Abandon(number=number_of(request)))
     assert isinstance(still.receiver.answer(request, AT_ONCE_S), Failed)
     still.sender.released(request, AT_ONCE_S)
 
 
 def test_an_abandoned_want_has_failed_though_its_stream_stands_still(still: Pair) -> None:
     request = held_up(still, receiver=1)
-    still.receiver.client.send(Abandon(request=request))
+    still.receiver.client.send(Abandon(number=number_of(request)))
     still.receiver.failed(request, "aborted", AT_ONCE_S)
     wait_for(lambda: still.receiver.agent.status.receive_slots.landed == 0, AT_ONCE_S)

@@ -10,6 +10,7 @@ from kvbridge_proto.status import OfferStatus
 
 from kvbridge.commands.status import rendered
 from kvbridge.exchange.sender import FRESH_S
+from kvbridge.loopback.messages import number_of
 from tests.integration.agent.harness import AgentProcess
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape
@@ -43,7 +44,7 @@ def test_an_offer_is_held_for_whom_it_is_awaited_and_let_go_when_nobody_asks(ben
     bench.fill(table, range(TOKENS))
     for request in ("awaited", "forgotten"):
         bench.offer(request, table, TOKENS, hold_s=HOLD_S)
-    receiver.client.send(Expect(request="awaited", rendezvous="awaited", sender=bench.address))
+    receiver.client.send(Expect(number=number_of("awaited"), rendezvous="awaited", sender=bench.address))
     assert sender.client.wait(Held, seconds=HOLD_S).requests == ("awaited",)
     found = offers(bench)
     assert [(each.state, each.peer, each.tokens, each.blocks) for each in found.values()] == [
@@ -71,7 +72,7 @@ def test_an_engine_that_lacks_blocks_gets_those_that_nobody_asked_for(bench: Ben
     sender, receiver = bench.sender, bench.receiver
     for number in range(3):
         bench.offer(f"r{number}", [3 * number, 3 * number + 1, 3 * number + 2], TOKENS)
-    receiver.client.send(Expect(request="r0", rendezvous="r0", sender=bench.address))
+    receiver.client.send(Expect(number=number_of("r0"), rendezvous="r0", sender=bench.address))
     sender.client.wait(Held)
     time.sleep(FRESH_S)
     sender.client.send(Reclaim(blocks=2))

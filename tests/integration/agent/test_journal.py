@@ -149,7 +149,7 @@ def test_stages_of_many_chunks_are_told_apart_while_the_prompt_is_computed(route
     sender.offer("p", TABLE[:32], 500, rendezvous="r", is_last=False)
     wait_for(lambda: receiver.agent.status.counters.get("kvbridge_chunks_total{role=receiver}"))
     time.sleep(0.5)
-    sender.offer("p", TABLE[32:], len(TOKENS), first=32, rendezvous="r")
+    sender.offer("p", TABLE[32:], len(TOKENS), first=32, is_more=True, rendezvous="r")
     receiver.answer("d")
     sender.released("p")
     for told in json.loads(traced("d", *sockets_of(made), "--json").stdout):

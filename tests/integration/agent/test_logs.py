@@ -17,6 +17,7 @@ from kvbridge_proto.status import Trace, TraceQuery
 from kvbridge.agent.logs import JsonFormatter, RateLimit
 from kvbridge.agent.request_log import RequestLog
 from kvbridge.agent.request_names import MOST_TRANSFERS, RequestNames
+from kvbridge.loopback.messages import number_of
 from tests.integration.agent.harness import Client, OracleEngine, agent, attached
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.cited import ROOT
@@ -106,9 +107,9 @@ def ended_in_every_way(made: Bench) -> dict[str, str]:
     sender.offer("p-gone", TABLE[:5], 80, rendezvous="gone", is_last=False)
     receiver.want("d-gone", made.address, WANTED, TOKENS, rendezvous="gone")
     wait_for(lambda: any(each.request == "p-gone" for each in sender.agent.status.transfers))
-    receiver.client.send(Abandon(request="d-gone"))
+    receiver.client.send(Abandon(number=number_of("d-gone")))
     assert isinstance(receiver.answer("d-gone"), Failed)
-    sender.client.send(Withdraw(request="p-gone"))
+    sender.client.send(Withdraw(number=number_of("p-gone")))
     for name in ("early", "short", "gone"):
         sender.released(f"p-{name}")
     return {f"d-{name}": f"p-{name}" for name in ("one", "two", "early", "short", "gone")}
@@ -155,35 +156,38 @@ def test_a_request_with_several_transfers_names_them_all_and_one_without_names_n
     names = RequestNames(most=3)
     lines = RequestLog(logging.getLogger("kvbridge.test"), names)
     caplog.set_level(logging.INFO)
-    names.join("r", "t1")
-    names.join("r", "t2")
-    names.join("r", "t2")
-    lines.warning("failed", "code=%s %s", "x", "why", request="r")
-    lines.warning("failed", "code=%s", "x", request="unknown")
+    names.begin(1, "r")
+    names.join(1, "t1")
+    names.join(1, "t2")
+    names.join(1, "t2")
+    lines.warning("failed", "code=%s %s", "x", "why", number=1)
+    lines.warning("failed", "code=%s", "x", number=7)
     lines.warning("dropped", transfer="t1")
     lines.debug("not shown", transfer="t1")
-    names.begin("r")  # again, under the same name
-    names.join("r", "t3")
+    names.begin(2, "r")  # another of the same name
+    names.join(2, "t3")
     lines.warning("dropped", transfer="t2")
-    lines.warning("failed", request="r")
+    lines.warning("failed", number=2)
     assert [record.getMessage() for record in caplog.records] == [
         "failed: request=r transfer=t1,t2 code=x why",
-        "failed: request=unknown code=x",
+        "failed: code=x",
         "dropped: request=r transfer=t1",
         "dropped: request=r transfer=t2",
         "failed: request=r transfer=t3",
     ]
-    for number in range(10):
-        names.join(f"r{number}", f"other{number}")
-    assert len(names._request_of) == len(names._transfers_of) == 3 and not names.request_of("t3")
+    for number in range(3, 13):
+        names.begin(number, f"r{number}")
+        names.join(number, f"other{number}")
+    assert len(names._number_of) == len(names._transfers_of) == len(names._name_of) == 3
+    assert not names.request_of(0, "t3")
 
 
 def test_a_request_that_is_claimed_again_and_again_keeps_the_last_transfers_only() -> None:
     """By a peer that claims no rows at all, which leaves the offer open."""
     names = RequestNames()
     for number in range(10 * MOST_TRANSFERS):
-        names.join("r", f"t{number}")
-    assert names.transfers_of("r") == tuple(f"t{number}" for number in range(9 * MOST_TRANSFERS, 10 * MOST_TRANSFERS))
+        names.join(1, f"t{number}")
+    assert names.transfers_of(1) == tuple(f"t{number}" for number in range(9 * MOST_TRANSFERS, 10 * MOST_TRANSFERS))
 
 
 def test_no_line_names_a_request_or_a_transfer_by_hand_without_the_other() -> None:

@@ -69,19 +69,19 @@ def stages(record: RequestRecord) -> dict[str, float]:
 def test_stages_of_a_fetch_are_between_what_the_journal_was_told() -> None:
     kept, now, ended = records("receiver")
     for at, what, names in (
-        (0.0, "wanted", {"request": "d", "rendezvous": "r"}),
-        (0.1, "claimed", {"request": "d", "rendezvous": "r", "transfer": "t1"}),
-        (0.2, "claimed", {"request": "d", "rendezvous": "r", "transfer": "t2"}),
+        (0.0, "wanted", {"number": 1, "request": "d", "rendezvous": "r"}),
+        (0.1, "claimed", {"number": 1, "rendezvous": "r", "transfer": "t1"}),
+        (0.2, "claimed", {"number": 1, "rendezvous": "r", "transfer": "t2"}),
         (0.4, "landed", {"transfer": "t2"}),
         (0.5, "landed", {"transfer": "t1"}),
-        (1.0, "done", {"request": "d"}),
+        (1.0, "done", {"number": 1}),
         (2.0, "landed", {"transfer": "t1"}),  # nobody's any more
     ):
         now[0] = 5.0 + at
         kept.note(what, **names)
     (record,) = ended
     assert stages(record) == {"claim": 0.1, "begin": 0.3, "move": 0.6} and record.transfers == {"t1", "t2"}
-    assert not kept._of_request and not kept._of_transfer
+    assert not kept._of_number and not kept._of_transfer
 
 
 @pytest.mark.parametrize(("claimed", "claim", "begin"), [(0.0, 0.0, 0.1), (0.25, 0.05, 0.05)])
@@ -90,10 +90,10 @@ def test_a_sender_may_be_asked_before_it_has_anything(claimed: float, claim: flo
     for at, what, names in sorted(
         (
             (claimed, "claimed", {"rendezvous": "r", "transfer": "t"}),
-            (0.2, "offered", {"request": "p", "rendezvous": "r"}),
-            (0.21 if claimed < 0.2 else 0.26, "met", {"request": "p", "transfer": "t"}),
+            (0.2, "offered", {"number": 1, "request": "p", "rendezvous": "r"}),
+            (0.21 if claimed < 0.2 else 0.26, "met", {"number": 1, "transfer": "t"}),
             (0.3, "gathering", {"transfer": "t"}),
-            (0.4, "released", {"request": "p"}),
+            (0.4, "released", {"number": 1}),
         ),
         key=lambda each: each[0],
     ):
@@ -105,10 +105,10 @@ def test_a_sender_may_be_asked_before_it_has_anything(claimed: float, claim: flo
 def test_of_requests_that_never_end_only_so_many_are_kept() -> None:
     kept, _, ended = records("sender", most=4)
     for number in range(100):
-        kept.note("offered", request=f"p{number}", rendezvous=f"r{number}")
+        kept.note("offered", number=number + 1, request=f"p{number}", rendezvous=f"r{number}")
         kept.note("claimed", rendezvous="elsewhere", transfer=f"t{number}")
-    assert len(kept._of_request) == len(kept._of_transfer) == 4
-    kept.note("released", request="p0")
+    assert len(kept._of_number) == len(kept._of_transfer) == 4
+    kept.note("released", number=1)
     assert not ended
 
 

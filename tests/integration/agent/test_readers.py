@@ -52,7 +52,7 @@ def test_a_sender_cannot_say_how_much_its_receiver_has_read(bench_of: Benches) -
     assert (given_away.chunks_done, given_away.chunks) == (None, read.chunks) and 0 < read.chunks_done < read.chunks
     assert f"sender flowing {read.chunks} being read" in shown(bench.sender.agent)
     assert f"receiver flowing {read.chunks_done}/{read.chunks}" in shown(bench.receiver.agent)
-    bench.offer("r", given[40:], 1000, first=40)
+    bench.offer("r", given[40:], 1000, first=40, is_more=True)
     bench.done("r")
 
 

@@ -10,6 +10,7 @@ from kvbridge_proto.engine import Offer, Want
 from kvbridge_proto.peer import Claim
 
 from kvbridge.exchange.orders import Broken, SendOrder, StopReceiving
+from kvbridge.loopback.messages import number_of
 from tests.integration.agent.player import Whole, Wire, greeting, welcomed
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.world import World
@@ -34,11 +35,14 @@ class Unwell(Whole):
 
     def want(self, request: str) -> None:
         tokens = {"first_token": 0, "end_token": 16, "blocks": BLOCKS}
-        want = Want(request=request, rendezvous=request, sender="P0", **tokens, deadline_s=100.0)
+        want = Want(
+            number=number_of(request), request=request, rendezvous=request, sender="P0", **tokens, deadline_s=100.0
+        )
         self.receiver.want(want, self.engine)
 
     def offer(self, request: str) -> None:
-        offer = Offer(request=request, rendezvous=request, tokens=16, blocks=BLOCKS, is_last=True, hold_s=60.0)
+        names = {"number": number_of(request), "request": request, "rendezvous": request}
+        offer = Offer(**names, tokens=16, blocks=BLOCKS, is_last=True, hold_s=60.0)
         self.sender.offer(offer, self.engine)
 
     def noted(self, request: str) -> set[str]:
@@ -88,7 +92,7 @@ async def test_what_the_data_plane_reported_is_noted_if_what_follows_from_it_fai
     player = Unwell(world.receivers[0].engine)
     player.want("r")
     await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
-    (transfer,) = player.receiving.wants["r"].incoming_transfers
+    (transfer,) = player.receiving.wants[number_of("r")].incoming_transfers
     player.no_orders = StopReceiving
     with pytest.raises(RuntimeError):
         player.receiver.hear([Broken(transfer, "bad_digest", "not what was sent")])

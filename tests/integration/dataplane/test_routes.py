@@ -304,7 +304,7 @@ def order(data_plane: DataPlane, transfer: str, memory: Any, *slots: int) -> Non
     attachment: Any = SimpleNamespace(
         epoch=1, memory=memory, liveness=EngineLiveness(0.0), has_reached=lambda count: True
     )
-    data_plane.give(SendOrder(transfer, "r", "b", plan, b"", 1, "xxh3"), attachment)
+    data_plane.give(SendOrder(transfer, 1, "r", "b", plan, b"", 1, "xxh3"), attachment)
     data_plane.give(Progress(transfer, {}, len(slots), 0), attachment)
     data_plane.give(Credit(transfer, tuple(SlotLease(slot, 1) for slot in slots)), attachment)
 
@@ -441,13 +441,13 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
     def withdraw() -> None:
         if withdrawn_at:
             heard, attachment.liveness.heard_at = attachment.liveness.heard_at, said_after
-            attachment.liveness.withdrew("r", withdrawn_at)
+            attachment.liveness.withdrew(1, withdrawn_at)
             attachment.liveness.heard_at = heard
 
     jobs = Jobs(Agents(stack).sender, "a", SendOrders(0), ReceiveOrders(), 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
     attachment = AttachedMemory(1, pool, None, EngineLiveness(heard_at))
-    story = jobs._taken_back(attachment, "r", asked_at=99.0)
+    story = jobs._taken_back(attachment, 1, asked_at=99.0)
     if withdrawn_at < 100:
         withdraw()
     try:
@@ -467,29 +467,29 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
 
 def test_a_withdrawal_of_another_request_changes_nothing() -> None:
     word = EngineLiveness(99.1)
-    word.withdrew("other", 99.2)
-    assert not word.has_withdrawn("r", since=99.0, before=99.5)
-    word.withdrew("r", 99.3)
-    assert word.has_withdrawn("r", since=99.0, before=99.5)
-    assert not word.has_withdrawn("r", since=99.31, before=99.5), "what was asked for since then is offered anew"
+    word.withdrew(2, 99.2)
+    assert not word.has_withdrawn(1, since=99.0, before=99.5)
+    word.withdrew(1, 99.3)
+    assert word.has_withdrawn(1, since=99.0, before=99.5)
+    assert not word.has_withdrawn(1, since=99.31, before=99.5), "what was asked for since then is offered anew"
 
 
 def test_withdrawals_that_are_not_kept_may_have_been_any() -> None:
     word = EngineLiveness(99.1)
-    word.withdrew("r", 99.2)
+    word.withdrew(1, 99.2)
     for i in range(KEPT):
-        word.withdrew(f"other{i}", 99.3)
-    assert len(word.withdrawals) == KEPT and "r" not in word.withdrawals
-    assert word.has_withdrawn("r", since=99.0, before=99.5) and word.has_withdrawn("s", since=99.2, before=99.5)
-    assert not word.has_withdrawn("s", since=99.25, before=99.5)
+        word.withdrew(100 + i, 99.3)
+    assert len(word.withdrawals) == KEPT and 1 not in word.withdrawals
+    assert word.has_withdrawn(1, since=99.0, before=99.5) and word.has_withdrawn(3, since=99.2, before=99.5)
+    assert not word.has_withdrawn(3, since=99.25, before=99.5)
 
 
 def test_the_same_request_withdrawn_twice_may_have_been_taken_back_by_the_first() -> None:
     word = EngineLiveness(99.1)
-    word.withdrew("r", 99.2)
+    word.withdrew(1, 99.2)
     word.heard_at = 99.8
-    word.withdrew("r", 99.9)
-    assert word.has_withdrawn("r", since=99.0, before=99.5)
+    word.withdrew(1, 99.9)
+    assert word.has_withdrawn(1, since=99.0, before=99.5)
 
 
 def test_who_has_left_is_not_waited_for(stack: ExitStack) -> None:
@@ -497,7 +497,7 @@ def test_who_has_left_is_not_waited_for(stack: ExitStack) -> None:
     jobs = Jobs(Agents(stack).sender, "a", SendOrders(0), ReceiveOrders(), 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
     with pytest.raises(StopIteration) as ended:
-        next(jobs._taken_back(AttachedMemory(1, pool, None, EngineLiveness(99.9, has_left=True)), "r", asked_at=99.0))
+        next(jobs._taken_back(AttachedMemory(1, pool, None, EngineLiveness(99.9, has_left=True)), 1, asked_at=99.0))
     assert ended.value.value[0] == "engine_left"
 
 

@@ -31,7 +31,7 @@ def send_orders(slots: int = 4, **transfers: int) -> SendOrders:
     """Transfers of so many chunks, all ready, none with a slot to go to."""
     made = SendOrders(slots)
     for name, chunks in transfers.items():
-        made.order(SendOrder(name, "r", "D0", Plan(chunks), b"", 1, ""), NOTHING, 0.0)
+        made.order(SendOrder(name, 1, "r", "D0", Plan(chunks), b"", 1, ""), NOTHING, 0.0)
         made.progress(Progress(name, {}, chunks, 7), 0.0)
     return made
 
@@ -68,7 +68,7 @@ def test_a_transfer_says_what_it_shipped_that_its_blocks_are_free_and_that_it_is
 
 def test_each_chunk_waits_for_the_count_with_which_it_came() -> None:
     made = SendOrders(4)
-    made.order(SendOrder("a", "r", "D0", Plan(3), b"", 1, ""), NOTHING, 0.0)
+    made.order(SendOrder("a", 1, "r", "D0", Plan(3), b"", 1, ""), NOTHING, 0.0)
     lend(made, "a", 3)
     assert not begun(made)
     made.progress(Progress("a", {}, 1, 5), 0.0)
@@ -79,7 +79,7 @@ def test_each_chunk_waits_for_the_count_with_which_it_came() -> None:
 def test_a_chunk_is_asked_for_when_it_was_ordered_and_not_when_it_begins() -> None:
     """A withdrawal that is heard in between may be of the blocks that it reads (`Jobs._taken_back`)."""
     made = SendOrders(4)
-    made.order(SendOrder("a", "r", "D0", Plan(2), b"", 1, ""), NOTHING, 1.0)
+    made.order(SendOrder("a", 1, "r", "D0", Plan(2), b"", 1, ""), NOTHING, 1.0)
     made.progress(Progress("a", {}, 2, 0), 2.0)
     made.credit(Credit("a", (SlotLease(0, 1),)), 3.0)
     (first,) = begun(made)

@@ -58,6 +58,7 @@ from kvbridge.exchange.orders import Digest, Digested, FenceReached, Pull, Pulle
 from kvbridge.exchange.outgoing import OpenOffer
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import AttachedEngine
+from kvbridge.loopback.messages import number_of
 from tests.integration.agent.player import Whole, Wire
 from tests.integration.fuzz.target import Target
 from tests.integration.fuzz.typed import TEXTS, drawer
@@ -73,6 +74,7 @@ ALL_ROWS = (Take(0, 2, 0, 4),)
 DONE, BLOCKS = 80, (Blocks(0, 0, tuple(range(20))),)  # tokens of the honest transfers
 SLOTS, SEND_SLOTS = 8, 2
 MOST_S = 40.0  # for a script; the honest wait longer
+CARELESS = 16  # numbers of the careless engine's offers and wants
 CLAIMED, OFFERED = "t1", "o"  # what it claims first, and of which request
 CLAIM = changed(
     next(body for body in BODIES if isinstance(body, Claim)),
@@ -209,7 +211,7 @@ class Besieged(Whole):
             case Pull():
                 self.later("read", partial(self._is_read, order, self.receive_orders.begin_read(order.transfer)))
             case Digest(transfer=transfer, read=read):
-                assert order.request in self.sending.offers, "blocks that were given back are digested"
+                assert order.number in self.sending.offers, "blocks that were given back are digested"
                 found = read if read.digest % 3 else Sum(read.chunk, read.digest + 1)
                 failure = ("gather_failed", "test") if read.digest % 7 == 6 else None
                 self.send_orders.report(Digested(transfer, found, read, failure))
@@ -235,7 +237,7 @@ class Besieged(Whole):
         """What can be begun is, and the exchange hears of all."""
         self.report()
         while (leaving := self.send_orders.begin()) is not None:
-            offered = self.sending.offers.get(leaving.order.request)
+            offered = self.sending.offers.get(leaving.order.number)
             assert offered is not None, "blocks that were given back are read"
             first = leaving.order.plan.chunk(leaving.chunk).first_local  # every rank has all tokens here
             assert first >= offered.first_token, "a token before the offer is read"
@@ -400,7 +402,7 @@ class Siege:
         ours.run()
         good = ours.wires[GOOD]
         claim, chunk = good.last(Claim), 0
-        incoming = ours.receiving.wants["honest"].incoming_transfers[claim.transfer]
+        incoming = ours.receiving.wants[number_of("honest")].incoming_transfers[claim.transfer]
         await self.hear(good, "good", Ready(transfer=claim.transfer, chunks=incoming.plan.chunks))
         while chunk < incoming.plan.chunks:
             leases = [lease for body in good.sent if hasattr(body, "leases") for lease in body.leases][chunk:]
@@ -457,13 +459,15 @@ class Siege:
             case Write(notice=notice):
                 self._write(notice)
             case Offer():
-                ours.sender.offer(_named(step), ours.engine)
+                offer = _named(step)
+                is_more = offer.is_more or offer.number in ours.sending.offers
+                ours.sender.offer(changed(offer, is_more=is_more), ours.engine)
             case Withdraw():
-                ours.sender.withdraw(_named(step).request, step.reason, step.comes_again)
+                ours.sender.withdraw(_named(step).number, step.reason, step.comes_again)
             case Want():
                 ours.receiver.want(_named(step), ours.engine)
             case Abandon():
-                ours.receiver.abandon(_named(step).request)
+                ours.receiver.abandon(_named(step).number)
             case Do(what=what):
                 await self.happen(what)
         await ours.settle()
@@ -485,7 +489,7 @@ class Siege:
                 request = f"evil {len(ours.receiving.wants)}-{len(ours.told)}"
                 ours.receiver.want(want_of(request, DONE, BLOCKS, rendezvous="e", sender=EVIL, deadline=5), ours.engine)
             case 7:
-                ours.sender.withdraw("offered", "test")
+                ours.sender.withdraw(number_of("offered"), "test")
             case _:
                 self.leave()
                 self.route = "pull" if what == 8 else "nixl"
@@ -574,8 +578,8 @@ def _renamed(step: Any, number: int) -> Any:
 
 
 def _named(message: Any) -> Any:
-    """The careless engine's requests are not the honest one's."""
-    return changed(message, request=f"e-{message.request}"[:256])
+    """The careless engine's offers and wants are not the honest one's."""
+    return changed(message, number=message.number % CARELESS + 1)
 
 
 class Agents(Target):
@@ -637,7 +641,7 @@ def _plain(random: Random, step: Step) -> Step:
         chunk, digest = random.randrange(4), random.choice((1, 1, 1, 2, 6))
         step = changed(step, digests=(Sum(chunk, digest),))
     if isinstance(step, Withdraw) and random.random() < 0.5:
-        return changed(step, request=OFFERED)
+        return changed(step, number=number_of(OFFERED))
     if isinstance(step, Check | Grant | Renew | Settled) and random.random() < 0.7:
         return changed(step, transfer=CLAIMED)
     if isinstance(step, Offer | Want) and random.random() < 0.7:

@@ -36,7 +36,7 @@ async def test_descriptors_find_their_message_however_its_bytes_are_cut(
 ) -> None:
     engine, connection = await meet(server)
     (mine,) = pipes(1)
-    before, with_fd, after = (pack(Withdraw(request=name * 30)) for name in "abc")
+    before, with_fd, after = (pack(Withdraw(number=number, reason="x" * 30)) for number in (1, 2, 3))
     received = asyncio.create_task(take(connection, 3))
     engine.send(before[:-cut])
     await asyncio.sleep(0.01 if pause else 0)
@@ -45,7 +45,7 @@ async def test_descriptors_find_their_message_however_its_bytes_are_cut(
     await asyncio.sleep(0.01 if pause else 0)
     engine.send(with_fd[cut:] + after)
     messages = await received
-    assert [(message.request[0], len(fds)) for message, fds in messages] == [("a", 0), ("b", 1), ("c", 0)]
+    assert [(message.number, len(fds)) for message, fds in messages] == [(1, 0), (2, 1), (3, 0)]
     assert inode(messages[1][1][0]) == inode(mine)
     close_fds([mine, *messages[1][1]])
 
@@ -56,7 +56,7 @@ async def take(connection: LocalConnection, count: int) -> list[tuple[Withdraw, 
 
 async def test_a_large_frame_with_descriptors_crosses_in_pieces(server: LocalServer) -> None:
     (client, connection), mine = await join(server), pipes(3)
-    big = [Withdraw(request=f"{number}", reason="x" * 1000) for number in range(5000)]
+    big = [Withdraw(number=number + 1, reason="x" * 1000) for number in range(5000)]
     for number, message in enumerate(big):
         assert client.send(message, mine if number == 4000 else ())
     close_fds(mine)  # the client keeps its own until they are sent
@@ -115,10 +115,10 @@ async def test_refuses_more_descriptors_than_the_limit_and_leaks_none(server: Lo
 async def test_hundreds_of_descriptors_go_to_the_one_message_they_were_sent_with(server: LocalServer) -> None:
     (client, connection), mine = await join(server), pipes(201)
     before = descriptors()
-    assert client.send(Withdraw(request="before"), mine[:1]) and client.send(Withdraw(request="all"), mine[1:])
-    assert client.send(Withdraw(request="after"))
+    assert client.send(Withdraw(number=1), mine[:1]) and client.send(Withdraw(number=2), mine[1:])
+    assert client.send(Withdraw(number=3))
     heard = await take(connection, 3)
-    assert [(message.request, len(fds)) for message, fds in heard] == [("before", 1), ("all", 200), ("after", 0)]
+    assert [(message.number, len(fds)) for message, fds in heard] == [(1, 1), (2, 200), (3, 0)]
     got = [*heard[0][1], *heard[1][1]]
     assert [inode(fd) for fd in got] == [inode(fd) for fd in mine] and not any(map(os.get_inheritable, got))
     close_fds(got)
@@ -190,7 +190,7 @@ async def test_a_killed_engine_is_seen_at_once(server: LocalServer, path: Path) 
 async def test_an_engine_that_reads_again_hears_that_we_have_let_go(server: LocalServer) -> None:
     """It would wait for that word as long as our process lives; frames before it must not be cut in the middle."""
     client, connection = await join(server)
-    message, count = Failed(request="r", code="c", reason="x" * 1000), 0
+    message, count = Failed(number=1, request="r", code="c", reason="x" * 1000), 0
     while not connection.why:
         connection.send(message)
         count += 1
@@ -220,7 +220,7 @@ async def test_our_end_stays_open_and_speaks_until_we_close_it(server: LocalServ
 async def test_is_silent_once_all_that_was_said_is_dealt_with(server: LocalServer) -> None:
     """What was read while a Withdraw waited in the socket, all of it or its first half, may be another request's."""
     engine, connection = await meet(server)
-    said = pack(Withdraw(request="r"))
+    said = pack(Withdraw(number=1))
     assert not connection.is_silent  # nobody listens yet
     listening = asyncio.create_task(connection.receive())
     await asyncio.sleep(0)
@@ -276,12 +276,12 @@ def test_a_client_never_blocks_on_an_agent_that_does_not_read(path: Path) -> Non
         full = EngineClient(path, unsent_bytes=1 << 20)
         assert full.connect(1)
         begin = time.monotonic()
-        while full.send(Withdraw(request="r", reason="x" * 1000)):
+        while full.send(Withdraw(number=1, reason="x" * 1000)):
             assert time.monotonic() - begin < 5
         assert "limit 1048576" in full.why and not full.is_connected
         stalled = EngineClient(path, stall_s=0.1)
         assert stalled.connect(1)
         for _ in range(2000):
-            stalled.send(Withdraw(request="r", reason="x" * 1000))
+            stalled.send(Withdraw(number=1, reason="x" * 1000))
         time.sleep(0.15)
         assert stalled.poll() == [] and "stall_s" in stalled.why

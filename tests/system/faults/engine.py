@@ -28,7 +28,7 @@ from kvbridge_proto.pool import Handle
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.link import AgentLink, Over, ReadsOver
-from kvbridge.loopback.messages import offer_of, want_of
+from kvbridge.loopback.messages import number_of, offer_of, want_of
 from tests.system.faults.content import Content, Size
 
 LOOK_S = 0.05
@@ -191,12 +191,12 @@ class Engine:
         if is_last:
             began.rest_at = float("inf")
         tokens, hold_s = upto * self.content.shape.block_tokens, self.job.deadline_s
-        offer = offer_of(name, tokens, blocks, first=given, is_last=is_last, hold_s=hold_s)
+        offer = offer_of(name, tokens, blocks, first=given, is_more=given > 0, is_last=is_last, hold_s=hold_s)
         self.link.send(offer)
 
     def _withdraw(self, name: str, each: Open) -> None:
         each.rest_at = float("inf")
-        self.link.send(Withdraw(request=name, reason="as we were told"))
+        self.link.send(Withdraw(number=number_of(name), reason="as we were told"))
 
     def _want(self, began: Open) -> None:
         name = f"rendezvous-{began.rendezvous}"
@@ -243,8 +243,9 @@ class Engine:
                     self._end(name, code or "failed", reason)
                 case Released(request=name, code=code, reason=reason):
                     self._end(name, code, reason)
-                case Refused(about=name, code=code, reasons=reasons):
-                    self._end(name, f"refused {code}", "; ".join(reasons))
+                case Refused(number=number, code=code, reasons=reasons):
+                    for name in [name for name in self.open if number_of(name) == number]:
+                        self._end(name, f"refused {code}", "; ".join(reasons))
                 case ReadsOver(why=why) if self.job.role == "sender":
                     for name in list(self.open):
                         self._end(name, "agent_gone", why)
@@ -268,11 +269,11 @@ class Engine:
                 if self.job.role == "sender":
                     self._withdraw(name, each)
                 else:
-                    self.link.send(Abandon(request=name, reason="as the seed says"))
+                    self.link.send(Abandon(number=number_of(name), reason="as the seed says"))
             # What came while we were stopped is no less in time for being unread.
             if self._read > each.late_at and not each.is_asked_to_stop and self.job.role == "receiver":
                 each.is_asked_to_stop, each.late_at = True, now + self.patience_s
-                self.link.send(Abandon(request=name, reason="late"))
+                self.link.send(Abandon(number=number_of(name), reason="late"))
                 say("late", what=f"{name}: no answer {now - each.began:.1f} s after it was wanted; asked to stop")
             elif self._read > each.late_at:
                 each.late_at = float("inf")

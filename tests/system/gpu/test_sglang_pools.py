@@ -130,6 +130,7 @@ def test_rows_cross_from_page_16_to_page_64(tmp_path: Path, device: str, kind: s
         pieces = {page: (Blocks(0, 0, tuple(table)),) for page, table in pages.items()}
         given.offer(
             Offer(
+                number=given.new_number(),
                 rendezvous="room",
                 request="given",
                 tokens=TOKENS,
@@ -141,6 +142,7 @@ def test_rows_cross_from_page_16_to_page_64(tmp_path: Path, device: str, kind: s
         )
         taken.want(
             Want(
+                number=taken.new_number(),
                 request="taken",
                 rendezvous="room",
                 sender=given.address,

@@ -32,6 +32,7 @@ from kvbridge_proto.peer import (
     Settled,
 )
 from kvbridge_proto.pool import Pool
+from msgspec.structs import replace
 
 from kvbridge.dataplane.receive_orders import LandedChunk, ReceiveOrders
 from kvbridge.dataplane.send_orders import LeavingChunk, SendOrders
@@ -56,6 +57,7 @@ from kvbridge.exchange.route import Site
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import ReceiveSlots
+from kvbridge.loopback.messages import number_of
 from kvbridge.states import SlotState
 
 SLOT_BYTES = 1024
@@ -96,11 +98,13 @@ def offer_of(
     last: bool = True,
     rendezvous: str = "",
     first_token: int = 0,
+    more: bool = False,
 ) -> Offer:
     """So many blocks of the first group from entry `first` on, or these."""
     if isinstance(blocks, int):
         blocks = (Blocks(0, first, tuple(range(first, first + blocks))),) if blocks else ()
     rest: dict[str, Any] = {"is_last": last, "hold_s": 100.0, "first_token": first_token}
+    rest |= {"number": number_of(request), "is_more": more}
     return Offer(rendezvous=rendezvous or request, request=request, tokens=tokens, blocks=blocks, **rest)
 
 
@@ -118,7 +122,8 @@ def want_of(
     entries = range(first // 16, -(-end // 16))
     blocks = (Blocks(0, entries.start, tuple(entries)),) if blocks is None else blocks
     rest: dict[str, Any] = {"sender": sender, "first_token": first, "end_token": end, "deadline_s": deadline}
-    return Want(request=request, rendezvous=rendezvous or request, blocks=blocks, **rest, **more)
+    rest |= {"number": number_of(request), "request": request, "rendezvous": rendezvous or request}
+    return Want(blocks=blocks, **rest, **more)
 
 
 def take_up(order: SendingOrder | ReceivingOrder, send_orders: SendOrders, receive_orders: ReceiveOrders) -> None:
@@ -171,6 +176,7 @@ class Node:
     answers: dict[str, Done | Failed] = field(default_factory=dict)  # the word on each want, until it comes again
     contents: dict[int, object] = field(default_factory=dict)  # by slot: the (transfer, chunk) that landed last
     is_dead: bool = False
+    begun: set[int] = field(default_factory=set)  # offers of its engine that will grow
 
     @property
     def is_sender(self) -> bool:
@@ -230,13 +236,18 @@ class Network:
     # What engines say:
 
     def offer(self, *said: Any, at: Node | None = None, **more: Any) -> None:
-        """All senders' engines do, or this one's alone. The rest is as for `offer_of`."""
+        """All senders' engines do, or this one's alone. The rest is as for `offer_of`.
+
+        It is more of an offer if the engine has begun one of that name and has not said its last word on it.
+        """
         message = offer_of(*said, **more)
         for node in self.senders if at is None else [at]:
-            self.do(node, node.sending.offer(message, node.engine, self.now))
+            is_more = message.is_more or message.number in node.begun
+            (node.begun.discard if message.is_last else node.begun.add)(message.number)
+            self.do(node, node.sending.offer(replace(message, is_more=is_more), node.engine, self.now))
 
     def expect(self, request: str, rendezvous: str = "", sender: str = "P0") -> None:
-        message = Expect(request=request, rendezvous=rendezvous or request, sender=sender)
+        message = Expect(number=number_of(request), rendezvous=rendezvous or request, sender=sender)
         for node in self.receivers:
             self.do(node, node.receiving.expect(message, self.now))
 
@@ -249,11 +260,12 @@ class Network:
 
     def abandon(self, request: str) -> None:
         for node in self.receivers:
-            self.do(node, node.receiving.abandon(request, self.now))
+            self.do(node, node.receiving.abandon(number_of(request), self.now))
 
     def withdraw(self, request: str, comes_again: bool = False) -> None:
         for node in self.senders:
-            self.do(node, node.sending.withdraw(request, "test", self.now, comes_again))
+            node.begun.discard(number_of(request))
+            self.do(node, node.sending.withdraw(number_of(request), "test", self.now, comes_again))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -315,8 +327,8 @@ class Network:
                 if request in node.answers:
                     raise Wrong(f"two answers: {node.answers[request]}, {message}")
                 node.answers[request] = message
-            case Released(request=request):
-                if any(leaving.order.request == request for leaving in self.under_way("gather", node)):
+            case Released(number=number, request=request):
+                if any(leaving.order.number == number for leaving in self.under_way("gather", node)):
                     raise Wrong(f"{request} is released while it is read")
         node.told.append(message)
 
@@ -423,7 +435,7 @@ class Network:
     def _begin_gather(self, sender: Node, leaving: LeavingChunk) -> None:
         out = sender.sending.outgoing_transfers.get(leaving.order.transfer)
         offered = None if out is None else out.offered
-        if offered is None or sender.sending.offers.get(offered.request) is not offered:
+        if offered is None or sender.sending.offers.get(offered.number) is not offered:
             raise Wrong(f"{leaving.order.transfer} is read though its blocks were given back")
         self.events.append(("gather", sender.name, leaving))
 

@@ -11,6 +11,7 @@ from kvbridge_proto.peer import Drained
 
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.answers import ANSWERS, Known
+from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.world import World
 
@@ -96,7 +97,7 @@ def test_a_claim_that_waits_for_a_rebuild_is_not_refused() -> None:
     assert peer.say(transfer="late", want="late", rendezvous="id", is_offered=True) == []
     now = peer.world.now
     assert peer.sending.answers(now, now, lambda count: True) == [] and "late" in peer.sending.outgoing_transfers
-    assert peer.sending.resume() and peer.sending.offers["x"].want == "late"
+    assert peer.sending.resume() and peer.sending.offers[number_of("x")].want == "late"
 
 
 def test_a_preempted_prompt_that_is_offered_again_is_no_end(world: World) -> None:

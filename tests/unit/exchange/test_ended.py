@@ -9,6 +9,7 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Released
 
 from kvbridge.exchange.outgoing import ENDED_S, Rendezvous
+from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.world import World
 
 SOON_S = 1.0
@@ -130,7 +131,7 @@ def test_the_end_of_a_write_gives_nothing_back_of_what_is_offered_under_that_nam
     assert "r" in world.released() and sender.sending.outgoing_transfers
     world.offer("r", 64, 16)
     world.go_on()
-    assert not sender.sending.outgoing_transfers and "r" in world.released() and "r" in sender.sending.offers
+    assert not sender.sending.outgoing_transfers and "r" in world.released() and number_of("r") in sender.sending.offers
     world.fetch("next", 64, rendezvous="r")
     assert isinstance(world.answers()["next"], Done)
     assert [told.code for told in sender.told if isinstance(told, Released)] == ["withdrawn", ""]

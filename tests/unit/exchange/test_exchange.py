@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbridge_proto.engine import Done, Refused, Released
+from kvbridge_proto.engine import Done, Refused
 from kvbridge_proto.peer import Cancel, Refuse
 from kvbridge_proto.pool import Pool
 from msgspec.structs import replace
 
-from kvbridge.exchange.actions import Tell
 from kvbridge.exchange.orders import Dropped
+from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.network import offer_of
 from tests.unit.exchange.test_shares import ranks
 from tests.unit.exchange.world import World
@@ -88,15 +88,9 @@ def test_what_is_said_of_an_offer_that_has_expired_is_no_new_offer(world: World,
     assert world.released()["r"].code == "offer_expired"
     sending = world.senders[0].sending
     world.want("r", 16)
-    more = offer_of("r", 16, 4, last=is_last)
-    for _ in range(2 - is_last):
-        (said,) = sending.offer(more, world.senders[0].engine, world.now)
-        assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "offer_over"
-    assert not sending.offers
-    (said,) = sending.withdraw("r", "over", 0.0)
-    assert isinstance(said, Tell) and isinstance(said.message, Released) and said.message.code == "unknown_offer"
-    sending.offer(more, world.senders[0].engine, world.now)
-    assert "r" in sending.offers, "a new life of that name"
+    more = offer_of("r", 16, 4, last=is_last, more=True)
+    assert not sending.offer(more, world.senders[0].engine, world.now) and not sending.offers
+    assert not sending.withdraw(more.number, "over", 0.0), "a second Released could be taken for another offer's"
 
 
 def test_a_want_for_more_than_was_offered_fails_with_both_numbers(world: World) -> None:
@@ -171,14 +165,16 @@ def test_a_landed_chunk_counts_only_if_every_field_matches(world: World, field: 
 
 
 @pytest.mark.parametrize("hold", ["hello", "gather", "scatter"])
-def test_a_request_wanted_twice_goes_on_and_another_under_its_name_is_refused(world: World, hold: str) -> None:
+def test_another_want_or_offer_under_an_open_number_is_refused_and_the_first_goes_on(world: World, hold: str) -> None:
     world.hold = {hold}
     world.begin()
-    world.want("r", 64)
-    assert not world.receiver.told
+    number = number_of("r")
     world.want("r", 48)
-    (refused,) = world.receiver.told
-    assert isinstance(refused, Refused) and (refused.code, refused.about) == ("duplicate_request", "want r")
+    world.offer("r", 48, 12)
+    for what, node in (("want", world.receiver), ("offer", world.sender)):
+        (refused,) = node.told
+        assert isinstance(refused, Refused) and refused.code == "duplicate_request"
+        assert (refused.about, refused.number) == (f"{what} {number}", 0)
     world.go_on()
     world.check_done("r")
 

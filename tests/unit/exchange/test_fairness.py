@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kvbridge_proto.engine import Done
 
+from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.world import World
 
 LONG = 240
@@ -19,7 +20,7 @@ def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(slots: int, local: i
     world.want("long", LONG)
     for _ in range(25):
         world.step()
-    (long,) = receiving.wants["long"].incoming_transfers.values()
+    (long,) = receiving.wants[number_of("long")].incoming_transfers.values()
     before, chunks = long.placed, long.plan.chunks
     world.offer("short", 16, 4)
     world.want("short", 16)
@@ -51,7 +52,8 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come(
             world.want(f"short {begun}", 4)
             begun += 1
         assert world.step()
-    (long,) = receiving.wants["long"].incoming_transfers.values() if "long" in receiving.wants else (None,)
+    wanted = receiving.wants.get(number_of("long"))
+    (long,) = (None,) if wanted is None else wanted.incoming_transfers.values()
     assert long is None or long.placed >= 16
 
 
@@ -69,8 +71,8 @@ def test_many_get_on_at_one_pace(seed: int) -> None:
         incoming_transfers = [
             incoming
             for name in names
-            if name in receiving.wants
-            for incoming in receiving.wants[name].incoming_transfers.values()
+            if number_of(name) in receiving.wants
+            for incoming in receiving.wants[number_of(name)].incoming_transfers.values()
         ]
         if len(incoming_transfers) == len(names):
             landed = [incoming.placed for incoming in incoming_transfers]

@@ -11,6 +11,7 @@ from kvbridge.exchange.known_senders import HOLD_EVERY_S
 from kvbridge.exchange.leases import LEASE_S
 from kvbridge.exchange.outgoing import AWAITED_S
 from kvbridge.exchange.sender import FRESH_S, Sender
+from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.test_verify import PromisingSender
 from tests.unit.exchange.world import World
 
@@ -113,7 +114,7 @@ def test_the_senders_engine_hears_that_its_offer_is_held(world: World) -> None:
     world.offer("r", 64, 16)
     world.expect("r")
     wait(world, 2.0)
-    assert Held(requests=("r",)) in world.senders[0].told
+    assert Held(numbers=(number_of("r"),)) in world.senders[0].told
 
 
 def test_all_that_waits_is_said_at_once_and_only_every_few_seconds(world: World) -> None:
@@ -202,7 +203,7 @@ def test_an_offer_is_left_that_was_awaited_before_it_was_made(world: World) -> N
     world.now += FRESH_S
     assert reclaim(world, 100) == set()
     sending = world.senders[0].sending
-    assert sending.unclaimed(world.now + AWAITED_S + 1) == [sending.offers["r"]]
+    assert sending.unclaimed(world.now + AWAITED_S + 1) == [sending.offers[number_of("r")]]
 
 
 def test_two_receivers_that_wait_for_equal_prompts_hold_one_each(world: World) -> None:
@@ -238,7 +239,7 @@ def test_what_is_said_of_unknown_rendezvous_ids_and_requests_is_nothing(world: W
     sender, receiver = world.senders[0], world.receivers[0]
     assert sender.sending.hold("incarnation", ("nowhere",) * 1000, 0.0) == []
     assert sender.sending.reclaim(1 << 40, 0.0) == []
-    assert receiver.receiving.abandon("nobody", 0.0) == []
+    assert receiver.receiving.abandon(number_of("nobody"), 0.0) == []
 
 
 def test_expected_requests_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from kvbridge_proto.peer import Cancel, Drained, SlotLease, Take
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.orders import SendOrder
 from kvbridge.exchange.sender import MOST_LEASES, MOST_RENOUNCED, Sender
+from kvbridge.loopback.messages import number_of
 from kvbridge.states import IncomingState
 from tests.unit.exchange.claimant import ALL, QUICK_S, Claimant, leases
 from tests.unit.exchange.network import want_of
@@ -105,7 +106,7 @@ def test_a_claim_cannot_change_how_many_receivers_an_offer_waits_for(peer: Claim
     peer.world.do(peer.sender, peer.say(transfer="first", receiver=1, receivers=2))
     (drained,) = [action.body for action in peer.say(transfer="second") if isinstance(action, Send)]
     assert isinstance(drained, Drained) and drained.code == "bad_receiver" and "first 2, now 1" in drained.reason
-    assert peer.sending.offers["r"].receivers == 2 and not peer.world.released()
+    assert peer.sending.offers[number_of("r")].receivers == 2 and not peer.world.released()
 
 
 def called(peer: Claimant, incarnation: str) -> None:

@@ -17,6 +17,7 @@ from kvbridge.exchange.leases import COUNTED_S, LEASE_HEARD_S, LEASE_S, GrantedL
 from kvbridge.exchange.orders import Watch
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
+from kvbridge.loopback.messages import number_of
 from tests.integration.device.test_carried import CASES
 from tests.support.oracle import block_table, build_all, tables_of
 from tests.unit.exchange.claimant import Claimant
@@ -142,7 +143,7 @@ def test_blocks_that_are_read_are_released_when_nobody_counts_on_them(end: str) 
     )  # its engine may have said something since
     assert sending.answers(now, now, lambda count: False) == [Watch(0)]
     assert sending.answers(now, now, lambda count: True)
-    said = sending.withdraw("r", "aborted", now)
+    said = sending.withdraw(number_of("r"), "aborted", now)
     assert [type(each.body) for each in said if isinstance(each, Send)] == [Failing]
     assert not any(isinstance(each, Tell) for each in said) and sending.is_promised
     sending.renew(peer.incarnation, Renew(transfer="x", number=1))

@@ -1,4 +1,4 @@
-"""Once an offer is over, nobody may read its blocks, and its name may be used again."""
+"""Once an offer is over, nobody may read its blocks, and what its engine still says of it opens no other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Failed
 
+from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.world import World
 
 SEEDS = range(25)
@@ -35,12 +36,7 @@ def expired(world: World) -> None:
     world.offer("r", 64, 16, last=False)
     world.fetch("r", 64)
     world.pass_time(101)
-    assert world.senders[0].send_orders.moving == 2 and "r" in world.senders[0].sending.offers
-
-
-def told_out(world: World) -> None:
-    expired(world)
-    world.offer("r", 64, 0)
+    assert world.senders[0].send_orders.moving == 2 and number_of("r") in world.senders[0].sending.offers
 
 
 def without_engine(world: World) -> None:
@@ -53,14 +49,13 @@ def wrong(world: World) -> None:
     world.offer("r", 16, (Blocks(0, 0, (10**6,)),))
 
 
-@pytest.mark.parametrize("end", [told_out, without_engine, wrong])
-def test_a_name_of_which_its_engine_has_said_all_may_come_again(world: World, end: Callable[[World], None]) -> None:
+@pytest.mark.parametrize("end", [expired, without_engine, wrong])
+def test_more_of_an_offer_that_has_ended_opens_no_other(world: World, end: Callable[[World], None]) -> None:
     end(world)
+    world.offer("r", 64, 0, more=True)
     world.go_on()
-    sending = world.senders[0].sending
-    assert not sending.offers
-    world.offer("r", 16, 4, rendezvous="another")
-    assert "r" in sending.offers
+    world.offer("r", 64, 0, more=True)
+    assert not world.senders[0].sending.offers
 
 
 def test_open_offers_and_wants_of_an_engine_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +69,8 @@ def test_open_offers_and_wants_of_an_engine_are_bounded(world: World, monkeypatc
     )
     answers = {name: said.code for name, said in world.answers().items() if isinstance(said, Failed)}
     assert answers == dict.fromkeys(("w3", "w4"), "too_many_wants")
-    world.offer("o0", 16, 4)  # one that is known may grow
+    world.offer("o0", 16, 0, more=True)  # one that is known may grow
     world.offer("o5", 8, 2, last=False)
     world.withdraw("o1")
-    world.offer("o5", 16, 4)
-    assert "o5" not in world.senders[0].sending.offers, "the rest of one that was refused is no new one"
+    world.offer("o5", 16, 4, more=True)
+    assert number_of("o5") not in world.senders[0].sending.offers, "the rest of one that was refused is no new one"

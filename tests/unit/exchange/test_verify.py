@@ -18,6 +18,7 @@ from kvbridge.exchange.receiver import COMPARE_S, Receiver
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import ReceiveSlots
+from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.network import want_of
 from tests.unit.exchange.world import World
@@ -104,11 +105,11 @@ def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pyte
         case "cancel":
             said = sender.cancel("aborted")
         case "withdraw":
-            said = sending.withdraw("r", "test", now) + sender.cancel("withdrawn")
+            said = sending.withdraw(number_of("r"), "test", now) + sender.cancel("withdrawn")
         case "lost":
             said = sending.lost(incarnation) + sending.tick(now + LEASE_S + 0.01)
         case "lease":
-            said = sending.tick(now + LEASE_S + 0.01) + sending.withdraw("r", "test", now)
+            said = sending.tick(now + LEASE_S + 0.01) + sending.withdraw(number_of("r"), "test", now)
         case "left":
             said = sending.engine_left(now) + sending.tick(now + LEASE_S + 0.01)
         case "settled":
@@ -265,7 +266,7 @@ def test_digests_that_nobody_asked_for_change_nothing() -> None:
     assert receiver.checked(Sum(99, 5), Sum(1 << 62, 5)) == []
     assert receiver.checked(Sum(0, 5), incarnation="another") == [] and receiver.checked(Sum(0, 5), transfer="y") == []
     assert receiver.checked(Sum(0, 100)) == [] and receiver.checked(Sum(0, 5)) == []
-    assert "r" in receiver.receiving.wants and receiver.receiving.compared == 1
+    assert number_of("r") in receiver.receiving.wants and receiver.receiving.compared == 1
 
 
 @pytest.mark.parametrize("end", ["abandon", "lost", "failing", "deadline", "left"])
@@ -275,7 +276,7 @@ def test_no_want_waits_for_a_sender_that_does_not_answer(end: str) -> None:
     receiving, incarnation = receiver.receiving, receiver.incarnation
     match end:
         case "abandon":
-            said = receiving.abandon("r", NOW)
+            said = receiving.abandon(number_of("r"), NOW)
         case "lost":
             said = receiving.unreachable("P0", "peer_silent", "test", NOW)
         case "failing":
@@ -290,7 +291,7 @@ def test_no_want_waits_for_a_sender_that_does_not_answer(end: str) -> None:
 
 def test_many_digests_go_in_several_messages() -> None:
     receiver = PullingReceiver()
-    incoming = receiver.receiving.wants["r"].incoming_transfers["x"]
+    incoming = receiver.receiving.wants[number_of("r")].incoming_transfers["x"]
     assert incoming.reading is not None
     checks = sent(receiver.receiving._check(incoming, incoming.reading, {i: i for i in range(MAX_SUMS + 1)}, NOW))
     assert [len(each.digests) for each in checks] == [MAX_SUMS, 1]

@@ -12,6 +12,7 @@ from kvbridge_proto.engine import ToEngine, Withdraw
 from kvbridge_proto.peer import Ping
 
 from kvbridge.dataplane.attached import AttachedMemory
+from kvbridge.loopback.messages import offer_of
 from kvbridge.transport.events import Event, Lost
 from sim.run import play, prepared
 from sim.scenario import OF_MESSAGES, Fault, FaultKind, make
@@ -26,13 +27,15 @@ def test_what_an_engine_says_arrives_in_order() -> None:
             world = World(replace(make(seed), requests=(), faults=()))
             world.begin()
             rank = world.engines["P0"].ranks[0]
-            heard: list[str] = []
-            rank.engine.answered = lambda rank, message, heard=heard: heard.append(message.request)
+            heard: list[int] = []
+            rank.engine.answered = lambda rank, message, heard=heard: heard.append(message.number)
             while not rank.is_here:
                 world.clock.run(world.clock.now + 1e-4)
-            said = [f"r{i}" for i in range(100)]
-            for i, name in enumerate(said):
-                world.clock.after(i * 0.00097, partial(rank.say, Withdraw(request=name)))
+            said = list(range(1, 101))
+            for number in said:
+                offer = offer_of(f"r{number}", 0, (), number=number)
+                world.clock.after(number * 0.00097, partial(rank.say, offer))
+                world.clock.after(number * 0.00097, partial(rank.say, Withdraw(number=number)))
             world.clock.run(1.0)
             world.end()
             assert heard == said
@@ -56,7 +59,7 @@ def test_an_agent_that_lets_go_refuses_only_when_it_touches_nothing_more() -> No
         process.data_plane.let_go = let_go
         process.loop.call_soon(lambda: process.loop.create_task(process.engines.leave("stopping")))
         world.clock.run(0.2)
-        rank.say(Withdraw(request="r"))
+        rank.say(Withdraw(number=1))
         world.clock.run(1.0)
         too_soon = list(heard)
         process.loop.call_soon(done.set_result, None)
