@@ -39,6 +39,7 @@ from .legs import (
     sglang_decode_after,
     sglang_decode_beside,
     sglang_prefill,
+    traced,
     vllm_decode_after,
     vllm_decode_beside,
     vllm_prefill,
@@ -413,6 +414,8 @@ class Carrier:
 
     async def _sent(self, engine: Backend, leg: Leg, call: Call) -> aiohttp.ClientResponse:
         call.awaits.add(engine.said)
+        if trace := call.headers.get("traceparent"):
+            leg = traced(leg, engine.kind, trace)
         body = pieces(leg.body)
         headers = {**call.headers, "Content-Length": str(sum(map(len, body)))}
         while True:

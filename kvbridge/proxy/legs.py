@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -170,15 +171,24 @@ def _plain(ask: PromptAsk) -> Body:
     return {name: value for name, value in ask.body.items() if name not in OURS}
 
 
+def traced(leg: Leg, kind: Kind, traceparent: str) -> Leg:
+    """The leg with a trace context where kvbridge's adapter looks for it, unless the client has put one there."""
+    if kind is Kind.SGLANG:
+        return Leg(leg.path, _with_custom(leg.path, leg.body, lambda custom: {"traceparent": traceparent} | custom))
+    if (params := leg.body.get("kv_transfer_params")) is None:
+        return leg
+    return Leg(leg.path, leg.body | {"kv_transfer_params": {"traceparent": traceparent} | params})
+
+
 def _told(path: str, body: Body, told: Body) -> Body:
     """The body with `told` where SGLang passes it on to its adapter."""
-    if path == GENERATE:
-        return body | {"sampling_params": _custom(body["sampling_params"], told)}
-    return _custom(body, told)
+    return _with_custom(path, body, lambda custom: custom | {KEY: told})
 
 
-def _custom(body: Body, told: Body) -> Body:
-    return body | {"custom_params": (body.get("custom_params") or {}) | {KEY: told}}
+def _with_custom(path: str, body: Body, change: Callable[[Body], Body]) -> Body:
+    holder = body["sampling_params"] if path == GENERATE else body
+    changed = holder | {"custom_params": change(holder.get("custom_params") or {})}
+    return body | {"sampling_params": changed} if path == GENERATE else changed
 
 
 class _FirstChoice(msgspec.Struct):

@@ -613,12 +613,24 @@ async def test_ids_and_trace_contexts_go_to_both_engines() -> None:
             assert answer.headers["X-Request-Id"] == "r1"
         for engine in w.engines:
             assert TRACE.items() <= lower(engine.got[0][2]).items()
+            assert engine.got[0][1]["kv_transfer_params"]["traceparent"] == TRACE["traceparent"]
         async with w.http.post(w.url + "/v1/completions", json=COMPLETION | {"n": 2}, headers=TRACE) as answer:
             assert answer.headers["X-Request-Id"] == "r1"
         for engine in w.engines:
             assert sorted(lower(headers)["x-request-id"] for _, _, headers in engine.got[1:]) == ["r1-0", "r1-1"]
         await w.ask("/v1/completions", COMPLETION, headers={"X-Request-Id": "x" * 2000})
         assert "x-request-id" not in lower(w.decode.got[-1][2])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+async def test_sglangs_adapter_finds_the_trace_context_too(path: str) -> None:
+    async with world("sglang", "sglang") as w:
+        body = BODIES[path] | ({} if path == "/generate" else {"custom_params": {"own": 1}})
+        assert (await w.ask(path, body, headers=TRACE))[0] == 200
+        for engine in w.engines:
+            custom = (engine.body.get("sampling_params") or engine.body)["custom_params"]
+            own = {} if path == "/generate" else {"own": 1}
+            assert custom == {"traceparent": TRACE["traceparent"]} | own
 
 
 def lower(headers: dict[str, str]) -> dict[str, str]:
