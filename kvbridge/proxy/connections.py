@@ -68,6 +68,7 @@ class Connections:
         if len(every) < self._most or self._has_room(every):
             return self._server()
         self._metrics.connections_ended.labels("refused").inc()
+        self._sparing.say("full", f"busy: answered 503: all {self._most} connections have requests under way")
         return _Refused(self)
 
     def _has_room(self, every: Sequence[web.RequestHandler]) -> bool:

@@ -23,7 +23,7 @@ SMALL = {"prompt": "a", "max_tokens": 3}
 PREFILLED = {"remote_host": "10.0.0.5", "remote_port": 7700, "remote_key": "KEY"}
 CHOICE = {"index": 0, "text": " 7", "finish_reason": "length", "token_ids": [7]}
 ANSWER = json.dumps({"id": "x", "choices": [CHOICE], "kv_transfer_params": PREFILLED, "usage": {}}).encode()
-NEW_S = 5.0  # for a client that comes during an attack: before, 12 s and more, or never; now, under 1 s
+NEW_S = 10.0  # for a client that comes during an attack: before, 12 s and more, or never; now, under 1 s
 
 
 class Running:

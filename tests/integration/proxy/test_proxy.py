@@ -804,7 +804,9 @@ async def test_no_more_is_asked_of_engines_at_once_than_there_are_descriptors_fo
         assert {(await each)[0] for each in asking} == {200}
 
 
-async def test_a_connection_that_is_too_many_is_told_and_an_idle_one_makes_room() -> None:
+async def test_a_connection_that_is_too_many_is_told_and_an_idle_one_makes_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     waits = replace(WAITS, answer_s=20, client_s=20)
     async with world("vllm", "vllm", waits, limits=ProxyLimits(connections=2)) as w:
         gate = asyncio.Event()
@@ -819,6 +821,7 @@ async def test_a_connection_that_is_too_many_is_told_and_an_idle_one_makes_room(
         reader, writer = await asyncio.open_connection(*w.place)
         said = await asyncio.wait_for(reader.read(), 5)
         assert said.startswith(b"HTTP/1.1 503 ") and b'"code": "busy"' in said
+        assert "answered 503: all 2 connections" in caplog.text
         writer.close()
         gate.set()
         assert {(await each)[0] for each in asking} == {200}
