@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -323,36 +323,29 @@ class Carrier:
     ) -> AsyncGenerator[bytes, None]:
         """The stream's events as they are sent to the client, the last one its end. Raises LegFailed, Refusal."""
         answering = Answering(_rid(ask)) if ask.path == GENERATE and engine.kind is Kind.VLLM else None
-        is_said = is_finish = False
-        cutter = Events()
+        is_said = is_finish = is_over = False
         try:
-            while True:
-                async with asyncio.timeout(self._waits.answer_s):
-                    chunk = await reply.content.readany()
-                if not chunk:
-                    break
-                for event in cutter.take(chunk):
+            async with aclosing(self._received(reply)) as received:
+                async for event in received:
+                    said: StreamEvent | None = event
                     if event.data == DONE:
                         if not is_finish:
                             raise EngineError("ended_early", "the stream ended without finish_reason")
-                        call.awaits.discard(engine.said)
-                        yield event.framed()
-                        return
-                    if FAILED.match(event.data):
+                        is_over = True
+                    elif FAILED.match(event.data):
                         if not is_said and (status := _refused(event.data)):
                             raise Refusal(status, event.data)
                         raise LegFailed(engine, "engine_error", "an error in its stream", False, _shown(event.data))
-                    said = _translated(answering, event) if answering else event
-                    if said is None:
-                        continue
-                    if inputs and (ask.path == GENERATE or not is_said):
-                        said = StreamEvent(await self._with_inputs(engine, ask, inputs, said.data))
-                    is_said = True
-                    is_finish = is_finish or is_end(ask.path, said.data)
-                    is_over = is_finish and ask.path in OF_VLLM
+                    elif said := _translated(answering, event) if answering else event:
+                        if inputs and (ask.path == GENERATE or not is_said):
+                            said = StreamEvent(await self._with_inputs(engine, ask, inputs, said.data))
+                        is_said = True
+                        is_finish = is_finish or is_end(ask.path, said.data)
+                        is_over = is_finish and ask.path in OF_VLLM
                     if is_over:
                         call.awaits.discard(engine.said)
-                    yield said.framed()
+                    if said is not None:
+                        yield said.framed()
                     if is_over:
                         return
             raise EngineError("ended_early", "the stream ended " + ("too early" if is_said else "before it began"))
@@ -364,6 +357,16 @@ class Carrier:
         except (aiohttp.ClientError, OSError) as error:
             reason = f"the stream ended early: {type(error).__name__}"
             raise LegFailed(engine, "ended_early", reason, is_retryable=False) from None
+
+    async def _received(self, reply: aiohttp.ClientResponse) -> AsyncGenerator[StreamEvent, None]:
+        cutter = Events()
+        while True:
+            async with asyncio.timeout(self._waits.answer_s):
+                chunk = await reply.content.readany()
+            if not chunk:
+                return
+            for event in cutter.take(chunk):
+                yield event
 
     async def _whole(self, engine: Backend, leg: Leg, call: Call, timeout_s: float) -> bytes:
         """What an engine answers. Raises LegFailed, Refusal, Busy."""

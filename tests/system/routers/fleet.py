@@ -198,17 +198,32 @@ def front_of_both(name: str, fleet: Fleet, other: SGLangFleet) -> Front:
         "vllm": (f"vllm={fleet.engines['prefill'].url}", f"vllm={fleet.engines['decode'].url}"),
         "sglang": (f"sglang={other['p16'].url},bootstrap={bootstrap}", f"sglang={other['d64'].url}"),
     }
-    port, (sender, _, receiver) = free_port(), name.split()
-    command = [PYTHON, "-m", "kvbridge.cli", "proxy", "--listen", f"127.0.0.1:{port}"]
-    command += ["--prefill", places[sender][0], "--decode", places[receiver][1]]
+    sender, _, receiver = name.split()
 
     def wait_empty() -> None:
         fleet.wait_empty()
         other.wait_empty()
 
     agents = [fleet.agents["decode"]] if receiver == "vllm" else other.agents["d64"]
-    running = HttpServer(command, port, fleet.folder / f"{name}.log")
+    running = proxy(fleet.folder, name, places[sender][0], places[receiver][1])
     return Front(running, other["alone"], agents, wait_empty, computed=int(receiver == "vllm"))
+
+
+def proxy_of_vllm(fleet: Fleet) -> Front:
+    running = proxy(fleet.folder, "proxy", *(f"vllm={fleet.engines[name].url}" for name in ("prefill", "decode")))
+    return Front(running, fleet.engines["prefill"], [fleet.agents["decode"]], fleet.wait_empty)
+
+
+def proxy_of_sglang(fleet: SGLangFleet) -> Front:
+    prefill = f"sglang={fleet['p16'].url},bootstrap={fleet['p16'].bootstrap_port}"
+    running = proxy(fleet.folder, "proxy", prefill, f"sglang={fleet['d64'].url}")
+    return Front(running, fleet["alone"], fleet.agents["d64"], fleet.wait_empty, computed=0)
+
+
+def proxy(folder: Path, name: str, prefill: str, decode: str) -> HttpServer:
+    port = free_port()
+    command = [PYTHON, "-m", "kvbridge.cli", "proxy", "--listen", f"127.0.0.1:{port}", "--no-decode-fallback"]
+    return HttpServer([*command, "--prefill", prefill, "--decode", decode], port, folder / f"{name}.log")
 
 
 def port_of(running: AgentProcess) -> int:

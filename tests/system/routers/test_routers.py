@@ -228,5 +228,69 @@ def test_log_probabilities_of_every_token(front: Front) -> None:
 def _logprobs(server: HttpServer, body: dict[str, Any]) -> list[float]:
     status, text = server.ask("/v1/completions", body)
     assert status == 200, text
-    (choice,) = json.loads(text)["choices"]
-    return list(choice["logprobs"]["token_logprobs"])
+    answers = [json.loads(each) for each in (events(text) if body.get("stream") else [text])]
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    return [each for choice in choices for each in (choice.get("logprobs") or {}).get("token_logprobs") or ()]
+
+
+@contextlib.contextmanager
+def up(front: Front) -> Iterator[Front]:
+    try:
+        front.server.wait_up()
+        yield front
+    finally:
+        front.server.kill()
+
+
+def text_of(server: HttpServer, path: str, body: dict[str, Any]) -> str:
+    """The text of an answer, whole or streamed, of /v1/responses or /v1/messages."""
+    status, text = server.ask(path, body)
+    assert status == 200, (status, text)
+    if not body.get("stream"):
+        answer = json.loads(text)
+        (part,) = answer["output"][0]["content"] if path == "/v1/responses" else answer["content"]
+        return str(part["text"])
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+    deltas = [json.loads(line).get("delta") for line in lines]
+    return "".join(each if isinstance(each, str) else (each or {}).get("text", "") for each in deltas)
+
+
+@pytest.mark.routers
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_the_other_paths_of_vllm_through_the_proxy(of_vllm: Fleet, path: str) -> None:
+    with up(fleets.proxy_of_vllm(of_vllm)) as front:
+        for stream in (False, True):
+            body: dict[str, Any] = {"model": NAME, "temperature": 0, "stream": stream}
+            if path == "/v1/responses":
+                body |= {"input": prompt(200), "max_output_tokens": COUNT}
+            else:
+                body |= {"messages": [{"role": "user", "content": prompt(200)}], "max_tokens": COUNT}
+            before = front.carried()
+            found = text_of(front.server, path, body)
+            assert len(found.split()) > COUNT // 2 and found == text_of(front.alone, path, body | {"stream": False})
+            assert front.carried() - before >= 200 - front.computed
+        front.wait_empty()
+
+
+@pytest.mark.routers
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_log_probabilities_of_the_prompt_through_the_proxy(of_sglang: SGLangFleet, stream: bool) -> None:
+    with up(fleets.proxy_of_sglang(of_sglang)) as front:
+        tokens = list(map(int, prompt(150).split()))
+        sampling = {"temperature": 0, "max_new_tokens": COUNT, "ignore_eos": True}
+        body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        before = front.carried()
+        status, text = front.server.ask("/generate", body | {"top_logprobs_num": 2, "stream": stream})
+        assert status == 200, text
+        found = json.loads(events(text)[-1] if stream else text)
+        expected = json.loads(front.alone.ask("/generate", body | {"top_logprobs_num": 2})[1])
+        assert found["output_ids"] == expected["output_ids"] and front.carried() - before >= 150
+        for name in ("input_token_logprobs", "output_token_logprobs"):
+            ours, theirs = found["meta_info"][name], expected["meta_info"][name]
+            assert [each[1] for each in ours] == [each[1] for each in theirs] and len(ours) in (150, COUNT)
+            assert all(abs((a[0] or 0) - (b[0] or 0)) < CLOSE for a, b in zip(ours, theirs, strict=True))
+        assert len(found["meta_info"]["input_top_logprobs"]) == 150
+        echo = completion(prompt(120), echo=True, logprobs=2, stream=stream)
+        ours, theirs = _logprobs(front.server, echo), _logprobs(front.alone, echo | {"stream": False})
+        assert len(ours) == len(theirs) >= 120 + COUNT
+        assert all(abs((a or 0) - (b or 0)) < CLOSE for a, b in zip(ours, theirs, strict=True))
