@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import tempfile
 import tomllib
 from contextlib import ExitStack
 from functools import cache
-from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kusto
 VERSIONS = ("1.34", "1.37")  # the oldest with resource.k8s.io/v1, and the newest that the validator knows
 OURS = ("prefill", "decode")
 OF_OPERATORS = "monitoring.coreos.com/v1"  # not Kubernetes' own: pod_monitor_faults has its schema
+NETWORK = "10.77.0.0/29"  # of the pods that are started here
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (constraints.txt)")
@@ -36,9 +38,13 @@ pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl
 
 @cache
 def built(overlay: str) -> list[dict[str, Any]]:
-    told = subprocess.run(
-        ["kubectl", "kustomize", str(KUBERNETES / "overlays" / overlay)], capture_output=True, text=True
-    )
+    """An overlay, or one with a component more: "overlay+component"."""
+    name, _, component = overlay.partition("+")
+    with tempfile.TemporaryDirectory() as folder:
+        there = {"resources": f"overlays/{name}", **({"components": f"components/{component}"} if component else {})}
+        text = {kind: [os.path.relpath(KUBERNETES / path, os.path.realpath(folder))] for kind, path in there.items()}
+        Path(folder, "kustomization.yaml").write_text(yaml.dump(text))
+        told = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     return list(yaml.safe_load_all(told.stdout))
 
@@ -175,22 +181,24 @@ def files_of(overlay: str, key: str) -> dict[str, dict[str, str]]:
 
 # Each component that patches the agent or its engine.
 @pytest.mark.timeout(6 * START_S)
-@pytest.mark.parametrize("overlay", ["vllm-device-plugin", "sglang"])
+@pytest.mark.parametrize("overlay", ["vllm-device-plugin", "sglang+engine-user"])
 def test_pods_start_in_the_manifests_order_carry_and_are_probed(overlay: str, tmp_path: Path) -> None:
     """Real agents and engines that stand in, each container as its user, with its mounts, environment and command."""
     if reason := why_not():
         pytest.skip(reason)
     write_pair(tmp_path / "fleet.key")
     files = files_of(overlay, (tmp_path / "fleet.key").read_text())
-    (options,) = [each["agent.toml"] for each in files.values() if "agent.toml" in each]
-    network = tomllib.loads(options)["dial"][0].rpartition(":")[0]
-    with node(f"{ip_network(network)[0]}/29") as between, ExitStack() as stack:
+    (options,) = [each for each in files.values() if "agent.toml" in each]
+    assert tomllib.loads(options["agent.toml"])["dial"] == [], "a network that may not be the pods'"
+    options["agent.toml"] = options["agent.toml"].replace("dial = []", f'dial = ["{NETWORK}:7700"]')
+    with node(NETWORK) as between, ExitStack() as stack:
         pods = {role: Pod(between, tmp_path / role, role, pod(overlay, role)["spec"], files) for role in OURS}
         for each in pods.values():
             stack.callback(each.close)
             each.start()
             assert [name for name in each.running if name != "pause"] == ["agent", "engine"]
             assert all(each.passes(name, kind) for name in ("agent", "engine") for kind in PROBES)
+            assert can_read_the_key(each) == ("engine-user" not in overlay)
         engine = {role: f"http://{each.ip}:8000" for role, each in pods.items()}
         _, address = between.asked(f"{engine['prefill']}/offer", 30, "")
         assert address.startswith(f"tcp://{pods['prefill'].ip}:7700#")
@@ -201,6 +209,15 @@ def test_pods_start_in_the_manifests_order_carry_and_are_probed(overlay: str, tm
         decode.kill("agent")
         assert not decode.passes("agent", "livenessProbe") and decode.passes("engine", "readinessProbe")
         decode.start_container("agent")  # as a kubelet does; the volumes are as they were
+
+
+def can_read_the_key(pod: Pod) -> bool:
+    """Whether a process that is the engine's user reads it through the agent's, in the PID namespace of both."""
+    user, group, _ = pod._user(pod.container("engine"))
+    (agent,) = Path(f"/proc/{(outer := pod.running['agent'].pid)}/task/{outer}/children").read_text().split()
+    as_engine = ["setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups", "--bounding-set=-all"]
+    key = f"/proc/{agent}/root/etc/kvbridge-key/fleet.key"
+    return subprocess.run([*as_engine, "cat", key], capture_output=True).returncode == 0
 
 
 def test_the_kubelet_probes_the_address_at_which_the_agent_serves() -> None:
