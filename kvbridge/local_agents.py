@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 from kvbridge_proto.codec import BadFrame
-from kvbridge_proto.engine import Refused, ToEngine
+from kvbridge_proto.engine import Refused, Release, ReleasedAll, ToEngine
 from kvbridge_proto.status import PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuery
 from kvbridge_proto.stream import StreamReader, pack
 
@@ -24,7 +24,7 @@ LISTENING = Path("/proc/net/unix")
 ACCEPTS = 0x10000  # the kernel's flag of a socket that listens
 LOCK_LINE_BYTES = 54  # of the file beside an agent's socket, see transport.lock
 
-Answer = TypeVar("Answer", Status, PoolStatus, Trace)
+Answer = TypeVar("Answer", Status, PoolStatus, Trace, ReleasedAll)
 
 
 def found() -> list[str]:
@@ -85,6 +85,11 @@ def ask_pool(path: str, answer_s: float = ANSWER_S) -> PoolStatus:
 def ask_trace(path: str, names: Sequence[str], answer_s: float = ANSWER_S) -> Trace:
     """What the agent at `path` remembers about these names. Raises OperatorError as `ask` does."""
     return _asked(path, TraceQuery(names=tuple(names)), Trace, answer_s)
+
+
+def ask_release(path: str, answer_s: float = ANSWER_S) -> int:
+    """Have the agent at `path` release what nobody has claimed: how many offers. Raises OperatorError as `ask` does."""
+    return _asked(path, Release(), ReleasedAll, answer_s).offers
 
 
 def _asked(path: str, query: msgspec.Struct, kind: type[Answer], answer_s: float) -> Answer:

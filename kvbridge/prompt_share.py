@@ -18,6 +18,8 @@ CAUSES = {
     UNTAGGED: "they name nothing to fetch: does the router tag what it sends to this engine (docs/routers.md)?",
     "bad_params": "their kv_transfer_params cannot be read: the engine's log has each",
     "other_prompt": "what they name was prefilled for other tokens, another adapter, other media or another salt",
+    "other_weights": "the engines' weights have other names, or none since a reset (docs/operations.md, New weights)",
+    "reads_all": "they need every prompt token computed here: prompt_logprobs, echo with logprobs, some pooling",
     "does_not_travel": "embeddings, prompts that go on to grow, and media without hashes do not travel",
     "agent_missing": "not every rank of this engine has its agent",
     "deadline": "nobody offered what they name in time: does prefill run with kvbridge, and for the same prompts?",

@@ -23,9 +23,12 @@ from kvbridge_proto.engine import (
     Offer,
     Reclaim,
     Refused,
+    Release,
+    ReleasedAll,
     Rescale,
     ToAgent,
     Want,
+    Weights,
     Withdraw,
 )
 from kvbridge_proto.engine import Failed as WantFailed
@@ -103,6 +106,10 @@ class Clients:
                 connection.send(self._engines.pool_status())
             case TraceQuery(names=names):
                 connection.send(Trace(agent=self._engines.card, entries=self._journal.about(names)))
+            case Release() if connection is not self._current.connection:
+                offers = self._sender.release()
+                log.info("a command released what nobody had claimed: offers=%d pid=%d", offers, connection.pid)
+                connection.send(ReleasedAll(offers=offers))
             case Attach():
                 self._engines.attach(connection, message, fds)
             case _ if engine is None or connection is not self._current.connection:
@@ -124,6 +131,8 @@ class Clients:
                 if (memory := self._current.memory) is not None:
                     memory.liveness.withdrew(number, self._clock())
                 self._sender.withdraw(number, reason, comes_again)
+            case Release():
+                self._sender.release()
             case Reclaim(blocks=blocks):
                 self._sender.reclaim(blocks)
             case Expect():
@@ -140,6 +149,8 @@ class Clients:
                 self._prompts.computed(message, self._clock())
             case Rescale():
                 self._engines.rescale(connection, message, engine)
+            case Weights():
+                self._engines.reweigh(connection, message, engine)
             case Decline(revision=revision, reason=reason):
                 self._receiver.declined(revision, reason)
             case Detach():

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvbridge_proto.common import OURS, AgentCard, Rank, negotiate
-from kvbridge_proto.engine import Attach, Attached, Detached, Refused, Rescale, Rescaled
+from kvbridge_proto.engine import Attach, Attached, Detached, NewEpoch, Refused, Rescale, Rescaled, Weights
 from kvbridge_proto.pool import Pool
 from kvbridge_proto.status import EngineStatus, PoolStatus
 
@@ -22,7 +22,7 @@ from ..errors import EngineError, KVBridgeError
 from ..exchange.route import Site
 from ..exchange.session import AttachedEngine, engine_ranks
 from ..failpoints import failpoint
-from ..geometry.check import check_pool, rescaled
+from ..geometry.check import check_pool, rescaled, with_weights
 from ..geometry.plan import Planner
 from ..geometry.traits import model_key, traits
 from ..transport.local import LocalConnection
@@ -138,20 +138,33 @@ class Engines:
             pool = _checked(message, engine)
         except EngineError as error:
             return self._refuse(connection, "new scales", error, about=f"rescale {message.revision}")
+        reason = f"scales of the engine changed (revision {message.revision})"
+        self._sender.rescaled(reason)
+        self._receiver.rescaled(self._renew(replace(engine, pool=pool, revision=message.revision), reason))
+        log.info("rescaled: revision=%d epoch=%d planes=%d", message.revision, self._epoch, len(message.scales))
+        connection.send(Rescaled(revision=message.revision, epoch=self._epoch))
+
+    def reweigh(self, connection: LocalConnection, message: Weights, engine: AttachedEngine) -> None:
+        """Give the same memory a new epoch, for rows of other weights. Offers, transfers and wants end."""
+        pool = with_weights(engine.pool, message.version)
+        reason = f"the engine's weights: now {message.version or 'without a name'}, before {engine.pool.model.weights}"
+        self._sender.reweighed(reason)
+        self._receiver.reweighed(self._renew(replace(engine, pool=pool), reason), reason)
+        log.info("weights: %s epoch=%d", message.version or "without a name", self._epoch)
+        connection.send(NewEpoch(epoch=self._epoch))
+
+    def _renew(self, engine: AttachedEngine, reason: str) -> AttachedEngine:
+        """Give the engine's memory a new epoch: all sessions end."""
         attachment = self._current.attachment
         assert attachment is not None
         self._epoch += 1
-        reason = f"scales of the engine changed (revision {message.revision})"
-        self._sender.rescaled(reason)
-        engine = replace(engine, epoch=self._epoch, pool=pool, revision=message.revision)
+        engine = replace(engine, epoch=self._epoch)
         self._doors.withdraw(attachment.memory, reason)
         memory = replace(attachment.memory, epoch=self._epoch)
         self._current.attachment = replace(attachment, engine=engine, memory=memory)
         self._doors.share(memory)
         self._peers.renew(reason)
-        self._receiver.rescaled(engine)
-        log.info("rescaled: revision=%d epoch=%d planes=%d", message.revision, self._epoch, len(message.scales))
-        connection.send(Rescaled(revision=message.revision, epoch=self._epoch))
+        return engine
 
     def pause(self) -> bool:
         """Hold back our engine's requests until `rebuild` or `resume`. Returns whether nothing is under way.

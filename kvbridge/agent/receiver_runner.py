@@ -112,6 +112,9 @@ class ReceiverRunner:
     def rescaled(self, engine: AttachedEngine) -> None:
         self._do(self._receiving.rescaled(engine, self._clock()))
 
+    def reweighed(self, engine: AttachedEngine, reason: str) -> None:
+        self._do(self._receiving.reweighed(engine, reason, self._clock()))
+
     def rebuilt(self, engine: AttachedEngine | None) -> None:
         self._do(self._receiving.rebuilt(engine, self._clock()))
 

@@ -118,6 +118,15 @@ class SenderRunner:
     def reclaim(self, blocks: int) -> None:
         self._do(self._sending.reclaim(blocks, self._clock()))
 
+    def release(self) -> int:
+        """Release what nobody has claimed. Returns how many offers that were."""
+        count, actions = self._sending.release(self._clock())
+        self._do(actions)
+        return count
+
+    def reweighed(self, reason: str) -> None:
+        self._do(self._sending.reweighed(reason, self._clock()))
+
     def rescaled(self, reason: str) -> None:
         self._do(self._sending.rescaled(reason, self._clock()))
 

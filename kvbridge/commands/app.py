@@ -48,6 +48,7 @@ def build() -> typer.Typer:
         "agent": _agent_command(),
         "status": status,
         "trace": trace,
+        "release": release,
         "doctor": _doctor_command(),
         "bench": _bench_command(),
         "plan": plan,
@@ -376,6 +377,27 @@ def trace(
         from .trace import show
 
         show(request, socket or [], saved or [], as_json, chrome)
+
+
+def release(
+    socket: Annotated[
+        list[str] | None, typer.Option(help="An agent's unix socket; may be repeated. Default: as `kvbridge status`.")
+    ] = None,
+) -> None:
+    """Give prefill engines the blocks back that hold prompts which no decode engine has claimed.
+
+    Such a prompt is then computed where it is decoded. An engine that pauses, or has new weights, does this itself.
+    Exits with 1 if an agent does not answer.
+
+    \b
+    Examples:
+      kvbridge release
+      kvbridge release --socket /run/kvbridge/agent-0.sock
+    """
+    with told("release"):
+        from .release import release as release_all
+
+        release_all(socket or [])
 
 
 def plan(

@@ -119,6 +119,12 @@ class Receiver:
         """Our engine's scales changed. All sessions end: they were planned with the old ones."""
         return self._end_sessions(engine, "rescaled", "scales of our engine changed", now)
 
+    def reweighed(self, engine: AttachedEngine, reason: str, now: float) -> list[Action]:
+        """Our engine has other weights: no request that waits may get rows of the old ones. All sessions end."""
+        wanted = [each for each in self.wants.values() if each.want.end_token > each.want.first_token]
+        actions = [action for each in wanted for action in self._fail(each, "other_weights", reason, now)]
+        return actions + self._end_sessions(engine, "other_weights", reason, now)
+
     def pause(self) -> bool:
         """Claim nothing until `rebuilt` or `resume`. Returns whether nothing is under way: then a rebuild may begin."""
         self._is_paused = True

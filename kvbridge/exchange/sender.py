@@ -137,6 +137,13 @@ class Sender:
                 actions += self._end_offer(offered, "reclaimed", reason, now)
         return actions
 
+    def release(self, now: float) -> tuple[int, list[Action]]:
+        """End all offers that nobody has claimed. Returns how many."""
+        found = [each for each in self.offers.values() if each.state is OfferState.OPEN and each.want is None]
+        found = [each for each in found if each.is_last and each.rendezvous not in self._waiting]
+        reason = "all that nobody had claimed were released"
+        return len(found), [action for each in found for action in self._end_offer(each, "reclaimed", reason, now)]
+
     def unclaimed(self, now: float) -> list[OpenOffer]:
         """Complete offers that nobody has claimed and nobody has lately said to wait for, oldest first.
 
@@ -173,6 +180,10 @@ class Sender:
     def rescaled(self, reason: str, now: float) -> list[Action]:
         """Our engine's scales changed: end everything that was planned with the old ones."""
         return self._end_all("rescaled", reason, now)
+
+    def reweighed(self, reason: str, now: float) -> list[Action]:
+        """Our engine has other weights: end everything that was computed with the old ones."""
+        return self._end_all("other_weights", reason, now)
 
     def pause(self, is_alone: bool) -> bool:
         """Returns whether no transfer flows and no block is read; writes of stopped transfers may be under way.

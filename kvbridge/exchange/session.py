@@ -15,7 +15,7 @@ from kvbridge_proto.door import DoorCard
 from kvbridge_proto.peer import Hello, Refuse, Welcome
 from kvbridge_proto.pool import Pool
 
-from ..geometry.compat import Incompatible, Verdict, verdict
+from ..geometry.compat import Convertible, Incompatible, Same, Verdict, other_weights, verdict
 from ..geometry.plan import Planner
 from ..geometry.token_shard import TokenShard
 from .route import UNPROVED, Routed, Site
@@ -133,9 +133,9 @@ def answer(greeting: Hello, engine: AttachedEngine | None) -> Session | Refuse:
     if theirs.kind != ours.kind:
         reason = f"fabric.kind: ours {ours.kind}, theirs {theirs.kind}"
         return Refuse(code="fabric_mismatch", reasons=(reason,))
-    found = verdict(engine.pool, greeting.pool)
-    if isinstance(found, Incompatible):
-        return Refuse(code="incompatible", reasons=found.reasons)
+    found = _agreed(engine.pool, greeting.pool)
+    if isinstance(found, Refuse):
+        return found
     return Session(
         peer=greeting.agent,
         version=version,
@@ -147,6 +147,14 @@ def answer(greeting: Hello, engine: AttachedEngine | None) -> Session | Refuse:
         verdict=found,
         planner=Planner(engine.pool, greeting.pool),
     )
+
+
+def _agreed(sender: Pool, receiver: Pool) -> Same | Convertible | Refuse:
+    """What both sides' pools have in common. Other weights have a code of their own: they may soon be the same."""
+    if (difference := other_weights(sender, receiver)) is not None:
+        return Refuse(code="other_weights", reasons=(str(difference),))
+    found = verdict(sender, receiver)
+    return Refuse(code="incompatible", reasons=found.reasons) if isinstance(found, Incompatible) else found
 
 
 def version_reason(greeting: Hello) -> str:
@@ -186,9 +194,9 @@ def accept(greeting: Welcome, engine: AttachedEngine, key: str = "") -> Session 
         return Refuse(code="route_mismatch", reasons=(reason,))
     if not routed.is_pulled and not site.has_slots:
         return Refuse(code="route_mismatch", reasons=(f"route: {greeting.route}, and our Hello named no slots",))
-    found = verdict(greeting.pool, engine.pool)
-    if isinstance(found, Incompatible):
-        return Refuse(code="incompatible", reasons=found.reasons)
+    found = _agreed(greeting.pool, engine.pool)
+    if isinstance(found, Refuse):
+        return found
     return Session(
         peer=greeting.agent,
         version=greeting.version,

@@ -49,6 +49,12 @@ def rescaled(pool: Pool, scales: Sequence[Scales]) -> Pool:
     return replace(pool, planes=tuple(planes))
 
 
+def with_weights(pool: Pool, version: str) -> Pool:
+    """The pool for rows computed with the weights of this name."""
+    replace = msgspec.structs.replace
+    return replace(pool, model=replace(pool.model, weights=version))
+
+
 def shortened(reasons: Sequence[str]) -> tuple[str, ...]:
     """The reasons, cut to the number and length that a message may carry."""
     kept = tuple(

@@ -104,6 +104,15 @@ def obstacles(sender: Pool, receiver: Pool) -> list[Difference]:
     )
 
 
+def other_weights(sender: Pool, receiver: Pool) -> Difference | None:
+    """How the two sides' weights differ, or None. Weights without a name equal no others, not even unnamed ones."""
+    names = sender.model.weights, receiver.model.weights
+    if names[0] and names[0] == names[1]:
+        return None
+    ours, theirs = (name or "without a name since the cache was reset" for name in names)
+    return Difference("weights", ours, theirs, needs="the same weights on both sides, and then the same name for them")
+
+
 def changes(sender: Pool, receiver: Pool) -> list[Difference]:
     """What becomes different on the way; each once, however many layers have it."""
     if len(sender.model.layers) > len(receiver.model.layers):
@@ -116,6 +125,8 @@ def changes(sender: Pool, receiver: Pool) -> list[Difference]:
 
 def _other_model(sender: Pool, aligned: Pool, receiver: Pool) -> Iterator[Difference]:
     yield from _if_other("model", sender.model.name, receiver.model.name, needs=SAME_MODEL)
+    if (difference := other_weights(sender, receiver)) is not None:
+        yield difference
     if sender.model.depth and receiver.model.depth:
         yield from _if_other("depth", sender.model.depth, receiver.model.depth, needs=SAME_MODEL)
     held = {plane.layer for plane in aligned.planes}

@@ -125,6 +125,14 @@ class Reclaim(Struct, frozen=True, kw_only=True, tag="reclaim"):
     blocks: Positive
 
 
+class Release(Struct, frozen=True, kw_only=True, tag="release"):
+    """Release every offer that nobody has claimed, however young, and also if a request waits for it.
+
+    From the engine, which pauses, or from a command. Each offer is answered by its Released (`reclaimed`), to the
+    engine. A command is answered by ReleasedAll.
+    """
+
+
 class Expect(Struct, frozen=True, kw_only=True, tag="expect"):
     """This request is queued here without blocks. It will want this rendezvous from that sender.
 
@@ -202,6 +210,16 @@ class Rescale(Struct, frozen=True, kw_only=True, tag="rescale"):
 
     revision: Positive
     scales: NewScales
+
+
+class Weights(Struct, frozen=True, kw_only=True, tag="weights"):
+    """From here on rows are computed with these weights. Answered by NewEpoch.
+
+    Engines exchange rows only under the same `version`. "" says that the weights may have changed and have no name yet:
+    then rows are exchanged with nobody. Offers and wants made before are over (`other_weights`), whatever the version.
+    """
+
+    version: Name
 
 
 class Decline(Struct, frozen=True, kw_only=True, tag="decline"):
@@ -295,6 +313,18 @@ class Rescaled(Struct, frozen=True, kw_only=True, tag="rescaled"):
     epoch: Count
 
 
+class NewEpoch(Struct, frozen=True, kw_only=True, tag="new_epoch"):
+    """The weights that you named hold, under this epoch."""
+
+    epoch: Count
+
+
+class ReleasedAll(Struct, frozen=True, kw_only=True, tag="released_all"):
+    """To a command: this many offers were released."""
+
+    offers: Count
+
+
 class Adopt(Struct, frozen=True, kw_only=True, tag="adopt"):
     """A sender has these scales for your planes. Answered by Rescale of the same revision, or by Decline."""
 
@@ -309,11 +339,13 @@ ToAgent = (
     | Offer
     | Withdraw
     | Reclaim
+    | Release
     | Expect
     | Want
     | Abandon
     | Computed
     | Rescale
+    | Weights
     | Decline
     | Detach
     | StatusQuery
@@ -321,5 +353,18 @@ ToAgent = (
     | TraceQuery
 )
 ToEngine = (
-    Attached | Detached | Refused | Released | Held | Done | Failed | Rescaled | Adopt | Status | PoolStatus | Trace
+    Attached
+    | Detached
+    | Refused
+    | Released
+    | Held
+    | Done
+    | Failed
+    | Rescaled
+    | NewEpoch
+    | ReleasedAll
+    | Adopt
+    | Status
+    | PoolStatus
+    | Trace
 )

@@ -134,12 +134,15 @@ class Model(Struct, frozen=True, kw_only=True):
     """The identity of a cache: two pools are of one model when these are equal.
 
     A layer is None if this rank does not know it because it is on another pipeline rank. `depth` counts the model's own
-    layers, without those of a draft model, which only one side may have; 0 if it is not known.
+    layers, without those of a draft model, which only one side may have; 0 if it is not known. `weights` names the
+    weights that rows are computed with (see Weights); "" if they may have changed since they were named, and then they
+    equal no others.
     """
 
     name: Name
     layers: Annotated[tuple[Layer | None, ...], Meta(max_length=4096)]
     depth: Count = 0
+    weights: Name = "default"
 
 
 class Engine(Struct, frozen=True, kw_only=True):

@@ -161,7 +161,7 @@ def examples(command: str) -> list[list[str]]:
     return [shlex.split(line.partition(" >")[0]) for line in lines if line.strip()]
 
 
-COMMANDS = ("agent", "status", "trace", "doctor", "bench", "plan", "keygen", "proxy", "config show")
+COMMANDS = ("agent", "status", "trace", "release", "doctor", "bench", "plan", "keygen", "proxy", "config show")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -33,12 +33,14 @@ from kvbridge_proto.engine import (
     Offer,
     Reclaim,
     Refused,
+    Release,
     Released,
     Rescale,
     Rescaled,
     ToAgent,
     ToEngine,
     Want,
+    Weights,
     Withdraw,
 )
 from msgspec.structs import replace
@@ -127,6 +129,7 @@ class Conversation:
         self._ended: list[Heard] = []  # for the next turn
         self._directory: Directory | None = None
         self._rescale: Rescale | None = None
+        self._weights: Weights | None = None
         self._expected: dict[int, Expect] = {}
         self._numbers = numbers()
         self._unsaid: deque[Computed] = deque(maxlen=MOST_UNSAID)
@@ -219,6 +222,12 @@ class Conversation:
                 self.give_up(f"rescale {message.revision} not sent: {self._link.why_not}")
             return False
 
+    def reweigh(self, message: Weights) -> None:
+        """Rows are computed with these weights from here on: what is open ends. Later agents are told too."""
+        with self._link.standing:
+            self._weights = message
+            self._link.tell(message)
+
     def decline(self, message: Decline) -> None:
         self._link.send(message)
 
@@ -278,6 +287,10 @@ class Conversation:
     def reclaim(self, blocks: int) -> None:
         """The engine is short of `blocks` blocks: offers that nobody asked for may end, the oldest first."""
         self._link.send(Reclaim(blocks=blocks))
+
+    def release(self) -> None:
+        """End all offers that nobody has claimed: the engine pauses."""
+        self._link.send(Release())
 
     def computed(self, message: Computed) -> None:
         """Report prompt tokens computed here that could have been fetched. Our agent counts them, or the next one."""
@@ -355,7 +368,7 @@ class Conversation:
         Called on the link's thread as well, under its lock. The engine's thread removes entries without that lock: each
         read here is one operation of the interpreter, so it sees the state before a removal or after it.
         """
-        again = (self._rescale, self._directory, *list(self._expected.values()))
+        again = (self._rescale, self._weights, self._directory, *list(self._expected.values()))
         return [first for first in again if first is not None]
 
     def _listen(self) -> None:

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvbridge_proto.engine import READERS_S, Attach, Attached, Detached, Refused, Rescaled, ToAgent, ToEngine
+from kvbridge_proto.engine import READERS_S, Attach, Attached, Detached, NewEpoch, Refused, Rescaled, ToAgent, ToEngine
 from msgspec.structs import replace
 
 from ...errors import OperatorError
@@ -274,7 +274,7 @@ class AgentLink:
                 case Refused(about="", number=0, code=code, reasons=reasons):
                     text = f"refused by the agent: {code}: {'; '.join(reasons)}"
                     self._lose(text) if code in PASSING else self._refused(text)
-                case Rescaled(epoch=epoch):
+                case Rescaled(epoch=epoch) | NewEpoch(epoch=epoch):
                     self.attached = None if self.attached is None else replace(self.attached, epoch=epoch)
                     self._heard.append(message)
                 case _:

@@ -7,6 +7,7 @@ Written against vLLM 0.32.0 and 0.26.0; options are in `options.VLLMOptions`.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from .hooks import install
 from .options import VLLMOptions
 from .scheduler import SchedulerSide
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
@@ -50,6 +52,7 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = options = VLLMOptions.read(self._kv_transfer_config.kv_connector_extra_config)
         self._load_errors: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
+            install(KVBridgeConnector)
             self.scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
         else:
             self.worker = WorkerSide(vllm_config, kv_cache_config, options)
@@ -91,10 +94,15 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return ()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
-        return self.scheduler.finished(request)
+        return self.scheduler.finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Finished:
-        return self.scheduler.finished(request)
+        return self.scheduler.finished(request, chain.from_iterable(block_ids))
+
+    def reset_cache(self) -> bool:
+        """Of vLLM's own reset we know already (`hooks.py`); this one may be asked for alone."""
+        self.scheduler.cache_is_reset()
+        return True
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler.has_messages

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from ...errors import OperatorError
+from ..engine.weights import NAME_FORM, weights_name
 
 PREFIX = "kvbridge_"
 Policy = Literal["requantize", "adopt"]
@@ -24,6 +25,10 @@ class VLLMOptions:
     deadline_s   how long a decoding request waits for its KV before the engine's failure policy applies
     connect_s    how long start-up waits for the agent; without one the engine starts anyway
     model_name   what both engines call the model; the last part of the model's path if not set
+    weights      the name of the weights that the engine starts with. Rows are exchanged only between engines whose
+                 weights have one name. vLLM's /update_weight_version sets another one
+    resets_keep_weights  whether the weights are the same after a cache reset. If not, they have no name from a reset
+                 until /update_weight_version, and prompts are computed where they are decoded
     prefill      the prefilling side's agent (tcp://host:port, with #KEY if it has one), for proxies that hand over no
                  kv_transfer_params
     untagged_params  whether a kv_producer returns kv_transfer_params for a one-token request that has none. It offers
@@ -42,6 +47,8 @@ class VLLMOptions:
     deadline_s: float = 60.0
     connect_s: float = 30.0
     model_name: str = ""
+    weights: str = "default"
+    resets_keep_weights: bool = False
     prefill: str = ""
     untagged_params: bool = True
     bootstrap_port: int = 7700
@@ -74,6 +81,8 @@ class VLLMOptions:
             )
         if not options.socket.startswith("/"):
             raise OperatorError("option_invalid", f"{PREFIX}socket: {options.socket!r}, must be an absolute path")
+        if options.weights != weights_name(options.weights):
+            raise OperatorError("option_invalid", f"{PREFIX}weights: {options.weights!r:.60}, must be {NAME_FORM}")
         if options.scales not in (policies := get_args(Policy)):
             raise OperatorError(
                 "option_invalid", f"{PREFIX}scales: {options.scales!r}, must be one of {', '.join(policies)}"

@@ -14,6 +14,7 @@ from ...oneline import INTEGER_BITS, SHOWN, shown
 from ..engine.prompts import ROOMS
 
 WIRE_TEXT = 256  # characters that a `RendezvousId`, an `Address` or an `AttachmentName` may have
+WEIGHTS = "remote_weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +23,15 @@ class Remote:
 
     `sender` is the address of one of that side's agents, `room` a number that a router gave to both sides. Without a
     room (0), `request` is that side's name for the request, or its rendezvous id. `attachment` names the one that took
-    its offer, "" if that was not told.
+    its offer, "" if that was not told. `weights` names the weights that the prompt was computed with, or
+    is "" if they have no name; None if nothing is said.
     """
 
     request: str
     sender: str
     room: int = 0
     attachment: str = ""
+    weights: str | None = None
 
 
 def read_remote(params: Mapping[str, Any]) -> Remote:
@@ -42,7 +45,7 @@ def read_remote(params: Mapping[str, Any]) -> Remote:
     if (longest := max(len(sender), len(request), len(attachment))) > WIRE_TEXT:
         reason = f"kv_transfer_params longer than the wire allows: {longest} characters, limit {WIRE_TEXT}"
         raise EngineError("bad_params", reason)
-    return Remote(request, sender, room, attachment)
+    return Remote(request, sender, room, attachment, _text(params, WEIGHTS) if WEIGHTS in params else None)
 
 
 def read_room(params: Mapping[str, Any]) -> int:

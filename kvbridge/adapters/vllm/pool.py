@@ -37,6 +37,7 @@ def describe(
     *,
     model_name: str,
     engine_id: str,
+    weights: str = "default",
 ) -> Memory:
     """The pool of one rank. Raises OperatorError naming what cannot be described."""
     from vllm import __version__
@@ -62,7 +63,9 @@ def describe(
         planes.extend(_planes(member, region, cache.num_blocks))
     pool = Pool(
         engine=Engine(kind="vllm", version=__version__[:256], id=engine_id[:256]),
-        model=Model(name=model_name[:256], layers=model_layers(members, config, shard), depth=depth(config)),
+        model=Model(
+            name=model_name[:256], layers=model_layers(members, config, shard), depth=depth(config), weights=weights
+        ),
         shard=shard,
         groups=_groups(cache),
         regions=tuple(Region(storage.nbytes()) for storage in storages.values()),

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvbridge_proto.common import Blocks, Rank
-from kvbridge_proto.engine import Abandon, Computed, Directory, Expect, Offer, Reclaim, Want, Withdraw
+from kvbridge_proto.engine import Abandon, Computed, Directory, Expect, Offer, Reclaim, Release, Want, Weights, Withdraw
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
@@ -26,9 +26,11 @@ from ...prompt_share import PromptShare
 from ..engine.numbers import numbers
 from ..engine.prompts import is_in, rendezvous
 from ..engine.traces import traceparent
+from ..engine.weights import UNNAMED, weights_name
 from .block_tables import NULL_BLOCK, GroupTables
+from .kept_blocks import KeptBlocks
 from .options import VLLMOptions
-from .params import Remote, read_remote, read_room
+from .params import WEIGHTS, Remote, read_remote, read_room
 from .pressure import Pressure
 from .prompt_trim import can_be_short, shorten
 from .rendezvous import (
@@ -79,6 +81,7 @@ COMPUTING_S = 600.0  # how long an offer is held while the rest of its prompt is
 # ends, even an admitted one.
 IDS_KNOWN = 4096
 
+NAME_AGAIN = "the weights are named (/update_weight_version); kvbridge_resets_keep_weights says that they never change"
 PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -95,6 +98,7 @@ class PromptOffered:
     is_named: bool
     end: int
     room: int = 0  # `bootstrap_room`, if a router gave one
+    weights: str = UNNAMED  # that it is computed with; UNNAMED if not all of it with the same: then it is not offered
     number: int = 0
     was_preempted: bool = False
     tokens: int = 0
@@ -154,6 +158,8 @@ class SchedulerSide:
         # If a proxy hands over no parameters, only the role tells the sides apart.
         self._offers_all = transfer.kv_role == "kv_producer"
         self._wants_all = transfer.kv_role == "kv_consumer" and bool(options.prefill)
+        self._weights = options.weights
+        self.held = KeptBlocks()
         self._tables = GroupTables.of(cache, parallel)
         self._has_media_hashes = has_media_hashes(config)
         if not self._has_media_hashes:
@@ -214,10 +220,47 @@ class SchedulerSide:
 
     def bind_pool(self, pool: BlockPool) -> None:
         self._pressure.free_blocks = pool.get_num_free_blocks
+        self.held.bind(pool)
 
     def may_free_blocks(self) -> bool:
         """Whether a running request that gets no block should wait a moment instead of being preempted."""
         return self._pressure.should_wait(self._clock())
+
+    # Weights:
+
+    def cache_is_reset(self) -> None:
+        """vLLM resets its prefix cache, perhaps because its weights have changed: what was computed must not be used.
+
+        vLLM may not be able to, but then it says so, and its user tries again.
+        """
+        if self._options.resets_keep_weights:
+            self.pauses()
+        elif self._weights != UNNAMED:
+            log.warning("the prefix cache is reset: prompts are neither offered nor fetched until %s", NAME_AGAIN)
+            self._reweigh(UNNAMED)
+
+    def weights_are(self, version: str) -> None:
+        """A user names the weights that rows are computed with from now on."""
+        if (name := weights_name(version)) != self._weights:
+            log.info("weights: %a, before %a", name, self._weights)
+            self._reweigh(name)
+
+    def _reweigh(self, weights: str) -> None:
+        """What is offered or fetched belongs to other weights than what is computed from now on."""
+        self._weights = weights
+        for request_id, receiving in self._receiving.items():
+            reason = "the weights have changed"
+            self._step.before.append(Abandon(number=receiving.number, reason=reason))
+            self._unfetched[request_id] = Unfetched("other_weights", receiving.first_token)
+        self._receiving.clear()
+        for sending in self._sending.values():
+            sending.weights = UNNAMED if sending.tables else weights
+        self._step.before.append(Weights(version=weights))
+
+    def pauses(self) -> None:
+        """vLLM pauses: it waits until no block is held, so what nobody fetches yet is given up."""
+        if self.held:
+            self._step.before.append(Release())
 
     # A request's life:
 
@@ -264,13 +307,16 @@ class SchedulerSide:
                 if room:  # the other side may already wait there
                     self._step.before.append(self._nothing(rendezvous_id, request))
                 return
-            self._sending[request.request_id] = PromptOffered(request, rendezvous_id, True, end, room)
+            self._sending[request.request_id] = PromptOffered(
+                request, rendezvous_id, True, end, room, weights=self._weights
+            )
         elif params.get("do_remote_prefill"):
             self._expect(request, params)
         elif is_unnamed:
             self._new_unnamed(request)
         else:
-            self._unfetched[request.request_id] = Unfetched("untagged")
+            reads_all = request.skip_reading_prefix_cache
+            self._unfetched[request.request_id] = Unfetched("reads_all") if reads_all else Unfetched("untagged")
 
     def _expect(self, request: Request, params: dict[str, Any]) -> None:
         name = message_name(request.request_id)
@@ -279,6 +325,10 @@ class SchedulerSide:
         except EngineError as error:
             log.warning("%s: %s: computed here", name, error)
             self._unfetched[request.request_id] = Unfetched("bad_params")
+            return
+        if remote.weights not in (None, self._weights):
+            log.info("%s: weights: ours %a, theirs %a: computed here", name, self._weights, remote.weights)
+            self._unfetched[request.request_id] = Unfetched("other_weights")
             return
         digest = prompt_digest(request)
         if remote.room:
@@ -309,8 +359,19 @@ class SchedulerSide:
         return PromptWanted(next(self._numbers), rendezvous_id, sender, is_offered=is_offered, **more)
 
     def _receive(self, request: Request, rendezvous_id: str, remote: Remote, is_offered: bool) -> None:
+        """Fetch the prompt, unless nobody can have its rows, or vLLM must compute every token of it itself.
+
+        The latter is so for prompt_logprobs and some pooling: vLLM 0.26 would answer with unfilled memory.
+        """
         more = {"traceparent": _traceparent(request), "offered_to": remote.attachment if is_offered else ""}
-        self._receiving[request.request_id] = self._wanted(rendezvous_id, remote.sender, is_offered, **more)
+        wanted = self._wanted(rendezvous_id, remote.sender, is_offered, **more)
+        if self._weights == UNNAMED:
+            self._unfetched[request.request_id] = Unfetched("other_weights")
+        elif request.skip_reading_prefix_cache:
+            self._unfetched[request.request_id] = Unfetched("reads_all")
+            self._decline(request.request_id, wanted)
+        else:
+            self._receiving[request.request_id] = wanted
 
     def _refused(self, request: Request, params: dict[str, Any]) -> None:
         """A call with these params ended before all of it was admitted: nobody will fetch what they name.
@@ -333,7 +394,7 @@ class SchedulerSide:
             self._receive(request, rendezvous_id, Remote("", self._options.prefill), is_offered=False)
         elif request.max_tokens == 1 and self._tables.outlives(request.num_prompt_tokens):
             end = request.num_prompt_tokens - 1
-            self._sending[request.request_id] = PromptOffered(request, rendezvous_id, False, end)
+            self._sending[request.request_id] = PromptOffered(request, rendezvous_id, False, end, weights=self._weights)
         elif request.max_tokens == 1:
             self._log_given_up(request)
             self._step.before.append(self._nothing(rendezvous_id, request))
@@ -458,8 +519,11 @@ class SchedulerSide:
         """Nothing is needed, so the other side may free its blocks. Nobody waits for the answer."""
         self._step.before.append(self._want(message_name(request_id), receiving, 0, 0, ()))
 
-    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks must stay, and what a proxy should hand to the decode side, if anything."""
+    def finished(self, request: Request, block_ids: Iterable[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request's blocks must stay, and what a proxy should hand to the decode side, if anything.
+
+        `block_ids` are the request's, those of groups that do not travel included.
+        """
         request_id = request.request_id
         self._pressure.ended(request_id)
         self._unfetched.pop(request_id, None)
@@ -471,15 +535,21 @@ class SchedulerSide:
         sending = self._sending.pop(request_id, None)
         if sending is not None and sending.was_preempted and not sending.number:
             self._offer_nothing(request, sending)
-        if sending is None or not sending.number:
+        if sending is None or not (sending.number or (self._has_agents and sending.weights == UNNAMED)):
             return False, None
+        params = None  # without an offer they only say why: that the weights have no name
+        is_told = sending.is_named or self._options.untagged_params
+        if is_told and request.status in PREFILLED and (sending.is_whole or sending.weights == UNNAMED):
+            params = self._params(sending)
+        if not sending.number:
+            return False, params
         self._step.held[sending.number] = request_id
+        self.held.hold(request_id, block_ids)
         self._pressure.held(request_id, sum(block != NULL_BLOCK for table in sending.tables for block in table))
-        if request.status in PREFILLED and sending.is_whole:
-            return True, self._params(sending) if sending.is_named or self._options.untagged_params else None
-        # Blocks stay even now: the agent may read them until it answers the withdrawal.
-        self._step.before.append(Withdraw(number=sending.number, reason=request.status.name.lower()))
-        return True, None
+        if not (request.status in PREFILLED and sending.is_whole):
+            # Blocks stay even now: the agent may read them until it answers the withdrawal.
+            self._step.before.append(Withdraw(number=sending.number, reason=request.status.name.lower()))
+        return True, params
 
     def _params(self, sending: PromptOffered) -> dict[str, Any]:
         first = self._agents.get((0, 0), AgentAddress())
@@ -493,6 +563,7 @@ class SchedulerSide:
             "remote_host": agent.hostname,
             "remote_port": agent.port,
             "remote_block_ids": [],
+            WEIGHTS: sending.weights,
             "remote_num_tokens": sending.tokens,
             "tp_size": self._tp_size,
             "pp_size": self._pp_size,
@@ -512,7 +583,7 @@ class SchedulerSide:
         if self._has_agents:
             for request_id, count in output.num_scheduled_tokens.items():
                 sending = self._sending.get(request_id)
-                if sending is not None and not sending.is_whole:
+                if sending is not None and not sending.is_whole and sending.weights != UNNAMED:
                     self._offer(sending, sending.request.num_computed_tokens + count)
         step, self._step = self._step, ConnectorStep()
         step.is_used = self._is_used = self._is_used or output.total_num_scheduled_tokens > 0
@@ -604,6 +675,7 @@ class SchedulerSide:
             self._awaited.pop(request_id, None)
         for request_id in output.finished_sending or ():
             self._pressure.freed(request_id)
+            self.held.free(request_id)
         said = output.kv_connector_worker_meta
         if isinstance(said, AgentAddresses):
             self._agents_are(said.addresses)

@@ -23,10 +23,12 @@ from kvbridge_proto.engine import (
     Expect,
     Offer,
     Reclaim,
+    Release,
     Rescale,
     Rescaled,
     ToAgent,
     Want,
+    Weights,
     Withdraw,
 )
 from msgspec.structs import replace
@@ -77,6 +79,7 @@ class WorkerSide:
         self._told = AgentAddress()  # what the scheduler knows of our agent
         self._is_asked = False  # the scheduler asks where our agent is
         self._abandoned: set[int] = set()  # open wants of requests that are gone
+        self._outdated: set[int] = set()  # open wants of rows of other weights than the engine has now
         self._rest_s = 0.0
         self._key: RankKey = (0, 0)
         self._conversation: Conversation | None = None
@@ -95,6 +98,7 @@ class WorkerSide:
             shard_of(self._config),
             model_name=self._options.model_name or self._config.model_config.model.rstrip("/").rpartition("/")[2],
             engine_id=transfer.engine_id or "",
+            weights=self._options.weights,
         )
         layers = self._config.compilation_config.static_forward_context
         self.attach(self._options.socket_of(_rank_of(self._config)), memory, layers)
@@ -144,6 +148,8 @@ class WorkerSide:
         self._scales.is_used |= step.is_used
         if (conversation := self._conversation) is None:
             return
+        if any(isinstance(each, Weights) for each in step.before):
+            self._outdated |= set(self._ledger.receives)
         self._turn(conversation)
         fence = conversation.mark() if any(isinstance(each, Want) and each.blocks for each in step.before) else 0
         for message in step.before:
@@ -218,6 +224,9 @@ class WorkerSide:
         if not ended.is_good:
             log.warning("%s: KV not received: %s: %s", name, ended.code, ended.reason)
             self._failed(number, ended.code)
+        elif number in self._outdated:
+            log.warning("%s: KV came, but the weights have changed since", name)
+            self._failed(number, "other_weights")
         elif self._scales.is_taking:
             log.warning("%s: KV came under the previous scales", name)
             self._failed(number, "rescaled")
@@ -225,6 +234,7 @@ class WorkerSide:
             self._scales.is_used = True
             self._ledger.received(number)
         self._abandoned.discard(number)
+        self._outdated.discard(number)
 
     def _failed(self, number: int, code: str) -> None:
         if (receive := self._ledger.receives.get(number)) is not None and number not in self._abandoned:
@@ -264,6 +274,10 @@ def _say(conversation: Conversation, message: ToAgent) -> None:
             conversation.withdraw(number, reason, comes_again)
         case Reclaim(blocks=blocks):
             conversation.reclaim(blocks)
+        case Release():
+            conversation.release()
+        case Weights():
+            conversation.reweigh(message)
         case _:
             raise AssertionError(f"{type(message).__name__}: the scheduler never sends this")
 

@@ -147,6 +147,14 @@ class Loop:
             cpu_s=usage.ru_utime + usage.ru_stime,
         )
 
+    def core_call(self, method: str, arguments: list[Any]) -> None:
+        """What the server's own endpoints have the engine core do."""
+        try:
+            answer = getattr(self.core, method)(*arguments)
+        except RuntimeError as error:
+            answer = str(error)
+        self.say(kind="core_call", answer=answer)
+
     def weights(self, seed: int) -> None:
         """Without them vLLM's own dummy weights stay, which engines of one size share and others do not."""
         try:
@@ -155,6 +163,10 @@ class Loop:
             self.say(kind="weights", failure=f"{type(error).__name__}: {error}")
             return
         self.say(kind="weights", failure="")
+
+    def other_weights(self) -> None:
+        self.engine.collective_rpc(grow_norms)
+        self.say(kind="other_weights")
 
     def digests(self) -> None:
         """Of the first rank's weights."""
@@ -189,6 +201,16 @@ def load_seeded(worker: Any, seed: int) -> None:
     with torch.no_grad():
         model.load_weights(weights.seeded(worker.vllm_config.model_config.hf_config.to_dict(), like, seed))
     torch.cuda.empty_cache()
+
+
+def grow_norms(worker: Any) -> None:
+    """On a worker: other weights, in whatever form this platform keeps them."""
+    import torch
+
+    with torch.no_grad():
+        for name, weight in worker.get_model().named_parameters():
+            if name.endswith("norm.weight"):
+                weight.mul_(1.5)
 
 
 def digests_of(worker: Any) -> dict[str, int]:

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests.support.waiting import wait_for
+from tests.system.engines.engine_process import EngineProcess
 from tests.system.engines.fleet import PREFILL, Fleet, assert_same_as_alone, needs_fp8, prompt
 from tests.system.kept import kept
 from tests.system.sglang.rows import assert_carried
@@ -228,3 +229,34 @@ def test_a_dead_prefill_agent_costs_a_recomputation_and_nothing_else(fleet: Flee
     fleet["large"].wait_empty()
     result = fleet["large"].run(fleet.name("alive"), tokens, 3)
     assert len(result.tokens) == 3
+
+
+def reweigh(engine: EngineProcess) -> None:
+    """Other weights, as an operator loads them: the cache is reset, and that succeeds although a prompt is held."""
+    engine.ask("other_weights", 60)
+    assert engine.ask("core_call", 60, method="reset_prefix_cache", arguments=[True, True])["answer"] is True
+
+
+def name_weights(engine: EngineProcess, version: str) -> None:
+    engine.ask("core_call", 60, method="set_weight_version", arguments=[version])
+
+
+def test_rows_of_the_weights_of_before_are_never_used(fleet: Fleet) -> None:
+    """Whichever side has other weights or another name. The last test here: its engines have other weights then."""
+    small, large, alone = (fleet[name] for name in ("small", "large", "alone"))
+    tokens = [prompt(300, seed=seed) for seed in (77, 78, 79)]
+    of_a = fleet.alone(tokens[0], 12)
+    params = [fleet.prefill("small", tokens[0])[1].params]
+    for engine in (small, large, alone):
+        reweigh(engine)
+    small.wait_empty(timeout_s=15)  # the held prompt was given up: it would stay for 30 s
+    params.append(fleet.prefill("small", tokens[1])[1].params)
+    name_weights(small, "B")  # the decode side has no name yet
+    params.append(fleet.prefill("small", tokens[2])[1].params)
+    answers = [large.run(fleet.name("d"), each, 12, told) for each, told in zip(tokens, params, strict=True)]
+    assert [list(each.tokens) for each in answers] == [fleet.alone(each, 12) for each in tokens]
+    assert list(answers[0].tokens) != of_a and [each.cached for each in answers] == [0, 0, 0]
+    counted = "kvbridge_prompts_computed_here_total{reason=other_weights}"
+    wait_for(lambda: fleet.agents["large"][0].status.counters.get(counted) == 3)
+    name_weights(large, "B")
+    assert_same_as_alone(fleet, "small", "large", prompt(300, seed=80))

@@ -79,6 +79,7 @@ TO_AGENT: tuple[Any, ...] = (
     ),
     engine.Withdraw(number=7, reason="preempted", comes_again=True),
     engine.Reclaim(blocks=47),
+    engine.Release(),
     engine.Expect(number=1 << 50, rendezvous="cmpl-1", sender="tcp://127.0.0.1:7700"),
     engine.Want(
         number=1 << 50,
@@ -95,6 +96,7 @@ TO_AGENT: tuple[Any, ...] = (
     engine.Abandon(number=1 << 50, reason="aborted by the client"),
     engine.Computed(tokens=499, reason="untagged"),
     engine.Rescale(revision=2, scales=SCALES),
+    engine.Weights(version="step-7"),
     engine.Decline(revision=1, reason="scales: requests have been computed under ours"),
     engine.Detach(),
     status.StatusQuery(),
@@ -112,6 +114,8 @@ TO_ENGINE: tuple[Any, ...] = (
         number=1 << 50, request="cmpl-1-b", code="peer_lost", reason="tcp://127.0.0.1:7700 is silent for 5 s"
     ),
     engine.Rescaled(revision=2, epoch=4),
+    engine.NewEpoch(epoch=5),
+    engine.ReleasedAll(offers=3),
     engine.Adopt(revision=1, scales=SCALES),
     status.Status(
         agent=AGENT,

@@ -1,0 +1,90 @@
+"""Weights that change while a prompt is held, with real agents: rows of one set are never used with another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from kvbridge_proto.engine import Done, Expect, Failed, Held, NewEpoch, Release, ReleasedAll, Weights
+
+from kvbridge.loopback.messages import number_of
+from tests.integration.agent.harness import Client, OracleEngine
+from tests.integration.agent.pairs import Bench, Benches
+from tests.support.waiting import wait_for
+
+AT_ONCE_S = 10.0  # wants and offers of these tests have a minute
+
+
+def reweigh(engine: OracleEngine, version: str) -> int:
+    engine.client.send(Weights(version=version))
+    return engine.client.wait(NewEpoch).epoch
+
+
+@pytest.fixture(params=["pull", "nixl"])
+def bench(request: pytest.FixtureRequest, bench_of: Benches) -> Bench:
+    return bench_of(routes=request.param)
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+@pytest.mark.parametrize("name", ["", "B"])
+def test_an_offer_of_the_weights_of_before_is_over_whichever_side_changes_first(
+    bench: Bench, first: str, name: str
+) -> None:
+    """One side has changed, then both have; the same rendezvous id is wanted each time, as of an untagged prompt."""
+    bench.works()
+    one, other = (bench.sender, bench.receiver) if first == "prefill" else (bench.receiver, bench.sender)
+    bench.offer("r", [1], 16, hold_s=60)
+    assert reweigh(one, name) == 2
+    if first == "prefill":
+        assert bench.sender.released("r", seconds=AT_ONCE_S).code == "other_weights"
+    bench.want("w1", [1], range(16), rendezvous="r")
+    said = bench.receiver.failed("w1", "other_weights", seconds=AT_ONCE_S)
+    assert "weights: sender" in said and (name or "without a name") in said and "default" in said
+    reweigh(other, name)
+    if first == "decode":
+        assert bench.sender.released("r", seconds=AT_ONCE_S).code == "other_weights"
+    answer = bench.carry("again")
+    assert isinstance(answer, Done if name else Failed), answer
+    if isinstance(answer, Failed):
+        assert answer.code == "other_weights" and "needs the same weights" in answer.reason
+    for engine in (one, other):
+        reweigh(engine, "C")
+    bench.works("proof2")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_want_that_waits_ends_when_either_engine_has_other_weights(bench: Bench, side: str) -> None:
+    bench.works()
+    bench.want("w", [1], range(16), deadline_s=60)
+    wait_for(lambda: bench.sender.agent.status.transfers)
+    reweigh(bench.sender if side == "prefill" else bench.receiver, "B")
+    assert "now B, before default" in bench.receiver.failed("w", "other_weights", seconds=AT_ONCE_S)
+
+
+def test_a_command_releases_what_nobody_has_claimed(bench_of: Benches) -> None:
+    """However young it is, and although a request waits for it."""
+    bench = bench_of()
+    for request in ("young", "awaited"):
+        bench.offer(request, [1], 16, hold_s=60)
+    bench.receiver.client.send(Expect(number=number_of("awaited"), rendezvous="awaited", sender=bench.address))
+    bench.sender.client.wait(Held)
+    command = [sys.executable, "-m", "kvbridge.cli", "release", "--socket", str(bench.sender.agent.socket)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "2 prompts" in done.stdout
+    for request in ("young", "awaited"):
+        assert bench.sender.released(request, seconds=AT_ONCE_S).code == "reclaimed"
+    bench.works()
+
+
+def test_an_engine_that_pauses_gets_back_what_nobody_has_claimed_and_no_other_answer(bench_of: Benches) -> None:
+    bench = bench_of()
+    bench.offer("r", [1], 16, hold_s=60)
+    bench.sender.client.send(Release())
+    assert bench.sender.released("r", seconds=AT_ONCE_S).code == "reclaimed"
+    client = Client(bench.sender.agent.socket)
+    client.send(Release())
+    assert client.wait(ReleasedAll).offers == 0
+    client.close()
+    bench.works()
+    assert not [each for each in bench.sender.client.heard if isinstance(each, ReleasedAll)]
