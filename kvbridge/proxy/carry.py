@@ -45,7 +45,7 @@ from .legs import (
     vllm_prefill,
 )
 from .limits import Busy, RequestBytes
-from .logprobs import wants_inputs, with_inputs
+from .logprobs import reads_all, wants_inputs, with_inputs
 from .metrics import ProxyMetrics
 from .pulse import Pulse
 
@@ -182,6 +182,8 @@ class Carrier:
     async def _attempt(self, outer: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend]) -> Opened:
         """Try one pair, under a new room. On success `outer` takes what is held; on failure it is released."""
         async with AsyncExitStack() as stack:
+            if reads_all(ask) and self._fleet.well(Role.DECODE, failed, (Kind.VLLM,)):
+                return await self._decode_alone(outer, ask, call, failed, "reads_all")
             kinds = (Kind.VLLM,) if ask.path in OF_VLLM else KINDS
             prefill = stack.enter_context(self._fleet.lend(Role.PREFILL, failed, kinds))
             decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, kinds))

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from .bodies import COMPLETIONS, GENERATE, Body, PromptAsk, encode, parse
+from .bodies import CHAT, COMPLETIONS, GENERATE, Body, PromptAsk, encode, parse
 
 Fields = dict[str, msgspec.Raw]
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -18,6 +18,15 @@ def wants_inputs(ask: PromptAsk) -> bool:
         start = ask.body.get("logprob_start_len")
         return bool(ask.body.get("return_logprob")) and type(start) is int and start >= 0
     return ask.path == COMPLETIONS and bool(ask.body.get("echo") and ask.body.get("logprobs"))
+
+
+def reads_all(ask: PromptAsk) -> bool:
+    """Whether vLLM has to compute the whole prompt itself, so that fetching is no use."""
+    body = ask.body
+    if body.get("prompt_logprobs") is not None:
+        return True
+    asked = {COMPLETIONS: body.get("logprobs"), CHAT: body.get("top_logprobs", 0)}.get(ask.path)
+    return bool(body.get("echo")) and asked is not None
 
 
 def with_inputs(ask: PromptAsk, prefilled: bytes, answer: bytes) -> bytes:

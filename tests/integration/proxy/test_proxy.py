@@ -672,6 +672,26 @@ async def test_with_prefill_down_vllm_decodes_alone(prefill: str, is_stream: boo
 
 
 @pytest.mark.parametrize("prefill", KINDS)
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/completions", {"prompt_logprobs": 0}),
+        ("/v1/completions", {"echo": True, "logprobs": 1}),
+        ("/v1/chat/completions", {"prompt_logprobs": 2}),
+        ("/v1/chat/completions", {"echo": True}),
+    ],
+)
+async def test_what_vllm_computes_whole_is_not_prefilled(prefill: str, path: str, more: dict[str, Any]) -> None:
+    async with world(prefill, "sglang,vllm") as w:
+        status, answer = await w.ask(path, BODIES[path] | more)
+        assert status == 200, answer
+        assert "kv_transfer_params" not in w.all("decode")[1].body and not w.prefill.got
+        assert 'kvbridge_proxy_prompts_without_prefill_total{reason="reads_all"} 1.0' in await w.metrics()
+        status, answer = await w.ask("/v1/completions", COMPLETION | {"echo": True})
+        assert status == 200 and len(w.prefill.got) == 1, "nothing of the prompt is asked for but its text"
+
+
+@pytest.mark.parametrize("prefill", KINDS)
 async def test_a_prompt_whose_prefill_failed_everywhere_is_computed_by_vllm(prefill: str) -> None:
     async with world(f"{prefill},{prefill}", "vllm") as w:
         for each in w.all("prefill"):
