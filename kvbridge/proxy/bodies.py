@@ -293,15 +293,14 @@ def _prompts(value: Any, name: str) -> list[Any]:
         inside = raw[1:].lstrip(BLANK)
         if inside.startswith(b'"'):
             return _texts(raw, name)
-        rest = raw.translate(None, b"0123456789," + BLANK)  # strict JSON, so of numbers nothing else is left
-        if rest == b"[]" and not inside.startswith(b"]"):
+        rest = raw.translate(None, b"0123456789" + BLANK)[1:-1]  # strict JSON, so these are all numbers
+        if not rest.strip(b",") and not inside.startswith(b"]"):
             return [value]
-        count = len(rest) // 2 - 1
-        if count > 0 and rest == b"[" + b"[]" * count + b"]":
-            _check_many(count, name)
-            lists = _list(value)
-            if all(map(is_set, lists)):
-                return list(lists)
+        if rest.startswith(b"[") and rest.endswith(b"]"):
+            _check_many(rest.count(b"["), name)
+            lists = list(_list(value)) if not any(each.strip(b",") for each in rest[1:-1].split(b"],[")) else []
+            if lists and all(map(is_set, lists)):
+                return lists
     raise ClientError("bad_request", f"{name} must be text, token ids or a list of either, and not empty")
 
 

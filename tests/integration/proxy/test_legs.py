@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvbridge.errors import EngineError, OperatorError
-from kvbridge.proxy.bodies import ClientError, PromptAsk, encode, read
+from kvbridge.proxy.bodies import ClientError, PromptAsk, encode, pieces, read
 from kvbridge.proxy.events import EVENT_BYTES, FINISH, Events
 from kvbridge.proxy.fleet import Role, read_engine
 from kvbridge.proxy.generate import Answering, completions
@@ -300,3 +300,43 @@ def test_custom_params_that_would_end_sglangs_scheduler_are_refused(deep: dict[s
     for body in ({"text": "x", "sampling_params": {"custom_params": deep}}, {"prompt": "x", "custom_params": deep}):
         with pytest.raises(ClientError, match=r"custom_params\.a: too deep"):
             read("/generate" if "text" in body else "/v1/completions", json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        *((f'{{"prompt": {odd}}}', "bad_request") for odd in ("[-1]", "[1.5]", "[true]", "[null]", "[]", "[[]]", "{}")),
+        *((f'{{"prompt": {odd}}}', "bad_request") for odd in ("[[1], []]", "[[1], 2]", "[1, [2]]", '[[1], "a"]')),
+        *((f'{{"prompt": {odd}}}', "bad_request") for odd in ('["a", 1]', '["a", ["b"]]', "[[[1]]]", "7", "null")),
+        (f'{{"prompt": [{"[1]," * 256}[1]]}}', "too_many"),
+        ('{"prompt": ["a"' + ', "a"' * 256 + "]}", "too_many"),
+        ('{"prompt": "a", "x": "' + "x" * (1 << 20) + '"}', "too_large"),
+        ('{"prompt": "a"' + "".join(f', "x{i}": 1' for i in range(300)) + "}", "too_many"),
+        ('{"prompt": "a", "n": ' + "1" * 2000 + "}", "bad_request"),
+        ('{"prompt": "a", "custom_params": [1]}', "bad_request"),
+        ('{"prompt": "a", "kv_transfer_p\\u0061rams": {}}', "has_transfer_params"),
+        ('{"prompt": "a", "vllm_xargs": {"kv_transfer_params": 1}}', "has_transfer_params"),
+    ],
+)
+def test_a_body_is_refused_without_being_parsed_whole(body: str, code: str) -> None:
+    with refused(ClientError, code):
+        read("/v1/completions", body.encode())
+
+
+def test_prompts_are_told_apart_whatever_is_in_them() -> None:
+    texts = ['a", "b', "]", "\\", 'ä\n"', "[1]", "", " , "]
+    body = json.dumps({"prompt": texts, "stop": [1e-5, 0.10], "n": 2}, indent=3)
+    asks = read("/v1/completions", body.encode()).asks
+    assert [sent(Leg("", each.body))["prompt"] for each in asks] == [text for text in texts for _ in range(2)]
+    assert json.loads(encode(asks[0].body))["stop"] == [1e-5, 0.10]
+    tokens = read("/v1/completions", b'{"prompt": [ [1 ,2],\n[30] ]}').asks
+    assert [sent(Leg("", each.body))["prompt"] for each in tokens] == [[1, 2], [30]]
+    one = read("/v1/completions", b'{"prompt": [ 1 ,\t20 ]}').asks
+    assert [sent(Leg("", each.body))["prompt"] for each in one] == [[1, 20]]
+
+
+def test_a_large_field_is_not_copied_into_each_leg() -> None:
+    (one,) = read("/v1/completions", json.dumps({"prompt": "x" * 100_000, "model": "m"}).encode()).asks
+    for leg in (vllm_prefill(one, ROOM, Kind.VLLM), vllm_decode_after(one, PrefilledLeg(PARAMS))):
+        assert sum(len(piece) for piece in pieces(leg.body) if isinstance(piece, bytes)) < 1000
+        assert sent(leg)["prompt"] == "x" * 100_000
