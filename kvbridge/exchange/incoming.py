@@ -42,11 +42,17 @@ class IncomingTransfer:
     is_carried: bool = False  # the data plane has an order for it, or reads
     is_drained: bool = False  # the sender has stopped writing, but the data plane may still read what it wrote
     reading: Reading | None = None  # on the route `pull`
+    is_lost: bool = False  # its session ended before it did
 
     @property
     def is_silent(self) -> bool:
         """Whether it was claimed, and no chunk has come or been announced as ready."""
         return self.state is IncomingState.CLAIMED and not self.ready and not self.placed
+
+    @property
+    def is_lost_unanswered(self) -> bool:
+        """Whether its session ended before the sender has said anything to the claim: it may not have heard it."""
+        return self.is_lost and not self.ready and not self.placed
 
 
 @dataclass(slots=True)

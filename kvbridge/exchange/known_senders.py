@@ -1,13 +1,14 @@
 """The receiver's state about its senders. Pure.
 
 Which sessions are open; which rank holds which rows; whether our engine adopts their scales; which requests wait for
-them; which of their transfers may still write to slots.
+them; which wants of ours failed without their knowing; which of their transfers may still write to slots.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvbridge_proto.engine import Adopt, Expect, Scales
@@ -18,6 +19,7 @@ from ..errors import EngineError, PeerError
 from ..geometry.scales import other_scales, sender_scales
 from ..geometry.shard import assign
 from .actions import Action, Tell
+from .incoming import OpenWant
 from .session import AttachedEngine, Session, are_same, engine_ranks, rank_index
 
 
@@ -239,6 +241,59 @@ def holds(rendezvous_ids: list[str]) -> list[Hold]:
         Hold(rendezvous_ids=tuple(rendezvous_ids[at : at + MAX_HOLD_RENDEZVOUS]))
         for at in range(0, len(rendezvous_ids), MAX_HOLD_RENDEZVOUS)
     ]
+
+
+UNHEARD = ("peer_unreachable", "peer_lost", "deadline", "aborted")  # as what a want may fail that its sender knows not
+MOST_UNHEARD = 16384
+UNHEARD_S = 300.0  # no engine holds an offer longer for somebody who says nothing about it
+
+
+@dataclass(slots=True)
+class UnheardFailure:
+    """A want that failed. `heard` are the addresses of those ranks of its sender that need not be told."""
+
+    wanted: OpenWant
+    heard: set[str]
+    until: float
+
+
+class UnheardFailures:
+    """Wants that failed while their sender could not be reached: it holds its offers for them until it is told.
+
+    They are told once it is reached again, and forgotten after UNHEARD_S.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str, list[UnheardFailure]] = {}  # by sender, oldest first
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, wanted: OpenWant, heard: set[str], now: float) -> None:
+        if self._count < MOST_UNHEARD:
+            self._of.setdefault(wanted.want.sender, []).append(UnheardFailure(wanted, heard, now + UNHEARD_S))
+            self._count += 1
+
+    def senders(self) -> list[str]:
+        return list(self._of)
+
+    def at(self, sender: str, now: float) -> list[UnheardFailure]:
+        """Those that this sender has not heard of."""
+        self.keep(sender, lambda each: each.until > now)
+        return self._of.get(sender, [])
+
+    def keep(self, sender: str, is_kept: Callable[[UnheardFailure], bool]) -> None:
+        """Forget the others of this sender."""
+        its = self._of.pop(sender, [])
+        kept = [each for each in its if is_kept(each)]
+        self._count -= len(its) - len(kept)
+        if kept:
+            self._of[sender] = kept
+
+    def clear(self) -> None:
+        self._of.clear()
+        self._count = 0
 
 
 class UndrainedTransfers:

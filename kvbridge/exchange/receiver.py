@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kvbridge_proto.engine import Done, Expect, Refused, Want
 from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, Renew, Settled, SlotLease, Sum, Take
+from msgspec import structs
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
@@ -34,7 +35,16 @@ from .incoming import (
     why_late,
     why_refused,
 )
-from .known_senders import Adoption, ExpectedRequests, SenderSessions, ShardAssignment, UndrainedTransfers, holds
+from .known_senders import (
+    UNHEARD,
+    Adoption,
+    ExpectedRequests,
+    SenderSessions,
+    ShardAssignment,
+    UndrainedTransfers,
+    UnheardFailures,
+    holds,
+)
 from .leases import LEASE_S, Reading, ReadLease, Sampling
 from .orders import Broken, Landed, Lend, Pulled, Quiet, ReceivingReport, StopReceiving, Summed
 from .session import AttachedEngine, Session
@@ -43,7 +53,7 @@ from .slots import ReceiveSlots
 ASK_AGAIN_S = 0.1  # between questions for ranks that the sender's engine has not named yet
 MOST_WANTS = 16384
 COMPARE_S = 2.0  # how long a request that has its rows waits for the digests of a sample
-DOUBT_AGAIN_S = 5.0  # between attempts to reach a sender that must confirm quarantined slots
+DOUBT_AGAIN_S = 5.0  # between attempts to reach a sender that must confirm quarantined slots, or hear of failed wants
 
 
 class Receiver:
@@ -69,6 +79,9 @@ class Receiver:
         self._wanted_by: dict[str, OpenWant] = {}  # transfer -> its want
         self._awaiting_slots: FairQueue[IncomingTransfer] = FairQueue()  # with ready chunks that have no slot
         self._undrained = UndrainedTransfers()
+        self._unheard = UnheardFailures()
+        # Transfers that were cancelled before the sender had said anything to the claim, until it confirms that.
+        self._cancelled: dict[str, tuple[OpenWant, str]] = {}
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
         self._want_deadlines: Deadlines[int] = Deadlines()
 
@@ -113,6 +126,8 @@ class Receiver:
             actions += self._fail(wanted, "engine_left", "the engine left", now)
         self._adoption = Adoption()
         self.expected.clear()
+        self._unheard.clear()
+        self._cancelled.clear()
         return [action for action in actions if not isinstance(action, Tell)]
 
     def rescaled(self, engine: AttachedEngine, now: float) -> list[Action]:
@@ -170,7 +185,7 @@ class Receiver:
         self._senders.open[address] = session
         if address in self.expected.senders:
             actions += [Reach(other) for other in self._senders.missing(address)]
-        return actions + self._advance_all(now) + self._lend_slots()
+        return actions + self._advance_all(now) + self._tell_unheard(session, now) + self._lend_slots()
 
     def refused(self, address: str, incarnation: str, key: str = "") -> list[Action]:
         """The agent at `address` answers but refuses a session. It can still confirm what it will not write."""
@@ -224,6 +239,11 @@ class Receiver:
         self._senders.open.pop(address, None)
         self._assignment.forget()
         self._adoption.forget()
+        for transfer, (wanted, of) in list(self._cancelled.items()):
+            if of == address:
+                del self._cancelled[transfer]
+                others = {each.address for each in wanted.incoming_transfers.values()} - {address}
+                self._add_unheard(wanted, others, now)
         affected = []
         for transfer, wanted in list(self._wanted_by.items()):
             incoming = wanted.incoming_transfers[transfer]
@@ -420,6 +440,7 @@ class Receiver:
         self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
     ) -> list[Action]:
         """The sender will not write for this transfer again: its slots become free."""
+        self._cancelled.pop(transfer, None)
         incoming = self._incoming(incarnation, transfer, key)
         if incoming is None and not self._undrained.can_settle(transfer, incarnation, key):
             return []
@@ -458,6 +479,9 @@ class Receiver:
                 actions += self._renew_if_read(self._wanted_by[key].incoming_transfers[key], now)
             elif kind == "check" and key in self._wanted_by:
                 actions += self._stop_comparing(self._wanted_by[key].incoming_transfers[key], now)
+            elif kind == "unheard" and self._unheard.at(key, now):
+                self._deadlines.set(("unheard", key), now + DOUBT_AGAIN_S)
+                actions += [Reach(address) for address in self._senders.missing(key)]
             elif kind == "doubt" and self._undrained.is_any(key):
                 self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
                 actions.append(Reach(key))
@@ -551,6 +575,8 @@ class Receiver:
         if wanted.state in (WantState.ENDING, WantState.ENDED):
             return []
         wanted.failure = (code, reason)
+        if code in UNHEARD:
+            self._note_unheard(wanted, now)
         actions: list[Action] = self._waive(wanted) if wanted.state is WantState.REACHING else []
         if wanted.state is WantState.FLOWING:
             actions += self._stops(wanted)
@@ -584,6 +610,52 @@ class Receiver:
             actions += self._claim_from(wanted, address, session, (), nothing, wanted.started)
         return actions
 
+    def _note_unheard(self, wanted: OpenWant, now: float) -> None:
+        """The want fails. Tell those ranks of its sender that do not hear so now, once they are reached."""
+        sender, incoming_transfers = wanted.want.sender, list(wanted.incoming_transfers.values())
+        if wanted.state is WantState.REACHING:
+            heard = set(self._senders.reached(sender))
+            if self._senders.is_whole(sender) and not self._senders.missing(sender):
+                return
+        else:
+            heard = {each.address for each in incoming_transfers if not each.is_lost_unanswered}
+            if len(self._cancelled) < MOST_WANTS:
+                self._cancelled |= {
+                    each.transfer: (wanted, each.address) for each in incoming_transfers if each.is_silent
+                }
+            if len(heard) == len(incoming_transfers):
+                return
+        self._add_unheard(wanted, heard, now)
+
+    def _add_unheard(self, wanted: OpenWant, heard: set[str], now: float) -> None:
+        want = wanted.want
+        nothing = structs.replace(want, blocks=(), end_token=want.first_token, is_offered=True)
+        self._unheard.add(OpenWant(nothing, wanted.engine, {}, wanted.started), heard, now)
+        self._deadlines.set(("unheard", want.sender), now + DOUBT_AGAIN_S)
+
+    def _tell_unheard(self, session: Session, now: float) -> list[Action]:
+        """Tell the ranks that we reach now which wants have failed meanwhile: nothing will be taken.
+
+        Each gets an empty claim of what was offered by now. If nothing was, the claim does not wait for it.
+        """
+        actions: list[Action] = []
+        for sender in self._unheard.senders():
+            reached = self._senders.reached(sender)
+            if session not in reached.values():
+                continue
+            for each in self._unheard.at(sender, now):
+                at = each.wanted.want.first_token
+                for address, other in reached.items():
+                    if address not in each.heard:
+                        nothing = other.planner.plan((), at, at, other.slot_bytes)
+                        actions += self._claim_from(each.wanted, address, other, (), nothing, now)
+                each.heard |= reached.keys()
+            missing = self._senders.missing(sender)
+            actions += [Reach(address) for address in missing]
+            if self._senders.is_whole(sender) and not missing:
+                self._unheard.keep(sender, lambda each: False)
+        return actions
+
     def _end_failed(self, wanted: OpenWant, event: WantEvent) -> list[Action]:
         wanted.state = WANT_TABLE.after(wanted.state, event)
         self._forget(wanted)
@@ -592,6 +664,7 @@ class Receiver:
     def _end_incoming(self, incoming: IncomingTransfer, event: IncomingEvent, now: float) -> None:
         """Apply `event` to an incoming transfer. Slots still lent when it stops or is lost are quarantined."""
         incoming.state = INCOMING_TABLE.after(incoming.state, event)
+        incoming.is_lost |= event is IncomingEvent.LOSE
         if incoming.reading is not None:
             incoming.reading.lease.is_given_up = True
         self._awaiting_slots.discard(incoming.transfer)

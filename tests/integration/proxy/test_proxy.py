@@ -276,6 +276,8 @@ async def test_what_an_engine_refuses_goes_back_as_it_is(kinds: str, role: str) 
         status, answer = await w.ask("/v1/completions", COMPLETION)
         assert (status, answer) == (422, {"error": {"message": "no", "code": 422}})
         assert sum(len(each.got) for each in w.all("prefill")) == 1
+        # A decode leg that waits for this prefill is ended: nothing will be offered for it.
+        await w.until(lambda: w.decode.left == len(w.decode.got) or role == "decode", 2.0)
 
 
 async def test_an_error_that_sglang_streams_first_is_an_answer_of_its_own() -> None:

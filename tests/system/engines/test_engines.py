@@ -158,16 +158,18 @@ def test_two_answers_of_a_call_share_what_one_prefill_offered(fleet: Fleet) -> N
 
 
 def test_a_decode_leg_that_is_tried_again_elsewhere_computes_at_once(fleet: Fleet) -> None:
+    """Elsewhere is another engine, whose prefix cache is empty."""
     tokens = prompt(500, seed=54)
     _, prefilled = fleet.prefill("small", tokens)
     first = fleet["large"].run(fleet.name("first"), tokens, 12, prefilled.params)
     again = fleet.name("again")
-    fleet.start("sixteen")
-    fleet["sixteen"].submit(again, tokens, 12, prefilled.params)
-    second = fleet["sixteen"].result(again, SOON_S)
+    fleet.kill("large")
+    fleet.start("large")
+    fleet["large"].submit(again, tokens, 12, prefilled.params)
+    second = fleet["large"].result(again, SOON_S)
     assert (first.cached, second.cached) == (len(tokens) - 1, 0)
     assert list(first.tokens) == list(second.tokens) == fleet.alone(tokens, 12)
-    assert "code=already_fetched" in fleet.agents["sixteen"][0].text()
+    assert "code=already_fetched" in fleet.agents["large"][0].text()
 
 
 def test_a_prefill_agent_replaced_between_the_legs_costs_a_recomputation_at_once(fleet: Fleet) -> None:

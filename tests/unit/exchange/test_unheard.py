@@ -1,0 +1,140 @@
+"""Wants that fail while their sender cannot be reached: it hears of them once it is, and gives its blocks back."""
+
+from __future__ import annotations
+
+import pytest
+from kvbridge_proto.peer import Claim
+
+from kvbridge.exchange.actions import Send
+from kvbridge.exchange.known_senders import UNHEARD_S
+from kvbridge.exchange.receiver import DOUBT_AGAIN_S
+from tests.unit.exchange.world import World
+
+
+def cut(world: World) -> None:
+    """Nothing that was said arrives, and both sides notice."""
+    world.events[:] = [each for each in world.events if each[0] != "message"]
+    for receiver in world.receivers:
+        for sender in world.senders:
+            sender.accepted.pop(receiver.incarnation, None)
+            world.do(sender, sender.sending.lost(receiver.incarnation))
+            world.do(receiver, receiver.receiving.unreachable(sender.name, "peer_lost", "cut", world.now))
+
+
+def reached_again(world: World) -> None:
+    """Nobody wants anything: the receiver tries by itself."""
+    world.pass_time(DOUBT_AGAIN_S)
+    world.run()
+
+
+def silent(world: World, request: str) -> None:
+    """Its claim is lost on the way, and the session ends."""
+    world.want(request, 64)
+    cut(world)
+
+
+def aborted(world: World, request: str) -> None:
+    """The same, but the want is given up before the session ends: the cancel is lost as well."""
+    world.want(request, 64)
+    world.abandon(request)
+    cut(world)
+
+
+def unreachable(world: World, request: str) -> None:
+    """There is no session."""
+    cut(world)
+    for node in world.senders:
+        node.is_dead = True
+    world.fetch(request, 64)
+    for node in world.senders:
+        node.is_dead = False
+
+
+def abandoned(world: World, request: str) -> None:
+    """It is given up while there is no session."""
+    cut(world)
+    world.want(request, 64)
+    world.abandon(request)
+    assert {each[0] for each in world.events} == {"hello"}
+    world.events.clear()
+
+
+FAILURES = {"silent": silent, "aborted": aborted, "unreachable": unreachable, "abandoned": abandoned}
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_failed_want_is_told_once_its_sender_is_reached_again(how: str, ranks: tuple[int, int]) -> None:
+    world = World(*ranks)
+    world.begin("before")
+    world.serve("r", 64, 16)
+    FAILURES[how](world, "r")
+    world.run()
+    assert all(type(world.answers(at)["r"]).__name__ == "Failed" for at in range(ranks[1]))
+    assert all([each.request for each in node.sending.offers.values()] == ["r"] for node in world.senders)
+    reached_again(world)
+    assert not any(node.sending.offers for node in world.senders)
+    assert not any(len(node.receiving._unheard) or node.receiving._cancelled for node in world.receivers)
+    world.begin("after")
+    world.check_done("after")
+
+
+def test_what_was_not_offered_is_not_waited_for(world: World) -> None:
+    """The claim that tells of a failed want would take what a later request is offered."""
+    world.begin("before")
+    silent(world, "r")
+    reached_again(world)
+    (sender,) = world.senders
+    world.do(sender, sender.sending.answers(world.now, world.now, lambda count: True))
+    assert not sender.sending.outgoing_transfers
+    world.begin("r")
+    world.check_done("r")
+
+
+def test_a_want_whose_cancel_was_confirmed_is_not_told_again(world: World) -> None:
+    world.begin("before")
+    world.fetch("r", 64)
+    world.abandon("r")
+    world.run()
+    (receiver,) = world.receivers
+    assert not receiver.receiving._cancelled
+    cut(world)
+    assert not len(receiver.receiving._unheard)
+
+
+def test_they_are_forgotten_in_time_and_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbridge.exchange.known_senders.MOST_UNHEARD", 3)
+    (sender,), (receiver,) = world.senders, world.receivers
+    for number in range(5):
+        world.want(f"r{number}", 64)
+    sender.is_dead = True
+    cut(world)
+    world.run()
+    assert len(receiver.receiving._unheard) == 3
+    world.pass_time(UNHEARD_S)
+    world.run()
+    assert not len(receiver.receiving._unheard)
+    world.pass_time(DOUBT_AGAIN_S)
+    assert not world.events, "and nobody is reached for them any more"
+
+
+def test_each_rank_is_told_once() -> None:
+    """One of two had its claim, and served it."""
+    world = World(senders=2)
+    world.begin("before")
+    world.serve("r", 64, 16)
+    world.want("r", 64)
+    claims = [each for each in world.events if isinstance(each[-1], Claim)]
+    assert len(claims) == 2, world.events
+    world.events.remove(claims[1])
+    world.run()
+    lost = claims[1][2]
+    node, (receiver,) = world.nodes[lost], world.receivers
+    node.accepted.pop(receiver.incarnation, None)
+    world.do(node, node.sending.lost(receiver.incarnation))
+    said = receiver.receiving.unreachable(lost, "peer_lost", "cut", world.now)
+    assert not [each for each in said if isinstance(each, Send) and isinstance(each.body, Claim)]
+    world.do(receiver, said)
+    world.run()
+    reached_again(world)
+    assert not any(each.sending.offers for each in world.senders)
