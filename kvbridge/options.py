@@ -245,7 +245,18 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = ""
     connect_s: Annotated[float, _option("How long to try to reach another agent", gt=0, le=600)] = 5.0
-    silence_s: Annotated[float, _option("A peer that is silent for so long counts as lost", ge=1, le=600)] = 15.0
+    silence_s: Annotated[
+        float,
+        _option(
+            "A peer that is silent for so long counts as lost",
+            """
+            So does one whose host has acknowledged nothing for 3 s: the path is down. Transfers under way fail. A new
+            link is dialled with the next request, and first requests succeed within 3 s of the path's return.
+            """,
+            ge=1,
+            le=600,
+        ),
+    ] = 15.0
     write_timeout_s: Annotated[
         float,
         _option(

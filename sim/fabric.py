@@ -218,6 +218,8 @@ class SlotFabric:
         self._peers.discard(incarnation)
         self._lost.discard(incarnation)
 
+    def distrust(self, incarnation: str) -> None: ...  # writes of this network wait for no connection
+
     def write(
         self, incarnation: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
     ) -> int:

@@ -127,7 +127,7 @@ class IncomingPeers:
 
     def lose(self, link: Link, reason: str) -> None:
         for incarnation in [incarnation for incarnation, accepted in self.sessions.items() if accepted.link is link]:
-            self._end(incarnation, reason)
+            self._end(incarnation, reason, is_lost=True)
 
     def renew(self, reason: str) -> None:
         """End all sessions, and tell the receivers."""
@@ -171,8 +171,9 @@ class IncomingPeers:
         if known is not None and known.link is link and known.is_like(greeting):
             connected: Connected | None = known.connected
         else:  # nothing proved so far serves this Hello
-            if known is not None and known.link is not link:  # its leases may mean other slots by the new route
-                self._sender.lost(incarnation)
+            if known is not None and known.link is not link:
+                self._sender.lost(incarnation)  # its leases may mean other slots by the new route
+                self._data_plane.disconnect(incarnation, known.connected.serial, is_lost=True)
             connected = await self._connect(link, greeting, engine)
             if connected is None and known is not None and self.sessions.get(incarnation) is known:
                 self._dismiss(incarnation, "its route was given up, and the new one could not be proved")
@@ -281,10 +282,10 @@ class IncomingPeers:
         self.sessions[incarnation].link.send(Goodbye(reason=reason))
         self._end(incarnation, reason)
 
-    def _end(self, incarnation: str, reason: str) -> None:
+    def _end(self, incarnation: str, reason: str, is_lost: bool = False) -> None:
         if (accepted := self.sessions.pop(incarnation, None)) is None:
             return
         log.info("session over: receiver=%s incarnation=%s %s", accepted.session.peer.name, incarnation, reason)
         self._sender.lost(incarnation)
-        self._data_plane.disconnect(incarnation, accepted.connected.serial)
+        self._data_plane.disconnect(incarnation, accepted.connected.serial, is_lost)
         self._doors.revoke(accepted.session)

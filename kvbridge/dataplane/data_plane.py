@@ -208,9 +208,12 @@ class DataPlane:
             if self._is_asleep:
                 os.eventfd_write(self._wake, 1)
 
-    def disconnect(self, incarnation: str, serial: int) -> None:
-        """Give up the route that `connect` made under this serial. A later one stays."""
-        self._put(lambda: self._jobs.disconnect(incarnation, serial))
+    def disconnect(self, incarnation: str, serial: int, is_lost: bool = False) -> None:
+        """Give up the route that `connect` made under this serial. A later one stays.
+
+        `is_lost`: the link to the peer was lost, perhaps because the path is down.
+        """
+        self._put(lambda: self._jobs.disconnect(incarnation, serial, is_lost))
 
     def give(self, order: SendingOrder | ReceivingOrder, attached: AttachedMemory | None) -> None:
         """Give an order; they are taken up one after the other. `attached` is our engine's, None once it has left."""

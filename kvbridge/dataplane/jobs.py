@@ -93,10 +93,12 @@ class Jobs:
             self._targets[landing.incarnation] = target
             settle(Connected(routed, serial), None)
 
-    def disconnect(self, incarnation: str, serial: int) -> None:
+    def disconnect(self, incarnation: str, serial: int, is_lost: bool = False) -> None:
         """Begin no more writes to this target. It is closed once those under way have ended."""
         target = self._targets.get(incarnation)
         if target is not None and target.serial == serial:
+            if is_lost:
+                target.endpoint.fabric.distrust(target.name)
             del self._targets[incarnation]
             self._leaving.add(target)
             self._close_unused(target)

@@ -76,6 +76,12 @@ class Fabric(Protocol):
     def disconnect(self, incarnation: str) -> None:
         """Allow no more writes to this peer. Its connection may be kept in case this incarnation is connected again."""
 
+    def distrust(self, incarnation: str) -> None:
+        """The path to this peer was down: the next write uses another connection. Those under way end as before.
+
+        A write that is late does the same.
+        """
+
     def write(
         self, incarnation: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
     ) -> int:

@@ -89,6 +89,9 @@ class LoopbackFabric:
         self._peers.discard(incarnation)
         self._lost.discard(incarnation)
 
+    def distrust(self, incarnation: str) -> None:
+        pass
+
     def write(
         self, incarnation: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
     ) -> int:

@@ -10,7 +10,7 @@ import logging
 import os
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import FabricError
@@ -27,26 +27,39 @@ IDLE_PEERS = 32
 # Between two tries to reconnect to a peer. A try that finds nobody leaks an ended socket (nixl 1.5.1), and when a peer
 # dies, everything gathered for it would try in turn.
 HEAL_S = 0.2
+MOST_WRITERS = 4  # NIXL agents that write: one more than connections to one peer on which nothing moves
 # A descriptor is the number of the device that the memory is on, then NIXL's metadata.
 DEVICE = struct.Struct("<I")
 
 
-@dataclass(slots=True)
-class _Peer:
-    """A remote agent that NIXL knows."""
+@dataclass(slots=True, eq=False)
+class _Writer:
+    """A NIXL agent that our memory is written from. It takes about 70 ms, 13 descriptors and a thread (2-core EPYC)."""
 
+    agent: Any
+    backend: int
+    regions: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A connection of one writer to a remote agent."""
+
+    incarnation: str
     descriptor: bytes
+    writer: _Writer
     device: int = 0  # of its memory, in its own numbering: part of every address
     writes: int = 0
     is_known: bool = True  # to NIXL
     is_failed: bool = False
+    is_distrusted: bool = False  # nothing may move on this connection, for as long as the path was down
     heals_at: float = 0.0  # when it may be reconnected
     is_leaving: bool = False
 
 
 @dataclass(slots=True)
 class _NixlWrite:
-    incarnation: str
+    peer: _Peer
     handle: int
     deadline: float
     ended: FabricEvent | None = None
@@ -55,6 +68,11 @@ class _NixlWrite:
 
 class NixlFabric:
     """Keeps the contract of `fabric.Fabric`. Our incarnation names the NIXL agent: it is unique among all agents, ever.
+
+    That agent is written to. Others write: one at first. After an outage a connection waits for its next retransmission
+    for as long as the outage was, and NIXL can neither cancel what is under way on it nor tell, once the peer has been
+    loaded anew, when that has ended. So a peer whose connection is distrusted moves to another writer. What is under
+    way on the old connection is polled to its end as before.
 
     `net_devices` restricts UCX to these network devices, e.g. `lo`; otherwise its tcp listens on every interface.
     """
@@ -74,6 +92,7 @@ class NixlFabric:
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
         os.environ["UCX_DEBUG_SIGNO"] = "0"  # else UCX would take SIGHUP, our reload, and log everything it does
+        os.environ.setdefault("UCX_TCP_CONN_NB", "y")  # else connecting over a dead path blocks for two minutes
         import nixl._bindings as nixl
 
         self._nixl: Any = nixl
@@ -84,35 +103,52 @@ class NixlFabric:
         self._regions: list[tuple[int, int, bool]] = []
         self._registered: list[Any] = []
         self._peers: dict[str, _Peer] = {}
+        self._given_up: list[_Peer] = []  # connections that were replaced; their writes are under way
         self._writes: dict[int, _NixlWrite] = {}
-        self._count = 0
-        self._agent, self._backend = self._open(net_devices)
+        self._count = self._writers_made = 0
+        self._net_devices = net_devices
+        self._agent, self._backend = self._open(incarnation)
+        self._writers = [self._new_writer()]  # the newest last
 
-    def _open(self, net_devices: str | None) -> tuple[Any, int]:
+    def _open(self, name: str) -> tuple[Any, int]:
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True  # without it a target that does not poll would stall its writers
         config.useListenThread = False  # it binds 0.0.0.0 and trusts everybody
         config.pthrDelay = PROGRESS_DELAY_US
-        if net_devices:  # with NIXL's own option only the first of several would count
-            os.environ["UCX_NET_DEVICES"] = net_devices
+        if self._net_devices:  # with NIXL's own option only the first of several would count
+            os.environ["UCX_NET_DEVICES"] = self._net_devices
         try:
-            agent = self._nixl.nixlAgent(self._incarnation, config)
+            agent = self._nixl.nixlAgent(name, config)
             return agent, agent.createBackend("UCX", {})
         except _errors(self._nixl) as error:
-            reason = f"NIXL's UCX backend did not start with net_devices {net_devices}: {_text(error)}"
+            reason = f"NIXL's UCX backend did not start with net_devices {self._net_devices}: {_text(error)}"
             raise FabricError("fabric_unavailable", reason) from error
+
+    def _new_writer(self) -> _Writer:
+        """Raises FabricError."""
+        self._writers_made += 1
+        writer = _Writer(*self._open(f"{self._incarnation}~{self._writers_made}"))
+        for begin, end, _ in self._regions:
+            writer.regions.append(self._register(writer.agent, writer.backend, begin, end - begin))
+        return writer
 
     def register(self, address: int, size: int, *, is_target: bool = True) -> None:
         # NIXL would accept an overlap and then fail to find the larger region.
         if size < 1 or any(address < end and begin < address + size for begin, end, _ in self._regions):
             raise FabricError("region_overlaps", f"region: {size} bytes are empty or overlap another")
+        if is_target:
+            self._registered.append(self._register(self._agent, self._backend, address, size))
+        for writer in self._writers:
+            writer.regions.append(self._register(writer.agent, writer.backend, address, size))
+        self._regions.append((address, address + size, is_target))
+
+    def _register(self, agent: Any, backend: int, address: int, size: int) -> Any:
         region = self._nixl.nixlRegDList(self._memory, [(address, size, self._device, "")])
         try:
-            self._agent.registerMem(region, [self._backend])
+            agent.registerMem(region, [backend])
         except _errors(self._nixl) as error:
             raise FabricError("registration_failed", f"region: {size} bytes: {_text(error)}") from error
-        self._registered.append(region)
-        self._regions.append((address, address + size, is_target))
+        return region
 
     def descriptor(self) -> bytes:
         targets = [(begin, end - begin, self._device, "") for begin, end, is_target in self._regions if is_target]
@@ -150,16 +186,36 @@ class NixlFabric:
                 raise FabricError("peer_busy", f"peer: {peer.writes} writes to {incarnation} are still under way")
             self._forget(incarnation)
         try:
-            self._agent.loadRemoteMD(metadata)
+            self._peers[incarnation] = self._loaded(incarnation, descriptor, self._writer_for(incarnation))
         except _errors(self._nixl) as error:
             raise FabricError("descriptor_malformed", f"descriptor of {incarnation}: {_text(error)}") from error
-        self._peers[incarnation] = _Peer(descriptor, *DEVICE.unpack_from(descriptor))
+
+    def _loaded(self, incarnation: str, descriptor: bytes, writer: _Writer) -> _Peer:
+        """A new connection, which is made when it is first needed. Raises NIXL's errors."""
+        writer.agent.loadRemoteMD(descriptor[DEVICE.size :])
+        return _Peer(incarnation, descriptor, writer, *DEVICE.unpack_from(descriptor))
+
+    def _writer_for(self, incarnation: str) -> _Writer:
+        """The newest writer, or another if that has a connection to this peer already. Raises FabricError."""
+        taken = [each.writer for each in self._given_up if each.incarnation == incarnation]
+        if (peer := self._peers.get(incarnation)) is not None:
+            taken.append(peer.writer)
+        if free := [writer for writer in self._writers if writer not in taken]:
+            return free[-1]
+        if len(self._writers) == MOST_WRITERS:
+            raise FabricError("peer_lost", f"peer: nothing moves on {MOST_WRITERS} connections to {incarnation}")
+        self._writers.append(self._new_writer())
+        return self._writers[-1]
+
+    def distrust(self, incarnation: str) -> None:
+        if (peer := self._peers.get(incarnation)) is not None:
+            peer.is_distrusted = True
 
     def disconnect(self, incarnation: str) -> None:
         peer = self._peers.get(incarnation)
         if peer is not None:
             peer.is_leaving = True
-            self._leave(incarnation, peer)
+            self._leave(peer)
 
     def write(
         self, incarnation: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
@@ -170,23 +226,23 @@ class NixlFabric:
         nixl = self._nixl
         try:
             # 2 us for one descriptor (Xeon, 2 vCPU, 2026-11); a prepared slot grid would save nothing.
-            handle = self._agent.createXferReq(
+            handle = peer.writer.agent.createXferReq(
                 nixl.NIXL_WRITE,
                 nixl.nixlXferDList(self._memory, [(local_address, size, self._device)]),
                 nixl.nixlXferDList(self._memory, [(remote_address, size, peer.device)]),
                 incarnation,
                 notice,
-                [self._backend],
+                [peer.writer.backend],
             )
         except nixl.nixlNotFoundError as error:
             raise not_registered(self._regions, local_address, size, incarnation) from error
         except _errors(nixl) as error:
             raise FabricError("write_refused", f"write to {incarnation}: {_text(error)}") from error
         self._count += 1
-        write = self._writes[self._count] = _NixlWrite(incarnation, handle, deadline)
+        write = self._writes[self._count] = _NixlWrite(peer, handle, deadline)
         peer.writes += 1
         try:
-            if self._agent.postXferReq(handle, notice) == nixl.NIXL_SUCCESS:
+            if peer.writer.agent.postXferReq(handle, notice) == nixl.NIXL_SUCCESS:
                 write.ended = Wrote(self._count)
         except _errors(nixl) as error:
             # Some bytes may have left: this write failed, it was not refused.
@@ -194,11 +250,11 @@ class NixlFabric:
         return self._count
 
     def notify(self, incarnation: str, notice: bytes) -> None:
-        self._writable(incarnation)
+        peer = self._writable(incarnation)
         try:
-            self._agent.genNotif(incarnation, notice, [self._backend])
+            peer.writer.agent.genNotif(incarnation, notice, [peer.writer.backend])
         except _errors(self._nixl) as error:
-            self._peers[incarnation].is_failed = True
+            peer.is_failed = True
             raise FabricError("peer_lost", f"notice to {incarnation}: {_text(error)}") from error
 
     def poll(self, now: float) -> list[FabricEvent]:
@@ -228,36 +284,49 @@ class NixlFabric:
         if self._agent is None:
             return
         for write in self._writes.values():
-            self._release(write.handle)
-        for incarnation in list(self._peers):
-            self._forget(incarnation)
-        for region in self._registered:
-            try:
-                self._agent.deregisterMem(region, [self._backend])
-            except _errors(self._nixl) as error:
-                log.warning("a region was not deregistered: %s", _text(error))
+            self._release(write)
+        for peer in [*self._peers.values(), *self._given_up]:
+            self._unload(peer)
+        for writer in self._writers:
+            self._deregister(writer.agent, writer.backend, writer.regions)
+        self._deregister(self._agent, self._backend, self._registered)
         self._writes.clear()
-        self._registered.clear()
+        self._peers.clear()
+        self._given_up.clear()
+        self._writers.clear()
         self._agent = None
 
+    def _deregister(self, agent: Any, backend: int, regions: list[Any]) -> None:
+        for region in regions:
+            try:
+                agent.deregisterMem(region, [backend])
+            except _errors(self._nixl) as error:
+                log.warning("a region was not deregistered: %s", _text(error))
+        regions.clear()
+
     def _advance(self, number: int, write: _NixlWrite, now: float) -> FabricEvent | None:
-        event = write.ended or self._state(number, write.handle)
+        peer, event = write.peer, write.ended or self._state(number, write)
         if event is None:
             if now < write.deadline or write.is_late:
                 return None
-            write.is_late = True
+            write.is_late = peer.is_distrusted = True
             return WriteLate(number)
         del self._writes[number]
-        self._release(write.handle)
-        peer = self._peers[write.incarnation]
+        self._release(write)
         peer.writes -= 1
         peer.is_failed = peer.is_failed or isinstance(event, WriteFailed)
-        self._leave(write.incarnation, peer)
+        peer.is_distrusted = peer.is_distrusted and peer.writes > 0  # it moves again, or has failed
+        if peer not in self._given_up:
+            self._leave(peer)
+        elif not peer.writes:
+            self._given_up.remove(peer)
+            self._unload(peer)
+            self._close_unused()
         return event
 
-    def _state(self, number: int, handle: int) -> FabricEvent | None:
+    def _state(self, number: int, write: _NixlWrite) -> FabricEvent | None:
         try:
-            if self._agent.getXferStatus(handle) == self._nixl.NIXL_IN_PROG:
+            if write.peer.writer.agent.getXferStatus(write.handle) == self._nixl.NIXL_IN_PROG:
                 return None
         except _errors(self._nixl) as error:
             return WriteFailed(number, _text(error))
@@ -272,51 +341,77 @@ class NixlFabric:
         return [payload for payloads in arrived.values() for payload in payloads]
 
     def _writable(self, incarnation: str) -> _Peer:
-        """The peer, reconnected if its last write failed. Raises FabricError if nothing can be posted."""
+        """The peer, by a connection that is not known to be broken. Raises FabricError if nothing can be posted."""
         peer = self._peers.get(incarnation)
         if peer is None or peer.is_leaving:
             raise FabricError("peer_not_connected", f"peer: {incarnation} is not connected")
+        if peer.is_distrusted:
+            peer = self._moved(peer)
         if peer.is_failed:
-            self._heal(incarnation, peer)
+            self._heal(peer)
         return peer
 
-    def _heal(self, incarnation: str, peer: _Peer) -> None:
+    def _moved(self, peer: _Peer) -> _Peer:
+        """The same peer by another writer. What is under way to it goes on by the old one."""
+        try:
+            moved = self._loaded(peer.incarnation, peer.descriptor, self._writer_for(peer.incarnation))
+        except _errors(self._nixl) as error:
+            raise FabricError("peer_lost", f"peer: {peer.incarnation} cannot be loaded anew: {_text(error)}") from error
+        self._peers[peer.incarnation] = moved
+        if peer.writes:
+            self._given_up.append(peer)
+        else:
+            self._unload(peer)
+        self._close_unused()
+        return moved
+
+    def _close_unused(self) -> None:
+        """Close the writers without connections, but the newest: their sockets are closed on both sides."""
+        used = {id(peer.writer) for peer in [*self._peers.values(), *self._given_up]}
+        for writer in [each for each in self._writers[:-1] if id(each) not in used]:
+            self._writers.remove(writer)
+            self._deregister(writer.agent, writer.backend, writer.regions)
+            del writer.agent
+
+    def _heal(self, peer: _Peer) -> None:
         """Reconnect: NIXL's connection stays broken after one error, even if the peer is well."""
+        incarnation = peer.incarnation
         if peer.writes:
             raise FabricError("peer_lost", f"peer: {peer.writes} writes to {incarnation} are still to fail")
         if (now := time.monotonic()) < peer.heals_at:
             raise FabricError("peer_lost", f"peer: {incarnation} was not there when it was last tried")
         peer.heals_at = now + HEAL_S
-        self._unload(incarnation, peer)
+        self._unload(peer)
         try:
-            self._agent.loadRemoteMD(peer.descriptor[DEVICE.size :])
+            peer.writer.agent.loadRemoteMD(peer.descriptor[DEVICE.size :])
         except _errors(self._nixl) as error:
             raise FabricError("peer_lost", f"peer: {incarnation} is not there any more: {_text(error)}") from error
         peer.is_known, peer.is_failed = True, False
 
-    def _leave(self, incarnation: str, peer: _Peer) -> None:
+    def _leave(self, peer: _Peer) -> None:
         if not peer.is_leaving or peer.writes:
             return
-        self._peers[incarnation] = self._peers.pop(incarnation)  # the most recently disconnected is last
+        self._peers[peer.incarnation] = self._peers.pop(peer.incarnation)  # the most recently disconnected is last
         idle = [name for name, other in self._peers.items() if other.is_leaving and not other.writes]
         for name in idle[: len(idle) - min(len(idle), self._idle_peers)]:
             self._forget(name)
 
     def _forget(self, incarnation: str) -> None:
-        self._unload(incarnation, self._peers.pop(incarnation))
+        self._unload(self._peers.pop(incarnation))
+        self._close_unused()
 
-    def _unload(self, incarnation: str, peer: _Peer) -> None:
+    def _unload(self, peer: _Peer) -> None:
         if not peer.is_known:
             return
         peer.is_known = False
         try:
-            self._agent.invalidateRemoteMD(incarnation)
+            peer.writer.agent.invalidateRemoteMD(peer.incarnation)
         except _errors(self._nixl) as error:
-            log.warning("peer %s was not removed: %s", incarnation, _text(error))
+            log.warning("peer %s was not removed: %s", peer.incarnation, _text(error))
 
-    def _release(self, handle: int) -> None:
+    def _release(self, write: _NixlWrite) -> None:
         try:
-            self._agent.releaseXferReq(handle)
+            write.peer.writer.agent.releaseXferReq(write.handle)
         except _errors(self._nixl) as error:
             log.warning("a write's handle was not released: %s", _text(error))
 

@@ -10,6 +10,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 QUEUE_MESSAGES = 1000
 INCOMING_MESSAGES = 64  # queued of each caller while we do not read, each up to frame_bytes
+# TCP tries again after pauses that double: after an outage of 60 s it waits for up to 60 more. So a connection is given
+# up before, and dialled anew. The kernel acknowledges for a process that is stopped or slow.
+UNDELIVERED_MS, CONNECT_MS = 3000, 1000
 CURVE_BYTES = 64  # at least what CURVE adds to a frame (33 in libzmq 4.3)
 DRAIN_MESSAGES = 256  # in one go, so that one loud peer does not hold the loop
 GONE = zmq.EVENT_DISCONNECTED
@@ -120,9 +123,9 @@ def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, ipv6: bool, silence_ms:
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, INCOMING_MESSAGES if socket.type == zmq.ROUTER else QUEUE_MESSAGES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
-    socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
     # The kernel detects dead connections, and our pings silent peers. libzmq 4.3.5 aborts the process if it has to send
     # or answer a heartbeat on a connection that was reset while its queue was full, so heartbeats are off.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
@@ -130,7 +133,7 @@ def _set_up(socket: zmq.Socket[bytes], frame_bytes: int, ipv6: bool, silence_ms:
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, silence_ms // 1000))
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, silence_ms // 3000))
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-    socket.setsockopt(zmq.TCP_MAXRT, 2 * silence_ms)
+    socket.setsockopt(zmq.TCP_MAXRT, UNDELIVERED_MS)
     socket.setsockopt(zmq.IPV6, int(ipv6))
     if socket.type == zmq.ROUTER:
         # libzmq 4.3.5 leaks 18 KB for each connection that speaks ZMTP 1, but refuses those if there is a ZAP domain;

@@ -122,7 +122,7 @@ class Player:
         probe = Probe(lane=landing.lane, seed=1, size_bytes=64, bytes_per_s=1e9)
         return Connected(Routed("nixl", "", probe), serial)
 
-    def disconnect(self, incarnation: str, serial: int) -> None:
+    def disconnect(self, incarnation: str, serial: int, is_lost: bool = False) -> None:
         self.disconnected.append((incarnation, serial))
 
     async def is_proved(self, route: str, lane: int, probe: Probe) -> bool:

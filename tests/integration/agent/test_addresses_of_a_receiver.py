@@ -99,7 +99,8 @@ async def test_a_hello_of_a_connection_that_was_given_up_comes_too_late(world: W
     player.peers._lose(old, "given up")
     assert codes(old) == ["stale_hello"] and len(player.peers.statuses()) == 1
     player.peers._hear(new, "D", Settled(transfer="t"))
-    assert player.heard[-1] == ("D", Settled(transfer="t")) and player.disconnected == []
+    assert player.heard[-1] == ("D", Settled(transfer="t"))
+    assert player.disconnected == [("D", 1)], "only the route of before, when the new connection took over"
 
 
 async def test_a_session_whose_route_was_given_up_for_one_that_cannot_be_had_is_over(world: World) -> None:

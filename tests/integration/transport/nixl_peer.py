@@ -44,6 +44,13 @@ class Peer:
     def disconnect(self, incarnation: str) -> None:
         self.fabric.disconnect(incarnation)
 
+    def distrust(self, incarnation: str) -> None:
+        self.fabric.distrust(incarnation)
+
+    def writers(self) -> int:
+        """How many NIXL agents write."""
+        return len(self.fabric._writers)
+
     def fill(self, offset: int, size: int, byte: int) -> int:
         self.memory[offset : offset + size] = bytes([byte]) * size
         return self.sum(offset, size)

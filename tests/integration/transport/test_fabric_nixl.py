@@ -20,6 +20,7 @@ from kvbridge.transport.fabric_nixl import HEAL_S, NixlFabric
 from tests.support.nursery import PipedChild
 from tests.support.proc import cpu_s, listening, stat_of
 from tests.support.refusals import refused
+from tests.support.waiting import wait_for
 from tests.system.faults.processes import Held
 from tests.system.faults.world import UCX_KEEPS
 
@@ -148,6 +149,34 @@ def test_a_stopped_target_makes_a_write_late_once_and_it_ends_when_the_target_go
     receiver.go_on()
     assert wrote(sender) == [["wrote", number, ""]]
     assert receiver.ask("watch", for_s=10, until="noticed")
+
+
+def test_after_a_late_write_another_connection_is_used_and_the_old_one_is_followed_to_its_end(
+    pair: tuple[Remote, Remote],
+) -> None:
+    sender, receiver = pair
+    receiver.stop()
+    old = sender.write(receiver, deadline_s=0.2)
+    assert sender.ask("watch", for_s=10, until="late")[-1][1:3] == ["late", old]
+    new = sender.write(receiver, at=MIB)
+    assert sender.ask("writers") == 2
+    receiver.go_on()
+    seen: list[Any] = []
+    while len(seen) < 2:
+        seen += [event[1:3] for event in sender.ask("watch", for_s=30, until="wrote")]
+    assert sorted(seen) == [["wrote", old], ["wrote", new]]
+    assert sender.ask("writers") == 1, "nothing is under way on the old connection, and nobody else uses its writer"
+
+
+def test_connections_that_are_not_trusted_are_replaced_and_closed(pair: tuple[Remote, Remote]) -> None:
+    sender, receiver = pair
+    writes(sender, receiver)
+    before = [Held.by(side.pid) for side in pair]
+    for _ in range(3):
+        sender.ask("distrust", incarnation=receiver.incarnation)
+        writes(sender, receiver)
+    assert sender.ask("writers") == 1
+    wait_for(lambda: all(Held.by(s.pid).is_within(b, 3 * UCX_KEEPS) for s, b in zip(pair, before, strict=True)))
 
 
 def test_a_killed_target_fails_the_writes_under_way_and_those_after(doomed: tuple[Remote, Remote]) -> None:
