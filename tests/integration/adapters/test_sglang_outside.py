@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import importlib.util
 import json
 import logging
@@ -22,13 +21,11 @@ if importlib.util.find_spec("sglang") is None:
 from kvbridge.adapters.sglang.messages import BadMessage, unpack
 from kvbridge.adapters.sglang.servers import MOST_BYTES, BadAnswer, RanksAnswer, ask, replicas
 from tests.integration.adapters.test_sglang_life import FAILED, ROOM, WAITING, asked, manager, req
+from tests.support.hostile_prefill import RANK, SERVER, Prefill
 from tests.unit.test_oneline import FORGED
 
 pytestmark = pytest.mark.sglang
 
-SIZES = {"attn_tp_size": 2, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
-SERVER = SIZES | {"page_size": 16, "kv_cache_dtype": "torch.bfloat16", "follow_bootstrap_room": True}
-RANK = {"rank_ip": "127.0.0.1", "rank_port": 4000, "kvbridge_agent": "tcp://127.0.0.1:7700"}
 REGISTRATION = {
     **{"attn_tp_size": 1, "attn_tp_rank": 0, "attn_cp_size": 1, "attn_cp_rank": 0, "attn_dp_size": 1},
     **{"attn_dp_rank": 0, "pp_size": 1, "pp_rank": 0, "system_dp_size": 1, "system_dp_rank": 0},
@@ -38,40 +35,11 @@ REGISTRATION = {
 LONG = "tcp://" + "x" * 300
 
 
-class Prefill:
-    """An HTTP server that answers everything with `body`, which may be bytes or JSON."""
-
-    def __init__(self) -> None:
-        self.body: Any = SERVER
-        self.status = 200
-        told = self
-
-        class Told(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                body = told.body if isinstance(told.body, bytes) else json.dumps(told.body).encode()
-                self.send_response(told.status)
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("Location", f"http://{told.address}/elsewhere")
-                self.end_headers()
-                self.wfile.write(body)
-
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                self.do_GET()
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Told)
-        self.address = f"127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-
 @pytest.fixture
 def prefill() -> Iterator[Prefill]:
     made = Prefill()
     yield made
-    made.server.shutdown()
-    made.server.server_close()
+    made.close()
 
 
 @pytest.fixture

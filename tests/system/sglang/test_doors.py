@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.hostile_prefill import RANK, SERVER, Prefill
 from tests.support.waiting import wait_for
 from tests.system.kept import kept
 from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, assert_works, prompt
@@ -64,6 +66,34 @@ def test_requests_of_one_room_and_other_prompts_do_not_meet(fleet: Fleet) -> Non
         given, taken = (pool.submit(fleet[name].generate, body) for name, body in bodies.items())
         assert "another prompt" in reason(taken.result()) and given.result()[0] != 200
     assert_works(fleet, "p16", "d16", seed=13)
+
+
+HOSTILE: list[dict[str, Any]] = [
+    *({"body": SERVER | {"attn_tp_size": size}} for size in (0, -3, 30_000_000)),
+    {"body": SERVER | {"attn_tp_size": 1}, "rank": RANK | {"kvbridge_agent": "tcp://" + "x" * 300}},
+    {"body": SERVER | {"attn_tp_size": 1}, "rank": RANK | {"rank_ip": "x\n\x1b[2J"}},
+]
+
+
+def test_prefill_servers_that_a_client_made_up_cost_their_requests_only(fleet: Fleet) -> None:
+    """Sizes of 0 and -3 ended the scheduler. A long address detached the agent for a minute."""
+    fleet.start("p16", "d16", "alone")
+    (agent,) = fleet.agents["d16"]
+    attached = agent.status.engine
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(HOSTILE) + 1) as pool:
+        servers = [stack.enter_context(contextlib.closing(Prefill())) for _ in HOSTILE]
+        for server, told in zip(servers, HOSTILE, strict=True):
+            server.body, server.rank = told["body"], told.get("rank")
+        hosts = [server.address.rpartition(":") for server in servers]
+        named = [{"bootstrap_host": host, "bootstrap_port": int(port)} for host, _, port in hosts]
+        named.append({"bootstrap_host": "x\nforged: a line of its own\x1b[2J/", "bootstrap_port": 1})
+        bodies = [fleet.body("p16", prompt(90, seed=71), fleet.room()) | each for each in named]
+        for answer in pool.map(fleet["d16"].generate, bodies):
+            assert reason(answer)
+    assert_works(fleet, "p16", "d16", seed=72)
+    assert attached is not None and agent.status.engine == attached, "it was detached meanwhile"
+    log = fleet["d16"].text()
+    assert "\x1b[2J" not in log and "\nforged" not in log
 
 
 def test_an_auxiliary_row_of_another_size_is_named(fleet: Fleet) -> None:

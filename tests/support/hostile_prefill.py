@@ -1,0 +1,47 @@
+"""A prefill server of SGLang's, as far as a decode server asks it over HTTP, that says what a test wants."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from typing import Any
+
+SIZES = {"attn_tp_size": 2, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
+SERVER = SIZES | {"page_size": 16, "kv_cache_dtype": "torch.bfloat16", "follow_bootstrap_room": True}
+RANK = {"rank_ip": "127.0.0.1", "rank_port": 4000, "kvbridge_agent": "tcp://127.0.0.1:7700"}
+
+
+class Prefill:
+    """Answers everything with `body`, which may be bytes or JSON; or questions for a rank with `rank`, if it is set."""
+
+    def __init__(self) -> None:
+        self.body: Any = SERVER
+        self.rank: Any = None
+        self.status = 200
+        told = self
+
+        class Told(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                is_rank = told.rank is not None and "target_tp_rank=-1" not in self.path
+                said = told.rank if is_rank else told.body
+                body = said if isinstance(said, bytes) else json.dumps(said).encode()
+                self.send_response(told.status)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Location", f"http://{told.address}/elsewhere")
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.do_GET()
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Told)
+        self.address = f"127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
