@@ -216,17 +216,21 @@ class Conversation:
         """Rows are written under these scales from here on. Every agent that attaches later is told too."""
         with self._link.standing:
             self._rescale = message
-            if self._link.tell(message):
-                return True
-            if self._link.is_attached:  # it would go on under scales that hold no more
-                self.give_up(f"rescale {message.revision} not sent: {self._link.why_not}")
-            return False
+            return self._must_tell(message)
 
     def reweigh(self, message: Weights) -> None:
         """Rows are computed with these weights from here on: what is open ends. Later agents are told too."""
         with self._link.standing:
             self._weights = message
-            self._link.tell(message)
+            self._must_tell(message)
+
+    def _must_tell(self, message: Rescale | Weights) -> bool:
+        """An agent that cannot be told is given up: it would go on under scales or weights that hold no more."""
+        if self._link.tell(message):
+            return True
+        if self._link.is_attached:
+            self.give_up(f"not told what holds from now on: {self._link.why_not}")
+        return False
 
     def decline(self, message: Decline) -> None:
         self._link.send(message)

@@ -36,6 +36,7 @@ from kvbridge_proto.engine import (
     Scales,
     ToEngine,
     Want,
+    Weights,
     Withdraw,
 )
 from msgspec.structs import replace
@@ -309,9 +310,14 @@ def test_ranks_that_an_agent_would_refuse_are_told_to_none(talk: Talk, agent: Fa
     assert second.one(Directory) == Directory(ranks=RANKS) and talk.link.is_attached
 
 
-def test_scales_that_cannot_be_sent_end_the_connection(talk: Talk, agent: FakeAgent) -> None:
-    """The agent would go on under scales that hold no more. Nor may one be attached that does not know them."""
-    assert not talk.engine.rescale(Rescale(revision=1, scales=(Scales(0, "k" * 100, (0.5,)),)))
+@pytest.mark.parametrize(
+    "unfit", [Rescale(revision=1, scales=(Scales(0, "k" * 100, (0.5,)),)), Weights(version="x" * 300)]
+)
+def test_scales_and_weights_that_cannot_be_sent_end_the_connection(
+    talk: Talk, agent: FakeAgent, unfit: Rescale | Weights
+) -> None:
+    """The agent would go on under those that hold no more. Nor may one be attached that does not know them."""
+    talk.engine.rescale(unfit) if isinstance(unfit, Rescale) else talk.engine.reweigh(unfit)
     assert not talk.link.is_attached
     agent.die()
     talk.engine.turn()
