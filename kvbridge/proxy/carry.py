@@ -155,35 +155,42 @@ class Carrier:
                 raise
 
     async def _opened(self, stack: AsyncExitStack, ask: PromptAsk, call: Call) -> Opened:
-        """Try pairs until one answers."""
+        """Try pairs until one answers, then, if prefill is what failed, decode engines alone."""
         failed: list[Backend] = []
-        for attempt in range(1, ATTEMPTS + 1):
+        attempt, alone = 0, "reads_all" if reads_all(ask) and self._computes(failed) else ""
+        while True:
+            attempt += 1
             try:
+                if alone:
+                    return await self._decode_alone(stack, ask, call, failed, alone)
                 return await self._attempt(stack, ask, call, failed)
             except NoEngine as none:
-                if none.role is not Role.PREFILL:
-                    raise
                 error: NoEngine | LegFailed = none
-                break
+                role, is_other = none.role, False
             except LegFailed as failure:
                 self._fleet.failed(failure)
                 failed.append(failure.engine)
                 if not failure.is_retryable:
                     raise
-                error = failure
-                if attempt == ATTEMPTS or not self._fleet.well(failure.engine.role, failed):
-                    break
+                error, role = failure, failure.engine.role
+                is_other = attempt < ATTEMPTS and bool(self._fleet.well(role, failed))
+            if is_other:
                 self._metrics.retries.inc()
-        role = error.role if isinstance(error, NoEngine) else error.engine.role
-        if role is Role.PREFILL and self._has_fallback and self._fleet.well(Role.DECODE, failed, (Kind.VLLM,)):
-            return await self._decode_alone(stack, ask, call, failed, error.code)
-        raise error
+            elif role is Role.PREFILL and self._has_fallback and self._computes(failed):
+                attempt, alone = 0, error.code
+                self._fleet.sparing.say(
+                    f"alone {alone}", f"{alone}: without prefill, a decode engine computes a prompt"
+                )
+            else:
+                raise error
+
+    def _computes(self, failed: list[Backend]) -> bool:
+        """Whether a decode engine is well that can compute prompts."""
+        return bool(self._fleet.well(Role.DECODE, failed, (Kind.VLLM,)))
 
     async def _attempt(self, outer: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend]) -> Opened:
         """Try one pair, under a new room. On success `outer` takes what is held; on failure it is released."""
         async with AsyncExitStack() as stack:
-            if reads_all(ask) and self._fleet.well(Role.DECODE, failed, (Kind.VLLM,)):
-                return await self._decode_alone(outer, ask, call, failed, "reads_all")
             kinds = (Kind.VLLM,) if ask.path in OF_VLLM else KINDS
             prefill = stack.enter_context(self._fleet.lend(Role.PREFILL, failed, kinds))
             decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, kinds))
@@ -201,16 +208,17 @@ class Carrier:
             return opened
 
     async def _decode_alone(
-        self, stack: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend], reason: str
+        self, outer: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend], reason: str
     ) -> Opened:
         """Let a vLLM decode engine compute the prompt."""
-        began = time.monotonic()
-        decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, (Kind.VLLM,)))
-        self._metrics.without_prefill.labels(reason).inc()
-        self._fleet.sparing.say(reason, f"{reason}: no prefill; decode engine {decode.name} computes the prompt")
-        opened = await self._open(stack, decode, vllm_decode_after(ask, PrefilledLeg(None)), ask, call)
-        self._metrics.first_s.observe(time.monotonic() - began)
-        return opened
+        async with AsyncExitStack() as stack:
+            began = time.monotonic()
+            decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, (Kind.VLLM,)))
+            self._metrics.without_prefill.labels(reason).inc()
+            opened = await self._open(stack, decode, vllm_decode_after(ask, PrefilledLeg(None)), ask, call)
+            self._metrics.first_s.observe(time.monotonic() - began)
+            outer.push_async_exit(stack.pop_all())
+            return opened
 
     # Prefill, then decode:
 

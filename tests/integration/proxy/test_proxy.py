@@ -882,3 +882,17 @@ async def test_the_prompts_logprobs_come_from_sglangs_prefill_server(is_stream: 
         w.prefill.act = lambda request, body: _raw(b'{"meta_info": {"input_token_logprobs": [[]]}}')
         status, answer = await w.ask("/generate", body | {"logprob_start_len": -1})
         assert status == 200 and "input_token_logprobs" not in str(answer)
+
+
+async def test_a_decode_engine_that_is_gone_is_left_out_where_vllm_computes_alone_too() -> None:
+    async with world("vllm", "vllm,vllm", replace(WAITS, health_every_s=30)) as w:
+        gone, there = w.all("decode")
+        (prefill,) = w.fleet.well(Role.PREFILL)
+        prefill.is_well = False  # its next health check is in half a minute
+        await gone.stop()
+        for _ in range(3):
+            status, answer = await w.ask("/v1/completions", COMPLETION)
+            assert status == 200, answer
+        assert len(there.got) == 3
+        assert "kvbridge_proxy_retries_total 1.0" in await w.metrics()
+        assert f'engine_outstanding{{engine="{named(gone)}",role="decode"}} 0.0' in await w.metrics()
