@@ -72,7 +72,9 @@ class EngineClient:
     """One connection to the agent at `path`, used by one thread at a time.
 
     Messages give our memory away. So nothing is sent until the kernel confirms that the listener's user is ours, root
-    or one of `agent_uids`: while the agent is down, anyone who may write in the folder can listen at its path.
+    or one of `agent_uids`: while the agent is down, anyone who may write in the folder can listen at its path. Nor to a
+    process whose end we could not see, unless `allow_unwatched`: its kernels may write our memory after its socket has
+    closed.
     `unsent_bytes` and `stall_s` bound how much data, and for how long, an agent that does not read may hold back. A
     child forked while connected must call `drop_copy`, or the agent could not see this process die.
     """
@@ -82,6 +84,7 @@ class EngineClient:
         path: str | os.PathLike[str],
         *,
         agent_uids: Iterable[int] = (),
+        allow_unwatched: bool = False,
         unsent_bytes: int = 64 << 20,
         stall_s: float = 30.0,
         limits: Limits = LIMITS,
@@ -89,8 +92,9 @@ class EngineClient:
     ) -> None:
         self.path = os.fspath(path)
         self.why = "not connected yet"
-        self.is_foreign = False  # whether the last try found another user's process at `path`
+        self.is_barred = False  # whether the last try found a process at `path` that may not have our memory
         self._agent_uids = frozenset([0, os.geteuid(), *agent_uids])
+        self._allow_unwatched = allow_unwatched
         self._unsent_limit = unsent_bytes
         self._stall_s = stall_s
         self._limits = limits
@@ -159,12 +163,15 @@ class EngineClient:
             attempt.connect(self.path)
             self._check_uid(attempt)
             self._pidfd = self._pidfd_of(attempt)
+            if self._pidfd < 0 and not self._allow_unwatched:
+                reason = f"allow_unwatched: off, and there is no pidfd of the process that listens at {self.path}"
+                raise OperatorError("agent_unwatched", reason)
         except (OSError, OperatorError) as error:
             attempt.close()
-            self.is_foreign = isinstance(error, OperatorError)
+            self.is_barred = isinstance(error, OperatorError)
             self.why = f"{error.code}: {error}" if isinstance(error, OperatorError) else str(error)
             return False
-        self._socket, self.is_foreign = attempt, False
+        self._socket, self.is_barred = attempt, False
         self._is_hung_up = self._is_garbled = False
         self._reader = StreamReader(ToEngine, self._limits)
         self._moved_at = time.monotonic()

@@ -9,7 +9,7 @@ The most important question is when a lost agent can no longer harm our memory.
   read our memory on its word, they may go on without it: then they are ours `READERS_S` after the loss in any case.
 - Writes have no such bound: an agent may be stopped in the middle of a copy and go on a minute later, and the kernels
   of a killed agent outlive its socket. They are over once the agent has said so (`Detached`, its last message), or
-  its process is gone.
+  its process is gone. Where we cannot see that, we attach to no agent, unless `EngineClient.allow_unwatched`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .client import EngineClient
 RETRY_S = 1.0
 REFUSED_RETRY_S = 60.0  # after a refusal that can only change with the agent or its configuration
 ATTACH_S = 30.0  # an agent that takes longer to answer Attach is given up
-GONE_S = 1.0  # without a pidfd: how long after its socket closed an agent's process counts as gone (H200: 85 ms)
+GONE_S = 1.0  # with `allow_unwatched`: how long after its socket closed an agent counts as gone (H200: 85 ms)
 WATCH_S = 1.0  # the link's thread sleeps at most this long
 LEFT_S = 0.01  # how long that thread leaves the link alone while the engine is in `rest`
 # Refusals that pass by themselves.
@@ -254,7 +254,7 @@ class AgentLink:
 
     def _try(self) -> None:
         if not self._client.reconnect():
-            if self._client.is_foreign:
+            if self._client.is_barred:
                 self._complain(self._client.why)
             return self._later(self._client.why)
         self._step(LinkEvent.ASK)
@@ -291,6 +291,11 @@ class AgentLink:
         self.attached, self._complaint = attached, ""
         self._was_attached, self._has_let_go, self._is_shared = True, False, attached.is_shared
         self._log.info("kvbridge: attached to %s at %s", attached.agent.name, self.address)
+        if self._client.pidfd < 0:
+            why = (
+                "there is no pidfd of this agent's process: should it die, its kernels may still write our memory when"
+            )
+            self._log.warning("kvbridge: %s that counts as free, %g s after the end of its socket", why, GONE_S)
         for message in self._first():
             if not self._client.send(message):
                 return self._refused(f"what every agent must know cannot be sent: {self._client.why}")

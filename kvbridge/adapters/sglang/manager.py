@@ -122,7 +122,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         name = self.options.model_name or self._queue.scheduler.server_args.model_path.rstrip("/").rpartition("/")[2]
         memory = describe(self._queue, self._shard, model_name=name, engine_id=self._engine_id)
         path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
-        client = EngineClient(path, agent_uids=self.options.agent_uids)
+        options = self.options
+        client = EngineClient(path, agent_uids=options.agent_uids, allow_unwatched=options.allow_unwatched)
         talk = Conversation(client, memory, log)
         if self._ranks:
             talk.share(self._ranks)

@@ -21,6 +21,8 @@ class SGLangOptions:
     socket       the agent's unix socket, an absolute path; `{rank}` is the rank's number among this engine's ranks on
                  this host, `{gpu}` the number of its GPU
     agent_uids   user ids whose agents get this engine's memory, besides our own and root; separated by commas
+    allow_unwatched  1 or 0: attach also to an agent whose end cannot be seen (before Linux 6.5, one in another PID
+                 namespace). When it dies, pages count as free a second later, although its kernels may still write them
     hold_s       how long a prefilled prompt is kept for a decode engine that does not come
     connect_s    how long start-up waits for the agent; then the engine starts without one
     model_name   the model's name, the same on both engines; default: the last part of the model's path
@@ -28,6 +30,7 @@ class SGLangOptions:
 
     socket: str = "/run/kvbridge/agent-{rank}.sock"
     agent_uids: tuple[int, ...] = ()
+    allow_unwatched: bool = False
     hold_s: float = 30.0
     connect_s: float = 30.0
     model_name: str = ""
@@ -59,6 +62,10 @@ class SGLangOptions:
 
 def _read(text: str, default: object) -> object:
     match default:
+        case bool():
+            if text not in ("0", "1"):
+                raise ValueError("must be 0 or 1")
+            return text == "1"
         case float():
             value = float(text)
             if not 0 < value <= 86400:

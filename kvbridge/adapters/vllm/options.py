@@ -20,6 +20,8 @@ class VLLMOptions:
     socket       the agent's unix socket, an absolute path; `{rank}` is the rank's number among this engine's ranks on
                  this host
     agent_uids   users whose agents may have this engine's memory, besides our own user and root
+    allow_unwatched  attach also to an agent whose end cannot be seen: before Linux 6.5, one in another PID namespace.
+                 When it dies, blocks count as free a second later, although its kernels may still write them
     hold_s       how long a prefilled prompt is kept for a decode engine that says nothing about it; it is kept longer
                  while a request waits for it there
     deadline_s   how long a decoding request waits for its KV before the engine's failure policy applies
@@ -43,6 +45,7 @@ class VLLMOptions:
 
     socket: str = "/run/kvbridge/agent-{rank}.sock"
     agent_uids: tuple[int, ...] = ()
+    allow_unwatched: bool = False
     hold_s: float = 30.0
     deadline_s: float = 60.0
     connect_s: float = 30.0

@@ -112,7 +112,12 @@ class WorkerSide:
             log.warning("kvbridge_cross_layer: %d tensors still hold the layers; %s", count, ONE_TENSOR)
         self._scales = LayerScales(memory.pool, layers or {})
         self._key = (memory.pool.shard.pp_rank, memory.pool.shard.tp_rank)
-        client = EngineClient(path, agent_uids=self._options.agent_uids, pidfd_of=self._pidfd_of)
+        client = EngineClient(
+            path,
+            agent_uids=self._options.agent_uids,
+            allow_unwatched=self._options.allow_unwatched,
+            pidfd_of=self._pidfd_of,
+        )
         conversation = self._conversation = Conversation(
             client, memory, log, policy=self._options.scales, fence_of=self._fence_of, clock=self._clock
         )

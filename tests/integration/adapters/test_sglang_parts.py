@@ -28,13 +28,14 @@ def test_options_are_read_from_the_environment() -> None:
         {
             "KVBRIDGE_ENGINE_SOCKET": "/run/agent-{rank}-{gpu}.sock",
             "KVBRIDGE_ENGINE_AGENT_UIDS": "998, 1000",
+            "KVBRIDGE_ENGINE_ALLOW_UNWATCHED": "1",
             "KVBRIDGE_ENGINE_HOLD_S": "2.5",
             "KVBRIDGE_ENGINE_SERVICE_HOST": "10.0.0.1",
             "KVBRIDGE_ENGINE_PORT_7700_TCP": "tcp://10.0.0.1:7700",
             "KVBRIDGE_SOCKET": "the agent's",
         }
     )
-    assert options.agent_uids == (998, 1000) and options.hold_s == 2.5
+    assert options.allow_unwatched and options.agent_uids == (998, 1000) and options.hold_s == 2.5
     assert options.socket_of(3, 5) == "/run/agent-3-5.sock"
 
 
@@ -46,6 +47,7 @@ def test_options_are_read_from_the_environment() -> None:
         ("KVBRIDGE_ENGINE_HOLD_S", "soon", "option_invalid", "soon"),
         ("KVBRIDGE_ENGINE_HOLD_S", "0", "option_invalid", "86400"),
         ("KVBRIDGE_ENGINE_AGENT_UIDS", "root", "option_invalid", "numbers"),
+        ("KVBRIDGE_ENGINE_ALLOW_UNWATCHED", "yes", "option_invalid", "0 or 1"),
     ],
 )
 def test_what_makes_no_sense_in_the_environment_is_named(variable: str, value: str, code: str, said: str) -> None:

@@ -27,6 +27,7 @@ def test_reads_its_own_names_and_leaves_others_alone() -> None:
         ({"kvbridge_agent_uids": 998}, "kvbridge_agent_uids: 998, must be a list of users' numbers"),
         ({"kvbridge_agent_uids": ["vllm"]}, r"kvbridge_agent_uids: \['vllm'\], must be a list"),
         ({"kvbridge_agent_uids": [True]}, r"kvbridge_agent_uids: \[True\], must be a list"),
+        ({"kvbridge_allow_unwatched": 1}, "kvbridge_allow_unwatched: 1 is int, must be bool"),
         ({"kvbridge_agent_uids": [-1]}, r"kvbridge_agent_uids: \[-1\], must be a list"),
         ({"kvbridge_bootstrap_port": 0}, r"kvbridge_bootstrap_port: 0, must be in \[1, 65535\]"),
         ({"kvbridge_bootstrap_port": True}, r"kvbridge_bootstrap_port: True, must be in \[1, 65535\]"),

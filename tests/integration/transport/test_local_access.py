@@ -215,13 +215,13 @@ async def test_an_engine_of_another_user_that_is_named_is_let_in(open_path: Path
 def test_an_engine_says_nothing_to_a_foreign_user_who_listens_in_its_agents_place(open_path: Path) -> None:
     with squatter(open_path) as (pid, heard):
         client = EngineClient(open_path)
-        assert not client.reconnect() and not client.is_connected and client.is_foreign
+        assert not client.reconnect() and not client.is_connected and client.is_barred
         assert client.why.startswith(f"uid_not_allowed: agent_uids: pid {pid} of uid 65534 listens")
         assert not client.send(StatusQuery()) and heard() == b""
         named = EngineClient(open_path, agent_uids=[65534])
-        assert named.reconnect() and not named.is_foreign and named.send(StatusQuery())
+        assert named.reconnect() and not named.is_barred and named.send(StatusQuery())
         assert heard() == pack(StatusQuery())
-    assert not client.reconnect() and not client.is_foreign  # nobody listens
+    assert not client.reconnect() and not client.is_barred  # nobody listens
 
 
 async def test_who_was_silent_for_longest_makes_room_and_the_engine_never(server: LocalServer) -> None:
