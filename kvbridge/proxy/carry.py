@@ -335,7 +335,7 @@ class Carrier:
         answering = Answering(_rid(ask)) if ask.path == GENERATE and engine.kind is Kind.VLLM else None
         is_said = is_finish = is_over = False
         try:
-            async with aclosing(self._received(reply)) as received:
+            async with aclosing(self._received(reply, call)) as received:
                 async for event in received:
                     said: StreamEvent | None = event
                     if event.data == DONE:
@@ -368,15 +368,17 @@ class Carrier:
             reason = f"the stream ended early: {type(error).__name__}"
             raise LegFailed(engine, "ended_early", reason, is_retryable=False) from None
 
-    async def _received(self, reply: aiohttp.ClientResponse) -> AsyncGenerator[StreamEvent, None]:
+    async def _received(self, reply: aiohttp.ClientResponse, call: Call) -> AsyncGenerator[StreamEvent, None]:
         cutter = Events()
         while True:
             async with asyncio.timeout(self._waits.answer_s):
                 chunk = await reply.content.readany()
             if not chunk:
                 return
+            before = cutter.rest_bytes
             for event in cutter.take(chunk):
                 yield event
+            call.share.add(cutter.rest_bytes - before)
 
     async def _whole(self, engine: Backend, leg: Leg, call: Call, timeout_s: float) -> bytes:
         """What an engine answers. Raises LegFailed, Refusal, Busy."""

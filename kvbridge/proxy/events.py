@@ -57,6 +57,11 @@ class Events:
     def __init__(self) -> None:
         self._rest = bytearray()
 
+    @property
+    def rest_bytes(self) -> int:
+        """Of an event that is not complete yet."""
+        return len(self._rest)
+
     def take(self, chunk: bytes) -> Iterator[StreamEvent]:
         """Each event that is now complete and has data. Raises EngineError if one is too long."""
         looked = max(0, len(self._rest) - LONGEST_GAP + 1)

@@ -77,8 +77,8 @@ class RequestBytes:
         self._held, self.size = held, 0
 
     def add(self, size: int) -> None:
-        """Raises Busy."""
-        if not self._held.has_room(self.size + size, size):
+        """Less than 0 gives back. Raises Busy."""
+        if size > 0 and not self._held.has_room(self.size + size, size):
             raise Busy("busy", "the proxy holds as many bytes of requests as it may, try again")
         self.size += size
         self._held.add(size)

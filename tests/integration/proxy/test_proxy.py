@@ -814,6 +814,22 @@ async def test_answers_that_are_put_together_are_bounded_too() -> None:
         assert "engine_failures_total{" not in await w.metrics()
 
 
+async def test_an_event_that_does_not_end_is_bounded_too() -> None:
+    async def endless(request: web.Request, body: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + json.dumps(CUT).encode() + b"\n\ndata: ")
+        for _ in range(32):
+            await response.write(b"x" * (1 << 18))
+        return response
+
+    async with world("vllm", "vllm", limits=ProxyLimits(held_bytes=4 << 20)) as w:
+        w.decode.act = endless
+        _, events = await w.ask("/v1/completions", COMPLETION | {"stream": True})
+        assert json.loads(events[-1])["error"]["code"] == "busy"
+        assert "kvbridge_proxy_held_bytes 0.0" in await w.metrics()
+
+
 async def test_no_more_is_asked_of_engines_at_once_than_there_are_descriptors_for() -> None:
     async with world("vllm", "vllm", limits=ProxyLimits(asks=2)) as w:
         gate = asyncio.Event()
