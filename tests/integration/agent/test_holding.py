@@ -45,7 +45,7 @@ def test_an_offer_is_held_for_whom_it_is_awaited_and_let_go_when_nobody_asks(ben
     for request in ("awaited", "forgotten"):
         bench.offer(request, table, TOKENS, hold_s=HOLD_S)
     receiver.client.send(Expect(number=number_of("awaited"), rendezvous="awaited", sender=bench.address))
-    assert sender.client.wait(Held, seconds=HOLD_S).requests == ("awaited",)
+    assert sender.client.wait(Held, seconds=HOLD_S).numbers == (number_of("awaited"),)
     found = offers(bench)
     assert [(each.state, each.peer, each.tokens, each.blocks) for each in found.values()] == [
         ("awaited", "d0", TOKENS, 3),
