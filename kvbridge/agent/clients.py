@@ -36,7 +36,7 @@ from kvbridge_proto.status import PoolQuery, Status, StatusQuery, Trace, TraceQu
 
 from ..dataplane.data_plane import DataPlane
 from ..exchange.sender import released
-from ..transport.local import LocalConnection
+from ..transport.local import LocalConnection, Unfit
 from .current_engine import CurrentEngine
 from .engines import Engines
 from .journal import Journal
@@ -97,7 +97,7 @@ class Clients:
             if connection is self._current.connection or self._engines.leaving is not None:
                 await self._engines.leave("the engine's connection ended")
 
-    async def _hear(self, connection: LocalConnection, message: ToAgent, fds: list[int]) -> None:
+    async def _hear(self, connection: LocalConnection, message: ToAgent | Unfit, fds: list[int]) -> None:
         engine = self._current.engine
         match message:
             case StatusQuery():
@@ -117,6 +117,8 @@ class Clients:
                     await asyncio.shield(leaving)
                 number = getattr(message, "number", 0)
                 connection.send(Refused(code="not_attached", reasons=("attach first",), number=number))
+            case Unfit():
+                self._refuse(connection, message)
             case Directory(ranks=ranks):
                 self._engines.name_ranks(engine, ranks)
             case Offer() if self._engines.is_closing and not self._sender.is_due(message):
@@ -155,6 +157,17 @@ class Clients:
                 self._receiver.declined(revision, reason)
             case Detach():
                 await self._engines.leave(DETACHED)
+
+    def _refuse(self, connection: LocalConnection, unfit: Unfit) -> None:
+        """Refuse an offer or a want that cannot be, alone. What is open under its number must not seem over."""
+        code, number = "message_invalid", unfit.number
+        self._metrics.rejected(code)
+        log.warning("refused: %s %d: code=%s %s", unfit.kind, number, code, unfit.reason)
+        if unfit.kind == "offer" and self._sender.knows(number):
+            return self._sender.withdraw(number, unfit.reason)  # its Released follows
+        is_open = unfit.kind == "want" and self._receiver.knows(number)
+        about = f"want {number}" if is_open else ""
+        connection.send(Refused(code=code, reasons=(unfit.reason,), about=about, number=0 if is_open else number))
 
     def _has_no_fence(self) -> bool:
         memory = self._current.memory

@@ -104,6 +104,10 @@ class SenderRunner:
         """Whether it continues an offer, or a claim waits for it."""
         return offer.is_more or self._sending.is_awaited(offer.rendezvous)
 
+    def knows(self, number: int) -> bool:
+        """Whether this offer is open, or still read."""
+        return number in self._sending.offers
+
     def will_never_be_offered(self, claim: Claim) -> bool:
         """Whether there is no offer for this claim, and none will be accepted while we stop."""
         return not (self._sending.is_awaited(claim.rendezvous) or self._sending.has_offer(claim))

@@ -16,7 +16,7 @@ import resource
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvbridge_proto.codec import BadFrame, Limits
@@ -53,8 +53,8 @@ def credentials_of(connected: socket.socket) -> tuple[int, int, int]:
 class Connection(Generic[Heard, Said]):
     """One end. One task receives; anyone on the loop may send. Only `close` closes it, whatever the other end does.
 
-    It receives messages of the union `kind`, each with at most `most_fds` descriptors. It is in `owner` while it is
-    open. Messages of the types `last_word` are sent even to an end that does not read.
+    It receives messages of the union `kind`, each with at most `most_fds` descriptors; `unfit` as of `FrameReader`. It
+    is in `owner` while it is open. Messages of the types `last_word` are sent even to an end that does not read.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Connection(Generic[Heard, Said]):
         *,
         most_fds: int = MESSAGE_FDS,
         last_word: type | tuple[type, ...] = (),
+        unfit: Callable[[bytes, BadFrame], Heard | None] | None = None,
     ) -> None:
         connected.setblocking(False)
         self.pid, self.uid, self.gid = credentials_of(connected)
@@ -74,7 +75,7 @@ class Connection(Generic[Heard, Said]):
         self._socket = connected
         self._fd = connected.fileno()
         self._loop = asyncio.get_running_loop()
-        self._reader: FrameReader[Heard] = FrameReader(kind, limits, most_fds)
+        self._reader: FrameReader[Heard] = FrameReader(kind, limits, most_fds, unfit)
         self._last_word = last_word
         self._unsent: deque[_Piece] = deque()
         self._unsent_bytes = 0
@@ -290,10 +291,20 @@ class _Piece:
 
 
 class FrameReader(StreamReader[Heard]):
-    """Cuts the stream into messages, each with its descriptors."""
+    """Cuts the stream into messages, each with its descriptors.
 
-    def __init__(self, kind: Any, limits: Limits, most_fds: int = MESSAGE_FDS) -> None:
+    `unfit` may give what is received in place of a frame that is no message. If it gives nothing the stream is over.
+    """
+
+    def __init__(
+        self,
+        kind: Any,
+        limits: Limits,
+        most_fds: int = MESSAGE_FDS,
+        unfit: Callable[[bytes, BadFrame], Heard | None] | None = None,
+    ) -> None:
         super().__init__(kind, limits)
+        self._unfit = unfit
         self._ready: deque[tuple[Heard, list[int]]] = deque()
         self._waiting: list[int] = []  # descriptors of the frame that is not complete yet
         self._ahead: list[int] = []  # descriptors that came before their message
@@ -330,6 +341,14 @@ class FrameReader(StreamReader[Heard]):
             self._error = error
             close_fds(fds)
             self.close_waiting()
+
+    def _message(self, frame: bytes) -> Heard:
+        try:
+            return super()._message(frame)
+        except BadFrame as error:
+            if self._unfit is None or (found := self._unfit(frame, error)) is None:
+                raise
+            return found
 
     def _assign(self, fds: list[int], known: int) -> None:
         if not fds:

@@ -5,15 +5,48 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from kvbridge_proto.codec import LIMITS, Limits
-from kvbridge_proto.engine import Detached, ToAgent, ToEngine
+from kvbridge_proto.codec import LIMITS, BadFrame, Decoder, Limits
+from kvbridge_proto.engine import Detached, Number, ToAgent, ToEngine
+from msgspec import Struct
 
 from .framed import Connection
 from .lock import Lock
 from .unix import Server
 
 MAX_CONNECTIONS = 64  # besides the engine's
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """An offer or a want with a field out of bounds. The connection goes on, since its frame is whole."""
+
+    kind: str
+    number: int
+    reason: str
+
+
+class _Offer(Struct, tag="offer"):
+    number: Number
+
+
+class _Want(Struct, tag="want"):
+    number: Number
+
+
+_decoder: Decoder[_Offer | _Want] = Decoder(_Offer | _Want)
+
+
+def unfit(frame: bytes, error: BadFrame) -> Unfit | None:
+    """What is wrong with an offer or a want whose number can be read; None for any other frame."""
+    if error.code != "message_invalid":
+        return None
+    try:
+        found = _decoder.decode(frame)
+    except BadFrame:
+        return None
+    return Unfit("offer" if isinstance(found, _Offer) else "want", found.number, str(error)[:1024])
 
 
 class LocalServer(Server["LocalConnection"]):
@@ -30,7 +63,7 @@ class LocalServer(Server["LocalConnection"]):
         return connection.is_engine
 
 
-class LocalConnection(Connection[ToAgent, ToEngine]):
+class LocalConnection(Connection[ToAgent | Unfit, ToEngine]):
     """One engine (or command) on the socket.
 
     Only `close` closes our end, whatever the other does: an engine waits for our last message (`Detached`), or if that
@@ -40,4 +73,4 @@ class LocalConnection(Connection[ToAgent, ToEngine]):
     is_engine = False
 
     def __init__(self, accepted: socket.socket, limits: Limits, owner: set[LocalConnection]) -> None:
-        super().__init__(accepted, ToAgent, limits, owner, last_word=Detached)
+        super().__init__(accepted, ToAgent, limits, owner, last_word=Detached, unfit=unfit)

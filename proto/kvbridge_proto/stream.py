@@ -51,7 +51,10 @@ class StreamReader(Generic[T]):
 
     def _messages(self) -> Iterator[T]:
         while (frame := self._cut()) is not None:
-            yield self._decoder.decode(frame)
+            yield self._message(frame)
+
+    def _message(self, frame: bytes) -> T:
+        return self._decoder.decode(frame)
 
     def _cut(self) -> bytes | None:
         if len(self._buffer) < HEADER.size:

@@ -16,6 +16,7 @@ from kvbridge_proto.engine import Decline, Detached, Failed, Refused, Rescale, R
 from msgspec.structs import replace
 
 from demo.processes import free_port
+from kvbridge.loopback.messages import number_of
 from tests.integration.agent.harness import Client, OracleEngine, agent, attached
 from tests.integration.agent.pairs import Bench, Benches
 from tests.integration.agent.test_scraping import scraped
@@ -40,13 +41,33 @@ def test_a_client_that_talks_nonsense_is_told_and_closed(pair: Bench) -> None:
     pair.works()
 
 
+def test_a_want_or_an_offer_with_a_field_out_of_bounds_fails_alone(pair: Bench) -> None:
+    """Its engine was detached for a minute, and all its requests failed."""
+    receiver, sender, number = pair.receiver, pair.sender, number_of("open")
+    long = "tcp://" + "x" * 300
+    receiver.want("unfit", long, [1], range(4))
+    refused = receiver.client.wait(Refused)
+    assert (refused.code, refused.about, refused.number) == ("message_invalid", "", number_of("unfit"))
+    assert "sender" in refused.reasons[0]
+    receiver.want("open", sender.agent.address, [2], range(4))
+    receiver.want("open", long, [2], range(4))
+    assert receiver.client.wait(Refused).about == f"want {number}", "the first goes on"
+    sender.offer("open", [3], 4, is_last=False)
+    sender.offer("open", [], 8, is_more=True, hold_s=1e9)
+    assert "hold_s" in sender.released("open").reason, "its blocks were lent"
+    assert isinstance(receiver.answer("open"), Failed)
+    sender.offer("never", [3], 4, hold_s=1e9)
+    assert sender.client.wait(Refused).number == number_of("never")
+    pair.works()
+
+
 def test_a_second_engine_is_refused_by_name(pair: Bench) -> None:
     with closing(OracleEngine(pair.receiver.agent, build(Shape("hnd")))) as second:
         refused = second.attach()
         assert isinstance(refused, Refused) and refused.code == "engine_present"
         assert f"pid {os.getpid()}" in refused.reasons[0]
         second.want("r", pair.sender.agent.address, [1], range(4))
-        assert second.client.wait(Refused, request="r").code == "not_attached"
+        assert second.client.wait(Refused).code == "not_attached"
     pair.works()
 
 
