@@ -213,7 +213,8 @@ class Prefill(SimEngine):
                 fence=fence,
                 first_token=request.offered_from,
             )
-            if rank.say(offer):
+            # As an adapter does: more of an offer that has ended is not said, and nobody would answer it.
+            if (not is_more or rank.number in held.open) and rank.say(offer):
                 held.open.add(rank.number)
         if is_last:
             held.is_ended = True
