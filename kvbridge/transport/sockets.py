@@ -12,7 +12,7 @@ QUEUE_MESSAGES = 1000
 INCOMING_MESSAGES = 64  # queued of each caller while we do not read, each up to frame_bytes
 # TCP tries again after pauses that double: after an outage of 60 s it waits for up to 60 more. So a connection is given
 # up before, and dialled anew. The kernel acknowledges for a process that is stopped or slow.
-UNDELIVERED_MS, CONNECT_MS = 3000, 1000
+UNDELIVERED_MS, CONNECT_MS = 3000, 750
 CURVE_BYTES = 64  # at least what CURVE adds to a frame (33 in libzmq 4.3)
 DRAIN_MESSAGES = 256  # in one go, so that one loud peer does not hold the loop
 GONE = zmq.EVENT_DISCONNECTED

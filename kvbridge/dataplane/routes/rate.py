@@ -19,7 +19,7 @@ ROUNDS = 4
 MOST_ROUNDS = 12  # beside a busy engine most kernels wait for a time slice
 # The first write of all routes together, on connections that it also sets up, and then all other rounds of a route. The
 # receiver waits `connect_s`, 5 s, for both and for the link, which takes 0.8 s on a path of 160 ms.
-PROBE_S, ROUNDS_S = 3.0, 0.5
+PROBE_S, ROUNDS_S = 3.0, 0.25
 
 
 def is_slow(rate: Rate) -> bool:
@@ -45,16 +45,17 @@ def fastest(
 ) -> Generator[Wait, Event, Rate]:
     """The best rate at the largest of `sizes` that finished; the last of them gets several rounds.
 
-    Rounds end when the next would not fit into their time. `begin` gets a size and a deadline. Raises FabricError if a
-    round fails, or the first takes longer than `first_s`.
+    None is begun that would not fit into ROUNDS_S after the first. `begin` gets a size and a deadline. Raises
+    FabricError if a round fails, or the first takes longer than `first_s`.
     """
-    ends, rate, took_s = clock() + first_s, Rate(sizes[0], 0.0), 0.0
+    ends = deadline = clock() + first_s
+    rate, took_s = Rate(sizes[0], 0.0), 0.0
     for i, size_bytes in enumerate([*sizes[:-1], *[sizes[-1]] * MOST_ROUNDS]):
         needed_s = took_s * size_bytes / rate.size_bytes if i > 1 else 0.0  # the first may have set up a connection
         if (i >= len(sizes) - 1 + ROUNDS and not is_slow(rate)) or clock() + needed_s > ends:
             break
         began = clock()
-        ended = yield begin(size_bytes, ends)
+        ended = yield begin(size_bytes, deadline)
         if isinstance(ended, WriteFailed):
             raise FabricError("probe_failed", ended.reason)
         if isinstance(ended, WriteLate) and not i:
@@ -65,5 +66,5 @@ def fastest(
         best = rate.bytes_per_s if size_bytes == rate.size_bytes else 0.0
         rate = Rate(size_bytes, max(best, size_bytes / took_s))
         if not i:
-            ends = clock() + ROUNDS_S
+            ends, deadline = clock() + ROUNDS_S, deadline + ROUNDS_S  # one that takes longer is not yet late
     return rate

@@ -176,7 +176,7 @@ def test_writes_grow_up_to_the_whole_size() -> None:
 def test_the_best_that_finished_counts_when_the_next_does_not_fit_or_is_late() -> None:
     rate, sent = written(growing(2 << 20), [1.0, 0.2])
     assert sent == [64 << 10] * 2 and rate == Rate(64 << 10, pytest.approx((64 << 10) / 0.2))
-    rate, sent = written(growing(2 << 20), [1.0, 0.1, None])
-    assert sent == [64 << 10, 64 << 10, 128 << 10] and rate == Rate(64 << 10, pytest.approx((64 << 10) / 0.1))
+    rate, sent = written(growing(2 << 20), [1.0, 0.05, None])
+    assert sent == [64 << 10, 64 << 10, 128 << 10] and rate == Rate(64 << 10, pytest.approx((64 << 10) / 0.05))
     with refused(FabricError, "probe_failed"):
         written(growing(2 << 20), [None])

@@ -153,7 +153,7 @@ def test_a_slow_route_is_taken_only_when_there_is_no_other(stack: ExitStack) -> 
 
 def _clock() -> Callable[[], float]:
     """A clock whose first readings, those of the rounds of one route, are half a second apart, and then a moment."""
-    readings = chain((i * 0.5 for i in range(7)), (100 + i * 1e-6 for i in count()))
+    readings = chain((i * 0.5 for i in range(6)), (100 + i * 1e-6 for i in count()))
     return lambda: next(readings)
 
 
