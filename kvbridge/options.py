@@ -273,7 +273,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             """
             A slot is quarantined while a peer may still write it, or while a write out of it is late. If half of the
             receive_slots or of the send_slots are quarantined (a peer is frozen, or gone for good), new slots are made
-            for the same engine, and the old ones are left behind.
+            for the same engine, and the old ones are left behind. In host memory this happens for fewer receive_slots,
+            too, after ten times as long and while nothing is under way.
             """,
             gt=0,
             le=86400,

@@ -3,6 +3,9 @@
 A receive slot is quarantined until there is proof that nothing can be written to it any more, a send slot until the
 late write out of it ends. If that never comes (the peer is frozen, or is gone for good), the slots are not freed. They
 are left behind, and new ones take their place. The addresses of old receive slots are never used again.
+
+A pod that is replaced leaves no proof: its successor has another lock. So a few receive slots in host memory, whose
+memory a rebuild gives back, are replaced as well, later and only if this costs no request.
 """
 
 from __future__ import annotations
@@ -28,24 +31,26 @@ LOOK_S = 0.5
 PAUSE_S = 2.0  # no request begins while those under way end; the ones left after this fail with `rebuilt`
 LOOK_PAUSED_S = 0.01
 AGAIN_S = 10.0  # after a failed attempt: each costs the data plane some time
+FEW_TIMES = 10.0  # `rebuild_s`, until fewer than half of the slots are worth the sessions that a rebuild ends
 
 
 class QuarantineTimer:
-    """How long at least half the slots of one kind have been quarantined. Pure: the caller passes the time."""
+    """How long at least this share of one kind of slots has been quarantined. Pure: the caller passes the time."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, share: float = 0.5) -> None:
+        self.seconds = seconds
+        self._share = share
         self._since: float | None = None
 
     def is_over(self, counts: SlotCounts, now: float) -> bool:
         """Whether that is too long. To be called regularly: the time counts from the first call that sees it."""
         slots = counts.free + counts.lent + counts.landed + counts.quarantined
-        if not counts.quarantined or 2 * counts.quarantined < slots:
+        if not counts.quarantined or counts.quarantined < self._share * slots:
             self._since = None
             return False
         if self._since is None:
             self._since = now
-        return now - self._since >= self._seconds
+        return now - self._since >= self.seconds
 
 
 class Rebuilder:
@@ -66,7 +71,8 @@ class Rebuilder:
         self._data_plane = data_plane
         self._metrics = metrics
         self._seconds = seconds
-        self._timers = self._new_timers()
+        self._timers, self._few = self._new_timers(), self._new_few()
+        self._is_pressing = False  # half of one kind are quarantined for too long
         self._clock = clock
         self.refused = ""  # the code why slots that are due cannot be made
         self._again_at = float("-inf")
@@ -99,11 +105,18 @@ class Rebuilder:
             self.close()
             self._engines.resume()
             return
-        if not self._engines.pause() and self._clock() < self._pause_ends:
-            return
+        if not self._engines.pause():
+            if self._clock() < self._pause_ends:
+                return
+            if not self._is_pressing:
+                self._few = self._new_few()  # no request shall fail for a few slots
+                self.close()
+                self._engines.resume()
+                return
         endpoints, self._endpoints = self._endpoints, None
-        reason = f"rebuild_s: {' and '.join(reasons)} were quarantined for {self._seconds:g} s"
+        reason = f"rebuild_s: {' and '.join(reasons)}"
         self._engines.rebuild(endpoints, reason)
+        self._few = self._new_few()
         self._timers = self._new_timers()  # send slots count as before until the data plane's thread has switched
         self._metrics.rebuilt()
         log.warning("replaced the slots: %s", reason)
@@ -111,11 +124,20 @@ class Rebuilder:
     def _new_timers(self) -> dict[str, QuarantineTimer]:
         return {kind: QuarantineTimer(self._seconds) for kind in self._slots}
 
+    def _new_few(self) -> QuarantineTimer:
+        return QuarantineTimer(FEW_TIMES * self._seconds, 0.0)
+
     def _reasons(self) -> list[str]:
-        """For each kind of slots that has to be replaced, how many are quarantined."""
+        """For each kind of slots that has to be replaced, how many are quarantined. Updates `_is_pressing`."""
         counts, now = {kind: slots.counts() for kind, slots in self._slots.items()}, self._clock()
-        over = [kind for kind, timer in self._timers.items() if timer.is_over(counts[kind], now)]
-        return [f"{counts[kind].quarantined} of {len(self._slots[kind])} {kind} slots" for kind in over]
+        over = {kind: timer for kind, timer in self._timers.items() if timer.is_over(counts[kind], now)}
+        self._is_pressing = bool(over)
+        if self._few.is_over(counts["receive"], now) and not over and self._data_plane.site.fabric.memory == "dram":
+            over = {"receive": self._few}
+        return [
+            f"{counts[kind].quarantined} of {len(self._slots[kind])} {kind} slots in quarantine for {timer.seconds:g} s"
+            for kind, timer in over.items()
+        ]
 
     def close(self) -> None:
         """Discard the new slots: the missing proof has come, or the agent ends."""

@@ -19,6 +19,7 @@ from ..errors import EngineError, PeerError
 from ..geometry.scales import other_scales, sender_scales
 from ..geometry.shard import assign
 from .actions import Action, Tell
+from .containers import Recent
 from .incoming import OpenWant
 from .session import AttachedEngine, Session, are_same, engine_ranks, rank_index
 
@@ -296,18 +297,22 @@ class UnheardFailures:
         self._count = 0
 
 
+MOST_ASKED = 64  # incarnations, about one transfer
+
+
 class UndrainedTransfers:
     """Ended transfers whose sender has not confirmed yet that it stopped writing: their slots are quarantined.
 
-    Each is kept with its sender's address, incarnation and key. For each such address the last incarnation met there is
-    remembered, until all its transfers are settled. Anybody can name any incarnation, so one counts only together with
-    the key of the agent from which the transfer was claimed.
+    Each is kept with its sender's address, incarnation and key, and with the other incarnations that were asked about
+    it: one may know that the sender is dead. Anybody can name any incarnation, so one counts only together with the
+    key of the agent from which the transfer was claimed. A successor is asked wherever it is met, as an agent that
+    moves gets another address. Without keys anybody could be the successor: only who answers at the address is asked.
     """
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[str, str, str]] = {}  # by transfer: (address, incarnation, key)
         self._at: Counter[str] = Counter()  # how many, by address
-        self._met: dict[str, tuple[str, str]] = {}  # by address: the last (incarnation, key) met there
+        self._asked: dict[str, Recent[str]] = {}  # by transfer
 
     def add(self, transfer: str, address: str, incarnation: str, key: str) -> None:
         self.settle(transfer)
@@ -321,32 +326,37 @@ class UndrainedTransfers:
         self._at[at] -= 1
         if not self._at[at]:
             del self._at[at]
-            self._met.pop(at, None)
+        self._asked.pop(transfer, None)
 
     def clear(self) -> None:
         """Forget all: the slots they could write no longer exist."""
         self._of.clear()
         self._at.clear()
-        self._met.clear()
+        self._asked.clear()
 
     def is_any(self, address: str) -> bool:
         return address in self._at
 
     def meet(self, address: str, incarnation: str, key: str) -> list[tuple[str, str]]:
-        """This incarnation answers at the address. Returns what it may settle, as (transfer, the sender's incarnation).
+        """This incarnation answers at the address: ask it about these, as (transfer, the sender's incarnation).
 
-        These are its own transfers, and those claimed at this address from another incarnation, which it may know to be
-        dead.
+        These are its own transfers, and those of others that it may know to be dead.
         """
-        if self.is_any(address):
-            self._met[address] = incarnation, key
-        mine = [(transfer, at, of) for transfer, (at, of, its) in self._of.items() if its == key]
-        return [(transfer, of) for transfer, at, of in mine if of == incarnation or at == address]
+        found = []
+        for transfer, (at, of, its) in self._of.items():
+            if its == key and (of == incarnation or at == address or key):
+                found.append((transfer, of))
+                if of != incarnation:
+                    self._asked.setdefault(transfer, Recent(MOST_ASKED)).add(incarnation)
+        return found
+
+    def meet_again(self, address: str, incarnation: str, key: str) -> list[tuple[str, str]]:
+        """The same for one with an open session: only what it has not been asked about, as it ended later."""
+        asked = {transfer for transfer, by in self._asked.items() if incarnation in by}
+        met = self.meet(address, incarnation, key)
+        return [(transfer, of) for transfer, of in met if transfer not in asked and of != incarnation]
 
     def can_settle(self, transfer: str, incarnation: str, key: str) -> bool:
-        """Whether this incarnation may settle the transfer: it is the sender, or was the last one met at its address.
-
-        The link it uses does not matter.
-        """
-        at, of, its = self._of.get(transfer, ("", "", ""))
-        return bool(of) and key == its and (incarnation == of or self._met.get(at) == (incarnation, key))
+        """Whether this incarnation, by any link, may settle the transfer: it is the sender, or was asked."""
+        _, of, its = self._of.get(transfer, ("", "", ""))
+        return bool(of) and key == its and (incarnation == of or incarnation in self._asked.get(transfer, ()))

@@ -192,15 +192,26 @@ class Receiver:
         return self._met(address, incarnation, key) + self._lend_slots()
 
     def _met(self, address: str, incarnation: str, key: str) -> list[Action]:
-        """An incarnation answers at the address: ask it about undrained transfers.
+        """An incarnation answers at the address: ask it about undrained transfers."""
+        return self._questions(address, incarnation, self._undrained.meet(address, incarnation, key))
 
-        It can speak for another incarnation only if it knows that one to be dead: the address may now lead elsewhere.
-        """
+    def _questions(self, address: str, incarnation: str, undrained: list[tuple[str, str]]) -> list[Action]:
+        """Ask it. It can speak for another incarnation only if it knows that one to be dead."""
         return [
             Send(address, Cancel(transfer=transfer, code="forgotten", incarnation="" if of == incarnation else of))
-            for transfer, of in self._undrained.meet(address, incarnation, key)
-            if (incoming := self._known(transfer)) is None or incoming.state is IncomingState.ENDED
+            for transfer, of in undrained
+            if of != incarnation or (own := self._known(transfer)) is None or own.state is IncomingState.ENDED
         ]
+
+    def _doubt(self, at: str, now: float) -> list[Action]:
+        """Transfers from this address are undrained: reach it, and ask whoever was met elsewhere before they were."""
+        self._deadlines.set(("doubt", at), now + DOUBT_AGAIN_S)
+        actions: list[Action] = [Reach(at)]
+        for address, session in self._senders.open.items():
+            incarnation = session.peer.incarnation
+            undrained = self._undrained.meet_again(address, incarnation, session.key)
+            actions += self._questions(address, incarnation, undrained)
+        return actions
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """The session with `address` could not be opened, or has ended. It is not retried without being asked for."""
@@ -483,8 +494,7 @@ class Receiver:
                 self._deadlines.set(("unheard", key), now + DOUBT_AGAIN_S)
                 actions += [Reach(address) for address in self._senders.missing(key)]
             elif kind == "doubt" and self._undrained.is_any(key):
-                self._deadlines.set(("doubt", key), now + DOUBT_AGAIN_S)
-                actions.append(Reach(key))
+                actions += self._doubt(key, now)
         return actions + self._hold(now)
 
     def _hold(self, now: float) -> list[Action]:

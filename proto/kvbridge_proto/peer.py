@@ -235,8 +235,9 @@ class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):
 
     On the route `pull` it also says that nothing of this transfer is being read any more.
 
-    `incarnation` is that of the agent from which it was claimed, if that is not the one which is asked. Then the answer
-    is Drained if that incarnation is known to be dead, and there is none otherwise.
+    `incarnation` is that of the agent from which it was claimed, if that is not the one which is asked (which has its
+    key, or its address). Then the answer is Drained if that incarnation is known to be dead, and there is none
+    otherwise.
     """
 
     transfer: TransferId

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from kvbridge_proto.engine import Done, Failed
 from kvbridge_proto.status import SlotCounts
 
 from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.rebuild import PAUSE_S, QuarantineTimer, Rebuilder
+from kvbridge.agent.rebuild import FEW_TIMES, PAUSE_S, QuarantineTimer, Rebuilder
 from kvbridge.dataplane.slots import SendSlots
 from kvbridge.device.driver import CudaError
 from kvbridge.errors import FabricError
@@ -63,13 +64,16 @@ def test_patience_begins_when_half_are_quarantined(looks: Sequence[tuple[SlotCou
 class Played:
     """Engines and data plane of a rebuilder, and the clock: what is under way ends when `is_quiet`."""
 
-    def __init__(self, failures: Sequence[Exception] = (), is_quiet: bool = True) -> None:
+    def __init__(
+        self, failures: Sequence[Exception] = (), is_quiet: bool = True, slots: int = 2, memory: str = "dram"
+    ) -> None:
         self.now, self.is_quiet, self.paused, self.tried = 0.0, is_quiet, 0, 0
+        self.site = SimpleNamespace(fabric=SimpleNamespace(memory=memory))
         self.resumed = self.discarded = 0
         self.rebuilt: list[float] = []
         self.reasons: list[str] = []
         self.receiver = self
-        self.slots = ReceiveSlots(2)
+        self.slots = ReceiveSlots(slots)
         self.slots.lend(2, "t")
         self.slots.doubt("t")
         self._failures = deque(failures)
@@ -135,6 +139,30 @@ def test_what_is_under_way_may_end_before_a_rebuild_but_not_for_ever() -> None:
     played = Played(is_quiet=False)
     played.look(0.0, 1.0, 1.0 + PAUSE_S - 0.1, 1.0 + PAUSE_S)
     assert played.rebuilt == [1.0 + PAUSE_S]
+
+
+def test_a_few_slots_are_replaced_later_and_at_no_requests_cost() -> None:
+    due = FEW_TIMES * 1.0
+    played = Played(slots=8)
+    played.look(0.0, due - 0.1)
+    assert not played.rebuilt and not played.paused
+    played.look(due)
+    assert played.rebuilt == [due] and played.slots.counts().free == 8
+    assert played.reasons == ["rebuild_s: 2 of 8 receive slots in quarantine for 10 s"]
+    played = Played(slots=8, is_quiet=False)
+    played.look(0.0, due, due + PAUSE_S)
+    assert not played.rebuilt and played.resumed == played.discarded == 1 and not played.rebuilder.is_pausing
+    played.look(due + PAUSE_S + 1.0, 2 * due)
+    assert played.tried == 1, "requests are paused again too soon"
+    played.is_quiet = True
+    played.look(2 * due + PAUSE_S + 1.0)
+    assert len(played.rebuilt) == 1 and played.tried == 2
+
+
+def test_a_few_slots_on_a_gpu_are_not_replaced_as_their_memory_would_not_come_back() -> None:
+    played = Played(slots=8, memory="vram")
+    played.look(0.0, 100 * FEW_TIMES, 200 * FEW_TIMES)
+    assert not played.tried and not played.rebuilder.refused
 
 
 def test_proof_that_comes_at_last_makes_a_rebuild_needless() -> None:
@@ -232,7 +260,7 @@ def test_slots_that_we_send_from_are_made_anew_as_well() -> None:
     assert not played.rebuilt
     played.look(4.0)
     assert played.rebuilt == [4.0] and played.local.counts() == SlotCounts(free=2, lent=0, landed=0, quarantined=0)
-    assert played.reasons == ["rebuild_s: 1 of 2 send slots were quarantined for 1 s"]
+    assert played.reasons == ["rebuild_s: 1 of 2 send slots in quarantine for 1 s"]
     played.local.give_back(slot)  # the late write has ended: that slot is nobody's any more
     assert played.local.free == 2
 

@@ -118,7 +118,7 @@ class State(Network):
             tuple((transfer, state, *INCOMING(each)) for transfer, state, each in incoming),
             tuple((name, wanted.state) for name, wanted in receiving.wants.items()),
             tuple(receiving._undrained._of.items()),
-            tuple(receiving._undrained._met.items()),
+            tuple((transfer, *by._names) for transfer, by in receiving._undrained._asked.items()),
             bool(receiving._senders.open),
             tuple((*OUTGOING(out), out.offered is not None) for out in outgoing),
             tuple((*OFFER(offer), len(offer.served)) for offer in sending.offers.values()),
