@@ -63,6 +63,7 @@ def test_after_an_outage_nothing_waits_for_old_connections(tmp_path: Path, how: 
         pair.keep_on(2.0, every_s=0.1)  # so that some writes are under way
         (pair.path.cut if how == "cut" else pair.path.down)()
         pair.keep_on(OUTAGE_S)
+        assert "code=peer_lost" in pair.agents[1].log.read_text(), "the link waits for its silence_s, 15 s"
         (pair.path.heal if how == "cut" else pair.path.up)()
         assert pair.seconds_to_success(30.0) < BACK_S
         wait_for(lambda: all(is_at_rest(agent.wait_serving()) for agent in pair.agents), QUIET_S)
