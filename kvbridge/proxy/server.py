@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics
 
 from ..errors import OperatorError
 from ..oneline import OneLine, plain_lines
@@ -71,6 +71,7 @@ def run(
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
+    disable_created_metrics()  # one more series per counter, which nobody reads
     limits = limits_here(len(engines))
     asyncio.run(_run(engines, listed, host, port, waits, limits, has_fallback))
 

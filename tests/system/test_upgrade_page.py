@@ -62,8 +62,9 @@ def upgrading(place: str, decode: str, file: Path, proxy: int) -> subprocess.Pop
         assert said in script
         script = script.replace(said, here)
     script = "systemctl() { echo $*; }\n" + script
-    return subprocess.Popen(["bash", "-euc", script], env={"PROXY": str(proxy), "PATH": "/usr/bin:/bin"}, text=True,
-                            stdout=subprocess.PIPE)  # fmt: skip
+    command = ["timeout", str(START_S), "bash", "-euc", script]
+    environment = {"PROXY": str(proxy), "PATH": "/usr/bin:/bin"}
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
 
 
 def is_well(place: str) -> bool:
