@@ -363,6 +363,7 @@ class Process(Agent):
         """Plan the next tick that has something to do. Real agents tick many times a second."""
         self._plan_look()
         due = [each._deadlines.next() for each in (self.receiving, self.sending, self.peers.outgoing)]
+        due += self.receiving._want_deadlines.next(), self.sending._holds.next()
         first = min((at for at in due if at is not None), default=None)
         if first is None or self._tick_at <= first + IDLE_TICK_S:
             return

@@ -21,6 +21,7 @@ from .actions import Action, Ask, Reach, Send, Tell, Uncompared
 from .block_tables import ready_chunks, tables_of
 from .containers import Deadlines, FairQueue
 from .incoming import (
+    GOES_ON,
     IncomingTransfer,
     OpenWant,
     can_begin_again,
@@ -185,7 +186,10 @@ class Receiver:
         self._senders.open[address] = session
         if address in self.expected.senders:
             actions += [Reach(other) for other in self._senders.missing(address)]
-        return actions + self._advance_all(now) + self._tell_unheard(session, now) + self._lend_slots()
+        for sender in self._unheard.senders():
+            if address in self._senders.needed(sender):
+                actions += self._tell_unheard(sender, now)
+        return actions + self._advance_all(now) + self._lend_slots()
 
     def refused(self, address: str, incarnation: str, key: str = "") -> list[Action]:
         """The agent at `address` answers but refuses a session. It can still confirm what it will not write."""
@@ -215,6 +219,8 @@ class Receiver:
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """The session with `address` could not be opened, or has ended. It is not retried without being asked for."""
+        if code not in (*UNHEARD, *GOES_ON, "busy"):  # it answers and refuses: it has no offers, or will not be told
+            self._unheard.keep(address, lambda each: False)
         reaching = self._in(WantState.REACHING)
         waiting = [each for each in reaching if address in self._senders.needed(each.want.sender)]
         affected = {wanted.want.number: wanted for wanted in [*waiting, *self._lose(address, now)]}
@@ -492,7 +498,8 @@ class Receiver:
                 actions += self._stop_comparing(self._wanted_by[key].incoming_transfers[key], now)
             elif kind == "unheard" and self._unheard.at(key, now):
                 self._deadlines.set(("unheard", key), now + DOUBT_AGAIN_S)
-                actions += [Reach(address) for address in self._senders.missing(key)]
+                # Here only, not whenever a rank is reached: another one that refuses would be asked again at once.
+                actions += [Reach(address) for address in self._senders.missing(key)] + self._tell_unheard(key, now)
             elif kind == "doubt" and self._undrained.is_any(key):
                 actions += self._doubt(key, now)
         return actions + self._hold(now)
@@ -643,27 +650,22 @@ class Receiver:
         self._unheard.add(OpenWant(nothing, wanted.engine, {}, wanted.started), heard, now)
         self._deadlines.set(("unheard", want.sender), now + DOUBT_AGAIN_S)
 
-    def _tell_unheard(self, session: Session, now: float) -> list[Action]:
+    def _tell_unheard(self, sender: str, now: float) -> list[Action]:
         """Tell the ranks that we reach now which wants have failed meanwhile: nothing will be taken.
 
         Each gets an empty claim of what was offered by now. If nothing was, the claim does not wait for it.
         """
         actions: list[Action] = []
-        for sender in self._unheard.senders():
-            reached = self._senders.reached(sender)
-            if session not in reached.values():
-                continue
-            for each in self._unheard.at(sender, now):
-                at = each.wanted.want.first_token
-                for address, other in reached.items():
-                    if address not in each.heard:
-                        nothing = other.planner.plan((), at, at, other.slot_bytes)
-                        actions += self._claim_from(each.wanted, address, other, (), nothing, now)
-                each.heard |= reached.keys()
-            missing = self._senders.missing(sender)
-            actions += [Reach(address) for address in missing]
-            if self._senders.is_whole(sender) and not missing:
-                self._unheard.keep(sender, lambda each: False)
+        reached, missing = self._senders.reached(sender), self._senders.missing(sender)
+        for each in self._unheard.at(sender, now):
+            at = each.wanted.want.first_token
+            for address, session in reached.items():
+                if address not in each.heard:
+                    nothing = session.planner.plan((), at, at, session.slot_bytes)
+                    actions += self._claim_from(each.wanted, address, session, (), nothing, now)
+            each.heard |= reached.keys()
+        if self._senders.is_whole(sender) and not missing:
+            self._unheard.keep(sender, lambda each: False)
         return actions
 
     def _end_failed(self, wanted: OpenWant, event: WantEvent) -> list[Action]:

@@ -22,9 +22,10 @@ def cut(world: World) -> None:
 
 
 def reached_again(world: World) -> None:
-    """Nobody wants anything: the receiver tries by itself."""
-    world.pass_time(DOUBT_AGAIN_S)
-    world.run()
+    """Nobody wants anything: the receiver tries by itself, first the rank that it knows, then the others."""
+    for _ in world.senders:
+        world.pass_time(DOUBT_AGAIN_S)
+        world.run()
 
 
 def silent(world: World, request: str) -> None:
