@@ -157,8 +157,6 @@ def _sglang(engine: DemoServer, model: str, bootstrap: int) -> list[str]:
     if engine.role != "alone":
         flags += ["--disaggregation-mode", engine.role, "--disaggregation-transfer-backend", "kvbridge"]
         flags += ["--disaggregation-bootstrap-port", str(bootstrap)]
-    if engine.role == "decode":
-        flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
-    else:
+    if engine.role != "decode":
         flags += ["--disable-radix-cache"]
     return flags

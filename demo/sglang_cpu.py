@@ -18,6 +18,7 @@ ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "0"}
 FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
+    *("--disaggregation-decode-retraction-backup", "cpu_tensor"),  # its default is for GPUs; decode servers ask for it
 )
 
 

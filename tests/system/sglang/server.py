@@ -140,7 +140,6 @@ def _flags(config: ServerConfig, model: str, port: int, bootstrap: int) -> list[
         flags += ["--disaggregation-mode", config.role, "--disaggregation-transfer-backend", config.backend]
         flags += ["--disaggregation-bootstrap-port", str(bootstrap)]
     if config.role == "decode":
-        flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"] * (not config.gpus)
         flags += ["--disaggregation-decode-enable-radix-cache"] * config.keeps_prefixes
     elif not config.keeps_prefixes:
         flags += ["--disable-radix-cache"]
