@@ -201,6 +201,8 @@ class Prefill(SimEngine):
         ids = tuple(held.blocks[first : -(-held.tokens // self.block_tokens)])
         for rank in self.ranks:
             fence = self._compute(rank, held, before)
+            if is_more and rank.number not in held.open:
+                continue  # it has ended there
             offer = Offer(
                 number=held.number,
                 rendezvous=request.rendezvous,

@@ -190,12 +190,12 @@ class State(Network):
     # The adversary:
 
     def _abandon(self) -> None:
-        for name in list(self.receiver.receiving.wants):
-            self.abandon(name)
+        for wanted in list(self.receiver.receiving.wants.values()):
+            self.abandon(wanted.want.request)
 
     def _withdraw(self) -> None:
-        for name in list(self.sender.sending.offers):
-            self.withdraw(name)
+        for offered in list(self.sender.sending.offers.values()):
+            self.withdraw(offered.request)
 
     def _cut(self) -> None:
         self.events = [event for event in self.events if event[0] != "message"]

@@ -182,7 +182,7 @@ def _failed_while_scattering(right: Any, self: Receiver, wanted: Any, code: str,
     is_open = wanted.state in (WantState.REACHING, WantState.FLOWING)
     actions = right(self, wanted, code, reason, now)
     if is_open and wanted.state is WantState.ENDING:
-        actions.append(failed(wanted.want.request, code, reason))
+        actions.append(failed(wanted.want, code, reason))
     return actions
 
 
