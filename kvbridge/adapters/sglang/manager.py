@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ import requests
 import torch
 import zmq
 from kvbridge_proto.common import Rank
+from kvbridge_proto.engine import READERS_S, Weights
 from kvbridge_proto.pool import Shard
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
@@ -30,13 +32,14 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_parallel
+from sglang.srt.runtime_context import get_device, get_parallel, get_serving
 from sglang.srt.utils.network import NetworkAddress
 
 from ...errors import EngineError, OperatorError
 from ...oneline import plain
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
+from ..engine.weights import UNNAMED, weights_name
 from . import foreign
 from .bootstrap import AGENT, RANKS
 from .building import TESTED, building
@@ -83,6 +86,10 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._queue = queue
         self._watched: dict[int, Ended | None] = {}
         self._wanted: dict[int, int] = {}  # open wants: the room of each
+        self._outdated: set[int] = set()  # open wants of rows of other weights than the server has now
+        self._weights = weights_name(get_serving().weight_version)
+        self.weights_changes = 0
+        self.next_weights = UNNAMED  # what they are called once the update that is under way has ended
         self._look_at = 0.0
         self._replica = _replica()
         self._shard = _shard()
@@ -120,7 +127,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         if self.is_silent:
             return
         name = self.options.model_name or self._queue.scheduler.server_args.model_path.rstrip("/").rpartition("/")[2]
-        memory = describe(self._queue, self._shard, model_name=name, engine_id=self._engine_id)
+        ids = {"model_name": name, "engine_id": self._engine_id, "weights": self._weights}
+        memory = describe(self._queue, self._shard, **ids)
         path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
         options = self.options
         client = EngineClient(path, agent_uids=options.agent_uids, allow_unwatched=options.allow_unwatched)
@@ -166,11 +174,37 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             self.talk.detach()
             self.talk = None
             self._wanted.clear()
+            self._outdated.clear()
 
     def register_buffer_to_engine(self) -> None:
         """SGLang has memory again: attach it."""
         if self.talk is None:
             self._attach()
+
+    def weights_are(self, version: str) -> None:
+        """Rows are computed with other weights from now on. What is open ends, even if its rows have come already."""
+        self.next_weights = UNNAMED
+        if version == self._weights:
+            return
+        log.info("weights: %a, before %a", version, self._weights)
+        self._weights = version
+        self.weights_changes += 1
+        self._outdated |= set(self._wanted)
+        if self.talk is not None:
+            self.talk.reweigh(Weights(version=version))
+
+    def release(self) -> None:
+        """Have what nobody has claimed given up. Returns once the agent has answered, or after READERS_S."""
+        talk, end = self.talk, time.monotonic() + READERS_S
+        if talk is None:
+            return
+        offers = [number for number, ended in self._watched.items() if ended is None]
+        talk.release()
+        while any(map(talk.is_open, offers)) and (left := end - time.monotonic()) > 0:
+            talk.rest(min(left, REST_S))
+            self._look_at = 0.0
+            self.look()
+        self._look_at = 0.0  # whoever asks next hears of it
 
     def look(self) -> None:
         """Listen to the agent, at most once in TURN_S."""
@@ -185,6 +219,9 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         for each in heard:
             if isinstance(each, Ended):
                 self._wanted.pop(each.number, None)
+                if each.number in self._outdated and each.is_good:
+                    each = replace(each, code="other_weights", reason="the weights have changed since it was wanted")
+                self._outdated.discard(each.number)
                 if each.number in self._watched:
                     self._watched[each.number] = each
 

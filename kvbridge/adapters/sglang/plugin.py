@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from . import weights
 from .building import building
 from .samples import SampleRooms
 
@@ -43,6 +44,7 @@ def register() -> None:
         f"{POOL}.get_contiguous_buf_infos": _get_contiguous_buf_infos,
         f"{TOKENIZER}._handle_batch_request": _handle_batch_request,
         f"{TOKENIZER}._send_one_request": _send_one_request,
+        **weights.hooks(),
     }
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)

@@ -28,7 +28,7 @@ class LayerTensor:
     scale: float
 
 
-def describe(queue: Any, shard: Shard, *, model_name: str, engine_id: str) -> Memory:
+def describe(queue: Any, shard: Shard, *, model_name: str, engine_id: str, weights: str = "default") -> Memory:
     """The memory of one rank; `queue` is the scheduler's queue. Raises OperatorError for a pool we cannot describe."""
     from sglang.version import __version__
 
@@ -53,6 +53,7 @@ def describe(queue: Any, shard: Shard, *, model_name: str, engine_id: str) -> Me
             name=model_name[:256],
             layers=_layers(parts, pool, heads, attentions, config, shard),
             depth=int(config.hf_text_config.num_hidden_layers),
+            weights=weights,
         ),
         shard=shard,
         groups=(Group(kind="full", block_tokens=int(pool.page_size), blocks=blocks),),

@@ -50,11 +50,13 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._first_token = self._tokens = 0
         self._is_row_sent = False
         self._length = 0  # of the prompt
+        self._changes = 0  # of the weights, when its request came
 
     def bind(self, req: Any) -> None:
         """Take the prompt from SGLang's request. Fails it if the prompt is not carried or the parameters are bad."""
         if self._is_over:
             return
+        self._changes = self.kv_mgr.weights_changes
         self._prompt, reason = self.kv_mgr.name(req)
         if reason:
             return self._fail(reason)
@@ -98,6 +100,8 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         manager, talk = self.kv_mgr, self.kv_mgr.talk
         if talk is None:
             return self._fail("no memory is attached to an agent")
+        if self._changes != manager.weights_changes:
+            return self._fail("other_weights: the weights have changed since the request came")
         if is_new := not self._number:
             self._number = talk.new_number()
             manager.watch(self._number)

@@ -50,7 +50,15 @@ class Talk:
     def new_number(self) -> int:
         return next(self.numbers)
 
-    offer = want = expect = say
+    offer = want = expect = reweigh = say
+
+    def release(self) -> None:
+        """At once, for a test's sake."""
+        for _ in list(self.open):
+            self.end("offer", "reclaimed")
+
+    def rest(self, seconds: float) -> None:
+        pass
 
     def withdraw(self, number: int, reason: str, comes_again: bool = False) -> None:
         self.said.append(("withdraw", number))
@@ -92,6 +100,7 @@ def manager(role: str) -> Any:
     made = object.__new__(KVBridgeManager)
     made.rooms, made.talk, made.told = Rooms(), Talk(), []
     made._watched, made._wanted, made._look_at = {}, {}, 0.0
+    made._outdated, made._weights, made.next_weights, made.weights_changes = set(), "default", "", 0
     made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}
     made._queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False))
     made.options = SimpleNamespace(hold_s=30.0)
@@ -604,3 +613,85 @@ def test_an_offer_and_a_want_wait_for_what_may_write_their_pages(
     assert (mark(prefill), heard) == (0, []), "a CPU's calls return when their work is done"
     prefill.talk.memory.device, prefill.talk.mark = torch.device("cuda:0"), lambda: 7
     assert (mark(prefill), heard) == (7 if waits else 0, waits)
+
+
+# Weights that change:
+
+
+def test_a_prompt_that_was_computed_in_part_before_the_weights_changed_is_not_offered(prefill: Any) -> None:
+    made = begun(prefill)
+    made.send(pages(3, 4), None, 32)
+    prefill.weights_are("B")
+    made.send(pages(9), [], 8)
+    offer, change = prefill.talk.said
+    assert (offer.tokens, change.version) == (32, "B")
+    assert listen(prefill, made) == FAILED
+    raises(made, "other_weights")
+
+
+def test_rows_that_come_after_the_weights_have_changed_fail_the_request(decode: Any) -> None:
+    """The agent answered before it heard of the change."""
+    made = wanted(decode)
+    decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    decode.weights_are("B")
+    decode.talk.end("want")
+    assert listen(decode, made) == FAILED
+    raises(made, "other_weights")
+    made.clear()
+    assert not decode._outdated
+
+
+def updater(of: Any) -> Any:
+    """SGLang's, beside its scheduler, as far as the hooks look."""
+    queue = SimpleNamespace(kv_manager=of)
+    scheduler = SimpleNamespace(disagg_prefill_bootstrap_queue=queue, disagg_prefill_inflight_queue=[])
+    scheduler.weight_updater = SimpleNamespace(scheduler=scheduler, _session=None)
+    return scheduler.weight_updater
+
+
+@pytest.mark.parametrize(("versions", "name"), [(("B",), "B"), ((None,), ""), (("B", "B"), "B"), ((None, "B"), "B")])
+@pytest.mark.parametrize("has_session", [False, True])
+def test_updated_weights_are_called_what_the_update_says_once_it_is_whole(
+    prefill: Any, has_session: bool, versions: tuple[str | None, ...], name: str
+) -> None:
+    from kvbridge.adapters.sglang.weights import SCHEDULER, UPDATER, hooks
+
+    hooked, its, seen = hooks(), updater(prefill), []
+
+    def load(updater: Any, version: str | None) -> None:
+        seen.append(prefill._weights)
+        hooked[f"{SCHEDULER}.record_weight_version_change"](lambda *_: None, updater.scheduler, version)
+        seen.append(prefill._weights)
+
+    if has_session:
+        its._session = object()
+        hooked[f"{UPDATER}.begin_weight_update"](lambda *_: None, its)
+    for version in versions:
+        hooked[f"{UPDATER}.update_weights_from_tensor"](load, its, version)
+    if has_session:
+        assert set(seen) == {""}, "parts may still come"
+        hooked[f"{UPDATER}.end_weight_update"](lambda updater: setattr(updater, "_session", None), its)
+    assert seen[0] == "" and prefill._weights == name
+    assert prefill.talk.said[0].version == "" and prefill.talk.said[-1].version == name
+
+
+def test_a_flush_gives_up_held_prompts_first(prefill: Any) -> None:
+    """SGLang flushes nothing while one is held."""
+    from kvbridge.adapters.sglang.weights import SCHEDULER, hooks
+
+    made, scheduler = begun(prefill), updater(prefill).scheduler
+    made.send(pages(3, 4, 9), [], 40)
+    queue = scheduler.disagg_prefill_inflight_queue = [made]
+    scheduler.process_disagg_prefill_inflight_queue = lambda: queue.remove(made) if made.poll() == FAILED else None
+    assert hooks()[f"{SCHEDULER}.flush_cache"](lambda scheduler: not queue, scheduler)
+    raises(made, "reclaimed")
+
+
+def test_the_methods_that_are_hooked_are_sglangs() -> None:
+    from importlib import import_module
+
+    from kvbridge.adapters.sglang.weights import hooks
+
+    for target in hooks():
+        module, owner, method = target.rsplit(".", 2)
+        assert callable(getattr(getattr(import_module(module), owner), method)), target

@@ -8,6 +8,7 @@ import sys
 import pytest
 from kvbridge_proto.engine import Done, Expect, Failed, Held, NewEpoch, Release, ReleasedAll, Weights
 
+from demo.processes import free_port
 from kvbridge.loopback.messages import number_of
 from tests.integration.agent.harness import Client, OracleEngine
 from tests.integration.agent.pairs import Bench, Benches
@@ -60,6 +61,13 @@ def test_a_want_that_waits_ends_when_either_engine_has_other_weights(bench: Benc
     wait_for(lambda: bench.sender.agent.status.transfers)
     reweigh(bench.sender if side == "prefill" else bench.receiver, "B")
     assert "now B, before default" in bench.receiver.failed("w", "other_weights", seconds=AT_ONCE_S)
+
+
+def test_a_want_whose_sender_is_not_reached_yet_does_not_wait_for_rows_of_other_weights(bench_of: Benches) -> None:
+    receiver = bench_of().receiver
+    receiver.want("w", f"tcp://127.0.0.1:{free_port()}", [1], range(16), deadline_s=60)
+    reweigh(receiver, "B")
+    assert "now B" in receiver.failed("w", "other_weights", seconds=AT_ONCE_S)
 
 
 def test_a_command_releases_what_nobody_has_claimed(bench_of: Benches) -> None:
