@@ -28,7 +28,7 @@ Answer = TypeVar("Answer", Status, PoolStatus, Trace, ReleasedAll)
 
 
 def found() -> list[str]:
-    """The sockets of this host's agents: all in the usual folders, alive or not, and those that listen elsewhere.
+    """The sockets of this host's agents, alive or not: in the usual folders, and in those where one of ours listens.
 
     Raises OperatorError (`no_agent`) if there is none.
     """
@@ -39,7 +39,9 @@ def found() -> list[str]:
                 sockets += [str(path) for path in sorted(folder.iterdir()) if path.suffix == ".sock"]
         except OSError as error:
             forbidden.append(f"may not look for agents in {error.filename}: {error.strerror}")
-    sockets += [path for path in _elsewhere() if path not in sockets]
+    listening = _elsewhere()
+    beside = {str(path) for folder in {Path(path).parent for path in listening} for path in _dead(folder)}
+    sockets += [path for path in sorted({*listening, *beside}) if path not in sockets]
     if not sockets and forbidden:
         who = "be root, or in the agent's group and named in its allowed_uids"
         raise OperatorError("no_agent", f"{'; '.join(forbidden)}; {who}")
@@ -61,6 +63,14 @@ def _elsewhere() -> list[str]:
     fields = [line.split(maxsplit=7) for line in lines]
     paths = {each[7] for each in fields if len(each) == 8 and int(each[3], 16) & ACCEPTS and each[7].startswith("/")}
     return sorted(path for path in paths if _is_locked(path))
+
+
+def _dead(folder: Path) -> list[Path]:
+    """Sockets in a folder that have an agent's lock beside them, whoever listens: a killed agent leaves both."""
+    try:
+        return [path for path in folder.iterdir() if path.suffix == ".sock" and _is_locked(str(path))]
+    except OSError:
+        return []
 
 
 def _is_locked(path: str) -> bool:

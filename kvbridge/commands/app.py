@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..config import load, supervision
+from ..doctor.entries import check_names
 from ..errors import KVBridgeError, OperatorError
 from ..oneline import plain_lines
 from ..options import choices, defaults, flag_of, off_flag_of, options, section_of
@@ -29,6 +30,9 @@ USAGE = (  # these need another command line or other settings: trying again doe
     "wildcard_listen",
     "wildcard_metrics",
 )
+
+
+OFF = "no_"  # before an option's name: its opposite
 
 
 class LogLevel(StrEnum):
@@ -56,9 +60,15 @@ def build() -> typer.Typer:
         "proxy": proxy,
     }
     for name, command in commands.items():
-        app.command(name, cls=JSONReasons if command is plan else None)(command)
+        app.command(name, cls=JSONReasons if command is plan else None, help=_flowed(command))(command)
     app.add_typer(_config_command(), name="config")
     return app
+
+
+def _flowed(command: Callable[..., None]) -> str:
+    """The docstring with a line per paragraph, which the terminal then wraps; examples stay as they are."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(each if each.startswith("\b") else " ".join(each.split()) for each in paragraphs)
 
 
 def _root(
@@ -136,7 +146,8 @@ def _config_command() -> typer.Typer:
             show(_path(config), _flags(flags), as_json)
 
     group = typer.Typer(no_args_is_help=True, help="The options of an agent.")
-    group.command("show")(_with_options(show, _parameter("as_json", JSON, default=False)))
+    command = _with_options(show, _parameter("as_json", JSON, default=False))
+    group.command("show", help=_flowed(command))(command)
     return group
 
 
@@ -162,14 +173,20 @@ def _doctor_command() -> Callable[..., None]:
           kvbridge doctor
           kvbridge doctor --config /etc/kvbridge/agent-0.toml --json
           kvbridge doctor --only ptrace --only route-nixl
-          kvbridge doctor --config /etc/kvbridge/agent-0.toml --only peer --peer tcp://10.0.0.2:7700 --prove-route
+          kvbridge doctor --only peer --peer tcp://10.0.0.2:7700 --prove-route
         """
         with told("doctor"):
             from .doctor import run
 
             run(_path(config), _flags(flags), only or [], peer, as_json, prove_route)
 
-    names = typer.Option("--only", help="Do this check alone; may be repeated.")
+    checks = ", ".join(check_names())
+    names = typer.Option(
+        "--only",
+        help=f"Do this check alone; may be repeated. There are {checks}.",
+        metavar="CHECK",
+        autocompletion=check_names,
+    )
     address = typer.Option(
         "--peer",
         help="Another agent to dial and greet: tcp://HOST:PORT, or tcp://HOST:PORT#PUBLICKEY.",
@@ -240,23 +257,29 @@ def _bench_command() -> Callable[..., None]:
 def _with_options(command: Callable[..., None], *more: inspect.Parameter) -> Callable[..., None]:
     """`command` with --config, a flag for every option that options.py spells, and `more`."""
     file = typer.Option("--config", help="TOML file with any of the options below.", exists=False)
-    parameters = [_parameter("config", Annotated[Path | None, file]), *map(_option_flag, options()), *more]
+    flags = [flag for name in options() for flag in _option_flags(name)]
+    parameters = [_parameter("config", Annotated[Path | None, file]), *flags, *more]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
-def _option_flag(name: str) -> inspect.Parameter:
+def _option_flags(name: str) -> list[inspect.Parameter]:
     default = defaults()[name]
     text, panel = f"{options()[name]}. Default: {_shown(default)}", section_of(name)
     if isinstance(default, bool):
-        flag = typer.Option(f"{flag_of(name)}/{off_flag_of(name)}", help=text, metavar=" ", rich_help_panel=panel)
-        return _parameter(name, Annotated[bool | None, flag])
+        # Two flags, not a pair: at 80 columns a column for the other one leaves no room for what options are for.
+        on = typer.Option(flag_of(name), help=text, rich_help_panel=panel)
+        off = typer.Option(off_flag_of(name), help=f"The opposite of {flag_of(name)}", rich_help_panel=panel)
+        return [
+            _parameter(name, Annotated[bool | None, on]),
+            _parameter(f"{OFF}{name}", Annotated[bool, off], default=False),
+        ]
     words = list(choices(name))
     flag = typer.Option(
         flag_of(name), help=text, metavar=_shape(default), autocompletion=lambda: words, rich_help_panel=panel
     )
-    return _parameter(name, Annotated[str | None, flag])
+    return [_parameter(name, Annotated[str | None, flag])]
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
@@ -267,8 +290,13 @@ def _path(config: Path | None) -> str | None:
     return None if config is None else str(config)
 
 
-def _flags(said: dict[str, Any]) -> dict[str, str | None]:
-    return {name: None if value is None else str(value) for name, value in said.items()}
+def _flags(given: dict[str, Any]) -> dict[str, str | None]:
+    off = {name.removeprefix(OFF): value for name, value in given.items() if name.startswith(OFF)}
+    for name in [name for name, is_off in off.items() if is_off]:
+        if given[name]:
+            raise OperatorError("bad_option", f"{flag_of(name)} and {off_flag_of(name)}: one of them")
+        given[name] = False
+    return {name: None if given[name] is None else str(given[name]) for name in given if name.removeprefix(OFF) == name}
 
 
 def _shape(default: Any) -> str:
@@ -489,10 +517,13 @@ def proxy(
             help="How long a decode engine may take for an answer, or be silent in a stream.",
         ),
     ] = 600,
-    decode_fallback: Annotated[
+    no_decode_fallback: Annotated[
         bool,
-        typer.Option(help="If no prefill engine can prefill a prompt, let a vLLM decode engine compute it."),
-    ] = True,
+        typer.Option(
+            "--no-decode-fallback",
+            help="If no prefill engine can prefill a prompt, fail it. Without this flag a vLLM decode engine computes it.",
+        ),
+    ] = False,
     log_level: Annotated[LogLevel, typer.Option(help="The lowest level that is logged.")] = LogLevel.INFO,
 ) -> None:
     """Route OpenAI completions and chats, and SGLang's /generate, to pairs of engines: any of vLLM and SGLang.
@@ -512,4 +543,4 @@ def proxy(
         from ..proxy.server import run
 
         waits = Waits(prefill_s=prefill_timeout_s, answer_s=answer_timeout_s)
-        run(prefill or (), decode or (), engines, listen, waits, decode_fallback, log_level.value)
+        run(prefill or (), decode or (), engines, listen, waits, not no_decode_fallback, log_level.value)

@@ -58,7 +58,7 @@ def run(
     config, _ = resolve(path, flags)
     chosen = [_named(name) for name in only] or list(CHECKS)
     subject = Subject(config, _status(config.socket), of_libraries(), address, prove_route)
-    found = _shown(looked(chosen, subject)) if not as_json else list(looked(chosen, subject))
+    found = list(looked(chosen, subject)) if as_json else _shown(chosen, subject)
     if as_json:
         write([_plain(check, finding) for check, finding in found])
     if bad := [check.name for check, finding in found if finding.outcome is CheckOutcome.FAILED]:
@@ -90,10 +90,13 @@ def _status(path: str) -> Status | None:
         return None
 
 
-def _shown(found: Iterable[tuple[DoctorCheck, Finding]]) -> list[tuple[DoctorCheck, Finding]]:
+def _shown(checks: Sequence[DoctorCheck], subject: Subject) -> list[tuple[DoctorCheck, Finding]]:
+    """What each check finds, as soon as it is found. A terminal shows meanwhile which one is at work."""
     console = stdout()
     kept = []
-    for check, finding in found:
+    for number, each in enumerate(checks, 1):
+        with console.status(f"{number} of {len(checks)}: {each.title}"):  # nothing where there is no terminal
+            ((check, finding),) = looked([each], subject)
         kept.append((check, finding))
         told = f"{check.title}: {plain(finding.text)}"
         if finding.remedy:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 import msgspec
@@ -92,16 +93,53 @@ def _seen(named: Sequence[str]) -> list[RenderableType]:
         answers = {path: _tried(path) for path in named or found()}
     except OperatorError as error:
         return [_plain(str(error))]
-    failures = [_plain(str(answer)) for answer in answers.values() if isinstance(answer, OperatorError)]
-    return [*_answered(answers), *failures]
+    return _answered(answers)
 
 
 def _answered(answers: Mapping[str, Status | OperatorError]) -> list[RenderableType]:
-    parts: list[RenderableType] = []
+    """A verdict, a line for each agent, then all that each says."""
+    parts = _summary(answers)
     for path, answer in answers.items():
         if isinstance(answer, Status):
             parts += [*([_title(path)] if len(answers) > 1 else []), rendered(answer)]
     return parts
+
+
+def _summary(answers: Mapping[str, Status | OperatorError]) -> list[RenderableType]:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for is_name in (True, False, False, False):
+        table.add_column(no_wrap=is_name, overflow="fold")
+    healthy = 0
+    for path, answer in answers.items():
+        if isinstance(answer, OperatorError):
+            _add(table, PurePath(path).stem, f"NOT HEALTHY: {answer}", "", "")
+            continue
+        found = problems(answer)
+        healthy += not found
+        engine = answer.engine.engine if answer.engine else ""
+        work = f"{_number(answer.peers, 'peer')}, {_number(answer.transfers, 'transfer')}"
+        _add(table, answer.agent.name, f"NOT HEALTHY: {'; '.join(found)}" if found else "healthy", engine, work)
+    verdict = f"{healthy} of {_number(answers, 'agent')} healthy"
+    return [_title(verdict), _indented(table)]
+
+
+def problems(status: Status) -> list[str]:
+    """What an operator has to look at, in a few words each."""
+    slots = status.receive_slots
+    looked = {
+        "fails on purpose (failpoints)": bool(_armed(status)),
+        status.state: status.state != "serving",
+        f"its data thread hangs for {status.still_s:.0f} s": status.still_s > STILL_S,
+        "no engine is attached": status.engine is None,
+        f"all {slots.quarantined} free slots are quarantined": slots.quarantined > 0 and not slots.free,
+        "slots cannot be made anew": bool(status.rebuild_refused),
+        "others still have its engine's memory mapped": any(each.over_s is not None for each in status.readers),
+    }
+    return [words for words, is_so in looked.items() if is_so]
+
+
+def _number(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
 
 
 def probe(named: Sequence[str]) -> None:
@@ -174,8 +212,12 @@ def rendered(status: Status) -> RenderableType:
 
 def _failpoints(status: Status) -> list[RenderableType]:
     """Shown first: an agent that was started to fail must not be taken for a healthy one."""
-    said = _labelled(status, "kvbridge_failpoints_total{armed=")
+    said = _armed(status)
     return [plain(f"FAILPOINTS ARE ON, this agent fails on purpose: {', '.join(said)}")] if said else []
+
+
+def _armed(status: Status) -> dict[str, float]:
+    return _labelled(status, "kvbridge_failpoints_total{armed=")
 
 
 def _agent(status: Status) -> list[RenderableType]:

@@ -11,10 +11,12 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import OperatorError
 
+KERNEL_GPUS = Path("/proc/driver/nvidia/gpus")
 IPC_HANDLE_BYTES = 64
 STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -289,7 +291,7 @@ def _cuda() -> Any:
         from cuda.bindings import driver
     except ImportError as error:
         remedy = "install cuda-bindings of the CUDA that torch was built for"
-        raise OperatorError("cuda_unavailable", f"{error}: {remedy}") from error
+        raise OperatorError("cuda_unavailable", f"{error}: {_seen_by_kernel(remedy)}") from error
     return driver
 
 
@@ -299,8 +301,8 @@ def _call(name: str, *arguments: Any) -> Any:
     try:
         result, *values = getattr(cuda, name)(*arguments)
     except RuntimeError as error:  # raised by the bindings if there is no libcuda
-        remedy = "install the NVIDIA driver, or run on the CPU (--device cpu)"
-        raise OperatorError("cuda_unavailable", f"{name}: {error}: {remedy}") from error
+        remedy = "install the NVIDIA driver's libcuda.so.1"
+        raise OperatorError("cuda_unavailable", f"{name}: {error}: {_seen_by_kernel(remedy)}") from error
     if result != cuda.CUresult.CUDA_SUCCESS:
         _raise(cuda, name, result)
     return values[0] if len(values) == 1 else tuple(values)
@@ -310,6 +312,15 @@ def _raise(cuda: Any, call: str, result: Any) -> None:
     _, text = cuda.cuGetErrorString(result)
     failure = CudaError(call, result.name, text.decode() if text else "")
     if call == "cuInit":
-        remedy = "see nvidia-smi and CUDA_VISIBLE_DEVICES, or run on the CPU (--device cpu)"
+        remedy = _seen_by_kernel("see nvidia-smi and CUDA_VISIBLE_DEVICES")
         raise OperatorError("cuda_unavailable", f"{failure}: {remedy}") from failure
     raise failure
+
+
+def _seen_by_kernel(remedy: str) -> str:
+    """Which GPUs the kernel's driver has, which says whether `remedy` can help."""
+    files = sorted(KERNEL_GPUS.glob("*/information"))
+    models = [line.partition(":")[2].strip() for each in files for line in each.read_text().splitlines()[:1]]
+    if not models:
+        return "this machine has no NVIDIA GPU, or its kernel no driver for it; for the CPU set device to cpu"
+    return f"{remedy}; this machine has {', '.join(models)}"

@@ -18,6 +18,12 @@ def _page() -> str:
     return resources.files(__package__).joinpath(PAGE).read_text()
 
 
+def check_names() -> list[str]:
+    """All checks, in the order of the page, without importing what they need."""
+    checks = _page().partition("\n## Checks\n")[2].partition("\n## ")[0]
+    return re.findall(r"^### (.+)$", checks, re.MULTILINE)
+
+
 def of_check(name: str) -> str:
     """The text of the check's entry, a line per paragraph, and `name: text` per row of its table."""
     entry = _page().partition(f"\n### {name}\n")[2]

@@ -56,7 +56,7 @@ def sockets(subject: Subject) -> Finding:
         if isinstance(error, FileNotFoundError) and config.socket == AgentConfig().socket:
             reason = f"{path.parent} is not there: no agent starts with the default socket"
             return warning(reason, "start agents by the systemd unit, which makes it, or name another --socket")
-        return failed(f"{path.parent}: {error.strerror}", "make it, owned by the agent's user, mode 0750")
+        return failed(f"{path.parent}: {error.strerror}", f"as the agent's user: mkdir -p -m 750 {path.parent}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         return failed(f"{path.parent}: may not be written to by uid {os.geteuid()}", "run as the agent's user")
     folder = f"{path.parent} has mode {stat.S_IMODE(path.parent.stat().st_mode):04o}"
@@ -66,7 +66,22 @@ def sockets(subject: Subject) -> Finding:
     mode = stat.S_IMODE(made.st_mode)
     if not stat.S_ISSOCK(made.st_mode) or mode & ~wanted:
         return failed(f"{path} has mode {mode:04o}, should be {wanted:04o}", "start the agent again, which makes it")
+    if dead := [each.name for each in sorted(path.parent.glob("*.sock")) if not _is_listening(each)]:
+        reason = f"{folder}; nobody listens at {', '.join(dead)}: the agent there was killed"
+        return warning(
+            reason, f"start it again, or remove what it left: rm {' '.join(str(path.parent / n) for n in dead)}"
+        )
     return ok(f"{folder}, {path.name} {mode:04o}")
+
+
+def _is_listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as tried:
+        tried.settimeout(ASKED_S)
+        try:
+            tried.connect(str(path))
+        except OSError as error:
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOTSOCK)
+    return True
 
 
 def listen(subject: Subject) -> Finding:

@@ -44,6 +44,9 @@ class Lock:
         try:
             check_folder(self.socket)
             self._take(incarnation)
+        except FileNotFoundError:
+            reason = f"{self.socket.parent} is not there; as the agent's user: mkdir -p -m 750 {self.socket.parent}"
+            raise OperatorError("socket_unavailable", f"socket {self.socket}: {reason}") from None
         except OSError as error:
             raise OperatorError("socket_unavailable", f"socket {self.socket}: {error}") from error
 

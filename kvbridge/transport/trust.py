@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import OperatorError, PeerError
 from .endpoint import (
@@ -17,6 +18,9 @@ from .endpoint import (
     place_of,
 )
 from .keys import Keys
+
+DEVICE_FOLDERS = (Path("/sys/class/net"), Path("/sys/class/infiniband"))
+ALL_DEVICES = "all"  # UCX's word
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +73,17 @@ class Trust:
         """The network devices for the data, as UCX names them: `named`, else loopback.
 
         UCX trusts everyone who reaches its ports, with a key or without. So the operator must name the devices if
-        agents of other hosts are served or dialled. Raises OperatorError `no_net_devices` if they are not named.
+        agents of other hosts are served or dialled. Raises OperatorError `no_net_devices` if they are not named,
+        `bad_option` if this host does not have them.
         """
+        _check_devices(named)
         if named or not self._is_guarded:
             return named or "lo"
         if where := beyond_loopback(listen, advertise, self.places):
             raise OperatorError(
                 "no_net_devices",
                 f"net_devices: got '', but other hosts are served or dialled ({where[0]}); name the network devices "
-                "of the data, as eth1 or mlx5_0:1, or all: UCX asks nobody there for a key",
+                f"of the data, or all: UCX asks nobody there for a key; this host has {', '.join(_devices_here())}",
             )
         return "lo"
 
@@ -110,3 +116,18 @@ class Trust:
         if key not in keys.names:
             raise PeerError("peer_not_allowed", f"peers: {endpoint} is said to have key {key[:40]}, which is not there")
         return key
+
+
+def _devices_here() -> list[str]:
+    """Network interfaces and InfiniBand devices of this host; none if the kernel does not show them."""
+    return sorted({path.name for folder in DEVICE_FOLDERS if folder.is_dir() for path in folder.iterdir()})
+
+
+def _check_devices(named: str) -> None:
+    """UCX would start without a device that it does not find, and fail at the first transfer."""
+    here = _devices_here()
+    unknown = [
+        each for each in named.split(",") if each not in ("", ALL_DEVICES) and each.partition(":")[0] not in here
+    ]
+    if unknown and here:
+        raise OperatorError("bad_option", f"net_devices: got {', '.join(unknown)}, this host has {', '.join(here)}")

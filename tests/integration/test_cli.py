@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,20 @@ def test_help_has_examples_that_the_command_takes(command: str) -> None:
         parse(words[1:])
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_readable_at_80_columns(command: str) -> None:
+    """Paragraphs fill their lines, no flag is cut off, and each option has room for its words."""
+    lines = started(*command.split(), "--help", COLUMNS="80").stdout.splitlines()
+    assert lines and max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    prose = [line.strip() for line in lines[: next(i for i, line in enumerate(lines) if line.startswith("╭"))]]
+    for line, below in pairwise(prose):
+        is_example = line.startswith(("kvbridge ", "--")) or line.endswith(":")
+        if line and below and not is_example:
+            assert len(line) + len(below.split()[0]) >= 76, f"{line!r} ends early"
+    rows = [line.strip("│ ").split("  ") for line in lines if line.startswith("│")]
+    assert all(len(row[-1]) >= 3 for row in rows)
+
+
 def commands_of(page: Path) -> Iterator[list[str]]:
     """The command lines of kvbridge in a page's blocks of shell, in words."""
     for block in re.findall(r"^ *```(?:bash)?\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL):
@@ -220,6 +235,7 @@ echo "${{COMPREPLY[@]}}"
         ("kvbridge agent --no-s", "--no-share-memory"),
         ("kvbridge agent --verify s", "sampled"),
         ("kvbridge config show --routes ''", "direct host nixl pull"),
+        ("kvbridge doctor --only route-", "route-pull route-direct route-nixl route-host"),
     ],
 )
 def test_bash_completes_commands_flags_and_their_words(words: str, offered: str, tmp_path: Path) -> None:
@@ -243,9 +259,10 @@ def test_an_agent_that_is_to_dial_other_hosts_without_a_key_does_not_start(patte
     ("code", "exit_code", "flags"),
     [
         ("wildcard_listen", 2, ("--listen", "tcp://0.0.0.0:0")),
-        ("no_net_devices", 2, ("--listen", "tcp://192.0.2.1:0", "--key", "a.key")),
+        ("no_net_devices: .* this host has .*lo", 2, ("--listen", "tcp://192.0.2.1:0", "--key", "a.key")),
+        ("bad_option: net_devices: got eth77, this host has .*lo", 2, ("--net-devices", "lo,eth77")),
         ("bad_key", 1, ("--key", "none.key")),
-        ("socket_unavailable", 1, ("--socket", "none/a.sock")),
+        ("socket_unavailable: .*/none is not there; .* mkdir -p -m 750 .*/none", 1, ("--socket", "none/a.sock")),
     ],
 )
 def test_an_agent_that_cannot_start_says_by_its_exit_code_whether_trying_again_helps(
@@ -257,7 +274,13 @@ def test_an_agent_that_cannot_start_says_by_its_exit_code_whether_trying_again_h
     said = dict(zip(flags[::2], flags[1::2], strict=True))
     said |= {flag: tmp_path / value for flag, value in said.items() if flag in ("--key", "--socket")}
     told = kvbridge("agent", *(part for pair in {**places, **said}.items() for part in pair))
-    assert (told.returncode, f"kvbridge agent: {code}: " in told.stderr) == (exit_code, True), told.stderr
+    assert told.returncode == exit_code and re.search(f"kvbridge agent: {code}", told.stderr), told.stderr
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").exists(), reason="this machine has GPUs")
+def test_an_agent_for_a_gpu_on_a_machine_without_says_so(tmp_path: Path) -> None:
+    told = kvbridge("agent", "--socket", tmp_path / "a.sock", "--metrics", "", "--device", "cuda:3")
+    fails(told, 1, "cuda_unavailable: ", "this machine has no NVIDIA GPU", "set device to cpu")
 
 
 def test_status_watches_through_an_agents_absence_until_ctrl_c(tmp_path: Path) -> None:
@@ -441,6 +464,11 @@ def test_status_finds_an_agent_wherever_its_socket_is(tmp_path: Path) -> None:
         if os.getuid() == 0:
             os.chown(f"{tmp_path}/other.lock", 65534, 65534)
             assert f"{tmp_path}/other" not in found()
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(f"{tmp_path}/killed.sock")
+        assert f"{tmp_path}/killed.sock" not in found()
+        Path(f"{tmp_path}/killed.sock.lock").write_text("0" * 54)
+        assert f"{tmp_path}/killed.sock" in found(), "beside one that lives"
 
 
 def test_what_is_no_terminal_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,6 +494,10 @@ def test_status_finds_the_agents_of_the_host_and_names_the_dead(tmp_path: Path) 
         with Scripted(tmp_path / "agent-0.sock", pack(STATUS)):
             told = on_another_host("status", *as_json, **beside)
         assert told.returncode == 1 and "prefill-0" in told.stdout and "decode-7" not in told.stdout
+        if not as_json:
+            verdict, first, second, *_ = told.stdout.splitlines()
+            assert verdict.endswith("of 2 agents healthy")
+            assert "prefill-0" in first and f"NOT HEALTHY: no agent at {tmp_path}/agent-1.sock" in second
         assert f"no_agent: no agent at {tmp_path}/agent-1.sock: Connection refused" in told.stderr
         for path in tmp_path.glob("*.sock"):
             path.unlink()
