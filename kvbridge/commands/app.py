@@ -42,6 +42,7 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+SECONDS = "SECONDS"  # without it help shows the bounds, which take half of a narrow terminal
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -488,13 +489,17 @@ def proxy(
     prefill: Annotated[
         list[str] | None,
         typer.Option(
-            help="An engine that prefills: vllm=http://HOST:PORT, or sglang=http://HOST:PORT[,bootstrap=PORT] with the "
-            "port of its bootstrap server (default 8998). May be repeated."
+            metavar="ENGINE",
+            help="An engine that prefills: vllm=http://HOST:PORT or sglang=http://HOST:PORT, where ,bootstrap=PORT may "
+            "follow: the port of its bootstrap server (default 8998). May be repeated.",
         ),
     ] = None,
     decode: Annotated[
         list[str] | None,
-        typer.Option(help="An engine that decodes: vllm=http://HOST:PORT or sglang=http://HOST:PORT. May be repeated."),
+        typer.Option(
+            metavar="ENGINE",
+            help="An engine that decodes: vllm=http://HOST:PORT or sglang=http://HOST:PORT. May be repeated.",
+        ),
     ] = None,
     engines: Annotated[
         Path | None,
@@ -507,13 +512,15 @@ def proxy(
         "127.0.0.1:8080"
     ),
     prefill_timeout_s: Annotated[
-        float, typer.Option("--prefill-timeout-s", min=0.1, help="How long a prefill engine may take.")
+        float,
+        typer.Option("--prefill-timeout-s", min=0.1, metavar=SECONDS, help="How long a prefill engine may take."),
     ] = 300,
     answer_timeout_s: Annotated[
         float,
         typer.Option(
             "--answer-timeout-s",
             min=0.1,
+            metavar=SECONDS,
             help="How long a decode engine may take for an answer, or be silent in a stream.",
         ),
     ] = 600,
@@ -521,10 +528,12 @@ def proxy(
         bool,
         typer.Option(
             "--no-decode-fallback",
-            help="If no prefill engine can prefill a prompt, fail it. Without this flag a vLLM decode engine computes it.",
+            help="Fail a prompt that no prefill engine can prefill. By default a vLLM decode engine computes it.",
         ),
     ] = False,
-    log_level: Annotated[LogLevel, typer.Option(help="The lowest level that is logged.")] = LogLevel.INFO,
+    log_level: Annotated[
+        LogLevel, typer.Option(help="The lowest that is logged: debug, info, warning, error.", metavar="LEVEL")
+    ] = LogLevel.INFO,
 ) -> None:
     """Route OpenAI completions and chats, and SGLang's /generate, to pairs of engines: any of vLLM and SGLang.
 
@@ -533,7 +542,8 @@ def proxy(
 
     \b
     Examples:
-      kvbridge proxy --prefill vllm=http://10.0.0.1:8000 --decode vllm=http://10.0.0.2:8000
+      kvbridge proxy --prefill vllm=http://10.0.0.1:8000 \\
+        --decode vllm=http://10.0.0.2:8000
       kvbridge proxy --prefill sglang=http://10.0.0.1:30000,bootstrap=8998 \\
         --decode vllm=http://10.0.0.2:8000 --listen 127.0.0.1:8081
       kvbridge proxy --engines /etc/kvbridge/engines
