@@ -79,7 +79,7 @@ CLAIMED, OFFERED = "t1", "o"  # what it claims first, and of which request
 CLAIM = changed(
     next(body for body in BODIES if isinstance(body, Claim)),
     **{"transfer": CLAIMED, "want": "w", "rendezvous": "r1", "sender_epoch": 1, "receiver_epoch": 1},
-    **{"first_token": 0, "end_token": 16, "takes": ALL_ROWS, "plan": "", "leases": ()},
+    **{"first_token": 0, "end_token": 16, "takes": ALL_ROWS, "plan": "", "leases": (), "is_offered": False},
 )
 
 
