@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+OFFLINE |= {"SGLANG_HOST_IP": "127.0.0.1"}  # it looks for another, and there is none
 
 
 def block(page: str, begins: str) -> str:

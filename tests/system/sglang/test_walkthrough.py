@@ -1,0 +1,40 @@
+"""The commands of SGLang's page, as they stand, on CPUs; and what its lines for GPUs say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
+from tests.integration.agent.harness import PYTHON
+from tests.support.pages import block, told, why_not
+
+PROMPT_TOKENS, ROW_BYTES = 500, LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 2
+RUN_S = 600  # at most; other work may leave little of the processor
+CPUS, GPUS, COMMON = (("docs/sglang.md", begins) for begins in ("# CPUs", "# GPUs", "agent()"))
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(RUN_S + 30)
+def test_the_page_carries_a_prompt_from_one_server_to_the_other(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    environments = {".venv": str(Path(PYTHON).parents[1]), ".venv-sglang": sys.prefix}
+    said = told(f"{block(*CPUS)}{block(*COMMON)}kill $(jobs -p) && wait\n", tmp_path, environments, RUN_S)
+    (text,) = re.findall(r'^"text": *"(.+)"$', said, re.MULTILINE)
+    (moved,) = re.findall(r'^kvbridge_wire_bytes_total\{role="receiver"\} (\S+)$', said, re.MULTILINE)
+    assert len(set(text.split())) > 6 and float(moved) == PROMPT_TOKENS * ROW_BYTES, said
+
+
+@pytest.mark.parametrize("given", [CPUS, GPUS], ids=["CPUs", "GPUs"])
+def test_either_kind_of_machine_sets_what_both_kinds_run(given: tuple[str, str]) -> None:
+    checked = subprocess.run(
+        ["bash", "-nc", block(*given) + block(*COMMON)], capture_output=True, text=True, timeout=10
+    )
+    assert (checked.returncode, checked.stderr) == (0, "")
+    names = set(re.findall(r"^([A-Z]+)=", block(*given), re.MULTILINE))
+    assert names == set(re.findall(r"\$\{?([A-Z]+)\b", block(*COMMON))) - {"PWD"}
