@@ -376,7 +376,7 @@ def status(
 def trace(
     request: Annotated[
         str,
-        typer.Argument(help="A request of either engine, its rendezvous id or a transfer. Default: the slowest fetch."),
+        typer.Argument(help="The client's id, an engine's, a rendezvous id or a transfer. Default: the slowest fetch."),
     ] = "",
     socket: Annotated[
         list[str] | None, typer.Option(help="An agent's unix socket; may be repeated. Default: as `kvbridge status`.")
@@ -393,14 +393,15 @@ def trace(
     """Show the life of a request on both agents: when it was offered, wanted, claimed, read or written, done.
 
     Agents remember the last few thousand events. Times are from each host's clock: between hosts they are only as good
-    as the clocks agree. Exits with 1 if nothing is known of the request, or an agent does not answer.
+    as the clocks agree. The client's id is the one that it sent (`X-Request-Id`, `rid`) or got in its answer. Exits
+    with 1 if nothing is known of the request, several have the id (then it lists them), or an agent does not answer.
 
     \b
     Examples:
       kvbridge trace
-      kvbridge trace cmpl-8f2a-0
-      kvbridge trace cmpl-8f2a-0 --json > decode.json
-      kvbridge trace cmpl-8f2a-0 --with decode.json --chrome slow.json
+      kvbridge trace cmpl-8f2a
+      kvbridge trace cmpl-8f2a --json > decode.json
+      kvbridge trace cmpl-8f2a --with decode.json --chrome slow.json
     """
     with told("trace"):
         from .trace import show

@@ -14,7 +14,7 @@ from kvbridge_proto.status import MAX_ENTRIES, Trace, TraceEntry
 from rich.table import Table
 from rich.text import Text
 
-from ..agent.journal import belongs, names_in
+from ..agent.journal import belongs, followed, meant, names_beside
 from ..errors import OperatorError
 from ..local_agents import ask_trace, found
 from ..oneline import plain
@@ -22,6 +22,7 @@ from .answer import write
 from .console import stdout
 
 MOST_ROUNDS = 8  # each answer may bring other names of the request, under which more agents may know it
+MOST_LISTED = 16  # requests, where several have the id
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +46,20 @@ def _events(traces: Sequence[Trace]) -> list[Event]:
 
 
 def show(request: str, named: Sequence[str], saved: Sequence[Path], as_json: bool, chrome: Path | None) -> None:
-    """Print what became of `request`: a request, rendezvous id or transfer; the slowest want if it is "".
+    """Print what became of `request`: the client's id, an engine's, a rendezvous id or a transfer.
+
+    The slowest want if it is "".
 
     `saved` are files that `--json` printed on other hosts. `chrome` is a file to write for Chrome's and Perfetto's
-    viewers. Raises OperatorError: `no_such_request`, `bad_trace_file`, or for a silent agent as `kvbridge status` does.
+    viewers. Raises OperatorError: `no_such_request`, `several_requests`, `bad_trace_file`, or for a silent agent as
+    `kvbridge status` does.
     """
     others = [trace for path in saved for trace in _loaded(path)]
     paths = named if named or saved else found()
     answers: dict[str, Trace | OperatorError] = {path: _tried(path, [request] if request else []) for path in paths}
     if not request:
         request = _slowest(answers.values())
-    traces = _told(paths, answers, others, request)
+    traces = _told(paths, answers, others, _names(request, _heard(answers, others)))
     events = _events(traces)
     if as_json:
         write([msgspec.to_builtins(trace) for trace in traces])
@@ -92,11 +96,40 @@ def _slowest(answers: Iterable[Trace | OperatorError]) -> str:
     return max(timed, key=lambda entry: entry.seconds or 0.0).request if timed else ""
 
 
+def _heard(answers: dict[str, Trace | OperatorError], others: Sequence[Trace]) -> list[Trace]:
+    return [each for each in (*answers.values(), *others) if isinstance(each, Trace)]
+
+
+def _names(request: str, traces: Sequence[Trace]) -> set[str]:
+    """All names of the request that is meant. Raises OperatorError `several_requests` if more than one may be."""
+    entries = [entry for each in traces for entry in each.entries]
+    beside, groups = names_beside(entries), list[set[str]]()
+    for name in sorted(meant(request, beside)):
+        if all(name not in group for group in groups):
+            groups.append(followed([name], beside))
+    if len(groups) > 1:
+        reason = f"{request}: {len(groups)} requests have it; {_listed(groups, entries)}"
+        raise OperatorError("several_requests", reason)
+    return groups[0] if groups else {request}
+
+
+def _listed(groups: Sequence[set[str]], entries: Sequence[TraceEntry]) -> str:
+    """A name for each of these requests, and when it was first heard of. The newest first."""
+    firsts = [min((each for each in entries if belongs(each, group)), key=lambda each: each.at_s) for group in groups]
+    firsts.sort(key=lambda each: -each.at_s)
+    lines = [
+        f"{each.request or each.transfer or each.rendezvous} ({time.strftime('%H:%M:%S', time.localtime(each.at_s))})"
+        for each in firsts[:MOST_LISTED]
+    ]
+    more = f" and {len(firsts) - MOST_LISTED} older" if len(firsts) > MOST_LISTED else ""
+    return f"name one of them: {', '.join(lines)}{more}"
+
+
 def _told(
-    paths: Sequence[str], answers: dict[str, Trace | OperatorError], others: Sequence[Trace], request: str
+    paths: Sequence[str], answers: dict[str, Trace | OperatorError], others: Sequence[Trace], names: set[str]
 ) -> list[Trace]:
     """Everything known of the request under all its names: both engines have one for it, and so has each transfer."""
-    names, count, traces = {request}, 0, list[Trace]()
+    count = 0
     for _ in range(MOST_ROUNDS):
         if count == len(names):
             break
@@ -104,13 +137,12 @@ def _told(
         asked = sorted(names)[:MAX_ENTRIES]
         living = [path for path in paths if isinstance(answers[path], Trace)]
         answers.update({path: _tried(path, asked) for path in living})
-        kept = [
-            msgspec.structs.replace(each, entries=tuple(entry for entry in each.entries if belongs(entry, names)))
-            for each in others
-        ]
-        traces = [each for each in (*answers.values(), *kept) if isinstance(each, Trace) and each.entries]
-        names |= names_in(entry for each in traces for entry in each.entries)
-    return traces
+        names = followed(names, names_beside(entry for each in _heard(answers, others) for entry in each.entries))
+    kept = [
+        msgspec.structs.replace(each, entries=tuple(entry for entry in each.entries if belongs(entry, names)))
+        for each in _heard(answers, others)
+    ]
+    return [each for each in kept if each.entries]
 
 
 def _title(request: str, events: Sequence[Event]) -> Text:

@@ -174,7 +174,8 @@ class PoolStatus(Struct, frozen=True, kw_only=True, tag="pool"):
 class TraceQuery(Struct, frozen=True, kw_only=True, tag="trace?"):
     """Answered by Trace on the same connection; needs no Attach.
 
-    `names` are requests, rendezvous ids or transfers; without any, the agent chooses the want that took longest.
+    `names` are requests, rendezvous ids or transfers; without any, the agent chooses the want that took longest. A
+    single name that the agent does not know stands for all names that contain it as a word: the client's id may.
     """
 
     names: Annotated[tuple[Name, ...], Meta(max_length=MAX_ENTRIES)] = ()

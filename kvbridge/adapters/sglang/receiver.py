@@ -207,7 +207,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         page = manager.kv_args.page_size
         want = Want(
             number=talk.new_number() if self._expected is None else self._expected.number,
-            request=str(room),
+            request=self._common or str(room),
             rendezvous=rendezvous(room, self._prompt),
             sender=self._agents()[0],
             first_token=first,
@@ -303,7 +303,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self.kv_mgr.talk.want(
             Want(
                 number=expected.number,
-                request=str(self.bootstrap_room),
+                request=self._common or str(self.bootstrap_room),
                 rendezvous=expected.rendezvous,
                 sender=expected.sender,
                 first_token=0,

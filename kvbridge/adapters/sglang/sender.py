@@ -13,7 +13,7 @@ from kvbridge_proto.engine import Offer
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
-from ..engine.prompts import rendezvous
+from ..engine.prompts import rendezvous, short
 from ..engine.traces import traceparent
 from . import foreign
 from .manager import KVBridgeManager, attempt
@@ -46,7 +46,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._early_send_wait_event: Any
         self._transfer_start_time: float | None
         self._number = 0  # of the offer, once there is one
-        self._prompt = self._traceparent = ""
+        self._prompt = self._traceparent = self._name = ""
         self._first_token = self._tokens = 0
         self._is_row_sent = False
         self._length = 0  # of the prompt
@@ -60,6 +60,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._prompt, reason = self.kv_mgr.name(req)
         if reason:
             return self._fail(reason)
+        self._name = short(req.rid)
         self._traceparent = traceparent(foreign.custom_params(req))
         self._length = len(prompt_tokens(req))
         is_fetched_elsewhere, reason = attempt(req, "custom_params", foreign.is_fetched_elsewhere)
@@ -111,7 +112,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             Offer(
                 number=self._number,
                 rendezvous=rendezvous(self.bootstrap_room, self._prompt),
-                request=str(self.bootstrap_room),
+                request=self._name or str(self.bootstrap_room),
                 first_token=self._first_token,
                 tokens=tokens,
                 blocks=blocks,

@@ -256,8 +256,8 @@ def test_the_next_request_of_a_room_is_another_offer(prefill: Any) -> None:
     following = begun(prefill)
     following.send(pages(5, 6), None, 32)
     before, after = prefill.talk.said
-    assert (before.number, before.request, before.is_more) == (1, str(ROOM), False)
-    assert (after.number, after.request, after.is_more) == (2, str(ROOM), False)
+    assert (before.number, before.request, before.is_more) == (1, "a request's id", False)
+    assert (after.number, after.request, after.is_more) == (2, "a request's id", False)
     following.send(pages(7), [], 8)
     assert prefill.talk.said[-1].number == 2 and prefill.talk.said[-1].is_more
     prefill.talk.news.append(Ended(1, str(ROOM), "offer", "withdrawn"))

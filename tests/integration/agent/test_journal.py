@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -57,6 +58,28 @@ def test_only_so_much_is_kept() -> None:
     for number in range(100):
         remembered.note("wanted", "x" * 5000, request=f"r{number}")
     assert remembered.about({"r89"}) == () and len(remembered.about({"r90"})[0].text) == 1024
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("abc-1", {"cmpl-abc-1-0-0a1b2c3d", "0_cmpl-abc-1-1-4e5f6071"}),  # X-Request-Id
+        ("cmpl-abc-1", {"cmpl-abc-1-0-0a1b2c3d", "0_cmpl-abc-1-1-4e5f6071"}),  # the answer's id
+        ("cmpl-abc-1-0", {"cmpl-abc-1-0-0a1b2c3d"}),
+        ("abc-12", {"chatcmpl-abc-12-0a1b2c3d"}),
+        ("7", {"rid-of-sglang"}),  # its room
+        ("cmpl-abc-12", set()),  # it was a chat
+        ("bc-1", set()),
+    ],
+)
+def test_a_request_is_found_by_the_id_that_its_client_knows(asked: str, found: set[str]) -> None:
+    remembered, _ = journal()
+    remembered.note("wanted", request="cmpl-abc-1-0-0a1b2c3d", rendezvous="abc-1/0/f00d")
+    remembered.note("wanted", request="0_cmpl-abc-1-1-4e5f6071", rendezvous="abc-1/1/beef")
+    remembered.note("wanted", request="chatcmpl-abc-12-0a1b2c3d", rendezvous="abc-12/0/cafe")
+    remembered.note("wanted", request="rid-of-sglang", rendezvous="room/7/f00d")
+    remembered.note("done", request="cmpl-abc-1-0-0a1b2c3d", seconds=0.1)
+    assert {each.request for each in remembered.about({asked})} == found
 
 
 def test_following_a_chain_of_names_costs_no_more_than_its_length() -> None:
@@ -168,6 +191,29 @@ def test_stages_of_many_chunks_are_told_apart_while_the_prompt_is_computed(route
         assert first_begun <= first_read
     firsts = [at[what][0] for what in order]
     assert firsts == sorted(firsts), at
+
+
+def test_a_client_finds_its_request_by_its_own_id_or_is_told_which_have_it(bench: Bench, tmp_path: Path) -> None:
+    """vLLM makes names like these of `X-Request-Id: abc`. Both its engines add digits of their own."""
+    call = {"p": "cmpl-abc-0-11111111", "d": "cmpl-abc-0-22222222"}
+    bench.fetch(TABLE, WANTED, TOKENS, **call, rendezvous="abc/0/f00d")
+    bench.fetch(TABLE, WANTED, TOKENS, p="cmpl-abcd-0-33333333", d="cmpl-abcd-0-44444444", rendezvous="abcd/0/f00d")
+    sockets, saved = sockets_of(bench), tmp_path / "both.json"
+    for known in ("abc", "cmpl-abc"):
+        told = traced(known, *sockets, "--json")
+        saved.write_text(told.stdout)
+        answers = json.loads(told.stdout)
+        assert {each["agent"]["name"] for each in answers} == {"p0", "d0"}, known
+        requests = {entry.get("request") for each in answers for entry in each["entries"]} - {None, ""}
+        assert requests == set(call.values()), known
+    bench.fetch(TABLE, WANTED, TOKENS, p="cmpl-abc-1-55555555", d="cmpl-abc-1-66666666", rendezvous="abc/1/f00d")
+    told = traced("abc", *sockets)
+    assert told.returncode == 1 and not told.stdout
+    assert "several_requests" in told.stderr and "abc: 2 requests have it" in told.stderr
+    named = re.findall(r"cmpl-abc-(\d)-\d+ \(", told.stderr)
+    assert named == ["1", "0"], "the newest first"
+    assert traced("cmpl-abc-1", *sockets).returncode == 0
+    assert traced("abc", "--with", saved).returncode == 0, "what was saved has one of them"
 
 
 def test_what_other_hosts_have_saved_is_joined(bench: Bench, tmp_path: Path) -> None:
