@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed, Want
-from kvbridge_proto.peer import Cancel, Drained, SlotLease, Take
+from kvbridge_proto.peer import Cancel, Check, Drained, Renew, SlotLease, Sum, Take
 
 from kvbridge.exchange.actions import Send
+from kvbridge.exchange.leases import LEASE_S
 from kvbridge.exchange.orders import SendOrder
 from kvbridge.exchange.sender import MOST_LEASES, MOST_RENOUNCED, Sender
 from kvbridge.loopback.messages import number_of
@@ -153,21 +154,44 @@ def test_another_receiver_cannot_touch_a_transfer(peer: Claimant) -> None:
     assert not peer.sending.outgoing_transfers["x"].early
 
 
-def test_another_sender_cannot_touch_a_transfer() -> None:
+def test_another_receiver_cannot_keep_or_end_what_is_read() -> None:
+    peer = Claimant(is_pulling=True)
+    peer.say()
+    sending, now = peer.sending, peer.world.now
+    assert sending.answers(now, now, lambda count: True)
+    sending.renew("another", Renew(transfer="x", number=1))
+    assert not sending.is_owing and sending.answers(now + 0.1, now + 0.1, lambda count: True) == []
+    assert sending.check("another", Check(transfer="x", digests=(Sum(0, 1),))) == []
+    assert sending.settled("another", "x") == [] and sending.read_by("another", "x") is None
+    (out,) = sending.outgoing_transfers.values()
+    assert out.granted is not None and (out.granted.renewal, out.granted.ends) == (0, now + LEASE_S) and not out.asked
+    assert sending.read_by(peer.incarnation, "x") is out.plan
+
+
+@pytest.mark.parametrize("who", ["another rank", "nobody", "its name with another key", "its name without a key"])
+def test_another_sender_cannot_touch_a_transfer(who: str) -> None:
     world = World(senders=2)
+    world.senders_key = "of P"
     world.hold = {"gather"}
     world.begin()
     receiving = world.receivers[0].receiving
     of_p0 = next(t for t, wanted in receiving._wanted_by.items() if wanted.incoming_transfers[t].address == "P0")
-    before, other = receiving.slots.counts(), world.nodes["P1"].engine.agent.incarnation
+    incoming = receiving._wanted_by[of_p0].incoming_transfers[of_p0]
+    its = world.nodes["P0"].incarnation
+    name, key = {
+        "another rank": (world.nodes["P1"].incarnation, "of P"),
+        "nobody": ("nobody", "of P"),
+        "its name with another key": (its, "of another"),
+        "its name without a key": (its, ""),
+    }[who]
+    before = receiving.slots.counts(), incoming.ready
     for hear in (
-        lambda: receiving.drained(other, of_p0, "c", "not mine", 0.0),
-        lambda: receiving.failing(other, of_p0, "c", "not mine", 0.0),
-        lambda: receiving.drained("nobody", of_p0, "c", "not mine", 0.0),
-        lambda: receiving.ready(other, of_p0, 10**9),
+        lambda: receiving.ready(name, of_p0, 10**9, key),
+        lambda: receiving.failing(name, of_p0, "c", "not mine", 0.0, key),
+        lambda: receiving.drained(name, of_p0, "c", "not mine", 0.0, key),
     ):
         assert not [a for a in hear() if not isinstance(a, Send)]
-    assert receiving.slots.counts() == before
+        assert (receiving.slots.counts(), incoming.ready) == before
     world.go_on()
     world.check_done("r")
 

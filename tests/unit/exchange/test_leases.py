@@ -21,6 +21,7 @@ from kvbridge.loopback.messages import number_of
 from tests.integration.device.test_carried import CASES
 from tests.support.oracle import block_table, build_all, tables_of
 from tests.unit.exchange.claimant import Claimant
+from tests.unit.exchange.test_verify import NOW, PullingReceiver, sent
 
 SLOT_BYTES = 1 << 14
 
@@ -110,6 +111,31 @@ def test_answers_out_of_order_or_to_nothing_asked_shorten_no_lease_and_lengthen_
     lease.answered(second)  # comes twice
     lease.answered(99)
     assert lease.ends == 2.0 + COUNTED_S
+
+
+def test_an_answer_to_an_older_renewal_promises_nothing_of_the_newer_one() -> None:
+    """What was asked for since then may be answered with the end."""
+    receiver = PullingReceiver()
+    said = [each for later in (LEASE_S / 2, LEASE_S) for each in sent(receiver.receiving.tick(NOW + later))]
+    assert [each.number for each in said if isinstance(each, Renew)] == [1, 2]
+    ends = []
+    for number in (1, 2):
+        answer = BlockTables(transfer="x", tokens=64, is_last=True, renewal=number, blocks=())
+        assert receiver.told(answer) == []
+        ends.append(receiver.pull.lease.ends)
+    assert ends == [NOW + LEASE_S / 2 + COUNTED_S, NOW + LEASE_S + COUNTED_S]
+
+
+def test_a_sender_answers_the_newest_renewal_that_has_come() -> None:
+    peer = Claimant(is_pulling=True)
+    peer.say()
+    sending, now = peer.sending, peer.world.now
+    for came in ([], [1], [3, 2]):
+        for number in came:
+            sending.renew(peer.incarnation, Renew(transfer="x", number=number))
+        (told,) = sending.answers(now, now, lambda count: True)
+        assert isinstance(told, Send) and isinstance(told.body, BlockTables)
+        assert told.body.renewal == max(came, default=0)
 
 
 def test_a_receivers_lease_ends_before_the_senders_whatever_their_clocks_do() -> None:

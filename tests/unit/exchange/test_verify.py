@@ -24,6 +24,7 @@ from tests.unit.exchange.network import want_of
 from tests.unit.exchange.world import World
 
 NOW = 10.0
+KEY = "of P0"
 
 
 def sent(actions: list[Action]) -> list[Any]:
@@ -162,13 +163,13 @@ class PullingReceiver:
         self.incarnation = theirs.agent.incarnation
         session = answer(hello(engine), theirs)
         assert isinstance(session, Session)
-        agreed = accept(welcome(session, theirs), engine)
+        agreed = accept(welcome(session, theirs), engine, KEY)
         assert isinstance(agreed, Session)
         self.receiving.opened("P0", replace(agreed, routed=Routed("pull")), NOW)
         (claim,) = sent(self.receiving.want(want_of("r", 64), engine, NOW))
         assert isinstance(claim, Claim)
         told = BlockTables(transfer="x", tokens=64, is_last=True, renewal=0, blocks=(Blocks(0, 0, tuple(range(16))),))
-        *_, pull = self.receiving.tables(self.incarnation, told, NOW)
+        *_, pull = self.told(told)
         assert isinstance(pull, Pull)
         self.pull = pull
 
@@ -176,8 +177,12 @@ class PullingReceiver:
         digests = {chunk: 100 + chunk for chunk in self.pull.compared}
         return self.receiving.hear([Pulled("x", self.pull.end_chunk, 1, 1, digests, None)], NOW)
 
-    def checked(self, *digests: Sum, incarnation: str = "", transfer: str = "x") -> list[Action]:
-        return self.receiving.checked(incarnation or self.incarnation, Checked(transfer=transfer, digests=digests), NOW)
+    def told(self, answer: BlockTables, key: str = KEY) -> list[Action]:
+        return self.receiving.tables(self.incarnation, answer, NOW, key)
+
+    def checked(self, *digests: Sum, incarnation: str = "", transfer: str = "x", key: str = KEY) -> list[Action]:
+        answer = Checked(transfer=transfer, digests=digests)
+        return self.receiving.checked(incarnation or self.incarnation, answer, NOW, key)
 
 
 def test_done_is_said_once_the_sender_has_the_same() -> None:
@@ -258,13 +263,25 @@ def test_the_lease_is_kept_while_the_sender_compares() -> None:
     assert [each for each in sent(receiver.receiving.tick(NOW + LEASE_S / 2)) if isinstance(each, Renew)]
 
 
+@pytest.mark.parametrize("key", ["of another", ""])
+def test_nobody_with_another_key_lengthens_a_lease(key: str) -> None:
+    receiver = PullingReceiver()
+    receiver.receiving.tick(NOW + LEASE_S / 2)
+    before = receiver.pull.lease.ends
+    answer = BlockTables(transfer="x", tokens=64, is_last=True, renewal=1, blocks=())
+    assert receiver.told(answer, key) == [] and receiver.pull.lease.ends == before
+    receiver.told(answer)
+    assert receiver.pull.lease.ends > before
+
+
 def test_digests_that_nobody_asked_for_change_nothing() -> None:
-    """Before the read has ended, of other chunks, of another's transfer, twice."""
+    """Before the read has ended, of other chunks, by another, of another's transfer, twice."""
     receiver = PullingReceiver()
     assert receiver.checked(Sum(0, 5)) == []
     receiver.pulled()
     assert receiver.checked(Sum(99, 5), Sum(1 << 62, 5)) == []
-    assert receiver.checked(Sum(0, 5), incarnation="another") == [] and receiver.checked(Sum(0, 5), transfer="y") == []
+    for another in ({"incarnation": "another"}, {"key": "of another"}, {"key": ""}, {"transfer": "y"}):
+        assert receiver.checked(Sum(0, 5), **another) == []
     assert receiver.checked(Sum(0, 100)) == [] and receiver.checked(Sum(0, 5)) == []
     assert number_of("r") in receiver.receiving.wants and receiver.receiving.compared == 1
 
@@ -280,7 +297,7 @@ def test_no_want_waits_for_a_sender_that_does_not_answer(end: str) -> None:
         case "lost":
             said = receiving.unreachable("P0", "peer_silent", "test", NOW)
         case "failing":
-            said = receiving.failing(incarnation, "x", "withdrawn", "test", NOW)
+            said = receiving.failing(incarnation, "x", "withdrawn", "test", NOW, KEY)
         case "left":
             said = receiving.engine_left(NOW)
         case _:
