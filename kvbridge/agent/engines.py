@@ -35,6 +35,12 @@ from .sender_runner import SenderRunner
 
 log = logging.getLogger("kvbridge.engine")
 
+# Servers of one host that each count their ranks from 0, such as replicas behind a load balancer, ask for one socket.
+OTHER_SOCKET = (
+    "an agent serves one rank of one engine: start another for this one, and name its socket in the engine's options "
+    "(vLLM kvbridge_socket, SGLang KVBRIDGE_ENGINE_SOCKET)"
+)
+
 
 class Engines:
     """Runs on the loop."""
@@ -207,7 +213,7 @@ class Engines:
         if (attachment := self._current.attachment) is not None and attachment.connection is not None:
             holder, pid = attachment.engine.pool.engine, attachment.connection.pid
             reason = f"engine: {holder.kind} {holder.id} (pid {pid}) is attached to this agent"
-            raise KVBridgeError("engine_present", reason)
+            raise KVBridgeError("engine_present", reason, OTHER_SOCKET)
         version = negotiate(OURS, attach.versions)
         if version is None:
             theirs = attach.versions

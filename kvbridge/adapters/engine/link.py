@@ -153,7 +153,7 @@ class AgentLink:
             if not self.is_attached:
                 time.sleep(0.02)
         if not self.is_attached and not self._is_refused:
-            self._complain(f"no agent at {self._client.path} within {wait_s} s: {self.why}")
+            self._complain(f"not attached to an agent at {self._client.path} within {wait_s} s: {self.why}")
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="kvbridge-link", daemon=True).start()
         return self.is_attached
 

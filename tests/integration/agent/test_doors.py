@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -12,10 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvbridge_proto.engine import Decline, Detached, Failed, Refused, Rescale, Rescaled, Scales
+from kvbridge_proto.common import OURS
+from kvbridge_proto.engine import Attach, Decline, Detached, Failed, Refused, Rescale, Rescaled, Scales
+from kvbridge_proto.pool import Handle
 from msgspec.structs import replace
 
 from demo.processes import free_port
+from kvbridge.adapters.engine.client import EngineClient
+from kvbridge.adapters.engine.link import AgentLink
 from kvbridge.loopback.messages import number_of
 from tests.integration.agent.harness import Client, OracleEngine, agent, attached
 from tests.integration.agent.pairs import Bench, Benches
@@ -65,9 +70,26 @@ def test_a_second_engine_is_refused_by_name(pair: Bench) -> None:
     with closing(OracleEngine(pair.receiver.agent, build(Shape("hnd")))) as second:
         refused = second.attach()
         assert isinstance(refused, Refused) and refused.code == "engine_present"
-        assert f"pid {os.getpid()}" in refused.reasons[0]
+        assert f"pid {os.getpid()}" in refused.reasons[0] and "kvbridge_socket" in refused.reasons[1]
         second.want("r", pair.sender.agent.address, [1], range(4))
         assert second.client.wait(Refused).code == "not_attached"
+    pair.works()
+
+
+def test_a_second_server_of_a_host_logs_that_it_needs_another_socket(
+    pair: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind an external load balancer each server counts its ranks from 0, so two ask for agent-0.sock."""
+    path, pool = pair.receiver.agent.socket, pair.receiver.pool
+    hello = Attach(versions=OURS, pool=pool, handles=(Handle(region=0, kind="shm_fd", fd=0),))
+    with open(os.devnull) as memory:
+        link = AgentLink(EngineClient(path), hello, [memory.fileno()], logging.getLogger("second"))
+        assert not link.start(1.0)
+        link.close()
+    at_once, at_last = [record.getMessage() for record in caplog.records if record.name == "second"]
+    assert f"not attached to an agent at {path} within 1.0 s" in at_last
+    for said in (at_once, at_last):
+        assert "engine_present" in said and f"pid {os.getpid()}" in said and "kvbridge_socket" in said
     pair.works()
 
 
