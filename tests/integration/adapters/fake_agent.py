@@ -51,6 +51,7 @@ class FakeAgent:
         self.heard: list[Any] = []
         self.fence: FencePage | None = None
         self.is_answering_attach = True
+        self.is_shared = False  # whether it says that other agents read our memory on its word
         self.refusal: Refused | None = None  # what it says to Attach instead
         self.is_answering_withdrawals = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -97,7 +98,7 @@ class FakeAgent:
             self.say(self.refusal)
         elif self.is_answering_attach:
             agent = AgentCard(name="fake", incarnation=self.incarnation, address=self.address, version="1")
-            self.say(Attached(version=1, epoch=len(self.attaches), agent=agent))
+            self.say(Attached(version=1, epoch=len(self.attaches), agent=agent, is_shared=self.is_shared))
 
     def say(self, message: ToEngine) -> None:
         assert self._engine is not None, "no engine is connected"

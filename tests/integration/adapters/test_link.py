@@ -177,6 +177,26 @@ def test_reads_are_over_soon_after_a_loss_and_writes_when_the_agent_has_let_go(
     assert len(agent.attaches) == 2
 
 
+@pytest.mark.parametrize("is_gone_first", [True, False])
+def test_other_agents_that_read_on_the_word_of_a_dead_one_are_waited_for(
+    link: AgentLink, agent: FakeAgent, clock: Clock, is_gone_first: bool
+) -> None:
+    """They read until their leases end, however dead it is."""
+    agent.is_shared = True
+    attach(link, agent)
+    agent.hang_up()
+    if is_gone_first:
+        agent.vanish()
+    for passed_s in (0.0, READERS_S - 0.001):
+        clock.now += passed_s
+        assert link.turn() == [] and link.state is LinkState.ENDING
+    clock.now += 0.001
+    if not is_gone_first:
+        assert link.turn() == [ReadsOver("the agent is gone")] and link.state is LinkState.ENDING
+        agent.vanish()
+    assert link.turn() == [Over("the agent is gone")]
+
+
 def test_where_a_process_cannot_be_watched_its_end_is_waited_for_by_time(agent: FakeAgent, clock: Clock) -> None:
     """As in another PID namespace on an older kernel, if an operator accepts that."""
     client = EngineClient(agent.path, allow_unwatched=True, pidfd_of=lambda _: -1)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
+import time
+from contextlib import closing
+from pathlib import Path
 
 import pytest
-from kvbridge_proto.engine import Detach
+from kvbridge_proto.common import OURS
+from kvbridge_proto.engine import READERS_S, Attach, Detach
 
+from kvbridge.adapters.engine.client import EngineClient
+from kvbridge.adapters.engine.link import AgentLink, Over
+from tests.integration.agent.harness import OracleEngine, agent
 from tests.integration.agent.pairs import Bench, Benches
 from tests.integration.agent.test_holding import shown
-from tests.support.oracle import Shape
+from tests.support.oracle import Shape, build
 from tests.support.proc import mapped
 from tests.support.waiting import wait_for
 
@@ -54,6 +62,25 @@ def test_a_sender_cannot_say_how_much_its_receiver_has_read(bench_of: Benches) -
     assert f"receiver flowing {read.chunks_done}/{read.chunks}" in shown(bench.receiver.agent)
     bench.offer("r", given[40:], 1000, first=40, is_more=True)
     bench.done("r")
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_blocks_are_free_late_when_an_agent_is_killed_that_may_have_let_others_read_them(
+    tmp_path: Path, is_shared: bool
+) -> None:
+    """Its receivers read on until their leases end."""
+    with (
+        agent(tmp_path, "a", routes="pull,host" if is_shared else "host") as running,
+        closing(OracleEngine(running, build(Shape("nhd")))) as engine,
+    ):
+        attach = Attach(versions=OURS, pool=engine.pool, handles=engine.handles)
+        link = AgentLink(EngineClient(running.socket), attach, engine.fds, logging.getLogger("test"))
+        assert link.start(10.0) and link.attached is not None and link.attached.is_shared == is_shared
+        began, heard = time.monotonic(), list[object]()
+        running.kill()
+        wait_for(lambda: bool(heard.extend(link.turn())) or any(isinstance(each, Over) for each in heard))
+        assert not is_shared or time.monotonic() - began >= READERS_S
+        link.close()
 
 
 def test_memory_of_an_engine_that_left_is_closed_or_its_reader_is_named(bench: Bench) -> None:

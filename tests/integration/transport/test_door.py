@@ -179,12 +179,13 @@ async def test_cards_that_nobody_shows_are_bounded(path: Path, monkeypatch: pyte
 
 
 async def test_refuses_an_epoch_that_is_over(door: MemoryDoor) -> None:
-    old, other = card_of(door), card_of(door, "other")
+    old, other, renamed = card_of(door), card_of(door, "other"), card_of(door, "renamed")
     door.end(3, "the engine left")
     assert door.admit("late") is None
     assert await refused(old) == "stale_epoch"
     door.share(shared(4))
     assert await refused(other) == "stale_epoch"
+    assert await refused(change(renamed, epoch=4)) == "stale_epoch", "it was admitted to the third"
     assert await refused(change(card_of(door), epoch=3)) == "stale_epoch"
     third = card_of(door)
     door.end(3, "heard again")  # it has nothing to do with the fourth
@@ -267,6 +268,7 @@ async def test_tells_receivers_of_an_epochs_end_and_names_them_until_they_have_c
     door.end(3, "the engine left")
     door.share(shared(4))
     newer = await open_memory(card_of(door, "s3"), "newer")
+    door.end(3, "heard again")  # it has nothing to do with the fourth
     assert await one.ending() == await other.ending() == "the engine left"
     assert not one.is_peer_gone and not one.is_closed
     held = {holder.agent: holder for holder in door.holders()}
@@ -421,6 +423,7 @@ async def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(
     [
         *((garbage, "door_unreachable") for garbage in (b"\xff" * 8, struct.pack(">I", 2) + b"\xc1\xc1", b"")),
         (pack(Refused(code="made_up", reasons=())), "door_refused"),
+        (pack(MemoryOpened(version=1, epoch=4, handles=())), "door_refused"),
     ],
 )
 async def test_a_receiver_survives_a_mad_door_and_takes_no_new_code_from_it(path: Path, said: bytes, code: str) -> None:
