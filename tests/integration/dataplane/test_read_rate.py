@@ -88,10 +88,13 @@ class Opening:
     """Pulls that open memory, beside a copier that copies one thing at a time, and ends it when it is told to."""
 
     def __init__(self) -> None:
-        copier = SimpleNamespace(copy=self._copy, is_using=lambda memory: False, forget=lambda memory: None)
+        copier = SimpleNamespace(
+            copy=self._copy, is_using=lambda memory: memory in self.read, forget=lambda memory: None
+        )
         resources: Any = SimpleNamespace(scratch=SCRATCH, copier=copier)
         self.pulling = PullRoute(resources, lambda hear, *args: hear(*args), ReceiveOrders(), 30.0, lambda: 0.0)
         self.closed: list[Peers] = []
+        self.read: list[Peers] = []  # a pull of these is under way
         self.found: list[tuple[Rate | None, Exception | None]] = []
 
     def _copy(self, sender: Span, target: Span) -> int:
@@ -115,6 +118,28 @@ def test_memory_that_is_given_up_while_it_is_measured_stays_mapped_until_then() 
     with pytest.raises(StopIteration):
         job.send(Moved(1))
     assert memory.is_closed and opening.closed == [memory] and opening.found[0][1] is None
+
+
+@pytest.mark.parametrize("by", ["its end", "another of its name"])
+def test_memory_that_is_given_up_while_a_pull_reads_it_stays_mapped_until_then(by: str) -> None:
+    opening, memory = Opening(), Peers(5000)
+
+    def opened(memory: Peers) -> None:
+        with pytest.raises(StopIteration):
+            job = opening.begin(memory)
+            next(job)
+            while True:
+                job.send(Moved(1))
+
+    opened(memory)
+    opening.read.append(memory)
+    opening.pulling.close(WHOSE) if by == "its end" else opened(Peers(5000))
+    assert not memory.is_closed
+    opening.pulling.close_unread()  # another read has ended
+    assert not memory.is_closed and not opening.closed
+    opening.read.clear()
+    opening.pulling.close_unread()
+    assert memory.is_closed and opening.closed == [memory]
 
 
 def test_of_one_memory_that_was_opened_twice_the_newest_is_read() -> None:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
-from kvbridge_proto.peer import DeviceCard, Probe, SlotLease
+from kvbridge_proto.peer import DeviceCard, Probe, SlotLease, Sum
 from msgspec.structs import replace as replace_struct
 
 from kvbridge.dataplane.attached import KEPT, AttachedMemory, EngineLiveness
@@ -26,17 +26,20 @@ from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndp
 from kvbridge.dataplane.routes.choice import Connected, pattern, prove
 from kvbridge.dataplane.routes.slot_route import Landing, Target
 from kvbridge.dataplane.send_orders import SendOrders
-from kvbridge.device.copier import Compiling, DeviceLost
+from kvbridge.device.copier import Compiling, DeviceLost, Moved
 from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.staging import Staging
 from kvbridge.errors import FabricError, KVBridgeError
-from kvbridge.exchange.orders import Credit, Progress, SendOrder
+from kvbridge.exchange.leases import ReadLease
+from kvbridge.exchange.orders import Credit, Digest, Digested, Progress, Pull, SendOrder
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.geometry.plan import Planner
+from kvbridge.geometry.shard import assign
 from kvbridge.transport.fabric import WriteFailed, WriteLate, Wrote
 from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
-from tests.integration.device.attached import attached
-from tests.support.oracle import Shape, build
+from tests.integration.device.attached import attached, engine_of
+from tests.support.oracle import Shape, block_table, build, tables_of
+from tests.support.proc import mapped
 from tests.support.refusals import refused
 
 SLOT_BYTES = 1 << 20
@@ -218,6 +221,51 @@ async def test_memory_is_not_let_go_of_while_a_kernel_may_run(stack: ExitStack) 
     async with serving(busy, stuck_s=0.05, end=ended) as (data_plane, pool):
         with pytest.raises(Ended, match="has not finished"):
             await data_plane.let_go(AttachedMemory(1, pool, None))
+
+
+class Reading(CpuBlockCopier):
+    """A pull that ends when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sender: object = None
+        self.go_on = threading.Event()
+
+    def pull(self, sender: object, *_: Any) -> int:
+        self.sender = sender
+        return self._over(0)
+
+    def poll(self) -> list[Moved]:
+        if self.sender is None:
+            return super().poll()
+        if not self.go_on.is_set():
+            return []
+        self.sender = None
+        return super().poll()
+
+    def is_using(self, pool: object) -> bool:
+        return pool is self.sender
+
+
+async def test_a_peers_memory_is_unmapped_once_no_pull_reads_it_any_more(stack: ExitStack) -> None:
+    class Deaf(Ears):
+        def on_receive_orders(self, reports: object) -> None: ...
+
+    copier, closed, name = Reading(), asyncio.Event(), ("b", 1, "")
+    lent = stack.enter_context(engine_of(build(Shape())))
+    inode = str(os.fstat(lent.fds[0]).st_ino)
+    async with serving(replace(Agents(stack).sender, copier=copier), Deaf()) as (data_plane, pool):
+        (takes,) = assign([lent.held.pool], pool.pool)
+        plan = Planner(lent.held.pool, pool.pool).plan(takes, 0, 16, SLOT_BYTES)
+        before = mapped(os.getpid(), inode)
+        await data_plane.open_peer(name, lent.held.pool, lent.handles, lent.fds, closed.set)
+        data_plane.give(Pull("t", "r", name, plan, {}, {}, 0, 1, ReadLease(0.0), 0), AttachedMemory(1, pool, None))
+        data_plane.close_peer(name)
+        await data_plane._call(lambda: None)  # the thread is through with what came before
+        assert copier.sender is not None and not closed.is_set() and mapped(os.getpid(), inode) > before
+        copier.go_on.set()
+        await asyncio.wait_for(closed.wait(), 10)
+        assert mapped(os.getpid(), inode) == before
 
 
 async def test_a_data_plane_that_has_died_proves_nothing(stack: ExitStack) -> None:
@@ -463,6 +511,33 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
     except StopIteration as end:
         found = end.value
     assert found == expected or found[0] == expected
+
+
+@pytest.mark.parametrize("what", ["gather", "digest"])
+@pytest.mark.parametrize(("withdrawn_at", "code"), [(98.9, None), (99.2, "blocks_taken_back")])
+def test_what_is_read_of_blocks_that_were_withdrawn_meanwhile_does_not_count(
+    stack: ExitStack, what: str, withdrawn_at: float, code: str | None
+) -> None:
+    """A digest of what another request put there would fail a transfer that is right."""
+    agents, send_orders = Agents(stack), SendOrders(2)
+    jobs = Jobs(agents.sender, "a", send_orders, ReceiveOrders(), 1.0, lambda: 100.0)
+    _, pool = stack.enter_context(attached(build(Shape())))
+    attachment = AttachedMemory(1, pool, None, EngineLiveness(withdrawn_at))
+    attachment.liveness.withdrew(1, withdrawn_at)
+    attachment.liveness.heard_at = 99.9
+    (takes,), tables = assign([pool.pool], pool.pool), block_table(pool.pool, tables_of(pool.pool, 16))
+    plan = Planner(pool.pool, pool.pool).plan(takes, 0, 16, SLOT_BYTES)
+    if what == "digest":
+        run(agents.sender, jobs.digest(Digest("t", 1, "r", plan, tables, Sum(0, 7)), attachment, 99.0))
+        (report,) = send_orders.take_reports()
+        assert isinstance(report, Digested)
+        failure = report.failure
+    else:
+        send_orders.order(SendOrder("t", 1, "r", "b", plan, b"", 1, "xxh3"), attachment, 99.0)
+        send_orders.progress(Progress("t", tables, 1, 0), 99.0)
+        send_orders.credit(Credit("t", (SlotLease(0, 1),)), 99.0)
+        *_, failure = run(agents.sender, jobs._gathered(send_orders.begin(), proved(agents)[0]))
+    assert (failure and failure[0]) == code
 
 
 def test_a_withdrawal_of_another_request_changes_nothing() -> None:
