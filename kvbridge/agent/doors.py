@@ -68,7 +68,7 @@ class NoDoors:
     def revoke(self, session: Session) -> None: ...
 
     async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
-        raise PeerError("sharing_off", "share_memory is off, or routes do not name pull")
+        raise PeerError("sharing_off", "share_memory is off at the receiver, or its routes do not name pull")
 
     def share(self, attached: AttachedMemory) -> None: ...
 

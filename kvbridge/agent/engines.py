@@ -217,7 +217,7 @@ class Engines:
         version = negotiate(OURS, attach.versions)
         if version is None:
             theirs = attach.versions
-            reason = f"versions: ours {OURS.oldest}-{OURS.newest}, theirs {theirs.oldest}-{theirs.newest}"
+            reason = f"versions: agent {OURS.oldest}-{OURS.newest}, engine {theirs.oldest}-{theirs.newest}"
             raise KVBridgeError("version_mismatch", reason)
         return version
 

@@ -235,7 +235,8 @@ class Sender:
             return [refused(incarnation, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
         its = self._of_receiver.get(incarnation) or ReceiverClaims()
         if len(its.outgoing_transfers) >= self._most_claims:
-            return [refused(incarnation, claim, "too_many_claims", f"claims: {self._most_claims} of yours are open")]
+            reason = f"claims: {self._most_claims} of this receiver are open"
+            return [refused(incarnation, claim, "too_many_claims", reason)]
         if len(self.outgoing_transfers) >= MOST_CLAIMS_OF_ALL:
             reason = f"claims: {MOST_CLAIMS_OF_ALL} of all receivers are open"
             return [refused(incarnation, claim, "too_many_transfers", reason)]
@@ -793,12 +794,12 @@ def planned(claim: Claim, session: Session, engine: AttachedEngine) -> Plan:
     )
     for name, ours, theirs in epochs:
         if ours != theirs:
-            raise PeerError("stale_epoch", f"{name}: ours {ours}, theirs {theirs}")
+            raise PeerError("stale_epoch", f"{name}: sender {ours}, receiver {theirs}")
     if claim.receiver >= claim.receivers or claim.receivers > MAX_RANKS:
         raise PeerError("bad_receiver", f"receiver: {claim.receiver} of {claim.receivers} ranks, at most {MAX_RANKS}")
     plan = session.planner.plan(claim.takes, claim.first_token, claim.end_token, session.slot_bytes)
     if plan.digest != claim.plan:
-        raise PeerError("plan_mismatch", f"plan: ours {plan.digest}, theirs {claim.plan}")
+        raise PeerError("plan_mismatch", f"plan: sender {plan.digest}, receiver {claim.plan}")
     return plan
 
 

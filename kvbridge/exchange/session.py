@@ -118,20 +118,22 @@ def answer(greeting: Hello, engine: AttachedEngine | None) -> Session | Refuse:
     if engine is None:
         return Refuse(code="no_engine", reasons=("no engine is attached to this agent",))
     if greeting.agent.incarnation == engine.agent.incarnation:
-        return Refuse(code="same_agent", reasons=(f"agent: ours {engine.agent.name}, theirs the same",))
+        return Refuse(code="same_agent", reasons=(f"agent: {engine.agent.name} is both sender and receiver",))
     version = negotiate(OURS, greeting.versions)
     if version is None:
         return Refuse(code="version_mismatch", reasons=(version_reason(greeting),))
     digest = next((name for name in engine.digests if name in greeting.digests), None)
     if digest is None:
-        return Refuse(code="no_common_digest", reasons=(f"digests: ours {engine.digests}, theirs {greeting.digests}",))
+        return Refuse(
+            code="no_common_digest", reasons=(f"digests: sender {engine.digests}, receiver {greeting.digests}",)
+        )
     ours, theirs = engine.site.fabric, greeting.fabric
     for card in (theirs, greeting.host):
         if card is not None and card.base + (card.slots + 1) * card.slot_bytes >= 1 << 63:
             reason = f"slots: {card.slots} of {card.slot_bytes} bytes end beyond any memory"
             return Refuse(code="bad_card", reasons=(reason,))
     if theirs.kind != ours.kind:
-        reason = f"fabric.kind: ours {ours.kind}, theirs {theirs.kind}"
+        reason = f"fabric.kind: sender {ours.kind}, receiver {theirs.kind}"
         return Refuse(code="fabric_mismatch", reasons=(reason,))
     found = _agreed(engine.pool, greeting.pool)
     if isinstance(found, Refuse):
@@ -159,7 +161,7 @@ def _agreed(sender: Pool, receiver: Pool) -> Same | Convertible | Refuse:
 
 def version_reason(greeting: Hello) -> str:
     ours, theirs = OURS, greeting.versions
-    return f"versions: ours {ours.oldest}-{ours.newest}, theirs {theirs.oldest}-{theirs.newest}"
+    return f"versions: sender {ours.oldest}-{ours.newest}, receiver {theirs.oldest}-{theirs.newest}"
 
 
 def welcome(session: Session, engine: AttachedEngine, door: DoorCard | None = None) -> Welcome:
@@ -181,19 +183,23 @@ def welcome(session: Session, engine: AttachedEngine, door: DoorCard | None = No
 def accept(greeting: Welcome, engine: AttachedEngine, key: str = "") -> Session | Refuse:
     """The receiver's view of a Welcome: a Session, or a Refuse that says why it cannot go on."""
     if not OURS.oldest <= greeting.version <= OURS.newest:
-        reason = f"version: ours {OURS.oldest}-{OURS.newest}, theirs {greeting.version}"
+        reason = f"version: receiver {OURS.oldest}-{OURS.newest}, sender {greeting.version}"
         return Refuse(code="version_mismatch", reasons=(reason,))
     if greeting.digest not in engine.digests:
-        return Refuse(code="no_common_digest", reasons=(f"digest: ours {engine.digests}, theirs {greeting.digest}",))
+        return Refuse(
+            code="no_common_digest", reasons=(f"digest: receiver {engine.digests}, sender {greeting.digest}",)
+        )
     if greeting.slot_bytes > engine.site.fabric.slot_bytes:
-        reason = f"slot_bytes: ours {engine.site.fabric.slot_bytes}, theirs {greeting.slot_bytes}"
+        reason = f"slot_bytes: receiver {engine.site.fabric.slot_bytes}, sender {greeting.slot_bytes}"
         return Refuse(code="slot_mismatch", reasons=(reason,))
     routed, site = Routed(greeting.route, greeting.why, greeting.probe), engine.site
     if greeting.route not in site.routes or (greeting.route == "host" and site.dram is None):
-        reason = f"route: ours {', '.join(site.routes)}, theirs {greeting.route}"
+        reason = f"route: receiver {', '.join(site.routes)}, sender {greeting.route}"
         return Refuse(code="route_mismatch", reasons=(reason,))
     if not routed.is_pulled and not site.has_slots:
-        return Refuse(code="route_mismatch", reasons=(f"route: {greeting.route}, and our Hello named no slots",))
+        return Refuse(
+            code="route_mismatch", reasons=(f"route: {greeting.route}, and the receiver's Hello named no slots",)
+        )
     found = _agreed(greeting.pool, engine.pool)
     if isinstance(found, Refuse):
         return found

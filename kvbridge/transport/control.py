@@ -218,7 +218,7 @@ class Control:
         frame = link.seal(self.incarnation, body)
         if len(frame) > self.settings.frame_bytes:
             limit = self.settings.frame_bytes
-            self._lose(link, "frame_too_large", f"frame_bytes: ours {len(frame)}, limit {limit}")
+            self._lose(link, "frame_too_large", f"frame_bytes: {len(frame)} to send, limit {limit}")
             return False
         if link.pipe is not None and link.sends_by_pipe:
             link.pipe.send_encoded(frame)
@@ -320,7 +320,7 @@ class Control:
             link.early[envelope.number] = envelope
             link.early_bytes += len(encode(envelope))
             if len(link.early) > BACKLOG or link.early_bytes > self.settings.queue_bytes:
-                reason = f"number: {link.expected} is missing, {link.early_bytes} bytes came after it"
+                reason = f"number: message {link.expected} is missing, {link.early_bytes} bytes came after it"
                 self._lose(link, "messages_lost", reason)
         else:
             self._count_in(link, envelope, by_pipe=True)
@@ -371,9 +371,9 @@ class Control:
     def _is_for_us(self, link: Link | None, envelope: Envelope) -> bool:
         is_spoken = OURS.oldest <= envelope.version <= OURS.newest
         if not is_spoken and not isinstance(envelope.body, Sessionless):
-            self._reject(link, "version_unknown", f"version: ours {OURS}, theirs {envelope.version}")
+            self._reject(link, "version_unknown", f"version: {envelope.version} of the message, {OURS} of this agent")
         elif not envelope.sender or envelope.receiver not in ("", self.incarnation):
-            text = f"incarnations: from {envelope.sender!r} to {envelope.receiver!r}, ours {self.incarnation!r}"
+            text = f"incarnations: from {envelope.sender!r} to {envelope.receiver!r}, this is {self.incarnation!r}"
             self._reject(link, "other_receiver", text)
         else:
             return True

@@ -208,9 +208,9 @@ class MemoryDoor(Server["_Caller"]):
         del self._cards[said.session]
         ours = None if self._shared is None else self._shared.epoch
         if self._shared is None or {said.epoch, card.epoch} != {ours}:
-            raise PeerError("stale_epoch", f"epoch: yours {said.epoch}, of the token {card.epoch}, shared {ours}")
+            raise PeerError("stale_epoch", f"epoch: receiver {said.epoch}, of the token {card.epoch}, sender {ours}")
         if negotiate(OURS, said.versions) is None:
-            raise PeerError("version_mismatch", f"versions: ours {OURS}, yours {said.versions}")
+            raise PeerError("version_mismatch", f"versions: sender {OURS}, receiver {said.versions}")
         return self._shared, said, pipe
 
     async def _hand_over(self, caller: _Caller, shared: Shared, said: OpenMemory, pipe: Pipe | None) -> None:

@@ -35,10 +35,16 @@ class Numbered:
         if self.peer_incarnation and envelope.sender != self.peer_incarnation:
             return "peer_restarted", f"incarnation: was {self.peer_incarnation}, now {envelope.sender}"
         if envelope.number != self._expected:
-            return "messages_lost", f"number: got {envelope.number}, expected {self._expected}"
+            return "messages_lost", self._gap(envelope.number)
         self.peer_incarnation = envelope.sender
         self._expected += 1
         return None
+
+    def _gap(self, number: int) -> str:
+        if self._expected == 0:
+            return f"number: message {number} begins no link (0 does): the agent that got it had given the link up"
+        what = "those between are lost" if number > self._expected else "it came twice"
+        return f"number: message {number} came after message {self._expected - 1}: {what}"
 
     def is_early(self, envelope: Envelope) -> bool:
         """Whether envelopes before it are still missing."""

@@ -90,7 +90,7 @@ class Server(ABC, Generic[C]):
                 continue
             connection = self.connection(accepted)
             if not is_allowed(connection.uid, self._allowed):
-                self.refuse(connection, "uid_not_allowed", f"uid: yours {connection.uid}, allowed {set(self._allowed)}")
+                self.refuse(connection, "uid_not_allowed", f"uid: {connection.uid}, allowed {set(self._allowed)}")
             else:
                 self._make_room(connection)
                 return connection

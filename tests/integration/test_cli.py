@@ -610,7 +610,7 @@ ANSWERS = {
     "closed": (b"", "closed without an answer"),
     "garbage": (HEADER.pack(3) + b"\xc1\xc1\xc1", "is no agent"),
     "another message": (HEADER.pack(1) + encode({}), "is no agent"),
-    "refused": (pack(TO_ENGINE[2]), "a.sock: version_mismatch: versions: ours 1-1, theirs 2-3"),
+    "refused": (pack(TO_ENGINE[2]), "a.sock: version_mismatch: versions: agent 1-1, engine 2-3"),
 }
 
 

@@ -99,7 +99,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             return reason
         self._prefilled = told
         theirs, ours = self._prefilled[0].rendezvous, rendezvous(self.bootstrap_room, self._prompt)
-        return f"{OTHER_PROMPT}: theirs {theirs!a}, ours {ours}" if theirs not in ("", ours) else ""
+        return f"{OTHER_PROMPT}: prefill {theirs!a}, decode {ours}" if theirs not in ("", ours) else ""
 
     def init(self, prefill_dp_rank: int) -> None:
         try:
@@ -260,7 +260,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         args = self.kv_mgr.kv_args
         theirs, ours = [len(field) for field in row.fields], list(args.aux_item_lens)
         if theirs != ours:
-            return self._fail(f"auxiliary row: bytes of its fields: ours {ours}, theirs {theirs}")
+            return self._fail(f"auxiliary row: bytes of its fields: prefill {theirs}, decode {ours}")
         for start, size, field in zip(args.aux_data_ptrs, ours, row.fields, strict=True):
             ctypes.memmove(start + self._aux_index * size, field, size)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)

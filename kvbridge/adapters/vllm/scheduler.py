@@ -327,7 +327,7 @@ class SchedulerSide:
             self._unfetched[request.request_id] = Unfetched("bad_params")
             return
         if remote.weights not in (None, self._weights):
-            log.info("%s: weights: ours %a, theirs %a: computed here", name, self._weights, remote.weights)
+            log.info("%s: weights: prefill %a, decode %a: computed here", name, remote.weights, self._weights)
             self._unfetched[request.request_id] = Unfetched("other_weights")
             return
         digest = prompt_digest(request)

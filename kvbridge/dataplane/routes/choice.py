@@ -33,29 +33,30 @@ SLOT_ROUTES: Mapping[Route, SlotRoute] = {each.name: each for each in (DirectRou
 NOT_CONNECTED = 0  # the serial of a route that nothing is written over
 
 
-def candidates(ours: Site, theirs: Site) -> list[tuple[Route, str]]:
-    """Every route in our order, with the reason against it as far as two cards tell, "" if there is none."""
-    return [(route, _why_not(route, ours, theirs)) for route in ours.routes]
+def candidates(sender: Site, receiver: Site) -> list[tuple[Route, str]]:
+    """Every route in the sender's order, with the reason against it as far as two cards tell, "" if there is none."""
+    return [(route, _why_not(route, sender, receiver)) for route in sender.routes]
 
 
-def may_be_written(ours: Site, theirs: Site) -> bool:
+def may_be_written(sender: Site, receiver: Site) -> bool:
     """Whether a route to a receiver's slots may work, as far as two cards tell."""
-    return any(route in SLOT_ROUTES and not reason for route, reason in candidates(ours, theirs))
+    return any(route in SLOT_ROUTES and not reason for route, reason in candidates(sender, receiver))
 
 
-def to_be_read(ours: Site, theirs: Site) -> Routed | None:
+def to_be_read(sender: Site, receiver: Site) -> Routed | None:
     """The route `pull`, which the receiver proves, if it is the best that two cards allow. Otherwise None."""
-    best = next((route for route, reason in candidates(ours, theirs) if not reason), None)
+    best = next((route for route, reason in candidates(sender, receiver) if not reason), None)
     return Routed(PULL) if best == PULL else None
 
 
-def _why_not(route: Route, ours: Site, theirs: Site) -> str:
-    if route not in theirs.routes:
-        return f"{route}: the peer allows {', '.join(theirs.routes)}"
+def _why_not(route: Route, sender: Site, receiver: Site) -> str:
+    if route not in receiver.routes:
+        return f"{route}: the receiver allows {', '.join(receiver.routes)} (routes)"
     if route == PULL:
-        reason = pull.why_not(ours, theirs)
+        reason = pull.why_not(sender, receiver)
     else:  # unknown until both sides have slots
-        reason = SLOT_ROUTES[route].why_not(ours, theirs) if ours.has_slots and theirs.has_slots else ""
+        has_slots = sender.has_slots and receiver.has_slots
+        reason = SLOT_ROUTES[route].why_not(sender, receiver) if has_slots else ""
     return f"{route}: {reason}" if reason else ""
 
 

@@ -15,7 +15,7 @@ from ...exchange.route import Site
 from ..awaits import Wait, WaitMove
 from ..resources import Resources
 from ..slots import SendSlot
-from .slot_route import Landing, SlotRoute, Target, memories
+from .slot_route import Landing, SlotRoute, Target, machines, memories
 
 log = logging.getLogger("kvbridge.routes")
 
@@ -44,11 +44,11 @@ class DirectTarget(Target):
 class DirectRoute(SlotRoute):
     name: Route = "direct"
 
-    def why_not(self, ours: Site, theirs: Site) -> str:
-        if ours.device is None or theirs.device is None:
-            return memories(ours, theirs)
-        if ours.device.machine != theirs.device.machine:
-            return f"machine: ours {ours.device.machine}, theirs {theirs.device.machine}"
+    def why_not(self, sender: Site, receiver: Site) -> str:
+        if sender.device is None or receiver.device is None:
+            return memories(sender, receiver)
+        if sender.device.machine != receiver.device.machine:
+            return machines(sender.device.machine, receiver.device.machine)
         return ""
 
     def open(self, resources: Resources, landing: Landing, serial: int) -> Target:

@@ -27,10 +27,11 @@ class HostTarget(Target):
 class HostRoute(SlotRoute):
     name: Route = "host"
 
-    def why_not(self, ours: Site, theirs: Site) -> str:
-        if ours.dram is None or theirs.dram is None:
-            return "no slots in host memory on " + ("our side" if ours.dram is None else "the peer's side")
-        return "" if "vram" in (ours.fabric.memory, theirs.fabric.memory) else f"{memories(ours, theirs)}; that is nixl"
+    def why_not(self, sender: Site, receiver: Site) -> str:
+        if sender.dram is None or receiver.dram is None:
+            return "no slots in host memory at the " + ("sender" if sender.dram is None else "receiver")
+        is_on_gpu = "vram" in (sender.fabric.memory, receiver.fabric.memory)
+        return "" if is_on_gpu else f"{memories(sender, receiver)}; that is nixl"
 
     def open(self, resources: Resources, landing: Landing, serial: int) -> Target:
         card = landing.site.dram

@@ -12,8 +12,8 @@ from .slot_route import Landing, SlotRoute, Target, memories
 class NixlRoute(SlotRoute):
     name: Route = "nixl"
 
-    def why_not(self, ours: Site, theirs: Site) -> str:
-        return "" if ours.fabric.memory == theirs.fabric.memory else memories(ours, theirs)
+    def why_not(self, sender: Site, receiver: Site) -> str:
+        return "" if sender.fabric.memory == receiver.fabric.memory else memories(sender, receiver)
 
     def open(self, resources: Resources, landing: Landing, serial: int) -> Target:
         card = landing.site.fabric

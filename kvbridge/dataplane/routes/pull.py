@@ -24,7 +24,7 @@ from ..awaits import Event, Job, Settle, Wait, WaitCopier, WaitLease, WaitMove, 
 from ..receive_orders import ReceiveOrders
 from ..resources import Resources
 from .rate import fastest
-from .slot_route import memories
+from .slot_route import machines, memories
 
 log = logging.getLogger("kvbridge.data_plane")
 
@@ -38,11 +38,13 @@ ENDED_WHILE_READ: Failure = ("aborted", "the transfer ended while it was read")
 Opened = tuple[AttachedPool, Callable[[], None]]  # the callable is called on the loop once it is unmapped
 
 
-def why_not(ours: Site, theirs: Site) -> str:
+def why_not(sender: Site, receiver: Site) -> str:
     """The reason against `pull`, as far as two cards tell, "" if there is none."""
-    if not ours.machine or ours.machine != theirs.machine:
-        return f"machine: ours {ours.machine or 'not shared'}, theirs {theirs.machine or 'not shared'}"
-    return "" if ours.fabric.memory == theirs.fabric.memory else memories(ours, theirs)
+    if unshared := [name for name, site in (("sender", sender), ("receiver", receiver)) if not site.machine]:
+        return f"share_memory: off at the {' and the '.join(unshared)}"
+    if sender.machine != receiver.machine:
+        return machines(sender.machine, receiver.machine)
+    return "" if sender.fabric.memory == receiver.fabric.memory else memories(sender, receiver)
 
 
 class PullRoute:

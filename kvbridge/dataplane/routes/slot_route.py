@@ -69,7 +69,7 @@ class SlotRoute(abc.ABC):
     name: Route
 
     @abc.abstractmethod
-    def why_not(self, ours: Site, theirs: Site) -> str:
+    def why_not(self, sender: Site, receiver: Site) -> str:
         """The reason against this route, as far as two cards tell, "" if there is none."""
 
     @abc.abstractmethod
@@ -91,6 +91,11 @@ class SlotRoute(abc.ABC):
         return endpoint
 
 
-def memories(ours: Site, theirs: Site) -> str:
+def memories(sender: Site, receiver: Site) -> str:
     """Which memory two agents have their slots in, for messages."""
-    return f"slots: ours {ours.fabric.memory}, theirs {theirs.fabric.memory}"
+    return f"slots: sender {sender.fabric.memory}, receiver {receiver.fabric.memory}"
+
+
+def machines(sender: str, receiver: str) -> str:
+    """That two agents are on different hosts, by their kernels' boot ids, for messages."""
+    return f"hosts: sender {sender}, receiver {receiver}"

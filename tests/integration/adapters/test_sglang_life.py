@@ -386,7 +386,7 @@ def test_a_row_of_another_size_fails_that_request(decode: Any) -> None:
     made.send_metadata(pages(), 1, [], 48)
     decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"more", b"rows")))
     assert listen(decode, made) == FAILED and decode.kv_args.row.tolist() == list(range(8))
-    assert "ours [4], theirs [4, 4]" in decode.failure_records[ROOM]
+    assert "prefill [4, 4], decode [4]" in decode.failure_records[ROOM]
 
 
 def test_what_has_failed_already_asks_for_nothing(decode: Any) -> None:

@@ -85,7 +85,7 @@ def test_ranges_that_do_not_meet_are_refused_at_once(rank: Rank, is_newer_asked:
         answer = carried(sender, receiver)
         assert time.monotonic() - began < SOON_S
         assert isinstance(answer, Failed) and answer.code == "version_mismatch", answer
-        assert answer.reason.endswith(f"versions: ours {theirs}-{theirs}, theirs {ours}-{ours}"), answer
+        assert answer.reason.endswith(f"versions: sender {theirs}-{theirs}, receiver {ours}-{ours}"), answer
     wait_for(lambda: is_at_rest(receiver.agent.status))
     assert agreed(receiver) <= {0} and agreed(sender) == set()
     both = rank("both", 1, 2, 16)
@@ -99,5 +99,5 @@ def test_an_engine_that_no_version_is_common_with_is_refused(tmp_path: Path) -> 
     with agent(tmp_path, "a") as running, closing(OracleEngine(running, held)) as engine:
         refused = engine.attach(versions=newer)
         assert isinstance(refused, Refused) and refused.code == "version_mismatch"
-        ranges = f"ours {OURS.oldest}-{OURS.newest}, theirs {newer.oldest}-{newer.newest}"
+        ranges = f"agent {OURS.oldest}-{OURS.newest}, engine {newer.oldest}-{newer.newest}"
         assert refused.reasons == (f"versions: {ranges}",)

@@ -91,6 +91,17 @@ def test_a_receiver_that_can_only_be_written_to_makes_slots_and_its_other_sessio
         assert [slack for slack in slacks_of(three[name].agent) if slack < 50_000] == [TIMER_SLACK_NS]
 
 
+@pytest.mark.parametrize(("side", "name"), [("p", "sender"), ("d", "receiver")])
+def test_both_agents_name_the_side_and_the_option_for_which_nothing_is_read(
+    bench_of: Benches, side: str, name: str
+) -> None:
+    bench = bench_of(**{side: {"no_share_memory": True}})
+    bench.works("a")
+    for engine in bench.engines:
+        (peer,) = engine.agent.status.peers
+        assert peer.route_name == "nixl" and f"pull: share_memory: off at the {name}" in peer.route, peer.route
+
+
 def test_a_sender_makes_slots_for_a_receiver_that_does_not_read(bench_of: Benches) -> None:
     bench = bench_of(d={"routes": "nixl"})
     assert slots_of(bench.sender.agent) == (NONE, NONE)

@@ -149,7 +149,7 @@ async def test_who_was_given_up_learns_it_from_the_answer_to_its_next_message() 
         (await sender_ear.hear(Arrived)).link.close()
         link.send(cancel("u"))
         lost = await receiver_ear.loses("link_over", link)
-        assert "number: got 1, expected 0" in lost.reason
+        assert "number: message 1 begins no link (0 does): the agent that got it had given the link up" in lost.reason
         receiver.dial(sender.address).send(cancel("v"))
         assert (await sender_ear.hear(Rejected)).code == "messages_lost"
         assert (await sender_ear.hear(Arrived)).envelope.body == cancel("v")

@@ -68,7 +68,7 @@ def _refusal(**changes: object) -> Refuse:
 
 def test_refuses_other_versions_digests_fabrics_models_and_itself(world: World) -> None:
     sender, receiver = world.senders[0].engine, world.receivers[0].engine
-    assert "ours 1-1, theirs 7-9" in _refusal(versions=VersionRange(7, 9)).reasons[0]
+    assert "sender 1-1, receiver 7-9" in _refusal(versions=VersionRange(7, 9)).reasons[0]
     assert _refusal(digests=("other",)).code == "no_common_digest"
     assert _refusal(fabric=replace(receiver.site.fabric, kind="other")).code == "fabric_mismatch"
     refused = _refusal(fabric=replace(receiver.site.fabric, base=(1 << 62) + 77, slots=4096, slot_bytes=1 << 50))

@@ -106,7 +106,7 @@ TO_AGENT: tuple[Any, ...] = (
 TO_ENGINE: tuple[Any, ...] = (
     engine.Attached(version=1, epoch=3, agent=AGENT),
     engine.Detached(epoch=3),
-    engine.Refused(code="version_mismatch", reasons=("versions: ours 1-1, theirs 2-3",)),
+    engine.Refused(code="version_mismatch", reasons=("versions: agent 1-1, engine 2-3",)),
     engine.Released(number=7, request="cmpl-1-a", code="deadline", reason="hold_s: 30 s are over"),
     engine.Held(numbers=(7, 9)),
     engine.Done(number=1 << 50, request="cmpl-1-b", moved_bytes=49152, seconds=0.004, tokens=499),
@@ -145,7 +145,7 @@ TO_ENGINE: tuple[Any, ...] = (
                 incarnation="feed",
                 state="open",
                 verdict="Same",
-                route="nixl 12.5 GB/s in 4096 KiB (direct: the peer allows nixl)",
+                route="nixl 12.5 GB/s in 4096 KiB (direct: the receiver allows nixl (routes))",
                 route_name="nixl",
                 bytes_per_s=12.5e9,
                 key="decode",
@@ -231,7 +231,7 @@ BODIES: tuple[Any, ...] = (
         why="nixl: 0.31 GB/s measured, too slow to be right",
         probe=peer.Probe(lane=7, seed=99, size_bytes=65536, bytes_per_s=5.1e9),
     ),
-    peer.Refuse(code="incompatible", reasons=("key_width: ours 64, theirs 96",)),
+    peer.Refuse(code="incompatible", reasons=("key_width: sender 64, receiver 96",)),
     peer.Claim(
         transfer="2f6c1d",
         want="decode-9c/cmpl-1-b",
@@ -286,7 +286,7 @@ FROM_DOOR: tuple[Any, ...] = (
     engine.Descriptors(),
     door.MemoryEnding(reason="engine left"),
     door.MemoryOpened(version=1, epoch=3, handles=HANDLES),
-    engine.Refused(code="stale_epoch", reasons=("epoch: yours 3, of the token 3, shared 4",)),
+    engine.Refused(code="stale_epoch", reasons=("epoch: receiver 3, of the token 3, sender 4",)),
 )
 
 
