@@ -231,6 +231,8 @@ def test_a_dead_prefill_agent_costs_a_recomputation_and_nothing_else(fleet: Flee
     fleet["large"].wait_empty()
     result = fleet["large"].run(fleet.name("alive"), tokens, 3)
     assert len(result.tokens) == 3
+    fleet.start_agents("large")
+    wait_for(lambda: fleet.agents["large"][0].status.engine is not None)
 
 
 def reweigh(engine: EngineProcess) -> None:
