@@ -500,6 +500,8 @@ class Receiver:
                 self._deadlines.set(("unheard", key), now + DOUBT_AGAIN_S)
                 # Here only, not whenever a rank is reached: another one that refuses would be asked again at once.
                 actions += [Reach(address) for address in self._senders.missing(key)] + self._tell_unheard(key, now)
+                if key in self._senders.open and not self._senders.is_whole(key):
+                    actions.append(Ask(key))  # it had not heard of its engine's other ranks
             elif kind == "doubt" and self._undrained.is_any(key):
                 actions += self._doubt(key, now)
         return actions + self._hold(now)

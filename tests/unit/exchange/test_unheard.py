@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kvbridge_proto.peer import Claim
 
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.known_senders import UNHEARD_S
-from kvbridge.exchange.receiver import DOUBT_AGAIN_S
+from kvbridge.exchange.receiver import ASK_AGAIN_S, DOUBT_AGAIN_S
 from tests.unit.exchange.world import World
 
 
@@ -139,3 +141,20 @@ def test_each_rank_is_told_once() -> None:
     world.run()
     reached_again(world)
     assert not any(each.sending.offers for each in world.senders)
+
+
+def test_a_rank_that_was_not_known_is_told_too() -> None:
+    """The want fails before the rank at its sender's address has heard of its engine's other one."""
+    world = World(senders=2)
+    first = world.sender
+    whole, first.engine = first.engine, replace(first.engine, ranks=first.engine.ranks[:1])
+    world.serve("r", 64, 16)
+    world.fetch("r", 64)
+    world.abandon("r")
+    world.run()
+    world.pass_time(ASK_AGAIN_S)  # what was asked for the want
+    world.run()
+    assert [bool(node.sending.offers) for node in world.senders] == [False, True]
+    first.engine = whole
+    reached_again(world)
+    assert not any(node.sending.offers for node in world.senders)
