@@ -180,6 +180,7 @@ class SchedulerSide:
         self._known_ids: deque[str] = deque(maxlen=IDS_KNOWN)
         self._step = ConnectorStep()
         self._clock = clock
+        self._has_workers = False  # whether any has ever reported: vLLM's tests of the scheduler have none
         self._known_at = clock()  # when the workers' last report on their agents was known to hold
         self._asked_at: float | None = None  # when they were asked to report again
         self._empty_steps = 0
@@ -192,6 +193,7 @@ class SchedulerSide:
     # Agents:
 
     def agents_at_start(self, addresses: dict[RankKey, AgentAddress]) -> None:
+        self._has_workers = True
         self._agents_are(addresses)
 
     def _agents_are(self, changed: dict[RankKey, AgentAddress]) -> None:
@@ -424,13 +426,22 @@ class SchedulerSide:
         self._step.before += [offer, Withdraw(number=offer.number, reason=request.status.name.lower())]
 
     def _is_asking(self) -> bool:
-        """Whether requests wait for the workers to report whether their agents are here. The next step asks them."""
+        """Whether requests wait for the workers to report whether their agents are here. The next step asks them.
+
+        So the first request after a rest is waiting, not running, after its first `schedule()`, and costs one empty
+        step. It must wait. An engine at rest makes no steps, so an agent may meanwhile have died, come back or been
+        replaced. What the workers report of a step reaches us after its requests have finished
+        (`update_connector_output` follows `request_finished`), which is too late for a prompt of one step: its answer
+        would name an agent that is gone, or none. And a want said to no agent is a failed receive, which vLLM's policy
+        may turn into a failed request. A request within KNOWN_S of the last step does not wait, nor one of a scheduler
+        to which no worker ever spoke.
+        """
         now = self._clock()
         if self._asked_at is None and now - self._known_at > (KNOWN_S if self._has_agents else GONE_KNOWN_S):
             self._asked_at, self._step.is_roll_call = now, True
         if self._asked_at is not None and now - self._asked_at >= ROLL_CALL_S:
             self._asked_at, self._known_at = None, now
-        return self._asked_at is not None
+        return self._has_workers and self._asked_at is not None
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """How much of the prompt to fetch beyond `computed`: all but its last token. None: ask again next step.
@@ -678,6 +689,7 @@ class SchedulerSide:
             self.held.free(request_id)
         said = output.kv_connector_worker_meta
         if isinstance(said, AgentAddresses):
+            self._has_workers = True
             self._agents_are(said.addresses)
             if len(said.addresses) == self._tp_size * self._pp_size:
                 self._asked_at, self._known_at = None, self._clock()

@@ -18,6 +18,7 @@ from kvbridge.adapters.vllm.rendezvous import prompt_digest
 from kvbridge.adapters.vllm.scheduler import COMPUTING_S
 from tests.integration.adapters.fake_agent import FakeAgent
 from tests.integration.adapters.world import World
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
 
@@ -183,6 +184,38 @@ def test_the_first_request_after_a_loss_asks_whether_the_agent_has_come_back(
     world.steps(2)
     assert agent.one(Offer).is_last
     agent.say(Released(number=1, request="whatever"))
+
+
+def test_the_first_request_after_a_rest_waits_one_step_and_its_answer_names_the_agent_that_is_there(
+    tmp_path: Path,
+) -> None:
+    """vLLM hears of a step's agents after the step's requests have finished."""
+    world = World(tmp_path).ready()
+    (before,) = world.agents
+    before.die()
+    world.agents = [FakeAgent(world.path(0), "tcp://127.0.0.1:7800", "incarnation-2")]
+    with world.agent.alive():
+        link = world.workers[0].worker._conversation._link
+        assert link is not None
+        wait_for(lambda: link.address == world.agent.address)
+    world.clock.now += 60  # the engine makes no step meanwhile
+    request = world.prefill(40)
+    world.step()
+    assert not world.scheduler.running and not request.num_computed_tokens
+    (output,) = world.step().outputs
+    assert output.kv_transfer_params["remote_port"] == 7800
+    world.prefill(40)
+    (output,) = world.step().outputs  # at once: the workers have just reported
+    assert output.kv_transfer_params["remote_port"] == 7800
+
+
+def test_a_scheduler_without_workers_runs_a_request_in_its_first_step(tmp_path: Path) -> None:
+    """As in vLLM's own tests of the life of a remote decode and a remote prefill: there is nobody to ask."""
+    world = World(tmp_path)
+    world.clock.now += 60
+    request = world.prefill(40)
+    scheduled = world.scheduler.schedule()
+    assert world.scheduler.running == [request] and len(scheduled.scheduled_new_reqs) == 1
 
 
 def test_workers_that_do_not_say_it_in_time_are_not_waited_for(tmp_path: Path) -> None:
