@@ -417,7 +417,7 @@ MUTATIONS: dict[str, Rule] = {
     "failed is said while rows are scattered": Rule(_failed_while_scattering, 3, UNWANTED),
     "an engine is let go while its memory is used": Rule(_leave_at_once, 121, UNWANTED, left_soon),
     "an engine that has given its agent up waits for no reader": Rule(instead(rank, "READERS_S", 0.0), 3120, FOREIGN),
-    "a killed agent's socket and its kernels end together": Rule(instead(rank, "GONE_S", 0.0), 2434, UNWANTED),
+    "a killed agent's socket and its kernels end together": Rule(instead(rank, "GONE_S", 0.0), 5244, UNWANTED),
     "an agent lets go without a word": Rule(_leaves_without_a_word, 6, "has closed its end without a word"),
     "done is said one chunk too soon": Rule(_done_too_soon, 5, "is done, but has waste"),
     "a lost transfer's slots are forgotten": Rule(_lost_leaves_no_doubt, 36, LATE),
