@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
 import signal
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kvbridge_proto.common import OURS
@@ -16,9 +20,14 @@ from kvbridge_proto.engine import READERS_S, Attach, Detach
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.link import AgentLink, Over
+from kvbridge.agent.doors import LocalDoors
+from kvbridge.dataplane.attached import AttachedMemory
+from kvbridge.device.sharing import SharedHandles
+from kvbridge.transport.door import open_memory
 from tests.integration.agent.harness import OracleEngine, agent
 from tests.integration.agent.pairs import Bench, Benches
 from tests.integration.agent.test_holding import shown
+from tests.integration.transport.test_door import card_of, opened, refused
 from tests.support.oracle import Shape, build
 from tests.support.proc import mapped
 from tests.support.waiting import wait_for
@@ -62,6 +71,24 @@ def test_a_sender_cannot_say_how_much_its_receiver_has_read(bench_of: Benches) -
     assert f"receiver flowing {read.chunks_done}/{read.chunks}" in shown(bench.receiver.agent)
     bench.offer("r", given[40:], 1000, first=40, is_more=True)
     bench.done("r")
+
+
+async def test_memory_is_handed_over_while_its_engine_is_attached_and_its_session_open(tmp_path: Path) -> None:
+    async with opened(tmp_path / "agent.sock") as door, asyncio.timeout(10):
+        nothing: Any = None
+        doors, attached = LocalDoors(door, nothing, "prefill", ()), AttachedMemory(7, nothing, None)
+        doors.share(replace(attached, shared=SharedHandles((), ())))
+        cards = [card_of(door, session) for session in ("one", "other", "late")]
+        one, other = [await open_memory(card, "decode") for card in cards[:2]]
+        assert one.epoch == other.epoch == 7
+        session: Any = SimpleNamespace(peer=SimpleNamespace(incarnation="one"))
+        doors.revoke(session)
+        assert await one.ending() == "the session is over"
+        doors.withdraw(attached, "the engine left")
+        assert await other.ending() == "the engine left"
+        assert await refused(cards[2]) == "stale_epoch" and door.admit("later") is None
+        one.close()
+        other.close()
 
 
 @pytest.mark.parametrize("is_shared", [True, False])

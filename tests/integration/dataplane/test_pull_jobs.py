@@ -65,7 +65,15 @@ def end_chunk() -> int:
 
 
 @pytest.fixture
-def job(told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[float], end_chunk: int) -> Job:
+def attached() -> Any:
+    liveness = SimpleNamespace(has_left=False)
+    return SimpleNamespace(memory=object(), liveness=liveness, has_reached=lambda count: True)
+
+
+@pytest.fixture
+def job(
+    told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[float], end_chunk: int, attached: Any
+) -> Job:
     resources: Any = SimpleNamespace(copier=copier)
     pulling = PullRoute(resources, lambda *args: None, told, 30.0, lambda: clock[0])
     pulling._peers[WHOSE] = cast(Any, object()), lambda: None
@@ -83,9 +91,6 @@ def job(told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[f
         tables={},
         peer_tables={},
         compared=frozenset({0}),
-    )
-    attached: Any = SimpleNamespace(
-        memory=object(), liveness=SimpleNamespace(has_left=False), has_reached=lambda count: True
     )
     return pulling.pull(pull, attached)
 
@@ -165,6 +170,34 @@ def test_a_read_that_ends_after_its_lease_is_lost_if_no_renewal_comes(
     with pytest.raises(StopIteration):
         job.throw(wait.late())
     assert [each.failure and each.failure[0] for each in told.take_reports()] == ["lease_over"]
+
+
+@pytest.mark.parametrize("until", [0.1, 1.0], ids=["during the read", "while a renewal is awaited"])
+def test_a_read_whose_transfer_ends_meanwhile_does_not_count(
+    job: Job, told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[float], until: float
+) -> None:
+    copier.is_roomy = True
+    wait = job.send(None)
+    lease.is_given_up, clock[0] = until < lease.ends, until
+    with pytest.raises(StopIteration):
+        for ticket in (1, 2, 3):
+            assert wait == WaitMove(ticket)
+            wait = job.send(Moved(ticket, 7))
+        assert isinstance(wait, WaitLease) and not wait.is_over
+        lease.is_given_up = True
+        assert wait.is_over
+        job.send(None)
+    assert [each.failure for each in told.take_reports() if isinstance(each, Pulled)] == [ENDED_WHILE_READ]
+
+
+def test_a_read_that_ends_after_its_lease_and_its_own_engine_is_lost_at_once(
+    job: Job, copier: FullCopier, told: ReceiveOrders, clock: list[float], attached: Any
+) -> None:
+    """No renewal is heard any more."""
+    attached.liveness.has_left = True
+    with pytest.raises(StopIteration):
+        _read_until(1.0, job, copier, clock)
+    assert [each.failure and each.failure[0] for each in told.take_reports()] == ["engine_left"]
 
 
 def _read_until(at: float, job: Job, copier: FullCopier, clock: list[float]) -> object:

@@ -88,8 +88,9 @@ class Opening:
     """Pulls that open memory, beside a copier that copies one thing at a time, and ends it when it is told to."""
 
     def __init__(self) -> None:
+        self.forgotten: list[Peers] = []
         copier = SimpleNamespace(
-            copy=self._copy, is_using=lambda memory: memory in self.read, forget=lambda memory: None
+            copy=self._copy, is_using=lambda memory: memory in self.read, forget=self.forgotten.append
         )
         resources: Any = SimpleNamespace(scratch=SCRATCH, copier=copier)
         self.pulling = PullRoute(resources, lambda hear, *args: hear(*args), ReceiveOrders(), 30.0, lambda: 0.0)
@@ -139,7 +140,18 @@ def test_memory_that_is_given_up_while_a_pull_reads_it_stays_mapped_until_then(b
     assert not memory.is_closed and not opening.closed
     opening.read.clear()
     opening.pulling.close_unread()
-    assert memory.is_closed and opening.closed == [memory]
+    assert memory.is_closed and opening.closed == opening.forgotten == [memory]
+
+
+def test_all_is_unmapped_at_the_end_what_was_given_up_too() -> None:
+    opening, old, new = Opening(), Peers(5000), Peers(5000)
+    first = opening.begin(old)
+    next(first)
+    with pytest.raises(StopIteration):
+        next(opening.begin(new))
+    assert not old.is_closed
+    opening.pulling.close_all()
+    assert old.is_closed and new.is_closed
 
 
 def test_of_one_memory_that_was_opened_twice_the_newest_is_read() -> None:
