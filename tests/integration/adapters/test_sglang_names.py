@@ -37,7 +37,7 @@ CLASSES = [
     if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("CommonKV") for base in node.bases)
 ]
 MANAGER = f"{HERE}.manager.KVBridgeManager"
-OF_MANAGER = {"options", "rooms", "talk"}  # our own
+OF_MANAGER = {"options", "rooms", "talk", "weights_changes"}  # our own
 # What else we read: of objects that SGLang hands us, and what we set for SGLang to read.
 READ = {
     "sglang.srt.disaggregation.common.conn.CommonKVManager": "enable_deferred_decode_kv_release _kv_replica_factor",
@@ -50,10 +50,10 @@ READ = {
     "sglang.srt.disaggregation.common.conn.AbortNotification": "room decode_ip decode_port",
     "sglang.srt.disaggregation.base.conn.KVArgs": "aux_data_ptrs aux_item_lens page_size",
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue": (
-        "token_to_kv_pool draft_token_to_kv_pool scheduler metadata_buffers"
+        "token_to_kv_pool draft_token_to_kv_pool scheduler metadata_buffers kv_manager"
     ),
     "sglang.srt.disaggregation.decode.DecodePreallocQueue": (
-        "token_to_kv_pool draft_token_to_kv_pool scheduler metadata_buffers transfer_queue"
+        "token_to_kv_pool draft_token_to_kv_pool scheduler metadata_buffers kv_manager transfer_queue"
     ),
     "sglang.srt.disaggregation.decode.DecodeTransferQueue": "enable_deferred_kv_release deferred_kv_release_timeout",
     "sglang.srt.mem_cache.memory_pool.KVCache": "page_size dtype layer_num start_layer device",
@@ -74,7 +74,11 @@ READ = {
     "sglang.srt.managers.io_struct.TokenizedGenerateReqInput": "rid bootstrap_room",
     "sglang.srt.sampling.sampling_params.SamplingParams": "custom_params",
     "sglang.srt.configs.model_config.ModelConfig": "vocab_size",
-    "sglang.srt.managers.scheduler.Scheduler": "_sched_idled model_config tp_worker server_args",
+    "sglang.srt.managers.scheduler.Scheduler": (
+        "_sched_idled model_config tp_worker server_args weight_updater disagg_prefill_bootstrap_queue "
+        "disagg_decode_prealloc_queue disagg_prefill_inflight_queue process_disagg_prefill_inflight_queue"
+    ),
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": "scheduler _session",
     "sglang.srt.managers.schedule_batch.Req": (
         "origin_input_ids output_ids lora_id extra_key cache_salt input_embeds positional_embed_overrides "
         "token_type_ids multimodal_inputs disagg_kv_sender sampling_params return_logprob logprob return_sampling_mask"
@@ -175,7 +179,7 @@ def test_the_plugin_adds_its_name_and_hooks_what_takes_what_its_hooks_take(monke
     assert choices.count(plugin.NAME) == 1
     assert backends(plugin.NAME) is backends["KVBRIDGE"] is backends.KVBRIDGE
     assert backends(plugin.NAME) in list(backends) and backends(plugin.NAME) != backends.NIXL
-    assert len(hooked) == 10
+    assert len(hooked) == 18
     for target, hook in hooked.items():
         _, *taken = inspect.signature(hook).parameters.values()
         named = [each for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
