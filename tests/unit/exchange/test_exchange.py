@@ -101,7 +101,7 @@ def test_a_want_for_more_than_was_offered_fails_with_both_numbers(world: World) 
     world.check_rest() if not world.senders[0].sending.offers else world.pass_time(101)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(1, 3).filter(lambda n: n != 3),
     st.sampled_from([1, 2, 4]),

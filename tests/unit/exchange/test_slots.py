@@ -9,7 +9,7 @@ from kvbridge_proto.peer import SlotLease
 
 from kvbridge.exchange.slots import ReceiveSlots
 
-SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=60, stateful_step_count=60, derandomize=True, database=None)
 
 
 class Slots(RuleBasedStateMachine):

@@ -28,7 +28,7 @@ def plan_between(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int 
     return plan(ours, theirs, takes, tokens.start, tokens.stop, slot_bytes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     layouts=st.tuples(*[st.sampled_from(["nhd", "hnd", "cpu_vec", "cross_layer", "packed"])] * 2),
     blocks=st.tuples(*[st.sampled_from([1, 8, 16, 48, 128])] * 2),

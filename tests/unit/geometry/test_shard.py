@@ -43,7 +43,7 @@ def ranks(shape: Shape) -> list[Pool]:
     return [describe(shape, tp, pp) for pp in range(shape.pp_size) for tp in range(shape.tp_size)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     kv_heads=st.sampled_from([1, 2, 3, 4, 7, 8, 12]),
     layers=st.integers(1, 9),
@@ -63,7 +63,7 @@ def test_the_assignment_is_an_exact_cover(kv_heads, layers, tp, pp, order) -> No
             assert not taken(each) - held(sender)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_the_cover_is_exact_for_any_holdings(data: st.DataObject) -> None:
     """Senders with any layers and heads, also overlapping, also with a part missing: a cover or a refusal."""

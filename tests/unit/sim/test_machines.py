@@ -11,7 +11,6 @@ from tests.unit.sim.model import State
 SETTINGS = settings(
     max_examples=60,
     stateful_step_count=60,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),
