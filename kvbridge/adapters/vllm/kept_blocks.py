@@ -42,9 +42,12 @@ class KeptBlocks:
             yield
             return
         users = Counter(block for ids in self._of.values() for block in set(ids) if block != pool.null_block.block_id)
-        ours = sum(pool.blocks[block].ref_cnt == count for block, count in users.items())
         free = pool.get_num_free_blocks
-        pool.get_num_free_blocks = lambda: free() + ours
+
+        def ours() -> int:  # counted when vLLM asks: before, it may preempt requests that share blocks with ours
+            return sum(pool.blocks[block].ref_cnt == count for block, count in users.items())
+
+        pool.get_num_free_blocks = lambda: free() + ours()
         try:
             yield
         finally:

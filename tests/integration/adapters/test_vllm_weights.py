@@ -67,6 +67,15 @@ def test_a_reset_fails_while_a_request_runs_even_if_it_shares_held_blocks(world:
         del world.scheduler.kv_cache_manager.block_pool.get_num_free_blocks  # nothing of ours is left in it
 
 
+def test_a_reset_that_preempts_what_runs_succeeds_though_it_shares_held_blocks(world: World) -> None:
+    """A common beginning of prompts. vLLM raises, which ends the engine, if a block is used after it has preempted."""
+    prompt = list(range(48))
+    prefilled(world, prompt=prompt)
+    world.request(prompt=[*prompt, 1, 2], max_tokens=8)
+    world.steps(2)
+    assert world.scheduler.reset_prefix_cache(reset_running_requests=True) is True
+
+
 def test_after_a_reset_nothing_is_offered_or_fetched_until_the_weights_are_named(
     world: World, agent: FakeAgent
 ) -> None:
