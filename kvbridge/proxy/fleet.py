@@ -177,6 +177,7 @@ class Fleet:
         for gone in set(self._all()).difference(kept):
             self._watches.pop(gone).cancel()
             self._set_well(gone, False, "it is not on the list any more")
+            self._metrics.well.remove(gone.role, gone.name)  # nobody is to be alarmed by it
             self._leaving[gone] = asyncio.create_task(self._forget(gone))
         for each in kept:
             if each not in self._watches:
@@ -186,7 +187,7 @@ class Fleet:
         self._engines = {role: [each for each in kept if each.role is role] for role in Role}
 
     async def _forget(self, gone: Backend) -> None:
-        """Remove its series some time after its last request, so that whoever drains it sees the 0."""
+        """Remove its other series some time after its last request, so that whoever drains it sees the 0."""
         while True:
             await asyncio.sleep(self._waits.forget_s)
             if not gone.outstanding:
@@ -270,7 +271,8 @@ class Fleet:
             return f"/health: {type(error).__name__}: {error}"
 
     def _set_well(self, engine: Backend, is_well: bool, why: str) -> None:
-        self._metrics.well.labels(engine.role, engine.name).set(is_well)
+        if engine in self._watches:
+            self._metrics.well.labels(engine.role, engine.name).set(is_well)
         if is_well != engine.is_well:
             log.log(
                 logging.INFO if is_well else logging.WARNING,

@@ -67,7 +67,8 @@ class ProxyMetrics:
         self._engine_codes -= codes
         for metric, labels in (
             *((self.failures, each) for each in codes),
-            *((self.well, (role, engine)), (self.outstanding, (role, engine)), (self.without_kv, (engine,))),
+            (self.outstanding, (role, engine)),
+            (self.without_kv, (engine,)),
         ):
             with suppress(KeyError):
                 metric.remove(*labels)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvbridge.proxy.fleet import Role, read_engine
+from kvbridge.proxy.fleet import LegFailed, Role, read_engine
 from kvbridge.proxy.limits import ProxyLimits
 from kvbridge.proxy.server import AT_ONCE
 from tests.integration.proxy.standins import PROMPT, TOKENS, WAITS, World, named, stream, world
@@ -747,7 +747,10 @@ async def test_an_engine_that_is_gone_leaves_the_metrics() -> None:
             await w.ask("/v1/completions", COMPLETION)
         assert f'engine="{named(leaving)}",role="decode"' in await w.metrics()
         (prefill,) = w.fleet.well(Role.PREFILL)
+        (gone,) = (each for each in w.fleet.well(Role.DECODE) if each.url == leaving.url)
         w.fleet.replace([prefill, *(each for each in w.fleet.well(Role.DECODE) if each.url == staying.url)])
+        w.fleet.failed(LegFailed(gone, "unreachable", "a request under way failed"))
+        assert f'engine_well{{engine="{named(leaving)}"' not in await w.metrics(), "an alert would fire"
         async with asyncio.timeout(10):
             while named(leaving) in await w.metrics():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
