@@ -18,7 +18,6 @@ DONE = b"[DONE]"
 GAP = re.compile(rb"\r?\n\r?\n")  # between two events
 LONGEST_GAP = 4
 # In an answer's text these quotes would have a backslash before them, so the text cannot match.
-# In an answer's text these quotes would have a backslash before them, so the text cannot match.
 FINISH = re.compile(rb'(?<!\\)"finish_reason"\s*:\s*(?!null)["{]')
 FAILED = re.compile(rb'^\{\s*"(error|object"\s*:\s*"error|type"\s*:\s*"error)"')
 ENDS = ("response.completed", "response.incomplete", "response.failed", "message_stop")
