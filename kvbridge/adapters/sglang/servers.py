@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 import re
-import time
+import socket
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException
+from threading import Event, Timer
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
-import requests
 from kvbridge_proto.common import MAX_RANKS
 from msgspec import Meta
-from requests import RequestException, Response
-from urllib3.exceptions import HTTPError
 
 from ...oneline import OneLine, plain
 from .messages import Host, Port
@@ -80,12 +81,8 @@ def why_no_server(address: str) -> str:
 def ask(url: str, kind: Any, question: Any = None) -> Any:
     """The answer to a GET, or to a POST of `question`, as `kind`. Raises BadAnswer."""
     try:
-        method = "GET" if question is None else "POST"
-        with requests.request(
-            method, url, json=question, timeout=ANSWER_S, stream=True, allow_redirects=False
-        ) as answer:
-            return msgspec.json.decode(_body(answer), type=kind)
-    except (RequestException, HTTPError, msgspec.MsgspecError, ValueError, OSError, RecursionError) as error:
+        return msgspec.json.decode(_body(url, question), type=kind)
+    except (HTTPException, msgspec.MsgspecError, ValueError, OSError, RecursionError) as error:
         raise BadAnswer(plain(f"{type(error).__name__}: {error}", 300)) from None
 
 
@@ -99,15 +96,38 @@ def replicas(address: str, rooms: list[int]) -> dict[str, int]:
     return answer
 
 
-def _body(answer: Response) -> bytes:
-    """Raises ValueError, HTTPError. Nothing is decompressed: it could become any size."""
-    if answer.status_code != 200:
-        raise ValueError(f"status {answer.status_code}")
-    end, body = time.monotonic() + ANSWER_S, bytearray()
-    while piece := answer.raw.read1(1 << 16, decode_content=False):
-        body += piece
-        if len(body) > MOST_BYTES:
-            raise ValueError(f"more than {MOST_BYTES} bytes")
-        if time.monotonic() > end:
-            raise ValueError(f"not all here after {ANSWER_S:g} s")
-    return bytes(body)
+def _body(url: str, question: Any) -> bytes:
+    """Raises ValueError, OSError, HTTPException. No answer leads elsewhere, and none is decompressed, to any size.
+
+    The scheduler waits meanwhile. So the connection is cut after ANSWER_S, however little it says at a time.
+    """
+    place, is_late = urlsplit(url), Event()
+    sent = None if question is None else msgspec.json.encode(question)
+    with closing(HTTPConnection(place.hostname or "", place.port, timeout=ANSWER_S)) as server:
+        server.connect()
+        end = Timer(ANSWER_S, _cut, (server.sock, is_late))
+        end.daemon = True
+        end.start()
+        try:
+            path = place._replace(scheme="", netloc="").geturl()
+            server.request("GET" if sent is None else "POST", path, sent, {"Content-Type": "application/json"})
+            answer = server.getresponse()
+            if answer.status != 200:
+                raise ValueError(f"status {answer.status}")
+            body = answer.read(MOST_BYTES + 1)
+        except (HTTPException, OSError):
+            if not is_late.is_set():
+                raise
+        finally:
+            end.cancel()
+    if is_late.is_set():
+        raise ValueError(f"not all here after {ANSWER_S:g} s")
+    if len(body) > MOST_BYTES:
+        raise ValueError(f"more than {MOST_BYTES} bytes")
+    return body
+
+
+def _cut(connection: socket.socket, is_late: Event) -> None:
+    is_late.set()
+    with suppress(OSError):  # it has just ended by itself
+        connection.shutdown(socket.SHUT_RDWR)
