@@ -30,9 +30,8 @@ USAGE = (  # these need another command line or other settings: trying again doe
     "wildcard_listen",
     "wildcard_metrics",
 )
-
-
 OFF = "no_"  # before an option's name: its opposite
+SECONDS = "SECONDS"  # without it help shows the bounds, which take half of a narrow terminal
 
 
 class LogLevel(StrEnum):
@@ -42,7 +41,6 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-SECONDS = "SECONDS"  # without it help shows the bounds, which take half of a narrow terminal
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -537,6 +535,8 @@ def proxy(
     ] = LogLevel.INFO,
 ) -> None:
     """Route OpenAI completions and chats, and SGLang's /generate, to pairs of engines: any of vLLM and SGLang.
+
+    Between vLLM engines, also OpenAI's /v1/responses and Anthropic's /v1/messages.
 
     A prefill and a decode engine each do their part of a request, by their own API; kvbridge's agents beside them
     carry the KV. An engine that fails its health check gets no requests; a failed prefill is tried on another one.
