@@ -246,6 +246,7 @@ def holds(rendezvous_ids: list[str]) -> list[Hold]:
 
 UNHEARD = ("peer_unreachable", "peer_lost", "deadline", "aborted")  # as what a want may fail that its sender knows not
 MOST_UNHEARD = 16384
+MOST_MET = 4096
 UNHEARD_S = 300.0  # no engine holds an offer longer for somebody who says nothing about it
 
 
@@ -261,18 +262,24 @@ class UnheardFailure:
 class UnheardFailures:
     """Wants that failed while their sender could not be reached: it holds its offers for them until it is told.
 
-    They are told once it is reached again, and forgotten after UNHEARD_S.
+    They are told once it is reached again, and forgotten after UNHEARD_S. Only those of senders that were met: requests
+    may name addresses where nobody is by the thousand, and each would be tried again and again.
     """
 
     def __init__(self) -> None:
+        self._met: Recent[str] = Recent(MOST_MET)  # addresses at which we had a session
         self._of: dict[str, list[UnheardFailure]] = {}  # by sender, oldest first
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
+    def meet(self, address: str) -> None:
+        """A session is open at this address."""
+        self._met.add(address)
+
     def add(self, wanted: OpenWant, heard: set[str], now: float) -> None:
-        if self._count < MOST_UNHEARD:
+        if wanted.want.sender in self._met and self._count < MOST_UNHEARD:
             self._of.setdefault(wanted.want.sender, []).append(UnheardFailure(wanted, heard, now + UNHEARD_S))
             self._count += 1
 

@@ -184,6 +184,7 @@ class Receiver:
         """A session with the agent at `address` is open (or open again, knowing more ranks)."""
         actions = self._met(address, session.peer.incarnation, session.key)
         self._senders.open[address] = session
+        self._unheard.meet(address)
         if address in self.expected.senders:
             actions += [Reach(other) for other in self._senders.missing(address)]
         for sender in self._unheard.senders():

@@ -108,6 +108,8 @@ def test_a_want_whose_cancel_was_confirmed_is_not_told_again(world: World) -> No
 def test_they_are_forgotten_in_time_and_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.known_senders.MOST_UNHEARD", 3)
     (sender,), (receiver,) = world.senders, world.receivers
+    world.begin("before")
+    cut(world)
     for number in range(5):
         world.want(f"r{number}", 64)
     sender.is_dead = True
@@ -158,3 +160,14 @@ def test_a_rank_that_was_not_known_is_told_too() -> None:
     first.engine = whole
     reached_again(world)
     assert not any(node.sending.offers for node in world.senders)
+
+
+def test_a_sender_that_was_never_met_is_not_tried_again(world: World) -> None:
+    """Requests may name any number of addresses where nobody is."""
+    (sender,), (receiver,) = world.senders, world.receivers
+    sender.is_dead = True
+    world.fetch("r", 64)
+    assert world.failure().code == "peer_unreachable"
+    assert not len(receiver.receiving._unheard)
+    world.pass_time(DOUBT_AGAIN_S)
+    assert not world.events
