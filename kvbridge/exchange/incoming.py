@@ -96,7 +96,7 @@ def claim_of(
         receivers=engine_ranks(engine.pool),
         rendezvous=want.rendezvous,
         sender_epoch=incoming.session.peer_epoch,
-        receiver_epoch=engine.epoch,
+        receiver_epoch=incoming.session.our_epoch,  # a want that has failed may be told of under a later one
         first_token=want.first_token,
         end_token=want.end_token,
         takes=takes,

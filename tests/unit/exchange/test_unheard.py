@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from kvbridge_proto.peer import Claim
+from kvbridge_proto.peer import Claim, Refuse
 
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.known_senders import UNHEARD_S
 from kvbridge.exchange.receiver import ASK_AGAIN_S, DOUBT_AGAIN_S
-from tests.unit.exchange.world import World
+from tests.unit.exchange.world import World, make_pool
 
 
 def cut(world: World) -> None:
@@ -171,3 +171,19 @@ def test_a_sender_that_was_never_met_is_not_tried_again(world: World) -> None:
     assert not len(receiver.receiving._unheard)
     world.pass_time(DOUBT_AGAIN_S)
     assert not world.events
+
+
+def test_a_failed_want_is_told_under_the_epoch_of_the_session_that_tells_it() -> None:
+    """The receiver's engine has other scales (or weights) by then. A stale epoch would end the new session."""
+    world = World([make_pool("prefill", 0, 1, 4, scale=0.5)], [make_pool("decode", 0, 1, 16, scale=0.5)])
+    (sender,), (receiver,) = world.senders, world.receivers
+    world.begin("before")
+    world.serve("r", 64, 16)
+    aborted(world, "r")
+    world.run()
+    world.rescale(receiver, 0.25)
+    reached_again(world)
+    assert not sender.sending.offers
+    assert not world.heard(Refuse)
+    world.begin("after")
+    world.check_done("after")
