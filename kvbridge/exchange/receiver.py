@@ -187,10 +187,11 @@ class Receiver:
         self._unheard.meet(address)
         if address in self.expected.senders:
             actions += [Reach(other) for other in self._senders.missing(address)]
+        actions += self._advance_all(now)  # before the others are told: an open want may need the only offer of its id
         for sender in self._unheard.senders():
-            if address in self._senders.needed(sender):
+            if address in self._senders.needed(sender) and not self._senders.missing(sender):
                 actions += self._tell_unheard(sender, now)
-        return actions + self._advance_all(now) + self._lend_slots()
+        return actions + self._lend_slots()
 
     def refused(self, address: str, incarnation: str, key: str = "") -> list[Action]:
         """The agent at `address` answers but refuses a session. It can still confirm what it will not write."""

@@ -94,6 +94,21 @@ def test_what_was_not_offered_is_not_waited_for(world: World) -> None:
     world.check_done("r")
 
 
+@pytest.mark.parametrize("senders", [1, 2])
+def test_a_want_has_what_was_offered_since_before_a_failed_one_is_told(senders: int) -> None:
+    """Of the same prompt: the failed one's claim, which needs nothing, would take it from the one that waits."""
+    world = World(senders)
+    world.begin("before")
+    silent(world, "r")
+    world.offer("again", 64, 16, rendezvous="r")
+    world.fetch("again", 64, rendezvous="r")
+    for sender in world.senders:
+        world.do(sender, sender.sending.answers(world.now, world.now, lambda count: True))
+    world.run()
+    world.check_done("again")
+    assert not any(len(node.receiving._unheard) for node in world.receivers)
+
+
 def test_a_want_whose_cancel_was_confirmed_is_not_told_again(world: World) -> None:
     world.begin("before")
     world.fetch("r", 64)
