@@ -28,7 +28,7 @@ log.addFilter(OneLine())
 
 BOOTSTRAP_PORT = 8998  # SGLang's default
 AGENTS_S = 10.0  # how long the addresses of SGLang's agents are kept
-SMALL_BYTES = 1 << 20
+BOOTSTRAP_BYTES = 1 << 20  # of what a bootstrap server answers
 SLOW_CHECKS = 3  # health checks without an answer, one after the other, until an engine gets no requests
 ALL_RANKS = {f"{name}_rank": "-1" for name in ("prefill_dp", "prefill_cp", "target_tp", "target_pp")}
 
@@ -313,7 +313,7 @@ class Fleet:
         async with self._http.get(f"{engine.bootstrap_url}{path}", params=query, allow_redirects=False) as answer:
             if answer.status != 200:
                 raise ValueError(f"{path} answered {answer.status}")
-            return parse(await bounded(answer, SMALL_BYTES))
+            return parse(await bounded(answer, BOOTSTRAP_BYTES))
 
 
 class NoEngine(KVBridgeError):
