@@ -145,7 +145,7 @@ def test_a_prefill_does_not_count_as_a_slow_transfer(route: str, chunks: int, be
         bench.offer("r", COMPUTED[:4], 64, is_last=False)
     time.sleep(PREFILL_S)  # the engine computes
     first = 4 * (chunks - 1)
-    bench.offer("r", COMPUTED[first:], 128, first=first)
+    bench.offer("r", COMPUTED[first:], 128, first=first, is_more=chunks == 2)
     bench.done("r")
     wait_for(lambda: summed(place, "kvbridge_carry_seconds_count") == 1, 20)
     assert 0 < summed(place, "kvbridge_carry_seconds_sum") < PREFILL_S / 2

@@ -117,9 +117,8 @@ def test_both_sides_of_a_request_are_spans_of_the_engines_trace_or_of_one_of_the
         assert not alone[0]["kvbridge send"].parent_span_id
         late = collector.spans("d0", "nowhere")["kvbridge receive"]
         assert late.status.code == 2 and late.status.message.startswith("deadline: ")
-        counters = receiver.agent.status.counters
-        assert counters["kvbridge_spans_total{outcome=sent}"] >= 9
-        assert "kvbridge_spans_total{outcome=dropped}" not in counters
+        wait_for(lambda: receiver.agent.status.counters["kvbridge_spans_total{outcome=sent}"] >= 9)
+        assert "kvbridge_spans_total{outcome=dropped}" not in receiver.agent.status.counters
 
 
 def test_requests_go_on_where_nobody_takes_spans(bench_of: Benches) -> None:

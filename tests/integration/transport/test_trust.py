@@ -220,11 +220,11 @@ def test_whoever_deals_with_other_hosts_must_say_by_which_network(guard: dict[st
         with refused(OperatorError, "no_net_devices") as caught:
             trust.data_devices(listen, "", "")
         assert (f"listen: {listen}" if "127" not in listen else f"dial: {places[-1]}") in str(caught.value)
-        assert trust.data_devices(listen, "", "eth1") == "eth1"
+        assert trust.data_devices(listen, "", "lo,all") == "lo,all"
     with pytest.raises(OperatorError, match=r"advertise: tcp://10\.0\.0\.5:1"):
         Trust(**guard).data_devices("tcp://127.0.0.1:0", "tcp://10.0.0.5:1", "")
 
 
 def test_without_a_guard_the_data_stays_on_loopback() -> None:
     assert Trust(places=WIDE).data_devices("tcp://10.0.0.5:7700", "", "") == "lo"
-    assert Trust().data_devices("tcp://127.0.0.1:0", "", "eth1") == "eth1"
+    assert Trust().data_devices("tcp://127.0.0.1:0", "", "all") == "all"
