@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from kvbridge_proto.status import SlotCounts
 
@@ -35,22 +35,37 @@ FEW_TIMES = 10.0  # `rebuild_s`, until fewer than half of the slots are worth th
 
 
 class QuarantineTimer:
-    """How long at least this share of one kind of slots has been quarantined. Pure: the caller passes the time."""
+    """How long at least half of one kind of slots have been quarantined. Pure: the caller passes the time."""
 
-    def __init__(self, seconds: float, share: float = 0.5) -> None:
+    def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._share = share
         self._since: float | None = None
 
     def is_over(self, counts: SlotCounts, now: float) -> bool:
         """Whether that is too long. To be called regularly: the time counts from the first call that sees it."""
         slots = counts.free + counts.lent + counts.landed + counts.quarantined
-        if not counts.quarantined or counts.quarantined < self._share * slots:
+        if not counts.quarantined or counts.quarantined * 2 < slots:
             self._since = None
             return False
         if self._since is None:
             self._since = now
         return now - self._since >= self.seconds
+
+
+class LongestQuarantine:
+    """For how long some slot has been quarantined without a break, however many come and go. Pure."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._since = 0.0
+        self._still: Set[tuple[int, int]] = frozenset()
+
+    def is_over(self, quarantined: Set[tuple[int, int]], now: float) -> bool:
+        """Whether that is too long. To be called regularly, with the leases of the quarantined slots."""
+        self._still &= quarantined
+        if not self._still:
+            self._still, self._since = quarantined, now
+        return bool(self._still) and now - self._since >= self.seconds
 
 
 class Rebuilder:
@@ -66,6 +81,7 @@ class Rebuilder:
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._receive_slots = receive_slots
         self._slots: dict[str, ReceiveSlots | SendSlots] = {"receive": receive_slots, "send": send_slots}
         self._engines = engines
         self._data_plane = data_plane
@@ -124,19 +140,20 @@ class Rebuilder:
     def _new_timers(self) -> dict[str, QuarantineTimer]:
         return {kind: QuarantineTimer(self._seconds) for kind in self._slots}
 
-    def _new_few(self) -> QuarantineTimer:
-        return QuarantineTimer(FEW_TIMES * self._seconds, 0.0)
+    def _new_few(self) -> LongestQuarantine:
+        return LongestQuarantine(FEW_TIMES * self._seconds)
 
     def _reasons(self) -> list[str]:
         """For each kind of slots that has to be replaced, how many are quarantined. Updates `_is_pressing`."""
         counts, now = {kind: slots.counts() for kind, slots in self._slots.items()}, self._clock()
-        over = {kind: timer for kind, timer in self._timers.items() if timer.is_over(counts[kind], now)}
+        over = {kind: timer.seconds for kind, timer in self._timers.items() if timer.is_over(counts[kind], now)}
         self._is_pressing = bool(over)
-        if self._few.is_over(counts["receive"], now) and not over and self._data_plane.site.fabric.memory == "dram":
-            over = {"receive": self._few}
+        is_stuck = self._few.is_over(self._receive_slots.quarantined(), now)
+        if is_stuck and not over and self._data_plane.site.fabric.memory == "dram":
+            over = {"receive": self._few.seconds}
         return [
-            f"{counts[kind].quarantined} of {len(self._slots[kind])} {kind} slots in quarantine for {timer.seconds:g} s"
-            for kind, timer in over.items()
+            f"{counts[kind].quarantined} of {len(self._slots[kind])} {kind} slots in quarantine for {seconds:g} s"
+            for kind, seconds in over.items()
         ]
 
     def close(self) -> None:

@@ -56,6 +56,11 @@ class ReceiveSlots:
             quarantined=states.count(SlotState.QUARANTINED),
         )
 
+    def quarantined(self) -> frozenset[tuple[int, int]]:
+        """Slot and generation of each lease that may still be used to write."""
+        slots = enumerate(self._slots)
+        return frozenset((index, slot.generation) for index, slot in slots if slot.state is SlotState.QUARANTINED)
+
     def lend(self, count: int, transfer: str) -> tuple[SlotLease, ...]:
         """Up to `count` leases, each under a new generation."""
         leases = []

@@ -1,4 +1,7 @@
-"""Numbers for offers and wants. None comes again: not in this process, nor in one that is started after it."""
+"""Numbers for offers and wants. None comes again: not in this process, nor in one started after it.
+
+The second relies on a clock that is not set back between two starts. A new connection begins with no offers and wants.
+"""
 
 from __future__ import annotations
 

@@ -159,6 +159,19 @@ def test_a_few_slots_are_replaced_later_and_at_no_requests_cost() -> None:
     assert len(played.rebuilt) == 1 and played.tried == 2
 
 
+def test_slots_that_come_and_go_are_no_reason_to_replace_any() -> None:
+    """A busy agent always has some transfer that was aborted a moment ago."""
+    played = Played(slots=8)
+    for number in range(100):
+        played.slots.lend(2, f"next {number}")
+        played.slots.doubt(f"next {number}")
+        played.slots.drain(f"next {number - 1}" if number else "t")
+        played.look(float(number))
+    assert not played.tried and not played.paused
+    played.look(99.0 + FEW_TIMES)
+    assert played.rebuilt == [99.0 + FEW_TIMES]
+
+
 def test_a_few_slots_on_a_gpu_are_not_replaced_as_their_memory_would_not_come_back() -> None:
     played = Played(slots=8, memory="vram")
     played.look(0.0, 100 * FEW_TIMES, 200 * FEW_TIMES)
