@@ -61,7 +61,7 @@ def test_log_probabilities_of_the_first_token_come_with_it() -> None:
         (TOLD | {"logprob": -1.0, "top_logprobs": json.dumps([[-1.0, 4096]])}, 1, "token 4096: "),
         (TOLD | {"top_logprobs": json.dumps(TOP * MOST_LOGPROBS)}, -1, f"limit {MOST_LOGPROBS}"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_what_makes_no_sense_is_refused_with_its_reason(told: Any, top: int, reason: str) -> None:
     with pytest.raises(EngineError) as caught:
