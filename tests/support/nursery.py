@@ -133,6 +133,7 @@ class Nursery:
     ) -> None:
         assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
         self._environment = dict(environment or {})
+        self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(START_S)
         with theirs:
@@ -166,8 +167,9 @@ class Nursery:
         with open(os.devnull, "rb") as empty:
             stdin, stdout, stderr = streams
             fds = [empty.fileno() if stdin is None else stdin, stdout, stderr]
-            socket.send_fds(self._socket, [json.dumps(asked).encode()], fds)
-        return int(self._socket.recv(64))
+            with self._lock:  # or two threads could take each other's child for theirs
+                socket.send_fds(self._socket, [json.dumps(asked).encode()], fds)
+                return int(self._socket.recv(64))
 
     def run(
         self, module: str, *arguments: object, timeout_s: float = 60.0, env: Mapping[str, str] | None = None

@@ -191,7 +191,8 @@ class Run:
         with contextlib.suppress(Exception):
             print(f"--- {side.name}:\n{running.engine.tail(16)}")
             for each in running.agents:
-                print("--- its agent:\n" + "\n".join(each.text().splitlines()[-16:]))
+                ended = each.process.poll()
+                print(f"--- its agent, exit code {ended}:\n" + "\n".join(each.text().splitlines()[-16:]))
                 print(each.status, flush=True)
             print(running.held(), flush=True)
         with contextlib.suppress(Exception):
