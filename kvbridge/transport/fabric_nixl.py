@@ -366,7 +366,14 @@ class NixlFabric:
         return moved
 
     def _close_unused(self) -> None:
-        """Close the writers without connections, but the newest: their sockets are closed on both sides."""
+        """Close the writers that no peer needs, but the newest: their sockets are closed on both sides.
+
+        A peer that has left is kept loaded on the newest one only, in case it comes back.
+        """
+        newest = self._writers[-1]
+        for peer in [each for each in self._peers.values() if each.is_leaving and not each.writes]:
+            if peer.writer is not newest:
+                self._forget(peer.incarnation)
         used = {id(peer.writer) for peer in [*self._peers.values(), *self._given_up]}
         for writer in [each for each in self._writers[:-1] if id(each) not in used]:
             self._writers.remove(writer)
@@ -395,10 +402,10 @@ class NixlFabric:
         idle = [name for name, other in self._peers.items() if other.is_leaving and not other.writes]
         for name in idle[: len(idle) - min(len(idle), self._idle_peers)]:
             self._forget(name)
+        self._close_unused()
 
     def _forget(self, incarnation: str) -> None:
         self._unload(self._peers.pop(incarnation))
-        self._close_unused()
 
     def _unload(self, peer: _Peer) -> None:
         if not peer.is_known:
