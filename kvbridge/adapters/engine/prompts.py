@@ -31,6 +31,11 @@ def short(text: str) -> str:
     """This name, or a digest of it if it is long or not ASCII: it may be a client's."""
     if len(text) <= MOST_CHARACTERS and text.isascii():
         return text
+    return name_digest(text)
+
+
+def name_digest(text: str) -> str:
+    """Stands for a name that does not fit into a message."""
     return "long-" + blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

@@ -8,16 +8,13 @@ somebody who knows names them. A count of resets could not replace the name.
 
 from __future__ import annotations
 
-from hashlib import blake2b
+from .prompts import MOST_CHARACTERS, name_digest, short
 
 UNNAMED = ""
-MOST_CHARACTERS = 200
 NAME_FORM = f"text of 1 to {MOST_CHARACTERS} printable ASCII characters"
 
 
 def weights_name(version: object) -> str:
     """The version that a user gave, as a name that fits into a message. Never `UNNAMED`."""
     text = str(version)
-    if 0 < len(text) <= MOST_CHARACTERS and text.isascii() and text.isprintable():
-        return text
-    return "long-" + blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return short(text) if text and text.isprintable() else name_digest(text)
