@@ -24,7 +24,7 @@ from kvbridge_proto.engine import READERS_S
 from kvbridge.exchange.leases import COUNTED_S
 from kvbridge.failpoints import PLACES, Way
 from tests.system.faults.processes import Agent, Engine
-from tests.system.faults.world import LIMITS, ROLES, Role, Side, World
+from tests.system.faults.world import LIMITS, ROLES, SLACK_S, Role, Side, World
 
 What = Literal["agent", "engine"]
 WHATS: tuple[What, ...] = ("agent", "engine")
@@ -199,6 +199,7 @@ def tell(world: World, case: Case) -> str:
 def _bears(world: World, case: Case) -> str:
     """The victim dies, or stands still and goes on."""
     _until_fired(world, case)
+    stopped = time.monotonic()
     if not case.is_own:
         _strikes(world, case)
     elif case.action == "stop" and case.is_of_pull:
@@ -207,7 +208,9 @@ def _bears(world: World, case: Case) -> str:
     if case.action == "kill":
         told = _dies(world, case.victim)
     else:
-        world.wakes(case.victim.process(world), case.stop_s)
+        if not case.is_own:
+            stopped = time.monotonic()  # the passer goes on now, the victim after as long again
+        world.wakes(case.victim.process(world), case.stop_s, stopped)
     world.finish()
     return told
 
@@ -243,18 +246,27 @@ def _strikes(world: World, case: Case) -> None:
     else:
         victim.send_signal(signal.SIGSTOP)
         assert victim.is_stopped(1.0), f"the {case.victim} does not stand still"
+    until = time.monotonic() + case.hold_s
     if case.is_of_pull:
         _takes_back(world, case)
-    time.sleep(case.hold_s)
+    time.sleep(max(0.0, until - time.monotonic()))
     case.passer.process(world).send_signal(signal.SIGCONT)
     if not world.is_busy():  # as when it was attaching; those who live shall miss the victim
         world.begin(**case.load)
 
 
 def _takes_back(world: World, case: Case) -> None:
-    """The sender's engine wants its blocks while others stand still: it gives up an agent that does."""
-    if case.victim != SENDER_ENGINE:
-        world.sender.engine.tell("give_up" if SENDER_AGENT in case.stands_still else "take_back")
+    """The sender's engine wants its blocks while others stand still: it gives up an agent that does.
+
+    Then it has used them again when this returns.
+    """
+    if case.victim == SENDER_ENGINE:
+        return
+    if SENDER_AGENT not in case.stands_still:
+        world.sender.engine.tell("take_back")
+        return
+    world.sender.engine.tell("give_up")
+    world.sender.engine.wait_for("reused", READERS_S + SLACK_S)
 
 
 def _dies(world: World, victim: Actor) -> str:

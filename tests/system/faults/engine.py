@@ -214,6 +214,8 @@ class Engine:
             self._compare(ended.blocks, f"{name} is done")
             self.free.extend(ended.blocks)  # these are looked at until they are somebody else's
         else:
+            if self.job.role == "receiver":
+                self._look_for_foreign(name, ended)
             self._stamp(ended.blocks)
             self.free.extend(ended.blocks)
         self.ends[code] = self.ends.get(code, 0) + 1
@@ -249,6 +251,7 @@ class Engine:
                 case ReadsOver(why=why) if self.job.role == "sender":
                     for name in list(self.open):
                         self._end(name, "agent_gone", why)
+                    say("reused", why=why)
                 case Over(why=why):
                     for name in list(self.open):
                         self._end(name, "agent_gone", LEFT if self._is_detaching else why)
@@ -293,16 +296,19 @@ class Engine:
         still[under_way] = False
         self._compare(np.flatnonzero(still), "audit")
         for name, each in self.open.items():
-            found = self.memory[each.blocks]
-            wrong = (found != each.rows) & (found != self.owned[each.blocks])
-            if wrong.any() and not self.job.may_be_foreign:
-                say(
-                    "wrong",
-                    what=f"{name} under way: {np.count_nonzero(wrong)} numbers are neither old nor the rendezvous's",
-                )
-            elif wrong.any() and not each.is_foreign:
-                each.is_foreign = True
-                say("foreign", rendezvous=each.rendezvous)
+            self._look_for_foreign(name, each)
+
+    def _look_for_foreign(self, name: str, each: Open) -> None:
+        """Numbers in the blocks of a want that neither were there before nor are the rendezvous's."""
+        found = self.memory[each.blocks]
+        wrong = (found != each.rows) & (found != self.owned[each.blocks])
+        if not wrong.any() or each.is_foreign:
+            return
+        each.is_foreign = self.job.may_be_foreign
+        if each.is_foreign:
+            say("foreign", rendezvous=each.rendezvous)
+        else:
+            say("wrong", what=f"{name}: {np.count_nonzero(wrong)} numbers are neither old nor the rendezvous's")
 
     def _compare(self, blocks: Any, when: str) -> None:
         blocks = np.asarray(blocks)

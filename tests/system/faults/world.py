@@ -318,11 +318,11 @@ class World:
             time.sleep(0.005)
         return time.monotonic() - began
 
-    def wakes(self, process: Agent | Engine, seconds: float) -> None:
-        """It stands still already; it goes on after so long, and requests may end later by that."""
+    def wakes(self, process: Agent | Engine, seconds: float, since: float = 0.0) -> None:
+        """It stands still already; it goes on so long after `since`, and requests may end later by that."""
         for each in self.sides.values():
             each.stuck_s = seconds
-        time.sleep(seconds)
+        time.sleep(max(0.0, since + seconds - time.monotonic()))
         process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
