@@ -12,10 +12,25 @@ from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool,
 from ...errors import OperatorError
 from ..engine.memory import Memory
 from ..engine.shards import CODEC_OF, Heads
+from ..engine.unsupported import UNSUPPORTED, refusal
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("nhd", "hnd")
-POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")  # exactly these: each subclass stores its rows differently
+# By the class itself: each subclass stores its rows differently.
+POOLS = {
+    "MHATokenToKVPool": "kv",
+    "MLATokenToKVPool": "latent",
+    "SWAKVPool": "window pool",
+    "DSATokenToKVPool": "index",
+    "MiniMaxSparseKVPool": "index",
+    "HybridLinearKVPool": "state",
+    "QSATokenToKVPool": "state",
+    "DeepSeekV4TokenToKVPool": "compressed",
+    "MHATokenToKVPoolFP4": "packed",
+    "MLATokenToKVPoolFP4": "packed",
+    "MHATokenToKVPoolMXFP8": "packed",
+    "HiSparseDSATokenToKVPool": "host rows",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +82,19 @@ def check(queue: Any) -> None:
     """Raise OperatorError if this cache is not supported yet, with SGLang's name for it."""
     pool = queue.token_to_kv_pool
     kind = type(pool).__name__
+    if POOLS.get(kind) in UNSUPPORTED:
+        raise refusal("cache_unsupported", "sglang", POOLS[kind], f"KV pool: {kind}")
     if kind not in POOLS:
-        raise OperatorError("cache_unsupported", f"KV pool: {kind}, supported are {', '.join(POOLS)}")
+        known = ", ".join(name for name, rows in POOLS.items() if rows not in UNSUPPORTED)
+        raise OperatorError(
+            "cache_unsupported", f"KV pool: {kind}, whose order of rows kvbridge does not know; known are {known}"
+        )
     if (layout := getattr(pool, "kv_cache_layout", "nhd")) not in LAYOUTS:
         raise OperatorError("cache_unsupported", f"KV pool: layout {layout}, supported are {', '.join(LAYOUTS)}")
     if queue.draft_token_to_kv_pool is not None:
-        raise OperatorError("cache_unsupported", "speculative decoding: its draft model's KV is not carried yet")
+        raise refusal("cache_unsupported", "sglang", "draft pool", "speculative decoding")
     if getattr(queue.scheduler, "enable_hisparse", False):
-        raise OperatorError("cache_unsupported", "hisparse: rows in host memory are not carried yet")
+        raise refusal("cache_unsupported", "sglang", "host rows", "hisparse")
     if pool.dtype not in CODEC_OF:
         raise OperatorError("codec_unknown", f"KV pool: {pool.dtype}, supported are {', '.join(map(str, CODEC_OF))}")
     method = getattr(pool, "quant_method", None)

@@ -10,6 +10,7 @@ from kvbridge_proto.pool import Codec, CodecName
 
 from ...errors import OperatorError
 from ..engine.shards import CODEC_OF
+from ..engine.unsupported import refusal
 from .shapes import Cell, Spot
 
 if TYPE_CHECKING:
@@ -53,10 +54,11 @@ def form_of(member: KVLayer, heads: int) -> RowForm:
     plain = FP8.get(said) if tensor.dtype == torch.uint8 else CODEC_OF.get(tensor.dtype)
     if plain is not None and member.quant_mode in ("NONE", "FP8_PER_TENSOR"):
         return RowForm(plain, Cell(heads, key * size, value * size))
-    raise OperatorError(
+    raise refusal(
         "codec_unknown",
-        f"{member.name}: kv_cache_dtype {said} in {tensor.dtype} ({member.quant_mode}, {key} + {value} numbers) "
-        "is not supported; needs another kv_cache_dtype",
+        "vllm",
+        "packed",
+        f"{member.name}: kv_cache_dtype {said} in {tensor.dtype} ({member.quant_mode}, {key} + {value} numbers)",
     )
 
 

@@ -11,6 +11,7 @@ from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Shard
 
 from ...errors import OperatorError
 from ..engine.shards import Heads
+from .backends import check_backend, spec_refusal
 from .versions import transfer_groups
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def members_of(
                 continue  # reads another layer's KV
             spec = group.kv_cache_spec
             spec = getattr(spec, "kv_cache_specs", {}).get(name, spec)
-            _check(name, spec, shard)
+            _check(name, spec, attention, shard)
             tensor = kv_caches[name]
             if not isinstance(tensor, torch.Tensor):
                 raise OperatorError("shape_unknown", f"{name}: KV cache {type(tensor).__name__}, expected a tensor")
@@ -98,20 +99,21 @@ def members_of(
             said = str(getattr(attention, "kv_cache_dtype", config.cache_config.cache_dtype))
             held, rope = Heads(0, 1, 1), _rope(attention, config) if is_latent else 0
             if not is_latent:
-                held = _heads(name, int(spec.num_kv_heads), config, shard.tp_rank % tp_size, tp_size)
+                held = _heads(name, spec, config, shard.tp_rank % tp_size, tp_size)
             found.append(KVLayer(name, -1, index, tensor, spec, attention, held, said, rope))
     return _numbered(found, config)
 
 
-def _heads(name: str, count: int, config: VllmConfig, tp_rank: int, tp_size: int) -> Heads:
-    """The heads of a layer that holds `count` on each rank. The total may differ between layers, and for drafts.
+def _heads(name: str, spec: Any, config: VllmConfig, tp_rank: int, tp_size: int) -> Heads:
+    """The heads of a layer on this rank. Their total may differ between layers, and for drafts.
 
     A single head may be shared by several ranks: then the models' totals decide.
     """
+    count = int(spec.num_kv_heads)
     if count > 1 or tp_size == 1:
         return Heads.of(count * tp_size, tp_rank, tp_size)
     draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
-    totals = {int(model.get_total_num_kv_heads()) for model in (config.model_config, draft) if model is not None}
+    totals = {_total_heads(name, spec, model) for model in (config.model_config, draft) if model is not None}
     fitting = [heads for heads in (Heads.of(total, tp_rank, tp_size) for total in sorted(totals)) if heads.count == 1]
     if len(fitting) != 1:
         raise OperatorError(
@@ -120,6 +122,23 @@ def _heads(name: str, count: int, config: VllmConfig, tp_rank: int, tp_size: int
             "in all as the models say; needs a tensor_parallel_size that shares no head between ranks",
         )
     return fitting[0]
+
+
+def _total_heads(name: str, spec: Any, model: Any) -> int:
+    """All KV heads of this layer, as the model's config says. Gemma 4's full layers have fewer than those with windows.
+
+    MiMo V2 names those of its windows apart, and vLLM's record of layers does not (0.33).
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    windowed = getattr(getattr(model, "hf_text_config", None), "swa_num_key_value_heads", None)
+    if windowed and getattr(spec, "sliding_window", None):
+        return int(windowed)
+    arch: Any = getattr(model, "model_arch_config", None)
+    layer = extract_layer_index(name)
+    if hasattr(arch, "per_layer_overrides") and layer < int(arch.total_num_hidden_layers):
+        return int(arch[layer].total_num_kv_heads)
+    return int(model.get_total_num_kv_heads())
 
 
 def kind_of(spec: Any) -> GroupKind:
@@ -147,19 +166,16 @@ def model_layers(members: list[KVLayer], config: VllmConfig, shard: Shard) -> tu
     return tuple(mine.get(index) for index in range(count))
 
 
-def _check(name: str, spec: Any, shard: Shard) -> None:
+def _check(name: str, spec: Any, attention: Any, shard: Shard) -> None:
     kind = type(spec).__name__
-    if kind == "MambaSpec":
-        # Agents carry states, and prompts can be shortened for them. But vLLM computes such layers on GPUs only, and up
-        # to 0.29 it accepts no failed receive for models of several groups: no test here could show that it works.
-        raise OperatorError(
-            "layer_unsupported", f"{name}: MambaSpec; needs a model without recurrent state, whose layers keep all rows"
-        )
+    if (error := spec_refusal(name, spec)) is not None:
+        raise error
     if kind not in KINDS:
-        raise OperatorError("layer_unsupported", f"{name}: {kind} is not supported yet")
-    states = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
-    if states != 1:
-        raise OperatorError("layer_unsupported", f"{name}: tokens_per_state {states}, must be 1")
+        raise OperatorError(
+            "layer_unsupported",
+            f"{name}: {kind}, of which kvbridge does not know which rows it keeps; known are {', '.join(KINDS)}",
+        )
+    check_backend(name, attention, kind in LATENTS)
     if shard.cp_size > 1 and not getattr(spec, "dcp_sharded", True):
         raise OperatorError(
             "context_parallel_unsupported",

@@ -11,6 +11,7 @@ from kvbridge_proto.pool import Engine, Group, Model, Plane, Pool, Region, Shard
 
 from ...errors import OperatorError
 from ..engine.memory import Memory
+from .backends import BACKENDS, backend_of
 from .cpu import halves
 from .dtypes import codec_of, form_of
 from .layers import KVLayer, depth, kind_of, members_of, model_layers, window_of
@@ -20,13 +21,6 @@ from .versions import check_groups, transfer_groups
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-PLAIN_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
-# All of these write a latent row as one run of bytes, token after token. The codec says what is in it.
-LATENT_BACKENDS = (
-    *("TRITON_MLA", "FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE"),
-    *("CUTLASS_MLA", "CPU_MLA", "AMX_MLA", "DEEPSEEK_SPARSE_SWA"),
-)
 
 
 def describe(
@@ -115,13 +109,7 @@ def _planes(member: KVLayer, region: int, blocks: int) -> Iterator[Plane]:
 
 def _laid_out(member: KVLayer, spots: list[Spot]) -> list[Spot]:
     """The spots, corrected for a backend that does not lay K and V out as the tensor's dimensions suggest."""
-    backend = member.attention.attn_backend.get_name()
-    known = LATENT_BACKENDS if member.is_latent else ("CPU_ATTN", *PLAIN_BACKENDS)
-    if backend not in known:
-        raise OperatorError(
-            "backend_unsupported", f"{member.name}: attention backend {backend}, supported are {', '.join(known)}"
-        )
-    return _cpu(member, spots) if backend == "CPU_ATTN" else spots
+    return _cpu(member, spots) if BACKENDS[backend_of(member.attention)].rows == "cpu" else spots
 
 
 def _cpu(member: KVLayer, spots: list[Spot]) -> list[Spot]:

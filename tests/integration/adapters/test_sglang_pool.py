@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,14 @@ if importlib.util.find_spec("sglang") is None:
 
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.engine.shards import Heads
-from kvbridge.adapters.sglang.pool import describe, moved
+from kvbridge.adapters.engine.unsupported import UNSUPPORTED
+from kvbridge.adapters.sglang.pool import POOLS, check, describe, moved
 from kvbridge.device.handles import export_all
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
 from tests.integration.adapters.small import held
 from tests.support.oracle import take_rows
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.sglang
 
@@ -199,6 +202,28 @@ def test_what_cannot_be_described_is_refused_by_name() -> None:
         with pytest.raises(OperatorError) as caught:
             describe(queue, Shard(), model_name="m", engine_id="e")
         assert caught.value.code == "cache_unsupported" and said in str(caught.value)
+
+
+HOMES = ("memory_pool", "swa_memory_pool", "qsa_kv_pool", "deepseek_v4_memory_pool", "hisparse_memory_pool")
+
+
+def pool_class(name: str) -> type[Any]:
+    """SGLang's class of this name."""
+    homes = (importlib.import_module(f"sglang.srt.mem_cache.{home}") for home in HOMES)
+    (found,) = {getattr(home, name) for home in homes if hasattr(home, name)}
+    assert isinstance(found, type)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, kind in POOLS.items() if kind in UNSUPPORTED])
+def test_a_pool_that_is_refused_is_one_of_sglangs_and_the_reason_says_what_would_help(name: str) -> None:
+    pool = object.__new__(pool_class(name))
+    with refused(OperatorError, "cache_unsupported") as caught:
+        check(queue_of(pool))
+    expected = UNSUPPORTED[POOLS[name]]
+    assert f"KV pool: {name}: kvbridge cannot carry {expected.missing}" in str(caught.value)
+    helps = f"needs {expected.helps['sglang']}" if "sglang" in expected.helps else "no setting of the engine helps"
+    assert str(caught.value).endswith(helps)
 
 
 def test_heads_that_do_not_add_up_are_refused() -> None:

@@ -1,0 +1,51 @@
+"""Kinds of KV cache that engines have and that are not carried: what is missing, and what would help. Pure.
+
+An adapter finds the kind by its engine's own name (a spec or a backend of vLLM, a pool of SGLang); `kvbridge plan` by
+the model's config.json. So both say the same. To carry a kind, delete its line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import OperatorError
+
+OWN_CONNECTOR = {
+    "vllm": "vLLM's NixlConnector, which carries it between equal engines",
+    "sglang": "SGLang's nixl or mooncake backend, which carry it between equal engines",
+}
+ANOTHER_DTYPE = "--kv-cache-dtype auto, bfloat16 or fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """`missing` ends the sentence "kvbridge cannot carry ...". `helps` is by engine; where it is not, nothing helps."""
+
+    missing: str
+    helps: dict[str, str]
+
+
+UNSUPPORTED: dict[str, Unsupported] = {
+    "index": Unsupported("the index keys of sparse attention yet", OWN_CONNECTOR),
+    "state": Unsupported("recurrent or convolution states yet", OWN_CONNECTOR),
+    "compressed": Unsupported("caches of which a row stands for several tokens yet", OWN_CONNECTOR),
+    "ring": Unsupported("ring buffers of a request's last tokens yet", OWN_CONNECTOR),
+    "cross": Unsupported("the KV of an encoder", {}),
+    "sink": Unsupported("attention sinks that are kept as KV rows", {}),
+    "packed": Unsupported("rows of this dtype or packing", {"vllm": ANOTHER_DTYPE, "sglang": ANOTHER_DTYPE}),
+    "window pool": Unsupported(
+        "sliding windows that have memory of their own yet",
+        {"sglang": "--disable-hybrid-swa-memory, unless the layers have different heads or widths"},
+    ),
+    "draft pool": Unsupported(
+        "a draft model's own pool yet", {"sglang": "both servers without --speculative-algorithm, or with NGRAM"}
+    ),
+    "host rows": Unsupported("rows in host memory yet", {"sglang": "a server without --enable-hisparse"}),
+}
+
+
+def refusal(code: str, engine: str, kind: str, found: str) -> OperatorError:
+    """The error for a cache of this kind. `found` is what the engine or the model's config calls it."""
+    each = UNSUPPORTED[kind]
+    helps = f"; needs {each.helps[engine]}" if engine in each.helps else "; no setting of the engine helps"
+    return OperatorError(code, f"{found}: kvbridge cannot carry {each.missing}{helps}")

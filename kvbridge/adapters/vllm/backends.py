@@ -1,0 +1,133 @@
+"""vLLM's attention backends: what kind of rows each writes, and where in vLLM's source that was read. Pure.
+
+A name that is not here is refused: a tensor of the same shape may still hold its rows in another order. To carry
+another backend, read its writer (`do_kv_cache_update`), add its line, and its case to
+tests/integration/adapters/test_vllm_backends.py.
+
+| rows | means |
+|---|---|
+| kv | [B, H, N, K|V]: a row of K and then a row of V in each cell |
+| cpu | as cpu.py says |
+| latent | [B, N, W]: one row a token, which the layer's kv_cache_dtype describes; every rank has it whole |
+| others | a kind that is not carried: adapters/engine/unsupported.py |
+
+Sources are paths below vllm/ in 0.33.0, read there and in 0.32.0. `concat_and_cache_mla` is the writer of latents that
+`MLAAttentionImpl.do_kv_cache_update` (v1/attention/backend.py:1108) calls; backends with `MLA` have no other one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import KVBridgeError, OperatorError
+from ..engine.unsupported import UNSUPPORTED, refusal
+
+
+@dataclass(frozen=True, slots=True)
+class RowWriter:
+    """`source` is the file whose class writes the rows."""
+
+    rows: str
+    source: str
+
+
+V1, MLA = "v1/attention/backends/", "v1/attention/backends/mla/"
+BACKENDS: dict[str, RowWriter] = {
+    # reshape_and_cache_flash, on the two halves of the last dimension
+    "FLASH_ATTN": RowWriter("kv", f"{V1}flash_attn.py:1432"),
+    "TRITON_ATTN": RowWriter("kv", f"{V1}triton_attn.py:798"),
+    "FLASHINFER": RowWriter("kv", f"{V1}flashinfer.py:2806"),
+    "FLEX_ATTENTION": RowWriter("kv", f"{V1}flex_attention.py:1221"),
+    # triton_reshape_and_cache_flash_diffkv: V begins head_size elements after K, whatever its own width
+    "FLASH_ATTN_DIFFKV": RowWriter("kv", f"{V1}flash_attn_diffkv.py:91"),
+    "TRITON_ATTN_DIFFKV": RowWriter("kv", f"{V1}triton_attn_diffkv.py:128"),
+    "CPU_ATTN": RowWriter("cpu", f"{V1}cpu_attn.py:472"),
+    # concat_and_cache_mla
+    "TRITON_MLA": RowWriter("latent", f"{MLA}triton_mla.py"),
+    "FLASHMLA": RowWriter("latent", f"{MLA}flashmla.py"),
+    "FLASH_ATTN_MLA": RowWriter("latent", f"{MLA}flashattn_mla.py"),
+    "FLASHINFER_MLA": RowWriter("latent", f"{MLA}flashinfer_mla.py"),
+    "CUTLASS_MLA": RowWriter("latent", f"{MLA}cutlass_mla.py"),
+    "TOKENSPEED_MLA": RowWriter("latent", f"{MLA}tokenspeed_mla.py"),
+    "FLASHMLA_SPARSE": RowWriter("latent", f"{MLA}flashmla_sparse.py"),
+    "FLASH_ATTN_MLA_SPARSE": RowWriter("latent", f"{MLA}flashattn_mla_sparse.py"),
+    "FLASH_ATTN_MLA_SPARSE_FA4": RowWriter("latent", f"{MLA}flashattn_mla_sparse.py"),
+    "FLASHINFER_MLA_SPARSE": RowWriter("latent", f"{MLA}flashinfer_mla_sparse.py"),
+    "FLASHINFER_MLA_SPARSE_SM90": RowWriter("latent", f"{MLA}flashinfer_mla_sparse_sm90.py"),
+    "FLASHINFER_MLA_SPARSE_SM120": RowWriter("latent", f"{MLA}flashinfer_mla_sparse.py"),
+    # concat_and_cache_mla_cpu and amx_mla_concat_and_cache: the same rows
+    "CPU_MLA": RowWriter("latent", f"{MLA}cpu_mla.py:195"),
+    "AMX_MLA": RowWriter("latent", f"{MLA}amx_mla.py:306"),
+    # 448 fp8 and 64 bf16 numbers, the scales of a block behind its rows
+    "DEEPSEEK_SPARSE_SWA": RowWriter("latent", "models/deepseek_v4/common/ops/cache_utils.py:44"),
+    "DEEPSEEK_V32_INDEXER": RowWriter("index", f"{MLA}indexer.py"),
+    "MINIMAX_M3_SPARSE": RowWriter("index", "models/minimax_m3/common/sparse_attention.py"),
+    "MINIMAX_M3_SPARSE_INDEXER": RowWriter("index", "models/minimax_m3/common/indexer.py"),
+    "CUTLASS_MSA": RowWriter("index", "models/minimax_m3/nvidia/sparse_attention_msa.py"),
+    "TRITON_MSA": RowWriter("index", "models/minimax_m3/nvidia/sparse_attention_msa.py"),
+    "DEEPSEEK_V4_INDEXER": RowWriter("compressed", f"{MLA}indexer.py"),
+    "DEEPSEEK_V41_INDEXER": RowWriter("compressed", f"{MLA}indexer.py"),
+    "FLASHMLA_SPARSE_DSV4": RowWriter("compressed", "models/deepseek_v4/sparse_mla.py"),
+    "FLASHMLA_SPARSE_DSV41": RowWriter("compressed", "models/deepseek_v41/sparse_mla.py"),
+    "FLASHINFER_MLA_SPARSE_DSV4": RowWriter("compressed", "models/deepseek_v4/nvidia/flashinfer_sparse.py"),
+    "FLASHINFER_MLA_SPARSE_DSV41": RowWriter("compressed", "models/deepseek_v41/nvidia/flashinfer_sparse.py"),
+    "CompressorBackend": RowWriter("compressed", "models/deepseek_v4/compressor.py"),
+    "STEP5_CSA_SUMMARY": RowWriter("compressed", "models/step5/nvidia/sparse_summary_cache.py"),
+    "KPOOL_TAIL": RowWriter("ring", f"{MLA}indexer.py"),
+    "STEP5_CSA_TAIL_RING": RowWriter("ring", "models/step5/nvidia/csa_tail_ring.py"),
+    "QWEN4_EXP_EXP_QSA_STATE": RowWriter("ring", "models/qwen4_exp/common/qsa_cache.py"),
+    "INKLING_SCONV_SWA": RowWriter("state", "models/inkling/nvidia/sconv_swa_attn.py"),
+    "TURBOQUANT": RowWriter("packed", f"{V1}turboquant_attn.py"),
+    "ULTRAQUANT": RowWriter("packed", f"{V1}ultraquant_attn.py"),
+}
+# What a spec is alone, whatever its backend.
+SPECS: dict[str, str] = {
+    "MambaSpec": "state",
+    "CircularBufferSpec": "ring",
+    "CrossAttentionSpec": "cross",
+    "SinkFullAttentionSpec": "sink",
+}
+
+
+def backend_of(layer: Any) -> str:
+    """vLLM's name for a layer's backend. A layer with a state has no attribute for it."""
+    found = getattr(layer, "attn_backend", None)
+    return str((layer.get_attn_backend() if found is None else found).get_name())
+
+
+def check_backend(name: str, layer: Any, is_latent: bool) -> None:
+    """Raises OperatorError for rows that are not carried, or whose order we do not know."""
+    backend = backend_of(layer)
+    rows = BACKENDS[backend].rows if backend in BACKENDS else ""
+    if rows in UNSUPPORTED:
+        raise refusal("layer_unsupported", "vllm", rows, f"{name}: attention backend {backend}")
+    fitting = ("latent",) if is_latent else ("kv", "cpu")
+    if rows not in fitting:
+        known = ", ".join(each for each, listed in BACKENDS.items() if listed.rows in fitting)
+        raise OperatorError(
+            "backend_unsupported",
+            f"{name}: attention backend {backend}, whose order of rows kvbridge does not know; "
+            f"needs --attention-backend {known}",
+        )
+    if getattr(getattr(layer, "impl", None), "kv_scale_format", "") == "pow2_fp32":
+        # FLASHINFER_MLA_SPARSE_SM120 for other models than GLM reads only the exponents of the scales in a row of
+        # fp8_ds_mla. vLLM's own concat_and_cache_mla, SGLang and our conversions write scales with a mantissa.
+        raise OperatorError(
+            "scales_unknown",
+            f"{name}: attention backend {backend} reads scales as powers of two, which those of the other side are not "
+            "always; no setting of the engine helps",
+        )
+
+
+def spec_refusal(name: str, spec: Any) -> KVBridgeError | None:
+    """Why a layer with this spec is not carried, if its spec alone says so."""
+    kind = type(spec).__name__
+    if kind in SPECS:
+        return refusal("layer_unsupported", "vllm", SPECS[kind], f"{name}: {kind}")
+    if getattr(getattr(spec, "cache_role", None), "value", "") == "indexer":
+        return refusal("layer_unsupported", "vllm", "index", f"{name}: {kind} with cache_role indexer")
+    states = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
+    if states != 1:
+        return refusal("layer_unsupported", "vllm", "compressed", f"{name}: {kind} with tokens_per_state {states}")
+    return None
