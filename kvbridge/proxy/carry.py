@@ -157,6 +157,8 @@ class Carrier:
     async def _opened(self, stack: AsyncExitStack, ask: PromptAsk, call: Call) -> Opened:
         """Try pairs until one answers, then, if prefill is what failed, decode engines alone."""
         failed: list[Backend] = []
+        for role in Role:
+            await self._fleet.wait_checked(role, _kinds(ask))
         attempt, alone = 0, "reads_all" if reads_all(ask) and self._computes(failed) else ""
         while True:
             attempt += 1
@@ -191,7 +193,7 @@ class Carrier:
     async def _attempt(self, outer: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend]) -> Opened:
         """Try one pair, under a new room. On success `outer` takes what is held; on failure it is released."""
         async with AsyncExitStack() as stack:
-            kinds = (Kind.VLLM,) if ask.path in OF_VLLM else KINDS
+            kinds = _kinds(ask)
             prefill = stack.enter_context(self._fleet.lend(Role.PREFILL, failed, kinds))
             decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, kinds))
             self._metrics.pairs.labels(prefill.kind, decode.kind).inc()
@@ -444,6 +446,13 @@ class Carrier:
 
 
 KINDS = tuple(Kind)
+
+
+def _kinds(ask: PromptAsk) -> tuple[Kind, ...]:
+    """Those that take what was asked."""
+    return (Kind.VLLM,) if ask.path in OF_VLLM else KINDS
+
+
 Prefilling = asyncio.Task[bytes | Failure]
 
 

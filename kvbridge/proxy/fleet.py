@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
@@ -18,7 +18,7 @@ from ..errors import KVBridgeError, OperatorError
 from ..oneline import OneLine
 from .bodies import parse
 from .legs import AgentPlace, Kind, read_agent, read_replicas
-from .limits import RequestBytes
+from .limits import Busy, RequestBytes
 from .metrics import ProxyMetrics
 from .pulse import Pulse
 from .sparing import SparingLog
@@ -30,6 +30,7 @@ BOOTSTRAP_PORT = 8998  # SGLang's default
 AGENTS_S = 10.0  # how long the addresses of SGLang's agents are kept
 BOOTSTRAP_BYTES = 1 << 20  # of what a bootstrap server answers
 SLOW_CHECKS = 3  # health checks without an answer, one after the other, until an engine gets no requests
+LATE_ASKS = 3  # questions whose answer we did not look at in time, one after the other, until a request fails
 ALL_RANKS = {f"{name}_rank": "-1" for name in ("prefill_dp", "prefill_cp", "target_tp", "target_pp")}
 
 
@@ -76,6 +77,7 @@ class Backend:
     url: str
     bootstrap_port: int = BOOTSTRAP_PORT
     is_well: bool = False
+    is_checked: bool = False  # whether anything is known of its health yet
     is_slow: bool = False  # its last health check took too long: others of its side come first
     outstanding: int = 0
     turn: int = 0  # when it was last taken
@@ -168,6 +170,7 @@ class Fleet:
         self._turns = count(1)
         self._watches: dict[Backend, asyncio.Task[None]] = {}
         self._leaving: dict[Backend, asyncio.Task[None]] = {}
+        self._first_check = asyncio.Event()  # of any engine
         self.replace(engines)
 
     def replace(self, engines: Sequence[Backend]) -> None:
@@ -185,6 +188,12 @@ class Fleet:
                 self._metrics.outstanding.labels(each.role, each.name)
                 self._watches[each] = asyncio.create_task(self._watch(each))
         self._engines = {role: [each for each in kept if each.role is role] for role in Role}
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let all look again that wait for an engine's first check."""
+        self._first_check.set()
+        self._first_check = asyncio.Event()
 
     async def _forget(self, gone: Backend) -> None:
         """Remove its other series some time after its last request, so that whoever drains it sees the 0."""
@@ -210,6 +219,18 @@ class Fleet:
         self, role: Role, without: Collection[Backend] = (), kinds: Collection[Kind] = tuple(Kind)
     ) -> list[Backend]:
         return [each for each in self._engines[role] if each.is_well and each not in without and each.kind in kinds]
+
+    async def wait_checked(self, role: Role, kinds: Collection[Kind] = tuple(Kind)) -> None:
+        """Wait until an engine of this side is healthy, or each has had its first health check: 2 * `health_s` at most.
+
+        SGLang answers its first check after a second. Until then its side is not without an engine.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * self._waits.health_s):
+                while not self.well(role, kinds=kinds) and any(
+                    each.kind in kinds and not each.is_checked for each in self._engines[role]
+                ):
+                    await self._first_check.wait()
 
     @contextmanager
     def lend(
@@ -257,6 +278,9 @@ class Fleet:
                     log.info("%s engine %s is slow: %s", engine.role, engine.name, why)
                     why = ""
             self._set_well(engine, not why, why)
+            if not engine.is_checked:
+                engine.is_checked = True
+                self._wake()
             await asyncio.sleep(self._waits.health_every_s)
 
     async def _health_problem(self, engine: Backend) -> str:
@@ -284,9 +308,9 @@ class Fleet:
         engine.is_well = is_well
 
     async def agent_of(self, engine: Backend, room: int) -> AgentPlace:
-        """The agent that offers what this SGLang prefill server computes under `room`. Raises LegFailed."""
+        """The agent that offers what this SGLang prefill server computes under `room`. Raises LegFailed, Busy."""
         loop = asyncio.get_running_loop()
-        while True:
+        for _ in range(LATE_ASKS):
             began = loop.time()
             try:
                 async with asyncio.timeout(self._waits.connect_s):
@@ -298,6 +322,7 @@ class Fleet:
             except (aiohttp.ClientError, OSError, ValueError, KVBridgeError) as error:
                 reason = f"its bootstrap server at {engine.bootstrap_url}: {error}"
             raise LegFailed(engine, "no_bootstrap", reason)
+        raise Busy("busy", f"the proxy itself stood still {LATE_ASKS} times while it asked for an agent, try again")
 
     async def _asked_agent(self, engine: Backend, room: int, now: float) -> AgentPlace:
         if engine.replicas is None or now - engine.replicas[0] > AGENTS_S:

@@ -219,6 +219,7 @@ class Proxy:
 
     async def _models(self, request: web.Request) -> web.Response:
         """A decode engine's own answer."""
+        await self._fleet.wait_checked(Role.DECODE)
         try:
             with self._fleet.lend(Role.DECODE) as engine:
                 async with asyncio.timeout(self._waits.connect_s):

@@ -39,6 +39,7 @@ class StandIn:
     act: Callable[[web.Request, dict[str, Any]], Any] | None = None
     is_well: bool = True
     hangs_until: asyncio.Event | None = None  # at its health check
+    looks_up: Callable[[], Any] | None = None  # awaited before its bootstrap server answers
     checks: int = 0  # of its health
     left: int = 0  # requests whose client closed the connection
     stop: Any = None
@@ -117,6 +118,8 @@ class StandIn:
         return web.json_response({"object": "list", "data": [{"id": self.kind}]})
 
     async def route(self, request: web.Request) -> web.Response:
+        if self.looks_up is not None:
+            await self.looks_up()
         is_all = all(request.query[f"{n}_rank"] == "-1" for n in ("prefill_dp", "prefill_cp", "target_tp", "target_pp"))
         return web.json_response({"dp_size": 2, "follow_bootstrap_room": True}, status=200 if is_all else 400)
 

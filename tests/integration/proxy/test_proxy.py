@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvbridge.proxy.fleet import LegFailed, Role, read_engine
+from kvbridge.proxy.fleet import Backend, LegFailed, Role, read_engine
 from kvbridge.proxy.limits import ProxyLimits
 from kvbridge.proxy.server import AT_ONCE
 from tests.integration.proxy.standins import PROMPT, TOKENS, WAITS, World, named, stream, world
@@ -693,6 +693,38 @@ async def test_what_vllm_computes_whole_is_not_prefilled(prefill: str, path: str
         assert status == 200 and len(w.prefill.got) == 1, "nothing of the prompt is asked for but its text"
 
 
+def anew(w: World) -> dict[Role, Backend]:
+    """The engine of each side, as when the proxy starts: nothing is known of its health."""
+    engines = [replace(each, is_well=False, is_checked=False) for role in Role for each in w.fleet.well(role)]
+    w.fleet.replace([])
+    w.fleet.replace(engines)
+    return {each.role: each for each in engines}
+
+
+@pytest.mark.parametrize("has_fallback", [True, False])
+@pytest.mark.parametrize(("late", "other"), [tuple(Role), tuple(Role)[::-1]])
+async def test_an_engine_is_waited_for_until_its_first_check(late: Role, other: Role, has_fallback: bool) -> None:
+    """SGLang answers it after a second. Without a wait vLLM would compute the prompt itself, or nobody."""
+    async with world("sglang", "vllm", replace(WAITS, health_s=10), has_fallback=has_fallback) as w:
+        (engine,) = w.all(late)
+        engine.hangs_until = asyncio.Event()
+        engines = anew(w)
+        asking = asyncio.create_task(w.ask("/v1/completions", COMPLETION))
+        await w.until(lambda: engines[other].is_well)
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        engine.hangs_until.set()
+        assert (await asking)[0] == 200 and len(w.prefill.got) == len(w.decode.got) == 1
+
+
+async def test_an_engine_that_does_not_answer_its_first_check_is_not_waited_for_longer() -> None:
+    async with world("sglang", "vllm", replace(WAITS, health_s=0.2)) as w:
+        w.prefill.hangs_until = asyncio.Event()
+        engines = anew(w)
+        assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
+        assert engines[Role.PREFILL].is_checked and not w.prefill.got
+
+
 @pytest.mark.parametrize("prefill", KINDS)
 async def test_a_prompt_whose_prefill_failed_everywhere_is_computed_by_vllm(prefill: str) -> None:
     async with world(f"{prefill},{prefill}", "vllm") as w:
@@ -789,6 +821,23 @@ async def test_a_stall_of_the_proxy_is_no_engines_fault(caplog: pytest.LogCaptur
         assert "is slow" not in caplog.text and "gets no requests" not in caplog.text
         stalled = re.search(r"^kvbridge_proxy_stalled_seconds_total (\S+)$", await w.metrics(), re.MULTILINE)
         assert float(stalled[1]) > 1.0
+
+
+async def test_a_proxy_that_always_stands_still_asks_a_few_times_and_blames_nobody() -> None:
+    asked = []
+
+    async def stalls() -> None:
+        asked.append(1)
+        time.sleep(0.8)  # noqa: ASYNC251 - the loop stands still, and the time for the answer passes
+        await asyncio.sleep(30)
+
+    async with world("sglang", "vllm", replace(WAITS, connect_s=0.2, health_every_s=60)) as w:
+        w.prefill.looks_up = stalls
+        status, answer = await w.ask("/v1/completions", COMPLETION)
+        assert (status, len(asked)) == (503, 3), answer
+        assert answer["error"]["code"] == "busy"
+        assert answer["error"]["code"] == "busy"
+        assert "kvbridge_proxy_engine_failures_total{" not in await w.metrics()
 
 
 async def test_a_body_for_which_there_is_no_room_is_refused_and_small_ones_are_not() -> None:
