@@ -10,7 +10,17 @@ import promql_parser as promql
 from tests.support.served_metrics import of_process, of_proxy, series, values
 
 TARGET = frozenset({"instance", "job"})  # labels that Prometheus gives to all that it scrapes
-SERIES = series() | of_proxy() | of_process() | {"up": frozenset()}  # which it makes of each target itself
+SERIES = (
+    series()
+    | of_proxy()
+    | of_process()
+    | {
+        "up": frozenset(
+            {"namespace", "pod"}
+        ),  # Prometheus makes it of each target; these are the Prometheus operator's
+        "kube_deployment_spec_replicas": frozenset({"namespace", "deployment"}),  # of kube-state-metrics
+    }
+)
 SETS = ("and", "or", "unless")
 
 

@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -35,12 +35,12 @@ from tests.support.oracle import Shape, build
 from tests.support.promql import parsed, selectors
 from tests.support.served_metrics import QUEUES, of_process, of_proxy, series, values
 from tests.support.waiting import wait_for
-from tests.system.test_kubernetes import named, pod
+from tests.system.test_kubernetes import built, named, pod
 
 LOOK_S = 30.0
 NOWHERE = "tcp://not an address"
 RULES = rules()
-OF_TARGET = ("__name__", "instance", "job", "kvbridge_role")  # labels that Prometheus adds to what it scrapes
+OF_TARGET = ("__name__", "instance", "job", "namespace", "pod", "kvbridge_role")  # Prometheus adds them to a scrape
 HAPPENED = (  # two scrapes of the last of it: rates need two
     "kvbridge_failpoints_total",
     "kvbridge_refused_total",
@@ -70,11 +70,15 @@ def of_deploy(folder: Path, places: Mapping[str, str]) -> list[dict[str, Any]]:
 def of_operator(folder: Path, place: str) -> dict[str, Any]:
     """What the Prometheus operator makes of the PodMonitor, for a pod of the prefill deployment at this address."""
     monitor, labels = named("vllm", "PodMonitor", "kvbridge"), pod("vllm", "prefill")["metadata"]["labels"]
-    spec, name = monitor["spec"], f"{monitor['metadata']['namespace']}/{monitor['metadata']['name']}"
+    spec, namespace = monitor["spec"], monitor["metadata"]["namespace"]
+    name = f"{namespace}/{monitor['metadata']['name']}"
     found = {f"__meta_kubernetes_pod_label_{_sanitised(key)}": value for key, value in labels.items()}
     taken = [(_sanitised(each), _sanitised(each)) for each in spec.get("podTargetLabels", [])]
     taken += [(_sanitised(spec["jobLabel"]), "job")] if "jobLabel" in spec else []
-    relabelled: list[dict[str, Any]] = [{"target_label": "job", "replacement": name}]
+    relabelled: list[dict[str, Any]] = [
+        {"target_label": target, "replacement": value}
+        for target, value in (("job", name), ("namespace", namespace), ("pod", "prefill-5d9c-x2x7k"))
+    ]
     relabelled += [
         {"source_labels": [f"__meta_kubernetes_pod_label_{source}"], "regex": "(.+)", "target_label": target}
         for source, target in taken
@@ -83,6 +87,38 @@ def of_operator(folder: Path, place: str) -> dict[str, Any]:
     file.write_text(json.dumps([{"targets": [place], "labels": found}]))
     job = {"job_name": f"podMonitor/{name}/0", "file_sd_configs": [{"files": [str(file)]}]}
     return {**job, "relabel_configs": relabelled}
+
+
+def of_kube_state_metrics(place: str) -> dict[str, Any]:
+    """Its labels are kept, as with the charts that install it."""
+    return {"job_name": "kube-state-metrics", "honor_labels": True, "static_configs": [{"targets": [place]}]}
+
+
+class KubeStateMetrics(BaseHTTPRequestHandler):
+    """What it says of the Deployments of an overlay. Those of `idle` are scaled to 0."""
+
+    idle: ClassVar[set[str]] = set()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.end_headers()
+        for each in (each for each in built("vllm") if each["kind"] == "Deployment"):
+            name, namespace = each["metadata"]["name"], each["metadata"]["namespace"]
+            replicas = 0 if name in self.idle else each["spec"]["replicas"]
+            labels = f'namespace="{namespace}",deployment="{name}"'
+            self.wfile.write(f"kube_deployment_spec_replicas{{{labels}}} {replicas}\n".encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Its host and port."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def _sanitised(label: str) -> str:
@@ -183,12 +219,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         receiver.attach()
         proxy = stack.enter_context(proxied(folder))
         places = {"kvbridge": f"127.0.0.1:{ports[0]}", "kvbridge-proxy": proxy}
+        KubeStateMetrics.idle = {"decode"}
         scraped = [*of_deploy(folder, places), of_operator(folder, f"127.0.0.1:{ports[1]}")]
+        scraped += [of_kube_state_metrics(stack.enter_context(served(KubeStateMetrics)))]
         server = stack.enter_context(closing(Server(folder, scraped)))
         server.agents = agents
         carry(sender, receiver, "first")
         goes_wrong(sender, receiver)
-        server.wait("count(up == 1) == 3")
+        server.wait('count(up{job=~"kvbridge|kvbridge-proxy"} == 1) == 3')
         for number in range(3):
             complete(proxy, "fine")
             complete(proxy, "fail")
@@ -228,9 +266,8 @@ class EngineOfProxy(BaseHTTPRequestHandler):
 @contextmanager
 def proxied(folder: Path) -> Iterator[str]:
     """A proxy in front of an engine that is well and one that is not there. Its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), EngineOfProxy) as engine:
-        Thread(target=engine.serve_forever, daemon=True).start()
-        at, place = f"vllm=http://127.0.0.1:{engine.server_port}", f"127.0.0.1:{free_port()}"
+    with served(EngineOfProxy) as engine:
+        at, place = f"vllm=http://{engine}", f"127.0.0.1:{free_port()}"
         arguments = ["proxy", "--listen", place, "--prefill", at, "--decode", at]
         arguments += ["--decode", f"vllm=http://127.0.0.1:{free_port()}"]
         with (folder / "proxy.log").open("wb") as log:
@@ -240,7 +277,6 @@ def proxied(folder: Path) -> Iterator[str]:
             yield place
         finally:
             process.end()
-            engine.shutdown()
 
 
 def complete(place: str, prompt: str) -> int:
@@ -329,7 +365,15 @@ def test_metrics_keep_prometheus_rules(server: Server) -> None:
 
 def test_an_agent_that_ends_and_agents_that_are_gone_raise_alarms(server: Server) -> None:
     """Last, since nothing is scraped after it. The labels are those of a real scrape, also of a pod's."""
-    assert {each["metric"]["job"] for each in server.query("up")} == {"kvbridge", "kvbridge-proxy"}
+    assert {each["metric"]["job"] for each in server.query("up")} == {
+        "kvbridge",
+        "kvbridge-proxy",
+        "kube-state-metrics",
+    }
+    missing = 'ALERTS{alertname="KvbridgeAgentsMissing",alertstate="pending",namespace="kvbridge"}'
+    assert server.query('kube_deployment_spec_replicas{deployment="decode"} == 0') and not server.query(missing)
+    KubeStateMetrics.idle = set()  # one pod more is wanted, and nobody finds it
+    server.wait(missing)
     for running in server.agents:
         running.kill()
     server.wait('count(ALERTS{alertname="KvbridgeAgentDown",alertstate="pending"}) == 2')

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
 
@@ -16,7 +14,7 @@ from demo.processes import free_port
 from tests.support.nursery import Child, nursery
 from tests.support.pages import block
 from tests.support.waiting import wait_for
-from tests.system.test_prometheus import EngineOfProxy, complete
+from tests.system.test_prometheus import EngineOfProxy, complete, served
 
 START_S = 60.0
 
@@ -31,21 +29,12 @@ class SlowEngine(EngineOfProxy):
             super().do_POST()
 
 
-@contextmanager
-def engine(kind: type[EngineOfProxy]) -> Iterator[str]:
-    """Its host and port."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 @pytest.fixture
 def listed(tmp_path: Path) -> Iterator[tuple[str, str, Path, int]]:
     """The proxy's place, the decode engine to be upgraded, the file of engines and the proxy's process."""
     SlowEngine.may.clear()
     place, file = f"127.0.0.1:{free_port()}", tmp_path / "engines"
-    with engine(EngineOfProxy) as prefill, engine(SlowEngine) as decode, (tmp_path / "log").open("wb") as log:
+    with served(EngineOfProxy) as prefill, served(SlowEngine) as decode, (tmp_path / "log").open("wb") as log:
         file.write_text(f"prefill vllm=http://{prefill}\ndecode vllm=http://{decode}\n")
         arguments = ["proxy", "--listen", place, "--engines", str(file)]
         process = Child(nursery().fork("kvbridge.cli", arguments, (None, log.fileno(), log.fileno())))
