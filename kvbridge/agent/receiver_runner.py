@@ -32,6 +32,7 @@ from ..exchange.actions import Action, Ask, Reach, Send, Tell, Uncompared
 from ..exchange.orders import (
     Broken,
     Dropped,
+    Fill,
     Landed,
     Lend,
     Malformed,
@@ -280,7 +281,7 @@ class ReceiverRunner:
                     self._current.tell(message)
                     if isinstance(message, Done):
                         failpoint("receiver.done_told")
-                case ReceiveOrder() | Lend() | StopReceiving() | Pull():
+                case ReceiveOrder() | Lend() | StopReceiving() | Pull() | Fill():
                     self._data_plane.give(action, self._current.memory)
             done.append(action)
 
@@ -301,9 +302,10 @@ class ReceiverRunner:
 
     def _record(self, message: ToEngine, at: float) -> None:
         match message:
-            case Done(number=number, moved_bytes=moved, seconds=seconds):
+            case Done(number=number, moved_bytes=moved, seconds=seconds, unfilled_layers=layers):
                 self._log.debug("done", "bytes=%d ms=%.2f", moved, seconds * 1e3, number=number)
-                self._records.note("done", f"{moved} bytes", number=number, seconds=seconds, at=at)
+                zeros = f", zeros in {layers} draft layers" if layers else ""
+                self._records.note("done", f"{moved} bytes{zeros}", number=number, seconds=seconds, at=at)
                 self._metrics.want_done(seconds)
             case Failed(number=number, code=code, reason=reason):
                 self._records.note("failed", f"{code}: {reason}", number=number, at=at)

@@ -10,7 +10,7 @@ from typing import Any
 from ..device.copier import BlockCopier, Compiling, Moved
 from ..errors import EngineError, KVBridgeError
 from ..exchange.leases import ReadLease
-from ..exchange.orders import Digest, Pull, ReceiveOrder, SendOrder
+from ..exchange.orders import Digest, Fill, Pull, ReceiveOrder, SendOrder
 from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
 from .attached import AttachedMemory
 from .receive_orders import OrderedReceive
@@ -151,7 +151,7 @@ def started(
         yield wait
 
 
-def failure_of(code: str, error: Exception, order: SendOrder | Digest | ReceiveOrder | Pull) -> tuple[str, str]:
+def failure_of(code: str, error: Exception, order: SendOrder | Digest | ReceiveOrder | Pull | Fill) -> tuple[str, str]:
     """Code and reason of a transfer's failure. An error that is not KVBridgeError is logged with its traceback."""
     if isinstance(error, KVBridgeError):
         return error.code, str(error)

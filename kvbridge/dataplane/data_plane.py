@@ -33,6 +33,7 @@ from ..errors import EngineError, FabricError
 from ..exchange.orders import (
     Credit,
     Digest,
+    Fill,
     Lend,
     Malformed,
     Progress,
@@ -68,6 +69,7 @@ from .awaits import (
     WaitOnLoop,
     WaitWrite,
 )
+from .fills import Fills
 from .jobs import Jobs
 from .linger import Linger, nap_exactly, usual_naps
 from .receive_orders import LandedChunk, ReceiveOrders
@@ -143,6 +145,7 @@ class DataPlane:
         self._resources: Resources | None = None
         self._jobs: Jobs
         self._pulling: PullRoute
+        self._fills: Fills
         self._loop: asyncio.AbstractEventLoop
 
     # On the loop:
@@ -379,6 +382,7 @@ class DataPlane:
             if self._resources is not None:
                 self._resources.close()
                 self._pulling.close_all()
+                self._fills.close()
 
     def _serve(self) -> None:
         last_move = 0.0
@@ -438,7 +442,7 @@ class DataPlane:
                 self._begin(order, attached, asked_at)
 
     def _begin(
-        self, order: SendOrder | Digest | Watch | ReceiveOrder | Pull, attached: AttachedMemory, asked_at: float
+        self, order: SendOrder | Digest | Watch | ReceiveOrder | Pull | Fill, attached: AttachedMemory, asked_at: float
     ) -> None:
         match order:
             case SendOrder():
@@ -451,6 +455,8 @@ class DataPlane:
                 self.receive_orders.order(order, attached)
             case Pull():
                 self._resume(self._pulling.pull(order, attached), None)
+            case Fill():
+                self._resume(self._fills.fill(order, attached), None)
 
     def _send(self) -> bool:
         """Gather chunks that are ready while there are slots, for about SEND_S. Returns whether anything was begun."""
@@ -469,6 +475,7 @@ class DataPlane:
         wait_s, clock = self._write_timeout_s, self._clock
         self._jobs = Jobs(resources, self._incarnation, self.send_orders, self.receive_orders, wait_s, clock)
         self._pulling = PullRoute(resources, self._tell, self.receive_orders, wait_s, clock)
+        self._fills = Fills(resources, self.receive_orders, wait_s, clock)
         self._resources = resources
         if self._linger_s is None:
             self._linger_s = LINGER_ON_GPU_S if resources.copier.memory == "vram" else 0.0

@@ -18,7 +18,7 @@ from kvbridge_proto.pool import Handle, Plane, Pool
 from ..errors import EngineError
 from ..geometry.compat import check_pool, extent
 from ..geometry.overlap import overlaps
-from .mapping import Mappings, mappings_for, peer_mappings_for
+from .mapping import HostMappings, Mappings, mappings_for, peer_mappings_for
 
 
 @dataclass(slots=True)
@@ -77,6 +77,15 @@ class AttachedPool:
             mappings.close()
             raise
         return cls(pool, mappings, memories)
+
+    @classmethod
+    def of_zeros(cls, pool: Pool, device: str) -> Self:
+        """Memory of our own for this pool, all zeros. Its planes may overlap: nobody writes them."""
+        for plane in pool.planes:
+            check_plane(pool, plane)
+        zeros = [torch.zeros(region.size_bytes, dtype=torch.uint8) for region in pool.regions]
+        # Not zeros on the GPU: torch's own kernels would take 92 MiB of it.
+        return cls(pool, HostMappings(), [each.to(device) for each in zeros])
 
     @property
     def is_open(self) -> bool:

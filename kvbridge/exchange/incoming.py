@@ -13,11 +13,12 @@ from kvbridge_proto.pool import Pool
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
+from ..geometry.unfilled import Filling
 from ..states import IncomingState, WantState
 from .actions import Action, Send, Tell
 from .containers import FairQueue
 from .leases import Reading
-from .orders import Lend, Pull, ReceiveOrder
+from .orders import Fill, Lend, Pull, ReceiveOrder
 from .session import AttachedEngine, Session, engine_ranks, rank_index
 from .slots import ReceiveSlots
 
@@ -65,6 +66,8 @@ class OpenWant:
     started: float
     state: WantState = WantState.REACHING
     incoming_transfers: dict[str, IncomingTransfer] = field(default_factory=dict)
+    filling: str = ""  # the data plane has an order of this name to write zeros
+    unfilled_layers: int = 0  # how many get zeros, since no sender has them
     late_cancels: list[Action] = field(default_factory=list)  # sent to senders once no read is under way
     failure: tuple[str, str] = ("", "")
 
@@ -75,7 +78,7 @@ class OpenWant:
     @property
     def is_carried(self) -> bool:
         """Whether the data plane may touch its blocks."""
-        return any(incoming.is_carried for incoming in self.incoming_transfers.values())
+        return bool(self.filling) or any(incoming.is_carried for incoming in self.incoming_transfers.values())
 
     @property
     def has_rows(self) -> bool:
@@ -150,6 +153,14 @@ def pull_of(
         wanted.want.fence,
         compared,
     )
+
+
+def fill_of(transfer: str, wanted: OpenWant, filling: Filling) -> Fill:
+    """The order to write zeros where no sender has rows. Raises KVBridgeError."""
+    want = wanted.want
+    plan = filling.plan(want.first_token, want.end_token)
+    tables = wanted.tables
+    return Fill(transfer, want.request, plan, filling.zeros, filling.tables(tables), tables, want.fence)
 
 
 def can_begin_again(wanted: OpenWant, code: str) -> bool:

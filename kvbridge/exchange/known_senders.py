@@ -16,8 +16,10 @@ from kvbridge_proto.peer import MAX_HOLD_RENDEZVOUS, Hold, Take
 from kvbridge_proto.pool import Pool
 
 from ..errors import EngineError, PeerError
+from ..geometry.layers import align_all, unfilled
 from ..geometry.scales import other_scales, sender_scales
 from ..geometry.shard import assign
+from ..geometry.unfilled import Filling
 from .actions import Action, Tell
 from .containers import Recent
 from .incoming import OpenWant
@@ -70,19 +72,31 @@ class ShardAssignment:
     """The last assignment of rows to ranks, by the sender address in the wants."""
 
     def __init__(self) -> None:
-        self._assigned: dict[str, tuple[list[Session], Pool, Takes]] = {}
+        self._assigned: dict[str, tuple[list[Session], Pool, Takes, Filling | None]] = {}
+        self._fillings: dict[tuple[int, ...], tuple[Pool, Filling]] = {}  # by layers: the last of each, for all senders
 
-    def takes(self, sender: str, sessions: Sequence[Session], pool: Pool) -> Takes:
-        """What `pool` takes from each of these sessions with the ranks of the engine at `sender`.
+    def takes(self, sender: str, sessions: Sequence[Session], pool: Pool) -> tuple[Takes, Filling | None]:
+        """What `pool` takes from each of these sessions with the ranks of the engine at `sender`, and what none has.
 
-        Raises PeerError unless they are all the ranks of one engine and hold every row.
+        Raises PeerError unless they are all the ranks of one engine and hold every row that a sender must have.
         """
         known = self._assigned.get(sender)
         if known is None or known[1] is not pool or not are_same(known[0], sessions):
             _check_ranks(sessions)
-            known = list(sessions), pool, assign([session.peer_pool for session in sessions], pool)
+            pools = [session.peer_pool for session in sessions]
+            known = list(sessions), pool, assign(pools, pool), self._filling(pools, pool)
             self._assigned[sender] = known
-        return known[2]
+        return known[2:]
+
+    def _filling(self, senders: Sequence[Pool], pool: Pool) -> Filling | None:
+        """How the layers that none of these senders has are filled, None if there are none."""
+        if not (missing := unfilled(align_all(senders, pool), pool)):
+            return None
+        of, filling = self._fillings.get(missing, (None, None))
+        if filling is None or of is not pool:
+            filling = Filling(pool, missing)
+            self._fillings[missing] = pool, filling
+        return filling
 
     def forget(self) -> None:
         """Drop all assignments: a session is over."""

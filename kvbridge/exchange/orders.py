@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvbridge_proto.peer import Route, SlotLease, Sum
+from kvbridge_proto.pool import Pool
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
@@ -158,7 +159,26 @@ class Pull:
 
 
 SendingOrder = SendOrder | Progress | Credit | StopSending | Digest | Watch
-ReceivingOrder = ReceiveOrder | Lend | StopReceiving | Pull
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Write zeros to rows of our engine's blocks that no sender has (geometry/unfilled.py). Stopped as a transfer is.
+
+    Begins once our engine's fence has reached `fence`. `zeros` is the pool that the zeros are read from, at the blocks
+    of `zero_tables`; `tables` are ours. `request` is as in ReceiveOrder.
+    """
+
+    transfer: str
+    request: str
+    plan: Plan
+    zeros: Pool
+    zero_tables: Mapping[int, BlockTable]
+    tables: Mapping[int, BlockTable]
+    fence: int
+
+
+ReceivingOrder = ReceiveOrder | Lend | StopReceiving | Pull | Fill
 
 # From both:
 
@@ -289,4 +309,14 @@ class Pulled:
 
 
 SendingReport = StageReached | Gathered | Shipped | Sent | Broken | Quiet | Digested | FenceReached
-ReceivingReport = StageReached | Landed | Broken | Quiet | Dropped | Malformed | Summed | Pulled
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The rows of a `Fill` are zeros. Or why not."""
+
+    transfer: str
+    failure: Failure
+
+
+ReceivingReport = StageReached | Landed | Broken | Quiet | Dropped | Malformed | Summed | Pulled | Filled

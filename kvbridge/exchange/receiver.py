@@ -16,6 +16,7 @@ from msgspec import structs
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
+from ..geometry.unfilled import Filling
 from ..states import INCOMING_TABLE, WANT_TABLE, IncomingEvent, IncomingState, WantEvent, WantState
 from .actions import Action, Ask, Reach, Send, Tell, Uncompared
 from .block_tables import ready_chunks, tables_of
@@ -28,6 +29,7 @@ from .incoming import (
     claim_of,
     duplicate,
     failed,
+    fill_of,
     grants,
     lend_early,
     order_of,
@@ -47,7 +49,7 @@ from .known_senders import (
     holds,
 )
 from .leases import LEASE_S, Reading, ReadLease, Sampling
-from .orders import Broken, Landed, Lend, Pulled, Quiet, ReceivingReport, StopReceiving, Summed
+from .orders import Broken, Filled, Landed, Lend, Pulled, Quiet, ReceivingReport, StopReceiving, Summed
 from .session import AttachedEngine, Session
 from .slots import ReceiveSlots
 
@@ -78,6 +80,7 @@ class Receiver:
         self._senders = SenderSessions()
         self._adoption = Adoption()
         self._wanted_by: dict[str, OpenWant] = {}  # transfer -> its want
+        self._filled_by: dict[str, OpenWant] = {}  # order to write zeros -> its want
         self._awaiting_slots: FairQueue[IncomingTransfer] = FairQueue()  # with ready chunks that have no slot
         self._undrained = UndrainedTransfers()
         self._unheard = UnheardFailures()
@@ -410,6 +413,8 @@ class Receiver:
                     actions += self._pulled(report, now)
                 case Broken(transfer=transfer, code=code, reason=reason):
                     actions += self._fail(self._wanted_by[transfer], code, reason, now)
+                case Filled():
+                    actions += self._filled(report, now)
                 case Quiet(transfer=transfer):
                     actions += self._quiet(transfer, now)
         return actions + self._lend_slots()
@@ -431,13 +436,11 @@ class Receiver:
         return [*self._finish_if_complete(wanted, now), settled]  # our engine hears first: it waits
 
     def _quiet(self, transfer: str, now: float) -> list[Action]:
-        wanted = self._wanted_by[transfer]
-        incoming = wanted.incoming_transfers[transfer]
-        incoming.is_carried = False
-        if incoming.is_drained:
-            self.slots.drain(transfer)
-        if incoming.state is IncomingState.STOPPING and not self.slots.has_out(transfer):
-            self._end_incoming(incoming, IncomingEvent.DRAIN, now)  # everything written under its leases has landed
+        if (wanted := self._filled_by.get(transfer)) is not None:
+            self._forget_filling(wanted)
+        else:
+            wanted = self._wanted_by[transfer]
+            self._quiet_incoming(wanted.incoming_transfers[transfer], now)
         if wanted.is_carried:
             return []
         if wanted.state is WantState.ENDING:
@@ -445,6 +448,13 @@ class Receiver:
         if wanted.has_rows:
             return self._fail(wanted, *wanted.failure, now)
         return self._reach_again(wanted, WantEvent.QUIET, now)
+
+    def _quiet_incoming(self, incoming: IncomingTransfer, now: float) -> None:
+        incoming.is_carried = False
+        if incoming.is_drained:
+            self.slots.drain(incoming.transfer)
+        if incoming.state is IncomingState.STOPPING and not self.slots.has_out(incoming.transfer):
+            self._end_incoming(incoming, IncomingEvent.DRAIN, now)  # everything written under its leases has landed
 
     def failing(
         self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
@@ -548,18 +558,42 @@ class Receiver:
     def _claim(self, wanted: OpenWant, sessions: Mapping[str, Session], now: float) -> list[Action]:
         """All ranks have sessions: claim each one's rows. Raises KVBridgeError before anything has changed."""
         want, engine = wanted.want, wanted.engine
-        takes = self._assignment.takes(want.sender, list(sessions.values()), engine.pool)
+        takes, filling = self._assignment.takes(want.sender, list(sessions.values()), engine.pool)
         if want.first_token == want.end_token:
-            takes = tuple(() for _ in takes)
+            takes, filling = tuple(() for _ in takes), None
         plans = [
             session.planner.plan(taken, want.first_token, want.end_token, session.slot_bytes)
             for session, taken in zip(sessions.values(), takes, strict=True)
         ]
+        wanted.unfilled_layers = len(filling.layers) if filling else 0
+        actions: list[Action] = self._fill(wanted, filling) if filling else []
         wanted.state = WANT_TABLE.after(wanted.state, WantEvent.CLAIM)
-        actions: list[Action] = []
         for (address, session), taken, planned in zip(sessions.items(), takes, plans, strict=True):
             actions += self._claim_from(wanted, address, session, taken, planned, now)
         return actions + self._finish_if_complete(wanted, now)
+
+    def _fill(self, wanted: OpenWant, filling: Filling) -> list[Action]:
+        """Write zeros where no sender has rows. Raises KVBridgeError before anything has changed."""
+        order = fill_of(self._new_id(), wanted, filling)
+        if not order.plan.chunks:
+            return []
+        wanted.filling = order.transfer
+        self._filled_by[order.transfer] = wanted
+        return [order]
+
+    def _filled(self, filled: Filled, now: float) -> list[Action]:
+        """The zeros are written."""
+        wanted = self._filled_by[filled.transfer]
+        if wanted.state is not WantState.FLOWING:  # it was told to stop: Quiet follows
+            return []
+        self._forget_filling(wanted)
+        if filled.failure is not None:
+            return self._fail(wanted, *filled.failure, now)
+        return self._finish_if_complete(wanted, now)
+
+    def _forget_filling(self, wanted: OpenWant) -> None:
+        self._filled_by.pop(wanted.filling, None)
+        wanted.filling = ""
 
     def _claim_from(
         self, wanted: OpenWant, address: str, session: Session, takes: tuple[Take, ...], planned: Plan, now: float
@@ -579,7 +613,7 @@ class Receiver:
         return [*actions, Send(address, claim_of(wanted, incoming, takes, leases, now))]
 
     def _finish_if_complete(self, wanted: OpenWant, now: float) -> list[Action]:
-        if wanted.state is not WantState.FLOWING:
+        if wanted.state is not WantState.FLOWING or wanted.filling:
             return []
         if any(incoming.state is not IncomingState.ENDED for incoming in wanted.incoming_transfers.values()):
             return []
@@ -588,7 +622,14 @@ class Receiver:
         self._forget(wanted)
         want, seconds = wanted.want, max(0.0, now - wanted.started)
         tokens = want.end_token - want.first_token
-        done = Done(number=want.number, request=want.request, moved_bytes=moved, seconds=seconds, tokens=tokens)
+        done = Done(
+            number=want.number,
+            request=want.request,
+            moved_bytes=moved,
+            seconds=seconds,
+            tokens=tokens,
+            unfilled_layers=wanted.unfilled_layers,
+        )
         return [Tell(done)]
 
     def _fail(self, wanted: OpenWant, code: str, reason: str, now: float) -> list[Action]:
@@ -613,11 +654,9 @@ class Receiver:
 
     def _stops(self, wanted: OpenWant) -> list[Action]:
         """Stop putting rows into its blocks. Waits for our engine's fence end too, so they do not delay the failure."""
-        return [
-            StopReceiving(each.transfer, *wanted.failure)
-            for each in wanted.incoming_transfers.values()
-            if each.is_carried
-        ]
+        carried = [each.transfer for each in wanted.incoming_transfers.values() if each.is_carried]
+        orders = [*carried, wanted.filling] if wanted.filling else carried
+        return [StopReceiving(transfer, *wanted.failure) for transfer in orders]
 
     def _waive(self, wanted: OpenWant) -> list[Action]:
         """Tell the ranks we reached that nothing will be taken. Otherwise they keep their blocks until the hold ends.

@@ -31,7 +31,13 @@ WHOLE_ROWS: dict[str, tuple[int, int]] = {
 
 def check_pool(pool: Pool) -> tuple[str, ...]:
     """Why this pool is not valid, each reason with its field and both values. Empty if it is valid."""
-    reasons = [*_check_shard(pool), *_check_groups(pool), *_check_layers(pool), *_check_scale_planes(pool)]
+    reasons = [
+        *_check_shard(pool),
+        *_check_drafts(pool),
+        *_check_groups(pool),
+        *_check_layers(pool),
+        *_check_scale_planes(pool),
+    ]
     for index, plane in enumerate(pool.planes):
         where = f"plane {index} (layer {plane.layer} {plane.part})"
         reasons += [f"{where}: {reason}" for reason in _check_plane(pool, plane)]
@@ -99,6 +105,14 @@ def _check_shard(pool: Pool) -> Iterator[str]:
             f"cp_interleave: {shard.cp_interleave}, with cp_size {shard.cp_size} a period of {period} tokens, "
             f"at most {MOST_PERIOD}"
         )
+
+
+def _check_drafts(pool: Pool) -> Iterator[str]:
+    for layer in pool.model.drafts:
+        if layer >= len(pool.model.layers):
+            yield f"drafts: layer {layer}, the model has {len(pool.model.layers)}"
+        elif layer < pool.model.depth:
+            yield f"drafts: layer {layer}, depth {pool.model.depth}: it is one of the model's own"
 
 
 def _check_groups(pool: Pool) -> Iterator[str]:

@@ -18,7 +18,7 @@ from .check import check_pool as check_pool
 from .check import extent as extent
 from .check import shortened
 from .group_plan import whole_block
-from .layers import align
+from .layers import align, unfilled
 from .token_shard import MOST_PERIOD, period_of
 from .wire import PLAIN, ROW_SCALED, can_convert, is_same_row, is_same_scales, is_scale
 
@@ -74,6 +74,7 @@ ATTENTION = ("full", "sliding", "chunked")
 ATTENTION_PARTS = ("k", "v", "latent")  # the model says how wide they are
 CASTS = ("codec", "scales")  # differences that change numbers
 SAME_MODEL = "the same model on both sides"
+SAME_DRAFT = "the same draft model on both sides, or none on the prefill side"
 SAME_CODEC = "the same kv_cache_dtype on both sides"
 
 
@@ -115,12 +116,18 @@ def other_weights(sender: Pool, receiver: Pool) -> Difference | None:
 
 def changes(sender: Pool, receiver: Pool) -> list[Difference]:
     """What becomes different on the way; each once, however many layers have it."""
-    if len(sender.model.layers) > len(receiver.model.layers):
-        fewer = f"{len(receiver.model.layers)} and takes its own"
-        layers = [Difference("layers", len(sender.model.layers), fewer)]
-    else:
-        layers = []
-    return _merged([*layers, *_changes(align(sender, receiver), receiver)])
+    aligned = align(sender, receiver)
+    return _merged([*_other_layers(sender, aligned, receiver), *_changes(aligned, receiver)])
+
+
+def _other_layers(sender: Pool, aligned: Pool, receiver: Pool) -> Iterator[Difference]:
+    """Layers that only one side has. A pipeline rank does not tell what the other ranks hold."""
+    ours, theirs = len(sender.model.layers), len(receiver.model.layers)
+    missing = unfilled((aligned,), receiver) if sender.shard.pp_size == 1 else ()
+    if missing:
+        yield Difference("layers", ours, f"{theirs} and fills {len(missing)} with zeros")
+    elif ours > theirs:
+        yield Difference("layers", ours, f"{theirs} and takes its own")
 
 
 def _other_model(sender: Pool, aligned: Pool, receiver: Pool) -> Iterator[Difference]:
@@ -130,8 +137,10 @@ def _other_model(sender: Pool, aligned: Pool, receiver: Pool) -> Iterator[Differ
     if sender.model.depth and receiver.model.depth:
         yield from _if_other("depth", sender.model.depth, receiver.model.depth, needs=SAME_MODEL)
     held = {plane.layer for plane in aligned.planes}
-    known = len(sender.model.layers)
-    for plane in {plane.layer: plane for plane in receiver.planes}.values():
+    if sender.model.draft and receiver.model.draft and held & set(receiver.model.drafts):
+        yield from _if_other("draft", sender.model.draft, receiver.model.draft, needs=SAME_DRAFT)
+    known, missing = len(sender.model.layers), unfilled((aligned,), receiver)
+    for plane in {plane.layer: plane for plane in receiver.planes if plane.layer not in missing}.values():
         # A pipeline rank holds some layers only. Layers that no rank holds are found by `shard.assign`.
         if plane.layer not in held and (sender.shard.pp_size == 1 or (plane.layer >= known and not plane.name)):
             needs = "every layer of the decode side on the prefill side"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvbridge_proto.pool import Codec, CodecName, Plane, Pool
 
 from .compat import Difference, common_planes
-from .layers import align
+from .layers import align, unfilled
 from .wire import PLAIN, ROW_SCALED, base_name, is_same_row, is_same_scales, wire_codec
 
 
@@ -65,6 +65,9 @@ def _layout(change: Difference, sender: Pool, receiver: Pool) -> str:
 
 
 def _layers(change: Difference, sender: Pool, receiver: Pool) -> str:
+    if missing := unfilled((align(sender, receiver),), receiver):
+        those = ", ".join(map(str, missing))
+        return f"the sender lacks layers of the receiver's draft model ({those}): the prompt's rows there are zeros"
     return "layers that the receiver does not have stay where they are"
 
 

@@ -26,6 +26,13 @@ def align_all(senders: Sequence[Pool], receiver: Pool) -> list[Pool]:
     return [_aligned(sender, receiver, yours) for sender in senders] if any(yours.values()) else list(senders)
 
 
+def unfilled(aligned: Sequence[Pool], receiver: Pool) -> tuple[int, ...]:
+    """The receiver's draft layers of which these senders, all ranks of an engine and aligned, hold nothing."""
+    drafts = set(receiver.model.drafts)
+    held = {plane.layer for sender in aligned for plane in sender.planes} if drafts else drafts
+    return tuple(sorted({plane.layer for plane in receiver.planes} & drafts - held))
+
+
 def _aligned(sender: Pool, receiver: Pool, yours: Mapping[int, str]) -> Pool:
     mine = _names(sender.planes)
     if mine.items() <= yours.items():

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
 
+import msgspec
 import numpy as np
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Pool
 
 from ..errors import PeerError
-from .layers import align, align_all
+from .layers import align, align_all, unfilled
 from .token_shard import TokenShard
 from .wire import is_scale
 
@@ -69,13 +70,16 @@ def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], .
     """For each sender the rows that the receiver takes from it. Together they are all its rows, none twice.
 
     Under context parallelism a row is taken from several senders, from each the tokens that both hold. If several
-    senders hold a head of the same tokens, the receivers spread over them by their tensor-parallel rank.
-    Raises PeerError naming the rows that no sender holds.
+    senders hold a head of the same tokens, the receivers spread over them by their tensor-parallel rank. Draft layers
+    that no sender has are left out: see unfilled.py. Raises PeerError naming the rows that no sender holds.
     """
-    held = [holdings(pool) for pool in align_all(senders, receiver)]
+    aligned = align_all(senders, receiver)
+    held = [holdings(pool) for pool in aligned]
     shares = _shares(senders, receiver)
     takes: list[list[Take]] = [[] for _ in senders]
-    for need in holdings(receiver):
+    missing = unfilled(aligned, receiver)
+    needed = [plane for plane in receiver.planes if plane.layer not in missing] if missing else receiver.planes
+    for need in holdings(msgspec.structs.replace(receiver, planes=tuple(needed))):
         borders = {need.first_layer, need.end_layer}
         for each in held:
             for have in each:

@@ -288,13 +288,17 @@ class Held(Struct, frozen=True, kw_only=True, tag="held"):
 
 
 class Done(Struct, frozen=True, kw_only=True, tag="done"):
-    """All wanted rows are in your blocks, those of `tokens` tokens."""
+    """All wanted rows are in your blocks, those of `tokens` tokens.
+
+    `unfilled_layers` counts the layers that the sender does not have, those of a draft model: their rows are zeros.
+    """
 
     number: Number
     request: Request
     moved_bytes: Count
     seconds: Seconds
     tokens: Count = 0
+    unfilled_layers: Count = 0
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag="failed"):

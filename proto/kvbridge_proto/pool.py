@@ -136,13 +136,16 @@ class Model(Struct, frozen=True, kw_only=True):
     A layer is None if this rank does not know it because it is on another pipeline rank. `depth` counts the model's own
     layers, without those of a draft model, which only one side may have; 0 if it is not known. `weights` names the
     weights that rows are computed with (see Weights); "" if they may have changed since they were named, and then they
-    equal no others.
+    equal no others. `drafts` are the layers of this rank that are the draft model's, and `draft` is its name: "" if it
+    is not known, or there is none. A receiver's draft layer that no sender has is filled with zeros.
     """
 
     name: Name
     layers: Annotated[tuple[Layer | None, ...], Meta(max_length=4096)]
     depth: Count = 0
     weights: Name = "default"
+    drafts: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 16)], ...], Meta(max_length=4096)] = ()
+    draft: Name = ""
 
 
 class Engine(Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
+import numpy as np
 import torch
 from kvbridge_kernels.segment import Span
 from kvbridge_proto.pool import Pool
@@ -14,8 +15,10 @@ from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.mapping import HostMappings
 from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import KVBridgeError
+from kvbridge.geometry.layers import align_all, unfilled
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
+from kvbridge.geometry.unfilled import Filling
 from tests.support.matrix import Case
 from tests.support.oracle import Table, block_table, fill, tables_of, tail_of
 from tests.support.pools import Held, Shape, build, build_all, describe, ranks_of
@@ -85,6 +88,19 @@ def move(
             chunk = planned.chunk(index)
             parts = Part(planned, chunk, ours, True), Part(planned, chunk, theirs, False)
             carrier.carry(sender, parts[0], receiver, parts[1], chunk.size_bytes)
+    if missing := unfilled(align_all([sender.pool for sender in senders], receiver.pool), receiver.pool):
+        fill_with_zeros(missing, receiver, receiver_table, tokens, carrier)
+
+
+def fill_with_zeros(layers: Sequence[int], receiver: Held, table: Table, tokens: range, carrier: Carrier) -> None:
+    """What a receiver's agent does with layers that no sender has."""
+    filling = Filling(receiver.pool, layers)
+    zeros = Held(filling.zeros, (np.zeros(filling.zeros.regions[0].size_bytes, np.uint8),))
+    planned, theirs = filling.plan(tokens.start, tokens.stop), block_table(receiver.pool, table, 0, tokens.stop)
+    for index in range(planned.chunks):
+        chunk = planned.chunk(index)
+        parts = Part(planned, chunk, filling.tables(theirs), True), Part(planned, chunk, theirs, False)
+        carrier.carry(zeros, parts[0], receiver, parts[1], chunk.size_bytes)
 
 
 def carried(case: Case, number: int, carrier: Carrier) -> tuple[Held, str]:
@@ -97,7 +113,8 @@ def carried(case: Case, number: int, carrier: Carrier) -> tuple[Held, str]:
     before, tokens = receiver.copy(), range(case.first, case.end)
     move(senders, table, receiver, receiver_table, tokens, case.slot_bytes, carrier)
     tail = tail_of(senders, receiver, receiver_table, tokens)
-    return receiver, wrong(twin_of(case.sender, case.receiver, ranks), receiver, before, receiver_table, tokens, tail)
+    twin, only_here = twin_of(case.sender, case.receiver, ranks), range(case.sender.layers, case.receiver.layers)
+    return receiver, wrong(twin, receiver, before, receiver_table, tokens, tail, only_here)
 
 
 @cache

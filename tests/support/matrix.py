@@ -236,7 +236,25 @@ def drafts() -> Iterator[Case]:
 
 
 def more_drafts() -> Iterator[Case]:
+    """One draft layer and two, beside every layout, rows with scales, windows, other ranks and blocks."""
+    every: tuple[CodecName, ...] = ("bf16", "fp8_e4m3", "fp8_row_scale", "int4_row_scale")
+    for number, (codec, layout, ranks) in enumerate(itertools.product(every, LAYOUTS[:3], (1, 2))):
+        sender = replace(GQA, codec=codec, layout=LAYOUTS[number % 3], block_tokens=BLOCKS[number % 3])
+        receiver = replace(sender, layers=3 + number % 2, drafts=1 + number % 2, layout=layout, tp_size=ranks)
+        yield case(sender, replace(receiver, block_tokens=BLOCKS[number // 3 % 3]), number)
+    some = replace(GQA, layers=2, kinds=("sliding", "full"), window=WINDOW, block_tokens=48)
+    yield case(some, replace(some, layers=4, drafts=2, block_tokens=16))
+    yield case(some, replace(some, layers=4, drafts=2, cp_size=2, block_tokens=8), 1)
+    yield case(replace(GQA, pp_size=2), replace(GQA, layers=3, drafts=1, cp_size=3, cp_interleave=16), 2)
+    yield case(replace(GQA, layers=3, drafts=1), replace(GQA, layers=4, drafts=2), 1)  # more modules of the same draft
+    for latent in LATENT:
+        sender = replace(LATENT_SHAPE, codec=latent, scales=SCALES["plane"])
+        yield case(sender, replace(sender, layers=2, drafts=1, block_tokens=48, tp_size=2), 2)
+
+
+def more_layers() -> Iterator[Case]:
     yield case(GQA, replace(GQA, layers=3))
+    yield case(GQA, replace(GQA, layers=4, drafts=1))
 
 
 def other_heads() -> Iterator[Case]:
@@ -367,7 +385,8 @@ ROWS = (
     Row("states", "States of Mamba layers, equal tensor parallel sizes, other block sizes and dtypes", states),
     Row("cut states", "States of Mamba layers, other tensor parallel sizes", cut_states),
     Row("drafts", "A sender with a draft model that the receiver does not have", drafts),
-    Row("more drafts", "A receiver with a draft model that the sender does not have", more_drafts),
+    Row("more drafts", "A receiver with a draft model that the sender does not have: its rows are zeros", more_drafts),
+    Row("more layers", "A receiver with a layer of the model itself that the sender does not have", more_layers),
     Row("other heads", "Models with other numbers of heads", other_heads),
     Row("other widths", "Models with heads of other widths", other_widths),
     Row(

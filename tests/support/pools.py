@@ -73,8 +73,9 @@ class Shape:
     """A model and how an engine keeps it. `build(shape, ...)` makes one rank.
 
     Layer i is in a group of kind `kinds[i % len(kinds)]`. `window` is for sliding and chunked kinds. `group_tokens` has
-    the block sizes of kinds whose blocks are not of `block_tokens`. An engine has `tp_size * cp_size` ranks in each
-    pipeline stage. Each holds the heads of its `tp_rank` and the tokens of its `cp_rank`.
+    the block sizes of kinds whose blocks are not of `block_tokens`. The last `drafts` layers are a draft model's. An
+    engine has `tp_size * cp_size` ranks in each pipeline stage. Each holds the heads of its `tp_rank` and the tokens of
+    its `cp_rank`.
     """
 
     layout: str = "nhd"
@@ -98,6 +99,8 @@ class Shape:
     cp_interleave: int = 1
     pad_bytes: int = 0
     model: str = "oracle"
+    drafts: int = 0
+    draft: str = ""
 
     def __post_init__(self) -> None:
         if self.is_mla:
@@ -149,7 +152,13 @@ def describe(shape: Shape, tp_rank: int = 0, pp_rank: int = 0, cp_rank: int = 0)
     planes, sizes = _Planes(shape, tp_rank, pp_rank).described()
     return Pool(
         engine=Engine(kind="oracle", version="0", id=shape.layout),
-        model=Model(name=shape.model, layers=tuple(_layer(shape, layer) for layer in range(shape.layers))),
+        model=Model(
+            name=shape.model,
+            layers=tuple(_layer(shape, layer) for layer in range(shape.layers)),
+            depth=shape.layers - shape.drafts if shape.drafts else 0,
+            drafts=tuple(layer for layer in _layers(shape, pp_rank) if layer >= shape.layers - shape.drafts),
+            draft=shape.draft,
+        ),
         shard=Shard(
             tp_rank=cp_rank * shape.tp_size + tp_rank,
             tp_size=shape.tp_size * shape.cp_size,

@@ -7,6 +7,7 @@ step, where a step is a fraction of the largest number of its row.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,14 +57,28 @@ def twin_of(sender: Shape, receiver: Shape, ranks: tuple[int, int, int]) -> Pool
     return describe(replace(receiver, codec=sender.codec, scales=sender.scales, layout="nhd"), *ranks)
 
 
-def wrong(twin: Pool, receiver: Held, before: Held, table: Table, tokens: range, tail: range) -> str:
-    """How the receiver differs from `before` with the rows of `tokens` that `twin` would have. Empty if it does not."""
+def wrong(
+    twin: Pool,
+    receiver: Held,
+    before: Held,
+    table: Table,
+    tokens: range,
+    tail: range,
+    unfilled: Collection[int] = (),
+) -> str:
+    """How the receiver differs from `before` with the rows of `tokens` that `twin` would have. Empty if it does not.
+
+    Rows of the layers `unfilled` must be zeros.
+    """
     expected = before.copy()
     theirs = {(plane.layer, plane.part): plane for plane in twin.planes}
     for plane in receiver.pool.planes:
+        token, places = rows_at(receiver.pool, plane.group, table, tokens)
+        if plane.layer in unfilled:
+            put_rows(expected, plane, places, np.zeros((len(places), plane.heads, plane.codec.row_bytes), np.uint8))
+            continue
         if plane.part.endswith("_scale"):
             continue
-        token, places = rows_at(receiver.pool, plane.group, table, tokens)
         ours = theirs[plane.layer, plane.part]
         scales, our_scales = _scales_of(receiver.pool, plane), _scales_of(twin, ours)
         stored = rows(ours, token, is_tame=True)

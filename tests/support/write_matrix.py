@@ -30,6 +30,12 @@ Several ranks may hold the same rows of a latent. Then each receiver takes them 
 Between equal pools whole blocks travel. So the unused end of a request's last block may carry what the sender's block
 held before. The engine never reads it: it lies beyond the request's length, and is overwritten as the request grows.
 
+Layers of a draft model may be on one side only. Those that only the prefill side has stay where they are. Those that
+only the decode side has get zeros for the prompt's tokens, since a page holds whatever a request before it left there.
+The draft then guesses worse until it has computed rows of its own, and the tokens stay right: the model checks every
+guess. A draft model of another name or shape on the other side is refused, and so is a missing layer of the model
+itself.
+
 ## Rounding
 
 Numbers of 8 bits are rounded to nearest even and saturate. Under a scale s a number x is off by at most

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from kvbridge_proto.common import OURS, AgentCard, Rank
@@ -75,6 +75,7 @@ class Ended:
     reason: str = ""
     moved_bytes: int = 0
     seconds: float = 0.0
+    unfilled_layers: int = 0  # of the draft model, which the sender does not have: zeros
 
     @property
     def is_good(self) -> bool:
@@ -127,6 +128,7 @@ class Conversation:
         self._clock = clock
         self._open: dict[int, _Open] = {}
         self._ended: list[Heard] = []  # for the next turn
+        self._said_unfilled: set[int] = set()  # numbers of unfilled layers that the log has
         self._directory: Directory | None = None
         self._rescale: Rescale | None = None
         self._weights: Weights | None = None
@@ -381,8 +383,8 @@ class Conversation:
 
     def _hear(self, message: ToEngine | ReadsOver | Over) -> None:
         match message:
-            case Done(number=number, moved_bytes=moved, seconds=seconds):
-                self._end(number, "", "", kind="want", moved_bytes=moved, seconds=seconds)
+            case Done():
+                self._done(message)
             case Failed(number=number, code=code, reason=reason):
                 self._end(number, code, reason, kind="want")
             case Released(number=number, code=code, reason=reason):
@@ -411,14 +413,30 @@ class Conversation:
         if (opened := self._open.get(number)) is not None and not opened.is_asked_to_stop:
             opened.late_at = max(opened.late_at, self._clock() + opened.hold_s + GRACE_S)
 
-    def _end(
-        self, number: int, code: str, reason: str, *, kind: Kind, moved_bytes: int = 0, seconds: float = 0.0
-    ) -> None:
+    def _done(self, done: Done) -> None:
+        """The rows have come. Where no sender has rows of a draft model it is said in the log, once for each number."""
+        if (layers := done.unfilled_layers) and layers not in self._said_unfilled:
+            self._said_unfilled.add(layers)
+            text = (
+                "the prefill side has no rows of %d of our draft model's layers: those of prompts are zeros here, and "
+            )
+            self._log.warning(text + "first drafts are rejected more often", layers)
+        self._end(
+            done.number,
+            "",
+            "",
+            kind="want",
+            moved_bytes=done.moved_bytes,
+            seconds=done.seconds,
+            unfilled_layers=done.unfilled_layers,
+        )
+
+    def _end(self, number: int, code: str, reason: str, *, kind: Kind, **counts: Any) -> None:
         """End only what is open: a repeated message, or one about the other kind, is ignored."""
         opened = self._open.get(number)
         if opened is not None and opened.kind == kind:
             del self._open[number]
-            self._ended.append(Ended(number, opened.request, kind, code, reason, moved_bytes, seconds))
+            self._ended.append(Ended(number, opened.request, kind, code, reason, **counts))
 
     def _all_lost(self, kind: Kind, why: str) -> None:
         for number in [number for number, opened in self._open.items() if opened.kind == kind]:

@@ -159,6 +159,11 @@ def agent(talk: Talk) -> FakeAgent:
         ),
         (
             WANT,
+            Done(number=ONE, request="r", moved_bytes=7, seconds=0.5, unfilled_layers=2),
+            Ended(ONE, "r", "want", moved_bytes=7, seconds=0.5, unfilled_layers=2),
+        ),
+        (
+            WANT,
             Failed(number=ONE, request="r", code="peer_lost", reason="it left"),
             Ended(ONE, "r", "want", "peer_lost", "it left"),
         ),
@@ -209,6 +214,19 @@ def test_a_second_want_that_is_refused_does_not_end_the_first(talk: Talk, agent:
     talk.engine.want(WANT)
     agent.say(Refused(about=f"want {ONE}", code="duplicate_request", reasons=("wanted already",)))
     assert talk.engine.turn() == [] and talk.engine.is_open(ONE)
+
+
+def test_layers_with_zeros_are_said_once_in_the_engine_s_log(
+    talk: Talk, agent: FakeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i, layers in enumerate((1, 1, 0, 2)):
+        talk.engine.want(replace(WANT, number=ONE + i))
+        agent.say(Done(number=ONE + i, request="r", moved_bytes=0, seconds=0, unfilled_layers=layers))
+        assert [each.unfilled_layers for each in talk.engine.turn()] == [layers]
+    said = [record.getMessage() for record in caplog.records if "draft model" in record.getMessage()]
+    assert [text.split(" of our")[0] for text in said] == [
+        f"the prefill side has no rows of {layers}" for layers in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["want", "offer"])

@@ -34,13 +34,15 @@ from kvbridge_proto.peer import (
 from kvbridge_proto.pool import Pool
 from msgspec.structs import replace
 
-from kvbridge.dataplane.receive_orders import LandedChunk, ReceiveOrders
+from kvbridge.dataplane.receive_orders import LandedChunk, OrderedReceive, ReceiveOrders
 from kvbridge.dataplane.send_orders import LeavingChunk, SendOrders
 from kvbridge.exchange.actions import Action, Ask, Notable, Reach, Send, Tell
 from kvbridge.exchange.incoming import OpenWant
 from kvbridge.exchange.orders import (
     Credit,
     Failure,
+    Fill,
+    Filled,
     Lend,
     Progress,
     ReceiveOrder,
@@ -191,8 +193,8 @@ class Network:
     """Agents P0, P1, … in front of engines of these pools, which send, and D0, D1, …, which receive.
 
     It checks that no slot is written under two leases at once, or under one that is over; that a scatter finds its
-    chunk in its slot, and its want open; that no blocks are read once they are given back; and that every want is
-    answered once, with Done only when all its chunks have been scattered.
+    chunk in its slot, and its want open, as zeros do; that no blocks are read once they are given back; and that every
+    want is answered once, with Done only when all its chunks have been scattered and its zeros are written.
     """
 
     def __init__(self, senders: Sequence[Pool], receivers: Sequence[Pool], slots: int, local: int) -> None:
@@ -201,6 +203,7 @@ class Network:
         self.numbers = Numbers()
         self.events: list[Event] = []
         self.scatters: Counter[tuple[str, int]] = Counter()  # by transfer and chunk
+        self.filled: set[str] = set()  # requests that have their zeros
         self.nodes: dict[str, Node] = {}
         for letter, pools in (("P", senders), ("D", receivers)):
             ranks = tuple(Rank(tp_rank=r, pp_rank=0, address=f"{letter}{r}") for r in range(len(pools)))
@@ -256,6 +259,7 @@ class Network:
         message = want_of(*said, **more)
         for node in self.receivers if at is None else [at]:
             node.answers.pop(message.request, None)
+            self.filled.discard(message.request)
             self.do(node, node.receiving.want(message, node.engine, self.now))
 
     def abandon(self, request: str) -> None:
@@ -326,6 +330,8 @@ class Network:
             case Done(request=request) | Failed(request=request):
                 if request in node.answers:
                     raise Wrong(f"two answers: {node.answers[request]}, {message}")
+                if getattr(message, "unfilled_layers", 0) and request not in self.filled:
+                    raise Wrong(f"{request} is done without its zeros")
                 node.answers[request] = message
             case Released(number=number, request=request):
                 if any(leaving.order.number == number for leaving in self.under_way("gather", node)):
@@ -419,7 +425,19 @@ class Network:
     # Data planes:
 
     def _order(self, node: Node, order: SendingOrder | ReceivingOrder) -> None:
-        take_up(order, node.send_orders, node.receive_orders)
+        if isinstance(order, Fill):
+            self.events.append(("fill", node.name, order, node.receive_orders.begin_read(order.transfer)))
+        else:
+            take_up(order, node.send_orders, node.receive_orders)
+        self.advance(node)
+
+    def _fill(self, node: Node, fill: Fill, ordered: OrderedReceive) -> None:
+        wanted = node.receiving._filled_by.get(fill.transfer)
+        if wanted is None or wanted.want.request in node.answers:
+            raise Wrong(f"{fill.request} gets zeros after it was answered")
+        self.filled |= {fill.request} if ordered.stop is None else set()
+        node.receive_orders.report(Filled(fill.transfer, None))
+        node.receive_orders.end_read(ordered)
         self.advance(node)
 
     def advance(self, node: Node) -> None:
@@ -496,7 +514,8 @@ class Network:
     def _report(self, node: Node, reports: Sequence[SendingReport] | Sequence[ReceivingReport]) -> None:
         if node.is_sender:
             return self.do(node, node.sending.hear(reports))
-        wants = [node.receiving._wanted_by.get(report.transfer) for report in reports]
+        by = node.receiving._wanted_by | node.receiving._filled_by
+        wants = [by.get(report.transfer) for report in reports]
         needed = {each.want.request: _chunks(each) for each in wants if each is not None}
         self.do(node, node.receiving.hear(reports, self.now))
         for request, chunks in needed.items():
@@ -512,7 +531,7 @@ class Network:
                 continue
             receiving, sending, send, receive = node.receiving, node.sending, node.send_orders, node.receive_orders
             left = {
-                "wants": [*receiving.wants, *receiving._wanted_by],
+                "wants": [*receiving.wants, *receiving._wanted_by, *receiving._filled_by],
                 "undrained": receiving._undrained._of,
                 "slots": len(receiving.slots) - receiving.slots.counts().free + len(send.slots) - send.slots.free,
                 "offers": [*sending.offers, *sending.outgoing_transfers, *sending._waiting, *sending._of_receiver],

@@ -21,13 +21,13 @@ def sessions_of(world: World) -> list[Session]:
 def test_the_same_sessions_are_assigned_once_and_others_anew() -> None:
     world = World(senders=2)
     sessions, pool, assignment = sessions_of(world), world.receivers[0].engine.pool, ShardAssignment()
-    first = assignment.takes("P0", sessions, pool)
-    assert assignment.takes("P0", list(sessions), pool) is first
-    again = assignment.takes("P0", [sessions[0], replace(sessions[1])], pool)
+    first, _ = assignment.takes("P0", sessions, pool)
+    assert assignment.takes("P0", list(sessions), pool)[0] is first
+    again, _ = assignment.takes("P0", [sessions[0], replace(sessions[1])], pool)
     assert again == first and again is not first
-    assert assignment.takes("P0", sessions, copy(pool)) is not first
+    assert assignment.takes("P0", sessions, copy(pool))[0] is not first
     assignment.forget()
-    assert assignment.takes("P0", sessions, pool) is not first
+    assert assignment.takes("P0", sessions, pool)[0] is not first
 
 
 def test_a_rank_that_is_missing_is_named() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import msgspec
+import pytest
 from kvbridge_proto.pool import Pool
 
+from kvbridge.errors import PeerError
 from kvbridge.geometry.compat import Convertible, Incompatible, Same, verdict
-from kvbridge.geometry.layers import align
+from kvbridge.geometry.layers import align, unfilled
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign, common
 from tests.support.oracle import Shape, describe
@@ -83,6 +87,79 @@ def test_refuses_a_receiver_with_a_layer_more() -> None:
     assert verdict(sender, receiver) == Incompatible((f"layers: sender 3, receiver 4 (layer 3); {NEEDS}",))
     sender, receiver = named(sender, MODEL), named(receiver, DRAFT)
     assert verdict(sender, receiver) == Incompatible((f"layers: sender 3, receiver 4 (layer 3 draft.0); {NEEDS}",))
+
+
+DRAFTED = replace(SHAPE, drafts=1, draft="eagle")
+PLAIN = replace(SHAPE, layers=3)
+
+
+def test_a_draft_layer_that_only_the_receiver_has_is_filled_with_zeros() -> None:
+    filled = Convertible(("layers: sender 3, receiver 4 and fills 1 with zeros",))
+    for names in ({}, DRAFT):
+        sender, receiver = named(describe(PLAIN), names), named(describe(DRAFTED), names)
+        assert verdict(sender, receiver) == filled
+        assert verdict(receiver, sender) == Convertible(("layers: sender 4, receiver 3 and takes its own",))
+        (takes,) = assign([sender], receiver)
+        assert [(take.first_layer, take.end_layer) for take in takes] == [(0, 3)]
+
+
+def test_a_missing_layer_of_the_model_is_refused_by_name_beside_a_draft() -> None:
+    sender, receiver = named(describe(replace(SHAPE, layers=2)), MODEL), named(describe(DRAFTED), DRAFT)
+    assert verdict(sender, receiver) == Incompatible((f"layers: sender 2, receiver 4 (layer 2 layers.2); {NEEDS}",))
+    with pytest.raises(PeerError, match=r"layers: the receiver needs \[2, 3\)"):
+        assign([sender], receiver)
+
+
+def test_every_choice_of_ranks_and_missing_layers() -> None:
+    """Exactly the draft layers that no rank has are unfilled. Any other missing layer, or part of one, is refused."""
+    shape = Shape(layers=5, drafts=2, tp_size=1)
+    receiver = describe(shape)
+    for pp_layers in ((5,), (2, 3), (3, 1, 1)):
+        ranks = [
+            describe(replace(shape, pp_size=len(pp_layers), pp_layers=pp_layers), pp_rank=rank)
+            for rank in range(len(pp_layers))
+        ]
+        keys = [(plane.layer, plane.part) for rank in ranks for plane in rank.planes]
+        for lost in (set(some) for count in range(5) for some in itertools.combinations(keys, count)):
+            senders = [
+                change(rank, planes=tuple(p for p in rank.planes if (p.layer, p.part) not in lost)) for rank in ranks
+            ]
+            whole = {layer for layer in range(5) if {(layer, "k"), (layer, "v")} <= lost}
+            torn = {layer for layer, _ in lost} - whole
+            if torn or whole & {0, 1, 2}:
+                with pytest.raises(PeerError, match=r"none of \d senders holds them"):
+                    assign(senders, receiver)
+                continue
+            assert unfilled(senders, receiver) == tuple(sorted(whole))
+            taken = [range(take.first_layer, take.end_layer) for takes in assign(senders, receiver) for take in takes]
+            assert sorted(layer for layers in taken for layer in layers) == sorted({0, 1, 2, 3, 4} - whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"draft": "mtp"}, "draft: sender mtp, receiver eagle; needs the same draft model on both sides, or none on"),
+        ({"draft": "", "kv_heads": 2}, "kv_heads: sender 2, receiver 4 (layer 3)"),
+    ],
+)
+def test_a_draft_of_another_model_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    other, receiver = describe(replace(DRAFTED, **changes)), describe(DRAFTED)
+    last = other.model.layers[3]
+    layers = (*receiver.model.layers[:3], last)
+    planes = (*receiver.planes[:-2], *other.planes[-2:])
+    found = verdict(change(receiver, model=change(other.model, layers=layers), planes=planes), receiver)
+    assert isinstance(found, Incompatible) and found.reasons[0].startswith(reason)
+
+
+def test_a_draft_without_a_name_is_taken_for_the_same() -> None:
+    assert verdict(describe(replace(DRAFTED, draft="")), describe(DRAFTED)) == Same()
+
+
+def test_a_draft_is_compared_only_if_both_sides_have_its_layers() -> None:
+    """A prefill engine that drafts from the prompt, or on another pipeline rank, says nothing of the draft's rows."""
+    sender = describe(PLAIN)
+    sender = change(sender, model=change(sender.model, draft="another"))
+    assert not isinstance(verdict(sender, describe(DRAFTED)), Incompatible)
 
 
 def test_a_number_is_no_match_where_its_name_is_another_layers() -> None:

@@ -37,7 +37,11 @@ POOL = Pool(
             Layer(kind="full", kv_heads=4, key_width=64, value_width=64),
             Layer(kind="sliding", kv_heads=4, key_width=64, value_width=64, window=1024),
             None,
+            Layer(kind="full", kv_heads=4, key_width=64, value_width=64),
         ),
+        depth=3,
+        drafts=(3,),
+        draft="tiny-eagle3",
     ),
     shard=Shard(tp_rank=1, tp_size=2),
     groups=(

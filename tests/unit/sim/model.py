@@ -22,16 +22,17 @@ from msgspec import Struct
 from msgspec.structs import replace as changed
 
 from kvbridge.dataplane.send_orders import LeavingChunk, SendOrders
-from kvbridge.exchange.orders import ReceiveOrder, SendOrder
+from kvbridge.exchange.orders import Fill, ReceiveOrder, SendOrder
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session
 from kvbridge.geometry.plan import Plan
 from kvbridge.geometry.tokens import BlockTable
+from kvbridge.geometry.unfilled import Filling
 from tests.unit.exchange.network import NOTHING, REST, Event, Network, Node
 from tests.unit.exchange.world import make_pool
 
 Move = tuple[Any, ...]
-VALUES = (Struct, AttachedEngine, Session, Plan, BlockTable, SendOrder, ReceiveOrder, Enum)
+VALUES = (Struct, AttachedEngine, Session, Plan, BlockTable, SendOrder, ReceiveOrder, Fill, Filling, Enum)
 BUILT_IN = {str, int, bool, float, bytes, tuple, list, dict, set, type, type(None), deque}
 # What tells states apart:
 SLOT = attrgetter("state", "generation", "transfer")
@@ -51,6 +52,7 @@ ABOUT: dict[str, Callable[[Any], object]] = {
     "write": LEAVING,
     "end": LEAVING,
     "scatter": SCATTER,
+    "fill": attrgetter("transfer"),
 }
 
 
@@ -82,11 +84,15 @@ class Copied(pickle.Unpickler):
 class State(Network):
     """Where both machines and everything between them are: first, all is offered and wanted and nothing said yet.
 
-    The exchange and the data plane of `lag` ("receiver", "sender") hear each other later.
+    The exchange and the data plane of `lag` ("receiver", "sender") hear each other later. The receiver has so many
+    draft layers, and the sender none.
     """
 
-    def __init__(self, wants: int, tokens: int, slots: int, local: int, budget: dict[str, int], lag: str = "") -> None:
-        super().__init__([make_pool("prefill", 0, 1, 4)], [make_pool("decode", 0, 1, 16)], slots, local)
+    def __init__(
+        self, wants: int, tokens: int, slots: int, local: int, budget: dict[str, int], lag: str = "", drafts: int = 0
+    ) -> None:
+        receiver = make_pool("decode", 0, 1, 16, layers=2 + drafts, drafts=drafts)
+        super().__init__([make_pool("prefill", 0, 1, 4)], [receiver], slots, local)
         self.budget = budget
         self.lagging = {"receiver": "D0", "sender": "P0"}.get(lag, "")
         self.incarnations = 1
@@ -116,7 +122,8 @@ class State(Network):
             tuple(map(SLOT, receiving.slots._slots)),
             tuple(receiving.slots._free),
             tuple((transfer, state, *INCOMING(each)) for transfer, state, each in incoming),
-            tuple((name, wanted.state) for name, wanted in receiving.wants.items()),
+            tuple((name, wanted.state, wanted.filling) for name, wanted in receiving.wants.items()),
+            (tuple(receiving._filled_by), frozenset(self.filled)),
             tuple(receiving._undrained._of.items()),
             tuple((transfer, *by._names) for transfer, by in receiving._undrained._asked.items()),
             bool(receiving._senders.open),

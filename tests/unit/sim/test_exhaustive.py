@@ -6,8 +6,12 @@ from collections import deque
 
 import pytest
 
+from kvbridge.exchange.actions import Action
+from kvbridge.exchange.incoming import OpenWant
+from kvbridge.exchange.receiver import Receiver
+from kvbridge.geometry.unfilled import Filling
 from kvbridge.states import IllegalEvent
-from tests.unit.exchange.network import Wrong
+from tests.unit.exchange.network import Network, Wrong
 from tests.unit.sim.model import State
 from tests.unit.sim.mutations import switched_off
 
@@ -84,6 +88,32 @@ def test_no_order_of_events_breaks_it_when_the_data_plane_hears_and_is_heard_lat
     are begun after the exchange has stopped them."""
     states, rests = explore(State(1, 8, slots=slots, local=1, budget=budget, lag=lag))
     assert states >= at_least and rests
+
+
+@pytest.mark.parametrize(
+    ("budget", "at_least"), [({"abandon": 1, "cut": 1}, 100), ({"restart": 1}, 30), ({"withdraw": 1}, 30)], ids=str
+)
+def test_no_order_of_events_breaks_it_when_layers_get_zeros_meanwhile(budget: dict[str, int], at_least: int) -> None:
+    """Zeros are written before Done, and never once a want was answered."""
+    states, rests = explore(State(1, 4, slots=1, local=1, budget=budget, drafts=1))
+    assert states >= at_least and rests
+
+
+@pytest.mark.parametrize(("budget", "seen"), [({}, "is done without its zeros"), ({"abandon": 1}, "gets zeros after")])
+def test_the_search_notices_zeros_that_nobody_waits_for(
+    budget: dict[str, int], seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Receiver._fill
+
+    def forgotten(self: Receiver, wanted: OpenWant, filling: Filling) -> list[Action]:
+        actions, wanted.filling = right(self, wanted, filling), ""
+        return actions
+
+    monkeypatch.setattr(Receiver, "_fill", forgotten)
+    if "abandon" in budget:
+        monkeypatch.setattr(Network, "_tell", lambda self, node, said: node.answers.update({said.request: said}))
+    with pytest.raises(Wrong, match=seen):
+        explore(State(1, 4, slots=1, local=1, budget=budget, drafts=1))
 
 
 @pytest.mark.parametrize(
