@@ -56,3 +56,14 @@ def test_what_is_not_installed_is_a_failure_in_ci_alone(
 
 def test_ci_says_that_it_is_ci() -> None:
     assert re.search(r"^export CI=\S+", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+
+
+def test_each_file_that_ci_names_has_tests_of_the_engine_that_it_is_named_for() -> None:
+    """A file without the mark is left out without a word, since pytest deselects its tests."""
+    run = (ROOT / ".ci/run").read_text()
+    named = re.findall(r"^make test-(\w+) \w+_TESTS=\"([^\"]+)\"", run, re.MULTILINE)
+    assert [mark for mark, _ in named] == ["vllm", "cross", "sglang"]
+    for mark, arguments in named:
+        for path in (each for each in arguments.partition(" -k ")[0].split()):
+            files = [ROOT / path] if path.endswith(".py") else list((ROOT / path).glob("test_*.py"))
+            assert any(f"mark.{mark}" in file.read_text() for file in files), f"{path} has no test of {mark}"
