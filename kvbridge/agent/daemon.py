@@ -465,4 +465,5 @@ class Agent:
             readers=readers(self.doors.holders(), now),
             errors=self._errors.statuses(),
             still_s=self._still_s(),
+            metrics=self.config.metrics,
         )

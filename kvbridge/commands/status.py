@@ -227,6 +227,7 @@ def _agent(status: Status) -> list[RenderableType]:
     _add(rows, "state", f"{status.state}, up {status.uptime_s:.0f} s")
     _add(rows, "address", agent.address)
     _add(rows, "links", status.security)
+    _add(rows, "metrics", status.metrics or "off")
     _add(rows, "device", status.device)
     if status.still_s > STILL_S:
         _add(rows, "data thread", f"has not come round for {status.still_s:.0f} s")

@@ -94,10 +94,11 @@ def listen(subject: Subject) -> Finding:
 
 def metrics(subject: Subject) -> Finding:
     """The same for the address for Prometheus."""
-    if not subject.config.metrics:
+    place = subject.config.metrics if subject.status is None else subject.status.metrics
+    if not place:
         return warning("metrics: off", "set `metrics`, or nobody sees what the agent does")
     if subject.status is not None:
-        return ok(f"the agent {subject.status.agent.name} runs; the address is set to {subject.config.metrics}")
+        return ok(f"the agent {subject.status.agent.name} serves at {place}")
     check_metrics(subject.config.metrics, allow_wildcard=subject.config.allow_wildcard)
     host, _, port = subject.config.metrics.rpartition(":")
     return _free("metrics", host.strip("[]"), port, lambda: _serves_metrics(host, port))

@@ -137,7 +137,8 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     """The state of an agent. `rebuild_refused` is why its slots cannot be rebuilt although they should be.
 
     `errors` are the last ones that it logged, the latest last. `still_s` is how long its data plane thread has not
-    completed a round; a healthy thread with no long work in hand needs a second at most.
+    completed a round; a healthy thread with no long work in hand needs a second at most. `metrics` is HOST:PORT, where
+    Prometheus finds it, or empty.
     """
 
     agent: AgentCard
@@ -158,6 +159,7 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     readers: tuple[ReaderStatus, ...] = ()
     errors: Annotated[tuple[ErrorStatus, ...], Meta(max_length=MAX_ERRORS)] = ()
     still_s: Seconds = 0.0
+    metrics: Name = ""
 
 
 class PoolQuery(Struct, frozen=True, kw_only=True, tag="pool?"):

@@ -208,6 +208,17 @@ def test_a_port_of_another_agent_is_told_from_a_port_that_is_taken(tmp_path: Pat
     assert "the agent decode has it" in listened.text and "an agent has it" in served.text
 
 
+def test_the_addresses_of_an_agent_that_runs_are_those_in_use(tmp_path: Path) -> None:
+    """The command line of the doctor names its socket, and not all that it was started with."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    for metrics, said in ((place, f"the agent decode serves at {place}"), ("", "metrics: off")):
+        with agent(tmp_path, "decode", metrics=metrics, routes="nixl") as running:
+            asked = Subject(load(environment={"KVBRIDGE_SOCKET": str(running.socket)}), running.status, {})
+            assert settings.metrics(asked).text == said
+            assert settings.listen(asked).text == f"the agent decode listens at {running.address}"
+
+
 def test_a_check_that_cannot_look_has_failed(tmp_path: Path) -> None:
     ours = subject(tmp_path, device="cuda:0")
     if chosen_gpu("auto") is None:

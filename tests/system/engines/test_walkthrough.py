@@ -34,6 +34,7 @@ def test_the_quickstart_carries_a_prompt_through_its_router(tmp_path: Path) -> N
     (carried, of_prefill), of_alone = texts(start), texts(alone)
     assert len(set(carried.split())) > 6 and carried == of_prefill
     assert "tcp://127.0.0.1:7701" in start, "status says nothing"
+    assert "the agent decode serves at 127.0.0.1:9401" in start
     assert "route pull: " in start and not re.search("^failed", start, re.MULTILINE), f"doctor: {start}"
     assert moved(start) == (PROMPT_TOKENS - 1) * ROW_BYTES, said
     assert texts(killed) == of_alone[:2] and len(set(of_alone)) > 4, said

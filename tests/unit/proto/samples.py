@@ -127,6 +127,7 @@ TO_ENGINE: tuple[Any, ...] = (
         uptime_s=12.5,
         fabric="nixl",
         security="loopback only",
+        metrics="127.0.0.1:9400",
         slot_bytes=4 << 20,
         receive_slots=SLOTS,
         send_slots=status.SlotCounts(free=16, lent=0, landed=0, quarantined=0),
