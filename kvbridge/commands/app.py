@@ -432,10 +432,19 @@ def plan(
     sender: Annotated[
         str,
         typer.Argument(
-            help="The prefilling engine: a file of `kvbridge status --pool`, or its agent's socket; ranks as A,B."
+            help="The prefilling engine: a file of `kvbridge status --pool`, or its agent's socket; ranks as A,B. With "
+            "--model: the command that starts it."
         ),
     ],
     receiver: Annotated[str, typer.Argument(help="The decoding engine, likewise; --rank says which of its ranks.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="The model's config.json, or a folder that has one: says whether the pair will be carried before "
+            "anything is started.",
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=0, max=1 << 40, help="Tokens of the request.")] = 1024,
     slot_bytes: Annotated[
         int | None,
@@ -450,6 +459,9 @@ def plan(
 ) -> None:
     """Say whether two pools fit, why not, and what would move.
 
+    With --model no engine runs yet. Of each command the options count that decide its cache: parallel sizes, block
+    size, dtypes, windows, drafts.
+
     Name an engine on another host by a file: agents show their pool only to processes of their own host. Make it there:
     kvbridge status --pool > prefill.json
 
@@ -460,11 +472,12 @@ def plan(
     Examples:
       kvbridge plan prefill.json /run/kvbridge/agent-0.sock --tokens 8192
       kvbridge plan rank-0.json,rank-1.json decode.json --json
+      kvbridge plan --model config.json 'vllm serve M -tp 2 --block-size 64' 'sglang --tp 4 --kv-cache-dtype fp8_e4m3'
     """
     with told("plan"):
         from .plan import show
 
-        show(sender, receiver, tokens, slot_bytes, rank, as_json)
+        show(sender, receiver, tokens, slot_bytes, rank, as_json, model)
 
 
 def keygen(

@@ -1,4 +1,4 @@
-"""`kvbridge plan`: verdict and chunks for the pools of two engines, from JSON files or from their agents."""
+"""`kvbridge plan`: verdict and chunks for the pools of two engines, from files, agents, or a model's config."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from ..geometry.overlap import overlaps
 from ..geometry.plan import Chunk, Plan, plan
 from ..geometry.shard import assign
 from ..local_agents import ask_pool
+from ..models.config import read
+from ..models.described import pools_of
+from ..models.engine_command import parse
 from ..oneline import plain
 from .answer import write, write_reasons
 from .console import stdout
@@ -59,13 +62,16 @@ class EngineSide:
     slot_bytes: int | None
 
 
-def show(sender: str, receiver: str, tokens: int, slot_bytes: int | None, rank: int, as_json: bool) -> None:
+def show(
+    sender: str, receiver: str, tokens: int, slot_bytes: int | None, rank: int, as_json: bool, model: Path | None = None
+) -> None:
     """Print verdict and plan for one rank of the receiver.
 
-    Raises KVBridgeError if there are no such pools or they do not fit. With `as_json` stdout has code and reasons too.
+    With `model` the sides are command lines of engines that need not run. Raises KVBridgeError if there are no such
+    pools or they do not fit. With `as_json` stdout has code and reasons too.
     """
     try:
-        giving, taking = side(sender), side(receiver)
+        giving, taking = sides_of(model, sender, receiver) if model else (side(sender), side(receiver))
         if rank >= len(taking.pools):
             raise OperatorError("bad_option", f"rank: {rank}, {receiver} has {len(taking.pools)}")
     except KVBridgeError as error:
@@ -123,6 +129,29 @@ def side(said: str) -> EngineSide:
         else:
             found += pools(path)
     return EngineSide(found, min(slots, default=None))
+
+
+def sides_of(path: Path, sender: str, receiver: str) -> tuple[EngineSide, EngineSide]:
+    """The pools that two engines will have for this model. Raises OperatorError with the reasons of both sides."""
+    model, name = read(_config(path)), path.resolve().name
+    found: list[EngineSide] = []
+    errors: list[tuple[str, KVBridgeError]] = []
+    for role, command in (("sender", sender), ("receiver", receiver)):
+        try:
+            found.append(EngineSide(pools_of(model, parse(command), name[:256], role), None))
+        except KVBridgeError as error:
+            errors.append((role, error))
+    if errors:
+        raise OperatorError(errors[0][1].code, *(f"{role}: {why}" for role, error in errors for why in error.reasons))
+    return found[0], found[1]
+
+
+def _config(path: Path) -> Any:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise OperatorError("bad_model_config", f"{file}: {error}") from None
 
 
 def _is_socket(path: Path) -> bool:
@@ -202,6 +231,8 @@ def _print(found: Verdict, said: Sequence[Change], receiver: Pool, parts: Sequen
     if parts:
         console.print(f"\nto {_rank(receiver)}")
     for part in parts:
+        if not part.takes:
+            continue
         console.print(f"\nfrom {_rank(part.pool)}")
         console.print(_takes(part))
         console.print(f"{part.plan.chunks} chunks, {part.plan.total_bytes:,} bytes, plan {part.plan.digest}")

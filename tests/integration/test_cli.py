@@ -34,6 +34,7 @@ from kvbridge.commands.keygen import run as keygen
 from kvbridge.local_agents import found
 from kvbridge.options import options
 from kvbridge.transport.keys import load_keys
+from tests.support.families import config, latents
 from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build_all
 from tests.support.waiting import wait_for
@@ -657,6 +658,29 @@ def test_plan_says_what_each_change_means(tmp_path: Path) -> None:
     ]
     assert all(each["words"] for each in found["changes"])
     fails(kvbridge("plan", sender, receiver, "--rank", "2"), 2, "bad_option: rank: 2")
+
+
+def test_plan_of_a_model_needs_no_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config("llama", 4, 8, 4, 64)))
+    sides = "vllm serve M -tp 2 --block-size 64", "sglang --tp 1 --page-size 16 --kv-cache-dtype fp8_e4m3"
+    told = kvbridge("plan", "--model", tmp_path, *sides)
+    assert told.returncode == 0 and "codec: sender bf16, receiver fp8_e4m3" in told.stdout
+    found = json.loads(kvbridge("plan", "--model", tmp_path / "config.json", *sides, "--json").stdout)
+    assert found["verdict"] == "Convertible" and found["code"] == ""
+    assert [part["takes"][0]["end_head"] for part in found["senders"]] == [2, 4]
+
+
+def test_plan_of_a_model_that_is_not_carried_says_what_is_missing_on_each_side(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(latents("deepseek_v4", 4, compress_ratios=[0, 4, 128, 4])))
+    told = kvbridge("plan", "--model", file, "vllm", "sglang")
+    fails(told, 1, "layer_unsupported: sender: deepseek_v4: kvbridge cannot carry", "receiver: deepseek_v4", "needs")
+    found = json.loads(kvbridge("plan", "--model", file, "vllm", "sglang", "--json").stdout)
+    assert found["code"] == "layer_unsupported" and len(found["reasons"]) == 2
+    file.write_text("[]")
+    fails(kvbridge("plan", "--model", file, "vllm", "sglang"), 1, "bad_model_config")
+    file.write_text(json.dumps(config("llama", 4, 8, 4, 64)))
+    fails(kvbridge("plan", "--model", file, "trtllm", "sglang"), 2, "bad_option: sender: trtllm")
 
 
 def test_plan_judges_every_rank_of_the_sender(tmp_path: Path) -> None:

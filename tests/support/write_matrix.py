@@ -13,8 +13,8 @@ PAGE = Path(__file__).parents[2] / "docs/convertible.md"
 HEAD = """# What can be carried
 
 Which pairs of caches can be converted. For two pools of your own, `kvbridge plan A.json B.json` says whether they
-fit, and what would be converted. Below the table: [rounding](#rounding), [scales](#scales), [what adapters
-refuse](#what-adapters-refuse).
+fit, and what would be converted; [models.md](models.md) says it of families of models. Below the table:
+[rounding](#rounding), [scales](#scales), [what adapters refuse](#what-adapters-refuse).
 
 Written by `python -m tests.support.write_matrix`; do not edit. Each line stands for cases that
 `tests/unit/test_matrix.py` carries from one pool to another and compares, element by element, with a reference that

@@ -70,6 +70,7 @@ ROOMS = {
     "kvbridge.adapters.vllm": Room(INSIDE | {"kvbridge.adapters.engine"}, None),
     "kvbridge.adapters.sglang": Room(INSIDE | {"kvbridge.adapters.engine"}, None),
     "kvbridge.adapters": Room(),
+    "kvbridge.models": Room({"kvbridge_proto", "kvbridge.errors", "kvbridge.adapters.engine"}),
     "kvbridge.dataplane": Room(BESIDE),
     "kvbridge.agent": Room(
         BESIDE | {"kvbridge.oneline", "kvbridge.prompt_share", "kvbridge.states", "kvbridge.dataplane"},
@@ -81,7 +82,14 @@ TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.doctor", "kvbridge.loopbac
 EVERY = (*ROOMS, *TOP)
 
 PURE = (
-    *("kvbridge_proto", "kvbridge.options", "kvbridge.states", "kvbridge.geometry", "kvbridge.exchange"),
+    *(
+        "kvbridge_proto",
+        "kvbridge.options",
+        "kvbridge.states",
+        "kvbridge.geometry",
+        "kvbridge.exchange",
+        "kvbridge.models",
+    ),
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs", "logprobs")),
 )
 IMPURE = {

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from ...errors import OperatorError
 
-OWN_CONNECTOR = {
-    "vllm": "vLLM's NixlConnector, which carries it between equal engines",
-    "sglang": "SGLang's nixl or mooncake backend, which carry it between equal engines",
+OTHER = {
+    "vllm": "another connector until then: vLLM's NixlConnector carries most of these",
+    "sglang": "another backend until then: SGLang's nixl and mooncake carry most of these",
 }
 ANOTHER_DTYPE = "--kv-cache-dtype auto, bfloat16 or fp8"
 
@@ -26,10 +26,10 @@ class Unsupported:
 
 
 UNSUPPORTED: dict[str, Unsupported] = {
-    "index": Unsupported("the index keys of sparse attention yet", OWN_CONNECTOR),
-    "state": Unsupported("recurrent or convolution states yet", OWN_CONNECTOR),
-    "compressed": Unsupported("caches of which a row stands for several tokens yet", OWN_CONNECTOR),
-    "ring": Unsupported("ring buffers of a request's last tokens yet", OWN_CONNECTOR),
+    "index": Unsupported("the index keys of sparse attention yet", OTHER),
+    "state": Unsupported("recurrent or convolution states yet", OTHER),
+    "compressed": Unsupported("caches of which a row stands for several tokens yet", OTHER),
+    "ring": Unsupported("ring buffers of a request's last tokens yet", OTHER),
     "cross": Unsupported("the KV of an encoder", {}),
     "sink": Unsupported("attention sinks that are kept as KV rows", {}),
     "packed": Unsupported("rows of this dtype or packing", {"vllm": ANOTHER_DTYPE, "sglang": ANOTHER_DTYPE}),

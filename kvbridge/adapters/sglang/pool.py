@@ -10,8 +10,9 @@ import torch
 from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
 
 from ...errors import OperatorError
+from ..engine.codecs import CODEC_OF
+from ..engine.heads import Heads
 from ..engine.memory import Memory
-from ..engine.shards import CODEC_OF, Heads
 from ..engine.unsupported import UNSUPPORTED, refusal
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

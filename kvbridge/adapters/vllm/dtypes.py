@@ -9,7 +9,7 @@ import torch
 from kvbridge_proto.pool import Codec, CodecName
 
 from ...errors import OperatorError
-from ..engine.shards import CODEC_OF
+from ..engine.codecs import CODEC_OF
 from ..engine.unsupported import refusal
 from .shapes import Cell, Spot
 

@@ -10,7 +10,7 @@ import torch
 from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Shard
 
 from ...errors import OperatorError
-from ..engine.shards import Heads
+from ..engine.heads import Heads
 from .backends import check_backend, spec_refusal
 from .versions import transfer_groups
 

@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvbridge.adapters.engine.heads import Heads
 from kvbridge.adapters.engine.memory import Memory
-from kvbridge.adapters.engine.shards import Heads
 from kvbridge.adapters.vllm import worker
 from kvbridge.adapters.vllm.pool import describe
 from kvbridge.errors import OperatorError
@@ -76,21 +76,26 @@ def build(
     blocks: int = BLOCKS,
     specs: dict[str, Any] | None = None,
     drafts: Any = None,
+    backends: dict[str, str] | None = None,
     **parallel: int,
 ) -> Pool:
     """`layer`, `model` and `cache` add to what vLLM's objects of those names say; `older` is the cache of 0.26.
 
-    `specs` are those of several groups, by a layer's name: layers of equal specs make a group.
+    `specs` are those of several groups, by a layer's name: layers of equal specs make a group. `backends` likewise.
     """
-    attention = SimpleNamespace(
-        attn_backend=SimpleNamespace(get_name=lambda: backend),
-        kv_cache_dtype=kv_cache_dtype,
-        kv_sharing_target_layer_name=None,
-        isa="vec",
-        _k_scale_float=0.5,
-        _v_scale_float=0.25,
-        **(layer or {}),
-    )
+
+    def attention(name: str) -> Any:
+        own = (backends or {}).get(name, backend)
+        return SimpleNamespace(
+            attn_backend=SimpleNamespace(get_name=lambda: own),
+            kv_cache_dtype=kv_cache_dtype,
+            kv_sharing_target_layer_name=None,
+            isa="vec",
+            _k_scale_float=0.5,
+            _v_scale_float=0.25,
+            **(layer or {}),
+        )
+
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(
@@ -99,7 +104,7 @@ def build(
             | (model or {}),
         ),
         cache_config=SimpleNamespace(cache_dtype=kv_cache_dtype, **(cache or {})),
-        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(caches, attention)),
+        compilation_config=SimpleNamespace(static_forward_context={name: attention(name) for name in caches}),
         speculative_config=drafts,
     )
     named = specs or dict.fromkeys(caches, kv_spec or spec())

@@ -1,20 +1,8 @@
-"""How vLLM and SGLang both shard heads and store plain numbers."""
+"""Which KV heads a rank holds, by the rule that vLLM and SGLang share. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from kvbridge_proto.pool import CodecName
-
-# Dtypes whose numbers are stored as they are; fp8 is under scales that the engine knows.
-CODEC_OF: dict[torch.dtype, CodecName] = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8_e4m3",
-    torch.float8_e5m2: "fp8_e5m2",
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,247 @@
+"""What a model keeps of each token, read from its config.json: layers, heads, widths, windows. Pure.
+
+A family that has no reader here is refused: guessing which cache it has would say "carried" of one that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbridge_proto.pool import Layer
+
+from ..errors import OperatorError, did_you_mean
+
+Text = Mapping[str, Any]
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+ATTENTION = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCache:
+    """The cache of a model.
+
+    layers      each layer's keys and values, or latents; None for a layer that keeps none of its own
+    kinds       what else it keeps (`adapters/engine/unsupported.py`)
+    drafts      the layers that predict further tokens, with the model's own weights (MTP)
+    dtype       of the model's numbers
+    kv_dtype    of its cache where the checkpoint says so, else ""
+    has_one_pool    SGLang keeps all tokens of its windows, in the pool of the full layers
+    """
+
+    family: str
+    layers: tuple[Layer | None, ...]
+    kinds: tuple[str, ...] = ()
+    drafts: tuple[Layer, ...] = ()
+    dtype: str = "bfloat16"
+    kv_dtype: str = ""
+    has_one_pool: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the configs of one model_type are read. `period`: without layer_types, each period-th layer is a full one."""
+
+    layers: Callable[[Text, Family], list[Layer | None]]
+    kinds: tuple[str, ...] = ()
+    period: int = 0
+    has_one_pool: bool = False
+
+
+def read(config: Text) -> ModelCache:
+    """Raises OperatorError for a family that is not known, and for a config without what its family has."""
+    text = config
+    while (inner := next((text[name] for name in NESTED if isinstance(text.get(name), Mapping)), None)) is not None:
+        text = inner
+    name = str(text.get("model_type") or config.get("model_type") or "")
+    family = FAMILIES.get(name)
+    if family is None:
+        raise OperatorError(
+            "model_unknown",
+            f"model_type: {name!r}, {did_you_mean(name, FAMILIES)}; needs a pool instead, from an engine that runs the "
+            "model: kvbridge status --pool",
+        )
+    try:
+        layers = family.layers(text, family)
+        drafts = _drafts(text, layers)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
+        raise OperatorError("bad_model_config", f"model_type {name}: {type(error).__name__}: {error}") from error
+    kinds = tuple(kind for kind in family.kinds if kind != "index" or _has_index(text))
+    return ModelCache(
+        family=name,
+        layers=tuple(layers),
+        kinds=kinds,
+        drafts=drafts,
+        dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"),
+        kv_dtype=_checkpoint_dtype(text.get("quantization_config") or config.get("quantization_config") or {}),
+        has_one_pool=family.has_one_pool,
+    )
+
+
+def _has_index(text: Text) -> bool:
+    return (
+        "index_topk" in text or "sparse_attention_config" in text or str(text.get("model_type")).startswith("minimax")
+    )
+
+
+def _checkpoint_dtype(quantization: Mapping[str, Any]) -> str:
+    """The KV dtype that a checkpoint brings scales for."""
+    named = str(quantization.get("kv_cache_quant_algo") or "").lower()
+    return "fp8" if named == "fp8" or quantization.get("kv_cache_scheme") else named
+
+
+def _drafts(text: Text, layers: list[Layer | None]) -> tuple[Layer, ...]:
+    count = int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 0)
+    last = next((layer for layer in reversed(layers) if layer is not None), None)
+    return (last,) * count if last is not None else ()
+
+
+def _depth(text: Text) -> int:
+    return int(text["num_hidden_layers"])
+
+
+def _width(text: Text) -> int:
+    return int(text.get("head_dim") or int(text["hidden_size"]) // int(text["num_attention_heads"]))
+
+
+def _heads(text: Text) -> int:
+    named = ("num_key_value_heads", "num_attention_groups", "num_kv_heads", "multi_query_group_num")
+    return int(next((text[name] for name in named if text.get(name)), None) or text["num_attention_heads"])
+
+
+def _layer(kind: str, heads: int, width: int, window: int = 0, value: int = 0) -> Layer:
+    return Layer(kind=kind, kv_heads=heads, key_width=width, value_width=value or width, window=window)  # type: ignore[arg-type]
+
+
+def _window(text: Text) -> int:
+    return int(text.get("sliding_window") or text.get("sliding_window_size") or 0)
+
+
+def _types(text: Text, period: int) -> list[str]:
+    """What each layer is, in the words of `layer_types`."""
+    depth = _depth(text)
+    if types := text.get("layer_types"):
+        return [str(each) for each in types[:depth]]
+    period = int(text.get("sliding_window_pattern") or 0) or period
+    if period and _window(text):
+        return ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(depth)]
+    return ["full_attention"] * depth
+
+
+def _attention(text: Text, family: Family) -> list[Layer | None]:
+    """Keys and values in each layer; layers with states have none."""
+    heads, width = _heads(text), _width(text)
+    kinds = [ATTENTION.get(each) for each in _types(text, family.period)]
+    return [kind and _layer(kind, heads, width, _window(text) if kind == "sliding" else 0) for kind in kinds]  # type: ignore[misc]
+
+
+def _uniform(text: Text, family: Family) -> list[Layer | None]:
+    """All layers alike: with a window if the config has one and does not say that it is not used."""
+    is_used = text.get("use_sliding_window", text.get("model_type") in ("mistral", "mixtral", "phi3"))
+    if text.get("layer_types"):
+        return _attention(text, family)
+    window = _window(text) if is_used else 0
+    first = int(text.get("max_window_layers") or 0) if text.get("use_sliding_window") else 0
+    full, sliding = _layer("full", _heads(text), _width(text)), _layer("sliding", _heads(text), _width(text), window)
+    return [sliding if window and index >= first else full for index in range(_depth(text))]
+
+
+def _gemma4(text: Text, family: Family) -> list[Layer | None]:
+    """Full layers have wider heads and, where keys are values, fewer. The last layers may read others' KV."""
+    windowed = _layer("sliding", _heads(text), _width(text), _window(text))
+    full_heads = int(text.get("num_global_key_value_heads") or 0) if text.get("attention_k_eq_v") else 0
+    full = _layer("full", full_heads or _heads(text), int(text.get("global_head_dim") or _width(text)))
+    own = _depth(text) - int(text.get("num_kv_shared_layers") or 0)
+    types = _types(text, family.period)
+    return [(full if each == "full_attention" else windowed) if i < own else None for i, each in enumerate(types)]
+
+
+def _llama4(text: Text, family: Family) -> list[Layer | None]:
+    """Layers with rotary positions attend within chunks, each fourth layer to all tokens."""
+    chunk, heads, width = int(text["attention_chunk_size"]), _heads(text), _width(text)
+    rotated = text.get("no_rope_layers") or [int((index + 1) % 4 != 0) for index in range(_depth(text))]
+    return [_layer("chunked", heads, width, chunk) if each else _layer("full", heads, width) for each in rotated]
+
+
+def _mimo(text: Text, family: Family) -> list[Layer | None]:
+    """Windows and full layers with heads and widths of their own; values are narrower than keys."""
+    full = _layer("full", _heads(text), _width(text), value=int(text["v_head_dim"]))
+    windowed = _layer(
+        "sliding",
+        int(text["swa_num_key_value_heads"]),
+        int(text["swa_head_dim"]),
+        _window(text),
+        int(text["swa_v_head_dim"]),
+    )
+    return [windowed if each else full for each in text["hybrid_layer_pattern"]]
+
+
+def _latent(text: Text, family: Family) -> list[Layer | None]:
+    rope = int(text.get("qk_rope_head_dim") or 0)
+    width = int(text["kv_lora_rank"]) + rope
+    return [Layer(kind="mla", kv_heads=1, key_width=width, value_width=0, rope_width=rope)] * _depth(text)
+
+
+def _latents_beside_states(text: Text, family: Family) -> list[Layer | None]:
+    full = {int(each) - 1 for each in text["linear_attn_config"]["full_attn_layers"]}
+    return [layer if index in full else None for index, layer in enumerate(_latent(text, family))]
+
+
+def _beside_states(text: Text, family: Family) -> list[Layer | None]:
+    """Hybrids: `layer_types` or another list says which layers are attention."""
+    layer = _layer("full", _heads(text), _width(text))
+    depth = _depth(text)
+    if types := text.get("layer_types"):
+        return [layer if each in ("full_attention", "attention") else None for each in types]
+    if pattern := text.get("hybrid_override_pattern"):
+        return [layer if each == "*" else None for each in pattern]
+    if every := text.get("full_attention_interval") or text.get("attn_layer_period"):
+        offset = int(text.get("attn_layer_offset", every - 1))
+        return [layer if index % every == offset else None for index in range(depth)]
+    return [layer] * depth
+
+
+def _unread(text: Text, family: Family) -> list[Layer | None]:
+    """Nothing of it is carried, so nothing is described."""
+    return [None] * _depth(text)
+
+
+PLAIN = Family(_uniform)
+MLA = Family(_latent)
+HYBRID = Family(_beside_states, ("state",))
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(
+        (
+            *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4", "glm4_moe"),
+            *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text"),
+            *("minimax_m2", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "ernie4_5", "ernie4_5_moe", "seed_oss"),
+            *("gemma", "granite", "granitemoe", "olmo2", "phi3", "opt", "internlm2"),
+        ),
+        PLAIN,
+    ),
+    "gemma2": Family(_attention, period=2, has_one_pool=True),
+    "gemma3_text": Family(_attention, period=6, has_one_pool=True),
+    "gpt_oss": Family(_attention, period=2),
+    "step3p5": Family(_attention),
+    "gemma4_text": Family(_gemma4, period=6),
+    "llama4_text": Family(_llama4),
+    "mimo_v2_flash": Family(_mimo),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), MLA),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "dots3_note", "hy_v4"), Family(_latent, ("index",))),
+    **dict.fromkeys(("minimax_m3", "minimax_m3_text"), Family(_uniform, ("index",))),
+    **dict.fromkeys(("deepseek_v4", "deepseek_v41"), Family(_unread, ("compressed",))),
+    **dict.fromkeys(("glm5_next", "glm5_next_text"), Family(_unread, ("index", "state", "ring"))),
+    **dict.fromkeys(
+        (
+            *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "granitemoehybrid", "falcon_h1", "jamba"),
+            *("lfm2", "lfm2_moe"),
+        ),
+        HYBRID,
+    ),
+    **dict.fromkeys(("kimi_linear", "kimi_k3"), Family(_latents_beside_states, ("state",))),
+    **dict.fromkeys(("bailing_hybrid", "minimax_text_01", "inkling_text"), Family(_unread, ("state",))),
+    "qwen4_exp_text": Family(_unread, ("state", "ring")),
+    "step5": Family(_unread, ("compressed", "ring")),
+    "whisper": Family(_unread, ("cross",)),
+}

@@ -1,0 +1,227 @@
+"""The pools that an engine will have for a model, as its adapter will describe them, before anything is started. Pure.
+
+Where a row lies (layout, blocks, addresses) only the started engine knows, and so do scales: here they are the usual
+ones. What decides whether a pair is carried is what an engine's command and the model's config say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvbridge_proto.pool import (
+    Codec,
+    CodecName,
+    Engine,
+    Group,
+    GroupKind,
+    Layer,
+    Model,
+    Plane,
+    Pool,
+    Region,
+    Shard,
+    Step,
+)
+
+from ..adapters.engine.heads import Heads
+from ..adapters.engine.unsupported import UNSUPPORTED, refusal
+from ..errors import KVBridgeError, OperatorError
+from .config import ModelCache
+from .engine_command import EngineCommand
+
+BLOCKS = 64  # any number: a plan is about tokens
+PLAIN: dict[str, tuple[CodecName, int]] = {
+    **dict.fromkeys(("bfloat16", "bf16"), ("bf16", 2)),
+    **dict.fromkeys(("float16", "half", "fp16"), ("fp16", 2)),
+    **dict.fromkeys(("float32", "float"), ("fp32", 4)),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_inc"), ("fp8_e4m3", 1)),
+    "fp8_e5m2": ("fp8_e5m2", 1),
+}
+ROW_SCALED: dict[str, CodecName] = {
+    "int8_per_token_head": "int8_row_scale",
+    "fp8_per_token_head": "fp8_row_scale",
+    "int4_per_token_head": "int4_row_scale",
+}
+WHOLE: dict[str, tuple[CodecName, int]] = {"fp8_ds_mla": ("fp8_ds_mla", 656)}
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Which tokens a layer keeps, in blocks of how many."""
+
+    kind: GroupKind
+    window: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartRow:
+    """One plane of a layer before it has a place. All sizes in bytes."""
+
+    part: str
+    codec: Codec
+
+
+def pools_of(model: ModelCache, command: EngineCommand, name: str, engine_id: str) -> list[Pool]:
+    """The pools of all ranks. Raises KVBridgeError with each reason for which the adapter will refuse this cache."""
+    errors = list(_refusals(model, command))
+    if errors:
+        raise OperatorError(errors[0].code, *(reason for error in errors for reason in error.reasons))
+    return [
+        _pool(model, command, name, engine_id, pp_rank, tp_rank)
+        for pp_rank in range(command.pp)
+        for tp_rank in range(command.tp)
+    ]
+
+
+def _refusals(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeError]:
+    engine = command.engine
+    code = "layer_unsupported" if engine == "vllm" else "cache_unsupported"
+    for kind in model.kinds:
+        if kind in UNSUPPORTED:
+            yield refusal(code, engine, kind, model.family)
+    if engine == "sglang" and _has_window_pool(model, command) and "window pool" in UNSUPPORTED:
+        yield refusal(code, engine, "window pool", model.family)
+    if engine == "sglang" and command.drafts and "draft pool" in UNSUPPORTED:
+        yield refusal(code, engine, "draft pool", f"--speculative-algorithm {command.drafts}")
+    if command.drafts and not model.drafts:
+        yield OperatorError(
+            "model_unknown",
+            f"{model.family}: drafts by {command.drafts}, whose layers are not in this config.json; needs a pool "
+            "instead, from an engine that runs them: kvbridge status --pool",
+        )
+    said = _dtype(model, command)
+    if said not in PLAIN and said not in ROW_SCALED and said not in WHOLE:
+        yield refusal("codec_unknown", engine, "packed", f"kv_cache_dtype {said}")
+    for heads in sorted({layer.kv_heads for layer in model.layers if layer is not None and layer.kind != "mla"}):
+        if heads % command.tp and command.tp % heads:
+            yield OperatorError("bad_option", f"tp size {command.tp}: {heads} KV heads, one must divide the other")
+
+
+def _has_window_pool(model: ModelCache, command: EngineCommand) -> bool:
+    """Whether SGLang gives windows memory of their own."""
+    held = [layer for layer in model.layers if layer is not None]
+    alike = len({(layer.kv_heads, layer.key_width, layer.value_width) for layer in held}) == 1
+    has_windows = {layer.kind for layer in held} > {"full"}
+    return has_windows and not model.has_one_pool and not (command.keeps_all and alike)
+
+
+def _dtype(model: ModelCache, command: EngineCommand) -> str:
+    own = model.dtype if command.dtype == "auto" else command.dtype
+    return (model.kv_dtype or own) if command.kv_cache_dtype == "auto" else command.kv_cache_dtype
+
+
+def _rows(layer: Layer, said: str) -> Iterator[PartRow]:
+    """K and V, or a latent, each with its scales behind it if its dtype has some of its own."""
+    parts = [("latent", layer.key_width)] if layer.kind == "mla" else [("k", layer.key_width), ("v", layer.value_width)]
+    for part, width in parts:
+        if layer.kind == "mla" and said in WHOLE:
+            name, size = WHOLE[said]
+            yield PartRow(part, Codec(name=name, width=width, element_bytes=1, row_bytes=size))
+        elif said in ROW_SCALED:
+            name, is_packed = ROW_SCALED[said], said.startswith("int4")
+            yield PartRow(
+                part, Codec(name=name, width=width, element_bytes=1, row_bytes=width // 2 if is_packed else width)
+            )
+            scale = ("opaque", 4, 1) if is_packed else ("fp32", 1, 4)
+            yield PartRow(f"{part}_scale", Codec(name=scale[0], width=scale[1], element_bytes=scale[2], row_bytes=4))  # type: ignore[arg-type]
+        else:
+            name, size = PLAIN["fp8" if said in WHOLE else said]
+            scales = (1.0,) if name.startswith("fp8") else ()
+            yield PartRow(
+                part, Codec(name=name, width=width, element_bytes=size, row_bytes=width * size, scales=scales)
+            )
+
+
+def _keepings(model: ModelCache, command: EngineCommand, layers: dict[int, Layer], said: str) -> dict[int, Keeping]:
+    """How each layer keeps its tokens. vLLM makes all pages equal, so layers of other kinds have other blocks."""
+    block = command.block_tokens
+    keeps_all = command.keeps_all if command.engine == "vllm" else not _has_window_pool(model, command)
+    kinds: dict[int, tuple[GroupKind, int]] = {}
+    for index, layer in layers.items():
+        is_whole = keeps_all or layer.kind in ("full", "mla")
+        kind: GroupKind = "sliding" if command.engine == "sglang" else layer.kind  # type: ignore[assignment]
+        kinds[index] = ("full", 0) if is_whole else (kind, layer.window)
+    tokens = {
+        index: sum(row.codec.row_bytes for row in _rows(layer, said))
+        * (1 if layer.kind == "mla" else Heads.of(layer.kv_heads, 0, command.tp).count)
+        for index, layer in layers.items()
+    }
+    most = max(tokens.values())
+    is_mixed = command.engine == "vllm" and len(set(kinds.values())) > 1
+    return {
+        index: Keeping(*kinds[index], block * (most // tokens[index] if is_mixed and most % tokens[index] == 0 else 1))
+        for index in layers
+    }
+
+
+def _pool(model: ModelCache, command: EngineCommand, name: str, engine_id: str, pp_rank: int, tp_rank: int) -> Pool:
+    said, depth = _dtype(model, command), len(model.layers)
+    layers = (*model.layers, *(model.drafts if command.drafts else ()))
+    drafts = range(depth, len(layers)) if pp_rank == command.pp - 1 else range(0)
+    stage = (*_stage(depth, pp_rank, command.pp), *drafts)
+    mine = {index: layer for index in stage if (layer := layers[index]) is not None}
+    if not mine:
+        raise OperatorError("cache_empty", f"pp rank {pp_rank} of {command.pp}: no layer of it owns any KV")
+    keepings = _keepings(model, command, mine, said)
+    groups = list(dict.fromkeys(keepings.values()))
+    planes: list[Plane] = []
+    offset = 0
+    for index, layer in mine.items():
+        heads = Heads(0, 1, 1) if layer.kind == "mla" else Heads.of(layer.kv_heads, tp_rank, command.tp)
+        for row in _rows(layer, said):
+            planes.append(
+                _plane(index, row, heads, groups.index(keepings[index]), keepings[index].block_tokens, offset)
+            )
+            offset += planes[-1].block_stride * BLOCKS
+    known = len(layers) if command.pp > 1 else max(mine) + 1
+    return Pool(
+        engine=Engine(kind=command.engine, version="", id=engine_id),
+        model=Model(name=name, layers=tuple(mine.get(index) for index in range(known)), depth=depth),
+        shard=_shard(command, pp_rank, tp_rank),
+        groups=tuple(Group(kind=k.kind, block_tokens=k.block_tokens, blocks=BLOCKS, window=k.window) for k in groups),
+        regions=(Region(offset),),
+        planes=tuple(planes),
+    )
+
+
+def _shard(command: EngineCommand, pp_rank: int, tp_rank: int) -> Shard:
+    return Shard(
+        tp_rank=tp_rank,
+        tp_size=command.tp,
+        pp_rank=pp_rank,
+        pp_size=command.pp,
+        cp_rank=tp_rank % command.cp,
+        cp_size=command.cp,
+        cp_interleave=command.cp_interleave if command.cp > 1 else 1,
+    )
+
+
+def _plane(layer: int, row: PartRow, heads: Heads, group: int, block_tokens: int, offset: int) -> Plane:
+    """Token after token, each with its heads side by side."""
+    size, codec = row.codec.row_bytes, row.codec
+    token = heads.count * size
+    return Plane(
+        layer=layer,
+        part=row.part,
+        group=group,
+        offset=offset,
+        block_stride=block_tokens * token,
+        token_axis=(Step(block_tokens, token),),
+        head_stride=size,
+        element_axis=(Step(size // codec.element_bytes, codec.element_bytes),),
+        first_head=heads.first,
+        heads=heads.count,
+        total_heads=heads.total,
+        codec=codec,
+    )
+
+
+def _stage(layers: int, pp_rank: int, pp_size: int) -> range:
+    """The layers of a pipeline stage: what is left over goes to the last stages but one, as both engines do it."""
+    each, over = divmod(layers, pp_size)
+    sizes = [each] * pp_size
+    for place in range(2, over + 2):
+        sizes[-place] += 1
+    return range(sum(sizes[:pp_rank]), sum(sizes[: pp_rank + 1]))

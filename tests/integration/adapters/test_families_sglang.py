@@ -1,0 +1,80 @@
+"""Each family of docs/models.md against SGLang's real pools: the adapter says what `kvbridge plan --model` says."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from kvbridge_proto.pool import Layer, Pool, Shard
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
+
+from kvbridge.adapters.sglang.pool import describe
+from kvbridge.errors import KVBridgeError
+from kvbridge.models.config import read
+from kvbridge.models.described import pools_of
+from kvbridge.models.engine_command import parse
+from tests.integration.adapters.test_sglang_pool import RadixAttention, latent, on_a_cpu, plain, pool_class, queue_of
+from tests.support.families import FAMILIES, Family, is_run
+
+pytestmark = pytest.mark.sglang
+__all__ = ["on_a_cpu"]  # a fixture
+
+PAGE = 16
+
+
+def queue_for(family: Family, tp: int) -> Any:
+    """A scheduler's queue with the pool that SGLang makes for this family on one of `tp` ranks."""
+    model = read(family.config)
+    layers = [layer for layer in model.layers if layer is not None]
+    first = layers[0] if layers else Layer(kind="full", kv_heads=1, key_width=1, value_width=1)
+    common = {"layer_num": len(model.layers), "dtype": torch.bfloat16}
+    if family.pool == "MHATokenToKVPool":
+        heads = max(1, first.kv_heads // tp)
+        pool = plain(PAGE, heads=heads, **common, head_dim=first.key_width, v_head_dim=first.value_width)
+    elif family.pool == "MLATokenToKVPool":
+        pool = latent(PAGE, **common, kv_lora_rank=512, qk_rope_head_dim=64)
+    else:
+        pool = object.__new__(pool_class(family.pool))
+    queue = queue_of(pool, heads=first.kv_heads, layers=len(model.layers))
+    modules = [
+        RadixAttention(i, window=layer.window - 1 if layer and layer.window else -1)
+        for i, layer in enumerate(model.layers)
+    ]
+    queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList(modules)
+    queue.draft_token_to_kv_pool = latent(PAGE) if family.sides and "speculative" in family.sides["sglang"][1] else None
+    return queue
+
+
+def told(pool: Pool) -> tuple[Any, ...]:
+    """What decides whether a pair is carried: layers, heads, rows, and which tokens are kept in which pages."""
+    planes = {
+        (plane.layer, plane.part): (
+            *(plane.first_head, plane.heads, plane.total_heads, plane.codec.name, plane.codec.width),
+            *(plane.codec.row_bytes, pool.groups[plane.group].kind, pool.groups[plane.group].window),
+            pool.groups[plane.group].block_tokens,
+        )
+        for plane in pool.planes
+    }
+    return pool.model.layers, pool.model.depth, pool.shard, planes
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if is_run(family, "sglang")], ids=lambda family: family.name
+)
+def test_plan_says_of_a_config_what_the_adapter_says_of_the_pool(family: Family, tp: int) -> None:
+    _, options = family.sides.get("sglang", ("", ""))
+    shard = Shard(tp_rank=tp - 1, tp_size=tp)
+    try:
+        planned = pools_of(read(family.config), parse(f"sglang --tp {tp} --page-size {PAGE} {options}"), "m", "e")
+    except KVBridgeError as error:
+        with pytest.raises(KVBridgeError) as refused:
+            describe(queue_for(family, tp), shard, model_name="m", engine_id="e")
+        missing = str(refused.value).partition("kvbridge cannot carry ")[2]
+        assert missing and missing in str(error)
+        return
+    assert told(planned[tp - 1]) == told(describe(queue_for(family, tp), shard, model_name="m", engine_id="e").pool)

@@ -1,0 +1,210 @@
+"""Each family of docs/models.md against real spec objects of vLLM: the adapter says what `kvbridge plan --model` says.
+
+The specs are written here, as vLLM's models make them (notes on each), and vLLM's own code makes pages of one size of
+them. Heads, widths, windows and block sizes then come out of the adapter, and of the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from kvbridge_proto.pool import Pool, Shard
+from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+)
+
+from kvbridge.adapters.engine.unsupported import UNSUPPORTED
+from kvbridge.errors import KVBridgeError
+from kvbridge.models.config import read
+from kvbridge.models.described import pools_of
+from kvbridge.models.engine_command import parse
+from tests.integration.adapters.test_vllm_pool import build
+from tests.support.families import FAMILIES, Family
+
+pytestmark = pytest.mark.vllm
+
+BLOCK, BLOCKS = 16, 2
+Specs = dict[str, tuple[str, Any]]  # by layer: the backend and the spec
+COMMON: dict[str, Any] = {"block_size": BLOCK, "dtype": torch.bfloat16}
+STATE = MambaSpec(block_size=BLOCK, shapes=((2,),), dtypes=(torch.bfloat16,))
+RING = CircularBufferSpec(**COMMON, num_kv_heads=1, head_size=128)
+LATENT = MLAAttentionSpec(**COMMON, num_kv_heads=1, head_size=576)
+INDEX = MLAAttentionSpec(
+    block_size=BLOCK, dtype=torch.uint8, num_kv_heads=1, head_size=132, cache_role=SparseCacheRole.INDEXER
+)
+COMPRESSED = MLAAttentionSpec(block_size=64, dtype=torch.uint8, num_kv_heads=1, head_size=584, tokens_per_state=4)
+
+
+def heads(total: int, tp: int) -> int:
+    return max(1, total // tp)
+
+
+def full(total: int, width: int, tp: int, value: int = 0) -> FullAttentionSpec:
+    more = {"head_size_v": value} if value else {}
+    return FullAttentionSpec(**COMMON, num_kv_heads=heads(total, tp), head_size=width, **more)
+
+
+def sliding(total: int, width: int, tp: int, window: int, value: int = 0) -> SlidingWindowSpec:
+    more = {"head_size_v": value} if value else {}
+    return SlidingWindowSpec(**COMMON, num_kv_heads=heads(total, tp), head_size=width, sliding_window=window, **more)
+
+
+def each(count: int, of: Callable[[int], Any], backend: str = "FLASH_ATTN") -> Specs:
+    return {f"model.layers.{layer}.self_attn.attn": (backend, of(layer)) for layer in range(count)}
+
+
+def beside(specs: Specs, spec: Any, backend: str) -> Specs:
+    return specs | {"model.layers.0.other": (backend, spec)}
+
+
+def gemma3(tp: int) -> Specs:
+    return each(62, lambda i: sliding(16, 128, tp, 1024) if (i + 1) % 6 else full(16, 128, tp))
+
+
+def gemma4(tp: int) -> Specs:
+    return each(30, lambda i: sliding(8, 256, tp, 1024) if (i + 1) % 6 else full(2, 512, tp))
+
+
+def gpt_oss(tp: int) -> Specs:
+    return each(36, lambda i: sliding(8, 64, tp, 128) if (i + 1) % 2 else full(8, 64, tp))
+
+
+def llama4(tp: int) -> Specs:
+    chunk = ChunkedLocalAttentionSpec(**COMMON, num_kv_heads=heads(8, tp), head_size=128, attention_chunk_size=8192)
+    return each(48, lambda i: chunk if (i + 1) % 4 else full(8, 128, tp))
+
+
+def mimo(tp: int) -> Specs:
+    return each(48, lambda i: sliding(8, 192, tp, 128, 128) if i % 6 else full(4, 192, tp, 128), "FLASH_ATTN_DIFFKV")
+
+
+def latents(count: int) -> Specs:
+    return each(count, lambda i: LATENT, "FLASHMLA")
+
+
+def states(tp: int) -> Specs:
+    return beside(each(4, lambda i: full(2, 256, tp)), STATE, "GDN_ATTN")
+
+
+SPECS: dict[str, Callable[[int], Specs]] = {
+    "full attention": lambda tp: each(32, lambda i: full(8, 128, tp)),
+    "windows, in SGLang without memory of their own": gemma3,
+    "windows": gpt_oss,
+    "chunks": llama4,
+    "windows with heads and widths of their own": gemma4,
+    "values narrower than keys": mimo,
+    "latents": lambda tp: latents(61),
+    "latents with drafts on both sides": lambda tp: latents(62),
+    "latents with drafts on the decode side": lambda tp: latents(62),
+    "latents and index keys": lambda tp: beside(latents(61), INDEX, "DEEPSEEK_V32_INDEXER"),
+    "full attention and index keys": lambda tp: each(60, lambda i: full(4, 128, tp), "MINIMAX_M3_SPARSE"),
+    "compressed latents": lambda tp: each(2, lambda i: COMPRESSED, "FLASHMLA_SPARSE_DSV4"),
+    "states and full attention": states,
+    "states and latents": lambda tp: beside(latents(7), STATE, "GDN_ATTN"),
+    "Mamba 2 states and full attention": states,
+    "Mamba 1 states and full attention": states,
+    "lightning and convolution states": states,
+    "states, latents, index keys and rings": lambda tp: beside(
+        beside(latents(2), INDEX, "DEEPSEEK_V32_INDEXER"), RING, "KPOOL_TAIL"
+    ),
+    "states, sparse attention and rings": lambda tp: beside(states(tp), RING, "QWEN4_EXP_EXP_QSA_STATE"),
+    "summaries and rings": lambda tp: each(1, lambda i: RING, "STEP5_CSA_TAIL_RING"),
+    "windows with convolution states": lambda tp: each(1, lambda i: sliding(8, 128, tp, 128), "INKLING_SCONV_SWA"),
+    "cross attention": lambda tp: each(1, lambda i: CrossAttentionSpec(**COMMON, num_kv_heads=2, head_size=64)),
+    "packed rows": lambda tp: each(32, lambda i: full(8, 128, tp)),
+}
+
+
+def tensor_of(spec: Any, dtype: torch.dtype) -> torch.Tensor:
+    """As vLLM 0.32 shapes it: [B, H, N, C]."""
+    if isinstance(spec, MambaSpec):
+        return torch.zeros(BLOCKS, 1, 1, 4, dtype=torch.int8)
+    value = getattr(spec, "head_size_v", None) or spec.head_size
+    width = spec.head_size if isinstance(spec, MLAAttentionSpec) else spec.head_size + value
+    return torch.zeros(BLOCKS, spec.num_kv_heads, spec.block_size, width, dtype=dtype)
+
+
+def adapted(family: Family, tp: int, rank: int, dtype: str) -> Pool:
+    """What the adapter makes of this rank's specs, once vLLM has made their pages of one size."""
+    specs = SPECS[family.name](tp)
+    made = {name: spec for name, (_, spec) in specs.items()}
+    if all(hasattr(spec, "head_size") for spec in made.values()) and len({type(spec) for spec in made.values()}) > 1:
+        made = unify_kv_cache_spec_page_size(made)
+    text = SimpleNamespace(num_hidden_layers=len(read(family.config).layers), qk_rope_head_dim=64)
+    if "swa_num_key_value_heads" in family.config:
+        text.swa_num_key_value_heads = family.config["swa_num_key_value_heads"]
+    return build(
+        {name: tensor_of(spec, torch.uint8 if dtype == "nvfp4" else torch.bfloat16) for name, spec in made.items()},
+        specs=made,
+        backends={name: backend for name, (backend, _) in specs.items()},
+        kv_cache_dtype=dtype,
+        shard=Shard(tp_rank=rank, tp_size=tp),
+        blocks=BLOCKS,
+        model={"hf_text_config": text, "model_arch_config": Arch(family)},
+    )
+
+
+class Arch:
+    """vLLM's record of the layers, of which the adapter asks the heads (vLLM's own is in test_vllm_backends.py)."""
+
+    def __init__(self, family: Family) -> None:
+        alone = [spec for _, spec in SPECS[family.name](1).values()]
+        self.totals = [getattr(spec, "num_kv_heads", 1) for spec in alone]
+        self.per_layer_overrides, self.total_num_hidden_layers = None, len(alone)
+
+    def __getitem__(self, layer: int) -> Any:
+        return SimpleNamespace(total_num_kv_heads=self.totals[layer])
+
+
+def missing_in(error: KVBridgeError) -> str:
+    """The first kind that the adapter or plan found, by what is missing."""
+    return next(each.missing for each in UNSUPPORTED.values() if each.missing in str(error))
+
+
+def told(pool: Pool) -> tuple[Any, ...]:
+    """What decides whether a pair is carried: layers, heads, rows, and which tokens are kept in which blocks."""
+    planes = {
+        (plane.layer, plane.part): (
+            *(plane.first_head, plane.heads, plane.total_heads, plane.codec.name, plane.codec.width),
+            *(plane.codec.row_bytes, pool.groups[plane.group].kind, pool.groups[plane.group].window),
+            pool.groups[plane.group].block_tokens,
+        )
+        for plane in pool.planes
+    }
+    return pool.model.layers, pool.model.depth, pool.shard, planes
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_plan_says_of_a_config_what_the_adapter_says_of_the_specs(family: Family, tp: int) -> None:
+    _, options = family.sides.get("vllm", ("", ""))
+    command = parse(f"vllm -tp {tp} --block-size {BLOCK} {options}")
+    try:
+        planned = pools_of(read(family.config), command, "m", "e")
+    except KVBridgeError as error:
+        with pytest.raises(KVBridgeError) as refused:
+            adapted(family, tp, 0, command.kv_cache_dtype)
+        assert refused.value.code == error.code
+        assert missing_in(refused.value) in str(error)
+        return
+    for rank in {0, tp // 2, tp - 1}:
+        assert told(planned[rank]) == told(adapted(family, tp, rank, command.kv_cache_dtype))
+
+
+def test_each_family_has_specs() -> None:
+    assert set(SPECS) == {family.name for family in FAMILIES}

