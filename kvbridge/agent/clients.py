@@ -20,6 +20,7 @@ from kvbridge_proto.engine import (
     Detach,
     Directory,
     Expect,
+    NoOffer,
     Offer,
     Reclaim,
     Refused,
@@ -133,13 +134,14 @@ class Clients:
                 if (memory := self._current.memory) is not None:
                     memory.liveness.withdrew(number, self._clock())
                 self._sender.withdraw(number, reason, comes_again)
+            case NoOffer():
+                self._sender.no_offer(message)
             case Release():
                 self._sender.release()
             case Reclaim(blocks=blocks):
                 self._sender.reclaim(blocks)
-            case Expect():
-                if not self._engines.is_closing:
-                    self._receiver.expect(message)
+            case Expect() if not self._engines.is_closing:
+                self._receiver.expect(message)
             case Want(number=number, request=name) if self._engines.is_closing and not self._receiver.knows(number):
                 reason = "this agent is stopping"
                 connection.send(WantFailed(number=number, request=name, code="draining", reason=reason))

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from kvbridge_proto.engine import Offer, Released
+from kvbridge_proto.engine import NoOffer, Offer, Released
 from kvbridge_proto.peer import (
     BlockTables,
     Body,
@@ -118,6 +118,12 @@ class SenderRunner:
         if number in self._sending.offers:  # it is still being read
             failpoint("sender.withdraw_heard")
         self._do(actions)
+
+    def no_offer(self, said: NoOffer) -> None:
+        """Nothing more is offered for this call: claims that wait for it hear so."""
+        self._sending.no_offer(said, self._clock())
+        if self._sending.is_owing:  # as in `offer`
+            asyncio.get_running_loop().call_soon(self._do, [])
 
     def reclaim(self, blocks: int) -> None:
         self._do(self._sending.reclaim(blocks, self._clock()))

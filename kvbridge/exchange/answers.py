@@ -9,7 +9,6 @@ from enum import Enum, auto
 class Known(Enum):
     """What a sender knows about the offers under a rendezvous id, when none of them is free for a claim."""
 
-    UNREAD = auto()  # perhaps not all: its engine may have said more than was read since the claim came
     NOTHING = auto()  # none was made there, as far as it remembers
     TAKEN = auto()  # those that are not released serve other wants
     FETCHED = auto()  # the last one served another want, or this one before
@@ -24,11 +23,10 @@ class NotOffered:
 
 
 WAITS: NotOffered | None = None
-# By what the receiver was told (`Claim.is_offered`) and what the sender knows. Without word that the prefill has ended
-# an offer may still come: equal prompts share a rendezvous id, and a claim may be first. With it, every offer was made
-# before the claim came, so none can come after what the engine had said by then.
+# By whether the prefill is known to have ended, and what the sender knows once it has read all that its engine had said
+# when the claim came. The receiver may have been told of that end (`Claim.is_offered`), or the sender (`NoOffer`).
+# Without it an offer may still come: equal prompts share a rendezvous id, and a claim may be first.
 ANSWERS: dict[tuple[bool, Known], NotOffered | None] = {(False, known): WAITS for known in Known} | {
-    (True, Known.UNREAD): WAITS,
     (True, Known.NOTHING): NotOffered(
         code="unknown_offer", reason="nothing was offered under this id since our engine attached, as far as we know"
     ),

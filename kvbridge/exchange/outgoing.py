@@ -149,6 +149,11 @@ MOST_ENDED = 16384  # as many as may be open
 ENDED_S = 300.0  # a want is sent when its engine has blocks for it, and then waits a minute (vLLM's `deadline_s`)
 
 
+def call_of(rendezvous: str) -> str:
+    """The call that this rendezvous id names, without the prompt's digest."""
+    return rendezvous.rpartition("/")[0]
+
+
 @dataclass(slots=True, eq=False)
 class EndedOffer:
     """An offer that ended before all claims on it came. Each late claim is refused once, with the reason.
@@ -178,9 +183,15 @@ class Rendezvous:
         self._by_age: OrderedDict[EndedOffer, None] = OrderedDict()
         # By rendezvous id: how the last offer ended, with (code, reason) if it did early.
         self._last: OrderedDict[str, tuple[Known, tuple[str, str] | None]] = OrderedDict()
+        # Calls that ended early: (code, reason), and until when that is remembered. Oldest first.
+        self._ended_calls: OrderedDict[str, tuple[tuple[str, str], float]] = OrderedDict()
 
     def enter(self, offered: OpenOffer) -> None:
-        """Add an open offer. Unclaimed ended offers under the same id are forgotten: later claims are for this one."""
+        """Add an open offer. Unclaimed ended offers under the same id are forgotten: later claims are for this one.
+
+        A call of that name that ended was another one.
+        """
+        self._ended_calls.pop(call_of(offered.rendezvous), None)
         self._offers.setdefault(offered.rendezvous, []).append(offered)
         self._last.pop(offered.rendezvous, None)
         for ended in [each for each in self._ended.get(offered.rendezvous, ()) if each.want is None]:
@@ -225,7 +236,21 @@ class Rendezvous:
         self._by_age[ended] = None
         self.forget_old(now)
 
+    def end_call(self, call: str, why: tuple[str, str], now: float) -> None:
+        """Nothing more is offered for this call. `why` is (code, reason)."""
+        self._ended_calls.pop(call, None)
+        self._ended_calls[call] = why, now + ENDED_S
+        self.forget_old(now)
+
+    def is_all_offered(self, claim: Claim) -> bool:
+        """Whether every offer for this claim was made before: its receiver says so, or our engine did."""
+        return claim.is_offered or call_of(claim.rendezvous) in self._ended_calls
+
     def forget_old(self, now: float) -> None:
+        while self._ended_calls and (
+            len(self._ended_calls) > MOST_ENDED or next(iter(self._ended_calls.values()))[1] <= now
+        ):
+            self._ended_calls.popitem(last=False)
         while self._by_age:
             oldest = next(iter(self._by_age))
             if oldest.until > now and len(self._by_age) <= MOST_ENDED:
@@ -236,20 +261,20 @@ class Rendezvous:
         self._ended.clear()
         self._by_age.clear()
         self._last.clear()
+        self._ended_calls.clear()
 
-    def why_none(self, claim: Claim, is_all_read: bool) -> tuple[str, str] | None:
+    def why_none(self, claim: Claim) -> tuple[str, str] | None:
         """Why there is no offer for this claim, as (code, reason). None if there is one, or one may still come.
 
-        `is_all_read` says that everything which our engine had sent when the claim came has been read.
+        Everything that our engine had sent when the claim came has been read.
         """
         if self.offer_for(claim) is not None:
             return None
-        known, over = Known.UNREAD, None
-        if is_all_read and claim.rendezvous in self._offers:
-            known = Known.TAKEN
-        elif is_all_read:
-            known, over = self._last.get(claim.rendezvous, (Known.NOTHING, None))
-        refusal = ANSWERS[claim.is_offered, known]
+        ended_as, _ = self._ended_calls.get(call_of(claim.rendezvous), (None, 0.0))
+        known, over = self._last.get(claim.rendezvous, (Known.NOTHING, ended_as))
+        if claim.rendezvous in self._offers:
+            known, over = Known.TAKEN, None
+        refusal = ANSWERS[self.is_all_offered(claim), known]
         return None if refusal is None else over or (refusal.code, refusal.reason)
 
     def _forget(self, ended: EndedOffer) -> None:

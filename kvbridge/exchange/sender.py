@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvbridge_proto.common import MAX_RANKS
-from kvbridge_proto.engine import MAX_HELD, Held, Offer, Refused, Released
+from kvbridge_proto.engine import MAX_HELD, Held, NoOffer, Offer, Refused, Released
 from kvbridge_proto.peer import (
     MAX_SUMS,
     Cancel,
@@ -50,7 +50,7 @@ from .orders import (
     StopSending,
     Watch,
 )
-from .outgoing import ENDED_S, EndedOffer, OpenOffer, OutgoingTransfer, ReceiverClaims, Rendezvous
+from .outgoing import ENDED_S, EndedOffer, OpenOffer, OutgoingTransfer, ReceiverClaims, Rendezvous, call_of
 from .session import AttachedEngine, Session
 
 MOST_OFFERS = 16384
@@ -77,7 +77,8 @@ class Sender:
         self.outgoing_transfers: dict[str, OutgoingTransfer] = {}
         self._of_receiver: dict[str, ReceiverClaims] = {}  # by incarnation
         self._waiting: dict[str, dict[str, OutgoingTransfer]] = {}  # by rendezvous
-        self._told: dict[str, OutgoingTransfer] = {}  # of those that wait: claims of what was offered before they came
+        # Of those that wait, by transfer: claims of what was offered before, until it is known whether it is there.
+        self._undecided: dict[str, OutgoingTransfer] = {}
         self._comparing: dict[str, OutgoingTransfer] = {}  # with chunks to be digested, in the order of their turns
         self._digesting = 0
         self._rendezvous = Rendezvous()
@@ -124,6 +125,13 @@ class Sender:
         """
         offered = self.offers.get(number)
         return [] if offered is None else self._end_offer(offered, "withdrawn", reason, now, comes_again)
+
+    def no_offer(self, said: NoOffer, now: float) -> None:
+        """Our engine offers nothing more for a call. `answers` refuses the claims that wait for it."""
+        self._rendezvous.end_call(said.call, (said.code, said.reason), now)
+        for rendezvous, transfers in self._waiting.items():  # once per refused call, so no index
+            if call_of(rendezvous) == said.call:
+                self._undecided |= transfers
 
     def reclaim(self, blocks: int, now: float) -> list[Action]:
         """Our engine is short of `blocks` blocks: end offers that nobody has asked for, oldest first."""
@@ -256,8 +264,6 @@ class Sender:
         self._of_receiver[incarnation] = its
         self.outgoing_transfers[claim.transfer] = its.outgoing_transfers[claim.transfer] = out
         self._waiting.setdefault(claim.rendezvous, {})[claim.transfer] = out
-        if claim.is_offered:
-            self._told[claim.transfer] = out
         self._lend(out, claim.leases)
         self._rendezvous.forget_old(now)
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
@@ -455,7 +461,7 @@ class Sender:
     @property
     def is_owing(self) -> bool:
         """Whether a receiver waits for an answer."""
-        return bool(self._owed or self._told)
+        return bool(self._owed or self._undecided)
 
     def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
         """Answers that receivers wait for; none if we heard our engine too long ago to rule out a withdrawal.
@@ -485,10 +491,17 @@ class Sender:
         return actions
 
     def _refuse_unoffered(self, heard_at: float) -> list[Action]:
-        """Refuse claims of what was offered before they came, if no such offer is there."""
+        """Refuse claims of what was offered before they came, if no such offer is there.
+
+        Each is looked at once, when all is read that our engine had sent by then, and again if `_bind_waiting` left it.
+        """
         actions: list[Action] = []
-        for out in list(self._told.values()):
-            if why := self._rendezvous.why_none(out.claim, is_all_read=out.started <= heard_at):
+        while self._undecided:
+            out = next(iter(self._undecided.values()))
+            if out.started > heard_at:
+                break
+            del self._undecided[out.transfer]
+            if why := self._rendezvous.why_none(out.claim):
                 actions += self._stop(out, *why)
         return actions
 
@@ -603,6 +616,8 @@ class Sender:
                 actions += self._stop(out, *self._rendezvous.hear(offered, out.claim))
                 continue
             if offered is None or (self._is_paused and out.plan.chunks):
+                if self._rendezvous.is_all_offered(out.claim):
+                    self._undecided[out.transfer] = out
                 continue
             if offered.want is None:
                 offered.want, offered.receivers = out.claim.want, out.claim.receivers
@@ -651,7 +666,7 @@ class Sender:
         return [order, *early, *self._progress(out)]
 
     def _stop_waiting(self, out: OutgoingTransfer) -> None:
-        self._told.pop(out.transfer, None)
+        self._undecided.pop(out.transfer, None)
         transfers = self._waiting[out.claim.rendezvous]
         del transfers[out.transfer]
         if not transfers:

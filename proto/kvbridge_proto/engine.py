@@ -115,6 +115,19 @@ class Withdraw(Struct, frozen=True, kw_only=True, tag="withdraw"):
     comes_again: bool = False
 
 
+class NoOffer(Struct, frozen=True, kw_only=True, tag="no_offer"):
+    """A call has ended early: I offer nothing more for it. Not answered.
+
+    `call` is what the rendezvous ids of its prompts have before their last slash. Claims under such ids of what is not
+    offered fail with this code and reason: those that wait, and those that come within five minutes. Not those that
+    come after a new offer under such an id.
+    """
+
+    call: RendezvousId
+    code: Code
+    reason: Annotated[str, Meta(max_length=1024)]
+
+
 class Reclaim(Struct, frozen=True, kw_only=True, tag="reclaim"):
     """I am short of this many blocks.
 
@@ -342,6 +355,7 @@ ToAgent = (
     | Directory
     | Offer
     | Withdraw
+    | NoOffer
     | Reclaim
     | Release
     | Expect

@@ -30,6 +30,7 @@ from kvbridge_proto.engine import (
     Expect,
     Failed,
     Held,
+    NoOffer,
     Offer,
     Reclaim,
     Refused,
@@ -267,6 +268,10 @@ class Conversation:
         if (opened := self._open.get(number)) is not None:
             self._link.send(Withdraw(number=number, reason=reason, comes_again=comes_again))
             opened.late_at = min(opened.late_at, self._clock() + GRACE_S)
+
+    def no_offer(self, message: NoOffer) -> None:
+        """Nothing more is offered for this call: who waits for it elsewhere need not."""
+        self._link.send(message)
 
     def want(self, want: Want) -> None:
         """Fetch these tokens; its `Ended` follows. An empty range says that nothing is needed, and has no `Ended`.

@@ -15,9 +15,14 @@ DIGEST_BYTES = 20  # 160 bits: a client can search for two prompts of one digest
 ROOMS = range(1, 1 << 63)  # what `bootstrap_room` may be
 
 
+def call(room: int) -> str:
+    """The name of a router's call (`NoOffer.call`): what the rendezvous ids of its prompts begin with."""
+    return f"room/{room}"
+
+
 def rendezvous(room: int, digest: str) -> str:
     """The rendezvous id of an offer and a want that a router gave one `bootstrap_room`."""
-    return f"room/{room}/{digest}"
+    return f"{call(room)}/{digest}"
 
 
 def is_in(name: str, room: int) -> bool:

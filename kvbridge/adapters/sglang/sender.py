@@ -9,11 +9,12 @@ from typing import Any
 
 import zmq
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Offer
+from kvbridge_proto.engine import NoOffer, Offer
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
-from ..engine.prompts import rendezvous, short
+from ...oneline import plain
+from ..engine.prompts import call, rendezvous, short
 from ..engine.traces import traceparent
 from . import foreign
 from .manager import KVBridgeManager, attempt
@@ -51,21 +52,23 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._is_row_sent = False
         self._length = 0  # of the prompt
         self._changes = 0  # of the weights, when its request came
+        self._is_fetched_elsewhere = self._was_offered = False
 
     def bind(self, req: Any) -> None:
         """Take the prompt from SGLang's request. Fails it if the prompt is not carried or the parameters are bad."""
         if self._is_over:
             return
         self._changes = self.kv_mgr.weights_changes
+        is_fetched_elsewhere, bad_params = attempt(req, "custom_params", foreign.is_fetched_elsewhere)
+        self._is_fetched_elsewhere = is_fetched_elsewhere is not False  # nonsense is said of another engine too
         self._prompt, reason = self.kv_mgr.name(req)
         if reason:
             return self._fail(reason)
         self._name = short(req.rid)
         self._traceparent = traceparent(foreign.custom_params(req))
         self._length = len(prompt_tokens(req))
-        is_fetched_elsewhere, reason = attempt(req, "custom_params", foreign.is_fetched_elsewhere)
-        if reason:
-            return self._fail(reason)
+        if bad_params:
+            return self._fail(bad_params)
         if is_fetched_elsewhere:
             self.kv_mgr.rooms.open(self.bootstrap_room, self)
         self.kv_mgr.bind(self.bootstrap_room, self, self._prompt)
@@ -104,7 +107,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if self._changes != manager.weights_changes:
             return self._fail("other_weights: the weights have changed since the request came")
         if is_new := not self._number:
-            self._number = talk.new_number()
+            self._number, self._was_offered = talk.new_number(), True
             manager.watch(self._number)
         page = manager.kv_args.page_size
         blocks = (Blocks(0, self._tokens // page, tuple(pages)),) if pages else ()
@@ -202,6 +205,9 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             self._why = manager.failure_records.pop(number, "") or failure
         has_failed = bool(self._why) or self.conclude_state == KVPoll.Failed
         said = self._why or ("another prefill rank has failed" if has_failed else "")
+        if said and self._is_fetched_elsewhere and not self._was_offered and manager.talk is not None:
+            # A decode rank of SGLang hears of it on its own socket; another engine waits at our agent.
+            manager.talk.no_offer(NoOffer(call=call(number), code="prefill_refused", reason=plain(said)[:1024]))
         manager.leave(number, self, said, super().clear)
 
     def _take_back(self, reason: str) -> None:

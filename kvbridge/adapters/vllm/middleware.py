@@ -7,11 +7,16 @@ that is offered on an engine whose kv_role is kv_producer, and into a want on a 
 vLLM puts it before its own authentication. So it reads nothing by itself: a body is read and turned when what is behind
 asks for it, which is after authentication. Of a body it searches `MOST_BYTES` at most, and builds nothing but the few
 values that it needs: 16 MiB of a prompt cost 40 ms, where all of it as Python's objects cost 2.2 s and 484 MiB.
+
+The decode side has the same call, and waits for its prompt. So if vLLM refuses a prefill with a room, or its client
+hangs up before it is answered, the engine's scheduler is told. vLLM's call for that is there since 0.26.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -19,9 +24,12 @@ import msgspec
 from msgspec import Raw
 
 from ...errors import EngineError
-from ...oneline import plain
+from ...oneline import OneLine, plain
 from .options import VLLMOptions
 from .params import read_remote, read_room
+
+log = logging.getLogger("vllm.kvbridge.middleware")
+log.addFilter(OneLine())
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -50,6 +58,8 @@ class BootstrapRooms:
         except EngineError as error:
             if error is not call.refusal:
                 raise
+        finally:
+            await call.tell_if_refused()
         if call.refusal is not None:
             await _refuse(send, str(call.refusal))
 
@@ -66,6 +76,9 @@ class _Call:
         self._receive = receive
         self._send = send
         self._heard: list[Message] | None = None  # what is left of it; None before it is asked for
+        self._offer: dict[str, Any] | None = None  # the parameters of a prefill that is to offer in a room
+        self._status = 0  # of the answer, once it has begun
+        self._is_given_up = False  # the client hung up before that
 
     async def receive(self) -> Message:
         if self._heard is None:
@@ -75,11 +88,30 @@ class _Call:
             except EngineError as error:
                 self.refusal = error
                 raise
-        return self._heard.pop() if self._heard else await self._receive()
+        message = self._heard.pop() if self._heard else await self._receive()
+        self._is_given_up |= message["type"] == "http.disconnect" and not self._status
+        return message
 
     async def send(self, message: Message) -> None:
         if self.refusal is None:
+            self._status = message.get("status", self._status)
             await self._send(message)
+
+    async def tell_if_refused(self) -> None:
+        """Have the scheduler tell who waits in the room of a prefill that was refused or given up. Raises nothing."""
+        is_good = 0 < self._status < 400 and not self._is_given_up
+        if self._offer is None or is_good:
+            return
+        scope, params = self._scope, self._offer | {"status": 0 if self._is_given_up else self._status}
+        try:
+            rank = dict(scope["headers"]).get(b"x-data-parallel-rank", b"")
+            await scope["app"].state.engine_client.notify_kv_transfer_request_rejected(
+                f"refused-{uuid.uuid4().hex}", params, data_parallel_rank=int(rank) if rank.isdigit() else None
+            )
+        except Exception:  # the call is answered; who waits in its room hears nothing until its deadline
+            log.warning(
+                "room %s: the scheduler was not told that its call ended", params["bootstrap_room"], exc_info=True
+            )
 
     async def _turned(self) -> list[Message]:
         """The messages of the body for this engine. Raises EngineError."""
@@ -94,9 +126,10 @@ class _Call:
         if heard[-1].get("more_body"):
             raise EngineError("bad_params", f"body: more than {MOST_BYTES} bytes, with a bootstrap_room")
         scope = self._scope
-        turned = _turned(text, scope["path"], scope["app"].state.vllm_config.kv_transfer_config)
+        turned, params = _turned(text, scope["path"], scope["app"].state.vllm_config.kv_transfer_config)
         if turned is text:
             return heard
+        self._offer = params if "do_remote_decode" in params else None
         length = (b"content-length", str(len(turned)).encode())
         scope["headers"] = [*(each for each in scope["headers"] if each[0] != length[0]), length]
         return [{"type": "http.request", "body": turned, "more_body": False}]
@@ -109,16 +142,16 @@ def _may_be_ours(scope: MutableMapping[str, Any]) -> bool:
     return b"json" in headers.get(b"content-type", b"").lower() and b"content-encoding" not in headers
 
 
-def _turned(text: bytes, path: str, engine: Any) -> bytes:
-    """The body rewritten for this engine; `text` itself if it has no room. Raises EngineError."""
+def _turned(text: bytes, path: str, engine: Any) -> tuple[bytes, dict[str, Any]]:
+    """The body for this engine, and the parameters in it; `text` itself if it has no room. Raises EngineError."""
     try:
         body = msgspec.json.decode(text, type=dict[str, Raw])
     except msgspec.ValidationError:  # no object
-        return text
+        return text, {}
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise EngineError("bad_params", f"body: not JSON: {plain(str(error), 80)}") from None
     if (room := _value(body, "bootstrap_room")) is None:
-        return text
+        return text, {}
     if not path.endswith(PATHS):
         raise EngineError("bad_params", f"bootstrap_room: understood at {' and '.join(PATHS)} only")
     if body.get("kv_transfer_params", b"null") not in (b"null", b"{}"):
@@ -142,7 +175,7 @@ def _turned(text: bytes, path: str, engine: Any) -> bytes:
         params |= {"do_remote_prefill": True, "remote_host": host, "remote_port": port}
         read_remote(params)
     kept = {name: value for name, value in body.items() if name not in FIELDS}
-    return msgspec.json.encode(kept | limits | {"kv_transfer_params": params})
+    return msgspec.json.encode(kept | limits | {"kv_transfer_params": params}), params
 
 
 def _value(body: dict[str, Raw], name: str) -> Any:

@@ -16,15 +16,27 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvbridge_proto.common import Blocks, Rank
-from kvbridge_proto.engine import Abandon, Computed, Directory, Expect, Offer, Reclaim, Release, Want, Weights, Withdraw
+from kvbridge_proto.engine import (
+    Abandon,
+    Computed,
+    Directory,
+    Expect,
+    NoOffer,
+    Offer,
+    Reclaim,
+    Release,
+    Want,
+    Weights,
+    Withdraw,
+)
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from ...errors import EngineError
-from ...oneline import OneLine
+from ...oneline import OneLine, shown
 from ...prompt_share import PromptShare
 from ..engine.numbers import numbers
-from ..engine.prompts import is_in, rendezvous
+from ..engine.prompts import call, is_in, rendezvous
 from ..engine.traces import traceparent
 from ..engine.weights import UNNAMED, weights_name
 from .block_tables import NULL_BLOCK, GroupTables
@@ -281,6 +293,8 @@ class SchedulerSide:
         if getattr(request, "abort_immediately", False):
             if params.get("do_remote_prefill"):
                 self._refused(request, params)
+            elif params.get("do_remote_decode"):
+                self._call_ended(params)
             return
         is_unnamed = not request.kv_transfer_params and (self._offers_all or self._wants_all)
         is_named = params.get("do_remote_decode") or params.get("do_remote_prefill")
@@ -290,10 +304,6 @@ class SchedulerSide:
                 self._unfetched[request.request_id] = Unfetched("does_not_travel")
             return
         if params.get("do_remote_decode"):
-            if self._tables.has_windows and request.max_tokens != 1:
-                name = message_name(request.request_id)
-                log.warning("%s: max_tokens %d, must be 1: not offered", name, request.max_tokens)
-                return  # the blocks of a window are used again as soon as another token is computed
             try:
                 room = read_room(params)
             except EngineError as error:
@@ -301,6 +311,11 @@ class SchedulerSide:
                 return
             digest, end = prompt_digest(request), request.num_prompt_tokens - 1
             rendezvous_id = rendezvous(room, digest) if room else offered_rendezvous(request.request_id, digest)
+            if self._tables.has_windows and request.max_tokens != 1:
+                # The blocks of a window are used again as soon as another token is computed.
+                reason = f"max_tokens {request.max_tokens}, must be 1"
+                log.warning("%s: %s: not offered", message_name(request.request_id), reason)
+                return self._offer_nothing(request, rendezvous_id, reason)
             # In a router's room the other engine may continue after the prompt's last token: it needs the whole prompt.
             if self._tables.has_windows and not room and can_be_short(request):
                 shorten(request)
@@ -390,6 +405,17 @@ class SchedulerSide:
             self._known_ids.append(remote.request)
             self._decline(request.request_id, self._wanted(remote.request, remote.sender, is_offered=True))
 
+    def _call_ended(self, params: dict[str, Any]) -> None:
+        """A call that was to offer in a room was refused, or given up (`BootstrapRooms`): nobody need wait for more."""
+        try:
+            room = read_room(params)
+        except EngineError:
+            return
+        status = params.get("status")
+        reason = f"prefill answered the call with status {shown(status)}" if status else "prefill's call was given up"
+        if room:
+            self._step.before.append(NoOffer(call=call(room), code="prefill_refused", reason=reason))
+
     def _new_unnamed(self, request: Request) -> None:
         rendezvous_id = prompt_rendezvous(prompt_digest(request))
         if self._wants_all:
@@ -420,10 +446,10 @@ class SchedulerSide:
             hold_s=self._options.hold_s,
         )
 
-    def _offer_nothing(self, request: Request, sending: PromptOffered) -> None:
-        """Preempted and not computed again: tell all who wait for it, or will."""
-        offer = self._nothing(sending.rendezvous, request)
-        self._step.before += [offer, Withdraw(number=offer.number, reason=request.status.name.lower())]
+    def _offer_nothing(self, request: Request, rendezvous_id: str, reason: str) -> None:
+        """It will not be offered (again): tell all who wait for it, or will."""
+        offer = self._nothing(rendezvous_id, request)
+        self._step.before += [offer, Withdraw(number=offer.number, reason=reason)]
 
     def _is_asking(self) -> bool:
         """Whether requests wait for the workers to report whether their agents are here. The next step asks them.
@@ -544,8 +570,8 @@ class SchedulerSide:
         if (number := self._awaited.get(request_id)) is not None:
             self._step.before.append(Abandon(number=number, reason=request.status.name.lower()))
         sending = self._sending.pop(request_id, None)
-        if sending is not None and sending.was_preempted and not sending.number:
-            self._offer_nothing(request, sending)
+        if sending is not None and not sending.number and (sending.is_named or sending.was_preempted):
+            self._offer_nothing(request, sending.rendezvous, request.status.name.lower())
         if sending is None or not (sending.number or (self._has_agents and sending.weights == UNNAMED)):
             return False, None
         params = None  # without an offer they only say why: that the weights have no name

@@ -21,6 +21,7 @@ from kvbridge_proto.engine import (
     Computed,
     Directory,
     Expect,
+    NoOffer,
     Offer,
     Reclaim,
     Release,
@@ -277,6 +278,8 @@ def _say(conversation: Conversation, message: ToAgent) -> None:
             conversation.offer(message)
         case Withdraw(number=number, reason=reason, comes_again=comes_again):
             conversation.withdraw(number, reason, comes_again)
+        case NoOffer():
+            conversation.no_offer(message)
         case Reclaim(blocks=blocks):
             conversation.reclaim(blocks)
         case Release():

@@ -17,7 +17,7 @@ import torch
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
-from kvbridge_proto.engine import Expect, Offer, Want
+from kvbridge_proto.engine import Expect, NoOffer, Offer, Want
 
 from kvbridge.adapters.engine.conversation import Ended
 from kvbridge.adapters.sglang.messages import Asked, Row
@@ -42,7 +42,7 @@ class Talk:
 
     is_waiting = False
 
-    def say(self, message: Offer | Want | Expect) -> None:
+    def say(self, message: Offer | Want | Expect | NoOffer) -> None:
         if isinstance(message, Offer) or (isinstance(message, Want) and message.end_token > message.first_token):
             self.open[message.number] = message.request
         self.said.append(message)
@@ -50,7 +50,7 @@ class Talk:
     def new_number(self) -> int:
         return next(self.numbers)
 
-    offer = want = expect = reweigh = say
+    offer = want = expect = reweigh = no_offer = say
 
     def release(self) -> None:
         """At once, for a test's sake."""
@@ -221,6 +221,43 @@ def test_nonsense_about_another_engine_is_that_requests_failure(prefill: Any) ->
     assert made.poll() == FAILED
     raises(made, "unknown field `fetched`")
     assert not prefill.rooms.owned()
+
+
+@pytest.mark.parametrize(
+    ("told", "prompt"),
+    [({"fetched_by": "vllm"}, [0] * 48), ({"fetched": 1}, [0] * 48), ({"fetched_by": "vllm"}, None)],
+    ids=["aborted", "nonsense", "not carried"],
+)
+def test_another_engine_need_not_wait_for_a_prefill_that_ends_before_it_is_offered(
+    prefill: Any, told: dict[str, Any], prompt: Any
+) -> None:
+    from kvbridge.adapters.sglang.sender import KVBridgeSender
+
+    made = KVBridgeSender(prefill, ADDRESS, ROOM)
+    asked_for = req("ab", told)
+    asked_for.input_embeds = None if prompt else [[0.5]]
+    made.bind(asked_for)
+    if made.poll() != FAILED:
+        made.abort()
+    with pytest.raises(Exception, match=r".") as raised:
+        made.failure_exception()
+    (said,) = prefill.talk.said
+    assert (said.call, said.code) == (f"room/{ROOM}", "prefill_refused") and said.reason in str(raised.value)
+    made.clear()
+    assert len(prefill.talk.said) == 1
+
+
+@pytest.mark.parametrize("told", [{"fetched_by": "vllm"}, None])
+def test_who_hears_of_a_failed_prefill_otherwise_is_not_told_of_its_room(prefill: Any, told: Any) -> None:
+    """By the offer's end, or on SGLang's own socket."""
+    made = sender(prefill, told=told)
+    if told:
+        made.poll()
+        made.pop_decode_prefix_len()
+        made.init(3, 1)
+        made.send(pages(3, 4), None, 32)
+    made.abort()
+    assert not [each for each in prefill.talk.said if isinstance(each, NoOffer)]
 
 
 @pytest.mark.parametrize(("prefix", "begins"), [(0, 0), (15, 0), (16, 16), (33, 32)])

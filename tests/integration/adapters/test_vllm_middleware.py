@@ -52,6 +52,7 @@ def call(
     cuts: int = 1,
     ends: bool = True,
     path: str = "/v1/completions",
+    engine: Any = None,
     **extra: Any,
 ) -> tuple[Application, list[Any]]:
     """The application that was behind it, and what was sent to the client."""
@@ -72,7 +73,7 @@ def call(
         told.append(message)
 
     transfer = SimpleNamespace(kv_role=role, kv_connector_extra_config=extra) if role else None
-    state = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer))
+    state = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer), engine_client=engine)
     app = SimpleNamespace(state=state)
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
     behind = Application()
@@ -219,6 +220,81 @@ def test_a_path_whose_limits_are_not_known_is_refused_a_room_and_goes_on_without
     assert "/v1/completions and" in refusal({"input": "1"} | HOST, path="/v1/responses")
     behind, _ = call({"input": {"bootstrap_room": 7}}, path="/v1/responses")
     assert json.loads(behind.body) == {"input": {"bootstrap_room": 7}}
+
+
+# What it says of a prefill that vLLM refuses:
+
+
+class Engine:
+    """vLLM's client of its engine core."""
+
+    def __init__(self, is_dead: bool = False) -> None:
+        self.told: list[tuple[Any, Any]] = []
+        self.names: set[str] = set()
+        self._is_dead = is_dead
+
+    async def notify_kv_transfer_request_rejected(
+        self, request_id: str, kv_transfer_params: Any, *, data_parallel_rank: int | None = None
+    ) -> None:
+        if self._is_dead:
+            raise RuntimeError("EngineCore encountered an issue")
+        assert request_id not in self.names
+        self.names.add(request_id)
+        self.told.append((kv_transfer_params, data_parallel_rank))
+
+
+class Behind(Application):
+    """vLLM's: `status` 0 does not answer, but waits until its client hangs up."""
+
+    status = 404
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        heard = await receive()
+        if not self.status:
+            while heard["type"] != "http.disconnect":
+                heard = await receive()
+        await send({"type": "http.response.start", "status": self.status or 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def told_of(
+    status: int, monkeypatch: pytest.MonkeyPatch, body: Any = HOST, role: str = "kv_producer", **more: Any
+) -> Any:
+    monkeypatch.setattr(Behind, "status", status)
+    monkeypatch.setattr(sys.modules[__name__], "Application", Behind)
+    engine = Engine()
+    _, told = call({"prompt": "1"} | body, role, engine=engine, **more)
+    assert told[0]["status"] == (status or 200)
+    return engine.told
+
+
+@pytest.mark.parametrize("status", [400, 404, 500, 0])
+def test_who_waits_in_the_room_of_a_prefill_that_is_refused_or_given_up_is_told(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert told_of(status, monkeypatch) == [(OFFER | {"status": status}, None)]
+
+
+def test_the_replica_that_the_call_names_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = [*JSON, (b"x-data-parallel-rank", b"3")]
+    assert told_of(404, monkeypatch, headers=headers) == [(OFFER | {"status": 404}, 3)]
+
+
+@pytest.mark.parametrize(
+    ("status", "role", "body"), [(200, "kv_producer", HOST), (404, "kv_consumer", HOST), (404, "kv_producer", {})]
+)
+def test_nobody_is_told_of_a_call_that_succeeds_or_offers_nothing_in_a_room(
+    status: int, role: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert told_of(status, monkeypatch, body, role) == []
+
+
+def test_an_engine_that_cannot_be_told_leaves_the_answer_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Application", Behind)
+    assert call({"prompt": "1"} | HOST, engine=Engine(is_dead=True))[1][0]["status"] == 404
+    assert f"room {ROOM}: the scheduler was not told" in caplog.text
 
 
 # What it costs, and whom:

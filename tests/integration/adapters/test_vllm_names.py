@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from kvbridge_proto.engine import Abandon, Offer, Want
+from kvbridge_proto.engine import Abandon, NoOffer, Offer, Want
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -183,6 +183,24 @@ def test_a_prompt_prefilled_otherwise_is_computed_at_once_and_declined_only_if_i
     refuse(world, params)
     world.run()
     assert not agent.take(Want), "it has spoken for itself"
+    world.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(404, "prefill answered the call with status 404"), (0, "prefill's call was given up")],
+)
+def test_a_prefill_that_is_refused_in_a_room_is_not_waited_for(
+    world: World, agent: FakeAgent, status: int, reason: str
+) -> None:
+    """What the middleware has vLLM report."""
+    refuse(world, {"do_remote_decode": True, "bootstrap_room": 7, "status": status})
+    world.run()
+    assert agent.one(NoOffer) == NoOffer(call="room/7", code="prefill_refused", reason=reason)
+    refuse(world, {"do_remote_decode": True}, "in no room")
+    refuse(world, {"do_remote_decode": True, "bootstrap_room": "7"}, "in none that there can be")
+    world.run()
+    assert not agent.take(NoOffer)
     world.assert_empty()
 
 

@@ -95,11 +95,23 @@ def test_an_abort_withdraws_and_keeps_the_blocks_until_no_read_is_under_way(worl
     world.finish()
 
 
-def test_an_abort_before_anything_was_computed_says_nothing(world: World, agent: FakeAgent) -> None:
-    world.abort(world.prefill(150))
+@pytest.mark.parametrize("room", [{}, {"bootstrap_room": 7}], ids=["named", "in a room"])
+def test_a_prompt_that_ends_before_anything_was_computed_is_not_waited_for(
+    world: World, agent: FakeAgent, room: dict[str, Any]
+) -> None:
+    """The decode side may have been asked at the same time."""
+    request = world.prefill(150, **room)
+    digest = prompt_digest(request)
+    world.abort(request)
     world.run()
-    assert not agent.take(Offer) and not agent.take(Withdraw)
+    offer, withdrawn = agent.one(Offer), agent.one(Withdraw)
+    assert offer.rendezvous == (f"room/7/{digest}" if room else f"name1/0/{digest}")
+    assert (offer.tokens, offer.is_last, withdrawn.number) == (0, True, offer.number)
     world.assert_empty()
+    untagged = world.request(40, max_tokens=1)
+    world.abort(untagged)
+    world.run()
+    assert not agent.take(Offer), "its id is that of equal prompts too"
 
 
 def test_a_preempted_prompt_is_withdrawn_before_the_forward_and_offered_anew(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 from kvbridge_proto.common import attachment_name
-from kvbridge_proto.engine import Attached, Done, Failed
+from kvbridge_proto.engine import Attached, Done, Failed, NoOffer
 
 from kvbridge.failpoints import VARIABLE
 from tests.integration.agent.harness import OracleEngine, agent, attached
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape, build
+from tests.support.waiting import wait_for
 from tests.system.faults.processes import free_address
 
 DEADLINE_S = 60.0
@@ -39,7 +40,7 @@ def offered(bench: Bench, rendezvous: str = "call/0") -> None:
 
 
 def want(bench: Bench, name: str, block: int, at: OracleEngine | None = None, **more: Any) -> None:
-    (at or bench.receiver).want(name, bench.address, [block], range(16), rendezvous="call/0", **TOLD | more)
+    (at or bench.receiver).want(name, bench.address, [block], range(16), **TOLD | {"rendezvous": "call/0"} | more)
 
 
 def is_fetched_once(bench: Bench, wants: list[tuple[OracleEngine, str]]) -> None:
@@ -127,6 +128,25 @@ def test_a_prefill_side_that_was_replaced_is_said_to_have_started_later(
 def test_what_was_never_offered_is_unknown_at_once(bench: Bench) -> None:
     want(bench, "r", 1)
     bench.receiver.failed("r", "unknown_offer", SOON_S)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["the want came before", "the want comes after"])
+def test_a_call_that_prefill_has_refused_is_not_waited_for(is_first: bool, bench: Bench) -> None:
+    """Of a want that nobody told whether anything is offered."""
+    bench.works()
+    rendezvous = [f"room/{room}/{'a' * 40}" for room in (7, 77)]
+    waits: dict[str, Any] = {"is_offered": False, "rendezvous": rendezvous[0]}
+    if is_first:
+        want(bench, "r", 1, **waits)
+        wait_for(lambda: bench.sender.agent.status.transfers, why=bench.sender.agent.text)
+    bench.sender.client.send(NoOffer(call="room/7", code="prefill_refused", reason="it said 404"))
+    if not is_first:
+        want(bench, "r", 1, **waits)
+    assert bench.receiver.failed("r", "prefill_refused", SOON_S) == "it said 404"
+    want(bench, "of another call", 2, **waits | {"rendezvous": rendezvous[1]})
+    bench.fill([5], range(16))
+    bench.offer("p", [5], 16, rendezvous=rendezvous[1])
+    bench.receiver.done("of another call")
 
 
 def test_an_offer_that_its_agent_has_not_read_yet_is_not_missed(

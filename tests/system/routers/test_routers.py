@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import wait_for
 from tests.system.http_server import HttpServer
 from tests.system.routers import fleet as fleets
 from tests.system.routers.fleet import NAME, OF_SGLANG, OF_VLLM, PROXIES, Fleet, Front, SGLangFleet
@@ -294,3 +295,26 @@ def test_log_probabilities_of_the_prompt_through_the_proxy(of_sglang: SGLangFlee
         ours, theirs = _logprobs(front.server, echo), _logprobs(front.alone, echo | {"stream": False})
         assert len(ours) == len(theirs) >= 120 + COUNT
         assert all(abs((a or 0) - (b or 0)) < CLOSE for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.routers
+@pytest.mark.parametrize("is_first", [True, False], ids=["decode waits already", "decode comes after"])
+def test_decode_does_not_wait_for_a_prefill_that_is_refused(of_vllm: Fleet, is_first: bool) -> None:
+    """Both are asked at once, as by a router of the bootstrap style. Decode's deadline is a minute."""
+    prefill, decode = (of_vllm.engines[name] for name in ("prefill", "decode"))
+    agents, soon_s = of_vllm.agents, 15.0
+    text = prompt(200)
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": fleets.port_of(agents["prefill"])}
+    body = completion(text) | room | {"bootstrap_room": 4711 + is_first}
+    (expected,) = said(prefill, completion(text))
+    with ThreadPoolExecutor() as pool:
+        refused = [] if is_first else [prefill.ask("/v1/completions", body | {"model": "nobody"})]
+        began = time.monotonic()
+        asked = pool.submit(said, decode, body)
+        if is_first:
+            wait_for(lambda: agents["prefill"].status.transfers, why=agents["prefill"].text)
+            refused.append(prefill.ask("/v1/completions", body | {"model": "nobody"}))
+        assert asked.result() == [expected] and refused[0][0] == 404
+        assert time.monotonic() - began < soon_s
+    assert "code=prefill_refused prefill answered the call with status 404" in agents["decode"].text()
+    of_vllm.wait_empty()

@@ -82,6 +82,7 @@ TO_AGENT: tuple[Any, ...] = (
         first_token=16,
     ),
     engine.Withdraw(number=7, reason="preempted", comes_again=True),
+    engine.NoOffer(call="room/4711", code="prefill_refused", reason="prefill answered the call with status 404"),
     engine.Reclaim(blocks=47),
     engine.Release(),
     engine.Expect(number=1 << 50, rendezvous="cmpl-1", sender="tcp://127.0.0.1:7700"),
