@@ -349,7 +349,7 @@ async def open_memory(
         message, fds = received
         if not isinstance(message, MemoryOpened) or message.epoch != card.epoch:
             close_fds(fds)
-            raise _refusal(message)
+            raise _refusal(message, card)
         stack.pop_all()
         return Handover(connection, message, fds)
 
@@ -368,7 +368,9 @@ def _opening(card: DoorCard, agent: str) -> OpenMemory:
     return OpenMemory(versions=OURS, session=card.session, epoch=card.epoch, token=card.token, agent=agent)
 
 
-def _refusal(message: FromDoor) -> PeerError:
+def _refusal(message: FromDoor, card: DoorCard) -> PeerError:
+    if isinstance(message, MemoryOpened):
+        return PeerError("stale_epoch", f"epoch: of the token {card.epoch}, of the memory handed over {message.epoch}")
     if not isinstance(message, Refused):
         return PeerError("door_refused", f"door: said {type(message).__name__}")
     code = message.code if message.code in REFUSALS else "door_refused"

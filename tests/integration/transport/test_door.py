@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from kvbridge_proto.codec import encode
 from kvbridge_proto.common import OURS, VersionRange
-from kvbridge_proto.door import DoorCard, MemoryOpened, OpenMemory
+from kvbridge_proto.door import DoorCard, MemoryEnding, MemoryOpened, OpenMemory
 from kvbridge_proto.engine import Refused
 from kvbridge_proto.pool import Handle
 from kvbridge_proto.stream import pack
@@ -419,25 +419,35 @@ async def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("said", "code", "reason"),
     [
-        *((garbage, "door_unreachable") for garbage in (b"\xff" * 8, struct.pack(">I", 2) + b"\xc1\xc1", b"")),
-        (pack(Refused(code="made_up", reasons=())), "door_refused"),
-        (pack(MemoryOpened(version=1, epoch=4, handles=())), "door_refused"),
+        *((garbage, "door_unreachable", "door ") for garbage in (b"\xff" * 8, struct.pack(">I", 2) + b"\xc1\xc1", b"")),
+        (pack(Refused(code="made_up", reasons=())), "door_refused", "made_up"),
+        (
+            pack(MemoryOpened(version=1, epoch=4, handles=())),
+            "stale_epoch",
+            "of the token 3, of the memory handed over 4",
+        ),
+        (pack(MemoryEnding(reason="bye")), "door_refused", "said MemoryEnding"),
     ],
 )
-async def test_a_receiver_survives_a_mad_door_and_takes_no_new_code_from_it(path: Path, said: bytes, code: str) -> None:
+async def test_a_receiver_survives_a_mad_door_and_takes_no_new_code_from_it(
+    path: Path, said: bytes, code: str, reason: str
+) -> None:
     async with opened(path) as door:
         card = change(card_of(door), socket="")  # whichever listens there
     before = descriptors()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(card.path)
         listening.listen(1)
-        opening = asyncio.create_task(refused(card))
+        opening = asyncio.create_task(open_memory(card, "decode-0"))
         accepted, _ = await asyncio.to_thread(listening.accept)
         accepted.sendall(said)
         accepted.close()
-        assert await opening == code
+        with pytest.raises(PeerError, match=reason) as raised:
+            await opening
+        assert raised.value.code == code
+        del raised, opening
         assert descriptors() == before + 1
     os.unlink(card.path)
 
