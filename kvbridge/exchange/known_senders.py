@@ -6,7 +6,7 @@ them; which wants of ours failed without their knowing; which of their transfers
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -318,42 +318,47 @@ class UnheardFailures:
         self._count = 0
 
 
-MOST_ASKED = 64  # incarnations, about one transfer
+MOST_ASKED = 4096  # agents that were asked; four times as many as can be dialled at once
 
 
 class UndrainedTransfers:
     """Ended transfers whose sender has not confirmed yet that it stopped writing: their slots are quarantined.
 
-    Each is kept with its sender's address, incarnation and key, and with the other incarnations that were asked about
-    it: one may know that the sender is dead. Anybody can name any incarnation, so one counts only together with the
-    key of the agent from which the transfer was claimed. A successor is asked wherever it is met, as an agent that
-    moves gets another address. Without keys anybody could be the successor: only who answers at the address is asked.
+    Each is kept with its sender's address, incarnation and key. Other incarnations are asked about it too: one may know
+    that the sender is dead. Anybody can name any incarnation, so one counts only together with the key of the agent
+    from which the transfer was claimed. A successor is asked wherever it is met, as an agent that moves gets another
+    address. Without keys anybody could be the successor: only who answers at the address is asked.
     """
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[str, str, str]] = {}  # by transfer: (address, incarnation, key)
+        self._of: dict[str, tuple[str, str, str, int]] = {}  # by transfer: (address, incarnation, key, number)
         self._at: Counter[str] = Counter()  # how many, by address
-        self._asked: dict[str, Recent[str]] = {}  # by transfer
+        self._last = 0  # they are numbered as they come
+        # By agent: the number of the last transfer when it was asked. It is asked about all there are.
+        self._asked: OrderedDict[tuple[str, str, str], int] = OrderedDict()
 
     def add(self, transfer: str, address: str, incarnation: str, key: str) -> None:
         self.settle(transfer)
-        self._of[transfer] = address, incarnation, key
+        self._last += 1
+        self._of[transfer] = address, incarnation, key, self._last
         self._at[address] += 1
 
     def settle(self, transfer: str) -> None:
         if transfer not in self._of:
             return
-        at, _, _ = self._of.pop(transfer)
+        at, _, _, _ = self._of.pop(transfer)
         self._at[at] -= 1
         if not self._at[at]:
             del self._at[at]
-        self._asked.pop(transfer, None)
+        if not self._of:
+            self.clear()
 
     def clear(self) -> None:
         """Forget all: the slots they could write no longer exist."""
         self._of.clear()
         self._at.clear()
         self._asked.clear()
+        self._last = 0
 
     def is_any(self, address: str) -> bool:
         return address in self._at
@@ -363,21 +368,31 @@ class UndrainedTransfers:
 
         These are its own transfers, and those of others that it may know to be dead.
         """
-        found = []
-        for transfer, (at, of, its) in self._of.items():
-            if its == key and (of == incarnation or at == address or key):
-                found.append((transfer, of))
-                if of != incarnation:
-                    self._asked.setdefault(transfer, Recent(MOST_ASKED)).add(incarnation)
+        found = [
+            (transfer, of)
+            for transfer, (at, of, its, _) in self._of.items()
+            if its == key and (of == incarnation or at == address or key)
+        ]
+        if any(of != incarnation for _, of in found):
+            self._asked[_asked_as(address, incarnation, key)] = self._last
+            self._asked.move_to_end(_asked_as(address, incarnation, key))
+            if len(self._asked) > MOST_ASKED:
+                self._asked.popitem(last=False)
         return found
 
     def meet_again(self, address: str, incarnation: str, key: str) -> list[tuple[str, str]]:
         """The same for one with an open session: only what it has not been asked about, as it ended later."""
-        asked = {transfer for transfer, by in self._asked.items() if incarnation in by}
+        asked = self._asked.get(_asked_as(address, incarnation, key), 0)
         met = self.meet(address, incarnation, key)
-        return [(transfer, of) for transfer, of in met if transfer not in asked and of != incarnation]
+        return [(transfer, of) for transfer, of in met if self._of[transfer][3] > asked and of != incarnation]
 
     def can_settle(self, transfer: str, incarnation: str, key: str) -> bool:
         """Whether this incarnation, by any link, may settle the transfer: it is the sender, or was asked."""
-        _, of, its = self._of.get(transfer, ("", "", ""))
-        return bool(of) and key == its and (incarnation == of or incarnation in self._asked.get(transfer, ()))
+        at, of, its, number = self._of.get(transfer, ("", "", "", 0))
+        asked = self._asked.get(_asked_as(at, incarnation, key), 0)
+        return bool(of) and key == its and (incarnation == of or number <= asked)
+
+
+def _asked_as(address: str, incarnation: str, key: str) -> tuple[str, str, str]:
+    """Who was asked. One with a key is asked wherever it is met, so its address does not matter."""
+    return "" if key else address, incarnation, key

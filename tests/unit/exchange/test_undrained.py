@@ -6,6 +6,7 @@ import pytest
 from kvbridge_proto.peer import Cancel, Drained
 
 from kvbridge.exchange.actions import Send
+from kvbridge.exchange.known_senders import UndrainedTransfers
 from kvbridge.exchange.sender import Sender
 from tests.unit.exchange.world import World
 
@@ -64,7 +65,8 @@ def test_a_transfer_of_a_dead_start_is_nobody_elses() -> None:
 def kept(world: World) -> int:
     """How much is kept of agents, sessions and undrained transfers."""
     receiving = world.receivers[0].receiving
-    return sum(len(kept) for part in (receiving._senders, receiving._undrained) for kept in vars(part).values())
+    parts = [each for part in (receiving._senders, receiving._undrained) for each in vars(part).values()]
+    return sum(len(kept) for kept in parts if not isinstance(kept, int))
 
 
 def test_who_answers_is_kept_only_where_something_is_in_doubt_and_so_long() -> None:
@@ -114,3 +116,28 @@ def test_a_successor_may_answer_for_one_of_its_addresses_by_the_connection_to_an
     assert isinstance(asked, Cancel)
     receiving.drained("next", asked.transfer, "", "", world.now)
     assert receiving.slots.counts().free == 4
+
+
+def test_of_any_number_of_agents_with_one_key_each_is_asked_once_and_may_answer() -> None:
+    """Each is asked about what ended since, too, and no more."""
+    undrained, agents = UndrainedTransfers(), [(f"at {number}", f"incarnation {number}") for number in range(300)]
+    undrained.add("first", "P0", "dead", "key")
+    for address, incarnation in agents:
+        assert undrained.meet(address, incarnation, "key") == [("first", "dead")]
+    for transfer in ("first", "second"):
+        undrained.add(transfer, "P0", "dead", "key")
+        assert [undrained.meet_again(*each, "key") for each in agents] == [[(transfer, "dead")]] * len(agents)
+        assert not any(undrained.meet_again(*each, "key") for each in agents)
+        assert all(undrained.can_settle(transfer, incarnation, "key") for _, incarnation in agents)
+    assert not undrained.can_settle("first", "another", "key") and not undrained.can_settle("first", "dead", "other")
+
+
+def test_agents_that_were_asked_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbridge.exchange.known_senders.MOST_ASKED", 3)
+    undrained = UndrainedTransfers()
+    undrained.add("t", "P0", "dead", "key")
+    for number in range(9):
+        undrained.meet("elsewhere", f"{number}", "key")
+    assert len(undrained._asked) == 3 and undrained.can_settle("t", "8", "key")
+    undrained.settle("t")
+    assert not undrained._asked
