@@ -228,6 +228,8 @@ class Receiver:
             self._unheard.keep(address, lambda each: False)
         reaching = self._in(WantState.REACHING)
         waiting = [each for each in reaching if address in self._senders.needed(each.want.sender)]
+        if code in UNHEARD:
+            self._note_empty_claims(address, now)
         affected = {wanted.want.number: wanted for wanted in [*waiting, *self._lose(address, now)]}
         actions: list[Action] = [  # the rank may have moved: ask the other ranks
             Ask(other) for other, s in self._senders.open.items() if any(rank.address == address for rank in s.ranks)
@@ -254,6 +256,7 @@ class Receiver:
         for transfer in wanted.incoming_transfers:
             self._wanted_by.pop(transfer, None)
         wanted.incoming_transfers.clear()
+        wanted.unneeded.clear()
         return self._advance(wanted, now)
 
     def _lose(self, address: str, now: float) -> list[OpenWant]:
@@ -604,6 +607,8 @@ class Receiver:
         if planned.chunks:
             wanted.incoming_transfers[incoming.transfer] = incoming
             self._wanted_by[incoming.transfer] = wanted
+        else:
+            wanted.unneeded[address] = False
         if planned.chunks and session.routed.is_pulled:
             incoming.reading = Reading(ReadLease(now), session)
         elif planned.chunks:
@@ -685,7 +690,16 @@ class Receiver:
                 }
             if len(heard) == len(incoming_transfers):
                 return
+            heard |= {address for address, is_noted in wanted.unneeded.items() if is_noted}
         self._add_unheard(wanted, heard, now)
+
+    def _note_empty_claims(self, address: str, now: float) -> None:
+        """The session with this rank is lost: it may not have heard which open wants need nothing of it."""
+        for wanted in self.wants.values():
+            if wanted.is_open and wanted.unneeded.get(address) is False:
+                claimed = {each.address for each in wanted.incoming_transfers.values()} | wanted.unneeded.keys()
+                wanted.unneeded[address] = True
+                self._add_unheard(wanted, claimed - {address}, now)
 
     def _add_unheard(self, wanted: OpenWant, heard: set[str], now: float) -> None:
         want = wanted.want

@@ -202,3 +202,28 @@ def test_a_failed_want_is_told_under_the_epoch_of_the_session_that_tells_it() ->
     assert not world.heard(Refuse)
     world.begin("after")
     world.check_done("after")
+
+
+@pytest.mark.parametrize("is_done", [True, False], ids=["its want is done", "its want fails"])
+def test_a_rank_of_which_nothing_is_needed_is_told_again_if_its_session_is_lost(is_done: bool) -> None:
+    """Each receiver takes the rows of one of two ranks, and sends the other a claim without any."""
+    world = World(2, 2)
+    receiver, other = world.receivers[0], world.senders[1]
+    world.begin("before")
+    world.serve("r", 64, 16)
+    world.want("r", 64)
+    empty = [each for each in world.events if isinstance(each[-1], Claim) and not each[-1].takes]
+    (lost,) = [each for each in empty if (each[1], each[2]) == (receiver.name, other.name)]
+    world.events.remove(lost)
+    other.accepted.pop(receiver.incarnation, None)
+    world.do(other, other.sending.lost(receiver.incarnation))
+    world.do(receiver, receiver.receiving.unreachable(other.name, "peer_lost", "cut", world.now))
+    if not is_done:
+        world.abandon("r")
+    world.run()
+    assert [bool(each.sending.offers) for each in world.senders] == [False, True]
+    reached_again(world)
+    assert not any(each.sending.offers for each in world.senders)
+    assert not any(len(node.receiving._unheard) for node in world.receivers)
+    world.begin("after")
+    world.check_done("after")
