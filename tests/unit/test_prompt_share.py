@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvbridge.exchange.answers import ANSWERS
 from kvbridge.prompt_share import CAUSES, EVERY_S, SOON_S, PromptShare
 
 
@@ -33,6 +34,11 @@ def test_it_names_how_many_why_and_which_share_came() -> None:
         f"2 untagged ({CAUSES['untagged']}); 1 deadline ({CAUSES['deadline']})"
     )
     assert share.due(6.0 + EVERY_S) == ""
+
+
+def test_whatever_a_claim_is_answered_with_has_a_cause() -> None:
+    answers = {refusal.code for refusal in ANSWERS.values() if refusal is not None}
+    assert answers | {"started_after_it_was_offered", "prefill_refused"} <= CAUSES.keys()
 
 
 def test_a_reason_without_a_known_cause_is_named() -> None:
