@@ -269,12 +269,12 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rebuild_s: Annotated[
         float,
         _option(
-            "After how long all slots are replaced, if half of one kind are quarantined",
+            "After how long all slots are replaced, if half of the receive_slots are quarantined",
             """
-            A slot is quarantined while a peer may still write it, or while a write out of it is late. If half of the
-            receive_slots or of the send_slots are quarantined (a peer is frozen, or gone for good), new slots are made
-            for the same engine, and the old ones are left behind. In host memory this happens for fewer receive_slots,
-            too, after ten times as long and while nothing is under way.
+            A receive slot is quarantined while a peer may still write it. If half of them are (a peer is frozen, or
+            gone for good), new slots are made for the same engine, and the old ones are left behind. In host memory
+            this happens for fewer, too, after ten times as long and while nothing is under way. Send slots that late
+            writes are read from are replaced at once, half of them or more.
             """,
             gt=0,
             le=86400,

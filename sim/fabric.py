@@ -6,6 +6,7 @@ when the initiator polls and finds the write over.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -206,6 +207,9 @@ class SlotFabric:
 
     def register(self, address: int, size: int, *, is_target: bool = True) -> None: ...
 
+    def unregister(self, address: int) -> bool:
+        return not any(write.local >> 32 == address >> 32 for write in self._writes.values())  # `World.next_base`
+
     def descriptor(self) -> bytes:
         return self._name.encode()
 
@@ -218,7 +222,11 @@ class SlotFabric:
         self._peers.discard(incarnation)
         self._lost.discard(incarnation)
 
-    def distrust(self, incarnation: str) -> None: ...  # writes of this network wait for no connection
+    def distrust(self, incarnation: str) -> None:  # the next write of this network waits for no connection
+        for write in self._writes.values():
+            if write.incarnation == incarnation:
+                write.deadline = -math.inf
+        self._process.rouse_if_looking()
 
     def write(
         self, incarnation: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float

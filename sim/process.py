@@ -77,7 +77,7 @@ class NoMetrics(Metrics):
     def transfer_settled(self) -> None: ...
     def refused(self, code: str) -> None: ...
 
-    def rebuilt(self) -> None: ...
+    def rebuilt(self, replaced: str) -> None: ...
     def attached(self, model_key: str, traits: Any) -> None: ...
     def left(self) -> None: ...
 
@@ -199,8 +199,12 @@ class Process(Agent):
             called = f"{self.incarnation}.{number}" if number else self.incarnation
             base, fabric = world.next_base(), SlotFabric(self, called)
             receiving = SimStaging(SLOT_BYTES, slots, "dram", base, _nothing)
-            sending = SimStaging(SLOT_BYTES, local, "dram", base + SENDING, _nothing)
-            endpoint = StagingEndpoint(called, receiving, sending, fabric, copier)
+
+            def sending() -> SimStaging:
+                return SimStaging(SLOT_BYTES, local, "dram", world.next_base() + SENDING, _nothing)
+
+            endpoint = StagingEndpoint(called, receiving, fabric, copier, sending)
+            endpoint.add_source()
             self.fabrics[called] = fabric
             machine = "one" if "pull" in self.config.routes else ""
             return StagingEndpoints(

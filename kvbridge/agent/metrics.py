@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version
+from typing import Literal, get_args
 
 from kvbridge_proto.status import SlotCounts, Traits
 from msgspec import structs
@@ -20,6 +21,7 @@ from ..transport.door import Holder
 from . import scraping
 from .request_records import RequestRecord, Role
 
+Replaced = Literal["slots", "send_slots"]
 MAX_CODES = 200
 # fmt: off
 SECONDS = (
@@ -102,7 +104,9 @@ class Metrics:
         text = "1 for the attached engine; rows can be carried between engines with the same model_key"
         labels = ["model_key", *Traits.__struct_fields__]
         self._engine = Gauge("kvbridge_engine_info", text, labels, registry=registry)
-        self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were replaced", registry=registry)
+        self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were replaced", ["replaced"], registry=registry)
+        for replaced in get_args(Replaced):
+            self._rebuilds.labels(replaced)
         self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)
         failpoints = "Armed: this agent was started to fail, for a test"
         self._failpoints = Counter("kvbridge_failpoints", failpoints, ["armed"], registry=registry)
@@ -236,8 +240,8 @@ class Metrics:
     def late_write(self) -> None:
         self._late.inc()
 
-    def rebuilt(self) -> None:
-        self._rebuilds.inc()
+    def rebuilt(self, replaced: Replaced) -> None:
+        self._rebuilds.labels(replaced).inc()
 
     def rejected(self, code: str) -> None:
         self._rejected.labels(self._known(code)).inc()

@@ -1,8 +1,11 @@
-"""Replaces the staging once quarantine holds too much of it: new slots behind a new fabric, for the same engine.
+"""Replaces staging once quarantine holds too much of it, for the same engine.
 
 A receive slot is quarantined until there is proof that nothing can be written to it any more, a send slot until the
 late write out of it ends. If that never comes (the peer is frozen, or is gone for good), the slots are not freed. They
 are left behind, and new ones take their place. The addresses of old receive slots are never used again.
+
+New receive slots are behind a new fabric: sessions end, so this waits for `rebuild_s`. Nobody is told of send slots,
+so new ones are made at once: after an outage the writes out of the old ones may take as long again to end.
 
 A pod that is replaced leaves no proof: its successor has another lock. So a few receive slots in host memory, whose
 memory a rebuild gives back, are replaced as well, later and only if this costs no request.
@@ -31,11 +34,17 @@ LOOK_S = 0.5
 PAUSE_S = 2.0  # no request begins while those under way end; the ones left after this fail with `rebuilt`
 LOOK_PAUSED_S = 0.01
 AGAIN_S = 10.0  # after a failed attempt: each costs the data plane some time
+FAILURES = (KVBridgeError, OSError, RuntimeError, MemoryError)  # no memory, most likely
 FEW_TIMES = 10.0  # `rebuild_s`, until fewer than half of the slots are worth the sessions that a rebuild ends
 
 
+def is_half_quarantined(counts: SlotCounts) -> bool:
+    slots = counts.free + counts.lent + counts.landed + counts.quarantined
+    return counts.quarantined > 0 and counts.quarantined * 2 >= slots
+
+
 class QuarantineTimer:
-    """How long at least half of one kind of slots have been quarantined. Pure: the caller passes the time."""
+    """How long at least half of the slots have been quarantined. Pure: the caller passes the time."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -43,8 +52,7 @@ class QuarantineTimer:
 
     def is_over(self, counts: SlotCounts, now: float) -> bool:
         """Whether that is too long. To be called regularly: the time counts from the first call that sees it."""
-        slots = counts.free + counts.lent + counts.landed + counts.quarantined
-        if not counts.quarantined or counts.quarantined * 2 < slots:
+        if not is_half_quarantined(counts):
             self._since = None
             return False
         if self._since is None:
@@ -82,16 +90,16 @@ class Rebuilder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._receive_slots = receive_slots
-        self._slots: dict[str, ReceiveSlots | SendSlots] = {"receive": receive_slots, "send": send_slots}
+        self._send_slots = send_slots
         self._engines = engines
         self._data_plane = data_plane
         self._metrics = metrics
         self._seconds = seconds
-        self._timers, self._few = self._new_timers(), self._new_few()
-        self._is_pressing = False  # half of one kind are quarantined for too long
+        self._timer, self._few = QuarantineTimer(seconds), self._new_few()
+        self._is_pressing = False  # half are quarantined for too long
         self._clock = clock
-        self.refused = ""  # the code why slots that are due cannot be made
-        self._again_at = float("-inf")
+        self._refused = self._send_refused = ""
+        self._again_at = self._send_again_at = float("-inf")
         self._endpoints: StagingEndpoints | None = None  # made, but not used until what is under way has ended
         self._pause_ends = 0.0
 
@@ -100,6 +108,11 @@ class Rebuilder:
         while True:
             await asyncio.sleep(self.check_in_s)
             await self.check()
+
+    @property
+    def refused(self) -> str:
+        """The code why slots that are due cannot be made, "" if there is no such reason."""
+        return self._refused or self._send_refused
 
     @property
     def is_pausing(self) -> bool:
@@ -111,13 +124,14 @@ class Rebuilder:
         return LOOK_PAUSED_S if self.is_pausing else LOOK_S
 
     async def check(self) -> None:
-        """Rebuild if it is time to."""
+        """Replace slots if it is time to."""
+        await self._check_send_slots()
         if self._endpoints is None:
             self._endpoints = await self._prepared()
             self._pause_ends = self._clock() + PAUSE_S
         if self._endpoints is None:
             return
-        if not (reasons := self._reasons()):
+        if not (reason := self._reason()):
             self.close()
             self._engines.resume()
             return
@@ -130,31 +144,46 @@ class Rebuilder:
                 self._engines.resume()
                 return
         endpoints, self._endpoints = self._endpoints, None
-        reason = f"rebuild_s: {' and '.join(reasons)}"
         self._engines.rebuild(endpoints, reason)
         self._few = self._new_few()
-        self._timers = self._new_timers()  # send slots count as before until the data plane's thread has switched
-        self._metrics.rebuilt()
+        self._metrics.rebuilt("slots")
         log.warning("replaced the slots: %s", reason)
 
-    def _new_timers(self) -> dict[str, QuarantineTimer]:
-        return {kind: QuarantineTimer(self._seconds) for kind in self._slots}
+    async def _check_send_slots(self) -> None:
+        """Replace the send slots once half of them are read by late writes."""
+        counts = self._send_slots.counts()
+        if not is_half_quarantined(counts):
+            self._send_refused = ""
+        elif self._clock() >= self._send_again_at:
+            try:
+                await self._data_plane.replace_send_slots()
+            except FAILURES as error:
+                self._send_again_at = self._clock() + AGAIN_S
+                self._send_refused = _refusal(error, self._send_refused)
+            else:
+                self._metrics.rebuilt("send_slots")
+                log.warning(
+                    "replaced the send slots: late writes go on out of %d of %d",
+                    counts.quarantined,
+                    len(self._send_slots),
+                )
 
     def _new_few(self) -> LongestQuarantine:
         return LongestQuarantine(FEW_TIMES * self._seconds)
 
-    def _reasons(self) -> list[str]:
-        """For each kind of slots that has to be replaced, how many are quarantined. Updates `_is_pressing`."""
-        counts, now = {kind: slots.counts() for kind, slots in self._slots.items()}, self._clock()
-        over = {kind: timer.seconds for kind, timer in self._timers.items() if timer.is_over(counts[kind], now)}
-        self._is_pressing = bool(over)
+    def _reason(self) -> str:
+        """Why the receive slots have to be replaced, "" if not. Updates `_is_pressing`."""
+        counts, now = self._receive_slots.counts(), self._clock()
+        self._is_pressing = self._timer.is_over(counts, now)
         is_stuck = self._few.is_over(self._receive_slots.quarantined(), now)
-        if is_stuck and not over and self._data_plane.site.fabric.memory == "dram":
-            over = {"receive": self._few.seconds}
-        return [
-            f"{counts[kind].quarantined} of {len(self._slots[kind])} {kind} slots in quarantine for {seconds:g} s"
-            for kind, seconds in over.items()
-        ]
+        if self._is_pressing:
+            seconds = self._timer.seconds
+        elif is_stuck and self._data_plane.site.fabric.memory == "dram":
+            seconds = self._few.seconds
+        else:
+            return ""
+        slots = len(self._receive_slots)
+        return f"rebuild_s: {counts.quarantined} of {slots} receive slots in quarantine for {seconds:g} s"
 
     def close(self) -> None:
         """Discard the new slots: the missing proof has come, or the agent ends."""
@@ -165,19 +194,24 @@ class Rebuilder:
     async def _prepared(self) -> StagingEndpoints | None:
         """New endpoints, if they are due and can be made."""
         now = self._clock()
-        if not self._reasons():
-            self.refused = ""
+        if not self._reason():
+            self._refused = ""
             return None
         if now < self._again_at:
             return None
         try:
             endpoints = await self._data_plane.prepare_endpoints()
-        except (KVBridgeError, OSError, RuntimeError, MemoryError) as error:  # no memory, most likely
+        except FAILURES as error:
             self._again_at = now + AGAIN_S
-            code = error.code if isinstance(error, KVBridgeError) else type(error).__name__
-            if code != self.refused:  # logged once, though tried again
-                self.refused = code
-                log.error("the slots cannot be replaced: code=%s %s", code, error)
+            self._refused = _refusal(error, self._refused)
             return None
-        self.refused = ""
+        self._refused = ""
         return endpoints
+
+
+def _refusal(error: Exception, before: str) -> str:
+    """The code why slots cannot be replaced. It is logged once, though it is tried again."""
+    code = error.code if isinstance(error, KVBridgeError) else type(error).__name__
+    if code != before:
+        log.error("the slots cannot be replaced: code=%s %s", code, error)
+    return code

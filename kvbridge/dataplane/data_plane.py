@@ -276,6 +276,13 @@ class DataPlane:
         endpoints: StagingEndpoints = await self._call(self._prepare)
         return endpoints
 
+    async def replace_send_slots(self) -> None:
+        """Send from new slots. The old ones, and their memory, are left to the writes out of them.
+
+        Raises OperatorError, FabricError or CudaError, with nothing replaced.
+        """
+        await self._call(self._replace_send_slots)
+
     def switch(self, endpoints: StagingEndpoints) -> None:
         """Use these slots from now on. Work begun with the old ones goes on; no peer may be connected to those."""
         self.site = endpoints.site
@@ -295,12 +302,20 @@ class DataPlane:
             except Exception as error:  # no memory or no fabric: nothing of it is kept
                 reason = f"staging: slots of {card.slot_bytes} bytes in {card.memory} cannot be made: {error}"
                 raise FabricError("no_staging", reason) from error
-            self.send_orders.slots.make(resources.endpoint.send_slots.slots)
+            self._new_send_slots(resources)
         return resources.site
 
     def _switch(self, endpoints: StagingEndpoints) -> None:
         self._at_work.switch(endpoints)
-        self.send_orders.slots.make(endpoints.endpoint.send_slots.slots)
+        self._new_send_slots(self._at_work)
+
+    def _new_send_slots(self, resources: Resources) -> None:
+        resources.begin_era(self.send_orders.slots.make(resources.endpoint.send_slots.slots))
+
+    def _replace_send_slots(self) -> None:
+        with self._starting_threads():
+            self._at_work.add_sources()
+        self._new_send_slots(self._at_work)
 
     def discard(self, endpoints: StagingEndpoints) -> None:
         """Close endpoints that were prepared and will not be used."""
@@ -471,7 +486,7 @@ class DataPlane:
         self.site, self.digests = resources.site, resources.copier.digests
         self.device, self.description = resources.copier.device, resources.copier.description
         if resources.current is not None:
-            self.send_orders.slots.make(resources.endpoint.send_slots.slots)
+            self._new_send_slots(resources)
         wait_s, clock = self._write_timeout_s, self._clock
         self._jobs = Jobs(resources, self._incarnation, self.send_orders, self.receive_orders, wait_s, clock)
         self._pulling = PullRoute(resources, self._tell, self.receive_orders, wait_s, clock)
@@ -523,6 +538,7 @@ class DataPlane:
         is_moving = self._send() or is_moving
         if resources.has_retired and not self._moving and not self._fenced:
             resources.close_retired()
+        resources.close_unused_sources(self.send_orders.slots.is_used)
         return is_moving
 
     def _resume(self, job: Job, event: Event) -> None:

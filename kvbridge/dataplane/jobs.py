@@ -231,9 +231,14 @@ class Jobs:
             return False, (error.code, str(error))
         while isinstance(ended := (yield wait), WriteLate):
             is_late = True
-            self._send_orders.late(leaving, f"write_timeout_s: {self._write_timeout_s} passed")
+            self._send_orders.late(leaving, *self._why_late(leaving, deadline))
         failpoint("sender.write_ended")
         return is_late, ("write_failed", ended.reason) if isinstance(ended, WriteFailed) else None
+
+    def _why_late(self, leaving: LeavingChunk, deadline: float) -> tuple[str, str]:
+        if self._clock() < deadline:
+            return "peer_lost", f"peer: the link to {leaving.order.incarnation} was lost while it was written to"
+        return "write_timeout", f"write_timeout_s: {self._write_timeout_s} passed"
 
     def _notice(self, leaving: LeavingChunk, digest: int) -> Notice:
         order, lease = leaving.order, leaving.lease

@@ -27,6 +27,7 @@ from ..transport.endpoint import beyond_loopback
 from ..transport.fabric import Fabric
 from ..transport.fabric_nixl import NixlFabric
 from ..transport.lock import KERNEL
+from .slots import SendSlot
 
 log = logging.getLogger("kvbridge.data_plane")
 
@@ -35,19 +36,62 @@ SCRATCH_BYTES = 4 << 20
 MOST_KEPT = 2  # old stagings that rebuilds may keep: GPU memory for good, host memory until writes out of it have ended
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
+class Source:
+    """Memory that we send from. `era` is that of the slots in it; `lanes` are the probe lanes that no proof uses."""
+
+    staging: Staging
+    era: int = 0
+    lanes: deque[int] = field(default_factory=lambda: deque(range(PROBE_LANES)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StagingEndpoint:
     """Slots in one kind of memory, the fabric that knows them and the copier that reaches them.
 
-    `name` is the fabric's, unique among all fabrics. `lanes` are the probe lanes of `send_slots` that no proof uses.
+    `name` is the fabric's, unique among all fabrics. `sources` has the memory that we send from, the newest last. What
+    comes before that is read by late writes.
     """
 
     name: str
     receive_slots: Staging
-    send_slots: Staging
     fabric: Fabric
     copier: BlockCopier
-    lanes: deque[int] = field(default_factory=lambda: deque(range(PROBE_LANES)), compare=False)
+    new_staging: Callable[[], Staging]
+    sources: list[Source] = field(default_factory=list)
+
+    @property
+    def source(self) -> Source:
+        return self.sources[-1]
+
+    @property
+    def send_slots(self) -> Staging:
+        return self.source.staging
+
+    def staging_of(self, local: SendSlot) -> Staging:
+        """The memory that this slot is in."""
+        return next(source.staging for source in self.sources if source.era == local.era)
+
+    def add_source(self) -> None:
+        """Allocate more memory to send from. Raises OperatorError or FabricError, with nothing added."""
+        staging = self.new_staging()
+        try:
+            self.fabric.register(staging.base, staging.size_bytes, is_target=False)
+        except BaseException:
+            staging.close()
+            raise
+        self.sources.append(Source(staging))
+
+    def drop_source(self, source: Source) -> None:
+        """Give this memory back, unless a write or a proof still reads it."""
+        if len(source.lanes) == PROBE_LANES and self.fabric.unregister(source.staging.base):
+            self.sources.remove(source)
+            source.staging.close()
+
+    def close_sources(self) -> None:
+        """The fabric is closed: nothing reads this memory any more."""
+        for source in self.sources:
+            source.staging.close()
 
     def card(self) -> FabricCard:
         return FabricCard(
@@ -165,6 +209,36 @@ class Resources:
         ]:
             self._retired.remove(endpoints)
             self._kept_bytes += endpoints.retire()
+
+    def begin_era(self, era: int) -> None:
+        """The newest send slots are those of this era from now on."""
+        assert self.current is not None
+        for endpoint in self.current.all:
+            endpoint.source.era = era
+
+    def add_sources(self) -> None:
+        """Allocate other memory to send from, for `begin_era`.
+
+        Raises OperatorError or FabricError: `rebuild_refused` if writes out of too much earlier memory go on.
+        """
+        assert self.current is not None
+        if len(self.endpoint.sources) > MOST_KEPT:
+            reason = (
+                f"staging: late writes go on out of all send slots that were made, {len(self.endpoint.sources)} times"
+            )
+            raise FabricError("rebuild_refused", reason)
+        with ExitStack() as undoing:
+            for endpoint in self.current.all:
+                endpoint.add_source()
+                undoing.callback(endpoint.drop_source, endpoint.source)
+            undoing.pop_all()
+
+    def close_unused_sources(self, is_used: Callable[[int], bool]) -> None:
+        """Give replaced memory back that no write reads any more. `is_used`: whether slots of this era are."""
+        for endpoint in self.endpoints:
+            for source in endpoint.sources[:-1]:
+                if not is_used(source.era):
+                    endpoint.drop_source(source)
 
     def join(self, endpoint: StagingEndpoint, name: str, descriptor: bytes) -> None:
         """Connect this endpoint's fabric to a peer's slots. Each join needs one `leave`. Raises FabricError."""
@@ -305,28 +379,27 @@ def _endpoint(
 ) -> StagingEndpoint:
     receive_slots = copier.staging(size.slot_bytes, size.receive_slots)
     closing.callback(receive_slots.close)
-    send_slots = copier.staging(size.slot_bytes, size.send_slots)
-    closing.callback(send_slots.close)
     if gpu is None:
         fabric = NixlFabric(name, net_devices=config.net_devices)
     else:
         fabric = NixlFabric(name, memory="VRAM", device=gpu.ordinal, net_devices=config.net_devices)
-    return _registered(StagingEndpoint(name, receive_slots, send_slots, fabric, copier), closing)
+    new_staging = partial(copier.staging, size.slot_bytes, size.send_slots)
+    return _registered(StagingEndpoint(name, receive_slots, fabric, copier, new_staging), closing)
 
 
 def _host_endpoint(name: str, config: AgentConfig, size: StagingSize, closing: ExitStack) -> StagingEndpoint:
     receive_slots = Staging.pinned(size.slot_bytes, size.receive_slots)
     closing.callback(receive_slots.close)
-    send_slots = Staging.pinned(size.slot_bytes, size.send_slots)
-    closing.callback(send_slots.close)
     fabric = NixlFabric(name, net_devices=config.net_devices)
-    return _registered(StagingEndpoint(name, receive_slots, send_slots, fabric, CpuBlockCopier()), closing)
+    new_staging = partial(Staging.pinned, size.slot_bytes, size.send_slots)
+    return _registered(StagingEndpoint(name, receive_slots, fabric, CpuBlockCopier(), new_staging), closing)
 
 
 def _registered(endpoint: StagingEndpoint, closing: ExitStack) -> StagingEndpoint:
+    closing.callback(endpoint.close_sources)
     closing.callback(endpoint.fabric.close)
     endpoint.fabric.register(endpoint.receive_slots.base, endpoint.receive_slots.size_bytes)
-    endpoint.fabric.register(endpoint.send_slots.base, endpoint.send_slots.size_bytes, is_target=False)
+    endpoint.add_source()
     return endpoint
 
 

@@ -89,6 +89,7 @@ class SendOrders:
     def __init__(self, slots: int) -> None:
         self.slots = SendSlots(slots)
         self.moving = 0  # chunks under way, and not late
+        self._gathering = 0
         self._open: dict[str, OrderedSend] = {}
         self._awaiting_slots: FairQueue[OrderedSend] = (
             FairQueue()
@@ -129,8 +130,15 @@ class SendOrders:
         self._end_if_over(ordered)
 
     def begin(self) -> LeavingChunk | None:
-        """The next chunk to gather, of the transfer that has waited longest. None without a free slot or a chunk."""
-        while self.slots.free and (ordered := self._awaiting_slots.take()) is not None:
+        """The next chunk to gather, of the transfer that has waited longest. None without a free slot or a chunk.
+
+        No more are gathered at once than there are slots, even if those were just replaced: the copier has no room.
+        """
+        while (
+            self.slots.free
+            and self._gathering < len(self.slots)
+            and (ordered := self._awaiting_slots.take()) is not None
+        ):
             if ordered.can_begin:  # it may have ended since
                 return self._begin(ordered)
         return None
@@ -143,6 +151,7 @@ class SendOrders:
         ordered.turn = self.slots.turn
         ordered.next_chunk += 1
         ordered.gathering += 1
+        self._gathering += 1
         ordered.writing += 1
         self.moving += 1
         if ordered.next_chunk == end_chunk:
@@ -158,6 +167,7 @@ class SendOrders:
         """The chunk has been gathered, or never will be."""
         ordered = leaving.ordered
         ordered.gathering -= 1
+        self._gathering -= 1
         if not ordered.gathering and (ordered.stop is not None or ordered.next_chunk == ordered.order.plan.chunks):
             self._reports.append(Gathered(ordered.transfer))
 
@@ -178,11 +188,11 @@ class SendOrders:
     def _has_gathered(self, ordered: OrderedSend) -> bool:
         return not ordered.gathering and ordered.next_chunk == ordered.order.plan.chunks
 
-    def late(self, leaving: LeavingChunk, reason: str) -> None:
-        """The chunk's write has passed its deadline. It may still land, so its slots stay in use until it ends."""
+    def late(self, leaving: LeavingChunk, code: str, reason: str) -> None:
+        """Nobody waits for the chunk's write any more. It may still land, so its slots stay in use until it ends."""
         self.slots.doubt(leaving.local)
         self.moving -= 1
-        self._fail(leaving.ordered, "write_timeout", reason)
+        self._fail(leaving.ordered, code, reason)
 
     def written(self, leaving: LeavingChunk, gather_s: float, failure: Failure, is_late: bool = False) -> None:
         """The chunk's write has ended, or will not begin: our slot is no longer read."""

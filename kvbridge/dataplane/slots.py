@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from kvbridge_proto.status import SlotCounts
@@ -22,6 +22,7 @@ class SendSlots:
     def __init__(self, count: int) -> None:
         self._era = 0
         self._late: set[SendSlot] = set()
+        self._taken: Counter[int] = Counter()  # by era: slots that are gathered into, or that a write reads
         self.turn = 0  # slots taken so far
         self.make(count)
 
@@ -36,6 +37,7 @@ class SendSlots:
         if not self._free:
             return None
         self.turn += 1
+        self._taken[self._era] += 1
         return SendSlot(self._free.popleft(), self._era)
 
     def doubt(self, local: SendSlot) -> None:
@@ -45,18 +47,24 @@ class SendSlots:
 
     def give_back(self, local: SendSlot) -> None:
         """The write out of this slot has ended."""
+        self._taken[local.era] -= 1
         if local.era != self._era:
             return
         assert local.index not in self._free
         self._late.discard(local)
         self._free.append(local.index)
 
-    def make(self, count: int) -> None:
-        """Replace the slots by `count` new ones. Old ones are left to the writes out of them."""
+    def is_used(self, era: int) -> bool:
+        """Whether any slot of this `make` may still be read by a write."""
+        return self._taken[era] > 0
+
+    def make(self, count: int) -> int:
+        """Replace the slots by `count` new ones. Old ones are left to the writes out of them. Returns the new era."""
         self._era += 1
         self._count = count
         self._free = deque(range(count))
         self._late.clear()
+        return self._era
 
     def counts(self) -> SlotCounts:
         """How many slots are in which state; `quarantined` are those with a late write. Any thread may ask."""

@@ -30,7 +30,9 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class WriteLate:
-    """The write's deadline passed. Reported once. It still reads the local and writes the remote bytes: reuse neither.
+    """The write's deadline passed, or its peer is distrusted. Reported once.
+
+    It still reads the local and writes the remote bytes: reuse neither.
 
     Wrote or WriteFailed follows, perhaps minutes later, or the fabric is closed.
     """
@@ -63,6 +65,9 @@ class Fabric(Protocol):
     def register(self, address: int, size: int, *, is_target: bool = True) -> None:
         """Let writes read from this memory and, if `is_target`, let peers write into it. Regions must not overlap."""
 
+    def unregister(self, address: int) -> bool:
+        """Undo one `register` of memory that is no target. False, and nothing done, while a write out of it goes on."""
+
     def descriptor(self) -> bytes:
         """What a peer needs to write here. It names our incarnation and the targets registered so far."""
 
@@ -77,9 +82,9 @@ class Fabric(Protocol):
         """Allow no more writes to this peer. Its connection may be kept in case this incarnation is connected again."""
 
     def distrust(self, incarnation: str) -> None:
-        """The path to this peer was down: the next write uses another connection. Those under way end as before.
+        """The path to this peer was down: writes under way are late, and the next one uses another connection.
 
-        A write that is late does the same.
+        A write that is late by itself does the same.
         """
 
     def write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -72,6 +73,13 @@ class LoopbackFabric:
             raise FabricError("region_overlaps", f"region: {size} bytes are empty or overlap another")
         self._regions.append((address, address + size, is_target))
 
+    def unregister(self, address: int) -> bool:
+        (region,) = [each for each in self._regions if each[0] == address]
+        if any(region[0] <= write.local_address < region[1] for write in self._writes.values()):
+            return False
+        self._regions.remove(region)
+        return True
+
     def descriptor(self) -> bytes:
         return PREFIX + self._incarnation.encode()
 
@@ -90,7 +98,9 @@ class LoopbackFabric:
         self._lost.discard(incarnation)
 
     def distrust(self, incarnation: str) -> None:
-        pass
+        for write in self._writes.values():
+            if write.incarnation == incarnation:
+                write.deadline = -math.inf
 
     def write(
         self, incarnation: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float

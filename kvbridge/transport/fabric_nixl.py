@@ -7,6 +7,7 @@ pickles what we never use.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import struct
 import time
@@ -28,6 +29,8 @@ IDLE_PEERS = 32
 # dies, everything gathered for it would try in turn.
 HEAL_S = 0.2
 MOST_WRITERS = 4  # NIXL agents that write: one more than connections to one peer on which nothing moves
+# Between two that are made for links that were lost while nothing was under way: making one stops the thread (_Writer).
+WRITER_S = 10.0
 # A descriptor is the number of the device that the memory is on, then NIXL's metadata.
 DEVICE = struct.Struct("<I")
 
@@ -61,6 +64,7 @@ class _Peer:
 class _NixlWrite:
     peer: _Peer
     handle: int
+    local_address: int
     deadline: float
     ended: FabricEvent | None = None
     is_late: bool = False
@@ -72,7 +76,8 @@ class NixlFabric:
     That agent is written to. Others write: one at first. After an outage a connection waits for its next retransmission
     for as long as the outage was, and NIXL can neither cancel what is under way on it nor tell, once the peer has been
     loaded anew, when that has ended. So a peer whose connection is distrusted moves to another writer. What is under
-    way on the old connection is polled to its end as before.
+    way on the old connection is polled to its end as before. If nothing is, a link that is lost again and again makes
+    one writer in WRITER_S.
 
     `net_devices` restricts UCX to these network devices, e.g. `lo`; otherwise its tcp listens on every interface.
     """
@@ -106,6 +111,7 @@ class NixlFabric:
         self._given_up: list[_Peer] = []  # connections that were replaced; their writes are under way
         self._writes: dict[int, _NixlWrite] = {}
         self._count = self._writers_made = 0
+        self._writer_at = -math.inf  # when the last one was made for a lost link
         self._net_devices = net_devices
         self._agent, self._backend = self._open(incarnation)
         self._writers = [self._new_writer()]  # the newest last
@@ -141,6 +147,17 @@ class NixlFabric:
         for writer in self._writers:
             writer.regions.append(self._register(writer.agent, writer.backend, address, size))
         self._regions.append((address, address + size, is_target))
+
+    def unregister(self, address: int) -> bool:
+        number = [begin for begin, _, _ in self._regions].index(address)
+        begin, end, is_target = self._regions[number]
+        assert not is_target, "peers may write there"
+        if any(begin <= write.local_address < end for write in self._writes.values()):
+            return False
+        del self._regions[number]
+        for writer in self._writers:  # each has all regions, in our order
+            self._deregister(writer.agent, writer.backend, [writer.regions.pop(number)])
+        return True
 
     def _register(self, agent: Any, backend: int, address: int, size: int) -> Any:
         region = self._nixl.nixlRegDList(self._memory, [(address, size, self._device, "")])
@@ -205,11 +222,15 @@ class NixlFabric:
         if len(self._writers) == MOST_WRITERS:
             raise FabricError("peer_lost", f"peer: nothing moves on {MOST_WRITERS} connections to {incarnation}")
         self._writers.append(self._new_writer())
+        self._writer_at = time.monotonic()
         return self._writers[-1]
 
     def distrust(self, incarnation: str) -> None:
         if (peer := self._peers.get(incarnation)) is not None:
             peer.is_distrusted = True
+            for write in self._writes.values():
+                if write.peer is peer:
+                    write.deadline = -math.inf
 
     def disconnect(self, incarnation: str) -> None:
         peer = self._peers.get(incarnation)
@@ -239,7 +260,7 @@ class NixlFabric:
         except _errors(nixl) as error:
             raise FabricError("write_refused", f"write to {incarnation}: {_text(error)}") from error
         self._count += 1
-        write = self._writes[self._count] = _NixlWrite(peer, handle, deadline)
+        write = self._writes[self._count] = _NixlWrite(peer, handle, local_address, deadline)
         peer.writes += 1
         try:
             if peer.writer.agent.postXferReq(handle, notice) == nixl.NIXL_SUCCESS:
@@ -345,11 +366,16 @@ class NixlFabric:
         peer = self._peers.get(incarnation)
         if peer is None or peer.is_leaving:
             raise FabricError("peer_not_connected", f"peer: {incarnation} is not connected")
-        if peer.is_distrusted:
+        if peer.is_distrusted and not self._may_wait(peer):
             peer = self._moved(peer)
         if peer.is_failed:
             self._heal(peer)
         return peer
+
+    def _may_wait(self, peer: _Peer) -> bool:
+        """Whether its connection must do for now: nothing is under way on it, and another writer was made just now."""
+        is_soon = time.monotonic() < self._writer_at + WRITER_S
+        return is_soon and not peer.writes and self._writers == [peer.writer]
 
     def _moved(self, peer: _Peer) -> _Peer:
         """The same peer by another writer. What is under way to it goes on by the old one."""

@@ -12,7 +12,7 @@ from kvbridge_proto.status import SlotCounts
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvbridge.agent.daemon import STATES
-from kvbridge.agent.metrics import Gauges, Metrics
+from kvbridge.agent.metrics import Gauges, Metrics, Replaced
 from kvbridge.agent.request_records import Role, Stage
 from kvbridge.geometry.compat import Conversion
 from kvbridge.prompt_share import CAUSES
@@ -95,6 +95,7 @@ VALUES: dict[str, frozenset[str]] = {
     "kvbridge_wants_total outcome": CODES | {"done"},
     "kvbridge_handshakes_total outcome": CODES | {"open"},
     "kvbridge_spans_total outcome": frozenset({"sent", "dropped"}),
+    "kvbridge_rebuilds_total replaced": frozenset(get_args(Replaced)),
     "kvbridge_receive_slots state": frozenset(SlotCounts.__struct_fields__),
     "kvbridge_send_slots state": frozenset(SlotCounts.__struct_fields__),
     "kvbridge_sessions state": frozenset(state.name.lower() for state in STATES),

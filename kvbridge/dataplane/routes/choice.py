@@ -137,9 +137,10 @@ def _probe(
     proof is over. The lane unused for longest is taken first, so this is rare.
     """
     endpoint = target.endpoint
-    number = endpoint.lanes.popleft()
+    source = endpoint.source
+    number = source.lanes.popleft()
     try:
-        ours = endpoint.send_slots.lane(number)
+        ours = source.staging.lane(number)
         lane = lane_of(target.base, target.slot_bytes, target.slots, landing.lane)
         size_bytes, seed = min(lane.size_bytes, ours.size_bytes, MOST_BYTES), secrets.randbits(32)
         endpoint.copier.fill(Span(ours.address, size_bytes), pattern(seed, size_bytes))
@@ -147,4 +148,4 @@ def _probe(
         rate = yield from fastest(growing(size_bytes), begin, clock, first_s)
         return Probe(lane=landing.lane, seed=seed, size_bytes=rate.size_bytes, bytes_per_s=rate.bytes_per_s)
     finally:
-        endpoint.lanes.append(number)
+        source.lanes.append(number)

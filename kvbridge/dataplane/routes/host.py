@@ -19,9 +19,11 @@ from .slot_route import Landing, SlotRoute, Target, memories
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTarget(Target):
     def places(self, local: SendSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
-        host = self.endpoint.send_slots.span(local.index, size_bytes)
+        host = self.endpoint.staging_of(local).span(local.index, size_bytes)
         gathered = self.resources.endpoint
-        return (host, None) if gathered is self.endpoint else (gathered.send_slots.span(local.index, size_bytes), host)
+        if gathered is self.endpoint:
+            return host, None
+        return gathered.staging_of(local).span(local.index, size_bytes), host
 
 
 class HostRoute(SlotRoute):

@@ -43,11 +43,11 @@ class Target:
 
     def places(self, local: SendSlot, lease: SlotLease, size_bytes: int) -> tuple[Span, Span | None]:
         """Where a chunk is gathered to, and where in host memory it is copied after that, or None."""
-        return self.endpoint.send_slots.span(local.index, size_bytes), None
+        return self.endpoint.staging_of(local).span(local.index, size_bytes), None
 
     def push(self, local: SendSlot, lease: SlotLease, size_bytes: int, notice: bytes, deadline: float) -> Wait | None:
         """Write our slot and the notice to the peer. Returns the wait for its end, if any. Raises FabricError."""
-        ours, theirs = self.endpoint.send_slots.address(local.index), self.slot(lease, size_bytes).address
+        ours, theirs = self.endpoint.staging_of(local).address(local.index), self.slot(lease, size_bytes).address
         return self.write(ours, theirs, size_bytes, notice, deadline)
 
     def probe(self, ours: Span, lane: Span, deadline: float) -> Wait:

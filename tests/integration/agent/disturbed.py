@@ -322,7 +322,7 @@ def _is_greeting_nobody(status: Status) -> bool:
 
 
 def _rebuilds(status: Status) -> float:
-    return status.counters["kvbridge_rebuilds_total"]
+    return status.counters["kvbridge_rebuilds_total{replaced=slots}"]
 
 
 def _has_rebuilt(status: Status, before: float) -> bool:

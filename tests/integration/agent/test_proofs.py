@@ -107,7 +107,7 @@ def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_me
         pass
     routed: Routed = heard[-1].routed
     assert Jobs(slow, "slow", SendOrders(0), ReceiveOrders(), 1.0).is_proved(routed.route, 3, routed.probe)
-    assert len(network.sender.endpoint.lanes) == PROBE_LANES, "all were given back"
+    assert len(network.sender.endpoint.source.lanes) == PROBE_LANES, "all were given back"
 
 
 async def test_two_hellos_of_one_agent_are_answered_one_after_the_other(world: World, sender: Player) -> None:

@@ -55,7 +55,7 @@ def scraped(place: tuple[str, int]) -> str:
 
 def is_answered(place: tuple[str, int]) -> bool:
     try:
-        return "kvbridge_rebuilds_total 0.0" in scraped(place)
+        return 'kvbridge_rebuilds_total{replaced="slots"} 0.0' in scraped(place)
     except OSError:
         return False
 

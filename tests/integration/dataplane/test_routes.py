@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndp
 from kvbridge.dataplane.routes.choice import Connected, pattern, prove
 from kvbridge.dataplane.routes.slot_route import Landing, Target
 from kvbridge.dataplane.send_orders import SendOrders
+from kvbridge.dataplane.slots import SendSlots
 from kvbridge.device.copier import Compiling, DeviceLost, Moved
 from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.staging import Staging
@@ -73,11 +75,14 @@ class Agents:
 
     def endpoint(self, name: str) -> StagingEndpoint:
         fabric = LoopbackFabric(self.network, name)
-        staging = [self.stack.enter_context(Staging.pageable(SLOT_BYTES, 2)) for _ in range(2)]
+        receive_slots = self.stack.enter_context(Staging.pageable(SLOT_BYTES, 2))
+        sending = partial(Staging.pageable, SLOT_BYTES, 2)
+        endpoint = StagingEndpoint(name, receive_slots, fabric, CpuBlockCopier(), sending)
+        self.stack.callback(endpoint.close_sources)
         self.stack.callback(fabric.close)
-        fabric.register(staging[0].base, staging[0].size_bytes)
-        fabric.register(staging[1].base, staging[1].size_bytes, is_target=False)
-        return StagingEndpoint(name, staging[0], staging[1], fabric, CpuBlockCopier())
+        fabric.register(receive_slots.base, receive_slots.size_bytes)
+        endpoint.add_source()
+        return endpoint
 
     def landing(self, lane: int = 3) -> Landing:
         return Landing("b", self.receiver.site, lane)
@@ -462,6 +467,46 @@ def test_endpoints_of_before_are_kept_while_they_write_and_refused_when_they_are
     assert resources.prepare().endpoint.name == "a.3"
 
 
+def test_send_slots_of_before_are_kept_while_a_write_or_a_proof_reads_them(stack: ExitStack) -> None:
+    agents, slots = Agents(stack, vram=True), SendSlots(0)
+    sender, endpoint = agents.sender, agents.sender.endpoint
+    sender.begin_era(slots.make(2))
+    sender.join(endpoint, "b", agents.receiver.endpoint.fabric.descriptor())
+    local, source, before = slots.take(), endpoint.source, endpoint.send_slots
+    assert local is not None
+    endpoint.copier.fill(before.span(local.index), b"kept" * (SLOT_BYTES // 4))
+    agents.network.stall("b")
+    endpoint.fabric.write("b", before.address(local.index), agents.receiver.endpoint.receive_slots.base, 64, b"", 1e9)
+
+    def replaced() -> int:
+        """How many replaced sources are left."""
+        sender.close_unused_sources(slots.is_used)
+        return len(endpoint.sources) - 1
+
+    later = []
+    for _ in range(2):
+        sender.add_sources()
+        sender.begin_era(slots.make(2))
+        assert slots.free == 2 and [len(each.sources) for each in sender.current.all] == [len(endpoint.sources)] * 2
+        later.append(slots.take())
+    assert endpoint.staging_of(local) is before and endpoint.staging_of(later[1]) is endpoint.send_slots
+    with pytest.raises(FabricError, match="late writes go on out of all send slots that were made, 3 times"):
+        sender.add_sources()
+    assert replaced() == 2, "slots of both are in use"
+    slots.give_back(later[0])
+    assert replaced() == 1
+    slots.give_back(local)
+    source.lanes.popleft()
+    assert replaced() == 1, "a write that nobody waits for reads it, and a proof"
+    agents.network.resume("b")
+    endpoint.fabric.poll(0.0)
+    assert replaced() == 1, "a proof reads it"
+    source.lanes.append(0)
+    assert replaced() == 0
+    with pytest.raises(FabricError, match="not all is registered"):
+        endpoint.fabric.write("b", before.base, agents.receiver.endpoint.receive_slots.base, 64, b"", 1e9)
+
+
 @pytest.mark.parametrize(
     ("heard_at", "withdrawn_at", "said_after", "expected"),
     [
@@ -519,7 +564,8 @@ def test_what_is_read_of_blocks_that_were_withdrawn_meanwhile_does_not_count(
     stack: ExitStack, what: str, withdrawn_at: float, code: str | None
 ) -> None:
     """A digest of what another request put there would fail a transfer that is right."""
-    agents, send_orders = Agents(stack), SendOrders(2)
+    agents, send_orders = Agents(stack), SendOrders(0)
+    agents.sender.begin_era(send_orders.slots.make(2))
     jobs = Jobs(agents.sender, "a", send_orders, ReceiveOrders(), 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
     attachment = AttachedMemory(1, pool, None, EngineLiveness(withdrawn_at))

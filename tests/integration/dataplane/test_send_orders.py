@@ -156,7 +156,7 @@ def test_a_late_write_keeps_its_slot_and_holds_up_no_rebuild() -> None:
     first, second = begun(made)
     for leaving in (first, second):
         made.gathered(leaving)
-    made.late(first, "test")
+    made.late(first, "write_timeout", "test")
     assert made.take_reports() == [Gathered("a"), Broken("a", "write_timeout", "test")]
     made.stop(stop())
     made.written(second, 0.0, None)

@@ -51,6 +51,23 @@ class Peer:
         """How many NIXL agents write."""
         return len(self.fabric._writers)
 
+    def writers_made(self) -> int:
+        return self.fabric._writers_made
+
+    def age(self, by_s: float) -> None:
+        """As if so much time had passed since the last writer was made."""
+        self.fabric._writer_at -= by_s
+
+    def register_more(self, size: int) -> int:
+        """The offset of more memory to write from."""
+        self._more = mmap.mmap(-1, size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._more))
+        self.fabric.register(address, size, is_target=False)
+        return address - self.address
+
+    def unregister(self, offset: int) -> bool:
+        return self.fabric.unregister(self.address + offset)
+
     def fill(self, offset: int, size: int, byte: int) -> int:
         self.memory[offset : offset + size] = bytes([byte]) * size
         return self.sum(offset, size)

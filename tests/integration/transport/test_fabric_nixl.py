@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvbridge.errors import FabricError
-from kvbridge.transport.fabric_nixl import HEAL_S, NixlFabric
+from kvbridge.transport.fabric_nixl import HEAL_S, WRITER_S, NixlFabric
 from tests.support.nursery import PipedChild
 from tests.support.proc import cpu_s, listening, stat_of
 from tests.support.refusals import refused
@@ -84,11 +84,20 @@ class Remote:
         assert select.select([self._child.stdout], [], [], 60)[0], f"{self.incarnation} does not answer"
         return json.loads(self._child.stdout.readline() or "{}")
 
-    def write(self, to: Remote, *, size: int = 64 * KIB, notice: str = "n", deadline_s: float = 30, at: int = 0) -> int:
+    def write(
+        self,
+        to: Remote,
+        *,
+        size: int = 64 * KIB,
+        notice: str = "n",
+        deadline_s: float = 30,
+        at: int = 0,
+        offset: int = 0,
+    ) -> int:
         number: int = self.ask(
             "write",
             incarnation=to.incarnation,
-            offset=0,
+            offset=offset,
             remote=to.address + at,
             size=size,
             notice=notice,
@@ -168,15 +177,56 @@ def test_after_a_late_write_another_connection_is_used_and_the_old_one_is_follow
     assert sender.ask("writers") == 1, "nothing is under way on the old connection, and nobody else uses its writer"
 
 
+def test_memory_is_unregistered_once_no_write_out_of_it_is_under_way(pair: tuple[Remote, Remote]) -> None:
+    sender, receiver = pair
+    offset = sender.ask("register_more", size=MIB)
+    receiver.stop()
+    old = sender.write(receiver, offset=offset)
+    sender.ask("distrust", incarnation=receiver.incarnation)
+    assert sender.ask("watch", for_s=10, until="late")[-1][1:3] == ["late", old], "nobody waits for its deadline"
+    sender.write(receiver, at=MIB)  # another writer knows the same memory
+    assert sender.ask("unregister", offset=offset) is False
+    receiver.go_on()
+    seen: list[Any] = []
+    while len(seen) < 2:
+        seen += sender.ask("watch", for_s=30, until="wrote")
+    assert sender.ask("unregister", offset=offset) is True
+    with refused(FabricError, "memory_not_registered"):
+        sender.write(receiver, offset=offset)
+    writes(sender, receiver)
+
+
 def test_connections_that_are_not_trusted_are_replaced_and_closed(pair: tuple[Remote, Remote]) -> None:
     sender, receiver = pair
     writes(sender, receiver)
     before = [Held.by(side.pid) for side in pair]
-    for _ in range(3):
+    made = sender.ask("writers_made")
+    for i in range(1, 4):
+        sender.ask("age", by_s=WRITER_S)
         sender.ask("distrust", incarnation=receiver.incarnation)
         writes(sender, receiver)
-    assert sender.ask("writers") == 1
+        assert (sender.ask("writers"), sender.ask("writers_made")) == (1, made + i)
     wait_for(lambda: all(Held.by(s.pid).is_within(b, 3 * UCX_KEEPS) for s, b in zip(pair, before, strict=True)))
+
+
+def test_a_link_that_is_lost_again_and_again_makes_few_writers(pair: tuple[Remote, Remote]) -> None:
+    sender, receiver = pair
+    sender.ask("age", by_s=WRITER_S)
+    made = sender.ask("writers_made")
+    for _ in range(4):
+        sender.ask("distrust", incarnation=receiver.incarnation)
+        writes(sender, receiver)
+        sender.ask("age", by_s=-3600)  # however slow this machine is, the others follow soon
+    assert sender.ask("writers_made") == made + 1, "the connection will do, as nothing was under way on it"
+    receiver.stop()
+    old = sender.write(receiver)
+    sender.ask("distrust", incarnation=receiver.incarnation)
+    new = sender.write(receiver, at=MIB)
+    assert sender.ask("writers_made") == made + 2, "one is under way: the next waits for no connection"
+    receiver.go_on()
+    seen: set[int] = set()
+    while seen != {old, new}:
+        seen |= {event[2] for event in sender.ask("watch", for_s=30, until="wrote") if event[1] == "wrote"}
 
 
 def test_a_killed_target_fails_the_writes_under_way_and_those_after(doomed: tuple[Remote, Remote]) -> None:

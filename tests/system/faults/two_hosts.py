@@ -6,7 +6,7 @@ import json
 import os
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,19 @@ class HostEngine(HostProcess):
 class HostPair:
     """A sender on the first host and a receiver on the second. Both agents have the same key."""
 
-    def __init__(self, stack: ExitStack, folder: Path, hosts: tuple[Host, Host], path: NetworkPath, **job: Any) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        hosts: tuple[Host, Host],
+        path: NetworkPath,
+        options: Mapping[str, str],
+        **job: Any,
+    ) -> None:
         self.path = path
         key = folder / "key"
         write_pair(key)
-        self.agents = [HostAgent(host, key=str(key)) for host in hosts]
+        self.agents = [HostAgent(host, key=str(key), **options) for host in hosts]
         for agent in self.agents:
             stack.callback(agent.end)
         self.at_start = [agent.wait_serving() for agent in self.agents]
@@ -110,9 +118,16 @@ class HostPair:
 
     def begin(self) -> None:
         """Offer one more prompt on one side, and want it on the other."""
+        self.offer(self.want())
+
+    def want(self) -> int:
+        """Want one more prompt. Returns its number."""
         self._count += 1
-        self.sender.tell("run", first=self._count, count=1)
         self.receiver.tell("run", first=self._count, count=1, sender=self.agents[0].address)
+        return self._count
+
+    def offer(self, number: int) -> None:
+        self.sender.tell("run", first=number, count=1)
 
     def request(self) -> dict[str, Any]:
         """How a want ended, begun now with none before it."""
@@ -121,13 +136,15 @@ class HostPair:
         return self.receiver.wait_for("ended")
 
     def seconds_to_success(self, most_s: float, every_s: float = 0.25) -> float:
-        """How long it takes until a want ends well, with one begun every so often."""
+        """How long it takes until a want ends well that was begun now or later, one every so often."""
+        before = self._count
         began = next_at = time.monotonic()
         while time.monotonic() < began + most_s:
             if time.monotonic() >= next_at:
                 next_at += every_s
                 self.begin()
-            if any(each["event"] == "ended" and not each["code"] for each in self._heard()):
+            ended = [each for each in self._heard() if each["event"] == "ended" and each["rendezvous"] > before]
+            if not all(each["code"] for each in ended):
                 return time.monotonic() - began
         raise AssertionError(f"nothing ended well in {most_s} s:\n{self.agents[0].tail()}\n{self.agents[1].tail()}")
 
@@ -150,7 +167,8 @@ class HostPair:
 
 
 @contextmanager
-def host_pair(folder: Path, **job: Any) -> Iterator[HostPair]:
+def host_pair(folder: Path, options: Mapping[str, str] | None = None, **job: Any) -> Iterator[HostPair]:
+    """Both agents have these options besides the usual ones."""
     with ExitStack() as stack:
         first, second, path = stack.enter_context(two_hosts(folder))
-        yield HostPair(stack, folder, (first, second), path, **job)
+        yield HostPair(stack, folder, (first, second), path, options or {}, **job)

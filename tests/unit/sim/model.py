@@ -235,7 +235,7 @@ class State(Network):
     def _late(self, index: int) -> None:
         kind, name, leaving, _ = self.events[index]
         self.events[index] = (kind, name, leaving, True)
-        self.sender.send_orders.late(leaving, "test")
+        self.sender.send_orders.late(leaving, "write_timeout", "test")
         self.advance(self.sender)
 
     def _repeat(self, index: int) -> None:

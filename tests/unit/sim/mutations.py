@@ -121,9 +121,8 @@ def _freed_in_place(right: Any, self: Engines, endpoints: StagingEndpoints, reas
 async def _never_rebuilt(right: Any, self: Rebuilder) -> None: ...
 
 
-@around(Rebuilder, "_reasons")
-def _stuck_sending(right: Any, self: Rebuilder) -> list[str]:
-    return [reason for reason in right(self) if "receive" in reason]
+@around(Rebuilder, "_check_send_slots")
+async def _stuck_sending(right: Any, self: Rebuilder) -> None: ...
 
 
 def _digest(put: Callable[[Any, str, Any], None]) -> None:
