@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvbridge_proto.common import Blocks
 
+from ..cache_kinds import is_late
 from ..errors import EngineError
 from ..geometry.group_plan import kept
 from ..geometry.plan import Plan
@@ -38,7 +39,7 @@ def tables_of(
     tables = _appended({}, engine, pieces)
     _check(tables, engine, first_token, end_token, True)
     for index, table in tables.items():
-        if engine.pool.groups[index].kind == "full":  # the others may use one block for all tokens they do not keep
+        if not is_late(engine.pool.groups[index].kind):  # the others may use one block for all tokens they do not keep
             table.check_distinct(index)
     return tables
 
@@ -61,13 +62,9 @@ def _check(
     if first_token == end_token:
         return
     for index, group in enumerate(engine.pool.groups):
-        if group.kind == "full":
-            begin = first_token
-        elif is_last:
-            begin = max(first_token, kept(group, end_token, engine.pool.shard))
-        else:
+        if is_late(group.kind) and not is_last:
             continue
-        first, end = begin, end_token
+        first, end = max(first_token, kept(group, end_token, engine.pool.shard)), end_token
         if group.kind != "state":
             first, end = engine.token_shard.count(first), engine.token_shard.count(end)
         if first < end:

@@ -17,6 +17,7 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.peer import BlockTables
 
+from ..cache_kinds import is_late
 from ..errors import PeerError
 from ..geometry.plan import Plan
 from ..geometry.token_shard import TokenShard
@@ -50,7 +51,7 @@ class GrantedLease:
         pieces = []
         for group in _groups(plan, is_last):
             table = tables[group]
-            first = _first_entry(plan, table) if table.group.kind == "full" else 0
+            first = 0 if is_late(table.group.kind) else _first_entry(plan, table)
             begin = max(self._entries.get(group, first), table.first_block)
             end = min(_end_entry(min(tokens, plan.end_token), table), table.first_block + len(table.ids))
             if begin < end:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from kvbridge_proto.pool import Group, GroupKind, Shard
 
+from ..cache_kinds import first_kept, is_late
 from .plane_pair import PlanePair, split_heads
 from .token_shard import TokenShard
 
@@ -37,20 +38,9 @@ def whole_block(group: Group, shard: Shard) -> int:
 
 
 def kept(group: Group, end_token: int, shard: Shard) -> int:
-    """The first token that this group must hold of a request of `end_token` tokens, whose next query is at `end_token`.
-
-    It begins a block: an engine that keeps a block may reuse it, whole, for another request with the same prefix.
-    """
-    block = whole_block(group, shard)
-    match group.kind:
-        case "sliding":
-            return max(0, end_token + 1 - group.window) // block * block
-        case "chunked":
-            return end_token // group.window * group.window // block * block
-        case "state":  # the one entry that holds the state after these tokens
-            return (end_token - 1) // group.block_tokens * group.block_tokens if end_token else 0
-        case _:
-            return 0
+    """The first token that this group must hold of a request of `end_token` tokens: see `first_kept`."""
+    block_tokens = group.block_tokens if group.kind == "state" else whole_block(group, shard)
+    return first_kept(group.kind, group.window, end_token, block_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,8 +66,7 @@ class GroupTemplate:
         if kind == "state":
             first, end = 0, 1
         else:
-            if kind != "full":
-                first_token = max(first_token, kept(self.group, end_token, self.shard))
+            first_token = max(first_token, kept(self.group, end_token, self.shard))
             first, end = token_shard.count(first_token), token_shard.count(end_token)
         if first == end:
             return None
@@ -162,8 +151,7 @@ class GroupPlan:
 
     @property
     def is_late(self) -> bool:
-        """True if nothing can be read before all tokens are there: the last one decides what is needed."""
-        return self.kind != "full"
+        return is_late(self.kind)
 
     def sizes(self, band: int, tokens: int) -> Numbers:
         """Slot bytes of each pair of a band, for a span of `tokens` tokens."""

@@ -17,6 +17,7 @@ OURS = ("kvbridge", "kvbridge_proto", "kvbridge_kernels")
 # What runs inside an engine may use of what runs beside it.
 INSIDE = {
     "kvbridge_proto",
+    "kvbridge.cache_kinds",
     "kvbridge.errors",
     "kvbridge.failpoints",
     "kvbridge.oneline",
@@ -44,6 +45,7 @@ class Room:
 ROOMS = {
     "kvbridge_proto": Room(third={"msgpack", "msgspec"}),
     "kvbridge_kernels": Room(third={"torch", "triton", "numpy", "xxhash"}),
+    "kvbridge.cache_kinds": Room(),
     "kvbridge.errors": Room(),
     "kvbridge.oneline": Room(),
     "kvbridge.prompt_share": Room(),
@@ -54,10 +56,11 @@ ROOMS = {
     "kvbridge.local_agents": Room(
         {"kvbridge_proto", "kvbridge.errors", "kvbridge.options", "kvbridge.config"}, {"msgspec"}
     ),
-    "kvbridge.geometry": Room({"kvbridge_proto", "kvbridge.errors"}, {"msgspec", "numpy"}),
+    "kvbridge.geometry": Room({"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors"}, {"msgspec", "numpy"}),
     "kvbridge.states": Room(),
     "kvbridge.exchange": Room(
-        {"kvbridge_proto", "kvbridge.errors", "kvbridge.geometry", "kvbridge.states"}, {"msgspec", "numpy"}
+        {"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.geometry", "kvbridge.states"},
+        {"msgspec", "numpy"},
     ),
     "kvbridge.device": Room(
         {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"}, {"torch", "numpy", "cuda"}
@@ -82,14 +85,8 @@ TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.doctor", "kvbridge.loopbac
 EVERY = (*ROOMS, *TOP)
 
 PURE = (
-    *(
-        "kvbridge_proto",
-        "kvbridge.options",
-        "kvbridge.states",
-        "kvbridge.geometry",
-        "kvbridge.exchange",
-        "kvbridge.models",
-    ),
+    *("kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.options", "kvbridge.states"),
+    *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.models"),
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs", "logprobs")),
 )
 IMPURE = {

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import GroupKind
 
+from ...cache_kinds import first_kept, is_late
 from .layers import kind_of, window_of
 from .versions import block_tokens, transfer_groups
 
@@ -37,12 +38,7 @@ class Kept:
 
         vLLM gives up every block that `get_num_skipped_tokens` covers whole.
         """
-        skipped = 0
-        if self.kind == "sliding":
-            skipped = max(0, end_token + 1 - self.window)
-        elif self.kind == "chunked":
-            skipped = end_token // self.window * self.window
-        return skipped // self.block_tokens * self.block_tokens
+        return first_kept(self.kind, self.window, end_token, self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ class GroupTables:
 
     @property
     def has_windows(self) -> bool:
-        return any(group.kind != "full" for group in self.groups)
+        return any(is_late(group.kind) for group in self.groups)
 
     def outlives(self, tokens: int) -> bool:
         """Whether all blocks that the other side needs of a prompt are still there when its request has ended.
@@ -88,7 +84,7 @@ class GroupTables:
         """
         pieces = []
         for index, (ids, group) in enumerate(zip(tables, self.groups, strict=True)):
-            if group.kind == "full":
+            if not is_late(group.kind):
                 piece = _piece(index, ids, group, offered[index] * group.block_tokens, tokens)
                 pieces += [piece] if piece.ids else []
             elif end is not None:
@@ -103,7 +99,7 @@ class GroupTables:
         return not any(
             NULL_BLOCK in _piece(0, ids, group, group.first(end), end).ids
             for ids, group in zip(tables, self.groups, strict=True)
-            if group.kind != "full"
+            if is_late(group.kind)
         )
 
 

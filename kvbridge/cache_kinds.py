@@ -1,0 +1,29 @@
+"""Which tokens of a request each kind of cache keeps, and when they may be read: the one rule, for adapters and agents.
+
+Pure. Imports nothing, so that adapters may use it inside engines.
+"""
+
+
+def first_kept(kind: str, window: int, end_token: int, block_tokens: int) -> int:
+    """The first token that a cache must hold of a request of `end_token` tokens, whose next query is at `end_token`.
+
+    `block_tokens` are those of one entry of the block table. The token begins an entry: an engine that keeps a block
+    may reuse it, whole, for another request with the same prefix. A state is one row, in the entry of the last token.
+    """
+    match kind:
+        case "full":
+            return 0
+        case "sliding":
+            first = max(0, end_token + 1 - window)
+        case "chunked":
+            first = end_token // window * window
+        case "state":
+            first = max(0, end_token - 1)
+        case _:
+            raise ValueError(f"kind of cache: {kind}")
+    return first // block_tokens * block_tokens
+
+
+def is_late(kind: str) -> bool:
+    """True if nothing of it may be read before all tokens are computed: the last one decides what is kept."""
+    return kind != "full"
