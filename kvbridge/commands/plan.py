@@ -241,10 +241,11 @@ def _print(found: Verdict, said: Sequence[Change], receiver: Pool, parts: Sequen
 
 def _takes(part: PlannedPart) -> Table:
     table = Table()
-    for column in ("layers", "heads"):
+    for column in ("part", "layers", "heads"):
         table.add_column(column)
     for take in part.takes:
-        table.add_row(f"{take.first_layer}-{take.end_layer - 1}", f"{take.first_head}-{take.end_head - 1}")
+        layers, heads = (take.first_layer, take.end_layer), (take.first_head, take.end_head)
+        table.add_row(plain(take.part or "all"), *(f"{first}-{end - 1}" for first, end in (layers, heads)))
     return table
 
 

@@ -14,7 +14,7 @@ from kvbridge_kernels.segment import Segment
 from kvbridge_proto.pool import Codec, Plane, Pool
 
 from ..errors import EngineError
-from ..geometry.check import places_of
+from ..geometry.check import is_beside, places_of
 from ..geometry.plan import Move, Part
 from ..geometry.wire import ROW_SCALED, base_name, scales_of
 from .batch import Batch, batches
@@ -133,8 +133,9 @@ def _check(pool: Pool, move: Move, slot_bytes: int) -> None:
 def _check_scale(pool: Pool, plane: Plane, scale: Plane) -> None:
     """A row and its scale must lie at the same place of one region, and the row's codec must have row scales."""
     check_plane(pool, scale)
-    ours, theirs = ((each.region, each.group, each.block_stride, each.token_axis) for each in (plane, scale))
-    if plane.codec.name not in ROW_SCALED or scale.codec.name != "fp32" or scale.codec.width != 1 or ours != theirs:
+    is_one = scale.codec.name == "fp32" and scale.codec.width == 1 and is_beside(plane, scale)
+    if plane.codec.name not in ROW_SCALED or not is_one:
+        ours, theirs = ((each.region, each.group, each.block_stride, each.token_axis) for each in (plane, scale))
         raise EngineError(
             "bad_plane",
             f"layer {plane.layer} {plane.part}: {plane.codec.name} at {ours}, "

@@ -122,22 +122,16 @@ def _check_groups(pool: Pool) -> Iterator[str]:
 
 
 def _check_layers(pool: Pool) -> Iterator[str]:
-    """Each (layer, part) has one plane. Parts of a layer have the same heads, and K and V as many scales."""
-    first: dict[int, Plane] = {}
-    seen: set[tuple[int, str]] = set()
+    """Each (layer, part) has one plane. K and V of a layer have as many scales."""
+    seen: dict[tuple[int, str], Plane] = {}
     for plane in pool.planes:
         if (plane.layer, plane.part) in seen:
             yield f"part: layer {plane.layer} has two planes for {plane.part}"
-        seen.add((plane.layer, plane.part))
-        other = first.setdefault(plane.layer, plane)
-        if (plane.first_head, plane.heads) != (other.first_head, other.heads):
-            yield (
-                f"heads: layer {plane.layer} has {plane.heads} from {plane.first_head} on for {plane.part}, "
-                f"{other.heads} from {other.first_head} on for {other.part}"
-            )
-        ours, theirs = len(plane.codec.scales), len(other.codec.scales)
-        if ours != theirs and {plane.part, other.part} == {"k", "v"}:
-            yield f"scales: {other.part} has {theirs}, {plane.part} has {ours} (layer {plane.layer})"
+        seen[plane.layer, plane.part] = plane
+    for plane in pool.planes:
+        other = seen.get((plane.layer, "k")) if plane.part == "v" else None
+        if other is not None and len(other.codec.scales) != len(plane.codec.scales):
+            yield f"scales: k has {len(other.codec.scales)}, v has {len(plane.codec.scales)} (layer {plane.layer})"
 
 
 def _check_scale_planes(pool: Pool) -> Iterator[str]:
@@ -159,18 +153,24 @@ def _check_scale_planes(pool: Pool) -> Iterator[str]:
 
 def _check_scales_of(plane: Plane, scales: Plane) -> Iterator[str]:
     codec = scales.codec
+    for field in ("group", "first_head", "heads", "total_heads"):
+        if (ours := getattr(plane, field)) != (theirs := getattr(scales, field)):
+            yield f"{field}: {theirs} of the scales, {ours} of the rows"
     if plane.codec.name in SCALE_BLOCK:
         expected = plane.codec.width // SCALE_BLOCK[plane.codec.name]
         if (codec.name, codec.row_bytes) != ("opaque", expected):
             yield f"scales: {codec.name} of {codec.row_bytes} bytes, must be opaque of {expected}"
     if plane.codec.name not in ROW_SCALED:
         return
-    if (codec.name, codec.width) != ("fp32", 1):
-        yield f"scales: {codec.width} x {codec.name}, must be 1 x fp32"
-    for field in ("group", "region", "block_stride", "token_axis"):
-        if (ours := getattr(plane, field)) != (theirs := getattr(scales, field)):
-            yield f"{field}: {theirs} of the scales, {ours} of the rows"
+    if (codec.name, codec.width) != (plane.codec.scale_codec, 1):
+        yield f"scales: {codec.width} x {codec.name}, must be 1 x {plane.codec.scale_codec}"
     yield from _check_words(scales)
+
+
+def is_beside(rows: Plane, scales: Plane) -> bool:
+    """True if the scale of each row lies equally far from it, as conversions need."""
+    fields = ("group", "region", "block_stride", "token_axis")
+    return all(getattr(rows, field) == getattr(scales, field) for field in fields)
 
 
 def _check_words(plane: Plane) -> Iterator[str]:

@@ -16,7 +16,7 @@ from kvbridge_proto.pool import Group, Layer, Plane, Pool, Shard
 
 from .check import check_pool as check_pool
 from .check import extent as extent
-from .check import shortened
+from .check import is_beside, shortened
 from .group_plan import whole_block
 from .layers import align, unfilled
 from .token_shard import MOST_PERIOD, period_of
@@ -193,23 +193,15 @@ def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
     scales = {(plane.layer, plane.part): plane for plane in sender.planes if is_scale(plane.part)}
     theirs_of = {(plane.layer, plane.part): plane for plane in receiver.planes if is_scale(plane.part)}
     for ours, theirs in common_planes(sender, receiver):
-        place = f"layer {ours.layer} {ours.part}"
+        place, scale = f"layer {ours.layer} {ours.part}", (ours.layer, f"{ours.part}_scale")
         if ours.total_heads != theirs.total_heads:
-            continue  # another model, or a state cut differently: reported elsewhere
+            if ours.part not in ATTENTION_PARTS and sender.groups[ours.group].kind != "state":
+                yield Difference("total_heads", ours.total_heads, theirs.total_heads, place, SAME_MODEL)
+            continue  # else another model, or a state cut differently: reported elsewhere
         if ours.part not in ATTENTION_PARTS and ours.codec.width != theirs.codec.width:
             yield Difference("width", ours.codec.width, theirs.codec.width, place, SAME_MODEL)
-            continue
-        if not can_convert(ours.codec, theirs.codec):
-            yield from _if_other("codec", form_of(ours), form_of(theirs), place, SAME_CODEC)
-            continue
-        if not is_same_row(ours.codec, theirs.codec):
-            if "fp8_ds_mla" in (ours.codec.name, theirs.codec.name) and not (_is_dense(ours) and _is_dense(theirs)):
-                needs = "rows whose numbers lie side by side"
-                yield from _if_other("codec", _spread(ours), _spread(theirs), place, needs)
-            continue
-        mine, yours = (each.get((ours.layer, f"{ours.part}_scale")) for each in (scales, theirs_of))
-        if mine is not None and yours is not None and not is_same_row(mine.codec, yours.codec):
-            yield from _if_other("codec", form_of(mine), form_of(yours), f"{place}_scale", SAME_CODEC)
+        else:
+            yield from _other_row(RowPlanes(ours, scales.get(scale)), RowPlanes(theirs, theirs_of.get(scale)), place)
     parts = _parts(sender)
     for layer, needed in _parts(receiver).items():
         held = parts.get(layer, needed)
@@ -217,6 +209,32 @@ def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
             yield from _if_other(
                 "parts", " ".join(sorted(held)), " ".join(sorted(needed)), f"layer {layer}", SAME_MODEL
             )
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlanes:
+    """A plane of rows, and the plane of their scales if there is one."""
+
+    plane: Plane
+    scale: Plane | None
+
+
+def _other_row(ours: RowPlanes, theirs: RowPlanes, place: str) -> Iterator[Difference]:
+    """A row of one part that cannot become the other side's."""
+    codecs, forms = (ours.plane.codec, theirs.plane.codec), (form_of(ours.plane), form_of(theirs.plane))
+    if not can_convert(*codecs):
+        yield from _if_other("codec", *forms, place, SAME_CODEC)
+    elif is_same_row(*codecs):
+        mine, yours = ours.scale, theirs.scale
+        if mine is not None and yours is not None and not is_same_row(mine.codec, yours.codec):
+            yield from _if_other("codec", form_of(mine), form_of(yours), f"{place}_scale", SAME_CODEC)
+    else:
+        is_latent = "fp8_ds_mla" in [codec.name for codec in codecs]
+        if is_latent and not (_is_dense(ours.plane) and _is_dense(theirs.plane)):
+            needs = "rows whose numbers lie side by side"
+            yield from _if_other("codec", _spread(ours.plane), _spread(theirs.plane), place, needs)
+        if not all(is_beside(row.plane, row.scale) for row in (ours, theirs) if row.scale is not None):
+            yield Difference("codec", *forms, place, "scales that lie beside their rows")
 
 
 def _changes(sender: Pool, receiver: Pool) -> Iterator[Difference]:

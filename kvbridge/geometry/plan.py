@@ -20,6 +20,7 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Codec, Group, Plane, Pool
 
+from ..cache_kinds import is_late
 from ..errors import KVBridgeError, OperatorError, PeerError
 from .coalesce import coalesce
 from .group_plan import ALIGN as ALIGN
@@ -257,7 +258,7 @@ class Planner:
         for group, rows in _by_group_plan(pair_planes(self._sender, self._receiver, takes), groups):
             pairs = None
             if group.kind != "state":  # a window does not begin at `first_local`, as coalescing assumes
-                is_whole = self._is_whole and group.kind == "full"
+                is_whole = self._is_whole and not is_late(group.kind)
                 pairs = fitted(coalesce(rows, self._sender, self._receiver, first_local, usable, is_whole), usable)
             pairs = pairs or fitted(rows, usable)
             if pairs is None:
@@ -300,15 +301,20 @@ def _group_plan_of(group: Group) -> tuple[int, int, int]:
     return ORDER.index(group.kind), *((group.window, group.block_tokens) if is_window else (0, 0))
 
 
+# Of a pair's wire codec. `scale_codec` is left out: scales cross as a pair of their own, if at all.
+SEALED = ("name", "width", "element_bytes", "row_bytes", "scales")
+
+
 def _seal(pairs: Sequence[PlanePair]) -> list[object]:
     """What both sides must agree on about these pairs."""
+    wires = {wire: {name: getattr(wire, name) for name in SEALED} for wire in {pair.wire for pair in pairs}}
     return [
         (
             pair.receiver.layer,
             pair.receiver.part,
             pair.receiver.first_head + pair.receiver_head,
             pair.heads,
-            pair.wire,
+            wires[pair.wire],
             pair.unit_tokens,
         )
         for pair in pairs

@@ -43,6 +43,19 @@ class _Side:
     def __init__(self, name: str, pool: Pool) -> None:
         self._name = name
         self._planes = {(plane.layer, plane.part): plane for plane in pool.planes}
+        self._parts: dict[int, list[str]] = {}
+        for plane in pool.planes:
+            if not is_scale(plane.part):
+                self._parts.setdefault(plane.layer, []).append(plane.part)
+
+    def parts(self, take: Take, layer: int) -> Sequence[str]:
+        """The parts of a layer that a take names. Raises PeerError if there are none."""
+        held = self._parts.get(layer, [])
+        found = [take.part] if take.part in held else [] if take.part else held
+        if not found:
+            of = f" {take.part}" if take.part else ""
+            raise PeerError("bad_take", f"take: {_spell(take)}, the {self._name} holds no layer {layer}{of}")
+        return found
 
     def held(self, layer: int, part: str, take: Take) -> Plane:
         """The plane of a part. Raises PeerError if it lacks heads of the take."""
@@ -66,24 +79,18 @@ def pair_planes(sender: Pool, receiver: Pool, takes: Sequence[Take]) -> list[Pla
     One for each plane, two for a latent that is cut. If both sides keep a plane's rows alike, one for its scales too.
     """
     theirs, ours = _Side("sender", sender), _Side("receiver", receiver)
-    layers: dict[int, list[str]] = {}
-    for plane in receiver.planes:
-        if not is_scale(plane.part):
-            layers.setdefault(plane.layer, []).append(plane.part)
     pairs: list[PlanePair] = []
-    taken: dict[int, list[Take]] = {}
+    taken: dict[tuple[int, str], list[Take]] = {}
     for take in takes:
         if take.first_layer >= take.end_layer or take.first_head >= take.end_head:
             raise PeerError("bad_take", f"take: {_spell(take)} is empty")
         for layer in range(take.first_layer, take.end_layer):
-            if layer not in layers:
-                raise PeerError("bad_take", f"take: {_spell(take)}, the receiver holds no layer {layer}")
-            before = taken.setdefault(layer, [])
-            for other in before:
-                if take.first_head < other.end_head and other.first_head < take.end_head:
-                    raise PeerError("bad_take", f"take: {_spell(take)} overlaps {_spell(other)}")
-            before.append(take)
-            for part in layers[layer]:
+            for part in ours.parts(take, layer):
+                before = taken.setdefault((layer, part), [])
+                for other in before:
+                    if take.first_head < other.end_head and other.first_head < take.end_head:
+                        raise PeerError("bad_take", f"take: {_spell(take)} overlaps {_spell(other)}")
+                before.append(take)
                 pairs += _pairs(theirs, ours, layer, part, take)
     return pairs
 
@@ -129,4 +136,5 @@ def split_heads(pair: PlanePair, heads: int) -> list[PlanePair]:
 
 
 def _spell(take: Take) -> str:
-    return f"layers [{take.first_layer}, {take.end_layer}) heads [{take.first_head}, {take.end_head})"
+    part = f" of {take.part}" if take.part else ""
+    return f"layers [{take.first_layer}, {take.end_layer}) heads [{take.first_head}, {take.end_head}){part}"

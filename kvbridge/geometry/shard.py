@@ -1,8 +1,9 @@
-"""Assigns rows to senders: an exact cover of the receiver's layers x heads x tokens by their holdings. Pure."""
+"""Assigns rows to senders: for each part an exact cover of the receiver's layers x heads x tokens. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
@@ -20,58 +21,54 @@ from .wire import is_scale
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Layers [first_layer, end_layer) x heads [first_head, end_head), each layer with these parts."""
+    """Layers [first_layer, end_layer) x heads [first_head, end_head) of one part."""
 
     first_layer: int
     end_layer: int
     first_head: int
     end_head: int
-    parts: frozenset[str]
 
 
-def holdings(pool: Pool) -> list[Holding]:
-    """What a pool holds, in layer order. Neighbouring layers that are held alike make one holding.
+Holdings = dict[str, list[Holding]]  # by part; each part's in layer order
+
+
+def holdings(pool: Pool) -> Holdings:
+    """What a pool holds of each part. Neighbouring layers that are held alike make one holding.
 
     Scales are left out: they are held where their rows are, or the rows have none.
     """
     rows: dict[str, list[tuple[int, int, int]]] = {}
     for plane in pool.planes:
-        rows.setdefault(plane.part, []).append((plane.layer, plane.first_head, plane.heads))
-    held: list[Holding] = []
-    for parts, held_alike in _alike({part: each for part, each in rows.items() if not is_scale(part)}):
-        first = before = held_alike[0]
-        for row in held_alike[1:]:
-            if row != (before[0] + 1, *first[1:]):
-                held.append(Holding(first[0], before[0] + 1, first[1], first[1] + first[2], parts))
-                first = row
-            before = row
-        held.append(Holding(first[0], before[0] + 1, first[1], first[1] + first[2], parts))
+        rows.setdefault(plane.part, []).append((plane.layer, plane.first_head, plane.first_head + plane.heads))
+    held: Holdings = {}
+    last: list[tuple[int, int, int]] = []
+    for part in sorted(part for part in rows if not is_scale(part)):
+        mine = sorted(rows[part])
+        held[part] = held[next(reversed(held))] if mine == last else _runs(mine)  # mostly as in the part before
+        last = mine
     return held
 
 
-def _alike(rows: dict[str, list[tuple[int, int, int]]]) -> Iterator[tuple[frozenset[str], list[tuple[int, int, int]]]]:
-    """The rows (layer, first head, heads) that the same parts have: mostly all parts, so that is checked first."""
-    lists = [sorted(each) for each in rows.values()]
-    if lists and all(each == lists[0] for each in lists):
-        yield frozenset(rows), lists[0]
-        return
-    parts: dict[tuple[int, int, int], set[str]] = {}
-    for part, each in rows.items():
-        for row in each:
-            parts.setdefault(row, set()).add(part)
-    alike: dict[frozenset[str], list[tuple[int, int, int]]] = {}
-    for row, names in parts.items():
-        alike.setdefault(frozenset(names), []).append(row)
-    for key in sorted(alike, key=sorted):
-        yield key, sorted(alike[key])
+def _runs(rows: Sequence[tuple[int, int, int]]) -> list[Holding]:
+    """Rows (layer, first head, end head) in layer order, as few holdings."""
+    runs: list[Holding] = []
+    first = before = rows[0]
+    for row in rows[1:]:
+        if row != (before[0] + 1, *first[1:]):
+            runs.append(Holding(first[0], before[0] + 1, *first[1:]))
+            first = row
+        before = row
+    return [*runs, Holding(first[0], before[0] + 1, *first[1:])]
 
 
 def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], ...]:
     """For each sender the rows that the receiver takes from it. Together they are all its rows, none twice.
 
     Under context parallelism a row is taken from several senders, from each the tokens that both hold. If several
-    senders hold a head of the same tokens, the receivers spread over them by their tensor-parallel rank. Draft layers
-    that no sender has are left out: see unfilled.py. Raises PeerError naming the rows that no sender holds.
+    senders hold a head of the same tokens, the receiver takes it from one that it takes other rows from; else the
+    receivers spread over the holders by their tensor-parallel rank. So parts that every rank has whole come last.
+    Draft layers that no sender has are left out: see unfilled.py. Raises PeerError naming the rows that no sender
+    holds.
     """
     aligned = align_all(senders, receiver)
     held = [holdings(pool) for pool in aligned]
@@ -79,35 +76,39 @@ def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], .
     takes: list[list[Take]] = [[] for _ in senders]
     missing = unfilled(aligned, receiver)
     needed = [plane for plane in receiver.planes if plane.layer not in missing] if missing else receiver.planes
-    for need in holdings(msgspec.structs.replace(receiver, planes=tuple(needed))):
-        borders = {need.first_layer, need.end_layer}
-        for each in held:
-            for have in each:
-                borders |= {have.first_layer, have.end_layer}
-        layers = sorted(layer for layer in borders if need.first_layer <= layer <= need.end_layer)
-        for first_layer, end_layer in pairwise(layers):
-            cell = Holding(first_layer, end_layer, need.first_head, need.end_head, need.parts)
-            for index, take in _cut_heads(held, shares, cell, receiver.shard.tp_rank):
-                _append(takes[index], take)
-    return tuple(tuple(each) for each in takes)
+    wanted = holdings(msgspec.structs.replace(receiver, planes=tuple(needed)))
+    whole = {plane.part for plane in receiver.planes if plane.heads == plane.total_heads}
+    for part in sorted(wanted, key=lambda part: (part in whole, part)):
+        for cell, holders in _cells(wanted[part], [each.get(part, []) for each in held]):
+            for first_head, end_head, able in _holders_of_heads(cell, holders):
+                heads = first_head, end_head
+                for share in shares:
+                    chosen = [index for index in able if index in share.senders]
+                    if not chosen:
+                        raise _not_held(part, cell, heads, share, len(senders))
+                    chosen = [index for index in chosen if takes[index]] or chosen
+                    index = chosen[receiver.shard.tp_rank % len(chosen)]
+                    _append(takes[index], Take(cell.first_layer, cell.end_layer, *heads, part))
+    return tuple(_of_all_parts(each, wanted) for each in takes)
+
+
+def _not_held(part: str, cell: Holding, heads: tuple[int, int], share: Share, senders: int) -> PeerError:
+    return PeerError(
+        "rows_not_held",
+        f"layers: the receiver needs [{cell.first_layer}, {cell.end_layer}), heads [{heads[0]}, {heads[1]}), "
+        f"part {part}{share.tokens}; none of {senders} senders holds them",
+    )
 
 
 def common(sender: Pool, receiver: Pool) -> tuple[Take, ...]:
     """All rows that both hold, whether they are assigned or not."""
-    held = holdings(align(sender, receiver))
-    holders: dict[int, list[int]] = {}
-    for index, have in enumerate(held):
-        for layer in range(have.first_layer, have.end_layer):
-            holders.setdefault(layer, []).append(index)
+    held, wanted = holdings(align(sender, receiver)), holdings(receiver)
     takes: list[Take] = []
-    for need in holdings(receiver):
-        able = {index for layer in range(need.first_layer, need.end_layer) for index in holders.get(layer, ())}
-        for have in [held[index] for index in sorted(able)]:
-            layers = max(have.first_layer, need.first_layer), min(have.end_layer, need.end_layer)
-            heads = max(have.first_head, need.first_head), min(have.end_head, need.end_head)
-            if layers[0] < layers[1] and heads[0] < heads[1] and have.parts >= need.parts:
-                _append(takes, Take(*layers, *heads))
-    return tuple(takes)
+    for part in sorted(wanted):
+        for cell, holders in _cells(wanted[part], [held.get(part, [])]):
+            for _, first, end in holders:
+                _append(takes, Take(cell.first_layer, cell.end_layer, first, end, part))
+    return _of_all_parts(takes, wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,45 +146,53 @@ def _ranks_of(size: int, interleave: int, receiver: Pool) -> list[int]:
     return [int(rank) for rank in np.unique(tokens // interleave % size)]
 
 
-def _cut_heads(
-    held: Sequence[Sequence[Holding]], shares: Sequence[Share], cell: Holding, receiver_rank: int
-) -> list[tuple[int, Take]]:
-    """The takes for one run of layers, in all of which every sender holds the same heads."""
-    holders: list[tuple[int, int, int]] = []
-    for index, each in enumerate(held):
-        for have in each:
-            if have.first_layer <= cell.first_layer < have.end_layer and have.parts >= cell.parts:
-                first, end = max(have.first_head, cell.first_head), min(have.end_head, cell.end_head)
-                if first < end:
-                    holders.append((index, first, end))
+def _cells(
+    needs: Sequence[Holding], held: Sequence[Sequence[Holding]]
+) -> Iterator[tuple[Holding, list[tuple[int, int, int]]]]:
+    """The needs cut into runs of layers in which every sender holds the same heads, with (sender, first, end) of them.
+
+    All are of one part.
+    """
+    borders = sorted({layer for each in held for have in each for layer in (have.first_layer, have.end_layer)})
+    for need in needs:
+        inside = borders[bisect_right(borders, need.first_layer) : bisect_left(borders, need.end_layer)]
+        for first_layer, end_layer in pairwise((need.first_layer, *inside, need.end_layer)):
+            holders: list[tuple[int, int, int]] = []
+            for index, each in enumerate(held):
+                at = bisect_right(each, first_layer, key=lambda have: have.first_layer) - 1
+                if at >= 0 and first_layer < each[at].end_layer:
+                    first, end = max(each[at].first_head, need.first_head), min(each[at].end_head, need.end_head)
+                    if first < end:
+                        holders.append((index, first, end))
+            yield Holding(first_layer, end_layer, need.first_head, need.end_head), holders
+
+
+def _holders_of_heads(cell: Holding, holders: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[int]]]:
+    """The heads of a cell, cut so that each sender holds all or none of a run: (first, end, who holds them)."""
     borders = {cell.first_head, cell.end_head}
     for _, first, end in holders:
         borders |= {first, end}
-    heads = sorted(borders)
-    cut: list[tuple[int, Take]] = []
-    for first_head, end_head in pairwise(heads):
-        holding = {index for index, first, end in holders if first <= first_head and end_head <= end}
-        for share in shares:
-            able = sorted(holding & share.senders)
-            if not able:
-                raise PeerError(
-                    "rows_not_held",
-                    f"layers: the receiver needs [{cell.first_layer}, {cell.end_layer}), "
-                    f"heads [{first_head}, {end_head}), "
-                    f"parts {' '.join(sorted(cell.parts))}{share.tokens}; none of {len(held)} senders holds them",
-                )
-            cut.append((able[receiver_rank % len(able)], Take(cell.first_layer, cell.end_layer, first_head, end_head)))
-    return cut
+    for first_head, end_head in pairwise(sorted(borders)):
+        yield first_head, end_head, [index for index, first, end in holders if first <= first_head and end_head <= end]
 
 
 def _append(takes: list[Take], take: Take) -> None:
-    """Add a take, joined with the last one if the two make a rectangle."""
+    """Add a take, joined with the last one if the two make a rectangle of one part."""
     last = takes[-1] if takes else take
     same_layers = (last.first_layer, last.end_layer) == (take.first_layer, take.end_layer)
     same_heads = (last.first_head, last.end_head) == (take.first_head, take.end_head)
-    if takes and same_layers and last.end_head == take.first_head:
-        takes[-1] = Take(last.first_layer, last.end_layer, last.first_head, take.end_head)
-    elif takes and same_heads and last.end_layer == take.first_layer:
-        takes[-1] = Take(last.first_layer, take.end_layer, last.first_head, last.end_head)
+    if takes and last.part == take.part and same_layers and last.end_head == take.first_head:
+        takes[-1] = Take(last.first_layer, last.end_layer, last.first_head, take.end_head, take.part)
+    elif takes and last.part == take.part and same_heads and last.end_layer == take.first_layer:
+        takes[-1] = Take(last.first_layer, take.end_layer, last.first_head, last.end_head, take.part)
     else:
         takes.append(take)
+
+
+def _of_all_parts(takes: Sequence[Take], parts: Collection[str]) -> tuple[Take, ...]:
+    """The takes, without a part if all of these have the same: mostly, and older agents know no others."""
+    by_part: dict[str, list[Take]] = {part: [] for part in parts}
+    for take in takes:
+        by_part[take.part].append(msgspec.structs.replace(take, part=""))
+    distinct = {tuple(each) for each in by_part.values()}
+    return distinct.pop() if len(distinct) == 1 else tuple(takes)

@@ -7,7 +7,7 @@ from kvbridge_proto.pool import Codec, CodecName
 
 # Codec -> bytes per number. One number per element, with one scale at most: any can be converted to any other.
 PLAIN: dict[CodecName, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
-# Codec with one fp32 scale beside each row -> codec of the numbers in the row.
+# Codec with one scale beside each row -> codec of the numbers in the row.
 ROW_SCALED: dict[CodecName, CodecName] = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
 # Only these have scales. explain.py has the error of a conversion to each.
 EIGHT_BITS: tuple[CodecName, ...] = tuple(name for name, size in PLAIN.items() if size == 1)
@@ -46,7 +46,10 @@ def can_convert(sender: Codec, receiver: Codec) -> bool:
     if is_same_row(sender, receiver):
         return True
     names = {sender.name, receiver.name}
-    if sender.width != receiver.width or (names & ROW_SCALED.keys() and sender.width > MOST_NUMBERS):
+    scaled = [codec for codec in (sender, receiver) if codec.name in ROW_SCALED]
+    if sender.width != receiver.width or (scaled and sender.width > MOST_NUMBERS):
+        return False
+    if any(codec.scale_codec != "fp32" for codec in scaled):  # the kernels read and compute fp32 only
         return False
     return names <= {*PLAIN, *ROW_SCALED} or ("fp8_ds_mla" in names and names <= {*PLAIN, "fp8_ds_mla"})
 

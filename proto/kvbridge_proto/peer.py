@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from .common import AgentCard, Blocks, Code, Incarnation, Ranks, Reasons, RendezvousId, Seconds, VersionRange
 from .door import DoorCard
-from .pool import Bytes, Count, Name, Pool, Positive
+from .pool import Bytes, Count, Name, PartName, Pool, Positive
 
 TransferId = Annotated[str, Meta(min_length=1, max_length=64)]
 Digest = Annotated[str, Meta(max_length=64)]
@@ -120,12 +120,16 @@ class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
 
 
 class Take(Struct, frozen=True, array_like=True):
-    """Rows a receiver takes from one sender: layers [first_layer, end_layer) x global heads [first_head, end_head)."""
+    """Rows a receiver takes from one sender: layers [first_layer, end_layer) x global heads [first_head, end_head).
+
+    `part` is the part whose rows they are, or empty for every part that the receiver has of these layers.
+    """
 
     first_layer: Count
     end_layer: Count
     first_head: Count
     end_head: Count
+    part: PartName = ""
 
 
 class SlotLease(Struct, frozen=True, array_like=True):

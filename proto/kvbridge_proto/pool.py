@@ -14,6 +14,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Positive = Annotated[int, Meta(ge=1, le=1 << 40)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
 Name = Annotated[str, Meta(max_length=256)]
+PartName = Annotated[str, Meta(max_length=32)]
 
 CodecName = Literal[
     "bf16",
@@ -50,8 +51,9 @@ class Codec(Struct, frozen=True, kw_only=True):
 
     scales: empty (none), one for the plane, or one per head of the plane; value = stored * scale.
     A codec whose scales lie in memory, one or more for each row (`*_row_scale`, `mxfp8_e4m3`, `nvfp4`, `fp8_ds_v4`),
-    keeps them in another plane of the layer, part `<part>_scale`, and `row_bytes` excludes them. In three codecs the
-    row contains all it needs: `fp8_ds_mla` (656 bytes), `fp8_ds_v41` (528), `nvfp4_ds_mla` (352).
+    keeps them in another plane of the layer, part `<part>_scale`, and `row_bytes` excludes them. That plane's rows have
+    the codec `scale_codec`, where rows have one scale each (`fp8_row_scale`, `int8_row_scale`). In three codecs the row
+    contains all it needs: `fp8_ds_mla` (656 bytes), `fp8_ds_v41` (528), `nvfp4_ds_mla` (352).
     `element_bytes` is the unit that the plane's element axis counts; a packed row (`fp8_ds_mla`, `opaque`) counts
     single bytes.
     """
@@ -61,6 +63,7 @@ class Codec(Struct, frozen=True, kw_only=True):
     element_bytes: Positive
     row_bytes: Positive
     scales: Annotated[tuple[float, ...], Meta(max_length=4096)] = ()
+    scale_codec: CodecName = "fp32"
 
 
 class Plane(Struct, frozen=True, kw_only=True):
@@ -70,10 +73,13 @@ class Plane(Struct, frozen=True, kw_only=True):
     `offset + b*block_stride + at(token_axis, t) + h*head_stride + at(element_axis, e)` of the region, where an
     axis is a mixed-radix number, outermost step first. Most axes have one step, those of tiled caches two.
     The token axis counts to the group's `block_tokens`, the element axis to `row_bytes / element_bytes`.
+
+    Each part has its own heads, width and codec. The rank holds heads [first_head, first_head + heads) of
+    `total_heads`; a part that every tensor-parallel rank holds whole has all of them on each.
     """
 
     layer: Annotated[int, Meta(ge=0, lt=1 << 16)]
-    part: Annotated[str, Meta(max_length=32)]
+    part: PartName
     group: Annotated[int, Meta(ge=0, lt=256)] = 0
     region: Annotated[int, Meta(ge=0, lt=4096)] = 0
     offset: Bytes
@@ -120,7 +126,10 @@ class Shard(Struct, frozen=True, kw_only=True):
 
 
 class Layer(Struct, frozen=True, kw_only=True):
-    """What must be the same on both sides for one layer; widths are in numbers, not bytes."""
+    """What must be the same on both sides for one layer; widths are in numbers, not bytes.
+
+    Heads and widths are those of K and V, or of the latent. What other parts have, only their planes say.
+    """
 
     kind: LayerKind
     kv_heads: Positive

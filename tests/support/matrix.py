@@ -16,7 +16,7 @@ from typing import Any
 from kvbridge_proto.pool import CodecName, GroupKind
 
 from kvbridge.geometry.wire import EIGHT_BITS, PLAIN, ROW_SCALED
-from tests.support.oracle import Shape, mla
+from tests.support.oracle import More, Shape, mla
 from tests.support.pools import ranks_of
 
 BLOCK_SCALED: tuple[CodecName, ...] = ("mxfp8_e4m3", "nvfp4", "int4_row_scale")
@@ -147,6 +147,15 @@ def prefixes() -> Iterator[Case]:
 
 def latent_ranks() -> Iterator[Case]:
     yield from product(LATENT_SHAPE, "tp_size", RANKS, block_tokens=48)
+
+
+def index_keys() -> Iterator[Case]:
+    """Every page has all keys, then their scales, or there are no scales. Some layers have none."""
+    scaled = More("index_key", width=128, codec="fp8_row_scale", page_tokens=16, layers=(0, 2))
+    plain = replace(scaled, codec="bf16", page_tokens=0)
+    for shape in (replace(LATENT_SHAPE, layers=3, more=(scaled,)), replace(GQA, layers=3, more=(plain,))):
+        yield from product(shape, "tp_size", (1, 2, 8), block_tokens=48)
+        yield from product(replace(shape, tp_size=2), "block_tokens", BLOCKS)
 
 
 def latents() -> Iterator[Case]:
@@ -369,6 +378,12 @@ ROWS = (
     Row("block scales", "MXFP8, NVFP4 and int4 rows to the same dtype, any tensor parallel sizes", block_scales),
     Row("other block scales", "MXFP8, NVFP4 or int4 rows to or from another dtype", other_block_scales),
     Row("latent ranks", "MLA latents, any tensor parallel sizes", latent_ranks, True),
+    Row(
+        "index keys",
+        "Index keys of sparse attention, which every rank has whole, beside latents or K and V",
+        index_keys,
+        True,
+    ),
     Row("latents", "MLA latents in bf16, fp8 or fp8_ds_mla, each to each, with context parallel ranks", latents),
     Row("packed latents", "MLA latents of 584, 528 or 352 bytes a token to the same dtype", packed_latents),
     Row("other packed latents", "MLA latents of 584, 528 or 352 bytes a token to or from bf16", other_packed_latents),

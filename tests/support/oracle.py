@@ -26,6 +26,7 @@ from tests.support.pools import LAYOUTS as LAYOUTS
 from tests.support.pools import PARTS as PARTS
 from tests.support.pools import POISON as POISON
 from tests.support.pools import STATES, Held
+from tests.support.pools import More as More
 from tests.support.pools import Shape as Shape
 from tests.support.pools import build as build
 from tests.support.pools import build_all as build_all
@@ -34,7 +35,17 @@ from tests.support.pools import mla as mla
 from tests.support.pools import split as split
 from tests.unit.kernels import slow_codecs
 
-ALL_PARTS = (*PARTS, "latent", *STATES, "k_scale", "v_scale", "latent_scale")
+MORE = ("index_key", "x", "b", "c")  # parts of other shapes than K and V
+ALL_PARTS = (
+    *PARTS,
+    "latent",
+    *STATES,
+    "k_scale",
+    "v_scale",
+    "latent_scale",
+    *MORE,
+    *(f"{part}_scale" for part in MORE),
+)
 # In a row of fp8_ds_mla.
 DS_SCALES, DS_ROPE = slice(512, 528), slice(528, 656)
 NAMES_OF_8_BITS: dict[CodecName, CodecName] = {

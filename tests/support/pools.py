@@ -69,6 +69,23 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class More:
+    """A part beside K and V, or the latent, of some layers (empty: of all), in a region for each layer.
+
+    A rank holds its share of the heads, or all of them unless `is_cut`. A page holds `page_tokens` tokens (0: as many
+    as a block), head after head: all rows of the page, then their scales.
+    """
+
+    part: str
+    heads: int = 1
+    width: int = 32
+    codec: CodecName = "bf16"
+    is_cut: bool = False
+    page_tokens: int = 0
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """A model and how an engine keeps it. `build(shape, ...)` makes one rank.
 
@@ -101,6 +118,7 @@ class Shape:
     model: str = "oracle"
     drafts: int = 0
     draft: str = ""
+    more: tuple[More, ...] = ()
 
     def __post_init__(self) -> None:
         if self.is_mla:
@@ -240,6 +258,9 @@ class _Planes:
         for layer in self._layers:
             if layer in attention:
                 self._attention(layer, attention.index(layer), len(attention))
+                for more in self._shape.more:
+                    if layer in (more.layers or self._layers):
+                        self._more(layer, more)
             else:
                 self._state(layer)
         return self._planes, self._sizes
@@ -270,6 +291,36 @@ class _Planes:
                     codec=_scaled(shape, part, heads, codec),
                 )
             )
+
+    def _more(self, layer: int, more: More) -> None:
+        shape = self._shape
+        heads = split(more.heads, self._tp_rank, shape.tp_size) if more.is_cut else range(more.heads)
+        tokens = shape.tokens_of(shape.kind(layer))
+        page, size = min(more.page_tokens or tokens, tokens), ELEMENT_BYTES.get(more.codec, 1)
+        codecs = {more.part: Codec(name=more.codec, width=more.width, element_bytes=size, row_bytes=more.width * size)}
+        if more.codec in ROW_SCALES:
+            codecs[f"{more.part}_scale"] = Codec(name="fp32", width=1, element_bytes=4, row_bytes=4)
+        page_bytes = page * len(heads) * sum(codec.row_bytes for codec in codecs.values())
+        offset = shape.pad_bytes
+        for part, codec in codecs.items():
+            self._planes.append(
+                Plane(
+                    layer=layer,
+                    part=part,
+                    group=shape.groups.index(shape.kind(layer)),
+                    region=self._region(layer, more.part, shape.blocks * (tokens // page) * page_bytes),
+                    offset=offset,
+                    block_stride=tokens // page * page_bytes,
+                    token_axis=(Step(tokens // page, page_bytes), Step(page, codec.row_bytes)),
+                    head_stride=page * codec.row_bytes,
+                    element_axis=(Step(codec.row_bytes // codec.element_bytes, codec.element_bytes),),
+                    first_head=heads.start,
+                    heads=len(heads),
+                    total_heads=more.heads,
+                    codec=codec,
+                )
+            )
+            offset += page * len(heads) * codec.row_bytes
 
     def _state(self, layer: int) -> None:
         """One row of each part per block. Each rank has its own part of the state."""

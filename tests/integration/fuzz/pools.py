@@ -20,7 +20,7 @@ from tests.integration.fuzz.mutate import Mutator
 from tests.integration.fuzz.target import Target
 from tests.integration.fuzz.typed import drawer
 from tests.integration.fuzz.vary import varied
-from tests.support.pools import Shape, describe, mla
+from tests.support.pools import More, Shape, describe, mla
 
 SLOT_BYTES = (1 << 12, 1 << 16, 4 << 20)
 SHAPES = (
@@ -37,6 +37,8 @@ SHAPES = (
     Shape(cp_size=2, cp_interleave=4),
     mla(),
     mla(codec="fp8_ds_mla"),
+    mla(more=(More("index_key", codec="fp8_row_scale", page_tokens=8, layers=(1,)),), block_tokens=32),
+    Shape(more=(More("x", heads=8, is_cut=True), More("b"))),
 )
 
 

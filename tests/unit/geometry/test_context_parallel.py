@@ -113,7 +113,7 @@ def test_names_the_tokens_that_nobody_holds() -> None:
     with refused(PeerError, "rows_not_held") as caught:
         assign([sender.pool for sender in senders if sender.pool.shard.cp_rank != 3], receiver.pool)
     assert caught.value.reasons == (
-        "layers: the receiver needs [0, 1), heads [0, 1), parts k v, tokens: cp rank 3 of 8 (interleave 16); "
+        "layers: the receiver needs [0, 1), heads [0, 1), part k, tokens: cp rank 3 of 8 (interleave 16); "
         "none of 7 senders holds them",
     )
 
