@@ -6,7 +6,6 @@ when the initiator polls and finds the write over.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -222,11 +221,7 @@ class SlotFabric:
         self._peers.discard(incarnation)
         self._lost.discard(incarnation)
 
-    def distrust(self, incarnation: str) -> None:  # the next write of this network waits for no connection
-        for write in self._writes.values():
-            if write.incarnation == incarnation:
-                write.deadline = -math.inf
-        self._process.rouse_if_looking()
+    def distrust(self, incarnation: str) -> None: ...  # writes of this network wait for no connection
 
     def write(
         self, incarnation: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
