@@ -178,7 +178,13 @@ def _pool(model: ModelCache, command: EngineCommand, name: str, engine_id: str, 
     known = len(layers) if command.pp > 1 else max(mine) + 1
     return Pool(
         engine=Engine(kind=command.engine, version="", id=engine_id),
-        model=Model(name=name, layers=tuple(mine.get(index) for index in range(known)), depth=depth),
+        model=Model(
+            name=name,
+            layers=tuple(mine.get(index) for index in range(known)),
+            depth=depth,
+            drafts=tuple(drafts),
+            draft=name if drafts else "",
+        ),
         shard=_shard(command, pp_rank, tp_rank),
         groups=tuple(Group(kind=k.kind, block_tokens=k.block_tokens, blocks=BLOCKS, window=k.window) for k in groups),
         regions=(Region(offset),),

@@ -26,6 +26,7 @@ class SGLangOptions:
     hold_s       how long a prefilled prompt is kept for a decode engine that does not come
     connect_s    how long start-up waits for the agent; then the engine starts without one
     model_name   the model's name, the same on both engines; default: the last part of the model's path
+    draft_name   the same for the draft model; modules of the model itself (MTP) are called as the model is
     """
 
     socket: str = "/run/kvbridge/agent-{rank}.sock"
@@ -34,6 +35,7 @@ class SGLangOptions:
     hold_s: float = 30.0
     connect_s: float = 30.0
     model_name: str = ""
+    draft_name: str = ""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> SGLangOptions:

@@ -11,6 +11,7 @@ from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Shard
 
 from ...errors import OperatorError
 from ..engine.heads import Heads
+from ..engine.names import draft_name
 from .backends import check_backend, spec_refusal
 from .versions import transfer_groups
 
@@ -42,6 +43,7 @@ class KVLayer:
     held: Heads
     said: str
     rope_width: int
+    is_draft: bool = False
 
     @property
     def heads(self) -> int:
@@ -100,7 +102,8 @@ def members_of(
             held, rope = Heads(0, 1, 1), _rope(attention, config) if is_latent else 0
             if not is_latent:
                 held = _heads(name, spec, config, shard.tp_rank % tp_size, tp_size)
-            found.append(KVLayer(name, -1, index, tensor, spec, attention, held, said, rope))
+            of_draft = is_draft(name, spec, config)
+            found.append(KVLayer(name, -1, index, tensor, spec, attention, held, said, rope, of_draft))
     return _numbered(found, config)
 
 
@@ -194,18 +197,42 @@ def depth(config: VllmConfig) -> int:
     return int(config.model_config.hf_text_config.num_hidden_layers)
 
 
+def is_draft(name: str, spec: Any, config: VllmConfig) -> bool:
+    """Whether a layer is one of the draft model's. Only vLLM 0.33's specs say so, not those of all draft models.
+
+    Modules of the model (MTP) and EAGLE heads are numbered on from the model's layers. A draft model that is loaded as
+    a whole counts from 0 again, under a prefix.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    if getattr(config, "speculative_config", None) is None:
+        return False
+    is_said = bool(getattr(spec, "is_draft", False))
+    return is_said or name.startswith("draft_model.") or extract_layer_index(name) >= depth(config)
+
+
+def drafts_of(members: list[KVLayer], config: VllmConfig, model: str, said: str) -> tuple[tuple[int, ...], str]:
+    """The numbers of the draft model's layers, and its name: `said` by the operator, or else by its path."""
+    draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
+    if draft is None or not (layers := sorted(member.layer for member in members if member.is_draft)):
+        return (), ""
+    return tuple(layers), said or draft_name(model, str(config.model_config.model), str(draft.model))
+
+
 def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:
-    """Each under vLLM's own number. A draft model counts from 0 again: its layers get the numbers after the model's."""
+    """Each under vLLM's own number. A draft model that counts from 0 again gets the numbers after the model's."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     seen: set[int] = set()
     found, again = [], []
-    for member in members:
+    for member in sorted(members, key=lambda member: member.is_draft):
         index = extract_layer_index(member.name)
-        if index in seen:
+        if index in seen or (member.is_draft and index < depth(config)):
             again.append(member)
         else:
             seen.add(index)
             found.append(replace(member, layer=index))
     first = max([*seen, depth(config) - 1]) + 1 if again else 0
-    return found + [replace(member, layer=first + place) for place, member in enumerate(again)]
+    numbers = {member.name: member for member in found}
+    numbers |= {member.name: replace(member, layer=first + place) for place, member in enumerate(again)}
+    return [numbers[member.name] for member in members]

@@ -27,6 +27,7 @@ class VLLMOptions:
     deadline_s   how long a decoding request waits for its KV before the engine's failure policy applies
     connect_s    how long start-up waits for the agent; without one the engine starts anyway
     model_name   what both engines call the model; the last part of the model's path if not set
+    draft_name   the same for the draft model. Modules of the model itself (MTP) are called as the model is
     weights      the name of the weights that the engine starts with. Rows are exchanged only between engines whose
                  weights have one name. vLLM's /update_weight_version sets another one
     resets_keep_weights  whether the weights are the same after a cache reset. If not, they have no name from a reset
@@ -50,6 +51,7 @@ class VLLMOptions:
     deadline_s: float = 60.0
     connect_s: float = 30.0
     model_name: str = ""
+    draft_name: str = ""
     weights: str = "default"
     resets_keep_weights: bool = False
     prefill: str = ""

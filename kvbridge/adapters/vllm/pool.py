@@ -14,7 +14,7 @@ from ..engine.memory import Memory
 from .backends import BACKENDS, backend_of
 from .cpu import halves
 from .dtypes import codec_of, form_of
-from .layers import KVLayer, depth, kind_of, members_of, model_layers, window_of
+from .layers import KVLayer, depth, drafts_of, kind_of, members_of, model_layers, window_of
 from .shapes import Spot, halves_of
 from .versions import check_groups, transfer_groups
 
@@ -32,8 +32,12 @@ def describe(
     model_name: str,
     engine_id: str,
     weights: str = "default",
+    draft: str = "",
 ) -> Memory:
-    """The pool of one rank. Raises OperatorError naming what cannot be described."""
+    """The pool of one rank. Raises OperatorError naming what cannot be described.
+
+    `draft` is what the operator calls the draft model, "" for the last part of its path.
+    """
     from vllm import __version__
 
     if getattr(config.model_config, "enable_sleep_mode", False):
@@ -55,10 +59,16 @@ def describe(
     for member in members:
         region = regions[member.tensor.untyped_storage().data_ptr()]
         planes.extend(_planes(member, region, cache.num_blocks))
+    drafts, draft = drafts_of(members, config, model_name, draft)
     pool = Pool(
         engine=Engine(kind="vllm", version=__version__[:256], id=engine_id[:256]),
         model=Model(
-            name=model_name[:256], layers=model_layers(members, config, shard), depth=depth(config), weights=weights
+            name=model_name[:256],
+            layers=model_layers(members, config, shard),
+            depth=depth(config),
+            weights=weights,
+            drafts=drafts,
+            draft=draft[:256],
         ),
         shard=shard,
         groups=_groups(cache),

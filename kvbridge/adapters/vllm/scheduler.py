@@ -187,6 +187,9 @@ class SchedulerSide:
         self._awaited: dict[str, int] = {}  # by request id: the number of its want
         self._fetching: dict[str, Request] = {}  # by rendezvous id: a request that waits for rows offered before
         self._block_tokens = max(group.block_tokens for group in self._tables.groups)
+        # With several draft modules, rows of the last tokens come from guesses; windows begin where one token is left.
+        ahead = getattr(config, "num_prefill_lookahead_tokens", 0)
+        self._last_tokens = 1 if self._tables.has_windows else max(1, ahead)
         self._pressure = Pressure(self._tables, config.scheduler_config)
         self._warned_at = float("-inf")
         self._known_ids: deque[str] = deque(maxlen=IDS_KNOWN)
@@ -473,7 +476,9 @@ class SchedulerSide:
         """How much of the prompt to fetch beyond `computed`: all but its last token. None: ask again next step.
 
         vLLM always computes the last token itself, to have something to sample from (0.32 takes one token off a hit
-        of the whole prompt). Fetching it would rewrite a block that the prefix cache already shares.
+        of the whole prompt). Fetching it would rewrite a block that the prefix cache already shares. The draft model's
+        row of that token depends on the next one, which only the decode side has. Where a draft model has several
+        modules, each looks one token further, so as many tokens are computed again.
         """
         receiving = self._receiving.get(request.request_id)
         if (receiving is not None or request.request_id in self._sending) and self._is_asking():
@@ -485,7 +490,7 @@ class SchedulerSide:
         receiving.first_token = computed
         if not self._has_agents:
             return 0, False
-        count = request.num_prompt_tokens - 1 - computed
+        count = request.num_prompt_tokens - self._last_tokens - computed
         if self._is_led(receiving):
             return None, False
         receiving.is_shared = bool(receiving.leader) and count < self._block_tokens

@@ -40,6 +40,7 @@ from ...oneline import OneLine
 from ..engine.client import EngineClient, pidfd_of
 from ..engine.conversation import Conversation, Ended
 from ..engine.memory import Memory
+from ..engine.names import model_name
 from .options import VLLMOptions
 from .pending import Pending, Receive, Reports
 from .pool import describe
@@ -97,9 +98,10 @@ class WorkerSide:
             self._config,
             self._cache,
             shard_of(self._config),
-            model_name=self._options.model_name or self._config.model_config.model.rstrip("/").rpartition("/")[2],
+            model_name=self._options.model_name or model_name(self._config.model_config.model),
             engine_id=transfer.engine_id or "",
             weights=self._options.weights,
+            draft=self._options.draft_name,
         )
         layers = self._config.compilation_config.static_forward_context
         self.attach(self._options.socket_of(_rank_of(self._config)), memory, layers)

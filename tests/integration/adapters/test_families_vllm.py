@@ -33,7 +33,7 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.models.config import read
 from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
-from tests.integration.adapters.test_vllm_pool import build
+from tests.integration.adapters.test_vllm_pool import build, draft
 from tests.support.families import FAMILIES, Family
 
 pytestmark = pytest.mark.vllm
@@ -155,7 +155,8 @@ def adapted(family: Family, tp: int, rank: int, dtype: str) -> Pool:
         kv_cache_dtype=dtype,
         shard=Shard(tp_rank=rank, tp_size=tp),
         blocks=BLOCKS,
-        model={"hf_text_config": text, "model_arch_config": Arch(family)},
+        model={"hf_text_config": text, "model_arch_config": Arch(family), "model": "/models/m"},
+        drafts=draft(1, "/models/m") if "drafts" in family.name else None,
     )
 
 
@@ -186,7 +187,8 @@ def told(pool: Pool) -> tuple[Any, ...]:
         )
         for plane in pool.planes
     }
-    return pool.model.layers, pool.model.depth, pool.shard, planes
+    model = pool.model
+    return (model.layers, model.depth, model.drafts, model.draft), pool.shard, planes
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

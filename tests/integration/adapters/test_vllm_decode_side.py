@@ -12,8 +12,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from kvbridge_proto.engine import Abandon, Computed, Directory, Done, Failed, Offer, Refused, Released, Want
+from vllm.config import VllmConfig
 from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from kvbridge.adapters.engine.prompts import DIGEST_BYTES, PromptDigest, rendezvous
@@ -106,6 +109,36 @@ def test_wants_all_but_the_last_token_and_runs_when_they_are_there(tmp_path: Pat
     world.steps(2)
     assert request.status == RequestStatus.RUNNING
     assert request.num_computed_tokens <= 40 + 1, "only the last prompt token was left to compute"
+    world.finish()
+
+
+def test_blocks_for_drafts_to_come_are_not_fetched(world: World, agent: FakeAgent) -> None:
+    """vLLM adds them once the rows are there (0.32); until then the request has the blocks of its computed tokens."""
+    world.scheduler.num_lookahead_tokens = 40
+    request = world.decode(40)
+    world.steps(3)
+    want = agent.one(Want)
+    assert want.end_token == 39 and [len(piece.ids) for piece in want.blocks] == [3]
+    agent.say(done(want))
+    world.steps(2)
+    assert len(world.block_ids(request)) > 3 and world.block_ids(request)[:3] == list(want.blocks[0].ids)
+    world.finish()
+
+
+@pytest.mark.parametrize(("modules", "windows", "left"), [(0, False, 1), (1, False, 1), (3, False, 3), (3, True, 1)])
+def test_as_many_tokens_are_computed_again_as_a_draft_looks_ahead(
+    tmp_path: Path, modules: int, windows: bool, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the prefill side the last modules' rows of these tokens come from guesses."""
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", property(lambda config: modules))
+    common = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    specs = [FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=32)] if windows else ()
+    world = World(tmp_path, specs=specs).ready()
+    world.decode(40)
+    world.steps(3)
+    want = world.agent.one(Want)
+    assert (want.first_token, want.end_token) == (0, 40 - left)
+    world.agent.say(done(want))
     world.finish()
 
 

@@ -202,8 +202,10 @@ def test_heads_follow_vllms_rule_of_replication(total: int, size: int, expected:
     assert [(heads.first, heads.count) for heads in found] == expected
 
 
-def draft(heads: int) -> Any:
-    return SimpleNamespace(draft_model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads))
+def draft(heads: int = HEADS, model: str = "/models/eagle") -> Any:
+    return SimpleNamespace(
+        draft_model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads, model=model), method="eagle3"
+    )
 
 
 def test_every_layer_has_the_heads_that_it_has_and_not_the_models() -> None:
@@ -251,11 +253,38 @@ def test_layers_without_kv_are_counted() -> None:
     assert [layer is None for layer in build(caches, total_layers=4).model.layers] == [True, False, True, False]
 
 
-def test_a_draft_that_counts_from_0_gets_the_next_numbers() -> None:
-    names = ["model.layers.0.attn", "model.layers.1.attn", "draft.layers.0.attn"]
-    pool = build(dict(zip(names, tensors("LBHN", 3).values(), strict=True)), total_layers=2)
+@pytest.mark.parametrize(
+    ("names", "numbers", "drafts"),
+    [
+        (("model.layers.0.attn", "model.layers.1.attn", "draft_model.layers.0.attn"), (0, 1, 2), (2,)),
+        # The model's layer 0 has no KV (as in Qwen3-Next), so the draft's number is free, and still not its own.
+        (("model.layers.1.attn", "draft_model.layers.0.attn", "draft_model.layers.1.attn"), (1, 2, 3), (2, 3)),
+        (("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn"), (0, 1, 2), (2,)),  # EAGLE, MTP
+        (("model.layers.0.attn", "model.layers.1.attn", "model.layers.3.attn"), (0, 1, 3), (3,)),
+    ],
+)
+def test_a_draft_s_layers_come_after_the_model_s(
+    names: tuple[str, ...], numbers: tuple[int, ...], drafts: tuple[int, ...]
+) -> None:
+    caches = dict(zip(names, tensors("LBHN", 3).values(), strict=True))
+    own = {"model": "/models/llama"}
+    pool = build(caches, total_layers=2, drafts=draft(), model=own)
+    assert {plane.name: plane.layer for plane in pool.planes} == dict(zip(names, numbers, strict=True))
+    assert (pool.model.depth, pool.model.drafts, pool.model.draft) == (2, drafts, "eagle")
+    assert len(pool.model.layers) == numbers[-1] + 1
+    same = build(caches, total_layers=2, drafts=draft(model="/models/llama/"), model=own).model
+    assert (same.drafts, same.draft) == (drafts, "m")  # of the model itself, by what the operator calls that
+
+
+def test_a_layer_that_is_there_twice_is_no_draft_if_nothing_drafts() -> None:
+    """So it is refused by name if the prefill side lacks it. N-gram drafts have no layers, and no draft's name."""
+    names = ["model.layers.0.attn", "model.layers.1.attn", "model.layers.0.cross.attn"]
+    caches = dict(zip(names, tensors("LBHN", 3).values(), strict=True))
+    pool = build(caches, total_layers=2)
     assert {plane.name: plane.layer for plane in pool.planes} == dict(zip(names, (0, 1, 2), strict=True))
-    assert len(pool.model.layers) == 3
+    assert (pool.model.drafts, pool.model.draft) == ((), "")
+    ngram = build(tensors("LBHN", 2), drafts=SimpleNamespace(draft_model_config=None, method="ngram")).model
+    assert (ngram.drafts, ngram.draft) == ((), "")
 
 
 def latent(width: int, dtype: torch.dtype, dimensions: int = 4) -> dict[str, Any]:

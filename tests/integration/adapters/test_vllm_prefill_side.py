@@ -44,6 +44,22 @@ def test_offers_the_prompt_as_it_is_computed(world: World, agent: FakeAgent) -> 
     assert last.rendezvous == f"name1/0/{prompt_digest(request)}"
 
 
+def test_blocks_for_drafts_to_come_are_not_offered(world: World, agent: FakeAgent) -> None:
+    """vLLM allocates them with those of computed tokens (lookahead). Nobody has written them."""
+    world.scheduler.num_lookahead_tokens = 40
+    request = world.prefill(100)
+    world.step()
+    first, ids = agent.one(Offer), world.block_ids(request)
+    assert (first.tokens, len(ids)) == (64, 7)
+    assert [list(piece.ids) for piece in first.blocks] == [ids[:4]]
+    world.step()
+    last = agent.one(Offer)
+    assert (last.tokens, last.is_last) == (100, True)
+    assert [(piece.first, len(piece.ids)) for piece in last.blocks] == [(4, 3)]
+    agent.say(Released(number=last.number, request="r"))
+    world.finish()
+
+
 def test_keeps_the_blocks_until_the_agent_released_them(world: World, agent: FakeAgent) -> None:
     request = world.prefill(40)
     output = world.step().outputs[0]
