@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import textwrap
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +18,16 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1
 OFFLINE |= {"SGLANG_HOST_IP": "127.0.0.1"}  # it looks for another, and there is none
 
 
+def blocks(page: str) -> list[str]:
+    """What stands in a page between fences, except code of a named language other than bash."""
+    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(text) for language, text in found if language in ("", "bash")]
+
+
 def block(page: str, begins: str) -> str:
     """The only block of a page's commands that begins so."""
-    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    (found,) = [text for text in blocks if text.startswith(begins)]
-    return str(found)
+    (found,) = [text for text in blocks(page) if text.startswith(begins)]
+    return found
 
 
 def why_not() -> str:

@@ -11,6 +11,8 @@ import pytest
 
 from kvbridge.options import options
 from tests.support.cited import ROOT, cited
+from tests.support.page_blocks import BLOCKS
+from tests.support.pages import blocks
 
 FOLDERS = ("docs", "deploy", "proto", "kernels", "bench", "tests")
 FILES = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
@@ -86,3 +88,14 @@ def test_every_page_is_reached_from_the_readme() -> None:
 def test_every_option_that_is_shown_is_one() -> None:
     shown = re.findall(r"^(\w+) = ", PAGES["SECURITY.md"], re.MULTILINE)
     assert {"key", "peers"} <= set(shown) <= options().keys()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_block_of_commands_is_run_by_a_test_or_it_is_said_why_not(name: str) -> None:
+    """A new block goes into tests/support/page_blocks.py, with the test that runs it."""
+    known, found = BLOCKS.get(name, []), blocks(name)
+    assert [begins for begins, _ in known] == [
+        text[: len(begins)] for text, (begins, _) in zip(found, known, strict=False)
+    ]
+    assert not found[len(known) :], f"blocks that nothing is said of: {found[len(known) :]}"
+    assert [each for _, said in known for each in cited(said) if not each.exists] == []

@@ -1,10 +1,9 @@
-"""README's quickstart, run as written with what two pages add to it, on CPUs; and what its lines for GPUs say."""
+"""README's quickstart, run as written with what two pages add to it, on CPUs; and the options that pages show."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ RUN_S = 600  # at most: 76 s of processor time, for which other work may leave l
 MARK = "=== next ==="
 
 
-CPUS, GPUS, COMMON = ("docs/vllm.md", "# CPUs"), ("README.md", "# GPUs"), ("README.md", "agent()")
+CPUS, COMMON = ("docs/vllm.md", "# CPUs"), ("README.md", "agent()")
 
 
 @pytest.mark.vllm
@@ -63,26 +62,12 @@ def moved(told: str) -> float:
     return float(found)
 
 
-@pytest.mark.parametrize("given", [CPUS, GPUS], ids=["CPUs", "GPUs"])
-def test_either_kind_of_machine_sets_what_both_kinds_run(given: tuple[str, str]) -> None:
-    """What is common stands there once; only its names are filled in."""
-    checked = subprocess.run(
-        ["bash", "-nc", block(*given) + block(*COMMON)], capture_output=True, text=True, timeout=10
-    )
-    assert (checked.returncode, checked.stderr) == (0, "")
-    names = set(re.findall(r"^([A-Z]+)=", block(*given), re.MULTILINE))
-    asked = set(re.findall(r"\$\{?([A-Z]+)\b", block(*COMMON))) - {"PWD"}
-    assert names == asked
-    said = re.search(r"^DEVICES=\((\S+) (\S+)\)$", block(*given), re.MULTILINE)
-    assert said and all(device == "cpu" or device.startswith("cuda:") for device in said.groups())
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md", "docs/routers.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md", "docs/routers.md", "docs/proxy.md"])
 def test_the_engines_are_given_options_that_exist(page: str) -> None:
     shown = re.findall(r"--kv-transfer-config '(\{.*?\}\})'\s", (ROOT / page).read_text(), re.DOTALL)
     assert shown
     for text in shown:
-        config = json.loads(re.sub(r"'\$PWD/\$1\.sock'", "/run/agent.sock", text))
+        config = json.loads(re.sub(r"'\$PWD/\S+?\.sock'", "/run/agent.sock", text))
         assert config["kv_connector"] == "KVBridgeConnector" and config["kv_role"] in (
             "kv_both",
             "kv_producer",
