@@ -50,7 +50,16 @@ from .orders import (
     StopSending,
     Watch,
 )
-from .outgoing import ENDED_S, EndedOffer, OpenOffer, OutgoingTransfer, ReceiverClaims, Rendezvous, call_of
+from .outgoing import (
+    AWAITED_S,
+    ENDED_S,
+    EndedOffer,
+    OpenOffer,
+    OutgoingTransfer,
+    ReceiverClaims,
+    Rendezvous,
+    call_of,
+)
 from .session import AttachedEngine, Session
 
 MOST_OFFERS = 16384
@@ -60,6 +69,7 @@ MOST_CLAIMS_OF_ALL = 32768  # of all receivers together: 16 at their limit
 FRESH_S = 0.25
 MOST_LEASES = 4096  # unused, of one receiver: as many slots as an agent can have
 MOST_DIGESTS = 4  # at once, of all transfers, so that other moves get their turn
+LOST_S = AWAITED_S  # in which a receiver that was only cut off comes again
 MOST_RENOUNCED = 16384  # of all receivers together; the link that could still bring such a claim is lost in silence_s
 
 
@@ -81,6 +91,7 @@ class Sender:
         self._undecided: dict[str, OutgoingTransfer] = {}
         self._comparing: dict[str, OutgoingTransfer] = {}  # with chunks to be digested, in the order of their turns
         self._digesting = 0
+        self._lost_claims: list[int] = []  # open offers of which a claim was lost since the last tick
         self._rendezvous = Rendezvous()
         self._is_paused = False
         self._owed: dict[str, OutgoingTransfer] = {}  # by transfer: receivers that wait for an answer or for the fence
@@ -342,7 +353,21 @@ class Sender:
         for out in list(its.outgoing_transfers.values()) if its is not None else []:
             out.is_lost = True
             actions += self._stop(out, "peer_lost", "the receiver's agent is gone")
+            if out.offered is not None and out.offered.state is OfferState.OPEN:
+                self._lost_claims.append(out.offered.number)
         return actions
+
+    def _end_deserted(self, offered: OpenOffer, now: float) -> list[Action]:
+        """A rank that had claimed it was lost and did not come again, so its want has failed: end it.
+
+        The want's other ranks may have died too, before they claimed it. Then nobody tells of them.
+        """
+        if offered.outgoing_transfers:
+            self._deadlines.set(("lost", str(offered.number)), now + LOST_S)
+            return []
+        missing = f"{offered.receivers - len(offered.served)} of {offered.receivers} ranks"
+        reason = f"a rank that claimed it was lost {LOST_S:g} s ago, and {missing} of the same want never came"
+        return self._end_offer(offered, "peer_lost", reason, now)
 
     def number_of(self, transfer: str) -> int:
         """The offer whose rows it takes; 0 while it has none."""
@@ -577,8 +602,12 @@ class Sender:
         actions: list[Action] = []
         for offered in [self.offers[number] for number in self._holds.due(now) if number in self.offers]:
             actions += self._end_offer(offered, "offer_expired", _why_expired(offered, now), now)
+        while self._lost_claims:
+            self._deadlines.set(("lost", str(self._lost_claims.pop())), now + LOST_S)
         for kind, key in self._deadlines.due(now):
-            if kind == "claim" and key in self.outgoing_transfers:
+            if kind == "lost" and int(key) in self.offers:
+                actions += self._end_deserted(self.offers[int(key)], now)
+            elif kind == "claim" and key in self.outgoing_transfers:
                 out = self.outgoing_transfers[key]
                 what = (
                     f"nothing was offered in rendezvous {out.claim.rendezvous}"
@@ -629,6 +658,7 @@ class Sender:
                 continue
             out.offered = offered
             offered.outgoing_transfers[out.transfer] = out
+            self._deadlines.clear(("lost", str(offered.number)))
             self._stop_waiting(out)
             out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.BIND)
             actions.append(Met(out.transfer, offered.number, out.plan.chunks, out.plan.total_bytes))

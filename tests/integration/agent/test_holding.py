@@ -9,7 +9,7 @@ from kvbridge_proto.engine import Computed, Expect, Held, Reclaim
 from kvbridge_proto.status import OfferStatus
 
 from kvbridge.commands.status import rendered
-from kvbridge.exchange.sender import FRESH_S
+from kvbridge.exchange.sender import FRESH_S, LOST_S
 from kvbridge.loopback.messages import number_of
 from tests.integration.agent.harness import AgentProcess
 from tests.integration.agent.pairs import Bench, Benches
@@ -105,3 +105,16 @@ def test_prompts_that_are_computed_though_they_could_be_fetched_are_counted_and_
     assert counters["kvbridge_prompt_tokens_computed_here_total{reason=untagged}"] == 60
     wait_for(lambda: "computed here lately, not fetched: 3 prompts of 70 tokens; 30% of" in receiver.agent.text())
     assert "2 untagged (they name nothing to fetch" in receiver.agent.text()
+
+
+def test_an_offer_is_not_held_for_the_other_ranks_of_a_receiver_that_died(bench_of: Benches) -> None:
+    """One rank had begun to fetch. Its host is gone, so nobody says that the want has failed."""
+    bench = bench_of(receiver=Shape("hnd", tp_size=2))
+    sender, first = bench.sender, bench.receivers[0]
+    bench.fill([3], range(16))
+    bench.offer("r", [3], 8, is_last=False, hold_s=600.0)
+    first.want("r", bench.address, [5], range(16))
+    wait_for(lambda: offers(bench)["r"].state == "claimed", why=sender.agent.text)
+    first.agent.kill()
+    released = sender.released("r", seconds=LOST_S + 60.0)
+    assert released.code == "peer_lost" and "1 of 2 ranks of the same want never came" in released.reason
