@@ -323,10 +323,11 @@ class SchedulerSide:
             if self._tables.has_windows and not room and can_be_short(request):
                 shorten(request)
             elif not self._tables.outlives(request.num_prompt_tokens):
-                self._log_given_up(request)
-                if room:  # the other side may already wait there
-                    self._step.before.append(self._nothing(rendezvous_id, request))
-                return
+                if not room:
+                    return self._log_given_up(request)
+                # Another engine goes on after the whole prompt, and needs no more of a window than vLLM keeps for that.
+                # A vLLM there needs more: its agent says so, and it computes the prompt.
+                end = request.num_prompt_tokens
             self._sending[request.request_id] = PromptOffered(
                 request, rendezvous_id, True, end, room, weights=self._weights
             )
