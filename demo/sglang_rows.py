@@ -46,18 +46,29 @@ def keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
     tokens = len(req.origin_input_ids)
     slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    if hasattr(pool, "kv_buffer"):
-        parts = {"latent": pool.kv_buffer}
+    if hasattr(pool, "layers_mapping"):
+        rows = _halves(pool, slots)
     else:
-        parts = {"k": pool.k_buffer, "v": pool.v_buffer}
-    rows = {
-        f"{layer}.{part}": _bytes(buffer[slots])
-        for part, buffers in parts.items()
-        for layer, buffer in enumerate(buffers, start=pool.start_layer)
-    }
+        parts = {"latent": pool.kv_buffer} if hasattr(pool, "kv_buffer") else {"k": pool.k_buffer, "v": pool.v_buffer}
+        rows = {
+            f"{layer}.{part}": _bytes(buffer[slots])
+            for part, buffers in parts.items()
+            for layer, buffer in enumerate(buffers, start=pool.start_layer)
+        }
     parallel = get_parallel()
     rank = parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
     write(folder, side, req.bootstrap_room, rank, DTYPES[str(pool.dtype)], rows)
+
+
+def _halves(pool: Any, slots: Any) -> dict[str, Any]:
+    """Layers with a window have slots of their own. Rows that they do not keep are zeros."""
+    mapped, rows = pool.full_to_swa_index_mapping[slots], {}
+    for layer, (place, has_window) in pool.layers_mapping.items():
+        half, places = (pool.swa_kv_pool, mapped) if has_window else (pool.full_kv_pool, slots)
+        for part, buffers in (("k", half.k_buffer), ("v", half.v_buffer)):
+            rows[f"{layer}.{part}"] = _bytes(buffers[place][places])
+            rows[f"{layer}.{part}"][(places == 0).cpu().numpy()] = 0
+    return rows
 
 
 def _bytes(rows: Any) -> Any:

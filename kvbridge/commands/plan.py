@@ -138,7 +138,7 @@ def sides_of(path: Path, sender: str, receiver: str) -> tuple[EngineSide, Engine
     errors: list[tuple[str, KVBridgeError]] = []
     for role, command in (("sender", sender), ("receiver", receiver)):
         try:
-            found.append(EngineSide(pools_of(model, parse(command), name[:256], role), None))
+            found.append(EngineSide(pools_of(model, parse(command), name[:256], role, role == "receiver"), None))
         except KVBridgeError as error:
             errors.append((role, error))
     if errors:

@@ -28,6 +28,7 @@ class ModelCache:
     dtype       of the model's numbers
     kv_dtype    of its cache where the checkpoint says so, else ""
     has_one_pool    SGLang keeps all tokens of its windows, in the pool of the full layers
+    has_longer_window    SGLang's windows have one token more than the config says
     """
 
     family: str
@@ -37,6 +38,7 @@ class ModelCache:
     dtype: str = "bfloat16"
     kv_dtype: str = ""
     has_one_pool: bool = False
+    has_longer_window: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Family:
     kinds: tuple[str, ...] = ()
     period: int = 0
     has_one_pool: bool = False
+    has_longer_window: bool = False
 
 
 def read(config: Text) -> ModelCache:
@@ -76,6 +79,7 @@ def read(config: Text) -> ModelCache:
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"),
         kv_dtype=_checkpoint_dtype(text.get("quantization_config") or config.get("quantization_config") or {}),
         has_one_pool=family.has_one_pool,
+        has_longer_window=family.has_longer_window,
     )
 
 
@@ -223,10 +227,10 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(_attention, period=2, has_one_pool=True),
     "gemma3_text": Family(_attention, period=6, has_one_pool=True),
     "gpt_oss": Family(_attention, period=2),
-    "step3p5": Family(_attention),
+    "step3p5": Family(_attention, has_longer_window=True),
     "gemma4_text": Family(_gemma4, period=6),
     "llama4_text": Family(_llama4),
-    "mimo_v2_flash": Family(_mimo),
+    "mimo_v2_flash": Family(_mimo, has_longer_window=True),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), MLA),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "dots3_note", "hy_v4"), Family(_latent, ("index",))),
     **dict.fromkeys(("minimax_m3", "minimax_m3_text"), Family(_uniform, ("index",))),

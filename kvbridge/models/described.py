@@ -7,7 +7,7 @@ ones. What decides whether a pair is carried is what an engine's command and the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbridge_proto.pool import (
     Codec,
@@ -63,13 +63,15 @@ class PartRow:
     codec: Codec
 
 
-def pools_of(model: ModelCache, command: EngineCommand, name: str, engine_id: str) -> list[Pool]:
+def pools_of(
+    model: ModelCache, command: EngineCommand, name: str, engine_id: str, is_decoder: bool = False
+) -> list[Pool]:
     """The pools of all ranks. Raises KVBridgeError with each reason for which the adapter will refuse this cache."""
     errors = list(_refusals(model, command))
     if errors:
         raise OperatorError(errors[0].code, *(reason for error in errors for reason in error.reasons))
     return [
-        _pool(model, command, name, engine_id, pp_rank, tp_rank)
+        _pool(_as_run(model, command), command, name, engine_id, pp_rank, tp_rank, is_decoder)
         for pp_rank in range(command.pp)
         for tp_rank in range(command.tp)
     ]
@@ -81,8 +83,6 @@ def _refusals(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeErr
     for kind in model.kinds:
         if kind in UNSUPPORTED:
             yield refusal(code, engine, kind, model.family)
-    if engine == "sglang" and _has_window_pool(model, command) and "window pool" in UNSUPPORTED:
-        yield refusal(code, engine, "window pool", model.family)
     if engine == "sglang" and command.drafts and "draft pool" in UNSUPPORTED:
         yield refusal(code, engine, "draft pool", f"--speculative-algorithm {command.drafts}")
     if command.drafts and not model.drafts:
@@ -97,6 +97,20 @@ def _refusals(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeErr
     for heads in sorted({layer.kv_heads for layer in model.layers if layer is not None and layer.kind != "mla"}):
         if heads % command.tp and command.tp % heads:
             yield OperatorError("bad_option", f"tp size {command.tp}: {heads} KV heads, one must divide the other")
+
+
+def _as_run(model: ModelCache, command: EngineCommand) -> ModelCache:
+    """The model as this engine runs it."""
+    if command.engine != "sglang" or not model.has_longer_window:
+        return model
+    return replace(model, layers=tuple(layer and _longer(layer) for layer in model.layers))
+
+
+def _longer(layer: Layer) -> Layer:
+    if not layer.window:
+        return layer
+    widths = {"key_width": layer.key_width, "value_width": layer.value_width, "rope_width": layer.rope_width}
+    return Layer(kind=layer.kind, kv_heads=layer.kv_heads, window=layer.window + 1, **widths)
 
 
 def _has_window_pool(model: ModelCache, command: EngineCommand) -> bool:
@@ -134,15 +148,19 @@ def _rows(layer: Layer, said: str) -> Iterator[PartRow]:
             )
 
 
-def _keepings(model: ModelCache, command: EngineCommand, layers: dict[int, Layer], said: str) -> dict[int, Keeping]:
-    """How each layer keeps its tokens. vLLM makes all pages equal, so layers of other kinds have other blocks."""
+def _keepings(
+    model: ModelCache, command: EngineCommand, layers: dict[int, Layer], said: str, is_decoder: bool
+) -> dict[int, Keeping]:
+    """How each layer keeps its tokens. vLLM makes all pages equal, so layers of other kinds have other blocks.
+
+    On SGLang's decode side a block of a window is one token (`adapters/sglang/pool.py`).
+    """
     block = command.block_tokens
     keeps_all = command.keeps_all if command.engine == "vllm" else not _has_window_pool(model, command)
     kinds: dict[int, tuple[GroupKind, int]] = {}
     for index, layer in layers.items():
         is_whole = keeps_all or layer.kind in ("full", "mla")
-        kind: GroupKind = "sliding" if command.engine == "sglang" else layer.kind  # type: ignore[assignment]
-        kinds[index] = ("full", 0) if is_whole else (kind, layer.window)
+        kinds[index] = ("full", 0) if is_whole else (layer.kind, layer.window)  # type: ignore[assignment]
     tokens = {
         index: sum(row.codec.row_bytes for row in _rows(layer, said))
         * (1 if layer.kind == "mla" else Heads.of(layer.kv_heads, 0, command.tp).count)
@@ -150,13 +168,25 @@ def _keepings(model: ModelCache, command: EngineCommand, layers: dict[int, Layer
     }
     most = max(tokens.values())
     is_mixed = command.engine == "vllm" and len(set(kinds.values())) > 1
-    return {
-        index: Keeping(*kinds[index], block * (most // tokens[index] if is_mixed and most % tokens[index] == 0 else 1))
+    is_by_token = command.engine == "sglang" and is_decoder
+    blocks = {
+        index: 1
+        if is_by_token and kinds[index][0] != "full"
+        else block * (most // tokens[index] if is_mixed and most % tokens[index] == 0 else 1)
         for index in layers
     }
+    return {index: Keeping(*kinds[index], blocks[index]) for index in layers}
 
 
-def _pool(model: ModelCache, command: EngineCommand, name: str, engine_id: str, pp_rank: int, tp_rank: int) -> Pool:
+def _pool(
+    model: ModelCache,
+    command: EngineCommand,
+    name: str,
+    engine_id: str,
+    pp_rank: int,
+    tp_rank: int,
+    is_decoder: bool,
+) -> Pool:
     said, depth = _dtype(model, command), len(model.layers)
     layers = (*model.layers, *(model.drafts if command.drafts else ()))
     drafts = range(depth, len(layers)) if pp_rank == command.pp - 1 else range(0)
@@ -164,7 +194,7 @@ def _pool(model: ModelCache, command: EngineCommand, name: str, engine_id: str, 
     mine = {index: layer for index in stage if (layer := layers[index]) is not None}
     if not mine:
         raise OperatorError("cache_empty", f"pp rank {pp_rank} of {command.pp}: no layer of it owns any KV")
-    keepings = _keepings(model, command, mine, said)
+    keepings = _keepings(model, command, mine, said, is_decoder)
     groups = list(dict.fromkeys(keepings.values()))
     planes: list[Plane] = []
     offset = 0

@@ -27,6 +27,7 @@ CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
 CPU_LATENTS = "[CPU](../tests/system/engines/test_latents.py)"
 CPU_SGLANG_LATENTS = "[CPU](../tests/system/sglang/test_latents.py)"
 CPU_WINDOWS = "[CPU, a tiny model of this kind](../tests/system/engines/test_windows.py)"
+CPU_SGLANG_WINDOWS = "[CPU, a tiny model of this kind](../tests/system/sglang/test_windows.py)"
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,19 @@ FAMILIES = (
     ),
     Family(
         "windows",
-        "gpt-oss, Step-3.5, Step-3.7",
+        "gpt-oss",
         config("gpt_oss", 36, 64, 8, 64, sliding_window=128, layer_types=windows(36, 2)),
         "sliding + full",
         "SWAKVPool",
-        on_engines=(CPU_WINDOWS, "", ""),
+        on_engines=(CPU_WINDOWS, CPU_SGLANG_WINDOWS, ""),
+    ),
+    Family(
+        "windows that are one token longer in SGLang",
+        "Step-3.5, Step-3.7",
+        config("step3p5", 45, 64, 8, 128, sliding_window=512, layer_types=windows(45, 4)),
+        "sliding + full",
+        "SWAKVPool",
+        on_engines=(CPU_WINDOWS, CPU_SGLANG_WINDOWS, ""),
     ),
     Family(
         "chunks",
@@ -117,7 +126,14 @@ FAMILIES = (
     Family(
         "windows with heads and widths of their own", "Gemma 4", {"text_config": GEMMA4}, "sliding + full", "SWAKVPool"
     ),
-    Family("values narrower than keys", "MiMo V2", MIMO, "sliding + full, K 192 and V 128", "SWAKVPool"),
+    Family(
+        "the same with values narrower than keys",
+        "MiMo V2",
+        MIMO,
+        "sliding + full, K 192 and V 128",
+        "SWAKVPool",
+        on_engines=("", "[CPU](../tests/system/sglang/test_windows.py)", ""),
+    ),
     Family(
         "latents",
         "DeepSeek V3 and R1, Kimi K2, Mistral Large 3, GLM-4.7-Flash",
@@ -266,7 +282,7 @@ def obstacles_of(family: Family, prefill: str, decode: str) -> tuple[str, ...]:
     model, reasons, pools = read(family.config), [], []
     for role, command in zip(("prefill", "decode"), commands(family, prefill, decode), strict=True):
         try:
-            pools.append(pools_of(model, parse(command), family.name, role))
+            pools.append(pools_of(model, parse(command), family.name, role, role == "decode"))
         except KVBridgeError as error:
             reasons += list(error.reasons)
     if not reasons:

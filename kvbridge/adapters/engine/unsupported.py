@@ -33,10 +33,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "cross": Unsupported("the KV of an encoder", {}),
     "sink": Unsupported("attention sinks that are kept as KV rows", {}),
     "packed": Unsupported("rows of this dtype or packing", {"vllm": ANOTHER_DTYPE, "sglang": ANOTHER_DTYPE}),
-    "window pool": Unsupported(
-        "sliding windows that have memory of their own yet",
-        {"sglang": "--disable-hybrid-swa-memory, unless the layers have different heads or widths"},
-    ),
     "draft pool": Unsupported(
         "a draft model's own pool yet", {"sglang": "both servers without --speculative-algorithm, or with NGRAM"}
     ),

@@ -21,7 +21,7 @@ import msgspec
 import requests
 import torch
 import zmq
-from kvbridge_proto.common import Rank
+from kvbridge_proto.common import Blocks, Rank
 from kvbridge_proto.engine import READERS_S, Weights
 from kvbridge_proto.pool import Shard
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -40,7 +40,7 @@ from ...oneline import plain
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
 from ..engine.weights import UNNAMED, weights_name
-from . import foreign
+from . import foreign, windows
 from .bootstrap import AGENT, RANKS
 from .building import TESTED, building
 from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unknown, unpack
@@ -84,6 +84,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self.options = SGLangOptions.read(os.environ)
         self.rooms = Rooms()
         self._queue = queue
+        self._is_decoder = disaggregation_mode == DisaggregationMode.DECODE
         self._watched: dict[int, Ended | None] = {}
         self._wanted: dict[int, int] = {}  # open wants: the room of each
         self._outdated: set[int] = set()  # open wants of rows of other weights than the server has now
@@ -128,7 +129,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             return
         name = self.options.model_name or self._queue.scheduler.server_args.model_path.rstrip("/").rpartition("/")[2]
         ids = {"model_name": name, "engine_id": self._engine_id, "weights": self._weights}
-        memory = describe(self._queue, self._shard, **ids)
+        memory = describe(self._queue, self._shard, is_decoder=self._is_decoder, **ids)
         path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
         options = self.options
         client = EngineClient(path, agent_uids=options.agent_uids, allow_unwatched=options.allow_unwatched)
@@ -287,6 +288,21 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     ) -> Any:
         reason = plain(failure_reason)
         return super().conclude_failure(bootstrap_room=bootstrap_room, failure_reason=reason, targets=targets)
+
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        """SGLang's own digest is of whole pages. Ours of rows: the rest of a page need not travel (option `verify`)."""
+        return False
+
+    def window_offered(self, req: Any, tokens: int) -> tuple[tuple[Blocks, ...], str]:
+        """The blocks of a computed prompt in the window half, if the pool has one; and why they cannot be offered."""
+        blocks, reason = attempt(req, "its window has no blocks", lambda req: windows.offered(self._queue, req, tokens))
+        return blocks or (), reason
+
+    def window_wanted(self, state_indices: list[Any] | None, tokens: int) -> tuple[Blocks, ...]:
+        """The blocks that SGLang has allocated in the window half, if the pool has one. Raises EngineError."""
+        if self.talk is None:
+            return ()
+        return windows.wanted(self.kv_args, state_indices, tokens, self.talk.memory.pool.groups)
 
     # A request's room:
 

@@ -1,4 +1,8 @@
-"""Describes SGLang's KV pool as a Pool: its planes, and the allocations that hold them."""
+"""Describes SGLang's KV pool as a Pool: its planes, and the allocations that hold them.
+
+A `SWAKVPool` has two halves: layers that see all tokens, and layers with a window. Each half has tensors of its own,
+and is a group, because a token has another slot in each (`windows.py`). Any other pool is one half.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvbridge_proto.pool import Codec, Engine, Group, Layer, Model, Plane, Pool, Region, Shard, Step
+from kvbridge_proto.pool import (
+    Codec,
+    Engine,
+    Group,
+    GroupKind,
+    Layer,
+    LayerKind,
+    Model,
+    Plane,
+    Pool,
+    Region,
+    Shard,
+    Step,
+)
 
 from ...errors import OperatorError
 from ..engine.codecs import CODEC_OF
@@ -21,7 +38,7 @@ LAYOUTS = ("nhd", "hnd")
 POOLS = {
     "MHATokenToKVPool": "kv",
     "MLATokenToKVPool": "latent",
-    "SWAKVPool": "window pool",
+    "SWAKVPool": "halves",
     "DSATokenToKVPool": "index",
     "MiniMaxSparseKVPool": "index",
     "HybridLinearKVPool": "state",
@@ -32,51 +49,81 @@ POOLS = {
     "MHATokenToKVPoolMXFP8": "packed",
     "HiSparseDSATokenToKVPool": "host rows",
 }
+HALF = "MHATokenToKVPool"  # what each half of a `SWAKVPool` must be
+WINDOW_GROUP = 1  # the number of the group whose layers have a window; the full layers' is 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose rows lie under one block table. `layers` are the model's numbers of the pool's layers, in order.
+
+    `window` counts the current token; 0 for none. `kind` is what the model says of such a layer, if it has a window.
+    """
+
+    pool: Any
+    number: int
+    layers: tuple[int, ...]
+    heads: Heads
+    block_tokens: int
+    kind: LayerKind = "full"
+    window: int = 0
+
+    def described(self, parts: list[LayerTensor]) -> Group:
+        slots = min(part.tensor.shape[0] for part in parts)
+        blocks = slots if _is_hnd(self.pool) else slots // self.block_tokens
+        kind: GroupKind = "full" if not self.window else "chunked" if self.kind == "chunked" else "sliding"
+        return Group(kind=kind, block_tokens=self.block_tokens, blocks=blocks, window=self.window)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
     """One tensor of a layer: [slots, heads, width], or in the layout `hnd` [pages, heads, tokens, width]."""
 
+    group: LayerGroup
     layer: int
     name: str
     tensor: torch.Tensor
     scale: float
 
 
-def describe(queue: Any, shard: Shard, *, model_name: str, engine_id: str, weights: str = "default") -> Memory:
+def describe(
+    queue: Any,
+    shard: Shard,
+    *,
+    model_name: str,
+    engine_id: str,
+    weights: str = "default",
+    is_decoder: bool = False,
+) -> Memory:
     """The memory of one rank; `queue` is the scheduler's queue. Raises OperatorError for a pool we cannot describe."""
     from sglang.version import __version__
 
-    pool, config = queue.token_to_kv_pool, queue.scheduler.model_config
+    config = queue.scheduler.model_config
     check(queue)
     attentions = _attentions(queue.scheduler.tp_worker.model_runner.model)
-    parts = list(_parts(pool, attentions))
+    groups = _groups(queue, shard, attentions, is_decoder)
+    parts = [part for group in groups for part in _parts(group, attentions)]
     storages = {storage.data_ptr(): storage for part in parts for storage in [part.tensor.untyped_storage()]}
     regions = {address: index for index, address in enumerate(storages)}
-    is_latent = _is_latent(pool)
-    heads = (
-        Heads(0, 1, 1) if is_latent else Heads.of(int(config.get_total_num_kv_heads()), shard.tp_rank, shard.tp_size)
-    )
-    if not is_latent and int(pool.head_num) != heads.count:
-        reason = f"KV pool: {pool.head_num} heads on rank {shard.tp_rank} of {shard.tp_size}, expected {heads.count}"
-        raise OperatorError("heads_unknown", reason)
-    slots = [part.tensor.shape[0] for part in parts]
-    blocks = min(slots) if _is_hnd(pool) else min(slots) // int(pool.page_size)
     described = Pool(
         engine=Engine(kind="sglang", version=__version__[:256], id=engine_id[:256]),
         model=Model(
             name=model_name[:256],
-            layers=_layers(parts, pool, heads, attentions, config, shard),
+            layers=_layers(parts, attentions, config, shard),
             depth=int(config.hf_text_config.num_hidden_layers),
             weights=weights,
         ),
         shard=shard,
-        groups=(Group(kind="full", block_tokens=int(pool.page_size), blocks=blocks),),
+        groups=tuple(group.described([part for part in parts if part.group is group]) for group in groups),
         regions=tuple(Region(storage.nbytes()) for storage in storages.values()),
-        planes=tuple(_plane(part, regions[part.tensor.untyped_storage().data_ptr()], pool, heads) for part in parts),
+        planes=tuple(_plane(part, regions[part.tensor.untyped_storage().data_ptr()]) for part in parts),
     )
     return Memory(described, tuple(storages.values()))
+
+
+def has_windows(pool: Any) -> bool:
+    """Whether its layers with a window have memory of their own."""
+    return POOLS.get(type(pool).__name__) == "halves"
 
 
 def check(queue: Any) -> None:
@@ -90,28 +137,119 @@ def check(queue: Any) -> None:
         raise OperatorError(
             "cache_unsupported", f"KV pool: {kind}, whose order of rows kvbridge does not know; known are {known}"
         )
-    if (layout := getattr(pool, "kv_cache_layout", "nhd")) not in LAYOUTS:
-        raise OperatorError("cache_unsupported", f"KV pool: layout {layout}, supported are {', '.join(LAYOUTS)}")
     if queue.draft_token_to_kv_pool is not None:
         raise refusal("cache_unsupported", "sglang", "draft pool", "speculative decoding")
     if getattr(queue.scheduler, "enable_hisparse", False):
         raise refusal("cache_unsupported", "sglang", "host rows", "hisparse")
+    if (device := queue.metadata_buffers.output_ids.device.type) != "cpu":
+        raise OperatorError("cache_unsupported", f"metadata buffers: on {device}, must be on the CPU")
+    if has_windows(pool):
+        _check_halves(pool)
+    for half in _pools(pool):
+        _check_rows(half)
+
+
+def _check_halves(pool: Any) -> None:
+    for name, half, layers in (
+        ("full_kv_pool", getattr(pool, "full_kv_pool", None), pool.full_layer_nums),
+        ("swa_kv_pool", getattr(pool, "swa_kv_pool", None), pool.swa_layer_nums),
+    ):
+        found = "none" if half is None else type(half).__name__
+        if POOLS.get(found) in UNSUPPORTED:
+            raise refusal("cache_unsupported", "sglang", POOLS[found], f"KV pool: SWAKVPool whose {name} is {found}")
+        if found != HALF or not layers:
+            reason = f"KV pool: SWAKVPool whose {name} is {found} of {layers} layers, must be {HALF} of some"
+            raise OperatorError("cache_unsupported", reason)
+    if pool.full_to_swa_index_mapping is None or pool.swa_req_ring_size is not None:
+        reason = "its slots are a ring of each request's" if pool.swa_req_ring_size else "nothing maps slots to it"
+        raise OperatorError("cache_unsupported", f"KV pool: SWAKVPool whose swa_kv_pool is not in pages: {reason}")
+
+
+def _check_rows(pool: Any) -> None:
+    if (layout := getattr(pool, "kv_cache_layout", "nhd")) not in LAYOUTS:
+        raise OperatorError("cache_unsupported", f"KV pool: layout {layout}, supported are {', '.join(LAYOUTS)}")
     if pool.dtype not in CODEC_OF:
         raise OperatorError("codec_unknown", f"KV pool: {pool.dtype}, supported are {', '.join(map(str, CODEC_OF))}")
     method = getattr(pool, "quant_method", None)
     if (name := getattr(method, "name", "unquantized")) != "unquantized":
         raise OperatorError("codec_unknown", f"KV pool: quantized by {name}, must hold plain numbers")
-    if (device := queue.metadata_buffers.output_ids.device.type) != "cpu":
-        raise OperatorError("cache_unsupported", f"metadata buffers: on {device}, must be on the CPU")
 
 
 def moved(pool: Any) -> None:
     """Update the addresses that SGLang keeps, after a CPU pool's tensors have moved into shared memory."""
-    if hasattr(pool, "_init_data_ptrs_and_strides"):
-        pool._init_data_ptrs_and_strides()
-    elif getattr(pool, "data_ptrs", None) is not None:
-        addresses = [tensor.data_ptr() for tensor in pool.kv_buffer]
-        pool.data_ptrs = torch.tensor(addresses, dtype=torch.uint64, device=pool.device)
+    for half in _pools(pool):
+        if hasattr(half, "_init_data_ptrs_and_strides"):
+            half._init_data_ptrs_and_strides()
+        elif getattr(half, "data_ptrs", None) is not None:
+            addresses = [tensor.data_ptr() for tensor in half.kv_buffer]
+            half.data_ptrs = torch.tensor(addresses, dtype=torch.uint64, device=half.device)
+
+
+def _pools(pool: Any) -> tuple[Any, ...]:
+    """The pools that have tensors."""
+    return (pool.full_kv_pool, pool.swa_kv_pool) if has_windows(pool) else (pool,)
+
+
+def _groups(queue: Any, shard: Shard, attentions: dict[int, Any], is_decoder: bool) -> list[LayerGroup]:
+    pool, config = queue.token_to_kv_pool, queue.scheduler.model_config
+    page = int(pool.page_size)
+    if _is_latent(pool):
+        return [LayerGroup(pool, 0, _numbers(pool), Heads(0, 1, 1), page, "mla")]
+    total = int(config.get_total_num_kv_heads())
+    if not has_windows(pool):
+        return [LayerGroup(pool, 0, _numbers(pool), _heads(pool, total, shard), page)]
+    full, window = pool.full_kv_pool, pool.swa_kv_pool
+    if is_decoder and page == 1 and queue.scheduler.server_args.disaggregation_decode_enable_radix_cache:
+        # SGLang would also hand out slots before the window, which nobody has written.
+        reason = "page_size: 1, must be larger beside layers with a window and a radix cache on the decode side"
+        raise OperatorError("cache_unsupported", reason)
+    layers = _mapped(pool, True)
+    of_window = config.hf_text_config.swa_num_key_value_heads if config.is_hybrid_swa_compress else total
+    kind, tokens = _window(queue, attentions, layers)
+    # The decode side needs no row before the window: its prefix cache hands out rows of full layers only. So there a
+    # block of the window is one token, whatever the page, and every sender's blocks are a multiple of that. In the
+    # layout `hnd` it must be a page.
+    block = 1 if is_decoder and not _is_hnd(window) else page
+    return [
+        LayerGroup(full, 0, _mapped(pool, False), _heads(full, total, shard), page),
+        LayerGroup(window, WINDOW_GROUP, layers, _heads(window, int(of_window), shard), block, kind, tokens),
+    ]
+
+
+def _window(queue: Any, attentions: dict[int, Any], layers: tuple[int, ...]) -> tuple[LayerKind, int]:
+    """The kind of these layers, and how many tokens they see, the current one included."""
+    kept = int(queue.scheduler.sliding_window_size or 0)  # before the current token
+    before = {_before(attentions.get(layer)) for layer in layers}
+    chunk = int(getattr(queue.scheduler.model_config, "attention_chunk_size", None) or 0)
+    if before == {0} and 0 < chunk <= kept:
+        return "chunked", chunk
+    if len(before) != 1 or not 0 < (tokens := max(before)) <= kept:
+        reason = f"window: layers see {sorted(before)} tokens before the current one, SGLang keeps {kept}"
+        raise OperatorError("cache_unsupported", f"{reason}; must be one number, and kept")
+    return "sliding", tokens + 1
+
+
+def _before(attention: Any) -> int:
+    """How many tokens before the current one a layer sees, 0 for all. SGLang's window excludes the current token."""
+    return max(0, int(getattr(attention, "sliding_window_size", None) or 0))
+
+
+def _numbers(pool: Any) -> tuple[int, ...]:
+    return tuple(range(pool.start_layer, pool.start_layer + pool.layer_num))
+
+
+def _mapped(pool: Any, is_window: bool) -> tuple[int, ...]:
+    """The model's numbers of the layers of a half, in the order of its tensors."""
+    places = sorted((at, layer) for layer, (at, has_window) in pool.layers_mapping.items() if has_window == is_window)
+    return tuple(layer for _, layer in places)
+
+
+def _heads(pool: Any, total: int, shard: Shard) -> Heads:
+    heads = Heads.of(total, shard.tp_rank, shard.tp_size)
+    if int(pool.head_num) != heads.count:
+        reason = f"KV pool: {pool.head_num} heads on rank {shard.tp_rank} of {shard.tp_size}, expected {heads.count}"
+        raise OperatorError("heads_unknown", reason)
+    return heads
 
 
 def _is_latent(pool: Any) -> bool:
@@ -127,15 +265,15 @@ def _attentions(model: Any) -> dict[int, Any]:
     return {module.layer_id: module for module in model.modules() if type(module).__name__ == "RadixAttention"}
 
 
-def _parts(pool: Any, attentions: dict[int, Any]) -> Iterator[LayerTensor]:
-    for index in range(pool.layer_num):
-        layer = pool.start_layer + index
+def _parts(group: LayerGroup, attentions: dict[int, Any]) -> Iterator[LayerTensor]:
+    pool = group.pool
+    for index, layer in enumerate(group.layers):
         k_scale, v_scale = (_scale(attentions.get(layer), part) for part in "kv")
         if _is_latent(pool):
-            yield LayerTensor(layer, "latent", pool.kv_buffer[index], k_scale)
+            yield LayerTensor(group, layer, "latent", pool.kv_buffer[index], k_scale)
         else:
-            yield LayerTensor(layer, "k", pool.k_buffer[index], k_scale)
-            yield LayerTensor(layer, "v", pool.v_buffer[index], v_scale)
+            yield LayerTensor(group, layer, "k", pool.k_buffer[index], k_scale)
+            yield LayerTensor(group, layer, "v", pool.v_buffer[index], v_scale)
 
 
 def _scale(attention: Any, part: str) -> float:
@@ -146,50 +284,52 @@ def _scale(attention: Any, part: str) -> float:
     return 1.0 if said is None else float(said)
 
 
-def _plane(part: LayerTensor, region: int, pool: Any, heads: Heads) -> Plane:
-    tensor, size, page = part.tensor, part.tensor.element_size(), int(pool.page_size)
+def _plane(part: LayerTensor, region: int) -> Plane:
+    group, tensor, size = part.group, part.tensor, part.tensor.element_size()
     strides = [stride * size for stride in tensor.stride()]
-    if _is_hnd(pool):
+    if _is_hnd(group.pool):
         block, head, slot, element = strides
     else:
         slot, head, element = strides
-        block = page * slot
-    width = tensor.shape[-1]
-    scales = (part.scale,) if pool.dtype in FP8 else ()
+        block = group.block_tokens * slot
+    width, dtype = tensor.shape[-1], group.pool.dtype
+    scales = (part.scale,) if dtype in FP8 else ()
     return Plane(
         layer=part.layer,
         part=part.name,
+        group=group.number,
         region=region,
         offset=int(tensor.storage_offset()) * size,
         block_stride=block,
-        token_axis=(Step(page, slot),),
+        token_axis=(Step(group.block_tokens, slot),),
         head_stride=head,
         element_axis=(Step(width, element),),
-        first_head=heads.first,
-        heads=heads.count,
-        total_heads=heads.total,
-        codec=Codec(name=CODEC_OF[pool.dtype], width=width, element_bytes=size, row_bytes=width * size, scales=scales),
+        first_head=group.heads.first,
+        heads=group.heads.count,
+        total_heads=group.heads.total,
+        codec=Codec(name=CODEC_OF[dtype], width=width, element_bytes=size, row_bytes=width * size, scales=scales),
         name=f"layer {part.layer} {part.name}",
     )
 
 
 def _layers(
-    parts: list[LayerTensor], pool: Any, heads: Heads, attentions: dict[int, Any], config: Any, shard: Shard
+    parts: list[LayerTensor], attentions: dict[int, Any], config: Any, shard: Shard
 ) -> tuple[Layer | None, ...]:
     """One record per layer of this rank; None for layers of other pipeline ranks."""
     mine: dict[int, Layer] = {}
     for part in parts:
+        group = part.group
         widths = {other.name: other.tensor.shape[-1] for other in parts if other.layer == part.layer}
-        if _is_latent(pool):
-            rope = int(pool.qk_rope_head_dim)
+        if _is_latent(group.pool):
+            rope = int(group.pool.qk_rope_head_dim)
             mine[part.layer] = Layer(kind="mla", kv_heads=1, key_width=widths["latent"], value_width=0, rope_width=rope)
             continue
-        # SGLang's window excludes the current token. A model's window includes it.
-        before = getattr(attentions.get(part.layer), "sliding_window_size", -1)
-        window = before + 1 if before > 0 else 0
+        kind, window = group.kind, group.window
+        if not window and (before := _before(attentions.get(part.layer))):  # a window whose memory is not given up
+            kind, window = "sliding", before + 1
         mine[part.layer] = Layer(
-            kind="sliding" if window else "full",
-            kv_heads=heads.total,
+            kind=kind,
+            kv_heads=group.heads.total,
             key_width=widths["k"],
             value_width=widths["v"],
             window=window,

@@ -49,6 +49,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self._tokens = 0  # that we have pages for
         self._aux_index = -1
         self._pages = None  # allocated to us, and not asked for yet
+        self._window: tuple[Blocks, ...] = ()  # beside the pages, for layers with a window
         self._first_token = 0
         self._is_wanted = False  # all is asked for: `_poll` waits for the want and the row
         self._expected = None  # what another engine holds for us while the request queues
@@ -146,7 +147,9 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
                 return self._fail("only pages on the device can be written")
             self._aux_index = -1 if aux_index is None else aux_index
-            self._pages, self._first_token = kv_indices.tolist(), decode_prefix_len or 0
+            self._first_token = decode_prefix_len or 0
+            self._window = self.kv_mgr.window_wanted(state_indices, self._first_token + self._tokens)
+            self._pages = kv_indices.tolist()
             self.init_time = time.time()
             self._ask_soon()
         except Exception as error:  # as above
@@ -212,7 +215,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             sender=self._agents()[0],
             first_token=first,
             end_token=first + self._tokens,
-            blocks=(Blocks(0, first // page, tuple(pages)),) if pages else (),
+            blocks=(Blocks(0, first // page, tuple(pages)), *self._window) if pages else (),
             deadline_s=min(float(manager.waiting_timeout), 86400.0),
             fence=manager.mark_free(),
             traceparent=self._traceparent,

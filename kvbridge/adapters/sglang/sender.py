@@ -53,12 +53,13 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._length = 0  # of the prompt
         self._changes = 0  # of the weights, when its request came
         self._is_fetched_elsewhere = self._was_offered = False
+        self._req: Any = None
 
     def bind(self, req: Any) -> None:
         """Take the prompt from SGLang's request. Fails it if the prompt is not carried or the parameters are bad."""
         if self._is_over:
             return
-        self._changes = self.kv_mgr.weights_changes
+        self._req, self._changes = req, self.kv_mgr.weights_changes
         is_fetched_elsewhere, bad_params = attempt(req, "custom_params", foreign.is_fetched_elsewhere)
         self._is_fetched_elsewhere = is_fetched_elsewhere is not False  # nonsense is said of another engine too
         self._prompt, reason = self.kv_mgr.name(req)
@@ -106,6 +107,9 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             return self._fail("no memory is attached to an agent")
         if self._changes != manager.weights_changes:
             return self._fail("other_weights: the weights have changed since the request came")
+        window, reason = manager.window_offered(self._req, tokens) if is_last else ((), "")
+        if reason:
+            return self._fail(reason)
         if is_new := not self._number:
             self._number, self._was_offered = talk.new_number(), True
             manager.watch(self._number)
@@ -118,7 +122,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
                 request=self._name or str(self.bootstrap_room),
                 first_token=self._first_token,
                 tokens=tokens,
-                blocks=blocks,
+                blocks=(*blocks, *window),
                 is_last=is_last,
                 is_more=not is_new,
                 hold_s=manager.options.hold_s if is_last else COMPUTING_S,
@@ -198,7 +202,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         """Withdraw the offer and leave the room. Idempotent. A recorded cause takes precedence over `failure`."""
         if self._is_over:
             return
-        self._is_over = True
+        self._is_over, self._req = True, None
         manager, number = self.kv_mgr, self.bootstrap_room
         self._take_back(failure or "the request is over")
         with manager.failure_lock:

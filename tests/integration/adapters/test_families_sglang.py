@@ -37,6 +37,8 @@ def queue_for(family: Family, tp: int) -> Any:
         pool = plain(PAGE, heads=heads, **common, head_dim=first.key_width, v_head_dim=first.value_width)
     elif family.pool == "MLATokenToKVPool":
         pool = latent(PAGE, **common, kv_lora_rank=512, qk_rope_head_dim=64)
+    elif family.pool == "SWAKVPool":
+        return windowed(family, tp)
     else:
         pool = object.__new__(pool_class(family.pool))
     queue = queue_of(pool, heads=first.kv_heads, layers=len(model.layers))
@@ -46,6 +48,44 @@ def queue_for(family: Family, tp: int) -> Any:
     ]
     queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList(modules)
     queue.draft_token_to_kv_pool = latent(PAGE) if family.sides and "speculative" in family.sides["sglang"][1] else None
+    return queue
+
+
+def windowed(family: Family, tp: int) -> Any:
+    """Its windows have memory of their own. The modules say what SGLang's models say (mimo_v2.py, step3p5.py, ...)."""
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    layers = [layer for layer in read(family.config).layers if layer is not None]
+    window = next(layer for layer in layers if layer.window)
+    full = next(layer for layer in layers if not layer.window)
+    held = [max(1, layer.kv_heads // tp) for layer in (full, window)]
+    pool = SWAKVPool(
+        size=PAGE,
+        size_swa=PAGE,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        head_num=held[0],
+        head_dim=full.key_width,
+        v_head_dim=full.value_width,
+        swa_head_num=held[1],
+        swa_head_dim=window.key_width,
+        swa_v_head_dim=window.value_width,
+        swa_attention_layer_ids=[index for index, layer in enumerate(layers) if layer.window],
+        full_attention_layer_ids=[index for index, layer in enumerate(layers) if not layer.window],
+        device="cpu",
+    )
+    pool.register_mapping(torch.zeros(3 * PAGE, dtype=torch.int64))
+    queue = queue_of(pool, heads=full.kv_heads, layers=len(layers))
+    is_chunked, is_longer = window.kind == "chunked", family.models.startswith(("MiMo", "Step"))
+    before = window.window - (not is_chunked and not is_longer)
+    queue.scheduler.sliding_window_size = before
+    config = queue.scheduler.model_config
+    config.attention_chunk_size = before if is_chunked else None
+    config.is_hybrid_swa_compress = family.models.startswith(("MiMo", "Gemma"))
+    config.hf_text_config.swa_num_key_value_heads = window.kv_heads
+    queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList(
+        RadixAttention(i, window=before if layer.window and not is_chunked else -1) for i, layer in enumerate(layers)
+    )
     return queue
 
 
@@ -62,19 +102,21 @@ def told(pool: Pool) -> tuple[Any, ...]:
     return pool.model.layers, pool.model.depth, pool.shard, planes
 
 
+@pytest.mark.parametrize("is_decoder", [False, True], ids=["prefill", "decode"])
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize(
     "family", [family for family in FAMILIES if is_run(family, "sglang")], ids=lambda family: family.name
 )
-def test_plan_says_of_a_config_what_the_adapter_says_of_the_pool(family: Family, tp: int) -> None:
+def test_plan_says_of_a_config_what_the_adapter_says_of_the_pool(family: Family, tp: int, is_decoder: bool) -> None:
     _, options = family.sides.get("sglang", ("", ""))
-    shard = Shard(tp_rank=tp - 1, tp_size=tp)
+    shard, command = Shard(tp_rank=tp - 1, tp_size=tp), parse(f"sglang --tp {tp} --page-size {PAGE} {options}")
+    names: dict[str, Any] = {"model_name": "m", "engine_id": "e", "is_decoder": is_decoder}
     try:
-        planned = pools_of(read(family.config), parse(f"sglang --tp {tp} --page-size {PAGE} {options}"), "m", "e")
+        planned = pools_of(read(family.config), command, "m", "e", is_decoder)
     except KVBridgeError as error:
         with pytest.raises(KVBridgeError) as refused:
-            describe(queue_for(family, tp), shard, model_name="m", engine_id="e")
+            describe(queue_for(family, tp), shard, **names)
         missing = str(refused.value).partition("kvbridge cannot carry ")[2]
         assert missing and missing in str(error)
         return
-    assert told(planned[tp - 1]) == told(describe(queue_for(family, tp), shard, model_name="m", engine_id="e").pool)
+    assert told(planned[tp - 1]) == told(describe(queue_for(family, tp), shard, **names).pool)

@@ -38,7 +38,7 @@ class Talk:
         self.numbers = count(1)
         self.said: list[Any] = []
         self.news: list[Ended] = []
-        self.memory = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+        self.memory = SimpleNamespace(device=SimpleNamespace(type="cpu"), pool=SimpleNamespace(groups=(None,)))
 
     is_waiting = False
 
@@ -102,7 +102,7 @@ def manager(role: str) -> Any:
     made._watched, made._wanted, made._look_at = {}, {}, 0.0
     made._outdated, made._weights, made.next_weights, made.weights_changes = set(), "default", "", 0
     made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}
-    made._queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False))
+    made._queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False), token_to_kv_pool=None)
     made.options = SimpleNamespace(hold_s=30.0)
     made.disaggregation_mode = DisaggregationMode(role)
     made.request_status, made.failure_records, made.failure_lock = {}, {}, threading.Lock()
@@ -147,6 +147,8 @@ def req(prompt: str = "ab", told: dict[str, Any] | None = None) -> Any:
         origin_input_ids=[0] * 48,
         sampling_params=SimpleNamespace(custom_params={"kvbridge": told, "traceparent": TRACE} if told else None),
         return_logprob=False,
+        bootstrap_room=ROOM,
+        kv=SimpleNamespace(req_pool_idx=1),
     )
 
 

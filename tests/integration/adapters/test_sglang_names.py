@@ -48,7 +48,8 @@ READ = {
         "target_tp_ranks target_cp_ranks target_pp_ranks required_dst_info_num required_prefill_response_num"
     ),
     "sglang.srt.disaggregation.common.conn.AbortNotification": "room decode_ip decode_port",
-    "sglang.srt.disaggregation.base.conn.KVArgs": "aux_data_ptrs aux_item_lens page_size",
+    "sglang.srt.disaggregation.base.conn.KVArgs": "aux_data_ptrs aux_item_lens page_size state_types",
+    "sglang.srt.disaggregation.base.conn.StateType": "SWA",
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue": (
         "token_to_kv_pool draft_token_to_kv_pool scheduler metadata_buffers kv_manager"
     ),
@@ -61,6 +62,13 @@ READ = {
         "k_buffer v_buffer head_num kv_cache_layout use_hnd quant_method _init_data_ptrs_and_strides"
     ),
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool": "kv_buffer kv_lora_rank qk_rope_head_dim data_ptrs",
+    "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool": (
+        "full_kv_pool swa_kv_pool full_layer_nums swa_layer_nums layers_mapping full_to_swa_index_mapping "
+        "swa_req_ring_size page_size"
+    ),
+    "sglang.srt.mem_cache.allocator.swa.SWATokenToKVPoolAllocator": "page_size translate_swa_indices_for_transfer",
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": "req_to_token",
+    "sglang.srt.managers.schedule_batch.ReqKvInfo": "req_pool_idx",
     "sglang.srt.layers.radix_attention.RadixAttention": (
         "layer_id k_scale v_scale k_scale_float v_scale_float sliding_window_size"
     ),
@@ -73,17 +81,21 @@ READ = {
     "sglang.srt.managers.io_struct.GenerateReqInput": "parallel_sample_num batch_size __getitem__",
     "sglang.srt.managers.io_struct.TokenizedGenerateReqInput": "rid bootstrap_room",
     "sglang.srt.sampling.sampling_params.SamplingParams": "custom_params",
-    "sglang.srt.configs.model_config.ModelConfig": "vocab_size",
+    "sglang.srt.configs.model_config.ModelConfig": "vocab_size is_hybrid_swa_compress attention_chunk_size",
     "sglang.srt.managers.scheduler.Scheduler": (
         "_sched_idled model_config tp_worker server_args weight_updater disagg_prefill_bootstrap_queue "
-        "disagg_decode_prealloc_queue disagg_prefill_inflight_queue process_disagg_prefill_inflight_queue"
+        "disagg_decode_prealloc_queue disagg_prefill_inflight_queue process_disagg_prefill_inflight_queue "
+        "sliding_window_size token_to_kv_pool_allocator req_to_token_pool"
     ),
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": "scheduler _session",
     "sglang.srt.managers.schedule_batch.Req": (
         "origin_input_ids output_ids lora_id extra_key cache_salt input_embeds positional_embed_overrides "
-        "token_type_ids multimodal_inputs disagg_kv_sender sampling_params return_logprob logprob return_sampling_mask"
+        "token_type_ids multimodal_inputs disagg_kv_sender sampling_params return_logprob logprob return_sampling_mask "
+        "kv bootstrap_room"
     ),
-    "sglang.srt.arg_groups.fields.disagg.Disagg": "disaggregation_transfer_backend",
+    "sglang.srt.arg_groups.fields.disagg.Disagg": (
+        "disaggregation_transfer_backend disaggregation_decode_enable_radix_cache"
+    ),
     "sglang.srt.arg_groups.fields.parallel.Parallel": (
         "tp_rank pp_rank attn_tp_rank attn_tp_size attn_dp_rank attn_cp_rank attn_cp_size attn_dcp_size world_group "
         "tp_size pp_size dp_size nnodes enable_dp_attention dp_rank enable_kv_cache_sharding "

@@ -6,9 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from demo.model import HEAD_WIDTH, HIDDEN, LAYERS, QUERY_HEADS, VOCABULARY, write_config, write_model, write_weights
+from demo.model import (
+    GAINS,
+    HEAD_WIDTH,
+    HIDDEN,
+    LAYERS,
+    QUERY_HEADS,
+    VOCABULARY,
+    write_config,
+    write_model,
+    write_weights,
+)
 
 WINDOW = 96
+SEEN = 80  # the window of the models with halves, as their configurations say it
 LATENT, ROPE = 512, 64  # the only ones that vLLM's CPU backend for latents has kernels for
 
 
@@ -60,6 +71,74 @@ def write_latent(folder: Path, **changes: object) -> Path:
     )
     shapes = _shapes(json.loads((folder / "config.json").read_text()))
     return write_weights(folder, shapes, {"lm_head": 4.0}, 1.5)
+
+
+def write_halves(folder: Path) -> Path:
+    """MiMo-V2 without experts: layers 1 and 2 have a window, more heads, and memory of their own in SGLang.
+
+    Keys are wider than values. SGLang's window has SEEN tokens before the current one, one more than vLLM's.
+    """
+    write_config(
+        folder,
+        architectures=["MiMoV2FlashForCausalLM"],
+        model_type="mimo_v2_flash",
+        hybrid_layer_pattern=[0, 1, 1, 0],
+        num_key_value_heads=2,
+        swa_num_key_value_heads=4,
+        swa_num_attention_heads=QUERY_HEADS,
+        head_dim=2 * HEAD_WIDTH,
+        swa_head_dim=2 * HEAD_WIDTH,
+        v_head_dim=HEAD_WIDTH,
+        swa_v_head_dim=HEAD_WIDTH,
+        sliding_window=SEEN,
+        sliding_window_size=SEEN,
+        attention_bias=False,
+        add_swa_attention_sink_bias=False,
+        add_full_attention_sink_bias=False,
+        attention_value_scale=0.707,
+        partial_rotary_factor=0.5,
+        swa_rope_theta=10000.0,
+        layernorm_epsilon=1e-5,
+        moe_layer_freq=[0] * LAYERS,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        n_group=1,
+        topk_group=1,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        norm_topk_prob=True,
+    )
+    shapes = [_layer(layer, heads, 2 * HEAD_WIDTH) for layer, heads in enumerate((2, 4, 4, 2))]
+    return _write_windows(folder, shapes)
+
+
+def _write_windows(folder: Path, layers: list[dict[str, tuple[int, ...]]]) -> Path:
+    """What layers 1 and 2 add is raised, or no token would tell whether the rows of their windows are there."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
+    for layer in layers:
+        shapes |= layer
+    raised = {f"layers.{layer}.self_attn.{name}": 2.0 for layer in (1, 2) for name in ("v_proj", "o_proj")}
+    return write_weights(folder, shapes, GAINS | raised, 1.0)
+
+
+def _layer(layer: int, kv_heads: int, key_width: int, **more: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    shapes = {
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (QUERY_HEADS * key_width, HIDDEN),
+        "self_attn.k_proj": (kv_heads * key_width, HIDDEN),
+        "self_attn.v_proj": (kv_heads * HEAD_WIDTH, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, QUERY_HEADS * HEAD_WIDTH),
+        "mlp.gate_proj": (2 * HIDDEN, HIDDEN),
+        "mlp.up_proj": (2 * HIDDEN, HIDDEN),
+        "mlp.down_proj": (HIDDEN, 2 * HIDDEN),
+    }
+    return {f"model.layers.{layer}.{name}.weight": shape for name, shape in (shapes | more).items()}
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

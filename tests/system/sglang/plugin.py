@@ -13,11 +13,13 @@ import logging
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from demo.sglang_rows import keep, watch
 from tests.system.engines import marks, weights
 
+NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 PAUSE = "pause"
 SEEDED = "kvbridge_test: seeded"  # what a rank says whose weights were made
 
@@ -45,6 +47,9 @@ def register() -> None:
         group.all_to_all_single = group._all_to_all_single
         dp_attention.memcpy_func = dp_attention.memcpy_cpu
         TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+        for name in ("forward_extend", "forward_decode"):
+            HookRegistry.register(f"{NATIVE}.{name}", _attend, HookType.AROUND)
+        HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope", _flat_rope, HookType.AROUND)
     if "KVBRIDGE_TEST_SEED" in os.environ:
         HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _seeded, HookType.AROUND)
     if "KVBRIDGE_TEST_ROWS" in os.environ or marks.VARIABLE in os.environ:
@@ -68,6 +73,31 @@ class _Dram(str):
 
 def _any_ranks(kind: str, kinds: list[str], context: str) -> str:
     return _Dram(kind) if context == "destination" else kind
+
+
+def _attend(original: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's attention for CPUs writes the rows of a window at their own slots, and reads them at the others'.
+
+    It takes no sinks either, which a model may pass on as None.
+    """
+    assert kwargs.pop("sinks", None) is None
+    pool, tokens = backend.token_to_kv_pool, backend.req_to_token_pool
+    if not getattr(pool, "layers_mapping", {}).get(layer.layer_id, (0, False))[1]:
+        return original(backend, q, k, v, layer, *args, **kwargs)
+    mapped = pool.full_to_swa_index_mapping[tokens.req_to_token.long()]
+    backend.req_to_token_pool = SimpleNamespace(req_to_token=mapped)
+    try:
+        return original(backend, q, k, v, layer, *args, **kwargs)
+    finally:
+        backend.req_to_token_pool = tokens
+
+
+def _flat_rope(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers 5 keeps one record for each kind of layer. MiMo has taken from it what it needs."""
+    scaling = kwargs.get("rope_scaling")
+    if isinstance(scaling, dict) and any(isinstance(each, dict) for each in scaling.values()):
+        kwargs["rope_scaling"] = None
+    return original(*args, **kwargs)
 
 
 def _seeded(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:

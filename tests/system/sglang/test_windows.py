@@ -1,0 +1,96 @@
+"""Real SGLang servers of models whose layers with a window have memory of their own (`SWAKVPool`).
+
+The oracle is SGLang's own mapping of slots, on both sides: the rows that a token of the window has on the prefill side
+are those it has on the decode side. Before the window the decode side has no slots.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+
+from tests.system.engines.kinds import SEEN, write_halves
+from tests.system.kept import kept
+from tests.system.sglang.fleet import Answer, Fleet, assert_idle, prompt
+from tests.system.sglang.rows import SavedRows, assert_carried
+from tests.system.sglang.server import ServerConfig
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+# SGLang has no prefix cache on the decode side for a model whose halves differ in their heads. It takes running
+# requests out every few steps, and puts them back.
+RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+OTHERS = {"d64-plain": ServerConfig("decode", page_size=64, keeps_prefixes=False, environment=RETRACTS)}
+LAYERS = (1, 2)  # with a window
+
+fleet = kept(Fleet, write=write_halves, others=OTHERS, start=("p16", "d64-plain", "alone"))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill and a decode server, and how many tokens before the current one a window has."""
+
+    fleet: Fleet
+    sender: str
+    receiver: str
+    before: int
+
+    def crossed(self, tokens: list[int]) -> Answer:
+        """The rows of full layers come, those of windows from the window on; the tokens are one server's alone."""
+        ((room, answer),) = self.fleet.ask(self.sender, self.receiver, [tokens])
+        self.check(room, tokens, answer)
+        return answer
+
+    def check(self, room: int, tokens: list[int], answer: Answer) -> None:
+        given, taken = self.fleet.rows(self.sender, self.receiver, room)
+        assert_carried(chosen(given, False), chosen(taken, False))
+        first = max(0, len(tokens) - self.before)
+        assert_carried(chosen(given, True, first), chosen(taken, True, first))
+        page = self.fleet.configs[self.receiver].page_size
+        for rows in chosen(taken, True).rows.values():
+            assert not rows[: max(0, first - page - max(page, self.before))].any(), "rows before the window"
+        self.fleet.assert_same_as_alone(tokens, answer)
+
+
+def chosen(rows: SavedRows, have_window: bool, first: int = 0) -> SavedRows:
+    """The rows of some layers, from a token on."""
+    return SavedRows(
+        {key: each[first:] for key, each in rows.rows.items() if (key[0] in LAYERS) == have_window}, rows.codec
+    )
+
+
+@pytest.fixture
+def pair(fleet: Fleet) -> Pair:
+    return Pair(fleet, "p16", "d64-plain", SEEN)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 79, 80, 81, 96, 300, 304, 319])
+def test_a_window_is_carried(pair: Pair, length: int) -> None:
+    pair.crossed(prompt(length, seed=length))
+
+
+@pytest.mark.parametrize("length", [257, 512, 513, 1500])
+def test_a_window_of_a_prompt_that_is_computed_in_chunks(pair: Pair, length: int) -> None:
+    pair.crossed(prompt(length, seed=1000 + length))
+
+
+def test_a_prefix_that_the_prefilling_side_has(pair: Pair) -> None:
+    """Its own rows are offered where it has them; the window may lie in the prefix, behind it, or in both."""
+    head = prompt(320, seed=2000)
+    pair.crossed(head)
+    for more in (1, 40, 200):
+        answer = pair.crossed(head + prompt(more, seed=2000 + more))
+        assert len(answer.tokens) > 1
+
+
+def test_requests_that_are_taken_out_and_put_back(pair: Pair) -> None:
+    prompts = [prompt(60 + 90 * i, seed=3000 + i) for i in range(6)]
+    pair.fleet.start(pair.sender, pair.receiver)
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda each: pair.fleet.ask(pair.sender, pair.receiver, [each])[0], prompts))
+    for tokens, (room, answer) in zip(prompts, answers, strict=True):
+        pair.check(room, tokens, answer)
+    assert "Testing retraction. #retracted_reqs: 1" in pair.fleet[pair.receiver].text()
+    assert_idle(pair.fleet, pair.sender, pair.receiver)
