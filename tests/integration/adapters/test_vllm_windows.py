@@ -240,5 +240,6 @@ def test_a_request_that_goes_on_is_not_offered_from_a_window(tmp_path: Path) -> 
     world = World(tmp_path, specs=[FULL, SLIDING]).ready()
     world.request(40, max_tokens=4, do_remote_decode=True, do_remote_prefill=False)
     world.run()
-    assert world.agents[0].take(Offer) == []
+    (offer,) = world.agents[0].take(Offer)
+    assert (offer.tokens, offer.blocks, offer.is_last) == (0, (), True)
     world.assert_empty()
