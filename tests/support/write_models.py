@@ -36,6 +36,10 @@ TAIL = """
 vLLM before 0.30 cannot be told of a failed receive in more than one group of layers. Models with windows need
 `--disable-hybrid-kv-cache-manager` there, and then keep all tokens.
 
+vLLM makes the pages of all layers equal. So blocks of windows may be larger than those of full layers, and differ with
+TP: Gemma 4 26B has windows in blocks of 16 tokens up to TP 4, of 32 from TP 8 on. Windows are carried to equal or
+smaller blocks. To larger ones the prefill side needs a larger `--block-size` (there 32).
+
 ## Before anything is started
 
 `kvbridge plan --model` reads a model's config.json (or a folder that has one) and the commands that start the two

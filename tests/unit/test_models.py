@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvbridge.errors import KVBridgeError, OperatorError
+from kvbridge.geometry import compat
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps
 from kvbridge.models.config import FAMILIES as READERS
@@ -87,6 +88,30 @@ LAYERS: list[tuple[dict[str, Any], int, tuple[Any, ...]]] = [
 @pytest.mark.parametrize(("config", "layer", "expected"), LAYERS)
 def test_a_layer_is_what_the_config_says(config: dict[str, Any], layer: int, expected: tuple[Any, ...]) -> None:
     assert layer_of(config, layer) == expected
+
+
+GEMMA4_31B = GEMMA4 | {"num_key_value_heads": 16, "num_global_key_value_heads": 4, "num_attention_heads": 32}
+
+
+@pytest.mark.parametrize("text", [GEMMA4, GEMMA4_31B], ids=["26B", "31B"])
+@pytest.mark.parametrize("block", ["", "--block-size 32"])
+def test_gemma_4_goes_from_any_parallel_size_to_any(text: dict[str, Any], block: str) -> None:
+    """vLLM makes all pages equal: so blocks of windows are twice as large where both kinds of layers have one head.
+
+    From smaller blocks of windows to those nothing is carried, unless the prefill side has twice as many tokens in all.
+    """
+    refused = {(tp, to) for tp in SIZES for to in SIZES if obstacles(text, f"vllm -tp {tp} {block}", f"vllm -tp {to}")}
+    alone = 8 if text is GEMMA4 else 16  # from here on there is a head of a window for each rank, or less
+    assert refused == (set() if block else {(tp, to) for tp in SIZES for to in SIZES if tp < alone <= to})
+
+
+SIZES = (1, 2, 4, 8, 16)
+
+
+def obstacles(text: dict[str, Any], prefill: str, decode: str) -> set[str]:
+    """The fields in which some ranks of two engines for this model do not fit."""
+    sides = [pools_of(read({"text_config": text}), parse(side), "m", "e") for side in (prefill, decode)]
+    return {each.field for sender in sides[0] for receiver in sides[1] for each in compat.obstacles(sender, receiver)}
 
 
 def test_layers_that_read_anothers_kv_have_none() -> None:

@@ -182,7 +182,8 @@ def _check(name: str, spec: Any, attention: Any, shard: Shard) -> None:
     if shard.cp_size > 1 and not getattr(spec, "dcp_sharded", True):
         raise OperatorError(
             "context_parallel_unsupported",
-            f"{name}: dcp_sharded False, decode_context_parallel_size {shard.cp_size}; needs all layers split alike",
+            f"{name}: dcp_sharded False, decode_context_parallel_size {shard.cp_size}, so its ranks do not split this "
+            "layer's tokens; needs --decode-context-parallel-size 1",
         )
 
 

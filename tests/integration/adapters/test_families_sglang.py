@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvbridge_proto.pool import Layer, Pool, Shard
+from kvbridge_proto.pool import Layer, Shard
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
@@ -19,6 +19,7 @@ from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
 from tests.integration.adapters.test_sglang_pool import RadixAttention, latent, on_a_cpu, plain, pool_class, queue_of
 from tests.support.families import FAMILIES, Family, is_run
+from tests.support.planned import told
 
 pytestmark = pytest.mark.sglang
 __all__ = ["on_a_cpu"]  # a fixture
@@ -87,19 +88,6 @@ def windowed(family: Family, tp: int) -> Any:
         RadixAttention(i, window=before if layer.window and not is_chunked else -1) for i, layer in enumerate(layers)
     )
     return queue
-
-
-def told(pool: Pool) -> tuple[Any, ...]:
-    """What decides whether a pair is carried: layers, heads, rows, and which tokens are kept in which pages."""
-    planes = {
-        (plane.layer, plane.part): (
-            *(plane.first_head, plane.heads, plane.total_heads, plane.codec.name, plane.codec.width),
-            *(plane.codec.row_bytes, pool.groups[plane.group].kind, pool.groups[plane.group].window),
-            pool.groups[plane.group].block_tokens,
-        )
-        for plane in pool.planes
-    }
-    return pool.model.layers, pool.model.depth, pool.shard, planes
 
 
 @pytest.mark.parametrize("is_decoder", [False, True], ids=["prefill", "decode"])

@@ -35,6 +35,7 @@ from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
 from tests.integration.adapters.test_vllm_pool import build, draft
 from tests.support.families import FAMILIES, Family
+from tests.support.planned import told
 
 pytestmark = pytest.mark.vllm
 
@@ -175,20 +176,6 @@ class Arch:
 def missing_in(error: KVBridgeError) -> str:
     """The first kind that the adapter or plan found, by what is missing."""
     return next(each.missing for each in UNSUPPORTED.values() if each.missing in str(error))
-
-
-def told(pool: Pool) -> tuple[Any, ...]:
-    """What decides whether a pair is carried: layers, heads, rows, and which tokens are kept in which blocks."""
-    planes = {
-        (plane.layer, plane.part): (
-            *(plane.first_head, plane.heads, plane.total_heads, plane.codec.name, plane.codec.width),
-            *(plane.codec.row_bytes, pool.groups[plane.group].kind, pool.groups[plane.group].window),
-            pool.groups[plane.group].block_tokens,
-        )
-        for plane in pool.planes
-    }
-    model = pool.model
-    return (model.layers, model.depth, model.drafts, model.draft), pool.shard, planes
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
