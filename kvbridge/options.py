@@ -272,9 +272,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "After how long all slots are replaced, if half of the receive_slots are quarantined",
             """
             A receive slot is quarantined while a peer may still write it. If half of them are (a peer is frozen, or
-            gone for good), new slots are made for the same engine, and the old ones are left behind. In host memory
-            this happens for fewer, too, after ten times as long and while nothing is under way. Send slots that late
-            writes are read from are replaced at once, half of them or more.
+            gone for good), new slots are made for the same engine, and the old ones are left behind. Fewer are freed
+            after ten times as long, while nothing is under way: by another fabric if their senders are on other
+            machines, else by new slots if they are in host memory. Send slots that late writes are read from are
+            replaced at once, half of them or more.
             """,
             gt=0,
             le=86400,

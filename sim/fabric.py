@@ -7,6 +7,7 @@ when the initiator polls and finds the write over.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -205,6 +206,13 @@ class SlotFabric:
         self._notices: deque[bytes] = deque()
 
     def register(self, address: int, size: int, *, is_target: bool = True) -> None: ...
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def successor(self, name: str) -> Callable[[], None]:
+        raise FabricError("fabric_unavailable", "all agents of this network are on one machine")
 
     def unregister(self, address: int) -> bool:
         return not any(write.local >> 32 == address >> 32 for write in self._writes.values())  # `World.next_base`

@@ -294,6 +294,7 @@ class Agent:
         )
         self.rebuilder = Rebuilder(
             self.slots,
+            self.receiver.quarantined_far,
             self.data_plane.send_orders.slots,
             self.engines,
             self.data_plane,

@@ -181,6 +181,10 @@ class Engines:
         is_alone = engine is None or engine_ranks(engine.pool) == 1
         return all([self._receiver.pause(), self._sender.pause(is_alone)])
 
+    def pause_wants(self) -> bool:
+        """The same for the receiving half only, until `renew_fabric` or `resume`."""
+        return self._receiver.pause()
+
     def resume(self) -> None:
         """The rebuild is cancelled."""
         self._receiver.resume()
@@ -198,6 +202,12 @@ class Engines:
         self.staged(endpoints.site)
         self._receiver.rebuilt(self._current.engine)  # first: what lands in the old slots is ignored from now on
         self._data_plane.switch(endpoints)
+
+    def renew_fabric(self, site: Site, reason: str) -> None:
+        """Peers reach our slots by another fabric: sessions with senders end, and new ones name it."""
+        self._peers.outgoing.renew(reason)
+        self.staged(site)
+        self._receiver.unreachable_from_far(self._current.engine)
 
     def _refuse(self, connection: LocalConnection, what: str, error: KVBridgeError, about: str = "") -> None:
         log.warning("refused %s: pid=%d code=%s %s", what, connection.pid, error.code, error)

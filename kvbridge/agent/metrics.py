@@ -21,7 +21,7 @@ from ..transport.door import Holder
 from . import scraping
 from .request_records import RequestRecord, Role
 
-Replaced = Literal["slots", "send_slots"]
+Replaced = Literal["slots", "send_slots", "fabric"]
 MAX_CODES = 200
 # fmt: off
 SECONDS = (
@@ -104,7 +104,8 @@ class Metrics:
         text = "1 for the attached engine; rows can be carried between engines with the same model_key"
         labels = ["model_key", *Traits.__struct_fields__]
         self._engine = Gauge("kvbridge_engine_info", text, labels, registry=registry)
-        self._rebuilds = Counter("kvbridge_rebuilds", "Times the slots were replaced", ["replaced"], registry=registry)
+        what = "Times slots or the fabric were replaced"
+        self._rebuilds = Counter("kvbridge_rebuilds", what, ["replaced"], registry=registry)
         for replaced in get_args(Replaced):
             self._rebuilds.labels(replaced)
         self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)

@@ -7,8 +7,10 @@ are left behind, and new ones take their place. The addresses of old receive slo
 New receive slots are behind a new fabric: sessions end, so this waits for `rebuild_s`. Nobody is told of send slots,
 so new ones are made at once: after an outage the writes out of the old ones may take as long again to end.
 
-A pod that is replaced leaves no proof: its successor has another lock. So a few receive slots in host memory, whose
-memory a rebuild gives back, are replaced as well, later and only if this costs no request.
+A pod that is replaced leaves no proof: its successor has another lock. So a few receive slots are freed as well, later
+and only if this costs no request. Whoever is on another machine writes through our fabric's connections and keys only.
+With another fabric in its place the same slots can be used again, on a GPU too. An agent of this machine may write our
+memory by itself: slots of such are replaced if they are in host memory, which a rebuild gives back.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class Rebuilder:
     def __init__(
         self,
         receive_slots: ReceiveSlots,
+        quarantined_far: Callable[[], Set[tuple[int, int]]],
         send_slots: SendSlots,
         engines: Engines,
         data_plane: DataPlane,
@@ -90,16 +93,19 @@ class Rebuilder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._receive_slots = receive_slots
+        self._quarantined_far = quarantined_far
         self._send_slots = send_slots
         self._engines = engines
         self._data_plane = data_plane
         self._metrics = metrics
         self._seconds = seconds
-        self._timer, self._few = QuarantineTimer(seconds), self._new_few()
+        self._timer = QuarantineTimer(seconds)
+        self._few, self._far = self._new_few(), self._new_few()
         self._is_pressing = False  # half are quarantined for too long
         self._clock = clock
-        self._refused = self._send_refused = ""
-        self._again_at = self._send_again_at = float("-inf")
+        self._refused = self._send_refused = self._fabric_refused = ""
+        self._again_at = self._send_again_at = self._fabric_again_at = float("-inf")
+        self._fabric_pause_ends: float | None = None  # while wants are paused for another fabric
         self._endpoints: StagingEndpoints | None = None  # made, but not used until what is under way has ended
         self._pause_ends = 0.0
 
@@ -112,11 +118,11 @@ class Rebuilder:
     @property
     def refused(self) -> str:
         """The code why slots that are due cannot be made, "" if there is no such reason."""
-        return self._refused or self._send_refused
+        return self._refused or self._send_refused or self._fabric_refused
 
     @property
     def is_pausing(self) -> bool:
-        return self._endpoints is not None
+        return self._endpoints is not None or self._fabric_pause_ends is not None
 
     @property
     def check_in_s(self) -> float:
@@ -126,6 +132,9 @@ class Rebuilder:
     async def check(self) -> None:
         """Replace slots if it is time to."""
         await self._check_send_slots()
+        await self._check_fabric()
+        if self._fabric_pause_ends is not None:
+            return
         if self._endpoints is None:
             self._endpoints = await self._prepared()
             self._pause_ends = self._clock() + PAUSE_S
@@ -145,7 +154,7 @@ class Rebuilder:
                 return
         endpoints, self._endpoints = self._endpoints, None
         self._engines.rebuild(endpoints, reason)
-        self._few = self._new_few()
+        self._few, self._far = self._new_few(), self._new_few()
         self._metrics.rebuilt("slots")
         log.warning("replaced the slots: %s", reason)
 
@@ -168,6 +177,34 @@ class Rebuilder:
                     len(self._send_slots),
                 )
 
+    async def _check_fabric(self) -> None:
+        """Replace the fabric, and no slots, once slots that only other machines may write have been stuck for long."""
+        now, far = self._clock(), self._quarantined_far()
+        if self._fabric_pause_ends is None:
+            if not self._far.is_over(far, now):
+                self._fabric_refused = ""
+                return
+            if self._endpoints is not None or now < self._fabric_again_at:
+                return
+            self._fabric_pause_ends = now + PAUSE_S
+        if far and not self._engines.pause_wants() and now < self._fabric_pause_ends:
+            return
+        self._fabric_pause_ends, self._far = None, self._new_few()
+        if not far or not self._engines.pause_wants():  # proof has come, or requests would fail for a few slots
+            self._engines.resume()
+            return
+        try:
+            await self._data_plane.renew_fabrics()
+        except FAILURES as error:
+            self._fabric_again_at = now + AGAIN_S
+            self._fabric_refused = _refusal(error, self._fabric_refused)
+            self._engines.resume()
+            return
+        reason = f"{len(far)} of {len(self._receive_slots)} receive slots in quarantine for senders on other machines"
+        self._engines.renew_fabric(self._data_plane.site, reason)
+        self._metrics.rebuilt("fabric")
+        log.warning("replaced the fabric: %s", reason)
+
     def _new_few(self) -> LongestQuarantine:
         return LongestQuarantine(FEW_TIMES * self._seconds)
 
@@ -175,7 +212,7 @@ class Rebuilder:
         """Why the receive slots have to be replaced, "" if not. Updates `_is_pressing`."""
         counts, now = self._receive_slots.counts(), self._clock()
         self._is_pressing = self._timer.is_over(counts, now)
-        is_stuck = self._few.is_over(self._receive_slots.quarantined(), now)
+        is_stuck = self._few.is_over(self._receive_slots.quarantined() - self._quarantined_far(), now)
         if self._is_pressing:
             seconds = self._timer.seconds
         elif is_stuck and self._data_plane.site.fabric.memory == "dram":

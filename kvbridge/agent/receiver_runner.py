@@ -8,7 +8,7 @@ the engine is told. exchange/receiver.py decides what to do; this file does it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from kvbridge_proto.engine import Done, Expect, Failed, ToEngine, Want
 from kvbridge_proto.peer import (
@@ -118,6 +118,13 @@ class ReceiverRunner:
 
     def rebuilt(self, engine: AttachedEngine | None) -> None:
         self._do(self._receiving.rebuilt(engine, self._clock()))
+
+    def unreachable_from_far(self, engine: AttachedEngine | None) -> None:
+        self._do(self._receiving.unreachable_from_far(engine, self._clock()))
+
+    def quarantined_far(self) -> Set[tuple[int, int]]:
+        """The leases of quarantined slots that only a sender on another machine may write."""
+        return self._receiving.quarantined_far()
 
     def pause(self) -> bool:
         """Claim nothing until `rebuilt` or `resume`. Returns whether nothing is under way."""

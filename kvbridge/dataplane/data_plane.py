@@ -276,6 +276,10 @@ class DataPlane:
         endpoints: StagingEndpoints = await self._call(self._prepare)
         return endpoints
 
+    async def renew_fabrics(self) -> None:
+        """Let peers reach our slots by another fabric only. Their sessions name the one before. Raises FabricError."""
+        self.site = await self._call(self._renew_fabrics)
+
     async def replace_send_slots(self) -> None:
         """Send from new slots. The old ones, and their memory, are left to the writes out of them.
 
@@ -311,6 +315,10 @@ class DataPlane:
 
     def _new_send_slots(self, resources: Resources) -> None:
         resources.begin_era(self.send_orders.slots.make(resources.endpoint.send_slots.slots))
+
+    def _renew_fabrics(self) -> Site:
+        with self._starting_threads():
+            return self._at_work.renew_fabrics()
 
     def _replace_send_slots(self) -> None:
         with self._starting_threads():

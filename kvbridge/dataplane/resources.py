@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvbridge_proto.peer import PROBE_LANES, DeviceCard, FabricCard, Route
@@ -49,7 +49,7 @@ class Source:
 class StagingEndpoint:
     """Slots in one kind of memory, the fabric that knows them and the copier that reaches them.
 
-    `name` is the fabric's, unique among all fabrics. `sources` has the memory that we send from, the newest last. What
+    `name` is what its fabric was called first. `sources` has the memory that we send from, the newest last. What
     comes before that is read by late writes.
     """
 
@@ -96,7 +96,7 @@ class StagingEndpoint:
     def card(self) -> FabricCard:
         return FabricCard(
             kind=self.fabric.kind,
-            name=self.name,
+            name=self.fabric.name,
             memory=self.receive_slots.memory,
             descriptor=self.fabric.descriptor(),
             base=self.receive_slots.base,
@@ -201,6 +201,21 @@ class Resources:
         if self.current is not None:
             self._retired.append(self.current)
         self.current = endpoints
+
+    def renew_fabrics(self) -> Site:
+        """Be another fabric for peers, with the same slots. Returns our new site. Raises FabricError."""
+        assert self.current is not None
+        self._made += 1
+        endpoint, host = self.current.endpoint, self.current.host
+        name = f"{self.bare.fabric.name}.{self._made}"
+        becoming = [endpoint.fabric.successor(name)]
+        if host is not None:
+            becoming.append(host.fabric.successor(f"{name}.host"))
+        for become in becoming:
+            become()
+        site = replace(self.current.site, fabric=endpoint.card(), host=None if host is None else host.card())
+        self.current = replace(self.current, site=site)
+        return site
 
     def close_retired(self) -> None:
         """Close replaced endpoints that have no write under way. No job may be moving rows."""

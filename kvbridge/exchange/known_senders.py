@@ -332,15 +332,18 @@ class UndrainedTransfers:
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[str, str, str, int]] = {}  # by transfer: (address, incarnation, key, number)
+        self.far: set[str] = set()  # transfers whose sender is on another machine
         self._at: Counter[str] = Counter()  # how many, by address
         self._last = 0  # they are numbered as they come
         # By agent: the number of the last transfer when it was asked. It is asked about all there are.
         self._asked: OrderedDict[tuple[str, str, str], int] = OrderedDict()
 
-    def add(self, transfer: str, address: str, incarnation: str, key: str) -> None:
+    def add(self, transfer: str, address: str, incarnation: str, key: str, is_far: bool = False) -> None:
         self.settle(transfer)
         self._last += 1
         self._of[transfer] = address, incarnation, key, self._last
+        if is_far:
+            self.far.add(transfer)
         self._at[address] += 1
 
     def settle(self, transfer: str) -> None:
@@ -350,6 +353,7 @@ class UndrainedTransfers:
         self._at[at] -= 1
         if not self._at[at]:
             del self._at[at]
+        self.far.discard(transfer)
         if not self._of:
             self.clear()
 
@@ -358,6 +362,7 @@ class UndrainedTransfers:
         self._of.clear()
         self._at.clear()
         self._asked.clear()
+        self.far.clear()
         self._last = 0
 
     def is_any(self, address: str) -> bool:

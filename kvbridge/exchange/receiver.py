@@ -162,6 +162,23 @@ class Receiver:
         self.slots.rebuilt()
         return actions + self._lend_slots()
 
+    def quarantined_far(self) -> frozenset[tuple[int, int]]:
+        """The leases of quarantined slots that only a sender on another machine may write."""
+        return self.slots.quarantined(self._undrained.far)
+
+    def unreachable_from_far(self, engine: AttachedEngine | None, now: float) -> list[Action]:
+        """Our fabric is another: who is on another machine reaches none of our slots by the one before.
+
+        All sessions end, because they named that one.
+        """
+        self._is_paused = False
+        reason = "the agent's fabric was replaced"
+        actions = [] if engine is None else self._end_sessions(engine, "rebuilt", reason, now)
+        for transfer in list(self._undrained.far):
+            self._undrained.settle(transfer)
+            self._drain(transfer)
+        return actions + self._lend_slots()
+
     def _end_sessions(self, engine: AttachedEngine, code: str, reason: str, now: float) -> list[Action]:
         """End all sessions. Wants that have claimed nothing yet go on, by new sessions."""
         actions: list[Action] = []
@@ -740,8 +757,9 @@ class Receiver:
         if event in (IncomingEvent.STOP, IncomingEvent.LOSE):
             doubted = self.slots.doubt(incoming.transfer)
             if doubted:
+                session = incoming.session
                 self._undrained.add(
-                    incoming.transfer, incoming.address, incoming.session.peer.incarnation, incoming.session.key
+                    incoming.transfer, incoming.address, session.peer.incarnation, session.key, session.is_far
                 )
                 self._deadlines.set(("doubt", incoming.address), now + DOUBT_AGAIN_S)
             elif event is IncomingEvent.STOP:  # no slot is lent: no confirmation is needed

@@ -50,7 +50,8 @@ EngineMemoryId = tuple[str, int, str]
 class Session:
     """What was agreed with one peer. `peer` identifies it; `verdict` says what has to be converted.
 
-    `key` is the key the sender proved on the link where this was agreed, "" if links prove no keys.
+    `key` is the key the sender proved on the link where this was agreed, "" if links prove no keys. `is_far`: the
+    sender is on another machine, as far as a receiver knows.
     """
 
     peer: AgentCard
@@ -64,6 +65,7 @@ class Session:
     ranks: tuple[Rank, ...] = ()
     routed: Routed = UNPROVED
     key: str = ""
+    is_far: bool = False
     planner: Planner = field(kw_only=True, repr=False, compare=False)
 
     @property
@@ -177,6 +179,7 @@ def welcome(session: Session, engine: AttachedEngine, door: DoorCard | None = No
         why=session.routed.why,
         probe=session.routed.probe,
         door=door,
+        machine=engine.site.machine,
     )
 
 
@@ -215,5 +218,6 @@ def accept(greeting: Welcome, engine: AttachedEngine, key: str = "") -> Session 
         ranks=greeting.ranks,
         routed=routed,
         key=key,
+        is_far=bool(greeting.machine and site.machine) and greeting.machine != site.machine,
         planner=Planner(greeting.pool, engine.pool),
     )

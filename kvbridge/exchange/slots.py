@@ -7,7 +7,7 @@ of its lease can land any more. No timer is a proof.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from kvbridge_proto.peer import SlotLease
@@ -56,10 +56,13 @@ class ReceiveSlots:
             quarantined=states.count(SlotState.QUARANTINED),
         )
 
-    def quarantined(self) -> frozenset[tuple[int, int]]:
-        """Slot and generation of each lease that may still be used to write."""
-        slots = enumerate(self._slots)
-        return frozenset((index, slot.generation) for index, slot in slots if slot.state is SlotState.QUARANTINED)
+    def quarantined(self, of: Collection[str] | None = None) -> frozenset[tuple[int, int]]:
+        """Slot and generation of each lease that may still be used to write, by all transfers or these."""
+        return frozenset(
+            (index, slot.generation)
+            for index, slot in enumerate(self._slots)
+            if slot.state is SlotState.QUARANTINED and (of is None or slot.transfer in of)
+        )
 
     def lend(self, count: int, transfer: str) -> tuple[SlotLease, ...]:
         """Up to `count` leases, each under a new generation."""

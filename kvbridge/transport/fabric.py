@@ -6,7 +6,7 @@ only when the initiator polls the write to its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,11 +59,22 @@ class Fabric(Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """Under which peers know it, unique among all fabrics."""
+
+    @property
     def kind(self) -> str:
         """`nixl` or `loopback`. Both sides of a write must be of the same kind."""
 
     def register(self, address: int, size: int, *, is_target: bool = True) -> None:
         """Let writes read from this memory and, if `is_target`, let peers write into it. Regions must not overlap."""
+
+    def successor(self, name: str) -> Callable[[], None]:
+        """Prepare to be another fabric for peers, with the same targets. Raises FabricError.
+
+        Call what is returned to become it: our own writes go on, and what was on its way to the one before reaches us
+        no more. Only a process of this machine may still write: it can do that without our fabric.
+        """
 
     def unregister(self, address: int) -> bool:
         """Undo one `register` of memory that is no target. False, and nothing done, while a write out of it goes on."""

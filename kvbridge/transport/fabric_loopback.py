@@ -6,6 +6,7 @@ import ctypes
 import math
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import FabricError
@@ -72,6 +73,18 @@ class LoopbackFabric:
         if size < 1 or any(address < end and begin < address + size for begin, end, _ in self._regions):
             raise FabricError("region_overlaps", f"region: {size} bytes are empty or overlap another")
         self._regions.append((address, address + size, is_target))
+
+    @property
+    def name(self) -> str:
+        return self._incarnation
+
+    def successor(self, name: str) -> Callable[[], None]:
+        def become() -> None:
+            with self._network.lock:
+                self._network.fabrics[name] = self._network.fabrics.pop(self._incarnation)
+                self._incarnation = name
+
+        return become
 
     def unregister(self, address: int) -> bool:
         (region,) = [each for each in self._regions if each[0] == address]

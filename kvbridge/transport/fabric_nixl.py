@@ -11,6 +11,7 @@ import math
 import os
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -147,6 +148,22 @@ class NixlFabric:
         for writer in self._writers:
             writer.regions.append(self._register(writer.agent, writer.backend, address, size))
         self._regions.append((address, address + size, is_target))
+
+    @property
+    def name(self) -> str:
+        return self._incarnation
+
+    def successor(self, name: str) -> Callable[[], None]:
+        agent, backend = self._open(name)
+        targets = [(begin, end) for begin, end, is_target in self._regions if is_target]
+        registered = [self._register(agent, backend, begin, end - begin) for begin, end in targets]
+
+        def become() -> None:
+            self._deregister(self._agent, self._backend, self._registered)
+            # This ends the agent before: its connections, its listeners and its progress thread.
+            self._agent, self._backend, self._registered, self._incarnation = agent, backend, registered, name
+
+        return become
 
     def unregister(self, address: int) -> bool:
         number = [begin for begin, _, _ in self._regions].index(address)

@@ -95,7 +95,8 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
 
     `slot_bytes` bounds the chunks of every plan of this session: the smaller of both stagings' slots. `route` is how
     the chunks will come, `why` says what stood against the better ones, `probe` is what the receiver must find. On the
-    route `pull` the receiver opens `door` instead, and says Hello again without that route if it cannot.
+    route `pull` the receiver opens `door` instead, and says Hello again without that route if it cannot. `machine` is
+    as in Hello.
     """
 
     version: int
@@ -109,6 +110,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     why: Annotated[str, Meta(max_length=1024)] = ""
     probe: Probe | None = None
     door: DoorCard | None = None
+    machine: Annotated[str, Meta(max_length=256)] = ""
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):

@@ -71,6 +71,7 @@ class Played:
         self.site = SimpleNamespace(fabric=SimpleNamespace(memory=memory))
         self.resumed = self.discarded = 0
         self.rebuilt: list[float] = []
+        self.renewed: list[float] = []
         self.reasons: list[str] = []
         self.receiver = self
         self.slots = ReceiveSlots(slots)
@@ -80,7 +81,17 @@ class Played:
         self.local = SendSlots(2)
         self.send_failures = deque[Exception]()
         self.replaced: list[float] = []
-        self.rebuilder = Rebuilder(self.slots, self.local, self, self, Metrics(), 1.0, lambda: self.now)
+        self.far: set[str] = set()  # transfers
+        self.rebuilder = Rebuilder(
+            self.slots,
+            lambda: self.slots.quarantined(self.far),
+            self.local,
+            self,
+            self,
+            Metrics(),
+            1.0,
+            lambda: self.now,
+        )
 
     async def prepare_endpoints(self) -> object:
         self.tried += 1
@@ -93,6 +104,20 @@ class Played:
             raise self.send_failures.popleft()
         self.replaced.append(self.now)
         self.local.make(2)
+
+    async def renew_fabrics(self) -> None:
+        self.tried += 1
+        if self._failures:
+            raise self._failures.popleft()
+
+    def renew_fabric(self, site: object, reason: str) -> None:
+        self.renewed.append(self.now)
+        self.reasons.append(reason)
+        for transfer in self.far:
+            self.slots.drain(transfer)
+
+    def pause_wants(self) -> bool:
+        return self.pause()
 
     def pause(self) -> bool:
         self.paused += 1
@@ -184,6 +209,28 @@ def test_a_few_slots_on_a_gpu_are_not_replaced_as_their_memory_would_not_come_ba
     played = Played(slots=8, memory="vram")
     played.look(0.0, 100 * FEW_TIMES, 200 * FEW_TIMES)
     assert not played.tried and not played.rebuilder.refused
+
+
+@pytest.mark.parametrize("memory", ["dram", "vram"])
+def test_a_few_slots_of_other_machines_are_freed_by_another_fabric(memory: str) -> None:
+    played, due = Played(slots=8, memory=memory), FEW_TIMES * 1.0
+    played.far = {"t"}
+    played.look(0.0, due - 0.1)
+    assert not played.paused
+    played.look(due)
+    assert played.renewed == [due] and not played.rebuilt and played.slots.counts().free == 8
+    assert played.reasons == ["2 of 8 receive slots in quarantine for senders on other machines"]
+    played = Played([FabricError("fabric_unavailable", "")], slots=8, memory=memory, is_quiet=False)
+    played.far = {"t"}
+    played.look(0.0, due, due + 1.0)
+    assert played.rebuilder.is_pausing and not played.tried
+    played.look(due + PAUSE_S)
+    assert played.resumed == 1 and not played.rebuilder.is_pausing and not played.tried, "requests go first"
+    played.is_quiet = True
+    played.look(due + PAUSE_S + 1.0, 2 * due + PAUSE_S + 1.0)
+    assert played.tried == 1 and played.rebuilder.refused == "fabric_unavailable" and played.resumed == 2
+    played.look(3 * due + PAUSE_S + 2.0, 3 * due + PAUSE_S + 13.0)
+    assert len(played.renewed) == 1 and not played.rebuilt and not played.rebuilder.refused
 
 
 def test_proof_that_comes_at_last_makes_a_rebuild_needless() -> None:

@@ -51,6 +51,11 @@ class Peer:
         """How many NIXL agents write."""
         return len(self.fabric._writers)
 
+    def succeed(self, name: str) -> str:
+        """Become another fabric for peers. Returns its descriptor."""
+        self.fabric.successor(name)()
+        return self.fabric.descriptor().hex()
+
     def writers_made(self) -> int:
         return self.fabric._writers_made
 

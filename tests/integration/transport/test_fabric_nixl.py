@@ -229,6 +229,29 @@ def test_a_link_that_is_lost_again_and_again_makes_few_writers(pair: tuple[Remot
         seen |= {event[2] for event in sender.ask("watch", for_s=30, until="wrote") if event[1] == "wrote"}
 
 
+def test_what_was_on_its_way_to_a_fabric_does_not_reach_its_successor(doomed: tuple[Remote, Remote]) -> None:
+    sender, receiver = doomed
+    writes(sender, receiver)
+    receiver.ask("fill", offset=0, size=8 * MIB, byte=1)
+    receiver.stop()
+    sender.ask("fill", offset=0, size=8 * MIB, byte=2)
+    number = sender.write(receiver, size=8 * MIB)  # more than both kernels buffer
+    sender.stop()
+    receiver.go_on()
+    with Remote("peer-other") as other:
+        other.ask("connect", incarnation="peer-next", descriptor=receiver.ask("succeed", name="peer-next"))
+        found = receiver.ask("sum", offset=0, size=8 * MIB)
+        sender.go_on()
+        assert [event[1:3] for event in sender.ask("watch", for_s=60, until="failed")] == [["failed", number]]
+        assert receiver.ask("sum", offset=0, size=8 * MIB) == found, "a write to the one before goes on"
+        expected = other.ask("fill", offset=0, size=KIB, byte=3)
+        other.ask(
+            "write", incarnation="peer-next", offset=0, remote=receiver.address, size=KIB, notice="n", deadline_s=30
+        )
+        other.ask("watch", for_s=30, until="wrote")
+        assert receiver.ask("sum", offset=0, size=KIB) == expected
+
+
 def test_a_killed_target_fails_the_writes_under_way_and_those_after(doomed: tuple[Remote, Remote]) -> None:
     sender, receiver = doomed
     writes(sender, receiver)

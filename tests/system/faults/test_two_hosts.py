@@ -69,11 +69,7 @@ def test_after_an_outage_nothing_waits_for_old_connections(tmp_path: Path) -> No
         pair.path.up()
         assert pair.seconds_to_success(30.0) < BACK_S
         wait_for(lambda: all(is_at_rest(agent.wait_serving()) for agent in pair.agents), QUIET_S)
-        pair.sender.tell("audit")
-        pair.receiver.tell("audit")
-        for engine in (pair.sender, pair.receiver):
-            engine.wait_for("audited")
-            engine.hear()
+        pair.audit()
 
 
 def test_after_an_outage_nothing_waits_for_slots_that_old_connections_read(tmp_path: Path) -> None:
@@ -92,6 +88,25 @@ def test_after_an_outage_nothing_waits_for_slots_that_old_connections_read(tmp_p
         pair.path.heal()
         assert pair.seconds_to_success(60.0) < NEXT_TRY_S - 2.0
         assert sender.wait_serving().counters["kvbridge_rebuilds_total{replaced=send_slots}"] >= 1
+
+
+def test_slots_of_a_pod_that_was_replaced_on_another_host_are_free_again(tmp_path: Path) -> None:
+    """Nobody knows that it is dead. It could reach them by the receiver's fabric only, and that is replaced."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with host_pair(tmp_path, {"rebuild_s": "0.3"}, deadline_s=60.0, prompts=24) as pair:
+        pair.seconds_to_success(60.0)
+        receiver = pair.agents[1]
+        wait_for(lambda: is_at_rest(receiver.wait_serving()))
+        pair.want()
+        wait_for(lambda: receiver.wait_serving().receive_slots.lent)
+        pair.replace_sender()
+        wait_for(lambda: receiver.wait_serving().receive_slots.free == 32, 60.0, receiver.tail)
+        counters = receiver.wait_serving().counters
+        replaced = [counters[f"kvbridge_rebuilds_total{{replaced={what}}}"] for what in ("slots", "fabric")]
+        assert replaced == [0, 1], "the same slots are free again"
+        pair.seconds_to_success(60.0)
+        pair.audit()
 
 
 def next_try_s(pid: int) -> float:

@@ -28,7 +28,7 @@ class HostAgent(HostProcess):
     """`kvbridge agent` on a host, which serves the other host and may dial it."""
 
     def __init__(self, host: Host, **options: str) -> None:
-        self.socket, self.address = str(host.folder / "agent.sock"), ""
+        self.socket, self.address = options.get("socket", str(host.folder / "agent.sock")), ""
         told = {"name": host.name, "socket": self.socket, "listen": f"tcp://{host.address}:{PORT}", "metrics": ""}
         told |= {"device": "cpu", "net_devices": DEVICE, "dial": f"10.231.77.0/24:{PORT}", **options}
         arguments = [part for name, value in told.items() for part in (f"--{name.replace('_', '-')}", value)]
@@ -53,8 +53,8 @@ class HostAgent(HostProcess):
 class HostEngine(HostProcess):
     """`tests.system.faults.engine` on a host, beside its agent."""
 
-    def __init__(self, host: Host, role: str, **job: Any) -> None:
-        told = Job(role=role, socket=str(host.folder / "agent.sock"), name=f"kvbridge-{role}", **job)
+    def __init__(self, host: Host, role: str, socket: str, **job: Any) -> None:
+        told = Job(role=role, socket=socket, name=f"kvbridge-{role}", **job)
         super().__init__(
             host, host.folder / "engine.log", "tests.system.faults.engine", msgspec.json.encode(told).decode()
         )
@@ -101,14 +101,16 @@ class HostPair:
         **job: Any,
     ) -> None:
         self.path = path
-        key = folder / "key"
-        write_pair(key)
-        self.agents = [HostAgent(host, key=str(key), **options) for host in hosts]
+        self._stack, self._hosts, self._job = stack, hosts, job
+        self._options = {**options, "key": str(folder / "key")}
+        write_pair(folder / "key")
+        self.agents = [HostAgent(host, **self._options) for host in hosts]
         for agent in self.agents:
             stack.callback(agent.end)
         self.at_start = [agent.wait_serving() for agent in self.agents]
         self.sender, self.receiver = (
-            HostEngine(host, role, **job) for host, role in zip(hosts, ("sender", "receiver"), strict=True)
+            HostEngine(host, role, agent.socket, **job)
+            for host, role, agent in zip(hosts, ("sender", "receiver"), self.agents, strict=True)
         )
         for engine in (self.sender, self.receiver):
             stack.callback(engine.kill)
@@ -119,6 +121,26 @@ class HostPair:
     def begin(self) -> None:
         """Offer one more prompt on one side, and want it on the other."""
         self.offer(self.want())
+
+    def replace_sender(self) -> None:
+        """Its agent and engine are killed at once, and others come that share no file with them, as in a new pod."""
+        host = self._hosts[0]
+        self.agents[0].kill()
+        self.sender.kill()
+        (host.folder / "new").mkdir()
+        self.agents[0] = HostAgent(host, **self._options, socket=str(host.folder / "new" / "agent.sock"))
+        self._stack.callback(self.agents[0].end)
+        self.agents[0].wait_serving()
+        self.sender = HostEngine(host, "sender", self.agents[0].socket, **self._job)
+        self._stack.callback(self.sender.kill)
+        self.sender.wait_for("attached")
+
+    def audit(self) -> None:
+        """Whether both engines' blocks are right."""
+        for engine in (self.sender, self.receiver):
+            engine.tell("audit")
+            engine.wait_for("audited")
+            engine.hear()
 
     def want(self) -> int:
         """Want one more prompt. Returns its number."""

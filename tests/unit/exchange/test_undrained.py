@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kvbridge_proto.peer import Cancel, Drained
 
@@ -11,10 +13,12 @@ from kvbridge.exchange.sender import Sender
 from tests.unit.exchange.world import World
 
 
-def doubted(key: str = "") -> World:
-    """A want that failed with its slots lent, because its sender was lost."""
+def doubted(key: str = "", machines: tuple[str, str] = ("", "")) -> World:
+    """A want that failed with its slots lent, because its sender was lost. `machines` are the sender's and its own."""
     world = World(slots=4)
     world.senders_key = key
+    for node, machine in zip((world.sender, world.receiver), machines, strict=True):
+        node.engine = replace(node.engine, site=replace(node.engine.site, machine=machine))
     world.hold.add("write")
     world.begin("r", 16)
     world.do(world.receiver, world.receiver.receiving.unreachable("P0", "peer_lost", "test", world.now))
@@ -33,6 +37,22 @@ def test_a_sender_that_refuses_is_asked_for_what_is_in_doubt() -> None:
     assert receiving.slots.counts().quarantined > 0  # to refuse proves nothing
     receiving.drained(incarnation, asked.transfer, "", "", world.now)
     assert receiving.slots.counts().free == 4
+
+
+@pytest.mark.parametrize(
+    ("machines", "is_far"),
+    [(("", ""), False), (("", "m"), False), (("m", ""), False), (("m", "m"), False), (("m", "n"), True)],
+)
+def test_only_who_is_known_to_be_on_another_machine_reaches_no_slot_without_the_fabric(
+    machines: tuple[str, str], is_far: bool
+) -> None:
+    world = doubted(machines=machines)
+    receiving = world.receiver.receiving
+    quarantined = receiving.slots.quarantined()
+    assert receiving.quarantined_far() == (quarantined if is_far else frozenset())
+    world.do(world.receiver, receiving.unreachable_from_far(world.receiver.engine, world.now))
+    assert receiving.slots.quarantined() == (frozenset() if is_far else quarantined)
+    assert not receiving.quarantined_far()
 
 
 def ask(world: World, before: set[str]) -> bool:

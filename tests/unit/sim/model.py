@@ -125,7 +125,7 @@ class State(Network):
             tuple((name, wanted.state, wanted.filling) for name, wanted in receiving.wants.items()),
             (tuple(receiving._filled_by), frozenset(self.filled)),
             tuple(receiving._undrained._of.items()),
-            tuple((transfer, *by._names) for transfer, by in receiving._undrained._asked.items()),
+            tuple(receiving._undrained._asked.items()),
             bool(receiving._senders.open),
             tuple((*OUTGOING(out), out.offered is not None) for out in outgoing),
             tuple((*OFFER(offer), len(offer.served)) for offer in sending.offers.values()),
