@@ -127,7 +127,7 @@ FAMILIES = (
         "windows with heads and widths of their own", "Gemma 4", {"text_config": GEMMA4}, "sliding + full", "SWAKVPool"
     ),
     Family(
-        "the same with values narrower than keys",
+        "values narrower than keys",
         "MiMo V2",
         MIMO,
         "sliding + full, K 192 and V 128",

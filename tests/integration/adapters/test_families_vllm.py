@@ -85,6 +85,10 @@ def gpt_oss(tp: int) -> Specs:
     return each(36, lambda i: sliding(8, 64, tp, 128) if (i + 1) % 2 else full(8, 64, tp))
 
 
+def step(tp: int) -> Specs:
+    return each(45, lambda i: sliding(8, 128, tp, 512) if (i + 1) % 4 else full(8, 128, tp))
+
+
 def llama4(tp: int) -> Specs:
     chunk = ChunkedLocalAttentionSpec(**COMMON, num_kv_heads=heads(8, tp), head_size=128, attention_chunk_size=8192)
     return each(48, lambda i: chunk if (i + 1) % 4 else full(8, 128, tp))
@@ -106,6 +110,7 @@ SPECS: dict[str, Callable[[int], Specs]] = {
     "full attention": lambda tp: each(32, lambda i: full(8, 128, tp)),
     "windows, in SGLang without memory of their own": gemma3,
     "windows": gpt_oss,
+    "windows that are one token longer in SGLang": step,
     "chunks": llama4,
     "windows with heads and widths of their own": gemma4,
     "values narrower than keys": mimo,
