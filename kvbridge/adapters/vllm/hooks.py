@@ -42,9 +42,8 @@ def install(ours: type[Any]) -> None:
 
     def pause(original: Callable[..., None], scheduler: Any, state: Any) -> None:
         original(scheduler, state)
-        if state != PauseState.UNPAUSED:
-            for side in sides(scheduler.connector):
-                side.pauses()
+        for side in sides(scheduler.connector):
+            side.resumes() if state == PauseState.UNPAUSED else side.pauses()
 
     def name(original: Callable[..., None], core: Any, weight_version: str) -> None:
         original(core, weight_version)

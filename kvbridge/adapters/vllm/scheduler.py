@@ -8,6 +8,7 @@ request that could fetch but will not sends an empty want, so that the other sid
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -171,6 +172,8 @@ class SchedulerSide:
         self._offers_all = transfer.kv_role == "kv_producer"
         self._wants_all = transfer.kv_role == "kv_consumer" and bool(options.prefill)
         self._weights = options.weights
+        self._is_paused = False
+        self._compared: str | None = None  # the name of ours under which the log has said that others differ
         self.held = KeptBlocks()
         self._tables = GroupTables.of(cache, parallel)
         self._has_media_hashes = has_media_hashes(config)
@@ -251,7 +254,7 @@ class SchedulerSide:
         vLLM may not be able to, but then it says so, and its user tries again.
         """
         if self._options.resets_keep_weights:
-            self.pauses()
+            self._give_up_held()
         elif self._weights != UNNAMED:
             log.warning("the prefix cache is reset: prompts are neither offered nor fetched until %s", NAME_AGAIN)
             self._reweigh(UNNAMED)
@@ -275,7 +278,17 @@ class SchedulerSide:
         self._step.before.append(Weights(version=weights))
 
     def pauses(self) -> None:
-        """vLLM pauses: it waits until no block is held, so what nobody fetches yet is given up."""
+        """vLLM pauses until `resumes`. It waits until no block is held, so what nobody fetches yet is given up.
+
+        So is what is held from now on: a pause with mode `wait` lets running prompts end.
+        """
+        self._is_paused = True
+        self._give_up_held()
+
+    def resumes(self) -> None:
+        self._is_paused = False
+
+    def _give_up_held(self) -> None:
         if self.held:
             self._step.before.append(Release())
 
@@ -348,7 +361,7 @@ class SchedulerSide:
             self._unfetched[request.request_id] = Unfetched("bad_params")
             return
         if remote.weights not in (None, self._weights):
-            log.info("%s: weights: prefill %a, decode %a: computed here", name, remote.weights, self._weights)
+            self._note_other_weights(name, remote.weights)
             self._unfetched[request.request_id] = Unfetched("other_weights")
             return
         digest = prompt_digest(request)
@@ -375,6 +388,12 @@ class SchedulerSide:
                 self._decline(request.request_id, self._wanted(remote.request, remote.sender, is_offered=True))
             return
         self._receive(request, rendezvous_id, remote, is_offered(remote.request, request.request_id))
+
+    def _note_other_weights(self, name: str, theirs: str | None) -> None:
+        """Once for each name of ours: while weights are updated, all prompts are of others for a while."""
+        is_known, self._compared = self._compared == self._weights, self._weights
+        level = logging.DEBUG if is_known else logging.INFO
+        log.log(level, "%s: weights: prefill %a, decode %a: computed here", name, theirs, self._weights)
 
     def _wanted(self, rendezvous_id: str, sender: str, is_offered: bool, **more: Any) -> PromptWanted:
         return PromptWanted(next(self._numbers), rendezvous_id, sender, is_offered=is_offered, **more)
@@ -592,6 +611,8 @@ class SchedulerSide:
         if not (request.status in PREFILLED and sending.is_whole):
             # Blocks stay even now: the agent may read them until it answers the withdrawal.
             self._step.before.append(Withdraw(number=sending.number, reason=request.status.name.lower()))
+        elif self._is_paused:
+            self._give_up_held()
         return True, params
 
     def _params(self, sending: PromptOffered) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,25 @@ def test_a_prompt_of_other_weights_is_computed_here_and_counted(world: World, ag
     world.finish()
 
 
+def test_prompts_of_other_weights_are_logged_once_for_each_update_here(
+    world: World, vllms_log: pytest.LogCaptureFixture
+) -> None:
+    """While engines are updated one after the other, each prompt is one."""
+
+    def logged() -> int:
+        return sum("computed here" in each.getMessage() for each in vllms_log.records if each.levelno >= logging.INFO)
+
+    vllms_log.set_level(logging.DEBUG, "vllm.kvbridge.scheduler")
+    for theirs in ("1", "1", "2"):
+        world.decode(40, remote_weights=theirs)
+    assert logged() == 1
+    name_weights(world, "3")
+    for _ in range(2):
+        world.decode(40, remote_weights="2")
+    assert logged() == 2
+    world.finish()
+
+
 def test_a_request_that_queues_at_a_reset_is_computed_here(world: World, agent: FakeAgent) -> None:
     world.decode(40)
     world.scheduler.reset_prefix_cache()
@@ -147,6 +167,26 @@ def test_a_pause_gives_up_what_nobody_fetches(world: World, agent: FakeAgent) ->
     agent.say(Released(number=offer.number, request=offer.request, code="reclaimed"))
     world.scheduler.set_pause_state(PauseState.UNPAUSED)
     world.finish()
+
+
+def test_a_prompt_that_ends_while_vllm_pauses_is_not_held_for_hold_s(world: World, agent: FakeAgent) -> None:
+    """`/pause?mode=wait` lets what runs end, and then waited for `hold_s`."""
+    world.scheduler.set_pause_state(PauseState.UNPAUSED)
+    world.prefill(100)  # 64 tokens a step
+    world.step()
+    world.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    world.step()
+    assert world.scheduler.has_finished_requests() and not agent.take(Release)
+    world.step()
+    first, offer = agent.take(Offer)
+    assert agent.one(Release) and offer.is_last
+    agent.say(Released(number=offer.number, request=first.request, code="reclaimed"))
+    world.finish()
+    assert not world.scheduler.has_requests()
+    world.scheduler.set_pause_state(PauseState.UNPAUSED)
+    prefilled(world)
+    world.step()
+    assert not agent.take(Release)
 
 
 def test_resets_may_be_said_to_keep_the_weights(hooks: str, tmp_path: Path) -> None:
