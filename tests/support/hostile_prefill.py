@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
+import re
 import threading
 from typing import Any
 
@@ -13,24 +15,31 @@ RANK = {"rank_ip": "127.0.0.1", "rank_port": 4000, "kvbridge_agent": "tcp://127.
 
 
 class Prefill:
-    """Answers everything with `body`, which may be bytes or JSON; or questions for a rank with `rank`, if it is set."""
+    """Answers everything with `body`, which may be bytes or JSON; or questions for a rank with `rank`, if it is set.
+
+    Those whose path contains `held`, if it is set, it answers only after `go`.
+    """
 
     def __init__(self) -> None:
         self.body: Any = SERVER
         self.rank: Any = None
         self.status = 200
+        self.held, self.go = "", threading.Event()
         told = self
 
         class Told(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                is_rank = told.rank is not None and "target_tp_rank=-1" not in self.path
+                if told.held and told.held in self.path:
+                    told.go.wait(60)
+                is_rank = told.rank is not None and re.search("target_tp_rank=[0-9]", self.path)
                 said = told.rank if is_rank else told.body
                 body = said if isinstance(said, bytes) else json.dumps(said).encode()
                 self.send_response(told.status)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Location", f"http://{told.address}/elsewhere")
-                self.end_headers()
-                self.wfile.write(body)
+                with contextlib.suppress(OSError):  # whoever asked has left
+                    self.end_headers()
+                    self.wfile.write(body)
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
@@ -43,5 +52,6 @@ class Prefill:
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def close(self) -> None:
+        self.go.set()
         self.server.shutdown()
         self.server.server_close()

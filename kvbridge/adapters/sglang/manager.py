@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -48,7 +48,18 @@ from .options import SGLangOptions
 from .pool import describe, moved
 from .prompts import prompt_digest, why_not_carried
 from .rooms import OTHER_PROMPT, Rooms, endpoints
-from .servers import BadAnswer, RanksAnswer, ServerAnswer, ask, why_no_server
+from .servers import (
+    BadAnswer,
+    Questions,
+    RankAnswer,
+    RanksAnswer,
+    ServerAnswer,
+    ask,
+    ranks,
+    replicas,
+    server,
+    why_no_server,
+)
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -59,8 +70,10 @@ TURN_S = 0.0002  # a scheduler's turn polls every request, but one look at the a
 # at the agent's next message.
 REST_S = 0.0005
 REGISTER_S = 1.0  # how soon the bootstrap server hears of a new or moved agent
+REPLICAS_S, BAD_S = 0.02, 1.0  # before a server is asked again for rooms that it did not know, or after a bad answer
 RANKS_S = 5.0  # how often we ask for the other ranks' agents once all are known
 EARLY_S = 0.1  # the same, until all are known
+LET_GO_S = 10.0  # how long the server stands still for an agent that does not let go; then the release is refused
 SEND_S = 1.0  # how long a server that does not read may block our scheduler
 AGAIN_S, AGAIN_MOST_S = 0.1, 10.0  # between tries to connect to a server that is away
 MOST_CONTROL_BYTES = 1 << 16  # of SGLang's own messages: numbers, and one reason
@@ -90,6 +103,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._outdated: set[int] = set()  # open wants of rows of other weights than the server has now
         self._weights = weights_name(get_serving().weight_version)
         self.weights_changes = 0
+        self.gives_up_at_once = False  # whether prompts are not held: a flush waits for their end
         self.next_weights = UNNAMED  # what they are called once the update that is under way has ended
         self._look_at = 0.0
         self._replica = _replica()
@@ -100,6 +114,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._registered = ""
         self._ranks: tuple[Rank, ...] = ()  # all of this replica's that are known
         self._status_lock = threading.Lock()  # held from reading a request's status until it is changed
+        self._questions = Questions()
+        self._met: set[str] = set()  # prefill servers that have answered once
         self._routes: dict[str, float] = {}  # by prefill server: when we last asked again for its ranks
         self._fence_stream: Any = None
         self.talk: Conversation | None = None
@@ -165,17 +181,25 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """The auxiliary rows."""
         return self._queue.metadata_buffers
 
-    def deregister_buffer_to_engine(self) -> None:
-        """SGLang is about to free its memory: return once our agent has let go of it.
+    def let_go(self) -> str:
+        """Have our agent let go of the memory. Returns why it has not within LET_GO_S, or "".
 
-        Raises EngineError if it does not. That ends the server, with the reason in its log: SGLang knows no answer by
-        which a release fails, and pages that a stopped agent may still write must not become anything else's.
+        Pages that a stopped agent may still write must not become anything else's.
         """
-        if self.talk is not None:
-            self.talk.detach()
-            self.talk = None
-            self._wanted.clear()
-            self._outdated.clear()
+        if self.talk is None:
+            return ""
+        try:
+            self.talk.detach(LET_GO_S)
+        except EngineError as error:
+            return f"{error.code}: {error}"
+        self.talk = None
+        self._wanted.clear()
+        self._outdated.clear()
+        return ""
+
+    def deregister_buffer_to_engine(self) -> None:
+        """SGLang frees its memory: our agent has let go of it already (`release.py`)."""
+        assert self.talk is None
 
     def register_buffer_to_engine(self) -> None:
         """SGLang has memory again: attach it."""
@@ -324,7 +348,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     def may_ask_again(self, bootstrap_addr: str, after_s: float) -> bool:
         """Whether a prefill server may be asked for its ranks again: once in `after_s`, for all requests together.
 
-        A server that the heartbeat has given up on may not: each question to it would block the scheduler.
+        A server that the heartbeat has given up on may not.
         """
         now = time.monotonic()
         if bootstrap_addr not in self.prefill_info_table or now - self._routes.get(bootstrap_addr, 0.0) < after_s:
@@ -492,8 +516,17 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         ranks = ask(f"{self._bootstrap_url}{RANKS}?replica={self._replica}", RanksAnswer)
         return tuple(Rank(tp_rank=tp, pp_rank=pp, address=address) for pp, tp, address in ranks if address)
 
+    def is_asking(self, bootstrap_addr: str) -> bool:
+        """Ask what the prefill server is, unless it is known. Returns whether to wait for its answer."""
+        if bootstrap_addr in self.prefill_info_table:
+            return False
+        is_known = bootstrap_addr in self._met
+        return is_asked(bootstrap_addr) and self._questions.is_waiting(
+            bootstrap_addr, lambda: server(bootstrap_addr), is_known
+        )
+
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Ask once what the prefill server is. Its page size, dtype, layout and sizes may differ from ours.
+        """Take the answer of the prefill server, which has come. Its page size, dtype, layout and sizes may be others.
 
         The agents decide whether its rows can be converted to ours. If they cannot, only the request fails.
         """
@@ -505,16 +538,47 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             self._resolve_rank_mapping(info)
             self.prefill_info_table.stand_in = info
             return True
-        everything = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
         try:
-            answer = ask(f"http://{bootstrap_addr}/route?{everything}", ServerAnswer)
+            answer: ServerAnswer = self._questions.take(bootstrap_addr)
         except BadAnswer as error:
             log.error("no usable answer from the prefill server at %s: %s", bootstrap_addr, error)
             return False
         info = PrefillServerInfo(**msgspec.structs.asdict(answer))
         self._resolve_rank_mapping(info)
         self.prefill_info_table[bootstrap_addr] = info
+        self._met.add(bootstrap_addr)
         return True
+
+    def is_asking_ranks(self, key: Hashable, address: str, replica: int, wanted: list[tuple[int, int, int]]) -> bool:
+        """Ask where these ranks of a prefill server are. Returns whether to wait; if not, `take_ranks`."""
+        return self._questions.is_waiting(key, lambda: ranks(address, replica, wanted), address in self._met)
+
+    def take_ranks(self, key: Hashable) -> dict[tuple[int, int, int], RankAnswer]:
+        """Raises BadAnswer."""
+        found: dict[tuple[int, int, int], RankAnswer] = self._questions.take(key)
+        return found
+
+    def replicas(self, address: str, rooms: list[int]) -> dict[str, int]:
+        """Which replica of a prefill server has each room, as far as its answer has come. SGLang asks in each turn."""
+
+        def ask_it() -> dict[str, int]:
+            pause_s = BAD_S
+            try:
+                found = replicas(address, rooms)
+                pause_s = REPLICAS_S if len(found) < len(rooms) else 0.0
+                return found
+            finally:
+                time.sleep(pause_s)
+
+        key = ("replicas", address)
+        if self._questions.is_waiting(key, ask_it, address in self._met):
+            return {}
+        try:
+            answer: dict[str, int] = self._questions.take(key)
+        except BadAnswer as error:
+            log.error("no usable answer from the prefill server at %s: %s", address, error)
+            return {}
+        return answer
 
     def _resolve_rank_mapping(self, info: Any) -> None:
         """Set which prefill ranks this decode rank asks. For the KV its agent asks all agents of the other engine."""

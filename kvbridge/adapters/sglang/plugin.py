@@ -7,14 +7,15 @@ command line refuses the backend, and without a hook our manager refuses to star
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from typing import Any
 
-from . import weights
-from .building import building
+from . import release, weights
+from .building import NAME, building, resolving
 from .samples import SampleRooms
 
-NAME = "kvbridge"
 UTILS = "sglang.srt.disaggregation.utils"
 PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
@@ -40,10 +41,14 @@ def register() -> None:
         f"{DECODE_QUEUE}._init_kv_manager": _init_kv_manager,
         f"{DECODE_QUEUE}._create_receiver_and_enqueue": _create_receiver_and_enqueue,
         f"{DECODE_QUEUE}._send_kv_metadata": _send_kv_metadata,
+        f"{DECODE_QUEUE}._ensure_prefill_info": _ensure_prefill_info,
+        f"{DECODE_QUEUE}._resolve_pending_reqs": _resolve_pending_reqs,
+        f"{DECODE_QUEUE}.prefetch_prefill_dp_rank_queries": _prefetch_prefill_dp_rank_queries,
         f"{RECEIVER}.query_prefill_dp_ranks": _query_prefill_dp_ranks,
         f"{POOL}.get_contiguous_buf_infos": _get_contiguous_buf_infos,
         f"{TOKENIZER}._handle_batch_request": _handle_batch_request,
         f"{TOKENIZER}._send_one_request": _send_one_request,
+        **release.hooks(),
         **weights.hooks(),
     }
     for target, hook in hooks.items():
@@ -118,15 +123,43 @@ def _send_kv_metadata(
     return original(queue, decode_req, kv_indices, *args, **kwargs)
 
 
+def _ensure_prefill_info(original: Callable[..., Any], queue: Any, by_address: dict[str, list[Any]]) -> Any:
+    """SGLang waits for each server's answer on the scheduler's thread. Let it ask only for those that have come."""
+    if not _is_ours(queue):
+        return original(queue, by_address)
+    tried, now = queue._ensure_last_attempt_time, time.monotonic()
+    waiting = {
+        address
+        for address in by_address
+        if now - tried.get(address, -math.inf) >= queue._ensure_retry_interval and queue.kv_manager.is_asking(address)
+    }
+    ready, remaining = original(queue, {each: by_address[each] for each in by_address if each not in waiting})
+    return ready, [*remaining, *(req for address in waiting for req in by_address[address])]
+
+
+def _resolve_pending_reqs(original: Callable[..., Any], queue: Any) -> Any:
+    token = resolving.set(queue if _is_ours(queue) else None)
+    try:
+        return original(queue)
+    finally:
+        resolving.reset(token)
+
+
+def _prefetch_prefill_dp_rank_queries(original: Callable[..., Any], queue: Any) -> None:
+    """SGLang asks ahead, and then waits. Our questions are on threads of their own anyway."""
+    if not _is_ours(queue):
+        original(queue)
+
+
 def _query_prefill_dp_ranks(original: Callable[..., Any], bootstrap_addr: str, bootstrap_rooms: list[int]) -> Any:
-    """The scheduler uses these numbers unchecked: a wrong one would end it."""
-    from sglang.srt.runtime_context import get_disagg
-
-    if get_disagg().disaggregation_transfer_backend != NAME:
+    """The scheduler uses these numbers unchecked, and would wait for them: a wrong one would end it."""
+    if (queue := resolving.get()) is None:
         return original(bootstrap_addr, bootstrap_rooms)
-    from .servers import replicas
+    return queue.kv_manager.replicas(bootstrap_addr, bootstrap_rooms)
 
-    return replicas(bootstrap_addr, bootstrap_rooms)
+
+def _is_ours(queue: Any) -> bool:
+    return hasattr(queue.kv_manager, "weights_are")
 
 
 def _handle_batch_request(original: Callable[..., Any], manager: Any, call: Any, *args: Any, **kwargs: Any) -> Any:

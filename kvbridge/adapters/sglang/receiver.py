@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from .bootstrap import AGENT
 from .manager import KVBridgeManager, attempt, is_foreign
 from .messages import Asked, Row, pack
 from .rooms import OTHER_PROMPT
-from .servers import BadAnswer, RankAnswer, ask, why_no_server
+from .servers import BadAnswer, RankAnswer, why_no_server
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -35,6 +36,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     kv_mgr: KVBridgeManager
 
     def __init__(self, mgr: KVBridgeManager, bootstrap_addr: str, bootstrap_room: int) -> None:
+        self._replica: int | None = None  # of the prefill server, while it is asked where its ranks are
+        self._ranks: dict[tuple[int, int, int], RankAnswer] = {}
         self._obstacle = why_no_server(bootstrap_addr) or mgr.enter(bootstrap_room, self)  # why it has no room, or ""
         if self._obstacle:
             self.kv_mgr, self.bootstrap_room, self.bootstrap_addr = mgr, bootstrap_room, bootstrap_addr
@@ -103,21 +106,57 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         return f"{OTHER_PROMPT}: prefill {theirs!a}, decode {ours}" if theirs not in ("", ours) else ""
 
     def init(self, prefill_dp_rank: int) -> None:
+        """Which replica prefills is known. It stays `Bootstrapping` until its ranks are known as well."""
+        self._replica = prefill_dp_rank
+        self._begin()
+
+    def _begin(self) -> None:
+        replica = self._replica
+        assert replica is not None
+        if self._has_failed or self.conclude_state is not None:
+            self._replica = None
+            return
         try:
-            super().init(prefill_dp_rank)
+            if self._lacks_ranks() and self._is_asking_ranks():
+                return
+            self._replica = None
+            super().init(replica)
         except Exception as error:  # the scheduler's thread: an exception would end the server
+            self._replica = None
             log.exception("bootstrap_room %s: no way to the prefill server", self.bootstrap_room)
             self._fail(f"no way to the prefill server: {error}")
+
+    def _lacks_ranks(self) -> bool:
+        """Whether SGLang would ask where the prefill server's ranks are."""
+        info = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
+        if info is None or is_foreign(self.bootstrap_addr):
+            return False
+        pool, of = self.kv_mgr.connection_pool, f"{self.bootstrap_addr}_{self._replica}"
+        with self.kv_mgr.connection_lock:
+            return any(f"{of}_{cp}_{info.target_tp_rank}" not in pool for cp in info.target_cp_ranks)
+
+    def _is_asking_ranks(self) -> bool:
+        """Ask where they are. Returns whether to wait for the answer; if not, it is in `_ranks`, unless it is bad."""
+        manager, address, replica = self.kv_mgr, self.bootstrap_addr, self._replica
+        assert replica is not None
+        info = manager.prefill_info_table.get(address) or self.prefill_info
+        wanted = [*product(info.target_cp_ranks, info.target_tp_ranks, reversed(info.target_pp_ranks))]
+        key = (address, replica)
+        if manager.is_asking_ranks(key, address, replica, wanted):
+            return True
+        self._ranks = {}
+        try:
+            self._ranks = manager.take_ranks(key)
+        except BadAnswer as error:
+            log.error("no usable answer from the prefill server at %s: %s", address, error)
+        return False
 
     def _get_bootstrap_info_from_server(
         self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
     ) -> dict[str, Any] | None:
-        question = f"prefill_dp_rank={prefill_dp_rank}&prefill_cp_rank={prefill_cp_rank}"
-        question += f"&target_tp_rank={target_tp_rank}&target_pp_rank={target_pp_rank}"
-        try:
-            answer = ask(f"http://{self.bootstrap_addr}/route?{question}", RankAnswer)
-        except BadAnswer as error:
-            log.error("no usable answer from the prefill server at %s: %s", self.bootstrap_addr, error)
+        """What it has answered already."""
+        answer = self._ranks.get((prefill_cp_rank, target_tp_rank, target_pp_rank))
+        if answer is None:
             return None
         return msgspec.structs.asdict(answer) | {"tp_rank": target_tp_rank, "pp_rank": target_pp_rank}
 
@@ -175,7 +214,10 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         """Why the prefill server's agents are not known, or "". Asks its bootstrap server again every AGAIN_S."""
         if self._agents():
             return ""
-        if self.kv_mgr.may_ask_again(self.bootstrap_addr, AGAIN_S):
+        if self._replica is None and self.kv_mgr.may_ask_again(self.bootstrap_addr, AGAIN_S):
+            self._replica = self.prefill_dp_rank
+        if self._replica is not None and not self._is_asking_ranks():
+            self._replica = None
             self.invalidate_cached_bootstrap_infos()
             self._setup_bootstrap_infos()
         return "" if self._agents() else f"the prefill server at {self.bootstrap_addr} has no agent"
@@ -232,6 +274,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     def _poll(self) -> int:
         manager = self.kv_mgr
         manager.look()
+        if self._replica is not None and self._pages is None:
+            self._begin()
         if self.conclude_state is None and (self._is_wanted or self._pages is not None):
             try:
                 self._advance()

@@ -1,7 +1,8 @@
 """Asks a prefill server's bootstrap server. A client names that server, so its answers are checked before they count.
 
 Its address, its ranks' addresses, and every number have bounds. So a wrong one fails the request that named the server:
-it reaches no log, no message and no list of ranks.
+it reaches no log, no message and no list of ranks. Nor may it hold up other requests by not answering: SGLang's
+scheduler never waits for an answer, but looks in each turn whether it has come (`Questions`).
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import time
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
-from threading import Event, Timer
+from threading import Event, Thread, Timer
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -25,7 +29,10 @@ from .messages import Host, Port
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 log.addFilter(OneLine())
 
-ANSWER_S = 5.0
+ANSWER_S = 5.0  # for one answer of a server that is reached
+QUESTION_S = 10.0  # for all of a question, as nothing bounds the time in which a resolver finds the address of a name
+FORGET_S = 20.0  # how long a question is kept that nobody looks at: its request has ended
+MOST_QUESTIONS = 16  # at a time to servers that have answered before, and as many to others
 MOST_BYTES = 1 << 20  # of an answer: 1024 ranks with addresses of 256 bytes are a third of it
 SERVER = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9_.-]{1,15})?\]):[0-9]{1,5}", re.ASCII)
 
@@ -86,20 +93,92 @@ def ask(url: str, kind: Any, question: Any = None) -> Any:
         raise BadAnswer(plain(f"{type(error).__name__}: {error}", 300)) from None
 
 
-def replicas(address: str, rooms: list[int]) -> dict[str, int]:
-    """Which replica of a prefill server has each room; none if it gives no usable answer."""
-    try:
-        answer: dict[str, int] = ask(f"http://{address}/query_dp_ranks", ReplicasAnswer, {"bootstrap_rooms": rooms})
-    except BadAnswer as error:
-        log.error("no usable answer from the prefill server at %s: %s", address, error)
-        return {}
+def server(address: str) -> ServerAnswer:
+    """What the prefill server there is. Raises BadAnswer."""
+    everything = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+    answer: ServerAnswer = ask(f"http://{address}/route?{everything}", ServerAnswer)
     return answer
+
+
+def ranks(address: str, replica: int, wanted: Iterable[tuple[int, int, int]]) -> dict[tuple[int, int, int], RankAnswer]:
+    """Where these ranks are: by context, tensor and pipeline rank. Raises BadAnswer."""
+    found: dict[tuple[int, int, int], RankAnswer] = {}
+    for cp, tp, pp in wanted:
+        asked = f"prefill_dp_rank={replica}&prefill_cp_rank={cp}&target_tp_rank={tp}&target_pp_rank={pp}"
+        found[cp, tp, pp] = ask(f"http://{address}/route?{asked}", RankAnswer)
+    return found
+
+
+def replicas(address: str, rooms: list[int]) -> dict[str, int]:
+    """Which replica of a prefill server has each room that it knows. Raises BadAnswer."""
+    answer: dict[str, int] = ask(f"http://{address}/query_dp_ranks", ReplicasAnswer, {"bootstrap_rooms": rooms})
+    return answer
+
+
+@dataclass(slots=True)
+class _Question:
+    since: float
+    looked_at: float
+    thread: Thread | None = None  # None while it waits for its turn
+    answer: Any = None
+    error: BadAnswer | None = None
+    is_answered: bool = False  # set last
+
+    def run(self, ask_it: Callable[[], Any]) -> None:
+        try:
+            self.answer = ask_it()
+        except BadAnswer as error:
+            self.error = error
+        except Exception as error:
+            self.error = BadAnswer(plain(f"{type(error).__name__}: {error}", 300))
+        self.is_answered = True
+
+
+class Questions:
+    """Questions to servers, each on a thread of its own. Used by the scheduler's thread.
+
+    Servers that never answered have threads apart, so that they cannot take all.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, _Question] = {}
+        self._threads: dict[bool, list[Thread]] = {True: [], False: []}
+
+    def is_waiting(self, key: Hashable, ask_it: Callable[[], Any], is_known: bool) -> bool:
+        """Ask, unless it is asked already. Returns whether to wait for an answer: if not, `take` it."""
+        now = time.monotonic()
+        question = self._open.get(key)
+        if question is None:
+            self._open = {key: each for key, each in self._open.items() if now - each.looked_at < FORGET_S}
+            question = self._open[key] = _Question(now, now)
+        question.looked_at = now
+        if question.thread is None:
+            self._begin(question, ask_it, is_known)
+        return not question.is_answered and now - question.since < QUESTION_S
+
+    def _begin(self, question: _Question, ask_it: Callable[[], Any], is_known: bool) -> None:
+        self._threads[is_known] = threads = [thread for thread in self._threads[is_known] if thread.is_alive()]
+        if len(threads) < MOST_QUESTIONS:
+            question.thread = Thread(target=question.run, args=(ask_it,), name="kvbridge-question", daemon=True)
+            question.thread.start()
+            threads.append(question.thread)
+
+    def take(self, key: Hashable) -> Any:
+        """The answer. Raises BadAnswer, also for what was not asked."""
+        question = self._open.pop(key, None)
+        if question is None:
+            raise BadAnswer("it was not asked")
+        if not question.is_answered:
+            raise BadAnswer(f"none within {QUESTION_S:g} s")
+        if question.error is not None:
+            raise question.error
+        return question.answer
 
 
 def _body(url: str, question: Any) -> bytes:
     """Raises ValueError, OSError, HTTPException. No answer leads elsewhere, and none is decompressed, to any size.
 
-    The scheduler waits meanwhile. So the connection is cut after ANSWER_S, however little it says at a time.
+    The connection is cut after ANSWER_S, however little it says at a time.
     """
     place, is_late = urlsplit(url), Event()
     sent = None if question is None else msgspec.json.encode(question)

@@ -22,6 +22,7 @@ from kvbridge_proto.engine import Expect, NoOffer, Offer, Want
 from kvbridge.adapters.engine.conversation import Ended
 from kvbridge.adapters.sglang.messages import Asked, Row
 from kvbridge.adapters.sglang.rooms import Rooms
+from kvbridge.adapters.sglang.servers import Questions
 
 pytestmark = pytest.mark.sglang
 
@@ -101,6 +102,7 @@ def manager(role: str) -> Any:
     made.rooms, made.talk, made.told = Rooms(), Talk(), []
     made._watched, made._wanted, made._look_at = {}, {}, 0.0
     made._outdated, made._weights, made.next_weights, made.weights_changes = set(), "default", "", 0
+    made.gives_up_at_once, made._questions, made._met = False, Questions(), set()
     made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}
     made._queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False), token_to_kv_pool=None)
     made.options = SimpleNamespace(hold_s=30.0)
@@ -438,23 +440,32 @@ def test_what_has_failed_already_asks_for_nothing(decode: Any) -> None:
 
 def test_the_other_sides_agent_is_looked_for_again(decode: Any) -> None:
     made = receiver(decode)
-    known, looks = made.bootstrap_infos, []
-    made.bootstrap_infos = [{**known[0], "kvbridge_agent": ""}]
+    known, asked_at = made.bootstrap_infos, []
+    made.bootstrap_infos, made.prefill_dp_rank = [{**known[0], "kvbridge_agent": ""}], 0
     made._connection_pool_entries = {}
-    made._setup_bootstrap_infos = lambda: looks.append(1)
-    made.send_metadata(pages(5, 6, 7), 1, [], 0)
-    assert listen(decode, made) == WAITING and not decode.talk.said
-    assert len(looks) == 1, "once for all requests, and not in every turn"
+    answers = iter([True, True, False])
+    made._is_asking_ranks = lambda: asked_at.append(made._replica) or next(answers)
     made._setup_bootstrap_infos = lambda: setattr(made, "bootstrap_infos", known)
-    decode._routes.clear()
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    assert listen(decode, made) == WAITING and not decode.talk.said, "it has not answered yet"
     assert listen(decode, made) == WAITING and len(decode.talk.said) == 1
+    assert asked_at == [0, 0, 0]
+
+
+def test_the_other_sides_agents_are_looked_for_once_for_all_requests(decode: Any) -> None:
+    made = receiver(decode)
+    made.bootstrap_infos, made.prefill_dp_rank = [], 0
+    made._is_asking_ranks = lambda: pytest.fail("it was asked")
+    assert decode.may_ask_again(ADDRESS, 0.5)
+    made.send_metadata(pages(5, 6, 7), 1, [], 0)
+    assert listen(decode, made) == WAITING
 
 
 def test_a_prefill_server_that_is_given_up_holds_up_nobody(decode: Any) -> None:
     made = receiver(decode)
     made.bootstrap_infos = []
     decode.prefill_info_table.clear()
-    made._setup_bootstrap_infos = lambda: pytest.fail("it was asked")
+    made._is_asking_ranks = lambda: pytest.fail("it was asked")
     made.send_metadata(pages(5, 6, 7), 1, [], 0)
     assert listen(decode, made) == WAITING
 

@@ -17,7 +17,7 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
-from kvbridge.adapters.sglang import plugin
+from kvbridge.adapters.sglang import building, plugin
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("sglang")]
 
@@ -37,7 +37,7 @@ CLASSES = [
     if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("CommonKV") for base in node.bases)
 ]
 MANAGER = f"{HERE}.manager.KVBridgeManager"
-OF_MANAGER = {"options", "rooms", "talk", "weights_changes"}  # our own
+OF_MANAGER = {"options", "rooms", "talk", "weights_changes", "gives_up_at_once"}  # our own
 # What else we read: of objects that SGLang hands us, and what we set for SGLang to read.
 READ = {
     "sglang.srt.disaggregation.common.conn.CommonKVManager": "enable_deferred_decode_kv_release _kv_replica_factor",
@@ -54,7 +54,8 @@ READ = {
         "token_to_kv_pool draft_token_to_kv_pool scheduler metadata_buffers kv_manager"
     ),
     "sglang.srt.disaggregation.decode.DecodePreallocQueue": (
-        "token_to_kv_pool draft_token_to_kv_pool scheduler metadata_buffers kv_manager transfer_queue"
+        "token_to_kv_pool draft_token_to_kv_pool scheduler metadata_buffers kv_manager transfer_queue "
+        "_ensure_last_attempt_time _ensure_retry_interval"
     ),
     "sglang.srt.disaggregation.decode.DecodeTransferQueue": "enable_deferred_kv_release deferred_kv_release_timeout",
     "sglang.srt.mem_cache.memory_pool.KVCache": "page_size dtype layer_num start_layer device",
@@ -85,9 +86,18 @@ READ = {
     "sglang.srt.managers.scheduler.Scheduler": (
         "_sched_idled model_config tp_worker server_args weight_updater disagg_prefill_bootstrap_queue "
         "disagg_decode_prealloc_queue disagg_prefill_inflight_queue process_disagg_prefill_inflight_queue "
-        "sliding_window_size token_to_kv_pool_allocator req_to_token_pool"
+        "sliding_window_size token_to_kv_pool_allocator req_to_token_pool "
+        "_engine_paused attn_tp_cpu_group flush_wrapper"
     ),
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": "scheduler _session",
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": (
+        "scheduler _session offload_tags is_fully_idle tp_cpu_group"
+    ),
+    "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper": (
+        "_flush_cache _is_fully_idle _pending"
+    ),
+    "sglang.srt.managers.io_struct.FlushCacheReqInput": "timeout_s",
+    "sglang.srt.managers.io_struct.ReleaseMemoryOccupationReqInput": "tags",
+    "sglang.srt.managers.io_struct.ReleaseMemoryOccupationReqOutput": "rid",
     "sglang.srt.managers.schedule_batch.Req": (
         "origin_input_ids output_ids lora_id extra_key cache_salt input_embeds positional_embed_overrides "
         "token_type_ids multimodal_inputs disagg_kv_sender sampling_params return_logprob logprob return_sampling_mask "
@@ -99,7 +109,7 @@ READ = {
     "sglang.srt.arg_groups.fields.parallel.Parallel": (
         "tp_rank pp_rank attn_tp_rank attn_tp_size attn_dp_rank attn_cp_rank attn_cp_size attn_dcp_size world_group "
         "tp_size pp_size dp_size nnodes enable_dp_attention dp_rank enable_kv_cache_sharding "
-        "enable_dsa_cache_layer_split enable_cp_tp_group_sharing"
+        "enable_dsa_cache_layer_split enable_cp_tp_group_sharing enable_dp_attention_local_control_broadcast"
     ),
 }
 BACKENDS = ("manager", "sender", "receiver", "bootstrap_server", "kvargs")
@@ -188,10 +198,10 @@ def test_the_plugin_adds_its_name_and_hooks_what_takes_what_its_hooks_take(monke
     plugin.register()
     plugin.register()
     backends = found("sglang.srt.disaggregation.utils.TransferBackend")
-    assert choices.count(plugin.NAME) == 1
-    assert backends(plugin.NAME) is backends["KVBRIDGE"] is backends.KVBRIDGE
-    assert backends(plugin.NAME) in list(backends) and backends(plugin.NAME) != backends.NIXL
-    assert len(hooked) == 18
+    assert choices.count(building.NAME) == 1
+    assert backends(building.NAME) is backends["KVBRIDGE"] is backends.KVBRIDGE
+    assert backends(building.NAME) in list(backends) and backends(building.NAME) != backends.NIXL
+    assert len(hooked) == 26
     for target, hook in hooked.items():
         _, *taken = inspect.signature(hook).parameters.values()
         named = [each for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
