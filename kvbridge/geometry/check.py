@@ -14,7 +14,7 @@ from kvbridge_proto.engine import Scales
 from kvbridge_proto.pool import Codec, Group, Plane, Pool, Step
 
 from .token_shard import MOST_PERIOD, period_of
-from .wire import EIGHT_BITS, PLAIN, ROW_SCALED, SCALED_ROWS, is_scale
+from .wire import EIGHT_BITS, PLAIN, POWERS, ROW_SCALED, SCALED_ROWS, is_scale
 
 MOST_REASONS = 32
 MOST_LETTERS = 1024  # in one reason
@@ -247,7 +247,7 @@ def _check_codec(plane: Plane) -> Iterator[str]:
 def _check_row(codec: Codec) -> Iterator[str]:
     """Sizes that follow from the codec's name."""
     name, width = codec.name, codec.width
-    size = PLAIN.get(name, 1)
+    size = {**PLAIN, **POWERS}.get(name, 1)
     if name != "opaque" and codec.element_bytes != size:
         yield f"element_bytes: {codec.element_bytes}, {name} has {size}"
     block = SCALE_BLOCK.get(name, 1)

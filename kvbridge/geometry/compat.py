@@ -20,7 +20,7 @@ from .check import is_beside, shortened
 from .group_plan import whole_block
 from .layers import align, unfilled
 from .token_shard import MOST_PERIOD, period_of
-from .wire import PLAIN, ROW_SCALED, can_convert, is_same_row, is_same_scales, is_scale
+from .wire import PLAIN, POWERS, ROW_SCALED, can_convert, is_same_row, is_same_scales, is_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ def _block(group: Group, shard: Shard) -> str:
 def form_of(plane: Plane) -> str:
     """The form of a plane's rows, for people to read."""
     codec = plane.codec
-    return codec.name if codec.name in (*PLAIN, *ROW_SCALED) else f"{codec.name} of {codec.row_bytes} bytes"
+    return codec.name if codec.name in (*PLAIN, *POWERS, *ROW_SCALED) else f"{codec.name} of {codec.row_bytes} bytes"
 
 
 def _is_dense(plane: Plane) -> bool:

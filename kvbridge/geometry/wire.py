@@ -9,6 +9,8 @@ from kvbridge_proto.pool import Codec, CodecName
 PLAIN: dict[CodecName, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 # Codec with one scale beside each row -> codec of the numbers in the row.
 ROW_SCALED: dict[CodecName, CodecName] = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
+# Codecs of scales that are powers of two -> bytes per scale. They are moved as they are.
+POWERS: dict[CodecName, int] = {"pow2_fp32": 4, "ue8m0_x4": 4}
 # Only these have scales. explain.py has the error of a conversion to each.
 EIGHT_BITS: tuple[CodecName, ...] = tuple(name for name, size in PLAIN.items() if size == 1)
 # The most numbers in a converted row with a scale of its own: the kernels hold all of them at once.

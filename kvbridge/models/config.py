@@ -23,6 +23,7 @@ class ModelCache:
     """The cache of a model.
 
     layers      each layer's keys and values, or latents; None for a layer that keeps none of its own
+    index       the layers with index keys of sparse attention, of 128 fp8 numbers and a scale
     kinds       what else it keeps (`adapters/engine/unsupported.py`)
     drafts      the layers that predict further tokens, with the model's own weights (MTP)
     dtype       of the model's numbers
@@ -33,6 +34,7 @@ class ModelCache:
 
     family: str
     layers: tuple[Layer | None, ...]
+    index: frozenset[int] = frozenset()
     kinds: tuple[str, ...] = ()
     drafts: tuple[Layer, ...] = ()
     dtype: str = "bfloat16"
@@ -50,6 +52,7 @@ class Family:
     period: int = 0
     has_one_pool: bool = False
     has_longer_window: bool = False
+    has_index: bool = False
 
 
 def read(config: Text) -> ModelCache:
@@ -74,6 +77,7 @@ def read(config: Text) -> ModelCache:
     return ModelCache(
         family=name,
         layers=tuple(layers),
+        index=_index(text, len(layers) + len(drafts)) if family.has_index else frozenset(),
         kinds=kinds,
         drafts=drafts,
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"),
@@ -81,6 +85,24 @@ def read(config: Text) -> ModelCache:
         has_one_pool=family.has_one_pool,
         has_longer_window=family.has_longer_window,
     )
+
+
+def _index(text: Text, layers: int) -> frozenset[int]:
+    """The layers that choose their own tokens. The others use an earlier layer's choice, and keep no index keys.
+
+    As SGLang's `dsa_layer_skips_topk` and vLLM's models/deepseek_v32/attention.py say it. A draft's layers choose.
+    """
+    depth, types, pattern = _depth(text), text.get("indexer_types"), text.get("index_topk_pattern")
+    period, first = int(text.get("index_topk_freq") or 1), int(text.get("index_skip_topk_offset") or 2)
+
+    def shares(layer: int) -> bool:
+        if types is not None:
+            return layer < len(types) and types[layer] == "shared"
+        if pattern is not None:
+            return layer < len(pattern) and pattern[layer] == "S"
+        return max(layer - first + 1, 0) % period != 0
+
+    return frozenset(layer for layer in range(layers) if layer >= depth or not shares(layer))
 
 
 def _has_index(text: Text) -> bool:
@@ -232,7 +254,7 @@ FAMILIES: dict[str, Family] = {
     "llama4_text": Family(_llama4),
     "mimo_v2_flash": Family(_mimo, has_longer_window=True),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), MLA),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "dots3_note", "hy_v4"), Family(_latent, ("index",))),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(_latent, has_index=True)),
     **dict.fromkeys(("minimax_m3", "minimax_m3_text"), Family(_uniform, ("index",))),
     **dict.fromkeys(("deepseek_v4", "deepseek_v41"), Family(_unread, ("compressed",))),
     **dict.fromkeys(("glm5_next", "glm5_next_text"), Family(_unread, ("index", "state", "ring"))),

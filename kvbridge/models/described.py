@@ -123,7 +123,21 @@ def _has_window_pool(model: ModelCache, command: EngineCommand) -> bool:
 
 def _dtype(model: ModelCache, command: EngineCommand) -> str:
     own = model.dtype if command.dtype == "auto" else command.dtype
-    return (model.kv_dtype or own) if command.kv_cache_dtype == "auto" else command.kv_cache_dtype
+    said = (model.kv_dtype or own) if command.kv_cache_dtype == "auto" else command.kv_cache_dtype
+    # What both engines make of it for sparse attention, unless told to use a backend that reads plain fp8 rows.
+    return "fp8_ds_mla" if model.index and said in PLAIN and PLAIN[said][0] == "fp8_e4m3" else said
+
+
+INDEX = tuple(
+    PartRow(part, codec)
+    for part, codec in (
+        (
+            "index_key",
+            Codec(name="fp8_row_scale", width=128, element_bytes=1, row_bytes=128, scale_codec="pow2_fp32"),
+        ),
+        ("index_key_scale", Codec(name="pow2_fp32", width=1, element_bytes=4, row_bytes=4)),
+    )
+)
 
 
 def _rows(layer: Layer, said: str) -> Iterator[PartRow]:
@@ -200,7 +214,7 @@ def _pool(
     offset = 0
     for index, layer in mine.items():
         heads = Heads(0, 1, 1) if layer.kind == "mla" else Heads.of(layer.kv_heads, tp_rank, command.tp)
-        for row in _rows(layer, said):
+        for row in (*_rows(layer, said), *(INDEX if index in model.index else ())):
             planes.append(
                 _plane(index, row, heads, groups.index(keepings[index]), keepings[index].block_tokens, offset)
             )

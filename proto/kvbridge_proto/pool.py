@@ -32,6 +32,8 @@ CodecName = Literal[
     "fp8_ds_v4",
     "fp8_ds_v41",
     "nvfp4_ds_mla",
+    "pow2_fp32",
+    "ue8m0_x4",
     "opaque",
 ]
 LayerKind = Literal["full", "sliding", "chunked", "mla", "state"]
@@ -52,8 +54,9 @@ class Codec(Struct, frozen=True, kw_only=True):
     scales: empty (none), one for the plane, or one per head of the plane; value = stored * scale.
     A codec whose scales lie in memory, one or more for each row (`*_row_scale`, `mxfp8_e4m3`, `nvfp4`, `fp8_ds_v4`),
     keeps them in another plane of the layer, part `<part>_scale`, and `row_bytes` excludes them. That plane's rows have
-    the codec `scale_codec`, where rows have one scale each (`fp8_row_scale`, `int8_row_scale`). In three codecs the row
-    contains all it needs: `fp8_ds_mla` (656 bytes), `fp8_ds_v41` (528), `nvfp4_ds_mla` (352).
+    the codec `scale_codec`, where rows have one scale each (`fp8_row_scale`, `int8_row_scale`): fp32, or a power of two
+    as an fp32 (`pow2_fp32`) or as its exponent in each of four bytes (`ue8m0_x4`). In three codecs the row contains all
+    it needs: `fp8_ds_mla` (656 bytes), `fp8_ds_v41` (528), `nvfp4_ds_mla` (352).
     `element_bytes` is the unit that the plane's element axis counts; a packed row (`fp8_ds_mla`, `opaque`) counts
     single bytes.
     """

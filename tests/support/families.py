@@ -162,7 +162,7 @@ FAMILIES = (
     ),
     Family(
         "latents and index keys",
-        "DeepSeek V3.2, GLM-5 to 5.2, HY4, dots3",
+        "DeepSeek V3.2, GLM-5 to 5.2",
         latents("deepseek_v32", 61, **INDEX),
         "MLA, index keys",
         "DSATokenToKVPool",

@@ -78,7 +78,7 @@ def rows(plane: Plane, tokens: range | np.ndarray, is_tame: bool = False) -> np.
     head = np.arange(plane.first_head, plane.first_head + plane.heads)[None, :, None]
     elements = np.arange(codec.row_bytes // codec.element_bytes)[None, None, :]
     numbers = value(plane.layer, plane.part, head, token, elements)
-    if plane.part.endswith("_scale") and codec.name == "fp32":
+    if plane.part.endswith("_scale") and codec.name in ("fp32", "pow2_fp32"):
         return _scales(numbers)
     whole = numbers.astype("<u8").view(np.uint8).reshape(*numbers.shape, 8)
     found = whole[..., : codec.element_bytes].reshape(len(token), plane.heads, codec.row_bytes)

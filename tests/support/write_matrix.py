@@ -64,8 +64,8 @@ Fetches of rows under other scales then fail with `adopt_refused`, which names b
 
 The table is about pools as agents see them. Adapters describe fewer kinds:
 
-- The vLLM adapter refuses, by name, when an engine starts: layers with recurrent state (Mamba), index keys of sparse
-  attention, compressed caches, rings, attention backends whose order of rows it does not know
+- The vLLM adapter refuses, by name, when an engine starts: layers with recurrent state (Mamba), index keys in other
+  forms than DeepSeek V3.2's, compressed caches, rings, attention backends whose order of rows it does not know
   ([those that it does](../kvbridge/adapters/vllm/backends.py)), caches in MXFP8, and caches in NVFP4 other than latent
   rows of 352 bytes. Of int8 it knows only rows with scales of their own.
 - The SGLang adapter: [its limits](sglang.md#limits).

@@ -14,6 +14,7 @@ from kvbridge.adapters.vllm import dtypes
 from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.compat import Incompatible, verdict
+from kvbridge.geometry.wire import POWERS
 from tests.support.carried import OnCpu, carried, pools_of
 from tests.support.matrix import ROWS, Row
 from tests.support.pools import ranks_of
@@ -60,6 +61,7 @@ def test_tokens_and_heads_that_are_split_are_carried_to_every_rank() -> None:
 def test_the_page_says_what_the_adapter_refuses() -> None:
     ours = set(get_args(CodecName)) - {"opaque"}
     described = {*codecs.CODEC_OF.values(), *dtypes.ROW_SCALED.values(), *dtypes.LATENT.values()}
+    described |= set(POWERS)  # of the scales of index keys
     assert ours - described == {"int8", "mxfp8_e4m3", "nvfp4"}
     said = page().partition("## What adapters refuse")[2]
     assert all(name in said for name in ("The vLLM adapter refuses", "Mamba", "MXFP8", "NVFP4"))

@@ -39,7 +39,7 @@ POOLS = {
     "MHATokenToKVPool": "kv",
     "MLATokenToKVPool": "latent",
     "SWAKVPool": "halves",
-    "DSATokenToKVPool": "index",
+    "DSATokenToKVPool": "latent",  # and index keys
     "MiniMaxSparseKVPool": "index",
     "HybridLinearKVPool": "state",
     "QSATokenToKVPool": "state",
@@ -69,15 +69,22 @@ class LayerGroup:
     window: int = 0
 
     def described(self, parts: list[LayerTensor]) -> Group:
-        slots = min(part.tensor.shape[0] for part in parts)
-        blocks = slots if _is_hnd(self.pool) else slots // self.block_tokens
+        is_paged = [_is_hnd(self.pool) or part.name == INDEX_KEY for part in parts]
+        sizes = [part.tensor.shape[0] for part in parts]
+        blocks = min(size // (1 if pages else self.block_tokens) for size, pages in zip(sizes, is_paged, strict=True))
         kind: GroupKind = "full" if not self.window else "chunked" if self.kind == "chunked" else "sliding"
         return Group(kind=kind, block_tokens=self.block_tokens, blocks=blocks, window=self.window)
 
 
+INDEX_KEY, INDEX_WIDTH, INDEX_SCALE_BYTES = "index_key", 128, 4
+
+
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
-    """One tensor of a layer: [slots, heads, width], or in the layout `hnd` [pages, heads, tokens, width]."""
+    """One tensor of a layer: [slots, heads, width], or in the layout `hnd` [pages, heads, tokens, width].
+
+    That of index keys is [pages, bytes].
+    """
 
     group: LayerGroup
     layer: int
@@ -116,7 +123,9 @@ def describe(
         shard=shard,
         groups=tuple(group.described([part for part in parts if part.group is group]) for group in groups),
         regions=tuple(Region(storage.nbytes()) for storage in storages.values()),
-        planes=tuple(_plane(part, regions[part.tensor.untyped_storage().data_ptr()]) for part in parts),
+        planes=tuple(
+            plane for part in parts for plane in _planes(part, regions[part.tensor.untyped_storage().data_ptr()])
+        ),
     )
     return Memory(described, tuple(storages.values()))
 
@@ -170,9 +179,30 @@ def _check_rows(pool: Any) -> None:
         raise OperatorError("cache_unsupported", f"KV pool: layout {layout}, supported are {', '.join(LAYOUTS)}")
     if pool.dtype not in CODEC_OF:
         raise OperatorError("codec_unknown", f"KV pool: {pool.dtype}, supported are {', '.join(map(str, CODEC_OF))}")
+    if hasattr(pool, "index_key_cache"):
+        _check_index(pool)
     method = getattr(pool, "quant_method", None)
     if (name := getattr(method, "name", "unquantized")) != "unquantized":
         raise OperatorError("codec_unknown", f"KV pool: quantized by {name}, must hold plain numbers")
+
+
+def _check_index(pool: Any) -> None:
+    """Raises OperatorError unless index keys lie in pages as on CUDA: all keys of a page, then their scales."""
+    import torch.version
+
+    page, kpool = int(pool.page_size), int(pool.index_kpool)
+    if kpool != 1:
+        raise refusal("cache_unsupported", "sglang", "compressed", f"KV pool: index keys of {kpool} tokens each")
+    widths = {buffer.shape[1] for buffer in pool.index_k_with_scale_buffer}
+    expected = page * (INDEX_WIDTH + INDEX_SCALE_BYTES)
+    if widths != {expected} or pool.index_page_size != page or torch.version.hip:
+        found = " or ".join(map(str, sorted(widths)))
+        raise OperatorError(
+            "cache_unsupported",
+            f"KV pool: index keys in pages of {found} bytes and {pool.index_page_size} of {page} tokens, must be "
+            f"{expected} bytes for all: {INDEX_WIDTH} fp8 numbers of each token in order, then a scale of each; "
+            "no setting of the engine helps",
+        )
 
 
 def moved(pool: Any) -> None:
@@ -256,6 +286,14 @@ def _is_latent(pool: Any) -> bool:
     return hasattr(pool, "kv_lora_rank")
 
 
+def _latent_width(pool: Any) -> int:
+    """Numbers of a latent. A row of another width is packed: fp8 numbers, four scales, the rope in bf16.
+
+    `_quantize_k_cache_ref` in sglang/test/kernels/dsa_k_cache_reference.py: the order is that of vLLM's `fp8_ds_mla`.
+    """
+    return int(pool.kv_lora_rank) + int(pool.qk_rope_head_dim)
+
+
 def _is_hnd(pool: Any) -> bool:
     return getattr(pool, "kv_cache_layout", "nhd") == "hnd"
 
@@ -271,6 +309,8 @@ def _parts(group: LayerGroup, attentions: dict[int, Any]) -> Iterator[LayerTenso
         k_scale, v_scale = (_scale(attentions.get(layer), part) for part in "kv")
         if _is_latent(pool):
             yield LayerTensor(group, layer, "latent", pool.kv_buffer[index], k_scale)
+            if hasattr(pool, "index_key_cache") and len(keys := pool.index_k_with_scale_buffer[index]):
+                yield LayerTensor(group, layer, INDEX_KEY, keys, 1.0)  # one that uses another's top-k has no pages
         else:
             yield LayerTensor(group, layer, "k", pool.k_buffer[index], k_scale)
             yield LayerTensor(group, layer, "v", pool.v_buffer[index], v_scale)
@@ -284,6 +324,36 @@ def _scale(attention: Any, part: str) -> float:
     return 1.0 if said is None else float(said)
 
 
+def _planes(part: LayerTensor, region: int) -> Iterator[Plane]:
+    if part.name != INDEX_KEY:
+        yield _plane(part, region)
+        return
+    # `_set_k_and_s_triton` in sglang/kernels/ops/kvcache/dsa_index_k_cache.py: keys at token * 128, scales behind all
+    # keys of the page. Each scale is a power of two: the models' `scale_fmt` is "ue8m0".
+    page, (block, _) = part.group.block_tokens, part.tensor.stride()
+    keys = Codec(
+        name="fp8_row_scale", width=INDEX_WIDTH, element_bytes=1, row_bytes=INDEX_WIDTH, scale_codec="pow2_fp32"
+    )
+    scale = Codec(name="pow2_fp32", width=1, element_bytes=INDEX_SCALE_BYTES, row_bytes=INDEX_SCALE_BYTES)
+    for name, at, codec in ((INDEX_KEY, 0, keys), (f"{INDEX_KEY}_scale", page * INDEX_WIDTH, scale)):
+        yield Plane(
+            layer=part.layer,
+            part=name,
+            group=part.group.number,
+            region=region,
+            offset=int(part.tensor.storage_offset()) + at,
+            block_stride=block,
+            token_axis=(Step(page, codec.row_bytes),),
+            head_stride=0,
+            element_axis=(Step(codec.width, codec.element_bytes),),
+            first_head=0,
+            heads=1,
+            total_heads=1,
+            codec=codec,
+            name=f"layer {part.layer} {name}",
+        )
+
+
 def _plane(part: LayerTensor, region: int) -> Plane:
     group, tensor, size = part.group, part.tensor, part.tensor.element_size()
     strides = [stride * size for stride in tensor.stride()]
@@ -293,7 +363,11 @@ def _plane(part: LayerTensor, region: int) -> Plane:
         slot, head, element = strides
         block = group.block_tokens * slot
     width, dtype = tensor.shape[-1], group.pool.dtype
-    scales = (part.scale,) if dtype in FP8 else ()
+    if _is_latent(group.pool) and width != _latent_width(group.pool):
+        codec = Codec(name="fp8_ds_mla", width=_latent_width(group.pool), element_bytes=size, row_bytes=width * size)
+    else:
+        scales = (part.scale,) if dtype in FP8 else ()
+        codec = Codec(name=CODEC_OF[dtype], width=width, element_bytes=size, row_bytes=width * size, scales=scales)
     return Plane(
         layer=part.layer,
         part=part.name,
@@ -307,7 +381,7 @@ def _plane(part: LayerTensor, region: int) -> Plane:
         first_head=group.heads.first,
         heads=group.heads.count,
         total_heads=group.heads.total,
-        codec=Codec(name=CODEC_OF[dtype], width=width, element_bytes=size, row_bytes=width * size, scales=scales),
+        codec=codec,
         name=f"layer {part.layer} {part.name}",
     )
 
@@ -321,8 +395,8 @@ def _layers(
         group = part.group
         widths = {other.name: other.tensor.shape[-1] for other in parts if other.layer == part.layer}
         if _is_latent(group.pool):
-            rope = int(group.pool.qk_rope_head_dim)
-            mine[part.layer] = Layer(kind="mla", kv_heads=1, key_width=widths["latent"], value_width=0, rope_width=rope)
+            rope, width = int(group.pool.qk_rope_head_dim), _latent_width(group.pool)
+            mine[part.layer] = Layer(kind="mla", kv_heads=1, key_width=width, value_width=0, rope_width=rope)
             continue
         kind, window = group.kind, group.window
         if not window and (before := _before(attentions.get(part.layer))):  # a window whose memory is not given up

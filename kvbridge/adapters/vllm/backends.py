@@ -9,6 +9,7 @@ tests/integration/adapters/test_vllm_backends.py.
 | kv | [B, H, N, K|V]: a row of K and then a row of V in each cell |
 | cpu | as cpu.py says |
 | latent | [B, N, W]: one row a token, which the layer's kv_cache_dtype describes; every rank has it whole |
+| index_key | [B, N, 132] bytes: in each page of the kernel all keys of 128, then scales of 4; every rank has it whole |
 | others | a kind that is not carried: adapters/engine/unsupported.py |
 
 Sources are paths below vllm/ in 0.33.0, read there and in 0.32.0. `concat_and_cache_mla` is the writer of latents that
@@ -61,7 +62,9 @@ BACKENDS: dict[str, RowWriter] = {
     "AMX_MLA": RowWriter("latent", f"{MLA}amx_mla.py:306"),
     # 448 fp8 and 64 bf16 numbers, the scales of a block behind its rows
     "DEEPSEEK_SPARSE_SWA": RowWriter("latent", "models/deepseek_v4/common/ops/cache_utils.py:44"),
-    "DEEPSEEK_V32_INDEXER": RowWriter("index", f"{MLA}indexer.py"),
+    # indexer_k_quant_and_cache (csrc/libtorch_stable/cache_kernels.cu) and _fp8_quant_and_cache_write: key at byte
+    # token * 128 of the page, scale at page tokens * 128 + token * 4
+    "DEEPSEEK_V32_INDEXER": RowWriter("index_key", "models/deepseek_v32/common/kernels.py:81"),
     "MINIMAX_M3_SPARSE": RowWriter("index", "models/minimax_m3/common/sparse_attention.py"),
     "MINIMAX_M3_SPARSE_INDEXER": RowWriter("index", "models/minimax_m3/common/indexer.py"),
     "CUTLASS_MSA": RowWriter("index", "models/minimax_m3/nvidia/sparse_attention_msa.py"),
@@ -96,13 +99,18 @@ def backend_of(layer: Any) -> str:
     return str((layer.get_attn_backend() if found is None else found).get_name())
 
 
+def rows_of(layer: Any) -> str:
+    """What kind of rows a layer's backend writes; "" if it is not known."""
+    found = BACKENDS.get(backend_of(layer))
+    return found.rows if found else ""
+
+
 def check_backend(name: str, layer: Any, is_latent: bool) -> None:
     """Raises OperatorError for rows that are not carried, or whose order we do not know."""
-    backend = backend_of(layer)
-    rows = BACKENDS[backend].rows if backend in BACKENDS else ""
+    backend, rows = backend_of(layer), rows_of(layer)
     if rows in UNSUPPORTED:
         raise refusal("layer_unsupported", "vllm", rows, f"{name}: attention backend {backend}")
-    fitting = ("latent",) if is_latent else ("kv", "cpu")
+    fitting = ("latent", "index_key") if is_latent else ("kv", "cpu")
     if rows not in fitting:
         known = ", ".join(each for each, listed in BACKENDS.items() if listed.rows in fitting)
         raise OperatorError(
@@ -125,8 +133,6 @@ def spec_refusal(name: str, spec: Any) -> KVBridgeError | None:
     kind = type(spec).__name__
     if kind in SPECS:
         return refusal("layer_unsupported", "vllm", SPECS[kind], f"{name}: {kind}")
-    if getattr(getattr(spec, "cache_role", None), "value", "") == "indexer":
-        return refusal("layer_unsupported", "vllm", "index", f"{name}: {kind} with cache_role indexer")
     states = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
     if states != 1:
         return refusal("layer_unsupported", "vllm", "compressed", f"{name}: {kind} with tokens_per_state {states}")

@@ -26,18 +26,22 @@ ROW_SCALED: dict[str, CodecName] = {
 # Latent rows with their scales inside, by bytes per row; fp8_ds_v4 keeps 8 of its 584 behind the rows of its block.
 LATENT: dict[int, CodecName] = {656: "fp8_ds_mla", 584: "fp8_ds_v4", 528: "fp8_ds_v41", 352: "nvfp4_ds_mla"}
 V4_SCALE_BYTES = 8
+INDEX_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RowForm:
-    """The codec of a layer's rows, and the tensor's cells that follow from it."""
+    """The codec of a layer's rows, the tensor's cells that follow from it, and the codec of scales beside rows."""
 
     name: CodecName
     cell: Cell
+    scale: CodecName = "fp32"
 
 
 def form_of(member: KVLayer, heads: int) -> RowForm:
     """Raises OperatorError for numbers that no codec of ours describes."""
+    if member.is_index:
+        return _index_form(member)
     tensor, said = member.tensor, member.said
     size, (key, value) = tensor.element_size(), member.widths
     if said in ROW_SCALED and size == 1 and key == value:
@@ -62,17 +66,46 @@ def form_of(member: KVLayer, heads: int) -> RowForm:
     )
 
 
+def _index_form(member: KVLayer) -> RowForm:
+    """Keys in fp8, each with one scale, which is a power of two: all writers have `scale_fmt` "ue8m0".
+
+    Where the kernels that read them want no fp32 (SM100, 0.33), writers store its exponent in each of the four bytes.
+    Nothing in the tensor shows it (`pack_ue8m0_x4` in v1/attention/ops/common.py).
+    """
+    from vllm.utils import deep_gemm
+
+    key, _ = member.widths
+    width = key + INDEX_SCALE_BYTES
+    found = member.tensor.dtype, int(member.spec.head_size), member.tensor.shape[-1]
+    if found != (torch.uint8, width, width) or getattr(member.attention, "uses_shuffled_layout", False):
+        raise OperatorError(
+            "codec_unknown",
+            f"{member.name}: index cache of {found[1]} x {found[0]} a token (its tensor has {found[2]}), must be "
+            f"{width} x {torch.uint8} in order: {key} fp8 numbers and a scale; no setting of the engine helps",
+        )
+    is_packed = getattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: False)()
+    cell = Cell(1, key, 0, INDEX_SCALE_BYTES, is_apart=True, is_paged=True, part="index_key")
+    return RowForm("fp8_row_scale", cell, "ue8m0_x4" if is_packed else "pow2_fp32")
+
+
 def codec_of(member: KVLayer, form: RowForm, spot: Spot) -> Codec:
     """The codec of one plane of the layer."""
     cell, size = form.cell, member.tensor.element_size()
     if spot.part.endswith("_scale"):
         unit = cell.scale_unit
-        name: CodecName = "fp32" if unit == 4 else "opaque"
+        name: CodecName = form.scale if unit == 4 else "opaque"
         return Codec(name=name, width=spot.width, element_bytes=unit, row_bytes=spot.width * unit)
     key, value = member.widths
     width = value if spot.part == "v" else key
     scales = member_scales(member)[spot.part] if form.name in ("fp8_e4m3", "fp8_e5m2") else ()
-    return Codec(name=form.name, width=width, element_bytes=size, row_bytes=spot.width * size, scales=scales)
+    return Codec(
+        name=form.name,
+        width=width,
+        element_bytes=size,
+        row_bytes=spot.width * size,
+        scales=scales,
+        scale_codec=form.scale,
+    )
 
 
 def member_scales(member: KVLayer) -> dict[str, tuple[float, ...]]:

@@ -12,7 +12,7 @@ from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Shard
 from ...errors import OperatorError
 from ..engine.heads import Heads
 from ..engine.names import draft_name
-from .backends import check_backend, spec_refusal
+from .backends import check_backend, rows_of, spec_refusal
 from .versions import transfer_groups
 
 if TYPE_CHECKING:
@@ -27,12 +27,17 @@ KINDS: dict[str, GroupKind] = {
     "SlidingWindowMLASpec": "sliding",
     "ChunkedLocalAttentionSpec": "chunked",
 }
+INDEX_WIDTH = 128  # numbers of an index key
 LATENTS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
-    """One layer's tensor with what vLLM says about it. `layer` is its number in the model's record."""
+    """One layer's tensor with what vLLM says about it. `layer` is its number in the model's record.
+
+    Index keys are a layer of their own to vLLM. Here they are a part of the attention layer that they are for, whose
+    name is then the `owner`.
+    """
 
     name: str
     layer: int
@@ -44,6 +49,11 @@ class KVLayer:
     said: str
     rope_width: int
     is_draft: bool = False
+    owner: str = ""
+
+    @property
+    def is_index(self) -> bool:
+        return rows_of(self.attention) == "index_key"
 
     @property
     def heads(self) -> int:
@@ -60,6 +70,8 @@ class KVLayer:
     @property
     def widths(self) -> tuple[int, int]:
         """Numbers in a row of K and in a row of V; a latent has no V."""
+        if self.is_index:
+            return INDEX_WIDTH, 0
         key = int(self.spec.head_size)
         return key, 0 if self.is_latent else int(getattr(self.spec, "head_size_v", None) or key)
 
@@ -162,7 +174,7 @@ def _one_of(spec: Any) -> Any:
 
 def model_layers(members: list[KVLayer], config: VllmConfig, shard: Shard) -> tuple[Layer | None, ...]:
     """One record for each layer of this rank; None for layers of other pipeline ranks and layers without KV."""
-    mine = {member.layer: member.record for member in members}
+    mine = {member.layer: member.record for member in members if not member.is_index}
     count = max(mine) + 1
     if shard.pp_size > 1:
         count = max(count, depth(config))
@@ -215,18 +227,23 @@ def is_draft(name: str, spec: Any, config: VllmConfig) -> bool:
 def drafts_of(members: list[KVLayer], config: VllmConfig, model: str, said: str) -> tuple[tuple[int, ...], str]:
     """The numbers of the draft model's layers, and its name: `said` by the operator, or else by its path."""
     draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
-    if draft is None or not (layers := sorted(member.layer for member in members if member.is_draft)):
+    if draft is None or not (layers := sorted({member.layer for member in members if member.is_draft})):
         return (), ""
     return tuple(layers), said or draft_name(model, str(config.model_config.model), str(draft.model))
 
 
 def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:
-    """Each under vLLM's own number. A draft model that counts from 0 again gets the numbers after the model's."""
+    """Each under vLLM's own number. A draft model that counts from 0 again gets the numbers after the model's.
+
+    Index keys have the number of their attention layer, in whose module they are: "P.indexer.k_cache" and "P.attn".
+    """
     from vllm.model_executor.models.utils import extract_layer_index
 
     seen: set[int] = set()
     found, again = [], []
     for member in sorted(members, key=lambda member: member.is_draft):
+        if member.is_index:
+            continue
         index = extract_layer_index(member.name)
         if index in seen or (member.is_draft and index < depth(config)):
             again.append(member)
@@ -236,4 +253,12 @@ def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:
     first = max([*seen, depth(config) - 1]) + 1 if again else 0
     numbers = {member.name: member for member in found}
     numbers |= {member.name: replace(member, layer=first + place) for place, member in enumerate(again)}
+    owners = {member.name.rpartition(".")[0]: member for member in numbers.values()}
+    for member in members:
+        if member.is_index:
+            module = member.name.partition(".indexer")[0]
+            if module not in owners:
+                reason = f"{member.name}: index keys, and no attention layer in {module}"
+                raise OperatorError("layer_unsupported", reason)
+            numbers[member.name] = replace(member, layer=owners[module].layer, owner=owners[module].name)
     return [numbers[member.name] for member in members]

@@ -11,7 +11,7 @@ from kvbridge_proto.pool import Engine, Group, Model, Plane, Pool, Region, Shard
 
 from ...errors import OperatorError
 from ..engine.memory import Memory
-from .backends import BACKENDS, backend_of
+from .backends import rows_of
 from .cpu import halves
 from .dtypes import codec_of, form_of
 from .layers import KVLayer, depth, drafts_of, kind_of, members_of, model_layers, window_of
@@ -113,13 +113,13 @@ def _planes(member: KVLayer, region: int, blocks: int) -> Iterator[Plane]:
             heads=heads.count,
             total_heads=heads.total,
             codec=codec_of(member, form, spot),
-            name=member.name[:256],
+            name=(member.owner or member.name)[:256],
         )
 
 
 def _laid_out(member: KVLayer, spots: list[Spot]) -> list[Spot]:
     """The spots, corrected for a backend that does not lay K and V out as the tensor's dimensions suggest."""
-    return _cpu(member, spots) if BACKENDS[backend_of(member.attention)].rows == "cpu" else spots
+    return _cpu(member, spots) if rows_of(member.attention) == "cpu" else spots
 
 
 def _cpu(member: KVLayer, spots: list[Spot]) -> list[Spot]:

@@ -31,6 +31,8 @@ class Cell:
     scale_bytes   the scales of one row, stored behind it
     scale_unit    bytes of one scale; 1 where nobody reads them as numbers
     is_apart      the scales of a block are stored behind all its rows instead
+    is_paged      that block is the kernel's, of which a block of the table may have several
+    part          what the row is, if there is no V
     """
 
     heads: int
@@ -39,6 +41,8 @@ class Cell:
     scale_bytes: int = 0
     scale_unit: int = 4
     is_apart: bool = False
+    is_paged: bool = False
+    part: str = "latent"
 
     @property
     def bytes(self) -> int:
@@ -110,7 +114,7 @@ def _fits(shape: Sequence[int], size: int, cell: Cell, block_tokens: int, blocks
     tokens, row = shape[grid.token], shape[-1] * size
     if tokens == 0 or block_tokens % tokens or shape[grid.block] != blocks * (block_tokens // tokens):
         return False
-    if cell.is_apart and tokens != block_tokens:
+    if cell.is_apart and not cell.is_paged and tokens != block_tokens:
         return False
     if grid.head is None:
         return not cell.value_bytes and row == cell.bytes
@@ -145,7 +149,7 @@ def _spots(
     second = strides[grid.half] if grid.half is not None else (cell.key_bytes // size) * step + cell.scale_bytes
     rows = [("k", 0, cell.key_bytes), ("v", second, cell.value_bytes)]
     if not cell.value_bytes:
-        rows = [("latent", 0, cell.key_bytes)]
+        rows = [(cell.part, 0, cell.key_bytes)]
     for part, offset, row_bytes in rows:
         token_stride = row_bytes if cell.is_apart else strides[grid.token]
         token_axis = (*split, Step(tokens, token_stride))

@@ -17,7 +17,15 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.models.config import read
 from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
-from tests.integration.adapters.test_sglang_pool import RadixAttention, latent, on_a_cpu, plain, pool_class, queue_of
+from tests.integration.adapters.test_sglang_pool import (
+    RadixAttention,
+    latent,
+    on_a_cpu,
+    plain,
+    pool_class,
+    queue_of,
+    sparse,
+)
 from tests.support.families import FAMILIES, Family, is_run
 from tests.support.planned import told
 
@@ -25,6 +33,7 @@ pytestmark = pytest.mark.sglang
 __all__ = ["on_a_cpu"]  # a fixture
 
 PAGE = 16
+PAGES = {"DSATokenToKVPool": 64}  # the only one it takes
 
 
 def queue_for(family: Family, tp: int) -> Any:
@@ -40,6 +49,9 @@ def queue_for(family: Family, tp: int) -> Any:
         pool = latent(PAGE, **common, kv_lora_rank=512, qk_rope_head_dim=64)
     elif family.pool == "SWAKVPool":
         return windowed(family, tp)
+    elif family.pool == "DSATokenToKVPool":
+        skipped = [layer not in model.index for layer in range(len(model.layers))]
+        pool = sparse(layer_num=len(model.layers), skip_topk_layers=skipped)
     else:
         pool = object.__new__(pool_class(family.pool))
     queue = queue_of(pool, heads=first.kv_heads, layers=len(model.layers))
@@ -97,7 +109,8 @@ def windowed(family: Family, tp: int) -> Any:
 )
 def test_plan_says_of_a_config_what_the_adapter_says_of_the_pool(family: Family, tp: int, is_decoder: bool) -> None:
     _, options = family.sides.get("sglang", ("", ""))
-    shard, command = Shard(tp_rank=tp - 1, tp_size=tp), parse(f"sglang --tp {tp} --page-size {PAGE} {options}")
+    shard, page = Shard(tp_rank=tp - 1, tp_size=tp), PAGES.get(family.pool, PAGE)
+    command = parse(f"sglang --tp {tp} --page-size {page} {options}")
     names: dict[str, Any] = {"model_name": "m", "engine_id": "e", "is_decoder": is_decoder}
     try:
         planned = pools_of(read(family.config), command, "m", "e", is_decoder)

@@ -117,7 +117,10 @@ SPECS: dict[str, Callable[[int], Specs]] = {
     "latents": lambda tp: latents(61),
     "latents with drafts on both sides": lambda tp: latents(62),
     "latents with drafts on the decode side": lambda tp: latents(62),
-    "latents and index keys": lambda tp: beside(latents(61), INDEX, "DEEPSEEK_V32_INDEXER"),
+    "latents and index keys": lambda tp: (
+        latents(61)
+        | {f"model.layers.{layer}.self_attn.indexer.k_cache": ("DEEPSEEK_V32_INDEXER", INDEX) for layer in range(61)}
+    ),
     "full attention and index keys": lambda tp: each(60, lambda i: full(4, 128, tp), "MINIMAX_M3_SPARSE"),
     "compressed latents": lambda tp: each(2, lambda i: COMPRESSED, "FLASHMLA_SPARSE_DSV4"),
     "states and full attention": states,
@@ -149,13 +152,17 @@ def adapted(family: Family, tp: int, rank: int, dtype: str) -> Pool:
     """What the adapter makes of this rank's specs, once vLLM has made their pages of one size."""
     specs = SPECS[family.name](tp)
     made = {name: spec for name, (_, spec) in specs.items()}
-    if all(hasattr(spec, "head_size") for spec in made.values()) and len({type(spec) for spec in made.values()}) > 1:
+    has_pages = all(hasattr(spec, "head_size") for spec in made.values())
+    if has_pages and len({type(spec) for spec in made.values()}) > 1:
         made = unify_kv_cache_spec_page_size(made)
     text = SimpleNamespace(num_hidden_layers=len(read(family.config).layers), qk_rope_head_dim=64)
     if "swa_num_key_value_heads" in family.config:
         text.swa_num_key_value_heads = family.config["swa_num_key_value_heads"]
     return build(
-        {name: tensor_of(spec, torch.uint8 if dtype == "nvfp4" else torch.bfloat16) for name, spec in made.items()},
+        {
+            name: tensor_of(spec, torch.uint8 if dtype == "nvfp4" else getattr(spec, "dtype", torch.bfloat16))
+            for name, spec in made.items()
+        },
         specs=made,
         backends={name: backend for name, (backend, _) in specs.items()},
         kv_cache_dtype=dtype,

@@ -55,6 +55,14 @@ def latent(page: int = 16, **more: Any) -> Any:
     return MLATokenToKVPool(**COMMON | own | more)
 
 
+def sparse(dtype: torch.dtype = torch.bfloat16, kv_cache_dim: int = 576, **more: Any) -> Any:
+    """Latents and index keys in pages of 64, the only ones that SGLang takes."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    own = {"page_size": 64, "dtype": dtype, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+    return DSATokenToKVPool(**COMMON | own | {"kv_cache_dim": kv_cache_dim} | more)
+
+
 class RadixAttention(torch.nn.Module):
     """By its name: what the description looks for among the model's modules."""
 
@@ -229,3 +237,63 @@ def test_a_pool_that_is_refused_is_one_of_sglangs_and_the_reason_says_what_would
 def test_heads_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(OperatorError, match="heads"):
         describe(queue_of(plain(heads=3)), Shard(tp_size=2), model_name="m", engine_id="e")
+
+
+@pytest.mark.parametrize("tp_rank", [0, 3])
+def test_index_keys_are_where_sglang_looks_for_them(tp_rank: int) -> None:
+    """SGLang's own code moves tokens from slot to slot; the planes see just that. Every rank has all of them."""
+    pool = sparse(size=320, skip_topk_layers=[False, True, False])
+    memory = described(pool, Shard(tp_rank=tp_rank, tp_size=4))
+    planes = {(plane.layer, plane.part): plane for plane in memory.pool.planes}
+    assert set(planes) == {
+        *((layer, "latent") for layer in range(LAYERS)),
+        *((layer, part) for layer in (0, 2) for part in ("index_key", "index_key_scale")),
+    }
+    assert {(plane.first_head, plane.heads, plane.total_heads) for plane in planes.values()} == {(0, 1, 1)}
+    assert (memory.pool.groups[0].block_tokens, memory.pool.groups[0].blocks) == (64, 6)
+    for layer in (0, 2):
+        pool.index_k_with_scale_buffer[layer].copy_(torch.randint(0, 256, (6, 64 * 132)))
+    source, target = torch.tensor([5, 100, 64]), torch.tensor([70, 319, 63])
+    every = np.arange(6 * 64)
+    before = {key: take_rows(held(memory), plane, every).copy() for key, plane in planes.items() if "index" in key[1]}
+    pool.index_key_cache.move(target, source)
+    for key, rows in before.items():
+        expected = rows.copy()
+        expected[target] = rows[source]
+        assert np.array_equal(take_rows(held(memory), planes[key], every), expected), key
+        assert len(np.unique(rows, axis=0)) > 300, "rows that could not be told apart would prove nothing"
+
+
+def test_packed_latents_beside_index_keys_are_vllms() -> None:
+    """SGLang's own reference makes a row: fp8 numbers, the scales of four tiles, the rope."""
+    from sglang.test.kernels.dsa_k_cache_reference import _quantize_k_cache_ref
+
+    pool = sparse(dtype=torch.float8_e4m3fn, kv_cache_dim=656)
+    (plane, *_) = described(pool).pool.planes
+    assert (plane.part, plane.codec.name, plane.codec.width, plane.codec.row_bytes) == (
+        "latent",
+        "fp8_ds_mla",
+        576,
+        656,
+    )
+    latent = torch.randn(1, 2, 1, 576, dtype=torch.bfloat16)
+    made = _quantize_k_cache_ref(latent).view(torch.uint8).reshape(2, 656)
+    numbers, scales = made[:, :512].view(torch.float8_e4m3fn).float(), made[:, 512:528].view(torch.float32)
+    values = numbers.view(2, 4, 128) * scales[:, :, None]
+    assert torch.allclose(values.view(2, 512), latent[0, :, 0, :512].float(), atol=0.2)
+    assert torch.equal(made[:, 528:].view(torch.bfloat16), latent[0, :, 0, 512:])
+    described(sparse(dtype=torch.float8_e4m3fn))  # rows of plain fp8, as the TRT-LLM backends keep them
+
+
+def test_index_keys_in_another_form_are_refused_by_name() -> None:
+    pool = sparse()
+    pool.index_kpool = 4
+    with refused(OperatorError, "cache_unsupported", "index keys of 4 tokens each"):
+        check(queue_of(pool))
+    pool.index_kpool, pool.index_page_size = 1, 16
+    with refused(OperatorError, "cache_unsupported", "pages of 8448 bytes and 16 of 64 tokens"):
+        check(queue_of(pool))
+    pool = sparse()
+    pool.index_key_cache.buffer[1] = torch.zeros(2, 64 * 68, dtype=torch.uint8)
+    with refused(OperatorError, "cache_unsupported", "pages of 4352 or 8448 bytes"):
+        check(queue_of(pool))

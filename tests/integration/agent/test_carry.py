@@ -11,9 +11,11 @@ from kvbridge_proto.engine import Withdraw
 from kvbridge.loopback.messages import number_of
 from tests.integration.agent.harness import is_at_rest
 from tests.integration.agent.pairs import Bench, Benches
-from tests.support.oracle import Shape
+from tests.support.oracle import More, Shape, mla
 from tests.support.waiting import wait_for
 
+# Of sparse attention: every rank has them whole, and one layer has none. Pages of 64, as the kernels want them.
+INDEX = More("index_key", width=128, codec="fp8_row_scale", page_tokens=64, layers=(0, 2))
 PAIRS = {
     "nhd 16 tp2 -> hnd 64 tp1": (Shape("nhd", tp_size=2), Shape("hnd", block_tokens=64, blocks=8)),
     "cross-layer 64 tp1 -> packed 16 tp2": (
@@ -26,6 +28,14 @@ PAIRS = {
     ),
     "equal (folded)": (Shape("cpu_vec", block_tokens=32), Shape("cpu_vec", block_tokens=32)),
     "pp2 -> tp2": (Shape("nhd", pp_size=2), Shape("hnd", tp_size=2)),
+    "index keys 64 tp1 -> 128 tp2": (
+        mla(layers=3, block_tokens=64, blocks=6, more=(INDEX,)),
+        mla(layers=3, block_tokens=128, blocks=6, tp_size=2, more=(INDEX,)),
+    ),
+    "index keys 128 tp2 -> 16 tp1": (
+        mla(layers=3, block_tokens=128, blocks=6, tp_size=2, more=(INDEX,)),
+        mla(layers=3, block_tokens=16, more=(INDEX,)),
+    ),
 }
 
 

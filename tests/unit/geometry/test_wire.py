@@ -14,6 +14,7 @@ from kvbridge.geometry.wire import (
     EIGHT_BITS,
     MOST_NUMBERS,
     PLAIN,
+    POWERS,
     ROW_SCALED,
     SCALED_ROWS,
     base_name,
@@ -34,10 +35,11 @@ ROW_BYTES = {
     "fp8_ds_v4": 576,
     "fp8_ds_v41": 528,
     "nvfp4_ds_mla": 352,
+    **{name: WIDTH * size for name, size in POWERS.items()},
     "opaque": 656,
 }
 ROWS = [
-    Codec(name=name, width=WIDTH, element_bytes=PLAIN.get(name, 1), row_bytes=ROW_BYTES[name])
+    Codec(name=name, width=WIDTH, element_bytes={**PLAIN, **POWERS}.get(name, 1), row_bytes=ROW_BYTES[name])
     for name in get_args(CodecName)
 ]
 NUMBERS = {*PLAIN, "int8_row_scale", "fp8_row_scale"}
