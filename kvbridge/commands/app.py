@@ -108,7 +108,8 @@ def _agent_command() -> Callable[..., None]:
     def agent(config: Path | None = None, **flags: Any) -> None:
         """Run one agent, until SIGTERM or Ctrl-C.
 
-        A flag beats KVBRIDGE_NAME in the environment, which beats the file. `kvbridge config show` shows the result.
+        A flag, such as --socket, beats the environment (KVBRIDGE_SOCKET), which beats the file. `kvbridge config show`
+        shows the result.
 
         \b
         Examples:

@@ -116,7 +116,7 @@ def _summary(answers: Mapping[str, Status | OperatorError]) -> list[RenderableTy
             continue
         found = problems(answer)
         healthy += not found
-        engine = answer.engine.engine if answer.engine else ""
+        engine = " ".join(answer.engine.engine.split()[:2]) if answer.engine else ""  # without its id, which is long
         work = f"{_number(answer.peers, 'peer')}, {_number(answer.transfers, 'transfer')}"
         _add(table, answer.agent.name, f"NOT HEALTHY: {'; '.join(found)}" if found else "healthy", engine, work)
     verdict = f"{healthy} of {_number(answers, 'agent')} healthy"
@@ -267,7 +267,7 @@ def _peer(peer: PeerStatus) -> list[RenderableType]:
     for name in ("state", "protocol", "address", "key", "route", "verdict"):
         if said := getattr(peer, name):
             _add(rows, name, str(said))
-    return [_indented(_plain(peer.name or "(not greeted yet)")), Padding(rows, (0, 0, 0, 4))]
+    return [_indented(_plain(peer.name or "(not greeted yet)")), _indented(rows, 4)]
 
 
 def _transfers(status: Status) -> list[RenderableType]:
@@ -379,8 +379,8 @@ def _pairs() -> Table:
     return rows
 
 
-def _indented(part: RenderableType) -> Padding:
-    return Padding(part, (0, 0, 0, 2))
+def _indented(part: RenderableType, columns: int = 2) -> Padding:
+    return Padding(part, (0, 0, 0, columns), expand=False)  # else each line ends in blanks up to the console's width
 
 
 def _add(table: Table, *cells: str) -> None:

@@ -508,6 +508,17 @@ def test_status_finds_the_agents_of_the_host_and_names_the_dead(tmp_path: Path) 
     assert (dead["socket"], dead["code"]) == (f"{tmp_path}/agent-1.sock", "no_agent")
 
 
+def test_status_has_a_line_for_an_agent_on_a_narrow_terminal_and_no_blanks_at_the_end(tmp_path: Path) -> None:
+    engine = msgspec.structs.replace(STATUS.engine, engine="vllm 0.32.0 c3609f64-0dbd-48c8-88a1-c3c5a64680c4")
+    healthy = {"rebuild_refused": "", "readers": (), "errors": (), "peers": (), "counters": {}}
+    status = msgspec.structs.replace(STATUS, engine=engine, **healthy)
+    told = shown(tmp_path, status, COLUMNS="80")
+    _, line, after, *_ = map(str.rstrip, told.stdout.splitlines())
+    assert "  healthy  vllm 0.32.0  " in line and line.endswith("1 transfer") and after == "agent", told.stdout
+    wide = shown(tmp_path, status, COLUMNS="500")
+    assert engine.engine in wide.stdout and max(map(len, wide.stdout.splitlines())) < 300, wide.stdout
+
+
 def test_status_of_several_named_agents_ends_with_1_if_one_is_gone(tmp_path: Path) -> None:
     told = shown(tmp_path, STATUS, "--socket", tmp_path / "b.sock")
     assert told.returncode == 1 and "prefill-0" in told.stdout and "b.sock: No such file" in told.stderr
