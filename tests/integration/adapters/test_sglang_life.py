@@ -404,6 +404,7 @@ def test_a_request_has_succeeded_when_its_kv_is_there_and_then_its_row(decode: A
     made = wanted(decode)
     (want,) = decode.talk.said
     assert (want.first_token, want.end_token, want.blocks[0].ids) == (0, 40, (5, 6, 7))
+    assert not want.is_offered, "the prefill server may not have begun"
     decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
     assert listen(decode, made) == WAITING and decode.kv_args.row[4] == 4, "the row comes last"
     decode.talk.end("want")
@@ -572,6 +573,7 @@ def test_another_engines_prompt_is_fetched_where_the_router_says_and_goes_on_wit
     (want,) = decode.talk.said
     assert (want.rendezvous, want.sender, want.end_token) == (f"room/{ROOM}/ab", "tcp://10.0.0.7:7700", 40)
     assert want.traceparent == TRACE
+    assert want.is_offered, "that engine has answered: what it offered is there, or never will be"
     assert listen(decode, made) == WAITING and not decode.buffers.bootstrap_room.any(), "the row comes last"
     decode.talk.end("want")
     assert listen(decode, made) == SUCCESS

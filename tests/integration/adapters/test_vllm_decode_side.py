@@ -540,3 +540,14 @@ def test_requests_that_may_have_an_offer_each_do_not_wait_for_one_another(world:
         world.decode(prompt=list(range(40)), name=f"{n}_cmpl-theirs-{n}a2b3c4d")
     world.steps(2)
     assert len(agent.take(Want)) == 2
+
+
+def test_who_may_have_an_offer_of_its_own_does_not_wait_for_one_that_was_told_of_its(
+    world: World, agent: FakeAgent
+) -> None:
+    prompt = list(range(40))
+    world.decode(prompt=prompt, name="cmpl-call-0-1a2b3c4d", **told_of_an_offer(prompt))
+    world.decode(prompt=prompt, name="cmpl-call-0-2a2b3c4d", remote_request_id="call")
+    world.steps(2)
+    told, other = agent.take(Want)
+    assert told.rendezvous == other.rendezvous and (told.is_offered, other.is_offered) == (True, False)
