@@ -83,8 +83,6 @@ def _refusals(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeErr
     for kind in model.kinds:
         if kind in UNSUPPORTED:
             yield refusal(code, engine, kind, model.family)
-    if engine == "sglang" and command.drafts and "draft pool" in UNSUPPORTED:
-        yield refusal(code, engine, "draft pool", f"--speculative-algorithm {command.drafts}")
     if command.drafts and not model.drafts:
         yield OperatorError(
             "model_unknown",

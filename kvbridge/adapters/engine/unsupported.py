@@ -33,9 +33,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "cross": Unsupported("the KV of an encoder", {}),
     "sink": Unsupported("attention sinks that are kept as KV rows", {}),
     "packed": Unsupported("rows of this dtype or packing", {"vllm": ANOTHER_DTYPE, "sglang": ANOTHER_DTYPE}),
-    "draft pool": Unsupported(
-        "a draft model's own pool yet", {"sglang": "both servers without --speculative-algorithm, or with NGRAM"}
-    ),
     "host rows": Unsupported("rows in host memory yet", {"sglang": "a server without --enable-hisparse"}),
 }
 

@@ -15,6 +15,7 @@ from kvbridge_proto.common import Address
 from msgspec import Meta
 
 from ...errors import EngineError
+from . import drafts
 from .messages import Text
 
 HOST = "kvbridge"  # the `bootstrap_host` of a request whose prompt another engine has prefilled
@@ -83,6 +84,7 @@ def write(buffers: Any, index: int, room: int, said: Prefilled, top: list[tuple[
     for place, (value, token) in enumerate(top):
         buffers.output_top_logprobs_val[index][place] = value
         buffers.output_top_logprobs_idx[index][place] = token
+    drafts.unknown(buffers, index)
     buffers.bootstrap_room[index][0] = room  # the scheduler takes the row once it finds the room here
 
 

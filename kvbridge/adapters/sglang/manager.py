@@ -40,7 +40,7 @@ from ...oneline import plain
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
 from ..engine.weights import UNNAMED, weights_name
-from . import foreign, windows
+from . import drafts, foreign, windows
 from .bootstrap import AGENT, RANKS
 from .building import TESTED, building
 from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unknown, unpack
@@ -145,7 +145,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             return
         name = self.options.model_name or self._queue.scheduler.server_args.model_path.rstrip("/").rpartition("/")[2]
         ids = {"model_name": name, "engine_id": self._engine_id, "weights": self._weights}
-        memory = describe(self._queue, self._shard, is_decoder=self._is_decoder, **ids)
+        memory = describe(self._queue, self._shard, draft=self.options.draft_name, is_decoder=self._is_decoder, **ids)
         path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
         options = self.options
         client = EngineClient(path, agent_uids=options.agent_uids, allow_unwatched=options.allow_unwatched)
@@ -154,7 +154,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             talk.share(self._ranks)
         self.talk = talk
         if memory.device.type == "cpu":
-            moved(self._queue.token_to_kv_pool)
+            for pool in (self._queue.token_to_kv_pool, *drafts.pools(self._queue)):
+                moved(pool)
         self.talk.start(self.options.connect_s)
 
     @property

@@ -30,7 +30,9 @@ from ...errors import OperatorError
 from ..engine.codecs import CODEC_OF
 from ..engine.heads import Heads
 from ..engine.memory import Memory
+from ..engine.names import draft_name
 from ..engine.unsupported import UNSUPPORTED, refusal
+from . import drafts
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("nhd", "hnd")
@@ -100,15 +102,22 @@ def describe(
     model_name: str,
     engine_id: str,
     weights: str = "default",
+    draft: str = "",
     is_decoder: bool = False,
 ) -> Memory:
-    """The memory of one rank; `queue` is the scheduler's queue. Raises OperatorError for a pool we cannot describe."""
+    """The memory of one rank; `queue` is the scheduler's queue. Raises OperatorError for a pool we cannot describe.
+
+    `draft` is what the operator calls the draft model, "" for the last part of its path.
+    """
     from sglang.version import __version__
 
     config = queue.scheduler.model_config
     check(queue)
     attentions = _attentions(queue.scheduler.tp_worker.model_runner.model)
     groups = _groups(queue, shard, attentions, is_decoder)
+    depth = int(config.hf_text_config.num_hidden_layers)
+    of_draft = _draft_layers(queue, shard, attentions, depth)
+    groups += of_draft
     parts = [part for group in groups for part in _parts(group, attentions)]
     storages = {storage.data_ptr(): storage for part in parts for storage in [part.tensor.untyped_storage()]}
     regions = {address: index for index, address in enumerate(storages)}
@@ -117,11 +126,16 @@ def describe(
         model=Model(
             name=model_name[:256],
             layers=_layers(parts, attentions, config, shard),
-            depth=int(config.hf_text_config.num_hidden_layers),
+            depth=depth,
             weights=weights,
+            drafts=tuple(layer for group in of_draft for layer in group.layers),
+            draft=_draft_name(queue, model_name, draft)[:256] if of_draft else "",
         ),
         shard=shard,
-        groups=tuple(group.described([part for part in parts if part.group is group]) for group in groups),
+        groups=tuple(
+            group.described([part for part in parts if part.group.number == group.number])
+            for _, group in sorted({each.number: each for each in reversed(groups)}.items())
+        ),
         regions=tuple(Region(storage.nbytes()) for storage in storages.values()),
         planes=tuple(
             plane for part in parts for plane in _planes(part, regions[part.tensor.untyped_storage().data_ptr()])
@@ -146,8 +160,6 @@ def check(queue: Any) -> None:
         raise OperatorError(
             "cache_unsupported", f"KV pool: {kind}, whose order of rows kvbridge does not know; known are {known}"
         )
-    if queue.draft_token_to_kv_pool is not None:
-        raise refusal("cache_unsupported", "sglang", "draft pool", "speculative decoding")
     if getattr(queue.scheduler, "enable_hisparse", False):
         raise refusal("cache_unsupported", "sglang", "host rows", "hisparse")
     if (device := queue.metadata_buffers.output_ids.device.type) != "cpu":
@@ -156,6 +168,19 @@ def check(queue: Any) -> None:
         _check_halves(pool)
     for half in _pools(pool):
         _check_rows(half)
+    for draft in drafts.pools(queue):
+        _check_draft(draft, pool)
+
+
+def _check_draft(draft: Any, pool: Any) -> None:
+    kind = type(draft).__name__
+    if POOLS.get(kind) in UNSUPPORTED:
+        raise refusal("cache_unsupported", "sglang", POOLS[kind], f"draft model's KV pool: {kind}")
+    if POOLS.get(kind) not in ("kv", "latent"):
+        raise OperatorError("cache_unsupported", f"draft model's KV pool: {kind}, must be {HALF} or MLATokenToKVPool")
+    if (ours := int(draft.page_size)) != (theirs := int(pool.page_size)):
+        raise OperatorError("cache_unsupported", f"draft model's KV pool: pages of {ours} tokens, the model's {theirs}")
+    _check_rows(draft)
 
 
 def _check_halves(pool: Any) -> None:
@@ -244,6 +269,32 @@ def _groups(queue: Any, shard: Shard, attentions: dict[int, Any], is_decoder: bo
         LayerGroup(full, 0, _mapped(pool, False), _heads(full, total, shard), page),
         LayerGroup(window, WINDOW_GROUP, layers, _heads(window, int(of_window), shard), block, kind, tokens),
     ]
+
+
+def _draft_layers(queue: Any, shard: Shard, attentions: dict[int, Any], depth: int) -> list[LayerGroup]:
+    """The draft model's layers, in the same pages as the model's full ones. Adds their attentions.
+
+    Each pool counts from a number of its own. Here they come after the model's, in order.
+    """
+    found: list[LayerGroup] = []
+    for runner in drafts.runners(queue):
+        pool, own = runner.token_to_kv_pool, _attentions(runner.model)
+        numbers = {layer: depth + place for place, layer in enumerate(_numbers(pool))}
+        depth += len(numbers)
+        attentions |= {number: own[layer] for layer, number in numbers.items() if layer in own}
+        layers, page = tuple(numbers.values()), int(pool.page_size)
+        if _is_latent(pool):
+            found.append(LayerGroup(pool, 0, layers, Heads(0, 1, 1), page, "mla"))
+        else:
+            heads = _heads(pool, int(runner.model_config.get_total_num_kv_heads()), shard)
+            found.append(LayerGroup(pool, 0, layers, heads, page))
+    return found
+
+
+def _draft_name(queue: Any, model_name: str, said: str) -> str:
+    args = queue.scheduler.server_args
+    path = str(args.speculative_draft_model_path or args.model_path)
+    return said or draft_name(model_name, str(args.model_path), path)
 
 
 def _window(queue: Any, attentions: dict[int, Any], layers: tuple[int, ...]) -> tuple[LayerKind, int]:

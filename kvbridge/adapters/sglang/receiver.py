@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 
 from ..engine.prompts import is_in, rendezvous, short
 from ..engine.traces import traceparent
-from . import foreign
+from . import drafts, foreign
 from .bootstrap import AGENT
 from .manager import KVBridgeManager, attempt, is_foreign
 from .messages import Asked, Row, pack
@@ -25,6 +25,7 @@ from .servers import BadAnswer, RankAnswer, why_no_server
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
+LIKELY = drafts.PROBABILITIES  # zeros where nobody has drafted: the likeliest tokens' never are
 AGENT_S = 10.0  # how long a request waits for an agent that is away
 AGAIN_S = 0.5
 ANSWER_S = 30.0  # how long the other engine's agents may take to hear that nothing is needed
@@ -304,12 +305,18 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             self._take(row)
 
     def _take(self, row: Row) -> None:
-        args = self.kv_mgr.kv_args
+        """Copy the row. Its fields about drafts only if the prefill side has drafted, with a model like ours."""
+        args, buffers = self.kv_mgr.kv_args, self.kv_mgr.buffers
         theirs, ours = [len(field) for field in row.fields], list(args.aux_item_lens)
-        if theirs != ours:
+        of_drafts = drafts.fields(buffers, args.aux_data_ptrs)
+        is_drafted = theirs == ours and all(any(row.fields[i]) for i, name in of_drafts.items() if name == LIKELY)
+        others = [i for i in range(len(ours)) if i not in of_drafts]
+        if len(theirs) != len(ours) or any(theirs[i] != ours[i] for i in others):
             return self._fail(f"auxiliary row: bytes of its fields: prefill {theirs}, decode {ours}")
-        for start, size, field in zip(args.aux_data_ptrs, ours, row.fields, strict=True):
-            ctypes.memmove(start + self._aux_index * size, field, size)
+        for i in range(len(ours)) if is_drafted else others:
+            ctypes.memmove(args.aux_data_ptrs[i] + self._aux_index * ours[i], row.fields[i], ours[i])
+        if not is_drafted:
+            drafts.unknown(buffers, self._aux_index)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 
     def _fail(self, reason: str) -> None:

@@ -19,6 +19,7 @@ from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
 from tests.integration.adapters.test_sglang_pool import (
     RadixAttention,
+    drafting,
     latent,
     on_a_cpu,
     plain,
@@ -60,7 +61,10 @@ def queue_for(family: Family, tp: int) -> Any:
         for i, layer in enumerate(model.layers)
     ]
     queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList(modules)
-    queue.draft_token_to_kv_pool = latent(PAGE) if family.sides and "speculative" in family.sides["sglang"][1] else None
+    if family.sides and "speculative" in family.sides["sglang"][1]:  # MTP: the model's own
+        return drafting(
+            queue, latent(PAGE, **common | {"layer_num": 1}, kv_lora_rank=512, qk_rope_head_dim=64), path=""
+        )
     return queue
 
 

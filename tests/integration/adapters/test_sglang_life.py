@@ -105,6 +105,7 @@ def manager(role: str) -> Any:
     made.gives_up_at_once, made._questions, made._met = False, Questions(), set()
     made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}
     made._queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False), token_to_kv_pool=None)
+    made._queue.metadata_buffers = SimpleNamespace()
     made.options = SimpleNamespace(hold_s=30.0)
     made.disaggregation_mode = DisaggregationMode(role)
     made.request_status, made.failure_records, made.failure_lock = {}, {}, threading.Lock()

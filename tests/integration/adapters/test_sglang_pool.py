@@ -88,6 +88,27 @@ def queue_of(pool: Any, heads: int = HEADS, layers: int = LAYERS, **more: Any) -
     )
 
 
+def drafting(queue: Any, *pools: Any, heads: int = HEADS, path: str = "/models/eagle", algorithm: str = "EAGLE") -> Any:
+    """The queue of a server whose draft model keeps its rows in these pools, one for each of its modules."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    runners = [
+        SimpleNamespace(
+            token_to_kv_pool=pool,
+            model=torch.nn.ModuleList(
+                [RadixAttention(pool.start_layer + i) for i in range(getattr(pool, "layer_num", 0))]
+            ),
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads),
+        )
+        for pool in pools
+    ]
+    queue.draft_token_to_kv_pool = pools[0]
+    queue.scheduler.draft_worker = SimpleNamespace(_draft_model_runners=lambda: tuple(runners))
+    queue.scheduler.spec_algorithm = SpeculativeAlgorithm.from_string(algorithm)
+    queue.scheduler.server_args = SimpleNamespace(model_path="/models/llama", speculative_draft_model_path=path)
+    return queue
+
+
 def described(pool: Any, shard: Shard | None = None, **more: Any) -> Memory:
     memory = describe(queue_of(pool, **more), shard or Shard(), model_name="m", engine_id="e")
     assert not check_pool(memory.pool)
@@ -202,11 +223,9 @@ def test_what_cannot_be_described_is_refused_by_name() -> None:
 
     other = plain()
     other.__class__ = MHATokenToKVPoolOfItsOwn
-    drafts = queue_of(plain())
-    drafts.draft_token_to_kv_pool = plain()
     tiled = plain()
     tiled.kv_cache_layout = "vectorized_5d"
-    for queue, said in ((queue_of(other), "OfItsOwn"), (drafts, "speculative"), (queue_of(tiled), "vectorized_5d")):
+    for queue, said in ((queue_of(other), "OfItsOwn"), (queue_of(tiled), "vectorized_5d")):
         with pytest.raises(OperatorError) as caught:
             describe(queue, Shard(), model_name="m", engine_id="e")
         assert caught.value.code == "cache_unsupported" and said in str(caught.value)
