@@ -268,16 +268,17 @@ async def test_a_prefill_that_failed_everywhere_is_a_502_that_names_it() -> None
 @pytest.mark.parametrize("kinds", ["vllm>vllm", "vllm>sglang", "sglang>vllm", "sglang>sglang"])
 async def test_what_an_engine_refuses_goes_back_as_it_is(kinds: str, role: str) -> None:
     prefill, decode = kinds.split(">")
-    async with world(f"{prefill},{prefill}", decode) as w:
+    async with world(f"{prefill},{prefill}", decode, replace(WAITS, answer_s=60.0)) as w:
         for each in w.all(role):
             each.act = lambda request, body: _status(422)
         if role == "prefill":
-            w.decode.act = lambda request, body: _slowly(True)
-        status, answer = await w.ask("/v1/completions", COMPLETION)
+            w.decode.act = lambda request, body: _until(asyncio.Event())
+        async with asyncio.timeout(20):
+            status, answer = await w.ask("/v1/completions", COMPLETION)
         assert (status, answer) == (422, {"error": {"message": "no", "code": 422}})
         assert sum(len(each.got) for each in w.all("prefill")) == 1
         # A decode leg that waits for this prefill is ended: nothing will be offered for it.
-        await w.until(lambda: w.decode.left == len(w.decode.got) or role == "decode", 2.0)
+        await w.until(lambda: w.decode.left == len(w.decode.got) or role == "decode", 10.0)
 
 
 async def test_an_error_that_sglang_streams_first_is_an_answer_of_its_own() -> None:

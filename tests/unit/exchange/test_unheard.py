@@ -188,6 +188,18 @@ def test_a_sender_that_was_never_met_is_not_tried_again(world: World) -> None:
     assert not world.events
 
 
+def test_a_sender_that_refuses_is_not_tried_again(world: World) -> None:
+    """It has no offers to give back, or will not be told."""
+    (receiver,) = world.receivers
+    world.begin("before")
+    silent(world, "r")
+    world.run()
+    assert len(receiver.receiving._unheard) == 1
+    for code, kept in (("busy", 1), ("peer_unreachable", 1), ("no_engine", 0)):
+        world.do(receiver, receiver.receiving.unreachable("P0", code, "test", world.now))
+        assert len(receiver.receiving._unheard) == kept, code
+
+
 def test_a_failed_want_is_told_under_the_epoch_of_the_session_that_tells_it() -> None:
     """The receiver's engine has other scales (or weights) by then. A stale epoch would end the new session."""
     world = World([make_pool("prefill", 0, 1, 4, scale=0.5)], [make_pool("decode", 0, 1, 16, scale=0.5)])
