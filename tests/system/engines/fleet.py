@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from demo.model import prompt, write_model
+from tests.support.planned import assert_known_beforehand
 from tests.system.engines.engine_process import EngineConfig, EngineProcess, Result, Rows
 from tests.system.kept import Kept
 from tests.system.sglang.rows import assert_carried
@@ -110,6 +111,13 @@ class Fleet(Kept[EngineProcess]):
 
     def rows(self, name: str, request: str, first: int, end: int) -> Rows:
         return self[name].dump(request, first, end, self.folder / f"{name}-{request}.npz")
+
+    def assert_known_beforehand(self, name: str) -> None:
+        """`kvbridge plan --model` would have said what its pools are."""
+        self.start(name)
+        config = CONFIGS[name]
+        command = f"vllm -tp {config.tensor_parallel_size} --block-size {config.block_size} --dtype {self._dtype}"
+        assert_known_beforehand(Path(self._model), command, [str(each.socket) for each in self.agents[name]])
 
     def crossed(self, sender: str, receiver: str, tokens: list[int], count: int = 12) -> tuple[Result, Rows, Rows]:
         """Prefill in one engine, decode in the other; the answer, and the KV rows of both."""

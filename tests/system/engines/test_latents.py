@@ -34,3 +34,8 @@ def test_every_rank_gets_the_latent_whatever_the_number_of_ranks(
     assert {part for _, part in ours.rows} == {"latent"} and all(rows.any(axis=2).all() for rows in ours.rows.values())
     assert {rows.shape[1] for rows in ours.rows.values()} == {1}
     assert {rows.shape[2] for rows in ours.rows.values()} == {4 * (LATENT + ROPE)}
+
+
+@pytest.mark.parametrize("name", ["sixteen", "two-sixteen"])
+def test_its_pools_are_known_before_it_starts(latents: Fleet, name: str) -> None:
+    latents.assert_known_beforehand(name)

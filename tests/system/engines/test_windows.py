@@ -48,6 +48,11 @@ def test_only_the_window_of_its_layers_travels(windows: Fleet) -> None:
     assert_equal_where_kept(ours, theirs, fetched)
 
 
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_its_pool_is_known_before_it_starts(windows: Fleet, name: str) -> None:
+    windows.assert_known_beforehand(name)
+
+
 def first_kept(fetched: int) -> int:
     """Where a window begins that sees token `fetched`: on a border of the receiver's blocks."""
     return max(0, fetched + 1 - WINDOW) // 32 * 32
