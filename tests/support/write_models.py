@@ -30,7 +30,8 @@ sizes of your own, ask [plan](#before-anything-is-started).
 """
 COUNT = """
 Of RECIPES public recipes for prefill and decode apart (InferenceX, snapshot 2026-08-21, vLLM and SGLang),
-**CARRIED** are carried as far as the model's cache decides; none of them was run. They are counted by what stops them first, so only in sum: TABLE.
+**CARRIED** are carried as far as the model's cache decides; none of them was run. They are counted by what stops them
+first, so only in sum: TABLE.
 """
 TAIL = """
 vLLM before 0.30 cannot be told of a failed receive in more than one group of layers. Models with windows need
