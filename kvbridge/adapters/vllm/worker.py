@@ -167,7 +167,10 @@ class WorkerSide:
                 self._want(conversation, replace(message, fence=fence), step.awaited[message.number])
             else:
                 _say(conversation, message)
-        preempted = [each.number for each in step.before if isinstance(each, Withdraw) and each.number not in step.held]
+        unread = step.held.keys() | {
+            each.number for each in step.before if isinstance(each, Offer)
+        }  # or without blocks
+        preempted = [each.number for each in step.before if isinstance(each, Withdraw) and each.number not in unread]
         if preempted:
             conversation.wait_for_readers(preempted)
 
