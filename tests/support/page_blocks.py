@@ -11,6 +11,8 @@ CROSS = "tests/system/cross/test_walkthrough.py::test_the_page_carries_a_prompt_
 ROUTERS = "its flags, with other addresses: tests/system/routers/test_routers.py"
 GPUS = f"needs GPUs; its names: {PAGES}::test_either_kind_of_machine_sets_what_both_kinds_run"
 INSTALLS = "installs gigabytes; the wheel and its extras: tests/system/test_install.py"
+WEIGHTS_OF_VLLM = "tests/integration/adapters/test_vllm_weights.py"
+WEIGHTS_OF_SGLANG = "tests/integration/adapters/test_sglang_release.py"
 OUTPUT = "output"
 OPTIONS = f"{PAGES}::test_an_agent_takes_the_options_that_are_shown"
 KEYS = f"{PAGES}::test_keys_are_made_and_agents_take_them_as_shown"
@@ -43,6 +45,8 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
         ("back()", VLLM),
         ("cmpl-2-decode", OUTPUT),
         ("route  pools", OUTPUT),
+        ("# vLLM 0.32", f"{WEIGHTS_OF_VLLM}::test_the_pages_commands_change_the_weights_through_vllms_own_routes"),
+        ("# SGLang", f"{WEIGHTS_OF_SGLANG}::test_the_pages_commands_change_the_weights_through_sglangs_own_routes"),
     ],
     "docs/proxy.md": [
         ("pip install", f"{PAGES}::test_the_proxy_serves_with_the_engines_that_are_shown"),

@@ -30,6 +30,18 @@ def block(page: str, begins: str) -> str:
     return found
 
 
+def run_block(page: str, begins: str, environment: Mapping[str, str]) -> None:
+    """Run a block of commands that asks servers, with the variables that it leaves to its reader. Each must succeed."""
+    ran = subprocess.run(
+        ["bash", "-euc", block(page, begins)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | dict(environment),
+    )
+    assert ran.returncode == 0, (ran.stdout, ran.stderr)
+
+
 def why_not() -> str:
     """Why this machine cannot run them. Empty if it can."""
     missing = [tool for tool in ("unshare", "ip", "curl") if shutil.which(tool) is None]

@@ -15,6 +15,8 @@ if importlib.util.find_spec("sglang") is None:
 from kvbridge.adapters.sglang import release
 from kvbridge.errors import EngineError
 from tests.integration.adapters.test_sglang_life import Talk, begun, manager, one_rank, pages
+from tests.support.pages import run_block
+from tests.support.serving import serving
 
 __all__ = ["one_rank"]
 pytestmark = pytest.mark.sglang
@@ -132,3 +134,26 @@ def test_a_release_while_requests_run_is_refused(released: Released) -> None:
     with pytest.raises(EngineError, match="not_idle"):
         told(released.ask("release"))
     assert released.freed == []
+
+
+def test_the_pages_commands_change_the_weights_through_sglangs_own_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a server that is not there: only what it is told."""
+    from sglang.srt.entrypoints import http_server
+
+    heard: list[Any] = []
+
+    class Tokenizer:
+        async def pause_generation(self, asked: Any) -> None:
+            heard.append(("pause", asked.mode))
+
+        async def update_weights_from_disk(self, asked: Any, _: Any) -> tuple[bool, str, int]:
+            heard.append(("load", asked.model_path, asked.weight_version, asked.flush_cache))
+            return True, "", 0
+
+        async def continue_generation(self, asked: Any) -> None:
+            heard.append(("continue",))
+
+    monkeypatch.setattr(http_server, "_global_state", SimpleNamespace(tokenizer_manager=Tokenizer()))
+    with serving(http_server.app) as url:
+        run_block("docs/operations.md", "# SGLang", {"ENGINE": url, "CHECKPOINT": "/models/7", "STEP": "7"})
+    assert heard == [("pause", "abort"), ("load", "/models/7", "7", True), ("continue",)]

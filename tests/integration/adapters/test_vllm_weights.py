@@ -17,6 +17,8 @@ from vllm.v1.engine.core import EngineCore
 
 from tests.integration.adapters.fake_agent import FakeAgent
 from tests.integration.adapters.world import World
+from tests.support.pages import run_block
+from tests.support.serving import serving
 
 pytestmark = pytest.mark.vllm
 
@@ -89,6 +91,7 @@ def test_after_a_reset_nothing_is_offered_or_fetched_until_the_weights_are_named
     name_weights(world, "step-7")
     world.step()
     assert [each.version for each in agent.take(Weights)] == ["", "step-7"]
+    assert [each.tokens for each in agent.take(Offer)] == [0], "whoever waits for it learns that nothing comes"
     assert prefilled(world)["remote_weights"] == "step-7"
     assert agent.one(Offer).is_last
     world.decode(40, remote_weights="step-7")
@@ -209,3 +212,32 @@ def test_a_prompt_that_is_computed_whole_anyway_is_not_fetched_but_counted(
     declined = agent.one(Want)
     assert (declined.first_token, declined.end_token) == (0, 0), "the prefill side may free its blocks"
     world.finish()
+
+
+def test_the_pages_commands_change_the_weights_through_vllms_own_routes() -> None:
+    """Of a server that is not there: only what it is told."""
+    fastapi: Any = pytest.importorskip("fastapi")
+    from vllm.entrypoints.rl.online.api_router import router
+    from vllm.entrypoints.serve.dev.rpc.api_router import router as dev_router
+
+    told: list[Any] = []
+
+    class Engine:
+        def __getattr__(self, name: str) -> Any:
+            async def call(*args: Any, **kwargs: Any) -> None:
+                told.append((name, *args, *(kwargs[key] for key in ("mode", "method", "kwargs") if key in kwargs)))
+
+            return call
+
+    app = fastapi.FastAPI()
+    app.state.engine_client = Engine()
+    for each in (router, dev_router):
+        app.include_router(each)
+    with serving(app) as url:
+        run_block("docs/operations.md", "# vLLM 0.32", {"ENGINE": url, "CHECKPOINT": "/models/7", "STEP": "7"})
+    assert told == [
+        ("pause_generation", "abort"),
+        ("collective_rpc", "reload_weights", {"weights_path": "/models/7"}),
+        ("update_weight_version", "7"),
+        ("resume_generation",),
+    ]
