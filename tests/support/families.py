@@ -27,6 +27,7 @@ CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
 CPU_LATENTS = "[CPU](../tests/system/engines/test_latents.py)"
 CPU_SGLANG_LATENTS = "[CPU](../tests/system/sglang/test_latents.py)"
 CPU_WINDOWS = "[CPU, a tiny model of this kind](../tests/system/engines/test_windows.py)"
+CPU_WINDOWS_ACROSS = "[CPU, a tiny model of this kind, from vLLM](../tests/system/cross/test_windows.py)"
 CPU_SGLANG_WINDOWS = "[CPU, a tiny model of this kind](../tests/system/sglang/test_windows.py)"
 
 
@@ -106,7 +107,7 @@ FAMILIES = (
         config("gpt_oss", 36, 64, 8, 64, sliding_window=128, layer_types=windows(36, 2)),
         "sliding + full",
         "SWAKVPool",
-        on_engines=(CPU_WINDOWS, CPU_SGLANG_WINDOWS, ""),
+        on_engines=(CPU_WINDOWS, CPU_SGLANG_WINDOWS, CPU_WINDOWS_ACROSS),
     ),
     Family(
         "windows that are one token longer in SGLang",

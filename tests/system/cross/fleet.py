@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from demo.model import write_model
 from tests.integration.agent.harness import AgentProcess
 from tests.system.engines import fleet as vllm
 from tests.system.sglang import fleet as sglang
@@ -21,11 +22,17 @@ TOKENS = sglang.TOKENS
 class Cross:
     """Both fleets; a prompt goes from one engine of one to one engine of the other."""
 
-    def __init__(self, folder: Path, stack: ExitStack, start: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stack: ExitStack,
+        start: Sequence[str] = (),
+        write: Callable[[Path], Path] = write_model,
+    ) -> None:
         python = os.environ["KVBRIDGE_TEST_VLLM_PYTHON"]
         (folder / "vllm").mkdir()
-        self.vllm = vllm.Fleet(folder / "vllm", stack, dtype="float32", python=python)
-        self.sglang = sglang.Fleet(folder / "sglang", stack, start=start)
+        self.vllm = vllm.Fleet(folder / "vllm", stack, dtype="float32", write=write, python=python)
+        self.sglang = sglang.Fleet(folder / "sglang", stack, write=write, start=start)
 
     @staticmethod
     def room() -> int:

@@ -10,6 +10,7 @@ from demo.model import (
     GAINS,
     HEAD_WIDTH,
     HIDDEN,
+    KV_HEADS,
     LAYERS,
     QUERY_HEADS,
     VOCABULARY,
@@ -111,6 +112,28 @@ def write_halves(folder: Path) -> Path:
     )
     shapes = [_layer(layer, heads, 2 * HEAD_WIDTH) for layer, heads in enumerate((2, 4, 4, 2))]
     return _write_windows(folder, shapes)
+
+
+def write_alike_halves(folder: Path) -> Path:
+    """Laguna without experts and gates: as above, but all layers are alike, and the window is the same in both engines.
+
+    SGLang's has SEEN - 1 tokens before the current one.
+    """
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    write_config(
+        folder,
+        architectures=["LagunaForCausalLM"],
+        model_type="laguna",
+        layer_types=["sliding_attention" if layer in (1, 2) else "full_attention" for layer in range(LAYERS)],
+        mlp_layer_types=["dense"] * LAYERS,
+        sliding_window=SEEN,
+        rope_parameters={"full_attention": rope, "sliding_attention": rope},
+        gating=False,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    norms = {name: (HEAD_WIDTH,) for name in ("self_attn.q_norm", "self_attn.k_norm")}
+    return _write_windows(folder, [_layer(layer, KV_HEADS, HEAD_WIDTH, **norms) for layer in range(LAYERS)])
 
 
 def _write_windows(folder: Path, layers: list[dict[str, tuple[int, ...]]]) -> Path:

@@ -1,0 +1,50 @@
+"""Layers with a window, which vLLM keeps in a group of blocks and SGLang in a pool of their own: from vLLM to SGLang.
+
+Rows are compared where both engines still have them when they are looked at; tokens with each engine alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from demo.vllm_rows import LATER
+from tests.system.cross.fleet import TOKENS, Cross
+from tests.system.engines.kinds import SEEN, write_alike_halves
+from tests.system.kept import kept
+from tests.system.sglang.fleet import Answer, assert_idle, assert_same_tokens, prompt
+from tests.system.sglang.rows import SavedRows, assert_carried
+
+pytestmark = [pytest.mark.cross, pytest.mark.timeout(600)]
+
+# With 111 tokens, as with every 32nd number, vLLM gives up a block that it would need for the last token itself.
+LENGTHS = (2, 79, 80, 81, 111, 112, 300, 700)
+
+
+windows = kept(Cross, write=write_alike_halves)
+
+
+def test_vllm_prefills_and_sglang_decodes(windows: Cross) -> None:
+    for length in LENGTHS:
+        tokens = prompt(length, seed=length)
+        answer, given, taken = windows.to_sglang("small", "d16", tokens)
+        assert_came(given, taken, length)
+        assert_as_each_alone(windows, tokens, answer.tokens)
+    assert_idle(windows.sglang, "d16")
+    windows.vllm["small"].wait_empty()
+
+
+def assert_came(given: SavedRows, taken: SavedRows, tokens: int) -> None:
+    for has_window, first in ((False, 0), (True, max(0, tokens + LATER + 1 - SEEN))):
+        ours, theirs = (
+            SavedRows(
+                {key: each[first:] for key, each in side.rows.items() if (key[0] in (1, 2)) == has_window}, side.codec
+            )
+            for side in (given, taken)
+        )
+        assert_carried(ours, theirs)
+
+
+def assert_as_each_alone(cross: Cross, tokens: list[int], found: tuple[int, ...]) -> None:
+    alone = cross.sglang.alone(tokens, TOKENS)
+    assert_same_tokens(alone, Answer(found, (), 0, None))
+    assert_same_tokens(alone, Answer(tuple(cross.vllm.alone(tokens, TOKENS)), (), 0, None))
