@@ -167,9 +167,8 @@ class WorkerSide:
                 self._want(conversation, replace(message, fence=fence), step.awaited[message.number])
             else:
                 _say(conversation, message)
-        unread = step.held.keys() | {
-            each.number for each in step.before if isinstance(each, Offer)
-        }  # or without blocks
+        # What is offered here has no blocks (`SchedulerSide._nothing`).
+        unread = step.held.keys() | {each.number for each in step.before if isinstance(each, Offer)}
         preempted = [each.number for each in step.before if isinstance(each, Withdraw) and each.number not in unread]
         if preempted:
             conversation.wait_for_readers(preempted)

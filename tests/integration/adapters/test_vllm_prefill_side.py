@@ -116,6 +116,7 @@ def test_a_prompt_that_ends_before_anything_was_computed_is_not_waited_for(
     world: World, agent: FakeAgent, room: dict[str, Any]
 ) -> None:
     """The decode side may have been asked at the same time."""
+    agent.is_answering_withdrawals = True
     request = world.prefill(150, **room)
     digest = prompt_digest(request)
     world.abort(request)
@@ -123,6 +124,7 @@ def test_a_prompt_that_ends_before_anything_was_computed_is_not_waited_for(
     offer, withdrawn = agent.one(Offer), agent.one(Withdraw)
     assert offer.rendezvous == (f"room/7/{digest}" if room else f"name1/0/{digest}")
     assert (offer.tokens, offer.is_last, withdrawn.number) == (0, True, offer.number)
+    world.step()
     world.assert_empty()
     untagged = world.request(40, max_tokens=1)
     world.abort(untagged)

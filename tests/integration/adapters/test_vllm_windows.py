@@ -238,8 +238,10 @@ def test_a_prompt_that_comes_again_is_computed_from_rows_that_were_written(tmp_p
 
 def test_a_request_that_goes_on_is_not_offered_from_a_window(tmp_path: Path) -> None:
     world = World(tmp_path, specs=[FULL, SLIDING]).ready()
+    world.agents[0].is_answering_withdrawals = True
     world.request(40, max_tokens=4, do_remote_decode=True, do_remote_prefill=False)
     world.run()
     (offer,) = world.agents[0].take(Offer)
     assert (offer.tokens, offer.blocks, offer.is_last) == (0, (), True)
+    world.step()
     world.assert_empty()
