@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from itertools import islice, product
 
 from kvbridge_proto.common import Blocks, Rank
@@ -35,7 +36,7 @@ class Fetching(Whole):
             *vars(receiving._undrained).values(),
             receiving._assignment._assigned,
         ]
-        return [len(kept) for kept in (*parts, outgoing.sessions, outgoing._aliases)]
+        return [len(kept) for kept in (*parts, outgoing.sessions, outgoing._aliases) if isinstance(kept, Sized)]
 
 
 async def fetching(world: World) -> tuple[Fetching, str]:
