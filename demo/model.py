@@ -55,7 +55,7 @@ def write_config(folder: Path, **changes: object) -> Path:
 def write_model(folder: Path, seed: int = 0, **changes: object) -> Path:
     """Write config.json and model.safetensors. The same arguments give the same bytes."""
     write_config(folder, **changes)
-    return write_weights(folder, _shapes(json.loads((folder / "config.json").read_text())), GAINS, 1.0, seed)
+    return write_weights(folder, model_shapes(json.loads((folder / "config.json").read_text())), GAINS, 1.0, seed)
 
 
 def write_weights(
@@ -99,10 +99,10 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
     return [(i * 37 + (i * i) % 101 + seed * 131) % 1000 + 3 for i in range(tokens)]
 
 
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def model_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
-    has_norms = config["model_type"] == "qwen3"
+    has_norms = config["model_type"].startswith("qwen3")
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),

@@ -90,7 +90,7 @@ def before_free(manager: Any, seen: Callable[[Any], None]) -> None:
         setattr(manager, name, seeing(getattr(manager, name)))
 
 
-def _keep_here() -> None:
+def keep_here() -> None:
     """Watch the engine core that this process makes. Called in each of vLLM's processes, before it makes one."""
     from vllm.v1.engine.core import EngineCore
 
@@ -127,4 +127,4 @@ if __name__ in MAINS:
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
-    _keep_here()
+    keep_here()

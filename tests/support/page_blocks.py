@@ -8,6 +8,7 @@ PAGES = "tests/system/test_pages.py"
 VLLM = "tests/system/engines/test_walkthrough.py::test_the_quickstart_carries_a_prompt_through_its_router"
 SGLANG = "tests/system/sglang/test_walkthrough.py::test_the_page_carries_a_prompt_from_one_server_to_the_other"
 CROSS = "tests/system/cross/test_walkthrough.py::test_the_page_carries_a_prompt_from_one_engine_to_the_other"
+REPLICAS = "tests/system/engines/test_replicas.py::test_the_page_spreads_prompts_over_replicas"
 ROUTERS = "its flags, with other addresses: tests/system/routers/test_routers.py"
 GPUS = f"needs GPUs; its names: {PAGES}::test_either_kind_of_machine_sets_what_both_kinds_run"
 INSTALLS = "installs gigabytes; the wheel and its extras: tests/system/test_install.py"
@@ -31,6 +32,11 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
         ("101376 bytes", OUTPUT),
     ],
     "docs/benchmarks.md": [("python -m sim", "takes hours; fewer schedules: tests/unit/sim/test_sim.py")],
+    "docs/data-parallel.md": [
+        ("# four GPUs", "needs GPUs"),
+        ("# four ranks on CPUs", REPLICAS),
+        ("# prefill: one replica", REPLICAS),
+    ],
     "docs/kubernetes.md": [
         ("kubectl create", f"{PAGES}::test_kubectl_takes_the_commands_without_a_cluster"),
         ("docker build", "needs docker and a registry; its file: tests/system/test_image.py"),

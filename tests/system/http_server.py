@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +36,30 @@ class HttpServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def ask(self, path: str, body: Any = None, seconds: float = ANSWER_S) -> tuple[int, str]:
+    def ask(
+        self, path: str, body: Any = None, seconds: float = ANSWER_S, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
         """Status and text of the whole answer."""
-        with self.opened(path, body, seconds) as answer:
+        with self.opened(path, body, seconds, headers) as answer:
             return answer.status, answer.read().decode(errors="replace")
 
     @contextlib.contextmanager
-    def opened(self, path: str, body: Any = None, seconds: float = ANSWER_S) -> Iterator[http.client.HTTPResponse]:
+    def opened(
+        self, path: str, body: Any = None, seconds: float = ANSWER_S, headers: Mapping[str, str] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
         """The answer as it comes; its connection ends with the block, read or not."""
-        with contextlib.closing(self.begun(path, body, seconds)) as connection:
+        with contextlib.closing(self.begun(path, body, seconds, headers)) as connection:
             yield connection.getresponse()
 
-    def begun(self, path: str, body: Any = None, seconds: float = ANSWER_S) -> http.client.HTTPConnection:
+    def begun(
+        self, path: str, body: Any = None, seconds: float = ANSWER_S, headers: Mapping[str, str] | None = None
+    ) -> http.client.HTTPConnection:
         """The request is sent, and nothing awaited: whoever closes the connection has gone away."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
         text = None if body is None else json.dumps(body)
-        connection.request("GET" if body is None else "POST", path, text, {"Content-Type": "application/json"})
+        connection.request(
+            "GET" if body is None else "POST", path, text, {"Content-Type": "application/json", **(headers or {})}
+        )
         return connection
 
     def is_up(self, path: str = "/health") -> bool:

@@ -19,7 +19,7 @@ from demo import vllm_cpu
 from demo.vllm_cpu import ask_for_tiles
 
 ROOT = Path(__file__).parents[2]
-ENGINES = ("demo.vllm_cpu", "demo.vllm_rows", "tests.system.engines.engine_loop")
+ENGINES = ("demo.vllm_cpu", "demo.vllm_rows", "tests.system.engines.engine_loop", "tests.system.engines.replica_engine")
 
 
 class Linux:
@@ -68,8 +68,10 @@ def test_an_engine_asks_as_what_it_is_run(engine: str, name: str, asks: int, mon
     linux = Linux(0)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: type("libc", (), {"syscall": linux}))
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    for module in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core"):  # one engine wraps a method of theirs
-        monkeypatch.setitem(sys.modules, module, SimpleNamespace(EngineCore=type("EngineCore", (), {})))
+    classes = {each: type(each, (), {}) for each in ("EngineCore", "CpuCommunicator")}  # of which methods are replaced
+    for module in ("vllm.v1.engine.core", "vllm.distributed.device_communicators.cpu_communicator"):
+        for upto in range(1, module.count(".") + 2):
+            monkeypatch.setitem(sys.modules, ".".join(module.split(".")[:upto]), SimpleNamespace(**classes))
     runpy.run_module(engine, run_name=name, alter_sys=False)
     assert linux.asked == [(158, 0x1023, 18)] * asks
 

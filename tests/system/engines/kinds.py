@@ -1,4 +1,4 @@
-"""Small models of other kinds than the demo's: attention over a latent, and attention in windows."""
+"""Small models of other kinds than the demo's: attention over a latent, attention in windows, experts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from demo.model import (
     LAYERS,
     QUERY_HEADS,
     VOCABULARY,
+    model_shapes,
     write_config,
     write_model,
     write_weights,
@@ -44,6 +45,22 @@ def write_scaled(folder: Path) -> Path:
             weights[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor([scale])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def write_experts(folder: Path) -> Path:
+    """Qwen3 with experts, which replicas of data parallelism share. Each layer has four; a token asks two of them."""
+    changes: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
+    changes |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    write_config(folder, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", attention_bias=False, **changes)
+    dense = model_shapes(json.loads((folder / "config.json").read_text()))
+    shapes = {name: shape for name, shape in dense.items() if ".mlp." not in name}
+    for layer in range(LAYERS):
+        mlp = f"model.layers.{layer}.mlp"
+        shapes[f"{mlp}.gate.weight"] = (changes["num_experts"], HIDDEN)
+        for expert in range(changes["num_experts"]):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                shapes[f"{mlp}.experts.{expert}.{name}.weight"] = (HIDDEN, HIDDEN)
+    return write_weights(folder, shapes, GAINS, 1.0)
 
 
 def write_latent(folder: Path, **changes: object) -> Path:

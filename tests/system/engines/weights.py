@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from demo.model import GAINS, _shapes, write_config
+from demo.model import GAINS, model_shapes, write_config
 
 SEED = 7
 # In a net of 32 layers, more than that for what is added to its stream lets bf16 in another order end in other tokens.
@@ -22,7 +22,7 @@ def seeded(config: dict[str, Any], like: Any, seed: int = SEED) -> Iterator[tupl
     """Each tensor of the model by its name in a checkpoint, with the device and the dtype of `like`."""
     import torch
 
-    for number, (name, shape) in enumerate(_shapes(config).items()):
+    for number, (name, shape) in enumerate(model_shapes(config).items()):
         if name.endswith("norm.weight"):
             yield name, torch.ones(shape, dtype=like.dtype, device=like.device)
             continue
