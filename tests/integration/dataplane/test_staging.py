@@ -8,17 +8,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from kvbridge_proto.engine import Done
-from kvbridge_proto.peer import Hello, Refuse
+from kvbridge_proto.peer import Hello, Refuse, Route
 from kvbridge_proto.status import SlotCounts
 from msgspec.structs import replace as replace_struct
 
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.linger import TIMER_SLACK_NS
-from kvbridge.dataplane.resources import open_resources
+from kvbridge.dataplane.resources import ROOM_ON_GPU, _copier, open_resources
 from kvbridge.dataplane.routes.choice import may_be_written, to_be_read
+from kvbridge.device import copier_gpu
 from kvbridge.errors import FabricError, OperatorError
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
@@ -112,6 +114,23 @@ def test_a_sender_makes_slots_for_a_receiver_that_does_not_read(bench_of: Benche
 def test_slots_that_no_staging_can_have_are_refused_at_the_start() -> None:
     with pytest.raises(OperatorError, match="slot_bytes"):
         open_resources(AgentConfig(socket=Path("/run/none"), device="cpu", slot_bytes=65537), "incarnation")
+
+
+@pytest.mark.parametrize("routes", [("pull", "nixl"), ("nixl",)])
+def test_a_gpu_has_room_for_fills_whatever_its_routes(
+    routes: tuple[Route, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fill reads zeros as a pull reads rows, and waits for room."""
+    for name in ("torch", "driver", "Compiler"):
+        monkeypatch.setattr(copier_gpu, name, MagicMock())
+    bundles = lambda copier, count: copier._bundles.extend(MagicMock() for _ in range(count))  # noqa: E731
+    monkeypatch.setattr(copier_gpu.GpuBlockCopier, "_make_bundles", bundles)
+    config = AgentConfig(socket=Path("/run/none"), device="cuda", routes=routes)
+    copier = _copier(MagicMock(), ROOM_ON_GPU, config)
+    assert isinstance(copier, copier_gpu.GpuBlockCopier) and copier.has_room
+    copier.make_room(ROOM_ON_GPU.receive_slots + ROOM_ON_GPU.send_slots)
+    assert copier.has_room
+    assert copier._has_pulls is ("pull" in routes), "digests are compiled for nobody"
 
 
 # Both sides of the choice, by their cards:
