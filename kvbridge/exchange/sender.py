@@ -603,7 +603,8 @@ class Sender:
         for offered in [self.offers[number] for number in self._holds.due(now) if number in self.offers]:
             actions += self._end_offer(offered, "offer_expired", _why_expired(offered, now), now)
         while self._lost_claims:
-            self._deadlines.set(("lost", str(self._lost_claims.pop())), now + LOST_S)
+            if (number := self._lost_claims.pop()) in self.offers:
+                self._deadlines.set(("lost", str(number)), now + LOST_S)
         for kind, key in self._deadlines.due(now):
             if kind == "lost" and int(key) in self.offers:
                 actions += self._end_deserted(self.offers[int(key)], now)
@@ -754,6 +755,7 @@ class Sender:
         offered.state = OFFER_TABLE.after(offered.state, OfferEvent.RELEASE)
         del self.offers[offered.number]
         self._holds.clear(offered.number)
+        self._deadlines.clear(("lost", str(offered.number)))
         self._rendezvous.leave(offered)
         code, reason = offered.over or offered.short or ("", "")
         return [Tell(released(offered, code, reason, is_declined=offered.is_declined and not code))]

@@ -20,6 +20,7 @@ from .weights import UPDATER, give_up_held, manager_of
 
 TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 CACHE = "kv_cache"
+MOST_BYTES = 512  # of a reason between ranks
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
 
@@ -70,10 +71,17 @@ def _of_all_ranks(updater: Any, reason: str) -> list[str]:
 
     is_local = get_parallel().enable_dp_attention_local_control_broadcast
     group = updater.scheduler.attn_tp_cpu_group if is_local else updater.tp_cpu_group
-    reasons = [reason] * torch.distributed.get_world_size(group)
-    if len(reasons) > 1:
-        torch.distributed.all_gather_object(reasons, reason, group=group)
-    return reasons
+    return gathered(group, reason)
+
+
+def gathered(group: Any, reason: str) -> list[str]:
+    """What each rank of a process group says, cut to MOST_BYTES. As bytes: torch pickles objects that it gathers."""
+    ours = torch.zeros(MOST_BYTES, dtype=torch.uint8)
+    if text := reason.encode()[:MOST_BYTES]:
+        ours[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    each = [torch.empty_like(ours) for _ in range(group.size())]
+    group.allgather([each], [ours]).wait()
+    return [bytes(said.tolist()).rstrip(b"\0").decode(errors="replace") for said in each]
 
 
 def _answer(reason: str) -> Any:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
@@ -157,3 +160,15 @@ def test_the_pages_commands_change_the_weights_through_sglangs_own_routes(monkey
     with serving(http_server.app) as url:
         run_block("docs/operations.md", "# SGLang", {"ENGINE": url, "CHECKPOINT": "/models/7", "STEP": "7"})
     assert heard == [("pause", "abort"), ("load", "/models/7", "7", True), ("continue",)]
+
+
+def test_what_each_rank_says_is_told_to_all_ranks() -> None:
+    said, store = ["", "not_let_go: ä" + 600 * "x"], torch.distributed.HashStore()
+
+    def of(rank: int) -> list[str]:
+        group = torch.distributed.ProcessGroupGloo(store, rank, len(said), timedelta(seconds=30))
+        return release.gathered(group, said[rank])
+
+    with ThreadPoolExecutor(len(said)) as threads:
+        told = list(threads.map(of, range(len(said))))
+    assert told == [["", said[1].encode()[:512].decode()]] * 2
