@@ -163,7 +163,7 @@ def test_the_pages_commands_change_the_weights_through_sglangs_own_routes(monkey
 
 
 def test_what_each_rank_says_is_told_to_all_ranks() -> None:
-    said, store = ["", "not_let_go: ä" + 600 * "x"], torch.distributed.HashStore()
+    said, store = ["", "not_let_go: ä" + 600 * "x"], torch.distributed.HashStore()  # type: ignore[attr-defined]
 
     def of(rank: int) -> list[str]:
         group = torch.distributed.ProcessGroupGloo(store, rank, len(said), timedelta(seconds=30))
