@@ -189,8 +189,9 @@ class Rebuilder:
             self._fabric_pause_ends = now + PAUSE_S
         if far and not self._engines.pause_wants() and now < self._fabric_pause_ends:
             return
-        self._fabric_pause_ends, self._far = None, self._new_few()
+        self._fabric_pause_ends = None
         if not far or not self._engines.pause_wants():  # proof has come, or requests would fail for a few slots
+            self._far = self._new_few()
             self._engines.resume()
             return
         try:
@@ -200,6 +201,7 @@ class Rebuilder:
             self._fabric_refused = _refusal(error, self._fabric_refused)
             self._engines.resume()
             return
+        self._far, self._fabric_refused = self._new_few(), ""
         reason = f"{len(far)} of {len(self._receive_slots)} receive slots in quarantine for senders on other machines"
         self._engines.renew_fabric(self._data_plane.site, reason)
         self._metrics.rebuilt("fabric")

@@ -227,10 +227,23 @@ def test_a_few_slots_of_other_machines_are_freed_by_another_fabric(memory: str) 
     played.look(due + PAUSE_S)
     assert played.resumed == 1 and not played.rebuilder.is_pausing and not played.tried, "requests go first"
     played.is_quiet = True
-    played.look(due + PAUSE_S + 1.0, 2 * due + PAUSE_S + 1.0)
+    tried_at = 2 * due + PAUSE_S + 1.0
+    played.look(due + PAUSE_S + 1.0, tried_at)
     assert played.tried == 1 and played.rebuilder.refused == "fabric_unavailable" and played.resumed == 2
-    played.look(3 * due + PAUSE_S + 2.0, 3 * due + PAUSE_S + 13.0)
-    assert len(played.renewed) == 1 and not played.rebuilt and not played.rebuilder.refused
+    played.look(tried_at + 0.5, tried_at + AGAIN_S - 0.1)
+    assert played.tried == 1 and played.rebuilder.refused == "fabric_unavailable", "nobody can see it any more"
+    played.look(tried_at + AGAIN_S)
+    assert played.renewed == [tried_at + AGAIN_S] and not played.rebuilt and not played.rebuilder.refused
+
+
+def test_a_fabric_that_could_not_be_renewed_is_refused_no_more_once_proof_has_come() -> None:
+    played, due = Played([FabricError("fabric_unavailable", "")], slots=8), FEW_TIMES * 1.0
+    played.far = {"t"}
+    played.look(0.0, due, due + 1.0)
+    assert played.rebuilder.refused == "fabric_unavailable"
+    played.slots.drain("t")
+    played.look(due + 2.0, due + AGAIN_S)
+    assert played.tried == 1 and not played.rebuilder.refused and not played.rebuilder.is_pausing
 
 
 def test_proof_that_comes_at_last_makes_a_rebuild_needless() -> None:
