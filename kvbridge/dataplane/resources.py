@@ -385,8 +385,9 @@ def _copier(gpu: driver.Gpu | None, size: StagingSize, config: AgentConfig) -> B
         return CpuBlockCopier()
     from ..device.copier_gpu import GpuBlockCopier
 
-    pulls, table_bytes = PULLS if PULL in config.routes else 0, max(1 << 20, size.slot_bytes // 16)
-    return GpuBlockCopier(gpu, 1, table_bytes, pulls, config.pull_ctas, aside=True)
+    has_pulls, table_bytes = PULL in config.routes, max(1 << 20, size.slot_bytes // 16)
+    pulls = PULLS if has_pulls else 1  # a fill is a read too, whatever the routes
+    return GpuBlockCopier(gpu, 1, table_bytes, pulls, config.pull_ctas, only_fills=not has_pulls, aside=True)
 
 
 def _endpoint(

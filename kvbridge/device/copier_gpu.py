@@ -84,11 +84,10 @@ class _GpuMove:
 class GpuBlockCopier:
     """Keeps the contract of `copier.BlockCopier`. At most `moves` moves and `pulls` launches of pulls at once.
 
-    Without `pulls` no peer's memory is read, but one launch at a time may fill rows.
     Each move has `table_bytes`, pinned and on the GPU, for where its rows are: 8 bytes per token and list of places. A
     pull takes at most `pull_ctas` CTAs. None means few if they run beside the engine's own (MPS), and all if they take
-    turns. The caller's thread compiles new kernels. With `aside` another does, and a move that needs some raises
-    Compiling.
+    turns. With `only_fills`, pulls read zeros of our own only, and no peer pulls from us. The caller's thread compiles
+    new kernels. With `aside` another does, and a move that needs some raises Compiling.
     """
 
     memory: Literal["dram", "vram"] = "vram"
@@ -102,11 +101,12 @@ class GpuBlockCopier:
         pulls: int = 0,
         pull_ctas: int | None = None,
         *,
+        only_fills: bool = False,
         aside: bool = False,
     ) -> None:
         self._pull_ctas = pull_ctas or (ENOUGH_PROGRAMS if gpu.is_under_mps else None)
         self._kept = moves  # bundles for moves that do not check `has_room`
-        self._has_pulls = pulls > 0
+        self._has_pulls = pulls > 0 and not only_fills
         self._table_bytes = table_bytes
         torch.cuda.set_device(gpu.ordinal)
         self.description = f"{torch.cuda.get_device_name(gpu.ordinal)} {gpu.uuid}" + " (MPS)" * gpu.is_under_mps
@@ -121,7 +121,7 @@ class GpuBlockCopier:
         self._compiles, self._compiler = not aside, Compiler(gpu)
         self._compiler.call(warm_clear)
         self._bundles: deque[_Bundle] = deque()
-        self._make_bundles(moves + max(pulls, 1))  # fills are reads too, whatever the routes
+        self._make_bundles(moves + pulls)
         self._known = self._bundles[0].work  # to look up kernels and sheets, which all bundles share
         self._moves: deque[_GpuMove] = deque()
         self._small = SmallPulls()
