@@ -158,10 +158,15 @@ class Questions:
 
     def _begin(self, question: _Question, ask_it: Callable[[], Any], is_known: bool) -> None:
         self._threads[is_known] = threads = [thread for thread in self._threads[is_known] if thread.is_alive()]
-        if len(threads) < MOST_QUESTIONS:
-            question.thread = Thread(target=question.run, args=(ask_it,), name="kvbridge-question", daemon=True)
-            question.thread.start()
-            threads.append(question.thread)
+        if len(threads) >= MOST_QUESTIONS:
+            return
+        thread = Thread(target=question.run, args=(ask_it,), name="kvbridge-question", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # at the limit of threads: as if it was not its turn
+            return
+        question.thread = thread
+        threads.append(thread)
 
     def take(self, key: Hashable) -> Any:
         """The answer. Raises BadAnswer, also for what was not asked."""

@@ -179,6 +179,30 @@ def test_servers_that_never_answered_take_no_turn_from_one_that_has() -> None:
         wait_for(lambda number=number: not questions.is_waiting(number, partial(stop.wait, 60), is_known=False), 30)
 
 
+class NoThread(threading.Thread):
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+def test_a_thread_that_cannot_start_is_tried_again_until_the_questions_time_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the limit of processes Python raises, and this is the scheduler's thread."""
+    questions = Questions()
+    monkeypatch.setattr(servers, "Thread", NoThread)
+    for _ in range(3):
+        assert questions.is_waiting("x", lambda: 5, is_known=True)
+        assert questions.is_waiting("late", lambda: 5, is_known=True)
+    monkeypatch.setattr(servers, "Thread", threading.Thread)
+    wait_for(lambda: not questions.is_waiting("x", lambda: 5, is_known=True), 30)
+    assert questions.take("x") == 5
+    questions._open["late"].since -= 100
+    monkeypatch.setattr(servers, "Thread", NoThread)
+    assert not questions.is_waiting("late", lambda: 5, is_known=True)
+    with pytest.raises(BadAnswer, match="none within"):
+        questions.take("late")
+
+
 def test_a_scheduler_that_stood_still_for_long_finds_all_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause, for example. It looks at all questions before it takes an answer."""
     monkeypatch.setattr(servers, "FORGET_S", -1.0)
