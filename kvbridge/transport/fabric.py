@@ -67,7 +67,10 @@ class Fabric(Protocol):
         """`nixl` or `loopback`. Both sides of a write must be of the same kind."""
 
     def register(self, address: int, size: int, *, is_target: bool = True) -> None:
-        """Let writes read from this memory and, if `is_target`, let peers write into it. Regions must not overlap."""
+        """Let writes read from this memory and, if `is_target`, let peers write into it. Regions must not overlap.
+
+        Raises FabricError, with nothing registered.
+        """
 
     def successor(self, name: str) -> Callable[[], None]:
         """Prepare to be another fabric for peers, with the same targets. Raises FabricError.

@@ -12,6 +12,7 @@ import os
 import struct
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -143,10 +144,17 @@ class NixlFabric:
         # NIXL would accept an overlap and then fail to find the larger region.
         if size < 1 or any(address < end and begin < address + size for begin, end, _ in self._regions):
             raise FabricError("region_overlaps", f"region: {size} bytes are empty or overlap another")
+        takers = [(writer.agent, writer.backend, writer.regions) for writer in self._writers]
         if is_target:
-            self._registered.append(self._register(self._agent, self._backend, address, size))
-        for writer in self._writers:
-            writer.regions.append(self._register(writer.agent, writer.backend, address, size))
+            takers.append((self._agent, self._backend, self._registered))
+        made: list[Any] = []
+        with ExitStack() as undoing:
+            for agent, backend, _ in takers:
+                made.append(self._register(agent, backend, address, size))
+                undoing.callback(self._deregister, agent, backend, made[-1:])
+            undoing.pop_all()
+        for (_, _, regions), region in zip(takers, made, strict=True):
+            regions.append(region)
         self._regions.append((address, address + size, is_target))
 
     @property

@@ -24,7 +24,7 @@ from tests.support.waiting import wait_for
 from tests.system.faults.processes import Held
 from tests.system.faults.world import UCX_KEEPS
 
-pytest.importorskip("nixl", reason="needs NIXL (extra `agent`)")
+nixl = pytest.importorskip("nixl._bindings", reason="needs NIXL (extra `agent`)")
 
 KIB, MIB = 1 << 10, 1 << 20
 ROOT = Path(__file__).parents[3]
@@ -194,6 +194,44 @@ def test_memory_is_unregistered_once_no_write_out_of_it_is_under_way(pair: tuple
     with refused(FabricError, "memory_not_registered"):
         sender.write(receiver, offset=offset)
     writes(sender, receiver)
+
+
+class Registering:
+    """A NIXL agent that knows where its memory is, and may have no room for more."""
+
+    def __init__(self) -> None:
+        self.known: list[int] = []
+        self.is_full = False
+
+    def registerMem(self, region: Any, backends: list[int]) -> None:
+        if self.is_full:
+            raise nixl.nixlBackendError("no room")
+        self.known.append(region[0][0])
+
+    def deregisterMem(self, region: Any, backends: list[int]) -> None:
+        self.known.remove(region[0][0])
+
+
+@pytest.mark.parametrize(("is_target", "full"), [(True, 0), (True, 1), (True, 2), (False, 1), (False, 2)])
+def test_memory_that_one_agent_cannot_register_is_known_to_no_other(
+    is_target: bool, full: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = [Registering() for _ in range(3)]  # the one that is written to, and two that write
+    opening = iter(agents)
+    monkeypatch.setattr(NixlFabric, "_open", lambda self, name: (next(opening), 0))
+    fabric = NixlFabric("peer")
+    fabric._writers.append(fabric._new_writer())
+    fabric.register(MIB, KIB)
+    fabric.register(2 * MIB, KIB, is_target=False)
+    agents[full].is_full = True
+    with refused(FabricError, "registration_failed"):
+        fabric.register(3 * MIB, KIB, is_target=is_target)
+    assert [each.known for each in agents] == [[MIB], [MIB, 2 * MIB], [MIB, 2 * MIB]]
+    agents[full].is_full = False
+    fabric.register(3 * MIB, KIB, is_target=is_target)
+    fabric.register(4 * MIB, KIB, is_target=False)
+    assert fabric.unregister(4 * MIB)
+    assert [each.known for each in agents[1:]] == [[MIB, 2 * MIB, 3 * MIB]] * 2
 
 
 def test_connections_that_are_not_trusted_are_replaced_and_closed(pair: tuple[Remote, Remote]) -> None:
