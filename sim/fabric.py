@@ -211,7 +211,7 @@ class SlotFabric:
     def name(self) -> str:
         return self._name
 
-    def successor(self, name: str) -> Callable[[], None]:
+    def successor(self, name: str) -> tuple[bytes, Callable[[], None]]:
         raise FabricError("fabric_unavailable", "all agents of this network are on one machine")
 
     def unregister(self, address: int) -> bool:

@@ -94,11 +94,19 @@ class StagingEndpoint:
             source.staging.close()
 
     def card(self) -> FabricCard:
+        return self._card(self.fabric.name, self.fabric.descriptor())
+
+    def successor(self, name: str) -> tuple[FabricCard, Callable[[], None]]:
+        """Prepare another fabric for peers: its card, and what to call to become it. Raises FabricError."""
+        descriptor, become = self.fabric.successor(name)
+        return self._card(name, descriptor), become
+
+    def _card(self, name: str, descriptor: bytes) -> FabricCard:
         return FabricCard(
             kind=self.fabric.kind,
-            name=self.fabric.name,
+            name=name,
             memory=self.receive_slots.memory,
-            descriptor=self.fabric.descriptor(),
+            descriptor=descriptor,
             base=self.receive_slots.base,
             slot_bytes=self.receive_slots.slot_bytes,
             slots=self.receive_slots.slots,
@@ -206,14 +214,15 @@ class Resources:
         """Be another fabric for peers, with the same slots. Returns our new site. Raises FabricError."""
         assert self.current is not None
         self._made += 1
-        endpoint, host = self.current.endpoint, self.current.host
         name = f"{self.bare.fabric.name}.{self._made}"
-        becoming = [endpoint.fabric.successor(name)]
-        if host is not None:
-            becoming.append(host.fabric.successor(f"{name}.host"))
-        for become in becoming:
+        card, become = self.current.endpoint.successor(name)
+        becoming, host_card = [become], None
+        if self.current.host is not None:
+            host_card, become = self.current.host.successor(f"{name}.host")
+            becoming.append(become)
+        for become in becoming:  # nothing fails from here on
             become()
-        site = replace(self.current.site, fabric=endpoint.card(), host=None if host is None else host.card())
+        site = replace(self.current.site, fabric=card, host=host_card)
         self.current = replace(self.current, site=site)
         return site
 

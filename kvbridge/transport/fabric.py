@@ -72,11 +72,12 @@ class Fabric(Protocol):
         Raises FabricError, with nothing registered.
         """
 
-    def successor(self, name: str) -> Callable[[], None]:
+    def successor(self, name: str) -> tuple[bytes, Callable[[], None]]:
         """Prepare to be another fabric for peers, with the same targets. Raises FabricError.
 
-        Call what is returned to become it: our own writes go on, and what was on its way to the one before reaches us
-        no more. Only a process of this machine may still write: it can do that without our fabric.
+        Returns its descriptor, and what to call to become it. That call does not fail. Our own writes go on, and what
+        was on its way to the one before reaches us no more. Only a process of this machine may still write: it can do
+        that without our fabric.
         """
 
     def unregister(self, address: int) -> bool:

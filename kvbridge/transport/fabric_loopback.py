@@ -78,13 +78,13 @@ class LoopbackFabric:
     def name(self) -> str:
         return self._incarnation
 
-    def successor(self, name: str) -> Callable[[], None]:
+    def successor(self, name: str) -> tuple[bytes, Callable[[], None]]:
         def become() -> None:
             with self._network.lock:
                 self._network.fabrics[name] = self._network.fabrics.pop(self._incarnation)
                 self._incarnation = name
 
-        return become
+        return PREFIX + name.encode(), become
 
     def unregister(self, address: int) -> bool:
         (region,) = [each for each in self._regions if each[0] == address]

@@ -161,17 +161,18 @@ class NixlFabric:
     def name(self) -> str:
         return self._incarnation
 
-    def successor(self, name: str) -> Callable[[], None]:
+    def successor(self, name: str) -> tuple[bytes, Callable[[], None]]:
         agent, backend = self._open(name)
         targets = [(begin, end) for begin, end, is_target in self._regions if is_target]
         registered = [self._register(agent, backend, begin, end - begin) for begin, end in targets]
+        descriptor = self._described(agent, backend, name)
 
         def become() -> None:
             self._deregister(self._agent, self._backend, self._registered)
             # This ends the agent before: its connections, its listeners and its progress thread.
             self._agent, self._backend, self._registered, self._incarnation = agent, backend, registered, name
 
-        return become
+        return descriptor, become
 
     def unregister(self, address: int) -> bool:
         number = [begin for begin, _, _ in self._regions].index(address)
@@ -193,15 +194,19 @@ class NixlFabric:
         return region
 
     def descriptor(self) -> bytes:
+        return self._described(self._agent, self._backend, self._incarnation)
+
+    def _described(self, agent: Any, backend: int, name: str) -> bytes:
+        """The descriptor of our targets, by the NIXL agent of this name. Raises FabricError."""
         targets = [(begin, end - begin, self._device, "") for begin, end, is_target in self._regions if is_target]
         if not targets:
             raise FabricError("descriptor_failed", "descriptor: no memory was registered for peers to write")
         described = self._nixl.nixlRegDList(self._memory, targets)
         try:
-            found: bytes = self._agent.getLocalPartialMD(described, True, [self._backend])
+            found: bytes = agent.getLocalPartialMD(described, True, [backend])
         except _errors(self._nixl) as error:
             raise FabricError("descriptor_failed", f"descriptor: {_text(error)}") from error
-        if not found.startswith(_header(self._incarnation)):
+        if not found.startswith(_header(name)):
             raise FabricError("descriptor_failed", f"this NIXL writes descriptors we cannot check: {len(found)} bytes")
         return DEVICE.pack(self._device) + found
 

@@ -622,6 +622,33 @@ def test_who_has_left_is_not_waited_for(stack: ExitStack) -> None:
     assert ended.value.value[0] == "engine_left"
 
 
+def test_what_can_fail_of_another_fabric_is_done_before_it_is_become(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else our site, and with it every greeting, would name a fabric that is gone."""
+    resources = Agents(stack, vram=True).receiver
+
+    def fails(*_: object) -> bytes:
+        raise FabricError("descriptor_failed", "")
+
+    def names() -> list[tuple[str, str]]:
+        site = resources.site
+        assert site.host is not None
+        ends = zip((site.fabric, site.host), resources.endpoints, strict=True)
+        return [(card.name, end.fabric.name) for card, end in ends]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resources.host.fabric, "successor", fails)
+        with refused(FabricError, "descriptor_failed"):
+            resources.renew_fabrics()
+        assert names() == [("b", "b"), ("b.host", "b.host")]
+    with monkeypatch.context() as patch:
+        patch.setattr(LoopbackFabric, "descriptor", fails)
+        resources.renew_fabrics()
+    assert names() == [("b.2", "b.2"), ("b.2.host", "b.2.host")]
+    assert resources.site.fabric == replace_struct(resources.endpoint.card(), memory=resources.site.fabric.memory)
+
+
 def test_a_copier_that_cannot_be_closed_keeps_no_fabric_open() -> None:
     closed: list[str] = []
 

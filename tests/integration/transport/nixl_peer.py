@@ -53,8 +53,9 @@ class Peer:
 
     def succeed(self, name: str) -> str:
         """Become another fabric for peers. Returns its descriptor."""
-        self.fabric.successor(name)()
-        return self.fabric.descriptor().hex()
+        descriptor, become = self.fabric.successor(name)
+        become()
+        return descriptor.hex()
 
     def writers_made(self) -> int:
         return self.fabric._writers_made

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvbridge.errors import FabricError
-from kvbridge.transport.fabric_nixl import HEAL_S, WRITER_S, NixlFabric
+from kvbridge.transport.fabric_nixl import HEAL_S, WRITER_S, NixlFabric, _header
 from tests.support.nursery import PipedChild
 from tests.support.proc import cpu_s, listening, stat_of
 from tests.support.refusals import refused
@@ -197,11 +197,12 @@ def test_memory_is_unregistered_once_no_write_out_of_it_is_under_way(pair: tuple
 
 
 class Registering:
-    """A NIXL agent that knows where its memory is, and may have no room for more."""
+    """A NIXL agent that knows where its memory is. It may have no room for more, or not be able to describe it."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
         self.known: list[int] = []
-        self.is_full = False
+        self.is_full = self.is_mute = False
+        self._header = _header(name)
 
     def registerMem(self, region: Any, backends: list[int]) -> None:
         if self.is_full:
@@ -210,6 +211,11 @@ class Registering:
 
     def deregisterMem(self, region: Any, backends: list[int]) -> None:
         self.known.remove(region[0][0])
+
+    def getLocalPartialMD(self, region: Any, has_connection: bool, backends: list[int]) -> bytes:
+        if self.is_mute:
+            raise nixl.nixlBackendError("no descriptor")
+        return self._header
 
 
 @pytest.mark.parametrize(("is_target", "full"), [(True, 0), (True, 1), (True, 2), (False, 1), (False, 2)])
@@ -232,6 +238,24 @@ def test_memory_that_one_agent_cannot_register_is_known_to_no_other(
     fabric.register(4 * MIB, KIB, is_target=False)
     assert fabric.unregister(4 * MIB)
     assert [each.known for each in agents[1:]] == [[MIB, 2 * MIB, 3 * MIB]] * 2
+
+
+def test_a_successor_that_cannot_be_described_leaves_the_fabric_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = [Registering(name) for name in ("peer", "peer~1", "mute", "next")]
+    opening = iter(agents)
+    monkeypatch.setattr(NixlFabric, "_open", lambda self, name: (next(opening), 0))
+    fabric = NixlFabric("peer")
+    fabric.register(MIB, KIB)
+    before = fabric.descriptor()
+    agents[2].is_mute = True
+    with refused(FabricError, "descriptor_failed"):
+        fabric.successor("mute")
+    assert fabric.name == "peer" and fabric.descriptor() == before and agents[0].known == [MIB]
+    descriptor, become = fabric.successor("next")
+    assert fabric.descriptor() == before != descriptor
+    become()
+    assert fabric.name == "next" and fabric.descriptor() == descriptor
+    assert not agents[0].known and agents[3].known == [MIB]
 
 
 def test_connections_that_are_not_trusted_are_replaced_and_closed(pair: tuple[Remote, Remote]) -> None:
