@@ -145,9 +145,11 @@ def _window(text: Text) -> int:
 
 
 def _types(text: Text, period: int) -> list[str]:
-    """What each layer is, in the words of `layer_types`."""
+    """What each layer is, in the words of `layer_types`. Raises ValueError for a word that is not in ATTENTION."""
     depth = _depth(text)
     if types := text.get("layer_types"):
+        if unknown := sorted(set(map(str, types)) - set(ATTENTION)):
+            raise ValueError(f"layer_types: {unknown[0]!r}, known are {', '.join(ATTENTION)}")
         return [str(each) for each in types[:depth]]
     period = int(text.get("sliding_window_pattern") or 0) or period
     if period and _window(text):
@@ -156,10 +158,10 @@ def _types(text: Text, period: int) -> list[str]:
 
 
 def _attention(text: Text, family: Family) -> list[Layer | None]:
-    """Keys and values in each layer; layers with states have none."""
+    """Keys and values in each layer."""
     heads, width = _heads(text), _width(text)
-    kinds = [ATTENTION.get(each) for each in _types(text, family.period)]
-    return [kind and _layer(kind, heads, width, _window(text) if kind == "sliding" else 0) for kind in kinds]  # type: ignore[misc]
+    kinds = [ATTENTION[each] for each in _types(text, family.period)]
+    return [_layer(kind, heads, width, _window(text) if kind == "sliding" else 0) for kind in kinds]
 
 
 def _uniform(text: Text, family: Family) -> list[Layer | None]:
@@ -233,7 +235,7 @@ def _unread(text: Text, family: Family) -> list[Layer | None]:
     return [None] * _depth(text)
 
 
-PLAIN = Family(_uniform)
+PLAIN = Family(_uniform, has_one_pool=True)
 MLA = Family(_latent)
 HYBRID = Family(_beside_states, ("state",))
 FAMILIES: dict[str, Family] = {

@@ -67,7 +67,7 @@ def pools_of(
     model: ModelCache, command: EngineCommand, name: str, engine_id: str, is_decoder: bool = False
 ) -> list[Pool]:
     """The pools of all ranks. Raises KVBridgeError with each reason for which the adapter will refuse this cache."""
-    errors = list(_refusals(model, command))
+    errors = [*_refusals(model, command), *_refused_options(model, command, is_decoder)]
     if errors:
         raise OperatorError(errors[0].code, *(reason for error in errors for reason in error.reasons))
     return [
@@ -83,12 +83,20 @@ def _refusals(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeErr
     for kind in model.kinds:
         if kind in UNSUPPORTED:
             yield refusal(code, engine, kind, model.family)
-    if command.drafts and not model.drafts:
+    if engine == "sglang" and command.drafts in ("dflash", "dspark"):
+        # As adapters/sglang/drafts.py says it.
+        reason = f"--speculative-algorithm {command.drafts.upper()}: kvbridge cannot carry what it keeps beside rows"
+        yield OperatorError("cache_unsupported", f"{reason}; needs EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM or none")
+    elif command.drafts and not (model.drafts and command.has_own_drafts):
         yield OperatorError(
             "model_unknown",
             f"{model.family}: drafts by {command.drafts}, whose layers are not in this config.json; needs a pool "
             "instead, from an engine that runs them: kvbridge status --pool",
         )
+    elif command.drafts and engine == "sglang" and _has_window_pool(model, command):
+        # The draft's pool is then of the same class, which `_check_draft` in adapters/sglang/pool.py refuses.
+        reason = "draft model's KV pool: SWAKVPool, must be MHATokenToKVPool or MLATokenToKVPool"
+        yield OperatorError("cache_unsupported", f"{reason}; needs a server without --speculative-algorithm")
     said = _dtype(model, command)
     if said not in PLAIN and said not in ROW_SCALED and said not in WHOLE:
         yield refusal("codec_unknown", engine, "packed", f"kv_cache_dtype {said}")
@@ -97,11 +105,31 @@ def _refusals(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeErr
             yield OperatorError("bad_option", f"tp size {command.tp}: {heads} KV heads, one must divide the other")
 
 
+def _refused_options(model: ModelCache, command: EngineCommand, is_decoder: bool) -> Iterator[KVBridgeError]:
+    """As SGLang's adapter refuses them: `_check_parallel` in its manager.py, `check` and `_groups` in its pool.py."""
+    if command.is_hisparse:
+        yield refusal("cache_unsupported", "sglang", "host rows", "hisparse")
+    if command.has_decode_cache and is_decoder and command.block_tokens == 1 and _has_window_pool(model, command):
+        reason = "page_size: 1, must be larger beside layers with a window and a radix cache on the decode side"
+        yield OperatorError("cache_unsupported", reason)
+    for name, size in (("attn_dcp_size", command.attn_dcp), ("attn_cp_size", command.attn_cp if is_decoder else 1)):
+        if size != 1:
+            yield OperatorError("context_parallel_unsupported", f"{name}: {size}, must be 1")
+    switches = (
+        ("enable_kv_cache_sharding", command.is_sharded),
+        ("enable_dsa_cache_layer_split", command.is_layer_split),
+    )
+    for name, is_on in switches:
+        if is_on:
+            yield OperatorError("context_parallel_unsupported", f"{name}: on, must be off")
+
+
 def _as_run(model: ModelCache, command: EngineCommand) -> ModelCache:
     """The model as this engine runs it."""
     if command.engine != "sglang" or not model.has_longer_window:
         return model
-    return replace(model, layers=tuple(layer and _longer(layer) for layer in model.layers))
+    layers = tuple(layer and _longer(layer) for layer in model.layers)
+    return replace(model, layers=layers, drafts=tuple(map(_longer, model.drafts)))
 
 
 def _longer(layer: Layer) -> Layer:

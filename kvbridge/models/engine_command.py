@@ -25,22 +25,37 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "block_tokens": ("--block-size",),
         "kv_cache_dtype": ("--kv-cache-dtype",),
         "dtype": ("--dtype",),
-        "drafts": ("--speculative-config",),
+        "drafts": ("--speculative-config", "-sc"),
+        "method": ("--speculative-config.method", "-sc.method", "--spec-method"),
+        "draft_model": ("--speculative-config.model", "-sc.model", "--spec-model"),
     },
     "sglang": {
         "tp": ("--tensor-parallel-size", "--tp-size", "--tp"),
         "pp": ("--pipeline-parallel-size", "--pp-size"),
         "dp": ("--data-parallel-size", "--dp-size", "--dp"),
+        "attn_dp": ("--attn-dp-size", "--attention-data-parallel-size"),
+        "attn_cp": ("--attn-cp-size", "--attention-context-parallel-size"),
+        "attn_dcp": ("--dcp-size", "--decode-context-parallel-size"),
         "block_tokens": ("--page-size",),
         "kv_cache_dtype": ("--kv-cache-dtype",),
         "dtype": ("--dtype",),
         "drafts": ("--speculative-algorithm",),
+        "draft_model": ("--speculative-draft-model-path", "--speculative-draft-model"),
+        "model": ("--model-path", "--model"),
     },
 }
 SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {"keeps_all": ("--disable-hybrid-kv-cache-manager",)},
-    "sglang": {"keeps_all": ("--disable-hybrid-swa-memory",), "is_dp_attention": ("--enable-dp-attention",)},
+    "sglang": {
+        "keeps_all": ("--disable-hybrid-swa-memory",),
+        "is_dp_attention": ("--enable-dp-attention",),
+        "has_decode_cache": ("--disaggregation-decode-enable-radix-cache",),
+        "is_hisparse": ("--enable-hisparse",),
+        "is_sharded": ("--enable-kv-cache-sharding",),
+        "is_layer_split": ("--enable-dsa-cache-layer-split",),
+    },
 }
+TEXTS = ("kv_cache_dtype", "dtype", "drafts", "method", "draft_model", "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +64,8 @@ class EngineCommand:
 
     keeps_all    layers with windows keep all tokens
     drafts       the method that predicts further tokens with a model or layers of its own, "" for none
+    has_own_drafts    these layers are the model's (MTP), and so in its config.json
+    attn_cp, attn_dcp, has_decode_cache, is_hisparse, is_sharded, is_layer_split    SGLang's, refused where they matter
     """
 
     engine: str
@@ -61,6 +78,13 @@ class EngineCommand:
     dtype: str = "auto"
     keeps_all: bool = False
     drafts: str = ""
+    has_own_drafts: bool = False
+    attn_cp: int = 1
+    attn_dcp: int = 1
+    has_decode_cache: bool = False
+    is_hisparse: bool = False
+    is_sharded: bool = False
+    is_layer_split: bool = False
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,24 +95,35 @@ class Parser(argparse.ArgumentParser):
 def parse(command: str) -> EngineCommand:
     """An engine from `vllm serve ...` or `python -m sglang.launch_server ...`. Other options do not decide its cache.
 
-    Raises OperatorError (`bad_option`) for another program, and for a value that is none.
+    Raises OperatorError (`bad_option`) for another program or two of them, and for a value that is none.
     """
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise OperatorError("bad_option", f"{command}: {error}") from error
-    engine = next((each for word in words[:8] for each in FLAGS if each in word), None)
-    if engine is None:
-        raise OperatorError("bad_option", f"{command}: names neither vllm nor sglang")
+    engine = _engine(command, words)
     parser = Parser(prog=engine, allow_abbrev=False, add_help=False)
     for name, flags in FLAGS[engine].items():
-        is_text = name in ("kv_cache_dtype", "dtype", "drafts")
-        parser.add_argument(*flags, dest=name, type=str if is_text else _positive, default=None)
+        parser.add_argument(*flags, dest=name, type=str if name in TEXTS else _positive, default=None)
     for name, flags in SWITCHES[engine].items():
         parser.add_argument(*flags, dest=name, action="store_true")
     known, _ = parser.parse_known_args([_dashed(word) for word in words])
     given = {name: value for name, value in vars(known).items() if value is not None}
     return _made(engine, given)
+
+
+def _engine(command: str, words: list[str]) -> str:
+    """The program, by its own name or that of the module after -m. An option's value or a model's path is none."""
+    found: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        name = word.partition(".")[0] if before == "-m" else word.rpartition("/")[2] if "=" not in word else ""
+        is_value = found and before != "-m" and (before.startswith("-") or before == "serve")
+        if name in FLAGS and name not in found and not is_value:
+            found.append(name)
+    if len(found) != 1:
+        why = f"names both {' and '.join(found)}" if found else "names neither vllm nor sglang"
+        raise OperatorError("bad_option", f"{command}: {why}")
+    return found[0]
 
 
 def _positive(text: str) -> int:
@@ -106,24 +141,36 @@ def _dashed(word: str) -> str:
 
 def _made(engine: str, given: dict[str, Any]) -> EngineCommand:
     replicas = int(given.pop("dp", 1))
-    is_dp_attention = given.pop("is_dp_attention", False)
-    drafts = _method(given.pop("drafts", ""))
+    in_attention = int(given.pop("attn_dp", replicas if given.pop("is_dp_attention", False) else 1))
+    drafts, has_own_drafts = _drafts(engine, given)
     found = replace(EngineCommand(engine, block_tokens=USUAL_BLOCK[engine]), **given)
-    if is_dp_attention:
-        if found.tp % replicas:
-            raise OperatorError("bad_option", f"--dp-size {replicas}: --tp-size {found.tp}, must be a multiple of it")
-        found = replace(found, tp=found.tp // replicas)
+    for option, parts in (("--dp-size", in_attention), ("--attn-cp-size", found.attn_cp)):
+        if found.tp % parts:
+            raise OperatorError("bad_option", f"{option} {parts}: --tp-size {found.tp}, must be a multiple of it")
+        found = replace(found, tp=found.tp // parts)
     if found.tp % found.cp:
         raise OperatorError("bad_option", f"--decode-context-parallel-size {found.cp}: must divide tp size {found.tp}")
-    return replace(found, drafts="" if drafts in MODEL_FREE else drafts)
+    return replace(found, drafts=drafts, has_own_drafts=has_own_drafts)
 
 
-def _method(text: str) -> str:
-    """What predicts tokens: SGLang's algorithm, or the method in vLLM's JSON."""
-    if not text.lstrip().startswith("{"):
-        return text.lower()
+def _drafts(engine: str, given: dict[str, Any]) -> tuple[str, bool]:
+    """What predicts tokens, "" for nothing with layers of its own, and whether they are the model's own."""
+    said, model = str(given.pop("drafts", "")), given.pop("model", "")
+    config = _json(said) if engine == "vllm" else {"method": said}
+    method = str(given.pop("method", config.get("method")) or "").lower()
+    draft_model = str(given.pop("draft_model", config.get("model")) or "")
+    if method in MODEL_FREE and (method or not draft_model or draft_model in MODEL_FREE or engine == "sglang"):
+        return "", False
+    if engine == "vllm":
+        return method or draft_model, method == "mtp" or method.endswith("_mtp")
+    return method, method in ("eagle", "nextn") and draft_model in ("", model)
+
+
+def _json(text: str) -> Mapping[str, Any]:
     try:
-        config: Mapping[str, Any] = json.loads(text)
+        config = json.loads(text or "{}")
     except ValueError as error:
         raise OperatorError("bad_option", f"--speculative-config {text}: {error}") from error
-    return str(config.get("method") or config.get("model") or "").lower()
+    if not isinstance(config, dict):
+        raise OperatorError("bad_option", f"--speculative-config {text}: must be an object")
+    return config

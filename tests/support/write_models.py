@@ -64,8 +64,9 @@ EXAMPLE
 ```
 
 It counts what decides a cache: parallel sizes (with SGLang's DP attention and vLLM's decode context parallelism), block
-or page size, `--dtype` and `--kv-cache-dtype`, drafts, and whether windows keep all tokens. Layouts, scales and the
-block size that a backend of vLLM prefers are known when the engine runs: [plan](convertible.md) then reads its pool.
+or page size, `--dtype` and `--kv-cache-dtype`, drafts that are the model's own (MTP), and whether windows keep all
+tokens. Other drafts, layouts, scales and the block size that a backend of vLLM prefers are known when the engine runs:
+[plan](convertible.md) then reads its pool. Options that SGLang's adapter refuses are refused here too.
 """
 
 

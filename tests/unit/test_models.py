@@ -16,7 +16,7 @@ from kvbridge.models.config import FAMILIES as READERS
 from kvbridge.models.config import read
 from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
-from tests.support.families import FAMILIES, GEMMA4, LLAMA, MIMO, Family, carried_recipes, config, latents
+from tests.support.families import FAMILIES, GEMMA4, LLAMA, MIMO, Family, carried_recipes, config, latents, windows
 from tests.support.refusals import refused
 from tests.support.write_models import PAGE, RECIPES, page
 
@@ -156,7 +156,25 @@ def test_a_family_that_is_not_known_is_refused_and_never_guessed() -> None:
         ("""vllm --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'""", {"drafts": "mtp"}),
         ("""vllm --speculative-config '{"method": "ngram"}'""", {"drafts": ""}),
         ("sglang --speculative-algorithm NGRAM", {"drafts": ""}),
-        ("sglang --speculative-algorithm EAGLE3", {"drafts": "eagle3"}),
+        ("sglang --speculative-algorithm EAGLE3", {"drafts": "eagle3", "has_own_drafts": False}),
+        ("sglang --speculative-algorithm NEXTN", {"drafts": "nextn", "has_own_drafts": True}),
+        ("sglang --speculative-algorithm EAGLE --model M --speculative-draft-model-path D", {"has_own_drafts": False}),
+        ("sglang --speculative-algorithm EAGLE --model M --speculative-draft-model-path M", {"has_own_drafts": True}),
+        ("vllm --speculative-config.method deepseek_mtp", {"drafts": "deepseek_mtp", "has_own_drafts": True}),
+        (
+            "vllm --speculative_config.method=mtp --speculative-config.num_speculative_tokens 1",
+            {"has_own_drafts": True},
+        ),
+        ("vllm --spec-method eagle --spec-model E", {"drafts": "eagle", "has_own_drafts": False}),
+        ("""vllm -sc '{"model": "a_mtp"}'""", {"drafts": "a_mtp", "has_own_drafts": False}),
+        ("vllm --speculative-config.model ngram", {"drafts": ""}),
+        ("sglang --tp 8 --attn-dp-size 4", {"tp": 2}),
+        ("sglang --tp 8 --attn-cp-size 2", {"tp": 4}),
+        ("/opt/vllm/bin/python -m sglang.launch_server --model-path /models/vllm", {"engine": "sglang"}),
+        ("HF_HOME=/vllm python3 -u -m sglang.launch_server --model vllm", {"engine": "sglang"}),
+        ("/srv/sglang/bin/vllm serve /models/sglang", {"engine": "vllm"}),
+        ("uv run --no-sync vllm serve M", {"engine": "vllm"}),
+        ("python -m vllm.entrypoints.openai.api_server --model M", {"engine": "vllm"}),
     ],
 )
 def test_of_a_command_counts_what_decides_the_cache(command: str, expected: dict[str, Any]) -> None:
@@ -168,6 +186,9 @@ def test_of_a_command_counts_what_decides_the_cache(command: str, expected: dict
     ("command", "text"),
     [
         ("trtllm-serve M", "names neither vllm nor sglang"),
+        ("my-vllm serve M", "names neither vllm nor sglang"),
+        ("docker run --name sglang vllm serve M", "names both sglang and vllm"),
+        ("vllm --speculative-config 5", "object"),
         ("vllm -tp two", "two"),
         ("vllm -tp 0", "0"),
         ("vllm --speculative-config {method", "speculative-config"),
@@ -189,3 +210,85 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
 def test_drafts_of_another_model_are_not_guessed() -> None:
     with refused(OperatorError, "model_unknown", "drafts by eagle3"):
         pools_of(read(LLAMA), parse("""vllm --speculative-config '{"method": "eagle3", "model": "E"}'"""), "m", "e")
+
+
+EAGLE, NEXTN = "sglang --speculative-algorithm EAGLE", "sglang --speculative-algorithm NEXTN"
+STEP = config("step3p5", 8, 64, 8, 128, sliding_window=512, layer_types=windows(8, 4)[::-1], num_nextn_predict_layers=1)
+GPT_OSS = config("gpt_oss", 4, 64, 8, 64, sliding_window=128)
+
+
+@pytest.mark.parametrize("text", [STEP, MIMO | {"num_nextn_predict_layers": 3}], ids=["step", "mimo"])
+def test_drafts_beside_windows_are_refused_on_sglang_as_its_adapter_refuses_them(text: dict[str, Any]) -> None:
+    for command in (EAGLE, NEXTN):
+        with refused(OperatorError, "cache_unsupported", "draft model's KV pool: SWAKVPool"):
+            pools_of(read(text), parse(command), "m", "e")
+    assert pools_of(read(text), parse("vllm --speculative-config.method mtp"), "m", "e")
+
+
+def test_a_drafts_window_is_as_long_as_sglangs_others() -> None:
+    (pool,) = pools_of(read(STEP), parse(f"{EAGLE} --disable-hybrid-swa-memory"), "m", "e")
+    windowed = [layer.window for layer in pool.model.layers if layer and layer.window]
+    assert set(windowed) == {513} and len(windowed) == 7 and pool.model.drafts == (8,)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "text"),
+    [
+        (f"{EAGLE} --speculative-draft-model-path D", "model_unknown", "drafts by eagle"),
+        ("sglang --speculative-algorithm EAGLE3", "model_unknown", "drafts by eagle3"),
+        ("sglang --speculative-algorithm DFLASH", "cache_unsupported", "DFLASH.+needs EAGLE"),
+        ("sglang --speculative-algorithm DSPARK", "cache_unsupported", "DSPARK.+needs EAGLE"),
+        ("vllm --speculative-config.method eagle3 --speculative-config.model E", "model_unknown", "drafts by eagle3"),
+        ("""vllm --speculative-config '{"method": "dflash", "model": "E"}'""", "model_unknown", "drafts by dflash"),
+    ],
+)
+def test_only_a_models_own_drafts_are_known_from_its_config(command: str, code: str, text: str) -> None:
+    with refused(OperatorError, code, text):
+        pools_of(read(latents("deepseek_v3", 61)), parse(command), "m", "e")
+
+
+RADIX = "--disaggregation-decode-enable-radix-cache"
+
+
+@pytest.mark.parametrize(
+    ("command", "is_decoder", "text"),
+    [
+        ("sglang --enable-hisparse", False, "hisparse.+without --enable-hisparse"),
+        (f"sglang --page-size 1 {RADIX}", True, "page_size: 1, must be larger"),
+        (f"sglang --page-size 1 {RADIX}", False, ""),
+        (f"sglang --page-size 16 {RADIX}", True, ""),
+        (f"sglang --page-size 1 {RADIX} --disable-hybrid-swa-memory", True, ""),
+        ("sglang --tp 4 --dcp-size 2", False, "attn_dcp_size: 2, must be 1"),
+        ("sglang --tp 4 --attn-cp-size 2", True, "attn_cp_size: 2, must be 1"),
+        ("sglang --tp 4 --attn-cp-size 2", False, ""),
+        ("sglang --enable-kv-cache-sharding", False, "enable_kv_cache_sharding: on, must be off"),
+        ("sglang --enable-dsa-cache-layer-split", False, "enable_dsa_cache_layer_split: on, must be off"),
+    ],
+)
+def test_an_option_that_sglangs_adapter_refuses_is_refused_beforehand(
+    command: str, is_decoder: bool, text: str
+) -> None:
+    codes = "context_parallel_unsupported|cache_unsupported"
+    if not text:
+        assert pools_of(read(GPT_OSS), parse(command), "m", "e", is_decoder)
+        return
+    with pytest.raises(OperatorError, match=text) as error:
+        pools_of(read(GPT_OSS), parse(command), "m", "e", is_decoder)
+    assert re.fullmatch(codes, error.value.code)
+
+
+def test_sglang_has_no_memory_for_windows_of_families_that_it_runs_in_one_pool() -> None:
+    for text in (
+        config("mistral", 4, 8, 2, 64, **WINDOWED),
+        config("qwen2", 4, 8, 2, 64, **WINDOWED, use_sliding_window=True, max_window_layers=3),
+        config("qwen3", 4, 8, 2, 64, **WINDOWED, layer_types=windows(4, 2)),
+    ):
+        (pool,) = pools_of(read(text), parse("sglang"), "m", "e")
+        assert [(group.kind, group.window) for group in pool.groups] == [("full", 0)]
+
+
+@pytest.mark.parametrize("text", [LLAMA, GEMMA4, GPT_OSS])
+def test_a_layer_of_an_unknown_type_is_refused_and_never_dropped(text: dict[str, Any]) -> None:
+    depth = text["num_hidden_layers"]
+    with refused(OperatorError, "bad_model_config", "'linear_attention', known are full_attention"):
+        read(text | {"layer_types": ["linear_attention", *["full_attention"] * (depth - 1)]})
