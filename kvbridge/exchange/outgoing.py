@@ -12,6 +12,7 @@ from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from ..states import OfferState, OutgoingState
 from .answers import ANSWERS, Known
+from .containers import Recent
 from .leases import GrantedLease
 from .session import Session
 
@@ -183,6 +184,7 @@ class Rendezvous:
         self._by_age: OrderedDict[EndedOffer, None] = OrderedDict()
         # By rendezvous id: how the last offer ended, with (code, reason) if it did early.
         self._last: OrderedDict[str, tuple[Known, tuple[str, str] | None]] = OrderedDict()
+        self._met: Recent[tuple[str, str]] = Recent(MOST_ENDED)  # (rendezvous id, want) of claims that had their offer
         # Calls that ended early: (code, reason), and until when that is remembered. Oldest first.
         self._ended_calls: OrderedDict[str, tuple[tuple[str, str], float]] = OrderedDict()
 
@@ -261,6 +263,7 @@ class Rendezvous:
         self._ended.clear()
         self._by_age.clear()
         self._last.clear()
+        self._met.clear()
         self._ended_calls.clear()
 
     def why_none(self, claim: Claim) -> tuple[str, str] | None:
@@ -297,6 +300,21 @@ class Rendezvous:
         found += [each for each in offers if each.want is None]
         found += [each for each in ended if each.want is None]
         return next(iter(found), None)
+
+    def meet(self, claim: Claim) -> None:
+        """Record that this claim has its offer, an ended one or an open one."""
+        self._met.add((claim.rendezvous, claim.want))
+
+    def is_served(self, claim: Claim) -> bool:
+        """Whether its want had its offer before, and that one has nothing more for it.
+
+        A receiver whose session ends cannot know whether a claim without rows was heard, and sends it again. By then
+        another prompt may be offered under the same id.
+        """
+        if (claim.rendezvous, claim.want) not in self._met:
+            return False
+        found = self.offer_for(claim)
+        return found is None or found.want != claim.want
 
     def hear(self, ended: EndedOffer, claim: Claim) -> tuple[str, str]:
         """Record that this claim is refused, and return (code, reason). Forget the offer once all have heard."""

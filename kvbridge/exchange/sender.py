@@ -263,6 +263,9 @@ class Sender:
             plan = planned(claim, session, engine)
         except KVBridgeError as error:
             return [refused(incarnation, claim, error.code, str(error))]
+        if not plan.chunks and self._rendezvous.is_served(claim):
+            reason = f"want: {claim.want} had its offer before, and this claim takes no rows"
+            return [refused(incarnation, claim, "already_fetched", reason)]
         out = OutgoingTransfer(claim, session, plan, now)
         if session.routed.is_pulled:
             out.granted = GrantedLease()
@@ -643,6 +646,7 @@ class Sender:
         for out in list(self._waiting.get(rendezvous, {}).values()):
             offered = self._rendezvous.offer_for(out.claim)
             if isinstance(offered, EndedOffer):
+                self._rendezvous.meet(out.claim)
                 actions += self._stop(out, *self._rendezvous.hear(offered, out.claim))
                 continue
             if offered is None or (self._is_paused and out.plan.chunks):
@@ -657,6 +661,7 @@ class Sender:
                     out, "bad_receiver", f"receivers: first {offered.receivers}, now {out.claim.receivers}"
                 )
                 continue
+            self._rendezvous.meet(out.claim)
             out.offered = offered
             offered.outgoing_transfers[out.transfer] = out
             self._deadlines.clear(("lost", str(offered.number)))

@@ -10,6 +10,7 @@ from kvbridge_proto.peer import Claim, Refuse
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.known_senders import UNHEARD_S
 from kvbridge.exchange.receiver import ASK_AGAIN_S, DOUBT_AGAIN_S
+from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.world import World, make_pool
 
 
@@ -239,3 +240,30 @@ def test_a_rank_of_which_nothing_is_needed_is_told_again_if_its_session_is_lost(
     assert not any(len(node.receiving._unheard) for node in world.receivers)
     world.begin("after")
     world.check_done("after")
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["it was given back", "it had ended"])
+def test_what_a_rank_is_told_again_takes_no_offer_of_an_equal_prompt(is_over: bool) -> None:
+    """It had heard it the first time. The other prompt has the same id, and nobody has claimed its offer yet."""
+    world = World(2, 2)
+    receiver, (first, other) = world.receivers[0], world.senders
+    world.begin("before")
+    world.offer("a", 32, 8, last=False, rendezvous="r", at=first)
+    world.offer("a", 64, 16, rendezvous="r", at=other)
+    if is_over:
+        world.do(other, other.sending.withdraw(number_of("a"), "test", world.now))
+    world.fetch("a", 64, rendezvous="r")
+    assert not other.sending.offers
+    other.accepted.pop(receiver.incarnation)
+    world.do(other, other.sending.lost(receiver.incarnation))
+    world.do(receiver, receiver.receiving.unreachable(other.name, "peer_lost", "cut", world.now))
+    world.offer("a", 64, 8, 8, rendezvous="r", at=first)
+    world.run()
+    assert type(world.answers()["a"]).__name__ == "Done"
+    world.offer("b", 64, 16, rendezvous="r")
+    heard = len(world.heard(Claim))
+    reached_again(world)
+    assert [each.takes for each in world.heard(Claim)[heard:]] == [()], "it was told again"
+    assert [each.want for each in other.sending.offers.values()] == [None]
+    world.fetch("b", 64, rendezvous="r")
+    world.check_done("b")
