@@ -35,6 +35,7 @@ class OpenOffer:
     receivers: int = 0
     is_declined: bool = False  # the receivers need nothing
     served: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)  # ranks that had claimed it, were lost, and have not come again
     outgoing_transfers: dict[str, OutgoingTransfer] = field(
         default_factory=dict, repr=False, compare=False
     )  # that read it, until they end

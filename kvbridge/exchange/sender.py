@@ -357,8 +357,15 @@ class Sender:
             out.is_lost = True
             actions += self._stop(out, "peer_lost", "the receiver's agent is gone")
             if out.offered is not None and out.offered.state is OfferState.OPEN:
+                out.offered.lost.add(out.claim.receiver)
                 self._lost_claims.append(out.offered.number)
         return actions
+
+    def _clear_lost(self, offered: OpenOffer, receiver: int) -> None:
+        """This rank has claimed it. Ranks that were lost are awaited until each has."""
+        offered.lost.discard(receiver)
+        if not offered.lost:
+            self._deadlines.clear(("lost", str(offered.number)))
 
     def _end_deserted(self, offered: OpenOffer, now: float) -> list[Action]:
         """A rank that had claimed it was lost and did not come again, so its want has failed: end it.
@@ -606,7 +613,7 @@ class Sender:
         for offered in [self.offers[number] for number in self._holds.due(now) if number in self.offers]:
             actions += self._end_offer(offered, "offer_expired", _why_expired(offered, now), now)
         while self._lost_claims:
-            if (number := self._lost_claims.pop()) in self.offers:
+            if (number := self._lost_claims.pop()) in self.offers and self.offers[number].lost:
                 self._deadlines.set(("lost", str(number)), now + LOST_S)
         for kind, key in self._deadlines.due(now):
             if kind == "lost" and int(key) in self.offers:
@@ -664,7 +671,7 @@ class Sender:
             self._rendezvous.meet(out.claim)
             out.offered = offered
             offered.outgoing_transfers[out.transfer] = out
-            self._deadlines.clear(("lost", str(offered.number)))
+            self._clear_lost(offered, out.claim.receiver)
             self._stop_waiting(out)
             out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.BIND)
             actions.append(Met(out.transfer, offered.number, out.plan.chunks, out.plan.total_bytes))

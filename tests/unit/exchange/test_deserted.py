@@ -147,3 +147,43 @@ def test_a_rank_that_comes_too_late_hears_why() -> None:
     world.run()
     answer = world.failure("r", 1)
     assert answer.code == "peer_lost" and "1 of 2 ranks of the same want never came" in answer.reason
+
+
+def test_a_rank_that_comes_again_before_the_sender_has_ticked_is_served() -> None:
+    """And its other rank, however slow that is."""
+    world = World(receivers=2)
+    world.begin("before")
+    world.offer("r", 32, 8, last=False)
+    first, other = world.receivers
+    world.want("r", 64, at=first)
+    world.run()
+    world.sender.accepted.pop(first.incarnation)
+    world.do(world.sender, world.sender.sending.lost(first.incarnation))
+    world.do(first, first.receiving.unreachable("P0", "peer_lost", "cut", world.now))
+    world.run()
+    world.want("r", 64, at=first)
+    world.offer("r", 64, 8, 8)
+    world.run()
+    world.pass_time(0.0)
+    world.pass_time(2 * LOST_S)
+    world.want("r", 64, at=other)
+    world.run()
+    world.check_done("r")
+
+
+def test_another_rank_that_comes_does_not_stand_for_the_lost_one() -> None:
+    """A third never does."""
+    world = World(receivers=4)
+    world.begin("before")
+    world.offer("r", 64, 16)
+    world.hold.add("gather")
+    world.want("r", 64, at=world.receivers[0])
+    world.run()
+    world.hold.clear()
+    dies(world, "D0")
+    world.pass_time(0.0)
+    world.want("r", 64, at=world.receivers[1])
+    world.run()
+    assert world.sender.sending.offers
+    world.pass_time(LOST_S)
+    assert world.released()["r"].code == "peer_lost"
