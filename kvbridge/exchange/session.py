@@ -218,6 +218,9 @@ def accept(greeting: Welcome, engine: AttachedEngine, key: str = "") -> Session 
         ranks=greeting.ranks,
         routed=routed,
         key=key,
-        is_far=bool(greeting.machine and site.machine) and greeting.machine != site.machine,
+        # A proved `direct` is on this machine, whatever the sender says of it.
+        is_far="" not in (greeting.machine, site.machine)
+        and greeting.machine != site.machine
+        and greeting.route != "direct",
         planner=Planner(greeting.pool, engine.pool),
     )

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 from kvbridge_proto.peer import Cancel, Drained
+from msgspec import structs
 
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.known_senders import UndrainedTransfers
 from kvbridge.exchange.sender import Sender
+from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from tests.unit.exchange.world import World
 
 
@@ -55,15 +57,29 @@ def test_only_who_is_known_to_be_on_another_machine_reaches_no_slot_without_the_
     assert not receiving.quarantined_far()
 
 
+def test_who_writes_directly_is_on_this_machine_whatever_it_says() -> None:
+    world = World()
+    ours, sender = (
+        world.receiver.engine,
+        replace(world.sender.engine, site=replace(world.sender.engine.site, machine="n")),
+    )
+    ours = replace(ours, site=replace(ours.site, machine="m"))
+    agreed = answer(hello(ours), sender)
+    assert isinstance(agreed, Session)
+    for route, is_far in (("direct", False), ("nixl", True)):
+        session = accept(structs.replace(welcome(agreed, sender), route=route), ours)
+        assert isinstance(session, Session) and session.is_far == is_far
+
+
 def ask(world: World, before: set[str]) -> bool:
     """Another start of the agent, that knows these to be dead, refuses a session. Whether it could say something."""
     receiving, successor = world.receivers[0].receiving, Sender(before=before)
     asked = [action.body for action in receiving.refused("P0", "next") if isinstance(action, Send)]
     assert asked
-    said = [answer for body in asked if isinstance(body, Cancel) for answer in successor.cancel("D0", body)]
-    for answer in said:
-        assert isinstance(answer, Send) and isinstance(answer.body, Drained)
-        receiving.drained("next", answer.body.transfer, "", "", world.now)
+    said = [each for body in asked if isinstance(body, Cancel) for each in successor.cancel("D0", body)]
+    for each in said:
+        assert isinstance(each, Send) and isinstance(each.body, Drained)
+        receiving.drained("next", each.body.transfer, "", "", world.now)
     return bool(said)
 
 
