@@ -9,7 +9,8 @@ from kvbridge_proto.pool import Codec, CodecName
 PLAIN: dict[CodecName, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 # Codec with one scale beside each row -> codec of the numbers in the row.
 ROW_SCALED: dict[CodecName, CodecName] = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
-# Codecs of scales that are powers of two -> bytes per scale. They are moved as they are.
+# Codecs of scales that are read as powers of two -> bytes per scale. They are moved as they are: what is called
+# `pow2_fp32` is any fp32 where SGLang's fused writer made it, so no conversion may look at exponents alone.
 POWERS: dict[CodecName, int] = {"pow2_fp32": 4, "ue8m0_x4": 4}
 # Only these have scales. explain.py has the error of a conversion to each.
 EIGHT_BITS: tuple[CodecName, ...] = tuple(name for name, size in PLAIN.items() if size == 1)

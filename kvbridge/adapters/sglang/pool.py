@@ -380,7 +380,8 @@ def _planes(part: LayerTensor, region: int) -> Iterator[Plane]:
         yield _plane(part, region)
         return
     # `_set_k_and_s_triton` in sglang/kernels/ops/kvcache/dsa_index_k_cache.py: keys at token * 128, scales behind all
-    # keys of the page. Each scale is a power of two: the models' `scale_fmt` is "ue8m0".
+    # keys of the page. Scales are fp32: powers of two by the fallback, any number by `fused_store_index_k_cache`, whose
+    # readers take them whole. So they travel byte for byte, and must never be packed to exponents.
     page, (block, _) = part.group.block_tokens, part.tensor.stride()
     keys = Codec(
         name="fp8_row_scale", width=INDEX_WIDTH, element_bytes=1, row_bytes=INDEX_WIDTH, scale_codec="pow2_fp32"
