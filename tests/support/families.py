@@ -25,6 +25,7 @@ CPU_LLAMA = "[CPU](../tests/system/engines/test_engines.py)"
 CPU_SGLANG = "[CPU](../tests/system/sglang/test_pairs.py)"
 CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
 CPU_LATENTS = "[CPU](../tests/system/engines/test_latents.py)"
+CPU_INDEX_KEYS = "[CPU, a tiny model of this kind](../tests/system/engines/test_index_keys.py)"
 CPU_SGLANG_LATENTS = "[CPU](../tests/system/sglang/test_latents.py)"
 CPU_WINDOWS = "[CPU, a tiny model of this kind](../tests/system/engines/test_windows.py)"
 CPU_WINDOWS_ACROSS = "[CPU, a tiny model of this kind, from vLLM](../tests/system/cross/test_windows.py)"
@@ -167,6 +168,7 @@ FAMILIES = (
         latents("deepseek_v32", 61, **INDEX),
         "MLA, index keys",
         "DSATokenToKVPool",
+        on_engines=(CPU_INDEX_KEYS, "", ""),
         stopped=51,
     ),
     Family(

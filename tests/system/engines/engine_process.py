@@ -240,8 +240,8 @@ def _load(answer: dict[str, Any], path: Path) -> Rows:
             layer, part = key.split(".")
             rows[int(layer), part] = arrays[key].swapaxes(0, 1)
             codecs[int(layer), part] = codec
-    (name,) = {codec["name"] for codec in codecs.values()}
-    return Rows(rows, name, codecs)
+    names = {codec["name"] for codec in codecs.values()}
+    return Rows(rows, names.pop() if len(names) == 1 else "several", codecs)
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:

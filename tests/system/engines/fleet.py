@@ -60,6 +60,7 @@ class Fleet(Kept[EngineProcess]):
         python: str = sys.executable,
         routes: str | None = None,
         start: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(folder, stack, len(CONFIGS), routes)
         self._dtype = dtype
@@ -67,6 +68,7 @@ class Fleet(Kept[EngineProcess]):
         self._model = str(write(folder / "model"))
         self._more = more or {}  # engine arguments for all
         self._options = options or {}  # of the connector, for all
+        self._environment = dict(environment or {})  # of all engines
         self._numbers = iter(range(1, 1_000_000))
         self.start(*start)
 
@@ -76,7 +78,13 @@ class Fleet(Kept[EngineProcess]):
     def _begin(self, name: str) -> EngineProcess:
         config = CONFIGS[name]
         more = {"num_gpu_blocks_override": TOKENS // config.block_size, "dtype": self._dtype, **self._more}
-        config = replace(config, model=self._model, enable_prefix_caching=name != "alone", more=more)
+        config = replace(
+            config,
+            model=self._model,
+            enable_prefix_caching=name != "alone",
+            more=more,
+            environment=self._environment,
+        )
         if name != "alone":
             config = replace(config, engine_id=f"engine-{name}", connector=self._connector(name))
             if name not in self.agents:

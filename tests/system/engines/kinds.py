@@ -65,8 +65,7 @@ def write_experts(folder: Path) -> Path:
 
 def write_latent(folder: Path, **changes: object) -> Path:
     """DeepSeek-V2 without experts."""
-    write_config(
-        folder,
+    config: dict[str, object] = dict(
         architectures=["DeepseekV2ForCausalLM"],
         model_type="deepseek_v2",
         num_key_value_heads=QUERY_HEADS,
@@ -85,8 +84,8 @@ def write_latent(folder: Path, **changes: object) -> Path:
         topk_method="greedy",
         n_group=1,
         topk_group=1,
-        **changes,
     )
+    write_config(folder, **config | changes)
     shapes = _shapes(json.loads((folder / "config.json").read_text()))
     return write_weights(folder, shapes, {"lm_head": 4.0}, 1.5)
 
@@ -179,6 +178,49 @@ def _layer(layer: int, kv_heads: int, key_width: int, **more: tuple[int, ...]) -
         "mlp.down_proj": (HIDDEN, 2 * HIDDEN),
     }
     return {f"model.layers.{layer}.{name}.weight": shape for name, shape in (shapes | more).items()}
+
+
+def write_sparse(folder: Path) -> Path:
+    """DeepSeek V3.2 without experts: latents, and index keys in every second layer. It chooses all tokens."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    rank, heads, width = 128, 4, 128
+    write_latent(
+        folder,
+        architectures=["DeepseekV32ForCausalLM"],
+        model_type="deepseek_v32",
+        q_lora_rank=rank,
+        index_topk=2048,
+        index_head_dim=width,
+        index_n_heads=heads,
+        index_topk_freq=2,
+        index_skip_topk_offset=1,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    )
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * 1.5 / columns**0.5).to(torch.bfloat16)
+
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}.self_attn"
+        query = weights.pop(f"{at}.q_proj.weight")
+        weights[f"{at}.q_a_proj.weight"], weights[f"{at}.q_b_proj.weight"] = (
+            matrix(rank, HIDDEN),
+            matrix(len(query), rank),
+        )
+        weights[f"{at}.q_a_layernorm.weight"] = torch.ones(rank, dtype=torch.bfloat16)
+        if layer % 2 == 0:
+            weights[f"{at}.indexer.wq_b.weight"] = matrix(heads * width, rank)
+            weights[f"{at}.indexer.wk.weight"] = matrix(width, HIDDEN)
+            weights[f"{at}.indexer.weights_proj.weight"] = matrix(heads, HIDDEN)
+            weights[f"{at}.indexer.k_norm.weight"] = torch.ones(width)
+            weights[f"{at}.indexer.k_norm.bias"] = torch.zeros(width)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
