@@ -70,8 +70,9 @@ def pools_of(
     errors = [*_refusals(model, command), *_refused_options(model, command, is_decoder)]
     if errors:
         raise OperatorError(errors[0].code, *(reason for error in errors for reason in error.reasons))
+    as_run = _as_run(model, command)
     return [
-        _pool(_as_run(model, command), command, name, engine_id, pp_rank, tp_rank, is_decoder)
+        _pool(as_run, command, name, engine_id, pp_rank, tp_rank, is_decoder)
         for pp_rank in range(command.pp)
         for tp_rank in range(command.tp)
     ]
@@ -84,9 +85,7 @@ def _refusals(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeErr
         if kind in UNSUPPORTED:
             yield refusal(code, engine, kind, model.family)
     if engine == "sglang" and command.drafts in ("dflash", "dspark"):
-        # As adapters/sglang/drafts.py says it.
-        reason = f"--speculative-algorithm {command.drafts.upper()}: kvbridge cannot carry what it keeps beside rows"
-        yield OperatorError("cache_unsupported", f"{reason}; needs EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM or none")
+        yield refusal(code, engine, "beside rows", f"--speculative-algorithm {command.drafts.upper()}")
     elif command.drafts and not (model.drafts and command.has_own_drafts):
         yield OperatorError(
             "model_unknown",

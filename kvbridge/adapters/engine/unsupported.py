@@ -33,6 +33,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "cross": Unsupported("the KV of an encoder", {}),
     "sink": Unsupported("attention sinks that are kept as KV rows", {}),
     "packed": Unsupported("rows of this dtype or packing", {"vllm": ANOTHER_DTYPE, "sglang": ANOTHER_DTYPE}),
+    "beside rows": Unsupported(
+        "what it keeps beside rows", {"sglang": "EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM or none"}
+    ),
     "host rows": Unsupported("rows in host memory yet", {"sglang": "a server without --enable-hisparse"}),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...errors import OperatorError
+from ..engine.unsupported import refusal
 
 # Of SGLang's auxiliary row: the drafts for the first step, their probabilities, and the hidden state that they are of.
 TOKENS, PROBABILITIES = "output_topk_index", "output_topk_p"
@@ -24,8 +24,8 @@ def runners(queue: Any) -> list[Any]:
         return []
     scheduler = queue.scheduler
     if scheduler.spec_algorithm.is_dflash_family():
-        reason = f"--speculative-algorithm {scheduler.spec_algorithm.name}: kvbridge cannot carry what it keeps beside "
-        raise OperatorError("cache_unsupported", reason + "rows; needs EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM or none")
+        option = f"--speculative-algorithm {scheduler.spec_algorithm.name}"
+        raise refusal("cache_unsupported", "sglang", "beside rows", option)
     found = {id(runner.token_to_kv_pool): runner for runner in scheduler.draft_worker._draft_model_runners()}
     return list(found.values())
 

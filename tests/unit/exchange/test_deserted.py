@@ -111,25 +111,36 @@ def test_an_offer_ends_by_what_its_sender_sees(dying: Callable[[World], None], r
     assert not world.sender.sending.outgoing_transfers
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_a_receiver_that_comes_again_in_time_is_served(is_slow: bool) -> None:
-    """And its other rank, however slow that is."""
+def after_its_first_rank_was_cut_off() -> World:
+    """It had claimed what is offered so far, and its other rank has not."""
     world = World(receivers=2)
     world.begin("before")
     world.offer("r", 32, 8, last=False)
-    first, other = world.receivers
+    first = world.receivers[0]
     world.want("r", 64, at=first)
     world.run()
     world.sender.accepted.pop(first.incarnation)
     world.do(world.sender, world.sender.sending.lost(first.incarnation))
     world.do(first, first.receiving.unreachable("P0", "peer_lost", "cut", world.now))
     world.run()
-    world.pass_time(LOST_S - 1.0)
-    world.want("r", 64, at=first)
+    return world
+
+
+def claims_again(world: World) -> None:
+    """That rank; and the rest is offered."""
+    world.want("r", 64, at=world.receivers[0])
     world.offer("r", 64, 8, 8)
     world.run()
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_receiver_that_comes_again_in_time_is_served(is_slow: bool) -> None:
+    """And its other rank, however slow that is."""
+    world = after_its_first_rank_was_cut_off()
+    world.pass_time(LOST_S - 1.0)
+    claims_again(world)
     world.pass_time(2 * LOST_S if is_slow else 1.0)
-    world.want("r", 64, at=other)
+    world.want("r", 64, at=world.receivers[1])
     world.run()
     world.check_done("r")
 
@@ -151,22 +162,11 @@ def test_a_rank_that_comes_too_late_hears_why() -> None:
 
 def test_a_rank_that_comes_again_before_the_sender_has_ticked_is_served() -> None:
     """And its other rank, however slow that is."""
-    world = World(receivers=2)
-    world.begin("before")
-    world.offer("r", 32, 8, last=False)
-    first, other = world.receivers
-    world.want("r", 64, at=first)
-    world.run()
-    world.sender.accepted.pop(first.incarnation)
-    world.do(world.sender, world.sender.sending.lost(first.incarnation))
-    world.do(first, first.receiving.unreachable("P0", "peer_lost", "cut", world.now))
-    world.run()
-    world.want("r", 64, at=first)
-    world.offer("r", 64, 8, 8)
-    world.run()
+    world = after_its_first_rank_was_cut_off()
+    claims_again(world)
     world.pass_time(0.0)
     world.pass_time(2 * LOST_S)
-    world.want("r", 64, at=other)
+    world.want("r", 64, at=world.receivers[1])
     world.run()
     world.check_done("r")
 
