@@ -54,6 +54,7 @@ def _kept(process: Process) -> Iterator[str]:
         ("wants", receiving.wants),
         ("requests that are expected", receiving.expected),
         ("transfers in", receiving._wanted_by),
+        ("zeros to write", receiving._filled_by),
         ("transfers in doubt", has_engine and receiving._undrained._of),
         ("slots of transfers", has_engine and receiving.slots._of_transfer),
         ("offers", sending.offers),

@@ -55,10 +55,10 @@ class SimEngine:
 
     is_prefill = True
 
-    def __init__(self, world: World, name: str, agents: list[str], blocks: int, block_tokens: int) -> None:
+    def __init__(self, world: World, name: str, agents: list[str], blocks: int, block_tokens: int, drafts: int) -> None:
         self.world = world
         self.name = name
-        self.shape = (len(agents), block_tokens, blocks)
+        self.shape = (len(agents), block_tokens, blocks, drafts)
         self.block_tokens = block_tokens
         self.agents = agents
         self.starts = 0

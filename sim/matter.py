@@ -290,6 +290,9 @@ class SimCopier:
         for move in [each for each in self._moving.values() if each.failure is None]:
             clock.at(min(move.ends_at, clock.now + KERNELS_S), partial(_land, move.end))
 
+    def zeros(self, pool: Pool) -> SimAttached:
+        return SimAttached(SimBlocks("zeros", pool, self._process.world.foul))
+
     def make_room(self, moves: int) -> None: ...
 
     def warm(self, pool: SimAttached, part: Part, slot: Span | None) -> None: ...

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvbridge.loopback.pools import PARTS, Shape, describe
 
-from .matter import CELL_BYTES, SimBlocks, spelled, written
+from .matter import CELL_BYTES, NOTHING, SimBlocks, spelled, written
 
 HEADS = 2
 WIDTH = CELL_BYTES // 2
@@ -19,22 +19,25 @@ LAYERS = 1
 
 
 @lru_cache(maxsize=4096)
-def make_pool(shape: tuple[int, int, int], identity: str, rank: int) -> Pool:
-    """The pool of one rank of an engine of `shape` (ranks, block_tokens, blocks). The ranks split the heads."""
-    ranks, block_tokens, blocks = shape
+def make_pool(shape: tuple[int, int, int, int], identity: str, rank: int) -> Pool:
+    """The pool of one rank of an engine of `shape` (ranks, block_tokens, blocks, layers of a draft model).
+
+    The ranks split the heads.
+    """
+    ranks, block_tokens, blocks, drafts = shape
     made = Shape(
         name=identity,
         axes="LPBTHE",
         block_tokens=block_tokens,
         blocks=blocks,
         tp_size=ranks,
-        layers=LAYERS,
+        layers=LAYERS + drafts,
         kv_heads=HEADS,
         width=WIDTH,
     )
     pool = describe(made, rank)
-    engine, model = Engine(kind="sim", version="1", id=identity), replace(pool.model, name="sim")
-    return replace(pool, engine=engine, model=model)
+    model = replace(pool.model, name="sim", depth=LAYERS, drafts=tuple(range(LAYERS, LAYERS + drafts)))
+    return replace(pool, engine=Engine(kind="sim", version="1", id=identity), model=model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class SimRows:
 
     def expect(self, blocks: SimBlocks, ids: Sequence[int], block_tokens: int, prompt: int, tokens: range) -> None:
         for at, token, row in self._cells(ids, block_tokens, tokens):
-            blocks.expected[at] = written(prompt, token, row)
+            is_draft = row >= LAYERS * len(PARTS) * HEADS  # no sender has these
+            blocks.expected[at] = NOTHING if is_draft else written(prompt, token, row)
 
     def check(self, blocks: SimBlocks, ids: Sequence[int], request: str) -> None:
         """Check that every wanted row is there, when the engine was told so."""

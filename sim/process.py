@@ -340,7 +340,7 @@ class Process(Agent):
             self.loop.post(self.rebuilder.check_in_s, self._look)
 
     def look_at_waits(self) -> None:
-        """Fail if a chunk of a transfer that is over waits for a fence: its engine waits for that chunk to end."""
+        """Fail if a chunk of a transfer or of zeros that is over waits for a fence: its engine waits for its end."""
         for wait, _ in self.data_plane._fenced:
             if not isinstance(wait, WaitFence) or wait.what is None or wait.is_over:
                 continue
@@ -354,7 +354,7 @@ class Process(Agent):
                     or (offered and offered.state is not OfferState.OPEN)
                 )
             else:
-                wanted = self.receiving._wanted_by.get(transfer)
+                wanted = (self.receiving._wanted_by | self.receiving._filled_by).get(transfer)
                 is_over = wanted is None or wanted.state is not WantState.FLOWING
             if is_over:
                 self.world.foul(f"{self.name}: a chunk of {transfer}, which is over, waits for a fence")

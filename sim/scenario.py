@@ -67,6 +67,7 @@ OF_MESSAGES: tuple[FaultKind, ...] = ("drop", "duplicate", "reorder")
 STALLS_END_S = 19.0  # when a stalled agent goes on, after all other faults
 PULLED = 1 << 20  # in seeds with this bit agents pull from each other's engines
 COMPILED = 1 << 21  # in seeds with this bit agents must compile their kernels first
+DRAFTED = 1 << 22  # in seeds with this bit decode engines have a layer of a draft model, and prefill engines none
 LAST = 900  # first number of the last requests
 MEANWHILE = 950  # first number of the requests made while an agent is stalled
 
@@ -138,6 +139,7 @@ class Scenario:
     is_pulled: bool = False  # agents pull from each other's engines
     is_compiled: bool = False  # the first move of a kind waits until its kernels are compiled
     verify: Verify = "never"
+    drafts: int = 0  # layers of a draft model in decode engines
 
     def without(self, requests: frozenset[int] = frozenset(), faults: frozenset[Fault] = frozenset()) -> Scenario:
         return replace(
@@ -230,7 +232,7 @@ def make(seed: int) -> Scenario:
     if scenario.is_impatient:
         request = rng.choice(requests)
         faults.append(Fault(request.at, "preempt", (request.sender,), round(rng.uniform(1.0, 1.7), 4)))
-    scenario = replace(scenario, is_compiled=bool(seed & COMPILED))
+    scenario = replace(scenario, is_compiled=bool(seed & COMPILED), drafts=int(bool(seed & DRAFTED)))
     if seed & PULLED:
         verify = random.Random(f"verify {seed}").choice(get_args(Verify))
         scenario = replace(scenario, is_pulled=True, verify=verify)

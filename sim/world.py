@@ -128,8 +128,8 @@ class World:
             for agent in agents:
                 self.start(agent)
         for name, agents in scenario.engines.items():
-            kind, tokens = (Prefill, 0) if name[0] == "P" else (Decode, 1)
-            self.engines[name] = kind(self, name, agents, ENGINE_BLOCKS, scenario.block_tokens[tokens])
+            kind, tokens, drafts = (Prefill, 0, 0) if name[0] == "P" else (Decode, 1, scenario.drafts)
+            self.engines[name] = kind(self, name, agents, ENGINE_BLOCKS, scenario.block_tokens[tokens], drafts)
         for request in scenario.requests:
             self.clock.at(0.01 + request.at, partial(self._request, request, request.prefill))
             self.clock.at(0.01 + request.want_at, partial(self._request, request, request.decode))

@@ -70,7 +70,7 @@ class Fills:
             copier.forget(old)
             old.close()
             self._zeros.remove(old)
-        made = AttachedPool.of_zeros(pool, copier.device)
+        made = copier.zeros(pool)
         self._zeros.append(made)
         return made
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvbridge_kernels.segment import Span
+from kvbridge_proto.pool import Pool
 
 from ..geometry.plan import Part
 from .memory import AttachedPool
@@ -63,6 +64,9 @@ class BlockCopier(Protocol):
 
     def staging(self, slot_bytes: int, slots: int) -> Staging:
         """Allocate slots. Raises OperatorError if there is not enough memory."""
+
+    def zeros(self, pool: Pool) -> AttachedPool:
+        """Memory of our own for this pool, all zeros, for `pull` to read. The caller closes it after `forget`."""
 
     def make_room(self, moves: int) -> None:
         """Allow `moves` more moves under way at once, of the kinds that do not check `has_room`."""

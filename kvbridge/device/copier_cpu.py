@@ -19,6 +19,7 @@ from kvbridge_kernels.scatter_ref import scatter as scatter_rows
 from kvbridge_kernels.scratch import Scratch
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
+from kvbridge_proto.pool import Pool
 
 from ..geometry.plan import Part
 from .copier import Moved, compared
@@ -91,6 +92,9 @@ class CpuBlockCopier:
         with sender.hold() as sender_regions, pool.hold() as regions:
             pull_rows(self._pulls.of(sender, sender_regions, theirs, pool, regions, ours), sums, self._work)
         return self._over(_word(int(sums.item())) if sums is not None else 0)
+
+    def zeros(self, pool: Pool) -> AttachedPool:
+        return AttachedPool.of_zeros(pool, self.device)
 
     def make_room(self, moves: int) -> None:
         """A move is over when its call returns."""

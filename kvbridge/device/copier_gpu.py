@@ -33,6 +33,7 @@ from kvbridge_kernels.scatter import warm as warm_scatter
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.sheet import ENOUGH_PROGRAMS
 from kvbridge_kernels.tables import Work
+from kvbridge_proto.pool import Pool
 
 from ..errors import EngineError, KVBridgeError
 from ..geometry.plan import Part
@@ -128,6 +129,9 @@ class GpuBlockCopier:
         self._templates = CopyTemplates()
         self._pulls = Pulls()
         self._count = 0
+
+    def zeros(self, pool: Pool) -> AttachedPool:
+        return AttachedPool.of_zeros(pool, self.device)
 
     def make_room(self, moves: int) -> None:
         self._make_bundles(moves)

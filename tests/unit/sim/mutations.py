@@ -18,7 +18,7 @@ from kvbridge.agent.outgoing_peers import OutgoingPeers
 from kvbridge.agent.peer_records import OutgoingPeer, ProbeLanes
 from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.sender_runner import SenderRunner
-from kvbridge.dataplane import receive_orders
+from kvbridge.dataplane import fills, receive_orders
 from kvbridge.dataplane.attached import AttachedMemory
 from kvbridge.dataplane.awaits import WaitEngineHeard, WaitFence
 from kvbridge.dataplane.data_plane import DataPlane
@@ -30,7 +30,7 @@ from kvbridge.dataplane.send_orders import SendOrders
 from kvbridge.device.copier import Moved
 from kvbridge.exchange import sender
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.incoming import failed
+from kvbridge.exchange.incoming import OpenWant, failed
 from kvbridge.exchange.known_senders import UndrainedTransfers
 from kvbridge.exchange.leases import LEASE_S, ReadLease
 from kvbridge.exchange.orders import Failure, Gathered, Landed, Quiet, StopReceiving, StopSending
@@ -45,7 +45,7 @@ from sim import engine, matter, rank
 from sim.local import EngineSocket
 from sim.matter import SimCopier
 from sim.process import Process
-from sim.scenario import PULLED
+from sim.scenario import DRAFTED, PULLED
 from tests.unit.sim.shapes import (
     Shape,
     answered_late,
@@ -183,6 +183,23 @@ def _failed_while_scattering(right: Any, self: Receiver, wanted: Any, code: str,
     if is_open and wanted.state is WantState.ENDING:
         actions.append(failed(wanted.want, code, reason))
     return actions
+
+
+@around(Receiver, "_fill")
+def _done_without_zeros(right: Any, self: Receiver, wanted: Any, filling: Any) -> Any:
+    actions, wanted.filling = right(self, wanted, filling), ""
+    return actions
+
+
+def _is_carried_but_for_zeros(self: OpenWant) -> bool:
+    return any(incoming.is_carried for incoming in self.incoming_transfers.values())
+
+
+@around(fills, "begun")
+def _unfenced_zeros(
+    right: Any, attached: AttachedMemory, count: int, ends: float, what: Any
+) -> Generator[Any, Any, None]:
+    return right(attached, 0, ends, what)
 
 
 @around(ReceiveOrders, "stop")
@@ -432,6 +449,11 @@ MUTATIONS: dict[str, Rule] = {
         "which is over, waits for a fence",
     ),
     "what a want that has ended was to receive is scattered": Rule(_quiet_at_once, 3, UNWANTED),
+    "done is said before its zeros are written": Rule(_done_without_zeros, DRAFTED + 1, READ_WRONG),
+    "zeros do not wait for the fence": Rule(_unfenced_zeros, DRAFTED + 3, UNWANTED),
+    "failed is said while zeros are written": Rule(
+        instead(OpenWant, "is_carried", property(_is_carried_but_for_zeros)), DRAFTED, UNWANTED
+    ),
     "what is to stop is sent": Rule(_quiet_while_sent, 19, LENT_TWICE),
     "blocks are said to be read no more while they are": Rule(_gathered_at_once, 11, FOREIGN),
     "offers that have ended are forgotten": Rule(

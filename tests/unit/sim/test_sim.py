@@ -15,12 +15,13 @@ import pytest
 
 from sim.minimise import minimised, told
 from sim.run import SimListener, outcomes, play, prepared
-from sim.scenario import PULLED, Scenario, as_text, from_text, make
+from sim.scenario import DRAFTED, PULLED, Scenario, as_text, from_text, make
 from tests.unit.sim.mutations import switched_off
 from tests.unit.sim.noticed import noticed
 
 SLICE = 1200
 PULLED_SLICE = 400
+DRAFTED_SLICE = 200
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,16 @@ def test_what_is_pulled_is_not_lost_corrupted_or_stuck_either(part: int) -> None
         assert not outcome.failure, f"python -m sim --first {seed} --seeds 1"
         ends.update(end for _, end in outcome.ends.values())
     assert ends["done"] > PULLED_SLICE // 2 and len(ends) > 8, ends
+
+
+@pytest.mark.parametrize("first", [DRAFTED, DRAFTED + PULLED], ids=["sent", "pulled"])
+def test_layers_that_only_the_receiver_has_are_zeros_once_all_is_done(first: int) -> None:
+    """Zeros are written behind the fence, before Done, into blocks that are still wanted; and all end."""
+    ends: Counter[str] = Counter()
+    for seed, outcome in outcomes(first, DRAFTED_SLICE):
+        assert not outcome.failure, f"python -m sim --first {seed} --seeds 1"
+        ends.update(end for _, end in outcome.ends.values())
+    assert ends["done"] > DRAFTED_SLICE and len(ends) > 8, ends
 
 
 def test_a_seed_is_all_there_is_to_a_run() -> None:
