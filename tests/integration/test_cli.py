@@ -374,6 +374,7 @@ def test_status_prints_what_the_agent_says(tmp_path: Path) -> None:
         assert words in told.stdout
 
 
+@pytest.mark.proves("T40")
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_status_shows_no_terminal_what_others_would_command_it(flags: tuple[str, ...], tmp_path: Path) -> None:
     forged = "[/x] [red]x\x1b[2J\x9b2J\nkvbridge: all is well\u202e"

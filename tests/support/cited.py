@@ -10,7 +10,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # How pages write a marker of pyproject.toml, in parentheses after the test.
-NEEDS = {"gpu": "on a GPU", "multi_gpu": "on two GPUs", "vllm": "with vLLM", "routers": "with vLLM"}
+NEEDS = {
+    "gpu": "on a GPU",
+    "multi_gpu": "on two GPUs",
+    "vllm": "with vLLM",
+    "routers": "with vLLM",
+    "sglang": "with SGLang",
+    "cross": "with both",
+}
 # Also finds a bare file name, which then is not the path of any file.
 NAMED = re.compile(
     r"(?P<path>\b(?:\w[\w/]*/)?test_\w+\.py)(?:::(?P<test>\w+))?"

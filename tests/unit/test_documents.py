@@ -46,20 +46,9 @@ def links(name: str) -> Iterator[tuple[str, str]]:
             yield str(target.resolve().relative_to(ROOT)), anchor
 
 
-@pytest.mark.parametrize(("name", "at_least"), [("docs/threat-model.md", 30), ("docs/guarantees.md", 40)])
-def test_so_many_tests_are_named(name: str, at_least: int) -> None:
-    assert len(cited(PAGES[name])) >= at_least
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_every_test_that_is_named_is_there(name: str) -> None:
     assert [each for each in cited(PAGES[name]) if not each.exists] == []
-
-
-def test_every_threat_has_a_test() -> None:
-    rows = [line for line in PAGES["docs/threat-model.md"].splitlines() if line.startswith("| ")]
-    assert len(rows) > 15
-    assert [row for row in rows[1:] if not any(each.test for each in cited(row))] == []
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -20,6 +20,8 @@ from tests.support.matrix import ROWS, Row
 from tests.support.pools import ranks_of
 from tests.support.write_matrix import PAGE, page
 
+pytestmark = pytest.mark.proves("G7", "G22")
+
 REASON = re.compile(r"^\w+: sender .+, receiver .+; needs .+$")
 
 

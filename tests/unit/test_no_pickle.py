@@ -16,6 +16,8 @@ import pytest
 from kvbridge_proto import engine, peer
 from kvbridge_proto.peer import DeviceCard, Envelope, FabricCard, Hello, Notice
 
+pytestmark = pytest.mark.proves("G23")
+
 ROOT = Path(__file__).parents[2]
 FILES = [path for folder in ("kvbridge", "kernels", "proto") for path in sorted((ROOT / folder).rglob("*.py"))]
 MODULES = {  # and what is in them
@@ -100,6 +102,7 @@ def _is_forbidden(name: str, is_imported: bool = True) -> bool:
     return any(name == each or name.startswith(each + ".") for each in MODULES)
 
 
+@pytest.mark.proves("T38")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_of_ours_pickles_or_evaluates(path: Path) -> None:
     allowed = ["numpy.load"] if path.name == "rows.py" else []  # the demo's; NumPy reads no pickles unless told to
@@ -157,6 +160,7 @@ def test_the_search_looks_at_all_of_it() -> None:
     assert len(FILES) > 100 and "kvbridge/transport/fabric_nixl.py" in {str(p.relative_to(ROOT)) for p in FILES}
 
 
+@pytest.mark.proves("T39")
 def test_nixl_never_listens_and_its_python_agent_is_not_used() -> None:
     """Its listener binds every interface and trusts whoever comes; its Python agent wraps descriptors in pickle."""
     text = (ROOT / "kvbridge/transport/fabric_nixl.py").read_text()
@@ -194,6 +198,7 @@ def within(kind: Any, seen: set[Any]) -> set[Any]:
     return seen
 
 
+@pytest.mark.proves("T41")
 def test_only_a_hello_says_how_to_write_our_memory() -> None:
     assert {kind for kind in MESSAGES if within(kind, set()) & SECRET} == {Hello}
     assert within(Envelope, set()) >= SECRET and len(MESSAGES) > 25

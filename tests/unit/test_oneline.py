@@ -12,6 +12,7 @@ from kvbridge.oneline import MOST, MOST_LINES, SHOWN, OneLine, plain, plain_line
 FORGED = "left\nINFO 11-21 kvbridge: all is well\r\x1b[2J\x9b1m\u2028\u202e"
 
 
+@pytest.mark.proves("T40")
 def test_is_one_line_without_commands_and_not_longer_than_it_may_be() -> None:
     shown = plain(FORGED)
     assert shown.isprintable() and shown.startswith("left\\x0aINFO") and "\\x1b[2J\\x9b1m\\x2028\\x202e" in shown
@@ -33,6 +34,7 @@ def test_what_a_logger_of_another_program_is_told_is_one_line(caplog: pytest.Log
     ]
 
 
+@pytest.mark.proves("T40")
 def test_a_traceback_in_another_programs_log_is_plain_whatever_its_formatter_does() -> None:
     log, heard = logging.getLogger("test_oneline"), list[logging.LogRecord]()
     handler = logging.Handler()
@@ -57,6 +59,7 @@ def test_any_value_can_be_shown_in_a_reason(value: object) -> None:
     assert shown(value).isprintable() and len(shown(value)) <= SHOWN
 
 
+@pytest.mark.proves("T40")
 def test_an_exception_that_quotes_others_forges_no_line_of_ours() -> None:
     try:
         raise ValueError(FORGED)
@@ -67,6 +70,7 @@ def test_an_exception_that_quotes_others_forges_no_line_of_ours() -> None:
     assert plain_lines("one\ntwo\x1b[2J") == "one\n  two\\x1b[2J"
 
 
+@pytest.mark.proves("T40")
 def test_what_has_too_many_lines_loses_those_in_the_middle() -> None:
     lines = plain_lines("\n".join(map(str, range(10_000)))).split("\n  ")
     assert len(lines) == MOST_LINES + 1 and lines[MOST_LINES // 2] == f"... ({10_000 - MOST_LINES} lines)"

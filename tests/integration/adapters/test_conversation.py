@@ -191,6 +191,7 @@ def test_each_ends_by_one_word_under_its_name(
     assert ended.is_good == (not ended.code)
 
 
+@pytest.mark.proves("G16")
 def test_what_is_over_does_not_end_again_nor_does_what_never_began(talk: Talk, agent: FakeAgent) -> None:
     talk.begin()
     done, released = Done(number=ONE, request="r", moved_bytes=0, seconds=0), Released(number=OTHER, request="o")
@@ -229,6 +230,7 @@ def test_layers_with_zeros_are_said_once_in_the_engine_s_log(
     ]
 
 
+@pytest.mark.proves("G14")
 @pytest.mark.parametrize("kind", ["want", "offer"])
 def test_a_late_answer_ends_nothing_that_has_the_same_name(talk: Talk, agent: FakeAgent, kind: str) -> None:
     """An engine uses names again at once: what comes then would be taken for its rows, or its pages be given away."""
@@ -270,6 +272,7 @@ def test_what_was_computed_while_no_agent_was_there_is_told_to_the_next(talk: Ta
     assert not agent.take(Computed)
 
 
+@pytest.mark.proves("G8", "G12")
 def test_offers_end_when_a_killed_agents_socket_does_and_wants_when_its_process_does(
     talk: Talk, agent: FakeAgent
 ) -> None:
@@ -302,6 +305,7 @@ def test_a_want_that_no_message_holds_ends_and_the_other_side_need_not_hold_its_
     assert agent.one(Want) == NOTHING
 
 
+@pytest.mark.proves("T12")
 @pytest.mark.parametrize("unfit", UNFIT, ids=range(len(UNFIT)))
 def test_what_an_agent_would_refuse_is_not_sent_and_harms_no_other_want(
     talk: Talk, agent: FakeAgent, unfit: Want
@@ -318,6 +322,7 @@ def test_what_an_agent_would_refuse_is_not_sent_and_harms_no_other_want(
     assert talk.engine.turn() == [Ended(healthy.number, "healthy", "want")]
 
 
+@pytest.mark.proves("T12")
 def test_ranks_that_an_agent_would_refuse_are_told_to_none(talk: Talk, agent: FakeAgent) -> None:
     """They were told again at every attach, and ended each."""
     talk.engine.share(RANKS)
@@ -403,6 +408,7 @@ def test_blocks_that_are_short_are_asked_for_and_come_by_offers_that_end(talk: T
 # An agent that is silent:
 
 
+@pytest.mark.proves("G16")
 @pytest.mark.parametrize("kind", ["want", "offer"])
 def test_a_silent_agent_is_asked_to_stop_then_given_up(talk: Talk, agent: FakeAgent, kind: str) -> None:
     talk.engine.want(WANT) if kind == "want" else talk.engine.offer(OFFER)
@@ -537,6 +543,7 @@ def test_waits_for_readers_until_the_agent_says_that_there_are_none(talk: Talk, 
     assert talk.engine.turn() == [Ended(ONE, "r", "offer", "withdrawn")] and talk.engine.is_open(number_of("goes on"))
 
 
+@pytest.mark.proves("G13")
 @pytest.mark.parametrize(
     ("loss", "least_s", "most_s"),
     [

@@ -200,6 +200,7 @@ class Search:
             raise Wrong(f"the engine waits for {list(story.open)}, its agent holds {list(story.sending.offers)}")
 
 
+@pytest.mark.proves("G14")
 @pytest.mark.parametrize("answers_twice", [False, True])
 def test_no_order_of_messages_ends_an_offer_for_another_or_gives_its_pages_away(answers_twice: bool) -> None:
     """Also if an agent answers a withdrawal that came too late: that answer has the number of what is over."""

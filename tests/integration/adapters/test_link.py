@@ -80,6 +80,7 @@ def test_start_goes_on_without_an_agent_and_says_where_it_looked(
     assert "agent.sock" in caplog.text and "0.1 s" in caplog.text
 
 
+@pytest.mark.proves("T26")
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
 def test_somebody_elses_socket_in_the_agents_place_is_no_agent_and_is_told_of(
     clock: Clock, caplog: pytest.LogCaptureFixture
@@ -136,6 +137,7 @@ def test_what_came_before_the_end_is_heard_before_it(link: AgentLink, agent: Fak
     assert link.state is LinkState.DETACHED and link.address == ""
 
 
+@pytest.mark.proves("G20")
 def test_tries_again_every_second(link: AgentLink, agent: FakeAgent, clock: Clock) -> None:
     attach(link, agent)
     agent.is_answering_attach = False
@@ -156,6 +158,7 @@ def test_tries_again_every_second(link: AgentLink, agent: FakeAgent, clock: Cloc
 # When it is over:
 
 
+@pytest.mark.proves("G13")
 def test_reads_are_over_soon_after_a_loss_and_writes_when_the_agent_has_let_go(
     link: AgentLink, agent: FakeAgent, clock: Clock
 ) -> None:
@@ -197,6 +200,7 @@ def test_other_agents_that_read_on_the_word_of_a_dead_one_are_waited_for(
     assert link.turn() == [Over("the agent is gone")]
 
 
+@pytest.mark.proves("G8")
 def test_where_a_process_cannot_be_watched_its_end_is_waited_for_by_time(agent: FakeAgent, clock: Clock) -> None:
     """As in another PID namespace on an older kernel, if an operator accepts that."""
     client = EngineClient(agent.path, allow_unwatched=True, pidfd_of=lambda _: -1)
@@ -211,6 +215,7 @@ def test_where_a_process_cannot_be_watched_its_end_is_waited_for_by_time(agent: 
     assert link.turn() == [Over("the agent is gone")]
 
 
+@pytest.mark.proves("G8")
 @pytest.mark.parametrize("by", ["socket", "pid", "nothing"])
 def test_knows_the_end_of_a_real_process(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper of ours keeps the listening socket, and nobody the connection."""
@@ -332,6 +337,7 @@ def test_what_keeps_attach_from_being_sent_is_said_at_once(
 # While the engine makes no step:
 
 
+@pytest.mark.proves("G20")
 def test_an_idle_engines_link_notices_the_end_at_once_and_attaches_again(
     agent: FakeAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -455,6 +461,7 @@ def forked() -> Iterator[int]:
         os.close(told)
 
 
+@pytest.mark.proves("G19")
 def test_a_forked_child_does_not_hide_the_engines_end(link: AgentLink, agent: FakeAgent) -> None:
     attach(link, agent)
     with forked():
@@ -466,6 +473,7 @@ def test_a_forked_child_does_not_hide_the_engines_end(link: AgentLink, agent: Fa
         assert agent._engine is None, "the agent hears the end while the child lives"
 
 
+@pytest.mark.proves("G19")
 def test_the_links_of_a_killed_engine_end_while_its_child_lives(tmp_path: Path, agent: FakeAgent) -> None:
     """The engine is a process of its own, killed once it has a child."""
     ready, told = os.pipe()

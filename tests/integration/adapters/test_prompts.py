@@ -47,6 +47,7 @@ def of_sglang(tokens: list[int], adapter: tuple[str, str] | None, salt: str) -> 
     return sglang.prompt_digest(req, (name, f"/srv/adapters/{folder}"))
 
 
+@pytest.mark.proves("G9")
 @pytest.mark.parametrize(("one", "other"), list(itertools.product(PROMPTS, repeat=2)))
 def test_a_prompt_has_one_name_in_both_engines_if_its_kv_is_the_same(one: str, other: str) -> None:
     left, right = rendezvous(7, of_vllm(*PROMPTS[one])), rendezvous(7, of_sglang(*PROMPTS[other]))

@@ -39,6 +39,7 @@ def test_log_probabilities_of_the_first_token_come_with_it() -> None:
     assert said.logprob == -0.25 and top == [(-0.25, 5), (-1.5, 9)]
 
 
+@pytest.mark.proves("T9")
 @pytest.mark.parametrize(
     ("told", "top", "reason"),
     [

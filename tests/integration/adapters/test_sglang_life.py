@@ -273,6 +273,7 @@ def test_what_the_decode_side_has_is_left_out_in_whole_pages(prefill: Any, prefi
     assert (offer.first_token, offer.tokens, offer.blocks[0].first) == (begins, 40, begins // PAGE)
 
 
+@pytest.mark.proves("G12")
 def test_an_aborted_request_leaves_its_room_though_sglang_never_speaks_of_it_again(prefill: Any) -> None:
     made = begun(prefill)
     made.send(pages(3, 4), None, 32)
@@ -288,6 +289,7 @@ def test_an_aborted_request_leaves_its_room_though_sglang_never_speaks_of_it_aga
     assert again.poll() == BOOTSTRAPPING
 
 
+@pytest.mark.proves("G14")
 def test_the_next_request_of_a_room_is_another_offer(prefill: Any) -> None:
     """Also where the one before ended early. No answer to that one ends it."""
     made = begun(prefill)
@@ -401,6 +403,7 @@ def listen(of: Any, made: Any) -> int:
     return int(made.poll())
 
 
+@pytest.mark.proves("G12")
 def test_a_request_has_succeeded_when_its_kv_is_there_and_then_its_row(decode: Any) -> None:
     made = wanted(decode)
     (want,) = decode.talk.said
@@ -472,6 +475,7 @@ def test_a_prefill_server_that_is_given_up_holds_up_nobody(decode: Any) -> None:
     assert listen(decode, made) == WAITING
 
 
+@pytest.mark.proves("G12")
 def test_pages_are_ours_until_the_agent_has_answered(decode: Any) -> None:
     made = wanted(decode)
     made.abort()
@@ -583,6 +587,7 @@ def test_another_engines_prompt_is_fetched_where_the_router_says_and_goes_on_wit
     assert not decode.rooms.owned() and not decode.request_status and not decode._watched
 
 
+@pytest.mark.proves("G9", "T9")
 @pytest.mark.parametrize("told", [{}, TOLD | {"rendezvous": "room/7/cd"}, TOLD | {"first_token": 4096}])
 def test_what_does_not_fit_another_engines_prompt_fails_that_request(decode: Any, told: dict[str, Any]) -> None:
     made = foreign_receiver(decode, told)
@@ -671,6 +676,7 @@ def test_an_offer_and_a_want_wait_for_what_may_write_their_pages(
 # Weights that change:
 
 
+@pytest.mark.proves("G10")
 def test_a_prompt_that_was_computed_in_part_before_the_weights_changed_is_not_offered(prefill: Any) -> None:
     made = begun(prefill)
     made.send(pages(3, 4), None, 32)
@@ -682,6 +688,7 @@ def test_a_prompt_that_was_computed_in_part_before_the_weights_changed_is_not_of
     raises(made, "other_weights")
 
 
+@pytest.mark.proves("G10")
 def test_rows_that_come_after_the_weights_have_changed_fail_the_request(decode: Any) -> None:
     """The agent answered before it heard of the change."""
     made = wanted(decode)
@@ -702,6 +709,7 @@ def updater(of: Any) -> Any:
     return scheduler.weight_updater
 
 
+@pytest.mark.proves("G10")
 @pytest.mark.parametrize(("versions", "name"), [(("B",), "B"), ((None,), ""), (("B", "B"), "B"), ((None, "B"), "B")])
 @pytest.mark.parametrize("has_session", [False, True])
 def test_updated_weights_are_called_what_the_update_says_once_it_is_whole(

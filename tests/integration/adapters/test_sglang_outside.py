@@ -68,6 +68,7 @@ def test_a_usable_answer_is_used(decode: Any, prefill: Prefill) -> None:
     assert (info.attn_tp_size, info.target_tp_ranks, info.page_size) == (1024, list(range(256)), 16)
 
 
+@pytest.mark.proves("T11")
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -93,6 +94,7 @@ def test_sizes_that_no_engine_has_fail_the_request_alone(decode: Any, prefill: P
     assert is_met(decode, prefill.address)
 
 
+@pytest.mark.proves("T11")
 @pytest.mark.parametrize(
     "body", [b"", b"[", b"null", b"[" * 100_000, b'{"' + b"x" * (8 * MOST_BYTES) + b'": 1}', FORGED.encode()]
 )
@@ -110,6 +112,7 @@ def test_no_answer_leads_elsewhere(prefill: Prefill) -> None:
         ask(f"http://{prefill.address}/", RanksAnswer)
 
 
+@pytest.mark.proves("T11")
 @pytest.mark.parametrize(
     "begin", [b"", b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"]
 )
@@ -141,6 +144,7 @@ def test_a_server_that_says_a_byte_at_a_time_is_given_up(begin: bytes, monkeypat
         thread.join()
 
 
+@pytest.mark.proves("T11")
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -178,6 +182,7 @@ def test_a_replica_that_is_none_is_not_used(prefill: Prefill, body: Any) -> None
 # What a client says:
 
 
+@pytest.mark.proves("T11")
 @pytest.mark.parametrize(
     "host", ["", FORGED, "x" * 300, "a/b?c=", "user@host", "[::1", "10.0.0.1:80", "a\n", "größer", "None:"]
 )
@@ -225,6 +230,7 @@ def test_a_question_from_nowhere_is_dropped(endpoint: str) -> None:
 # What is logged:
 
 
+@pytest.mark.proves("T40")
 def test_reasons_that_others_chose_forge_no_line_of_sglangs_log(decode: Any) -> None:
     """SGLang logs and answers `failure_exception` as it is."""
     decode.request_status[ROOM] = WAITING
@@ -237,6 +243,7 @@ def test_reasons_that_others_chose_forge_no_line_of_sglangs_log(decode: Any) -> 
     assert decode.failure_records[ROOM].isprintable()
 
 
+@pytest.mark.proves("T40")
 def test_a_field_that_a_client_named_forges_no_line_either(decode: Any, caplog: pytest.LogCaptureFixture) -> None:
     from kvbridge.adapters.sglang.receiver import KVBridgeReceiver
 
@@ -305,6 +312,7 @@ def put(url: str, **changes: Any) -> requests.Response:
     return requests.put(f"{url}/route", data=json.dumps(REGISTRATION | changes), timeout=5)
 
 
+@pytest.mark.proves("T15")
 def test_a_registration_out_of_bounds_changes_nothing(served: str) -> None:
     """It ended every decode engine that asked, or was told to our own agent at each attach."""
     wrong = [
@@ -324,6 +332,7 @@ def test_a_registration_out_of_bounds_changes_nothing(served: str) -> None:
     assert requests.get(f"{asked}x", timeout=5).status_code == 400
 
 
+@pytest.mark.proves("T15")
 def test_our_own_agent_is_not_told_of_ranks_that_it_would_refuse(prefill: Prefill) -> None:
     made = manager("prefill")
     made._bootstrap_url, made._replica = f"http://{prefill.address}", 0

@@ -64,6 +64,7 @@ def test_a_message_comes_as_it_went(message: Asked | Row) -> None:
     assert unpack(pack(message)) == message
 
 
+@pytest.mark.proves("T13")
 @pytest.mark.parametrize(
     "frames",
     [
@@ -86,6 +87,7 @@ def test_what_is_no_message_is_said_to_be_none(frames: list[bytes]) -> None:
         unpack(frames)
 
 
+@pytest.mark.proves("T13")
 def test_whatever_comes_is_a_message_or_none() -> None:
     numbers = random.Random(0)
     good = pack(ASKED)[1]
@@ -153,6 +155,7 @@ UNLIKE = {
 }
 
 
+@pytest.mark.proves("G9")
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(UNLIKE, 2)))
 def test_no_two_prompts_of_unlike_kv_have_one_name(one: str, other: str) -> None:
     first, second = (rendezvous(7, prompt_digest(*UNLIKE[name])) for name in (one, other))

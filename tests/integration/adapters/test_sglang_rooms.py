@@ -18,6 +18,7 @@ def rooms() -> Rooms:
     return Rooms()
 
 
+@pytest.mark.proves("G9")
 def test_a_room_is_one_requests_at_a_time(rooms: Rooms) -> None:
     assert rooms.enter(7, "first", 0) == ""
     assert "in use" in rooms.enter(7, "second", 0)
@@ -56,6 +57,7 @@ def test_who_asks_twice_is_one(rooms: Rooms) -> None:
     assert not rooms.whole(7)
 
 
+@pytest.mark.proves("G9")
 def test_whoever_asks_for_another_prompt_is_told_so_and_nobody_else(rooms: Rooms) -> None:
     stranger = replace(OTHER, prompt="cd")
     assert not rooms.ask(ASKED, 0) and not rooms.ask(stranger, 0)

@@ -115,6 +115,7 @@ def slow_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go.set()
 
 
+@pytest.mark.proves("T14")
 @pytest.mark.parametrize("held", ["target_tp_rank=-1", "target_tp_rank=0", "/query_dp_ranks", NAMED])
 def test_another_request_goes_on_while_one_waits_for_its_prefill_server(
     queue: Queue,

@@ -14,6 +14,7 @@ from tests.integration.agent.harness import agent as real_agent
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.proves("G8")
 @pytest.mark.parametrize("is_allowed", [False, True], ids=["refused", "allowed"])
 def test_an_engine_that_cannot_watch_an_agent_attaches_only_if_it_is_told_to(tmp_path: Path, is_allowed: bool) -> None:
     """Its kernels may write for longer than the second after which it would count as gone."""

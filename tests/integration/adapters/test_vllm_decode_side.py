@@ -35,6 +35,7 @@ def failed(want: Want) -> Failed:
     return Failed(number=want.number, request="r", code="peer_gone", reason="it left")
 
 
+@pytest.mark.proves("T40")
 def test_a_reason_that_is_a_line_of_its_own_forges_no_line_in_the_engines_log(
     world: World, agent: FakeAgent, vllms_log: pytest.LogCaptureFixture
 ) -> None:
@@ -256,6 +257,7 @@ def test_an_agent_that_dies_fails_what_it_was_receiving(world: World, agent: Fak
     assert len(world.finish()) == 4, "and without it everything is computed here"
 
 
+@pytest.mark.proves("G20")
 def test_a_new_agent_is_attached_to_and_told_everything_again(world: World, agent: FakeAgent) -> None:
     agent.die()
     world.steps(2)

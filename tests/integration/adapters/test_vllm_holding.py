@@ -14,7 +14,7 @@ from kvbridge.adapters.vllm import pressure
 from tests.integration.adapters.fake_agent import FakeAgent
 from tests.integration.adapters.world import World
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.proves("G17")]
 BLOCKS = 12  # one of them is vLLM's null block
 
 

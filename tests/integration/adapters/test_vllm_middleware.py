@@ -18,6 +18,8 @@ import pytest
 from kvbridge.adapters.vllm import middleware
 from kvbridge.adapters.vllm.middleware import BootstrapRooms
 
+pytestmark = pytest.mark.proves("G16")
+
 ROOM = 4711
 HOST = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 7701, "bootstrap_room": ROOM}
 JSON = [(b"content-type", b"application/json"), (b"x-other", b"1")]
@@ -318,6 +320,7 @@ def test_whoever_answers_behind_it_a_refusal_has_its_reason(monkeypatch: pytest.
     assert b"bootstrap_room: 0" in told[1]["body"]
 
 
+@pytest.mark.proves("T10")
 def test_nothing_is_read_for_a_caller_that_is_turned_away_behind_it() -> None:
     async def turned_away(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 401, "headers": []})
@@ -350,6 +353,7 @@ def test_a_value_longer_than_any_is_refused(name: str) -> None:
     assert "bootstrap_room: " in refusal({"prompt": "1"} | HOST | {"bootstrap_room": 10**4000})
 
 
+@pytest.mark.proves("T10")
 def test_a_long_prompt_costs_little_of_the_servers_loop_and_memory() -> None:
     """16 MiB of tokens cost 2.2 s and 484 MiB. What is behind it then reads the body in any case."""
     body = b'{"prompt": [' + b"1," * (8 << 20) + b'1], "bootstrap_host": "h", "bootstrap_room": 7}'
@@ -364,6 +368,7 @@ def test_a_long_prompt_costs_little_of_the_servers_loop_and_memory() -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.proves("T10")
 @pytest.mark.vllm
 @pytest.mark.parametrize(("key", "status"), [("wrong", 401), ("right", 200), ("right, no room", 400)])
 def test_before_vllms_own_authentication_it_reads_nothing(key: str, status: int) -> None:

@@ -85,6 +85,7 @@ class Seen:
         return value
 
 
+@pytest.mark.proves("G9")
 def test_vllms_prefix_cache_goes_by_nothing_that_the_digest_leaves_out() -> None:
     """The law of what decides a prompt's KV. If this fails, vLLM knows something new: so must `prompt_digest`."""
     request = Request(
@@ -137,6 +138,7 @@ UNLIKE = [
 ]
 
 
+@pytest.mark.proves("G9")
 def test_one_id_used_for_unlike_requests_wants_each_its_own_room(world: World, agent: FakeAgent) -> None:
     for number, kv in enumerate(UNLIKE):
         world.decode(prompt=PROMPT, name=f"chatcmpl-call-{number:08x}", remote_request_id="call", kv=kv)
@@ -144,6 +146,7 @@ def test_one_id_used_for_unlike_requests_wants_each_its_own_room(world: World, a
     assert len({want.rendezvous for want in agent.take(Want)}) == len(UNLIKE)
 
 
+@pytest.mark.proves("G9")
 @pytest.mark.parametrize("has_tokens", [False, True], ids=["embeddings", "text and embeddings"])
 def test_embeddings_neither_leave_nor_come(world: World, has_tokens: bool, vllms_log: pytest.LogCaptureFixture) -> None:
     vllms_log.set_level(logging.DEBUG, "vllm.kvbridge.scheduler")
@@ -157,6 +160,7 @@ def test_embeddings_neither_leave_nor_come(world: World, has_tokens: bool, vllms
     world.assert_empty()
 
 
+@pytest.mark.proves("G11")
 def test_no_prompt_of_a_batch_takes_its_siblings_offer(world: World, agent: FakeAgent) -> None:
     """Two engines that were sent no common id; the answer of prefill names the first prompt alone."""
     prompts = [PROMPT, list(range(100, 150)), list(range(200, 230))]
@@ -204,6 +208,7 @@ def test_a_prefill_that_is_refused_in_a_room_is_not_waited_for(
     world.assert_empty()
 
 
+@pytest.mark.proves("G11")
 def test_a_refused_call_lets_go_of_what_was_offered_for_it_and_is_no_prompt(
     world: World, agent: FakeAgent, vllms_log: pytest.LogCaptureFixture
 ) -> None:
@@ -232,6 +237,7 @@ def test_a_refused_call_lets_go_of_what_was_offered_for_it_and_is_no_prompt(
     world.assert_empty()
 
 
+@pytest.mark.proves("G11")
 def test_a_client_that_hangs_up_declines_no_more_than_its_request_did(world: World, agent: FakeAgent) -> None:
     digest = prompt_digest(SimpleNamespace(**plain(PROMPT)))
     params = told(digest)

@@ -60,6 +60,7 @@ def test_blocks_for_drafts_to_come_are_not_offered(world: World, agent: FakeAgen
     world.finish()
 
 
+@pytest.mark.proves("G13")
 def test_keeps_the_blocks_until_the_agent_released_them(world: World, agent: FakeAgent) -> None:
     request = world.prefill(40)
     output = world.step().outputs[0]
@@ -132,6 +133,7 @@ def test_a_prompt_that_ends_before_anything_was_computed_is_not_waited_for(
     assert not agent.take(Offer), "its id is that of equal prompts too"
 
 
+@pytest.mark.proves("G13")
 def test_a_preempted_prompt_is_withdrawn_before_the_forward_and_offered_anew(tmp_path: Path) -> None:
     # 12 blocks for two prompts of 8 that grow side by side: the later one gives way.
     world = World(tmp_path, blocks=13, scheduler_reserve_full_isl=False, long_prefill_token_threshold=32).ready()

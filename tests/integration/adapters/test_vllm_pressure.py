@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
 from kvbridge.adapters.vllm.pressure import AGAIN_S, EASES_WITHIN_S, REST_S, Pressure
+
+pytestmark = pytest.mark.proves("G17")
 
 TABLES = GroupTables((Kept(16, "full", 0), Kept(32, "full", 0)))  # 3 blocks for 32 tokens
 

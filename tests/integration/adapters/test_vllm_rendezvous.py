@@ -105,6 +105,7 @@ TOLD = {
 }
 
 
+@pytest.mark.proves("G11")
 @pytest.mark.parametrize(("told", "request_id", "digest", "wants", "may_decline"), TOLD.values(), ids=TOLD)
 def test_what_a_request_wants_and_what_it_may_decline(
     told: str, request_id: str, digest: str, wants: str | None, may_decline: bool
@@ -116,6 +117,7 @@ def test_what_a_request_wants_and_what_it_may_decline(
     assert is_rendezvous(told) is ("/" in told)
 
 
+@pytest.mark.proves("G11")
 @pytest.mark.parametrize("ids", [(HEADER, HEADER), ("made-by-prefill", "made-by-decode")], ids=["one id", "two ids"])
 @pytest.mark.parametrize("prompts", [([1, 2], [3, 4], [5, 6]), ([1, 2], [1, 2], [5, 6])], ids=["unlike", "alike"])
 def test_each_prompt_of_a_call_meets_its_own(ids: tuple[str, str], prompts: Any) -> None:
@@ -188,6 +190,7 @@ LIKE = {
 }
 
 
+@pytest.mark.proves("G9", "T7")
 def test_no_two_requests_of_unlike_kv_meet_in_any_way() -> None:
     digests = [prompt_digest(each) for each in UNLIKE.values()]
     for of in (
@@ -208,10 +211,12 @@ def test_what_differs_between_engines_but_not_in_kv_keeps_nobody_apart(name: str
     assert prompt_digest(one) == prompt_digest(other)
 
 
+@pytest.mark.proves("T7")
 def test_a_digest_is_long_enough_that_nobody_finds_two_prompts_of_one() -> None:
     assert len(PROMPT) == 2 * DIGEST_BYTES and DIGEST_BYTES >= 16
 
 
+@pytest.mark.proves("G9")
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -226,6 +231,7 @@ def test_what_nothing_tells_apart_stays_where_it_is(given: Any, said: str) -> No
     assert bool(why_not_carried(given)) == bool(said) and said in why_not_carried(given)
 
 
+@pytest.mark.proves("G9")
 @pytest.mark.parametrize(
     ("has_media", "cache_gb", "prefix_caching", "has_hashes"),
     [

@@ -79,6 +79,7 @@ def test_a_reset_that_preempts_what_runs_succeeds_though_it_shares_held_blocks(w
     assert world.scheduler.reset_prefix_cache(reset_running_requests=True) is True
 
 
+@pytest.mark.proves("G10")
 def test_after_a_reset_nothing_is_offered_or_fetched_until_the_weights_are_named(
     world: World, agent: FakeAgent
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_request_that_queues_at_a_reset_is_computed_here(world: World, agent: 
     world.finish()
 
 
+@pytest.mark.proves("G10")
 def test_rows_that_come_after_the_weights_have_changed_are_not_used(world: World, agent: FakeAgent) -> None:
     """The agent answered before it heard of the change."""
     request = world.decode(40)
@@ -147,6 +149,7 @@ def test_rows_that_come_after_the_weights_have_changed_are_not_used(world: World
     world.finish()
 
 
+@pytest.mark.proves("G10")
 def test_a_prompt_that_was_computed_in_part_before_the_change_is_not_offered(world: World, agent: FakeAgent) -> None:
     world.prefill(150)  # 64 tokens a step
     world.step()

@@ -83,6 +83,7 @@ def test_keeps_what_vllms_own_manager_keeps(manager: Any, spec: Any) -> None:
         assert kept(spec).first(tokens) == one.get_num_skipped_tokens(tokens) // BLOCK * BLOCK
 
 
+@pytest.mark.proves("G13")
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @ODD_WINDOWS
 def test_whatever_is_offered_is_held_until_it_is_released(tmp_path: Path, window: Any, is_async: bool) -> None:

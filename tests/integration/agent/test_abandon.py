@@ -31,18 +31,22 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield pair
 
 
+@pytest.mark.proves("G7")
 def test_nobody_writes_after_failed(pair: Pair) -> None:
     abandons(pair, seed=1, rounds=20)
 
 
+@pytest.mark.proves("G13")
 def test_what_is_read_while_the_agent_stands_still_never_counts(pair: Pair) -> None:
     assert stands_still_over_a_withdrawal(pair, seed=4, rounds=8) < 8
 
 
+@pytest.mark.proves("G20")
 def test_the_receivers_agent_dies(pair: Pair) -> None:
     receivers_agent_dies(pair, seed=2, times=1)
 
 
+@pytest.mark.proves("G5", "G21")
 def test_the_senders_agent_dies(pair: Pair) -> None:
     senders_agent_dies(pair, seed=3, times=2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from itertools import islice, product
 
+import pytest
 from kvbridge_proto.common import Blocks, Rank
 from kvbridge_proto.engine import Failed, Want
 from kvbridge_proto.peer import Cancel, Claim, Drained
@@ -47,6 +48,7 @@ async def fetching(world: World) -> tuple[Fetching, str]:
     return player, world.senders[0].engine.agent.incarnation
 
 
+@pytest.mark.proves("T6")
 async def test_spellings_of_one_host_are_one_address(world: World) -> None:
     player = Fetching(world.receivers[0].engine)
     letters = product(*((letter, letter.upper()) for letter in "localhost"))
@@ -55,6 +57,7 @@ async def test_spellings_of_one_host_are_one_address(world: World) -> None:
     assert list(player.wires) == ["tcp://localhost:7700"] and max(player.kept) == 1
 
 
+@pytest.mark.proves("T6")
 async def test_a_session_has_only_so_many_names_and_a_want_by_one_more_fails_at_once(world: World) -> None:
     player, incarnation = await fetching(world)
     for number in range(500):
@@ -71,6 +74,7 @@ async def test_a_session_has_only_so_many_names_and_a_want_by_one_more_fails_at_
     assert max(player.kept) <= 1  # slots were lent to P0: it may still write them
 
 
+@pytest.mark.proves("T6")
 async def test_a_name_that_nothing_is_wanted_by_makes_room_for_another(world: World) -> None:
     """Else whoever made up as many first would keep all others from fetching by the agent's real name."""
     player, incarnation = await fetching(world)

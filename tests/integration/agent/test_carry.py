@@ -42,6 +42,7 @@ PAIRS = {
 ROUTES = ("nixl", "pull")
 
 
+@pytest.mark.proves("G1", "G3")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", PAIRS)
 def test_carries_every_row_and_writes_nothing_else(name: str, route: str, bench_of: Benches) -> None:

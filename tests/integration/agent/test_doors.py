@@ -46,6 +46,7 @@ def test_a_client_that_talks_nonsense_is_told_and_closed(pair: Bench) -> None:
     pair.works()
 
 
+@pytest.mark.proves("T37")
 def test_a_want_or_an_offer_with_a_field_out_of_bounds_fails_alone(pair: Bench) -> None:
     """Its engine was detached for a minute, and all its requests failed."""
     receiver, sender, number = pair.receiver, pair.sender, number_of("open")
@@ -93,6 +94,7 @@ def test_a_second_server_of_a_host_logs_that_it_needs_another_socket(
     pair.works()
 
 
+@pytest.mark.proves("T37")
 def test_a_plane_outside_its_region_is_refused_by_name(tmp_path: Path) -> None:
     with agent(tmp_path, "a") as running, closing(OracleEngine(running, build(Shape("nhd")))) as engine:
         planes = (replace(engine.pool.planes[0], offset=engine.pool.regions[0].size_bytes), *engine.pool.planes[1:])
@@ -152,12 +154,14 @@ def test_rows_after_new_scales_are_converted_under_them(bench_of: Benches) -> No
     assert refusal(sender, Rescale(revision=2, scales=()))[0] == "stale_revision"
 
 
+@pytest.mark.proves("G22")
 def test_a_peer_of_another_model_is_refused_with_both_values(bench_of: Benches) -> None:
     failed = bench_of(Shape("nhd", key_width=64), Shape("nhd", key_width=96)).carry("r")
     assert isinstance(failed, Failed) and failed.code == "incompatible"
     assert "64" in failed.reason and "96" in failed.reason
 
 
+@pytest.mark.proves("G16")
 def test_an_agent_that_is_not_there_fails_the_want_soon(pair: Bench) -> None:
     port = free_port()
     started = time.monotonic()
@@ -184,6 +188,7 @@ def test_while_an_agent_stands_still_its_peers_are_not_late(pair: Bench) -> None
     pair.receiver.done("r")
 
 
+@pytest.mark.proves("G19")
 def test_an_engine_that_dies_frees_its_memory_and_another_may_come(pair: Bench) -> None:
     pair.works("first")
     pid = pair.receiver.agent.process.pid
@@ -220,6 +225,7 @@ def test_an_idle_agent_sleeps(pair: Bench) -> None:
     assert max(used) < 0.15, f"CPU seconds in 3 s of idling: {used}"
 
 
+@pytest.mark.proves("G8")
 @pytest.mark.parametrize("how", ["the agent stops", "the engine hangs up", "the engine talks nonsense"])
 def test_an_agent_that_ends_in_order_says_that_it_has_let_go(tmp_path: Path, how: str) -> None:
     """It is the last that it says. Without that word its engine waits for the end of its process."""

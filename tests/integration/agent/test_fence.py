@@ -100,6 +100,7 @@ def pair(lasting: Pair, request: pytest.FixtureRequest) -> Pair:
     return lasting
 
 
+@pytest.mark.proves("G15")
 def test_nothing_is_read_before_the_sender_engine_has_computed_it(pair: Pair) -> None:
     """Its rows are there only when the count is; before that, its blocks hold what was there last."""
     pair.begin()
@@ -110,6 +111,7 @@ def test_nothing_is_read_before_the_sender_engine_has_computed_it(pair: Pair) ->
     pair.ends_right()
 
 
+@pytest.mark.proves("G15")
 def test_nothing_is_written_before_the_receiver_engine_is_through_with_its_blocks(pair: Pair) -> None:
     """Until the count is there, a forward before it may still write: what it writes must not stay."""
     fill(pair.sender.held, TABLE, TOKENS)
@@ -135,6 +137,7 @@ def test_a_count_stands_for_those_before_it(pair: Pair) -> None:
     pair.ends_right()
 
 
+@pytest.mark.proves("G19")
 def test_memory_and_fence_of_an_engine_that_left_are_unmapped_by_a_close(tmp_path: Path, stack: ExitStack) -> None:
     """Not because nobody knows of them any more: on a GPU nothing else unmaps."""
     pair = Pair(tmp_path, stack, module="tests.integration.agent.holding_agent")
@@ -171,6 +174,7 @@ def held_up(pair: Pair, sender: int = 0, receiver: int = 0) -> str:
     return request
 
 
+@pytest.mark.proves("G16")
 def test_a_withdrawn_offer_is_released_though_its_stream_stands_still(still: Pair) -> None:
     request = held_up(still, sender=1)
     still.sender.client.send(Withdraw(number=number_of(request), reason="preempted"))
@@ -186,6 +190,7 @@ def test_an_offer_of_which_nobody_wants_the_rest_is_released_though_its_stream_s
     still.sender.released(request, AT_ONCE_S)
 
 
+@pytest.mark.proves("G16")
 def test_an_abandoned_want_has_failed_though_its_stream_stands_still(still: Pair) -> None:
     request = held_up(still, receiver=1)
     still.receiver.client.send(Abandon(number=number_of(request)))

@@ -37,6 +37,7 @@ async def test_two_proofs_never_share_a_lane_and_the_others_wait_their_turn(worl
     assert receiver.opened_at == ["P5"]
 
 
+@pytest.mark.proves("T5")
 async def test_who_is_not_reached_takes_no_lane_from_others(receiver: Player) -> None:
     made_up = [receiver.dial(f"M{number}") for number in range(PROBE_LANES + 1)]
     for wire in made_up:
@@ -111,6 +112,7 @@ async def test_a_flood_of_welcomes_is_looked_at_once(world: World, receiver: Pla
 # The sender's greetings:
 
 
+@pytest.mark.proves("T22")
 async def test_a_flood_of_hellos_costs_one_proof_a_link_and_a_bounded_number_in_all(
     world: World, sender: Player
 ) -> None:
@@ -145,6 +147,7 @@ async def during_a_proof(world: World, happens: Callable[[Player, Wire], None]) 
     return player, wire
 
 
+@pytest.mark.proves("T23")
 async def test_a_goodbye_during_a_proof_leaves_nothing_behind(world: World) -> None:
     player, wire = await during_a_proof(world, lambda p, w: p.peers._hear(w, "D", Goodbye(reason="never mind")))
     assert player.peers.statuses() == [] and player.disconnected == [("D", 1)]
@@ -182,6 +185,7 @@ async def test_an_engine_that_leaves_during_a_proof_leaves_nothing_behind(world:
 # Borrowed incarnations:
 
 
+@pytest.mark.proves("T18")
 async def test_another_key_cannot_take_over_a_incarnation(world: World) -> None:
     player, _ = await met(world, "key of D")
     thief = Wire("elsewhere", "key of E", "D")
@@ -193,6 +197,7 @@ async def test_another_key_cannot_take_over_a_incarnation(world: World) -> None:
     assert again.said(Welcome) and set(player.heard) == {("D", "lost")}
 
 
+@pytest.mark.proves("T18")
 async def test_another_link_that_says_our_receivers_incarnation_is_not_our_receiver(world: World) -> None:
     player, honest = await met(world)
     thief = Wire("elsewhere", peer_incarnation="D")

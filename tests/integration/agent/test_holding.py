@@ -16,6 +16,8 @@ from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.proves("G17")
+
 TOKENS = 40
 HOLD_S = 1.5
 

@@ -34,6 +34,8 @@ from tests.support.nursery import kvbridge
 from tests.unit.exchange.world import World
 from tests.unit.proto.samples import NOTICE
 
+pytestmark = pytest.mark.proves("G25")
+
 
 def test_a_peer_that_differs_in_all_things_can_be_shown(world: World) -> None:
     world.fetch("r", end=16)
@@ -68,6 +70,7 @@ def test_a_name_that_is_a_line_of_its_own_forges_no_line() -> None:
     assert len(PlainFormatter().format(fault).splitlines()) > 3
 
 
+@pytest.mark.proves("T31")
 def test_connections_that_say_nothing_keep_neither_an_engine_nor_a_probe_out(tmp_path: Path) -> None:
     def crowd() -> list[Client]:
         return [stack.enter_context(contextlib.closing(Client(running.socket))) for _ in range(2 * MAX_CONNECTIONS)]
@@ -106,6 +109,7 @@ def test_writes_that_count_for_nothing_are_counted_each_and_said_once(caplog: py
     assert ours.metrics.values()["kvbridge_late_writes_total"] == 101
 
 
+@pytest.mark.proves("T18")
 @pytest.mark.parametrize("is_welcome", [True, False])
 async def test_another_key_frees_no_slot_by_saying_the_incarnation_of_a_sender_that_stands_still(
     is_welcome: bool, world: World

@@ -70,6 +70,7 @@ def test_a_receiver_that_was_given_up_while_it_stood_still_dials_anew_as_soon_as
     assert isinstance(answer := carry(sender, receiver, "after"), Done), answer
 
 
+@pytest.mark.proves("G6")
 @pytest.mark.parametrize(
     ("name", "rebuild_s"), [("p", 86400), ("new", 0.3)], ids=["with the lock of the one before", "as a new pod"]
 )

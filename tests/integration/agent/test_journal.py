@@ -82,6 +82,7 @@ def test_a_request_is_found_by_the_id_that_its_client_knows(asked: str, found: s
     assert {each.request for each in remembered.about({asked})} == found
 
 
+@pytest.mark.proves("T32")
 def test_following_a_chain_of_names_costs_no_more_than_its_length() -> None:
     """Any user of the agent's socket may ask, and the agent's loop waits for the answer: 15 s of a core once."""
     remembered = Journal()

@@ -23,6 +23,8 @@ from tests.support.oracle import Shape, build
 from tests.support.waiting import wait_for
 from tests.system.faults.processes import free_address
 
+pytestmark = pytest.mark.proves("G16")
+
 DEADLINE_S = 60.0
 SOON_S = 10.0
 TOLD: dict[str, Any] = {"is_offered": True, "deadline_s": DEADLINE_S}

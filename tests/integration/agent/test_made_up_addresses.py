@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from kvbridge_proto.engine import Done, Failed
 
 from tests.integration.agent.harness import agent
@@ -18,6 +19,7 @@ PATIENCE_S = 12.0  # a slow machine tries 200 addresses a second
 CODES = {"peer_unreachable", "too_many_links", "deadline"}
 
 
+@pytest.mark.proves("T5")
 def test_made_up_addresses_neither_detach_the_engine_nor_keep_a_real_sender_out(bench_of: Benches) -> None:
     shape = Shape("nhd", blocks=8)
     bench = bench_of(shape, shape, nofile=LIMITS, connect_s=PATIENCE_S)

@@ -78,6 +78,7 @@ def pair(folder: Path, route: str) -> Iterator[Pair]:
             yield made
 
 
+@pytest.mark.proves("G14")
 @pytest.mark.parametrize("route", ["pull", "nixl"])
 def test_a_late_answer_to_an_aborted_request_gives_nobody_the_pages_of_the_next(tmp_path: Path, route: str) -> None:
     """`Released` is on the socket when its request is aborted, and the agent hears of that late."""
@@ -103,6 +104,7 @@ def test_a_late_answer_to_an_aborted_request_gives_nobody_the_pages_of_the_next(
         assert sender.ended[ROOM].is_good and not sender.talk.is_open(number)
 
 
+@pytest.mark.proves("G14")
 def test_an_offer_that_ended_early_costs_no_later_one_of_its_name(tmp_path: Path) -> None:
     """Its engine never said the last word on it: the request was aborted meanwhile."""
     second = prompt_of(1)

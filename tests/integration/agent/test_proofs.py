@@ -49,6 +49,7 @@ def hello_of(network: Agents, world: World, incarnation: str) -> Hello:
     return replace_struct(greeting(world, incarnation), fabric=site.fabric, host=site.host, device=site.device)
 
 
+@pytest.mark.proves("T22")
 async def test_receivers_that_cannot_be_written_to_keep_no_newcomer_out(network: Agents, world: World) -> None:
     async with proving(network, world) as player, asyncio.TaskGroup() as tasks:
         dead = [Wire(f"dead{number}") for number in range(5)]

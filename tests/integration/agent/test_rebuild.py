@@ -38,6 +38,7 @@ HALF, LESS, ALL, BUSY, NONE = (
 )
 
 
+@pytest.mark.proves("G6", "G16")
 def test_an_agent_that_stands_still_costs_others_their_slots_for_a_while_only(tmp_path: Path) -> None:
     scale = replace(SCALE, more={"silence_s": "1", "rebuild_s": "1"})
     with pair_of(tmp_path, scale) as pair:
@@ -174,6 +175,7 @@ def test_what_is_under_way_may_end_before_a_rebuild_but_not_for_ever() -> None:
     assert played.rebuilt == [1.0 + PAUSE_S]
 
 
+@pytest.mark.proves("G6")
 def test_a_few_slots_are_replaced_later_and_at_no_requests_cost() -> None:
     due = FEW_TIMES * 1.0
     played = Played(slots=8)
@@ -211,6 +213,7 @@ def test_a_few_slots_on_a_gpu_are_not_replaced_as_their_memory_would_not_come_ba
     assert not played.tried and not played.rebuilder.refused
 
 
+@pytest.mark.proves("G6")
 @pytest.mark.parametrize("memory", ["dram", "vram"])
 def test_a_few_slots_of_other_machines_are_freed_by_another_fabric(memory: str) -> None:
     played, due = Played(slots=8, memory=memory), FEW_TIMES * 1.0
@@ -264,6 +267,7 @@ def test_what_was_prepared_is_closed_when_the_agent_ends_before_it_is_used() -> 
     assert played.discarded == 1 and not played.rebuilder.is_pausing
 
 
+@pytest.mark.proves("G6")
 def test_requests_that_come_before_a_rebuild_wait_for_it_and_those_under_way_end() -> None:
     world = World(slots=4)
     receiving = world.receivers[0].receiving
@@ -293,6 +297,7 @@ def test_who_makes_his_slots_anew_fails_what_flows_out_and_leaves_what_waits_to_
     assert [type(body).__name__ for body in told] == ["Failing"]
 
 
+@pytest.mark.proves("G6")
 def test_what_is_claimed_before_a_rebuild_waits_for_it(world: World) -> None:
     """Claims that nothing was begun of go with their sessions, and come again; a pause that ends lets them go on."""
     sending = world.sender.sending
@@ -359,6 +364,7 @@ def test_send_slots_for_which_there_is_no_memory_are_tried_again_later() -> None
     assert played.replaced == [AGAIN_S] and not played.rebuilder.refused
 
 
+@pytest.mark.proves("G6")
 def test_a_receiver_that_stands_still_costs_others_the_slots_that_we_send_from_for_a_moment_only(
     bench_of: Benches, stack: ExitStack, tmp_path: Path
 ) -> None:

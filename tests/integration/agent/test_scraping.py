@@ -83,6 +83,7 @@ def test_health_is_told_without_making_the_page_of_metrics() -> None:
         assert asked(place, "/healthz") == (503, "it hangs\n") and registry.reads == 0
 
 
+@pytest.mark.proves("T28")
 def test_who_connects_and_says_nothing_costs_few_threads_and_keeps_nobody_out() -> None:
     """A probe that is not answered would have the agent restarted."""
     with serving() as place, contextlib.ExitStack() as stack:
@@ -95,6 +96,7 @@ def test_who_connects_and_says_nothing_costs_few_threads_and_keeps_nobody_out() 
         wait_for(lambda: threading.active_count() <= threads and descriptors() <= before + len(silent), REQUEST_S + 10)
 
 
+@pytest.mark.proves("T28")
 def test_who_says_little_now_and_then_is_cut_off_as_well() -> None:
     with serving() as place, socket.create_connection(place) as slow:
         deadline = time.monotonic() + REQUEST_S + 2
@@ -132,6 +134,7 @@ class Counted(CollectorRegistry):
         return iter(super().collect())
 
 
+@pytest.mark.proves("T28")
 def test_busy_scrapers_have_it_made_once_a_second_and_all_get_all_of_it() -> None:
     registry, texts, begun = Counted(), list[str](), time.monotonic()
 

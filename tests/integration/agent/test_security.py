@@ -24,6 +24,8 @@ from tests.support.oracle import Shape
 from tests.support.proc import listening
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.proves("G23")
+
 SIOCGIFADDR = 0x8915
 WATCHED = "tests.integration.agent.watched_agent"
 NUMBERS = {10: re.compile(r"\b[0-9]{9,}"), 16: re.compile(r"(?:\b|0x)([0-9a-fA-F]{8,})")}  # by base
@@ -125,6 +127,7 @@ def test_a_reload_without_keys_harms_nobody(tmp_path: Path) -> None:
 # Addresses:
 
 
+@pytest.mark.proves("T1")
 def test_does_not_start_where_others_could_reach_it_without_a_key(tmp_path: Path) -> None:
     said = start_fails(tmp_path, **WIDE)
     assert "unauthenticated_listen" in said and "kvbridge keygen" in said
@@ -134,6 +137,7 @@ def test_does_not_start_where_others_could_reach_it_without_a_key(tmp_path: Path
 WIDE = {"listen": "tcp://0.0.0.0:0", "allow_wildcard": True, "advertise": "tcp://127.0.0.1:1"}
 
 
+@pytest.mark.proves("T39")
 @pytest.mark.parametrize("wide", [WIDE, {"dial": "127.0.0.0/8:*,10.0.0.0/24:7700"}])
 def test_does_not_start_before_it_knows_by_which_network_other_hosts_come(tmp_path: Path, wide: dict[str, Any]) -> None:
     """UCX lets in whoever reaches its port, whatever key the agent has."""
@@ -154,6 +158,7 @@ def test_the_hatch_is_said_aloud(tmp_path: Path) -> None:
         assert "allow_unauthenticated" in running.status.security and "NONE" in running.status.security
 
 
+@pytest.mark.proves("T4")
 def test_a_want_cannot_send_the_agent_where_it_may_not_go(stack: ExitStack, bench_of: Benches) -> None:
     """A request's address is anybody's: not one packet goes to a place that the configuration does not name."""
     bait = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -170,6 +175,7 @@ def test_a_want_cannot_send_the_agent_where_it_may_not_go(stack: ExitStack, benc
     pair.works("r")
 
 
+@pytest.mark.proves("T16")
 @pytest.mark.parametrize("has_key", [False, True])
 def test_a_want_reaches_loopback_only(tmp_path: Path, bench_of: Benches, has_key: bool) -> None:
     """transport/test_trust.py has the other addresses."""
@@ -185,6 +191,7 @@ def test_a_want_reaches_loopback_only(tmp_path: Path, bench_of: Benches, has_key
 # What leaves the process:
 
 
+@pytest.mark.proves("T38", "T41")
 @pytest.mark.parametrize(("routes", "fabrics"), [("nixl", 2), ("pull", 0)])
 def test_carries_without_pickling_and_logs_no_secret(
     tmp_path: Path, bench_of: Benches, monkeypatch: pytest.MonkeyPatch, routes: str, fabrics: int
@@ -221,6 +228,7 @@ def addresses_in(said: str, regions: list[Any]) -> list[str]:
     return sorted(text for text, n in numbers if any(begin <= n < begin + size for begin, size in regions))
 
 
+@pytest.mark.proves("T41")
 def test_what_the_fabric_refuses_is_said_without_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = tmp_path / "secrets"
     monkeypatch.setenv("SECRETS", str(written))
@@ -232,6 +240,7 @@ def test_what_the_fabric_refuses_is_said_without_addresses(tmp_path: Path, monke
     assert addresses_in(said, regions) == []
 
 
+@pytest.mark.proves("T39")
 @pytest.mark.parametrize("is_keyed", [False, True])
 def test_listens_nowhere_but_where_it_was_told(tmp_path: Path, is_keyed: bool) -> None:
     """NIXL's own listener would be on every interface, and so would UCX's, if it were given no device."""

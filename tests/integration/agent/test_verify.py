@@ -14,6 +14,8 @@ from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.proves("G4")
+
 TOKENS = range(1000)
 TABLE, WANTED = list(range(100, 163)), list(range(5, 21))
 WIDE = {"key_width": 64, "value_width": 64}

@@ -27,6 +27,7 @@ def bench(request: pytest.FixtureRequest, bench_of: Benches) -> Bench:
     return bench_of(routes=request.param)
 
 
+@pytest.mark.proves("G10")
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 @pytest.mark.parametrize("name", ["", "B"])
 def test_an_offer_of_the_weights_of_before_is_over_whichever_side_changes_first(
@@ -54,6 +55,7 @@ def test_an_offer_of_the_weights_of_before_is_over_whichever_side_changes_first(
     bench.works("proof2")
 
 
+@pytest.mark.proves("G10")
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_want_that_waits_ends_when_either_engine_has_other_weights(bench: Bench, side: str) -> None:
     bench.works()

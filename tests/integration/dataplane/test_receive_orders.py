@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from kvbridge_proto.engine import Failed
 from kvbridge_proto.peer import Notice, SlotLease
 
@@ -29,6 +30,7 @@ def taken(receiver: Node, notice: Notice) -> LandedChunk:
     return landed
 
 
+@pytest.mark.proves("G7")
 def test_a_want_given_up_while_chunks_are_scattered_fails_afterwards() -> None:
     world, receiver, (first, second, late, *_) = landing()
     arrivals = [taken(receiver, notice) for notice in (first, second)]
@@ -69,6 +71,7 @@ def test_a_slot_whose_landing_crosses_a_stop_is_free_though_the_others_are_not()
     assert isinstance(world.answers()["r"], Failed)
 
 
+@pytest.mark.proves("G5")
 def test_a_slot_is_not_lent_again_while_what_landed_in_it_is_read() -> None:
     world, receiver, (first, *_) = landing()
     landed = taken(receiver, first)

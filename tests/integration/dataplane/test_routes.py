@@ -221,6 +221,7 @@ def ended(reason: str) -> NoReturn:
     raise Ended(reason)
 
 
+@pytest.mark.proves("G19")
 async def test_memory_is_not_let_go_of_while_a_kernel_may_run(stack: ExitStack) -> None:
     busy = replace(Agents(stack).sender, copier=Busy())
     async with serving(busy, stuck_s=0.05, end=ended) as (data_plane, pool):
@@ -273,6 +274,7 @@ async def test_a_peers_memory_is_unmapped_once_no_pull_reads_it_any_more(stack: 
         assert mapped(os.getpid(), inode) == before
 
 
+@pytest.mark.proves("G8")
 async def test_a_data_plane_that_has_died_proves_nothing(stack: ExitStack) -> None:
     """What it has left to a GPU may still run: the engine waits for the end of our process."""
     died = threading.Event()
@@ -305,6 +307,7 @@ class Slow(CpuBlockCopier):
         assert self.go_on.wait(10)
 
 
+@pytest.mark.proves("G19")
 async def test_nothing_more_is_made_ready_for_an_engine_that_leaves(stack: ExitStack) -> None:
     slow = Slow()
     _, next_pool = stack.enter_context(attached(build(Shape())))
@@ -439,6 +442,7 @@ async def test_a_fence_that_never_comes_ends_the_job(stack: ExitStack) -> None:
     assert ended == ["fence_late", "engine_left"]
 
 
+@pytest.mark.proves("G6")
 def test_endpoints_of_before_are_kept_while_they_write_and_refused_when_they_are_too_many(stack: ExitStack) -> None:
     agents = Agents(stack)
     before = agents.sender.current
@@ -467,6 +471,7 @@ def test_endpoints_of_before_are_kept_while_they_write_and_refused_when_they_are
     assert resources.prepare().endpoint.name == "a.3"
 
 
+@pytest.mark.proves("G6")
 def test_send_slots_of_before_are_kept_while_a_write_or_a_proof_reads_them(stack: ExitStack) -> None:
     agents, slots = Agents(stack, vram=True), SendSlots(0)
     sender, endpoint = agents.sender, agents.sender.endpoint
@@ -586,6 +591,7 @@ def test_what_is_read_of_blocks_that_were_withdrawn_meanwhile_does_not_count(
     assert (failure and failure[0]) == code
 
 
+@pytest.mark.proves("G13")
 def test_a_withdrawal_of_another_request_changes_nothing() -> None:
     word = EngineLiveness(99.1)
     word.withdrew(2, 99.2)

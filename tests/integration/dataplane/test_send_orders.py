@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from kvbridge_proto.engine import Failed
 from kvbridge_proto.peer import SlotLease
 
@@ -166,6 +167,7 @@ def test_a_late_write_keeps_its_slot_and_holds_up_no_rebuild() -> None:
     assert made.take_reports()[-1] == Quiet("a") and made.slots.free == 3 and not made.moving
 
 
+@pytest.mark.proves("G13")
 def test_blocks_are_kept_until_the_data_plane_has_said_that_they_are_read_no_more(world: World) -> None:
     """The exchange has stopped the transfer; a chunk was begun before that was heard."""
     world.hold = {"gather"}

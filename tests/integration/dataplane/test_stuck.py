@@ -50,6 +50,7 @@ def is_told_to_stop(sender: OracleEngine) -> None:
     sender.agent.process.send_signal(signal.SIGTERM)
 
 
+@pytest.mark.proves("G19")
 @pytest.mark.parametrize("what", [dies, detaches, is_told_to_stop])
 def test_an_agent_whose_data_plane_does_not_come_back_ends_itself(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: Callable[[OracleEngine], None]

@@ -60,6 +60,7 @@ class BothWays(OnCpu):
         assert found == [int(sums) & (2**64 - 1)] * 3, "a read, a gather and a look have one digest"
 
 
+@pytest.mark.proves("G4")
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in ALSO_PULLED], ids=lambda row: row.name)
 def test_what_is_pulled_is_what_comes_by_slots(row) -> None:
     for number, case in enumerate(row.cases()):

@@ -22,6 +22,8 @@ from tests.integration.device.attached import attached
 from tests.integration.device.moving import gather, scatter
 from tests.support.oracle import POISON, Held, Shape, block_table, build, fill, put_rows, table_of
 
+pytestmark = pytest.mark.proves("G2")
+
 KINDS = ("xxh3", "sum64")
 
 
@@ -113,6 +115,7 @@ def test_one_wrong_bit_in_a_slot_fails_the_move_and_writes_nothing(kind: str) ->
         assert contents(engine) != wiped
 
 
+@pytest.mark.proves("T21")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_to_a_slot_that_was_found_right_reaches_no_block(
     kind: str, monkeypatch: pytest.MonkeyPatch

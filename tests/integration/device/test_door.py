@@ -52,6 +52,7 @@ async def test_rows_are_pulled_out_of_another_process_into_any_pool(path: Path, 
         assert sender.ask("check") == "unchanged"
 
 
+@pytest.mark.proves("G1", "T36")
 async def test_what_is_handed_over_cannot_be_mapped_to_write(path: Path) -> None:
     with Sender(path, "nhd16") as sender, await open_memory(sender.card(), "decode-0") as handed:
         for fd in handed.fds:
@@ -83,6 +84,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.proves("T36")
 def test_a_write_to_the_mapping_is_a_fault_of_who_writes(path: Path) -> None:
     with Sender(path, "nhd16") as sender:
         command = [sys.executable, "-c", WRITE, msgspec.msgpack.encode(sender.card()).hex()]
@@ -114,6 +116,7 @@ async def test_the_sender_knows_when_the_mapping_is_closed(path: Path) -> None:
         assert sender.ask("card") == "none"
 
 
+@pytest.mark.proves("T35")
 def test_a_region_that_is_not_what_its_pool_says_is_refused() -> None:
     with engine_of(filled(NHD16)) as engine, SharedHandles.keep(engine.handles, engine.fds) as kept:
         pool = engine.held.pool

@@ -109,6 +109,7 @@ def test_refuses_a_pool_that_cannot_be(engine: Engine, changes: dict[str, object
     assert error.code == code and reason in str(error)
 
 
+@pytest.mark.proves("G24")
 @pytest.mark.parametrize("offset", [0, 64])
 def test_refuses_planes_on_top_of_each_other(engine: Engine, offset: int) -> None:
     """V where K is, or a token further: rows of one would be written over rows of the other, and nobody would know."""

@@ -70,6 +70,7 @@ def test_refuses_sizes_that_cannot_be(slot_bytes: int, slots: int) -> None:
     assert caught.value.code == "slot_bytes"
 
 
+@pytest.mark.proves("G6")
 def test_what_is_sealed_takes_no_write_and_its_addresses_no_other_memory() -> None:
     size_bytes = 64 << 20
     staging = Staging.pageable(slot_bytes=size_bytes, slots=1)

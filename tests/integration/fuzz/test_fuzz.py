@@ -14,6 +14,8 @@ import pytest
 from tests.integration.fuzz.target import CORPUS, Target, judged, kept
 from tests.integration.fuzz.targets import NAMES, made
 
+pytestmark = pytest.mark.proves("G25")
+
 # So many that each takes two seconds of one core at most.
 FRAMES = {
     **dict.fromkeys(("envelope", "notice", "probe", "engine", "answer", "door", "memory", "client"), 15_000),

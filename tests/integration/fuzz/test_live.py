@@ -24,6 +24,8 @@ from tests.integration.fuzz.zmtp import COMMAND, MORE, frame, greeting, ready
 from tests.support.proc import descriptors, resident_bytes
 from tests.unit.proto.samples import BODIES, TO_AGENT, enveloped
 
+pytestmark = pytest.mark.proves("G25")
+
 WARM, ROUNDS = 500, 6000  # connections at each door
 GROWN_BYTES = 24 << 20  # libzmq alone lost 37 MiB in so many before it was told what sockets.py tells it
 OPEN = 200  # at once

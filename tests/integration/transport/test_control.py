@@ -105,6 +105,7 @@ async def test_a_killed_peer_is_lost_soon_on_the_listening_side_and_no_other_lin
         await receiver_ear.hear(Arrived)
 
 
+@pytest.mark.proves("G21")
 async def test_a_peer_restarted_on_its_address_is_a_new_link_with_a_new_incarnation() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     async with Control("receiver") as receiver:

@@ -23,6 +23,8 @@ from kvbridge.transport.zap import MOST_CALLERS, Buckets
 from tests.integration.transport.ears import LOOPBACK, QUICK, Ear, cancel, envelope, two
 from tests.support.proc import resident_bytes
 
+pytestmark = pytest.mark.proves("G23")
+
 Pair = tuple[bytes, bytes]
 FLOOD_S = 3.0
 FLOOD_BYTES = 192 << 20
@@ -61,6 +63,7 @@ async def test_agents_that_know_each_other_speak_and_know_by_which_key() -> None
         assert (await heard.hear(Arrived)).envelope.body == Drained(transfer="t")
 
 
+@pytest.mark.proves("T1")
 async def test_who_is_not_on_the_list_is_told_so_and_heard_of_by_its_public_key_alone() -> None:
     known, stranger, server = pairs(3)
     async with two(trust(stranger, sender=server), trust(server, known=known)) as (receiver, heard, sender, ear):
@@ -72,6 +75,7 @@ async def test_who_is_not_on_the_list_is_told_so_and_heard_of_by_its_public_key_
         assert lost.code == "key_refused" and sender.links == [] == receiver.links
 
 
+@pytest.mark.proves("T2")
 async def test_a_server_that_has_another_key_than_it_should_hears_nothing() -> None:
     """Somebody has taken the address: what we would have said stays with us."""
     ours, server, impostor = pairs(3)
@@ -99,6 +103,7 @@ async def test_an_agent_with_a_key_and_one_without_do_not_speak(side: str) -> No
         assert sender.links == []
 
 
+@pytest.mark.proves("T1")
 async def test_raw_and_plain_callers_get_nowhere_and_stop_nobody() -> None:
     own, stranger = pairs(2)
     fleet = trust(own, fleet=own)
@@ -136,6 +141,7 @@ async def test_a_key_that_is_added_is_let_in_without_a_restart() -> None:
         assert (await ear.hear(Arrived)).link.key == new[0].decode()
 
 
+@pytest.mark.proves("T17")
 async def test_a_key_that_is_taken_off_the_list_is_cut_off_at_once_and_stays_so() -> None:
     """Even on the connection that it proved itself on before: what it says there counts for nothing any more."""
     server, good, bad = pairs(3)
@@ -174,6 +180,7 @@ async def test_a_dialled_server_whose_key_is_taken_off_the_list_is_lost_too() ->
 # Floods:
 
 
+@pytest.mark.proves("T22")
 async def test_a_caller_that_connects_too_often_waits_and_nobody_else_does() -> None:
     server, good, loud = pairs(3)
     settings = Settings(handshakes_per_s=1, handshakes_at_once=3)
@@ -211,6 +218,7 @@ async def test_one_caller_has_not_all_the_links() -> None:
             assert (await ear.hear(Arrived)).link.key == good[0].decode()
 
 
+@pytest.mark.proves("T3")
 @pytest.mark.parametrize("kind", ["allowed", "not allowed", "no curve"])
 async def test_memory_is_bounded_under_a_flood(loop: object, kind: str) -> None:
     """4 MiB frames of nonsense as fast as loopback takes them; and an honest agent is served meanwhile."""
@@ -242,6 +250,7 @@ async def test_memory_is_bounded_under_a_flood(loop: object, kind: str) -> None:
             assert most < FLOOD_BYTES, f"{most >> 20} MiB more after {sent} frames"
 
 
+@pytest.mark.proves("T22")
 async def test_memory_is_bounded_while_the_agent_is_too_busy_to_read(loop: object) -> None:
     server, loud = pairs(2)
     async with Control("sender", LOOPBACK, trust=trust(server, loud=loud)) as sender:

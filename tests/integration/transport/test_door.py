@@ -145,6 +145,7 @@ async def test_hands_over_the_epochs_handles_and_descriptors(path: Path) -> None
 # To whom it is not:
 
 
+@pytest.mark.proves("T30")
 async def test_refuses_a_wrong_token_and_keeps_the_right_one_good(door: MemoryDoor) -> None:
     card, other = card_of(door), card_of(door, "another")
     for token in (bytes(32), card.token[:-1] + bytes([card.token[-1] ^ 1]), other.token):
@@ -154,6 +155,7 @@ async def test_refuses_a_wrong_token_and_keeps_the_right_one_good(door: MemoryDo
     (await open_memory(card, "decode-0")).close()
 
 
+@pytest.mark.proves("T30")
 async def test_a_token_opens_once_and_a_new_one_opens_again(door: MemoryDoor) -> None:
     first = card_of(door)
     with await open_memory(first, "decode-0"):
@@ -178,6 +180,7 @@ async def test_cards_that_nobody_shows_are_bounded(path: Path, monkeypatch: pyte
             (await open_memory(card, "decode-0")).close()
 
 
+@pytest.mark.proves("T30")
 async def test_refuses_an_epoch_that_is_over(door: MemoryDoor) -> None:
     old, other, renamed = card_of(door), card_of(door, "other"), card_of(door, "renamed")
     door.end(3, "the engine left")
@@ -206,6 +209,7 @@ async def test_refuses_a_receiver_of_other_versions(door: MemoryDoor) -> None:
         assert b"version_mismatch" in await heard(raw)
 
 
+@pytest.mark.proves("T29")
 @NEEDS_ROOT
 @pytest.mark.parametrize(("allowed", "code"), [([65533], b"uid_not_allowed"), ([], b"PermissionError")])
 async def test_refuses_another_user(open_path: Path, allowed: list[int], code: bytes) -> None:
@@ -223,6 +227,7 @@ async def test_hands_over_to_a_user_who_is_named_and_proves_the_session(open_pat
         assert b"memory_opened" in await heard_by(65534, door.path, right.hex())
 
 
+@pytest.mark.proves("T29")
 @NEEDS_ROOT
 async def test_shows_its_token_to_no_foreign_user_who_listens_in_the_peers_place(open_path: Path) -> None:
     async with opened(open_path) as door:
@@ -247,6 +252,7 @@ async def test_goes_to_no_other_socket_at_the_path_of_the_door(tmp_path: Path) -
                 assert await refused(change(card, socket="")) == "wrong_token" and ours.refused == 1
 
 
+@pytest.mark.proves("T34")
 async def test_a_receiver_goes_to_no_socket_that_is_no_door_of_this_machine(door: MemoryDoor, path: Path) -> None:
     card = card_of(door)
     with socket.socket(socket.AF_UNIX) as other:
@@ -322,6 +328,7 @@ async def test_a_receiver_hears_when_the_senders_agent_is_gone(path: Path) -> No
 # Callers that are slow, mute, loud or mad:
 
 
+@pytest.mark.proves("T33")
 async def test_a_mute_caller_and_a_slow_one_are_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "CALL_S", 0.2)
     async with opened(path) as door:
@@ -370,6 +377,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.proves("T33")
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_names_what_is_wrong_and_goes_on_with_others(path: Path, name: str) -> None:
     said, code = HOSTILE[name]
@@ -380,6 +388,7 @@ async def test_names_what_is_wrong_and_goes_on_with_others(path: Path, name: str
         (await open_memory(card_of(door), "decode-0")).close()
 
 
+@pytest.mark.proves("T33")
 async def test_takes_no_descriptors_from_a_caller(door: MemoryDoor) -> None:
     (mine,) = pipes(1)
     with caller(door) as raw:
@@ -399,6 +408,7 @@ async def test_a_holder_that_goes_on_talking_is_cut_off(door: MemoryDoor) -> Non
     await until_held_by(door, 0)
 
 
+@pytest.mark.proves("T33")
 async def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def test_refuses_what_the_contract_refuses(network: LoopbackNetwork, sides: tupl
         LoopbackFabric(network, "receiver")
 
 
+@pytest.mark.proves("G1")
 def test_peers_write_only_into_targets(network: LoopbackNetwork, sides: tuple[Side, Side]) -> None:
     sender, receiver = sides
     private = ctypes.create_string_buffer(64)

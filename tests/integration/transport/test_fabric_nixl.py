@@ -291,6 +291,7 @@ def test_a_link_that_is_lost_again_and_again_makes_few_writers(pair: tuple[Remot
         seen |= {event[2] for event in sender.ask("watch", for_s=30, until="wrote") if event[1] == "wrote"}
 
 
+@pytest.mark.proves("G6")
 def test_what_was_on_its_way_to_a_fabric_does_not_reach_its_successor(doomed: tuple[Remote, Remote]) -> None:
     sender, receiver = doomed
     writes(sender, receiver)
@@ -382,6 +383,7 @@ def test_refuses_descriptors_of_other_incarnations_and_garbage(pair: tuple[Remot
     writes(sender, receiver)  # the honest peer was not touched
 
 
+@pytest.mark.proves("G1")
 def test_refuses_writes_outside_registered_memory(pair: tuple[Remote, Remote]) -> None:
     sender, receiver = pair
     for at, size in ((8 * MIB, 64), (8 * MIB - 32, 64), (-64, 64), (0, 8 * MIB + 1), (0, 0)):

@@ -62,6 +62,7 @@ def test_the_secret_is_in_no_text_of_its_record(tmp_path: Path) -> None:
     assert keys.secret not in repr(keys) + str(keys)
 
 
+@pytest.mark.proves("T27")
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o666, 0o601])
 def test_a_secret_that_others_may_read_is_refused_with_the_remedy(tmp_path: Path, mode: int) -> None:
     write_pair(tmp_path / "key")
@@ -192,6 +193,7 @@ def test_a_list_that_is_none_is_refused_with_the_line(tmp_path: Path, text: str,
         load_peers(str(path))
 
 
+@pytest.mark.proves("T27")
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
 def test_a_list_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
     path = write(tmp_path / "peers", f"a {public_key()}\n", mode)

@@ -174,6 +174,7 @@ async def test_refuses_descriptors_where_no_frame_begins(server: LocalServer) ->
 # How it ends:
 
 
+@pytest.mark.proves("G19")
 async def test_a_killed_engine_is_seen_at_once(server: LocalServer, path: Path) -> None:
     program = "import socket,sys,time; s=socket.socket(1); s.connect(sys.argv[1]); time.sleep(60)"
     engine = await asyncio.create_subprocess_exec(sys.executable, "-c", program, str(path))
@@ -217,6 +218,7 @@ async def test_our_end_stays_open_and_speaks_until_we_close_it(server: LocalServ
     assert engine.recv(1) == b""
 
 
+@pytest.mark.proves("G13")
 async def test_is_silent_once_all_that_was_said_is_dealt_with(server: LocalServer) -> None:
     """What was read while a Withdraw waited in the socket, all of it or its first half, may be another request's."""
     engine, connection = await meet(server)

@@ -50,6 +50,7 @@ def serving(path: Path, allowed_uids: str = "", umask: str = "022") -> Iterator[
             server.kill()
 
 
+@pytest.mark.proves("T24")
 @pytest.mark.parametrize("umask", ["000", "022", "077", "777"])
 @pytest.mark.parametrize(("allowed", "mode"), [("", 0o600), ("65534", 0o666)])
 def test_who_can_open_the_socket_does_not_depend_on_the_umask(path: Path, umask: str, allowed: str, mode: int) -> None:
@@ -124,6 +125,7 @@ def unsafe(path: Path) -> str:
     return str(error)
 
 
+@pytest.mark.proves("T25")
 @pytest.mark.parametrize(
     ("mode", "is_safe"), [(0o700, True), (0o750, True), (0o770, True), (0o1777, True), (0o777, False), (0o702, False)]
 )
@@ -146,6 +148,7 @@ def test_refuses_a_folder_of_somebody_else(path: Path) -> None:
     assert "uid 65534" in unsafe(folder / "a.sock") and os.listdir(folder) == []
 
 
+@pytest.mark.proves("T25")
 def test_follows_no_lock_that_points_elsewhere(path: Path) -> None:
     """Else who may write there has us lock, or make, a file of the attacker's choice."""
     target = path.parent / "precious"
@@ -194,6 +197,7 @@ async def test_knows_the_peers_process_and_user(server: LocalServer) -> None:
     assert (connection.pid, connection.uid, connection.gid) == (os.getpid(), os.getuid(), os.getgid())
 
 
+@pytest.mark.proves("T24")
 @NEEDS_ROOT
 async def test_tells_a_foreign_user_why_it_may_not_speak(open_path: Path) -> None:
     with serving(open_path, "65533", "077"):
@@ -211,6 +215,7 @@ async def test_an_engine_of_another_user_that_is_named_is_let_in(open_path: Path
         assert b"PermissionError" in await heard_by(65534, open_path, gid=65532)
 
 
+@pytest.mark.proves("T26")
 @NEEDS_ROOT
 def test_an_engine_says_nothing_to_a_foreign_user_who_listens_in_its_agents_place(open_path: Path) -> None:
     with squatter(open_path) as (pid, heard):
@@ -224,6 +229,7 @@ def test_an_engine_says_nothing_to_a_foreign_user_who_listens_in_its_agents_plac
     assert not client.reconnect() and not client.is_barred  # nobody listens
 
 
+@pytest.mark.proves("T31")
 async def test_who_was_silent_for_longest_makes_room_and_the_engine_never(server: LocalServer) -> None:
     engine, silent, speaker = await join(server), await join(server), await join(server)
     engine[1].is_engine = True

@@ -12,6 +12,8 @@ from kvbridge.transport.keys import Keys
 from kvbridge.transport.trust import Trust
 from tests.support.refusals import refused
 
+pytestmark = pytest.mark.proves("G23")
+
 OURS = "^EnJB*q2ORa@%F(j9I*hdIA2zmAvUaAO?IvjGWHD"  # as any other run has them: parametrized tests are named by them
 THEIRS = "DKrUP&&CJWfmbg(miCLm-c!(7PbGS9N4E8Nzm6H8"
 FOREIGN = "3qXj.a+mnELQK4?MP&!3=X^c+3@6u6x=iQ?O&0#?"
@@ -68,6 +70,7 @@ def test_loopback_needs_no_key(address: str) -> None:
     assert is_loopback(address)
 
 
+@pytest.mark.proves("T4")
 @pytest.mark.parametrize("address", ELSEWHERE)
 def test_nothing_else_is_dialled_without_a_key(address: str) -> None:
     for places in ((), ("*:*",)):  # a place alone is no proof
@@ -75,6 +78,7 @@ def test_nothing_else_is_dialled_without_a_key(address: str) -> None:
         assert "key" in said and address in said
 
 
+@pytest.mark.proves("T4")
 @pytest.mark.parametrize("address", ELSEWHERE)
 def test_a_key_alone_opens_no_place_beyond_loopback(address: str) -> None:
     place = canonical(address).removeprefix("tcp://")
@@ -103,6 +107,7 @@ def test_with_keys_who_proves_one_is_spoken_to_where_dial_says() -> None:
     assert trust.check_dialled(f"tcp://127.0.0.1:1#{OURS}") == ("tcp://127.0.0.1:1", OURS)
 
 
+@pytest.mark.proves("T16")
 def test_a_key_that_is_not_ours_to_trust_is_refused_whatever_the_address_says() -> None:
     assert FOREIGN in refusal(Trust(keys(OURS, THEIRS), ("*:*",)), f"tcp://10.0.0.1:1#{FOREIGN}")
     assert OURS in refusal(Trust(keys(THEIRS), ("*:*",)), f"tcp://10.0.0.1:1#{OURS}")

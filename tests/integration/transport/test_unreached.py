@@ -50,6 +50,7 @@ async def until_lost(control: Control, count: int) -> Counter[str]:
     return codes
 
 
+@pytest.mark.proves("T5")
 @pytest.mark.parametrize("kind", ["silent", "closed"])
 async def test_who_answers_is_reached_among_thousands_where_nobody_is(kind: str) -> None:
     with ExitStack() as stack:
@@ -68,6 +69,7 @@ async def test_who_answers_is_reached_among_thousands_where_nobody_is(kind: str)
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.proves("T5")
 @pytest.mark.parametrize("most", [4096, 100])
 async def test_a_newcomer_has_a_place_soon_however_many_wait(most: int) -> None:
     settings = Settings(max_unreached=8, grace_s=0.5, max_waiting=most)  # in order: 16 a second, lost after 5 s
@@ -115,6 +117,7 @@ async def test_who_is_up_is_said_and_makes_room_for_nobody() -> None:
             assert isinstance(await Ear(sender).next(), Arrived)
 
 
+@pytest.mark.proves("T5")
 def test_a_dial_for_which_no_descriptors_are_left_fails_alone() -> None:
     """In processes of their own: the limit is the process's, and libzmq ends processes that it cannot serve."""
     command = [sys.executable, "-m", "tests.integration.transport.test_unreached"]

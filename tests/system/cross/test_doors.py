@@ -40,6 +40,7 @@ SEEDS = iter(range(9000, 9100))
 SOON_S = 1.0
 
 
+@pytest.mark.proves("G9")
 @pytest.mark.parametrize(
     ("told", "reason"),
     [

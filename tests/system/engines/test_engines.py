@@ -187,6 +187,7 @@ def test_a_prefill_agent_replaced_between_the_legs_costs_a_recomputation_at_once
     fleet["small"].wait_empty()
 
 
+@pytest.mark.proves("G20")
 def test_an_agent_killed_in_mid_transfer_costs_a_recomputation_and_nothing_else(fleet: Fleet) -> None:
     tokens = prompt(900, seed=60)
     request = fleet.name("orphan")
@@ -203,6 +204,7 @@ def test_an_agent_killed_in_mid_transfer_costs_a_recomputation_and_nothing_else(
     assert_carried(ours, theirs)
 
 
+@pytest.mark.proves("G20")
 @pytest.mark.parametrize("side", ["small", "large"])
 def test_an_idle_engine_attaches_again_before_the_next_request(fleet: Fleet, side: str) -> None:
     """It makes no step meanwhile; the request that wakes it is carried."""
@@ -222,6 +224,7 @@ def test_an_idle_engine_attaches_again_before_the_next_request(fleet: Fleet, sid
     assert_carried(ours, theirs)
 
 
+@pytest.mark.proves("G20")
 def test_a_dead_prefill_agent_costs_a_recomputation_and_nothing_else(fleet: Fleet) -> None:
     tokens = prompt(400, seed=70)
     _, prefilled = fleet.prefill("large", tokens)
@@ -245,6 +248,7 @@ def name_weights(engine: EngineProcess, version: str) -> None:
     engine.ask("core_call", 60, method="set_weight_version", arguments=[version])
 
 
+@pytest.mark.proves("G10")
 def test_rows_of_the_weights_of_before_are_never_used(fleet: Fleet) -> None:
     """Whichever side has other weights or another name. The last test here: its engines have other weights then."""
     small, large, alone = (fleet[name] for name in ("small", "large", "alone"))

@@ -15,7 +15,7 @@ from tests.system.engines.fleet import Fleet, prompt
 from tests.system.kept import kept
 from tests.system.sglang.rows import assert_carried
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.proves("G20")]
 
 DEADLINE_S = 5
 BACK_S = 40.0

@@ -120,6 +120,7 @@ def test_an_agent_says_that_it_was_started_to_fail(runner: Runner) -> None:
     assert unarmed is not None and "FAILPOINTS" not in str(unarmed.counters)
 
 
+@pytest.mark.proves("G3")
 @pytest.mark.parametrize("case", PULL)
 def test_survives_while_it_pulls(runner: Runner, case: str) -> None:
     told = runner.tell(CASES[case])

@@ -72,6 +72,7 @@ def test_after_an_outage_nothing_waits_for_old_connections(tmp_path: Path) -> No
         pair.audit()
 
 
+@pytest.mark.proves("G6")
 def test_after_an_outage_nothing_waits_for_slots_that_old_connections_read(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
@@ -90,6 +91,7 @@ def test_after_an_outage_nothing_waits_for_slots_that_old_connections_read(tmp_p
         assert sender.wait_serving().counters["kvbridge_rebuilds_total{replaced=send_slots}"] >= 1
 
 
+@pytest.mark.proves("G6")
 def test_slots_of_a_pod_that_was_replaced_on_another_host_are_free_again(tmp_path: Path) -> None:
     """Nobody knows that it is dead. It could reach them by the receiver's fabric only, and that is replaced."""
     if reason := why_not():

@@ -18,6 +18,8 @@ from tests.support.waiting import wait_for
 from tests.system.faults.processes import Agent
 from tests.system.faults.world import FEW, LIMITS
 
+pytestmark = pytest.mark.proves("G16")
+
 HOLD_S = 600.0  # nobody waits so long here
 TOLD_S = 60.0  # from the heal: TCP tries again after pauses that double
 OFFERS = 8

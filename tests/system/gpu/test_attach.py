@@ -170,6 +170,7 @@ def test_refuses_the_handle_of_an_engine_that_is_gone() -> None:
             attach(engine, handles)
 
 
+@pytest.mark.proves("G19")
 @pytest.mark.parametrize("kind", ["torch", "virtual"])
 def test_a_killed_engines_memory_is_free_once_its_agent_closes(kind: str) -> None:
     shape = change(SHAPE, layers=2, blocks=(1 << 30) // (SIZES[0] // SHAPE.blocks))  # two regions of 1 GiB

@@ -68,6 +68,7 @@ def test_two_gpus(tmp_path: Path, sender: Shape, receiver: Shape, route: str) ->
     assert_exact(*carried(tmp_path, devices, sender, receiver, routes=route), route)
 
 
+@pytest.mark.proves("G15")
 @pytest.mark.gpu
 @pytest.mark.parametrize("route", ROUTES)
 def test_waits_for_both_engines_streams(tmp_path: Path, route: str) -> None:
@@ -76,6 +77,7 @@ def test_waits_for_both_engines_streams(tmp_path: Path, route: str) -> None:
     assert_exact(outcome, routes, route)
 
 
+@pytest.mark.proves("G15")
 @pytest.mark.gpu
 @pytest.mark.parametrize("unfenced", ["sender", "receiver"])
 def test_who_does_not_wait_is_found_out(tmp_path: Path, unfenced: str) -> None:

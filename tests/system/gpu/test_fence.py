@@ -25,6 +25,7 @@ def seconds_until(page: FencePage, count: int) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.proves("G15")
 def test_data_of_an_engine_at_work_is_there_only_behind_its_fence() -> None:
     with Engine() as engine:
         handles = engine.export("torch", SIZES)

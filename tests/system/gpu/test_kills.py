@@ -27,6 +27,7 @@ def scale(route: str) -> Scale:
     return Scale(("cuda:0", "cuda:0"), route, tokens=32768, slot_bytes=128 << 20, receive_slots=6, send_slots=2)
 
 
+@pytest.mark.proves("G20")
 @pytest.mark.parametrize("route", ["direct", "pull"])
 def test_nothing_is_written_once_a_killed_agents_process_is_gone(tmp_path: Path, route: str) -> None:
     with pair_of(tmp_path, scale(route)) as pair:
@@ -48,6 +49,7 @@ def under_mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip(f"no MPS here: {problem}")
 
 
+@pytest.mark.proves("G20")
 @pytest.mark.usefixtures("under_mps")
 @pytest.mark.parametrize("route", ["direct", "pull"])
 def test_engines_under_mps_outlive_agents_that_are_killed_in_transfers(tmp_path: Path, route: str) -> None:

@@ -43,6 +43,7 @@ def reason(answer: tuple[int, Any]) -> str:
     return str(said)
 
 
+@pytest.mark.proves("G9", "T8")
 def test_a_room_that_is_in_use_is_refused_to_the_next(fleet: Fleet) -> None:
     """A client may choose any number. Whose request came first keeps it."""
     fleet.start("p16", "d16", "alone")
@@ -59,6 +60,7 @@ def test_a_room_that_is_in_use_is_refused_to_the_next(fleet: Fleet) -> None:
     assert_works(fleet, "p16", "d16", seed=3)
 
 
+@pytest.mark.proves("G9", "T8")
 def test_requests_of_one_room_and_other_prompts_do_not_meet(fleet: Fleet) -> None:
     room = fleet.room()
     bodies = {name: fleet.body("p16", prompt(90, seed=seed), room) for name, seed in (("p16", 11), ("d16", 12))}
@@ -102,6 +104,7 @@ def test_an_auxiliary_row_of_another_size_is_named(fleet: Fleet) -> None:
     assert_works(fleet, "p16", "d16", seed=32)
 
 
+@pytest.mark.proves("G12")
 def test_pages_that_an_agent_may_write_are_not_given_back_because_time_has_passed(fleet: Fleet) -> None:
     """The agent is stopped in the middle of a transfer, and cannot say that it is over."""
     fleet.start("p16", "d16-hasty", "alone")

@@ -96,6 +96,7 @@ def failed(fleet: Fleet, tokens: list[int]) -> str:
     return str(said)
 
 
+@pytest.mark.proves("G10")
 def test_rows_of_the_weights_of_before_are_never_used(fleet: Fleet, tmp_path: Path) -> None:
     model, tokens = write_model(tmp_path, seed=5), prompt(300, seed=501)
     (of_a,) = fleet.crossed(SENDER, RECEIVER, tokens)

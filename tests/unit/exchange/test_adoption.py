@@ -108,6 +108,7 @@ def test_another_engine_is_asked_anew() -> None:
     assert [question.revision for question in asked(world)] == [1, 1]
 
 
+@pytest.mark.proves("G16")
 def test_the_want_of_an_engine_that_does_not_answer_ends_by_its_deadline() -> None:
     world = adopting(0.5)
     world.begin("r", 40)

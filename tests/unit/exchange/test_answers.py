@@ -17,6 +17,8 @@ from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.world import World
 
+pytestmark = pytest.mark.proves("G16")
+
 BEFORE_S = 1.0
 
 

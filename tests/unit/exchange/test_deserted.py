@@ -9,6 +9,8 @@ import pytest
 from kvbridge.exchange.sender import LOST_S
 from tests.unit.exchange.world import World
 
+pytestmark = pytest.mark.proves("G16")
+
 HOLD_S = 100.0
 
 

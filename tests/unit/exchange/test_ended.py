@@ -49,6 +49,7 @@ ENDS = {
 }
 
 
+@pytest.mark.proves("G16")
 @pytest.mark.parametrize("code", ENDS)
 def test_a_claim_on_an_offer_that_has_ended_hears_at_once_why(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.sender.MOST_OFFERS", 2)
@@ -59,6 +60,7 @@ def test_a_claim_on_an_offer_that_has_ended_hears_at_once_why(code: str, monkeyp
     assert not world.nodes["P0"].sending._rendezvous._ended
 
 
+@pytest.mark.proves("G16")
 @pytest.mark.parametrize("comes_again", [False, True])
 @pytest.mark.parametrize("is_wanted_first", [False, True])
 def test_all_receivers_of_a_want_hear_the_same_though_another_is_offered_meanwhile(

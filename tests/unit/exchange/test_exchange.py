@@ -42,6 +42,7 @@ def test_carries_requests_whatever_the_order(senders: int | list[Pool], receiver
     world.check_rest()
 
 
+@pytest.mark.proves("G13")
 def test_blocks_are_released_before_the_network_is_through() -> None:
     world = World(slots=8, local=8)
     world.hold = {"write"}
@@ -51,6 +52,7 @@ def test_blocks_are_released_before_the_network_is_through() -> None:
     world.check_rest()
 
 
+@pytest.mark.proves("G5")
 def test_quarantined_slots_are_not_lent_again_by_time() -> None:
     world = World(slots=2)
     world.hold = {"write"}
@@ -65,6 +67,7 @@ def test_quarantined_slots_are_not_lent_again_by_time() -> None:
     world.check_done("s")
 
 
+@pytest.mark.proves("G16")
 def test_a_want_without_offer_ends_by_its_deadline(world: World) -> None:
     world.fetch("r", 16, deadline=5)
     world.pass_time(6)
@@ -73,6 +76,7 @@ def test_a_want_without_offer_ends_by_its_deadline(world: World) -> None:
     world.check_rest()
 
 
+@pytest.mark.proves("G16")
 def test_an_offer_nobody_wants_is_released_by_its_hold(world: World) -> None:
     world.serve("r", 16, 4)
     world.pass_time(101)
@@ -101,6 +105,7 @@ def test_a_want_for_more_than_was_offered_fails_with_both_numbers(world: World) 
     world.check_rest() if not world.senders[0].sending.offers else world.pass_time(101)
 
 
+@pytest.mark.proves("G7")
 @settings(max_examples=150)
 @given(
     st.integers(1, 3).filter(lambda n: n != 3),
@@ -150,6 +155,7 @@ NOTICE_LIES = {
 }
 
 
+@pytest.mark.proves("G2", "G21", "T21")
 @pytest.mark.parametrize("field", NOTICE_LIES)
 def test_a_landed_chunk_counts_only_if_every_field_matches(world: World, field: str) -> None:
     world.hold = {"notice"}
@@ -189,6 +195,7 @@ def test_a_want_that_fails_before_its_claim_lets_the_reached_ranks_go() -> None:
     assert not world.heard(Refuse)
 
 
+@pytest.mark.proves("G5")
 def test_a_sender_that_lost_us_does_not_call_drained_what_it_is_writing(world: World) -> None:
     """Whoever asks without a session must not hear that nothing is written while something is."""
     world.hold = {"write"}

@@ -8,6 +8,8 @@ from kvbridge_proto.engine import Done
 from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.world import World
 
+pytestmark = pytest.mark.proves("G18")
+
 LONG = 240
 
 

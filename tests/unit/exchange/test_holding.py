@@ -15,6 +15,8 @@ from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.test_verify import PromisingSender
 from tests.unit.exchange.world import World
 
+pytestmark = pytest.mark.proves("G17")
+
 HOLD_S = 100.0  # of the world's offers
 
 

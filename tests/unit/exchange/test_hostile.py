@@ -22,6 +22,8 @@ from tests.unit.exchange.claimant import ALL, QUICK_S, Claimant, leases
 from tests.unit.exchange.network import want_of
 from tests.unit.exchange.world import BLOCKS, HEADS, LAYERS, World
 
+pytestmark = pytest.mark.proves("G25")
+
 HUGE = (1 << 62) + 1
 
 BAD_CLAIMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,6 +54,7 @@ def peer() -> Claimant:
     return Claimant()
 
 
+@pytest.mark.proves("T19")
 @pytest.mark.parametrize("case", BAD_CLAIMS)
 def test_a_claim_that_cannot_be_is_refused(peer: Claimant, case: str) -> None:
     code, changes = BAD_CLAIMS[case]
@@ -85,6 +88,7 @@ def test_a_claim_of_more_tokens_than_there_are_ends_when_all_is_offered(peer: Cl
     assert not peer.sending.outgoing_transfers and not any(isinstance(a, SendOrder) for a in actions)
 
 
+@pytest.mark.proves("G13")
 def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back(peer: Claimant) -> None:
     """Neither beside one that is served in its place, nor later, slot by slot."""
     world, sender = peer.world, peer.sender
@@ -115,6 +119,7 @@ def called(peer: Claimant, incarnation: str) -> None:
     peer.session = replace(peer.session, peer=msgspec.structs.replace(peer.session.peer, incarnation=incarnation))
 
 
+@pytest.mark.proves("T22")
 def test_open_claims_of_one_receiver_are_bounded(peer: Claimant) -> None:
     peer.sending = Sender(most_claims=3)
     nothing: dict[str, Any] = {"takes": (), "end_token": 0}
@@ -124,6 +129,7 @@ def test_open_claims_of_one_receiver_are_bounded(peer: Claimant) -> None:
     assert peer.waits("theirs", **nothing)
 
 
+@pytest.mark.proves("T22")
 def test_open_claims_of_all_receivers_together_are_bounded(peer: Claimant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbridge.exchange.sender.MOST_CLAIMS_OF_ALL", 4)
     for number in range(4):
@@ -148,6 +154,7 @@ def test_what_was_called_drained_cannot_be_claimed_any_more(peer: Claimant) -> N
     assert peer.waits("other") and "other" in peer.sending.outgoing_transfers
 
 
+@pytest.mark.proves("T20")
 def test_another_receiver_cannot_touch_a_transfer(peer: Claimant) -> None:
     assert peer.waits("x")
     assert peer.grant("x", SlotLease(0, 1), incarnation="another") == peer.cancel("c", incarnation="another") == []
@@ -168,6 +175,7 @@ def test_another_receiver_cannot_keep_or_end_what_is_read() -> None:
     assert sending.read_by(peer.incarnation, "x") is out.plan
 
 
+@pytest.mark.proves("T20")
 @pytest.mark.parametrize("who", ["another rank", "nobody", "its name with another key", "its name without a key"])
 def test_another_sender_cannot_touch_a_transfer(who: str) -> None:
     world = World(senders=2)
@@ -248,6 +256,7 @@ ENGINE_LIES: dict[str, tuple[str, Want]] = {
 }
 
 
+@pytest.mark.proves("T37")
 @pytest.mark.parametrize("case", ENGINE_LIES)
 def test_a_want_that_cannot_be_fails_alone(world: World, case: str) -> None:
     node = world.receivers[0]

@@ -138,6 +138,7 @@ def test_a_sender_answers_the_newest_renewal_that_has_come() -> None:
         assert told.body.renewal == max(came, default=0)
 
 
+@pytest.mark.proves("G3")
 def test_a_receivers_lease_ends_before_the_senders_whatever_their_clocks_do() -> None:
     """It begins no later, and is shorter by more than two clocks of a thousandth off can make of it."""
     slow, fast = 1 - 1e-3, 1 + 1e-3

@@ -14,6 +14,7 @@ from tests.unit.exchange.world import World
 SEEDS = range(25)
 
 
+@pytest.mark.proves("G13")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_wants_again_what_it_gave_up_reads_blocks_that_are_still_there(seed: int) -> None:
     world = World(slots=8, local=2, seed=seed)

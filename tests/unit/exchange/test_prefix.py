@@ -60,6 +60,7 @@ def test_an_offer_that_contradicts_itself_ends(first_token: int, tokens: int, co
     world.check_rest()
 
 
+@pytest.mark.proves("G16")
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("is_wanted_first", [False, True])
 @pytest.mark.parametrize(("first", "offered"), [(0, 32), (0, 2), (4, 6)])
@@ -210,6 +211,7 @@ UP_TO = range(TOKENS + 1)
 RANGES = [(first, end) for first, end in itertools.product(UP_TO, UP_TO) if first <= end]
 
 
+@pytest.mark.proves("G16")
 @pytest.mark.parametrize("block_tokens", list(itertools.product((1, 3, 4), (1, 3, 4))))
 def test_whatever_is_offered_and_wanted_is_answered_and_released(block_tokens: tuple[int, int]) -> None:
     """Every offer of the last tokens of 5, every want of some of them, between 1 to 3 ranks and 1 to 3."""

@@ -35,6 +35,7 @@ def rescale_after(world: World, node: Node, events: int) -> None:
         world.rescale(node, {"P": 0.125, "D": 0.0625}[node.name[0]])
 
 
+@pytest.mark.proves("G21")
 @pytest.mark.parametrize("who", ["P", "D", "PD"])
 @pytest.mark.parametrize("seed", range(50))
 def test_what_was_planned_before_fails_and_never_mixes(seed: int, who: str) -> None:
@@ -102,6 +103,7 @@ def test_a_want_of_which_nothing_came_reaches_a_sender_of_new_scales_again(has_c
     world.check_rest()
 
 
+@pytest.mark.proves("G21")
 def test_a_claim_of_the_epoch_before_is_refused_though_its_receiver_has_greeted_anew() -> None:
     """It comes late, by a link that was given up; its plan is the same, for only the revision is new."""
     world = scaled()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from kvbridge_proto.peer import SlotLease
 
 from kvbridge.exchange.slots import ReceiveSlots
+
+pytestmark = pytest.mark.proves("G2", "G5")
 
 SETTINGS = settings(max_examples=60, stateful_step_count=60, derandomize=True, database=None)
 

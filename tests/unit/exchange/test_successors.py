@@ -124,6 +124,7 @@ def told(events: tuple[str, ...]) -> Story | None:
     return story
 
 
+@pytest.mark.proves("G5")
 def test_slots_are_free_once_a_successor_is_met_anywhere_and_never_while_they_may_be_written() -> None:
     count = free = 0
     for events in stories(4):

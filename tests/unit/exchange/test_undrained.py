@@ -14,6 +14,8 @@ from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from tests.unit.exchange.world import World
 
+pytestmark = pytest.mark.proves("G5")
+
 
 def doubted(key: str = "", machines: tuple[str, str] = ("", "")) -> World:
     """A want that failed with its slots lent, because its sender was lost. `machines` are the sender's and its own."""
@@ -41,6 +43,7 @@ def test_a_sender_that_refuses_is_asked_for_what_is_in_doubt() -> None:
     assert receiving.slots.counts().free == 4
 
 
+@pytest.mark.proves("G6")
 @pytest.mark.parametrize(
     ("machines", "is_far"),
     [(("", ""), False), (("", "m"), False), (("m", ""), False), (("m", "m"), False), (("m", "n"), True)],
@@ -105,6 +108,7 @@ def kept(world: World) -> int:
     return sum(len(kept) for kept in parts if not isinstance(kept, int))
 
 
+@pytest.mark.proves("T6")
 def test_who_answers_is_kept_only_where_something_is_in_doubt_and_so_long() -> None:
     world = doubted()
     receiving, before = world.receivers[0].receiving, kept(world)

@@ -13,6 +13,8 @@ from kvbridge.exchange.receiver import ASK_AGAIN_S, DOUBT_AGAIN_S
 from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.world import World, make_pool
 
+pytestmark = pytest.mark.proves("G16")
+
 
 def cut(world: World) -> None:
     """Nothing that was said arrives, and both sides notice."""

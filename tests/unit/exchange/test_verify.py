@@ -23,6 +23,8 @@ from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.network import want_of
 from tests.unit.exchange.world import World
 
+pytestmark = pytest.mark.proves("G4")
+
 NOW = 10.0
 KEY = "of P0"
 

@@ -13,6 +13,8 @@ from kvbridge.geometry.check import MOST_REASONS
 from kvbridge.geometry.compat import Convertible, Incompatible, Same, check_pool, verdict
 from tests.support.oracle import LAYOUTS, Shape, describe, mla
 
+pytestmark = pytest.mark.proves("G22")
+
 SHAPE = Shape(key_width=32, value_width=16)
 change = msgspec.structs.replace
 

@@ -16,6 +16,8 @@ from kvbridge.geometry.plan import Planner
 from kvbridge.geometry.shard import assign
 from tests.support.pools import Shape, describe
 
+pytestmark = pytest.mark.proves("G25")
+
 
 @pytest.mark.parametrize("block_tokens", [1 << 31, 1 << 40])
 @pytest.mark.parametrize("is_sender", [True, False])

@@ -98,6 +98,7 @@ def nested(random: Random, group: int, layer: int, counts: list[int], like: Plan
     return plane(random.randint(0, 120), steps, run, (blocks, strides[3]), layer=layer, group=group)
 
 
+@pytest.mark.proves("G24")
 def test_finds_what_a_map_of_every_byte_finds() -> None:
     random = Random(13)
     kinds = {True: 0, False: 0}

@@ -164,6 +164,7 @@ def test_tiles_are_full_powers_of_two(width: int, heads: int, layout: str) -> No
     assert head_tile == 1 or layout == "nhd"
 
 
+@pytest.mark.proves("G20")
 @pytest.mark.parametrize("tiles", [1, 2, 7, 64, 65, 1000, 12345])
 @pytest.mark.parametrize("at_once", [1, 3, 64, 20000])
 def test_launches_share_all_tiles_and_none_has_more_than_it_may(tiles: int, at_once: int) -> None:

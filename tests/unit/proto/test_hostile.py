@@ -167,6 +167,7 @@ for timed, name in ((WANT, "deadline_s"), (CLAIM, "deadline_s"), (OFFER, "hold_s
 CASES = [(message, case) for message, cases in WRONG.items() for case in cases]
 
 
+@pytest.mark.proves("T19")
 @pytest.mark.parametrize(("message", "case"), CASES, ids=[f"{tag(message)}: {case}" for message, case in CASES])
 def test_refuses_a_message_with_such_a_field(message: Any, case: str) -> None:
     value = plain(message)
@@ -241,6 +242,7 @@ except BadFrame as bad:
 """
 
 
+@pytest.mark.proves("T3")
 @pytest.mark.parametrize("header", ["dd", "df"])
 def test_announced_lengths_cost_no_memory(header: str) -> None:
     """500 nested arrays (maps) of a million items each, none of them there: 4 GB with msgpack alone before 1.2.4."""

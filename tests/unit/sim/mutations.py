@@ -399,129 +399,190 @@ def _nothing(owner: Any, method: str) -> Mutate:
 
 
 MUTATIONS: dict[str, Rule] = {
-    "a lease's generation is not looked at": Rule(_generation, 42, FORGED + "generation=1073741824"),
-    "doubtful slots are free at once": Rule(_quarantine, 5, LENT_TWICE),
-    "no digest": Rule(_digest, 8, FOREIGN),
-    "a notice's token is not looked at": Rule(_matches("token"), 249, FORGED + "token=b'forged"),
-    "a notice's sender incarnation is not looked at": Rule(
-        _matches("sender_incarnation"), 685, FORGED + "sender_incarnation='feed"
-    ),
-    "a notice's receiver incarnation is not looked at": Rule(
+    "ignore_lease_generation": Rule(_generation, 42, FORGED + "generation=1073741824"),
+    "free_quarantined_at_once": Rule(_quarantine, 5, LENT_TWICE),
+    "ignore_digest": Rule(_digest, 8, FOREIGN),
+    "ignore_notice_token": Rule(_matches("token"), 249, FORGED + "token=b'forged"),
+    "ignore_notice_sender_incarnation": Rule(_matches("sender_incarnation"), 685, FORGED + "sender_incarnation='feed"),
+    "ignore_notice_receiver_incarnation": Rule(
         _matches("receiver_incarnation"), 109, FORGED + "receiver_incarnation='feed"
     ),
-    "a notice's sender epoch is not looked at": Rule(_matches("sender_epoch"), 109, FORGED + "sender_epoch=99"),
-    "a notice's receiver epoch is not looked at": Rule(_matches("receiver_epoch"), 54, FORGED + "receiver_epoch=99"),
-    "a notice's size is not looked at": Rule(_matches("chunk_bytes"), 449, FORGED + "chunk_bytes=1,"),
-    "blocks are released while they are read": Rule(
+    "ignore_notice_sender_epoch": Rule(_matches("sender_epoch"), 109, FORGED + "sender_epoch=99"),
+    "ignore_notice_receiver_epoch": Rule(_matches("receiver_epoch"), 54, FORGED + "receiver_epoch=99"),
+    "ignore_notice_size": Rule(_matches("chunk_bytes"), 449, FORGED + "chunk_bytes=1,"),
+    "release_while_read": Rule(
         instead(OutgoingTransfer, "is_reading", property(lambda self: self.is_promised or self.digesting > 0)),
         11,
         FOREIGN,
     ),
-    "tokens before an offer are given": Rule(
+    "give_tokens_before_offer": Rule(
         _nothing(sender, "check_begin"), 135, "(waste .*|nothing) where prompt .* belongs"
     ),
-    "the fence is not waited for": Rule(instead(AttachedMemory, "has_reached", lambda self, count: True), 18, FOREIGN),
-    "what was read while nobody listened counts": Rule(_nobody_listens, 560, FOREIGN),
-    "what the engine has said is not waited for": Rule(
+    "ignore_fence": Rule(instead(AttachedMemory, "has_reached", lambda self, count: True), 18, FOREIGN),
+    "count_read_while_unheard": Rule(_nobody_listens, 560, FOREIGN),
+    "ignore_unread_engine_messages": Rule(
         instead(WaitEngineHeard, "is_over", property(lambda self: True)), 560, FOREIGN
     ),
-    "drained is said while writes are under way": Rule(_drained_too_soon, 1, LENT_TWICE),
-    "drained is said of a lost session whatever it writes": Rule(
+    "drained_while_writing": Rule(_drained_too_soon, 1, LENT_TWICE),
+    "drained_for_lost_session": Rule(
         instead(Sender, "renounce", lambda self, incarnation, cancel: True), 5, LENT_TWICE
     ),
-    "a lost link counts as a dead sender": Rule(_lost_is_gone, 140, LENT_TWICE),
-    "failed is said while rows are scattered": Rule(_failed_while_scattering, 3, UNWANTED),
-    "an engine is let go while its memory is used": Rule(_leave_at_once, 121, UNWANTED, left_soon),
-    "an engine that has given its agent up waits for no reader": Rule(instead(rank, "READERS_S", 0.0), 3120, FOREIGN),
-    "a killed agent's socket and its kernels end together": Rule(instead(rank, "GONE_S", 0.0), 5244, UNWANTED),
-    "an agent lets go without a word": Rule(_leaves_without_a_word, 6, "has closed its end without a word"),
-    "done is said one chunk too soon": Rule(_done_too_soon, 5, "is done, but has waste"),
-    "a lost transfer's slots are forgotten": Rule(_lost_leaves_no_doubt, 36, LATE),
-    "a sender that refuses is not asked": Rule(
+    "lost_link_is_dead_sender": Rule(_lost_is_gone, 140, LENT_TWICE),
+    "failed_while_scattering": Rule(_failed_while_scattering, 3, UNWANTED),
+    "let_go_while_used": Rule(_leave_at_once, 121, UNWANTED, left_soon),
+    "reuse_at_once_after_giving_up": Rule(instead(rank, "READERS_S", 0.0), 3120, FOREIGN),
+    "kernels_end_with_socket": Rule(instead(rank, "GONE_S", 0.0), 5244, UNWANTED),
+    "let_go_without_a_word": Rule(_leaves_without_a_word, 6, "has closed its end without a word"),
+    "done_one_chunk_too_soon": Rule(_done_too_soon, 5, "is done, but has waste"),
+    "forget_lost_transfer_slots": Rule(_lost_leaves_no_doubt, 36, LATE),
+    "never_ask_refusing_sender": Rule(
         instead(Receiver, "refused", lambda self, address, incarnation, key="": []), 201, r"slots: .*quarantined=[1-9]"
     ),
-    "an agent without an engine dials": Rule(_half_a_session, 399, "a session with .* that is NEW"),
-    "slots in doubt are freed where they are": Rule(_freed_in_place, 140, LENT_TWICE),
-    "whoever says Hello last has the session": Rule(instead(IncomingPeers, "_may_replace", lambda *_: True), 125, LATE),
-    "what has ended waits for a fence": Rule(
+    "dial_without_engine": Rule(_half_a_session, 399, "a session with .* that is NEW"),
+    "free_quarantined_in_place": Rule(_freed_in_place, 140, LENT_TWICE),
+    "last_hello_wins": Rule(instead(IncomingPeers, "_may_replace", lambda *_: True), 125, LATE),
+    "ended_waits_for_fence": Rule(
         instead(WaitFence, "is_over", property(lambda self: self.attached.has_reached(self.count))),
         41,
         "which is over, waits for a fence",
     ),
-    "what a want that has ended was to receive is scattered": Rule(_quiet_at_once, 3, UNWANTED),
-    "done is said before its zeros are written": Rule(_done_without_zeros, DRAFTED + 1, READ_WRONG),
-    "zeros do not wait for the fence": Rule(_unfenced_zeros, DRAFTED + 3, UNWANTED),
-    "failed is said while zeros are written": Rule(
+    "scatter_after_end": Rule(_quiet_at_once, 3, UNWANTED),
+    "done_before_zeros": Rule(_done_without_zeros, DRAFTED + 1, READ_WRONG),
+    "zeros_before_fence": Rule(_unfenced_zeros, DRAFTED + 3, UNWANTED),
+    "failed_while_writing_zeros": Rule(
         instead(OpenWant, "is_carried", property(_is_carried_but_for_zeros)), DRAFTED, UNWANTED
     ),
-    "what is to stop is sent": Rule(_quiet_while_sent, 19, LENT_TWICE),
-    "blocks are said to be read no more while they are": Rule(_gathered_at_once, 11, FOREIGN),
-    "offers that have ended are forgotten": Rule(
-        _nothing(Rendezvous, "remember"), 18, "waited .* for an offer that had ended"
-    ),
-    "a route outlives its session": Rule(_nothing(DataPlane, "disconnect"), 5, "targets .*, sessions"),
-    "a probe's lane is kept": Rule(_nothing(ProbeLanes, "take_back"), 0, "lanes that are out"),
-    "memory of an engine that left stays mapped": Rule(
-        _nothing(AttachedMemory, "close"), 2, "the memory of .* is mapped"
-    ),
-    "slots in doubt stay so while their sender stands still": Rule(_never_rebuilt, 97, MEANWHILE),
-    "slots to gather into stay stuck while their receiver stands still": Rule(_stuck_sending, 3601, MEANWHILE),
-    "messages are not counted": Rule(_unnumbered, 3611, LATE),
-    "a session is given up without a word": Rule(
-        _silent, 2, NO_OTHER_END, as_once("a session is given up without a word")
-    ),
-    "a successor is not believed": Rule(_own_start_only, 255, r"slots: .*quarantined=[1-9]"),
-    "of two addresses the slower does not wait": Rule(_slower_does_not_wait, 2189, NO_OTHER_END),
-    "a chunk is written before it is gathered": Rule(_gather_unwaited, 2, "nothing where prompt .* belongs"),
-    "a slot to gather into is used again before its write has ended": Rule(
+    "send_what_is_to_stop": Rule(_quiet_while_sent, 19, LENT_TWICE),
+    "gathered_too_soon": Rule(_gathered_at_once, 11, FOREIGN),
+    "forget_ended_offers": Rule(_nothing(Rendezvous, "remember"), 18, "waited .* for an offer that had ended"),
+    "keep_route_after_session": Rule(_nothing(DataPlane, "disconnect"), 5, "targets .*, sessions"),
+    "keep_probe_lane": Rule(_nothing(ProbeLanes, "take_back"), 0, "lanes that are out"),
+    "keep_left_engine_mapped": Rule(_nothing(AttachedMemory, "close"), 2, "the memory of .* is mapped"),
+    "never_rebuild_receive_slots": Rule(_never_rebuilt, 97, MEANWHILE),
+    "never_replace_send_slots": Rule(_stuck_sending, 3601, MEANWHILE),
+    "ignore_message_numbers": Rule(_unnumbered, 3611, LATE),
+    "drop_session_silently": Rule(_silent, 2, NO_OTHER_END, as_once("drop_session_silently")),
+    "disbelieve_successor": Rule(_own_start_only, 255, r"slots: .*quarantined=[1-9]"),
+    "slower_address_does_not_wait": Rule(_slower_does_not_wait, 2189, NO_OTHER_END),
+    "write_before_gathered": Rule(_gather_unwaited, 2, "nothing where prompt .* belongs"),
+    "reuse_send_slot_while_writing": Rule(
         _over_at_once("send", "_writing", lambda data_plane, key: Wrote(key[1])),
         7,
         "a digest was wrong, and nothing had spoiled",
     ),
-    "what was read after its lease counts": Rule(
+    "count_read_after_lease": Rule(
         instead(ReadLease, "counts", lambda self, now: True), PULLED + 11, READ_WRONG, uncompared
     ),
-    "a lease begins when it is answered": Rule(_begins_when_answered, PULLED + 3, READ_WRONG, answered_late),
-    "a renewal counts that nobody answered": Rule(_renewed_unheard, PULLED + 3, READ_WRONG, answered_late),
-    "the clock is looked at before the read ends": Rule(_looks_before, PULLED + 85, READ_WRONG, uncompared),
-    "a sender promises what it has not listened for": Rule(
+    "begin_lease_at_answer": Rule(_begins_when_answered, PULLED + 3, READ_WRONG, answered_late),
+    "count_unanswered_renewal": Rule(_renewed_unheard, PULLED + 3, READ_WRONG, answered_late),
+    "check_clock_before_read_ends": Rule(_looks_before, PULLED + 85, READ_WRONG, uncompared),
+    "lease_without_hearing_engine": Rule(
         instead(sender, "LEASE_HEARD_S", float("inf")), PULLED + 20, READ_WRONG, asked_unheard
     ),
-    "a promise is not waited for": Rule(
+    "release_leased_blocks": Rule(
         instead(OutgoingTransfer, "is_promised", property(lambda self: False)), PULLED + 0, READ_WRONG, unheard(None)
     ),
-    "an engine detaches while it is read": Rule(_reads_unawaited, PULLED + 3, READ_WRONG, unheard("detach")),
-    "an engine whose agent died waits for no reader": Rule(
+    "detach_while_read": Rule(_reads_unawaited, PULLED + 3, READ_WRONG, unheard("detach")),
+    "reuse_at_once_after_agent_died": Rule(
         instead(rank, "READERS_S", 0.0), PULLED + 4, READ_WRONG, unheard("kill agent")
     ),
-    "an engine takes back sooner than it may": Rule(
+    "take_back_too_soon": Rule(
         instead(engine, "READERS_S", 0.1), PULLED + 6, READ_WRONG, unheard("freeze loop", is_impatient=True)
     ),
-    "readers do not wait for the fence": Rule(_unfenced, PULLED + 2, READ_WRONG, uncompared),
-    "memory is unmapped while it is read": Rule(_unmapped_while_read, PULLED + 3, "through a mapping that is closed"),
-    "what was read is not compared": Rule(_not_compared, PULLED, READ_WRONG, spoiled),
-    "blocks are released while they are digested": Rule(
+    "read_before_fence": Rule(_unfenced, PULLED + 2, READ_WRONG, uncompared),
+    "unmap_while_read": Rule(_unmapped_while_read, PULLED + 3, "through a mapping that is closed"),
+    "skip_comparison": Rule(_not_compared, PULLED, READ_WRONG, spoiled),
+    "release_while_digesting": Rule(
         instead(OutgoingTransfer, "is_reading", property(lambda self: self.is_gathering or self.is_promised)),
         PULLED + 7,
         "and nothing had spoiled what was read",
         withdrawn_while_compared,
     ),
-    "scattered is said before rows are": Rule(
+    "scattered_too_soon": Rule(
         _over_at_once("scatter", "_moving", lambda data_plane, ticket: Moved(ticket)), 110, UNWANTED
     ),
 }
 # Rules against a sender that keeps to no protocol. An agent of ours ships a chunk once, and a repeated notice of one
 # write finds its lease used up. So the simulator cannot notice that this rule is off; test_exhaustive.py does.
-AGAINST_LIARS = {"a chunk may land twice": Rule(_twice)}
+AGAINST_LIARS = {"land_chunk_twice": Rule(_twice)}
 # A rule that a moment decides which the simulator seldom meets; tests/unit/sim/test_exhaustive.py meets it.
 OF_A_MOMENT = {
-    "slots are free while what landed in them is read": Rule(
-        instead(Receiver, "_drain", lambda self, transfer: self.slots.drain(transfer))
-    )
+    "free_slot_while_scattering": Rule(instead(Receiver, "_drain", lambda self, transfer: self.slots.drain(transfer)))
 }
 # And one of the oracle's.
-OF_THE_ORACLE = {
-    "slots of before a rebuild are those of after it": Rule(instead(Process, "is_current", lambda self, address: True))
+OF_THE_ORACLE = {"old_slots_are_current": Rule(instead(Process, "is_current", lambda self, address: True))}
+
+# The promises of docs/guarantees.md that each keeps: `python -m tests.support.write_proofs` names them there.
+PROVES: dict[str, tuple[str, ...]] = {
+    "G2": (
+        "ignore_digest",
+        "ignore_lease_generation",
+        "ignore_notice_token",
+        "ignore_notice_sender_incarnation",
+        "ignore_notice_receiver_incarnation",
+        "ignore_notice_sender_epoch",
+        "ignore_notice_receiver_epoch",
+        "ignore_notice_size",
+        "land_chunk_twice",
+    ),
+    "G3": (
+        "count_read_after_lease",
+        "begin_lease_at_answer",
+        "count_unanswered_renewal",
+        "check_clock_before_read_ends",
+        "lease_without_hearing_engine",
+        "release_leased_blocks",
+        "detach_while_read",
+        "reuse_at_once_after_agent_died",
+        "take_back_too_soon",
+    ),
+    "G4": ("skip_comparison", "release_while_digesting"),
+    "G5": (
+        "free_quarantined_at_once",
+        "drained_while_writing",
+        "drained_for_lost_session",
+        "lost_link_is_dead_sender",
+        "send_what_is_to_stop",
+        "free_quarantined_in_place",
+        "reuse_send_slot_while_writing",
+        "free_slot_while_scattering",
+    ),
+    "G6": (
+        "forget_lost_transfer_slots",
+        "never_ask_refusing_sender",
+        "disbelieve_successor",
+        "keep_probe_lane",
+        "never_rebuild_receive_slots",
+        "never_replace_send_slots",
+    ),
+    "G7": (
+        "failed_while_scattering",
+        "scatter_after_end",
+        "scattered_too_soon",
+        "write_before_gathered",
+        "done_one_chunk_too_soon",
+        "done_before_zeros",
+        "failed_while_writing_zeros",
+    ),
+    "G8": ("let_go_while_used", "kernels_end_with_socket", "let_go_without_a_word"),
+    "G13": (
+        "release_while_read",
+        "gathered_too_soon",
+        "count_read_while_unheard",
+        "ignore_unread_engine_messages",
+        "reuse_at_once_after_giving_up",
+    ),
+    "G15": ("ignore_fence", "read_before_fence", "zeros_before_fence"),
+    "G16": ("give_tokens_before_offer", "ended_waits_for_fence", "forget_ended_offers"),
+    "G19": ("keep_left_engine_mapped", "unmap_while_read"),
+    "G21": (
+        "ignore_message_numbers",
+        "last_hello_wins",
+        "slower_address_does_not_wait",
+        "drop_session_silently",
+        "dial_without_engine",
+        "keep_route_after_session",
+    ),
 }
 
 

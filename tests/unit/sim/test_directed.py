@@ -110,7 +110,7 @@ def test_the_rest_of_a_failed_write_meets_the_digest_of_whoever_has_the_slot() -
         assert not any(outcome.failure for outcome in outcomes.values())
         met = [seed for seed, outcome in outcomes.items() if _is_met(outcome)]
         assert met
-        with switched_off("no digest"):
+        with switched_off("ignore_digest"):
             for seed in met:
                 assert re.search(r"prompt \d.* where prompt \d", play(make(seed), listener).failure)
 

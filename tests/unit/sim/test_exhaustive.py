@@ -119,11 +119,11 @@ def test_the_search_notices_zeros_that_nobody_waits_for(
 @pytest.mark.parametrize(
     ("lag", "rule"),
     [
-        ("receiver", "what a want that has ended was to receive is scattered"),
-        ("receiver", "failed is said while rows are scattered"),
-        ("sender", "what is to stop is sent"),
-        ("sender", "blocks are said to be read no more while they are"),
-        ("sender", "blocks are released while they are read"),
+        ("receiver", "scatter_after_end"),
+        ("receiver", "failed_while_scattering"),
+        ("sender", "send_what_is_to_stop"),
+        ("sender", "gathered_too_soon"),
+        ("sender", "release_while_read"),
     ],
 )
 def test_the_search_notices_a_rule_between_exchange_and_data_plane_that_is_off(lag: str, rule: str) -> None:
@@ -134,12 +134,12 @@ def test_the_search_notices_a_rule_between_exchange_and_data_plane_that_is_off(l
 @pytest.mark.parametrize(
     ("rule", "slots", "local"),
     [
-        ("doubtful slots are free at once", 2, 2),
-        ("drained is said while writes are under way", 2, 2),
-        ("a lost link counts as a dead sender", 2, 2),
-        ("blocks are released while they are read", 2, 2),
-        ("a lost transfer's slots are forgotten", 2, 2),
-        ("a chunk may land twice", 2, 1),  # the second lease waits for a local slot: it is free to lie with
+        ("free_quarantined_at_once", 2, 2),
+        ("drained_while_writing", 2, 2),
+        ("lost_link_is_dead_sender", 2, 2),
+        ("release_while_read", 2, 2),
+        ("forget_lost_transfer_slots", 2, 2),
+        ("land_chunk_twice", 2, 1),  # the second lease waits for a local slot: it is free to lie with
     ],
 )
 def test_the_search_notices_a_rule_that_is_off(rule: str, slots: int, local: int) -> None:
@@ -149,20 +149,20 @@ def test_the_search_notices_a_rule_that_is_off(rule: str, slots: int, local: int
 
 
 def test_a_slot_is_not_lent_to_another_while_what_landed_in_it_is_read() -> None:
-    with switched_off("slots are free while what landed in them is read"), pytest.raises(Wrong, match="has"):
+    with switched_off("free_slot_while_scattering"), pytest.raises(Wrong, match="has"):
         explore(State(2, 8, slots=2, local=1, budget={"fails": 1}))
 
 
 def test_a_chunk_that_landed_under_two_leases_is_not_another_chunk() -> None:
     """The one thing that a lying sender could gain without that rule: Done with rows that never came."""
-    with switched_off("a chunk may land twice"), pytest.raises(Wrong, match="is done without"):
+    with switched_off("land_chunk_twice"), pytest.raises(Wrong, match="is done without"):
         explore(State(1, 8, slots=2, local=1, budget={"lie": 1}))
 
 
 def test_a_repeated_notice_counts_once_by_either_of_two_rules() -> None:
     """Its chunk has landed, and its lease is used up; without both, a slot is read that another chunk is written to."""
     state = State(1, 8, slots=1, local=2, budget={"repeat": 1})
-    with switched_off("a chunk may land twice"):
+    with switched_off("land_chunk_twice"):
         explore(state)
-        with switched_off("a lease's generation is not looked at"), pytest.raises((Wrong, IllegalEvent)):
+        with switched_off("ignore_lease_generation"), pytest.raises((Wrong, IllegalEvent)):
             explore(state)

@@ -59,6 +59,7 @@ def test_a_scenario_is_kept_as_text() -> None:
         assert from_text(as_text(make(seed))) == make(seed)
 
 
+@pytest.mark.proves("G1", "G20")
 @pytest.mark.parametrize("part", range(6))
 def test_nothing_is_lost_corrupted_or_stuck(part: int) -> None:
     """A fixed slice; `python -m sim` plays more."""
@@ -70,6 +71,7 @@ def test_nothing_is_lost_corrupted_or_stuck(part: int) -> None:
     assert len(ends) > 8, f"hardly anything goes wrong: {ends}"
 
 
+@pytest.mark.proves("G3")
 @pytest.mark.parametrize("part", range(2))
 def test_what_is_pulled_is_not_lost_corrupted_or_stuck_either(part: int) -> None:
     ends: Counter[str] = Counter()
@@ -106,7 +108,7 @@ def test_a_seed_is_all_there_is_to_a_run() -> None:
 
 
 def test_a_failure_is_made_small_and_told(listener: SimListener) -> None:
-    rule = "doubtful slots are free at once"
+    rule = "free_quarantined_at_once"
     failing = noticed(rule, 500)
     assert failing is not None
     scenario = make(failing[0])
