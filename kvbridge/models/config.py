@@ -23,7 +23,8 @@ class ModelCache:
     """The cache of a model.
 
     layers      each layer's keys and values, or latents; None for a layer that keeps none of its own
-    index       the layers with index keys of sparse attention, of 128 fp8 numbers and a scale
+    index       the layers with index keys of sparse attention: of 128 fp8 numbers and a scale beside latents, of
+                `index_width` plain numbers beside K and V
     kinds       what else it keeps (`adapters/engine/unsupported.py`)
     drafts      the layers that predict further tokens, with the model's own weights (MTP)
     dtype       of the model's numbers
@@ -35,6 +36,7 @@ class ModelCache:
     family: str
     layers: tuple[Layer | None, ...]
     index: frozenset[int] = frozenset()
+    index_width: int = 128
     kinds: tuple[str, ...] = ()
     drafts: tuple[Layer, ...] = ()
     dtype: str = "bfloat16"
@@ -52,7 +54,7 @@ class Family:
     period: int = 0
     has_one_pool: bool = False
     has_longer_window: bool = False
-    has_index: bool = False
+    index: Callable[[Text, int], frozenset[int]] | None = None
 
 
 def read(config: Text) -> ModelCache:
@@ -61,6 +63,8 @@ def read(config: Text) -> ModelCache:
     while (inner := next((text[name] for name in NESTED if isinstance(text.get(name), Mapping)), None)) is not None:
         text = inner
     name = str(text.get("model_type") or config.get("model_type") or "")
+    if name == "minimax_m2" and _sparse(text):
+        name = "minimax_m3"  # its checkpoint calls the language model so
     family = FAMILIES.get(name)
     if family is None:
         raise OperatorError(
@@ -71,14 +75,15 @@ def read(config: Text) -> ModelCache:
     try:
         layers = family.layers(text, family)
         drafts = _drafts(text, layers)
+        index = family.index(text, len(layers) + len(drafts)) if family.index else frozenset()
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
         raise OperatorError("bad_model_config", f"model_type {name}: {type(error).__name__}: {error}") from error
-    kinds = tuple(kind for kind in family.kinds if kind != "index" or _has_index(text))
     return ModelCache(
         family=name,
         layers=tuple(layers),
-        index=_index(text, len(layers) + len(drafts)) if family.has_index else frozenset(),
-        kinds=kinds,
+        index=index,
+        index_width=int(_sparse(text).get("sparse_index_dim") or 128),
+        kinds=(*family.kinds, *(["index values"] if _has_index_values(text, index) else [])),
         drafts=drafts,
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"),
         kv_dtype=_checkpoint_dtype(text.get("quantization_config") or config.get("quantization_config") or {}),
@@ -105,10 +110,22 @@ def _index(text: Text, layers: int) -> frozenset[int]:
     return frozenset(layer for layer in range(layers) if layer >= depth or not shares(layer))
 
 
-def _has_index(text: Text) -> bool:
-    return (
-        "index_topk" in text or "sparse_attention_config" in text or str(text.get("model_type")).startswith("minimax")
-    )
+def _index_of_blocks(text: Text, layers: int) -> frozenset[int]:
+    """MiniMax M3's layers that choose blocks. A draft's layers choose."""
+    chosen, depth = [int(each) for each in _sparse(text)["sparse_attention_freq"]], _depth(text)
+    return frozenset(layer for layer in range(layers) if layer >= depth or chosen[layer])
+
+
+def _has_index_values(text: Text, index: frozenset[int]) -> bool:
+    """Whether a layer that chooses blocks has values to choose by. If a config does not say, all have."""
+    chooses = [layer for layer in index if layer < _depth(text)]
+    unused = _sparse(text).get("sparse_disable_index_value") or ()
+    return bool(_sparse(text)) and any(layer >= len(unused) or not unused[layer] for layer in chooses)
+
+
+def _sparse(text: Text) -> Text:
+    found = text.get("sparse_attention_config")
+    return found if isinstance(found, Mapping) else {}
 
 
 def _checkpoint_dtype(quantization: Mapping[str, Any]) -> str:
@@ -205,6 +222,11 @@ def _mimo(text: Text, family: Family) -> list[Layer | None]:
     return [windowed if each else full for each in text["hybrid_layer_pattern"]]
 
 
+def _minimax(text: Text, family: Family) -> list[Layer | None]:
+    """Layers that choose blocks keep all of them."""
+    return [_layer("full", _heads(text), _width(text))] * _depth(text)
+
+
 def _latent(text: Text, family: Family) -> list[Layer | None]:
     rope = int(text.get("qk_rope_head_dim") or 0)
     width = int(text["kv_lora_rank"]) + rope
@@ -256,10 +278,13 @@ FAMILIES: dict[str, Family] = {
     "llama4_text": Family(_llama4),
     "mimo_v2_flash": Family(_mimo, has_longer_window=True),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), MLA),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(_latent, has_index=True)),
-    **dict.fromkeys(("minimax_m3", "minimax_m3_text"), Family(_uniform, ("index",))),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(_latent, index=_index)),
+    **dict.fromkeys(
+        ("minimax_m3", "minimax_m3_text", "minimax_m3_vl_text", "minimax_m3_vl"),
+        Family(_minimax, index=_index_of_blocks),
+    ),
     **dict.fromkeys(("deepseek_v4", "deepseek_v41"), Family(_unread, ("compressed",))),
-    **dict.fromkeys(("glm5_next", "glm5_next_text"), Family(_unread, ("index", "state", "ring"))),
+    **dict.fromkeys(("glm5_next", "glm5_next_text"), Family(_unread, ("compressed", "state", "ring"))),
     **dict.fromkeys(
         (
             *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "granitemoehybrid", "falcon_h1", "jamba"),

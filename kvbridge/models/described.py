@@ -99,6 +99,12 @@ def _refusals(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeErr
     said = _dtype(model, command)
     if said not in PLAIN and said not in ROW_SCALED and said not in WHOLE:
         yield refusal("codec_unknown", engine, "packed", f"kv_cache_dtype {said}")
+    if model.index and command.index_dtype not in ("", "auto") and command.index_dtype not in PLAIN:
+        yield OperatorError(
+            "codec_unknown",
+            f"--attention-config.indexer_kv_dtype {command.index_dtype}: kvbridge carries index keys in bf16 and fp8; "
+            "needs one of these",
+        )
     for heads in sorted({layer.kv_heads for layer in model.layers if layer is not None and layer.kind != "mla"}):
         if heads % command.tp and command.tp % heads:
             yield OperatorError("bad_option", f"tp size {command.tp}: {heads} KV heads, one must divide the other")
@@ -150,7 +156,31 @@ def _dtype(model: ModelCache, command: EngineCommand) -> str:
     own = model.dtype if command.dtype == "auto" else command.dtype
     said = (model.kv_dtype or own) if command.kv_cache_dtype == "auto" else command.kv_cache_dtype
     # What both engines make of it for sparse attention, unless told to use a backend that reads plain fp8 rows.
-    return "fp8_ds_mla" if model.index and said in PLAIN and PLAIN[said][0] == "fp8_e4m3" else said
+    is_packed = model.index and _has_latents(model) and said in PLAIN and PLAIN[said][0] == "fp8_e4m3"
+    return "fp8_ds_mla" if is_packed else said
+
+
+def _has_latents(model: ModelCache) -> bool:
+    return any(layer is not None and layer.kind == "mla" for layer in model.layers)
+
+
+def _index_rows(model: ModelCache, command: EngineCommand, said: str) -> tuple[PartRow, ...]:
+    """Those beside K and V have a dtype of their own.
+
+    In vLLM that is bf16 if no option says otherwise. In SGLang an fp8_e4m3 cache has them in fp8 on H100, and on B200
+    with its usual backend (`get_minimax_sparse_index_dtype`), else they are in the model's dtype.
+    """
+    if _has_latents(model):
+        return INDEX
+    own = model.dtype if command.dtype == "auto" else command.dtype
+    if command.engine == "vllm":
+        own = "bf16" if command.index_dtype in ("", "auto") else command.index_dtype
+    elif said in PLAIN and PLAIN[said][0] == "fp8_e4m3":
+        own = "fp8"
+    name, size = PLAIN[own]
+    width, scales = model.index_width, (1.0,) if name.startswith("fp8") else ()
+    codec = Codec(name=name, width=width, element_bytes=size, row_bytes=width * size, scales=scales)
+    return (PartRow("index_key", codec),)
 
 
 INDEX = tuple(
@@ -235,14 +265,14 @@ def _pool(
         raise OperatorError("cache_empty", f"pp rank {pp_rank} of {command.pp}: no layer of it owns any KV")
     keepings = _keepings(model, command, mine, said, is_decoder)
     groups = list(dict.fromkeys(keepings.values()))
+    index_rows = _index_rows(model, command, said) if model.index else ()
     planes: list[Plane] = []
     offset = 0
     for index, layer in mine.items():
         heads = Heads(0, 1, 1) if layer.kind == "mla" else Heads.of(layer.kv_heads, tp_rank, command.tp)
-        for row in (*_rows(layer, said), *(INDEX if index in model.index else ())):
-            planes.append(
-                _plane(index, row, heads, groups.index(keepings[index]), keepings[index].block_tokens, offset)
-            )
+        for row in (*_rows(layer, said), *(index_rows if index in model.index else ())):
+            held = Heads(0, 1, 1) if row.part.startswith("index_key") else heads
+            planes.append(_plane(index, row, held, groups.index(keepings[index]), keepings[index].block_tokens, offset))
             offset += planes[-1].block_stride * BLOCKS
     known = len(layers) if command.pp > 1 else max(mine) + 1
     return Pool(

@@ -28,6 +28,8 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "drafts": ("--speculative-config", "-sc"),
         "method": ("--speculative-config.method", "-sc.method", "--spec-method"),
         "draft_model": ("--speculative-config.model", "-sc.model", "--spec-model"),
+        "attention": ("--attention-config", "-ac"),
+        "index_dtype": ("--attention-config.indexer-kv-dtype", "-ac.indexer-kv-dtype"),
     },
     "sglang": {
         "tp": ("--tensor-parallel-size", "--tp-size", "--tp"),
@@ -55,7 +57,7 @@ SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
         "is_layer_split": ("--enable-dsa-cache-layer-split",),
     },
 }
-TEXTS = ("kv_cache_dtype", "dtype", "drafts", "method", "draft_model", "model")
+TEXTS = ("kv_cache_dtype", "dtype", "drafts", "method", "draft_model", "model", "attention", "index_dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class EngineCommand:
 
     keeps_all    layers with windows keep all tokens
     drafts       the method that predicts further tokens with a model or layers of its own, "" for none
+    index_dtype    that of index keys beside K and V, "" if vLLM is not told
     has_own_drafts    these layers are the model's (MTP), and so in its config.json
     attn_cp, attn_dcp, has_decode_cache, is_hisparse, is_sharded, is_layer_split    SGLang's, refused where they matter
     """
@@ -75,6 +78,7 @@ class EngineCommand:
     cp_interleave: int = 1
     block_tokens: int = 0
     kv_cache_dtype: str = "auto"
+    index_dtype: str = ""
     dtype: str = "auto"
     keeps_all: bool = False
     drafts: str = ""
@@ -143,6 +147,8 @@ def _made(engine: str, given: dict[str, Any]) -> EngineCommand:
     replicas = int(given.pop("dp", 1))
     in_attention = int(given.pop("attn_dp", replicas if given.pop("is_dp_attention", False) else 1))
     drafts, has_own_drafts = _drafts(engine, given)
+    attention = _json("--attention-config", str(given.pop("attention", "")))
+    given.setdefault("index_dtype", str(attention.get("indexer_kv_dtype") or ""))
     found = replace(EngineCommand(engine, block_tokens=USUAL_BLOCK[engine]), **given)
     for option, parts in (("--dp-size", in_attention), ("--attn-cp-size", found.attn_cp)):
         if found.tp % parts:
@@ -156,7 +162,7 @@ def _made(engine: str, given: dict[str, Any]) -> EngineCommand:
 def _drafts(engine: str, given: dict[str, Any]) -> tuple[str, bool]:
     """What predicts tokens, "" for nothing with layers of its own, and whether they are the model's own."""
     said, model = str(given.pop("drafts", "")), given.pop("model", "")
-    config = _json(said) if engine == "vllm" else {"method": said}
+    config = _json("--speculative-config", said) if engine == "vllm" else {"method": said}
     method = str(given.pop("method", config.get("method")) or "").lower()
     draft_model = str(given.pop("draft_model", config.get("model")) or "")
     if method in MODEL_FREE and (method or not draft_model or draft_model in MODEL_FREE or engine == "sglang"):
@@ -166,11 +172,11 @@ def _drafts(engine: str, given: dict[str, Any]) -> tuple[str, bool]:
     return method, method in ("eagle", "nextn") and draft_model in ("", model)
 
 
-def _json(text: str) -> Mapping[str, Any]:
+def _json(option: str, text: str) -> Mapping[str, Any]:
     try:
         config = json.loads(text or "{}")
     except ValueError as error:
-        raise OperatorError("bad_option", f"--speculative-config {text}: {error}") from error
+        raise OperatorError("bad_option", f"{option} {text}: {error}") from error
     if not isinstance(config, dict):
-        raise OperatorError("bad_option", f"--speculative-config {text}: must be an object")
+        raise OperatorError("bad_option", f"{option} {text}: must be an object")
     return config

@@ -68,6 +68,13 @@ def windows(layers: int, period: int) -> list[str]:
     return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
 
 
+CHOOSING = [0] * 3 + [1] * 57
+BLOCKS_CHOSEN: dict[str, Any] = {
+    "sparse_attention_config": {
+        **{"sparse_index_dim": 128, "sparse_num_index_heads": 4, "sparse_topk_blocks": 16, "sparse_block_size": 128},
+        **{"sparse_attention_freq": CHOOSING, "sparse_disable_index_value": CHOOSING},
+    }
+}
 LLAMA = config("llama", 32, 32, 8, 128)
 INDEX: dict[str, Any] = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
 STATES: dict[str, Any] = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}
@@ -174,7 +181,7 @@ FAMILIES = (
     Family(
         "full attention and index keys",
         "MiniMax M3",
-        config("minimax_m3", 60, 64, 4, 128),
+        {"model_type": "minimax_m3_vl", "text_config": config("minimax_m3", 60, 64, 4, 128, **BLOCKS_CHOSEN)},
         "full, index keys",
         "MiniMaxSparseKVPool",
         stopped=96,

@@ -119,6 +119,50 @@ def test_layers_that_read_anothers_kv_have_none() -> None:
     assert [index for index, layer in enumerate(shared) if layer is None] == list(range(20, 30))
 
 
+M3 = next(family.config for family in FAMILIES if family.models == "MiniMax M3")
+
+
+@pytest.mark.parametrize(
+    ("command", "latent", "index"),
+    [
+        ("vllm", "bf16", "bf16"),
+        ("vllm --kv-cache-dtype fp8", "fp8_e4m3", "bf16"),
+        ("vllm --attention-config.indexer_kv_dtype fp8", "bf16", "fp8_e4m3"),
+        ("""vllm -ac '{"indexer_kv_dtype": "fp8_e4m3"}'""", "bf16", "fp8_e4m3"),
+        ("sglang", "bf16", "bf16"),
+        ("sglang --kv-cache-dtype fp8_e4m3", "fp8_e4m3", "fp8_e4m3"),
+        ("sglang --kv-cache-dtype fp8_e5m2", "fp8_e5m2", "bf16"),
+        ("sglang --dtype float16", "fp16", "fp16"),
+    ],
+)
+def test_plain_index_keys_have_a_dtype_of_their_own(command: str, latent: str, index: str) -> None:
+    for pool in pools_of(read(M3), parse(f"{command} --tp 8" if "sglang" in command else f"{command} -tp 8"), "m", "e"):
+        codecs = {(plane.layer, plane.part): plane.codec for plane in pool.planes}
+        assert (codecs[3, "k"].name, codecs[3, "index_key"].name) == (latent, index)
+        assert {layer for layer, part in codecs if part == "index_key"} == set(range(3, 60))
+        assert {plane.total_heads for plane in pool.planes if plane.part == "index_key"} == {1}
+
+
+def test_of_minimax_m3_what_is_not_carried_is_refused_and_what_is_unknown_not_guessed() -> None:
+    sparse = M3["text_config"]["sparse_attention_config"]
+    named = {"model_type": "minimax_m2", "sparse_attention_config": sparse}
+    assert read(M3["text_config"] | named).index == read(M3).index, "M3's checkpoint names its language model so"
+    assert not read(
+        {name: value for name, value in M3["text_config"].items() if "sparse" not in name}
+        | {"model_type": "minimax_m2"}
+    ).index
+    for change in ({"sparse_disable_index_value": [0] * 60}, {"sparse_disable_index_value": None}):
+        with refused(OperatorError, "cache_unsupported", "index values"):
+            pools_of(read(M3["text_config"] | {"sparse_attention_config": sparse | change}), parse("sglang"), "m", "e")
+    with refused(OperatorError, "bad_model_config", "sparse_attention_freq"):
+        read({name: value for name, value in M3["text_config"].items() if "sparse" not in name})
+    with refused(OperatorError, "codec_unknown", "indexer_kv_dtype nvfp4: .+ needs one of these"):
+        pools_of(read(M3), parse("vllm --attention-config.indexer_kv_dtype nvfp4"), "m", "e")
+    sides = (pools_of(read(M3), parse(side), "m", "e") for side in ("vllm -tp 2", "sglang --tp 4 --page-size 128"))
+    senders, receivers = sides
+    assert not [each for ours in senders for theirs in receivers for each in compat.obstacles(ours, theirs)]
+
+
 def test_hybrids_keep_rows_in_their_attention_layers_only() -> None:
     kimi = latents("kimi_linear", 6, linear_attn_config={"full_attn_layers": [4, 6]})
     nemotron = config("nemotron_h", 6, 8, 2, 64, hybrid_override_pattern="M-M*M*")
@@ -189,6 +233,7 @@ def test_of_a_command_counts_what_decides_the_cache(command: str, expected: dict
         ("my-vllm serve M", "names neither vllm nor sglang"),
         ("docker run --name sglang vllm serve M", "names both sglang and vllm"),
         ("vllm --speculative-config 5", "object"),
+        ("vllm -ac {indexer", "--attention-config {indexer"),
         ("vllm -tp two", "two"),
         ("vllm -tp 0", "0"),
         ("vllm --speculative-config {method", "speculative-config"),

@@ -26,7 +26,7 @@ class Unsupported:
 
 
 UNSUPPORTED: dict[str, Unsupported] = {
-    "index": Unsupported("index keys other than those of 128 fp8 numbers beside latents yet", OTHER),
+    "index values": Unsupported("index values beside index keys, nor do SGLang's own backends", {}),
     "state": Unsupported("recurrent or convolution states yet", OTHER),
     "compressed": Unsupported("caches of which a row stands for several tokens yet", OTHER),
     "ring": Unsupported("ring buffers of a request's last tokens yet", OTHER),

@@ -1,13 +1,14 @@
 """Describes SGLang's KV pool as a Pool: its planes, and the allocations that hold them.
 
 A `SWAKVPool` has two halves: layers that see all tokens, and layers with a window. Each half has tensors of its own,
-and is a group, because a token has another slot in each (`windows.py`). Any other pool is one half.
+and is a group, because a token has another slot in each (`windows.py`). Any other pool is one half. Index keys of
+sparse attention are beside K and V or latents, in the same slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,13 +43,14 @@ POOLS = {
     "MLATokenToKVPool": "latent",
     "SWAKVPool": "halves",
     "DSATokenToKVPool": "latent",  # and index keys
-    "MiniMaxSparseKVPool": "index",
+    "MiniMaxSparseKVPool": "kv and index keys",
     "HybridLinearKVPool": "state",
     "QSATokenToKVPool": "state",
     "DeepSeekV4TokenToKVPool": "compressed",
     "MHATokenToKVPoolFP4": "packed",
     "MLATokenToKVPoolFP4": "packed",
     "MHATokenToKVPoolMXFP8": "packed",
+    "MiniMaxM3Nvfp4KVPool": "packed",
     "HiSparseDSATokenToKVPool": "host rows",
 }
 HALF = "MHATokenToKVPool"  # what each half of a `SWAKVPool` must be
@@ -60,6 +62,7 @@ class LayerGroup:
     """Layers whose rows lie under one block table. `layers` are the model's numbers of the pool's layers, in order.
 
     `window` counts the current token; 0 for none. `kind` is what the model says of such a layer, if it has a window.
+    `index` are the index keys of the layers that have some.
     """
 
     pool: Any
@@ -69,11 +72,10 @@ class LayerGroup:
     block_tokens: int
     kind: LayerKind = "full"
     window: int = 0
+    index: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def described(self, parts: list[LayerTensor]) -> Group:
-        is_paged = [_is_hnd(self.pool) or part.name == INDEX_KEY for part in parts]
-        sizes = [part.tensor.shape[0] for part in parts]
-        blocks = min(size // (1 if pages else self.block_tokens) for size, pages in zip(sizes, is_paged, strict=True))
+        blocks = min(part.tensor.shape[0] // (1 if part.is_paged else self.block_tokens) for part in parts)
         kind: GroupKind = "full" if not self.window else "chunked" if self.kind == "chunked" else "sliding"
         return Group(kind=kind, block_tokens=self.block_tokens, blocks=blocks, window=self.window)
 
@@ -85,7 +87,7 @@ INDEX_KEY, INDEX_WIDTH, INDEX_SCALE_BYTES = "index_key", 128, 4
 class LayerTensor:
     """One tensor of a layer: [slots, heads, width], or in the layout `hnd` [pages, heads, tokens, width].
 
-    That of index keys is [pages, bytes].
+    That of index keys with scales is [pages, bytes]. `dtype` is that of the numbers: SGLang keeps fp8 as bytes.
     """
 
     group: LayerGroup
@@ -93,6 +95,16 @@ class LayerTensor:
     name: str
     tensor: torch.Tensor
     scale: float
+    heads: Heads
+    dtype: torch.dtype
+
+    @property
+    def is_paged(self) -> bool:
+        return self.tensor.dim() != 3
+
+    @property
+    def is_scaled_index(self) -> bool:
+        return self.name == INDEX_KEY and self.tensor.dim() == 2
 
 
 def describe(
@@ -166,6 +178,8 @@ def check(queue: Any) -> None:
         raise OperatorError("cache_unsupported", f"metadata buffers: on {device}, must be on the CPU")
     if has_windows(pool):
         _check_halves(pool)
+    if _is_minimax(pool):
+        _check_minimax(pool)
     for half in _pools(pool):
         _check_rows(half)
     for draft in drafts.pools(queue):
@@ -197,6 +211,20 @@ def _check_halves(pool: Any) -> None:
     if pool.full_to_swa_index_mapping is None or pool.swa_req_ring_size is not None:
         reason = "its slots are a ring of each request's" if pool.swa_req_ring_size else "nothing maps slots to it"
         raise OperatorError("cache_unsupported", f"KV pool: SWAKVPool whose swa_kv_pool is not in pages: {reason}")
+
+
+def _check_minimax(pool: Any) -> None:
+    """Raises OperatorError unless each layer has K and V in slots, and its index keys, if any, are rows of as many."""
+    main, keys = pool.main_pool, pool.index_k_pool
+    if pool.index_kv_pool is not None:
+        raise refusal("cache_unsupported", "sglang", "index values", "KV pool: MiniMaxSparseKVPool")
+    found = [type(each).__name__ for each in (main, keys, pool.dense_pool) if each is not None]
+    if found not in ([HALF], [HALF, "MHATokenToKOnlyPool"]) or _is_hnd(main):
+        reason = f"KV pool: MiniMaxSparseKVPool of {' and '.join(found)}, layout {main.kv_cache_layout}"
+        raise OperatorError("cache_unsupported", f"{reason}, must be {HALF} and MHATokenToKOnlyPool, layout nhd")
+    if keys is not None and keys.dtype not in CODEC_OF:
+        known = ", ".join(map(str, CODEC_OF))
+        raise OperatorError("codec_unknown", f"KV pool: index keys in {keys.dtype}, supported are {known}")
 
 
 def _check_rows(pool: Any) -> None:
@@ -242,6 +270,8 @@ def moved(pool: Any) -> None:
 
 def _pools(pool: Any) -> tuple[Any, ...]:
     """The pools that have tensors."""
+    if _is_minimax(pool):
+        return (pool.main_pool,)
     return (pool.full_kv_pool, pool.swa_kv_pool) if has_windows(pool) else (pool,)
 
 
@@ -249,10 +279,11 @@ def _groups(queue: Any, shard: Shard, attentions: dict[int, Any], is_decoder: bo
     pool, config = queue.token_to_kv_pool, queue.scheduler.model_config
     page = int(pool.page_size)
     if _is_latent(pool):
-        return [LayerGroup(pool, 0, _numbers(pool), Heads(0, 1, 1), page, "mla")]
+        return [LayerGroup(pool, 0, _numbers(pool), Heads(0, 1, 1), page, "mla", index=_index(pool))]
     total = int(config.get_total_num_kv_heads())
     if not has_windows(pool):
-        return [LayerGroup(pool, 0, _numbers(pool), _heads(pool, total, shard), page)]
+        (rows,) = _pools(pool)
+        return [LayerGroup(rows, 0, _numbers(rows), _heads(rows, total, shard), page, index=_index(pool))]
     full, window = pool.full_kv_pool, pool.swa_kv_pool
     if is_decoder and page == 1 and queue.scheduler.server_args.disaggregation_decode_enable_radix_cache:
         # SGLang would also hand out slots before the window, which nobody has written.
@@ -284,7 +315,8 @@ def _draft_layers(queue: Any, shard: Shard, attentions: dict[int, Any], depth: i
         attentions |= {number: own[layer] for layer, number in numbers.items() if layer in own}
         layers, page = tuple(numbers.values()), int(pool.page_size)
         if _is_latent(pool):
-            found.append(LayerGroup(pool, 0, layers, Heads(0, 1, 1), page, "mla"))
+            index = {numbers[layer]: keys for layer, keys in _index(pool).items()}
+            found.append(LayerGroup(pool, 0, layers, Heads(0, 1, 1), page, "mla", index=index))
         else:
             heads = _heads(pool, int(runner.model_config.get_total_num_kv_heads()), shard)
             found.append(LayerGroup(pool, 0, layers, heads, page))
@@ -319,6 +351,15 @@ def _numbers(pool: Any) -> tuple[int, ...]:
     return tuple(range(pool.start_layer, pool.start_layer + pool.layer_num))
 
 
+def _index(pool: Any) -> dict[int, torch.Tensor]:
+    """The index keys of each layer that has some. One that uses another's choice has none, or no pages."""
+    if _is_minimax(pool):
+        keys = pool.index_k_pool
+        return {layer: keys.k_buffer[at].view(keys.dtype) for layer, at in pool.index_k_layer_id_mapping.items()}
+    buffers = pool.index_k_with_scale_buffer if hasattr(pool, "index_key_cache") else ()
+    return {layer: keys for layer, keys in zip(_numbers(pool), buffers, strict=False) if len(keys)}
+
+
 def _mapped(pool: Any, is_window: bool) -> tuple[int, ...]:
     """The model's numbers of the layers of a half, in the order of its tensors."""
     places = sorted((at, layer) for layer, (at, has_window) in pool.layers_mapping.items() if has_window == is_window)
@@ -331,6 +372,10 @@ def _heads(pool: Any, total: int, shard: Shard) -> Heads:
         reason = f"KV pool: {pool.head_num} heads on rank {shard.tp_rank} of {shard.tp_size}, expected {heads.count}"
         raise OperatorError("heads_unknown", reason)
     return heads
+
+
+def _is_minimax(pool: Any) -> bool:
+    return POOLS.get(type(pool).__name__) == "kv and index keys"
 
 
 def _is_latent(pool: Any) -> bool:
@@ -355,16 +400,15 @@ def _attentions(model: Any) -> dict[int, Any]:
 
 
 def _parts(group: LayerGroup, attentions: dict[int, Any]) -> Iterator[LayerTensor]:
-    pool = group.pool
+    pool, whole = group.pool, Heads(0, 1, 1)
     for index, layer in enumerate(group.layers):
-        k_scale, v_scale = (_scale(attentions.get(layer), part) for part in "kv")
-        if _is_latent(pool):
-            yield LayerTensor(group, layer, "latent", pool.kv_buffer[index], k_scale)
-            if hasattr(pool, "index_key_cache") and len(keys := pool.index_k_with_scale_buffer[index]):
-                yield LayerTensor(group, layer, INDEX_KEY, keys, 1.0)  # one that uses another's top-k has no pages
-        else:
-            yield LayerTensor(group, layer, "k", pool.k_buffer[index], k_scale)
-            yield LayerTensor(group, layer, "v", pool.v_buffer[index], v_scale)
+        parts = {"latent": pool.kv_buffer} if _is_latent(pool) else {"k": pool.k_buffer, "v": pool.v_buffer}
+        for name, buffers in parts.items():
+            scale = _scale(attentions.get(layer), "v" if name == "v" else "k")
+            yield LayerTensor(group, layer, name, buffers[index], scale, group.heads, pool.dtype)
+        if (keys := group.index.get(layer)) is not None:
+            scale = _scale(attentions.get(layer), "idx_k")
+            yield LayerTensor(group, layer, INDEX_KEY, keys, scale, whole, keys.dtype)
 
 
 def _scale(attention: Any, part: str) -> float:
@@ -376,7 +420,7 @@ def _scale(attention: Any, part: str) -> float:
 
 
 def _planes(part: LayerTensor, region: int) -> Iterator[Plane]:
-    if part.name != INDEX_KEY:
+    if not part.is_scaled_index:
         yield _plane(part, region)
         return
     # `_set_k_and_s_triton` in sglang/kernels/ops/kvcache/dsa_index_k_cache.py: keys at token * 128, scales behind all
@@ -409,13 +453,13 @@ def _planes(part: LayerTensor, region: int) -> Iterator[Plane]:
 def _plane(part: LayerTensor, region: int) -> Plane:
     group, tensor, size = part.group, part.tensor, part.tensor.element_size()
     strides = [stride * size for stride in tensor.stride()]
-    if _is_hnd(group.pool):
+    if part.is_paged:
         block, head, slot, element = strides
     else:
         slot, head, element = strides
         block = group.block_tokens * slot
-    width, dtype = tensor.shape[-1], group.pool.dtype
-    if _is_latent(group.pool) and width != _latent_width(group.pool):
+    width, dtype = tensor.shape[-1], part.dtype
+    if part.name == "latent" and width != _latent_width(group.pool):
         codec = Codec(name="fp8_ds_mla", width=_latent_width(group.pool), element_bytes=size, row_bytes=width * size)
     else:
         scales = (part.scale,) if dtype in FP8 else ()
@@ -430,9 +474,9 @@ def _plane(part: LayerTensor, region: int) -> Plane:
         token_axis=(Step(group.block_tokens, slot),),
         head_stride=head,
         element_axis=(Step(width, element),),
-        first_head=group.heads.first,
-        heads=group.heads.count,
-        total_heads=group.heads.total,
+        first_head=part.heads.first,
+        heads=part.heads.count,
+        total_heads=part.heads.total,
         codec=codec,
         name=f"layer {part.layer} {part.name}",
     )

@@ -10,6 +10,7 @@ tests/integration/adapters/test_vllm_backends.py.
 | cpu | as cpu.py says |
 | latent | [B, N, W]: one row a token, which the layer's kv_cache_dtype describes; every rank has it whole |
 | index_key | [B, N, 132] bytes: in each page of the kernel all keys of 128, then scales of 4; every rank has it whole |
+| plain_index_key | [B, N, 128] numbers, all blocks one after another: one row a token; every rank has it whole |
 | others | a kind that is not carried: adapters/engine/unsupported.py |
 
 Sources are paths below vllm/ in 0.33.0, read there and in 0.32.0. `concat_and_cache_mla` is the writer of latents that
@@ -65,10 +66,13 @@ BACKENDS: dict[str, RowWriter] = {
     # indexer_k_quant_and_cache (csrc/libtorch_stable/cache_kernels.cu) and _fp8_quant_and_cache_write: key at byte
     # token * 128 of the page, scale at page tokens * 128 + token * 4
     "DEEPSEEK_V32_INDEXER": RowWriter("index_key", "models/deepseek_v32/common/kernels.py:81"),
-    "MINIMAX_M3_SPARSE": RowWriter("index", "models/minimax_m3/common/sparse_attention.py"),
-    "MINIMAX_M3_SPARSE_INDEXER": RowWriter("index", "models/minimax_m3/common/indexer.py"),
-    "CUTLASS_MSA": RowWriter("index", "models/minimax_m3/nvidia/sparse_attention_msa.py"),
-    "TRITON_MSA": RowWriter("index", "models/minimax_m3/nvidia/sparse_attention_msa.py"),
+    # fused_minimax_m3_qknorm_rope_kv_insert (csrc/libtorch_stable/fused_minimax_m3_qknorm_rope_kv_insert_kernel.cu):
+    # K and V by the strides of the cache, V 128 numbers after K; index keys at slot * 128, whatever the strides. The
+    # last two names choose a kernel that reads.
+    "MINIMAX_M3_SPARSE": RowWriter("kv", "models/minimax_m3/common/sparse_attention.py"),
+    "CUTLASS_MSA": RowWriter("kv", "models/minimax_m3/nvidia/sparse_attention_msa.py"),
+    "TRITON_MSA": RowWriter("kv", "models/minimax_m3/nvidia/sparse_attention_msa.py"),
+    "MINIMAX_M3_SPARSE_INDEXER": RowWriter("plain_index_key", "models/minimax_m3/common/indexer.py"),
     "DEEPSEEK_V4_INDEXER": RowWriter("compressed", f"{MLA}indexer.py"),
     "DEEPSEEK_V41_INDEXER": RowWriter("compressed", f"{MLA}indexer.py"),
     "FLASHMLA_SPARSE_DSV4": RowWriter("compressed", "models/deepseek_v4/sparse_mla.py"),
@@ -84,6 +88,7 @@ BACKENDS: dict[str, RowWriter] = {
     "TURBOQUANT": RowWriter("packed", f"{V1}turboquant_attn.py"),
     "ULTRAQUANT": RowWriter("packed", f"{V1}ultraquant_attn.py"),
 }
+INDEX_KEYS = ("index_key", "plain_index_key")  # layers of their own to vLLM
 # What a spec is alone, whatever its backend.
 SPECS: dict[str, str] = {
     "MambaSpec": "state",
@@ -110,7 +115,7 @@ def check_backend(name: str, layer: Any, is_latent: bool) -> None:
     backend, rows = backend_of(layer), rows_of(layer)
     if rows in UNSUPPORTED:
         raise refusal("layer_unsupported", "vllm", rows, f"{name}: attention backend {backend}")
-    fitting = ("latent", "index_key") if is_latent else ("kv", "cpu")
+    fitting = ("latent", *INDEX_KEYS) if is_latent else ("kv", "cpu")
     if rows not in fitting:
         known = ", ".join(each for each, listed in BACKENDS.items() if listed.rows in fitting)
         raise OperatorError(

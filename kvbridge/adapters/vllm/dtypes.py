@@ -11,6 +11,7 @@ from kvbridge_proto.pool import Codec, CodecName
 from ...errors import OperatorError
 from ..engine.codecs import CODEC_OF
 from ..engine.unsupported import refusal
+from .backends import rows_of
 from .shapes import Cell, Spot
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class RowForm:
 def form_of(member: KVLayer, heads: int) -> RowForm:
     """Raises OperatorError for numbers that no codec of ours describes."""
     if member.is_index:
-        return _index_form(member)
+        is_plain = rows_of(member.attention) == "plain_index_key"
+        return _plain_index_form(member) if is_plain else _index_form(member)
     tensor, said = member.tensor, member.said
     size, (key, value) = tensor.element_size(), member.widths
     if said in ROW_SCALED and size == 1 and key == value:
@@ -88,6 +90,31 @@ def _index_form(member: KVLayer) -> RowForm:
     return RowForm("fp8_row_scale", cell, "ue8m0_x4" if is_packed else "pow2_fp32")
 
 
+def _plain_index_form(member: KVLayer) -> RowForm:
+    """MiniMax M3's: a row of numbers for each token, in fp8 without a scale (`storeElemsFp8` of the writer).
+
+    The writer counts slots over all blocks, where readers follow the tensor's strides: so these must be dense.
+    """
+    tensor, key = member.tensor, member.widths[0]
+    name = CODEC_OF.get(tensor.dtype)
+    found = tensor.dtype, int(member.spec.head_size), tensor.shape[-1]
+    if name is None or found[1:] != (key, key):
+        raise OperatorError(
+            "codec_unknown",
+            f"{member.name}: index cache of {found[1]} x {found[0]} a token (its tensor has {found[2]}), must be "
+            f"{key} plain numbers; no setting of the engine helps",
+        )
+    tokens = tensor.shape[-2]
+    if (tensor.stride(0), tensor.stride(-2), tensor.stride(-1)) != (tokens * key, key, 1):
+        raise OperatorError(
+            "layout_unknown",
+            f"{member.name}: index cache {tuple(tensor.shape)} with strides {tensor.stride()}, vLLM writes its rows "
+            "one after another; needs VLLM_KV_CACHE_LAYOUT LBNHC or LBHNC",
+        )
+    size = tensor.element_size()
+    return RowForm(name, Cell(1, key * size, 0, part="index_key"))
+
+
 def codec_of(member: KVLayer, form: RowForm, spot: Spot) -> Codec:
     """The codec of one plane of the layer."""
     cell, size = form.cell, member.tensor.element_size()
@@ -110,6 +137,8 @@ def codec_of(member: KVLayer, form: RowForm, spot: Spot) -> Codec:
 
 def member_scales(member: KVLayer) -> dict[str, tuple[float, ...]]:
     """The scales of a layer's parts: one each, or one per head in both if the checkpoint has that in either."""
+    if member.is_index:
+        return {"index_key": (1.0,)}
     if member.is_latent:
         return {"latent": _scales(member, "k")}
     k, v = _scales(member, "k"), _scales(member, "v")

@@ -12,7 +12,7 @@ from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Shard
 from ...errors import OperatorError
 from ..engine.heads import Heads
 from ..engine.names import draft_name
-from .backends import check_backend, rows_of, spec_refusal
+from .backends import INDEX_KEYS, check_backend, rows_of, spec_refusal
 from .versions import transfer_groups
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class KVLayer:
 
     @property
     def is_index(self) -> bool:
-        return rows_of(self.attention) == "index_key"
+        return rows_of(self.attention) in INDEX_KEYS
 
     @property
     def heads(self) -> int:
@@ -235,7 +235,8 @@ def drafts_of(members: list[KVLayer], config: VllmConfig, model: str, said: str)
 def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:
     """Each under vLLM's own number. A draft model that counts from 0 again gets the numbers after the model's.
 
-    Index keys have the number of their attention layer, in whose module they are: "P.indexer.k_cache" and "P.attn".
+    Index keys have the number of the attention layer "P.attn", in whose module P they are: "P.indexer.k_cache", or
+    "P.attn.index_cache".
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -256,7 +257,7 @@ def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:
     owners = {member.name.rpartition(".")[0]: member for member in numbers.values()}
     for member in members:
         if member.is_index:
-            module = member.name.partition(".indexer")[0]
+            module = member.name.rsplit(".", 2)[0]
             if module not in owners:
                 reason = f"{member.name}: index keys, and no attention layer in {module}"
                 raise OperatorError("layer_unsupported", reason)

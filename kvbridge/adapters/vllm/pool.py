@@ -91,6 +91,9 @@ def _planes(member: KVLayer, region: int, blocks: int) -> Iterator[Plane]:
     """The planes of one layer."""
     tensor, heads = member.tensor, member.held
     form = form_of(member, heads.count)
+    if (slots := getattr(member.spec, "num_head_slots", None)) is not None:
+        reason = f"{member.name}: num_head_slots {slots} for {heads.count} heads, whose order kvbridge does not know"
+        raise OperatorError("layout_unknown", reason)
     try:
         spots = halves_of(
             tensor.shape, tensor.stride(), tensor.element_size(), form.cell, int(member.spec.block_size), blocks

@@ -81,8 +81,8 @@ def changed_scales(pool: Pool, layers: Mapping[str, Any]) -> tuple[Scales, ...]:
     """The scales of vLLM's layers where they differ from the pool's. A plane has its layer's name."""
     found = []
     for plane in pool.planes:
-        if len(plane.codec.scales) != 1:
-            continue
+        if len(plane.codec.scales) != 1 or plane.part == "index_key":
+            continue  # plain index keys have the scale 1, whatever their layer has
         scale = float(getattr(layers[plane.name], f"_{_half(plane.part)}_scale_float"))
         if scale != plane.codec.scales[0]:
             found.append(Scales(plane.layer, plane.part, (scale,)))

@@ -23,6 +23,7 @@ from tests.integration.adapters.test_sglang_pool import (
     latent,
     on_a_cpu,
     plain,
+    plain_index,
     pool_class,
     queue_of,
     sparse,
@@ -53,6 +54,11 @@ def queue_for(family: Family, tp: int) -> Any:
     elif family.pool == "DSATokenToKVPool":
         skipped = [layer not in model.index for layer in range(len(model.layers))]
         pool = sparse(layer_num=len(model.layers), skip_topk_layers=skipped)
+    elif family.pool == "MiniMaxSparseKVPool":
+        heads, sparse_layers, depth = max(1, first.kv_heads // tp), sorted(model.index), len(model.layers)
+        chosen = {"sparse_layer_ids": sparse_layers, "disable_value_sparse_layer_ids": sparse_layers}
+        dense = {"dense_layer_ids": sorted(set(range(depth)) - model.index), "end_layer": depth}
+        pool = plain_index(PAGE, heads=heads, head_dim=first.key_width, **chosen, **dense)
     else:
         pool = object.__new__(pool_class(family.pool))
     queue = queue_of(pool, heads=first.kv_heads, layers=len(model.layers))

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
     SparseCacheRole,
+    UniformTypeKVCacheSpecs,
 )
 
 from kvbridge.adapters.engine.unsupported import UNSUPPORTED
@@ -48,6 +49,7 @@ LATENT = MLAAttentionSpec(**COMMON, num_kv_heads=1, head_size=576)
 INDEX = MLAAttentionSpec(
     block_size=BLOCK, dtype=torch.uint8, num_kv_heads=1, head_size=132, cache_role=SparseCacheRole.INDEXER
 )
+INDEXER = "MINIMAX_M3_SPARSE_INDEXER"
 COMPRESSED = MLAAttentionSpec(block_size=64, dtype=torch.uint8, num_kv_heads=1, head_size=584, tokens_per_state=4)
 
 
@@ -98,6 +100,13 @@ def mimo(tp: int) -> Specs:
     return each(48, lambda i: sliding(8, 192, tp, 128, 128) if i % 6 else full(4, 192, tp, 128), "FLASH_ATTN_DIFFKV")
 
 
+def minimax(tp: int) -> Specs:
+    """Layers 0 to 2 are vLLM's ordinary ones."""
+    own = MLAAttentionSpec(**COMMON, num_kv_heads=1, head_size=128, cache_role=SparseCacheRole.INDEXER)
+    keys = {f"model.layers.{layer}.self_attn.attn.index_cache": (INDEXER, own) for layer in range(3, 60)}
+    return each(60, lambda i: full(4, 128, tp), "MINIMAX_M3_SPARSE") | each(3, lambda i: full(4, 128, tp)) | keys
+
+
 def latents(count: int) -> Specs:
     return each(count, lambda i: LATENT, "FLASHMLA")
 
@@ -121,7 +130,7 @@ SPECS: dict[str, Callable[[int], Specs]] = {
         latents(61)
         | {f"model.layers.{layer}.self_attn.indexer.k_cache": ("DEEPSEEK_V32_INDEXER", INDEX) for layer in range(61)}
     ),
-    "full attention and index keys": lambda tp: each(60, lambda i: full(4, 128, tp), "MINIMAX_M3_SPARSE"),
+    "full attention and index keys": minimax,
     "compressed latents": lambda tp: each(2, lambda i: COMPRESSED, "FLASHMLA_SPARSE_DSV4"),
     "states and full attention": states,
     "states and latents": lambda tp: beside(latents(7), STATE, "GDN_ATTN"),
@@ -153,7 +162,8 @@ def adapted(family: Family, tp: int, rank: int, dtype: str) -> Pool:
     specs = SPECS[family.name](tp)
     made = {name: spec for name, (_, spec) in specs.items()}
     has_pages = all(hasattr(spec, "head_size") for spec in made.values())
-    if has_pages and len({type(spec) for spec in made.values()}) > 1:
+    is_one_type = has_pages and UniformTypeKVCacheSpecs.from_specs(made) is not None
+    if has_pages and not is_one_type and len({type(spec) for spec in made.values()}) > 1:
         made = unify_kv_cache_spec_page_size(made)
     text = SimpleNamespace(num_hidden_layers=len(read(family.config).layers), qk_rope_head_dim=64)
     if "swa_num_key_value_heads" in family.config:

@@ -63,6 +63,17 @@ def sparse(dtype: torch.dtype = torch.bfloat16, kv_cache_dim: int = 576, **more:
     return DSATokenToKVPool(**COMMON | own | {"kv_cache_dim": kv_cache_dim} | more)
 
 
+def plain_index(page: int = 16, dtype: torch.dtype = torch.bfloat16, heads: int = HEADS, **more: Any) -> Any:
+    """MiniMax M3's: K and V in every layer, index keys in those that are sparse."""
+    from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool
+
+    own: dict[str, Any] = {"size": TOKENS, "page_size": page, "dtype": dtype, "head_num": heads, "head_dim": WIDTH}
+    own |= {"idx_head_dim": 128, "device": "cpu", "start_layer": 0, "end_layer": LAYERS}
+    sparse_layers = list(range(1, own["end_layer"] if "end_layer" not in more else more["end_layer"]))
+    own |= {"dense_layer_ids": [0], "sparse_layer_ids": sparse_layers, "disable_value_sparse_layer_ids": sparse_layers}
+    return MiniMaxSparseKVPool(**own | more)
+
+
 class RadixAttention(torch.nn.Module):
     """By its name: what the description looks for among the model's modules."""
 
@@ -231,7 +242,10 @@ def test_what_cannot_be_described_is_refused_by_name() -> None:
         assert caught.value.code == "cache_unsupported" and said in str(caught.value)
 
 
-HOMES = ("memory_pool", "swa_memory_pool", "qsa_kv_pool", "deepseek_v4_memory_pool", "hisparse_memory_pool")
+HOMES = (
+    *("memory_pool", "swa_memory_pool", "qsa_kv_pool", "deepseek_v4_memory_pool", "hisparse_memory_pool"),
+    "minimax_m3_nvfp4_pool",
+)
 
 
 def pool_class(name: str) -> type[Any]:

@@ -25,7 +25,6 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
-    SparseCacheRole,
 )
 
 from kvbridge.adapters.engine.memory import Memory
@@ -188,12 +187,9 @@ def test_the_heads_of_windows_that_a_config_names_apart_are_theirs() -> None:
 
 
 COMMON: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.uint8}
-INDEX = MLAAttentionSpec(**COMMON, head_size=128, cache_role=SparseCacheRole.INDEXER)
 GQA: dict[str, Any] = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
 REFUSED = [
-    (INDEX, "MINIMAX_M3_SPARSE_INDEXER", "index"),
     (MLAAttentionSpec(**COMMON, head_size=584, tokens_per_state=4), "FLASHMLA_SPARSE_DSV4", "compressed"),
-    (FullAttentionSpec(**GQA), "MINIMAX_M3_SPARSE", "index"),
     (FullAttentionSpec(**GQA), "TURBOQUANT", "packed"),
     (MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.bfloat16,)), "GDN_ATTN", "state"),
     (CircularBufferSpec(**GQA), "KPOOL_TAIL", "ring"),
@@ -216,7 +212,9 @@ def test_a_refusal_names_what_is_missing_and_what_would_help_whatever_the_dtype(
 
 
 def test_every_kind_that_the_table_names_is_one_we_know() -> None:
-    assert {backend.rows for backend in BACKENDS.values()} - set(UNSUPPORTED) == {"kv", "cpu", "latent", "index_key"}
+    assert {backend.rows for backend in BACKENDS.values()} - set(UNSUPPORTED) == {
+        *("kv", "cpu", "latent", "index_key", "plain_index_key")
+    }
 
 
 def test_a_reader_of_scales_that_are_powers_of_two_is_refused() -> None:

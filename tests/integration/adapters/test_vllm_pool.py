@@ -77,11 +77,13 @@ def build(
     specs: dict[str, Any] | None = None,
     drafts: Any = None,
     backends: dict[str, str] | None = None,
+    groups: list[KVCacheGroupSpec] | None = None,
     **parallel: int,
 ) -> Pool:
     """`layer`, `model` and `cache` add to what vLLM's objects of those names say; `older` is the cache of 0.26.
 
-    `specs` are those of several groups, by a layer's name: layers of equal specs make a group. `backends` likewise.
+    `specs` are those of several groups, by a layer's name: layers of equal specs make a group, unless `groups` are
+    vLLM's own. `backends` likewise.
     """
 
     def attention(name: str) -> Any:
@@ -108,7 +110,7 @@ def build(
         speculative_config=drafts,
     )
     named = specs or dict.fromkeys(caches, kv_spec or spec())
-    groups = [
+    groups = groups or [
         KVCacheGroupSpec([name for name in caches if named[name] == one], one) for one in dict.fromkeys(named.values())
     ]
     found: Any = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from kvbridge_proto.engine import Withdraw
@@ -16,6 +17,7 @@ from tests.support.waiting import wait_for
 
 # Of sparse attention: every rank has them whole, and one layer has none. Pages of 64, as the kernels want them.
 INDEX = More("index_key", width=128, codec="fp8_row_scale", page_tokens=64, layers=(0, 2))
+ROWS = More("index_key", width=128, layers=(1, 2))  # MiniMax M3's: plain rows beside K and V
 PAIRS = {
     "nhd 16 tp2 -> hnd 64 tp1": (Shape("nhd", tp_size=2), Shape("hnd", block_tokens=64, blocks=8)),
     "cross-layer 64 tp1 -> packed 16 tp2": (
@@ -36,9 +38,18 @@ PAIRS = {
         mla(layers=3, block_tokens=128, blocks=6, tp_size=2, more=(INDEX,)),
         mla(layers=3, block_tokens=16, more=(INDEX,)),
     ),
+    "plain index keys 64 tp1 -> hnd 128 tp2": (
+        Shape("nhd", layers=3, block_tokens=64, blocks=6, more=(ROWS,)),
+        Shape("packed_hnd", layers=3, block_tokens=128, blocks=6, tp_size=2, more=(ROWS,)),
+    ),
+    "plain index keys 128 tp2 -> 16 tp1": (
+        Shape("packed_hnd", layers=3, block_tokens=128, blocks=6, tp_size=2, more=(ROWS,)),
+        Shape("nhd", layers=3, more=(ROWS,)),
+    ),
 }
 
 
+SLOTS, PAGES = PAIRS["plain index keys 64 tp1 -> hnd 128 tp2"]
 ROUTES = ("nixl", "pull")
 
 
@@ -73,6 +84,21 @@ def test_carries_what_lies_behind_a_prefix_that_the_receiver_has(ranks: tuple[in
     bench.want("all of it", receiver_table, range(90, 90), blocks=())
     bench.done("all of it")
     bench.check(receiver_table, range(48, 90))
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_index_keys_behind_a_prefix_leave_the_receivers_own_as_they_are(
+    ranks: tuple[int, int], bench_of: Benches
+) -> None:
+    """Every rank's, and in a block that has some of both: 80 tokens of a page of 64 and one of 128."""
+    ours, theirs = (replace(shape, tp_size=tp) for shape, tp in zip((SLOTS, PAGES), ranks, strict=True))
+    bench = bench_of(ours, theirs)
+    sender_table, receiver_table = _tables(bench, 200)
+    bench.fill(sender_table, range(200))
+    bench.offer("r", sender_table, 200)
+    bench.want("r", receiver_table, range(80, 200))
+    bench.done("r")
+    bench.check(receiver_table, range(80, 200))
 
 
 def _tables(bench: Bench, tokens: int) -> tuple[list[int], list[int]]:
