@@ -103,7 +103,7 @@ class JobEngine(SyntheticEngine):
         job = self.job
         expected = [torch.full_like(region, POISON) for region in self.regions]
         for request in job.requests:
-            self._fill(expected, request, job.sender_codec)
+            self._fill(expected, request, job.sender_codec, has_zeros=True)
         found = zip(self.layers, self.regions, expected, strict=True)
         wrong = (first_difference(ours, wanted, job.shape, job.rank, layer) for layer, ours, wanted in found)
         return next(filter(None, wrong), "")
@@ -140,15 +140,19 @@ class JobEngine(SyntheticEngine):
             for each in ready:
                 each.put()
 
-    def _fill(self, regions: Sequence[torch.Tensor], request: DemoRequest, codec: CodecName) -> None:
-        for rows in self._rows(regions, request, codec):
+    def _fill(
+        self, regions: Sequence[torch.Tensor], request: DemoRequest, codec: CodecName, has_zeros: bool = False
+    ) -> None:
+        for rows in self._rows(regions, request, codec, has_zeros):
             rows.put()
 
-    def _rows(self, regions: Sequence[torch.Tensor], request: DemoRequest, codec: CodecName) -> Iterator[DemoRows]:
+    def _rows(
+        self, regions: Sequence[torch.Tensor], request: DemoRequest, codec: CodecName, has_zeros: bool = False
+    ) -> Iterator[DemoRows]:
         job, table = self.job, self.tables[request.name]
         for layer, region in zip(self.layers, regions, strict=True):
             tokens = torch.arange(request.first_token, request.tokens, device=region.device)
-            yield from prepare(region, job.shape, job.rank, table, tokens, codec, layer, request.seed)
+            yield from prepare(region, job.shape, job.rank, table, tokens, codec, layer, request.seed, has_zeros)
 
 
 def main() -> None:

@@ -19,7 +19,10 @@ POISON = 0xA5
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. `axes` is the order of its memory, outermost first: Layer, Part, Block, Token, Head, Element."""
+    """One engine. `axes` is the order of its memory, outermost first: Layer, Part, Block, Token, Head, Element.
+
+    The last `drafts` of its layers are a draft model's.
+    """
 
     name: str
     axes: str
@@ -31,6 +34,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     layers: int = 8
     kv_heads: int = 8
     width: int = 128
+    drafts: int = 0
 
     @property
     def local_heads(self) -> int:
@@ -107,7 +111,12 @@ def describe(shape: Shape, rank: int, layers: tuple[int | None, ...] = (None,)) 
     layer = Layer(kind="full", kv_heads=shape.kv_heads, key_width=shape.width, value_width=shape.width)
     return Pool(
         engine=Engine(kind="synthetic", version="0", id=shape.name),
-        model=Model(name="demo", layers=(layer,) * shape.layers),
+        model=Model(
+            name="demo",
+            layers=(layer,) * shape.layers,
+            depth=shape.layers - shape.drafts,
+            drafts=tuple(range(shape.layers - shape.drafts, shape.layers)),
+        ),
         shard=Shard(tp_rank=rank, tp_size=shape.tp_size),
         groups=(Group(kind="full", block_tokens=shape.block_tokens, blocks=shape.blocks),),
         regions=(Region(shape.rank_bytes // len(layers)),) * len(layers),
@@ -130,10 +139,12 @@ def prepare(
     codec: CodecName,
     layer: int | None = None,
     seed: int = 0,
+    has_zeros: bool = False,
 ) -> Iterator[DemoRows]:
     """The rows of these tokens of a prompt, plane by plane, as they must be after a transfer from an engine of `codec`.
 
-    `memory` holds that `layer`, or all of them. `table` has the blocks of the whole prompt.
+    `memory` holds that `layer`, or all of them. `table` has the blocks of the whole prompt. With `has_zeros`, the draft
+    model's rows are zeros, as if that engine had none.
     """
     device = memory.device
     blocks = torch.as_tensor(table, device=device)[tokens // shape.block_tokens]
@@ -141,6 +152,8 @@ def prepare(
     heads = torch.arange(rank * shape.local_heads, (rank + 1) * shape.local_heads, device=device)
     for of_layer, index, plane in _planes(memory, shape, layer):
         values = _values(of_layer, index, heads, tokens, shape.width, seed).to(DTYPES[codec])
+        if has_zeros and of_layer >= shape.layers - shape.drafts:
+            values = torch.zeros_like(values)
         yield DemoRows(plane, blocks, offsets, values if codec == shape.codec else _quantized(values, shape))
 
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.progress import Progress
 
@@ -24,6 +25,12 @@ REQUESTS = [
     DemoRequest(name="long", tokens=4096, seed=2),
     DemoRequest(name="prefix there", tokens=1777, first_token=1000, seed=3),
 ]
+# They end with a block of every size in PAIRS: rows behind the last token of a block become zeros as well.
+WHOLE = [
+    DemoRequest(name="short", tokens=192, seed=1),
+    DemoRequest(name="long", tokens=4032, seed=2),
+    DemoRequest(name="prefix there", tokens=1728, first_token=1000, seed=3),
+]
 ROUTES = ("pull", "direct", "nixl", "host")
 LATE_CYCLES = 40_000_000  # about 20 ms on an H200
 TOO_LATE_CYCLES = 3_000_000_000  # 1.5 s: a first transfer compiles, and others start processes meanwhile
@@ -36,16 +43,24 @@ def carried(
     receiver: Shape,
     late_cycles: int = 0,
     unfenced: str = "",
+    requests: Sequence[DemoRequest] = REQUESTS,
     **options: Any,
 ) -> tuple[PairOutcome, list[str]]:
     """How the transfers of one pair went, and what the agents logged when their sessions opened."""
     with ExitStack() as stack:
         count = sender.tp_size + receiver.tp_size
         running = stack.enter_context(agents(folder, [f"agent{i}" for i in range(count)], devices, **options))
-        outcome = carry(folder, running, sender, receiver, REQUESTS, Progress(disable=True), late_cycles, unfenced)
+        outcome = carry(
+            folder, running, sender, receiver, list(requests), Progress(disable=True), late_cycles, unfenced
+        )
         logs = "\n".join(agent.log.read_text() for agent in running)
     assert "Traceback" not in logs, logs
     return outcome, [line.partition("session open: ")[2] for line in logs.splitlines() if "session open" in line]
+
+
+def drafting(receiver: Shape, drafts: int = 2) -> Shape:
+    """With layers of a draft model after its own."""
+    return msgspec.structs.replace(receiver, layers=receiver.layers + drafts, drafts=drafts)
 
 
 def assert_exact(outcome: PairOutcome, routes: Sequence[str], route: str) -> None:
@@ -79,11 +94,25 @@ def test_waits_for_both_engines_streams(tmp_path: Path, route: str) -> None:
 
 @pytest.mark.proves("G15")
 @pytest.mark.gpu
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("unfenced", ["sender", "receiver"])
-def test_who_does_not_wait_is_found_out(tmp_path: Path, unfenced: str) -> None:
+def test_who_does_not_wait_is_found_out(tmp_path: Path, unfenced: str, drafts: int) -> None:
     sender, receiver = PAIRS[2]
-    outcome, _ = carried(tmp_path, ["cuda:0"], sender, receiver, TOO_LATE_CYCLES, unfenced)
+    outcome, _ = carried(tmp_path, ["cuda:0"], sender, drafting(receiver, drafts), TOO_LATE_CYCLES, unfenced)
     assert outcome.wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("sender", "receiver"), PAIRS, ids=[f"{a.name} to {b.name}" for a, b in PAIRS])
+def test_layers_that_only_the_receiver_has_are_zeros(
+    tmp_path: Path, sender: Shape, receiver: Shape, route: str
+) -> None:
+    """Behind the fence: the former owner of the blocks writes all layers. Nothing else is written."""
+    outcome, routes = carried(
+        tmp_path, ["cuda:0"], sender, drafting(receiver), LATE_CYCLES, requests=WHOLE, routes=route, verify="always"
+    )
+    assert_exact(outcome, routes, route)
 
 
 @pytest.mark.gpu
