@@ -68,8 +68,8 @@ def write_weights(
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in shapes.items():
-        if name.endswith("norm.weight"):
-            weights[name] = torch.ones(shape, dtype=torch.bfloat16)
+        if len(shape) == 1:  # of a norm
+            weights[name] = torch.full(shape, float(name.endswith("weight")), dtype=torch.bfloat16)
             continue
         values = torch.randn(shape, generator=generator)
         if "embed_tokens" not in name:

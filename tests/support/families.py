@@ -257,7 +257,7 @@ FAMILIES = (
         "Inkling",
         {"text_config": config("inkling_text", 48, 64, 8, 128)},
         "sliding + full, sconv",
-        "",
+        "SWAKVPool",
     ),
     Family("cross attention", "Whisper", config("whisper", 32, 20, 20, 64), "cross", ""),
     Family(

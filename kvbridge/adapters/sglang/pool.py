@@ -174,6 +174,8 @@ def check(queue: Any) -> None:
         )
     if getattr(queue.scheduler, "enable_hisparse", False):
         raise refusal("cache_unsupported", "sglang", "host rows", "hisparse")
+    if hasattr(states := queue.scheduler.req_to_token_pool, "get_state_buf_infos"):  # as SGLang itself finds them
+        raise refusal("cache_unsupported", "sglang", "state", f"KV pool: {kind} beside {type(states).__name__}")
     if (device := queue.metadata_buffers.output_ids.device.type) != "cpu":
         raise OperatorError("cache_unsupported", f"metadata buffers: on {device}, must be on the CPU")
     if has_windows(pool):

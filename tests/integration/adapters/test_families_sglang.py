@@ -28,6 +28,7 @@ from tests.integration.adapters.test_sglang_pool import (
     queue_of,
     sparse,
 )
+from tests.integration.adapters.test_sglang_windows import Side, conv_states
 from tests.support.families import FAMILIES, Family, is_run
 from tests.support.planned import told
 
@@ -49,6 +50,10 @@ def queue_for(family: Family, tp: int) -> Any:
         pool = plain(PAGE, heads=heads, **common, head_dim=first.key_width, v_head_dim=first.value_width)
     elif family.pool == "MLATokenToKVPool":
         pool = latent(PAGE, **common, kv_lora_rank=512, qk_rope_head_dim=64)
+    elif family.models == "Inkling":
+        side = Side()
+        side.tokens = conv_states()
+        return side.queue
     elif family.pool == "SWAKVPool":
         return windowed(family, tp)
     elif family.pool == "DSATokenToKVPool":

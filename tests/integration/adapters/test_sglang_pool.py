@@ -95,7 +95,9 @@ def queue_of(pool: Any, heads: int = HEADS, layers: int = LAYERS, **more: Any) -
         token_to_kv_pool=pool,
         draft_token_to_kv_pool=None,
         metadata_buffers=SimpleNamespace(output_ids=torch.zeros(1)),
-        scheduler=SimpleNamespace(model_config=config, tp_worker=SimpleNamespace(model_runner=runner)),
+        scheduler=SimpleNamespace(
+            model_config=config, tp_worker=SimpleNamespace(model_runner=runner), req_to_token_pool=None
+        ),
     )
 
 

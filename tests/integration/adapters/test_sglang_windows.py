@@ -38,6 +38,7 @@ from tests.integration.adapters.test_sglang_pool import RadixAttention, on_a_cpu
 from tests.support.carried import OnCpu
 from tests.support.oracle import put_rows, take_rows
 from tests.support.pools import Held, Shape, build
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.sglang
 
@@ -494,6 +495,37 @@ def test_what_cannot_be_described_is_refused_by_name(what: str) -> None:
     with pytest.raises(OperatorError) as caught:
         _ = spoiled(what).memory
     assert what in str(caught.value)
+
+
+def conv_states() -> Any:
+    """What SGLang makes for Inkling beside its two halves: convolution states of every layer, by request."""
+    from sglang.srt.configs.inkling import InklingConvCacheParams, InklingConvStateShape
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    shape = InklingConvStateShape(conv=[(3, 16)] * 4 + [(3, 64)] * 2, temporal=(0, 0, 0))
+    layers = list(range(LAYERS))
+    return HybridReqToTokenPool(
+        size=2,
+        mamba_size=2,
+        mamba_spec_state_size=2,
+        max_context_len=SLOTS,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=InklingConvCacheParams(shape=shape, layers=layers),
+        mamba_layer_ids=layers,
+        enable_mamba_extra_buffer=False,
+    )
+
+
+def test_windows_beside_convolution_states_are_refused_by_name() -> None:
+    """Inkling: its rows are carried by the two halves, and its states would be left behind."""
+    side = Side()
+    _ = side.memory
+    side.tokens = conv_states()
+    with refused(OperatorError, "cache_unsupported") as caught:
+        _ = side.memory
+    said = "KV pool: SWAKVPool beside HybridReqToTokenPool: kvbridge cannot carry recurrent or convolution states yet"
+    assert str(caught.value).startswith(said)
 
 
 def test_a_token_of_the_window_without_a_slot_is_refused() -> None:

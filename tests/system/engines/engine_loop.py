@@ -180,15 +180,21 @@ class Loop:
         self.say(kind="transfers", transfers=found)
 
     def likely(self, request: str, tokens: list[int], amount: int) -> None:
-        """What it says, and the log probabilities of the likeliest tokens at each place; it has nothing else to do."""
+        """What it says, and the log probabilities of the likeliest tokens at each place; it has nothing else to do.
+
+        It computes the prompt's last token in a step of its own, as an engine that has fetched the others, if it can.
+        """
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=amount, ignore_eos=True, detokenize=False, logprobs=LIKELY)
         self.engine.add_request(request, {"prompt_token_ids": tokens}, sampling)
-        last = None
+        last, budget = None, self.scheduler.max_num_scheduled_tokens
+        if self.scheduler.scheduler_config.enable_chunked_prefill:
+            self.scheduler.max_num_scheduled_tokens = max(1, min(budget, len(tokens) - 1))
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 last = output.outputs[0]  # all so far
+        self.scheduler.max_num_scheduled_tokens = budget
         assert last is not None
         places = [{str(token): each.logprob for token, each in place.items()} for place in last.logprobs]
         self.say(kind="likely", tokens=list(last.token_ids), places=places)

@@ -21,7 +21,7 @@ def read_index_keys(worker: Any, ids: Sequence[int], first: int, end: int) -> di
     for name, layer in layers.items():
         if not name.endswith(".indexer.k_cache"):
             continue
-        cache = layer.kv_cache.reshape(layer.kv_cache.shape[0], -1).numpy()  # [pages, bytes]
+        cache = layer.kv_cache.reshape(layer.kv_cache.shape[0], -1).cpu().numpy()  # [pages, bytes]
         page = layer.kv_cache.shape[-2]
         keys, scales = [], []
         for token in range(first, end):

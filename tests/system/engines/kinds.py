@@ -180,70 +180,62 @@ def _layer(layer: int, kv_heads: int, key_width: int, **more: tuple[int, ...]) -
     return {f"model.layers.{layer}.{name}.weight": shape for name, shape in (shapes | more).items()}
 
 
-def write_sparse(folder: Path) -> Path:
-    """DeepSeek V3.2 without experts: latents, and index keys in every second layer. It chooses all tokens."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    rank, heads, width = 128, 4, 128
-    write_latent(
-        folder,
+def write_sparse(folder: Path, **changes: object) -> Path:
+    """DeepSeek V3.2 without experts: latents, and index keys in every second layer. It chooses up to 2048 tokens."""
+    config: dict[str, object] = dict(
         architectures=["DeepseekV32ForCausalLM"],
         model_type="deepseek_v32",
-        q_lora_rank=rank,
+        q_lora_rank=128,
         index_topk=2048,
-        index_head_dim=width,
-        index_n_heads=heads,
+        index_head_dim=128,
+        index_n_heads=4,
         index_topk_freq=2,
         index_skip_topk_offset=1,
         topk_method="noaux_tc",
         scoring_func="sigmoid",
     )
-    weights = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * 1.5 / columns**0.5).to(torch.bfloat16)
-
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}.self_attn"
-        query = weights.pop(f"{at}.q_proj.weight")
-        weights[f"{at}.q_a_proj.weight"], weights[f"{at}.q_b_proj.weight"] = (
-            matrix(rank, HIDDEN),
-            matrix(len(query), rank),
-        )
-        weights[f"{at}.q_a_layernorm.weight"] = torch.ones(rank, dtype=torch.bfloat16)
-        if layer % 2 == 0:
-            weights[f"{at}.indexer.wq_b.weight"] = matrix(heads * width, rank)
-            weights[f"{at}.indexer.wk.weight"] = matrix(width, HIDDEN)
-            weights[f"{at}.indexer.weights_proj.weight"] = matrix(heads, HIDDEN)
-            weights[f"{at}.indexer.k_norm.weight"] = torch.ones(width)
-            weights[f"{at}.indexer.k_norm.bias"] = torch.zeros(width)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return write_latent(folder, **config | changes)
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    inner = config["intermediate_size"]
+    """Of a model with latents. Its index keys are in the layers that vLLM gives an indexer."""
+    inner, heads, rank = config["intermediate_size"], config["num_attention_heads"], config["q_lora_rank"]
+    plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
         "model.norm.weight": (HIDDEN,),
         "lm_head.weight": (VOCABULARY, HIDDEN),
     }
     for layer in range(LAYERS):
-        shapes |= {
-            f"model.layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "input_layernorm": (HIDDEN,),
-                "post_attention_layernorm": (HIDDEN,),
-                "self_attn.q_proj": (QUERY_HEADS * (HEAD_WIDTH + ROPE), HIDDEN),
-                "self_attn.kv_a_proj_with_mqa": (LATENT + ROPE, HIDDEN),
-                "self_attn.kv_a_layernorm": (LATENT,),
-                "self_attn.kv_b_proj": (QUERY_HEADS * 2 * HEAD_WIDTH, LATENT),
-                "self_attn.o_proj": (HIDDEN, QUERY_HEADS * HEAD_WIDTH),
-                "mlp.gate_proj": (inner, HIDDEN),
-                "mlp.up_proj": (inner, HIDDEN),
-                "mlp.down_proj": (HIDDEN, inner),
-            }.items()
+        named = {
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+            "self_attn.kv_a_proj_with_mqa": (LATENT + ROPE, HIDDEN),
+            "self_attn.kv_a_layernorm": (LATENT,),
+            "self_attn.kv_b_proj": (heads * (plain + value), LATENT),
+            "self_attn.o_proj": (HIDDEN, heads * value),
+            "mlp.gate_proj": (inner, HIDDEN),
+            "mlp.up_proj": (inner, HIDDEN),
+            "mlp.down_proj": (HIDDEN, inner),
         }
+        query = (heads * (plain + ROPE), rank or HIDDEN)
+        if rank is None:
+            named |= {"self_attn.q_proj": query}
+        else:
+            named |= {"self_attn.q_a_proj": (rank, HIDDEN), "self_attn.q_a_layernorm": (rank,)}
+            named |= {"self_attn.q_b_proj": query}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in named.items()}
+        if "index_topk" in config and layer % config["index_topk_freq"] == 0:
+            shapes |= _indexer(config, f"model.layers.{layer}.self_attn.indexer")
     return shapes
+
+
+def _indexer(config: dict[str, Any], at: str) -> dict[str, tuple[int, ...]]:
+    rank, heads, width = config["q_lora_rank"], config["index_n_heads"], config["index_head_dim"]
+    return {
+        f"{at}.wq_b.weight": (heads * width, rank),
+        f"{at}.wk.weight": (width, HIDDEN),
+        f"{at}.weights_proj.weight": (heads, HIDDEN),
+        f"{at}.k_norm.weight": (width,),
+        f"{at}.k_norm.bias": (width,),
+    }

@@ -30,6 +30,7 @@ class Pair:
     sender: Side
     receiver: Side
     is_same_codec: bool = True
+    beside: Pair | None = None  # measured in turns with it
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Came:
 class Drive:
     """Requests are made as by `kvbridge proxy`: SGLang prefills while the decode engine waits, vLLM before it is
     asked."""
+
+    row_tokens: Sequence[int] = ROW_TOKENS
 
     def __init__(self, pair: Pair, engines: Engines) -> None:
         self.pair = pair
@@ -115,7 +118,7 @@ class Drive:
         """KV of prompts on both sides, every layer. AssertionError where they differ."""
         self.engines.keep_rows(True)
         try:
-            for length in ROW_TOKENS:
+            for length in self.row_tokens:
                 came = self.decode(prompt(length, seed=300 + length), 2)
                 given = self._rows(self.sender, "prefill", came, length)
                 # vLLM computes the row of the last token itself.

@@ -21,6 +21,7 @@ from tests.integration.agent.harness import AgentProcess, agent
 from tests.system.cross.fleet import greedy
 from tests.system.engines import marks, weights
 from tests.system.engines.engine_process import EngineConfig, EngineProcess
+from tests.system.engines.kinds import write_sparse
 from tests.system.sglang import server
 from tests.system.sglang.plugin import PAUSE, SEEDED
 from tests.system.sglang.server import Server, ServerConfig
@@ -57,6 +58,14 @@ LLAMA_8B = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+LLAMA = "llama"
+# Their own numbers of index heads: kernels on GPUs take 32 and 64. FA3 has few head widths.
+SPARSE = {"num_attention_heads": 4, "qk_nope_head_dim": 128, "v_head_dim": 128}
+MODELS: dict[str, dict[str, Any]] = {
+    "dsv32": SPARSE | {"index_n_heads": 64, "index_topk_freq": 1},
+    "glm5": SPARSE | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "index_n_heads": 32},
+}
+DSA_PLUGIN = Path(__file__).parents[1] / "engines" / "dsa_plugin"
 GPU_ENVIRONMENT = server.GPU_ENVIRONMENT | {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
@@ -75,6 +84,7 @@ class Side:
     block: int = 16  # tokens; of a page, for SGLang
     kv: str = "auto"
     is_nixl: bool = False  # the engine's own connector, without agents
+    model: str = LLAMA  # or one of MODELS, which are tiny
 
     @property
     def has_agents(self) -> bool:
@@ -83,7 +93,7 @@ class Side:
 
 @dataclass(frozen=True)
 class VLLM(Side):
-    backend: str = "FLASH_ATTN"
+    backend: str = "FLASH_ATTN"  # "" for vLLM's choice
     layout: str = ""
     has_graphs: bool = False
     is_crossed: bool = False  # all layers in one tensor
@@ -158,7 +168,7 @@ class RunningVLLM(Beside):
         assert isinstance(self.side, VLLM)
         if self.side.is_crossed and CROSSED not in self.engine.log.read_text():
             raise RuntimeError(f"{self.side.name} has no cross-layer cache")
-        if not is_cpu:  # there it has read them
+        if not is_cpu and self.side.model == LLAMA:  # others have read them
             self.dummy = self.engine.ask("weights", START_S, seed=weights.SEED)["failure"]
 
     def digests(self) -> dict[str, int]:
@@ -232,16 +242,11 @@ class Engines:
         self._dtype = dtype
         self._stack = stack
         self._agent_options = agent_options
-        self._model = folder / "model"
+        self._models: dict[str, Path] = {}
         self._up: dict[str, Future[Running]] = {}
         self._pool = stack.enter_context(ThreadPoolExecutor(2 if is_cpu else 24))
         self._lock = threading.Lock()
         self._attempts, self._names = itertools.count(1), itertools.count(1)
-        if is_cpu:
-            weights.write(self._model)
-        else:
-            self._model.mkdir()
-            (self._model / "config.json").write_text(json.dumps(LLAMA_8B, indent=1))
 
     def name(self) -> str:
         """A request id that was not used before."""
@@ -296,6 +301,21 @@ class Engines:
             raise
         return running
 
+    def _model(self, side: Side) -> str:
+        """Its folder, which is written for the first engine."""
+        with self._lock:
+            if side.model not in self._models:
+                folder = self.folder / f"model-{side.model}"
+                if side.model != LLAMA:
+                    write_sparse(folder, **MODELS[side.model])
+                elif self.is_cpu:
+                    weights.write(folder)
+                else:
+                    folder.mkdir()
+                    (folder / "config.json").write_text(json.dumps(LLAMA_8B, indent=1))
+                self._models[side.model] = folder
+            return str(self._models[side.model])
+
     def _enter(self, what: contextlib.AbstractContextManager[Any]) -> Any:
         entered = what.__enter__()
         with self._lock:
@@ -333,7 +353,7 @@ class Engines:
                 "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
             },
         )
-        return self._enter(Server(config, str(self._model), self.folder, name))
+        return self._enter(Server(config, self._model(side), self.folder, name))
 
     def _vllm(self, side: VLLM, name: str, attempt: int) -> EngineProcess:
         more: dict[str, Any] = {"kv_transfer_config": self._transfer(side, name)}
@@ -342,13 +362,21 @@ class Engines:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + 20 * attempt),
         }
+        is_llama = side.model == LLAMA
         if self.is_cpu:
             more["num_gpu_blocks_override"] = (1 << 15) // side.block
             cores = _cores(side)
+            if not is_llama:
+                more |= {"attention_backend": "CPU_MLA", "dtype": "float32"}
+                there = os.environ.get("PYTHONPATH")
+                environment["PYTHONPATH"] = f"{DSA_PLUGIN}{os.pathsep}{there}" if there else str(DSA_PLUGIN)
         else:
             cores = "0"
-            more |= {"load_format": "dummy", "attention_backend": side.backend, "gpu_memory_utilization": 0.05}
-            more |= {"kv_cache_memory_bytes": 5 << 29}
+            more |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 5 << 29 if is_llama else 1 << 28}
+            if is_llama:
+                more["load_format"] = "dummy"
+            if side.backend:
+                more["attention_backend"] = side.backend
             environment |= GPU_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, side.gpus))}
             if side.layout:
                 environment["VLLM_KV_CACHE_LAYOUT"] = side.layout
@@ -360,13 +388,13 @@ class Engines:
                 sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
                 more |= {"enforce_eager": False, "compilation_config": sizes}
         config = EngineConfig(
-            model=str(self._model),
+            model=self._model(side),
             block_size=side.block,
             kv_cache_dtype=side.kv,
             tensor_parallel_size=len(side.gpus),
             max_num_batched_tokens=8192,
             max_num_seqs=8,
-            max_model_len=16384,
+            max_model_len=16384 if is_llama else 4096,
             cores=cores,
             more=more,
             environment=environment,

@@ -49,7 +49,8 @@ SERVER_GIB = 25.0  # weights 15, KV 3, and what the engine, its agent and their 
 
 
 def sides_of(pairs: Iterable[Pair]) -> list[Side]:
-    return list(dict.fromkeys(side for pair in pairs for side in (pair.sender, pair.receiver)))
+    every = [each for pair in pairs for each in (pair, pair.beside) if each is not None]
+    return list(dict.fromkeys(side for pair in every for side in (pair.sender, pair.receiver)))
 
 
 def batches(pairs: Sequence[Pair], kept: Sequence[Side], alone: Sequence[Side], per_gpu: int) -> list[list[Pair]]:
@@ -80,14 +81,15 @@ class Run:
     engine = ""  # names the results
     found: type[Found] = Found
     columns: Sequence[Column] = ()
-    repeats, limit_s = 6, 360.0
+    repeats, limit_s, lengths = 6, 360.0, "1024,8192"
+    server_gib = SERVER_GIB
 
     def __init__(self, chosen: argparse.Namespace, about: dict[str, Any], engines: Engines) -> None:
         self.chosen, self.about, self.engines = chosen, about, engines
         self.gpus = len(about["gpus"])
         self.results: list[Any] = []
         self.up: dict[str, Running] = {}
-        self.per_gpu = int(min(about["gpu_gib"], default=0) / SERVER_GIB)
+        self.per_gpu = int(min(about["gpu_gib"], default=0) / self.server_gib)
         self._began = time.monotonic()
         every = self.every()
         self.pairs = [pair for pair in every if not chosen.only or pair.name in chosen.only.split(",")]
@@ -175,7 +177,7 @@ class Run:
         except Exception as error:  # the other pairs are worth their time
             found.failure = f"{type(error).__name__}: {error}"
         if found.failure:
-            for side in (pair.sender, pair.receiver):
+            for side in sides_of([pair]):
                 self._look_at(side)
         return found
 
@@ -255,7 +257,7 @@ def _options(script: type[Run], about: str) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="pairs, by name, with commas between")
     parser.add_argument("--repeats", type=int, default=script.repeats)
     parser.add_argument("--prompts", type=int, default=2, help="prompts whose tokens are compared")
-    parser.add_argument("--lengths", default="1024,8192", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--lengths", default=script.lengths, type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--limit-s", type=float, default=script.limit_s, help="no pair begins after so long")
     parser.add_argument("--failures", type=int, default=99, help="no pair begins after so many failed")
     parser.add_argument("--agent", action="append", default=[], help="an agent's option: slot_bytes=8388608")

@@ -59,7 +59,9 @@ def queue_of(kind: str, page: int, dtype: torch.dtype, device: str) -> Any:
         token_to_kv_pool=pool,
         draft_token_to_kv_pool=None,
         metadata_buffers=SimpleNamespace(output_ids=torch.zeros(1)),
-        scheduler=SimpleNamespace(model_config=config, tp_worker=SimpleNamespace(model_runner=runner)),
+        scheduler=SimpleNamespace(
+            model_config=config, tp_worker=SimpleNamespace(model_runner=runner), req_to_token_pool=None
+        ),
     )
 
 

@@ -22,7 +22,6 @@ Exits with 1 if tokens or rows differ, with 2 if a pair could not be run to its 
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -31,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from tests.system.engines.fleet import prompt
-from tests.system.gpu.pair_drive import TIE, Came, Drive, Pair
-from tests.system.gpu.pair_engines import VLLM, Running, RunningVLLM
+from tests.system.gpu.pair_drive import TIE, Came, Drive, Pair, side_by_side
+from tests.system.gpu.pair_engines import ANSWER_S, VLLM, Running, RunningVLLM
 from tests.system.gpu.pair_run import Found, Run, main
 
 ROW_TOKENS = 300
@@ -86,12 +85,14 @@ def cpu_pairs() -> list[Pair]:
 
 
 class VLLMDrive(Drive):
+    _floors = 0
+
     def run(self, where: Running, tokens: list[int], amount: int) -> tuple[str, float]:
         """The request's name, and how long it took."""
         assert isinstance(where, RunningVLLM)
         name = self.engines.name()
         where.engine.submit(name, tokens, amount)
-        return name, where.engine.result(name, 40).seconds
+        return name, where.engine.result(name, ANSWER_S).seconds
 
     def came(self, tokens: list[int], amount: int) -> tuple[Came, dict[str, float]]:
         """And how its KV came: ms, bytes."""
@@ -111,37 +112,27 @@ class VLLMDrive(Drive):
     def decode(self, tokens: list[int], amount: int) -> Came:
         return self.came(tokens, amount)[0]
 
-    def timed(self, length: int, repeats: int) -> dict[str, Any]:
-        """Times of one prompt length; every prompt is used once."""
-        for where in (self.sender, self.receiver):  # kernels of this shape; nothing travels
+    def warm(self, length: int) -> None:
+        """Kernels of this shape; nothing travels."""
+        for where in (self.sender, self.receiver):
             self.run(where, prompt(length, seed=999), 2)
-        ttft, transfers, floor, alone = [], [], [], []
-        for repeat in range(repeats):
-            came, transfer = self.came(prompt(length, seed=repeat), 1)
-            ttft.append(came.decode_s * 1e3)
-            transfers.append(transfer)
-            time.sleep(PAUSE_S)
-            floor.append(self.run(self.receiver, prompt(FLOOR_TOKENS, seed=700 + repeat), 1)[1] * 1e3)
-        for repeat in range(2):
-            alone.append(self.run(self.receiver, prompt(length, seed=500 + repeat), 1)[1] * 1e3)
-        moved = [transfer["ms"] for transfer in transfers]
-        later = statistics.median(moved[1:])
-        return {
-            "tokens": length,
-            "megabytes": round(transfers[0]["bytes"] / 1e6, 1),
-            "transfer_first_ms": round(moved[0], 2),
-            "transfer_ms": round(later, 2),
-            "transfer_all_ms": [round(value, 2) for value in moved],
-            "gb_per_s": round(transfers[0]["bytes"] / later / 1e6, 1),
-            "ttft_first_ms": round(ttft[0], 2),
-            "ttft_ms": round(statistics.median(ttft[1:]), 2),
-            "ttft_all_ms": [round(value, 2) for value in ttft],
-            "floor_ms": round(statistics.median(floor[1:]), 2),
-            # Each against its own floor, which may double within a minute.
-            "above_ms": round(statistics.median(t - f for t, f in zip(ttft[1:], floor[1:], strict=True)), 2),
-            "floor_all_ms": [round(value, 2) for value in floor],
-            "alone_ttft_ms": round(min(alone), 2),
-        }
+
+    def timed(self, tokens: list[int]) -> dict[str, float]:
+        """How one prompt came: bytes, and milliseconds."""
+        came, transfer = self.came(tokens, 1)
+        time.sleep(PAUSE_S)
+        floor_s = self.run(self.receiver, prompt(FLOOR_TOKENS, seed=700 + self._floors), 1)[1]
+        self._floors += 1
+        found = {"transfer_ms": transfer["ms"], "bytes": transfer["bytes"], "ttft_ms": came.decode_s * 1e3}
+        # Each against its own floor, which may double within a minute.
+        return found | {"floor_ms": floor_s * 1e3, "above_ms": (came.decode_s - floor_s) * 1e3}
+
+    def times(self, length: int, repeats: int) -> dict[str, Any]:
+        """Of one prompt length; every prompt is used once."""
+        self.warm(length)
+        (row,) = side_by_side([self], length, repeats)
+        alone = [self.run(self.receiver, prompt(length, seed=500 + each), 1)[1] * 1e3 for each in range(2)]
+        return row | {"alone_ttft_ms": round(min(alone), 2)}
 
     def compare_with_own(self) -> None:
         """What came converted, with what the receiver computes, in the one layer that no attention has touched."""
@@ -187,7 +178,7 @@ class VLLMRun(Run):
         found.weights = drive.sender.dummy or drive.receiver.dummy or found.weights
         drive.run(drive.receiver, prompt(FLOOR_TOKENS, seed=999), 1)  # kernels of this shape
         for length in self.chosen.lengths:
-            found.rows.append(drive.timed(length, self.chosen.repeats))
+            found.rows.append(drive.times(length, self.chosen.repeats))
         for row in found.rows:
             prompts = [prompt(row["tokens"], seed=200 + number) for number in range(self.chosen.prompts)]
             alone = [drive.receiver.voice(tokens) for tokens in prompts]
