@@ -195,6 +195,9 @@ class Process(Agent):
         self.copier = SimCopier(self, digest)
         copier = cast(BlockCopier, self.copier)
 
+        def site(card: FabricCard) -> Site:
+            return Site(card, None, None, self.config.routes, "one", shares_memory="pull" in self.config.routes)
+
         def endpoints(number: int) -> StagingEndpoints:
             called = f"{self.incarnation}.{number}" if number else self.incarnation
             base, fabric = world.next_base(), SlotFabric(self, called)
@@ -206,18 +209,14 @@ class Process(Agent):
             endpoint = StagingEndpoint(called, receiving, fabric, copier, sending)
             endpoint.add_source()
             self.fabrics[called] = fabric
-            machine = "one" if "pull" in self.config.routes else ""
-            return StagingEndpoints(
-                endpoint, None, Site(endpoint.card(), None, None, self.config.routes, machine), ExitStack()
-            )
+            return StagingEndpoints(endpoint, None, site(endpoint.card()), ExitStack())
 
         def make_resources() -> Resources:
             card = FabricCard(
                 kind=SlotFabric.kind, name=self.incarnation, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0
             )
-            machine = "one" if "pull" in self.config.routes else ""
-            resources = Resources(copier, Site(card, None, None, self.config.routes, machine), endpoints, ExitStack())
-            if not machine:
+            resources = Resources(copier, site(card), endpoints, ExitStack())
+            if not resources.bare.shares_memory:
                 resources.stage()
             return resources
 

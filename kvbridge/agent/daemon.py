@@ -207,7 +207,7 @@ class Agent:
         self.slots = ReceiveSlots(self.data_plane.site.fabric.slots)
         self.control = await stack.enter_async_context(self._control(descriptors))
         self.local = await stack.enter_async_context(LocalServer(self.lock, allowed_uids=config.allowed_uids or None))
-        if self.data_plane.site.machine:
+        if self.data_plane.site.shares_memory:
             uids = config.share_memory_uids
             door = await stack.enter_async_context(MemoryDoor(self.lock, allowed_uids=uids, clock=self._clock))
             self.doors = LocalDoors(door, self.data_plane, config.name, uids)

@@ -132,7 +132,7 @@ class Engines:
             ",".join(sorted({handle.kind for handle in attach.handles})),
         )
         self._metrics.attached(model_key(pool), traits(pool))
-        connection.send(Attached(version=version, epoch=self._epoch, agent=agent, is_shared=bool(site.machine)))
+        connection.send(Attached(version=version, epoch=self._epoch, agent=agent, is_shared=site.shares_memory))
         failpoint("agent.attached")
         twin, slot_bytes = Planner(pool, pool), self._data_plane.site.fabric.slot_bytes
         for is_sender in (True, False):  # most peers will be alike; kernels for others are compiled when they come

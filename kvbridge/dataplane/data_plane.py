@@ -168,7 +168,7 @@ class DataPlane:
 
     def open(self, attach: Attach, fds: list[int], epoch: int, heard_at: float) -> AttachedMemory:
         """Map what an engine sent. Raises KVBridgeError, with nothing left mapped. Close it after `let_go`."""
-        return AttachedMemory.open(attach, fds, epoch, heard_at, self.device, bool(self.site.machine))
+        return AttachedMemory.open(attach, fds, epoch, heard_at, self.device, self.site.shares_memory)
 
     async def stage(self) -> None:
         """Make slots, if there are none. Raises FabricError `no_staging`; a later call may succeed.

@@ -356,11 +356,20 @@ def _bare(incarnation: str, config: AgentConfig, size: StagingSize, copier: Bloc
     card = FabricCard(
         kind=kind, name=incarnation, memory=memory, descriptor=b"", base=0, slot_bytes=size.slot_bytes, slots=0
     )
-    return Site(card, routes=config.routes, machine=_machine(config))
+    return _site(config, card)
 
 
-def _machine(config: AgentConfig) -> str:
-    return KERNEL.read_text().strip() if PULL in config.routes and config.share_memory else ""
+def _site(
+    config: AgentConfig, card: FabricCard, host: FabricCard | None = None, device: DeviceCard | None = None
+) -> Site:
+    shares_memory = PULL in config.routes and config.share_memory
+    try:
+        machine = KERNEL.read_text().strip()
+    except OSError:  # hidden, as by systemd's ProcSubset=pid
+        if shares_memory:
+            raise
+        machine = ""
+    return Site(card, host, device, config.routes, machine, shares_memory)
 
 
 def _endpoints(
@@ -373,7 +382,7 @@ def _endpoints(
         if gpu is not None and "host" in config.routes:
             host = _host_endpoint(f"{name}.host", config, size, closing)
         device = _device_card(gpu, endpoint) if gpu is not None and "direct" in config.routes else None
-        site = Site(endpoint.card(), host.card() if host is not None else None, device, config.routes, _machine(config))
+        site = _site(config, endpoint.card(), host.card() if host is not None else None, device)
         return StagingEndpoints(endpoint, host, site, closing.pop_all())
 
 

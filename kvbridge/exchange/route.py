@@ -15,8 +15,8 @@ SLOT_ROUTE_NAMES: tuple[Route, ...] = tuple(route for route in get_args(Route) i
 class Site:
     """Where an agent's slots are. `host` are their counterparts in host memory; `routes` are the allowed routes.
 
-    `machine` is the kernel's boot id, "" if the engine's memory is not shared. An agent has no slots until a route
-    needs them: `pull` does not.
+    `machine` is the kernel's boot id, "" if it is not known. `shares_memory`: agents of this machine may read the
+    engine's memory. An agent has no slots until a route needs them: `pull` does not.
     """
 
     fabric: FabricCard
@@ -24,10 +24,12 @@ class Site:
     device: DeviceCard | None = None
     routes: tuple[Route, ...] = SLOT_ROUTE_NAMES
     machine: str = ""
+    shares_memory: bool = False
 
     @classmethod
     def of(cls, hello: Hello) -> Site:
-        return cls(hello.fabric, hello.host, hello.device, hello.routes, hello.machine)
+        shares_memory = bool(hello.machine) and hello.shares_memory
+        return cls(hello.fabric, hello.host, hello.device, hello.routes, hello.machine, shares_memory)
 
     @property
     def has_slots(self) -> bool:

@@ -108,6 +108,7 @@ def hello(
         device=site.device,
         routes=site.routes_to(can_pull),
         machine=site.machine,
+        shares_memory=site.shares_memory,
         probe_lane=probe_lane,
         address=address,
         serial=serial,

@@ -58,7 +58,8 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
 
     `fabric` is my staging, `host` its twin in host memory if there is one, `device` the GPU it is on. The sender
     chooses a route and proves it in lane `probe_lane` before it sends Welcome; `pull` it only names, as I prove that.
-    `machine` is the boot id of my kernel: a sender with the same one can open its memory door for me.
+    `machine` is the boot id of my kernel, "" if I cannot read it. A sender with the same one can open its memory door
+    for me, unless `shares_memory` is false.
 
     `address` is how I reached you: one session is enough, whatever addresses you have. `serial` numbers the
     connections that I made: of those at one address the latest counts. I have given up all before `oldest`, except
@@ -79,6 +80,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     address: Annotated[str, Meta(max_length=256)] = ""
     serial: Count = 0
     oldest: Count = 0
+    shares_memory: bool = True
 
 
 class Probe(Struct, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ Opened = tuple[AttachedPool, Callable[[], None]]  # the callable is called on th
 
 def why_not(sender: Site, receiver: Site) -> str:
     """The reason against `pull`, as far as two cards tell, "" if there is none."""
-    if unshared := [name for name, site in (("sender", sender), ("receiver", receiver)) if not site.machine]:
+    if unshared := [name for name, site in (("sender", sender), ("receiver", receiver)) if not site.shares_memory]:
         return f"share_memory: off at the {' and the '.join(unshared)}"
     if sender.machine != receiver.machine:
         return machines(sender.machine, receiver.machine)

@@ -138,7 +138,7 @@ def test_a_gpu_has_room_for_fills_whatever_its_routes(
 
 def site(routes: str, slots: int = 4, machine: str = "one") -> Site:
     card = World().senders[0].engine.site.fabric
-    return Site(replace_struct(card, slots=slots), routes=tuple(routes.split(",")), machine=machine)
+    return Site(replace_struct(card, slots=slots), routes=tuple(routes.split(",")), machine=machine, shares_memory=True)
 
 
 @pytest.mark.parametrize(

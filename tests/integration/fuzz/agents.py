@@ -148,7 +148,7 @@ class Besieged(Whole):
     doors = OpenDoors()
 
     def __init__(self) -> None:
-        site = Site(CARD, routes=("pull", "nixl"), machine="m")
+        site = Site(CARD, routes=("pull", "nixl"), machine="m", shares_memory=True)
         engine = AttachedEngine(self.agent("us"), 1, OUR_POOL, site, ("sum",), (self.rank("us"),))
         super().__init__(engine, SLOTS, Watched)
         self.memory = self.liveness = self

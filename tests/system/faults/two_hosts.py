@@ -25,13 +25,20 @@ PORT = 7700
 
 
 class HostAgent(HostProcess):
-    """`kvbridge agent` on a host, which serves the other host and may dial it."""
+    """`kvbridge agent` on a host, which serves the other host and may dial it. A flag is given as True."""
 
-    def __init__(self, host: Host, **options: str) -> None:
-        self.socket, self.address = options.get("socket", str(host.folder / "agent.sock")), ""
-        told = {"name": host.name, "socket": self.socket, "listen": f"tcp://{host.address}:{PORT}", "metrics": ""}
+    def __init__(self, host: Host, **options: str | bool) -> None:
+        self.socket, self.address = str(options.get("socket", host.folder / "agent.sock")), ""
+        told: dict[str, str | bool] = {
+            "name": host.name,
+            "socket": self.socket,
+            "listen": f"tcp://{host.address}:{PORT}",
+            "metrics": "",
+        }
         told |= {"device": "cpu", "net_devices": DEVICE, "dial": f"10.231.77.0/24:{PORT}", **options}
-        arguments = [part for name, value in told.items() for part in (f"--{name.replace('_', '-')}", value)]
+        arguments = []
+        for name, value in told.items():
+            arguments += [f"--{name.replace('_', '-')}", *([value] if isinstance(value, str) else [])]
         super().__init__(host, host.folder / "agent.log", "kvbridge.cli", "agent", *arguments)
 
     def status(self) -> Status | None:
@@ -97,12 +104,12 @@ class HostPair:
         folder: Path,
         hosts: tuple[Host, Host],
         path: NetworkPath,
-        options: Mapping[str, str],
+        options: Mapping[str, str | bool],
         **job: Any,
     ) -> None:
         self.path = path
         self._stack, self._hosts, self._job = stack, hosts, job
-        self._options = {**options, "key": str(folder / "key")}
+        self._options: dict[str, str | bool] = {**options, "key": str(folder / "key")}
         write_pair(folder / "key")
         self.agents = [HostAgent(host, **self._options) for host in hosts]
         for agent in self.agents:
@@ -189,7 +196,7 @@ class HostPair:
 
 
 @contextmanager
-def host_pair(folder: Path, options: Mapping[str, str] | None = None, **job: Any) -> Iterator[HostPair]:
+def host_pair(folder: Path, options: Mapping[str, str | bool] | None = None, **job: Any) -> Iterator[HostPair]:
     """Both agents have these options besides the usual ones."""
     with ExitStack() as stack:
         first, second, path = stack.enter_context(two_hosts(folder))

@@ -9,6 +9,8 @@ from kvbridge_proto.peer import DeviceCard, FabricCard
 
 from kvbridge.dataplane.routes.choice import candidates
 from kvbridge.exchange.route import Site
+from kvbridge.exchange.session import hello
+from tests.unit.exchange.world import World
 
 
 def card(memory: str) -> FabricCard:
@@ -57,14 +59,22 @@ def test_says_both_values() -> None:
 @pytest.mark.parametrize(
     ("sender", "receiver", "reason"),
     [
-        ("", "m1", "share_memory: off at the sender"),
-        ("m1", "", "share_memory: off at the receiver"),
-        ("", "", "share_memory: off at the sender and the receiver"),
-        ("m1", "m2", "hosts: sender m1, receiver m2"),
-        ("m1", "m1", ""),
+        (("m1", False), ("m1", True), "share_memory: off at the sender"),
+        (("m1", True), ("m1", False), "share_memory: off at the receiver"),
+        (("m1", False), ("m2", False), "share_memory: off at the sender and the receiver"),
+        (("m1", True), ("", True), "share_memory: off at the receiver"),  # as agents said it that knew no flag
+        (("m1", True), ("m2", True), "hosts: sender m1, receiver m2"),
+        (("m1", True), ("m1", True), ""),
     ],
 )
-def test_memory_that_is_not_shared_is_named_by_side_and_option(sender: str, receiver: str, reason: str) -> None:
+def test_memory_that_is_not_shared_is_named_by_side_and_option(
+    sender: tuple[str, bool], receiver: tuple[str, bool], reason: str
+) -> None:
     """Both agents print the reason, so it says whose: `ours` is true on one of them only."""
-    pulling = [replace(CPU, machine=machine, routes=("pull", "nixl")) for machine in (sender, receiver)]
-    assert dict(candidates(*pulling))["pull"] == (f"pull: {reason}" if reason else "")
+    ours, theirs = (
+        replace(CPU, machine=machine, shares_memory=shares, routes=("pull", "nixl"))
+        for machine, shares in (sender, receiver)
+    )
+    engine = World().receivers[0].engine
+    told = Site.of(hello(replace(engine, site=replace(theirs, fabric=engine.site.fabric))))
+    assert dict(candidates(ours, told))["pull"] == (f"pull: {reason}" if reason else "")
