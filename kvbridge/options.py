@@ -274,8 +274,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             A receive slot is quarantined while a peer may still write it. If half of them are (a peer is frozen, or
             gone for good), new slots are made for the same engine, and the old ones are left behind. Fewer are freed
             after ten times as long, while nothing is under way: by another fabric if their senders are on other
-            machines, else by new slots if they are in host memory. Send slots that late writes are read from are
-            replaced at once, half of them or more.
+            machines or in other pods, else by new slots if they are in host memory. Send slots that late writes are
+            read from are replaced at once, half of them or more.
             """,
             gt=0,
             le=86400,

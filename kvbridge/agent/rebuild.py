@@ -8,9 +8,10 @@ New receive slots are behind a new fabric: sessions end, so this waits for `rebu
 so new ones are made at once: after an outage the writes out of the old ones may take as long again to end.
 
 A pod that is replaced leaves no proof: its successor has another lock. So a few receive slots are freed as well, later
-and only if this costs no request. Whoever is on another machine writes through our fabric's connections and keys only.
-With another fabric in its place the same slots can be used again, on a GPU too. An agent of this machine may write our
-memory by itself: slots of such are replaced if they are in host memory, which a rebuild gives back.
+and only if this costs no request. Whoever is on another machine, or in another pod of this one, writes through our
+fabric's connections and keys only. With another fabric in its place the same slots can be used again, on a GPU too. An
+agent that shares a PID or IPC namespace with us may write our memory by itself: slots of such are replaced if they are
+in host memory, which a rebuild gives back.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class Rebuilder:
                 )
 
     async def _check_fabric(self) -> None:
-        """Replace the fabric, and no slots, once slots that only other machines may write have been stuck for long."""
+        """Replace the fabric, and no slots, once slots that only it may write by have been stuck for long."""
         now, far = self._clock(), self._quarantined_far()
         if self._fabric_pause_ends is None:
             if not self._far.is_over(far, now):
@@ -202,7 +203,8 @@ class Rebuilder:
             self._engines.resume()
             return
         self._far, self._fabric_refused = self._new_few(), ""
-        reason = f"{len(far)} of {len(self._receive_slots)} receive slots in quarantine for senders on other machines"
+        slots = f"{len(far)} of {len(self._receive_slots)} receive slots"
+        reason = f"{slots} in quarantine for senders of other machines or pods"
         self._engines.renew_fabric(self._data_plane.site, reason)
         self._metrics.rebuilt("fabric")
         log.warning("replaced the fabric: %s", reason)

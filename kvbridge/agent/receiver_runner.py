@@ -123,7 +123,7 @@ class ReceiverRunner:
         self._do(self._receiving.unreachable_from_far(engine, self._clock()))
 
     def quarantined_far(self) -> Set[tuple[int, int]]:
-        """The leases of quarantined slots that only a sender on another machine may write."""
+        """The leases of quarantined slots that nothing may write but by our fabric."""
         return self._receiving.quarantined_far()
 
     def pause(self) -> bool:

@@ -7,6 +7,7 @@ seconds. Otherwise they are made when the first peer needs them. `pull` needs no
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -369,7 +370,14 @@ def _site(
         if shares_memory:
             raise
         machine = ""
-    return Site(card, host, device, config.routes, machine, shares_memory)
+    return Site(card, host, device, config.routes, machine, shares_memory, _namespaces())
+
+
+def _namespaces() -> tuple[int, ...]:
+    try:
+        return tuple(os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "ipc"))
+    except OSError:
+        return ()
 
 
 def _endpoints(

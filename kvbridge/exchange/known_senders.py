@@ -332,7 +332,7 @@ class UndrainedTransfers:
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[str, str, str, int]] = {}  # by transfer: (address, incarnation, key, number)
-        self.far: set[str] = set()  # transfers whose sender is on another machine
+        self.far: set[str] = set()  # transfers whose sender writes through our fabric only
         self._at: Counter[str] = Counter()  # how many, by address
         self._last = 0  # they are numbered as they come
         # By agent: the number of the last transfer when it was asked. It is asked about all there are.

@@ -163,11 +163,11 @@ class Receiver:
         return actions + self._lend_slots()
 
     def quarantined_far(self) -> frozenset[tuple[int, int]]:
-        """The leases of quarantined slots that only a sender on another machine may write."""
+        """The leases of quarantined slots that nothing may write but by our fabric."""
         return self.slots.quarantined(self._undrained.far)
 
     def unreachable_from_far(self, engine: AttachedEngine | None, now: float) -> list[Action]:
-        """Our fabric is another: who is on another machine reaches none of our slots by the one before.
+        """Our fabric is another: who has only the one before reaches none of our slots.
 
         All sessions end, because they named that one.
         """

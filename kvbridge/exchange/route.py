@@ -15,8 +15,9 @@ SLOT_ROUTE_NAMES: tuple[Route, ...] = tuple(route for route in get_args(Route) i
 class Site:
     """Where an agent's slots are. `host` are their counterparts in host memory; `routes` are the allowed routes.
 
-    `machine` is the kernel's boot id, "" if it is not known. `shares_memory`: agents of this machine may read the
-    engine's memory. An agent has no slots until a route needs them: `pull` does not.
+    `machine` is the kernel's boot id, "" if it is not known. `namespaces` are the inodes of the agent's PID and IPC
+    namespace, empty if not known. `shares_memory`: agents of this machine may read the engine's memory. An agent has no
+    slots until a route needs them: `pull` does not.
     """
 
     fabric: FabricCard
@@ -25,6 +26,7 @@ class Site:
     routes: tuple[Route, ...] = SLOT_ROUTE_NAMES
     machine: str = ""
     shares_memory: bool = False
+    namespaces: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, hello: Hello) -> Site:

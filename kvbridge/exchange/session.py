@@ -51,7 +51,7 @@ class Session:
     """What was agreed with one peer. `peer` identifies it; `verdict` says what has to be converted.
 
     `key` is the key the sender proved on the link where this was agreed, "" if links prove no keys. `is_far`: the
-    sender is on another machine, as far as a receiver knows.
+    sender can write our memory through our fabric only, as far as a receiver knows.
     """
 
     peer: AgentCard
@@ -181,6 +181,7 @@ def welcome(session: Session, engine: AttachedEngine, door: DoorCard | None = No
         probe=session.routed.probe,
         door=door,
         machine=engine.site.machine,
+        namespaces=engine.site.namespaces,
     )
 
 
@@ -219,9 +220,22 @@ def accept(greeting: Welcome, engine: AttachedEngine, key: str = "") -> Session 
         ranks=greeting.ranks,
         routed=routed,
         key=key,
-        # A proved `direct` is on this machine, whatever the sender says of it.
-        is_far="" not in (greeting.machine, site.machine)
-        and greeting.machine != site.machine
-        and greeting.route != "direct",
+        is_far=_is_far(greeting, site),
         planner=Planner(greeting.pool, engine.pool),
     )
+
+
+def _is_far(sender: Welcome, ours: Site) -> bool:
+    """Whether the sender writes our memory through our fabric only.
+
+    On another machine, nothing else reaches it. On this one, a process can write the memory of another by the other's
+    PID (process_vm_writev), by a handle of the driver that is told apart by PIDs (CUDA IPC of what cuMemAlloc gave), or
+    by SysV and XPMEM segments. UCX tries these only within a PID or an IPC namespace. A proved `direct` is near,
+    whatever the sender says.
+    """
+    if sender.route == "direct" or "" in (sender.machine, ours.machine):
+        return False
+    if sender.machine != ours.machine:
+        return True
+    known = zip(sender.namespaces, ours.namespaces, strict=False)
+    return len(sender.namespaces) == len(ours.namespaces) == 2 and all(a != b for a, b in known)

@@ -98,7 +98,8 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     `slot_bytes` bounds the chunks of every plan of this session: the smaller of both stagings' slots. `route` is how
     the chunks will come, `why` says what stood against the better ones, `probe` is what the receiver must find. On the
     route `pull` the receiver opens `door` instead, and says Hello again without that route if it cannot. `machine` is
-    as in Hello.
+    as in Hello. `namespaces` are the inode numbers of my PID and my IPC namespace, if I can read them: who has neither
+    in common with me, and is not written by `direct`, knows that I write through its fabric only.
     """
 
     version: int
@@ -113,6 +114,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     probe: Probe | None = None
     door: DoorCard | None = None
     machine: Annotated[str, Meta(max_length=256)] = ""
+    namespaces: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):

@@ -157,10 +157,17 @@ class NetworkPath:
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[tuple[Host, Host, NetworkPath]]:
-    """Two hosts with nothing running, and the path between them. All that runs on them ends with them."""
+def two_hosts(folder: Path, is_one_machine: bool = False) -> Iterator[tuple[Host, Host, NetworkPath]]:
+    """Two hosts with nothing running, and the path between them. All that runs on them ends with them.
+
+    As pods of one machine, they have one boot id.
+    """
+    boot_ids = [str(uuid.uuid4())] * 2 if is_one_machine else [str(uuid.uuid4()) for _ in "ab"]
     with ExitStack() as stack:
-        first, second = (stack.enter_context(_host(folder, name, f"10.231.77.{i}")) for i, name in enumerate("ab", 1))
+        first, second = (
+            stack.enter_context(_host(folder, name, f"10.231.77.{i}", boot_id))
+            for i, (name, boot_id) in enumerate(zip("ab", boot_ids, strict=True), 1)
+        )
         command = [sys.executable, path_relay.__file__, str(first.pid), str(second.pid)]
         relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         stack.callback(_end, relay)
@@ -172,12 +179,11 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host, NetworkPath]]:
 
 
 @contextmanager
-def _host(folder: Path, name: str, address: str) -> Iterator[Host]:
+def _host(folder: Path, name: str, address: str, boot_id: str) -> Iterator[Host]:
     own = folder / name
     own.mkdir()
-    boot_id = own / "boot_id"
-    boot_id.write_text(f"{uuid.uuid4()}\n")
-    command = [*UNSHARE, "sh", "-c", OWN, "sh", str(boot_id)]
+    (own / "boot_id").write_text(f"{boot_id}\n")
+    command = [*UNSHARE, "sh", "-c", OWN, "sh", str(own / "boot_id")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "so\n"

@@ -215,14 +215,14 @@ def test_a_few_slots_on_a_gpu_are_not_replaced_as_their_memory_would_not_come_ba
 
 @pytest.mark.proves("G6")
 @pytest.mark.parametrize("memory", ["dram", "vram"])
-def test_a_few_slots_of_other_machines_are_freed_by_another_fabric(memory: str) -> None:
+def test_a_few_slots_that_only_the_fabric_reaches_are_freed_by_another_fabric(memory: str) -> None:
     played, due = Played(slots=8, memory=memory), FEW_TIMES * 1.0
     played.far = {"t"}
     played.look(0.0, due - 0.1)
     assert not played.paused
     played.look(due)
     assert played.renewed == [due] and not played.rebuilt and played.slots.counts().free == 8
-    assert played.reasons == ["2 of 8 receive slots in quarantine for senders on other machines"]
+    assert played.reasons == ["2 of 8 receive slots in quarantine for senders of other machines or pods"]
     played = Played([FabricError("fabric_unavailable", "")], slots=8, memory=memory, is_quiet=False)
     played.far = {"t"}
     played.look(0.0, due, due + 1.0)

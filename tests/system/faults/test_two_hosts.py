@@ -92,17 +92,22 @@ def test_after_an_outage_nothing_waits_for_slots_that_old_connections_read(tmp_p
 
 
 @pytest.mark.proves("G6")
-@pytest.mark.parametrize("options", [{"routes": "nixl"}, {"no_share_memory": True}], ids=["no pull", "not shared"])
-def test_slots_of_a_pod_that_was_replaced_on_another_host_are_free_again(
-    options: Mapping[str, str | bool], tmp_path: Path
+@pytest.mark.parametrize(
+    ("options", "is_one_machine"),
+    [({"routes": "nixl"}, False), ({"no_share_memory": True}, True)],
+    ids=["on another machine, without pull", "on this machine, without share_memory"],
+)
+def test_slots_of_a_pod_that_was_replaced_are_free_again(
+    options: Mapping[str, str | bool], is_one_machine: bool, tmp_path: Path
 ) -> None:
     """Nobody knows that it is dead. It could reach them by the receiver's fabric only, and that is replaced.
 
-    Agents say their machine whether or not their engines' memory may be read there.
+    Agents say where they are whether or not their engines' memory may be read there.
     """
     if reason := why_not():
         pytest.skip(reason)
-    with host_pair(tmp_path, {"rebuild_s": "0.3", **options}, deadline_s=60.0, prompts=24) as pair:
+    options = {"rebuild_s": "0.3", **options}
+    with host_pair(tmp_path, options, is_one_machine, deadline_s=60.0, prompts=24) as pair:
         pair.seconds_to_success(60.0)
         receiver = pair.agents[1]
         wait_for(lambda: is_at_rest(receiver.wait_serving()))

@@ -196,8 +196,10 @@ class HostPair:
 
 
 @contextmanager
-def host_pair(folder: Path, options: Mapping[str, str | bool] | None = None, **job: Any) -> Iterator[HostPair]:
+def host_pair(
+    folder: Path, options: Mapping[str, str | bool] | None = None, is_one_machine: bool = False, **job: Any
+) -> Iterator[HostPair]:
     """Both agents have these options besides the usual ones."""
     with ExitStack() as stack:
-        first, second, path = stack.enter_context(two_hosts(folder))
+        first, second, path = stack.enter_context(two_hosts(folder, is_one_machine))
         yield HostPair(stack, folder, (first, second), path, options or {}, **job)

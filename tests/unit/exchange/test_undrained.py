@@ -17,12 +17,19 @@ from tests.unit.exchange.world import World
 pytestmark = pytest.mark.proves("G5")
 
 
-def doubted(key: str = "", machines: tuple[str, str] = ("", "")) -> World:
-    """A want that failed with its slots lent, because its sender was lost. `machines` are the sender's and its own."""
+def doubted(
+    key: str = "",
+    machines: tuple[str, str] = ("", ""),
+    namespaces: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+) -> World:
+    """A want that failed with its slots lent, because its sender was lost.
+
+    `machines` are the sender's and its own, and so are `namespaces`.
+    """
     world = World(slots=4)
     world.senders_key = key
-    for node, machine in zip((world.sender, world.receiver), machines, strict=True):
-        node.engine = replace(node.engine, site=replace(node.engine.site, machine=machine))
+    for node, machine, its in zip((world.sender, world.receiver), machines, namespaces, strict=True):
+        node.engine = replace(node.engine, site=replace(node.engine.site, machine=machine, namespaces=its))
     world.hold.add("write")
     world.begin("r", 16)
     world.do(world.receiver, world.receiver.receiving.unreachable("P0", "peer_lost", "test", world.now))
@@ -45,13 +52,27 @@ def test_a_sender_that_refuses_is_asked_for_what_is_in_doubt() -> None:
 
 @pytest.mark.proves("G6")
 @pytest.mark.parametrize(
-    ("machines", "is_far"),
-    [(("", ""), False), (("", "m"), False), (("m", ""), False), (("m", "m"), False), (("m", "n"), True)],
+    ("machines", "namespaces", "is_far"),
+    [
+        (("", ""), ((1, 2), (3, 4)), False),
+        (("", "m"), ((1, 2), (3, 4)), False),
+        (("m", ""), ((1, 2), (3, 4)), False),
+        (("m", "m"), ((), ()), False),
+        (("m", "n"), ((), ()), True),
+        (("m", "n"), ((1, 2), (1, 2)), True),
+        (("m", "m"), ((1, 2), (1, 2)), False),
+        (("m", "m"), ((1, 2), (3, 2)), False),
+        (("m", "m"), ((1, 2), (1, 4)), False),
+        (("m", "m"), ((1, 2), ()), False),
+        (("m", "m"), ((1,), (3,)), False),
+        (("m", "m"), ((1, 2), (3, 4)), True),
+    ],
 )
-def test_only_who_is_known_to_be_on_another_machine_reaches_no_slot_without_the_fabric(
-    machines: tuple[str, str], is_far: bool
+def test_only_who_is_known_to_be_elsewhere_reaches_no_slot_without_the_fabric(
+    machines: tuple[str, str], namespaces: tuple[tuple[int, ...], tuple[int, ...]], is_far: bool
 ) -> None:
-    world = doubted(machines=machines)
+    """On another machine, or in another container of this one."""
+    world = doubted(machines=machines, namespaces=namespaces)
     receiving = world.receiver.receiving
     quarantined = receiving.slots.quarantined()
     assert receiving.quarantined_far() == (quarantined if is_far else frozenset())
