@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -36,6 +36,8 @@ def kept(make: Callable[..., K], **options: Any) -> Callable[..., Iterator[K]]:
 
 class Kept(Generic[E]):
     """Engines by name, started when first asked for; the one that was longest not asked for makes room."""
+
+    agent_options: Mapping[str, Any] = {"slot_bytes": 1 << 20, "receive_slots": 16, "log_level": "debug"}
 
     def __init__(self, folder: Path, stack: ExitStack, most: int, routes: str | None = None) -> None:
         self.folder = folder
@@ -79,8 +81,7 @@ class Kept(Generic[E]):
     def start_agents(self, name: str) -> None:
         """One agent for each rank, on the address its predecessor had, if there was one."""
         before = self.agents.get(name, [])
-        options: dict[str, Any] = {"slot_bytes": 1 << 20, "receive_slots": 16, "log_level": "debug"}
-        options["routes"] = self._routes
+        options = {"routes": self._routes, **self.agent_options}
         addresses = [old.listen for old in before] or ["tcp://127.0.0.1:0"] * self._ranks(name)
         self.agents[name] = [
             self._stack.enter_context(agent(self.folder, f"{name}-{rank}", listen=address, **options))

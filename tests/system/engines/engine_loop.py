@@ -44,6 +44,8 @@ class Loop:
         self.engine = _make(config)
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
+        self.drafts: dict[str, list[tuple[int, int]]] = {}
+        watch_drafts(self.scheduler, self.drafts)
         # A request may come and go within one step; its blocks are only known until they are freed.
         before_free(self.scheduler.kv_cache_manager, lambda request: self._remember(request.request_id))
         self.say(kind="ready")
@@ -149,6 +151,12 @@ class Loop:
             cpu_s=usage.ru_utime + usage.ru_stime,
         )
 
+    def drafted(self) -> None:
+        """Of each request since the last time: how many tokens were drafted and accepted in each step with drafts."""
+        found = dict(self.drafts)
+        self.drafts.clear()
+        self.say(kind="drafted", steps=found)
+
     def core_call(self, method: str, arguments: list[Any]) -> None:
         """What the server's own endpoints have the engine core do."""
         try:
@@ -198,6 +206,23 @@ class Loop:
         assert last is not None
         places = [{str(token): each.logprob for token, each in place.items()} for place in last.logprobs]
         self.say(kind="likely", tokens=list(last.token_ids), places=places)
+
+
+def watch_drafts(scheduler: Any, steps: dict[str, list[tuple[int, int]]]) -> None:
+    """Keep what vLLM would count of drafts, whether it logs that or not.
+
+    It counts one step too many of a request that computes only its last token at first: it pads that step with as many
+    placeholders as it drafts otherwise. That is no draft, so it is left out.
+    """
+    right = scheduler.make_spec_decoding_stats
+
+    def kept(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *, request_id: str, **more: Any) -> Any:
+        if num_draft_tokens and scheduler.requests[request_id].num_output_tokens:
+            steps.setdefault(RANDOM.sub("", request_id), []).append((num_draft_tokens, num_accepted_tokens))
+        more |= {"num_draft_tokens": num_draft_tokens, "num_accepted_tokens": num_accepted_tokens}
+        return right(stats, request_id=request_id, **more)
+
+    scheduler.make_spec_decoding_stats = kept
 
 
 def load_seeded(worker: Any, seed: int) -> None:

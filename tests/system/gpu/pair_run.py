@@ -242,7 +242,7 @@ def main(script: type[Run], about: str, *packages: str) -> int:
     with tempfile.TemporaryDirectory(prefix="pairs-") as name, ExitStack() as stack:
         engines = Engines(Path(name), stack, chosen.cpu, agent_options)
         stack.callback(_keep_logs, Path(name), chosen.out / f"{script.engine}_logs.tar.gz")
-        run = script(chosen, _machine(*packages), engines)
+        run = script(chosen, machine(*packages), engines)
         run.all()
     run.report()
     if any("NO" in str(value) for value in run.verdicts()):
@@ -267,7 +267,7 @@ def _options(script: type[Run], about: str) -> argparse.Namespace:
     return chosen
 
 
-def _machine(*names: str) -> dict[str, Any]:
+def machine(*names: str) -> dict[str, Any]:
     """With the versions of these packages beside those that all pairs need."""
     import torch
 
