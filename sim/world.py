@@ -8,7 +8,30 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from kvbridge_proto.peer import Body, Notice, Ping, Pong
+from kvbridge_proto.common import Blocks
+from kvbridge_proto.peer import (
+    BlockTables,
+    Body,
+    Cancel,
+    Check,
+    Checked,
+    Claim,
+    Drained,
+    Failing,
+    Goodbye,
+    Grant,
+    Hello,
+    Hold,
+    Notice,
+    Ping,
+    Pong,
+    Ready,
+    Refuse,
+    Renew,
+    Settled,
+    SlotLease,
+    Welcome,
+)
 from kvbridge_proto.pool import Pool
 
 from kvbridge.options import AgentConfig
@@ -341,31 +364,39 @@ class World:
                 self.foul(f"{request.name}: waited {known_s:.2f} s for an offer that had ended: {how}")
 
 
+# What a story tells of each message.
+TOLD: dict[type[Body], tuple[str, ...]] = {
+    Claim: ("transfer", "rendezvous", "first_token", "end_token", "leases"),
+    Grant: ("transfer", "leases"),
+    Ready: ("transfer", "chunks"),
+    BlockTables: ("transfer", "tokens", "is_last", "renewal", "blocks"),
+    Renew: ("transfer", "number"),
+    Check: ("transfer", "digests"),
+    Checked: ("transfer", "digests"),
+    Cancel: ("transfer", "code"),
+    Drained: ("transfer", "code"),
+    Failing: ("transfer", "code"),
+    Hold: ("rendezvous_ids",),
+    Settled: ("transfer",),
+    Refuse: ("about", "code", "reasons"),
+    Goodbye: ("reason",),
+    Hello: ("epoch",),
+    Welcome: ("epoch",),
+}
+
+
 def _brief(body: Body) -> str:
     """A message for people."""
-    name = type(body).__name__
-    fields = {
-        "Claim": ("transfer", "rendezvous", "first_token", "end_token", "leases"),
-        "Grant": ("transfer", "leases"),
-        "Ready": ("transfer", "chunks"),
-        "Tables": ("transfer", "tokens", "is_last", "renewal"),
-        "Renew": ("transfer", "number"),
-        "Check": ("transfer", "digests"),
-        "Checked": ("transfer", "digests"),
-        "Cancel": ("transfer", "code"),
-        "Drained": ("transfer", "code"),
-        "Failing": ("transfer", "code"),
-        "Settled": ("transfer",),
-        "Refuse": ("about", "code", "reasons"),
-        "Goodbye": ("reason",),
-        "Hello": ("epoch",),
-        "Welcome": ("epoch",),
-    }.get(name, ())
-    return f"{name} " + " ".join(f"{field}={_short(getattr(body, field))}" for field in fields)
+    fields = TOLD.get(type(body), ())
+    return f"{type(body).__name__} " + " ".join(f"{field}={_short(getattr(body, field))}" for field in fields)
 
 
 def _short(value: object) -> str:
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_short(each) for each in value) + "]"
-    text = f"{value.slot}@{value.generation}" if hasattr(value, "generation") else str(value)  # type: ignore[attr-defined]
-    return text[:60]
+    match value:
+        case tuple():
+            return "[" + ", ".join(_short(each) for each in value) + "]"
+        case SlotLease():
+            return f"{value.slot}@{value.generation}"
+        case Blocks():
+            return f"group {value.group} from {value.first}: {' '.join(map(str, value.ids))}"
+    return str(value)[:60]

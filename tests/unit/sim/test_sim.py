@@ -16,6 +16,7 @@ import pytest
 from sim.minimise import minimised, told
 from sim.run import SimListener, outcomes, play, prepared
 from sim.scenario import DRAFTED, PULLED, Scenario, as_text, from_text, make
+from sim.world import TOLD
 from tests.unit.sim.mutations import switched_off
 from tests.unit.sim.noticed import noticed
 
@@ -105,6 +106,14 @@ def test_a_seed_is_all_there_is_to_a_run() -> None:
         )
         stories.append(done.stdout)
     assert stories[0] == stories[1] and "Claim" in stories[0]
+
+
+def test_a_story_tells_the_block_tables_of_what_is_pulled(listener: SimListener) -> None:
+    scenario = make(PULLED)
+    story = told(scenario, play(scenario, listener, is_told=True))
+    assert re.search(r"p\d\d +-> d\d\d: BlockTables transfer=\w+ .*blocks=\[group 0 from 0: \d+", story), story
+    fields = {kind: set(kind.__struct_fields__) for kind in TOLD}
+    assert all(set(names) <= fields[kind] for kind, names in TOLD.items())
 
 
 def test_a_failure_is_made_small_and_told(listener: SimListener) -> None:
