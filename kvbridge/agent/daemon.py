@@ -131,6 +131,7 @@ class Agent:
         self._started = self._ticked_at = clock()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
+        self._armed: tuple[str, ...] = ()
         self._connections: set[asyncio.Task[None]] = set()
         self.doors: Doors = NoDoors()
         self._spans: Spans | None = None
@@ -230,6 +231,7 @@ class Agent:
     def _arm(self) -> None:
         """Arm failpoints from the environment, and warn of them in the log and the metrics."""
         if said := arm_from_environment():
+            self._armed = said
             log.warning("FAILPOINTS ARE ON, this agent will fail on purpose: %s=%s", VARIABLE, ",".join(said))
             self.metrics.warn_of_failpoints(said)
 
@@ -467,4 +469,6 @@ class Agent:
             errors=self._errors.statuses(),
             still_s=self._still_s(),
             metrics=self.config.metrics,
+            prompts=self.metrics.prompts(),
+            failpoints=self._armed,
         )

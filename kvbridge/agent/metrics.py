@@ -8,7 +8,7 @@ from functools import cache, partial
 from importlib.metadata import version
 from typing import Literal, get_args
 
-from kvbridge_proto.status import SlotCounts, Traits
+from kvbridge_proto.status import PromptCounts, SlotCounts, Traits
 from msgspec import structs
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
@@ -20,6 +20,7 @@ from ..prompt_share import CAUSES
 from ..transport.door import Holder
 from . import scraping
 from .request_records import RequestRecord, Role
+from .status import MOST
 
 Replaced = Literal["slots", "send_slots", "fabric"]
 MAX_CODES = 200
@@ -179,6 +180,15 @@ class Metrics:
                         found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
         return found
 
+    def prompts(self) -> PromptCounts:
+        """What became of prompts, for `kvbridge status`."""
+        return PromptCounts(
+            fetched_tokens=min(MOST, sum(_by_label(self._fetched).values())),
+            computed_tokens=min(MOST, sum(_by_label(self._here["prompt_tokens"]).values())),
+            computed=_by_label(self._here["prompts"]),
+            released=_by_label(self._offers),
+        )
+
     def chunks(self, role: Role, count: int, size_bytes: int, session: Session) -> None:
         """Count chunks that this session moved, and their bytes."""
         self._chunks_of(role).inc(count)
@@ -275,6 +285,12 @@ class _Proofs(Collector):
             for name, bytes_per_s in slowest.items():
                 found.add_metric([role, name], bytes_per_s)
         yield found
+
+
+def _by_label(counter: Counter) -> dict[str, int]:
+    """What a counter has counted, by its only label. Without labels it is called ""."""
+    samples = (sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total"))
+    return {"".join(each.labels.values()): min(MOST, int(each.value)) for each in samples}
 
 
 def _readers(holders: Callable[[], list[Holder]], is_overdue: bool) -> float:

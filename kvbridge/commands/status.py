@@ -127,7 +127,7 @@ def problems(status: Status) -> list[str]:
     """What an operator has to look at, in a few words each."""
     slots = status.receive_slots
     looked = {
-        "fails on purpose (failpoints)": bool(_armed(status)),
+        "fails on purpose (failpoints)": bool(status.failpoints),
         status.state: status.state != "serving",
         f"its data thread hangs for {status.still_s:.0f} s": status.still_s > STILL_S,
         "no engine is attached": status.engine is None,
@@ -212,12 +212,8 @@ def rendered(status: Status) -> RenderableType:
 
 def _failpoints(status: Status) -> list[RenderableType]:
     """Shown first: an agent that was started to fail must not be taken for a healthy one."""
-    said = _armed(status)
-    return [plain(f"FAILPOINTS ARE ON, this agent fails on purpose: {', '.join(said)}")] if said else []
-
-
-def _armed(status: Status) -> dict[str, float]:
-    return _labelled(status, "kvbridge_failpoints_total{armed=")
+    armed = ", ".join(status.failpoints)
+    return [plain(f"FAILPOINTS ARE ON, this agent fails on purpose: {armed}")] if armed else []
 
 
 def _agent(status: Status) -> list[RenderableType]:
@@ -316,19 +312,16 @@ def _readers(status: Status) -> list[RenderableType]:
 
 def _prompts(status: Status) -> list[RenderableType]:
     """What became of the prompts that our engine wanted and offered, since the agent started."""
-    rows = _pairs()
-    fetched = status.counters.get("kvbridge_prompt_tokens_fetched_total", 0.0)
-    here = _labelled(status, "kvbridge_prompts_computed_here_total{reason=")
-    tokens = sum(_labelled(status, "kvbridge_prompt_tokens_computed_here_total{reason=").values())
-    if fetched or tokens:
-        share = f"{fetched:,.0f} of {fetched + tokens:,.0f} prompt tokens ({fetched / (fetched + tokens):.1%})"
-        _add(rows, "came by the bridge", share)
-    if here:
-        _add(rows, "computed here", f"{sum(here.values()):,.0f} prompts: {_each(here)}")
-    if released := _labelled(status, "kvbridge_offers_released_total{code="):
-        taken = released.pop("served", 0.0)
-        others = f"; {_each(released)}" if released else ""
-        _add(rows, "offered", f"{taken + sum(released.values()):,.0f} prompts: {taken:,.0f} fetched{others}")
+    rows, counts = _pairs(), status.prompts
+    fetched, both = counts.fetched_tokens, counts.fetched_tokens + counts.computed_tokens
+    if both:
+        _add(rows, "came by the bridge", f"{fetched:,} of {both:,} prompt tokens ({fetched / both:.1%})")
+    if counts.computed:
+        _add(rows, "computed here", f"{sum(counts.computed.values()):,} prompts: {_each(counts.computed)}")
+    if counts.released:
+        others = {code: count for code, count in counts.released.items() if code != "served"}
+        taken = f"{counts.released.get('served', 0):,} fetched{f'; {_each(others)}' if others else ''}"
+        _add(rows, "offered", f"{sum(counts.released.values()):,} prompts: {taken}")
     return [_title("prompts"), _indented(rows)] if rows.row_count else []
 
 
@@ -345,16 +338,9 @@ def _left_out(rows: Sized) -> list[RenderableType]:
     return [_indented(_plain(f"and {len(rows) - ROWS:,} more; --json has them all"))] if len(rows) > ROWS else []
 
 
-def _labelled(status: Status, prefix: str) -> dict[str, float]:
-    """Counters that differ in one label, by that label, the largest first."""
-    found = {
-        name.removeprefix(prefix)[:-1]: value for name, value in status.counters.items() if name.startswith(prefix)
-    }
-    return dict(sorted(found.items(), key=lambda each: -each[1]))
-
-
-def _each(counts: dict[str, float]) -> str:
-    return ", ".join(f"{value:,.0f} {name}" for name, value in counts.items())
+def _each(counts: Mapping[str, int]) -> str:
+    """The largest first."""
+    return ", ".join(f"{value:,} {name}" for name, value in sorted(counts.items(), key=lambda each: -each[1]))
 
 
 def _counters(status: Status) -> list[RenderableType]:

@@ -126,6 +126,19 @@ class ErrorStatus(Struct, frozen=True, kw_only=True):
     age_s: Seconds
 
 
+class PromptCounts(Struct, frozen=True, kw_only=True):
+    """What became of the prompts that our engine wanted and offered, since the agent started.
+
+    `computed` counts by their reason prompts that could have come and that our engine computed, `computed_tokens` all
+    their tokens. `released` counts offers that ended: `served` if they were fetched, `declined`, or an error's code.
+    """
+
+    fetched_tokens: Count = 0
+    computed_tokens: Count = 0
+    computed: dict[Name, Count] = {}
+    released: dict[Name, Count] = {}
+
+
 class SlotCounts(Struct, frozen=True, kw_only=True):
     free: Count
     lent: Count
@@ -138,7 +151,7 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
 
     `errors` are the last ones that it logged, the latest last. `still_s` is how long its data plane thread has not
     completed a round; a healthy thread with no long work in hand needs a second at most. `metrics` is HOST:PORT, where
-    Prometheus finds it, or empty.
+    Prometheus finds it, or empty. `counters` are all that it counts there. `failpoints` are armed, for a test.
     """
 
     agent: AgentCard
@@ -160,6 +173,8 @@ class Status(Struct, frozen=True, kw_only=True, tag="status"):
     errors: Annotated[tuple[ErrorStatus, ...], Meta(max_length=MAX_ERRORS)] = ()
     still_s: Seconds = 0.0
     metrics: Name = ""
+    prompts: PromptCounts = PromptCounts()
+    failpoints: tuple[Name, ...] = ()
 
 
 class PoolQuery(Struct, frozen=True, kw_only=True, tag="pool?"):

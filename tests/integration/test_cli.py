@@ -370,6 +370,9 @@ def test_status_prints_what_the_agent_says(tmp_path: Path) -> None:
         "cannot be made anew",
         "4 s ago",
         "warning kvbridge.receiver: failed: request=cmpl-1-b code=peer_lost",
+        "3,000 of 4,000 prompt tokens (75.0%)",
+        "3 prompts: 2 peer_lost, 1 untagged",
+        "6 prompts: 5 fetched; 1 offer_expired",
     ):
         assert words in told.stdout
 
@@ -379,11 +382,13 @@ def test_status_prints_what_the_agent_says(tmp_path: Path) -> None:
 def test_status_shows_no_terminal_what_others_would_command_it(flags: tuple[str, ...], tmp_path: Path) -> None:
     forged = "[/x] [red]x\x1b[2J\x9b2J\nkvbridge: all is well\u202e"
     odd = msgspec.structs.replace(STATUS.peers[0], name=forged)
-    said = msgspec.structs.replace(STATUS, peers=(odd,), counters={f"kvbridge_failpoints_total{{armed={forged}}}": 1.0})
+    said = msgspec.structs.replace(STATUS, peers=(odd,), failpoints=(forged,))
     told = shown(tmp_path, said, *flags)
     assert told.returncode == 0 and "[/x] [red]x" in told.stdout, told.stderr
     assert all(line.isprintable() for line in told.stdout.split("\n"))
     assert not any(line.startswith("kvbridge: all is well") for line in told.stdout.split("\n"))
+    if not flags:
+        assert "FAILPOINTS ARE ON, this agent fails on purpose: [/x]" in told.stdout
     if flags:
         assert msgspec.json.decode(told.stdout, type=type(STATUS)) == said
 
@@ -497,9 +502,9 @@ def test_status_finds_the_agents_of_the_host_and_names_the_dead(tmp_path: Path) 
             told = on_another_host("status", *as_json, **beside)
         assert told.returncode == 1 and "prefill-0" in told.stdout and "decode-7" not in told.stdout
         if not as_json:
-            verdict, first, second, *_ = told.stdout.splitlines()
-            assert verdict.endswith("of 2 agents healthy")
-            assert "prefill-0" in first and f"NOT HEALTHY: no agent at {tmp_path}/agent-1.sock" in second
+            verdict, first, *others = told.stdout.splitlines()
+            assert verdict.endswith("of 2 agents healthy") and "prefill-0" in first
+            assert any(f"NOT HEALTHY: no agent at {tmp_path}/agent-1.sock" in line for line in others)
         assert f"no_agent: no agent at {tmp_path}/agent-1.sock: Connection refused" in told.stderr
         for path in tmp_path.glob("*.sock"):
             path.unlink()

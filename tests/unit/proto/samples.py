@@ -193,6 +193,12 @@ TO_ENGINE: tuple[Any, ...] = (
                 level="warning", logger="kvbridge.receiver", text="failed: request=cmpl-1-b code=peer_lost", age_s=4.5
             ),
         ),
+        prompts=status.PromptCounts(
+            fetched_tokens=3000,
+            computed_tokens=1000,
+            computed={"untagged": 1, "peer_lost": 2},
+            released={"served": 5, "offer_expired": 1},
+        ),
     ),
     status.PoolStatus(pool=POOL, slot_bytes=4 << 20),
     status.Trace(
