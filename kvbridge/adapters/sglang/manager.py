@@ -99,6 +99,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._queue = queue
         self._is_decoder = disaggregation_mode == DisaggregationMode.DECODE
         self._watched: dict[int, Ended | None] = {}
+        self._whole: set[int] = set()  # watched, and whole: they may be given up
         self._wanted: dict[int, int] = {}  # open wants: the room of each
         self._outdated: set[int] = set()  # open wants of rows of other weights than the server has now
         self._weights = weights_name(get_serving().weight_version)
@@ -220,11 +221,14 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             self.talk.reweigh(Weights(version=version))
 
     def release(self) -> None:
-        """Have what nobody has claimed given up. Returns once the agent has answered, or after READERS_S."""
+        """Have what nobody has claimed given up. Returns once the agent has answered, or after READERS_S.
+
+        An offer whose prompt is still being computed is not given up, so nobody waits for its end.
+        """
         talk, end = self.talk, time.monotonic() + READERS_S
         if talk is None:
             return
-        offers = [number for number, ended in self._watched.items() if ended is None]
+        offers = [number for number in self._whole if self._watched.get(number) is None]
         talk.release()
         while any(map(talk.is_open, offers)) and (left := end - time.monotonic()) > 0:
             talk.rest(min(left, REST_S))
@@ -259,6 +263,11 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def unwatch(self, number: int) -> None:
         self._watched.pop(number, None)
+        self._whole.discard(number)
+
+    def mark_whole(self, number: int) -> None:
+        """The last part of this offer is with the agent."""
+        self._whole.add(number)
 
     def ended(self, number: int) -> Ended | None:
         return self._watched.get(number)

@@ -130,8 +130,10 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
                 traceparent=self._traceparent,
             )
         )
-        if is_last and manager.gives_up_at_once:
-            talk.release()
+        if is_last:
+            manager.mark_whole(self._number)
+            if manager.gives_up_at_once:
+                talk.release()
         self._tokens = tokens
 
     def _send_row(self) -> bool:

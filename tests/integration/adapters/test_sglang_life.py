@@ -40,6 +40,7 @@ class Talk:
         self.said: list[Any] = []
         self.news: list[Ended] = []
         self.memory = SimpleNamespace(device=SimpleNamespace(type="cpu"), pool=SimpleNamespace(groups=(None,)))
+        self.rested_s = 0.0
 
     is_waiting = False
 
@@ -54,12 +55,13 @@ class Talk:
     offer = want = expect = reweigh = no_offer = say
 
     def release(self) -> None:
-        """At once, for a test's sake."""
-        for _ in list(self.open):
-            self.end("offer", "reclaimed")
+        """At once, for a test's sake. A prompt that is still computed is not given up."""
+        whole = {each.number for each in self.said if isinstance(each, Offer) and each.is_last}
+        for number in sorted(whole & set(self.open)):
+            self.end("offer", "reclaimed", number)
 
     def rest(self, seconds: float) -> None:
-        pass
+        self.rested_s += seconds
 
     def withdraw(self, number: int, reason: str, comes_again: bool = False) -> None:
         self.said.append(("withdraw", number))
@@ -74,9 +76,9 @@ class Talk:
     def is_open(self, number: int) -> bool:
         return number in self.open
 
-    def end(self, kind: Any, code: str = "") -> None:
-        """What has been open for longest."""
-        number = min(self.open)
+    def end(self, kind: Any, code: str = "", number: int = 0) -> None:
+        """This, or what has been open for longest."""
+        number = number or min(self.open)
         self.news.append(Ended(number, self.open.pop(number), kind, code, f"because of {code}"))
 
     def turn(self) -> list[Ended]:
@@ -100,7 +102,7 @@ def manager(role: str) -> Any:
 
     made = object.__new__(KVBridgeManager)
     made.rooms, made.talk, made.told = Rooms(), Talk(), []
-    made._watched, made._wanted, made._look_at = {}, {}, 0.0
+    made._watched, made._wanted, made._whole, made._look_at = {}, {}, set(), 0.0
     made._outdated, made._weights, made.next_weights, made.weights_changes = set(), "default", "", 0
     made.gives_up_at_once, made._questions, made._met = False, Questions(), set()
     made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}
@@ -163,18 +165,18 @@ def asked(prompt: str = "ab", **more: Any) -> Asked:
 # Prefill:
 
 
-def sender(of: Any, prompt: str = "ab", told: dict[str, Any] | None = None) -> Any:
+def sender(of: Any, prompt: str = "ab", told: dict[str, Any] | None = None, room: int = ROOM) -> Any:
     from kvbridge.adapters.sglang.sender import KVBridgeSender
 
-    made = KVBridgeSender(of, ADDRESS, ROOM)
+    made = KVBridgeSender(of, ADDRESS, room)
     made.bind(req(prompt, told))
     return made
 
 
-def begun(of: Any, tokens: int = 40, **more: Any) -> Any:
+def begun(of: Any, tokens: int = 40, room: int = ROOM, **more: Any) -> Any:
     """Asked for, and given pages."""
-    made = sender(of)
-    of._hear_asked(asked(**more))
+    made = sender(of, room=room)
+    of._hear_asked(asked(room=room, **more))
     assert made.poll() == WAITING
     prefix = made.pop_decode_prefix_len()
     made.init(-(-(tokens - prefix) // PAGE), 1)
@@ -746,6 +748,25 @@ def test_a_flush_gives_up_held_prompts_first(prefill: Any) -> None:
     scheduler.process_disagg_prefill_inflight_queue = lambda: queue.remove(made) if made.poll() == FAILED else None
     assert hooks()[f"{SCHEDULER}.flush_cache"](lambda scheduler: not queue, scheduler)
     raises(made, "reclaimed")
+
+
+def test_a_flush_waits_for_no_prompt_that_is_still_computed(prefill: Any) -> None:
+    """It is not given up: the scheduler would stand still for READERS_S."""
+    from kvbridge.adapters.sglang.weights import give_up_held
+
+    held = begun(prefill)
+    held.send(pages(3, 4, 9), [], 40)
+    partly = begun(prefill, room=ROOM + 1)
+    partly.send(pages(5, 6), None, 32)
+    scheduler = updater(prefill).scheduler
+    scheduler.disagg_prefill_inflight_queue = [held]
+    scheduler.process_disagg_prefill_inflight_queue = held.poll
+    assert give_up_held(scheduler)
+    raises(held, "reclaimed")
+    assert prefill.talk.rested_s == 0 and len(prefill.talk.open) == 1
+    partly.send(pages(7), [], 8)
+    prefill.release()
+    assert listen(prefill, partly) == FAILED and not prefill.talk.open, "it may be given up now"
 
 
 def test_the_methods_that_are_hooked_are_sglangs() -> None:
