@@ -102,6 +102,7 @@ def test_who_does_not_wait_is_found_out(tmp_path: Path, unfenced: str, drafts: i
     assert outcome.wrong
 
 
+@pytest.mark.proves("G7", "G15")
 @pytest.mark.gpu
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("sender", "receiver"), PAIRS, ids=[f"{a.name} to {b.name}" for a, b in PAIRS])

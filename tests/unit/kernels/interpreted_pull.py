@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from kvbridge_kernels import pull_ref
@@ -15,6 +16,12 @@ from kvbridge_kernels.segment import Segment
 from kvbridge_kernels.tables import Work
 from triton.runtime.interpreter import GridExecutor
 
+from kvbridge.device.memory import AttachedPool
+from kvbridge.device.pulls import Pulls
+from kvbridge.geometry.plan import Part
+from kvbridge.geometry.unfilled import Filling
+from tests.support import oracle
+from tests.support.carried import Mapped
 from tests.unit.kernels.chunks import MOVES, Shape, chunk_of, on, work_on
 from tests.unit.kernels.interpreted import CASTS
 from tests.unit.kernels.pulls import JOINED, PULLS, Ends, check_joined, check_pull, converted, ends_of
@@ -156,3 +163,35 @@ def test_as_many_chunks_share_launches_as_the_tables_have_room_for() -> None:
     pull(joined([prepared.chunk] * most), None, work)
     with pytest.raises(ValueError, match="tables take"):
         pull(joined([prepared.chunk] * (most + 1)), None, work)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        oracle.Shape("nhd", layers=3, drafts=1),
+        oracle.Shape("cross_layer", layers=4, drafts=2),
+        oracle.Shape("cpu_vec", layers=3, drafts=1, block_tokens=32, key_width=8, value_width=8),
+        oracle.Shape("hnd", layers=3, drafts=1, codec="fp8_row_scale", block_tokens=8, blocks=24),
+    ],
+    ids=lambda shape: f"{shape.layout} {shape.codec}",
+)
+def test_one_block_of_zeros_fills_the_draft_s_rows_of_any_blocks(shape: oracle.Shape) -> None:
+    held = oracle.build(shape)
+    for region in held.memory:
+        region[:] = 0xFF
+    before, tokens = held.copy(), range(32, 96)
+    table = oracle.table_of(held.pool, tokens.stop, seed=1)
+    filling = Filling(held.pool, held.pool.model.drafts)
+    planned, tables = filling.plan(tokens.start, tokens.stop), oracle.block_table(held.pool, table)
+    mapped = Mapped(held.pool, [torch.from_numpy(region) for region in held.memory])
+    with AttachedPool.of_zeros(filling.zeros, "cpu") as zeros, zeros.hold() as given, mapped.hold() as taken:
+        for chunk in map(planned.chunk, range(planned.chunks)):
+            theirs = Part(planned, chunk, filling.tables(tables), is_sender=True)
+            ours = Part(planned, chunk, tables, is_sender=False)
+            pull(Pulls().of(zeros, given, theirs, mapped, taken, ours), None, work_on("cpu"))
+    for plane in before.pool.planes:
+        if plane.layer in filling.layers:
+            _, places = oracle.rows_at(before.pool, plane.group, table, tokens)
+            empty = np.zeros((len(places), plane.heads, plane.codec.row_bytes), np.uint8)
+            oracle.put_rows(before, plane, places, empty)
+    assert all(map(np.array_equal, held.memory, before.memory))

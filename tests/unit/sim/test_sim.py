@@ -82,6 +82,7 @@ def test_what_is_pulled_is_not_lost_corrupted_or_stuck_either(part: int) -> None
     assert ends["done"] > PULLED_SLICE // 2 and len(ends) > 8, ends
 
 
+@pytest.mark.proves("G7", "G15")
 @pytest.mark.parametrize("first", [DRAFTED, DRAFTED + PULLED], ids=["sent", "pulled"])
 def test_layers_that_only_the_receiver_has_are_zeros_once_all_is_done(first: int) -> None:
     """Zeros are written behind the fence, before Done, into blocks that are still wanted; and all end."""
