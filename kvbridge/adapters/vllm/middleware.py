@@ -9,7 +9,8 @@ asks for it, which is after authentication. Of a body it searches `MOST_BYTES` a
 values that it needs: 16 MiB of a prompt cost 40 ms, where all of it as Python's objects cost 2.2 s and 484 MiB.
 
 The decode side has the same call, and waits for its prompt. So if vLLM refuses a prefill with a room, or its client
-hangs up before it is answered, the engine's scheduler is told. vLLM's call for that is there since 0.26.
+hangs up before it is answered, the engine's scheduler is told: that of every replica, since nobody here knows whose
+agent the decode side asks. vLLM's call for that is there since 0.26.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 MOST_BYTES = 64 << 20  # how much of a body is searched for a room; a longer one with a room is refused
 MOST_VALUE_BYTES = 1 << 16  # of a value that we read: a room, or a list of them
+BAD_REQUEST = 400
 FIELD = b'"bootstrap_room"'
 FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 PATHS = ("/v1/completions", "/v1/chat/completions")  # whose token limits we know
@@ -102,12 +104,13 @@ class _Call:
         is_good = 0 < self._status < 400 and not self._is_given_up
         if self._offer is None or is_good:
             return
-        scope, params = self._scope, self._offer | {"status": 0 if self._is_given_up else self._status}
+        state, status = self._scope["app"].state, self._status if self.refusal is None else BAD_REQUEST
+        params = self._offer | {"status": 0 if self._is_given_up else status}
         try:
-            rank = dict(scope["headers"]).get(b"x-data-parallel-rank", b"")
-            await scope["app"].state.engine_client.notify_kv_transfer_request_rejected(
-                f"refused-{uuid.uuid4().hex}", params, data_parallel_rank=int(rank) if rank.isdigit() else None
-            )
+            for replica in range(_replicas(state.vllm_config)):
+                await state.engine_client.notify_kv_transfer_request_rejected(
+                    f"refused-{uuid.uuid4().hex}", params, data_parallel_rank=replica
+                )
         except Exception:  # the call is answered; who waits in its room hears nothing until its deadline
             log.warning(
                 "room %s: the scheduler was not told that its call ended", params["bootstrap_room"], exc_info=True
@@ -129,10 +132,29 @@ class _Call:
         turned, params = _turned(text, scope["path"], scope["app"].state.vllm_config.kv_transfer_config)
         if turned is text:
             return heard
-        self._offer = params if "do_remote_decode" in params else None
+        if "do_remote_decode" in params:
+            self._offer = params
+            _check_replica(scope)
         length = (b"content-length", str(len(turned)).encode())
         scope["headers"] = [*(each for each in scope["headers"] if each[0] != length[0]), length]
         return [{"type": "http.request", "body": turned, "more_body": False}]
+
+
+def _replicas(engine: Any) -> int:
+    """How many replicas vLLM's own balancer chooses among (`--data-parallel-size`)."""
+    parallel = engine.parallel_config
+    return int(parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size)
+
+
+def _check_replica(scope: MutableMapping[str, Any]) -> None:
+    """Of a call with a room: it must name its replica if there are several. Raises EngineError.
+
+    The decode side asks the one agent that the call names. vLLM would choose any replica, whose agent is another.
+    """
+    count = _replicas(scope["app"].state.vllm_config)
+    if count > 1 and not dict(scope["headers"]).get(b"x-data-parallel-rank", b"").isdigit():
+        reason = f"of {count} replicas, the one whose agent bootstrap_port names must be in X-data-parallel-rank"
+        raise EngineError("bad_params", f"bootstrap_room: {reason}")
 
 
 def _may_be_ours(scope: MutableMapping[str, Any]) -> bool:
@@ -228,8 +250,8 @@ def _first(value: Any, name: str, body: dict[str, Raw]) -> Any:
 
 async def _refuse(send: Send, reason: str) -> None:
     """Answer as vLLM itself answers a bad request."""
-    error = {"message": f"kvbridge: {reason}", "type": "BadRequestError", "param": None, "code": 400}
+    error = {"message": f"kvbridge: {reason}", "type": "BadRequestError", "param": None, "code": BAD_REQUEST}
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.start", "status": BAD_REQUEST, "headers": headers})
     await send({"type": "http.response.body", "body": body})

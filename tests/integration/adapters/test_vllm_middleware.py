@@ -55,6 +55,7 @@ def call(
     ends: bool = True,
     path: str = "/v1/completions",
     engine: Any = None,
+    replicas: int = 1,
     **extra: Any,
 ) -> tuple[Application, list[Any]]:
     """The application that was behind it, and what was sent to the client."""
@@ -74,13 +75,19 @@ def call(
     async def send(message: Any) -> None:
         told.append(message)
 
-    transfer = SimpleNamespace(kv_role=role, kv_connector_extra_config=extra) if role else None
-    state = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer), engine_client=engine)
+    state = SimpleNamespace(vllm_config=configured(role, replicas, **extra), engine_client=engine)
     app = SimpleNamespace(state=state)
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
     behind = Application()
     asyncio.run(BootstrapRooms(behind)(scope, receive, send))
     return behind, told
+
+
+def configured(role: str, replicas: int = 1, **extra: Any) -> Any:
+    """vLLM's configuration, as far as the middleware reads it."""
+    transfer = SimpleNamespace(kv_role=role, kv_connector_extra_config=extra) if role else None
+    parallel = SimpleNamespace(data_parallel_size=replicas, data_parallel_size_local=1, local_engines_only=False)
+    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
 
 
 def turned(body: dict[str, Any], role: str = "kv_producer", **extra: Any) -> Any:
@@ -274,12 +281,26 @@ def told_of(
 def test_who_waits_in_the_room_of_a_prefill_that_is_refused_or_given_up_is_told(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert told_of(status, monkeypatch) == [(OFFER | {"status": status}, None)]
+    assert told_of(status, monkeypatch) == [(OFFER | {"status": status}, 0)]
 
 
-def test_the_replica_that_the_call_names_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    headers = [*JSON, (b"x-data-parallel-rank", b"3")]
-    assert told_of(404, monkeypatch, headers=headers) == [(OFFER | {"status": 404}, 3)]
+@pytest.mark.parametrize(("rank", "status"), [(b"1", 404), (b"9", 400), (b"", 400), (b"one", 400)])
+def test_all_replicas_are_told(rank: bytes, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever the call names: decode asks the agent that the router names, and nobody here knows whose that is."""
+    headers = [*JSON, (b"x-data-parallel-rank", rank)]
+    told = told_of(status, monkeypatch, headers=headers, replicas=3)
+    assert told == [(OFFER | {"status": status}, replica) for replica in range(3)]
+
+
+def test_a_call_in_a_room_must_name_its_replica_if_there_are_several() -> None:
+    """vLLM would choose any, and decode asks one agent."""
+    body = {"prompt": "1"} | HOST
+    said = "of 2 replicas, the one whose agent bootstrap_port names must be in X-data-parallel-rank"
+    assert said in refusal(body, "kv_producer", engine=Engine(), replicas=2)
+    named = [*JSON, (b"x-data-parallel-rank", b"1")]
+    assert call(body, headers=named, replicas=2)[1][0]["status"] == 200
+    assert call({"prompt": "1"}, replicas=2)[1][0]["status"] == 200
+    assert call(body, "kv_consumer", replicas=2)[1][0]["status"] == 200
 
 
 @pytest.mark.parametrize(
@@ -389,7 +410,7 @@ def test_before_vllms_own_authentication_it_reads_nothing(key: str, status: int)
         await app(scope, counted, send)
 
     app.add_api_route("/v1/completions", answer, methods=["POST"])
-    app.state.vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role="kv_producer"))
+    app.state.vllm_config = configured("kv_producer")
     app.add_middleware(authenticate.AuthenticationMiddleware, tokens=["right"])
     app.add_middleware(BootstrapRooms)
 
