@@ -253,7 +253,7 @@ class Engines:
             epoch=engine.epoch,
             pid=connection.pid,
             model=pool.model.name,
-            shard=f"tp {pool.shard.tp_rank}/{pool.shard.tp_size} pp {pool.shard.pp_rank}/{pool.shard.pp_size}",
+            shard=_rank(pool),
             pool_bytes=sum(region.size_bytes for region in pool.regions),
             planes=len(pool.planes),
             model_key=model_key(pool),
@@ -274,6 +274,17 @@ def _checked(message: Rescale, engine: AttachedEngine) -> Pool:
     if reasons := check_pool(pool):
         raise EngineError("bad_pool", *reasons)
     return pool
+
+
+def _rank(pool: Pool) -> str:
+    """For people: which replica, and which of its ranks if it has several."""
+    shard = pool.shard
+    ranks = (
+        ("tp", shard.tp_rank, shard.tp_size),
+        ("pp", shard.pp_rank, shard.pp_size),
+        ("cp", shard.cp_rank, shard.cp_size),
+    )
+    return " ".join([f"dp {pool.engine.replica}", *(f"{name} {rank}/{size}" for name, rank, size in ranks if size > 1)])
 
 
 def _name(attach: Attach) -> str:

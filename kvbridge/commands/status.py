@@ -116,7 +116,8 @@ def _summary(answers: Mapping[str, Status | OperatorError]) -> list[RenderableTy
             continue
         found = problems(answer)
         healthy += not found
-        engine = " ".join(answer.engine.engine.split()[:2]) if answer.engine else ""  # without its id, which is long
+        own = answer.engine
+        engine = f"{' '.join(own.engine.split()[:2])} {own.shard}" if own else ""  # without its id, which is long
         work = f"{_number(answer.peers, 'peer')}, {_number(answer.transfers, 'transfer')}"
         _add(table, answer.agent.name, f"NOT HEALTHY: {'; '.join(found)}" if found else "healthy", engine, work)
     verdict = f"{healthy} of {_number(answers, 'agent')} healthy"

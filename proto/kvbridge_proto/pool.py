@@ -161,11 +161,15 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 class Engine(Struct, frozen=True, kw_only=True):
-    """Who attached. All ranks of an engine have the same `id`, and no other engine has it; the rest is for people."""
+    """Who attached. All ranks of an engine have the same `id`, and no other engine has it; the rest is for people.
+
+    With data parallelism each replica is an engine, and `replica` its number.
+    """
 
     kind: Name
     version: Name
     id: Name
+    replica: Count = 0
 
 
 class Region(Struct, frozen=True):

@@ -520,7 +520,7 @@ def test_status_has_a_line_for_an_agent_on_a_narrow_terminal_and_no_blanks_at_th
     status = msgspec.structs.replace(STATUS, engine=engine, **healthy)
     told = shown(tmp_path, status, COLUMNS="80")
     _, line, after, *_ = map(str.rstrip, told.stdout.splitlines())
-    assert "  healthy  vllm 0.32.0  " in line and line.endswith("1 transfer") and after == "agent", told.stdout
+    assert "  healthy  vllm 0.32.0 tp 1/2  " in line and line.endswith("1 transfer") and after == "agent", told.stdout
     wide = shown(tmp_path, status, COLUMNS="500")
     assert engine.engine in wide.stdout and max(map(len, wide.stdout.splitlines())) < 300, wide.stdout
 

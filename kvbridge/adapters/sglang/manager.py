@@ -146,7 +146,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             return
         name = self.options.model_name or self._queue.scheduler.server_args.model_path.rstrip("/").rpartition("/")[2]
         ids = {"model_name": name, "engine_id": self._engine_id, "weights": self._weights}
-        memory = describe(self._queue, self._shard, draft=self.options.draft_name, is_decoder=self._is_decoder, **ids)
+        ids |= {"draft": self.options.draft_name}
+        memory = describe(self._queue, self._shard, is_decoder=self._is_decoder, replica=_replica(), **ids)
         path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
         options = self.options
         client = EngineClient(path, agent_uids=options.agent_uids, allow_unwatched=options.allow_unwatched)

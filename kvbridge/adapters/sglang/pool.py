@@ -116,6 +116,7 @@ def describe(
     weights: str = "default",
     draft: str = "",
     is_decoder: bool = False,
+    replica: int = 0,
 ) -> Memory:
     """The memory of one rank; `queue` is the scheduler's queue. Raises OperatorError for a pool we cannot describe.
 
@@ -134,7 +135,7 @@ def describe(
     storages = {storage.data_ptr(): storage for part in parts for storage in [part.tensor.untyped_storage()]}
     regions = {address: index for index, address in enumerate(storages)}
     described = Pool(
-        engine=Engine(kind="sglang", version=__version__[:256], id=engine_id[:256]),
+        engine=Engine(kind="sglang", version=__version__[:256], id=engine_id[:256], replica=replica),
         model=Model(
             name=model_name[:256],
             layers=_layers(parts, attentions, config, shard),

@@ -33,6 +33,7 @@ def describe(
     engine_id: str,
     weights: str = "default",
     draft: str = "",
+    replica: int = 0,
 ) -> Memory:
     """The pool of one rank. Raises OperatorError naming what cannot be described.
 
@@ -61,7 +62,7 @@ def describe(
         planes.extend(_planes(member, region, cache.num_blocks))
     drafts, draft = drafts_of(members, config, model_name, draft)
     pool = Pool(
-        engine=Engine(kind="vllm", version=__version__[:256], id=engine_id[:256]),
+        engine=Engine(kind="vllm", version=__version__[:256], id=engine_id[:256], replica=replica),
         model=Model(
             name=model_name[:256],
             layers=model_layers(members, config, shard),

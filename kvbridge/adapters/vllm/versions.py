@@ -66,6 +66,11 @@ def interleave_of(parallel: Any) -> int:
     return 1
 
 
+def replica_of(parallel: Any) -> int:
+    """The number of this replica of data parallelism. 0.32 keeps it there for models without experts too."""
+    return int(getattr(parallel, "data_parallel_index", None) or parallel.data_parallel_rank)
+
+
 def shard_of(config: VllmConfig) -> Shard:
     """Which rank of its engine this process is. Raises OperatorError for both kinds of context parallelism at once.
 

@@ -46,7 +46,7 @@ from .pending import Pending, Receive, Reports
 from .pool import describe
 from .scales import LayerScales
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
-from .versions import shard_of
+from .versions import replica_of, shard_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,6 +102,7 @@ class WorkerSide:
             engine_id=transfer.engine_id or "",
             weights=self._options.weights,
             draft=self._options.draft_name,
+            replica=replica_of(self._config.parallel_config),
         )
         layers = self._config.compilation_config.static_forward_context
         self.attach(self._options.socket_of(_rank_of(self._config)), memory, layers)

@@ -14,6 +14,15 @@ from tests.support.nursery import kvbridge
 from tests.support.oracle import Shape, build_all
 
 
+def test_status_says_which_rank_of_which_replica_is_attached(tmp_path: Path) -> None:
+    held = build_all(Shape("nhd", tp_size=2))[1]
+    of_replica = msgspec.structs.replace(held.pool, engine=msgspec.structs.replace(held.pool.engine, replica=3))
+    with agent(tmp_path, "p") as p, closing(OracleEngine(p, held)) as engine:
+        engine.attach(pool=of_replica)
+        line = kvbridge("status", "--socket", p.socket).stdout.splitlines()[1]
+        assert "healthy  oracle 0 dp 3 tp 1/2  " in line
+
+
 def test_plan_asks_the_agents_of_two_engines(tmp_path: Path) -> None:
     (sender,), (receiver,) = build_all(Shape("nhd")), build_all(Shape("hnd", block_tokens=64))
     with agent(tmp_path, "p") as p, agent(tmp_path, "d") as d, closing(OracleEngine(p, sender)) as engine:
