@@ -17,6 +17,7 @@ from kvbridge_proto.common import attachment_name
 from kvbridge_proto.engine import Attached, Done, Failed, NoOffer
 
 from kvbridge.failpoints import VARIABLE
+from tests.integration.adapters import test_vllm_middleware as vllm
 from tests.integration.agent.harness import OracleEngine, agent, attached
 from tests.integration.agent.pairs import Bench, Benches
 from tests.support.oracle import Shape, build
@@ -149,6 +150,43 @@ def test_a_call_that_prefill_has_refused_is_not_waited_for(is_first: bool, bench
     bench.fill([5], range(16))
     bench.offer("p", [5], 16, rendezvous=rendezvous[1])
     bench.receiver.done("of another call")
+
+
+class Balanced:
+    """vLLM's client of two replicas, one beside each of these agents: a call that names none goes to the first."""
+
+    def __init__(self, *replicas: OracleEngine) -> None:
+        self._replicas = replicas
+
+    async def notify_kv_transfer_request_rejected(
+        self, request_id: str, params: Any, *, data_parallel_rank: int | None = None
+    ) -> None:
+        said = NoOffer(call=f"room/{params['bootstrap_room']}", code="prefill_refused", reason="it was refused")
+        self._replicas[data_parallel_rank or 0].client.send(said)
+
+
+@pytest.mark.parametrize(("rank", "status"), [(b"0", 404), (b"", 400)], ids=["names a replica", "names none"])
+def test_a_refused_call_is_not_waited_for_at_any_replica(
+    rank: bytes, status: int, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode side asks the second one's agent, before and after."""
+    monkeypatch.setattr(vllm, "Application", vllm.Behind)  # answers 404 to what it gets
+    with agent(tmp_path, "p1") as beside, attached(beside) as second:
+        second.directory(beside)
+        waits: dict[str, Any] = {
+            "is_offered": False,
+            "rendezvous": f"room/{vllm.ROOM}/{'a' * 40}",
+            "deadline_s": DEADLINE_S,
+        }
+        bench.receiver.want("before", beside.address, [1], range(16), **waits)
+        wait_for(lambda: beside.status.transfers, why=beside.text)
+        headers = [*vllm.JSON, (b"x-data-parallel-rank", rank)]
+        both = Balanced(bench.sender, second)
+        answer = vllm.call({"prompt": "1"} | vllm.HOST, engine=both, replicas=2, headers=headers)[1][0]
+        assert answer["status"] == status
+        bench.receiver.failed("before", "prefill_refused", SOON_S)
+        bench.receiver.want("after", beside.address, [2], range(16), **waits)
+        bench.receiver.failed("after", "prefill_refused", SOON_S)
 
 
 def test_an_offer_that_its_agent_has_not_read_yet_is_not_missed(
