@@ -84,11 +84,16 @@ def _first_run(pair: PlanePair, block_tokens: int, longest: int) -> Run | None:
     if _is_dense(sender.element_axis, ours.element_bytes):
         return Run(*sides, heads, ours.row_bytes, False, block_tokens)
     row_bytes = block_tokens * ours.row_bytes
-    if not block_tokens or row_bytes > longest or sender.token_axis != receiver.token_axis:
+    if not block_tokens or row_bytes > longest or _steps(sender.token_axis) != _steps(receiver.token_axis):
         return None
     if _is_dense(sender.token_axis + sender.element_axis, ours.element_bytes):
         return Run(*sides, heads, row_bytes, True, block_tokens)
     return None
+
+
+def _steps(axis: Sequence[Step]) -> list[Step]:
+    """Without those of one place, which say nothing: a page may be a whole block on one side."""
+    return [step for step in axis if step.count > 1]
 
 
 def _is_dense(axis: Sequence[Step], element_bytes: int) -> bool:
@@ -108,8 +113,8 @@ def _grown(run: Run, longest: int) -> Run:
     if run.heads > 1 and run.heads * row_bytes <= longest and sender.head_stride == receiver.head_stride == row_bytes:
         return replace(run, heads=1, row_bytes=run.heads * row_bytes)
     if not run.is_block and run.block_tokens and run.block_tokens * row_bytes <= longest:
-        whole = (Step(run.block_tokens, row_bytes),)
-        if run.block_tokens == 1 or sender.token_axis == receiver.token_axis == whole:
+        axis = _steps(sender.token_axis)
+        if axis == _steps(receiver.token_axis) and _is_dense(axis, row_bytes):
             return replace(run, is_block=True, row_bytes=run.block_tokens * row_bytes)
     return run
 

@@ -14,6 +14,7 @@ from kvbridge.geometry.plane_pair import PlanePair, pair_planes
 from kvbridge.geometry.shard import assign
 from tests.support.carried import carry
 from tests.support.oracle import Shape, describe
+from tests.support.pools import More
 
 SHAPE = Shape(layers=3, kv_heads=4, key_width=32, value_width=16, block_tokens=16)
 KEY, VALUE = 64, 32  # bytes of a row
@@ -131,6 +132,24 @@ def test_planes_that_only_begin_side_by_side_stay_apart(layout, first_token, fie
     for sender, receiver, count in ((whole, whole, 1), (whole, apart, 2), (apart, whole, 2), (apart, apart, 2)):
         pairs = coalesce(pair_planes(sender, receiver, takes), sender, receiver, first_token, 1 << 20)
         assert len(pairs) == count
+
+
+@pytest.mark.parametrize("has_said_so", [True, False], ids=["one page", "said plainly"])
+def test_a_page_that_is_a_whole_block_moves_with_its_scales(has_said_so: bool) -> None:
+    """Also if one side describes it as one page of so many tokens. A block of two pages is moved row by row."""
+    index = More("index_key", width=32, codec="fp8_row_scale", page_tokens=16)
+    shape = replace(SHAPE, layers=1, more=(index,))
+    sender = receiver = describe(shape)
+    if not has_said_so:
+        planes = tuple(msgspec.structs.replace(each, token_axis=each.token_axis[-1:]) for each in sender.planes)
+        receiver = msgspec.structs.replace(sender, planes=planes)
+    (takes,) = assign([sender], receiver)
+    pairs = coalesce(pair_planes(sender, receiver, takes), sender, receiver, 0, 1 << 20)
+    (page,) = (pair for pair in pairs if pair.receiver.part == "index_key")
+    assert len(pairs) == 3 and (page.wire.row_bytes, page.unit_tokens) == (16 * (32 + 4), 16)
+
+    two = replace(shape, block_tokens=32)
+    assert (1, 32, 1) in forms(folded(two, two))
 
 
 def test_a_block_that_is_tiled_otherwise_is_moved_row_by_row() -> None:
