@@ -3,6 +3,10 @@
 Pure. Imports nothing, so that adapters may use it inside engines.
 """
 
+# Parts of sparse attention. An engine may keep index keys times a Hadamard matrix, and multiply queries by it as well:
+# choices stay the same, but such a key is of no use to an engine that does not.
+INDEX_KEY, ROTATED_INDEX_KEY = "index_key", "rotated_index_key"
+
 
 def first_kept(kind: str, window: int, end_token: int, block_tokens: int) -> int:
     """The first token that a cache must hold of a request of `end_token` tokens, whose next query is at `end_token`.

@@ -14,6 +14,7 @@ from typing import Literal
 
 from kvbridge_proto.pool import Group, Layer, Plane, Pool, Shard
 
+from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from .check import check_pool as check_pool
 from .check import extent as extent
 from .check import is_beside, shortened
@@ -76,6 +77,10 @@ CASTS = ("codec", "scales")  # differences that change numbers
 SAME_MODEL = "the same model on both sides"
 SAME_DRAFT = "the same draft model on both sides, or none on the prefill side"
 SAME_CODEC = "the same kv_cache_dtype on both sides"
+SAME_ROTATION = (
+    "index keys that both sides rotate, or neither: vLLM never does, SGLang does unless the model's config.json has "
+    "indexer_rope_interleave: true (and SGLANG_DISABLE_DSA_INDEXER_FUSION is not set)"
+)
 
 
 def verdict(sender: Pool, receiver: Pool) -> Verdict:
@@ -206,9 +211,9 @@ def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
     for layer, needed in _parts(receiver).items():
         held = parts.get(layer, needed)
         if not held >= needed:
-            yield from _if_other(
-                "parts", " ".join(sorted(held)), " ".join(sorted(needed)), f"layer {layer}", SAME_MODEL
-            )
+            is_rotated = {INDEX_KEY, ROTATED_INDEX_KEY} <= held | needed
+            needs = SAME_ROTATION if is_rotated else SAME_MODEL
+            yield from _if_other("parts", " ".join(sorted(held)), " ".join(sorted(needed)), f"layer {layer}", needs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ class ModelCache:
     kv_dtype    of its cache where the checkpoint says so, else ""
     has_one_pool    SGLang keeps all tokens of its windows, in the pool of the full layers
     has_longer_window    SGLang's windows have one token more than the config says
+    has_interleaved_index    the rotary embedding of index keys is interleaved, and SGLang does not rotate them further
     """
 
     family: str
@@ -43,6 +44,7 @@ class ModelCache:
     kv_dtype: str = ""
     has_one_pool: bool = False
     has_longer_window: bool = False
+    has_interleaved_index: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ def read(config: Text) -> ModelCache:
         kv_dtype=_checkpoint_dtype(text.get("quantization_config") or config.get("quantization_config") or {}),
         has_one_pool=family.has_one_pool,
         has_longer_window=family.has_longer_window,
+        has_interleaved_index=bool(text.get("indexer_rope_interleave", False)),
     )
 
 

@@ -26,6 +26,7 @@ from kvbridge_proto.pool import (
 
 from ..adapters.engine.heads import Heads
 from ..adapters.engine.unsupported import UNSUPPORTED, refusal
+from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from ..errors import KVBridgeError, OperatorError
 from .config import ModelCache
 from .engine_command import EngineCommand
@@ -67,7 +68,7 @@ def pools_of(
     model: ModelCache, command: EngineCommand, name: str, engine_id: str, is_decoder: bool = False
 ) -> list[Pool]:
     """The pools of all ranks. Raises KVBridgeError with each reason for which the adapter will refuse this cache."""
-    errors = [*_refusals(model, command), *_refused_options(model, command, is_decoder)]
+    errors = [*_refusals(model, command, is_decoder), *_refused_options(model, command, is_decoder)]
     if errors:
         raise OperatorError(errors[0].code, *(reason for error in errors for reason in error.reasons))
     as_run = _as_run(model, command)
@@ -78,7 +79,7 @@ def pools_of(
     ]
 
 
-def _refusals(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeError]:
+def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> Iterator[KVBridgeError]:
     engine = command.engine
     code = "layer_unsupported" if engine == "vllm" else "cache_unsupported"
     for kind in model.kinds:
@@ -96,7 +97,7 @@ def _refusals(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeErr
         # The draft's pool is then of the same class, which `_check_draft` in adapters/sglang/pool.py refuses.
         reason = "draft model's KV pool: SWAKVPool, must be MHATokenToKVPool or MLATokenToKVPool"
         yield OperatorError("cache_unsupported", f"{reason}; needs a server without --speculative-algorithm")
-    said = _dtype(model, command)
+    said = _dtype(model, command, is_decoder)
     if said not in PLAIN and said not in ROW_SCALED and said not in WHOLE:
         yield refusal("codec_unknown", engine, "packed", f"kv_cache_dtype {said}")
     if model.index and command.index_dtype not in ("", "auto") and command.index_dtype not in PLAIN:
@@ -152,26 +153,51 @@ def _has_window_pool(model: ModelCache, command: EngineCommand) -> bool:
     return has_windows and not model.has_one_pool and not (command.keeps_all and alike)
 
 
-def _dtype(model: ModelCache, command: EngineCommand) -> str:
+def _dtype(model: ModelCache, command: EngineCommand, is_decoder: bool) -> str:
     own = model.dtype if command.dtype == "auto" else command.dtype
     said = (model.kv_dtype or own) if command.kv_cache_dtype == "auto" else command.kv_cache_dtype
-    # What both engines make of it for sparse attention, unless told to use a backend that reads plain fp8 rows.
-    is_packed = model.index and _has_latents(model) and said in PLAIN and PLAIN[said][0] == "fp8_e4m3"
-    return "fp8_ds_mla" if is_packed else said
+    if not (model.index and _has_latents(model)):
+        return said
+    return _by_vllm(said, command) if command.engine == "vllm" else _by_sglang(said, command, is_decoder)
 
 
 def _has_latents(model: ModelCache) -> bool:
     return any(layer is not None and layer.kind == "mla" for layer in model.layers)
 
 
+def _by_vllm(said: str, command: EngineCommand) -> str:
+    """What sparse attention makes of a dtype: `_canonicalize_sparse_mla_kv_cache_dtype`, 0.26 to 0.33.
+
+    Without a backend in the command it is Hopper's (platforms/cuda.py): FLASHMLA_SPARSE takes "fp8"; "fp8_e4m3", which
+    a checkpoint says, only FLASHINFER_MLA_SPARSE_SM90 does. On B200 FLASHINFER_MLA_SPARSE keeps plain rows of both,
+    and for GLM "auto" is fp8 there.
+    """
+    backend = command.backend.upper()
+    is_fp8 = said in PLAIN and PLAIN[said][0] == "fp8_e4m3"
+    takes = is_fp8 if backend == "FLASHMLA_SPARSE" else not backend and command.kv_cache_dtype == "fp8"
+    return "fp8_ds_mla" if takes or backend == "FLASHINFER_MLA_SPARSE_SM120" else said
+
+
+def _by_sglang(said: str, command: EngineCommand, is_decoder: bool) -> str:
+    """SGLang 0.5.23 on Hopper: `_dsa_kv_cache_dtype_default`; by a role's backend `calculate_mla_kv_cache_dim`."""
+    if command.kv_cache_dtype == "auto":
+        return "bfloat16"
+    both = command.prefill_backend, command.decode_backend
+    is_plain = both[is_decoder] == "trtllm" or both == ("tilelang", "tilelang")
+    return "fp8_ds_mla" if said in PLAIN and PLAIN[said][0] == "fp8_e4m3" and not is_plain else said
+
+
 def _index_rows(model: ModelCache, command: EngineCommand, said: str) -> tuple[PartRow, ...]:
-    """Those beside K and V have a dtype of their own.
+    """Beside latents: `_index_part` in adapters/sglang/pool.py. Those beside K and V have a dtype of their own.
 
     In vLLM that is bf16 if no option says otherwise. In SGLang an fp8_e4m3 cache has them in fp8 on H100, and on B200
     with its usual backend (`get_minimax_sparse_index_dtype`), else they are in the model's dtype.
     """
     if _has_latents(model):
-        return INDEX
+        part = ROTATED_INDEX_KEY if command.engine == "sglang" and not model.has_interleaved_index else INDEX_KEY
+        key = Codec(name="fp8_row_scale", width=128, element_bytes=1, row_bytes=128, scale_codec="pow2_fp32")
+        scale = Codec(name="pow2_fp32", width=1, element_bytes=4, row_bytes=4)
+        return PartRow(part, key), PartRow(f"{part}_scale", scale)
     own = model.dtype if command.dtype == "auto" else command.dtype
     if command.engine == "vllm":
         own = "bf16" if command.index_dtype in ("", "auto") else command.index_dtype
@@ -180,19 +206,7 @@ def _index_rows(model: ModelCache, command: EngineCommand, said: str) -> tuple[P
     name, size = PLAIN[own]
     width, scales = model.index_width, (1.0,) if name.startswith("fp8") else ()
     codec = Codec(name=name, width=width, element_bytes=size, row_bytes=width * size, scales=scales)
-    return (PartRow("index_key", codec),)
-
-
-INDEX = tuple(
-    PartRow(part, codec)
-    for part, codec in (
-        (
-            "index_key",
-            Codec(name="fp8_row_scale", width=128, element_bytes=1, row_bytes=128, scale_codec="pow2_fp32"),
-        ),
-        ("index_key_scale", Codec(name="pow2_fp32", width=1, element_bytes=4, row_bytes=4)),
-    )
-)
+    return (PartRow(INDEX_KEY, codec),)
 
 
 def _rows(layer: Layer, said: str) -> Iterator[PartRow]:
@@ -256,7 +270,7 @@ def _pool(
     tp_rank: int,
     is_decoder: bool,
 ) -> Pool:
-    said, depth = _dtype(model, command), len(model.layers)
+    said, depth = _dtype(model, command, is_decoder), len(model.layers)
     layers = (*model.layers, *(model.drafts if command.drafts else ()))
     drafts = range(depth, len(layers)) if pp_rank == command.pp - 1 else range(0)
     stage = (*_stage(depth, pp_rank, command.pp), *drafts)
@@ -268,11 +282,12 @@ def _pool(
     index_rows = _index_rows(model, command, said) if model.index else ()
     planes: list[Plane] = []
     offset = 0
-    for index, layer in mine.items():
+    for number, layer in mine.items():
         heads = Heads(0, 1, 1) if layer.kind == "mla" else Heads.of(layer.kv_heads, tp_rank, command.tp)
-        for row in (*_rows(layer, said), *(index_rows if index in model.index else ())):
-            held = Heads(0, 1, 1) if row.part.startswith("index_key") else heads
-            planes.append(_plane(index, row, held, groups.index(keepings[index]), keepings[index].block_tokens, offset))
+        kept = keepings[number]
+        for row in (*_rows(layer, said), *(index_rows if number in model.index else ())):
+            held = Heads(0, 1, 1) if "index_key" in row.part else heads
+            planes.append(_plane(number, row, held, groups.index(kept), kept.block_tokens, offset))
             offset += planes[-1].block_stride * BLOCKS
     known = len(layers) if command.pp > 1 else max(mine) + 1
     return Pool(

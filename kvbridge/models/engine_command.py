@@ -25,6 +25,7 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "block_tokens": ("--block-size",),
         "kv_cache_dtype": ("--kv-cache-dtype",),
         "dtype": ("--dtype",),
+        "backend": ("--attention-backend", "--attention-config.backend", "-ac.backend"),
         "drafts": ("--speculative-config", "-sc"),
         "method": ("--speculative-config.method", "-sc.method", "--spec-method"),
         "draft_model": ("--speculative-config.model", "-sc.model", "--spec-model"),
@@ -41,6 +42,8 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "block_tokens": ("--page-size",),
         "kv_cache_dtype": ("--kv-cache-dtype",),
         "dtype": ("--dtype",),
+        "prefill_backend": ("--dsa-prefill-backend",),
+        "decode_backend": ("--dsa-decode-backend",),
         "drafts": ("--speculative-algorithm",),
         "draft_model": ("--speculative-draft-model-path", "--speculative-draft-model"),
         "model": ("--model-path", "--model"),
@@ -57,13 +60,15 @@ SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
         "is_layer_split": ("--enable-dsa-cache-layer-split",),
     },
 }
-TEXTS = ("kv_cache_dtype", "dtype", "drafts", "method", "draft_model", "model", "attention", "index_dtype")
+BACKENDS = ("backend", "prefill_backend", "decode_backend")
+TEXTS = ("kv_cache_dtype", "dtype", *BACKENDS, "drafts", "method", "draft_model", "model", "attention", "index_dtype")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
     """One engine as its command line makes it. Sizes count ranks; `tp` is that of attention.
 
+    backend, prefill_backend, decode_backend    of attention, where the command names one
     keeps_all    layers with windows keep all tokens
     drafts       the method that predicts further tokens with a model or layers of its own, "" for none
     index_dtype    that of index keys beside K and V, "" if vLLM is not told
@@ -80,6 +85,9 @@ class EngineCommand:
     kv_cache_dtype: str = "auto"
     index_dtype: str = ""
     dtype: str = "auto"
+    backend: str = ""
+    prefill_backend: str = ""
+    decode_backend: str = ""
     keeps_all: bool = False
     drafts: str = ""
     has_own_drafts: bool = False
@@ -149,6 +157,7 @@ def _made(engine: str, given: dict[str, Any]) -> EngineCommand:
     drafts, has_own_drafts = _drafts(engine, given)
     attention = _json("--attention-config", str(given.pop("attention", "")))
     given.setdefault("index_dtype", str(attention.get("indexer_kv_dtype") or ""))
+    given.setdefault("backend", str(attention.get("backend") or ""))
     found = replace(EngineCommand(engine, block_tokens=USUAL_BLOCK[engine]), **given)
     for option, parts in (("--dp-size", in_attention), ("--attn-cp-size", found.attn_cp)):
         if found.tp % parts:

@@ -171,12 +171,20 @@ FAMILIES = (
     ),
     Family(
         "latents and index keys",
-        "DeepSeek V3.2, GLM-5 to 5.2",
-        latents("deepseek_v32", 61, **INDEX),
+        "GLM-5.x whose config.json has indexer_rope_interleave: true (5.2)",
+        latents("glm_moe_dsa", 78, indexer_rope_interleave=True, **INDEX),
         "MLA, index keys",
         "DSATokenToKVPool",
         on_engines=(CPU_INDEX_KEYS, "", ""),
         stopped=51,
+    ),
+    Family(
+        "latents and index keys that SGLang rotates",
+        "DeepSeek V3.2, other GLM-5.x",
+        latents("deepseek_v32", 61, **INDEX),
+        "MLA, index keys",
+        "DSATokenToKVPool",
+        on_engines=(CPU_INDEX_KEYS, "", ""),
     ),
     Family(
         "full attention and index keys",

@@ -67,6 +67,11 @@ It counts what decides a cache: parallel sizes (with SGLang's DP attention and v
 or page size, `--dtype` and `--kv-cache-dtype`, drafts that are the model's own (MTP), and whether windows keep all
 tokens. Other drafts, layouts, scales and the block size that a backend of vLLM prefers are known when the engine runs:
 [plan](convertible.md) then reads its pool. Options that SGLang's adapter refuses are refused here too.
+
+What "fp8" means for sparse attention depends on the backend, and so on the GPU. Without `--attention-backend`
+(`--dsa-prefill-backend`, `--dsa-decode-backend`) plan takes the engine to be on Hopper: rows of `fp8_ds_mla`, and bf16
+by default. On Blackwell both engines prefer backends that keep plain rows of fp8, and vLLM from 0.33 on scales of index
+keys that do not fit other GPUs: name the backends, and ask the pools of engines that run.
 """
 
 

@@ -73,7 +73,7 @@ ROOMS = {
     "kvbridge.adapters.vllm": Room(INSIDE | {"kvbridge.adapters.engine"}, None),
     "kvbridge.adapters.sglang": Room(INSIDE | {"kvbridge.adapters.engine"}, None),
     "kvbridge.adapters": Room(),
-    "kvbridge.models": Room({"kvbridge_proto", "kvbridge.errors", "kvbridge.adapters.engine"}),
+    "kvbridge.models": Room({"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.adapters.engine"}),
     "kvbridge.dataplane": Room(BESIDE),
     "kvbridge.agent": Room(
         BESIDE | {"kvbridge.oneline", "kvbridge.prompt_share", "kvbridge.states", "kvbridge.dataplane"},

@@ -16,7 +16,18 @@ from kvbridge.models.config import FAMILIES as READERS
 from kvbridge.models.config import read
 from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
-from tests.support.families import FAMILIES, GEMMA4, LLAMA, MIMO, Family, carried_recipes, config, latents, windows
+from tests.support.families import (
+    FAMILIES,
+    GEMMA4,
+    INDEX,
+    LLAMA,
+    MIMO,
+    Family,
+    carried_recipes,
+    config,
+    latents,
+    windows,
+)
 from tests.support.refusals import refused
 from tests.support.write_models import PAGE, RECIPES, page
 
@@ -337,3 +348,44 @@ def test_a_layer_of_an_unknown_type_is_refused_and_never_dropped(text: dict[str,
     depth = text["num_hidden_layers"]
     with refused(OperatorError, "bad_model_config", "'linear_attention', known are full_attention"):
         read(text | {"layer_types": ["linear_attention", *["full_attention"] * (depth - 1)]})
+
+
+@pytest.mark.parametrize(
+    ("command", "role", "codec"),
+    [
+        ("vllm", "prefill", "bf16"),
+        ("vllm --kv-cache-dtype fp8", "prefill", "fp8_ds_mla"),
+        ("vllm --kv-cache-dtype fp8_ds_mla", "prefill", "fp8_ds_mla"),
+        ("vllm --kv-cache-dtype fp8_e4m3", "prefill", "fp8_e4m3"),
+        ("vllm --kv-cache-dtype fp8_e4m3 --attention-backend FLASHMLA_SPARSE", "prefill", "fp8_ds_mla"),
+        ("vllm --kv-cache-dtype fp8 --attention-backend FLASHINFER_MLA_SPARSE", "prefill", "fp8_e4m3"),
+        ("vllm --kv-cache-dtype fp8 -ac.backend flashinfer_mla_sparse_sm90", "prefill", "fp8_e4m3"),
+        ("""vllm --kv-cache-dtype fp8 -ac '{"backend": "FLASHINFER_MLA_SPARSE"}'""", "prefill", "fp8_e4m3"),
+        ("vllm --attention-backend FLASHINFER_MLA_SPARSE_SM120", "prefill", "fp8_ds_mla"),
+        ("sglang", "prefill", "bf16"),
+        ("sglang --kv-cache-dtype fp8_e4m3", "prefill", "fp8_ds_mla"),
+        ("sglang --kv-cache-dtype fp8_e4m3 --dsa-prefill-backend trtllm", "prefill", "fp8_e4m3"),
+        ("sglang --kv-cache-dtype fp8_e4m3 --dsa-prefill-backend trtllm", "decode", "fp8_ds_mla"),
+        ("sglang --kv-cache-dtype fp8_e4m3 --dsa-decode-backend trtllm", "decode", "fp8_e4m3"),
+        ("sglang --kv-cache-dtype fp8_e4m3 --dsa-decode-backend tilelang", "decode", "fp8_ds_mla"),
+        (
+            "sglang --kv-cache-dtype fp8_e4m3 --dsa-prefill-backend tilelang --dsa-decode-backend tilelang",
+            "decode",
+            "fp8_e4m3",
+        ),
+    ],
+)
+def test_what_an_engine_makes_of_fp8_for_sparse_attention_depends_on_its_backend(
+    command: str, role: str, codec: str
+) -> None:
+    model = read(latents("deepseek_v32", 2, **INDEX))
+    (pool,) = pools_of(model, parse(command), "m", "e", role == "decode")
+    assert {plane.codec.name for plane in pool.planes if plane.part == "latent"} == {codec}
+
+
+def test_a_checkpoint_with_scales_for_fp8_is_no_fp8_ds_mla() -> None:
+    """vLLM takes it for fp8_e4m3, which FLASHMLA_SPARSE does not; SGLang's sparse attention does not look at it."""
+    model = read(latents("deepseek_v32", 2, **INDEX, quantization_config={"kv_cache_quant_algo": "FP8"}))
+    for command, codec in (("vllm", "fp8_e4m3"), ("sglang", "bf16")):
+        (pool,) = pools_of(model, parse(command), "m", "e")
+        assert {plane.codec.name for plane in pool.planes if plane.part == "latent"} == {codec}

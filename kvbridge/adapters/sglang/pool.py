@@ -27,6 +27,7 @@ from kvbridge_proto.pool import (
     Step,
 )
 
+from ...cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from ...errors import OperatorError
 from ..engine.codecs import CODEC_OF
 from ..engine.heads import Heads
@@ -80,7 +81,7 @@ class LayerGroup:
         return Group(kind=kind, block_tokens=self.block_tokens, blocks=blocks, window=self.window)
 
 
-INDEX_KEY, INDEX_WIDTH, INDEX_SCALE_BYTES = "index_key", 128, 4
+INDEX_WIDTH, INDEX_SCALE_BYTES = 128, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class LayerTensor:
 
     @property
     def is_scaled_index(self) -> bool:
-        return self.name == INDEX_KEY and self.tensor.dim() == 2
+        return self.name in (INDEX_KEY, ROTATED_INDEX_KEY) and self.tensor.dim() == 2
 
 
 def describe(
@@ -131,7 +132,8 @@ def describe(
     depth = int(config.hf_text_config.num_hidden_layers)
     of_draft = _draft_layers(queue, shard, attentions, depth)
     groups += of_draft
-    parts = [part for group in groups for part in _parts(group, attentions)]
+    indexers = _indexers(queue, of_draft)
+    parts = [part for group in groups for part in _parts(group, attentions, indexers)]
     storages = {storage.data_ptr(): storage for part in parts for storage in [part.tensor.untyped_storage()]}
     regions = {address: index for index, address in enumerate(storages)}
     described = Pool(
@@ -399,10 +401,35 @@ def _is_hnd(pool: Any) -> bool:
 
 def _attentions(model: Any) -> dict[int, Any]:
     """This rank's attention layers by number. They have the scales and windows."""
-    return {module.layer_id: module for module in model.modules() if type(module).__name__ == "RadixAttention"}
+    return _of_class(model, "RadixAttention")
 
 
-def _parts(group: LayerGroup, attentions: dict[int, Any]) -> Iterator[LayerTensor]:
+def _of_class(model: Any, name: str) -> dict[int, Any]:
+    return {module.layer_id: module for module in model.modules() if type(module).__name__ == name}
+
+
+def _indexers(queue: Any, of_draft: list[LayerGroup]) -> dict[int, Any]:
+    """This rank's modules that choose tokens, by the layer that they are for."""
+    found = {**_of_class(queue.scheduler.tp_worker.model_runner.model, "Indexer")}
+    for runner, group in zip(drafts.runners(queue), of_draft, strict=True):
+        own = _of_class(runner.model, "Indexer")
+        numbers = zip(_numbers(group.pool), group.layers, strict=True)
+        found |= {number: own[layer] for layer, number in numbers if layer in own}
+    return found
+
+
+def _index_part(layer: int, indexer: Any) -> str:
+    """`Indexer._maybe_rotate` in sglang/srt/layers/attention/dsa/dsa_indexer.py; on ROCm we refuse such a pool.
+
+    DeepSeek V3.2's keys are rotated, those of GLM-5 are not, where its config.json has `indexer_rope_interleave`.
+    """
+    if (is_fused := getattr(indexer, "use_dsa_indexer_fusion", None)) is None:
+        reason = f"KV pool: index keys of layer {layer}, whose module does not say whether it rotates them"
+        raise OperatorError("cache_unsupported", f"{reason}; no setting of the engine helps")
+    return INDEX_KEY if is_fused else ROTATED_INDEX_KEY
+
+
+def _parts(group: LayerGroup, attentions: dict[int, Any], indexers: dict[int, Any]) -> Iterator[LayerTensor]:
     pool, whole = group.pool, Heads(0, 1, 1)
     for index, layer in enumerate(group.layers):
         parts = {"latent": pool.kv_buffer} if _is_latent(pool) else {"k": pool.k_buffer, "v": pool.v_buffer}
@@ -411,7 +438,8 @@ def _parts(group: LayerGroup, attentions: dict[int, Any]) -> Iterator[LayerTenso
             yield LayerTensor(group, layer, name, buffers[index], scale, group.heads, pool.dtype)
         if (keys := group.index.get(layer)) is not None:
             scale = _scale(attentions.get(layer), "idx_k")
-            yield LayerTensor(group, layer, INDEX_KEY, keys, scale, whole, keys.dtype)
+            name = _index_part(layer, indexers.get(layer)) if _is_latent(pool) else INDEX_KEY
+            yield LayerTensor(group, layer, name, keys, scale, whole, keys.dtype)
 
 
 def _scale(attention: Any, part: str) -> float:
@@ -434,7 +462,7 @@ def _planes(part: LayerTensor, region: int) -> Iterator[Plane]:
         name="fp8_row_scale", width=INDEX_WIDTH, element_bytes=1, row_bytes=INDEX_WIDTH, scale_codec="pow2_fp32"
     )
     scale = Codec(name="pow2_fp32", width=1, element_bytes=INDEX_SCALE_BYTES, row_bytes=INDEX_SCALE_BYTES)
-    for name, at, codec in ((INDEX_KEY, 0, keys), (f"{INDEX_KEY}_scale", page * INDEX_WIDTH, scale)):
+    for name, at, codec in ((part.name, 0, keys), (f"{part.name}_scale", page * INDEX_WIDTH, scale)):
         yield Plane(
             layer=part.layer,
             part=name,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from kvbridge_proto.pool import Codec, CodecName
 
+from ...cache_kinds import INDEX_KEY
 from ...errors import OperatorError
 from ..engine.codecs import CODEC_OF
 from ..engine.unsupported import refusal
@@ -86,7 +87,7 @@ def _index_form(member: KVLayer) -> RowForm:
             f"{width} x {torch.uint8} in order: {key} fp8 numbers and a scale; no setting of the engine helps",
         )
     is_packed = getattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: False)()
-    cell = Cell(1, key, 0, INDEX_SCALE_BYTES, is_apart=True, is_paged=True, part="index_key")
+    cell = Cell(1, key, 0, INDEX_SCALE_BYTES, is_apart=True, is_paged=True, part=INDEX_KEY)
     return RowForm("fp8_row_scale", cell, "ue8m0_x4" if is_packed else "pow2_fp32")
 
 

@@ -18,6 +18,7 @@ from kvbridge.models.config import read
 from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
 from tests.integration.adapters.test_sglang_pool import (
+    Indexer,
     RadixAttention,
     drafting,
     latent,
@@ -67,10 +68,11 @@ def queue_for(family: Family, tp: int) -> Any:
     else:
         pool = object.__new__(pool_class(family.pool))
     queue = queue_of(pool, heads=first.kv_heads, layers=len(model.layers))
-    modules = [
+    modules: list[torch.nn.Module] = [
         RadixAttention(i, window=layer.window - 1 if layer and layer.window else -1)
         for i, layer in enumerate(model.layers)
     ]
+    modules += [Indexer(layer, is_fused=model.has_interleaved_index) for layer in sorted(model.index)]
     queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList(modules)
     if family.sides and "speculative" in family.sides["sglang"][1]:  # MTP: the model's own
         return drafting(

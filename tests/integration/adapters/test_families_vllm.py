@@ -111,6 +111,13 @@ def latents(count: int) -> Specs:
     return each(count, lambda i: LATENT, "FLASHMLA")
 
 
+def indexed(count: int) -> Specs:
+    keys = {
+        f"model.layers.{layer}.self_attn.indexer.k_cache": ("DEEPSEEK_V32_INDEXER", INDEX) for layer in range(count)
+    }
+    return latents(count) | keys
+
+
 def states(tp: int) -> Specs:
     return beside(each(4, lambda i: full(2, 256, tp)), STATE, "GDN_ATTN")
 
@@ -126,10 +133,8 @@ SPECS: dict[str, Callable[[int], Specs]] = {
     "latents": lambda tp: latents(61),
     "latents with drafts on both sides": lambda tp: latents(62),
     "latents with drafts on the decode side": lambda tp: latents(62),
-    "latents and index keys": lambda tp: (
-        latents(61)
-        | {f"model.layers.{layer}.self_attn.indexer.k_cache": ("DEEPSEEK_V32_INDEXER", INDEX) for layer in range(61)}
-    ),
+    "latents and index keys": lambda tp: indexed(78),
+    "latents and index keys that SGLang rotates": lambda tp: indexed(61),
     "full attention and index keys": minimax,
     "compressed latents": lambda tp: each(2, lambda i: COMPRESSED, "FLASHMLA_SPARSE_DSV4"),
     "states and full attention": states,

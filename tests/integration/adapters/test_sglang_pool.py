@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -84,13 +85,21 @@ class RadixAttention(torch.nn.Module):
         self.k_scale_float, self.v_scale_float = self.k_scale, self.v_scale
 
 
+class Indexer(torch.nn.Module):
+    """By its name, as RadixAttention. On CUDA SGLang's own is fused if the rotary embedding is interleaved."""
+
+    def __init__(self, layer_id: int, is_fused: bool = True) -> None:
+        super().__init__()
+        self.layer_id, self.use_dsa_indexer_fusion = layer_id, is_fused
+
+
 def queue_of(pool: Any, heads: int = HEADS, layers: int = LAYERS, **more: Any) -> Any:
     """As much of the scheduler's queue as a description takes."""
     attentions = [RadixAttention(layer, **more) for layer in range(layers)]
     config = SimpleNamespace(
         get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(num_hidden_layers=layers)
     )
-    runner = SimpleNamespace(model=torch.nn.ModuleList(attentions))
+    runner = SimpleNamespace(model=torch.nn.ModuleList([*attentions, *map(Indexer, range(layers))]))
     return SimpleNamespace(
         token_to_kv_pool=pool,
         draft_token_to_kv_pool=None,
@@ -109,7 +118,9 @@ def drafting(queue: Any, *pools: Any, heads: int = HEADS, path: str = "/models/e
         SimpleNamespace(
             token_to_kv_pool=pool,
             model=torch.nn.ModuleList(
-                [RadixAttention(pool.start_layer + i) for i in range(getattr(pool, "layer_num", 0))]
+                module(pool.start_layer + i)
+                for i in range(getattr(pool, "layer_num", 0))
+                for module in (RadixAttention, Indexer)
             ),
             model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads),
         )
@@ -297,6 +308,33 @@ def test_index_keys_are_where_sglang_looks_for_them(tp_rank: int) -> None:
         expected[target] = rows[source]
         assert np.array_equal(take_rows(held(memory), planes[key], every), expected), key
         assert len(np.unique(rows, axis=0)) > 300, "rows that could not be told apart would prove nothing"
+
+
+def test_index_keys_that_sglang_rotates_are_another_part() -> None:
+    """SGLang's own method is asked: it multiplies by a Hadamard matrix where the module is not fused."""
+    from sglang.srt.layers.attention.dsa import dsa_indexer
+
+    rotated = []
+    with mock.patch.object(dsa_indexer, "rotate_activation", rotated.append):
+        for is_fused, part in ((True, "index_key"), (False, "rotated_index_key")):
+            queue = queue_of(sparse())
+            module = SimpleNamespace(use_dsa_indexer_fusion=is_fused, use_aiter_fused_fp8_writer=False)
+            dsa_indexer.Indexer._maybe_rotate(module, part)
+            queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList(
+                each(layer, *more)
+                for layer in range(LAYERS)
+                for each, more in ((RadixAttention, ()), (Indexer, (is_fused,)))
+            )
+            pool = describe(queue, Shard(), model_name="m", engine_id="e").pool
+            assert {plane.part for plane in pool.planes} == {"latent", part, f"{part}_scale"}
+    assert rotated == ["rotated_index_key"]
+
+
+def test_index_keys_of_a_module_that_does_not_say_whether_it_rotates_them_are_refused() -> None:
+    queue = queue_of(sparse())
+    queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList(map(RadixAttention, range(LAYERS)))
+    with refused(OperatorError, "cache_unsupported", "index keys of layer 0, whose module does not say"):
+        describe(queue, Shard(), model_name="m", engine_id="e")
 
 
 def test_packed_latents_beside_index_keys_are_vllms() -> None:

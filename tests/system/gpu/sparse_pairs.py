@@ -103,7 +103,7 @@ class SparseRun(Run):
         found.kv_rows = "NO"  # unless it returns
         found.kv_rows = drive.compare_rows()
         found.route = drive.receiver.route(drive.sender)
-        for length in self.chosen.lengths:
+        for length in self.chosen.lengths if not self.chosen.cpu else ():  # there they part: test_latents says why
             prompts = [prompt(length, seed=200 + number) for number in range(self.chosen.prompts)]
             found.tokens[length] = drive.compare(prompts, TIE, [drive.receiver.voice(tokens) for tokens in prompts])
         drives = [drive, *([VLLMDrive(pair.beside, self.engines)] if pair.beside else [])]

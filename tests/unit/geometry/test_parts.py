@@ -120,6 +120,18 @@ def test_another_width_or_other_heads_of_a_part_are_named() -> None:
     assert without.reasons[0].startswith("parts: sender b c k v x, receiver b c index_key k v x (layer 0 and 1 more)")
 
 
+def test_keys_that_one_side_rotates_are_refused_and_the_reason_says_who_does() -> None:
+    """Their bytes would fit, and the decode side would choose other tokens."""
+    plain = mla(layers=2, more=(INDEX,))
+    rotated = replace(plain, more=(replace(INDEX, part="rotated_index_key"),))
+    assert isinstance(verdict(describe(rotated), describe(rotated)), Same)
+    for ours, theirs in ((plain, rotated), (rotated, plain)):
+        found = verdict(describe(ours), describe(theirs))
+        assert isinstance(found, Incompatible)
+        (reason,) = found.reasons
+        assert "needs index keys that both sides rotate, or neither: vLLM never does" in reason
+
+
 def test_scales_belong_to_their_rows() -> None:
     pool = describe(mla(more=(INDEX,)))
     assert not check_pool(pool)
