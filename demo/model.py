@@ -69,7 +69,7 @@ def write_weights(
     weights = {}
     for name, shape in shapes.items():
         if len(shape) == 1:  # of a norm
-            weights[name] = torch.full(shape, float(name.endswith("weight")), dtype=torch.bfloat16)
+            weights[name] = torch.full(shape, float(name.rpartition(".")[2] == "weight"), dtype=torch.bfloat16)
             continue
         values = torch.randn(shape, generator=generator)
         if "embed_tokens" not in name:
