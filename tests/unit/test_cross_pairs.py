@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.gpu import cross_pairs, sglang_pairs, sparse_pairs, vllm_pairs
+from tests.system.gpu import cross_pairs, sglang_pairs, sparse_pairs, vllm_pairs, window_pairs
 from tests.system.gpu.cross_pairs import FoundAcross, ratios
 from tests.system.gpu.pair_drive import DECODED, Pair, Voice, alike, apart, parting
 from tests.system.gpu.pair_engines import ALONE, SGLang, Side
@@ -53,6 +53,7 @@ EQUAL_BOTH = sides_of(cross_pairs.equal_pairs(False).values())
         (vllm_pairs.gpu_pairs(1), [], []),
         (vllm_pairs.gpu_pairs(2), [], []),
         (sparse_pairs.gpu_pairs(2), [], []),
+        (window_pairs.pairs_of(2), [], ALONES[:1]),
     ],
 )
 @pytest.mark.parametrize("per_gpu", [3, 5])  # 80 GB, 141 GB

@@ -22,6 +22,7 @@ from demo.model import (
 
 WINDOW = 96
 SEEN = 80  # the window of the models with halves, as their configurations say it
+GPT_OSS_WINDOW = 128
 LATENT, ROPE = 512, 64  # the only ones that vLLM's CPU backend for latents has kernels for
 
 
@@ -130,10 +131,10 @@ def write_halves(folder: Path) -> Path:
     return _write_windows(folder, shapes)
 
 
-def write_alike_halves(folder: Path) -> Path:
+def write_alike_halves(folder: Path, width: int = HEAD_WIDTH, window: int = SEEN) -> Path:
     """Laguna without experts and gates: as above, but all layers are alike, and the window is the same in both engines.
 
-    SGLang's has SEEN - 1 tokens before the current one.
+    SGLang's has one token less before the current one. GPUs have no kernels for heads as narrow as HEAD_WIDTH.
     """
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     write_config(
@@ -142,14 +143,54 @@ def write_alike_halves(folder: Path) -> Path:
         model_type="laguna",
         layer_types=["sliding_attention" if layer in (1, 2) else "full_attention" for layer in range(LAYERS)],
         mlp_layer_types=["dense"] * LAYERS,
-        sliding_window=SEEN,
+        head_dim=width,
+        sliding_window=window,
         rope_parameters={"full_attention": rope, "sliding_attention": rope},
         gating=False,
         num_experts=4,
         num_experts_per_tok=2,
     )
-    norms = {name: (HEAD_WIDTH,) for name in ("self_attn.q_norm", "self_attn.k_norm")}
-    return _write_windows(folder, [_layer(layer, KV_HEADS, HEAD_WIDTH, **norms) for layer in range(LAYERS)])
+    norms = {name: (width,) for name in ("self_attn.q_norm", "self_attn.k_norm")}
+    return _write_windows(folder, [_layer(layer, KV_HEADS, width, width, **norms) for layer in range(LAYERS)])
+
+
+def write_gpt_oss(folder: Path) -> Path:
+    """gpt-oss without packed weights: every second layer has a window, all have sinks and experts."""
+    width, inner, experts = 64, HIDDEN, 4
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    write_config(
+        folder,
+        architectures=["GptOssForCausalLM"],
+        model_type="gpt_oss",
+        head_dim=width,
+        layer_types=["full_attention" if layer % 2 else "sliding_attention" for layer in range(LAYERS)],
+        sliding_window=GPT_OSS_WINDOW,
+        rope_parameters=rope | {"truncate": False, "original_max_position_embeddings": 4096},
+        attention_bias=True,
+        intermediate_size=inner,
+        num_local_experts=experts,
+        num_experts_per_tok=2,
+        swiglu_limit=7.0,
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        dense = _layer(layer, KV_HEADS, width, width)
+        shapes |= {name: shape for name, shape in dense.items() if ".mlp." not in name}
+        at, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        shapes |= {f"{at}.{name}_proj.bias": dense[f"{at}.{name}_proj.weight"][:1] for name in "qkvo"}
+        shapes |= {f"{at}.sinks": (QUERY_HEADS,), f"{mlp}.router.weight": (experts, HIDDEN)}
+        shapes |= {f"{mlp}.router.bias": (experts,), f"{mlp}.experts.gate_up_proj": (experts, HIDDEN, 2 * inner)}
+        shapes |= {f"{mlp}.experts.gate_up_proj_bias": (experts, 2 * inner)}
+        shapes |= {
+            f"{mlp}.experts.down_proj": (experts, inner, HIDDEN),
+            f"{mlp}.experts.down_proj_bias": (experts, HIDDEN),
+        }
+    raised = {f"layers.{layer}.self_attn.{name}": 2.0 for layer in range(0, LAYERS, 2) for name in ("v_proj", "o_proj")}
+    return write_weights(folder, shapes, GAINS | raised, 1.0)
 
 
 def _write_windows(folder: Path, layers: list[dict[str, tuple[int, ...]]]) -> Path:
@@ -165,14 +206,16 @@ def _write_windows(folder: Path, layers: list[dict[str, tuple[int, ...]]]) -> Pa
     return write_weights(folder, shapes, GAINS | raised, 1.0)
 
 
-def _layer(layer: int, kv_heads: int, key_width: int, **more: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def _layer(
+    layer: int, kv_heads: int, key_width: int, value_width: int = HEAD_WIDTH, **more: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
     shapes = {
         "input_layernorm": (HIDDEN,),
         "post_attention_layernorm": (HIDDEN,),
         "self_attn.q_proj": (QUERY_HEADS * key_width, HIDDEN),
         "self_attn.k_proj": (kv_heads * key_width, HIDDEN),
-        "self_attn.v_proj": (kv_heads * HEAD_WIDTH, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, QUERY_HEADS * HEAD_WIDTH),
+        "self_attn.v_proj": (kv_heads * value_width, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, QUERY_HEADS * value_width),
         "mlp.gate_proj": (2 * HIDDEN, HIDDEN),
         "mlp.up_proj": (2 * HIDDEN, HIDDEN),
         "mlp.down_proj": (HIDDEN, 2 * HIDDEN),

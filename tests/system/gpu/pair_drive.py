@@ -125,12 +125,15 @@ class Drive:
                 until = length - 1 if isinstance(self.receiver, RunningVLLM) else length
                 taken = self._rows(self.receiver, "decode", came, until)
                 assert self.pair.is_same_codec == (given.codec == taken.codec), f"{given.codec} to {taken.codec}"
-                rows.assert_carried(given.first(until), taken)
+                self.assert_carried(given.first(until), taken, until)
         finally:
             self.engines.keep_rows(False)
             for file in self.engines.kept.glob("*.npz"):
                 file.unlink()
         return "yes" if self.pair.is_same_codec else "as converted"
+
+    def assert_carried(self, given: rows.SavedRows, taken: rows.SavedRows, until: int) -> None:
+        rows.assert_carried(given, taken)
 
     def _rows(self, where: Running, side: str, came: Came, until: int) -> rows.SavedRows:
         """Of the first tokens. vLLM's are read from its blocks, which nobody has had since."""

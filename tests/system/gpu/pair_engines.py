@@ -11,9 +11,11 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from tests.integration.agent.harness import AgentProcess, agent
 from tests.system.cross.fleet import greedy
 from tests.system.engines import marks, weights
 from tests.system.engines.engine_process import EngineConfig, EngineProcess
-from tests.system.engines.kinds import write_sparse
+from tests.system.engines.kinds import GPT_OSS_WINDOW, write_alike_halves, write_gpt_oss, write_sparse
 from tests.system.sglang import server
 from tests.system.sglang.plugin import PAUSE, SEEDED
 from tests.system.sglang.server import Server, ServerConfig
@@ -64,6 +66,12 @@ SPARSE = {"num_attention_heads": 4, "qk_nope_head_dim": 128, "v_head_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
     "dsv32": SPARSE | {"index_n_heads": 64, "index_topk_freq": 1},
     "glm5": SPARSE | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "index_n_heads": 32},
+}
+GPT_OSS, LAGUNA = "gpt-oss", "laguna"  # the second has the first's widths and window, and no experts
+WRITE: dict[str, Callable[[Path], Path]] = {
+    **{name: partial(write_sparse, **changes) for name, changes in MODELS.items()},
+    GPT_OSS: write_gpt_oss,
+    LAGUNA: partial(write_alike_halves, width=64, window=GPT_OSS_WINDOW),
 }
 DSA_PLUGIN = Path(__file__).parents[1] / "engines" / "dsa_plugin"
 GPU_ENVIRONMENT = server.GPU_ENVIRONMENT | {
@@ -197,7 +205,7 @@ class RunningSGLang(Beside):
         return self.engine.process.poll() is None and self.engine.is_up() and self.are_agents_alive()
 
     def prepare(self, is_cpu: bool) -> None:
-        is_seeded = self.engine.text().count(SEEDED) >= len(self.side.gpus)
+        is_seeded = self.side.model != LLAMA or self.engine.text().count(SEEDED) >= len(self.side.gpus)
         self.dummy = "" if is_seeded else "SGLang's dummy weights: tokens say little"
 
     def digests(self) -> dict[str, int]:
@@ -307,7 +315,7 @@ class Engines:
             if side.model not in self._models:
                 folder = self.folder / f"model-{side.model}"
                 if side.model != LLAMA:
-                    write_sparse(folder, **MODELS[side.model])
+                    WRITE[side.model](folder)
                 elif self.is_cpu:
                     weights.write(folder)
                 else:
@@ -341,7 +349,7 @@ class Engines:
             backend="nixl" if side.is_nixl else "kvbridge",
             keeps_prefixes=False,
             cores=_cores(side) if self.is_cpu else "",
-            flags=("--load-format", "dummy"),
+            flags=("--load-format", "dummy") if side.model == LLAMA else (),
             environment={
                 "KVBRIDGE_TEST_ROWS": str(self.kept),
                 marks.VARIABLE: str(self.folder / f"{name}.times"),
@@ -366,7 +374,7 @@ class Engines:
         if self.is_cpu:
             more["num_gpu_blocks_override"] = (1 << 15) // side.block
             cores = _cores(side)
-            if not is_llama:
+            if side.model in MODELS:
                 more |= {"attention_backend": "CPU_MLA", "dtype": "float32"}
                 there = os.environ.get("PYTHONPATH")
                 environment["PYTHONPATH"] = f"{DSA_PLUGIN}{os.pathsep}{there}" if there else str(DSA_PLUGIN)

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from demo.rows import SavedRows, difference, load
 
-__all__ = ["SavedRows", "assert_carried", "load"]
+__all__ = ["SavedRows", "assert_carried", "assert_windows_carried", "load"]
 
 
 def assert_carried(given: SavedRows, taken: SavedRows) -> None:
     """`taken` is `given` in its own codec, bit for bit."""
     assert not (wrong := difference(given, taken, len(next(iter(given.rows.values()))))), wrong
+
+
+def assert_windows_carried(given: SavedRows, taken: SavedRows, windowed: Collection[int], first: int) -> None:
+    """The same, but of the layers `windowed` only the rows of tokens from `first` on: all that they keep."""
+    for has_window, begin in ((False, 0), (True, first)):
+        ours, theirs = (
+            SavedRows(
+                {key: each[begin:] for key, each in side.rows.items() if (key[0] in windowed) == has_window}, side.codec
+            )
+            for side in (given, taken)
+        )
+        assert all(each.any(axis=(1, 2)).all() for each in theirs.rows.values()), "a row of zeros"
+        assert_carried(ours, theirs)
