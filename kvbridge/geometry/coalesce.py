@@ -20,6 +20,7 @@ from .wire import is_same_row, is_same_scales, scales_of
 
 # Longer rows are no faster, and shorter ones fill slots better.
 LONGEST_BYTES = 64 << 10
+ONE_PLACE = (Step(1, 0),)  # of a block that is one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,8 @@ def coalesce(
         if len(grown) == len(runs) and all(new is old for new, old in zip(grown, runs, strict=True)):
             break
         runs = grown
-    codecs = {size: _opaque(size) for size in {run.row_bytes for run in runs}}
-    return kept + [_plane_pair(run, codecs[run.row_bytes]) for run in runs]
+    forms = {size: (_opaque(size), (Step(size, 1),)) for size in {run.row_bytes for run in runs}}
+    return kept + [_plane_pair(run, *forms[run.row_bytes]) for run in runs]
 
 
 def _first_run(pair: PlanePair, block_tokens: int, longest: int) -> Run | None:
@@ -74,9 +75,10 @@ def _first_run(pair: PlanePair, block_tokens: int, longest: int) -> Run | None:
     ours, theirs = sender.codec, receiver.codec
     if not is_same_row(ours, theirs) or sender.element_axis != receiver.element_axis:
         return None
-    scales = scales_of(ours, pair.sender_head, heads), scales_of(theirs, pair.receiver_head, heads)
-    if not is_same_scales(*scales):
-        return None
+    if ours.scales or theirs.scales:
+        scales = scales_of(ours, pair.sender_head, heads), scales_of(theirs, pair.receiver_head, heads)
+        if not is_same_scales(*scales):
+            return None
     sides = (
         RunPlane(sender, sender.offset + pair.sender_head * sender.head_stride),
         RunPlane(receiver, receiver.offset + pair.receiver_head * receiver.head_stride),
@@ -151,14 +153,12 @@ def _opaque(row_bytes: int) -> Codec:
     return Codec(name="opaque", width=row_bytes, element_bytes=1, row_bytes=row_bytes)
 
 
-def _plane_pair(run: Run, codec: Codec) -> PlanePair:
-    unit_tokens = run.block_tokens if run.is_block else 1
-    return PlanePair(
-        _plane(run.sender, run, codec), 0, _plane(run.receiver, run, codec), 0, run.heads, codec, unit_tokens
-    )
+def _plane_pair(run: Run, codec: Codec, element_axis: tuple[Step, ...]) -> PlanePair:
+    sender, receiver = _plane(run.sender, run, codec, element_axis), _plane(run.receiver, run, codec, element_axis)
+    return PlanePair(sender, 0, receiver, 0, run.heads, codec, run.block_tokens if run.is_block else 1)
 
 
-def _plane(side: RunPlane, run: Run, codec: Codec) -> Plane:
+def _plane(side: RunPlane, run: Run, codec: Codec, element_axis: tuple[Step, ...]) -> Plane:
     """The plane whose rows are the runs. Layer and part are those of its first run."""
     plane = side.plane
     return Plane(
@@ -168,9 +168,9 @@ def _plane(side: RunPlane, run: Run, codec: Codec) -> Plane:
         region=plane.region,
         offset=side.offset,
         block_stride=plane.block_stride,
-        token_axis=(Step(1, 0),) if run.is_block else plane.token_axis,
+        token_axis=ONE_PLACE if run.is_block else plane.token_axis,
         head_stride=plane.head_stride if run.heads > 1 else 0,
-        element_axis=(Step(codec.row_bytes, 1),),
+        element_axis=element_axis,
         first_head=0,
         heads=run.heads,
         total_heads=run.heads,

@@ -307,18 +307,18 @@ SEALED = ("name", "width", "element_bytes", "row_bytes", "scales")
 
 def _seal(pairs: Sequence[PlanePair]) -> list[object]:
     """What both sides must agree on about these pairs."""
-    wires = {wire: {name: getattr(wire, name) for name in SEALED} for wire in {pair.wire for pair in pairs}}
-    return [
-        (
-            pair.receiver.layer,
-            pair.receiver.part,
-            pair.receiver.first_head + pair.receiver_head,
-            pair.heads,
-            wires[pair.wire],
-            pair.unit_tokens,
-        )
-        for pair in pairs
-    ]
+    sealed: list[object] = []
+    known: dict[Codec, msgspec.Raw] = {}
+    last = None
+    for pair in pairs:
+        receiver, wire = pair.receiver, pair.wire
+        if last is None or wire != last:  # mostly it is equal, and to compare costs less than to hash
+            if (raw := known.get(wire)) is None:
+                raw = known[wire] = msgspec.Raw(msgspec.msgpack.encode({name: getattr(wire, name) for name in SEALED}))
+            last = wire
+        first_head = receiver.first_head + pair.receiver_head
+        sealed.append((receiver.layer, receiver.part, first_head, pair.heads, raw, pair.unit_tokens))
+    return sealed
 
 
 def _cut(template: PlanTemplate, first_token: int, end_token: int, slot_bytes: int) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kvbridge_proto.peer import Take
 from kvbridge_proto.pool import Codec, Plane, Pool
@@ -43,10 +44,15 @@ class _Side:
     def __init__(self, name: str, pool: Pool) -> None:
         self._name = name
         self._planes = {(plane.layer, plane.part): plane for plane in pool.planes}
-        self._parts: dict[int, list[str]] = {}
-        for plane in pool.planes:
-            if not is_scale(plane.part):
-                self._parts.setdefault(plane.layer, []).append(plane.part)
+
+    @cached_property
+    def _parts(self) -> dict[int, list[str]]:
+        """The parts of each layer but scales, in the planes' order."""
+        parts: dict[int, list[str]] = {}
+        for layer, part in self._planes:
+            if not is_scale(part):
+                parts.setdefault(layer, []).append(part)
+        return parts
 
     def parts(self, take: Take, layer: int) -> Sequence[str]:
         """The parts of a layer that a take names. Raises PeerError if there are none."""
@@ -86,24 +92,28 @@ def pair_planes(sender: Pool, receiver: Pool, takes: Sequence[Take]) -> list[Pla
             raise PeerError("bad_take", f"take: {_spell(take)} is empty")
         for layer in range(take.first_layer, take.end_layer):
             for part in ours.parts(take, layer):
-                before = taken.setdefault((layer, part), [])
-                for other in before:
-                    if take.first_head < other.end_head and other.first_head < take.end_head:
-                        raise PeerError("bad_take", f"take: {_spell(take)} overlaps {_spell(other)}")
-                before.append(take)
+                if len(takes) > 1:
+                    _take_once(taken.setdefault((layer, part), []), take)
                 pairs += _pairs(theirs, ours, layer, part, take)
     return pairs
 
 
+def _take_once(before: list[Take], take: Take) -> None:
+    """Add a take to those of the same layer and part. Raises PeerError if it has heads in common with one."""
+    for other in before:
+        if take.first_head < other.end_head and other.first_head < take.end_head:
+            raise PeerError("bad_take", f"take: {_spell(take)} overlaps {_spell(other)}")
+    before.append(take)
+
+
 def _pairs(sender: _Side, receiver: _Side, layer: int, part: str, take: Take) -> Iterator[PlanePair]:
     theirs, ours = sender.held(layer, part, take), receiver.held(layer, part, take)
-    names = {theirs.codec.name, ours.codec.name}
     if is_same_row(theirs.codec, ours.codec):
         yield _plane_pair(theirs, ours, take)
-        if names <= SCALED_ROWS:
+        if ours.codec.name in SCALED_ROWS:
             scales = f"{part}_scale"
             yield _plane_pair(sender.held(layer, scales, take), receiver.held(layer, scales, take), take)
-    elif LATENT_FP8 in names:
+    elif LATENT_FP8 in (theirs.codec.name, ours.codec.name):
         if not (is_cuttable(theirs) and is_cuttable(ours)):
             raise PeerError("bad_take", f"take: {_spell(take)}, rows of layer {layer} {part} cannot be cut into tiles")
         for one, other in zip(latent_parts(theirs), latent_parts(ours), strict=True):

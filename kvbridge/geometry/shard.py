@@ -37,28 +37,30 @@ def holdings(pool: Pool) -> Holdings:
 
     Scales are left out: they are held where their rows are, or the rows have none.
     """
-    rows: dict[str, list[tuple[int, int, int]]] = {}
-    for plane in pool.planes:
-        rows.setdefault(plane.part, []).append((plane.layer, plane.first_head, plane.first_head + plane.heads))
-    held: Holdings = {}
-    last: list[tuple[int, int, int]] = []
-    for part in sorted(part for part in rows if not is_scale(part)):
-        mine = sorted(rows[part])
-        held[part] = held[next(reversed(held))] if mine == last else _runs(mine)  # mostly as in the part before
-        last = mine
-    return held
+    runs: dict[str, list[list[int]]] = {}  # [first layer, end layer, first head, heads], as the planes come
+    last: dict[str, list[int]] = {}
+    for plane in pool.planes:  # one step each, as a receiver does this for all planes of all senders
+        run = last.get(plane.part)
+        if run is not None and run[1] == plane.layer and run[2] == plane.first_head and run[3] == plane.heads:
+            run[1] += 1
+        else:
+            run = last[plane.part] = [plane.layer, plane.layer + 1, plane.first_head, plane.heads]
+            runs.setdefault(plane.part, []).append(run)
+    return {part: _joined(each) for part, each in runs.items() if not is_scale(part)}
 
 
-def _runs(rows: Sequence[tuple[int, int, int]]) -> list[Holding]:
-    """Rows (layer, first head, end head) in layer order, as few holdings."""
-    runs: list[Holding] = []
-    first = before = rows[0]
-    for row in rows[1:]:
-        if row != (before[0] + 1, *first[1:]):
-            runs.append(Holding(first[0], before[0] + 1, *first[1:]))
-            first = row
-        before = row
-    return [*runs, Holding(first[0], before[0] + 1, *first[1:])]
+def _joined(runs: list[list[int]]) -> list[Holding]:
+    """The runs of one part in layer order, as few holdings."""
+    joined: list[Holding] = []
+    for first_layer, end_layer, first_head, heads in sorted(runs):
+        new = Holding(first_layer, end_layer, first_head, first_head + heads)
+        if joined and joined[-1].end_layer == first_layer:
+            before = joined[-1]
+            if (before.first_head, before.end_head) == (new.first_head, new.end_head):
+                joined[-1] = Holding(before.first_layer, end_layer, new.first_head, new.end_head)
+                continue
+        joined.append(new)
+    return joined
 
 
 def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], ...]:
