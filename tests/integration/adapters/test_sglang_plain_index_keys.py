@@ -125,8 +125,14 @@ def test_what_moved_into_shared_memory_is_found_again() -> None:
 
 
 def test_forms_that_are_not_carried_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.utils import setup_state_kv_args
+
+    valued = plain_index(disable_value_sparse_layer_ids=[1])
     with refused(OperatorError, "cache_unsupported", "index values beside index keys, nor do"):
-        check(queue_of(plain_index(disable_value_sparse_layer_ids=[1])))
+        check(queue_of(valued))
+    with pytest.raises(NotImplementedError, match="index value"):
+        setup_state_kv_args(KVArgs(), valued)
     other = plain_index()
     other.main_pool = plain()
     other.main_pool.__class__ = type("MHATokenToKVPoolMXFP8", (type(other.main_pool),), {})
