@@ -20,7 +20,7 @@ import numpy as np
 from demo.vllm_cpu import MAINS, ask_for_tiles
 from demo.vllm_rows import before_free, joined, read_rows
 from tests.system.engines import marks, weights
-from tests.system.engines.index_keys import of_all_ranks, read_index_keys
+from tests.system.engines.index_keys import of_all_ranks, read_index_keys, read_plain_index_keys
 
 RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
 LIKELY = 20  # vLLM's own limit for the tokens whose probabilities it tells
@@ -134,7 +134,8 @@ class Loop:
             self.say(kind="dumped", request=request, error=f"no blocks known for {request}")
             return
         whole, codecs = joined(self.engine.collective_rpc(read_rows, args=(table, first, end)))
-        whole |= of_all_ranks(self.engine.collective_rpc(read_index_keys, args=(table[0], first, end)))
+        for read in (read_index_keys, read_plain_index_keys):
+            whole |= of_all_ranks(self.engine.collective_rpc(read, args=(table[0], first, end)))
         with open(path, "wb") as out:
             np.savez(out, **dict[str, Any](whole))
         self.say(kind="dumped", request=request, codecs=codecs)

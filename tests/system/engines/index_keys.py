@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 WIDTH, SCALE = 128, 4
+HEADS_CUT = (".k", ".v")
 
 
 def read_index_keys(worker: Any, ids: Sequence[int], first: int, end: int) -> dict[str, np.ndarray]:
@@ -33,9 +34,42 @@ def read_index_keys(worker: Any, ids: Sequence[int], first: int, end: int) -> di
     return found
 
 
+def read_plain_index_keys(worker: Any, ids: Sequence[int], first: int, end: int) -> dict[str, np.ndarray]:
+    """The same of MiniMax M3, whose index keys are rows one after another, and of the K and V beside them.
+
+    A cell of K and V is [head, token] of a page, K and then V.
+    """
+    found = {}
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    block_tokens = int(worker.vllm_config.cache_config.block_size)
+    slots = [ids[token // block_tokens] * block_tokens + token % block_tokens for token in range(first, end)]
+    for name, layer in layers.items():
+        if not name.endswith(".attn.index_cache"):
+            continue
+        number = next(int(part) for part in name.split(".") if part.isdigit())
+        rows = layer.kv_cache.cpu().contiguous().view(-1, WIDTH)[slots]
+        found[f"{number}.index_key"] = _bytes(rows)[None]
+        cache = layers[name.removesuffix(".index_cache")].kv_cache.cpu()
+        cells = [cache[slot // cache.shape[2], :, slot % cache.shape[2]] for slot in slots]
+        for part, numbers in (("k", slice(None, WIDTH)), ("v", slice(WIDTH, None))):
+            rows = [_bytes(cell[:, numbers]) for cell in cells]
+            found[f"{number}.{part}"] = np.stack(rows, 1)
+    return found
+
+
+def _bytes(rows: Any) -> np.ndarray:
+    """[rows, bytes]"""
+    import torch
+
+    return np.asarray(rows.contiguous().view(torch.uint8).numpy())
+
+
 def of_all_ranks(found: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """What every rank has. Raises ValueError if one has other bytes than another."""
-    for rank in found[1:]:
-        if rank.keys() != found[0].keys() or any(not np.array_equal(rank[key], found[0][key]) for key in rank):
+    """What every rank has, and all heads of K and V. Raises ValueError if a rank has other bytes than another."""
+    whole = dict(found[0])
+    for key in whole:
+        if key.endswith(HEADS_CUT):
+            whole[key] = np.concatenate([rank[key] for rank in found])
+        elif any(rank.keys() != whole.keys() or not np.array_equal(rank[key], whole[key]) for rank in found):
             raise ValueError("ranks have other index keys")
-    return found[0]
+    return whole

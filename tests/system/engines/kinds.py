@@ -240,6 +240,65 @@ def write_sparse(folder: Path, **changes: object) -> Path:
     return write_latent(folder, **config | changes)
 
 
+def write_plain_sparse(folder: Path) -> Path:
+    """MiniMax M3 without experts: K and V in all layers, index keys in all but the first. It chooses all blocks."""
+    width = 128  # the only one of its kernels
+    chooses = [0] + [1] * (LAYERS - 1)
+    text: dict[str, Any] = dict(
+        model_type="minimax_m3_text",
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=HIDDEN,
+        dense_intermediate_size=2 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=QUERY_HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=width,
+        max_position_embeddings=16384,
+        rope_theta=10000.0,
+        rotary_dim=width // 2,
+        partial_rotary_factor=0.5,
+        hidden_act="swigluoai",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_layer_freq=[0] * LAYERS,
+        num_mtp_modules=0,
+        torch_dtype="bfloat16",
+        sparse_attention_config=dict(
+            use_sparse_attention=True,
+            sparse_index_dim=width,
+            sparse_num_index_heads=KV_HEADS,
+            sparse_topk_blocks=16,
+            sparse_block_size=128,
+            sparse_disable_index_value=chooses,
+            sparse_score_type="max",
+            sparse_init_block=0,
+            sparse_local_block=1,
+            sparse_attention_freq=chooses,
+        ),
+    )
+    write_config(folder, architectures=["MiniMaxM3SparseForCausalLM"], model_type="minimax_m3_vl", text_config=text)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
+    norms = {"self_attn.q_norm": (width,), "self_attn.k_norm": (width,)}
+    index = {
+        "self_attn.index_q_proj": (KV_HEADS * width, HIDDEN),
+        "self_attn.index_k_proj": (width, HIDDEN),
+        "self_attn.index_q_norm": (width,),
+        "self_attn.index_k_norm": (width,),
+    }
+    for layer in range(LAYERS):
+        own = _layer(layer, KV_HEADS, width, **norms | (index if chooses[layer] else {}))
+        at = f"model.layers.{layer}.self_attn"
+        own[f"{at}.v_proj.weight"] = (KV_HEADS * width, HIDDEN)
+        own[f"{at}.o_proj.weight"] = (HIDDEN, QUERY_HEADS * width)
+        shapes |= own
+    return write_weights(folder, shapes, GAINS, 1.0)
+
+
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of a model with latents. Its index keys are in the layers that vLLM gives an indexer."""
     inner, heads, rank = config["intermediate_size"], config["num_attention_heads"], config["q_lora_rank"]

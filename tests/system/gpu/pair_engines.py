@@ -23,7 +23,13 @@ from tests.integration.agent.harness import AgentProcess, agent
 from tests.system.cross.fleet import greedy
 from tests.system.engines import marks, weights
 from tests.system.engines.engine_process import EngineConfig, EngineProcess
-from tests.system.engines.kinds import GPT_OSS_WINDOW, write_alike_halves, write_gpt_oss, write_sparse
+from tests.system.engines.kinds import (
+    GPT_OSS_WINDOW,
+    write_alike_halves,
+    write_gpt_oss,
+    write_plain_sparse,
+    write_sparse,
+)
 from tests.system.sglang import server
 from tests.system.sglang.plugin import PAUSE, SEEDED
 from tests.system.sglang.server import Server, ServerConfig
@@ -68,12 +74,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm5": SPARSE | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "index_n_heads": 32},
 }
 GPT_OSS, LAGUNA = "gpt-oss", "laguna"  # the second has the first's widths and window, and no experts
+MINIMAX = "m3"
 WRITE: dict[str, Callable[[Path], Path]] = {
     **{name: partial(write_sparse, **changes) for name, changes in MODELS.items()},
     GPT_OSS: write_gpt_oss,
     LAGUNA: partial(write_alike_halves, width=64, window=GPT_OSS_WINDOW),
+    MINIMAX: write_plain_sparse,
 }
 DSA_PLUGIN = Path(__file__).parents[1] / "engines" / "dsa_plugin"
+MINIMAX_PLUGIN = DSA_PLUGIN.with_name("minimax_plugin")
 GPU_ENVIRONMENT = server.GPU_ENVIRONMENT | {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
@@ -92,7 +101,7 @@ class Side:
     block: int = 16  # tokens; of a page, for SGLang
     kv: str = "auto"
     is_nixl: bool = False  # the engine's own connector, without agents
-    model: str = LLAMA  # or one of MODELS, which are tiny
+    model: str = LLAMA  # or one of WRITE, which are tiny
 
     @property
     def has_agents(self) -> bool:
@@ -376,8 +385,7 @@ class Engines:
             cores = _cores(side)
             if side.model in MODELS:
                 more |= {"attention_backend": "CPU_MLA", "dtype": "float32"}
-                there = os.environ.get("PYTHONPATH")
-                environment["PYTHONPATH"] = f"{DSA_PLUGIN}{os.pathsep}{there}" if there else str(DSA_PLUGIN)
+                environment |= _plugged(DSA_PLUGIN)
         else:
             cores = "0"
             more |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 5 << 29 if is_llama else 1 << 28}
@@ -395,6 +403,8 @@ class Engines:
             if side.has_graphs:  # without torch.compile, which would take a minute
                 sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
                 more |= {"enforce_eager": False, "compilation_config": sizes}
+        if side.model == MINIMAX:
+            environment |= _plugged(MINIMAX_PLUGIN)
         config = EngineConfig(
             model=self._model(side),
             block_size=side.block,
@@ -429,6 +439,11 @@ class Engines:
             }
             connector |= {"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
         return {"kv_role": "kv_both", "engine_id": f"pairs-{name}", **connector}
+
+
+def _plugged(plugin: Path) -> dict[str, str]:
+    there = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{plugin}{os.pathsep}{there}" if there else str(plugin)}
 
 
 def _cores(side: Side) -> str:

