@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +12,8 @@ from itertools import chain
 
 import pytest
 
-from kvbridge.options import options
+from kvbridge.options import defaults, options
+from kvbridge.proxy.fleet import Waits
 from tests.support.cited import ROOT, cited
 from tests.support.page_blocks import BLOCKS
 from tests.support.pages import blocks
@@ -64,6 +68,68 @@ def test_functions_that_the_architecture_names_are_in_the_files_it_names() -> No
     assert len(rows) > 10
     named = [(path, name) for path, names in rows for name in re.findall(r"`(\w+)`", names)]
     assert [each for each in named if not re.search(rf"def {each[1]}\(", (ROOT / each[0]).read_text())] == []
+
+
+def test_functions_of_failures_are_in_the_files_it_names() -> None:
+    named = re.findall(r"\[`(\w+)`\]\(\.\./(kvbridge/[\w/]+\.py)\)", PAGES["docs/failures.md"])
+    assert len(named) > 15
+    assert [each for each in named if not re.search(rf"def {each[0]}\(", (ROOT / each[1]).read_text())] == []
+
+
+# A constant of the code is a row of docs/timeouts.md, with its file and its value, or it is no timeout.
+ROW = re.compile(r"^\| \[`(\w+_S)`\]\(\.\./([\w/]+\.py)\) \| ([\d.]+) \|", re.MULTILINE)
+# In these files a name that is a timeout elsewhere is none.
+PAUSES = {
+    "kvbridge/adapters/sglang/manager.py": {"TURN_S", "REST_S"},
+    "kvbridge/adapters/vllm/scheduler.py": {"REST_S", "LONG_REST_S", "WARN_S"},
+    "kvbridge/dataplane/data_plane.py": {"NAP_S", "SHORT_S", "LONGEST_S", "LINGER_NAP_S", "LINGER_ON_GPU_S", "SEND_S"},
+    "kvbridge/prompt_share.py": {"SOON_S", "EVERY_S"},
+    "kvbridge/proxy/sparing.py": {"EVERY_S"},
+    "kvbridge/agent/scraping.py": {"POLL_S"},
+    "kvbridge/failpoints.py": {"LONGEST_S"},
+    "": {"LEAST_GB_S", "SLOW_BYTES_PER_S", "SLOW_S", "DAY_S", "SWITCH_S", "NAP_S", "WARN_S", "WINDOW_S"},
+}
+
+
+def times() -> dict[tuple[str, str], float]:
+    """All constants of the product whose names end in `_S`, by file and name."""
+    found, known = dict[tuple[str, str], float](), dict[str, object]()
+    folders = ("proto/kvbridge_proto", "kvbridge/exchange", "kvbridge", "kernels/kvbridge_kernels")
+    for path in dict.fromkeys(path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
+        for node in ast.parse(path.read_text()).body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    pairs = [(name, value)]
+                case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                    pairs = [(ast.unparse(name), value) for name, value in zip(names, values, strict=True)]
+                case _:
+                    continue
+            for name, value in pairs:
+                with contextlib.suppress(NameError, SyntaxError, TypeError, AttributeError):
+                    known[name] = eval(ast.unparse(value), {"__builtins__": {}}, known)
+                    if name.endswith("_S") and isinstance(known[name], float | int):
+                        found[str(path.relative_to(ROOT)), name] = float(known[name])  # type: ignore[arg-type]
+    return found
+
+
+def test_every_timeout_is_told_with_its_value() -> None:
+    page = PAGES["docs/timeouts.md"]
+    told = {(path, name): float(value) for name, path, value in ROW.findall(page)}
+    pauses = page.partition("## Not timeouts")[2]
+    left = {each: s for each, s in times().items() if each[1] not in PAUSES.get(each[0], set()) | PAUSES[""]}
+    assert len(left) > 80 and told == pytest.approx(left)
+    assert {name for names in PAUSES.values() for name in names} == set(re.findall(r"`(\w+_S)`", pauses))
+
+
+def test_defaults_of_settings_are_told_as_they_are() -> None:
+    page = PAGES["docs/timeouts.md"]
+    told = dict(re.findall(r"^\| \[`(\w+_s)`\]\(configuration.+?\| (\d+) \|", page, re.MULTILINE))
+    ours = {name: value for name, value in defaults().items() if name.endswith("_s") and value is not None}
+    assert {name: float(value) for name, value in told.items()} == ours
+    waits = dict(re.findall(r"^\| `(\w+_s)` \| (\d+) \|", page.partition("## The proxy")[2], re.MULTILINE))
+    assert {name: float(value) for name, value in waits.items()} == {
+        each.name: each.default for each in dataclasses.fields(Waits)
+    }
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
