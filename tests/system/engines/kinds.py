@@ -284,18 +284,14 @@ def write_plain_sparse(folder: Path) -> Path:
         "lm_head.weight": (VOCABULARY, HIDDEN),
     }
     norms = {"self_attn.q_norm": (width,), "self_attn.k_norm": (width,)}
-    index = {
+    index: dict[str, tuple[int, ...]] = {
         "self_attn.index_q_proj": (KV_HEADS * width, HIDDEN),
         "self_attn.index_k_proj": (width, HIDDEN),
         "self_attn.index_q_norm": (width,),
         "self_attn.index_k_norm": (width,),
     }
     for layer in range(LAYERS):
-        own = _layer(layer, KV_HEADS, width, **norms | (index if chooses[layer] else {}))
-        at = f"model.layers.{layer}.self_attn"
-        own[f"{at}.v_proj.weight"] = (KV_HEADS * width, HIDDEN)
-        own[f"{at}.o_proj.weight"] = (HIDDEN, QUERY_HEADS * width)
-        shapes |= own
+        shapes |= _layer(layer, KV_HEADS, width, width, **norms, **(index if chooses[layer] else {}))
     return write_weights(folder, shapes, GAINS, 1.0)
 
 
