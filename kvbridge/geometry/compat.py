@@ -77,6 +77,10 @@ CASTS = ("codec", "scales")  # differences that change numbers
 SAME_MODEL = "the same model on both sides"
 SAME_DRAFT = "the same draft model on both sides, or none on the prefill side"
 SAME_CODEC = "the same kv_cache_dtype on both sides"
+SAME_POWERS = (
+    "scales of index keys in one form: vLLM has exponents from 0.33 on where the GPU is a B200 (SM100), fp32 on "
+    "others; SGLang has fp32"
+)
 SAME_ROTATION = (
     "index keys that both sides rotate, or neither: vLLM never does, SGLang does unless the model's config.json has "
     "indexer_rope_interleave: true (and SGLANG_DISABLE_DSA_INDEXER_FUSION is not set)"
@@ -232,7 +236,8 @@ def _other_row(ours: RowPlanes, theirs: RowPlanes, place: str) -> Iterator[Diffe
     elif is_same_row(*codecs):
         mine, yours = ours.scale, theirs.scale
         if mine is not None and yours is not None and not is_same_row(mine.codec, yours.codec):
-            yield from _if_other("codec", form_of(mine), form_of(yours), f"{place}_scale", SAME_CODEC)
+            needs = SAME_POWERS if {mine.codec.name, yours.codec.name} <= POWERS.keys() else SAME_CODEC
+            yield from _if_other("codec", form_of(mine), form_of(yours), f"{place}_scale", needs)
     else:
         is_latent = "fp8_ds_mla" in [codec.name for codec in codecs]
         if is_latent and not (_is_dense(ours.plane) and _is_dense(theirs.plane)):

@@ -159,3 +159,4 @@ def test_where_scales_are_four_exponents_the_codec_says_so(monkeypatch: pytest.M
     for sender, receiver in ((ours, theirs), (theirs, ours)):
         found = verdict(sender, receiver)
         assert isinstance(found, Incompatible) and "index_key_scale" in found.reasons[0]
+        assert "exponents from 0.33 on where the GPU is a B200" in found.reasons[0], "no kv_cache_dtype would help"
