@@ -149,3 +149,34 @@ def test_forms_that_are_not_carried_are_refused_by_name(monkeypatch: pytest.Monk
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     with refused(OperatorError, "cache_unsupported", "layout hnd, must be .+ layout nhd"):
         check(queue_of(plain_index()))
+
+
+def test_a_row_is_the_same_numbers_as_in_vllm() -> None:
+    """SGLang's own module beside the formula of vLLM's kernel (`normAndRope`): a Gemma norm, then half of it turned.
+
+    Nothing else is done to a key, such as the rotation of DeepSeek V3.2's.
+    """
+    from sglang.srt.layers.layernorm import GemmaRMSNorm
+    from sglang.srt.layers.rotary_embedding import get_rope
+    from sglang.srt.models.minimax_m3 import MiniMaxM3Attention
+
+    rotary, tokens, eps = 64, 7, 1e-6
+    norms = [GemmaRMSNorm(128, eps=eps) for _ in "qk"]
+    for norm in norms:
+        norm.weight.data = torch.randn(128)
+    module = SimpleNamespace(
+        _can_use_rocm_index_qk_norm_rope_static=False,
+        idx_head_dim=128,
+        index_q_norm=norms[0].forward_native,
+        index_k_norm=norms[1].forward_native,
+        index_rotary_emb=get_rope(128, rotary, 256, 10000, True, None).forward_native,
+    )
+    module._index_qk_norm = lambda q, k: MiniMaxM3Attention._index_qk_norm(module, q, k)
+    keys, positions = torch.randn(tokens, 128), torch.arange(100, 100 + tokens)
+    _, made = MiniMaxM3Attention._index_qk_norm_rope(module, positions, torch.randn(tokens, 256), keys.clone())
+    normed = keys * torch.rsqrt(keys.pow(2).mean(-1, keepdim=True) + eps) * (1 + norms[1].weight)
+    angles = positions[:, None] * 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
+    first, second = normed[:, : rotary // 2], normed[:, rotary // 2 : rotary]
+    turned = [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()]
+    expected = torch.cat([*turned, normed[:, rotary:]], -1)
+    assert torch.allclose(made.view(tokens, 128), expected, atol=1e-4)
