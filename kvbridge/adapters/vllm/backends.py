@@ -117,7 +117,9 @@ def check_backend(name: str, layer: Any, is_latent: bool) -> None:
         raise refusal("layer_unsupported", "vllm", rows, f"{name}: attention backend {backend}")
     fitting = ("latent", *INDEX_KEYS) if is_latent else ("kv", "cpu")
     if rows not in fitting:
-        known = ", ".join(each for each, listed in BACKENDS.items() if listed.rows in fitting)
+        # Those in a model's own folder are no choice for another model.
+        choices = {each: listed.rows for each, listed in BACKENDS.items() if listed.source.startswith(V1)}
+        known = ", ".join(each for each, its_rows in choices.items() if its_rows in fitting)
         raise OperatorError(
             "backend_unsupported",
             f"{name}: attention backend {backend}, whose order of rows kvbridge does not know; "

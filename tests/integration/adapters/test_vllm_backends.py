@@ -217,6 +217,16 @@ def test_every_kind_that_the_table_names_is_one_we_know() -> None:
     }
 
 
+@pytest.mark.parametrize("spec", [FullAttentionSpec(**GQA), MLAAttentionSpec(**COMMON, head_size=576)])
+def test_a_backend_that_is_not_known_is_refused_with_those_that_any_model_may_choose(spec: Any) -> None:
+    with refused(OperatorError, "backend_unsupported", "OF_ITS_OWN, .+ needs --attention-backend") as caught:
+        build({NAME: torch.zeros(6, 1, 64, 576, dtype=torch.uint8)}, backend="OF_ITS_OWN", kv_spec=spec)
+    chosen = str(caught.value).rpartition("--attention-backend ")[2].split(", ")
+    own = {name for name, listed in BACKENDS.items() if listed.source.startswith("models/")}
+    assert "FLASH_ATTN" in chosen or "FLASHMLA" in chosen
+    assert not own & set(chosen)
+
+
 def test_a_reader_of_scales_that_are_powers_of_two_is_refused() -> None:
     spec = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=576, dtype=torch.uint8)
     cache = {NAME: torch.zeros(BLOCKS, 1, TOKENS, 656, dtype=torch.uint8)}
