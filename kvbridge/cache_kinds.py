@@ -12,7 +12,8 @@ def first_kept(kind: str, window: int, end_token: int, block_tokens: int) -> int
     """The first token that a cache must hold of a request of `end_token` tokens, whose next query is at `end_token`.
 
     `block_tokens` are those of one entry of the block table. The token begins an entry: an engine that keeps a block
-    may reuse it, whole, for another request with the same prefix. A state is one row, in the entry of the last token.
+    may reuse it, whole, for another request with the same prefix. (For one that does not they are 1.) A state is one
+    row, in the entry of the last token.
     """
     match kind:
         case "full":

@@ -18,7 +18,7 @@ from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from .check import check_pool as check_pool
 from .check import extent as extent
 from .check import is_beside, shortened
-from .group_plan import whole_block
+from .group_plan import border, whole_block
 from .layers import align, unfilled
 from .token_shard import MOST_PERIOD, period_of
 from .wire import PLAIN, POWERS, ROW_SCALED, can_convert, is_same_row, is_same_scales, is_scale
@@ -84,6 +84,11 @@ SAME_POWERS = (
 SAME_ROTATION = (
     "index keys that both sides rotate, or neither: vLLM never does, SGLang does unless the model's config.json has "
     "indexer_rope_interleave: true (and SGLANG_DISABLE_DSA_INDEXER_FUSION is not set)"
+)
+MULTIPLE = "a block at the sender that is a multiple of the receiver's, where layers keep a window"
+NO_REUSE = (
+    f"{MULTIPLE}, or --no-enable-prefix-caching at the receiver: its prefix cache would give the block in which the "
+    "window begins to other requests, whole"
 )
 
 
@@ -184,9 +189,9 @@ def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
             needs = "the hybrid KV cache manager on the receiver, or off at the sender"
             yield from _if_other("kind", _keeps(kept), _keeps(wanted), place, needs)
             # What the sender keeps begins on its own block border, which may be inside a block of the receiver.
-            is_inside = whole_block(kept, sender.shard) % whole_block(wanted, receiver.shard) > 0
+            is_inside = whole_block(kept, sender.shard) % border(wanted, receiver.shard) > 0
             if kept.kind == wanted.kind != "state" and kept.window == wanted.window and is_inside:
-                needs = "a block at the sender that is a multiple of the receiver's, where layers keep a window"
+                needs = NO_REUSE if receiver.engine.kind == "vllm" else MULTIPLE
                 said = _block(kept, sender.shard), _block(wanted, receiver.shard)
                 yield Difference("block_tokens", *said, place, needs)
         if kept.kind == wanted.kind == "state":

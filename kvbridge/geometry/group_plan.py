@@ -37,10 +37,15 @@ def whole_block(group: Group, shard: Shard) -> int:
     return group.block_tokens * shard.cp_size
 
 
+def border(group: Group, shard: Shard) -> int:
+    """What this group holds of a window begins at a multiple of so many tokens."""
+    return 1 if group.begins_inside else whole_block(group, shard)
+
+
 def kept(group: Group, end_token: int, shard: Shard) -> int:
     """The first token that this group must hold of a request of `end_token` tokens: see `first_kept`."""
-    block_tokens = group.block_tokens if group.kind == "state" else whole_block(group, shard)
-    return first_kept(group.kind, group.window, end_token, block_tokens)
+    border_tokens = group.block_tokens if group.kind == "state" else border(group, shard)
+    return first_kept(group.kind, group.window, end_token, border_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -297,8 +297,9 @@ def _by_group_plan(pairs: Sequence[PlanePair], groups: Sequence[Group]) -> list[
 
 def _group_plan_of(group: Group) -> tuple[int, int, int]:
     """The key of a group's plan. Groups with the same key need the same tokens."""
-    is_window = group.kind in ("sliding", "chunked")
-    return ORDER.index(group.kind), *((group.window, group.block_tokens) if is_window else (0, 0))
+    if group.kind not in ("sliding", "chunked"):
+        return ORDER.index(group.kind), 0, 0
+    return ORDER.index(group.kind), group.window, 1 if group.begins_inside else group.block_tokens
 
 
 # Of a pair's wire codec. `scale_codec` is left out: scales cross as a pair of their own, if at all.

@@ -54,6 +54,7 @@ class Keeping:
     kind: GroupKind
     window: int
     block_tokens: int
+    begins_inside: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,7 @@ def _keepings(
 ) -> dict[int, Keeping]:
     """How each layer keeps its tokens. vLLM makes all pages equal, so layers of other kinds have other blocks.
 
-    On SGLang's decode side a block of a window is one token (`adapters/sglang/pool.py`).
+    Whether a window may begin inside a block: `_groups` in `adapters/sglang/pool.py` and `adapters/vllm/pool.py`.
     """
     block = command.block_tokens
     keeps_all = command.keeps_all if command.engine == "vllm" else not _has_window_pool(model, command)
@@ -251,14 +252,11 @@ def _keepings(
     }
     most = max(tokens.values())
     is_mixed = command.engine == "vllm" and len(set(kinds.values())) > 1
-    is_by_token = command.engine == "sglang" and is_decoder
     blocks = {
-        index: 1
-        if is_by_token and kinds[index][0] != "full"
-        else block * (most // tokens[index] if is_mixed and most % tokens[index] == 0 else 1)
-        for index in layers
+        index: block * (most // tokens[index] if is_mixed and most % tokens[index] == 0 else 1) for index in layers
     }
-    return {index: Keeping(*kinds[index], blocks[index]) for index in layers}
+    begins_inside = is_decoder if command.engine == "sglang" else command.has_private_blocks
+    return {index: Keeping(*kinds[index], blocks[index], begins_inside and bool(kinds[index][1])) for index in layers}
 
 
 def _pool(
@@ -300,7 +298,16 @@ def _pool(
             draft=name if drafts else "",
         ),
         shard=_shard(command, pp_rank, tp_rank),
-        groups=tuple(Group(kind=k.kind, block_tokens=k.block_tokens, blocks=BLOCKS, window=k.window) for k in groups),
+        groups=tuple(
+            Group(
+                kind=k.kind,
+                block_tokens=k.block_tokens,
+                blocks=BLOCKS,
+                window=k.window,
+                begins_inside=k.begins_inside,
+            )
+            for k in groups
+        ),
         regions=(Region(offset),),
         planes=tuple(planes),
     )

@@ -50,7 +50,10 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
-    "vllm": {"keeps_all": ("--disable-hybrid-kv-cache-manager",)},
+    "vllm": {
+        "keeps_all": ("--disable-hybrid-kv-cache-manager",),
+        "has_private_blocks": ("--no-enable-prefix-caching",),
+    },
     "sglang": {
         "keeps_all": ("--disable-hybrid-swa-memory",),
         "is_dp_attention": ("--enable-dp-attention",),
@@ -70,6 +73,7 @@ class EngineCommand:
 
     backend, prefill_backend, decode_backend    of attention, where the command names one
     keeps_all    layers with windows keep all tokens
+    has_private_blocks    vLLM gives no block to another request
     drafts       the method that predicts further tokens with a model or layers of its own, "" for none
     index_dtype    that of index keys beside K and V, "" if vLLM is not told
     has_own_drafts    these layers are the model's (MTP), and so in its config.json
@@ -89,6 +93,7 @@ class EngineCommand:
     prefill_backend: str = ""
     decode_backend: str = ""
     keeps_all: bool = False
+    has_private_blocks: bool = False
     drafts: str = ""
     has_own_drafts: bool = False
     attn_cp: int = 1

@@ -102,13 +102,15 @@ class Group(Struct, frozen=True, kw_only=True):
 
     `kind` says which tokens are kept; a layer of kind `mla` lies in a `full` or a `sliding` group. In a `state` group a
     block is one row (a plane's `token_axis` counts one place) and the state after t tokens lies in entry
-    `(t - 1) // block_tokens`.
+    `(t - 1) // block_tokens`. `begins_inside`: a window that is received may begin inside its first block, because the
+    engine gives that block to no other request; else the whole block is needed.
     """
 
     kind: GroupKind
     block_tokens: Positive
     blocks: Positive
     window: Count = 0
+    begins_inside: bool = False
 
 
 class Shard(Struct, frozen=True, kw_only=True):

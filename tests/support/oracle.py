@@ -182,14 +182,17 @@ def is_own(shard: Shard, tokens: np.ndarray) -> np.ndarray:
 
 
 def first_seen(group: Group, end_token: int, cp_size: int = 1) -> int:
-    """The first token in the first block of which the next query, at `end_token`, sees a token."""
+    """The first token in the first block of which the next query, at `end_token`, sees a token.
+
+    Or that token, if nobody else gets the block.
+    """
     if group.kind == "full":
         return 0
     seen = end_token
     while seen and is_seen(group, seen - 1, end_token):
         seen -= 1
     whole = group.block_tokens * cp_size
-    while seen % whole:
+    while seen % whole and not group.begins_inside:
         seen -= 1
     return seen
 

@@ -20,7 +20,7 @@ def told(pool: Pool) -> tuple[Any, ...]:
         (plane.layer, plane.part): (
             *(plane.first_head, plane.heads, plane.total_heads, plane.codec.name, plane.codec.width),
             *(plane.codec.row_bytes, pool.groups[plane.group].kind, pool.groups[plane.group].window),
-            pool.groups[plane.group].block_tokens,
+            *(pool.groups[plane.group].block_tokens, pool.groups[plane.group].begins_inside),
         )
         for plane in pool.planes
     }

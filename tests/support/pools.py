@@ -89,10 +89,10 @@ class More:
 class Shape:
     """A model and how an engine keeps it. `build(shape, ...)` makes one rank.
 
-    Layer i is in a group of kind `kinds[i % len(kinds)]`. `window` is for sliding and chunked kinds. `group_tokens` has
-    the block sizes of kinds whose blocks are not of `block_tokens`. The last `drafts` layers are a draft model's. An
-    engine has `tp_size * cp_size` ranks in each pipeline stage. Each holds the heads of its `tp_rank` and the tokens of
-    its `cp_rank`.
+    Layer i is in a group of kind `kinds[i % len(kinds)]`. `window` and `begins_inside` are for sliding and chunked
+    kinds. `group_tokens` has the block sizes of kinds whose blocks are not of `block_tokens`. The last `drafts` layers
+    are a draft model's. An engine has `tp_size * cp_size` ranks in each pipeline stage. Each holds the heads of its
+    `tp_rank` and the tokens of its `cp_rank`.
     """
 
     layout: str = "nhd"
@@ -108,6 +108,7 @@ class Shape:
     scales: Mapping[str, tuple[float, ...]] | None = None
     kinds: tuple[GroupKind, ...] = ("full",)
     window: int = 0
+    begins_inside: bool = False
     group_tokens: Mapping[str, int] = field(default_factory=dict)
     tp_size: int = 1
     pp_size: int = 1
@@ -192,6 +193,7 @@ def describe(shape: Shape, tp_rank: int = 0, pp_rank: int = 0, cp_rank: int = 0)
                 block_tokens=shape.tokens_of(kind),
                 blocks=shape.blocks,
                 window=shape.window if kind in ("sliding", "chunked") else 0,
+                begins_inside=shape.begins_inside and kind in ("sliding", "chunked"),
             )
             for kind in shape.groups
         ),

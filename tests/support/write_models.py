@@ -39,7 +39,9 @@ vLLM before 0.30 cannot be told of a failed receive in more than one group of la
 
 vLLM makes the pages of all layers equal. So blocks of windows may be larger than those of full layers, and differ with
 TP: Gemma 4 26B has windows in blocks of 16 tokens up to TP 4, of 32 from TP 8 on. Windows are carried to equal or
-smaller blocks. To larger ones the prefill side needs a larger `--block-size` (there 32).
+smaller blocks. To larger ones the prefill side needs a larger `--block-size` (there 32), or a vLLM decode side
+`--no-enable-prefix-caching`. Otherwise its prefix cache would give the block in which a window begins to other
+requests, and what is before the window would be missing there: the prefill side does not have it any more.
 
 ## Before anything is started
 

@@ -64,6 +64,7 @@ class LayerGroup:
 
     `window` counts the current token; 0 for none. `kind` is what the model says of such a layer, if it has a window.
     `index` are the index keys of the layers that have some.
+    `begins_inside` is the group's.
     """
 
     pool: Any
@@ -74,11 +75,18 @@ class LayerGroup:
     kind: LayerKind = "full"
     window: int = 0
     index: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    begins_inside: bool = False
 
     def described(self, parts: list[LayerTensor]) -> Group:
         blocks = min(part.tensor.shape[0] // (1 if part.is_paged else self.block_tokens) for part in parts)
         kind: GroupKind = "full" if not self.window else "chunked" if self.kind == "chunked" else "sliding"
-        return Group(kind=kind, block_tokens=self.block_tokens, blocks=blocks, window=self.window)
+        return Group(
+            kind=kind,
+            block_tokens=self.block_tokens,
+            blocks=blocks,
+            window=self.window,
+            begins_inside=self.begins_inside,
+        )
 
 
 INDEX_WIDTH, INDEX_SCALE_BYTES = 128, 4
@@ -297,13 +305,11 @@ def _groups(queue: Any, shard: Shard, attentions: dict[int, Any], is_decoder: bo
     layers = _mapped(pool, True)
     of_window = config.hf_text_config.swa_num_key_value_heads if config.is_hybrid_swa_compress else total
     kind, tokens = _window(queue, attentions, layers)
-    # The decode side needs no row before the window: its prefix cache hands out rows of full layers only. So there a
-    # block of the window is one token, whatever the page, and every sender's blocks are a multiple of that. In the
-    # layout `hnd` it must be a page.
-    block = 1 if is_decoder and not _is_hnd(window) else page
+    heads = _heads(window, int(of_window), shard)
+    # The decode side needs no row before the window: its prefix cache hands out rows of full layers only.
     return [
         LayerGroup(full, 0, _mapped(pool, False), _heads(full, total, shard), page),
-        LayerGroup(window, WINDOW_GROUP, layers, _heads(window, int(of_window), shard), block, kind, tokens),
+        LayerGroup(window, WINDOW_GROUP, layers, heads, page, kind, tokens, begins_inside=is_decoder),
     ]
 
 

@@ -56,10 +56,7 @@ def wanted(args: Any, state_indices: list[Any] | None, tokens: int, groups: tupl
     pages = state_indices[args.state_types.index(StateType.SWA)].tolist()
     first = -(-tokens // page) - len(pages)
     _check(pages, first * page, page)
-    if groups[WINDOW_GROUP].block_tokens == page:
-        return (Blocks(WINDOW_GROUP, first, tuple(pages)),)
-    slots = [each * page + at for each in pages for at in range(page)]
-    return (Blocks(WINDOW_GROUP, first * page, tuple(slots[: tokens - first * page])),)
+    return (Blocks(WINDOW_GROUP, first, tuple(pages)),)
 
 
 def _check(pages: list[int], first: int, page: int) -> None:

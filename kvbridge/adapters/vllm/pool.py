@@ -15,6 +15,7 @@ from .backends import rows_of
 from .cpu import halves
 from .dtypes import codec_of, form_of
 from .layers import KVLayer, depth, drafts_of, kind_of, members_of, model_layers, window_of
+from .plugin import NAME
 from .shapes import Spot, halves_of
 from .versions import check_groups, transfer_groups
 
@@ -72,18 +73,30 @@ def describe(
             draft=draft[:256],
         ),
         shard=shard,
-        groups=_groups(cache),
+        groups=_groups(cache, config),
         regions=tuple(Region(storage.nbytes()) for storage in storages.values()),
         planes=tuple(planes),
     )
     return Memory(pool, tuple(storages.values()))
 
 
-def _groups(cache: KVCacheConfig) -> tuple[Group, ...]:
+def _has_private_blocks(config: VllmConfig) -> bool:
+    """Whether no block is ever another request's too. A connector beside ours may keep blocks for others."""
+    connector = getattr(config.kv_transfer_config, "kv_connector", "")
+    return connector == NAME and not config.cache_config.enable_prefix_caching
+
+
+def _groups(cache: KVCacheConfig, config: VllmConfig) -> tuple[Group, ...]:
     """All groups that travel, even one without a layer on this pipeline rank: block tables include them all."""
     specs = [group.kv_cache_spec for group in transfer_groups(cache)]
     return tuple(
-        Group(kind=kind_of(spec), block_tokens=int(spec.block_size), blocks=cache.num_blocks, window=window_of(spec))
+        Group(
+            kind=kind_of(spec),
+            block_tokens=int(spec.block_size),
+            blocks=cache.num_blocks,
+            window=window_of(spec),
+            begins_inside=bool(window_of(spec)) and _has_private_blocks(config),
+        )
         for spec in specs
     )
 

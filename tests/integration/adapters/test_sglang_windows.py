@@ -375,13 +375,15 @@ def cached(side: Side, tokens: int) -> Any:
 
 def test_each_half_is_a_group_of_its_own() -> None:
     """And every number lies where its plane says, in both."""
-    for page, is_decoder, block in ((1, False, 1), (16, False, 16), (16, True, 1)):
+    for page, is_decoder in ((1, False), (16, False), (16, True)):
         side = Side(page, is_decoder)
         memory = side.memory
-        said = [(each.kind, each.block_tokens, each.blocks, each.window) for each in memory.pool.groups]
+        said = [
+            (each.kind, each.block_tokens, each.blocks, each.window, each.begins_inside) for each in memory.pool.groups
+        ]
         slots = side.pool.swa_kv_pool.k_buffer[0].shape[0]
         full = side.pool.full_kv_pool.k_buffer[0].shape[0] // page
-        assert said == [("full", page, full, 0), ("sliding", block, slots // block, BEFORE + 1)]
+        assert said == [("full", page, full, 0, False), ("sliding", page, slots // page, BEFORE + 1, is_decoder)]
         assert {plane.layer for plane in memory.pool.planes if plane.group} == set(WINDOWED)
         records = memory.pool.model.layers
         assert [(each.kind, each.kv_heads, each.window) for each in records if each] == [
@@ -413,7 +415,7 @@ def test_a_stage_knows_its_own_layers_only() -> None:
 
 
 def test_heads_before_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLANG_USE_HND_KVCACHE: a slot is no block of its own there, so a block of the window is a page on both sides."""
+    """SGLANG_USE_HND_KVCACHE."""
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     side = Side(is_decoder=True)
     assert side.pool.swa_kv_pool.use_hnd
@@ -585,7 +587,7 @@ def test_the_window_is_wanted_where_it_has_been_allocated_and_never_in_the_paddi
     takes = receiver(made)
     takes.send_metadata(pages(5, 6, 7), 1, state, 0)
     want = made.talk.said[-1]
-    found = tuple(side.slots(1, 0, 40).tolist())
+    found = tuple(int(each) // 16 for each in side.slots(1, 0, 40)[::16])
     assert [(each.group, each.first, each.ids) for each in want.blocks] == [(0, 0, (5, 6, 7)), (1, 0, found)]
     made.talk.end("want", "gone")
     made, side = windowed("decode")

@@ -78,6 +78,7 @@ def build(
     drafts: Any = None,
     backends: dict[str, str] | None = None,
     groups: list[KVCacheGroupSpec] | None = None,
+    connector: str = "KVBridgeConnector",
     **parallel: int,
 ) -> Pool:
     """`layer`, `model` and `cache` add to what vLLM's objects of those names say; `older` is the cache of 0.26.
@@ -105,7 +106,8 @@ def build(
             **{"hf_text_config": SimpleNamespace(num_hidden_layers=total_layers or len(caches), qk_rope_head_dim=64)}
             | (model or {}),
         ),
-        cache_config=SimpleNamespace(cache_dtype=kv_cache_dtype, **(cache or {})),
+        cache_config=SimpleNamespace(**{"cache_dtype": kv_cache_dtype, "enable_prefix_caching": True} | (cache or {})),
+        kv_transfer_config=SimpleNamespace(kv_connector=connector),
         compilation_config=SimpleNamespace(static_forward_context={name: attention(name) for name in caches}),
         speculative_config=drafts,
     )
@@ -387,6 +389,23 @@ def test_groups_say_which_tokens_they_keep_and_layers_what_the_model_is() -> Non
     whole = build(caches, kv_spec=spec(sliding_window=24))  # without the hybrid manager
     assert (whole.groups[0].kind, whole.groups[0].window) == ("full", 0)
     assert whole.model.layers[1] == pool.model.layers[1]
+
+
+@pytest.mark.parametrize(
+    ("caching", "connector", "expected"),
+    [(True, "KVBridgeConnector", False), (False, "KVBridgeConnector", True), (False, "MultiConnector", False)],
+)
+def test_a_window_may_begin_inside_a_block_that_no_other_request_gets(
+    caching: bool, connector: str, expected: bool
+) -> None:
+    """A connector beside ours may keep blocks for other requests, as a prefix cache does."""
+    caches = tensors("BLHN", 2)
+    window = SlidingWindowSpec(
+        block_size=TOKENS, num_kv_heads=HEADS, head_size=WIDTH, dtype=torch.bfloat16, sliding_window=24
+    )
+    named = dict(zip(caches, (spec(), window), strict=True))
+    pool = build(caches, specs=named, cache={"enable_prefix_caching": caching}, connector=connector)
+    assert [group.begins_inside for group in pool.groups] == [False, expected]
 
 
 def test_a_group_without_layers_on_this_rank_is_still_counted() -> None:

@@ -35,13 +35,13 @@ def windows(shape: Shape, table: list[int]) -> tuple[Blocks, Blocks]:
 OFFERED, NEEDED = windows(SENDER, GIVEN), windows(RECEIVER, WANTED)
 
 
-def carries(bench: Bench) -> None:
-    """All rows of the full layer come, and those of the other from the window's first block on; nothing else."""
-    before = bench.receiver.held.copy()
+def carries(bench: Bench, needed: tuple[Blocks, ...] = NEEDED, table: list[int] = WANTED) -> None:
+    """All rows of the full layer come, and those of the other that must be there; nothing else is written."""
+    before, end = bench.receiver.held.copy(), len(table) * bench.receiver_shape.block_tokens
     bench.fill(GIVEN, range(END))
-    asked(bench, "good", OFFERED, NEEDED)
+    asked(bench, "good", OFFERED, needed)
     bench.done("good")
-    assert not (wrong := mismatch(bench.receiver.held, before, WANTED, range(END), range(END, 104))), wrong
+    assert not (wrong := mismatch(bench.receiver.held, before, table, range(END), range(END, end))), wrong
 
 
 def test_requests_without_their_windows_blocks_fail_by_name_and_the_next_one_is_carried(bench_of: Benches) -> None:
@@ -62,6 +62,12 @@ def test_requests_without_their_windows_blocks_fail_by_name_and_the_next_one_is_
         bench.want(name, WANTED, range(END), blocks=wanted)
         assert reason in bench.receiver.failed(name, code)
     carries(bench)
+
+
+def test_a_window_begins_inside_a_larger_block_that_nobody_else_gets(bench_of: Benches) -> None:
+    """The token after END sees those from 69 on, inside the receiver's block of 64 to 95. The rest of it stays."""
+    shape = replace(RECEIVER, block_tokens=32, begins_inside=True)
+    carries(bench_of(SENDER, shape), windows(shape, WANTED[:4]), WANTED[:4])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from kvbridge_proto.pool import Pool, Step
 
 from kvbridge.geometry.check import MOST_REASONS
-from kvbridge.geometry.compat import Convertible, Incompatible, Same, check_pool, verdict
+from kvbridge.geometry.compat import MULTIPLE, NO_REUSE, Convertible, Incompatible, Same, check_pool, verdict
 from tests.support.oracle import LAYOUTS, Shape, describe, mla
 
 pytestmark = pytest.mark.proves("G22")
@@ -227,14 +227,17 @@ def test_windows_need_a_block_that_is_a_multiple(
     sender: tuple[int, int], receiver: tuple[int, int], expected: str
 ) -> None:
     """What the sender keeps begins on a border of its own blocks; of those with all tokens any block will do."""
-    needs = "a block at the sender that is a multiple of the receiver's, where layers keep a window"
     for kinds in (("sliding",), ("chunked",), ("full",)):
         shape = replace(SHAPE, kinds=kinds, window=64)
         ours, theirs = (
             describe(replace(shape, block_tokens=block, cp_size=size)) for block, size in (sender, receiver)
         )
         if expected and kinds != ("full",):
-            assert reasons(ours, theirs) == (f"block_tokens: {expected} (layer 0 k and 3 more); needs {needs}",)
+            assert reasons(ours, theirs) == (f"block_tokens: {expected} (layer 0 k and 3 more); needs {MULTIPLE}",)
+            vllm = change(theirs, engine=change(theirs.engine, kind="vllm"))
+            assert reasons(ours, vllm) == (f"block_tokens: {expected} (layer 0 k and 3 more); needs {NO_REUSE}",)
+            private = replace(shape, block_tokens=receiver[0], cp_size=receiver[1], begins_inside=True)
+            assert isinstance(verdict(ours, describe(private)), Convertible)
         else:
             assert isinstance(verdict(ours, theirs), Convertible)
         from_all = describe(replace(SHAPE, block_tokens=sender[0], cp_size=sender[1]))

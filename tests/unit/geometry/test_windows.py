@@ -72,6 +72,19 @@ def test_no_row_of_a_block_that_is_kept_stays_as_it_was(kind: str, sender: int, 
                 assert np.array_equal(found, rows(plane, tokens, is_tame=True)), (end, entry)
 
 
+@pytest.mark.parametrize("kind", ["sliding", "chunked"])
+@pytest.mark.parametrize(("sender", "receiver"), [(16, 48), (8, 16), (16, 16)])
+def test_a_window_may_begin_inside_a_block_that_nobody_else_gets(kind: str, sender: int, receiver: int) -> None:
+    """Then exactly what the next query sees travels, whatever the blocks."""
+    shape = replace(HYBRID, kinds=("full", kind), blocks=24)
+    theirs = replace(shape, layout="hnd", block_tokens=receiver, begins_inside=True)
+    for end in (1, 31, 32, 33, 79, 80, 81):
+        carry(replace(shape, block_tokens=sender), theirs, range(end))
+        needed = end % HYBRID.window if kind == "chunked" else min(end, HYBRID.window - 1)
+        *_, last = plan_between(replace(shape, block_tokens=sender), theirs, range(end)).group_plans
+        assert last.end - last.first == needed or (not needed and last.kind == "full")
+
+
 @pytest.mark.parametrize(("end", "first"), [(31, 0), (32, None), (33, 32), (63, 32), (64, None), (65, 64), (70, 64)])
 def test_chunked_borders(end: int, first: int | None) -> None:
     """A query at the first token of a chunk sees nothing before."""
@@ -218,8 +231,8 @@ def test_samples_have_a_chunk_of_every_group_plan() -> None:
 @pytest.mark.parametrize("kind", ["full", "sliding", "chunked"])
 def test_what_is_kept_is_what_the_oracle_says(kind: str) -> None:
     for window, end in itertools.product((1, 7, 16, 100), range(60)):
-        group = Group(kind=kind, block_tokens=16, blocks=10, window=window)
-        for size in (1, 2):
+        for size, begins_inside in itertools.product((1, 2), (False, True)):
+            group = Group(kind=kind, block_tokens=16, blocks=10, window=window, begins_inside=begins_inside)
             assert kept(group, end, Shard(cp_size=size)) == first_seen(group, end, size)
 
 
