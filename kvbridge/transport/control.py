@@ -17,6 +17,7 @@ import itertools
 import socket
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import zmq
 from kvbridge_proto.codec import BadFrame, Decoder, Limits, encode
@@ -26,10 +27,11 @@ from kvbridge_proto.peer import LINK_OVER, Body, Envelope, Goodbye, Ping, Pong, 
 from ..errors import OperatorError, PeerError
 from ..states import PeerLinkEvent
 from .descriptors import are_short
-from .endpoint import is_ipv6
+from .endpoint import is_ipv6, name_in
 from .events import Arrived, Event, Lost, Reached, Rejected, Settings
 from .framed import Connection
 from .link import Link
+from .names import Names
 from .sockets import AGAIN, DRAIN_MESSAGES, GONE, REFUSED, UP, Port
 from .trust import Trust
 from .zap import AuthDoor, Buckets, guard, introduce
@@ -87,6 +89,7 @@ class Control:
     async def __aenter__(self) -> Control:
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
+        self._names = Names()
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4096)
         try:
@@ -173,7 +176,22 @@ class Control:
         self._unreached[link] = None
         try:
             introduce(port.socket, self.trust.keys, link.key)
-            port.socket.connect(endpoint)
+            if name := name_in(endpoint):
+                self._names.look_up(name, partial(self._named, link, endpoint))
+            else:
+                port.socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._lose(link, "bad_address", f"{link.address}: {error}")
+
+    def _named(self, link: Link, endpoint: str, address: str, reason: str) -> None:
+        """The name in an endpoint is looked up. Connect there, unless the link was given up meanwhile."""
+        if link.is_lost:
+            return
+        if not address:
+            self._lose(link, "peer_unreachable", f"{link.address}: its name has no address: {reason}")
+            return
+        try:
+            self._ports[link].socket.connect(f"tcp://{address}:{endpoint.rpartition(':')[2]}")
         except zmq.ZMQError as error:
             self._lose(link, "bad_address", f"{link.address}: {error}")
 

@@ -144,6 +144,12 @@ def is_loopback(endpoint: str) -> bool:
     return found["host"].lower() == "localhost" if address is None else address.is_loopback
 
 
+def name_in(endpoint: str) -> str:
+    """The host of `tcp://host:port` if it is a name, "" if it is an address."""
+    found = _TCP.fullmatch(endpoint)
+    return "" if found is None or _address(found["host"].strip("[]")) is not None else found["host"]
+
+
 def is_ipv6(address: str) -> bool:
     return address.startswith("tcp://[")
 
