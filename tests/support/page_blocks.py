@@ -59,7 +59,6 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
         ("# GPUs", GPUS),
         ("# CPUs", CROSS),
         ("agent()", CROSS),
-        ("vLLM prefills", OUTPUT),
     ],
     "docs/routers.md": [
         ("vllm serve", ROUTERS),
