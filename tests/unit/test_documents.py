@@ -108,7 +108,7 @@ def times() -> dict[tuple[str, str], float]:
                 with contextlib.suppress(NameError, SyntaxError, TypeError, AttributeError):
                     known[name] = eval(ast.unparse(value), {"__builtins__": {}}, known)
                     if name.endswith("_S") and isinstance(known[name], float | int):
-                        found[str(path.relative_to(ROOT)), name] = float(known[name])  # type: ignore[arg-type]
+                        found[str(path.relative_to(ROOT)), name] = float(known[name])
     return found
 
 
