@@ -32,7 +32,7 @@ def traced() -> Iterator[Called]:
         yield called
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
         called |= {(code.co_filename.removeprefix(f"{ROOT}/"), code.co_name) for code in list(codes)}
 
 
