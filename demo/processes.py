@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -105,7 +106,9 @@ def python_with(engine: str, chosen: Path | None) -> str:
 
 
 def free_port() -> int:
-    with closing(socket.socket()) as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
+    """None that Linux gives by itself to whoever asks for any: an engine listens minutes after it is told its port."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32768)
+        with closing(socket.socket()) as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port

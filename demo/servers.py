@@ -116,11 +116,11 @@ class DemoFleet:
             proxy.kill()
 
 
-def vllm_flags(model: str, block_tokens: int, socket: str, on_failure: str) -> list[str]:
+def vllm_flags(model: str, block_tokens: int, socket: str, on_failure: str, role: str = "kv_both") -> list[str]:
     """What any vLLM of the demo is started with. It computes in fp32, since tokens are compared."""
     transfer = {
         "kv_connector": "KVBridgeConnector",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_load_failure_policy": on_failure,
         "kv_connector_extra_config": {"kvbridge_socket": socket},
     }

@@ -10,16 +10,19 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support import path_relay
+from tests.support.path_relay import enter_network
 
 DEVICE = path_relay.DEVICE.decode()
 ROOT = Path(__file__).parents[2]
@@ -74,6 +77,16 @@ class Host:
             "sh",
         )
 
+    def connected(self, port: int, seconds: float) -> socket.socket:
+        """To a port of its loopback. A socket stays in the network where it was made."""
+
+        def connect() -> socket.socket:
+            enter_network(self.pid)
+            return socket.create_connection(("127.0.0.1", port), seconds)
+
+        with ThreadPoolExecutor(1) as its_own:  # a network is a thread's
+            return its_own.submit(connect).result()
+
     def run(self, *command: str) -> None:
         done = subprocess.run(self.within(*command), capture_output=True, text=True, timeout=START_S)
         assert done.returncode == 0, f"{self.name}: {' '.join(command)}: {done.stderr}"
@@ -82,10 +95,10 @@ class Host:
 class HostProcess:
     """A Python module that runs on a host. `pid` is its number on this machine, so that it can be signalled."""
 
-    def __init__(self, host: Host, log: Path, module: str, *arguments: str) -> None:
+    def __init__(self, host: Host, log: Path, module: str, *arguments: str, python: str = sys.executable) -> None:
         self.log = log
         environment = os.environ | {"PYTHONPATH": str(ROOT)}  # to enter a host's files is to leave the current folder
-        command = host.within(sys.executable, "-m", module, *arguments)
+        command = host.within(python, "-m", module, *arguments)
         with log.open("ab") as errors:
             self._entered = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment

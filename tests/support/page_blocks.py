@@ -9,6 +9,7 @@ VLLM = "tests/system/engines/test_walkthrough.py::test_the_quickstart_carries_a_
 SGLANG = "tests/system/sglang/test_walkthrough.py::test_the_page_carries_a_prompt_from_one_server_to_the_other"
 CROSS = "tests/system/cross/test_walkthrough.py::test_the_page_carries_a_prompt_from_one_engine_to_the_other"
 REPLICAS = "tests/system/engines/test_replicas.py::test_the_page_spreads_prompts_over_replicas"
+HOSTS = "tests/system/engines/test_two_hosts.py::test_the_page_spreads_prompts_over_replicas_of_two_hosts"
 ROUTERS = "its flags, with other addresses: tests/system/routers/test_routers.py"
 GPUS = f"needs GPUs; its names: {PAGES}::test_either_kind_of_machine_sets_what_both_kinds_run"
 INSTALLS = "installs gigabytes; the wheel and its extras: tests/system/test_install.py"
@@ -35,7 +36,12 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
     "docs/data-parallel.md": [
         ("# four GPUs", "needs GPUs"),
         ("# four ranks on CPUs", REPLICAS),
+        ("agent()", REPLICAS),
         ("# prefill: one replica", REPLICAS),
+        ("# on A", HOSTS),
+        ("# on B", HOSTS),
+        ("# four GPUs, SGLang", "needs GPUs"),
+        ("# SGLang: each side", "needs GPUs; its flags: tests/system/sglang/test_replicas.py"),
     ],
     "docs/kubernetes.md": [
         ("kubectl create", f"{PAGES}::test_kubectl_takes_the_commands_without_a_cluster"),

@@ -17,6 +17,7 @@ import struct
 import sys
 import time
 from collections import deque
+from typing import IO
 
 DEVICE = b"kvb0"
 IFF_TUN, IFF_NO_PI, TUNSETIFF = 1, 0x1000, 0x400454CA  # linux/if_tun.h
@@ -27,13 +28,23 @@ AT_ONCE = 64  # packets of one direction before the other has its turn
 
 def device_in(pid: int) -> int:
     """A new TUN device in the network namespace of that process."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/self/ns/net") as ours, open(f"/proc/{pid}/ns/net") as theirs:
-        assert libc.setns(theirs.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    with open("/proc/self/ns/net") as before:
+        enter_network(pid)
         device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", DEVICE, IFF_TUN | IFF_NO_PI))
-        assert libc.setns(ours.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+        _enter(before)
     return device
+
+
+def enter_network(pid: int) -> None:
+    """This thread goes to the network namespace of that process."""
+    with open(f"/proc/{pid}/ns/net") as namespace:
+        _enter(namespace)
+
+
+def _enter(namespace: IO[str]) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.setns(namespace.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
 
 
 class Relay:

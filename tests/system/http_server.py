@@ -55,12 +55,15 @@ class HttpServer:
         self, path: str, body: Any = None, seconds: float = ANSWER_S, headers: Mapping[str, str] | None = None
     ) -> http.client.HTTPConnection:
         """The request is sent, and nothing awaited: whoever closes the connection has gone away."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        connection = self.connection(seconds)
         text = None if body is None else json.dumps(body)
         connection.request(
             "GET" if body is None else "POST", path, text, {"Content-Type": "application/json", **(headers or {})}
         )
         return connection
+
+    def connection(self, seconds: float) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
 
     def is_up(self, path: str = "/health") -> bool:
         with contextlib.suppress(OSError, http.client.HTTPException):

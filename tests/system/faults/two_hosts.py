@@ -17,6 +17,7 @@ from kvbridge_proto.status import Status
 from kvbridge.errors import OperatorError
 from kvbridge.local_agents import ask
 from kvbridge.transport.keys import write_pair
+from tests.integration.agent.harness import PYTHON
 from tests.support.hosts import DEVICE, Host, HostProcess, NetworkPath, two_hosts
 from tests.system.faults.engine import Job
 
@@ -39,7 +40,8 @@ class HostAgent(HostProcess):
         arguments = []
         for name, value in told.items():
             arguments += [f"--{name.replace('_', '-')}", *([value] if isinstance(value, str) else [])]
-        super().__init__(host, host.folder / "agent.log", "kvbridge.cli", "agent", *arguments)
+        log = Path(self.socket).with_suffix(".log")
+        super().__init__(host, log, "kvbridge.cli", "agent", *arguments, python=PYTHON)
 
     def status(self) -> Status | None:
         try:

@@ -1,0 +1,108 @@
+"""Replicas of vLLM servers, each beside its agent, and what goes from each of one side to each of another."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvbridge_proto.status import Status
+
+from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS, prompt
+from tests.integration.agent.harness import PYTHON, AgentProcess
+from tests.system.http_server import HttpServer
+from tests.system.sglang.rows import assert_carried, load
+
+REPLICAS, TOKENS = 2, 8
+ROW_BYTES = LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 2  # of a token, in bf16
+PAGE, CPUS, COMMON = "docs/data-parallel.md", "# four ranks on CPUs", "agent()"
+
+
+class Replica:
+    """One of a side's replicas. `rank` is its number if its server has several, `host` where it is."""
+
+    def __init__(self, server: HttpServer, rank: int | None, status: Callable[[], Status], host: str = "") -> None:
+        self.server, self.host = server, host
+        self.status = status
+        self.headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+
+    def ask(self, tokens: list[int], count: int, **params: Any) -> dict[str, Any]:
+        status, said = self.server.ask("/v1/completions", body_of(tokens, count, **params), headers=self.headers)
+        assert status == 200, said
+        answer: dict[str, Any] = json.loads(said)
+        return answer
+
+    @property
+    def address(self) -> str:
+        return self.status().agent.address
+
+
+@contextmanager
+def moved(agents: Sequence[Callable[[], Status]], role: str = "receiver") -> Iterator[list[set[str]]]:
+    """By what routes bytes went through each agent meanwhile. Known once the block has ended."""
+    before, routes = [_moved(each(), role) for each in agents], list[set[str]]()
+    yield routes
+    after = [_moved(each(), role) for each in agents]
+    routes += [{route for route in now if now[route] > was[route]} for now, was in zip(after, before, strict=True)]
+
+
+def status_of(agent: AgentProcess) -> Callable[[], Status]:
+    return lambda: agent.status
+
+
+def _moved(status: Status, role: str) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for name, value in status.counters.items():
+        labels = dict(each.split("=") for each in name.partition("{")[2].strip("}").split(",") if "=" in each)
+        if name.startswith("kvbridge_route_bytes_total") and labels["role"] == role:
+            counts[labels["route"]] += int(value)
+    return counts
+
+
+def body_of(tokens: list[int], count: int, **params: Any) -> dict[str, Any]:
+    body = {"prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return body | ({"kv_transfer_params": params} if params else {})
+
+
+def assert_numbered(replicas: Sequence[Replica]) -> None:
+    """Their agents' status says which is which."""
+    engines = [each.status().engine for each in replicas]
+    assert [each and each.shard for each in engines] == [f"dp {number}" for number in range(len(replicas))]
+
+
+def assert_all_to_all(folder: Path, senders: Sequence[Replica], receivers: Sequence[Replica], seed: int) -> None:
+    """One prompt for each pair. Only the receiver's agent is brought rows, by NIXL from another host."""
+    assert_numbered(receivers)
+    for number, (sender, receiver) in enumerate(itertools.product(senders, receivers)):
+        room = seed + number
+        tokens = prompt(300 + 33 * number, seed=room)
+        prefilled = sender.ask(tokens, 1, do_remote_decode=True, bootstrap_room=room)
+        with moved([each.status for each in receivers]) as routes:
+            answer = receiver.ask(tokens, TOKENS, **prefilled["kv_transfer_params"])
+        route = "pull" if sender.host == receiver.host else "nixl"
+        assert routes == [{route} if each is receiver else set() for each in receivers]
+        ours, theirs = (load(folder, side, room, 1) for side in ("prefill", "decode"))
+        assert len(ours.rows) == 2 * LAYERS
+        assert_carried(ours.first(len(tokens) - 1), theirs.first(len(tokens) - 1))
+        alone = senders[0].ask(tokens, TOKENS)
+        assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+
+
+def environments() -> dict[str, str]:
+    """What the page's commands find in their folder."""
+    return {".venv": str(Path(PYTHON).parents[1]), ".venv-vllm": sys.prefix}
+
+
+def assert_spread(said: str) -> None:
+    """What the page's commands say: six prompts at once are answered as one after the other, and all came as rows."""
+    texts = re.findall(r'^"text": *"(.+)"$', said, re.MULTILINE)
+    assert len(texts) == 12 and sorted(texts[:6]) == sorted(texts[6:]), said
+    came = re.findall(r'^kvbridge_wire_bytes_total\{role="receiver"\} (\S+)$', said, re.MULTILINE)
+    expected = sum(500 - first for first in range(1, 7)) * ROW_BYTES
+    assert len(came) == REPLICAS and sum(map(float, came)) == expected, said
