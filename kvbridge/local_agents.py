@@ -13,7 +13,7 @@ import msgspec
 from kvbridge_proto.codec import BadFrame
 from kvbridge_proto.engine import Refused, Release, ReleasedAll, ToEngine
 from kvbridge_proto.status import PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuery
-from kvbridge_proto.stream import StreamReader, pack
+from kvbridge_proto.stream import FrameReader, pack
 
 from .config import socket_folders
 from .errors import OperatorError
@@ -118,9 +118,9 @@ def _asked(path: str, query: msgspec.Struct, kind: type[Answer], answer_s: float
 
 
 def _answer(connection: socket.socket, path: str, kind: type[Answer]) -> Answer:
-    reader: StreamReader[ToEngine] = StreamReader(ToEngine)
+    reader: FrameReader[ToEngine] = FrameReader(ToEngine)
     while received := connection.recv(RECEIVE_BYTES):
-        for message in reader.feed(received):
+        for message in reader.messages(received):
             if isinstance(message, kind):
                 return message
             if isinstance(message, Refused):

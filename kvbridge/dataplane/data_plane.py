@@ -53,7 +53,7 @@ from ..exchange.session import EngineMemoryId
 from ..failpoints import failpoint
 from ..geometry.plan import Part
 from ..transport.fabric import Noticed
-from ..transport.framed import close_fds
+from ..unix_socket import close_fds
 from .attached import AttachedMemory
 from .awaits import (
     Event,

@@ -39,7 +39,8 @@ from msgspec import structs
 
 from ..errors import PeerError
 from ..failpoints import failpoint
-from .framed import Connection, close_fds, credentials_of
+from ..unix_socket import close_fds, credentials_of
+from .framed import Connection
 from .lock import KERNEL, Lock
 from .unix import Server, file_of, is_allowed
 

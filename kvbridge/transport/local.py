@@ -38,7 +38,7 @@ class _Want(Struct, tag="want"):
 _decoder: Decoder[_Offer | _Want] = Decoder(_Offer | _Want)
 
 
-def unfit(frame: bytes, error: BadFrame) -> Unfit | None:
+def unfit(frame: bytes | bytearray, error: BadFrame) -> Unfit | None:
     """What is wrong with an offer or a want whose number can be read; None for any other frame."""
     if error.code != "message_invalid":
         return None

@@ -26,7 +26,7 @@ import typer
 from kvbridge_proto.codec import encode
 from kvbridge_proto.engine import ToAgent
 from kvbridge_proto.status import PeerStatus, PoolQuery, StatusQuery, TransferStatus
-from kvbridge_proto.stream import HEADER, StreamReader, pack
+from kvbridge_proto.stream import HEADER, FrameReader, pack
 
 from kvbridge.commands import app
 from kvbridge.commands.console import WIDE, stdout
@@ -340,8 +340,8 @@ class Scripted:
     def _serve(self) -> None:
         connection, _ = self._listening.accept()
         with connection:
-            reader: StreamReader[ToAgent] = StreamReader(ToAgent)
-            while not any(message == self._query for message in reader.feed(connection.recv(4096))):
+            reader: FrameReader[ToAgent] = FrameReader(ToAgent)
+            while not any(message == self._query for message in reader.messages(connection.recv(4096))):
                 pass
             connection.sendall(self._answer)
 

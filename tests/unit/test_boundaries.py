@@ -23,12 +23,13 @@ INSIDE = {
     "kvbridge.oneline",
     "kvbridge.prompt_share",
     "kvbridge.states",
+    "kvbridge.unix_socket",
     "kvbridge.device.handles",
     "kvbridge.device.fence",
 }
 # What both the data plane and the rest of an agent are made of.
 BESIDE = {
-    *("kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints", "kvbridge.options"),
+    *("kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints", "kvbridge.options", "kvbridge.unix_socket"),
     *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.device", "kvbridge.transport"),
 }
 
@@ -49,6 +50,7 @@ ROOMS = {
     "kvbridge.errors": Room(),
     "kvbridge.oneline": Room(),
     "kvbridge.prompt_share": Room(),
+    "kvbridge.unix_socket": Room(),
     "kvbridge.failpoints": Room({"kvbridge.errors"}),
     "kvbridge.options": Room({"kvbridge_proto"}, {"msgspec"}),
     "kvbridge.config": Room({"kvbridge_proto", "kvbridge.errors", "kvbridge.options"}, {"msgspec"}),
@@ -66,7 +68,7 @@ ROOMS = {
         {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"}, {"torch", "numpy", "cuda"}
     ),
     "kvbridge.transport": Room(
-        {"kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints", "kvbridge.states"},
+        {"kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints", "kvbridge.states", "kvbridge.unix_socket"},
         {"msgspec", "numpy", "zmq", "nixl", "uvloop"},
     ),
     "kvbridge.adapters.engine": Room(INSIDE, {"msgspec", "torch"}),
@@ -97,6 +99,7 @@ LIGHT = (
     "kvbridge_proto",
     "kvbridge.errors",
     "kvbridge.failpoints",
+    "kvbridge.unix_socket",
     "kvbridge.device.handles",
     "kvbridge.adapters.engine",
 )

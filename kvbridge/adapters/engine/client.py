@@ -7,16 +7,12 @@ messages from the agent are still read until it closes its end. A closed socket 
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import select
 import socket
-import struct
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -24,7 +20,6 @@ from kvbridge_proto.codec import LIMITS, BadFrame, Decoder, Limits, encode
 from kvbridge_proto.engine import (
     Abandon,
     Attach,
-    Descriptors,
     Detach,
     Done,
     Offer,
@@ -34,15 +29,15 @@ from kvbridge_proto.engine import (
     Want,
     Withdraw,
 )
-from kvbridge_proto.stream import FRAME_FDS, MESSAGE_FDS, StreamReader, framed, pack
+from kvbridge_proto.stream import MESSAGE_FDS, FrameReader, FrameWriter, framed
 
 from ...errors import OperatorError
 from ...failpoints import failpoint
+from ...unix_socket import SEND, close_fds, credentials_of, send_beside
 
 RETRY_S = 0.05
 SO_PEERPIDFD = 77  # since Linux 6.5; Python does not name it
 RECEIVE_BYTES = 1 << 18
-_CREDENTIALS = struct.Struct("iII")
 POLL_BYTES = 4 << 20  # read at most this much in one poll: an agent must not be able to hold up a step
 
 
@@ -53,19 +48,10 @@ def pidfd_of(end: socket.socket) -> int:
     """
     with contextlib.suppress(OSError):
         return end.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    pid, _, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if pid > 0:
+    if (pid := credentials_of(end)[0]) > 0:
         with contextlib.suppress(OSError):
             return os.pidfd_open(pid)
     return -1
-
-
-@dataclass(slots=True)
-class _Frame:
-    """The unsent rest of one frame. `fds` are our duplicates; they are closed once its first byte is sent."""
-
-    left: memoryview
-    fds: list[int]
 
 
 class EngineClient:
@@ -102,11 +88,9 @@ class EngineClient:
         self._socket: socket.socket | None = None
         self._pidfd = -1
         self._is_hung_up = False  # nothing more is sent
-        self._is_garbled = False  # what comes cannot be decoded any more
-        self._reader: StreamReader[ToEngine] = StreamReader(ToEngine, limits)
+        self._reader: FrameReader[ToEngine] = FrameReader(ToEngine, limits)
         self._decoder: Decoder[ToAgent] = Decoder(ToAgent, limits)
-        self._unsent: deque[_Frame] = deque()
-        self._unsent_bytes = 0
+        self._writer = FrameWriter()  # descriptors in it are our duplicates
         self._moved_at = 0.0
 
     def __enter__(self) -> Self:
@@ -172,16 +156,15 @@ class EngineClient:
             self.why = f"{error.code}: {error}" if isinstance(error, OperatorError) else str(error)
             return False
         self._socket, self.is_barred = attempt, False
-        self._is_hung_up = self._is_garbled = False
-        self._reader = StreamReader(ToEngine, self._limits)
+        self._is_hung_up = False
+        self._reader = FrameReader(ToEngine, self._limits)
         self._moved_at = time.monotonic()
         self.why = ""
         return True
 
     def _check_uid(self, attempt: socket.socket) -> None:
         """Raise OperatorError unless the process that called listen() there had a uid that we may give memory to."""
-        credentials = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        pid, uid, _ = credentials_of(attempt)
         if uid not in self._agent_uids:
             reason = f"agent_uids: pid {pid} of uid {uid} listens at {self.path}, allowed {sorted(self._agent_uids)}"
             raise OperatorError("uid_not_allowed", reason)
@@ -200,7 +183,7 @@ class EngineClient:
         except BadFrame as error:
             self.why = str(error)
             return False
-        if self._unsent_bytes + len(frame) > self._unsent_limit:
+        if self._writer.unsent_bytes + len(frame) > self._unsent_limit:
             self.hang_up(f"unsent_bytes: limit {self._unsent_limit}: the agent does not read")
             return False
         try:
@@ -208,12 +191,9 @@ class EngineClient:
         except OSError as error:
             self.why = f"fds: {error}"
             return False
-        if not self._unsent:
+        if not self._writer.unsent_bytes:
             self._moved_at = time.monotonic()
-        while len(ours) > FRAME_FDS:
-            self._queue(pack(Descriptors()), ours[:FRAME_FDS])
-            del ours[:FRAME_FDS]
-        self._queue(frame, ours)
+        self._writer.put(frame, ours)
         self._flush()
         _pass_sent(message)
         return True
@@ -239,29 +219,30 @@ class EngineClient:
             raise BadFrame(error.code, f"{type(message).__name__}: {error}") from None
         return body
 
-    def _queue(self, frame: bytes, fds: list[int]) -> None:
-        self._unsent.append(_Frame(memoryview(frame), fds))
-        self._unsent_bytes += len(frame)
-
     @property
     def is_all_sent(self) -> bool:
         """Whether everything queued has left this process."""
-        return not self._unsent
+        return not self._writer.unsent_bytes
 
     def poll(self) -> list[ToEngine]:
         """Send what is queued, return what came. Never blocks. Messages that came before a loss are still returned."""
         messages: list[ToEngine] = []
         self._flush()
+        budget = POLL_BYTES
         try:
-            for received in self._received():
-                if not self._is_garbled:
-                    messages.extend(self._reader.feed(received))
-        except BadFrame as error:
-            self._is_garbled = True
-            self.hang_up(f"bad frame from the agent: {error.code}: {error}")
+            while budget > 0 and self._socket is not None:
+                if not (received := self._socket.recv(RECEIVE_BYTES)):
+                    self._lose("the agent is gone")
+                budget -= len(received)
+                try:
+                    messages.extend(self._reader.messages(received))
+                except BadFrame as error:
+                    self.hang_up(f"bad frame from the agent: {error.code}: {error}")
+        except BlockingIOError:
+            pass
         except OSError as error:
             self._lose(f"connection failed: {error}")
-        if self._unsent and time.monotonic() - self._moved_at > self._stall_s:
+        if self._writer.unsent_bytes and time.monotonic() - self._moved_at > self._stall_s:
             self.hang_up(f"stall_s: {self._stall_s} passed: the agent does not read")
         for message in messages:
             _pass_heard(message)
@@ -276,7 +257,7 @@ class EngineClient:
         if self.is_connected:
             assert self._socket is not None
             self.why, self._is_hung_up = why, True
-            self._drop_unsent()
+            close_fds(self._writer.clear())
             with contextlib.suppress(OSError):  # the agent's end may be closed already; the next read shows that
                 self._socket.shutdown(socket.SHUT_WR)
 
@@ -292,45 +273,20 @@ class EngineClient:
         """In a forked child: close its copies of our descriptors. Sends nothing to the agent."""
         self.close("forked: the connection is the parent's")
 
-    def _received(self) -> Iterator[bytes]:
-        budget = POLL_BYTES
-        while budget > 0 and self._socket is not None:
-            try:
-                received = self._socket.recv(RECEIVE_BYTES)
-            except BlockingIOError:
-                return
-            if not received:
-                self._lose("the agent is gone")
-                return
-            budget -= len(received)
-            yield received
-
     def _flush(self) -> None:
-        while self._unsent and self._socket is not None:
-            frame = self._unsent[0]
-            try:
-                sent = self._send(self._socket, frame)
-            except BlockingIOError:
-                return
-            except (BrokenPipeError, ConnectionResetError):  # `poll` reads its last messages, then sees the end
-                self._drop_unsent()
-                return
-            except OSError as error:
-                self.hang_up(f"connection failed: {error}")
-                return
-            self._moved_at = time.monotonic()
-            self._unsent_bytes -= sent
-            frame.left = frame.left[sent:]
-            _close(frame.fds)
-            if not frame.left:
-                self._unsent.popleft()
-
-    @staticmethod
-    def _send(to: socket.socket, frame: _Frame) -> int:
-        if not frame.fds:
-            return to.send(frame.left, socket.MSG_NOSIGNAL)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", frame.fds))
-        return to.sendmsg([frame.left], [rights], socket.MSG_NOSIGNAL)
+        try:
+            while self._writer.unsent_bytes and self._socket is not None:
+                piece, fds = self._writer.head()
+                sent = send_beside(self._socket, piece, fds) if fds else self._socket.send(piece, SEND)
+                self._moved_at = time.monotonic()
+                if left := self._writer.sent(sent):
+                    close_fds(left)
+        except BlockingIOError:
+            return
+        except (BrokenPipeError, ConnectionResetError):  # `poll` reads its last messages, then sees the end
+            close_fds(self._writer.clear())
+        except OSError as error:
+            self.hang_up(f"connection failed: {error}")
 
     def _lose(self, why: str) -> None:
         if not self._is_hung_up:
@@ -338,13 +294,7 @@ class EngineClient:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        self._drop_unsent()
-
-    def _drop_unsent(self) -> None:
-        for frame in self._unsent:
-            _close(frame.fds)
-        self._unsent.clear()
-        self._unsent_bytes = 0
+        close_fds(self._writer.clear())
 
 
 def _pass_sent(message: ToAgent) -> None:
@@ -378,14 +328,6 @@ def _duplicate(fds: Sequence[int]) -> list[int]:
     try:
         ours.extend(os.dup(fd) for fd in fds)
     except OSError:
-        _close(ours)
+        close_fds(ours)
         raise
     return ours
-
-
-def _close(fds: list[int]) -> None:
-    """Close the descriptors and empty the list."""
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-    fds.clear()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from kvbridge_proto.common import AgentCard
 from kvbridge_proto.engine import Attach, Attached, Detached, Refused, Released, ToAgent, ToEngine, Withdraw
-from kvbridge_proto.stream import StreamReader, pack
+from kvbridge_proto.stream import FrameReader, pack
 
 from kvbridge.adapters.engine.client import pidfd_of
 from kvbridge.device.fence import FencePage
@@ -61,7 +61,7 @@ class FakeAgent:
         self._engine: socket.socket | None = None
         self._pidfd, self._life = os.pipe()
         FAKES[str(path)] = self
-        self._reader: StreamReader[Any] = StreamReader(ToAgent)
+        self._reader: FrameReader[Any] = FrameReader(ToAgent)
 
     def pump(self) -> None:
         """Take the connection if there is one, hear all that came."""
@@ -69,14 +69,14 @@ class FakeAgent:
             with contextlib.suppress(BlockingIOError):
                 self._engine, _ = self._listener.accept()
                 self._engine.setblocking(False)
-                self._reader = StreamReader(ToAgent)
+                self._reader = FrameReader(ToAgent)
         while self._engine is not None:
             try:
                 received, fds, _, _ = socket.recv_fds(self._engine, 1 << 20, 64)
             except BlockingIOError:
                 return
             try:
-                for message in self._reader.feed(received):
+                for message in self._reader.messages(received):
                     self._hear(message, fds)
             finally:
                 for fd in fds:

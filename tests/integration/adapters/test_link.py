@@ -222,7 +222,7 @@ def test_knows_the_end_of_a_real_process(by: str, monkeypatch: pytest.MonkeyPatc
     if by != "socket":
         monkeypatch.setattr("kvbridge.adapters.engine.client.SO_PEERPIDFD", 9999)  # no kernel knows it
     if by == "nothing":
-        monkeypatch.setattr("kvbridge.adapters.engine.client._CREDENTIALS", NoPid())
+        monkeypatch.setattr("kvbridge.unix_socket._CREDENTIALS", NoPid())
     with tempfile.TemporaryDirectory() as folder, slow_to_die(Path(folder) / "agent.sock") as process:
         client = EngineClient(Path(folder) / "agent.sock", allow_unwatched=by == "nothing")
         assert client.connect(5)

@@ -21,7 +21,7 @@ from kvbridge_proto.common import OURS
 from kvbridge_proto.engine import Attach, Attached, Descriptors, Done, Failed, Refused, Released, ToEngine
 from kvbridge_proto.pool import Handle
 from kvbridge_proto.status import Status, StatusQuery
-from kvbridge_proto.stream import FRAME_FDS, StreamReader, pack
+from kvbridge_proto.stream import FRAME_FDS, FrameReader, pack
 
 from kvbridge.loopback.messages import directory_of, offer_of, want_of
 from tests.support.nursery import Child, Nursery, nursery
@@ -39,7 +39,7 @@ class Client:
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.connect(str(path))
-        self._reader: StreamReader[ToEngine] = StreamReader(ToEngine)
+        self._reader: FrameReader[ToEngine] = FrameReader(ToEngine)
         self.heard: list[ToEngine] = []
         self.is_closed = False
 
@@ -61,7 +61,7 @@ class Client:
         except ConnectionResetError:
             received = b""
         self.is_closed = not received
-        self.heard += self._reader.feed(received)
+        self.heard += self._reader.messages(received)
         return True
 
     def wait(self, *kinds: type, request: str | None = None, seconds: float = ANSWER_S) -> Any:

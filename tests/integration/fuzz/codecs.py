@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from random import Random
 from typing import Any
 
 from kvbridge_proto import codec, door, engine, peer
 from kvbridge_proto.codec import BadFrame, decode, encode
-from kvbridge_proto.stream import FRAME_FDS, HEADER, StreamReader
+from kvbridge_proto.stream import FRAME_FDS, HEADER, MESSAGE_FDS, FrameReader
 
 from kvbridge.adapters.engine.client import EngineClient
-from kvbridge.transport.framed import FrameReader
 from tests.integration.fuzz.mutate import Mutator
 from tests.integration.fuzz.target import Target
-from tests.support.proc import is_open
 from tests.unit.proto.samples import BODIES, FROM_DOOR, NOTICE, TO_AGENT, TO_DOOR, TO_ENGINE, enveloped
 
 CODES = {"frame_too_large", "frame_malformed", "frame_too_deep", "message_invalid"}
@@ -75,11 +72,11 @@ class Stream(Target):
         return max(1, len(whole[0]))
 
     def _read(self, frame: bytes, step: int) -> tuple[list[bytes], str]:
-        reader: StreamReader[Any] = StreamReader(engine.ToAgent)
+        reader: FrameReader[Any] = FrameReader(engine.ToAgent)
         found: list[bytes] = []
         try:
             for at in range(0, len(frame), step):
-                found += map(encode, reader.feed(frame[at : at + step]))
+                found += map(encode, reader.messages(frame[at : at + step]))
         except BadFrame as bad:
             assert bad.code in CODES
             return found, bad.code
@@ -88,13 +85,12 @@ class Stream(Target):
 
 
 class Descriptors(Target):
-    """The same stream with descriptors beside it: each is handed out once with a message, or closed."""
+    """The same stream with descriptors beside it: each is handed out once, with a message or at the end."""
 
     name = "fds"
 
     def __init__(self) -> None:
         self._stream = Stream()
-        self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def frame(self, random: Random) -> bytes:
         """The first byte says how it is cut and where descriptors come."""
@@ -102,29 +98,21 @@ class Descriptors(Target):
 
     def run(self, frame: bytes) -> int:
         random, stream = Random(frame[:1]), frame[1:]
-        reader, given, got, count = FrameReader(engine.ToAgent, codec.LIMITS), [], [], 0
-        at = 0
+        reader: FrameReader[Any] = FrameReader(engine.ToAgent, most_fds=MESSAGE_FDS)
+        given, got, count, at = 0, list[int](), 0, 0
         try:
             while at < len(stream):
                 size = random.choice((1, 3, 4, 5, 16, 100, 1000, 1 << 18))
-                fds = [os.dup(self._null) for _ in range(random.choice((0, 0, 1, 2, FRAME_FDS)))]
-                given += fds
-                reader.feed(stream[at : at + size], fds, is_cut=random.random() < 0.01)
-                at += size
-                while (found := reader.next()) is not None:
+                more = random.choice((0, 0, 1, 2, FRAME_FDS))
+                reader.feed(stream[at : at + size], range(given, given + more), is_cut=random.random() < 0.01)
+                given, at = given + more, at + size
+                while found := reader.next():
                     count += 1
                     got += found[1]
         except BadFrame as bad:
             assert bad.code in STREAM_CODES
-        reader.close()
-        left = {fd for fd in given if is_open(fd)}
-        for fd in left:
-            os.close(fd)
-        assert sorted(got) == sorted(left), f"handed out {got}, still open {left}"
+        assert sorted(got + reader.unclaimed()) == list(range(given))
         return max(1, count)
-
-    def close(self) -> None:
-        os.close(self._null)
 
 
 class Client(Target):

@@ -26,8 +26,8 @@ from kvbridge_proto.stream import pack
 from kvbridge.errors import PeerError
 from kvbridge.transport import door as doors
 from kvbridge.transport.door import Holder, MemoryDoor, Shared, open_memory
-from kvbridge.transport.framed import close_fds
 from kvbridge.transport.lock import Lock
+from kvbridge.unix_socket import close_fds
 from tests.integration.adapters.fake_agent import squatter
 from tests.integration.transport.ends import INCARNATION, NEEDS_ROOT, heard_by, inode, pipes
 from tests.support.proc import descriptors

@@ -20,8 +20,8 @@ from kvbridge_proto.status import StatusQuery
 from kvbridge_proto.stream import pack
 
 from kvbridge.adapters.engine.client import EngineClient
-from kvbridge.transport.framed import close_fds
 from kvbridge.transport.local import LocalConnection, LocalServer
+from kvbridge.unix_socket import close_fds
 from tests.integration.transport.ends import inode, join, meet, pipes, polled, served
 from tests.support.proc import descriptors
 from tests.support.refusals import refused
