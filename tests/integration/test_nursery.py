@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+
+import pytest
 
 from tests.support.nursery import Child, nursery
 
@@ -16,6 +20,25 @@ def test_children_that_are_forked_at_once_are_told_apart(tmp_path: Path) -> None
     with ThreadPoolExecutor(8) as pool:
         told = list(pool.map(partial(_born, tmp_path), range(64)))
     assert [pid for pid, _ in told] == [said for _, said in told]
+
+
+def test_who_gives_up_waiting_leaves_no_answer_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every later child is taken for the one before it."""
+    _born(tmp_path, 1)
+    os.kill(nursery()._process.pid, signal.SIGSTOP)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(TimeoutError):
+            patch.setattr("tests.support.nursery.START_S", 0.1)
+            _born(tmp_path, 2)
+    finally:
+        os.kill(nursery()._process.pid, signal.SIGCONT)
+    pid, said = _born(tmp_path, 3)
+    assert pid == said
+    given_up, end = tmp_path / "2", time.monotonic() + 60
+    while not given_up.exists() or not (text := given_up.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.waitpid(int(text), 0)
 
 
 def _born(folder: Path, number: int) -> tuple[int, int]:

@@ -133,7 +133,6 @@ class Nursery:
     ) -> None:
         assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
         self._environment = dict(environment or {})
-        self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(START_S)
         with theirs:
@@ -164,12 +163,15 @@ class Nursery:
             "cwd": os.getcwd(),
         }
         asked["env"] = {**os.environ, **self._environment, **(env or {})}
-        with open(os.devnull, "rb") as empty:
+        told, tells = socket.socketpair()  # for this child alone
+        with open(os.devnull, "rb") as empty, told:
             stdin, stdout, stderr = streams
-            fds = [empty.fileno() if stdin is None else stdin, stdout, stderr]
-            with self._lock:  # or two threads could take each other's child for theirs
+            with tells:
+                fds = [empty.fileno() if stdin is None else stdin, stdout, stderr, tells.fileno()]
                 socket.send_fds(self._socket, [json.dumps(asked).encode()], fds)
-                return int(self._socket.recv(64))
+            told.settimeout(START_S)
+            with told.makefile("rb") as answer:  # it ends once the child is ours
+                return int(answer.read())
 
     def run(
         self, module: str, *arguments: object, timeout_s: float = 60.0, env: Mapping[str, str] | None = None
@@ -205,24 +207,22 @@ def kvbridge(*arguments: object, timeout_s: float = 60.0, **environment: str) ->
 def _serve(asking: socket.socket) -> dict[str, Any] | None:
     """Fork for whoever asks. Returns in each child what it is to run, and None when nobody is left to ask."""
     while True:
-        message, fds, _, _ = socket.recv_fds(asking, MESSAGE_BYTES, 3)
+        message, fds, _, _ = socket.recv_fds(asking, MESSAGE_BYTES, 4)
         if not message:
             return None
-        told_pid, tells_pid = os.pipe()
+        *streams, tells = fds
         if (between := os.fork()) == 0:
             if pid := os.fork():  # the process between ends at once, so that the child belongs to the one that asked
-                os.write(tells_pid, str(pid).encode())
+                os.write(tells, str(pid).encode())
                 os._exit(0)
-            os.close(told_pid)
-            os.close(tells_pid)
-            for number, fd in enumerate(fds):
+            os.close(tells)
+            for number, fd in enumerate(streams):
                 os.dup2(fd, number)
                 os.close(fd)
             told: dict[str, Any] = json.loads(message)
             return told
         os.waitpid(between, 0)
-        asking.send(os.read(told_pid, 64))
-        for fd in (told_pid, tells_pid, *fds):
+        for fd in fds:
             os.close(fd)
 
 
