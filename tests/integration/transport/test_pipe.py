@@ -118,7 +118,8 @@ async def test_the_end_of_a_pipe_that_was_used_is_the_links(who: str) -> None:
         assert dialled.is_lost and link.is_lost and not dialled.send(cancel("late"))
 
 
-async def test_last_words_leave_by_it() -> None:
+async def test_last_words_leave_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "LINGER_MS", 10_000)  # however busy the machine is
     async with joined(is_piped=True) as (dialled, _, _, sender_ear, *_):
         for number in range(500):
             dialled.send(cancel(f"{number}"))
