@@ -94,8 +94,9 @@ def _line(row: Row) -> str:
         if any(isinstance(each, Same) for each in found):
             converted = f"nothing, or {converted}" if converted else "nothing"
         return f"| {row.words} | yes | {converted} | {len(found)} |"
-    reasons = dict.fromkeys(reason for each in refused for reason in each.reasons)
-    return f"| {row.words} | no | {'<br>'.join(f'`{reason}`' for reason in reasons)} | {len(found)} |"
+    first, *others = dict.fromkeys(reason for each in refused for reason in each.reasons)
+    alike = f"; {len(others)} more with other values" if others else ""
+    return f"| {row.words} | no | `{first}`{alike} | {len(found)} |"
 
 
 if __name__ == "__main__":
