@@ -26,6 +26,7 @@ CPU_SGLANG = "[CPU](../tests/system/sglang/test_pairs.py)"
 CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
 CPU_LATENTS = "[CPU](../tests/system/engines/test_latents.py)"
 CPU_INDEX_KEYS = "[CPU, a tiny model of this kind](../tests/system/engines/test_index_keys.py)"
+POOLS_INDEX_KEYS = "[its pools between real agents, CPU](../tests/system/gpu/test_sglang_pools.py)"
 CPU_SGLANG_LATENTS = "[CPU](../tests/system/sglang/test_latents.py)"
 CPU_WINDOWS = "[CPU, a tiny model of this kind](../tests/system/engines/test_windows.py)"
 CPU_WINDOWS_ACROSS = "[CPU, a tiny model of this kind, from vLLM](../tests/system/cross/test_windows.py)"
@@ -175,7 +176,7 @@ FAMILIES = (
         latents("glm_moe_dsa", 78, indexer_rope_interleave=True, **INDEX),
         "MLA, index keys",
         "DSATokenToKVPool",
-        on_engines=(CPU_INDEX_KEYS, "", ""),
+        on_engines=(CPU_INDEX_KEYS, POOLS_INDEX_KEYS, ""),
         stopped=51,
     ),
     Family(
@@ -184,7 +185,7 @@ FAMILIES = (
         latents("deepseek_v32", 61, **INDEX),
         "MLA, index keys",
         "DSATokenToKVPool",
-        on_engines=(CPU_INDEX_KEYS, "", ""),
+        on_engines=(CPU_INDEX_KEYS, POOLS_INDEX_KEYS, ""),
     ),
     Family(
         "full attention and index keys",

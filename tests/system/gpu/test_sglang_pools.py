@@ -43,18 +43,31 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def queue_of(kind: str, page: int, dtype: torch.dtype, device: str) -> Any:
+class Indexer(torch.nn.Module):
+    """By its name: SGLang rotates keys where it is not fused."""
+
+    def __init__(self, layer_id: int, is_fused: bool) -> None:
+        super().__init__()
+        self.layer_id, self.use_dsa_indexer_fusion = layer_id, is_fused
+
+
+def queue_of(kind: str, page: int, dtype: torch.dtype, device: str, is_fused: bool = True) -> Any:
     """A scheduler's queue, as far as a description looks at it, with a real pool."""
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
     common = {"page_size": page, "dtype": dtype, "layer_num": LAYERS, "device": device, "enable_memory_saver": False}
     if kind == "heads":
         pool = MHATokenToKVPool(SLOTS, head_num=HEADS, head_dim=WIDTH, **common)
-    else:
+    elif kind == "latent":
         pool = MLATokenToKVPool(SLOTS, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, **common)
+    else:
+        index = {"index_head_dim": 128, "kv_cache_dim": LATENT + ROPE, "skip_topk_layers": [False, True, False]}
+        set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", device=device.partition(":")[0]))
+        pool = DSATokenToKVPool(SLOTS, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, **index, **common)
     text = SimpleNamespace(num_hidden_layers=LAYERS)
     config = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, hf_text_config=text)
-    runner = SimpleNamespace(model=torch.nn.Module())
+    runner = SimpleNamespace(model=torch.nn.ModuleList(Indexer(layer, is_fused) for layer in range(LAYERS)))
     return SimpleNamespace(
         token_to_kv_pool=pool,
         draft_token_to_kv_pool=None,
@@ -103,6 +116,36 @@ def wait_end(*talks: Any) -> list[Any]:
     return ended
 
 
+def ask(given: Any, taken: Any, tables: tuple[list[int], list[int]]) -> None:
+    """For all tokens of a prompt, whose blocks these are."""
+    ours, theirs = ((Blocks(0, 0, tuple(table)),) for table in tables)
+    given.offer(
+        Offer(
+            number=given.new_number(),
+            rendezvous="room",
+            request="given",
+            tokens=TOKENS,
+            blocks=ours,
+            is_last=True,
+            hold_s=60.0,
+            fence=given.mark(),
+        )
+    )
+    taken.want(
+        Want(
+            number=taken.new_number(),
+            request="taken",
+            rendezvous="room",
+            sender=given.address,
+            first_token=0,
+            end_token=TOKENS,
+            blocks=theirs,
+            deadline_s=50.0,
+            fence=taken.mark(),
+        )
+    )
+
+
 def as_bytes(rows: torch.Tensor) -> Any:
     return rows.contiguous().view(torch.uint8).cpu().numpy()
 
@@ -129,32 +172,7 @@ def test_rows_cross_from_page_16_to_page_64(tmp_path: Path, device: str, kind: s
             torch.cuda._sleep(LATE_CYCLES)
         for key, into in before.items():
             into[slots[16]] = rows[key]
-        pieces = {page: (Blocks(0, 0, tuple(table)),) for page, table in pages.items()}
-        given.offer(
-            Offer(
-                number=given.new_number(),
-                rendezvous="room",
-                request="given",
-                tokens=TOKENS,
-                blocks=pieces[16],
-                is_last=True,
-                hold_s=60.0,
-                fence=given.mark(),
-            )
-        )
-        taken.want(
-            Want(
-                number=taken.new_number(),
-                request="taken",
-                rendezvous="room",
-                sender=given.address,
-                first_token=0,
-                end_token=TOKENS,
-                blocks=pieces[64],
-                deadline_s=50.0,
-                fence=taken.mark(),
-            )
-        )
+        ask(given, taken, (pages[16], pages[64]))
         ends = wait_end(given, taken)
         assert all(each.is_good for each in ends), ends
     sent = SavedRows({key: as_bytes(values) for key, values in rows.items()}, "bf16").converted(DTYPES[str(dtype)])
@@ -163,3 +181,47 @@ def test_rows_cross_from_page_16_to_page_64(tmp_path: Path, device: str, kind: s
         others = torch.ones(into.shape[0], dtype=torch.bool, device=device)
         others[slots[64]] = False
         assert (into.view(torch.uint8)[others] == 0x55).all(), f"{key}: rows of nobody were written"
+
+
+def index_bytes(table: list[int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where in [pages, bytes] each token of a prompt has its key and scale: `_set_k_and_s_triton` in SGLang."""
+    token = torch.arange(TOKENS, device=device)
+    place = (token % 64)[:, None]
+    keys, scales = (torch.arange(size, device=device) for size in (128, 4))
+    within = torch.cat([place * 128 + keys, 64 * 128 + place * 4 + scales], 1)
+    return torch.tensor(table, device=device)[token // 64][:, None], within
+
+
+@pytest.mark.timeout(240)
+def test_index_keys_cross_beside_latents_where_both_sides_rotate_them(tmp_path: Path, device: str) -> None:
+    dtype, count = torch.bfloat16, -(-TOKENS // 64)
+    sender, receiver = (queue_of("sparse", 64, dtype, device, is_fused=False) for _ in range(2))
+    other = queue_of("sparse", 64, dtype, device, is_fused=True)
+    tables = tuple(torch.randperm(SLOTS // 64)[:count].tolist() for _ in range(2))
+    slots = [torch.tensor([table[i // 64] * 64 + i % 64 for i in range(TOKENS)], device=device) for table in tables]
+    held = [each.token_to_kv_pool for each in (sender, receiver)]
+    for pool in held:  # with the same, since the rest of a last page may come along
+        for buffer in (*pool.kv_buffer, *pool.index_k_with_scale_buffer):
+            buffer.view(torch.uint8).fill_(0x55)
+    assert [len(buffer) for buffer in held[0].index_k_with_scale_buffer][1] == 0, "it uses another layer's choice"
+    with (
+        attached(sender, tmp_path, "sender", device) as given,
+        attached(receiver, tmp_path, "receiver", device) as taken,
+        attached(other, tmp_path, "other", device) as unlike,
+    ):
+        expected = [buffer.clone() for buffer in (*held[1].kv_buffer, *held[1].index_k_with_scale_buffer)]
+        for layer in range(LAYERS):
+            latents = torch.randn(TOKENS, 1, LATENT + ROPE, device=device).to(dtype)
+            held[0].kv_buffer[layer][slots[0]] = expected[layer][slots[1]] = latents
+            if layer != 1:
+                keys = torch.randint(1, 255, (TOKENS, 132), dtype=torch.uint8, device=device)
+                held[0].index_k_with_scale_buffer[layer][index_bytes(tables[0], device)] = keys
+                expected[LAYERS + layer][index_bytes(tables[1], device)] = keys
+        ask(given, taken, tables)
+        ends = wait_end(given, taken)
+        assert all(each.is_good for each in ends), ends
+        for found, wanted in zip((*held[1].kv_buffer, *held[1].index_k_with_scale_buffer), expected, strict=True):
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+        ask(given, unlike, tables)
+        (end,) = wait_end(unlike)
+        assert end.code == "incompatible" and "index keys that both sides rotate, or neither" in end.reason, end
