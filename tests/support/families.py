@@ -29,7 +29,7 @@ CPU_INDEX_KEYS = "[CPU, a tiny model of this kind](../tests/system/engines/test_
 POOLS_INDEX_KEYS = "[its pools between real agents, CPU](../tests/system/gpu/test_sglang_pools.py)"
 CPU_SGLANG_LATENTS = "[CPU](../tests/system/sglang/test_latents.py)"
 CPU_WINDOWS = "[CPU, a tiny model of this kind](../tests/system/engines/test_windows.py)"
-CPU_WINDOWS_ACROSS = "[CPU, a tiny model of this kind, from vLLM](../tests/system/cross/test_windows.py)"
+CPU_WINDOWS_ACROSS = "[CPU, a tiny model of this kind](../tests/system/cross/test_windows.py)"
 CPU_SGLANG_WINDOWS = "[CPU, a tiny model of this kind](../tests/system/sglang/test_windows.py)"
 
 

@@ -1,4 +1,4 @@
-"""Layers with a window, which vLLM keeps in a group of blocks and SGLang in a pool of their own: from vLLM to SGLang.
+"""Layers with a window, which vLLM keeps in a group of blocks and SGLang in a pool of their own: from one to the other.
 
 Rows are compared where both engines still have them when they are looked at; tokens with each engine alone.
 """
@@ -12,7 +12,7 @@ from tests.system.cross.fleet import TOKENS, Cross
 from tests.system.engines.kinds import SEEN, write_alike_halves
 from tests.system.kept import kept
 from tests.system.sglang.fleet import Answer, assert_idle, assert_same_tokens, prompt
-from tests.system.sglang.rows import SavedRows, assert_carried
+from tests.system.sglang.rows import SavedRows, assert_windows_carried
 
 pytestmark = [pytest.mark.cross, pytest.mark.timeout(600)]
 
@@ -33,15 +33,22 @@ def test_vllm_prefills_and_sglang_decodes(windows: Cross) -> None:
     windows.vllm["small"].wait_empty()
 
 
+def test_sglang_prefills_and_vllm_decodes(windows: Cross) -> None:
+    """vLLM takes whole blocks of 32 tokens, so SGLang's pages are as large."""
+    windows.sglang.start("p32")
+    for length in LENGTHS:
+        tokens, before = prompt(length, seed=500 + length), windows.vllm.moved_bytes("small")
+        found, cached, given, taken = windows.to_vllm("p32", "small", tokens)
+        assert cached == length - 1, "the prompt did not travel, it was computed again"
+        assert windows.vllm.moved_bytes("small") > before, "vLLM had the prompt already"
+        assert_came(given, taken, length - 1)
+        assert_as_each_alone(windows, tokens, tuple(found))
+    assert_idle(windows.sglang, "p32")
+    windows.vllm["small"].wait_empty()
+
+
 def assert_came(given: SavedRows, taken: SavedRows, tokens: int) -> None:
-    for has_window, first in ((False, 0), (True, max(0, tokens + LATER + 1 - SEEN))):
-        ours, theirs = (
-            SavedRows(
-                {key: each[first:] for key, each in side.rows.items() if (key[0] in (1, 2)) == has_window}, side.codec
-            )
-            for side in (given, taken)
-        )
-        assert_carried(ours, theirs)
+    assert_windows_carried(given, taken, (1, 2), max(0, tokens + LATER + 1 - SEEN))
 
 
 def assert_as_each_alone(cross: Cross, tokens: list[int], found: tuple[int, ...]) -> None:
