@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,7 +116,7 @@ def wait_end(*talks: Any) -> list[Any]:
     return ended
 
 
-def ask(given: Any, taken: Any, tables: tuple[list[int], list[int]]) -> None:
+def ask(given: Any, taken: Any, tables: Sequence[list[int]]) -> None:
     """For all tokens of a prompt, whose blocks these are."""
     ours, theirs = ((Blocks(0, 0, tuple(table)),) for table in tables)
     given.offer(
@@ -197,7 +197,7 @@ def test_index_keys_cross_beside_latents_where_both_sides_rotate_them(tmp_path: 
     dtype, count = torch.bfloat16, -(-TOKENS // 64)
     sender, receiver = (queue_of("sparse", 64, dtype, device, is_fused=False) for _ in range(2))
     other = queue_of("sparse", 64, dtype, device, is_fused=True)
-    tables = tuple(torch.randperm(SLOTS // 64)[:count].tolist() for _ in range(2))
+    tables = [torch.randperm(SLOTS // 64)[:count].tolist() for _ in range(2)]
     slots = [torch.tensor([table[i // 64] * 64 + i % 64 for i in range(TOKENS)], device=device) for table in tables]
     held = [each.token_to_kv_pool for each in (sender, receiver)]
     for pool in held:  # with the same, since the rest of a last page may come along
