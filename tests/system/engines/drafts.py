@@ -21,6 +21,7 @@ from tests.system.engines.kinds import write_latent
 DRAFTED = 3  # tokens in a step
 FAINT = 0.35  # of what the layers after the first would add
 GPU_WIDTH = 128  # of heads without their rotated part, as the kernels of GPUs want it
+SGLANG_EAGLE = "LlamaForCausalLMEagle"  # what SGLang calls it; there its first matrix has a bias
 DRAFT_LAYERS = {"mtp": 1, "eagle": 1, "draft_model": 1, "ngram": 0}  # that have rows
 PLAIN = "strict"  # an engine that drafts nothing
 MORE = 16  # tokens that each prompt goes on for
@@ -65,6 +66,13 @@ class Drafting(Fleet):
                 found.append(list(results[name].tokens))
         return found
 
+    def gap(self, tokens: list[int], ours: list[int], theirs: list[int]) -> float:
+        """Where these part: by how much the engine alone finds its own token likelier, in nats."""
+        place = next(i for i in range(MORE) if ours[i] != theirs[i])
+        said = self["alone"].ask("likely", 60.0, request=self.name("likely"), tokens=tokens, amount=place + 1)
+        likely = said["places"][place]
+        return float(likely[str(ours[place])] - likely.get(str(theirs[place]), float("-inf")))
+
     def per_step(self, name: str) -> float:
         """Tokens accepted in a step with drafts, since the last time."""
         steps = [step for steps in self[name].ask("drafted", 30.0)["steps"].values() for step in steps]
@@ -96,7 +104,7 @@ def write_draft(folder: Path, model: Path) -> Path:
     return _write(folder, _config(model) | {"num_hidden_layers": 1}, kept)
 
 
-def write_eagle(folder: Path, model: Path) -> Path:
+def write_eagle(folder: Path, model: Path, **changes: object) -> Path:
     """Its first layer as an EAGLE head. It takes the token's embedding and nothing of the model's hidden state."""
     import torch
 
@@ -106,7 +114,9 @@ def write_eagle(folder: Path, model: Path) -> Path:
     }
     del weights["layers.0.input_layernorm.weight"]  # EAGLE's first layer has none
     weights["fc.weight"] = torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1).to(torch.bfloat16)
-    return _write(folder, _config(model) | {"num_hidden_layers": 1}, weights)
+    if changes.get("architectures") == [SGLANG_EAGLE]:
+        weights["fc.bias"] = torch.zeros(HIDDEN, dtype=torch.bfloat16)
+    return _write(folder, _config(model) | {"num_hidden_layers": 1} | changes, weights)
 
 
 def write_mtp(folder: Path) -> Path:
