@@ -46,18 +46,23 @@ def keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
     tokens = len(req.origin_input_ids)
     slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    if hasattr(pool, "layers_mapping"):
-        rows = _halves(pool, slots)
-    else:
-        parts = {"latent": pool.kv_buffer} if hasattr(pool, "kv_buffer") else {"k": pool.k_buffer, "v": pool.v_buffer}
-        rows = {
-            f"{layer}.{part}": _bytes(buffer[slots])
-            for part, buffers in parts.items()
-            for layer, buffer in enumerate(buffers, start=pool.start_layer)
-        }
+    rows = _halves(pool, slots) if hasattr(pool, "layers_mapping") else _rows(pool, slots, pool.start_layer)
+    drafts = () if scheduler.draft_worker is None else scheduler.draft_worker._draft_model_runners()
+    for number, runner in enumerate(drafts, start=scheduler.model_config.num_hidden_layers):  # after the model's
+        rows |= _rows(runner.token_to_kv_pool, slots, number)
     parallel = get_parallel()
     rank = parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
     write(folder, side, req.bootstrap_room, rank, DTYPES[str(pool.dtype)], rows)
+
+
+def _rows(pool: Any, slots: Any, first: int) -> dict[str, Any]:
+    """Of a pool whose first layer has this number."""
+    parts = {"latent": pool.kv_buffer} if hasattr(pool, "kv_buffer") else {"k": pool.k_buffer, "v": pool.v_buffer}
+    return {
+        f"{layer}.{part}": _bytes(buffer[slots])
+        for part, buffers in parts.items()
+        for layer, buffer in enumerate(buffers, start=first)
+    }
 
 
 def _halves(pool: Any, slots: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ CPU_INDEX_KEYS = "[CPU, a tiny model of this kind](../tests/system/engines/test_
 POOLS_INDEX_KEYS = "[its pools between real agents, CPU](../tests/system/gpu/test_sglang_pools.py)"
 CPU_SGLANG_LATENTS = "[CPU](../tests/system/sglang/test_latents.py)"
 CPU_DRAFTS = "[CPU, EAGLE on a small llama](../tests/system/engines/test_drafts.py)"
+CPU_SGLANG_DRAFTS = "[CPU, EAGLE on a small llama](../tests/system/sglang/test_drafts.py)"
 CPU_WINDOWS = "[CPU, a tiny model of this kind](../tests/system/engines/test_windows.py)"
 CPU_WINDOWS_ACROSS = "[CPU, a tiny model of this kind](../tests/system/cross/test_windows.py)"
 CPU_SGLANG_WINDOWS = "[CPU, a tiny model of this kind](../tests/system/sglang/test_windows.py)"
@@ -161,7 +162,7 @@ FAMILIES = (
         "MLA, and the draft's layers",
         LATENT,
         sides=BOTH_DRAFT,
-        on_engines=(CPU_DRAFTS, "", ""),
+        on_engines=(CPU_DRAFTS, CPU_SGLANG_DRAFTS, ""),
         stopped=13,
     ),
     Family(
@@ -171,7 +172,7 @@ FAMILIES = (
         "MLA, and the draft's layers",
         LATENT,
         sides=ONE_DRAFTS,
-        on_engines=(CPU_DRAFTS, "", ""),
+        on_engines=(CPU_DRAFTS, CPU_SGLANG_DRAFTS, ""),
     ),
     Family(
         "latents and index keys",

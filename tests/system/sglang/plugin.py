@@ -18,6 +18,7 @@ from typing import Any
 
 from demo.sglang_rows import keep, watch
 from tests.system.engines import marks, weights
+from tests.system.sglang import drafting
 
 NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 PAUSE = "pause"
@@ -50,6 +51,8 @@ def register() -> None:
         for name in ("forward_extend", "forward_decode"):
             HookRegistry.register(f"{NATIVE}.{name}", _attend, HookType.AROUND)
         HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope", _flat_rope, HookType.AROUND)
+        if drafting.VARIABLE in os.environ:
+            drafting.register()
     if "KVBRIDGE_TEST_SEED" in os.environ:
         HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _seeded, HookType.AROUND)
     if "KVBRIDGE_TEST_ROWS" in os.environ or marks.VARIABLE in os.environ:
@@ -81,6 +84,8 @@ def _attend(original: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, *ar
     It takes no sinks either, which a model may pass on as None.
     """
     assert kwargs.pop("sinks", None) is None
+    if args[0].forward_mode.is_target_verify():
+        args = (drafting.as_chunk(args[0]), *args[1:])
     pool, tokens = backend.token_to_kv_pool, backend.req_to_token_pool
     if not getattr(pool, "layers_mapping", {}).get(layer.layer_id, (0, False))[1]:
         return original(backend, q, k, v, layer, *args, **kwargs)
