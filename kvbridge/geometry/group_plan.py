@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import lcm
 from typing import TypeVar
 
@@ -26,6 +27,9 @@ ALIGN = 16
 # Spans are cut so that a pair has about this much in a chunk: less costs a call per few rows, more delays the
 # first chunk of a prompt that is still being computed.
 PIECE_BYTES = 128 << 10
+# A copier lists where a chunk's rows are: 8 bytes each, on both sides of a pull. For all lists of a chunk it has a
+# sixteenth of a slot, at least 1 MiB. A kind of rows has one list a side, so with this they take a quarter of it.
+LISTED_BYTES = 512
 ORDER: tuple[GroupKind, ...] = ("full", "sliding", "chunked", "state")
 
 Numbers = npt.NDArray[np.int64]
@@ -50,7 +54,10 @@ def kept(group: Group, end_token: int, shard: Shard) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTemplate:
-    """A group plan before its tokens are known. `first_pair` is where its pairs begin among those of the plan."""
+    """A group plan before its tokens are known. `first_pair` is where its pairs begin among those of the plan.
+
+    `alike` has the same pairs apart by what one launch moves; it is empty if they are all alike.
+    """
 
     group: Group  # the receiver's, or one like it: it says which tokens are needed
     shard: Shard  # the receiver's
@@ -58,15 +65,38 @@ class GroupTemplate:
     pairs: tuple[PlanePair, ...]
     first_pair: int
     units: Units
+    alike: tuple[GroupTemplate, ...] = ()
 
     @classmethod
     def of(
         cls, group: Group, shard: Shard, token_shard: TokenShard, pairs: Sequence[PlanePair], first_pair: int
     ) -> GroupTemplate:
-        return cls(group, shard, token_shard, tuple(pairs), first_pair, Units.of(pairs))
+        """With the pairs in an order of its own: those that are alike are neighbours."""
+        ordered = sorted(pairs, key=_launched)
+        at, alike = first_pair, []
+        for _, found in groupby(ordered, _launched):
+            kind = tuple(found)
+            alike.append(cls(group, shard, token_shard, kind, at, Units.of(kind)))
+            at += len(kind)
+        if len(alike) == 1:
+            return alike[0]
+        return cls(group, shard, token_shard, tuple(ordered), first_pair, Units.of(ordered), tuple(alike))
 
-    def cut(self, first_token: int, end_token: int, slot_bytes: int) -> GroupPlan | None:
-        """The group plan of tokens [first_token, end_token), at least one. None if this group needs none of them."""
+    def cut(self, first_token: int, end_token: int, slot_bytes: int) -> list[GroupPlan]:
+        """The group plans of tokens [first_token, end_token), at least one; none if this group needs none of them.
+
+        Several chunks would each hold a few rows of every kind, and each kind costs a launch. So each kind has chunks
+        of its own then.
+        """
+        whole = self._cut(first_token, end_token, slot_bytes)
+        if whole is None:
+            return []
+        if not self.alike or whole.chunks == 1 or len(whole.bands) > 2:
+            return [whole]
+        apart = [template._cut(first_token, end_token, slot_bytes) for template in self.alike]
+        return [group_plan for group_plan in apart if group_plan is not None]
+
+    def _cut(self, first_token: int, end_token: int, slot_bytes: int) -> GroupPlan | None:
         kind, token_shard = self.group.kind, self.token_shard
         if kind == "state":
             first, end = 0, 1
@@ -119,11 +149,12 @@ class Units:
     def span(self, tokens: int, slot_bytes: int) -> int:
         """Tokens of a span, of `tokens` in all: enough to fill a slot or to give each pair PIECE_BYTES.
 
-        No pair has more than a slot. A multiple of every unit and, if possible, of ALIGN (then nothing is padded). All
-        spans are about equal.
+        No pair has more than a slot, nor more rows than a copier has room to list. A multiple of every unit and, if
+        possible, of ALIGN (then nothing is padded). All spans are about equal.
         """
         wanted = max(slot_bytes, PIECE_BYTES * len(self.tokens)) // self.grain_bytes
-        limit = max(1, min(wanted, slot_bytes // self.most_grain_bytes)) * self.grain
+        listed = max(slot_bytes, 1 << 20) // LISTED_BYTES * int(self.tokens.min()) // self.grain
+        limit = max(1, min(wanted, listed, slot_bytes // self.most_grain_bytes)) * self.grain
         step = lcm(self.grain, ALIGN)
         if limit < step:
             step = self.grain
@@ -158,6 +189,10 @@ class GroupPlan:
     def is_late(self) -> bool:
         return is_late(self.kind)
 
+    def end_of(self, chunk: int) -> int:
+        """One past the last of the local tokens of this plan's chunk `chunk`."""
+        return min(self.first + (chunk // (len(self.bands) - 1) + 1) * self.span_tokens, self.end)
+
     def sizes(self, band: int, tokens: int) -> Numbers:
         """Slot bytes of each pair of a band, for a span of `tokens` tokens."""
         return self.units.sizes(tokens, self.bands[band], self.bands[band + 1])
@@ -182,6 +217,11 @@ def fitted(pairs: Sequence[PlanePair], slot_bytes: int) -> list[PlanePair] | Non
             return None
         fitting += split_heads(pair, heads)
     return fitting
+
+
+def _launched(pair: PlanePair) -> tuple[object, ...]:
+    """Equal for pairs that one launch moves, as far as their rows decide it."""
+    return pair.unit_tokens, pair.wire.row_bytes, pair.heads, pair.sender.codec.name, pair.receiver.codec.name
 
 
 def _aligned(size_bytes: Size) -> Size:

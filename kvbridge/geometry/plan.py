@@ -94,6 +94,7 @@ class Plan:
     chunks: int
     total_bytes: int  # slot bytes of all chunks together
     digest: str
+    order: tuple[tuple[int, int], ...] = ()  # of each chunk, its group plan and number there; empty: one after another
     _chunk_cache: dict[int, Chunk] = field(default_factory=dict, init=False, repr=False)  # each is asked for many times
 
     @property
@@ -107,14 +108,16 @@ class Plan:
             return known
         if not 0 <= index < self.chunks:
             raise IndexError(f"chunk: {index} of {self.chunks}")
-        number, at = 0, index
-        while at >= self.group_plans[number].chunks:
-            at -= self.group_plans[number].chunks
-            number += 1
+        if self.order:
+            number, at = self.order[index]
+        else:
+            number, at = 0, index
+            while at >= self.group_plans[number].chunks:
+                at -= self.group_plans[number].chunks
+                number += 1
         group_plan = self.group_plans[number]
         span, band = divmod(at, len(group_plan.bands) - 1)
-        first = group_plan.first + span * group_plan.span_tokens
-        end = min(first + group_plan.span_tokens, group_plan.end)
+        first, end = group_plan.first + span * group_plan.span_tokens, group_plan.end_of(at)
         chunk = self._chunk_cache[index] = Chunk(
             index,
             number,
@@ -325,8 +328,11 @@ def _seal(pairs: Sequence[PlanePair]) -> list[object]:
 def _cut(template: PlanTemplate, first_token: int, end_token: int, slot_bytes: int) -> Plan:
     """The plan of some tokens, with its digest."""
     usable = slot_bytes // ALIGN * ALIGN
-    found = [group_template.cut(first_token, end_token, usable) for group_template in template.group_templates]
-    group_plans = tuple(group_plan for group_plan in found if group_plan is not None)
+    group_plans = tuple(
+        group_plan
+        for group_template in template.group_templates
+        for group_plan in group_template.cut(first_token, end_token, usable)
+    )
     grids = [
         (group_plan.kind, group_plan.first, group_plan.end, group_plan.span_tokens, group_plan.bands)
         for group_plan in group_plans
@@ -341,13 +347,21 @@ def _cut(template: PlanTemplate, first_token: int, end_token: int, slot_bytes: i
         sum(group_plan.chunks for group_plan in group_plans),
         sum(group_plan.total_bytes for group_plan in group_plans),
         digest,
+        _order(group_plans),
     )
+
+
+def _order(group_plans: Sequence[GroupPlan]) -> tuple[tuple[int, int], ...]:
+    """The chunks of several group plans that may be gathered early, by what they need; then those that are late."""
+    early = [group_plan for group_plan in group_plans if not group_plan.is_late]  # they come first
+    if len(early) < 2:
+        return ()
+    found = [(number, at) for number, group_plan in enumerate(group_plans) for at in range(group_plan.chunks)]
+    count = sum(group_plan.chunks for group_plan in early)
+    first = sorted(found[:count], key=lambda chunk: group_plans[chunk[0]].end_of(chunk[1]))
+    return (*first, *found[count:])
 
 
 def _first_of_group_plans(planned: Plan) -> list[int]:
     """The first chunk of each group plan."""
-    firsts, done = [], 0
-    for group_plan in planned.group_plans:
-        firsts.append(done)
-        done += group_plan.chunks
-    return firsts
+    return sorted({planned.chunk(index).group_plan: index for index in reversed(range(planned.chunks))}.values())

@@ -61,6 +61,27 @@ def test_the_grid_covers_every_token_of_every_pair_once(layouts, blocks, first, 
     assert tokens * heads_bytes <= total <= (tokens + tail) * heads_bytes + planned.chunks * len(planned.pairs) * ALIGN
 
 
+def test_rows_of_one_kind_share_chunks_where_a_prompt_needs_several() -> None:
+    """Each kind costs a launch for each chunk that has some of it. A prompt of one chunk stays whole."""
+    sender, receiver = replace(SHAPE, blocks=300), replace(SHAPE, blocks=150, block_tokens=2 * SHAPE.block_tokens)
+
+    def kinds(tokens: int) -> list[set[int]]:
+        planned = plan_between(sender, receiver, range(tokens), 1 << 20)
+        chunks = [planned.chunk(index) for index in range(planned.chunks)]
+        return [{pair.wire.row_bytes for pair in planned.pairs[each.first_pair : each.end_pair]} for each in chunks]
+
+    assert [len(each) for each in kinds(128)] == [2]
+    assert len(kinds(4096)) > 2 and {len(each) for each in kinds(4096)} == {1}
+
+
+def test_a_chunk_lists_no_more_rows_than_a_copier_has_room_for() -> None:
+    narrow = Shape(layers=1, kv_heads=1, key_width=2, value_width=2, block_tokens=16, blocks=1 << 13)
+    wide = replace(narrow, layout="hnd", block_tokens=32, blocks=1 << 12)
+    planned = plan_between(narrow, wide, range(1 << 17), 1 << 20)
+    listed = [chunk.end_local - chunk.first_local for chunk in map(planned.chunk, range(planned.chunks))]
+    assert max(listed) * 8 * 2 * len({pair.wire.row_bytes for pair in planned.pairs}) <= (1 << 20) // 16
+
+
 def test_a_long_prompt_fills_its_slots_and_begins_with_its_first_tokens() -> None:
     shape = Shape(layers=32, kv_heads=8, key_width=128, value_width=128, blocks=4096)
     planned = plan_between(shape, replace(shape, block_tokens=32), range(8000), 4 << 20)
