@@ -187,7 +187,7 @@ class SenderRunner:
                 self._do(self._sending.grant(incarnation, body))
             case Cancel():
                 failpoint("sender.cancel_received")
-                self._do(self._sending.cancel(incarnation, body))
+                self._do(self._sending.cancel(incarnation, body, self._clock()))
             case Hold(rendezvous_ids=rendezvous_ids):
                 self._do(self._sending.hold(incarnation, rendezvous_ids, self._clock()))
             case Renew():

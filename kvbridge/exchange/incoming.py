@@ -70,7 +70,8 @@ class OpenWant:
     unfilled_layers: int = 0  # how many get zeros, since no sender has them
     late_cancels: list[Action] = field(default_factory=list)  # sent to senders once no read is under way
     failure: tuple[str, str] = ("", "")
-    unneeded: dict[str, bool] = field(default_factory=dict)  # ranks that got a claim without rows: is its loss noted
+    # By rank that got a claim without rows: its transfer, "" once the loss of the claim is noted.
+    unneeded: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:

@@ -625,7 +625,7 @@ class Receiver:
             wanted.incoming_transfers[incoming.transfer] = incoming
             self._wanted_by[incoming.transfer] = wanted
         else:
-            wanted.unneeded[address] = False
+            wanted.unneeded[address] = incoming.transfer
         if planned.chunks and session.routed.is_pulled:
             incoming.reading = Reading(ReadLease(now), session)
         elif planned.chunks:
@@ -661,7 +661,13 @@ class Receiver:
         wanted.failure = (code, reason)
         if code in UNHEARD:
             self._note_unheard(wanted, now)
-        actions: list[Action] = self._waive(wanted) if wanted.state is WantState.REACHING else []
+        actions: list[Action] = [
+            Send(address, Cancel(transfer=transfer, code=code, reason=reason[:1024]))
+            for address, transfer in wanted.unneeded.items()
+            if transfer
+        ]
+        if wanted.state is WantState.REACHING:
+            actions += self._waive(wanted)
         if wanted.state is WantState.FLOWING:
             actions += self._stops(wanted)
         for incoming in wanted.incoming_transfers.values():
@@ -707,15 +713,15 @@ class Receiver:
                 }
             if len(heard) == len(incoming_transfers):
                 return
-            heard |= {address for address, is_noted in wanted.unneeded.items() if is_noted}
+            heard |= {address for address, transfer in wanted.unneeded.items() if not transfer}
         self._add_unheard(wanted, heard, now)
 
     def _note_empty_claims(self, address: str, now: float) -> None:
         """The session with this rank is lost: it may not have heard which open wants need nothing of it."""
         for wanted in self.wants.values():
-            if wanted.is_open and wanted.unneeded.get(address) is False:
+            if wanted.is_open and wanted.unneeded.get(address):
                 claimed = {each.address for each in wanted.incoming_transfers.values()} | wanted.unneeded.keys()
-                wanted.unneeded[address] = True
+                wanted.unneeded[address] = ""
                 self._add_unheard(wanted, claimed - {address}, now)
 
     def _add_unheard(self, wanted: OpenWant, heard: set[str], now: float) -> None:

@@ -70,6 +70,7 @@ FRESH_S = 0.25
 MOST_LEASES = 4096  # unused, of one receiver: as many slots as an agent can have
 MOST_DIGESTS = 4  # at once, of all transfers, so that other moves get their turn
 LOST_S = AWAITED_S  # in which a receiver that was only cut off comes again
+LATE_S = 1.0  # by which one rank may offer a prompt later than another
 MOST_RENOUNCED = 16384  # of all receivers together; the link that could still bring such a claim is lost in silence_s
 
 
@@ -324,12 +325,20 @@ class Sender:
         out.early += leases
         return []
 
-    def cancel(self, incarnation: str, cancel: Cancel) -> list[Action]:
-        """The receiver gives up. Drained follows once nothing is being written; at once for an unknown transfer."""
+    def cancel(self, incarnation: str, cancel: Cancel, now: float) -> list[Action]:
+        """The receiver gives up. Drained follows once nothing is being written; at once for an unknown transfer.
+
+        A claim without rows that has no offer yet waits a moment longer: this rank's offer may just be late, and would
+        be held for nobody. After that, it would take the offer of another prompt under the same id.
+        """
         if self.renounce(incarnation, cancel):
             return [Send(incarnation, Drained(transfer=cancel.transfer))]
         out = self.outgoing_transfers.get(cancel.transfer)
         if cancel.incarnation or out is None or out.incarnation != incarnation:
+            return []
+        if out.offered is None and not out.plan.chunks:
+            due = self._deadlines.at(key := ("claim", out.transfer))
+            self._deadlines.set(key, now + LATE_S if due is None else min(due, now + LATE_S))
             return []
         out.is_lost = False  # it came back, and asks about a transfer whose end it did not hear
         self._take_back(out)  # on `pull` a receiver sends this once it reads no more

@@ -20,6 +20,7 @@ INSIDE = (
 )
 
 
+@pytest.mark.proves("T5")
 def test_a_name_that_is_slow_to_resolve_delays_no_other_link(tmp_path: Path) -> None:
     """ZeroMQ looks names up on the thread that carries all links: they stood still for two minutes here."""
     if reason := why_not():
@@ -39,6 +40,7 @@ def test_a_name_that_is_slow_to_resolve_delays_no_other_link(tmp_path: Path) -> 
     assert done.stdout.splitlines() == told, done.stderr[-2000:]
 
 
+@pytest.mark.proves("T5")
 async def test_names_are_looked_up_at_once_up_to_a_bound_and_each_by_one_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -72,7 +72,7 @@ class Claimant:
         return self.sending.grant(incarnation or self.incarnation, Grant(transfer=transfer, leases=leases))
 
     def cancel(self, code: str, incarnation: str = "") -> list[Action]:
-        return self.sending.cancel(incarnation or self.incarnation, Cancel(transfer="x", code=code))
+        return self.sending.cancel(incarnation or self.incarnation, Cancel(transfer="x", code=code), self.world.now)
 
     def still_works(self) -> None:
         self.world.fetch("r", 64)

@@ -393,7 +393,7 @@ class Network:
             case Grant():
                 return machine.grant(incarnation, body)
             case Cancel():
-                return machine.cancel(incarnation, body)
+                return machine.cancel(incarnation, body, self.now)
             case Hold(rendezvous_ids=rendezvous_ids):
                 return machine.hold(incarnation, rendezvous_ids, self.now)
             case Settled(transfer=transfer):

@@ -46,7 +46,7 @@ class Crowd:
         """What makes the sender forget a transfer."""
         for number, transfer in enumerate(list(self.sending.outgoing_transfers)):
             incarnation = self.sending.outgoing_transfers[transfer].incarnation
-            yield lambda b=incarnation, t=transfer: self.sending.cancel(b, Cancel(transfer=t, code="cancelled"))
+            yield lambda b=incarnation, t=transfer: self.sending.cancel(b, Cancel(transfer=t, code="cancelled"), 0.0)
             if number == 20:
                 return
 

@@ -93,7 +93,9 @@ class Story:
                 self.may_write = False
                 self.hears(incarnation, key, [Drained(transfer=action.body.transfer)])
             elif action.body.incarnation:
-                said = [each.body for each in sending.cancel("D0", action.body) if isinstance(each, Send)]
+                said = [
+                    each.body for each in sending.cancel("D0", action.body, self.world.now) if isinstance(each, Send)
+                ]
                 self.hears(incarnation, key, [body for body in said if isinstance(body, Drained)])
 
     def hears(self, incarnation: str, key: str, said: list[Drained]) -> None:

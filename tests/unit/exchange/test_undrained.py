@@ -100,7 +100,7 @@ def ask(world: World, before: set[str]) -> bool:
     receiving, successor = world.receivers[0].receiving, Sender(before=before)
     asked = [action.body for action in receiving.refused("P0", "next") if isinstance(action, Send)]
     assert asked
-    said = [each for body in asked if isinstance(body, Cancel) for each in successor.cancel("D0", body)]
+    said = [each for body in asked if isinstance(body, Cancel) for each in successor.cancel("D0", body, world.now)]
     for each in said:
         assert isinstance(each, Send) and isinstance(each.body, Drained)
         receiving.drained("next", each.body.transfer, "", "", world.now)
@@ -119,7 +119,7 @@ def test_a_transfer_of_a_dead_start_is_nobody_elses() -> None:
     sending = Sender(before={"dead"})
     assert sending.renounce("D0", Cancel(transfer="t", code="", incarnation="dead"))
     assert not sending.renounce("D0", Cancel(transfer="t", code="", incarnation="alive"))
-    assert sending.cancel("D0", Cancel(transfer="t", code="", incarnation="alive")) == []
+    assert sending.cancel("D0", Cancel(transfer="t", code="", incarnation="alive"), 0.0) == []
 
 
 def kept(world: World) -> int:

@@ -10,6 +10,7 @@ from kvbridge_proto.peer import Claim, Refuse
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.known_senders import UNHEARD_S
 from kvbridge.exchange.receiver import ASK_AGAIN_S, DOUBT_AGAIN_S
+from kvbridge.exchange.sender import LATE_S
 from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.world import World, make_pool
 
@@ -269,3 +270,22 @@ def test_what_a_rank_is_told_again_takes_no_offer_of_an_equal_prompt(is_over: bo
     assert [each.want for each in other.sending.offers.values()] == [None]
     world.fetch("b", 64, rendezvous="r")
     world.check_done("b")
+
+
+@pytest.mark.parametrize(("waited_s", "is_met"), [(0.0, True), (LATE_S, False)])
+def test_a_claim_of_a_failed_want_that_takes_nothing_waits_for_a_moment_only(waited_s: float, is_met: bool) -> None:
+    """This rank's offer may just be late. After that it would take another prompt's under the same id."""
+    world = World(2, 2)
+    receiver, (first, other) = world.receivers[0], world.senders
+    world.begin("before")
+    world.offer("a", 32, 8, last=False, rendezvous="r", at=first)
+    world.fetch("a", 64, rendezvous="r")
+    assert other.sending.is_awaited("r")
+    world.abandon("a")
+    world.run()
+    world.pass_time(waited_s)
+    world.offer("later", 64, 16, rendezvous="r", at=other)
+    world.run()
+    (offered,) = other.sending.offers.values()
+    assert (offered.want is not None) == is_met and not other.sending.is_awaited("r")
+    assert not receiver.receiving.wants
