@@ -42,15 +42,15 @@ class Asked:
         self.rid = f"asked-{self.room}"
         self._pool = ThreadPoolExecutor(2)
         body = fleet.body(SENDER, prompt(tokens, seed=seed), self.room, rid=self.rid)
-        self.taken: Future[Any] = self._pool.submit(_ask, fleet, RECEIVER, body)
-        self.given: Future[Any] = self._pool.submit(_ask, fleet, SENDER, body)
+        self.taken: Future[Any] = self._pool.submit(ask, fleet, RECEIVER, body)
+        self.given: Future[Any] = self._pool.submit(ask, fleet, SENDER, body)
         wait_for(lambda: fleet[RECEIVER].held()["decode_transfer_queue_reqs"], 10)
 
     def ended(self, timeout_s: float = LATE_S) -> tuple[Any, Any]:
         return self.given.result(timeout_s), self.taken.result(timeout_s)
 
 
-def _ask(fleet: Fleet, name: str, body: dict[str, Any]) -> tuple[int, Any]:
+def ask(fleet: Fleet, name: str, body: dict[str, Any]) -> tuple[int, Any]:
     """0 and why where the server did not answer."""
     try:
         return fleet[name].generate(body, LATE_S + 10)
@@ -101,7 +101,7 @@ def test_a_client_goes_away_while_its_request_travels(fleet: Fleet, name: str) -
     other = RECEIVER if name == SENDER else SENDER
     body = fleet.body(SENDER, prompt(LONG, seed=40 + OWN[name]), fleet.room())
     with ThreadPoolExecutor(1) as pool, contextlib.closing(fleet[name].begin(body)):
-        stays = pool.submit(_ask, fleet, other, body)
+        stays = pool.submit(ask, fleet, other, body)
         wait_for(lambda: fleet[RECEIVER].held()["decode_transfer_queue_reqs"], 10)
         time.sleep(0.3)
     assert stays.result()
@@ -169,7 +169,7 @@ def test_a_decode_server_of_another_model_is_refused_by_the_request(fleet: Fleet
         other.start("d16")
         body = fleet.body(SENDER, prompt(100, seed=180), fleet.room())
         with ThreadPoolExecutor(2) as pool:
-            given, taken = pool.submit(_ask, fleet, SENDER, body), pool.submit(_ask, other, "d16", body)
+            given, taken = pool.submit(ask, fleet, SENDER, body), pool.submit(ask, other, "d16", body)
         assert failed(taken.result()), (given.result(), taken.result())
         works(fleet, seed=181)
         assert_idle(other, "d16", timeout_s=LATE_S)
