@@ -27,6 +27,7 @@ CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
 CPU_LATENTS = "[CPU](../tests/system/engines/test_latents.py)"
 CPU_INDEX_KEYS = "[CPU, a tiny model of this kind](../tests/system/engines/test_index_keys.py)"
 POOLS_INDEX_KEYS = "[its pools between real agents, CPU](../tests/system/gpu/test_sglang_pools.py)"
+CPU_PLAIN_INDEX_KEYS = "[CPU, a tiny model of this kind](../tests/system/engines/test_plain_index_keys.py)"
 CPU_SGLANG_LATENTS = "[CPU](../tests/system/sglang/test_latents.py)"
 CPU_DRAFTS = "[CPU, EAGLE on a small llama](../tests/system/engines/test_drafts.py)"
 CPU_SGLANG_DRAFTS = "[CPU, EAGLE on a small llama](../tests/system/sglang/test_drafts.py)"
@@ -197,6 +198,7 @@ FAMILIES = (
         {"model_type": "minimax_m3_vl", "text_config": config("minimax_m3", 60, 64, 4, 128, **BLOCKS_CHOSEN)},
         "full, index keys",
         "MiniMaxSparseKVPool",
+        on_engines=(CPU_PLAIN_INDEX_KEYS, "", ""),
         stopped=96,
     ),
     Family(

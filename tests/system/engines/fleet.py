@@ -40,6 +40,7 @@ CONFIGS = {
     "fp8": EngineConfig(model="", block_size=32, kv_cache_dtype="fp8", enable_prefix_caching=False),
     "large-fp8": EngineConfig(model="", block_size=128, kv_cache_dtype="fp8"),
     "sixteen": EngineConfig(model="", block_size=16),
+    "two-large": EngineConfig(model="", block_size=256, tensor_parallel_size=2, cores="0|1"),
     "two-sixteen": EngineConfig(model="", block_size=16, tensor_parallel_size=2, cores="0|1"),
     "strict": EngineConfig(model="", block_size=128, on_failure="fail"),
     "alone": EngineConfig(model="", block_size=32),
