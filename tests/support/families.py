@@ -21,6 +21,9 @@ from kvbridge.models.engine_command import parse
 GPU_LLAMA = "[GPU](../tests/system/gpu/vllm_pairs.py)"
 GPU_SGLANG = "[GPU](../tests/system/gpu/sglang_pairs.py)"
 GPU_ACROSS = "[GPU](../tests/system/gpu/cross_pairs.py)"
+GPU_INDEX_KEYS = "[GPU, a tiny model of this kind](../tests/system/gpu/sparse_pairs.py)"
+GPU_WINDOWS = "[GPU, a tiny model of this kind](../tests/system/gpu/window_pairs.py)"
+GPU_DRAFTS = "[GPU, MTP and EAGLE on small models](../tests/system/gpu/draft_pairs.py)"
 CPU_LLAMA = "[CPU](../tests/system/engines/test_engines.py)"
 CPU_SGLANG = "[CPU](../tests/system/sglang/test_pairs.py)"
 CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
@@ -119,7 +122,7 @@ FAMILIES = (
         config("gpt_oss", 36, 64, 8, 64, sliding_window=128, layer_types=windows(36, 2)),
         "sliding + full",
         "SWAKVPool",
-        on_engines=(CPU_WINDOWS, CPU_SGLANG_WINDOWS, CPU_WINDOWS_ACROSS),
+        on_engines=(f"{GPU_WINDOWS}, {CPU_WINDOWS}", CPU_SGLANG_WINDOWS, CPU_WINDOWS_ACROSS),
     ),
     Family(
         "windows that are one token longer in SGLang",
@@ -163,7 +166,7 @@ FAMILIES = (
         "MLA, and the draft's layers",
         LATENT,
         sides=BOTH_DRAFT,
-        on_engines=(CPU_DRAFTS, CPU_SGLANG_DRAFTS, ""),
+        on_engines=(f"{GPU_DRAFTS}, {CPU_DRAFTS}", CPU_SGLANG_DRAFTS, ""),
         stopped=13,
     ),
     Family(
@@ -173,7 +176,7 @@ FAMILIES = (
         "MLA, and the draft's layers",
         LATENT,
         sides=ONE_DRAFTS,
-        on_engines=(CPU_DRAFTS, CPU_SGLANG_DRAFTS, ""),
+        on_engines=(f"{GPU_DRAFTS}, {CPU_DRAFTS}", CPU_SGLANG_DRAFTS, ""),
     ),
     Family(
         "latents and index keys",
@@ -181,7 +184,7 @@ FAMILIES = (
         latents("glm_moe_dsa", 78, indexer_rope_interleave=True, **INDEX),
         "MLA, index keys",
         "DSATokenToKVPool",
-        on_engines=(CPU_INDEX_KEYS, POOLS_INDEX_KEYS, ""),
+        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", POOLS_INDEX_KEYS, ""),
         stopped=51,
     ),
     Family(
@@ -190,7 +193,7 @@ FAMILIES = (
         latents("deepseek_v32", 61, **INDEX),
         "MLA, index keys",
         "DSATokenToKVPool",
-        on_engines=(CPU_INDEX_KEYS, POOLS_INDEX_KEYS, ""),
+        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", POOLS_INDEX_KEYS, ""),
     ),
     Family(
         "full attention and index keys",
