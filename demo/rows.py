@@ -48,7 +48,7 @@ def write(folder: Path, side: str, room: int, rank: int, codec: str, rows: Mappi
 
 
 def load(folder: Path, side: str, room: int, ranks: int, timeout_s: float = APPEAR_S) -> SavedRows:
-    """Join heads side by side, in the order of the ranks that have the layer. A latent must be the same on all of them.
+    """Join heads side by side, in the order of the ranks that have the layer. Latents and index keys must be the same.
 
     Raises OperatorError (`no_rows`, `ranks_differ`).
     """
@@ -57,9 +57,9 @@ def load(folder: Path, side: str, room: int, ranks: int, timeout_s: float = APPE
     joined = {}
     for layer, part in sorted({key for rows in each for key in rows.rows}):
         parts = [rows.rows[layer, part] for rows in each if (layer, part) in rows.rows]
-        if part == "latent":
+        if part == "latent" or part.startswith("index_key"):
             if not all(np.array_equal(parts[0], other) for other in parts):
-                raise OperatorError("ranks_differ", f"{side}: ranks differ in layer {layer}")
+                raise OperatorError("ranks_differ", f"{side}: ranks differ in layer {layer} {part}")
             parts = parts[:1]
         joined[layer, part] = np.concatenate(parts, axis=1)
     return SavedRows(joined, codec)

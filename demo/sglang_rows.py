@@ -50,6 +50,8 @@ def keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
     drafts = () if scheduler.draft_worker is None else scheduler.draft_worker._draft_model_runners()
     for number, runner in enumerate(drafts, start=scheduler.model_config.num_hidden_layers):  # after the model's
         rows |= _rows(runner.token_to_kv_pool, slots, number)
+    if hasattr(pool, "index_key_cache"):
+        rows |= _index_keys(pool, slots)
     parallel = get_parallel()
     rank = parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
     write(folder, side, req.bootstrap_room, rank, DTYPES[str(pool.dtype)], rows)
@@ -63,6 +65,18 @@ def _rows(pool: Any, slots: Any, first: int) -> dict[str, Any]:
         for part, buffers in parts.items()
         for layer, buffer in enumerate(buffers, start=first)
     }
+
+
+def _index_keys(pool: Any, slots: Any) -> dict[str, Any]:
+    """Each page has all keys, then a scale for each. Layers that use another's choice have no pages."""
+    page, width, scale = pool.page_size, 128, 4
+    at, place, rows = slots // page, (slots % page)[:, None], {}
+    for layer, pages in enumerate(pool.index_k_with_scale_buffer, start=pool.start_layer):
+        if len(pages):
+            for part, start, size in (("index_key", 0, width), ("index_key_scale", page * width, scale)):
+                where = start + place * size + slots.new_tensor(range(size))
+                rows[f"{layer}.{part}"] = pages[at[:, None], where].cpu().numpy()[:, None]
+    return rows
 
 
 def _halves(pool: Any, slots: Any) -> dict[str, Any]:

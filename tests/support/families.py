@@ -29,7 +29,8 @@ CPU_SGLANG = "[CPU](../tests/system/sglang/test_pairs.py)"
 CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
 CPU_LATENTS = "[CPU](../tests/system/engines/test_latents.py)"
 CPU_INDEX_KEYS = "[CPU, a tiny model of this kind](../tests/system/engines/test_index_keys.py)"
-POOLS_INDEX_KEYS = "[its pools between real agents, CPU](../tests/system/gpu/test_sglang_pools.py)"
+CPU_SGLANG_INDEX_KEYS = "[CPU, a tiny model of this kind](../tests/system/sglang/test_index_keys.py)"
+CPU_INDEX_KEYS_ACROSS = "[CPU, a tiny model of this kind](../tests/system/cross/test_index_keys.py)"
 CPU_PLAIN_INDEX_KEYS = "[CPU, a tiny model of this kind](../tests/system/engines/test_plain_index_keys.py)"
 CPU_SGLANG_LATENTS = "[CPU](../tests/system/sglang/test_latents.py)"
 CPU_DRAFTS = "[CPU, EAGLE on a small llama](../tests/system/engines/test_drafts.py)"
@@ -184,7 +185,7 @@ FAMILIES = (
         latents("glm_moe_dsa", 78, indexer_rope_interleave=True, **INDEX),
         "MLA, index keys",
         "DSATokenToKVPool",
-        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", POOLS_INDEX_KEYS, ""),
+        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", CPU_SGLANG_INDEX_KEYS, CPU_INDEX_KEYS_ACROSS),
         stopped=51,
     ),
     Family(
@@ -193,7 +194,7 @@ FAMILIES = (
         latents("deepseek_v32", 61, **INDEX),
         "MLA, index keys",
         "DSATokenToKVPool",
-        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", POOLS_INDEX_KEYS, ""),
+        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", CPU_SGLANG_INDEX_KEYS, ""),
     ),
     Family(
         "full attention and index keys",

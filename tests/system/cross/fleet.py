@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,14 @@ class Cross:
         stack: ExitStack,
         start: Sequence[str] = (),
         write: Callable[[Path], Path] = write_model,
+        of_vllm: Mapping[str, Any] | None = None,
+        of_sglang: Mapping[str, Any] | None = None,
     ) -> None:
         python = os.environ["KVBRIDGE_TEST_VLLM_PYTHON"]
         (folder / "vllm").mkdir()
-        self.vllm = vllm.Fleet(folder / "vllm", stack, dtype="float32", write=write, python=python)
-        self.sglang = sglang.Fleet(folder / "sglang", stack, write=write, start=start)
+        more, others = of_vllm or {}, of_sglang or {}
+        self.vllm = vllm.Fleet(folder / "vllm", stack, dtype="float32", write=write, python=python, **more)
+        self.sglang = sglang.Fleet(folder / "sglang", stack, write=write, start=start, **others)
 
     @staticmethod
     def room() -> int:

@@ -4,7 +4,8 @@ It is not shipped: `server.py` makes the entry point, in its own folder on PYTHO
 folder. There the prefill side writes a prompt's rows when it sends its last chunk, and the decode side when it commits
 the transfer, unless the folder has a file `pause`. `KVBRIDGE_TEST_TIMES` names a file. It gets a line of JSON at both
 moments, what SGLang reports of the transfer, and the notes of `tests.system.engines.marks`. `KVBRIDGE_TEST_SEED` makes
-the weights of a model that is only a config.json.
+the weights of a model that is only a config.json. `KVBRIDGE_TEST_INDEX_KEYS` lets a model with sparse attention run on
+a CPU.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def register() -> None:
         HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope", _flat_rope, HookType.AROUND)
         if drafting.VARIABLE in os.environ:
             drafting.register()
+    if "KVBRIDGE_TEST_INDEX_KEYS" in os.environ:
+        index_without_a_gpu()
     if "KVBRIDGE_TEST_SEED" in os.environ:
         HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _seeded, HookType.AROUND)
     if "KVBRIDGE_TEST_ROWS" in os.environ or marks.VARIABLE in os.environ:
@@ -61,6 +64,41 @@ def register() -> None:
         marks.watch()
         stats = "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.compute_and_observe_kv_transfer_metrics"
         HookRegistry.register(stats, _timed, HookType.AFTER)
+
+
+def index_without_a_gpu() -> None:
+    """SGLang asks for a GPU's capability, and its indexer runs on one. Here it chooses all tokens."""
+    import torch
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+
+    init = Indexer.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.use_dsa_indexer_fusion = not self.is_neox_style  # as it is on CUDA
+
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    Indexer.__init__, Indexer.forward = made, _index
+
+
+def _index(self: Any, x: Any, q_lora: Any, positions: Any, forward_batch: Any, layer_id: int, **_: Any) -> None:
+    """Keys by the model's own weights, in pages as `_set_k_and_s_triton` writes them: all keys, then their scales."""
+    import torch
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+    norm, width, rope = self.k_norm, self.head_dim, self.rope_head_dim
+    keys = self.wk(x)[0].float()
+    keys = torch.nn.functional.layer_norm(keys, (width,), norm.weight.float(), norm.bias.float(), 1e-6)
+    turned = keys[:, None, :rope].to(x.dtype).contiguous()
+    _, turned = self.rotary_emb(positions, turned.clone(), turned)
+    keys = torch.cat([turned[:, 0].float(), keys[:, rope:]], -1)
+    scales = torch.exp2(torch.ceil(torch.log2(keys.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0)))
+    stored = (keys / scales).to(torch.float8_e4m3fn).view(torch.uint8)
+    pool, slots = get_token_to_kv_pool(), forward_batch.out_cache_loc
+    pages, page = pool.get_index_k_with_scale_buffer(layer_id=layer_id), pool.index_page_size
+    at, place = (slots // page)[:, None], (slots % page)[:, None]
+    pages[at, place * width + torch.arange(width)] = stored
+    pages[at, page * width + place * 4 + torch.arange(4)] = scales.contiguous().view(torch.uint8)
 
 
 def _dram(original: Any, kinds: Any, expected_len: int) -> list[str]:

@@ -1,0 +1,49 @@
+"""A model with sparse attention whose index keys neither engine rotates: from vLLM to SGLang, and back.
+
+Blocks have 16 tokens in vLLM and 64 in SGLang. Rows only: each engine computes them in its own way, and vLLM's CPU
+backend for latents says other tokens anyway (tests/system/engines/test_latents.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.system.cross.fleet import Cross
+from tests.system.engines.test_index_keys import INDEXED, PLUGIN
+from tests.system.kept import kept
+from tests.system.sglang.fleet import assert_idle, prompt
+from tests.system.sglang.rows import SavedRows, assert_carried
+from tests.system.sglang.test_index_keys import CHANGES, OTHERS, write
+
+pytestmark = [pytest.mark.cross, pytest.mark.timeout(600)]
+
+VLLM = {"more": {"attention_backend": "CPU_MLA"}, "environment": {"PYTHONPATH": str(PLUGIN)}}
+sparse = kept(Cross, write=write, of_vllm=VLLM, of_sglang={"changes": CHANGES, "others": OTHERS})
+LENGTHS = (2, 65, 300)
+
+
+def test_vllm_prefills_and_sglang_decodes(sparse: Cross) -> None:
+    for length in LENGTHS:
+        _, given, taken = sparse.to_sglang("sixteen", "d64", prompt(length, seed=length))
+        assert_came(given, "fp32", taken, "bf16")
+    assert_idle(sparse.sglang, "d64")
+    sparse.vllm["sixteen"].wait_empty()
+
+
+def test_sglang_prefills_and_vllm_decodes(sparse: Cross) -> None:
+    for length in LENGTHS:
+        _, cached, given, taken = sparse.to_vllm("p64", "sixteen", prompt(length, seed=5000 + length))
+        assert cached == length - 1
+        assert_came(given, "bf16", taken, "fp32")
+    assert_idle(sparse.sglang, "p64")
+
+
+def assert_came(given: SavedRows, ours: str, taken: SavedRows, theirs: str) -> None:
+    """Latents are converted, index keys and their scales come byte for byte."""
+    assert {layer for layer, part in taken.rows if part == "index_key"} == set(INDEXED)
+    for is_latent, codecs in ((True, (ours, theirs)), (False, ("bytes", "bytes"))):
+        sides = [
+            SavedRows({key: rows for key, rows in side.rows.items() if (key[1] == "latent") == is_latent}, codec)
+            for side, codec in zip((given, taken), codecs, strict=True)
+        ]
+        assert_carried(*sides)
