@@ -1,8 +1,8 @@
 """Group plans: plane pairs that move for the same tokens, as a grid of token spans x bands of pairs. Pure.
 
 A group plan counts local tokens of what sender and receiver have in common (see token_shard.py). All full layers are
-one group plan. Layers that keep a window are one for each kind, window and block size. The states, one row each however
-many tokens, are the last. A pair belongs to the group plan of its group in the receiver's pool.
+one, or one for each kind of rows. Layers that keep a window are apart by kind, window and block size. The states, one
+row each however many tokens, are the last. A pair belongs to the group plan of its group in the receiver's pool.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ PIECE_BYTES = 128 << 10
 # A copier lists where a chunk's rows are: 8 bytes each, on both sides of a pull. For all lists of a chunk it has a
 # sixteenth of a slot, at least 1 MiB. A kind of rows has one list a side, so with this they take a quarter of it.
 LISTED_BYTES = 512
+# A plan of more chunks is not taken apart: a peer names how many tokens there are, and the order of chunks is a list.
+MOST_APART = 1024
 ORDER: tuple[GroupKind, ...] = ("full", "sliding", "chunked", "state")
 
 Numbers = npt.NDArray[np.int64]
@@ -91,7 +93,7 @@ class GroupTemplate:
         whole = self._cut(first_token, end_token, slot_bytes)
         if whole is None:
             return []
-        if not self.alike or whole.chunks == 1 or len(whole.bands) > 2:
+        if not self.alike or not 1 < whole.chunks <= MOST_APART or len(whole.bands) > 2:
             return [whole]
         apart = [template._cut(first_token, end_token, slot_bytes) for template in self.alike]
         return [group_plan for group_plan in apart if group_plan is not None]

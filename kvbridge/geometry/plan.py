@@ -3,7 +3,7 @@
 Both agents derive the same plan from the two pools; they compare its digest, then speak of chunks by number.
 
 A plan is a list of group plans, each a grid of chunks (see group_plan.py): first the full layers, then layers that keep
-a window, then states. Chunks are computed, not listed, and their moves are made only when their turn comes.
+a window, then states. Chunks are computed when their turn comes, and so are their moves.
 """
 
 from __future__ import annotations
@@ -271,9 +271,10 @@ class Planner:
                     f"slot_bytes: {slot_bytes}, a row of layer {widest.receiver.layer} {widest.receiver.part} "
                     f"has {widest.wire.row_bytes} bytes",
                 )
-            group_templates.append(GroupTemplate.of(group, self._receiver.shard, self._token_shard, pairs, first_pair))
+            template = GroupTemplate.of(group, self._receiver.shard, self._token_shard, pairs, first_pair)
+            group_templates.append(template)
             first_pair += len(pairs)
-            sealed += [*_group_plan_of(group), _seal(rows), _seal(pairs)]
+            sealed += [*_group_plan_of(group), _seal(rows), _seal(template.pairs)]  # in the order that slots have
         digest = hashlib.blake2b(msgspec.msgpack.encode(sealed), digest_size=16).digest()
         return PlanTemplate(
             tuple(pair for group_template in group_templates for pair in group_template.pairs),
@@ -364,4 +365,8 @@ def _order(group_plans: Sequence[GroupPlan]) -> tuple[tuple[int, int], ...]:
 
 def _first_of_group_plans(planned: Plan) -> list[int]:
     """The first chunk of each group plan."""
-    return sorted({planned.chunk(index).group_plan: index for index in reversed(range(planned.chunks))}.values())
+    firsts, done = [], 0
+    for number, group_plan in enumerate(planned.group_plans):
+        firsts.append(planned.order.index((number, 0)) if planned.order else done)
+        done += group_plan.chunks
+    return firsts

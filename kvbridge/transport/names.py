@@ -13,6 +13,7 @@ from functools import partial
 from threading import Thread
 
 MOST_NAMES = 64  # looked up at once
+MOST_KNOWN = 1024
 
 Found = Callable[[str, str], None]
 
@@ -23,13 +24,15 @@ class Names:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._asked: dict[str, list[Found]] = {}
+        self._known: dict[str, str] = {}  # the last address of each name, for when too many hang
 
     def look_up(self, host: str, found: Found) -> None:
         """Have `found` called on the loop with the host's IPv4 address and "", or with "" and why there is none."""
         if host in self._asked:
             self._asked[host].append(found)
         elif len(self._asked) >= MOST_NAMES:
-            self._loop.call_soon(found, "", f"{MOST_NAMES} other names are being looked up")
+            address = self._known.get(host, "")
+            self._loop.call_soon(found, address, "" if address else f"{MOST_NAMES} other names are being looked up")
         else:
             self._asked[host] = [found]
             try:
@@ -47,5 +50,10 @@ class Names:
             self._loop.call_soon_threadsafe(partial(self._tell, host, address, reason))
 
     def _tell(self, host: str, address: str, reason: str) -> None:
+        if address:
+            self._known.pop(host, None)
+            self._known[host] = address
+            if len(self._known) > MOST_KNOWN:
+                del self._known[next(iter(self._known))]
         for found in self._asked.pop(host):
             found(address, reason)

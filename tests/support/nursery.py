@@ -213,7 +213,8 @@ def _serve(asking: socket.socket) -> dict[str, Any] | None:
         *streams, tells = fds
         if (between := os.fork()) == 0:
             if pid := os.fork():  # the process between ends at once, so that the child belongs to the one that asked
-                os.write(tells, str(pid).encode())
+                with contextlib.suppress(OSError):  # who asked may have given up
+                    os.write(tells, str(pid).encode())
                 os._exit(0)
             os.close(tells)
             for number, fd in enumerate(streams):

@@ -64,3 +64,23 @@ async def test_names_are_looked_up_at_once_up_to_a_bound_and_each_by_one_thread(
     assert ("n0", "", "no such host") in rest and rest.count(("n1", "10.0.0.1", "")) == 2
     names.look_up("n2", lambda address, reason: told.put_nowait(("again", address, reason)))
     assert await asyncio.wait_for(told.get(), 60.0) == ("again", "10.0.0.1", "")
+
+
+async def test_while_too_many_hang_a_name_that_was_found_has_its_last_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def answer(host: str, *_: object) -> list[tuple[object, ...]]:
+        assert host == "known" or go_on.wait(60.0)
+        return [(0, 0, 0, "", ("10.0.0.7", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    names, told = Names(), asyncio.Queue[tuple[str, str]]()
+    try:
+        names.look_up("known", lambda address, reason: told.put_nowait((address, reason)))
+        assert await asyncio.wait_for(told.get(), 60.0) == ("10.0.0.7", "")
+        for index in range(MOST_NAMES):
+            names.look_up(f"n{index}", lambda address, reason: None)
+        names.look_up("known", lambda address, reason: told.put_nowait((address, reason)))
+        assert await asyncio.wait_for(told.get(), 60.0) == ("10.0.0.7", "")
+    finally:
+        go_on.set()

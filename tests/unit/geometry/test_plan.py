@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvbridge_proto.peer import Take
 
 from kvbridge.errors import OperatorError, PeerError
+from kvbridge.geometry import group_plan
 from kvbridge.geometry.plan import ALIGN, Part, Plan, plan
 from kvbridge.geometry.shard import assign
 from tests.support.oracle import Shape, block_table, build, describe, table_of
@@ -72,6 +73,28 @@ def test_rows_of_one_kind_share_chunks_where_a_prompt_needs_several() -> None:
 
     assert [len(each) for each in kinds(128)] == [2]
     assert len(kinds(4096)) > 2 and {len(each) for each in kinds(4096)} == {1}
+
+
+def test_the_digest_covers_the_order_in_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that lay the same rows into a slot in another order must not take each other's chunks."""
+    found = set()
+    for backwards in (False, True):
+        monkeypatch.setattr(
+            group_plan, "sorted", lambda pairs, key, now=backwards: sorted(pairs, key=key, reverse=now), raising=False
+        )
+        planned = plan_between(SHAPE, replace(SHAPE, block_tokens=2 * SHAPE.block_tokens), range(20), 1 << 20)
+        assert planned.chunks == 1
+        found.add((planned.digest, tuple(pair.receiver.part for pair in planned.pairs)))
+    assert len({digest for digest, _ in found}) == len(found) == 2
+
+
+def test_a_plan_of_any_length_is_made_at_once() -> None:
+    """A peer names the tokens, before anything is known to be there."""
+    wide = replace(SHAPE, block_tokens=2 * SHAPE.block_tokens)
+    for end in (1 << 20, 1 << 40):
+        planned = plan_between(SHAPE, wide, range(end), 1 << 20)
+        assert planned.chunks > end >> 12 and len(planned.order) < 1 << 14
+        assert planned.chunk(planned.chunks - 1).needs_tokens == end
 
 
 def test_a_chunk_lists_no_more_rows_than_a_copier_has_room_for() -> None:
