@@ -214,7 +214,7 @@ def rendered(status: Status) -> RenderableType:
 def _failpoints(status: Status) -> list[RenderableType]:
     """Shown first: an agent that was started to fail must not be taken for a healthy one."""
     armed = ", ".join(status.failpoints)
-    return [plain(f"FAILPOINTS ARE ON, this agent fails on purpose: {armed}")] if armed else []
+    return [_plain(f"FAILPOINTS ARE ON, this agent fails on purpose: {armed}")] if armed else []
 
 
 def _agent(status: Status) -> list[RenderableType]:
