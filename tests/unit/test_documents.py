@@ -6,6 +6,8 @@ import ast
 import contextlib
 import dataclasses
 import re
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -130,6 +132,36 @@ def test_defaults_of_settings_are_told_as_they_are() -> None:
     assert {name: float(value) for name, value in waits.items()} == {
         each.name: each.default for each in dataclasses.fields(Waits)
     }
+
+
+# Seven hexadecimal digits with a letter among them, or that are called a commit.
+COMMIT = re.compile(r"\b(?:(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7}|(?<=commit )\d{7})\b")
+RESULTS = {str(path.relative_to(ROOT)): path for path in (ROOT / "bench" / "results").glob("*.*")}
+
+
+def commits(name: str) -> set[str]:
+    """Those that a page names, or a file of figures."""
+    if name in PAGES:
+        return set(COMMIT.findall(PAGES[name]))
+    text = RESULTS[name].read_text()
+    told = text if name.endswith(".txt") else " ".join(re.findall(r'"commit": "[^"]*"', text))
+    return set(COMMIT.findall(told))
+
+
+def history() -> set[str]:
+    """The commits of which this tree is made, by seven digits. Nobody else can have one that was never landed."""
+    git = [shutil.which("git") or "true", "-C", str(ROOT)]
+    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True).stdout
+    if shallow.strip() != "false":
+        pytest.skip("no history of commits here")
+    return {each[:7] for each in subprocess.check_output([*git, "rev-list", "HEAD"], text=True).split()}
+
+
+def test_every_commit_that_is_named_is_one_of_the_history() -> None:
+    named = {name: commits(name) for name in [*PAGES, *RESULTS]}
+    assert len(set().union(*named.values())) > 40
+    ours = history()
+    assert {name: found - ours for name, found in named.items() if found - ours} == {}
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
