@@ -13,7 +13,7 @@ EVERY_S = 60.0
 
 UNTAGGED = "untagged"
 
-# By reason. The first are known before anything is asked for. All others are codes of failed wants (PROTOCOL.md).
+# By reason. The first are known before anything is asked for. All others are codes of failed wants.
 CAUSES = {
     UNTAGGED: "they name nothing to fetch: does the router tag what it sends to this engine (docs/routers.md)?",
     "bad_params": "their kv_transfer_params cannot be read: the engine's log has each",
