@@ -66,8 +66,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Unix socket for the engine and `kvbridge status`",
             """
-            Its folder should be private (0750). The mode of the socket itself is 0600, or 0666 if `allowed_uids` names
-            somebody, whatever the umask. The caller's uid decides who may speak.
+            Its folder should be private (0750). The socket's own mode is 0600, or 0666 if `allowed_uids` names
+            somebody. The caller's uid decides who may speak.
             """,
         ),
     ] = "/run/kvbridge/agent-0.sock"
@@ -76,8 +76,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Where other agents reach us; port 0 takes any",
             """
-            Loopback is enough for engines on one host. Across hosts name the address of one interface, and set `key`:
-            without a key the agent does not start.
+            Loopback is enough for engines on one host. Across hosts name one interface's address, and set `key`.
             """,
         ),
     ] = "tcp://127.0.0.1:7700"
@@ -97,9 +96,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "File of our secret key (kvbridge keygen); empty: loopback only",
             """
-            Only its owner may read the file. With a key, everything that agents say to each other is encrypted, and
-            said only to an agent that proves a key of `peers`. The simplest fleet has one key pair, the same file on
-            every host, and needs no `peers`. (KV bytes are not encrypted: SECURITY.md.)
+            With a key, everything that agents say to each other is encrypted, and said only to an agent that proves a
+            key of `peers`. The simplest fleet has one key pair, the same file on every host, and needs no `peers`. Only
+            its owner may read the file. (KV bytes are not encrypted: SECURITY.md.)
             """,
             max_length=4096,
         ),
@@ -110,8 +109,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "File or folder of public keys that may connect; empty: only our own",
             """
             A file of lines `NAME PUBLICKEY` (what keygen prints), or a folder of *.pub files with such lines. Only root
-            or our user may be able to write it. `systemctl reload` (SIGHUP) reads it again; a key that was taken off is
-            cut off at once.
+            or our user may be able to write it. `systemctl reload` (SIGHUP) reads it again.
             """,
             max_length=4096,
         ),
@@ -121,12 +119,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "HOST:PORT patterns of what may be dialled; empty: loopback only",
             """
-            Requests name the agent to fetch from, so this says which agents they may name. Across hosts set it on the
-            decode side. HOST is an address, a network (10.1.0.0/16, [2001:db8::/32]), a name (*.kv.internal) or * for
-            any. PORT is a number or *. A network matches addresses only, never names. Once a pattern is set, loopback
-            has to be named too. ["10.1.0.0/16:7700"] are all agents of a pod network; ["*:7700"] is any host, on that
-            port. Beyond loopback a `key` is needed as well (or `allow_unauthenticated`); otherwise the agent does not
-            start.
+            Requests name the agent to fetch from, so set it on the decode side, across hosts. HOST is an address, a
+            network (10.1.0.0/16, [2001:db8::/32]), which matches no names, a name (*.kv.internal) or *. PORT is a
+            number or *. Once a pattern is set, loopback has to be named too. Beyond loopback a `key` is needed as well
+            (or `allow_unauthenticated`). More in SECURITY.md.
             """,
             max_length=256,
         ),
@@ -152,9 +148,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "Hand the engine's memory to agents of this host, which pull from it",
             """
             Agents of one host read each other's engine memory where they can: that is the fastest route. Each must
-            first prove a session, and be of the same user. Whoever is handed a GPU's memory can read all of that
-            engine's KV cache, and by legacy CUDA IPC write it too (docs/threat-model.md). If it is off, this agent
-            reads no other engine's memory either, so rows go by slots both ways, and slots are made at the start.
+            first prove a session, and be of the same user. What that means: docs/threat-model.md. If it is off, this
+            agent reads no other engine's memory either, so rows go by slots both ways.
             """,
         ),
     ] = True
@@ -167,9 +162,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Which pulled chunks are compared with the sender's: always, sampled (1 in 64), never",
             """
-            A sample begins with the first chunk. The receiver takes the digest as it reads the rows. The sender reads
-            the same rows again, which costs its processor or GPU as much. If the digests differ, the request fails with
-            digest_mismatch.
+            A sample begins with the first chunk. The sender reads the same rows again, which costs its processor or GPU
+            as much as the transfer. If the digests differ, the request fails with digest_mismatch.
             """,
         ),
     ] = "sampled"
@@ -178,8 +172,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             f"Where the engine's memory is: {DEVICE_WORDS}",
             """
-            "auto" is a GPU if there is one. A UUID means the same GPU whatever CUDA_VISIBLE_DEVICES says. One agent
-            serves one GPU.
+            A UUID means the same GPU whatever CUDA_VISIBLE_DEVICES says. "auto" is a GPU if there is one.
             """,
             pattern=DEVICES,
         ),
@@ -189,9 +182,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Ways to a peer, the best first: pull, direct, nixl, host",
             """
-            Each is tried and measured before it is used. "pull" reads the blocks of the peer's engine, on the same host
-            and of the same user (see `share_memory`). "direct" writes the peer's slots over NVLink. "nixl" copies slot
-            to slot. "host" goes through pinned host memory. Name one alone to force it.
+            Each is tried and measured before it is used (docs/architecture.md). Name one alone to force it.
             """,
             min_length=1,
             max_length=4,
@@ -202,9 +193,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "CTAs of a kernel that pulls, at most; unset: 33 under MPS, else all",
             """
-            Under MPS the kernel runs beside the engine's own. 33 CTAs reach nearly all of NVLink and leave the engine
-            the rest. Without MPS the two take turns, and fewer CTAs would only make its turn longer. If a number is
-            set, or under MPS, pulls use one stream instead of two.
+            33 CTAs reach nearly all of NVLink and leave the engine the rest, which under MPS runs beside them. Without
+            MPS the two take turns, and fewer CTAs would only make its turn longer. If a number is set, or under MPS,
+            pulls use one stream instead of two.
             """,
             sample=33,
         ),
@@ -214,13 +205,12 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Size of a staging slot, the largest piece in flight; unset: 128 MiB on a GPU, else 4 MiB",
             """
-            A multiple of 4096. Staging takes (receive_slots + send_slots + 2) * slot_bytes. That is 200 MiB of
-            host memory without a GPU. On a GPU it is 1.25 GiB of its memory and, unless `routes` leaves out "host", as
-            much pinned host memory. It is made at the start, before the agent counts as ready. Only an agent whose
-            `listen` and `dial` stay on loopback, with "pull" as its first route and `share_memory`, makes it when the
-            first session needs it: if it only pulls, or is only pulled from, never. A chunk never exceeds the smaller
-            slot of the two agents. Larger slots suit fast links; more slots suit many requests at once. A slot
-            that a stalled peer may still write is quarantined until there is proof that it cannot be.
+            A multiple of 4096. Staging takes (receive_slots + send_slots + 2) * slot_bytes: 200 MiB of host memory
+            without a GPU; on a GPU 1.25 GiB of its memory and, unless `routes` leaves out "host", as much pinned host
+            memory. It is made at the start. But an agent whose `listen` and `dial` stay on loopback, with "pull" as its
+            first route and `share_memory`, makes it when the first session needs it: if it only pulls, or is only
+            pulled from, never. Larger slots suit fast links; more slots suit many requests at once. A chunk never
+            exceeds the smaller slot of two agents.
             """,
             sample=4 << 20,
         ),
@@ -239,7 +229,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "Network devices that carry KV, as UCX names them (a,b; all); empty: loopback only",
             """
             Such as mlx5_0:1 or eth0. An agent that is to serve or dial other hosts does not start without them. UCX
-            believes whoever reaches it, so name devices of a network that only the fleet is on.
+            believes whoever reaches it, so only the fleet may be on that network.
             """,
             max_length=256,
         ),
@@ -250,8 +240,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "A peer that is silent for so long counts as lost",
             """
-            So does one whose host has acknowledged nothing for 3 s: the path is down. Transfers under way fail. A new
-            link is dialled with the next request, and first requests succeed within 3 s of the path's return.
+            So does one whose host has acknowledged nothing for 3 s. Transfers under way fail. The next request dials
+            anew, and succeeds within 3 s of the path's return.
             """,
             ge=1,
             le=600,
@@ -271,11 +261,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "After how long all slots are replaced, if half of the receive_slots are quarantined",
             """
-            A receive slot is quarantined while a peer may still write it. If half of them are (a peer is frozen, or
-            gone for good), new slots are made for the same engine, and the old ones are left behind. Fewer are freed
-            after ten times as long, while nothing is under way: by another fabric if their senders are on other
-            machines or in other pods, else by new slots if they are in host memory. Send slots that late writes are
-            read from are replaced at once, half of them or more.
+            A receive slot is quarantined while a peer may still write it. If fewer than half are, they are freed after
+            ten times as long, while nothing is under way: by another fabric if their senders are on other machines or
+            in other pods, else, in host memory only, by new slots. Send slots that late writes are read from are
+            replaced at once, half of them or more.
             """,
             gt=0,
             le=86400,
@@ -286,8 +275,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "How long threads look for more work before they sleep; unset: 0.03 on a GPU, else 0",
             """
-            A thread that sleeps starts late, by the time that its processor takes to wake. Lingering costs up to two
-            cores while requests come, and none otherwise. Without a GPU these are the engine's cores.
+            A thread that sleeps starts late. Lingering costs up to two cores while requests come, and none otherwise.
+            Without a GPU these are the engine's cores.
             """,
             sample=0.0,
         ),
@@ -310,8 +299,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Where spans go, http://HOST:PORT/v1/traces; empty: none are made",
             """
-            By OTLP over HTTP: a span of each request and one of each of its stages. Needs kvbridge[otel]. Spans that
-            cannot be sent are dropped and counted (docs/metrics.md).
+            By OTLP over HTTP. Needs kvbridge[otel]. What they are: docs/metrics.md.
             """,
             sample="http://127.0.0.1:4318/v1/traces",
             max_length=1024,
@@ -323,9 +311,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "text or json",
             """
-            One line an event, on stderr. In JSON each value that a message names is also a field: request, transfer,
-            code. Of lines that differ only in their values 50 are logged in 10 seconds; the next line says how many
-            were left out.
+            One line an event, on stderr. In JSON each value that a message names is also a field. Of lines that differ
+            only in their values 50 are logged in 10 seconds; the next says how many were left out.
             """,
             sample="json",
         ),

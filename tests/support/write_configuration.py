@@ -27,17 +27,14 @@ Written by `python -m tests.support.write_configuration` from [kvbridge/options.
 edit.
 
 An option is given in a TOML file (`kvbridge agent --config FILE`; [a sample](../deploy/kvbridge.toml) has all of
-them), as a variable `KVBRIDGE_NAME`, or as a flag. A flag beats the environment, the environment beats the file, the
-file beats the default. `kvbridge config show` takes the same arguments as `kvbridge agent`. It starts nothing, and
-prints every value and where it came from; `--json` is for programs.
+them), as a variable `KVBRIDGE_NAME`, or as a flag. A flag beats the environment, the environment beats the file.
+`kvbridge config show` takes the same arguments as `kvbridge agent`, starts nothing, and prints every value and where it
+came from (`--json`: for programs).
 
-In the environment and in flags the parts of a list are separated by commas. The flags of an option that is true or
-false are `--share-memory` and `--no-share-memory`. An unknown name is refused, wherever it stands, with the nearest
-known one. A value that is not allowed is refused, with the place that it came from. The agent then ends with 2.
-
-Variables that begin with `KVBRIDGE_ENGINE_` are for [SGLang's adapter](../kvbridge/adapters/sglang/options.py).
-vLLM's adapter has [options of its own](../kvbridge/adapters/vllm/options.py). Variables that Kubernetes sets for a
-service called `kvbridge` are ignored.
+Commas separate the parts of a list in the environment and in flags. An unknown name is refused with the nearest known
+one, a value that is not allowed with the place that it came from; the agent then ends with 2. Variables that Kubernetes
+sets for a service called `kvbridge` are ignored. Adapters have options of their own: [vLLM's](vllm.md#options),
+[SGLang's](../kvbridge/adapters/sglang/options.py).
 """
 
 
