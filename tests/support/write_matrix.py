@@ -12,29 +12,32 @@ from tests.support.matrix import ROWS, Row
 PAGE = Path(__file__).parents[2] / "docs/convertible.md"
 HEAD = """# What can be carried
 
-Which pairs of caches can be converted. For two pools of your own, `kvbridge plan A.json B.json` says whether they
-fit, and what would be converted; [models.md](models.md) says it of families of models. Below the table:
-[rounding](#rounding), [scales](#scales), [what adapters refuse](#what-adapters-refuse).
+Which pairs of caches can be converted. For two pools of your own ask `kvbridge plan A.json B.json`; for families of
+models see [models.md](models.md). Below the table: [drafts](#drafts), [rounding](#rounding), [scales](#scales),
+[what adapters refuse](#what-adapters-refuse).
 
 Written by `python -m tests.support.write_matrix`; do not edit. Each line stands for cases that
 `tests/unit/test_matrix.py` carries from one pool to another and compares, element by element, with a reference that
-knows no plan; `tests/system/gpu/test_matrix.py` sees a GPU write the same bytes. The verdict is the one that two
-agents reach when they meet ([compat.py](../kvbridge/geometry/compat.py)). What differs is converted on the way. What
-stands in the way is named as below, with both values; in those texts `sender` is the prefill side and `receiver` the
-decode side. Pairs that are refused are not carried: the test sees that nothing moves them without an error.
+knows no plan; `tests/system/gpu/test_matrix.py` sees a GPU write the same bytes. What differs is converted on the way.
+What stands in the way is named with both values, as two agents do when they meet
+([compat.py](../kvbridge/geometry/compat.py)): `sender` is the prefill side, `receiver` the decode side. Refused pairs
+are not carried: the test sees that nothing moves them without an error.
 
 """
 TAIL = """
 Several ranks may hold the same rows of a latent. Then each receiver takes them from one of them.
 
 Between equal pools whole blocks travel. So the unused end of a request's last block may carry what the sender's block
-held before. The engine never reads it: it lies beyond the request's length, and is overwritten as the request grows.
+held before. The engine never reads it, and overwrites it as the request grows.
 
-Layers of a draft model may be on one side only. Those that only the prefill side has stay where they are. Those that
-only the decode side has get zeros for the prompt's tokens, since a page holds whatever a request before it left there.
-The draft then guesses worse until it has computed rows of its own, and the tokens stay right: the model checks every
-guess. A draft model of another name or shape on the other side is refused, and so is a missing layer of the model
-itself.
+## Drafts
+
+Layers of a draft model (EAGLE, MTP, another model) may be on one side only. Those that only the prefill side has stay
+where they are. Those that only the decode side has get zeros for the prompt's tokens, since a page holds whatever a
+request before it left there. The draft then guesses worse until it has computed rows of its own
+([how much](benchmarks.md#two-vllm-engines-on-gpus)), and the tokens stay right: the model checks every guess. A draft
+model of another name or shape on the other side is refused, and so is a missing layer of the model itself. Drafts of
+n-grams have no rows.
 
 ## Rounding
 
@@ -57,8 +60,8 @@ change at most.
 
 With `"kvbridge_scales": "adopt"` on the decode side, vLLM instead takes the scales of the first engine it fetches
 from, and the bytes come unchanged. This works only before the first request is computed or received there, warm-up
-included, and only with the backends `FLASH_ATTN`, `TRITON_ATTN` and `CPU_ATTN`. Otherwise vLLM keeps its own scales.
-Fetches of rows under other scales then fail with `adopt_refused`, which names both.
+included, and only with the backends `FLASH_ATTN`, `TRITON_ATTN` and `CPU_ATTN`. Otherwise vLLM keeps its own scales,
+and fetches of rows under others fail with `adopt_refused`.
 
 ## What adapters refuse
 
