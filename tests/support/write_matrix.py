@@ -20,8 +20,8 @@ Written by `python -m tests.support.write_matrix`; do not edit. Each line stands
 `tests/unit/test_matrix.py` carries from one pool to another and compares, element by element, with a reference that
 knows no plan; `tests/system/gpu/test_matrix.py` sees a GPU write the same bytes. What differs is converted on the way.
 What stands in the way is named with both values, as two agents do when they meet
-([compat.py](../kvbridge/geometry/compat.py)): `sender` is the prefill side, `receiver` the decode side. Refused pairs
-are not carried: the test sees that nothing moves them without an error.
+([compat.py](../kvbridge/geometry/compat.py)): `sender` is the prefill side, `receiver` the decode side. Pairs
+that are refused are not carried: the test sees that nothing moves them without an error.
 
 """
 TAIL = """
@@ -68,9 +68,9 @@ and fetches of rows under others fail with `adopt_refused`.
 The table is about pools as agents see them. Adapters describe fewer kinds:
 
 - The vLLM adapter refuses, by name, when an engine starts: layers with recurrent state (Mamba), index keys in other
-  forms than DeepSeek V3.2's, compressed caches, rings, attention backends whose order of rows it does not know
-  ([those that it does](../kvbridge/adapters/vllm/backends.py)), caches in MXFP8, and caches in NVFP4 other than latent
-  rows of 352 bytes. Of int8 it knows only rows with scales of their own.
+  forms than DeepSeek V3.2's and MiniMax M3's, compressed caches, rings, attention backends whose order of rows it
+  does not know ([those that it does](../kvbridge/adapters/vllm/backends.py)), caches in MXFP8, and caches in NVFP4
+  other than latent rows of 352 bytes. Of int8 it knows only rows with scales of their own.
 - The SGLang adapter: [its limits](sglang.md#limits).
 """
 
