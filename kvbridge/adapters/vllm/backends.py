@@ -40,6 +40,9 @@ BACKENDS: dict[str, RowWriter] = {
     "FLASH_ATTN": RowWriter("kv", f"{V1}flash_attn.py:1432"),
     "TRITON_ATTN": RowWriter("kv", f"{V1}triton_attn.py:798"),
     "FLASHINFER": RowWriter("kv", f"{V1}flashinfer.py:2806"),
+    # Of models whose images see each other (Gemma): two backends in one, the first of which writes for both
+    "TRITON_FLASH_ATTN": RowWriter("kv", f"{V1}triton_attn.py:798"),
+    "TRITON_FLASHINFER": RowWriter("kv", f"{V1}triton_attn.py:798"),
     "FLEX_ATTENTION": RowWriter("kv", f"{V1}flex_attention.py:1221"),
     # triton_reshape_and_cache_flash_diffkv: V begins head_size elements after K, whatever its own width
     "FLASH_ATTN_DIFFKV": RowWriter("kv", f"{V1}flash_attn_diffkv.py:91"),

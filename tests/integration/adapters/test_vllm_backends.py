@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.engine.unsupported import UNSUPPORTED
-from kvbridge.adapters.vllm.backends import BACKENDS, MLA
+from kvbridge.adapters.vllm.backends import BACKENDS, MLA, V1
 from kvbridge.errors import OperatorError
 from tests.integration.adapters.small import held
 from tests.integration.adapters.test_vllm_pool import BLOCKS, TOKENS, build
@@ -40,6 +40,7 @@ pytestmark = pytest.mark.vllm
 
 SOURCE = Path(vllm.__file__).parent
 FLASH = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION")
+COMPOSITES = {"TRITON_FLASH_ATTN": "triton_flash_attn.py", "TRITON_FLASHINFER": "triton_flashinfer.py"}
 DIFFERENT_WIDTHS = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
 LATENT = [name for name, backend in BACKENDS.items() if backend.source.startswith(MLA) and backend.rows == "latent"]
 OLDER = {"FLASH_ATTN_MLA_SPARSE_FA4"}  # came with 0.33
@@ -77,6 +78,27 @@ def test_keys_and_values_are_written_by_the_writer_that_the_table_names(name: st
     writer = functions(BACKENDS[name].source)["do_kv_cache_update"]
     expected = "triton_reshape_and_cache_flash_diffkv(" if name in DIFFERENT_WIDTHS else "reshape_and_cache_flash("
     assert expected in writer
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_the_first_of_two_backends_in_one_writes_for_both(name: str) -> None:
+    """What vLLM takes by itself for Gemma 4 on Hopper and Blackwell, as its images see each other."""
+    calls = (node for node in ast.walk(ast.parse((SOURCE / V1 / COMPOSITES[name]).read_text())))
+    (made,) = [
+        each
+        for each in calls
+        if isinstance(each, ast.Call) and ast.unparse(each.func) == "create_composite_attention_backend"
+    ]
+    assert f"backend_name='{name}'" in ast.unparse(made)
+    both = functions(f"{V1}composite.py")
+    for writes in ("do_kv_cache_update", "do_rope_and_kv_cache_update", "do_qk_norm_rope_kvcache_update"):
+        assert f"self.general_impl.{writes}" in both[writes]
+    assert ast.unparse(made.args[0]) == "TritonAttentionBackend"
+    assert BACKENDS[name] == BACKENDS["TRITON_ATTN"]
+    spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    cache = {NAME: torch.zeros(BLOCKS, 2, TOKENS, 16, dtype=torch.bfloat16)}
+    pools = [build(cache, backend=each, kv_spec=spec) for each in (name, "TRITON_ATTN")]
+    assert pools[0].planes == pools[1].planes
 
 
 @pytest.mark.parametrize("name", LATENT)
