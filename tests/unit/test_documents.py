@@ -134,8 +134,8 @@ def test_defaults_of_settings_are_told_as_they_are() -> None:
     }
 
 
-# Seven hexadecimal digits with a letter among them, or that are called a commit.
-COMMIT = re.compile(r"\b(?:(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7}|(?<=commit )\d{7})\b")
+# At least seven hexadecimal digits, of which seven are looked at. Numbers alone must be called a commit.
+COMMIT = re.compile(r"\b((?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7}|(?<=commit )\d{7})[0-9a-f]{0,3}\b")
 RESULTS = {str(path.relative_to(ROOT)): path for path in (ROOT / "bench" / "results").glob("*.*")}
 
 
