@@ -79,8 +79,11 @@ log.addFilter(OneLine())
 # vLLM steps about a thousand times a second while a request waits for its KV or its blocks are held. With tensor
 # parallelism its processes spin in and between those steps: two ranks kept both cores of a machine busy and starved
 # the agents (0.32.0). So when nothing was computed for some steps, workers wait a little for their agents: one rank
-# then takes 6 % of a core instead of 14 %, two ranks take 1.2 cores instead of all.
+# then takes 6 % of a core instead of 14 %, two ranks take 1.2 cores instead of all. Where a prompt is being fetched and
+# no batch is in flight, they wait from the first step on: vLLM sleeps 1 ms after every empty step, and its scheduler
+# learns of rows one step after the worker does, so each step until they are there costs the first token 1.3 ms.
 REST_S = 0.004
+REST_AFTER_STEPS = 6
 LONG_REST_S = 0.010
 LONG_AFTER_STEPS = 250  # about a second: nobody is in a hurry any more
 
@@ -203,9 +206,9 @@ class SchedulerSide:
         self._asked_at: float | None = None  # when they were asked to report again
         self._empty_steps = 0
         self._is_used = False
-        # Batches in flight (pipeline, async scheduling) leave empty steps in between. With data parallelism no replica
-        # may rest: the others wait for it.
-        self._busy_steps = 2 * config.max_concurrent_batches + 2
+        # Whether each step in flight computes (pipeline, async scheduling), oldest first.
+        self._in_flight: deque[bool] = deque(maxlen=config.max_concurrent_batches)
+        # With data parallelism no replica may rest: the others wait for it.
         self._may_rest = parallel.data_parallel_size == 1
 
     # Agents:
@@ -650,9 +653,11 @@ class SchedulerSide:
                 if sending is not None and not sending.is_whole and sending.weights != UNNAMED:
                     self._offer(sending, sending.request.num_computed_tokens + count)
         step, self._step = self._step, ConnectorStep()
-        step.is_used = self._is_used = self._is_used or output.total_num_scheduled_tokens > 0
-        self._empty_steps = 0 if output.total_num_scheduled_tokens else self._empty_steps + 1
-        if self._may_rest and self._empty_steps > self._busy_steps:
+        is_computing = output.total_num_scheduled_tokens > 0
+        step.is_used = self._is_used = self._is_used or is_computing
+        self._empty_steps = 0 if is_computing else self._empty_steps + 1
+        self._in_flight.append(is_computing)
+        if self._may_rest and not any(self._in_flight) and (self._awaited or self._empty_steps > REST_AFTER_STEPS):
             step.rest_s = LONG_REST_S if self._empty_steps > LONG_AFTER_STEPS else REST_S
         return step
 
@@ -730,6 +735,8 @@ class SchedulerSide:
 
     def step_over(self) -> None:
         """The workers have reported for this step. If they said nothing of an agent, nothing has changed."""
+        if self._in_flight:
+            self._in_flight.popleft()
         if self._asked_at is None:
             self._known_at = self._clock()
 

@@ -113,6 +113,25 @@ def test_wants_all_but_the_last_token_and_runs_when_they_are_there(tmp_path: Pat
     world.finish()
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["in-step", "async-scheduling"])
+def test_rests_for_rows_from_the_first_step_on_but_never_beside_a_batch(tmp_path: Path, is_async: bool) -> None:
+    world = World(tmp_path, async_scheduling=is_async).ready()
+    worker = world.workers[0].worker
+
+    def rests(steps: int) -> list[bool]:
+        return [worker._rest_s > 0.0 for _ in range(steps) if world.step() or True]
+
+    world.decode(40)
+    assert rests(3) == [True] * 3
+    want = world.agent.one(Want)
+    running = world.request(40, max_tokens=6)
+    while running.status != RequestStatus.FINISHED_LENGTH_CAPPED:
+        assert rests(1) == [False]
+    assert rests(2) == [True] * 2
+    world.agent.say(done(want))
+    world.finish()
+
+
 def test_blocks_for_drafts_to_come_are_not_fetched(world: World, agent: FakeAgent) -> None:
     """vLLM adds them once the rows are there (0.32); until then the request has the blocks of its computed tokens."""
     world.scheduler.num_lookahead_tokens = 40
