@@ -240,8 +240,8 @@ def write_sparse(folder: Path, **changes: object) -> Path:
     return write_latent(folder, **config | changes)
 
 
-def write_plain_sparse(folder: Path) -> Path:
-    """MiniMax M3 without experts: K and V in all layers, index keys in all but the first. It chooses all blocks."""
+def write_plain_sparse(folder: Path, query_heads: int = QUERY_HEADS) -> Path:
+    """MiniMax M3 without experts: K and V in all layers, index keys in all but the first. It chooses 2048 tokens."""
     width = 128  # the only one of its kernels
     chooses = [0] + [1] * (LAYERS - 1)
     text: dict[str, Any] = dict(
@@ -251,7 +251,7 @@ def write_plain_sparse(folder: Path) -> Path:
         intermediate_size=HIDDEN,
         dense_intermediate_size=2 * HIDDEN,
         num_hidden_layers=LAYERS,
-        num_attention_heads=QUERY_HEADS,
+        num_attention_heads=query_heads,
         num_key_value_heads=KV_HEADS,
         head_dim=width,
         max_position_embeddings=16384,
@@ -284,6 +284,7 @@ def write_plain_sparse(folder: Path) -> Path:
         "lm_head.weight": (VOCABULARY, HIDDEN),
     }
     norms = {"self_attn.q_norm": (width,), "self_attn.k_norm": (width,)}
+    queries = {"self_attn.q_proj": (query_heads * width, HIDDEN), "self_attn.o_proj": (HIDDEN, query_heads * width)}
     index: dict[str, tuple[int, ...]] = {
         "self_attn.index_q_proj": (KV_HEADS * width, HIDDEN),
         "self_attn.index_k_proj": (width, HIDDEN),
@@ -291,7 +292,7 @@ def write_plain_sparse(folder: Path) -> Path:
         "self_attn.index_k_norm": (width,),
     }
     for layer in range(LAYERS):
-        shapes |= _layer(layer, KV_HEADS, width, width, **norms, **(index if chooses[layer] else {}))
+        shapes |= _layer(layer, KV_HEADS, width, width, **queries, **norms, **(index if chooses[layer] else {}))
     return write_weights(folder, shapes, GAINS, 1.0)
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from demo.model import KV_HEADS
 from tests.integration.agent.harness import AgentProcess, agent
 from tests.system.cross.fleet import greedy
 from tests.system.engines import marks, weights
@@ -79,7 +80,7 @@ WRITE: dict[str, Callable[[Path], Path]] = {
     **{name: partial(write_sparse, **changes) for name, changes in MODELS.items()},
     GPT_OSS: write_gpt_oss,
     LAGUNA: partial(write_alike_halves, width=64, window=GPT_OSS_WINDOW),
-    MINIMAX: write_plain_sparse,
+    MINIMAX: partial(write_plain_sparse, query_heads=16 * KV_HEADS),  # for each head of K and V as many as M3 has
 }
 DSA_PLUGIN = Path(__file__).parents[1] / "engines" / "dsa_plugin"
 MINIMAX_PLUGIN = DSA_PLUGIN.with_name("minimax_plugin")
