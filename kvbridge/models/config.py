@@ -29,6 +29,7 @@ class ModelCache:
     drafts      the layers that predict further tokens, with the model's own weights (MTP)
     dtype       of the model's numbers
     kv_dtype    of its cache where the checkpoint says so, else ""
+    quantization    of the checkpoint, as SGLang calls it, "" for none
     has_one_pool    SGLang keeps all tokens of its windows, in the pool of the full layers
     has_longer_window    SGLang's windows have one token more than the config says
     has_interleaved_index    the rotary embedding of index keys is interleaved, and SGLang does not rotate them further
@@ -42,6 +43,7 @@ class ModelCache:
     drafts: tuple[Layer, ...] = ()
     dtype: str = "bfloat16"
     kv_dtype: str = ""
+    quantization: str = ""
     has_one_pool: bool = False
     has_longer_window: bool = False
     has_interleaved_index: bool = False
@@ -80,6 +82,7 @@ def read(config: Text) -> ModelCache:
         index = family.index(text, len(layers) + len(drafts)) if family.index else frozenset()
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
         raise OperatorError("bad_model_config", f"model_type {name}: {type(error).__name__}: {error}") from error
+    quantization = text.get("quantization_config") or config.get("quantization_config") or {}
     return ModelCache(
         family=name,
         layers=tuple(layers),
@@ -88,7 +91,8 @@ def read(config: Text) -> ModelCache:
         kinds=(*family.kinds, *(["index values"] if _has_index_values(text, index) else [])),
         drafts=drafts,
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"),
-        kv_dtype=_checkpoint_dtype(text.get("quantization_config") or config.get("quantization_config") or {}),
+        kv_dtype=_checkpoint_dtype(quantization),
+        quantization=_quantization(quantization),
         has_one_pool=family.has_one_pool,
         has_longer_window=family.has_longer_window,
         has_interleaved_index=bool(text.get("indexer_rope_interleave", False)),
@@ -135,6 +139,13 @@ def _checkpoint_dtype(quantization: Mapping[str, Any]) -> str:
     """The KV dtype that a checkpoint brings scales for."""
     named = str(quantization.get("kv_cache_quant_algo") or "").lower()
     return "fp8" if named == "fp8" or quantization.get("kv_cache_scheme") else named
+
+
+def _quantization(said: Mapping[str, Any]) -> str:
+    """What SGLang calls that of the weights: `_resolve_quant_method` in its overrides for MiniMax M3."""
+    named, experts = str(said.get("quant_method") or "").lower(), str(said.get("moe_quant_algo") or "").upper()
+    is_packed = (experts, said.get("moe_quant_format")) == ("NVFP4", "nvfp4-pack-quantized")
+    return "minimax_m3_nvfp4" if named == "mxfp8" and is_packed else named
 
 
 def _drafts(text: Text, layers: list[Layer | None]) -> tuple[Layer, ...]:

@@ -44,6 +44,7 @@ ROW_SCALED: dict[str, CodecName] = {
     "fp8_per_token_head": "fp8_row_scale",
     "int4_per_token_head": "int4_row_scale",
 }
+M3_PACKED = "minimax_m3_nvfp4"
 WHOLE: dict[str, tuple[CodecName, int]] = {"fp8_ds_mla": ("fp8_ds_mla", 656)}
 
 
@@ -98,6 +99,8 @@ def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> It
         # The draft's pool is then of the same class, which `_check_draft` in adapters/sglang/pool.py refuses.
         reason = "draft model's KV pool: SWAKVPool, must be MHATokenToKVPool or MLATokenToKVPool"
         yield OperatorError("cache_unsupported", f"{reason}; needs a server without --speculative-algorithm")
+    if engine == "sglang" and _is_packed_by_sglang(model, command):
+        yield refusal(code, engine, "packed checkpoint", "KV pool: MiniMaxM3Nvfp4KVPool, of quantization " + M3_PACKED)
     said = _dtype(model, command, is_decoder)
     if said not in PLAIN and said not in ROW_SCALED and said not in WHOLE:
         yield refusal("codec_unknown", engine, "packed", f"kv_cache_dtype {said}")
@@ -152,6 +155,12 @@ def _has_window_pool(model: ModelCache, command: EngineCommand) -> bool:
     alike = len({(layer.kv_heads, layer.key_width, layer.value_width) for layer in held}) == 1
     has_windows = {layer.kind for layer in held} > {"full"}
     return has_windows and not model.has_one_pool and not (command.keeps_all and alike)
+
+
+def _is_packed_by_sglang(model: ModelCache, command: EngineCommand) -> bool:
+    """As `uses_minimax_m3_nvfp4_native_stack` says on Blackwell. Plan takes the GPU for one, but FA3 is Hopper's."""
+    chooses_blocks = bool(model.index) and not _has_latents(model)
+    return chooses_blocks and (command.quantization or model.quantization) == M3_PACKED and command.backend != "fa3"
 
 
 def _dtype(model: ModelCache, command: EngineCommand, is_decoder: bool) -> str:

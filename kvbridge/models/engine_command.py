@@ -42,11 +42,13 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "block_tokens": ("--page-size",),
         "kv_cache_dtype": ("--kv-cache-dtype",),
         "dtype": ("--dtype",),
+        "backend": ("--attention-backend",),
         "prefill_backend": ("--dsa-prefill-backend",),
         "decode_backend": ("--dsa-decode-backend",),
         "drafts": ("--speculative-algorithm",),
         "draft_model": ("--speculative-draft-model-path", "--speculative-draft-model"),
         "model": ("--model-path", "--model"),
+        "quantization": ("--quantization",),
     },
 }
 SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -64,7 +66,8 @@ SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 BACKENDS = ("backend", "prefill_backend", "decode_backend")
-TEXTS = ("kv_cache_dtype", "dtype", *BACKENDS, "drafts", "method", "draft_model", "model", "attention", "index_dtype")
+DTYPES = ("kv_cache_dtype", "dtype", "index_dtype", "quantization")
+TEXTS = (*DTYPES, *BACKENDS, "drafts", "method", "draft_model", "model", "attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class EngineCommand:
     has_private_blocks    vLLM gives no block to another request
     drafts       the method that predicts further tokens with a model or layers of its own, "" for none
     index_dtype    that of index keys beside K and V, "" if vLLM is not told
+    quantization    of the weights, "" if SGLang is not told
     has_own_drafts    these layers are the model's (MTP), and so in its config.json
     attn_cp, attn_dcp, has_decode_cache, is_hisparse, is_sharded, is_layer_split    SGLang's, refused where they matter
     """
@@ -88,6 +92,7 @@ class EngineCommand:
     block_tokens: int = 0
     kv_cache_dtype: str = "auto"
     index_dtype: str = ""
+    quantization: str = ""
     dtype: str = "auto"
     backend: str = ""
     prefill_backend: str = ""

@@ -83,6 +83,7 @@ BLOCKS_CHOSEN: dict[str, Any] = {
         **{"sparse_attention_freq": CHOOSING, "sparse_disable_index_value": CHOOSING},
     }
 }
+NVFP4_EXPERTS = {"quant_method": "mxfp8", "moe_quant_algo": "NVFP4", "moe_quant_format": "nvfp4-pack-quantized"}
 LLAMA = config("llama", 32, 32, 8, 128)
 INDEX: dict[str, Any] = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
 STATES: dict[str, Any] = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}
@@ -204,6 +205,17 @@ FAMILIES = (
         "MiniMaxSparseKVPool",
         on_engines=(CPU_PLAIN_INDEX_KEYS, "", ""),
         stopped=96,
+    ),
+    Family(
+        "full attention and index keys, both packed by SGLang on Blackwell",
+        "MiniMax M3 with experts in NVFP4",
+        {
+            "model_type": "minimax_m3_vl",
+            "text_config": config("minimax_m3", 60, 64, 4, 128, **BLOCKS_CHOSEN),
+            "quantization_config": NVFP4_EXPERTS,
+        },
+        "full, index keys",
+        "MiniMaxM3Nvfp4KVPool",
     ),
     Family(
         "compressed latents",

@@ -31,7 +31,7 @@ sizes of your own, ask [plan](#before-anything-is-started).
 COUNT = """
 Of RECIPES public recipes for prefill and decode apart (InferenceX, snapshot 2026-08-21, vLLM and SGLang),
 **CARRIED** are carried as far as the model's cache decides; none of them was run. They are counted by what stops them
-first, so only in sum: TABLE.
+first, so only in sum: TABLE. All of MiniMax M3's are of vLLM, on Blackwell, and none asks for KV in NVFP4.
 """
 TAIL = """
 **Windows.** vLLM makes the pages of all layers equal, so blocks of windows may be larger than those of full layers,
@@ -76,7 +76,8 @@ when the engine runs: [plan](convertible.md) then reads its pool.
 
 What "fp8" means for sparse attention depends on the backend, and so on the GPU. Without `--attention-backend`
 (`--dsa-prefill-backend`, `--dsa-decode-backend`) plan takes the engine to be on Hopper: rows of `fp8_ds_mla`, and bf16
-by default. On Blackwell name the backends, and ask the pools of engines that run.
+by default. On Blackwell name the backends, and ask the pools of engines that run. A MiniMax M3 with experts in NVFP4 it
+takes to be on Blackwell in SGLang, which packs its KV there, unless it says `--attention-backend fa3`.
 """
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 

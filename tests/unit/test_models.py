@@ -22,6 +22,7 @@ from tests.support.families import (
     INDEX,
     LLAMA,
     MIMO,
+    NVFP4_EXPERTS,
     Family,
     carried_recipes,
     config,
@@ -172,6 +173,29 @@ def test_of_minimax_m3_what_is_not_carried_is_refused_and_what_is_unknown_not_gu
     sides = (pools_of(read(M3), parse(side), "m", "e") for side in ("vllm -tp 2", "sglang --tp 4 --page-size 128"))
     senders, receivers = sides
     assert not [each for ours in senders for theirs in receivers for each in compat.obstacles(ours, theirs)]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "command", "is_refused"),
+    [
+        ({}, "sglang --quantization minimax_m3_nvfp4", True),
+        (NVFP4_EXPERTS, "sglang --page-size 128 --attention-backend trtllm_mha", True),
+        (NVFP4_EXPERTS, "sglang --page-size 128 --attention-backend fa3", False),
+        (NVFP4_EXPERTS | {"moe_quant_format": ""}, "sglang", False),
+        (NVFP4_EXPERTS, "vllm --block-size 128", False),
+    ],
+)
+def test_of_minimax_m3_what_sglang_packs_on_blackwell_is_refused(
+    checkpoint: dict[str, Any], command: str, is_refused: bool
+) -> None:
+    model = read(M3 | {"quantization_config": checkpoint})
+    if not is_refused:
+        assert pools_of(model, parse(command), "m", "e")
+        return
+    with refused(
+        OperatorError, "cache_unsupported", "MiniMaxM3Nvfp4KVPool.+Blackwell; needs .+--attention-backend fa3"
+    ):
+        pools_of(model, parse(command), "m", "e")
 
 
 def test_hybrids_keep_rows_in_their_attention_layers_only() -> None:

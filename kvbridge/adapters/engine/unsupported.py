@@ -33,6 +33,10 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "cross": Unsupported("the KV of an encoder", {}),
     "sink": Unsupported("attention sinks that are kept as KV rows", {}),
     "packed": Unsupported("rows of this dtype or packing", {"vllm": ANOTHER_DTYPE, "sglang": ANOTHER_DTYPE}),
+    "packed checkpoint": Unsupported(
+        "rows that SGLang packs in NVFP4 for such a checkpoint on Blackwell",
+        {"sglang": "a checkpoint whose experts are not in NVFP4, or Hopper (--attention-backend fa3)"},
+    ),
     "beside rows": Unsupported(
         "what it keeps beside rows", {"sglang": "EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM or none"}
     ),

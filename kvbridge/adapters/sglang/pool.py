@@ -51,7 +51,7 @@ POOLS = {
     "MHATokenToKVPoolFP4": "packed",
     "MLATokenToKVPoolFP4": "packed",
     "MHATokenToKVPoolMXFP8": "packed",
-    "MiniMaxM3Nvfp4KVPool": "packed",
+    "MiniMaxM3Nvfp4KVPool": "packed checkpoint",
     "HiSparseDSATokenToKVPool": "host rows",
 }
 HALF = "MHATokenToKVPool"  # what each half of a `SWAKVPool` must be

@@ -135,7 +135,9 @@ SPECS: dict[str, Callable[[int], Specs]] = {
     "latents with drafts on the decode side": lambda tp: latents(62),
     "latents and index keys": lambda tp: indexed(78),
     "latents and index keys that SGLang rotates": lambda tp: indexed(61),
-    "full attention and index keys": minimax,
+    **dict.fromkeys(
+        ("full attention and index keys", "full attention and index keys, both packed by SGLang on Blackwell"), minimax
+    ),
     "compressed latents": lambda tp: each(2, lambda i: COMPRESSED, "FLASHMLA_SPARSE_DSV4"),
     "states and full attention": states,
     "states and latents": lambda tp: beside(latents(7), STATE, "GDN_ATTN"),
