@@ -1,10 +1,12 @@
 """Stand-ins that let SGLang draft (EAGLE) on a CPU: attention for drafts, and what has kernels for GPUs only.
 
-One token is drafted in a step, so a tree of drafts is a chain of two tokens.
+One token is drafted in a step there, so a tree of drafts is a chain of two tokens. On a GPU whose SGLang has come
+without the source of its two kernels for trees, those that SGLang has for other GPUs take their place.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,30 @@ def register() -> None:
         "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_func": _verified_slots,
     }.items():
         HookRegistry.register(path, stand_in, HookType.AROUND)
+
+
+def register_for_gpus() -> None:
+    import sglang
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if (Path(sglang.__file__).parent / "kernels/jit/csrc/speculative").exists():
+        return
+    trees = f"{SPECULATIVE}.eagle_utils"
+    HookRegistry.register(f"{trees}.build_tree_kernel_efficient_func", _build_by_triton, HookType.AROUND)
+    HookRegistry.register(f"{trees}.verify_tree_greedy_func", _verify_by_triton, HookType.AROUND)
+
+
+def _build_by_triton(original: Any, *args: Any) -> None:
+    from sglang.kernels.ops.speculative.spec_tree import sgl_build_tree_kernel_triton
+
+    sgl_build_tree_kernel_triton(*args)
+
+
+def _verify_by_triton(original: Any, *, topk: int, **named: Any) -> Any:
+    from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_triton
+
+    verify_tree_greedy_triton(**named)
+    return named["predicts"], named["accept_index"], named["accept_token_num"]
 
 
 def as_chunk(batch: Any) -> Any:

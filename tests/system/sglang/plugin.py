@@ -54,6 +54,8 @@ def register() -> None:
         HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope", _flat_rope, HookType.AROUND)
         if drafting.VARIABLE in os.environ:
             drafting.register()
+    elif drafting.VARIABLE in os.environ:
+        drafting.register_for_gpus()
     if "KVBRIDGE_TEST_INDEX_KEYS" in os.environ:
         index_without_a_gpu()
     if "KVBRIDGE_TEST_SEED" in os.environ:
