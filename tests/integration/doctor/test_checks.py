@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -268,6 +269,22 @@ def test_what_failed_is_the_exit_code_and_json_names_every_check(tmp_path: Path)
         ("sockets", "failed", "The folder of the unix socket must"[:33]),
     ]
     assert doctor(*only, "--socket", tmp_path / "a.sock").returncode == 0
+
+
+def test_a_terminal_shows_which_check_is_at_work_and_what_is_none_does_not() -> None:
+    only = ("--only", "shm", "--only", "clock")
+    command = [sys.executable, "-m", "kvbridge.cli", "doctor", *only]
+    terminal, end = os.openpty()
+    seen = b""
+    with subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env={**os.environ, "TERM": "xterm"}):
+        os.close(end)
+        with contextlib.suppress(OSError):  # of a terminal nobody has open any more
+            while said := os.read(terminal, 65536):
+                seen += said
+    os.close(terminal)
+    at_work = [seen.index(f"{number} of 2: {title}".encode()) for number, title in ((1, "shared memory"), (2, "clock"))]
+    assert at_work[0] < seen.index(b"shared memory: /dev/shm") < at_work[1]
+    assert " of 2: " not in doctor(*only).stdout
 
 
 def test_what_is_no_check_is_refused_with_the_nearest_name() -> None:
