@@ -150,12 +150,18 @@ def latent_ranks() -> Iterator[Case]:
 
 
 def index_keys() -> Iterator[Case]:
-    """Every page has all keys, then their scales, or there are no scales. Some layers have none."""
+    """Every page has all keys, then their scales, or there are no scales. Some layers have none.
+
+    Latents beside them are converted as any others, index keys stay as they are.
+    """
     scaled = More("index_key", width=128, codec="fp8_row_scale", page_tokens=16, layers=(0, 2))
     plain = replace(scaled, codec="bf16", page_tokens=0)
     for shape in (replace(LATENT_SHAPE, layers=3, more=(scaled,)), replace(GQA, layers=3, more=(plain,))):
         yield from product(shape, "tp_size", (1, 2, 8), block_tokens=48)
         yield from product(replace(shape, tp_size=2), "block_tokens", BLOCKS)
+    beside = replace(LATENT_SHAPE, layers=3, more=(scaled,), scales=SCALES["plane"])
+    for number, (ours, theirs) in enumerate(itertools.product(LATENT, LATENT)):
+        yield case(replace(beside, codec=ours), replace(beside, codec=theirs, tp_size=2, block_tokens=48), number)
 
 
 def latents() -> Iterator[Case]:

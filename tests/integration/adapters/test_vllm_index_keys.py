@@ -50,11 +50,11 @@ def caches(block: int, layers: int = 2, indexed: tuple[int, ...] = (0, 1), pad: 
     return found
 
 
-def pool_of(tensors: dict[str, torch.Tensor], block: int, **more: Any) -> Pool:
-    latent, index = specs(block)
+def pool_of(tensors: dict[str, torch.Tensor], block: int, latent: torch.dtype = torch.bfloat16, **more: Any) -> Pool:
+    beside, index = specs(block, latent)
     return build(
         tensors,
-        specs={name: index if name.endswith("k_cache") else latent for name in tensors},
+        specs={name: index if name.endswith("k_cache") else beside for name in tensors},
         backends={name: "DEEPSEEK_V32_INDEXER" if name.endswith("k_cache") else "FLASHMLA_SPARSE" for name in tensors},
         blocks=BLOCKS,
         total_layers=2,
@@ -87,6 +87,30 @@ def test_a_page_has_all_keys_and_then_their_scales(block: int, pad: int) -> None
     key, scale = planes[0, "index_key"], planes[0, "index_key_scale"]
     assert (key.codec.name, key.codec.row_bytes, key.codec.scale_codec) == ("fp8_row_scale", WIDTH, "pow2_fp32")
     assert (scale.codec.name, scale.codec.row_bytes) == ("pow2_fp32", SCALE)
+
+
+# kv_cache_dtype: what vLLM allocates for a latent, and what its rows are.
+LATENTS = {
+    "auto": (torch.bfloat16, 576, "bf16"),
+    "fp8": (torch.uint8, 576, "fp8_e4m3"),
+    "fp8_ds_mla": (torch.uint8, 656, "fp8_ds_mla"),
+}
+
+
+@pytest.mark.parametrize("ours", LATENTS)
+@pytest.mark.parametrize("theirs", LATENTS)
+def test_latents_beside_them_may_have_any_dtype(ours: str, theirs: str) -> None:
+    pools = []
+    for said in (ours, theirs):
+        dtype, width, codec = LATENTS[said]
+        tensors = caches(64)
+        for layer in range(2):
+            tensors[ATTENTION.format(layer)] = torch.zeros(BLOCKS, 1, 64, width, dtype=dtype)
+        pools.append(pool_of(tensors, 64, latent=dtype, kv_cache_dtype=said))
+        found = {plane.part: plane.codec.name for plane in pools[-1].planes if plane.layer == 0}
+        assert found == {"latent": codec, "index_key": "fp8_row_scale", "index_key_scale": "pow2_fp32"}
+    judged = verdict(*pools)
+    assert isinstance(judged, Same if ours == theirs else Convertible), judged
 
 
 def test_vllms_writer_of_index_keys_is_as_we_read_it() -> None:
