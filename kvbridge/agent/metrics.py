@@ -15,8 +15,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from ..exchange.session import Session
-from ..geometry.compat import conversion
 from ..prompt_share import CAUSES
+from ..geometry.compat import conversion
 from ..transport.door import Holder
 from . import scraping
 from .request_records import RequestRecord, Role
@@ -60,43 +60,45 @@ class Metrics:
         Gauge("kvbridge_build_info", "1", ["version"], registry=registry).labels(version("kvbridge")).set(1)
         self._codes = set(CAUSES)  # codes from peers cannot crowd these out
         self._here: dict[str, Counter] = {}
-        self._chunks = Counter("kvbridge_chunks", "Chunks moved", ["role"], registry=registry)
-        self._bytes = Counter("kvbridge_wire_bytes", "Bytes moved, in the wire's codec", ["role"], registry=registry)
+        self._chunks = Counter("kvbridge_chunks_total", "Chunks moved", ["role"], registry=registry)
+        self._bytes = Counter("kvbridge_wire_bytes_total", "Bytes, in the wire's codec", ["role"], registry=registry)
         text = "The same bytes, by the route they took and by how they were converted"
         labels = ["role", "route", "conversion"]
-        self._routed = Counter("kvbridge_route_bytes", text, labels, registry=registry)
+        self._routed = Counter("kvbridge_route_bytes_total", text, labels, registry=registry)
         text = "Stages of requests that ended: until both sides had met, until bytes could move, until all had"
         self._stage_s = Histogram("kvbridge_stage_seconds", text, ["role", "stage"], buckets=SECONDS, registry=registry)
         # To find a metric by its labels takes longer than to count, so those of each request are remembered.
         self._chunks_of, self._bytes_of = cache(self._chunks.labels), cache(self._bytes.labels)
         self._routed_of, self._stage_of = cache(self._routed.labels), cache(self._stage_s.labels)
         text = "Spans of requests that were sent to otlp_endpoint, or dropped"
-        self._spans = Counter("kvbridge_spans", text, ["outcome"], registry=registry)
+        self._spans = Counter("kvbridge_spans_total", text, ["outcome"], registry=registry)
         text = "Handshakes with other agents: open, or the code of the failure"
-        self._handshakes = Counter("kvbridge_handshakes", text, ["role", "outcome"], registry=registry)
-        self._wants = Counter("kvbridge_wants", "Wants that ended", ["outcome"], registry=registry)
+        self._handshakes = Counter("kvbridge_handshakes_total", text, ["role", "outcome"], registry=registry)
+        self._wants = Counter("kvbridge_wants_total", "Wants that ended", ["outcome"], registry=registry)
         text = "From when a transfer's last rows were computed until they had been carried"
         self._carry_s = Histogram("kvbridge_carry_seconds", text, buckets=SECONDS, registry=registry)
         self._wants_of = cache(self._wants.labels)
         self._want_s = Histogram("kvbridge_want_seconds", "From want to done", buckets=SECONDS, registry=registry)
-        self._offers = Counter("kvbridge_offers_released", "Offers that ended", ["code"], registry=registry)
+        self._offers = Counter("kvbridge_offers_released_total", "Offers that ended", ["code"], registry=registry)
         self._offers_of = cache(self._offers.labels)
-        self._settled = Counter("kvbridge_transfers_settled", "Transfers a receiver confirmed", registry=registry)
-        self._gather_s = Counter("kvbridge_gather_seconds", "Time spent gathering", registry=registry)
-        for what, text in (("prompts", "Prompts"), ("prompt_tokens", "Prompt tokens")):
-            text = f"{text} that could have come by the bridge and that our engine computed"
-            self._here[what] = Counter(f"kvbridge_{what}_computed_here", text, ["reason"], registry=registry)
+        self._settled = Counter("kvbridge_transfers_settled_total", "Transfers a receiver confirmed", registry=registry)
+        self._gather_s = Counter("kvbridge_gather_seconds_total", "Time spent gathering", registry=registry)
+        for what, text, name in (
+            ("prompts", "Prompts", "kvbridge_prompts_computed_here_total"),
+            ("prompt_tokens", "Prompt tokens", "kvbridge_prompt_tokens_computed_here_total"),
+        ):
+            self._here[what] = Counter(name, f"{text} that our engine computed itself", ["reason"], registry=registry)
         text = "Prompt tokens that came by the bridge"
-        self._fetched = Counter("kvbridge_prompt_tokens_fetched", text, registry=registry)
-        self._late = Counter("kvbridge_late_writes", "Writes that landed and did not count", registry=registry)
+        self._fetched = Counter("kvbridge_prompt_tokens_fetched_total", text, registry=registry)
+        self._late = Counter("kvbridge_late_writes_total", "Writes that landed and did not count", registry=registry)
         text = "Read leases whose blocks were kept until they ended, because receivers did not confirm"
-        self._leases_unconfirmed = Counter("kvbridge_leases_unconfirmed", text, registry=registry)
+        self._leases_unconfirmed = Counter("kvbridge_leases_unconfirmed_total", text, registry=registry)
         text = "Pulled chunks of which receiver and sender compared the digest"
-        self._compared = Counter("kvbridge_chunks_compared", text, ["role"], registry=registry)
+        self._compared = Counter("kvbridge_chunks_compared_total", text, ["role"], registry=registry)
         text = "Sampled chunks whose sender did not send its digest in time"
-        self._uncompared = Counter("kvbridge_chunks_uncompared", text, registry=registry)
+        self._uncompared = Counter("kvbridge_chunks_uncompared_total", text, registry=registry)
         text = "Pulled chunks whose digest differed: what was read is not what the sender has"
-        self._differing = Counter("kvbridge_digest_mismatches", text, ["role"], registry=registry)
+        self._differing = Counter("kvbridge_digest_mismatches_total", text, ["role"], registry=registry)
         for counter in (self._chunks, self._bytes, self._compared, self._differing):  # alerts need an earlier value
             for role in ("sender", "receiver"):
                 counter.labels(role)
@@ -106,21 +108,21 @@ class Metrics:
         labels = ["model_key", *Traits.__struct_fields__]
         self._engine = Gauge("kvbridge_engine_info", text, labels, registry=registry)
         what = "Times slots or the fabric were replaced"
-        self._rebuilds = Counter("kvbridge_rebuilds", what, ["replaced"], registry=registry)
+        self._rebuilds = Counter("kvbridge_rebuilds_total", what, ["replaced"], registry=registry)
         for replaced in get_args(Replaced):
             self._rebuilds.labels(replaced)
-        self._rejected = Counter("kvbridge_rejected_messages", "Messages dropped", ["code"], registry=registry)
+        self._rejected = Counter("kvbridge_rejected_messages_total", "Messages dropped", ["code"], registry=registry)
         failpoints = "Armed: this agent was started to fail, for a test"
-        self._failpoints = Counter("kvbridge_failpoints", failpoints, ["armed"], registry=registry)
-        self._refused = Counter("kvbridge_refused", "Engines and peers refused", ["code"], registry=registry)
+        self._failpoints = Counter("kvbridge_failpoints_total", failpoints, ["armed"], registry=registry)
+        self._refused = Counter("kvbridge_refused_total", "Engines and peers refused", ["code"], registry=registry)
 
     def watch(self, gauges: Gauges) -> None:
         """Add the gauges, which are read at scrape time."""
         for name, text, counts in (
-            ("receive_slots", "Slots of the staging that others write to", gauges.receive_slots),
-            ("send_slots", "Slots of the staging that we send from", gauges.send_slots),
+            ("kvbridge_receive_slots", "Slots of the staging that others write to", gauges.receive_slots),
+            ("kvbridge_send_slots", "Slots of the staging that we send from", gauges.send_slots),
         ):
-            slots = Gauge(f"kvbridge_{name}", text, ["state"], registry=self.registry)
+            slots = Gauge(name, text, ["state"], registry=self.registry)
             for state in SlotCounts.__struct_fields__:
                 slots.labels(state).set_function(partial(_count, counts, state))
         text = "Agents that have our engine's memory mapped; overdue: their session or its epoch is over"
@@ -136,14 +138,14 @@ class Metrics:
         for role, count in gauges.moving.items():
             transfers.labels(role).set_function(count)
         for name, text, read in (
-            ("wants_open", "Wants under way", gauges.wants),
-            ("offers_open", "Offers not yet released", gauges.offers),
-            ("offers_unclaimed", "Complete offers that nobody has asked for", gauges.unclaimed),
-            ("engine_attached", "1 while an engine is attached", lambda: int(gauges.is_attached())),
-            ("data_plane_still_seconds", "Since the data thread last made a turn", gauges.still_s),
-            ("rebuild_refused", "1 while slots cannot be replaced", lambda: int(gauges.is_rebuild_refused())),
+            ("kvbridge_wants_open", "Wants under way", gauges.wants),
+            ("kvbridge_offers_open", "Offers not yet released", gauges.offers),
+            ("kvbridge_offers_unclaimed", "Complete offers that nobody has asked for", gauges.unclaimed),
+            ("kvbridge_engine_attached", "1 while an engine is attached", lambda: int(gauges.is_attached())),
+            ("kvbridge_data_plane_still_seconds", "Since the data thread last made a turn", gauges.still_s),
+            ("kvbridge_rebuild_refused", "1 while slots cannot be replaced", lambda: int(gauges.is_rebuild_refused())),
         ):
-            Gauge(f"kvbridge_{name}", text, registry=self.registry).set_function(read)
+            Gauge(name, text, registry=self.registry).set_function(read)
 
     def _watch_sessions(self, gauges: Gauges) -> None:
         sessions = Gauge("kvbridge_sessions", "Sessions with other agents", ["role", "state"], registry=self.registry)

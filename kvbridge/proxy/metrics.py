@@ -13,22 +13,24 @@ SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300
 class ProxyMetrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self.requests = Counter("kvbridge_proxy_requests", "Clients' requests", ["path", "outcome"], registry=registry)
+        self.requests = Counter(
+            "kvbridge_proxy_requests_total", "Clients' requests", ["path", "outcome"], registry=registry
+        )
         self.pairs = Counter(
-            "kvbridge_proxy_pairs", "Prompts sent to a pair of engines", ["prefill", "decode"], registry=registry
+            "kvbridge_proxy_pairs_total", "Prompts sent to a pair of engines", ["prefill", "decode"], registry=registry
         )
         self.failures = Counter(
-            "kvbridge_proxy_engine_failures", "Legs that failed", ["role", "engine", "code"], registry=registry
+            "kvbridge_proxy_engine_failures_total", "Legs that failed", ["role", "engine", "code"], registry=registry
         )
-        self.retries = Counter("kvbridge_proxy_retries", "Prompts sent to another pair", registry=registry)
+        self.retries = Counter("kvbridge_proxy_retries_total", "Prompts sent to another pair", registry=registry)
         self.without_kv = Counter(
-            "kvbridge_proxy_prefills_without_kv",
+            "kvbridge_proxy_prefills_without_kv_total",
             "Prompts that a prefill engine did not offer: the decode engine computes them",
             ["engine"],
             registry=registry,
         )
         self.without_prefill = Counter(
-            "kvbridge_proxy_prompts_without_prefill",
+            "kvbridge_proxy_prompts_without_prefill_total",
             "Prompts that no prefill engine could prefill: a decode engine was asked to compute them",
             ["reason"],
             registry=registry,
@@ -40,22 +42,28 @@ class ProxyMetrics:
         self.connections = Gauge("kvbridge_proxy_connections", "Clients' connections", registry=registry)
         self.most_connections = Gauge("kvbridge_proxy_connections_limit", "As many as there may be", registry=registry)
         self.connections_ended = Counter(
-            "kvbridge_proxy_connections_ended",
+            "kvbridge_proxy_connections_ended_total",
             "Clients' connections that were closed because there were too many",
             ["reason"],
             registry=registry,
         )
         self.held_bytes = Gauge("kvbridge_proxy_held_bytes", "Bytes of bodies and answers in memory", registry=registry)
         self.most_held_bytes = Gauge("kvbridge_proxy_held_bytes_limit", "As many as there may be", registry=registry)
-        self.stalled_s = Counter("kvbridge_proxy_stalled_seconds", "How long the proxy stood still", registry=registry)
+        self.stalled_s = Counter(
+            "kvbridge_proxy_stalled_seconds_total", "How long the proxy stood still", registry=registry
+        )
         ProcessCollector(registry=registry)
         self._engine_codes: set[tuple[str, str, str]] = set()
-        self.prefill_s = self._seconds("prefill", "From the request to the prefill engine's answer")
-        self.first_s = self._seconds("first_answer", "From the request to the first part of the decode engine's answer")
-        self.request_s = self._seconds("request", "From the request to the end of its answer")
+        self.prefill_s = self._seconds(
+            "kvbridge_proxy_prefill_seconds", "From the request to the prefill engine's answer"
+        )
+        self.first_s = self._seconds(
+            "kvbridge_proxy_first_answer_seconds", "From the request to the first part of the decode engine's answer"
+        )
+        self.request_s = self._seconds("kvbridge_proxy_request_seconds", "From the request to the end of its answer")
 
     def _seconds(self, name: str, text: str) -> Histogram:
-        return Histogram(f"kvbridge_proxy_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
+        return Histogram(name, text, buckets=SECONDS, registry=self.registry)
 
     def failed(self, role: str, engine: str, code: str) -> None:
         self._engine_codes.add((role, engine, code))

@@ -53,16 +53,18 @@ def of_process() -> dict[str, frozenset[str]]:
     return {sample.name: frozenset() for family in families for sample in family.samples}
 
 
+def served_by_proxy() -> dict[str, tuple[str, ...]]:
+    """As `served`, of a proxy."""
+    return {
+        name: tuple(getattr(collector, "_labelnames", ()))
+        for collector, names in ProxyMetrics().registry._collector_to_names.items()
+        for name in _kept(list(names))
+    }
+
+
 def of_proxy() -> dict[str, frozenset[str]]:
     """As `series`, of a proxy."""
-    return _samples(
-        {
-            name: tuple(getattr(collector, "_labelnames", ()))
-            for collector, names in ProxyMetrics().registry._collector_to_names.items()
-            for name in _kept(list(names))
-        },
-        ProxyMetrics().registry,
-    )
+    return _samples(served_by_proxy(), ProxyMetrics().registry)
 
 
 def series() -> dict[str, frozenset[str]]:

@@ -7,6 +7,7 @@ import re
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvbridge.agent.request_records import CarryTimes, RequestRecord, RequestRec
 from tests.integration.agent.pairs import Benches
 from tests.integration.agent.test_journal import TABLE, TOKENS, WANTED
 from tests.support.oracle import Shape
-from tests.support.served_metrics import served
+from tests.support.served_metrics import served, served_by_proxy
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -36,6 +37,12 @@ def described() -> dict[str, str]:
 
 def test_the_page_has_every_metric_with_its_labels() -> None:
     assert described() == {name: ", ".join(labels) for name, labels in served().items()}
+
+
+@pytest.mark.parametrize(("names", "module"), [(served(), "agent/metrics.py"), (served_by_proxy(), "proxy/metrics.py")])
+def test_each_metric_is_found_in_the_code_by_its_whole_name(names: Iterable[str], module: str) -> None:
+    code = (ROOT / "kvbridge" / module).read_text()
+    assert [name for name in names if f'"{name}"' not in code] == []
 
 
 def test_each_metric_has_a_help_of_its_own() -> None:
