@@ -79,7 +79,7 @@ class UpgradeFleet:
         self.proxy = ServerProcess(self._folder, "proxy", [*command, "--listen", f"127.0.0.1:{port}"], port)
         self._stack.callback(self.proxy.kill)
         self.proxy.wait_well(STEP_S)
-        wait("the proxy to take all engines", lambda: all(map(self._is_well, self.members)))
+        wait("the proxy to take all engines", lambda: all(map(self._is_healthy, self.members)))
 
     def upgrade_agent(self, member: UpgradeMember) -> tuple[float, float]:
         """Returns the seconds until the agent had drained, and from then until the engine attached to the new one."""
@@ -98,7 +98,7 @@ class UpgradeFleet:
         began = time.monotonic()
         self._list([each for each in self.members if each is not member])
         self.proxy.process.send_signal(signal.SIGHUP)
-        wait(f"{member.name} to finish", lambda: not self._is_well(member) and not self._outstanding(member))
+        wait(f"{member.name} to finish", lambda: not self._is_healthy(member) and not self._outstanding(member))
         finished = time.monotonic()
         end(member.engine.process)
         member.engine.kill()  # processes that it may have left behind
@@ -107,7 +107,7 @@ class UpgradeFleet:
         wait(f"{member.name} to attach", lambda: member.agent.status().engine is not None)
         self._list(self.members)
         self.proxy.process.send_signal(signal.SIGHUP)
-        wait(f"the proxy to take {member.name}", lambda: self._is_well(member))
+        wait(f"the proxy to take {member.name}", lambda: self._is_healthy(member))
         return finished - began, time.monotonic() - finished
 
     def fetched(self) -> float:
@@ -141,8 +141,8 @@ class UpgradeFleet:
     def _list(self, members: Sequence[UpgradeMember]) -> None:
         self._listed.write_text("".join(f"{member.line}\n" for member in members))
 
-    def _is_well(self, member: UpgradeMember) -> bool:
-        return self._gauge("well", member) == 1
+    def _is_healthy(self, member: UpgradeMember) -> bool:
+        return self._gauge("healthy", member) == 1
 
     def _outstanding(self, member: UpgradeMember) -> float:
         return self._gauge("outstanding", member)

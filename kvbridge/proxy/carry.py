@@ -136,9 +136,9 @@ class Carrier:
 
     def can_serve(self) -> bool:
         """Whether a request could be carried now."""
-        can_prefill = bool(self._fleet.well(Role.PREFILL)) or self._has_fallback
-        kinds = KINDS if self._fleet.well(Role.PREFILL) else (Kind.VLLM,)
-        return can_prefill and bool(self._fleet.well(Role.DECODE, kinds=kinds))
+        can_prefill = bool(self._fleet.healthy(Role.PREFILL)) or self._has_fallback
+        kinds = KINDS if self._fleet.healthy(Role.PREFILL) else (Kind.VLLM,)
+        return can_prefill and bool(self._fleet.healthy(Role.DECODE, kinds=kinds))
 
     @asynccontextmanager
     async def carried(self, ask: PromptAsk, call: Call) -> AsyncIterator[Opened]:
@@ -175,7 +175,7 @@ class Carrier:
                 if not failure.is_retryable:
                     raise
                 error, role = failure, failure.engine.role
-                is_other = attempt < ATTEMPTS and bool(self._fleet.well(role, failed))
+                is_other = attempt < ATTEMPTS and bool(self._fleet.healthy(role, failed))
             if is_other:
                 self._metrics.retries.inc()
             elif role is Role.PREFILL and self._has_fallback and self._computes(failed):
@@ -187,8 +187,8 @@ class Carrier:
                 raise error
 
     def _computes(self, failed: list[Backend]) -> bool:
-        """Whether a decode engine is well that can compute prompts."""
-        return bool(self._fleet.well(Role.DECODE, failed, (Kind.VLLM,)))
+        """Whether a decode engine is healthy that can compute prompts."""
+        return bool(self._fleet.healthy(Role.DECODE, failed, (Kind.VLLM,)))
 
     async def _attempt(self, outer: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend]) -> Opened:
         """Try one pair, under a new room. On success `outer` takes what is held; on failure it is released."""

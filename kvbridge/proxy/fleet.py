@@ -76,7 +76,7 @@ class Backend:
     kind: Kind
     url: str
     bootstrap_port: int = BOOTSTRAP_PORT
-    is_well: bool = False
+    is_healthy: bool = False
     is_checked: bool = False  # whether anything is known of its health yet
     is_slow: bool = False  # its last health check took too long: others of its side come first
     outstanding: int = 0
@@ -180,11 +180,11 @@ class Fleet:
         for gone in set(self._all()).difference(kept):
             self._watches.pop(gone).cancel()
             self._set_well(gone, False, "it is not on the list any more")
-            self._metrics.well.remove(gone.role, gone.name)  # nobody is to be alarmed by it
+            self._metrics.healthy.remove(gone.role, gone.name)  # nobody is to be alarmed by it
             self._leaving[gone] = asyncio.create_task(self._forget(gone))
         for each in kept:
             if each not in self._watches:
-                self._metrics.well.labels(each.role, each.name).set(0)
+                self._metrics.healthy.labels(each.role, each.name).set(0)
                 self._metrics.outstanding.labels(each.role, each.name)
                 self._watches[each] = asyncio.create_task(self._watch(each))
         self._engines = {role: [each for each in kept if each.role is role] for role in Role}
@@ -215,10 +215,10 @@ class Fleet:
     def _all(self) -> list[Backend]:
         return [each for engines in self._engines.values() for each in engines]
 
-    def well(
+    def healthy(
         self, role: Role, without: Collection[Backend] = (), kinds: Collection[Kind] = tuple(Kind)
     ) -> list[Backend]:
-        return [each for each in self._engines[role] if each.is_well and each not in without and each.kind in kinds]
+        return [each for each in self._engines[role] if each.is_healthy and each not in without and each.kind in kinds]
 
     async def wait_checked(self, role: Role, kinds: Collection[Kind] = tuple(Kind)) -> None:
         """Wait until an engine of this side is healthy, or each has had its first health check: 2 * `health_s` at most.
@@ -227,7 +227,7 @@ class Fleet:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(2 * self._waits.health_s):
-                while not self.well(role, kinds=kinds) and any(
+                while not self.healthy(role, kinds=kinds) and any(
                     each.kind in kinds and not each.is_checked for each in self._engines[role]
                 ):
                     await self._first_check.wait()
@@ -237,7 +237,7 @@ class Fleet:
         self, role: Role, without: Collection[Backend] = (), kinds: Collection[Kind] = tuple(Kind)
     ) -> Iterator[Backend]:
         """The healthy engine with the fewest legs under way; among equals the one lent longest ago. Raises NoEngine."""
-        able = self.well(role, without, kinds)
+        able = self.healthy(role, without, kinds)
         if not able:
             raise NoEngine(role, [each for each in self._engines[role] if each.kind in kinds], kinds)
         engine = min(able, key=lambda each: (each.is_slow, each.outstanding, each.turn))
@@ -274,7 +274,7 @@ class Fleet:
                     continue  # it may have answered, and we did not look
                 slow, engine.is_slow = slow + 1, True
                 why = f"/health did not answer within {self._waits.health_s:g} s, {slow} times"
-                if slow < SLOW_CHECKS and engine.is_well:
+                if slow < SLOW_CHECKS and engine.is_healthy:
                     log.info("%s engine %s is slow: %s", engine.role, engine.name, why)
                     why = ""
             self._set_well(engine, not why, why)
@@ -284,7 +284,7 @@ class Fleet:
             await asyncio.sleep(self._waits.health_every_s)
 
     async def _health_problem(self, engine: Backend) -> str:
-        """Why an engine gets no requests; empty if it is well. Raises TimeoutError."""
+        """Why an engine gets no requests; empty if it is healthy. Raises TimeoutError."""
         try:
             async with asyncio.timeout(self._waits.health_s):
                 async with self._http.get(f"{engine.url}/health", allow_redirects=False) as answer:
@@ -294,18 +294,18 @@ class Fleet:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"/health: {type(error).__name__}: {error}"
 
-    def _set_well(self, engine: Backend, is_well: bool, why: str) -> None:
+    def _set_well(self, engine: Backend, is_healthy: bool, why: str) -> None:
         if engine in self._watches:
-            self._metrics.well.labels(engine.role, engine.name).set(is_well)
-        if is_well != engine.is_well:
+            self._metrics.healthy.labels(engine.role, engine.name).set(is_healthy)
+        if is_healthy != engine.is_healthy:
             log.log(
-                logging.INFO if is_well else logging.WARNING,
+                logging.INFO if is_healthy else logging.WARNING,
                 "%s engine %s %s",
                 engine.role,
                 engine.name,
-                "is well" if is_well else f"gets no requests: {why}",
+                "is healthy" if is_healthy else f"gets no requests: {why}",
             )
-        engine.is_well = is_well
+        engine.is_healthy = is_healthy
 
     async def agent_of(self, engine: Backend, room: int) -> AgentPlace:
         """The agent that offers what this SGLang prefill server computes under `room`. Raises LegFailed, Busy."""
@@ -347,7 +347,7 @@ class NoEngine(KVBridgeError):
     def __init__(self, role: Role, engines: Sequence[Backend], kinds: Collection[Kind]) -> None:
         which = "" if len(kinds) == len(Kind) else f" of {' or '.join(kinds)}"
         named = ", ".join(each.name for each in engines) or "there is none"
-        super().__init__("no_engine", f"no {role} engine{which} is well: {named}")
+        super().__init__("no_engine", f"no {role} engine{which} is healthy: {named}")
         self.role = role
 
 

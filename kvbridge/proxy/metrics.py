@@ -35,7 +35,9 @@ class ProxyMetrics:
             ["reason"],
             registry=registry,
         )
-        self.well = Gauge("kvbridge_proxy_engine_well", "Passes health checks", ["role", "engine"], registry=registry)
+        self.healthy = Gauge(
+            "kvbridge_proxy_engine_healthy", "Passes health checks", ["role", "engine"], registry=registry
+        )
         self.outstanding = Gauge(
             "kvbridge_proxy_engine_outstanding", "Legs under way", ["role", "engine"], registry=registry
         )

@@ -211,8 +211,8 @@ class Proxy:
         return app
 
     async def _health(self, _: web.Request) -> web.Response:
-        well = {role.value: [each.name for each in self._fleet.well(role)] for role in Role}
-        return web.json_response({"well": well}, status=200 if self._carrier.can_serve() else 503)
+        healthy = {role.value: [each.name for each in self._fleet.healthy(role)] for role in Role}
+        return web.json_response({"healthy": healthy}, status=200 if self._carrier.can_serve() else 503)
 
     async def _page(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})

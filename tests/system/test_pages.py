@@ -127,6 +127,6 @@ def test_the_proxy_serves_with_the_engines_that_are_shown(tmp_path: Path) -> Non
     assert install.startswith("pip install '.[proxy]'")
     asks = "until curl -so health 127.0.0.1:8080/health; do sleep 0.2; done; cat health\n"
     script = f"{IN_PATH}{command.rstrip()} 2>proxy.log &\n{asks}kill %1 && wait\n"
-    assert told(script, tmp_path, {}, RUN_S) == '{"well": {"prefill": [], "decode": []}}'
+    assert told(script, tmp_path, {}, RUN_S) == '{"healthy": {"prefill": [], "decode": []}}'
     (serving,) = re.findall(r"serving: .*", (tmp_path / "proxy.log").read_text())
     assert set(re.findall(r"http://10\S+?(?=,|$| )", command)) <= set(re.findall(r"http://10[^\s,]+", serving))

@@ -56,13 +56,13 @@ def upgrading(place: str, decode: str, file: Path, proxy: int) -> subprocess.Pop
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
 
 
-def is_well(place: str) -> bool:
+def is_healthy(place: str) -> bool:
     return subprocess.run(["curl", "-sfo", "/dev/null", f"{place}/health"]).returncode == 0
 
 
 def test_an_engine_that_was_never_asked_or_is_not_known_is_drained_at_once(listed: tuple[str, str, Path, int]) -> None:
     place, decode, file, proxy = listed
-    wait_for(lambda: is_well(place), START_S)
+    wait_for(lambda: is_healthy(place), START_S)
     for each in (decode, "127.0.0.1:1"):
         out, _ = upgrading(place, each, file, proxy).communicate(timeout=30)
         assert out == "restart my-vllm\n"
@@ -71,7 +71,7 @@ def test_an_engine_that_was_never_asked_or_is_not_known_is_drained_at_once(liste
 
 def test_an_engine_at_work_is_waited_for(listed: tuple[str, str, Path, int]) -> None:
     place = listed[0]
-    wait_for(lambda: is_well(place), START_S)
+    wait_for(lambda: is_healthy(place), START_S)
     codes: list[int] = []
     asking = Thread(target=lambda: codes.append(complete(place, "slow")))
     asking.start()

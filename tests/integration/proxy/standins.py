@@ -37,7 +37,7 @@ class StandIn:
     url: str = ""
     got: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     act: Callable[[web.Request, dict[str, Any]], Any] | None = None
-    is_well: bool = True
+    is_healthy: bool = True
     hangs_until: asyncio.Event | None = None  # at its health check
     looks_up: Callable[[], Any] | None = None  # awaited before its bootstrap server answers
     checks: int = 0  # of its health
@@ -112,7 +112,7 @@ class StandIn:
         self.checks += 1
         if self.hangs_until is not None:
             await self.hangs_until.wait()
-        return web.Response(status=200 if self.is_well else 503)
+        return web.Response(status=200 if self.is_healthy else 503)
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self.kind}]})
@@ -264,7 +264,7 @@ async def world(prefill: str, decode: str, waits: Waits = WAITS, **more: Any) ->
             aiohttp.ClientSession() as found.http,
         ):
             found.url = f"http://{place}"
-            await found.until(lambda: all(each.is_well for each in named))
+            await found.until(lambda: all(each.is_healthy for each in named))
             yield found
             await found.until(lambda: not any(each.outstanding for each in named))
     finally:

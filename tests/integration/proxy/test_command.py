@@ -37,7 +37,7 @@ async def test_serves_until_it_is_told_to_stop_and_reads_its_engines_again_when_
                     process.send_signal(signal.SIGHUP)
                     while said not in (line := await process.stderr.readline()):
                         assert line
-                while b"is well" not in (line := await process.stderr.readline()) or b"decode" not in line:
+                while b"is healthy" not in (line := await process.stderr.readline()) or b"decode" not in line:
                     assert line
             assert (await w.ask("/v1/completions", {"prompt": "a", "max_tokens": 3}))[0] == 200
             first, second = w.all("decode")

@@ -102,7 +102,7 @@ async def running(*flags: str, descriptors: int = 0) -> AsyncIterator[Running]:
         w = Running(process, http)
         reading = asyncio.create_task(w.read())
         try:
-            await w.until("is well", 2)
+            await w.until("is healthy", 2)
             yield w
         finally:
             with suppress(ProcessLookupError):

@@ -385,15 +385,15 @@ async def test_a_client_that_leaves_during_prefill_ends_it() -> None:
 async def test_an_engine_that_is_not_well_gets_nothing_until_it_is(hangs: bool) -> None:
     async with world("vllm,vllm", "vllm", replace(WAITS, health_s=0.1)) as w:
         sick, well = w.all("prefill")
-        sick.is_well, sick.hangs_until = hangs, asyncio.Event() if hangs else None
-        gauge = f'kvbridge_proxy_engine_well{{engine="{named(sick)}",role="prefill"}} 0.0'
+        sick.is_healthy, sick.hangs_until = hangs, asyncio.Event() if hangs else None
+        gauge = f'kvbridge_proxy_engine_healthy{{engine="{named(sick)}",role="prefill"}} 0.0'
         async with asyncio.timeout(10):
             while gauge not in await w.metrics():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         for _ in range(4):
             assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
         assert (len(sick.got), len(well.got)) == (0, 4)
-        sick.is_well, sick.hangs_until = True, None
+        sick.is_healthy, sick.hangs_until = True, None
         await asyncio.sleep(0.4)
         for _ in range(4):
             await w.ask("/v1/completions", COMPLETION)
@@ -404,13 +404,13 @@ async def test_without_a_well_engine_requests_are_refused_and_health_says_so() -
     async with world("vllm", "vllm") as w:
         async with w.http.get(w.url + "/health") as answer:
             assert answer.status == 200
-        w.decode.is_well = False
+        w.decode.is_healthy = False
         await asyncio.sleep(0.3)
         async with w.http.get(w.url + "/health") as answer:
             assert answer.status == 503
         status, answer = await w.ask("/v1/completions", COMPLETION)
         assert (status, answer["error"]["code"]) == (503, "no_engine") and not w.prefill.got
-        w.decode.is_well = True
+        w.decode.is_healthy = True
 
 
 async def test_least_outstanding_comes_first() -> None:
@@ -532,8 +532,8 @@ async def test_an_engine_off_the_list_gets_nothing_new_and_finishes_what_it_has(
         goes_on = asyncio.Event()
         leaving, staying = w.all("decode")
         leaving.act = staying.act = lambda request, body: _until(goes_on)
-        (prefill,) = w.fleet.well(Role.PREFILL)
-        before = {each.url: each for each in w.fleet.well(Role.DECODE)}
+        (prefill,) = w.fleet.healthy(Role.PREFILL)
+        before = {each.url: each for each in w.fleet.healthy(Role.DECODE)}
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(w.ask("/v1/completions", COMPLETION)) for _ in range(2)]
             await asyncio.wait_for(leaving.busy.wait(), 3)
@@ -547,7 +547,7 @@ async def test_an_engine_off_the_list_gets_nothing_new_and_finishes_what_it_has(
         assert (len(leaving.got), len(staying.got)) == (1, 2)
         again = read_engine(Role.DECODE, f"vllm={leaving.url}")
         w.fleet.replace([prefill, again])
-        await w.until(lambda: again.is_well)
+        await w.until(lambda: again.is_healthy)
         assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
         assert (len(leaving.got), len(staying.got)) == (2, 2)
 
@@ -663,9 +663,9 @@ async def test_a_split_bodys_usage_is_added_up_with_its_details() -> None:
 @pytest.mark.parametrize("prefill", KINDS)
 async def test_with_prefill_down_vllm_decodes_alone(prefill: str, is_stream: bool, path: str) -> None:
     async with world(prefill, "sglang,vllm") as w:
-        w.prefill.is_well = False
-        (engine,) = w.fleet.well(Role.PREFILL)
-        await w.until(lambda: not engine.is_well)
+        w.prefill.is_healthy = False
+        (engine,) = w.fleet.healthy(Role.PREFILL)
+        await w.until(lambda: not engine.is_healthy)
         async with w.http.get(w.url + "/health") as answer:
             assert answer.status == 200
         status, answer = await w.ask(path, BODIES[path] | {"stream": is_stream})
@@ -696,7 +696,7 @@ async def test_what_vllm_computes_whole_is_not_prefilled(prefill: str, path: str
 
 def anew(w: World) -> dict[Role, Backend]:
     """The engine of each side, as when the proxy starts: nothing is known of its health."""
-    engines = [replace(each, is_well=False, is_checked=False) for role in Role for each in w.fleet.well(role)]
+    engines = [replace(each, is_healthy=False, is_checked=False) for role in Role for each in w.fleet.healthy(role)]
     w.fleet.replace([])
     w.fleet.replace(engines)
     return {each.role: each for each in engines}
@@ -711,7 +711,7 @@ async def test_an_engine_is_waited_for_until_its_first_check(late: Role, other: 
         engine.hangs_until = asyncio.Event()
         engines = anew(w)
         asking = asyncio.create_task(w.ask("/v1/completions", COMPLETION))
-        await w.until(lambda: engines[other].is_well)
+        await w.until(lambda: engines[other].is_healthy)
         await asyncio.sleep(0.2)
         assert not asking.done()
         engine.hangs_until.set()
@@ -743,9 +743,9 @@ async def test_a_prompt_whose_prefill_failed_everywhere_is_computed_by_vllm(pref
 @pytest.mark.parametrize(("decode", "has_fallback"), [("vllm", False), ("sglang", True)])
 async def test_without_the_option_or_vllm_nobody_computes_it(decode: str, has_fallback: bool) -> None:
     async with world("vllm", decode, has_fallback=has_fallback) as w:
-        (engine,) = w.fleet.well(Role.PREFILL)
-        w.prefill.is_well = False
-        await w.until(lambda: not engine.is_well)
+        (engine,) = w.fleet.healthy(Role.PREFILL)
+        w.prefill.is_healthy = False
+        await w.until(lambda: not engine.is_healthy)
         status, answer = await w.ask("/v1/completions", COMPLETION)
         assert (status, answer["error"]["code"]) == (503, "no_engine") and not w.decode.got
         async with w.http.get(w.url + "/health") as reply:
@@ -763,12 +763,12 @@ async def test_what_the_proxy_answers_503_and_whom_it_kept_waiting_is_in_the_log
         asking.cancel()
         await w.until(lambda: "client_left: " in caplog.text)
         assert f"waited for decode engine {named(w.decode)}, X-Request-Id r1" in caplog.text
-        w.prefill.is_well = False
-        (engine,) = w.fleet.well(Role.PREFILL)
-        await w.until(lambda: not engine.is_well)
+        w.prefill.is_healthy = False
+        (engine,) = w.fleet.healthy(Role.PREFILL)
+        await w.until(lambda: not engine.is_healthy)
         for _ in range(20):
             assert (await w.ask("/v1/completions", COMPLETION))[0] == 503
-        assert 1 <= sum("answered 503: no prefill engine is well" in line for line in caplog.messages) < 10
+        assert 1 <= sum("answered 503: no prefill engine is healthy" in line for line in caplog.messages) < 10
 
 
 async def test_an_engine_that_is_gone_leaves_the_metrics() -> None:
@@ -779,11 +779,11 @@ async def test_an_engine_that_is_gone_leaves_the_metrics() -> None:
         for _ in range(2):
             await w.ask("/v1/completions", COMPLETION)
         assert f'engine="{named(leaving)}",role="decode"' in await w.metrics()
-        (prefill,) = w.fleet.well(Role.PREFILL)
-        (gone,) = (each for each in w.fleet.well(Role.DECODE) if each.url == leaving.url)
-        w.fleet.replace([prefill, *(each for each in w.fleet.well(Role.DECODE) if each.url == staying.url)])
+        (prefill,) = w.fleet.healthy(Role.PREFILL)
+        (gone,) = (each for each in w.fleet.healthy(Role.DECODE) if each.url == leaving.url)
+        w.fleet.replace([prefill, *(each for each in w.fleet.healthy(Role.DECODE) if each.url == staying.url)])
         w.fleet.failed(LegFailed(gone, "unreachable", "a request under way failed"))
-        assert f'engine_well{{engine="{named(leaving)}"' not in await w.metrics(), "an alert would fire"
+        assert f'engine_healthy{{engine="{named(leaving)}"' not in await w.metrics(), "an alert would fire"
         async with asyncio.timeout(10):
             while named(leaving) in await w.metrics():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -793,19 +793,19 @@ async def test_an_engine_that_is_gone_leaves_the_metrics() -> None:
 async def test_one_slow_check_does_not_drop_the_only_engine_and_three_do(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with world("vllm", "vllm", replace(WAITS, health_s=0.2), has_fallback=False) as w:
-        (engine,) = w.fleet.well(Role.PREFILL)
+        (engine,) = w.fleet.healthy(Role.PREFILL)
         w.prefill.hangs_until = asyncio.Event()
         await w.until(lambda: engine.is_slow)
         assert (await w.ask("/v1/completions", COMPLETION))[0] == 200
         w.prefill.hangs_until.set()
         await w.until(lambda: not engine.is_slow)
-        assert engine.is_well and "gets no requests" not in caplog.text
+        assert engine.is_healthy and "gets no requests" not in caplog.text
         w.prefill.hangs_until = asyncio.Event()
-        await w.until(lambda: not engine.is_well, 10)
+        await w.until(lambda: not engine.is_healthy, 10)
         assert "did not answer within 0.2 s, 3 times" in caplog.text
         w.prefill.hangs_until.set()
         w.prefill.hangs_until = None
-        await w.until(lambda: engine.is_well, 10)
+        await w.until(lambda: engine.is_healthy, 10)
 
 
 async def test_a_stall_of_the_proxy_is_no_engines_fault(caplog: pytest.LogCaptureFixture) -> None:
@@ -956,8 +956,8 @@ async def test_the_prompts_logprobs_come_from_sglangs_prefill_server(is_stream: 
 async def test_a_decode_engine_that_is_gone_is_left_out_where_vllm_computes_alone_too() -> None:
     async with world("vllm", "vllm,vllm", replace(WAITS, health_every_s=30)) as w:
         gone, there = w.all("decode")
-        (prefill,) = w.fleet.well(Role.PREFILL)
-        prefill.is_well = False  # its next health check is in half a minute
+        (prefill,) = w.fleet.healthy(Role.PREFILL)
+        prefill.is_healthy = False  # its next health check is in half a minute
         await gone.stop()
         for _ in range(3):
             status, answer = await w.ask("/v1/completions", COMPLETION)
