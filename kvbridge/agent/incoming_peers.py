@@ -135,7 +135,7 @@ class IncomingPeers:
             self._dismiss(incarnation, reason)
 
     async def _greet(self, link: Link, sender: str) -> None:
-        """Answer an incarnation's Hellos one at a time: two must not undo each other's connection."""
+        """Answer one Hello of an incarnation at a time: two at once would each replace the other's connection."""
         async with self._of_incarnation.setdefault(sender, asyncio.Lock()):
             try:
                 while (greeting := self._greeted_by[link]) is not None:
@@ -285,7 +285,7 @@ class IncomingPeers:
     def _end(self, incarnation: str, reason: str, is_lost: bool = False) -> None:
         if (accepted := self.sessions.pop(incarnation, None)) is None:
             return
-        log.info("session over: receiver=%s incarnation=%s %s", accepted.session.peer.name, incarnation, reason)
+        log.info("session closed: receiver=%s incarnation=%s %s", accepted.session.peer.name, incarnation, reason)
         self._sender.lost(incarnation)
         self._data_plane.disconnect(incarnation, accepted.connected.serial, is_lost)
         self._doors.revoke(accepted.session)

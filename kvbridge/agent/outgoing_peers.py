@@ -335,7 +335,7 @@ class OutgoingPeers:
             dialled.link.close()
         if dialled.session is None:
             self._metrics.greeted("receiver", code)
-        log.info("session over: peer=%s code=%s %s", address, code, reason)
+        log.info("session closed: peer=%s code=%s %s", address, code, reason)
         names = self._names(address)
         for name in names:
             self._aliases.pop(name, None)

@@ -73,8 +73,9 @@ class Plane(Struct, frozen=True, kw_only=True):
     """One (layer, part) of a pool: a strided field of rows, block x token x head x element.
 
     The byte of (block b, token t, head h, element e) is at
-    `offset + b*block_stride + at(token_axis, t) + h*head_stride + at(element_axis, e)` of the region, where an
-    axis is a mixed-radix number, outermost step first. Most axes have one step, those of tiled caches two.
+    `offset + b*block_stride + at(token_axis, t) + h*head_stride + at(element_axis, e)` of the region.
+    `at(axis, i)` splits i into digits by the steps' counts, the first step the most significant, and sums digit x
+    stride. Most axes have one step, those of tiled caches two.
     The token axis counts to the group's `block_tokens`, the element axis to `row_bytes / element_bytes`.
 
     Each part has its own heads, width and codec. The rank holds heads [first_head, first_head + heads) of

@@ -86,7 +86,7 @@ def test_a_receiver_that_can_only_be_written_to_makes_slots_and_its_other_sessio
     assert is_carried(three, "c", "read") and is_carried(three, "d", "private")
     assert (
         three["receiver"].agent.text().count("session open") == 2
-        and "session over" not in three["receiver"].agent.text()
+        and "session closed" not in three["receiver"].agent.text()
     )
     assert slots_of(three["read"].agent) == (NONE, NONE)
     for name in ("read", "receiver", "private"):  # the data thread, and none of those that its fabric has started
