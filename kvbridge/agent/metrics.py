@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from ..exchange.session import Session
-from ..prompt_share import CAUSES
+from ..fetch_outcomes import CAUSES
 from ..geometry.compat import conversion
 from ..transport.door import Holder
 from . import scraping

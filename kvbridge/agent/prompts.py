@@ -9,7 +9,7 @@ import logging
 
 from kvbridge_proto.engine import Computed, Done, Offer, Released, ToEngine
 
-from ..prompt_share import EVERY_S, PromptShare, Reminder
+from ..fetch_outcomes import EVERY_S, FetchOutcomes, Reminder
 from .metrics import Metrics
 
 log = logging.getLogger("kvbridge.prompts")
@@ -24,7 +24,7 @@ class Prompts:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._share = PromptShare()
+        self._share = FetchOutcomes()
         self._unfetched = 0
         self._fetched_at = float("-inf")
         self._last = ""

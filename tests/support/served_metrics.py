@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from kvbridge.agent.daemon import STATES
 from kvbridge.agent.metrics import Gauges, Metrics, Replaced
 from kvbridge.agent.request_records import Role, Stage
+from kvbridge.fetch_outcomes import CAUSES
 from kvbridge.geometry.compat import Conversion
-from kvbridge.prompt_share import CAUSES
 from kvbridge.proxy.fleet import Role as OfEngine
 from kvbridge.proxy.metrics import ProxyMetrics
 from tests.unit.proto.codes import NO_CODES, used

@@ -85,7 +85,7 @@ PAUSES = {
     "kvbridge/adapters/sglang/manager.py": {"TURN_S", "REST_S"},
     "kvbridge/adapters/vllm/scheduler.py": {"REST_S", "LONG_REST_S", "WARN_S"},
     "kvbridge/dataplane/data_plane.py": {"NAP_S", "SHORT_S", "LONGEST_S", "LINGER_NAP_S", "LINGER_ON_GPU_S", "SEND_S"},
-    "kvbridge/prompt_share.py": {"SOON_S", "EVERY_S"},
+    "kvbridge/fetch_outcomes.py": {"SOON_S", "EVERY_S"},
     "kvbridge/proxy/sparing.py": {"EVERY_S"},
     "kvbridge/agent/scraping.py": {"POLL_S"},
     "kvbridge/failpoints.py": {"LONGEST_S"},

@@ -34,8 +34,8 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from ...errors import EngineError
+from ...fetch_outcomes import FetchOutcomes
 from ...oneline import OneLine, shown
-from ...prompt_share import PromptShare
 from ..engine.numbers import numbers
 from ..engine.prompts import call, is_in, rendezvous
 from ..engine.traces import traceparent
@@ -189,7 +189,7 @@ class SchedulerSide:
         self._sending: dict[str, PromptOffered] = {}
         self._receiving: dict[str, PromptWanted] = {}
         self._unfetched: dict[str, Unfetched] = {}
-        self._share = PromptShare(knows_fetched=False)
+        self._share = FetchOutcomes(knows_fetched=False)
         self._awaited: dict[str, int] = {}  # by request id: the number of its want
         self._fetching: dict[str, Request] = {}  # by rendezvous id: a request that waits for rows offered before
         self._block_tokens = max(group.block_tokens for group in self._tables.groups)

@@ -63,7 +63,7 @@ class Reminder:
         return True
 
 
-class PromptShare:
+class FetchOutcomes:
     """The counts of one engine in the last minute or two.
 
     `knows_fetched` says whether the caller counts what came; otherwise only what was asked for.

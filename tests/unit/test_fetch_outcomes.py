@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from kvbridge.exchange.answers import ANSWERS
-from kvbridge.prompt_share import CAUSES, EVERY_S, SOON_S, PromptShare
+from kvbridge.fetch_outcomes import CAUSES, EVERY_S, SOON_S, FetchOutcomes
 
 
 def test_nothing_is_said_while_all_is_fetched() -> None:
-    share = PromptShare()
+    share = FetchOutcomes()
     share.fetch(100, 0.0)
     share.offer(0.0)
     assert [share.due(now) for now in (0.0, SOON_S, EVERY_S, 10 * EVERY_S)] == [""] * 4
 
 
 def test_the_first_word_comes_soon_and_the_next_a_minute_later() -> None:
-    share, heard = PromptShare(), {}
+    share, heard = FetchOutcomes(), {}
     for second in range(200):
         share.compute("untagged", 10, float(second))
         if said := share.due(float(second)):
@@ -23,7 +23,7 @@ def test_the_first_word_comes_soon_and_the_next_a_minute_later() -> None:
 
 
 def test_it_names_how_many_why_and_which_share_came() -> None:
-    share = PromptShare()
+    share = FetchOutcomes()
     share.fetch(250, 0.5)
     share.compute("untagged", 500, 1.0)
     share.compute("deadline", 150, 2.0)
@@ -42,13 +42,13 @@ def test_whatever_a_claim_is_answered_with_has_a_cause() -> None:
 
 
 def test_a_reason_without_a_known_cause_is_named() -> None:
-    share = PromptShare()
+    share = FetchOutcomes()
     share.compute("digest_mismatch", 16, 0.0)
     assert share.due(SOON_S).endswith("; 0% of prompt tokens came by the bridge: 1 digest_mismatch")
 
 
 def test_an_engine_that_prefills_for_others_may_compute_for_itself() -> None:
-    share = PromptShare()
+    share = FetchOutcomes()
     share.offer(0.0)
     share.compute("untagged", 16, 0.0)
     assert share.due(SOON_S) == ""
@@ -57,7 +57,7 @@ def test_an_engine_that_prefills_for_others_may_compute_for_itself() -> None:
 
 
 def test_an_engine_that_fetches_and_offers_is_there_to_decode() -> None:
-    share = PromptShare()
+    share = FetchOutcomes()
     share.offer(0.0)
     share.fetch(16, 0.0)
     share.compute("untagged", 16, 0.0)
@@ -65,7 +65,7 @@ def test_an_engine_that_fetches_and_offers_is_there_to_decode() -> None:
 
 
 def test_what_an_engine_that_prefills_was_to_fetch_is_said() -> None:
-    share = PromptShare()
+    share = FetchOutcomes()
     share.offer(0.0)
     share.compute("untagged", 16, 0.0)
     share.compute("deadline", 16, 0.0)
@@ -73,7 +73,7 @@ def test_what_an_engine_that_prefills_was_to_fetch_is_said() -> None:
 
 
 def test_what_came_long_before_is_no_part_of_the_share() -> None:
-    share = PromptShare()
+    share = FetchOutcomes()
     share.fetch(10_000_000, 0.0)
     share.offer(0.0)
     share.compute("untagged", 100, 3600.0)
@@ -81,7 +81,7 @@ def test_what_came_long_before_is_no_part_of_the_share() -> None:
 
 
 def test_who_knows_only_what_was_asked_tells_no_share() -> None:
-    share = PromptShare(knows_fetched=False)
+    share = FetchOutcomes(knows_fetched=False)
     share.fetch(100, 0.0)
     share.compute("untagged", 100, 0.0)
     assert "%" not in share.due(SOON_S)
