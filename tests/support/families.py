@@ -140,9 +140,15 @@ FAMILIES = (
         {"text_config": config("llama4_text", 48, 40, 8, 128, attention_chunk_size=8192)},
         "chunked + full",
         "SWAKVPool",
+        on_engines=(CPU_WINDOWS, "", ""),
     ),
     Family(
-        "windows with heads and widths of their own", "Gemma 4", {"text_config": GEMMA4}, "sliding + full", "SWAKVPool"
+        "windows with heads and widths of their own",
+        "Gemma 4",
+        {"text_config": GEMMA4},
+        "sliding + full",
+        "SWAKVPool",
+        on_engines=(CPU_WINDOWS, "", ""),
     ),
     Family(
         "values narrower than keys",

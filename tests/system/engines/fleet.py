@@ -42,9 +42,11 @@ CONFIGS = {
     "sixteen": EngineConfig(model="", block_size=16),
     "two-large": EngineConfig(model="", block_size=256, tensor_parallel_size=2, cores="0|1"),
     "two-sixteen": EngineConfig(model="", block_size=16, tensor_parallel_size=2, cores="0|1"),
+    "private": EngineConfig(model="", block_size=128),  # no prefix cache: no block is another request's too
     "strict": EngineConfig(model="", block_size=128, on_failure="fail"),
     "alone": EngineConfig(model="", block_size=32),
 }
+WITHOUT_PREFIXES = ("alone", "private")
 
 
 class Fleet(Kept[EngineProcess]):
@@ -82,7 +84,7 @@ class Fleet(Kept[EngineProcess]):
         config = replace(
             config,
             model=self._model,
-            enable_prefix_caching=name != "alone",
+            enable_prefix_caching=name not in WITHOUT_PREFIXES,
             more=more,
             environment=self._environment,
         )
@@ -126,6 +128,7 @@ class Fleet(Kept[EngineProcess]):
         self.start(name)
         config = CONFIGS[name]
         command = f"vllm -tp {config.tensor_parallel_size} --block-size {config.block_size} --dtype {self._dtype}"
+        command += " --no-enable-prefix-caching" * (name in WITHOUT_PREFIXES)
         assert_known_beforehand(Path(self._model), command, [str(each.socket) for each in self.agents[name]])
 
     def crossed(self, sender: str, receiver: str, tokens: list[int], count: int = 12) -> tuple[Result, Rows, Rows]:

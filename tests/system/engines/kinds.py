@@ -23,6 +23,7 @@ from demo.model import (
 WINDOW = 96
 SEEN = 80  # the window of the models with halves, as their configurations say it
 GPT_OSS_WINDOW = 128
+CHUNK = 128
 LATENT, ROPE = 512, 64  # the only ones that vLLM's CPU backend for latents has kernels for
 
 
@@ -191,6 +192,60 @@ def write_gpt_oss(folder: Path) -> Path:
         }
     raised = {f"layers.{layer}.self_attn.{name}": 2.0 for layer in range(0, LAYERS, 2) for name in ("v_proj", "o_proj")}
     return write_weights(folder, shapes, GAINS | raised, 1.0)
+
+
+def write_gemma4(folder: Path) -> Path:
+    """Gemma 4 without experts. Every second layer sees the last WINDOW tokens, with KV_HEADS heads.
+
+    The others have one head, twice as wide, and make keys and values of one matrix. Their rows are half as long, so
+    vLLM's blocks of them have twice as many tokens.
+    """
+    wide = 2 * HEAD_WIDTH
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    write_config(
+        folder,
+        architectures=["Gemma4ForCausalLM"],
+        model_type="gemma4_text",
+        layer_types=["full_attention" if layer % 2 else "sliding_attention" for layer in range(LAYERS)],
+        sliding_window=WINDOW,
+        global_head_dim=wide,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        hidden_activation="gelu_pytorch_tanh",
+        rope_parameters={"sliding_attention": rope, "full_attention": rope},
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
+    more = {name: (HIDDEN,) for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
+    for layer in range(LAYERS):
+        heads, width = (1, wide) if layer % 2 else (KV_HEADS, HEAD_WIDTH)
+        norms = {name: (width,) for name in ("self_attn.q_norm", "self_attn.k_norm")}
+        shapes |= _layer(layer, heads, width, width, **norms, **more)
+        if layer % 2:
+            del shapes[f"model.layers.{layer}.self_attn.v_proj.weight"]
+    return write_weights(folder, shapes, GAINS, 1.0)
+
+
+def write_llama4(folder: Path) -> Path:
+    """Llama 4 without experts. Every second layer sees the tokens of its own chunk of CHUNK only."""
+    has_chunks = [1 - layer % 2 for layer in range(LAYERS)]
+    write_config(
+        folder,
+        architectures=["Llama4ForCausalLM"],
+        model_type="llama4_text",
+        no_rope_layers=has_chunks,
+        attention_chunk_size=CHUNK,
+        intermediate_size_mlp=2 * HIDDEN,
+        interleave_moe_layer_step=0,
+        moe_layers=[],
+    )
+    dense = model_shapes(json.loads((folder / "config.json").read_text()))
+    shapes = {name.replace(".mlp.", ".feed_forward."): shape for name, shape in dense.items()}
+    return write_weights(folder, shapes, GAINS, 1.0)
 
 
 def _write_windows(folder: Path, layers: list[dict[str, tuple[int, ...]]]) -> Path:
