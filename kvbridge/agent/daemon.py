@@ -49,6 +49,7 @@ from ..transport.events import Settings
 from ..transport.keys import load_keys
 from ..transport.local import LocalConnection, LocalServer
 from ..transport.lock import Lock
+from ..transport.processes import Pidfds, Processes
 from ..transport.trust import Trust
 from .clients import Clients
 from .current_engine import CurrentEngine
@@ -116,6 +117,7 @@ class Agent:
         stuck_s: float = STUCK_S,
         errors: LastErrors | None = None,
         supervisor: Supervisor | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.config = config
         self._errors = errors or LastErrors()
@@ -127,6 +129,7 @@ class Agent:
         self.metrics = metrics or Metrics()
         self.journal = Journal(clock)
         self._supervisor = supervisor or Supervisor(None)
+        self._processes = processes or Pidfds(clock)
         self.state = "starting"
         self._started = self._ticked_at = clock()
         self._stop = asyncio.Event()
@@ -203,6 +206,7 @@ class Agent:
         self.data_plane = DataPlane(
             lambda: open_resources(config, self.incarnation), self.incarnation, self, timeout_s, self._stuck_s, linger_s
         )
+        stack.callback(self._processes.close)
         stack.push_async_callback(self.data_plane.stop)
         await self.data_plane.start()
         self.slots = ReceiveSlots(self.data_plane.site.fabric.slots)
@@ -315,7 +319,16 @@ class Agent:
             )
 
         records = RequestRecords("receiver", self.journal, self._look_back)
-        return ReceiverRunner(self.receiving, open_peers, self.data_plane, self.metrics, records, current, self._clock)
+        return ReceiverRunner(
+            self.receiving,
+            open_peers,
+            self.data_plane,
+            self.metrics,
+            records,
+            current,
+            self._clock,
+            self._processes,
+        )
 
     def _sender_runner(self, current: CurrentEngine) -> SenderRunner:
         def open_peers(sender: SenderEvents) -> IncomingPeers:

@@ -10,7 +10,18 @@ from functools import partial
 from typing import Any
 
 from kvbridge_proto.door import DoorCard
-from kvbridge_proto.peer import BlockTables, Body, Checked, Drained, Failing, Goodbye, Ready, Refuse, Welcome
+from kvbridge_proto.peer import (
+    BlockTables,
+    Body,
+    Checked,
+    Drained,
+    Failing,
+    Goodbye,
+    ProcessCard,
+    Ready,
+    Refuse,
+    Welcome,
+)
 from msgspec import structs
 
 from ..dataplane.data_plane import DataPlane
@@ -216,6 +227,13 @@ class OutgoingPeers:
         if (dialled := self._of(link)) is not None:
             code = "peer_lost" if dialled.session else "peer_unreachable"
             self._end(link.address, code, f"{link.address}: {reason}")
+
+    def lose_process(self, process: ProcessCard) -> None:
+        """This process has ended: so have its sessions, whatever their links have heard."""
+        for dialled in list(self.sessions.values()):
+            if dialled.session is not None and dialled.session.process == process:
+                reason = f"{dialled.address}: its process {process.pid} has ended"
+                self._end(dialled.address, "peer_lost", reason, may_be_dead=True)
 
     def renew(self, reason: str) -> list[str]:
         """End all sessions and tell the senders, but not the receiver. Returns all addresses that had one."""

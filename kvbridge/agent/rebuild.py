@@ -10,8 +10,9 @@ so new ones are made at once: after an outage the writes out of the old ones may
 A pod that is replaced leaves no proof: its successor has another lock. So a few receive slots are freed as well, later
 and only if this costs no request. Whoever is on another machine, or in another pod of this one, writes through our
 fabric's connections and keys only. With another fabric in its place the same slots can be used again, on a GPU too. An
-agent that shares a PID or IPC namespace with us may write our memory by itself: slots of such are replaced if they are
-in host memory, which a rebuild gives back.
+agent that shares a PID namespace with us (for host memory: or an IPC namespace) may write our memory by itself. Mostly
+the end of its process is seen (transport/processes.py). Else slots of such are replaced if they are in host memory,
+which a rebuild gives back.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ from ..exchange.receiver import COMPARE_S, Receiver
 from ..exchange.session import AttachedEngine, Session
 from ..failpoints import failpoint
 from ..transport.endpoint import canonical
+from ..transport.processes import Processes
 from .current_engine import CurrentEngine
 from .metrics import Metrics
 from .outgoing_peers import OutgoingPeers
@@ -54,7 +55,10 @@ from .peer_records import ReceiverEvents
 from .request_log import RequestLog
 from .request_records import RequestRecords
 
+log = logging.getLogger("kvbridge.receiver")
+
 WARN_S = 60.0
+KEEP_S = 1.0  # between looks for processes that need not be watched any more
 
 
 class ReceiverRunner:
@@ -69,16 +73,18 @@ class ReceiverRunner:
         records: RequestRecords,
         current: CurrentEngine,
         clock: Callable[[], float],
+        processes: Processes,
     ) -> None:
         self.peers = open_peers(self)
+        self._processes = processes
         self._receiving = receiving
         self._data_plane = data_plane
         self._metrics = metrics
         self._records = records
-        self._log = RequestLog(logging.getLogger("kvbridge.receiver"), records.names)
+        self._log = RequestLog(log, records.names)
         self._current = current
         self._clock = clock
-        self._warned = float("-inf")
+        self._warned = self._kept = float("-inf")
 
     # The engine:
 
@@ -142,7 +148,10 @@ class ReceiverRunner:
     # Other agents:
 
     def met(self, session: Session) -> None:
-        """A session with a new sender: compile the kernels for what it will send."""
+        """A session with a new sender: watch its process, and compile the kernels for what it will send."""
+        process = session.process
+        if process is not None and not session.routed.is_pulled and not self._processes.watch(process):
+            log.info("no pidfd of a sender: pid=%d incarnation=%s", process.pid, session.peer.incarnation)
         if self._current.memory is None:
             return
         ours = session.planner.samples(session.slot_bytes, is_sender=False)
@@ -255,7 +264,19 @@ class ReceiverRunner:
             self._warned = now
             self._log.warning("late or foreign write dropped", "slot=%d", dropped.slot, transfer=dropped.transfer)
 
+    def _notice_ends(self) -> None:
+        """Free the slots that were lent to processes that have ended."""
+        for process in self._processes.ended():
+            self.peers.lose_process(process)
+            if slots := len(self._receiving.quarantined_for(process)):
+                log.info("a sender's process has ended: pid=%d, %d receive slots leave quarantine", process.pid, slots)
+            self._do(self._receiving.sender_ended(process))
+        if (now := self._clock()) - self._kept >= KEEP_S:
+            self._kept = now
+            self._processes.keep(self._receiving.sender_processes())
+
     def tick(self) -> None:
+        self._notice_ends()
         actions = self._receiving.tick(self._clock())
         self._do(actions)
         if late := sum(each.chunks for each in actions if isinstance(each, Uncompared)):

@@ -28,6 +28,7 @@ from ..transport.endpoint import beyond_loopback
 from ..transport.fabric import Fabric
 from ..transport.fabric_nixl import NixlFabric
 from ..transport.lock import KERNEL
+from ..transport.processes import own_process
 from .slots import SendSlot
 
 log = logging.getLogger("kvbridge.data_plane")
@@ -370,7 +371,7 @@ def _site(
         if shares_memory:
             raise
         machine = ""
-    return Site(card, host, device, config.routes, machine, shares_memory, _namespaces())
+    return Site(card, host, device, config.routes, machine, shares_memory, _namespaces(), own_process())
 
 
 def _namespaces() -> tuple[int, ...]:

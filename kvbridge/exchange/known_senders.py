@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbridge_proto.engine import Adopt, Expect, Scales
-from kvbridge_proto.peer import MAX_HOLD_RENDEZVOUS, Hold, Take
+from kvbridge_proto.peer import MAX_HOLD_RENDEZVOUS, Hold, ProcessCard, Take
 from kvbridge_proto.pool import Pool
 
 from ..errors import EngineError, PeerError
@@ -333,17 +333,28 @@ class UndrainedTransfers:
     def __init__(self) -> None:
         self._of: dict[str, tuple[str, str, str, int]] = {}  # by transfer: (address, incarnation, key, number)
         self.far: set[str] = set()  # transfers whose sender writes through our fabric only
+        self._processes: dict[str, ProcessCard] = {}  # by transfer: its sender's, where we can see it
         self._at: Counter[str] = Counter()  # how many, by address
         self._last = 0  # they are numbered as they come
         # By agent: the number of the last transfer when it was asked. It is asked about all there are.
         self._asked: OrderedDict[tuple[str, str, str], int] = OrderedDict()
 
-    def add(self, transfer: str, address: str, incarnation: str, key: str, is_far: bool = False) -> None:
+    def add(
+        self,
+        transfer: str,
+        address: str,
+        incarnation: str,
+        key: str,
+        is_far: bool = False,
+        process: ProcessCard | None = None,
+    ) -> None:
         self.settle(transfer)
         self._last += 1
         self._of[transfer] = address, incarnation, key, self._last
         if is_far:
             self.far.add(transfer)
+        if process is not None:
+            self._processes[transfer] = process
         self._at[address] += 1
 
     def settle(self, transfer: str) -> None:
@@ -354,6 +365,7 @@ class UndrainedTransfers:
         if not self._at[at]:
             del self._at[at]
         self.far.discard(transfer)
+        self._processes.pop(transfer, None)
         if not self._of:
             self.clear()
 
@@ -363,7 +375,17 @@ class UndrainedTransfers:
         self._at.clear()
         self._asked.clear()
         self.far.clear()
+        self._processes.clear()
         self._last = 0
+
+    @property
+    def processes(self) -> set[ProcessCard]:
+        """Whose end would prove something."""
+        return set(self._processes.values())
+
+    def of(self, process: ProcessCard) -> list[str]:
+        """The transfers that this process may still write."""
+        return [transfer for transfer, its in self._processes.items() if its == process]
 
     def is_any(self, address: str) -> bool:
         return address in self._at

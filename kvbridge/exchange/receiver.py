@@ -11,7 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from kvbridge_proto.engine import Done, Expect, Refused, Want
-from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, Renew, Settled, SlotLease, Sum, Take
+from kvbridge_proto.peer import (
+    MAX_SUMS,
+    BlockTables,
+    Cancel,
+    Check,
+    Checked,
+    ProcessCard,
+    Renew,
+    Settled,
+    SlotLease,
+    Sum,
+    Take,
+)
 from msgspec import structs
 
 from ..errors import KVBridgeError
@@ -174,10 +186,27 @@ class Receiver:
         self._is_paused = False
         reason = "the agent's fabric was replaced"
         actions = [] if engine is None else self._end_sessions(engine, "rebuilt", reason, now)
-        for transfer in list(self._undrained.far):
+        return actions + self._free(list(self._undrained.far))
+
+    def sender_processes(self) -> set[ProcessCard]:
+        """The processes whose end would free slots, now or once their sessions are lost."""
+        written = (each.process for each in self._senders.open.values() if not each.routed.is_pulled)
+        return self._undrained.processes.union(each for each in written if each is not None)
+
+    def quarantined_for(self, process: ProcessCard) -> frozenset[tuple[int, int]]:
+        """The leases of quarantined slots that this process may still use."""
+        return self.slots.quarantined(self._undrained.of(process))
+
+    def sender_ended(self, process: ProcessCard) -> list[Action]:
+        """A sender's process has ended, and so have its sessions: it writes nothing any more."""
+        return self._free(self._undrained.of(process))
+
+    def _free(self, transfers: Iterable[str]) -> list[Action]:
+        """Nothing of these undrained transfers is written any more: their slots become free."""
+        for transfer in transfers:
             self._undrained.settle(transfer)
             self._drain(transfer)
-        return actions + self._lend_slots()
+        return self._lend_slots()
 
     def _end_sessions(self, engine: AttachedEngine, code: str, reason: str, now: float) -> list[Action]:
         """End all sessions. Wants that have claimed nothing yet go on, by new sessions."""
@@ -764,9 +793,8 @@ class Receiver:
             doubted = self.slots.doubt(incoming.transfer)
             if doubted:
                 session = incoming.session
-                self._undrained.add(
-                    incoming.transfer, incoming.address, session.peer.incarnation, session.key, session.is_far
-                )
+                peer, key = session.peer.incarnation, session.key
+                self._undrained.add(incoming.transfer, incoming.address, peer, key, session.is_far, session.process)
                 self._deadlines.set(("doubt", incoming.address), now + DOUBT_AGAIN_S)
             elif event is IncomingEvent.STOP:  # no slot is lent: no confirmation is needed
                 incoming.state = INCOMING_TABLE.after(incoming.state, IncomingEvent.DRAIN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from kvbridge_proto.peer import DeviceCard, FabricCard, Hello, Probe, Route
+from kvbridge_proto.peer import DeviceCard, FabricCard, Hello, Probe, ProcessCard, Route
 
 # Routes through slots, in the order of `Route`.
 SLOT_ROUTE_NAMES: tuple[Route, ...] = tuple(route for route in get_args(Route) if route != "pull")
@@ -16,8 +16,8 @@ class Site:
     """Where an agent's slots are. `host` are their counterparts in host memory; `routes` are the allowed routes.
 
     `machine` is the kernel's boot id, "" if it is not known. `namespaces` are the inodes of the agent's PID and IPC
-    namespace, empty if not known. `shares_memory`: agents of this machine may read the engine's memory. An agent has no
-    slots until a route needs them: `pull` does not.
+    namespace, empty if not known. `process` is the agent's. `shares_memory`: agents of this machine may read the
+    engine's memory. An agent has no slots until a route needs them: `pull` does not.
     """
 
     fabric: FabricCard
@@ -27,6 +27,7 @@ class Site:
     machine: str = ""
     shares_memory: bool = False
     namespaces: tuple[int, ...] = ()
+    process: ProcessCard | None = None
 
     @classmethod
     def of(cls, hello: Hello) -> Site:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from kvbridge_proto.common import OURS, AgentCard, Rank, negotiate
 from kvbridge_proto.door import DoorCard
-from kvbridge_proto.peer import Hello, Refuse, Welcome
+from kvbridge_proto.peer import Hello, ProcessCard, Refuse, Welcome
 from kvbridge_proto.pool import Pool
 
 from ..geometry.compat import Convertible, Incompatible, Same, Verdict, other_weights, verdict
@@ -51,7 +51,8 @@ class Session:
     """What was agreed with one peer. `peer` identifies it; `verdict` says what has to be converted.
 
     `key` is the key the sender proved on the link where this was agreed, "" if links prove no keys. `is_far`: the
-    sender can write our memory through our fabric only, as far as a receiver knows.
+    sender can write our memory through our fabric only, as far as a receiver knows. `process` is the sender's, if we
+    share its PID namespace.
     """
 
     peer: AgentCard
@@ -66,6 +67,7 @@ class Session:
     routed: Routed = UNPROVED
     key: str = ""
     is_far: bool = False
+    process: ProcessCard | None = None
     planner: Planner = field(kw_only=True, repr=False, compare=False)
 
     @property
@@ -182,6 +184,7 @@ def welcome(session: Session, engine: AttachedEngine, door: DoorCard | None = No
         door=door,
         machine=engine.site.machine,
         namespaces=engine.site.namespaces,
+        process=engine.site.process,
     )
 
 
@@ -221,7 +224,15 @@ def accept(greeting: Welcome, engine: AttachedEngine, key: str = "") -> Session 
         routed=routed,
         key=key,
         is_far=_is_far(greeting, site),
+        process=greeting.process if _shares_pids(greeting, site) else None,
         planner=Planner(greeting.pool, engine.pool),
+    )
+
+
+def _shares_pids(sender: Welcome, ours: Site) -> bool:
+    is_here = "" not in (sender.machine, ours.machine) and sender.machine == ours.machine
+    return (
+        is_here and len(sender.namespaces) == len(ours.namespaces) == 2 and sender.namespaces[0] == ours.namespaces[0]
     )
 
 
@@ -230,12 +241,18 @@ def _is_far(sender: Welcome, ours: Site) -> bool:
 
     On another machine, nothing else reaches it. On this one, a process can write the memory of another by the other's
     PID (process_vm_writev), by a handle of the driver that is told apart by PIDs (CUDA IPC of what cuMemAlloc gave), or
-    by SysV and XPMEM segments. UCX tries these only within a PID or an IPC namespace. A proved `direct` is near,
-    whatever the sender says.
+    by XPMEM segments, which are of host memory. UCX tries the first two within a PID namespace, and XPMEM within an IPC
+    namespace. A proved `direct` is near, whatever the sender says.
+
+    This holds as long as staging on a GPU comes from cuMemAlloc (device/staging.py), and UCX has openucx/ucx#11514, as
+    that of NIXL 1.5.1 has: without it CUDA IPC was tried across PID namespaces.
     """
     if sender.route == "direct" or "" in (sender.machine, ours.machine):
         return False
     if sender.machine != ours.machine:
         return True
-    known = zip(sender.namespaces, ours.namespaces, strict=False)
-    return len(sender.namespaces) == len(ours.namespaces) == 2 and all(a != b for a, b in known)
+    if not len(sender.namespaces) == len(ours.namespaces) == 2:
+        return False
+    (pids, ipc), (our_pids, our_ipc) = sender.namespaces, ours.namespaces
+    is_on_gpu = sender.route == "nixl" and ours.fabric.memory != "dram"
+    return pids != our_pids and (ipc != our_ipc or is_on_gpu)

@@ -10,7 +10,7 @@ log = logging.getLogger("kvbridge.agent")
 
 ENOUGH = 1 << 16  # more than all links take; with a limit of millions, programs that loop over all descriptors are slow
 RESERVED = 256  # for an agent without peers: its engine, others at its doors, and some to spare
-# A dialled link takes 4, an accepted one 1, a peer of the fabric about 3. There may be `links` of each.
+# A dialled link takes 4 and a pidfd, an accepted one 1, a peer of the fabric about 3. There may be `links` of each.
 OF_A_LINK = 16
 FEW = 64  # links; fewer are logged
 SPARE = 64  # descriptors that links leave to others

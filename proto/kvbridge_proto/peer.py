@@ -92,6 +92,16 @@ class Probe(Struct, frozen=True, kw_only=True):
     bytes_per_s: Annotated[float, Meta(ge=0)]
 
 
+class ProcessCard(Struct, frozen=True, kw_only=True):
+    """A process, as those of its PID namespace see it. `started` tells it from others that have the number later.
+
+    It is the 22nd field of /proc/PID/stat: clock ticks since the boot.
+    """
+
+    pid: Positive
+    started: Count
+
+
 class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     """Sender to receiver: agreed. `ranks` are the agents of my whole engine, as far as it has told me.
 
@@ -99,7 +109,8 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     the chunks will come, `why` says what stood against the better ones, `probe` is what the receiver must find. On the
     route `pull` the receiver opens `door` instead, and says Hello again without that route if it cannot. `machine` is
     as in Hello. `namespaces` are the inode numbers of my PID and my IPC namespace, if I can read them: who has neither
-    in common with me, and is not written by `direct`, knows that I write through its fabric only.
+    in common with me, and is not written by `direct`, knows that I write through its fabric only. `process` is mine:
+    who shares my PID namespace can see its end, after which I write nothing.
     """
 
     version: int
@@ -115,6 +126,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     door: DoorCard | None = None
     machine: Annotated[str, Meta(max_length=256)] = ""
     namespaces: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
+    process: ProcessCard | None = None
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):

@@ -131,11 +131,13 @@ def agent(
     module: str = "kvbridge.cli",
     nofile: tuple[int, int] | None = None,
     born_in: Nursery | None = None,
+    is_watching: bool = True,
     **options: Any,
 ) -> Iterator[AgentProcess]:
     """Start an agent, yield it when it serves, end it. An option that is None is left to the agent's own default.
 
-    `nofile` are the soft and the hard limit of its descriptors. A nursery in other namespaces may start it.
+    `nofile` are the soft and the hard limit of its descriptors. A nursery in other namespaces may start it. Unless it
+    `is_watching`, the kernel gives it no pidfds.
     """
     path, log = folder / f"{name}.sock", folder / f"{name}.log"
     chosen = {"socket": path, "listen": "tcp://127.0.0.1:0", "name": name, "metrics": "", "receive_slots": 8}
@@ -146,9 +148,13 @@ def agent(
         for key, value in said.items()
         for part in ([f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)]))
     ]
+    before = [] if is_watching else ["-m", module]
     with log.open("ab") as out:
         pid = (born_in or nursery(PYTHON)).fork(
-            module, ["agent", *flags], (None, out.fileno(), out.fileno()), nofile=nofile
+            module if is_watching else "tests.support.unwatched",
+            [*before, "agent", *flags],
+            (None, out.fileno(), out.fileno()),
+            nofile=nofile,
         )
     process = Child(pid)
     running = AgentProcess(process, path, log)

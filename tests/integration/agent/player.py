@@ -30,6 +30,7 @@ from kvbridge.exchange.route import Routed
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, answer, hello, welcome
 from kvbridge.exchange.slots import ReceiveSlots
+from kvbridge.transport.processes import Pidfds
 from kvbridge.transport.trust import Trust
 from tests.unit.exchange.network import NOTHING, take_up
 from tests.unit.exchange.world import World
@@ -165,7 +166,9 @@ class Whole(Player):
         records = [RequestRecords(role, journal, self.metrics.request_ended) for role in ("receiver", "sender")]
         outgoing, incoming = lambda of: outgoing_of(of, self, self, 5.0), lambda of: incoming_of(of, self, self)
         told: Any = self  # as CurrentEngine
-        self.receiver = ReceiverRunner(self.receiving, outgoing, self, self.metrics, records[0], told, clock)
+        self.receiver = ReceiverRunner(
+            self.receiving, outgoing, self, self.metrics, records[0], told, clock, Pidfds(clock)
+        )
         self.sender = SenderRunner(self.sending, incoming, self, self.metrics, records[1], told, clock)
         self.peers = peers(self, self.receiver.peers, self.sender.peers, self, self.metrics)
         self.may_prove.set()

@@ -77,9 +77,12 @@ def test_a_receiver_that_was_given_up_while_it_stood_still_dials_anew_as_soon_as
 def test_slots_of_a_sender_that_comes_back_under_another_address_are_free_again(
     name: str, rebuild_s: float, starts: list[Start]
 ) -> None:
-    """Its successor knows that it is dead. Nobody knows it of a pod that was replaced: the slots are replaced then."""
+    """Its successor knows that it is dead. Nobody knows it of a pod that was replaced: the slots are replaced then.
+
+    Both are in our PID namespace, so the receiver's agent must not see the end of its process.
+    """
     prefill, decode = starts
-    sender, receiver = prefill("p"), decode("d", rebuild_s=rebuild_s)
+    sender, receiver = prefill("p"), decode("d", rebuild_s=rebuild_s, is_watching=False)
     slots = lambda: receiver.agent.status.receive_slots  # noqa: E731
     assert isinstance(answer := carry(sender, receiver, "before", deadline_s=60.0), Done), answer
     receiver.want("lost", before := sender.agent.address, [1], range(16), deadline_s=60.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from kvbridge_proto.peer import Cancel, Drained
+from kvbridge_proto.peer import Cancel, Drained, ProcessCard
 from msgspec import structs
 
 from kvbridge.exchange.actions import Send
@@ -14,6 +14,8 @@ from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from tests.unit.exchange.world import World
 
+PROCESS = ProcessCard(pid=42, started=7)
+
 pytestmark = pytest.mark.proves("G5")
 
 
@@ -21,15 +23,19 @@ def doubted(
     key: str = "",
     machines: tuple[str, str] = ("", ""),
     namespaces: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    is_on_gpu: bool = False,
 ) -> World:
     """A want that failed with its slots lent, because its sender was lost.
 
-    `machines` are the sender's and its own, and so are `namespaces`.
+    `machines` are the sender's and its own, and so are `namespaces`. `is_on_gpu` says where its own slots are.
     """
     world = World(slots=4)
     world.senders_key = key
     for node, machine, its in zip((world.sender, world.receiver), machines, namespaces, strict=True):
-        node.engine = replace(node.engine, site=replace(node.engine.site, machine=machine, namespaces=its))
+        site = replace(node.engine.site, machine=machine, namespaces=its, process=PROCESS)
+        if is_on_gpu:
+            site = replace(site, fabric=structs.replace(site.fabric, memory="vram"))
+        node.engine = replace(node.engine, site=site)
     world.hold.add("write")
     world.begin("r", 16)
     world.do(world.receiver, world.receiver.receiving.unreachable("P0", "peer_lost", "test", world.now))
@@ -72,13 +78,73 @@ def test_only_who_is_known_to_be_elsewhere_reaches_no_slot_without_the_fabric(
     machines: tuple[str, str], namespaces: tuple[tuple[int, ...], tuple[int, ...]], is_far: bool
 ) -> None:
     """On another machine, or in another container of this one."""
-    world = doubted(machines=machines, namespaces=namespaces)
+    check_far(doubted(machines=machines, namespaces=namespaces), is_far)
+
+
+@pytest.mark.proves("G6")
+@pytest.mark.parametrize(
+    ("namespaces", "is_far"),
+    [(((1, 2), (3, 2)), True), (((1, 2), (1, 4)), False), (((1, 2), (1, 2)), False), (((1, 2), (3, 4)), True)],
+)
+def test_within_an_ipc_namespace_only_memory_of_the_host_is_reached(
+    namespaces: tuple[tuple[int, ...], tuple[int, ...]], is_far: bool
+) -> None:
+    check_far(doubted(machines=("m", "m"), namespaces=namespaces, is_on_gpu=True), is_far)
+
+
+def check_far(world: World, is_far: bool) -> None:
     receiving = world.receiver.receiving
     quarantined = receiving.slots.quarantined()
     assert receiving.quarantined_far() == (quarantined if is_far else frozenset())
     world.do(world.receiver, receiving.unreachable_from_far(world.receiver.engine, world.now))
     assert receiving.slots.quarantined() == (frozenset() if is_far else quarantined)
     assert not receiving.quarantined_far()
+
+
+@pytest.mark.proves("G6")
+@pytest.mark.parametrize(
+    ("machines", "namespaces", "is_seen"),
+    [
+        (("m", "m"), ((1, 2), (1, 2)), True),
+        (("m", "m"), ((1, 2), (1, 4)), True),
+        (("m", "m"), ((1, 2), (3, 2)), False),
+        (("m", "m"), ((1, 2), ()), False),
+        (("m", "m"), ((), ()), False),
+        (("m", "n"), ((1, 2), (1, 2)), False),
+        (("", ""), ((1, 2), (1, 2)), False),
+    ],
+)
+def test_the_end_of_a_process_that_we_can_see_frees_what_it_was_lent(
+    machines: tuple[str, str], namespaces: tuple[tuple[int, ...], tuple[int, ...]], is_seen: bool
+) -> None:
+    """A number means another process in another PID namespace, and on another machine."""
+    world = doubted(machines=machines, namespaces=namespaces)
+    receiving = world.receiver.receiving
+    assert receiving.sender_processes() == ({PROCESS} if is_seen else set())
+    quarantined = receiving.slots.quarantined()
+    world.do(world.receiver, receiving.sender_ended(structs.replace(PROCESS, started=8)))
+    assert receiving.slots.quarantined() == quarantined, "it was another process"
+    world.do(world.receiver, receiving.sender_ended(PROCESS))
+    assert receiving.slots.quarantined() == (frozenset() if is_seen else quarantined)
+    assert not (receiving.sender_processes() and is_seen)
+
+
+def test_a_sender_is_watched_while_it_may_be_lent_slots() -> None:
+    """That is for as long as its session is open or a slot is quarantined. Who is only read is not watched."""
+    world = World()
+    ours, sender = (
+        replace(node.engine, site=replace(node.engine.site, machine="m", namespaces=(1, 2), process=PROCESS))
+        for node in (world.receiver, world.sender)
+    )
+    receiving = world.receiver.receiving
+    agreed = answer(hello(ours), sender)
+    assert isinstance(agreed, Session)
+    session = accept(welcome(agreed, sender), ours)
+    assert isinstance(session, Session) and not receiving.sender_processes()
+    receiving.opened("P0", session, world.now)
+    assert receiving.sender_processes() == {PROCESS}
+    receiving.opened("P0", replace(session, routed=replace(session.routed, route="pull")), world.now)
+    assert not receiving.sender_processes()
 
 
 def test_who_writes_directly_is_on_this_machine_whatever_it_says() -> None:

@@ -242,6 +242,9 @@ BODIES: tuple[Any, ...] = (
         route="host",
         why="nixl: 0.31 GB/s measured, too slow to be right",
         probe=peer.Probe(lane=7, seed=99, size_bytes=65536, bytes_per_s=5.1e9),
+        machine="4c4c4544",
+        namespaces=(4026531836, 4026531839),
+        process=peer.ProcessCard(pid=4711, started=8150),
     ),
     peer.Refuse(code="incompatible", reasons=("key_width: sender 64, receiver 96",)),
     peer.Claim(
