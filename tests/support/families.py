@@ -24,6 +24,7 @@ GPU_ACROSS = "[GPU](../tests/system/gpu/cross_pairs.py)"
 GPU_INDEX_KEYS = "[GPU](../tests/system/gpu/sparse_pairs.py)"
 GPU_WINDOWS = "[GPU](../tests/system/gpu/window_pairs.py)"
 GPU_DRAFTS = "[GPU](../tests/system/gpu/draft_pairs.py)"
+GPU_SGLANG_DRAFTS = "[GPU](../tests/system/gpu/sglang_draft_pairs.py)"
 CPU_LLAMA = "[CPU](../tests/system/engines/test_engines.py)"
 CPU_SGLANG = "[CPU](../tests/system/sglang/test_pairs.py)"
 CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
@@ -124,7 +125,7 @@ FAMILIES = (
         config("gpt_oss", 36, 64, 8, 64, sliding_window=128, layer_types=windows(36, 2)),
         "sliding + full",
         "SWAKVPool",
-        on_engines=(f"{GPU_WINDOWS}, {CPU_WINDOWS}", CPU_SGLANG_WINDOWS, CPU_WINDOWS_ACROSS),
+        on_engines=(f"{GPU_WINDOWS}, {CPU_WINDOWS}", f"{GPU_WINDOWS}, {CPU_SGLANG_WINDOWS}", CPU_WINDOWS_ACROSS),
     ),
     Family(
         "windows that are one token longer in SGLang",
@@ -174,7 +175,7 @@ FAMILIES = (
         "MLA, and the draft's layers",
         LATENT,
         sides=BOTH_DRAFT,
-        on_engines=(f"{GPU_DRAFTS}, {CPU_DRAFTS}", CPU_SGLANG_DRAFTS, ""),
+        on_engines=(f"{GPU_DRAFTS}, {CPU_DRAFTS}", f"{GPU_SGLANG_DRAFTS}, {CPU_SGLANG_DRAFTS}", ""),
         stopped=13,
     ),
     Family(
@@ -184,7 +185,7 @@ FAMILIES = (
         "MLA, and the draft's layers",
         LATENT,
         sides=ONE_DRAFTS,
-        on_engines=(f"{GPU_DRAFTS}, {CPU_DRAFTS}", CPU_SGLANG_DRAFTS, ""),
+        on_engines=(f"{GPU_DRAFTS}, {CPU_DRAFTS}", f"{GPU_SGLANG_DRAFTS}, {CPU_SGLANG_DRAFTS}", ""),
     ),
     Family(
         "latents and index keys",
@@ -209,7 +210,7 @@ FAMILIES = (
         {"model_type": "minimax_m3_vl", "text_config": config("minimax_m3", 60, 64, 4, 128, **BLOCKS_CHOSEN)},
         "full, index keys",
         "MiniMaxSparseKVPool",
-        on_engines=(CPU_PLAIN_INDEX_KEYS, "", ""),
+        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_PLAIN_INDEX_KEYS}", "", ""),
         stopped=96,
     ),
     Family(

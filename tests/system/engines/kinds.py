@@ -144,6 +144,7 @@ def write_alike_halves(folder: Path, width: int = HEAD_WIDTH, window: int = SEEN
         model_type="laguna",
         layer_types=["sliding_attention" if layer in (1, 2) else "full_attention" for layer in range(LAYERS)],
         mlp_layer_types=["dense"] * LAYERS,
+        mlp_only_layers=list(range(LAYERS)),  # as vLLM 0.26 reads it
         head_dim=width,
         sliding_window=window,
         rope_parameters={"full_attention": rope, "sliding_attention": rope},
