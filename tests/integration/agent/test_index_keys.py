@@ -1,10 +1,11 @@
-"""Latents and index keys between real agents when a request ends while its rows travel: aborted, or an agent killed."""
+"""Latents and index keys between real agents: a request ends while its rows travel, or both sides keep other keys."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,19 @@ def test_the_receivers_agents_are_killed_while_they_write(bench: Bench) -> None:
     wait_for(lambda: not bench.sender.agent.status.transfers, ENDED_S)
     bench.receivers = bench._started("e", RECEIVER, {"routes": "pull,nixl", **SLOTS})
     assert_next_is_right(bench)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ((replace(INDEX, width=64),), "width: sender 128, receiver 64 (layer 0 index_key"),
+        ((replace(INDEX, layers=(0, 1, 2)),), "parts: sender latent, receiver index_key latent (layer 1)"),
+    ],
+    ids=["of another width", "in a layer more"],
+)
+def test_other_index_keys_are_refused_by_name(more: tuple[More, ...], reason: str, bench_of: Benches) -> None:
+    bench = bench_of(SENDER, replace(RECEIVER, tp_size=1, more=more))
+    bench.offer("r", GIVEN, TOKENS.stop)
+    bench.want("r", WANTED, TOKENS)
+    said = bench.receiver.failed("r", "incompatible")
+    assert reason in said and "; needs " in said
