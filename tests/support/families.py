@@ -125,7 +125,11 @@ FAMILIES = (
         config("gpt_oss", 36, 64, 8, 64, sliding_window=128, layer_types=windows(36, 2)),
         "sliding + full",
         "SWAKVPool",
-        on_engines=(f"{GPU_WINDOWS}, {CPU_WINDOWS}", f"{GPU_WINDOWS}, {CPU_SGLANG_WINDOWS}", CPU_WINDOWS_ACROSS),
+        on_engines=(
+            f"{GPU_WINDOWS}, {CPU_WINDOWS}",
+            f"{GPU_WINDOWS}, {CPU_SGLANG_WINDOWS}",
+            f"{GPU_WINDOWS}, {CPU_WINDOWS_ACROSS}",
+        ),
     ),
     Family(
         "windows that are one token longer in SGLang",
