@@ -87,7 +87,7 @@ def test_no_rank_names_blocks_beyond_those_of_its_own_tokens(seed: int) -> None:
     ("first", "end", "entries"), [(10, 39, (0, 1)), (32, 39, (1,)), (0, 39, (0, 1)), (32, 33, ()), (0, 2, (0,))]
 )
 def test_a_wants_table_counts_the_tokens_that_its_rank_keeps(first: int, end: int, entries: tuple[int, ...]) -> None:
-    """The example that `Want` and docs/adapters.md give: rank 1 of 2 keeps tokens 1, 3, 5, ..., in blocks of 16."""
+    """The example that `Want` gives: rank 1 of 2 keeps tokens 1, 3, 5, ..., in blocks of 16."""
     pool = ranks("decode", 2, 1, 16)[1]
     assert pieces_of(pool, first, end) == ((Blocks(0, entries[0], entries),) if entries else ())
     world = World(1, ranks("decode", 2, 1, 16))
