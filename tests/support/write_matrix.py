@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from kvbridge.geometry.compat import Incompatible, Same, changes, verdict
@@ -9,6 +10,7 @@ from kvbridge.geometry.explain import BOUNDS
 from tests.support.carried import pools_of
 from tests.support.matrix import ROWS, Row
 
+WHERE = re.compile(r" \(layer \d+[^)]*\)")
 PAGE = Path(__file__).parents[2] / "docs/convertible.md"
 HEAD = """# What can be carried
 
@@ -99,7 +101,7 @@ def _line(row: Row) -> str:
         return f"| {row.words} | yes | {converted} | {len(found)} |"
     first, *others = dict.fromkeys(reason for each in refused for reason in each.reasons)
     alike = f"; {len(others)} more with other values" if others else ""
-    return f"| {row.words} | no | `{first}`{alike} | {len(found)} |"
+    return f"| {row.words} | no | `{WHERE.sub('', first)}`{alike} | {len(found)} |"
 
 
 if __name__ == "__main__":
