@@ -18,7 +18,7 @@ from kvbridge_proto.stream import FrameReader, pack
 from .config import socket_folders
 from .errors import OperatorError
 
-ANSWER_S = 5.0
+AGENT_ANSWER_S = 5.0
 RECEIVE_BYTES = 1 << 16
 LISTENING = Path("/proc/net/unix")
 ACCEPTS = 0x10000  # the kernel's flag of a socket that listens
@@ -82,22 +82,22 @@ def _is_locked(path: str) -> bool:
     return is_ours and found.st_size > 0 and found.st_size % LOCK_LINE_BYTES == 0
 
 
-def ask(path: str, answer_s: float = ANSWER_S) -> Status:
+def ask(path: str, answer_s: float = AGENT_ANSWER_S) -> Status:
     """The status of the agent at `path`. Raises OperatorError (`no_agent`, `agent_silent`, `agent_refused`)."""
     return _asked(path, StatusQuery(), Status, answer_s)
 
 
-def ask_pool(path: str, answer_s: float = ANSWER_S) -> PoolStatus:
+def ask_pool(path: str, answer_s: float = AGENT_ANSWER_S) -> PoolStatus:
     """The pool of the engine attached to the agent at `path`. Raises OperatorError as `ask` does."""
     return _asked(path, PoolQuery(), PoolStatus, answer_s)
 
 
-def ask_trace(path: str, names: Sequence[str], answer_s: float = ANSWER_S) -> Trace:
+def ask_trace(path: str, names: Sequence[str], answer_s: float = AGENT_ANSWER_S) -> Trace:
     """What the agent at `path` remembers about these names. Raises OperatorError as `ask` does."""
     return _asked(path, TraceQuery(names=tuple(names)), Trace, answer_s)
 
 
-def ask_release(path: str, answer_s: float = ANSWER_S) -> int:
+def ask_release(path: str, answer_s: float = AGENT_ANSWER_S) -> int:
     """Have the agent at `path` release what nobody has claimed: how many offers. Raises OperatorError as `ask` does."""
     return _asked(path, Release(), ReleasedAll, answer_s).offers
 

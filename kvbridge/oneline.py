@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-MOST = 4096  # characters of a line, as they are shown
+MOST_CHARACTERS = 4096  # characters of a line, as they are shown
 MOST_LINES = 256  # of a message that has several
 SHOWN = 40  # characters of a value that a reason shows
 INTEGER_BITS = 64  # Python raises where it should write a number of more than 4300 digits
 
 
-def plain(text: str, most: int = MOST) -> str:
+def plain(text: str, most: int = MOST_CHARACTERS) -> str:
     """The text on one line, without terminal commands, and cut to `most` characters with a note if it is longer."""
     kept = text[:most]  # escaping only makes it longer
     shown = kept if kept.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in kept)

@@ -20,7 +20,7 @@ from ..geometry.compat import conversion
 from ..transport.door import Holder
 from . import scraping
 from .request_records import RequestRecord, Role
-from .status import MOST
+from .status import MOST_COUNTED
 
 Replaced = Literal["slots", "send_slots", "fabric"]
 MAX_CODES = 200
@@ -185,8 +185,8 @@ class Metrics:
     def prompts(self) -> PromptCounts:
         """What became of prompts, for `kvbridge status`."""
         return PromptCounts(
-            fetched_tokens=min(MOST, sum(_by_label(self._fetched).values())),
-            computed_tokens=min(MOST, sum(_by_label(self._here["prompt_tokens"]).values())),
+            fetched_tokens=min(MOST_COUNTED, sum(_by_label(self._fetched).values())),
+            computed_tokens=min(MOST_COUNTED, sum(_by_label(self._here["prompt_tokens"]).values())),
             computed=_by_label(self._here["prompts"]),
             released=_by_label(self._offers),
         )
@@ -292,7 +292,7 @@ class _Proofs(Collector):
 def _by_label(counter: Counter) -> dict[str, int]:
     """What a counter has counted, by its only label. Without labels it is called ""."""
     samples = (sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total"))
-    return {"".join(each.labels.values()): min(MOST, int(each.value)) for each in samples}
+    return {"".join(each.labels.values()): min(MOST_COUNTED, int(each.value)) for each in samples}
 
 
 def _readers(holders: Callable[[], list[Holder]], is_overdue: bool) -> float:

@@ -42,8 +42,8 @@ from .peer_records import OutgoingPeer, ProbeLanes, ReceiverEvents
 log = logging.getLogger("kvbridge.peers")
 
 NOT_OPEN = ("no_session", "no_engine", "stale_epoch")
-LATE_S = 0.1  # a tick that is less late does not matter
-REST_S = 60.0  # undrained transfers are asked about much more often, which keeps their link
+LATE_TICK_S = 0.1  # a tick that is less late does not matter
+UNUSED_LINK_S = 60.0  # undrained transfers are asked about much more often, which keeps their link
 MOST_NAMES = 16  # addresses of one session: requests bring them, and a host may have any number
 
 
@@ -121,7 +121,7 @@ class OutgoingPeers:
 
     def tick(self, now: float, late_s: float = 0.0) -> None:
         """Act on deadlines. The loop stood still for `late_s`, which does not count as silence of peers."""
-        if late_s > LATE_S:
+        if late_s > LATE_TICK_S:
             self._deadlines.put_off(late_s)
         for address in self._deadlines.due(now):
             reason = f"connect_s: no Welcome from {address} in {self._connect_s}"
@@ -364,7 +364,7 @@ class OutgoingPeers:
     def _say_goodbye(self, link: Link, reason: str) -> None:
         """Say Goodbye on a link whose session is over. The link stays for a while, for late messages."""
         link.send(Goodbye(reason=reason))
-        self._resting.set(link, self._clock() + REST_S)
+        self._resting.set(link, self._clock() + UNUSED_LINK_S)
 
     def _drop(self, dialled: OutgoingPeer) -> None:
         del self.sessions[dialled.address]

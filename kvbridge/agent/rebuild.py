@@ -34,10 +34,10 @@ from .metrics import Metrics
 
 log = logging.getLogger("kvbridge.agent")
 
-LOOK_S = 0.5
+REBUILD_LOOK_S = 0.5
 PAUSE_S = 2.0  # no request begins while those under way end; the ones left after this fail with `rebuilt`
 LOOK_PAUSED_S = 0.01
-AGAIN_S = 10.0  # after a failed attempt: each costs the data plane some time
+REBUILD_AGAIN_S = 10.0  # after a failed attempt: each costs the data plane some time
 FAILURES = (KVBridgeError, OSError, RuntimeError, MemoryError)  # no memory, most likely
 FEW_TIMES = 10.0  # `rebuild_s`, until fewer than half of the slots are worth the sessions that a rebuild ends
 
@@ -129,7 +129,7 @@ class Rebuilder:
     @property
     def check_in_s(self) -> float:
         """Seconds until the next check."""
-        return LOOK_PAUSED_S if self.is_pausing else LOOK_S
+        return LOOK_PAUSED_S if self.is_pausing else REBUILD_LOOK_S
 
     async def check(self) -> None:
         """Replace slots if it is time to."""
@@ -169,7 +169,7 @@ class Rebuilder:
             try:
                 await self._data_plane.replace_send_slots()
             except FAILURES as error:
-                self._send_again_at = self._clock() + AGAIN_S
+                self._send_again_at = self._clock() + REBUILD_AGAIN_S
                 self._send_refused = _refusal(error, self._send_refused)
             else:
                 self._metrics.rebuilt("send_slots")
@@ -199,7 +199,7 @@ class Rebuilder:
         try:
             await self._data_plane.renew_fabrics()
         except FAILURES as error:
-            self._fabric_again_at = now + AGAIN_S
+            self._fabric_again_at = now + REBUILD_AGAIN_S
             self._fabric_refused = _refusal(error, self._fabric_refused)
             self._engines.resume()
             return
@@ -244,7 +244,7 @@ class Rebuilder:
         try:
             endpoints = await self._data_plane.prepare_endpoints()
         except FAILURES as error:
-            self._again_at = now + AGAIN_S
+            self._again_at = now + REBUILD_AGAIN_S
             self._refused = _refusal(error, self._refused)
             return None
         self._refused = ""

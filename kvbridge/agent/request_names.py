@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-MOST = 16384  # offers or wants (as many as may be open), and as many transfers; the oldest are forgotten first
+MOST_NAMES = 16384  # offers or wants (as many as may be open), and as many transfers; the oldest are forgotten first
 MOST_TRANSFERS = 64  # of one, the last; a receiver may claim nothing at all again and again
 
 
 class RequestNames:
     """For one role. An offer or want may have several transfers: one for each agent that sends or receives it."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MOST_NAMES) -> None:
         self._most = most
         self._name_of: dict[int, str] = {}
         self._number_of: dict[str, int] = {}

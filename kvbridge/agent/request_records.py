@@ -16,7 +16,7 @@ K = TypeVar("K", int, str)
 Role = Literal["sender", "receiver"]
 Stage = Literal["claim", "begin", "move"]
 
-MOST = 4096  # per role; the oldest go first, and so do requests whose end was never noted
+MOST_RECORDS = 4096  # per role; the oldest go first, and so do requests whose end was never noted
 BEGINS: dict[Role, str] = {"sender": "offered", "receiver": "wanted"}
 ENDS: dict[Role, tuple[str, ...]] = {"sender": ("released",), "receiver": ("done", "failed")}
 BEGINNINGS: tuple[TransferStage, ...] = ("gathering", "reading")
@@ -63,7 +63,7 @@ class RequestRecord:
 class CarryTimes:
     """When the last rows of transfers that have still to be carried were computed."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MOST_RECORDS) -> None:
         self._computed_at: dict[str, float] = {}
         self._most = most
 
@@ -82,7 +82,9 @@ class CarryTimes:
 class RequestRecords:
     """Writes the journal for one role. `ended` is called with each request that has ended."""
 
-    def __init__(self, role: Role, journal: Journal, ended: Callable[[RequestRecord], None], most: int = MOST) -> None:
+    def __init__(
+        self, role: Role, journal: Journal, ended: Callable[[RequestRecord], None], most: int = MOST_RECORDS
+    ) -> None:
         self._role: Role = role
         self._journal = journal
         self._ended = ended

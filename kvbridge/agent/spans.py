@@ -30,8 +30,8 @@ log = logging.getLogger("kvbridge.spans")
 
 MOST_WAITING = 1024  # requests
 MOST_AT_ONCE = 64  # requests, in one message: some hundred spans
-SEND_S = 5.0
-CLOSE_S = 1.0
+COLLECTOR_S = 5.0
+LAST_SPANS_S = 1.0
 WARN_S = 60.0
 NAMES: dict[Role, str] = {"sender": "kvbridge send", "receiver": "kvbridge receive"}
 # https://www.w3.org/TR/trace-context/#traceparent-header
@@ -51,7 +51,7 @@ class Spans:
         self._count = count
         said = {"service.name": "kvbridge", "service.instance.id": agent, "service.version": version("kvbridge")}
         self._resource = Resource(said)
-        self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S)
+        self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=COLLECTOR_S)
         self._waiting: queue.Queue[RequestRecord | None] = queue.Queue(MOST_WAITING)
         self._warned = float("-inf")
         self._thread = threading.Thread(target=self._run, name="kvbridge-spans", daemon=True)
@@ -65,10 +65,10 @@ class Spans:
             self._count("dropped", 1 + len(list(record.stages)))
 
     def close(self) -> None:
-        """Send what waits, if that takes no longer than CLOSE_S."""
+        """Send what waits, if that takes no longer than LAST_SPANS_S."""
         with suppress(queue.Full):
             self._waiting.put_nowait(None)
-        self._thread.join(CLOSE_S)
+        self._thread.join(LAST_SPANS_S)
         self._exporter.shutdown()
 
     def _run(self) -> None:

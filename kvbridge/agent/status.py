@@ -18,7 +18,7 @@ from .describe import route_of, verdict_of
 from .peer_records import IncomingPeer, OutgoingPeer
 
 # Limits of the status message (status.py of the protocol).
-MOST = 1 << 40
+MOST_COUNTED = 1 << 40
 DAY_S = 86400.0
 MOST_OFFERS = 1024  # the oldest; metrics count all
 MOST_VERDICT, MOST_ROUTE = 4096, 2048  # their differences may not fit
@@ -34,7 +34,7 @@ def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[Transfe
             peer=wanted.want.sender,
             state=wanted.state.name.lower(),
             chunks_done=sum(incoming.placed for incoming in wanted.incoming_transfers.values()),
-            chunks=min(MOST, sum(incoming.plan.chunks for incoming in wanted.incoming_transfers.values())),
+            chunks=min(MOST_COUNTED, sum(incoming.plan.chunks for incoming in wanted.incoming_transfers.values())),
             age_s=_age(wanted.started, now),
         )
         for wanted in receiving.wants.values()
@@ -47,7 +47,7 @@ def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[Transfe
             peer=outgoing.incarnation,
             state=outgoing.state.name.lower(),
             chunks_done=outgoing.chunks_done,
-            chunks=min(MOST, outgoing.plan.chunks),  # a claim may be of any number of tokens
+            chunks=min(MOST_COUNTED, outgoing.plan.chunks),  # a claim may be of any number of tokens
             age_s=_age(outgoing.started, now),
         )
         for outgoing in sending.outgoing_transfers.values()

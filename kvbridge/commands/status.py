@@ -33,7 +33,7 @@ from .answer import write
 from .console import stdout
 
 LABELS = "kvbridge/"  # before the name of each label
-WATCH_S = 1.0
+SCREEN_S = 1.0
 ROWS = 100  # at most, per section: nobody reads more, and rich needs a second for a thousand
 
 
@@ -55,7 +55,7 @@ def show(named: Sequence[str], as_json: bool) -> None:
         raise failures[0] if len(failures) == 1 else OperatorError(failures[0].code, *map(str, failures))
 
 
-def watch(named: Sequence[str], every_s: float = WATCH_S) -> None:
+def watch(named: Sequence[str], every_s: float = SCREEN_S) -> None:
     """Print the status on one screen again and again, until Ctrl-C. Silent agents are named, and asked again.
 
     Without a terminal one status follows the other.

@@ -21,7 +21,7 @@ log = logging.getLogger("kvbridge.data_plane")
 T = TypeVar("T")
 
 STUCK_S = 30.0  # longer than a task takes on a busy host, such as making new slots
-LOOK_S = 0.25
+WATCHDOG_LOOK_S = 0.25
 EXIT_CODE = 3
 FRAMES = 6
 
@@ -67,9 +67,9 @@ class Watchdog:
         waiting = asyncio.ensure_future(done)
         beats, still = self.beats, 0
         try:
-            while not (await asyncio.wait({waiting}, timeout=LOOK_S))[0]:
+            while not (await asyncio.wait({waiting}, timeout=WATCHDOG_LOOK_S))[0]:
                 beats, still = self.beats, still + 1 if beats == self.beats else 0
-                if still * LOOK_S >= self.stuck_s:
+                if still * WATCHDOG_LOOK_S >= self.stuck_s:
                     self.end(f"no sign of life of its thread in {self.stuck_s:g} s")
             return waiting.result()
         finally:

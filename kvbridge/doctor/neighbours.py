@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from ..errors import OperatorError
 
 COMMAND = (sys.executable, "-m", "kvbridge.doctor.neighbour")
-ANSWER_S = 30.0
+NEIGHBOUR_ANSWER_S = 30.0
 
 
 def told(*words: str) -> str:
     """The output of a neighbour that ends by itself. Raises OperatorError (`neighbour_failed`) with its last line."""
     try:
-        done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=ANSWER_S)
+        done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=NEIGHBOUR_ANSWER_S)
     except subprocess.TimeoutExpired:
-        raise OperatorError("neighbour_failed", f"{words[0]}: no answer in {ANSWER_S:g} s") from None
+        raise OperatorError("neighbour_failed", f"{words[0]}: no answer in {NEIGHBOUR_ANSWER_S:g} s") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
         raise OperatorError("neighbour_failed", lines[-1])
@@ -34,11 +34,13 @@ def lender(*words: str) -> Iterator[tuple[int, str]]:
     ) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
-            ready, _, _ = select.select([process.stdout], [], [], ANSWER_S)
+            ready, _, _ = select.select([process.stdout], [], [], NEIGHBOUR_ANSWER_S)
             line = process.stdout.readline().strip() if ready else ""
             if not line:
                 process.kill()
-                lines = process.stderr.read().strip().splitlines() or [f"{words[0]}: no answer in {ANSWER_S:g} s"]
+                lines = process.stderr.read().strip().splitlines() or [
+                    f"{words[0]}: no answer in {NEIGHBOUR_ANSWER_S:g} s"
+                ]
                 raise OperatorError("neighbour_failed", lines[-1])
             yield process.pid, line
         finally:

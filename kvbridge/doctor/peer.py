@@ -35,8 +35,8 @@ from .entries import of_code
 from .finding import CheckOutcome, Finding, Subject, failed, not_here, ok, warning
 from .routes import nixl, why_not_here
 
-ANSWER_S = 10.0
-TRY_S = 2.0
+PEER_ANSWER_S = 10.0
+PEER_TRY_S = 2.0
 SLOT_BYTES = 64 << 20  # at most; a probe is a 64th of it
 RECEIVE_SLOTS, SEND_SLOTS = 2, 1
 LANE = 0  # where the other agent writes its proof
@@ -143,7 +143,7 @@ def _is_taken(address: str) -> bool:
     """Whether the port takes connections, even if the process behind it is stopped."""
     host, _, port = address.partition("#")[0].removeprefix("tcp://").rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), TRY_S):
+        with socket.create_connection((host.strip("[]"), int(port)), PEER_TRY_S):
             return True
     except OSError:
         return False
@@ -204,11 +204,11 @@ def _unseen(session: Session, resources: Resources, config: AgentConfig) -> str:
 async def _greeted(subject: Subject, engine: AttachedEngine) -> tuple[Link, Welcome | Refuse]:
     """The answer to our Hello. Raises PeerError or OperatorError, `peer_silent` if no answer comes in time."""
     config = subject.config
-    settings = Settings(connect_s=config.connect_s, silence_s=ANSWER_S)
+    settings = Settings(connect_s=config.connect_s, silence_s=PEER_ANSWER_S)
     async with Control(engine.agent.incarnation, settings=settings, trust=trust_of(config)) as control:
         link = control.dial(subject.peer)
         try:
-            async with asyncio.timeout(config.connect_s + ANSWER_S):
+            async with asyncio.timeout(config.connect_s + PEER_ANSWER_S):
                 answer = await _heard(control, link, engine)
         except TimeoutError:
             raise OperatorError("peer_silent", f"no answer from {subject.peer}") from None

@@ -18,8 +18,8 @@ from ..errors import OperatorError
 from ..local_agents import ask
 from ..options import flag_of
 
-START_S = 40.0
-STOP_S = 15.0
+AGENT_START_S = 40.0
+AGENT_STOP_S = 15.0
 # The kernel sends an agent SIGTERM when the thread that started it ends, for any reason (PR_SET_PDEATHSIG is 1).
 BOUND = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM); from kvbridge.cli import main; main()"
 
@@ -51,7 +51,7 @@ class AgentProcess:
 
     def wait_serving(self) -> None:
         """Wait until the agent serves. Raises OperatorError (`agent_start`) with the end of its log."""
-        end = time.monotonic() + START_S
+        end = time.monotonic() + AGENT_START_S
         while self.process.poll() is None and time.monotonic() < end:
             try:
                 status = self.status()
@@ -90,7 +90,7 @@ class EngineProcess:
         assert self.process.stdout is not None
         return bool(select.select([self.process.stdout], [], [], 0)[0])
 
-    def hear(self, event: str, seconds: float = START_S) -> dict[str, Any]:
+    def hear(self, event: str, seconds: float = AGENT_START_S) -> dict[str, Any]:
         """Its next line, which must be this event. Raises OperatorError (`demo_engine`), also after `seconds`."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
@@ -134,11 +134,11 @@ def moved_bytes(agent: AgentProcess) -> float:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Ask it to stop; after STOP_S kill it."""
+    """Ask it to stop; after AGENT_STOP_S kill it."""
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(STOP_S)
+            process.wait(AGENT_STOP_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -17,14 +17,14 @@ TOLD = 16  # connections that are told that there are too many
 OWN = 48  # descriptors for everything else: the listener, the log, name look-ups
 PER_ENGINE = 4  # descriptors for health checks and bootstrap servers
 FEWEST = 8
-MOST = 4096
+MOST_CONNECTIONS = 4096
 MOST_DESCRIPTORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyLimits:
-    connections: int = MOST  # of clients
-    asks: int = MOST  # that are under way: each may have a connection to a prefill and to a decode engine
+    connections: int = MOST_CONNECTIONS  # of clients
+    asks: int = MOST_CONNECTIONS  # that are under way: each may have a connection to a prefill and to a decode engine
     held_bytes: int = 512 << 20  # bodies of clients, and answers that are being put together
 
 
@@ -40,7 +40,7 @@ def limits_here(engines: int) -> ProxyLimits:
     if places < FEWEST:
         least = reserved + 3 * FEWEST
         raise OperatorError("bad_option", f"open files: the limit is {most}, need at least {least} (ulimit -n)")
-    return ProxyLimits(min(places, MOST), min(places, MOST))
+    return ProxyLimits(min(places, MOST_CONNECTIONS), min(places, MOST_CONNECTIONS))
 
 
 class Busy(KVBridgeError):

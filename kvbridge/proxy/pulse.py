@@ -7,7 +7,7 @@ import asyncio
 from .metrics import ProxyMetrics
 
 BEAT_S = 0.1
-LATE_S = 0.5  # a beat so late means that timeouts ended before answers were looked at
+LATE_BEAT_S = 0.5  # a beat so late means that timeouts ended before answers were looked at
 
 
 class Pulse:
@@ -31,7 +31,7 @@ class Pulse:
 
     def _look(self) -> None:
         now = self._loop.time()
-        if (late_s := now - self._last - BEAT_S) > LATE_S:
+        if (late_s := now - self._last - BEAT_S) > LATE_BEAT_S:
             self._late = now
             self._metrics.stalled_s.inc(late_s)
         self._last = now

@@ -46,8 +46,8 @@ library_log.addFilter(_NotMalformed())
 
 INLINE_BYTES = 1 << 18  # a larger body is read on a thread, one at a time
 AT_ONCE = 16  # asks of one body that run at a time
-LINGER_S = 1.0  # how long the rest of a refused body is read, so that the client can read why
-STOP_S = 10.0  # how long requests under way may take once the proxy is told to stop
+REFUSED_BODY_S = 1.0  # how long the rest of a refused body is read, so that the client can read why
+PROXY_STOP_S = 10.0  # how long requests under way may take once the proxy is told to stop
 PASSED_ON = ("Authorization", "X-Request-Id", "traceparent", "tracestate")
 HEADER_CHARS = 512  # of an id or a trace context
 LIMITS = ProxyLimits()
@@ -149,8 +149,8 @@ async def serving(
             proxy.app(),
             handler_cancellation=True,
             access_log=None,
-            shutdown_timeout=STOP_S,
-            lingering_time=LINGER_S,
+            shutdown_timeout=PROXY_STOP_S,
+            lingering_time=REFUSED_BODY_S,
             keepalive_timeout=waits.client_s,  # until a request's head is whole, too
             auto_decompress=False,
             logger=library_log,

@@ -36,12 +36,12 @@ from .sockets import AGAIN, DRAIN_MESSAGES, GONE, REFUSED, UP, Port
 from .trust import Trust
 from .zap import AuthDoor, Buckets, guard, introduce
 
-TICK_S = 0.1
-AWAY_S = 5 * TICK_S
-PROBE_S = 0.5
+LINK_TICK_S = 0.1
+AWAY_S = 5 * LINK_TICK_S
+PING_ROUND_S = 0.5
 BACKLOG = 4096  # untaken events; beyond that we stop reading, and the sockets' own queues push back
 LINGER_MS = 100  # time for a Goodbye to leave when we close a link ourselves
-TRIED_AT_ONCE, RETRY_S = 8, 0.005  # setting up a socket takes about 0.3 ms
+TRIED_AT_ONCE, NEXT_SOCKETS_S = 8, 0.005  # setting up a socket takes about 0.3 ms
 
 
 class Control:
@@ -98,7 +98,7 @@ class Control:
             self._close()
             raise
         self._ticked_at = self._loop.time()
-        self._ticking = self._loop.call_later(TICK_S, self._tick)
+        self._ticking = self._loop.call_later(LINK_TICK_S, self._tick)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -141,7 +141,7 @@ class Control:
             self._tries_newest_next = not self._tries_newest_next
             self._try(link, self._waiting.pop(link))
         if self._waiting:
-            self._retrying = self._loop.call_later(RETRY_S, self._try_waiting)
+            self._retrying = self._loop.call_later(NEXT_SOCKETS_S, self._try_waiting)
 
     def _has_room(self) -> bool:
         """Whether one more link may be tried. To make room, one that was refused or has had `grace_s` may be lost.
@@ -319,7 +319,7 @@ class Control:
                 if count % DRAIN_MESSAGES == 0:
                     await asyncio.sleep(0)
                 while self._is_full and not link.is_lost:  # noqa: ASYNC110 - the sockets wait for the next tick, too
-                    await asyncio.sleep(TICK_S)
+                    await asyncio.sleep(LINK_TICK_S)
         except BadFrame as error:
             self._reject(link, error.code, str(error))
         finally:
@@ -464,11 +464,11 @@ class Control:
     def _watched_router(self, event: int) -> None:
         # ZeroMQ does not say whose connection ended. Ping all, but less often than strangers come and go.
         if event == GONE and self._probe_at is None:
-            self._probe_at = max(self._loop.time(), self._probed_at + PROBE_S)
+            self._probe_at = max(self._loop.time(), self._probed_at + PING_ROUND_S)
 
     def _tick(self) -> None:
         now = self._loop.time()
-        self._ticking = self._loop.call_later(TICK_S, self._tick)
+        self._ticking = self._loop.call_later(LINK_TICK_S, self._tick)
         self._serve_router()
         away_s = now - self._ticked_at
         self._ticked_at = now

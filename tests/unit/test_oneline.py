@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvbridge.agent import logs
-from kvbridge.oneline import MOST, MOST_LINES, SHOWN, OneLine, plain, plain_lines, shown
+from kvbridge.oneline import MOST_CHARACTERS, MOST_LINES, SHOWN, OneLine, plain, plain_lines, shown
 
 FORGED = "left\nINFO 11-21 kvbridge: all is well\r\x1b[2J\x9b1m\u2028\u202e"
 
@@ -17,9 +17,11 @@ def test_is_one_line_without_commands_and_not_longer_than_it_may_be() -> None:
     shown = plain(FORGED)
     assert shown.isprintable() and shown.startswith("left\\x0aINFO") and "\\x1b[2J\\x9b1m\\x2028\\x202e" in shown
     assert plain("größer 块") == "größer 块"
-    assert plain("x" * MOST) == "x" * MOST
-    assert len(plain("x" * (1 << 20))) < MOST + 100 and "(1048576 characters)" in plain("x" * (1 << 20))
-    assert len(plain("\x1b" * MOST)) < MOST + 100 and plain("\x1b" * MOST).endswith("... (4096 characters)")
+    assert plain("x" * MOST_CHARACTERS) == "x" * MOST_CHARACTERS
+    assert len(plain("x" * (1 << 20))) < MOST_CHARACTERS + 100 and "(1048576 characters)" in plain("x" * (1 << 20))
+    assert len(plain("\x1b" * MOST_CHARACTERS)) < MOST_CHARACTERS + 100 and plain("\x1b" * MOST_CHARACTERS).endswith(
+        "... (4096 characters)"
+    )
     assert len(plain("\U000e0001" * (1 << 20), 80)) < 80 + 100
 
 

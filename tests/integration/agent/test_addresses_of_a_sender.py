@@ -9,7 +9,7 @@ from itertools import permutations
 import pytest
 from kvbridge_proto.peer import Goodbye, Hello, Refuse, Settled
 
-from kvbridge.agent.outgoing_peers import REST_S
+from kvbridge.agent.outgoing_peers import UNUSED_LINK_S
 from tests.integration.agent.player import Player, knows, reached, replace_struct, settle, welcomed
 from tests.unit.exchange.world import World
 
@@ -140,11 +140,11 @@ async def test_a_link_that_has_had_no_session_for_a_while_is_closed(receiver: Pl
         wire = receiver.wires[address]
         receiver.peers._hear(wire, "B", Refuse(code="no_engine", reasons=()))
     assert receiver.over == [("used", "no_engine"), ("unused", "no_engine")]
-    outgoing.tick(time.monotonic() + REST_S - 5.0)
+    outgoing.tick(time.monotonic() + UNUSED_LINK_S - 5.0)
     assert not receiver.wires["unused"].is_lost, "it may bring a Drained yet"
     outgoing.reach("used")
     outgoing._deadlines.clear("used")
-    outgoing.tick(time.monotonic() + REST_S + 5.0)
+    outgoing.tick(time.monotonic() + UNUSED_LINK_S + 5.0)
     assert receiver.wires["unused"].is_lost and not receiver.wires["used"].is_lost
 
 
@@ -155,7 +155,7 @@ async def test_a_link_whose_session_ended_with_our_engine_is_closed_as_well(is_t
     outgoing, wire = player.peers.outgoing, player.wires["P0"]
     (player.peers.end_all if is_told else player.peers.renew)("the engine left")
     assert wire.said(Goodbye) and not outgoing.sessions
-    outgoing.tick(time.monotonic() + REST_S - 5.0)
+    outgoing.tick(time.monotonic() + UNUSED_LINK_S - 5.0)
     assert not wire.is_lost, "it may bring a Drained yet"
-    outgoing.tick(time.monotonic() + REST_S + 5.0)
+    outgoing.tick(time.monotonic() + UNUSED_LINK_S + 5.0)
     assert wire.is_lost

@@ -18,7 +18,7 @@ from kvbridge_proto.engine import Done, Failed
 from kvbridge_proto.status import SlotCounts
 
 from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.rebuild import AGAIN_S, FEW_TIMES, PAUSE_S, QuarantineTimer, Rebuilder
+from kvbridge.agent.rebuild import FEW_TIMES, PAUSE_S, REBUILD_AGAIN_S, QuarantineTimer, Rebuilder
 from kvbridge.dataplane.slots import SendSlots
 from kvbridge.device.driver import CudaError
 from kvbridge.errors import FabricError
@@ -233,10 +233,10 @@ def test_a_few_slots_that_only_the_fabric_reaches_are_freed_by_another_fabric(me
     tried_at = 2 * due + PAUSE_S + 1.0
     played.look(due + PAUSE_S + 1.0, tried_at)
     assert played.tried == 1 and played.rebuilder.refused == "fabric_unavailable" and played.resumed == 2
-    played.look(tried_at + 0.5, tried_at + AGAIN_S - 0.1)
+    played.look(tried_at + 0.5, tried_at + REBUILD_AGAIN_S - 0.1)
     assert played.tried == 1 and played.rebuilder.refused == "fabric_unavailable", "nobody can see it any more"
-    played.look(tried_at + AGAIN_S)
-    assert played.renewed == [tried_at + AGAIN_S] and not played.rebuilt and not played.rebuilder.refused
+    played.look(tried_at + REBUILD_AGAIN_S)
+    assert played.renewed == [tried_at + REBUILD_AGAIN_S] and not played.rebuilt and not played.rebuilder.refused
 
 
 def test_a_fabric_that_could_not_be_renewed_is_refused_no_more_once_proof_has_come() -> None:
@@ -245,7 +245,7 @@ def test_a_fabric_that_could_not_be_renewed_is_refused_no_more_once_proof_has_co
     played.look(0.0, due, due + 1.0)
     assert played.rebuilder.refused == "fabric_unavailable"
     played.slots.drain("t")
-    played.look(due + 2.0, due + AGAIN_S)
+    played.look(due + 2.0, due + REBUILD_AGAIN_S)
     assert played.tried == 1 and not played.rebuilder.refused and not played.rebuilder.is_pausing
 
 
@@ -358,10 +358,10 @@ def test_send_slots_for_which_there_is_no_memory_are_tried_again_later() -> None
         assert slot is not None
         played.local.doubt(slot)
     played.send_failures.append(CudaError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"))
-    played.look(0.0, 1.0, AGAIN_S - 0.1)
+    played.look(0.0, 1.0, REBUILD_AGAIN_S - 0.1)
     assert not played.replaced and played.rebuilder.refused and played.local.counts().quarantined == 2
-    played.look(AGAIN_S, AGAIN_S + 1.0)
-    assert played.replaced == [AGAIN_S] and not played.rebuilder.refused
+    played.look(REBUILD_AGAIN_S, REBUILD_AGAIN_S + 1.0)
+    assert played.replaced == [REBUILD_AGAIN_S] and not played.rebuilder.refused
 
 
 @pytest.mark.proves("G6")

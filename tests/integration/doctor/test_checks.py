@@ -375,7 +375,7 @@ async def test_a_peer_that_does_not_answer_is_told_goodbye(tmp_path: Path) -> No
         ear = Ear(silent)
         looking = asyncio.create_task(asyncio.to_thread(peer.peer, subject(tmp_path, silent.address, connect_s=1)))
         assert isinstance((await ear.hear(Arrived)).envelope.body, Hello)
-        assert isinstance((await ear.hear(Arrived, peer.ANSWER_S + 5)).envelope.body, Goodbye)
+        assert isinstance((await ear.hear(Arrived, peer.PEER_ANSWER_S + 5)).envelope.body, Goodbye)
         found = await looking
     assert found.outcome is CheckOutcome.FAILED and "peer_silent" in found.text, found
 
