@@ -44,8 +44,10 @@ def _left_over(world: World) -> Iterator[str]:
 
 def _kept(process: Process) -> Iterator[str]:
     receiving, sending, data_plane = process.receiving, process.sending, process.data_plane
-    slots, has_engine = receiving.slots.counts(), process.current.engine is not None
-    if slots.free + (0 if has_engine else slots.quarantined) != len(receiving.slots):
+    by_slots: Any = receiving._route_of["nixl"]
+    by_pull: Any = sending._route_of["pull"]
+    slots, has_engine = process.slots.counts(), process.current.engine is not None
+    if slots.free + (0 if has_engine else slots.quarantined) != len(process.slots):
         yield f"slots: {slots}"
     gathered = data_plane.send_orders.slots
     if gathered.free != len(gathered):
@@ -53,10 +55,10 @@ def _kept(process: Process) -> Iterator[str]:
     for name, left in (
         ("wants", receiving.wants),
         ("requests that are expected", receiving.expected),
-        ("transfers in", receiving._wanted_by),
+        ("transfers in", receiving.incoming_transfers),
         ("zeros to write", receiving._filled_by),
-        ("transfers in doubt", has_engine and receiving._undrained._of),
-        ("slots of transfers", has_engine and receiving.slots._of_transfer),
+        ("transfers in doubt", has_engine and by_slots.undrained._of),
+        ("slots of transfers", has_engine and process.slots._of_transfer),
         ("offers", sending.offers),
         ("transfers out", sending.outgoing_transfers),
         ("rendezvous_ids", sending._rendezvous._offers),
@@ -64,7 +66,7 @@ def _kept(process: Process) -> Iterator[str]:
         ("receivers that claim", sending._of_receiver),
         (
             "transfers that wait for a slot",
-            (*data_plane.send_orders._awaiting_slots._waiting, *receiving._awaiting_slots._waiting),
+            (*data_plane.send_orders._awaiting_slots._waiting, *by_slots.awaiting._waiting),
         ),
         ("orders to send", data_plane.send_orders._open),
         ("chunks on their way", data_plane.send_orders.moving),
@@ -75,7 +77,7 @@ def _kept(process: Process) -> Iterator[str]:
         ("targets that leave", data_plane._jobs._leaving),
         ("uses of targets", +data_plane._jobs._users),
         ("memory that is left", data_plane._pulling._closing),
-        ("receivers that wait for an answer", sending._owed),
+        ("receivers that wait for an answer", by_pull.owed),
     ):
         if left:
             yield f"{name}: {left}"

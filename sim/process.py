@@ -137,10 +137,6 @@ class SteppedDataPlane(DataPlane):
             self._tasks.append(task)
             self._process.rouse()
 
-    def warm(self, attached: AttachedMemory, parts: Any) -> None: ...
-
-    def warm_pull(self, attached: AttachedMemory, memory_id: Any, parts: Any, kinds: Any) -> None: ...
-
     def open(self, attach: Attach, fds: list[int], epoch: int, heard_at: float) -> AttachedMemory:
         """Map memory by asking the world for it."""
         blocks = self._process.world.blocks_of(attach.pool)
@@ -353,7 +349,8 @@ class Process(Agent):
                     or (offered and offered.state is not OfferState.OPEN)
                 )
             else:
-                wanted = (self.receiving._wanted_by | self.receiving._filled_by).get(transfer)
+                incoming = self.receiving.incoming_transfers.get(transfer)
+                wanted = incoming.wanted if incoming is not None else self.receiving._filled_by.get(transfer)
                 is_over = wanted is None or wanted.state is not WantState.FLOWING
             if is_over:
                 self.world.foul(f"{self.name}: a chunk of {transfer}, which is over, waits for a fence")

@@ -40,6 +40,7 @@ from ..exchange.sender import Sender
 from ..exchange.slots import ReceiveSlots
 from ..failpoints import VARIABLE, arm_from_environment
 from ..options import AgentConfig, Supervision
+from ..routes import receiving_routes, sending_routes
 from ..states import SessionState
 from ..transport.control import Control
 from ..transport.descriptors import links, raised
@@ -265,9 +266,9 @@ class Agent:
 
     def _assemble(self) -> None:
         clock, entropy, config = self._clock, self._entropy, self.config
-        check_every = CHECK_EVERY[config.verify]
-        self.receiving = Receiver(self.slots, lambda: entropy(8).hex(), lambda: entropy(16), check_every)
-        self.sending = Sender(before=self.before)
+        routes = partial(receiving_routes, slots=self.slots, check_every=CHECK_EVERY[config.verify])
+        self.receiving = Receiver(routes, lambda: entropy(8).hex(), lambda: entropy(16))
+        self.sending = Sender(sending_routes, before=self.before)
         prompts = Prompts(self.metrics)
         current = CurrentEngine(prompts, clock)
         self.current, self.prompts = current, prompts
@@ -300,7 +301,7 @@ class Agent:
         )
         self.rebuilder = Rebuilder(
             self.slots,
-            self.receiver.quarantined_far,
+            lambda: self.receiving.quarantined("far"),
             self.data_plane.send_orders.slots,
             self.engines,
             self.data_plane,

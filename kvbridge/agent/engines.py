@@ -19,6 +19,7 @@ from kvbridge_proto.status import EngineStatus, PoolStatus
 from ..dataplane.data_plane import DataPlane
 from ..dataplane.resources import StagingEndpoints
 from ..errors import EngineError, KVBridgeError
+from ..exchange.orders import Warm
 from ..exchange.route import Site
 from ..exchange.session import AttachedEngine, engine_ranks
 from ..failpoints import failpoint
@@ -136,7 +137,8 @@ class Engines:
         failpoint("agent.attached")
         twin, slot_bytes = Planner(pool, pool), self._data_plane.site.fabric.slot_bytes
         for is_sender in (True, False):  # most peers will be alike; kernels for others are compiled when they come
-            self._data_plane.warm(memory, twin.samples(slot_bytes, is_sender))
+            if parts := twin.samples(slot_bytes, is_sender):
+                self._data_plane.give(Warm(parts), memory)
 
     def rescale(self, connection: LocalConnection, message: Rescale, engine: AttachedEngine) -> None:
         """Give the same memory a new epoch under new scales. Offers, transfers and claimed wants end."""

@@ -8,14 +8,13 @@ the engine is told. exchange/receiver.py decides what to do; this file does it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 
 from kvbridge_proto.engine import Done, Expect, Failed, ToEngine, Want
 from kvbridge_proto.peer import (
     BlockTables,
     Body,
     Cancel,
-    Checked,
     Claim,
     Drained,
     Failing,
@@ -23,12 +22,13 @@ from kvbridge_proto.peer import (
     Ready,
     Refuse,
     Renew,
+    RouteToReceiver,
     Settled,
 )
 from msgspec import structs
 
 from ..dataplane.data_plane import DataPlane
-from ..exchange.actions import Action, Ask, Reach, Send, Tell, Uncompared
+from ..exchange.actions import Action, Ask, Compared, Reach, Send, Tell, Uncompared, WatchProcess
 from ..exchange.orders import (
     Broken,
     Dropped,
@@ -42,10 +42,13 @@ from ..exchange.orders import (
     ReceivingReport,
     StageReached,
     StopReceiving,
+    Warm,
+    WarmPull,
 )
-from ..exchange.receiver import COMPARE_S, Receiver
+from ..exchange.receiver import Receiver
 from ..exchange.session import AttachedEngine, Session
 from ..failpoints import failpoint
+from ..routes.pull.receiving import COMPARE_S
 from ..transport.endpoint import canonical
 from ..transport.processes import Processes
 from .current_engine import CurrentEngine
@@ -128,10 +131,6 @@ class ReceiverRunner:
     def unreachable_from_far(self, engine: AttachedEngine | None) -> None:
         self._do(self._receiving.unreachable_from_far(engine, self._clock()))
 
-    def quarantined_far(self) -> Set[tuple[int, int]]:
-        """The leases of quarantined slots that nothing may write but by our fabric."""
-        return self._receiving.quarantined_far()
-
     def pause(self) -> bool:
         """Claim nothing until `rebuilt` or `resume`. Returns whether nothing is under way."""
         return self._receiving.pause()
@@ -148,19 +147,8 @@ class ReceiverRunner:
     # Other agents:
 
     def met(self, session: Session) -> None:
-        """A session with a new sender: watch its process, and compile the kernels for what it will send."""
-        process = session.process
-        if process is not None and not session.routed.is_pulled and not self._processes.watch(process):
-            log.info("no pidfd of a sender: pid=%d incarnation=%s", process.pid, session.peer.incarnation)
-        if self._current.memory is None:
-            return
-        ours = session.planner.samples(session.slot_bytes, is_sender=False)
-        if session.routed.is_pulled:
-            theirs = session.planner.samples(session.slot_bytes, is_sender=True)
-            pairs = list(zip(theirs, ours, strict=False))  # none if either side has no samples
-            self._data_plane.warm_pull(self._current.memory, session.memory_id, pairs, self._receiving.sampling.kinds)
-        else:
-            self._data_plane.warm(self._current.memory, ours)
+        """A session with a new sender: compile the kernels for what it will send, and watch its process."""
+        self._do(self._receiving.prepare(session))
 
     def opened(self, address: str, session: Session) -> None:
         self._do(self._receiving.opened(address, session, self._clock()))
@@ -178,22 +166,10 @@ class ReceiverRunner:
     def unreachable(self, address: str, code: str, reason: str) -> None:
         self._do(self._receiving.unreachable(address, code, reason, self._clock()))
 
-    def from_sender(
-        self, incarnation: str, key: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse
-    ) -> None:
+    def from_sender(self, incarnation: str, key: str, body: RouteToReceiver | Failing | Drained | Refuse) -> None:
         now, receiving = self._clock(), self._receiving
         self._note_heard(body)
         match body:
-            case Ready(transfer=transfer, chunks=chunks):
-                self._do(receiving.ready(incarnation, transfer, chunks, key))
-            case BlockTables():
-                failpoint("receiver.tables_heard")
-                self._do(receiving.tables(incarnation, body, now, key))
-            case Checked():
-                compared, differing = receiving.compared, receiving.differing
-                actions = receiving.checked(incarnation, body, now, key)
-                self._metrics.compared("receiver", receiving.compared - compared, receiving.differing - differing)
-                self._do(actions)
             case Failing(transfer=transfer, code=code, reason=reason):
                 self._do(receiving.failing(incarnation, transfer, code, reason, now, key))
             case Drained(transfer=transfer, code=code, reason=reason):
@@ -201,8 +177,12 @@ class ReceiverRunner:
                 self._do(receiving.drained(incarnation, transfer, code, reason, now, key))
             case Refuse(about=transfer, code=code, reasons=reasons):  # nothing is ever written for a refused claim
                 self._do(receiving.drained(incarnation, transfer, code, "; ".join(reasons), now, key))
+            case _:
+                if isinstance(body, BlockTables):
+                    failpoint("receiver.tables_heard")
+                self._do(receiving.on_message(incarnation, body, now, key))
 
-    def _note_heard(self, body: BlockTables | Checked | Ready | Failing | Drained | Refuse) -> None:
+    def _note_heard(self, body: RouteToReceiver | Failing | Drained | Refuse) -> None:
         note = self._records.note
         match body:
             case BlockTables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
@@ -268,12 +248,12 @@ class ReceiverRunner:
         """Free the slots that were lent to processes that have ended."""
         for process in self._processes.ended():
             self.peers.lose_process(process)
-            if slots := len(self._receiving.quarantined_for(process)):
+            if slots := len(self._receiving.quarantined(process)):
                 log.info("a sender's process has ended: pid=%d, %d receive slots leave quarantine", process.pid, slots)
-            self._do(self._receiving.sender_ended(process))
+            self._do(self._receiving.cannot_write(process))
         if (now := self._clock()) - self._kept >= KEEP_S:
             self._kept = now
-            self._processes.keep(self._receiving.sender_processes())
+            self._processes.keep(self._receiving.writing_processes())
 
     def tick(self) -> None:
         self._notice_ends()
@@ -303,13 +283,16 @@ class ReceiverRunner:
                 case Send(peer=address, body=body):
                     self.peers.send(address, body)
                     _pass_sent(body)
+                case WatchProcess(process=process, incarnation=incarnation):
+                    if not self._processes.watch(process):
+                        log.info("no pidfd of a sender: pid=%d incarnation=%s", process.pid, incarnation)
                 case Tell(message=message):
                     if isinstance(message, Failed):  # its engine may look for the line at once
                         self._log.warning("failed", "code=%s %s", message.code, message.reason, number=message.number)
                     self._current.tell(message)
                     if isinstance(message, Done):
                         failpoint("receiver.done_told")
-                case ReceiveOrder() | Lend() | StopReceiving() | Pull() | Fill():
+                case ReceiveOrder() | Lend() | StopReceiving() | Pull() | Fill() | Warm() | WarmPull():
                     self._data_plane.give(action, self._current.memory)
             done.append(action)
 
@@ -324,6 +307,8 @@ class ReceiverRunner:
                     )
                 case Tell(message=message):
                     self._record(message, at)
+                case Compared(chunks=chunks, differing=differing):
+                    self._metrics.compared("receiver", chunks, differing)
                 case Uncompared(transfer=transfer, chunks=chunks):
                     self._log.debug("chunks not compared", "chunks=%d", chunks, transfer=transfer)
                     self._metrics.uncompared(chunks)

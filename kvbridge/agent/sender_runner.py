@@ -16,19 +16,18 @@ from kvbridge_proto.peer import (
     BlockTables,
     Body,
     Cancel,
-    Check,
     Claim,
     Drained,
     Failing,
-    Grant,
     Hold,
     Refuse,
     Renew,
+    RouteToSender,
     Settled,
 )
 
 from ..dataplane.data_plane import DataPlane
-from ..exchange.actions import Action, Met, Send, Tell, Unconfirmed
+from ..exchange.actions import Action, Met, ReadWhole, Send, Tell, Unconfirmed
 from ..exchange.orders import (
     Broken,
     Credit,
@@ -42,6 +41,7 @@ from ..exchange.orders import (
     Shipped,
     StageReached,
     StopSending,
+    Warm,
     Watch,
 )
 from ..exchange.sender import Sender
@@ -160,10 +160,11 @@ class SenderRunner:
 
     def met(self, session: Session) -> None:
         """A session with a new receiver: compile the kernels for what it will take, or read and compare."""
-        if self._current.memory is not None:
-            self._data_plane.warm(self._current.memory, session.planner.samples(session.slot_bytes, is_sender=True))
+        parts = session.planner.samples(session.slot_bytes, is_sender=True)
+        if parts and self._current.memory is not None:
+            self._data_plane.give(Warm(parts), self._current.memory)
 
-    def from_receiver(self, session: Session, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled) -> None:
+    def from_receiver(self, session: Session, body: Claim | Cancel | Hold | RouteToSender) -> None:
         incarnation, engine = session.peer.incarnation, self._current.engine
         match body:
             case Claim() if engine is None:
@@ -183,28 +184,25 @@ class SenderRunner:
                     self._note(done)
                 said = ("want=%s rendezvous=%s", body.want, body.rendezvous)
                 self._log.debug("claim", *said, transfer=body.transfer)  # once it is known of which request
-            case Grant():
-                self._do(self._sending.grant(incarnation, body))
             case Cancel():
                 failpoint("sender.cancel_received")
                 self._do(self._sending.cancel(incarnation, body, self._clock()))
             case Hold(rendezvous_ids=rendezvous_ids):
                 self._do(self._sending.hold(incarnation, rendezvous_ids, self._clock()))
+            case _:
+                self._note_heard(body)
+                self._do(self._sending.on_message(incarnation, body))
+
+    def _note_heard(self, body: RouteToSender) -> None:
+        match body:
             case Renew():
                 failpoint("sender.renewal_heard")
-                self._sending.renew(incarnation, body)
-                self._do([])
-            case Check():
-                self._do(self._sending.check(incarnation, body))
             case Settled(transfer=transfer):
                 failpoint("sender.settled_heard")
                 self._log.debug("settled", transfer=transfer)
                 self._records.note("settled", transfer=transfer)
                 self._carried(transfer)
                 self._metrics.transfer_settled()
-                if (read := self._sending.read_by(incarnation, transfer)) is not None:
-                    self._metrics.chunks("sender", read.chunks, read.total_bytes, session)
-                self._do(self._sending.settled(incarnation, transfer))
 
     def renounce(self, incarnation: str, cancel: Cancel) -> bool:
         """Whether nothing is or will be written for this receiver's transfer."""
@@ -327,6 +325,8 @@ class SenderRunner:
                     size = f"{chunks} chunks, {size_bytes} bytes"
                     self._records.note("met", size, number=number, transfer=transfer, at=at)
                     self._log.debug("met", "chunks=%d bytes=%d", chunks, size_bytes, transfer=transfer)
+                case ReadWhole(session=session, chunks=chunks, size_bytes=size_bytes):
+                    self._metrics.chunks("sender", chunks, size_bytes, session)
                 case Unconfirmed(transfer=transfer):
                     why = "its receiver did not confirm that it had finished; blocks were kept until now"
                     self._log.debug("read lease over", why, transfer=transfer)

@@ -46,12 +46,13 @@ from ..exchange.orders import (
     SendOrder,
     StopReceiving,
     StopSending,
+    Warm,
+    WarmPull,
     Watch,
 )
 from ..exchange.route import Rate, Site
 from ..exchange.session import EngineMemoryId
 from ..failpoints import failpoint
-from ..geometry.plan import Part
 from ..transport.fabric import Noticed
 from ..unix_socket import close_fds
 from .attached import AttachedMemory
@@ -250,23 +251,6 @@ class DataPlane:
         """Undo one `open_peer`: after the last, the memory is unmapped once nothing reads it."""
         self._put(lambda: self._pulling.close(memory_id))
 
-    def warm(self, attached: AttachedMemory, parts: Sequence[Part]) -> None:
-        """Begin to compile the kernels that parts like these need."""
-        for part in parts:
-            self._put(partial(self._jobs.warm, attached, part))
-
-    def warm_pull(
-        self,
-        attached: AttachedMemory,
-        memory_id: EngineMemoryId,
-        parts: Sequence[tuple[Part, Part]],
-        kinds: Sequence[bool],
-    ) -> None:
-        """The same for pulls, for each value of `has_digest` in `kinds`. A pair of parts is (sender's, receiver's)."""
-        for theirs, ours in parts:
-            for has_digest in kinds:
-                self._put(partial(self._pulling.warm, attached, memory_id, theirs, ours, has_digest))
-
     async def is_proved(self, route: Route, lane: int, probe: Probe) -> bool:
         """Whether our lane holds what the sender says it wrote."""
         return bool(await self._call(lambda: self._jobs.is_proved(route, lane, probe)))
@@ -460,6 +444,17 @@ class DataPlane:
                 self.receive_orders.lend(order)
             case StopReceiving():
                 self.receive_orders.stop(order)
+            case Warm() | WarmPull() if attached is None:
+                pass
+            case Warm(parts=parts):
+                assert attached is not None
+                for part in parts:
+                    self._put(partial(self._jobs.warm, attached, part))
+            case WarmPull(memory_id=memory_id, pairs=pairs, kinds=kinds):
+                assert attached is not None
+                for theirs, ours in pairs:
+                    for has_digest in kinds:
+                        self._put(partial(self._pulling.warm, attached, memory_id, theirs, ours, has_digest))
             case _:
                 assert attached is not None
                 self._begin(order, attached, asked_at)

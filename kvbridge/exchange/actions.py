@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbridge_proto.engine import ToEngine
-from kvbridge_proto.peer import Body
+from kvbridge_proto.peer import Body, ProcessCard
 
 from .orders import ReceivingOrder, SendingOrder
+from .session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,31 @@ class Unconfirmed:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadWhole:
+    """The receiver has read all that it claimed over this session."""
+
+    session: Session
+    chunks: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """This many chunks were compared with the sender's, and so many differ."""
+
+    chunks: int
+    differing: int
+
+
+@dataclass(frozen=True, slots=True)
+class WatchProcess:
+    """See when this process of the sender ends (`Receiver.cannot_write`)."""
+
+    process: ProcessCard
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class Uncompared:
     """The sender sent no digests of this many sampled chunks in time."""
 
@@ -64,5 +90,6 @@ class Uncompared:
     chunks: int
 
 
-Notable = Met | Unconfirmed | Uncompared  # nothing is to be done: the caller logs, counts or remembers it
-Action = Reach | Ask | Send | Tell | Notable | SendingOrder | ReceivingOrder
+# Nothing is to be done: the caller logs, counts or remembers it.
+Notable = Met | Unconfirmed | ReadWhole | Compared | Uncompared
+Action = Reach | Ask | Send | Tell | WatchProcess | Notable | SendingOrder | ReceivingOrder

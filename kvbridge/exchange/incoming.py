@@ -1,49 +1,53 @@
-"""One want as the receiver keeps it: the transfers that satisfy it, and the slots lent to them. Pure."""
+"""One want as the receiver keeps it, the transfers that satisfy it, and what it asks of their routes. Pure."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import ClassVar, Literal
 
 from kvbridge_proto.common import attachment_name
 from kvbridge_proto.engine import Failed, Refused, Want
-from kvbridge_proto.peer import Claim, Grant, SlotLease, Take
+from kvbridge_proto.peer import Claim, ProcessCard, RouteToReceiver, SlotLease, Take
 from kvbridge_proto.pool import Pool
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from ..geometry.unfilled import Filling
-from ..states import IncomingState, WantState
-from .actions import Action, Send, Tell
-from .containers import FairQueue
-from .leases import Reading
-from .orders import Fill, Lend, Pull, ReceiveOrder
+from ..states import IncomingEvent, IncomingState, WantState
+from .actions import Action, Tell
+from .containers import Deadlines
+from .orders import Failure, Fill, RouteReport
 from .session import AttachedEngine, Session, engine_ranks, rank_index
-from .slots import ReceiveSlots
 
 MOST_NAME = 256  # characters, of a want (peer.py of the protocol)
 # A session that ends with one of these may have a successor under another epoch. The next Hello shows it.
 GOES_ON = ("peer_left", "stale_epoch")
 
 
-@dataclass(slots=True)
-class IncomingTransfer:
-    """One transfer as the receiver sees it: what one sender gives to one want."""
+@dataclass(slots=True, eq=False)
+class IncomingTransfer(abc.ABC):
+    """One transfer as the receiver sees it: what one sender gives to one want. Each route has a kind of its own.
 
+    The methods are the route's; the receiver calls them. Where they return actions, they may set `failure` instead.
+    """
+
+    wanted: OpenWant = field(repr=False)
     transfer: str
     address: str
     session: Session
     plan: Plan
     token: bytes
     state: IncomingState = IncomingState.CLAIMED
-    ready: int = 0
-    turn: int = 0  # when it came, or was last lent a slot
-    placed: int = 0  # chunks in our engine's blocks: scattered, or read on the route `pull`
-    is_carried: bool = False  # the data plane has an order for it, or reads
-    is_drained: bool = False  # the sender has stopped writing, but the data plane may still read what it wrote
-    reading: Reading | None = None  # on the route `pull`
+    ready: int = 0  # chunks that the sender has announced
+    placed: int = 0  # chunks in our engine's blocks
+    is_carried: bool = False  # the data plane has an order for it
     is_lost: bool = False  # its session ended before it did
+    failure: Failure = None  # why its want fails
+
+    reads_peer: ClassVar[bool] = False  # we read the sender's blocks: until that is over, it must not hear of the end
 
     @property
     def is_silent(self) -> bool:
@@ -54,6 +58,44 @@ class IncomingTransfer:
     def is_lost_unanswered(self) -> bool:
         """Whether its session ended before the sender has said anything to the claim: it may not have heard it."""
         return self.is_lost and not self.ready and not self.placed
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any rows may be in our engine's blocks."""
+        return bool(self.placed)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its rows are there and count."""
+        return self.placed >= self.plan.chunks
+
+    @abc.abstractmethod
+    def claim(self, now: float) -> tuple[list[Action], tuple[SlotLease, ...]]:
+        """It is claimed now. Returns what to order before that, and the slots to lend with the claim."""
+
+    @abc.abstractmethod
+    def on_message(self, body: RouteToReceiver, now: float) -> list[Action]:
+        """Its sender says this while it is claimed."""
+
+    @abc.abstractmethod
+    def on_report(self, report: RouteReport, now: float) -> list[Action]:
+        """The data plane reports this, perhaps after the transfer has ended."""
+
+    def on_time(self, kind: str, now: float) -> list[Action]:
+        """A deadline (kind, transfer) that it had set has passed while it is claimed."""
+        return []
+
+    def on_end(self, event: IncomingEvent, now: float) -> bool:
+        """It has ended. Returns whether its sender may still write for it, and must confirm that it does not."""
+        return False
+
+    def on_drained(self) -> None:
+        """Its sender will not write for it again."""
+        return
+
+    def on_quiet(self) -> bool:
+        """The data plane moves nothing of it any more. Returns whether its sender may still write for it."""
+        return False
 
 
 @dataclass(slots=True)
@@ -84,29 +126,100 @@ class OpenWant:
 
     @property
     def has_rows(self) -> bool:
-        """Whether the data plane has reported any rows, or is reading some."""
-        incoming_transfers = self.incoming_transfers.values()
-        return any(each.placed or (each.reading is not None and each.reading.is_busy) for each in incoming_transfers)
+        """Whether any rows may be in its blocks."""
+        return any(incoming.has_rows for incoming in self.incoming_transfers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransfers:
+    """What a receiver shares with its routes: its transfers, sessions by address, and deadlines (kind, name)."""
+
+    transfers: dict[str, IncomingTransfer]
+    sessions: dict[str, Session]
+    deadlines: Deadlines[tuple[str, str]]
+
+
+# Who may still write under leases: a process, those who do so by our fabric only, or anybody.
+Writers = ProcessCard | Literal["far", "all"]
+
+
+class ReceivingRoute(abc.ABC):
+    """A route's receiving half. The defaults are those of a route by which senders write nothing."""
+
+    @property
+    def waiting(self) -> int:
+        """How many transfers have ready chunks without a slot."""
+        return 0
+
+    @property
+    def lent(self) -> int:
+        """How many slots are lent to open transfers."""
+        return 0
+
+    @abc.abstractmethod
+    def begin(
+        self, wanted: OpenWant, transfer: str, address: str, session: Session, plan: Plan, token: bytes
+    ) -> IncomingTransfer:
+        """A transfer that will be claimed."""
+
+    @abc.abstractmethod
+    def prepare(self, session: Session) -> list[Action]:
+        """A session by this route will open: prepare for what will come."""
+
+    def lend(self) -> list[Action]:
+        """Something may have become free: use it."""
+        return []
+
+    def met(self, address: str, incarnation: str, key: str) -> list[Action]:
+        """This incarnation answers at the address: ask it what it may still write."""
+        return []
+
+    def on_drained(self, transfer: str, incarnation: str, key: str) -> None:
+        """It says that it will not write for this transfer again, which is forgotten or another's."""
+        return
+
+    def on_time(self, kind: str, name: str, now: float) -> list[Action]:
+        """A deadline of its own has passed."""
+        return []
+
+    def writing_processes(self) -> set[ProcessCard]:
+        """The processes whose end would prove that slots are not written, now or once their sessions are lost."""
+        return set()
+
+    def quarantined(self, writers: Writers) -> frozenset[tuple[int, int]]:
+        """The leases of quarantined slots under which only these may still write."""
+        return frozenset()
+
+    def cannot_write(self, writers: Writers) -> None:
+        """These write nothing any more under leases of transfers that have ended."""
+        return
 
 
 def claim_of(
-    wanted: OpenWant, incoming: IncomingTransfer, takes: tuple[Take, ...], leases: tuple[SlotLease, ...], now: float
+    wanted: OpenWant,
+    session: Session,
+    transfer: str,
+    token: bytes,
+    plan: Plan,
+    takes: tuple[Take, ...],
+    leases: tuple[SlotLease, ...],
+    now: float,
 ) -> Claim:
-    """The claim to send for an incoming transfer."""
+    """The claim to send for a transfer."""
     want, engine = wanted.want, wanted.engine
     return Claim(
-        transfer=incoming.transfer,
+        transfer=transfer,
         want=want_name(want, engine.pool),
         receiver=rank_index(engine.pool),
         receivers=engine_ranks(engine.pool),
         rendezvous=want.rendezvous,
-        sender_epoch=incoming.session.peer_epoch,
-        receiver_epoch=incoming.session.our_epoch,  # a want that has failed may be told of under a later one
+        sender_epoch=session.peer_epoch,
+        receiver_epoch=session.our_epoch,  # a want that has failed may be told of under a later one
         first_token=want.first_token,
         end_token=want.end_token,
         takes=takes,
-        plan=incoming.plan.digest,
-        token=incoming.token,
+        plan=plan.digest,
+        token=token,
         leases=leases,
         deadline_s=max(0.0, wanted.started + want.deadline_s - now),
         is_offered=want.is_offered,
@@ -117,44 +230,6 @@ def want_name(want: Want, pool: Pool) -> str:
     """What senders call a want: the same on all ranks of our engine. Too long a name is replaced by its digest."""
     name = f"{pool.engine.id}/{want.request}/{want.number if engine_ranks(pool) == 1 else want.common}"
     return name if len(name) <= MOST_NAME else blake2b(name.encode(), digest_size=20).hexdigest()
-
-
-def order_of(wanted: OpenWant, incoming: IncomingTransfer) -> ReceiveOrder:
-    """The data plane's order for an incoming transfer."""
-    session = incoming.session
-    return ReceiveOrder(
-        incoming.transfer,
-        wanted.want.request,
-        incoming.plan,
-        wanted.tables,
-        incoming.token,
-        session.peer.incarnation,
-        wanted.engine.agent.incarnation,
-        session.peer_epoch,
-        wanted.engine.epoch,
-        session.digest,
-        session.routed.route,
-        wanted.want.fence,
-    )
-
-
-def pull_of(
-    wanted: OpenWant, incoming: IncomingTransfer, reading: Reading, end_chunk: int, compared: frozenset[int]
-) -> Pull:
-    """The order to read from the first unread chunk up to `end_chunk`. Chunks in `compared` get a digest."""
-    return Pull(
-        incoming.transfer,
-        wanted.want.request,
-        incoming.session.memory_id,
-        incoming.plan,
-        dict(reading.tables),
-        wanted.tables,
-        reading.begun,
-        end_chunk,
-        reading.lease,
-        wanted.want.fence,
-        compared,
-    )
 
 
 def fill_of(transfer: str, wanted: OpenWant, filling: Filling) -> Fill:
@@ -215,39 +290,3 @@ def duplicate(want: Want) -> Tell:
 def failed(want: Want, code: str, reason: str) -> Tell:
     """The answer to a want that ended without its rows."""
     return Tell(Failed(number=want.number, request=want.request, code=code[:64], reason=reason[:1024]))
-
-
-def lend_early(slots: ReceiveSlots, incoming: IncomingTransfer) -> tuple[SlotLease, ...]:
-    """Slots for a transfer that is being claimed. This saves a round trip once chunks are ready."""
-    plenty = slots.free - len(slots) // 2  # half stays for transfers with ready chunks
-    return _lend(slots, min(max(plenty, 0), incoming.plan.chunks), incoming)
-
-
-def queue(slots: ReceiveSlots, awaiting: FairQueue[IncomingTransfer], incoming: IncomingTransfer) -> None:
-    """Queue the transfer for a slot, if it can use one."""
-    if incoming.state is IncomingState.CLAIMED and _ready_without_slot(slots, incoming) > 0:
-        awaiting.add(incoming.transfer, incoming.turn, incoming)
-
-
-def grants(slots: ReceiveSlots, awaiting: FairQueue[IncomingTransfer]) -> list[Action]:
-    """Lend free slots to transfers with ready chunks, one each in turn. Returns what to tell whom."""
-    lent: dict[tuple[str, str], tuple[SlotLease, ...]] = {}
-    while slots.free and (incoming := awaiting.take()) is not None:
-        whom = incoming.address, incoming.transfer
-        lent[whom] = lent.get(whom, ()) + _lend(slots, 1, incoming)
-        queue(slots, awaiting, incoming)
-    actions: list[Action] = []
-    for (address, transfer), leases in lent.items():
-        actions += [Lend(transfer, leases), Send(address, Grant(transfer=transfer, leases=leases))]
-    return actions
-
-
-def _lend(slots: ReceiveSlots, count: int, incoming: IncomingTransfer) -> tuple[SlotLease, ...]:
-    if leases := slots.lend(count, incoming.transfer):
-        incoming.turn = slots.turn
-    return leases
-
-
-def _ready_without_slot(slots: ReceiveSlots, incoming: IncomingTransfer) -> int:
-    """How many ready chunks have no slot."""
-    return incoming.ready - incoming.placed - slots.lent_to(incoming.transfer)

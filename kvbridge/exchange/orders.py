@@ -6,14 +6,14 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvbridge_proto.peer import Route, SlotLease, Sum
 from kvbridge_proto.pool import Pool
 
-from ..geometry.plan import Plan
+from ..geometry.plan import Part, Plan
 from ..geometry.tokens import BlockTable
 from .leases import ReadLease
 from .session import EngineMemoryId
@@ -178,7 +178,23 @@ class Fill:
     fence: int
 
 
-ReceivingOrder = ReceiveOrder | Lend | StopReceiving | Pull | Fill
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Begin to compile the kernels that parts like these need."""
+
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True, slots=True)
+class WarmPull:
+    """The same for pulls of (the sender's, our) parts, with a digest or without (`kinds`)."""
+
+    memory_id: EngineMemoryId
+    pairs: Sequence[tuple[Part, Part]]
+    kinds: Sequence[bool]
+
+
+ReceivingOrder = ReceiveOrder | Lend | StopReceiving | Pull | Fill | Warm | WarmPull
 
 # From both:
 
@@ -197,6 +213,13 @@ class StageReached:
     stage: TransferStage
     at: float
     chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouteReport:
+    """What only the transfer's route understands."""
+
+    transfer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,34 +242,28 @@ class Quiet:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class Gathered(RouteReport):
     """The engine's blocks are no longer read for this transfer. Its writes may be under way."""
-
-    transfer: str
 
 
 @dataclass(frozen=True, slots=True)
-class Shipped:
+class Shipped(RouteReport):
     """`chunks` more chunks are in the receiver's slots. `gather_s` has the seconds each gather took."""
 
-    transfer: str
     chunks: int
     size_bytes: int
     gather_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(RouteReport):
     """All chunks are in the receiver's slots."""
-
-    transfer: str
 
 
 @dataclass(frozen=True, slots=True)
-class Digested:
+class Digested(RouteReport):
     """Our digest of a chunk (`found`) and the receiver's (`read`); or why there is none."""
 
-    transfer: str
     found: Sum
     read: Sum
     failure: Failure
@@ -261,10 +278,9 @@ class FenceReached:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(RouteReport):
     """Writes under these leases have arrived whole and their slots are no longer read; `chunks` are in the blocks."""
 
-    transfer: str
     leases: tuple[SlotLease, ...]
     chunks: int
     size_bytes: int
@@ -286,21 +302,19 @@ class Malformed:
 
 
 @dataclass(frozen=True, slots=True)
-class Summed:
+class Summed(RouteReport):
     """Digests of chunks to compare, while later chunks of their `Pull` are still read."""
 
-    transfer: str
     digests: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class Pulled(RouteReport):
     """The chunks of a `Pull` are in our engine's blocks. Or why it failed.
 
     `digests` has the chunks to compare for which no `Summed` came.
     """
 
-    transfer: str
     end_chunk: int
     chunks: int
     size_bytes: int

@@ -1,19 +1,21 @@
-"""What the sender keeps: offers, where they wait for the claims on them, and outgoing transfers. Pure."""
+"""What the sender keeps: offers, where they wait for claims, and transfers; and what it asks of their routes. Pure."""
 
 from __future__ import annotations
 
+import abc
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvbridge_proto.peer import Claim, SlotLease, Sum
+from kvbridge_proto.peer import Claim, RouteToSender
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from ..states import OfferState, OutgoingState
+from .actions import Action
 from .answers import ANSWERS, Known
 from .containers import Recent
-from .leases import GrantedLease
+from .orders import Failure, RouteReport
 from .session import Session
 
 
@@ -71,9 +73,12 @@ class OpenOffer:
         return sum(len(table.ids) for table in self.tables.values())
 
 
-@dataclass(slots=True)
-class OutgoingTransfer:
-    """One transfer as the sender sees it: what one claim takes."""
+@dataclass(slots=True, eq=False)
+class OutgoingTransfer(abc.ABC):
+    """One transfer as the sender sees it: what one claim takes. Each route has a kind of its own.
+
+    The methods are the route's; the sender calls them. Where they return actions, they may set `failure` instead.
+    """
 
     claim: Claim
     session: Session
@@ -81,21 +86,12 @@ class OutgoingTransfer:
     started: float
     state: OutgoingState = OutgoingState.WAITING
     offered: OpenOffer | None = None
-    early: tuple[SlotLease, ...] = ()  # lent before the data plane had an order
-    lent: int = 0
-    shipped: int = 0
-    progress: int = 0  # chunks the data plane was told are ready
-    announced: int = 0  # chunks the receiver was told are ready
     is_ordered: bool = False  # the data plane has an order for it and has not finished
-    is_gathering: bool = False  # the data plane may read the engine's blocks for it
+    has_read: bool = False  # all that was claimed has been read out of our engine's blocks
+    is_over: bool = False  # and its receiver has it
     stopped_by: tuple[str, str] = ("", "")  # (code, reason) why it stopped
     is_lost: bool = False  # the session with its receiver is over
-    granted: GrantedLease | None = None  # on the route `pull`: what its receiver may count on
-    asked: set[int] = field(default_factory=set)  # chunks its receiver has read and wants to compare
-    checks: deque[Sum] = field(default_factory=deque)  # the receiver's digests of chunks we have not digested yet
-    is_settled: bool = False  # its receiver has finished
-    digesting: int = 0  # chunks being digested
-    checked: list[Sum] = field(default_factory=list)  # our digests, not sent to the receiver yet
+    failure: Failure = None  # why it is to be stopped
 
     @property
     def transfer(self) -> str:
@@ -107,19 +103,24 @@ class OutgoingTransfer:
         return self.session.peer.incarnation
 
     @property
+    @abc.abstractmethod
     def chunks_done(self) -> int | None:
-        """How many chunks it has written. None if its receiver reads them itself, and so far says nothing of it."""
-        return None if self.granted is not None and self.granted.ready else self.shipped
+        """How many chunks its receiver has; None if it reads them itself, and so far says nothing of it."""
 
     @property
     def is_promised(self) -> bool:
         """Whether its receiver may read our engine's blocks: until it says it has finished, or its lease ends."""
-        return self.granted is not None and self.granted.ends is not None
+        return False
 
     @property
+    @abc.abstractmethod
     def is_reading(self) -> bool:
         """Whether anybody reads our engine's blocks for it."""
-        return self.is_gathering or self.is_promised or self.digesting > 0
+
+    @property
+    def read_until(self) -> float | None:
+        """When that ends at the latest; None if it is not known."""
+        return None
 
     @property
     def is_busy(self) -> bool:
@@ -127,22 +128,62 @@ class OutgoingTransfer:
         return self.is_ordered or self.is_reading
 
     @property
-    def will_read(self) -> bool:
-        """Whether chunks are still to be gathered, or its receiver may still read them."""
-        return self.state is OutgoingState.FLOWING and (self.is_gathering or self.granted is not None)
+    def is_open(self) -> bool:
+        return self.state in (OutgoingState.WAITING, OutgoingState.FLOWING)
 
     @property
-    def can_digest(self) -> bool:
-        """Whether there is a chunk to compare."""
-        return self.state is OutgoingState.FLOWING and bool(self.checks)
+    def will_read(self) -> bool:
+        """Whether anything is still to be read."""
+        return self.state is OutgoingState.FLOWING and not self.has_read
+
+    @abc.abstractmethod
+    def flow(self) -> list[Action]:
+        """It has met its offer."""
+
+    @abc.abstractmethod
+    def grow(self) -> list[Action]:
+        """More of its offer is computed."""
+
+    @abc.abstractmethod
+    def on_message(self, body: RouteToSender) -> list[Action]:
+        """Its receiver says this, whatever its state."""
+
+    @abc.abstractmethod
+    def on_report(self, report: RouteReport) -> list[Action]:
+        """The data plane reports this."""
+
+    def on_time(self, kind: str) -> list[Action]:
+        """A deadline (kind, transfer) that it had set has passed."""
+        return []
+
+    def on_cancel(self) -> None:
+        """Its receiver takes nothing more: what it reads from now on does not count."""
+        return
+
+    def forget(self) -> None:
+        """It has ended."""
+        return
 
 
-@dataclass(slots=True)
-class ReceiverClaims:
-    """The open claims of one receiver. `unused` counts its leases that nothing was shipped under."""
+class SendingRoute(abc.ABC):
+    """A route's sending half."""
 
-    outgoing_transfers: dict[str, OutgoingTransfer] = field(default_factory=dict)
-    unused: int = 0
+    @property
+    def is_owing(self) -> bool:
+        """Whether a receiver waits for one of its `answers`."""
+        return False
+
+    @abc.abstractmethod
+    def begin(self, claim: Claim, session: Session, plan: Plan, now: float) -> OutgoingTransfer:
+        """A transfer that is claimed. Raises KVBridgeError, with nothing changed, if the claim asks for too much."""
+
+    def next(self) -> list[Action]:
+        """What may begin now that others have gone on."""
+        return []
+
+    def answers(self, now: float, has_reached: Callable[[int], bool]) -> list[Action]:
+        """Answers that receivers wait for, now that all is read that our engine has sent until just before."""
+        return []
 
 
 AWAITED_S = 15.0  # a waiting receiver repeats its Hold three times within this

@@ -1,9 +1,8 @@
 """The receiver's half: wants of our engine, satisfied by chunks that land in our slots. Pure.
 
-A want needs every rank of the prefill engine. The receiver opens sessions with them, orders the data plane to receive,
-claims rows from each rank, and lends slots as chunks become ready. A want ends once: Done when all rows are in the
-blocks, otherwise Failed, and never before the data plane is quiet. Slots still lent when a transfer ends are
-quarantined (see slots.py).
+A want needs every rank of the prefill engine. The receiver opens sessions with them and claims rows from each rank;
+the route of each session says how they come (incoming.py). A want ends once: Done when all rows are in the blocks,
+otherwise Failed, and never before the data plane is quiet.
 """
 
 from __future__ import annotations
@@ -11,42 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from kvbridge_proto.engine import Done, Expect, Refused, Want
-from kvbridge_proto.peer import (
-    MAX_SUMS,
-    BlockTables,
-    Cancel,
-    Check,
-    Checked,
-    ProcessCard,
-    Renew,
-    Settled,
-    SlotLease,
-    Sum,
-    Take,
-)
+from kvbridge_proto.peer import Cancel, ProcessCard, Route, RouteToReceiver, Settled, SlotLease, Take
 from msgspec import structs
 
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
 from ..geometry.unfilled import Filling
 from ..states import INCOMING_TABLE, WANT_TABLE, IncomingEvent, IncomingState, WantEvent, WantState
-from .actions import Action, Ask, Reach, Send, Tell, Uncompared
-from .block_tables import ready_chunks, tables_of
-from .containers import Deadlines, FairQueue
+from .actions import Action, Ask, Reach, Send, Tell
+from .block_tables import tables_of
+from .containers import Deadlines
 from .incoming import (
     GOES_ON,
     IncomingTransfer,
+    OpenTransfers,
     OpenWant,
+    ReceivingRoute,
+    Writers,
     can_begin_again,
     claim_of,
     duplicate,
     failed,
     fill_of,
-    grants,
-    lend_early,
-    order_of,
-    pull_of,
-    queue,
     why_late,
     why_refused,
 )
@@ -56,34 +41,28 @@ from .known_senders import (
     ExpectedRequests,
     SenderSessions,
     ShardAssignment,
-    UndrainedTransfers,
     UnheardFailures,
     holds,
 )
-from .leases import LEASE_S, Reading, ReadLease, Sampling
-from .orders import Broken, Filled, Landed, Lend, Pulled, Quiet, ReceivingReport, StopReceiving, Summed
+from .orders import Broken, Filled, Quiet, ReceivingReport, RouteReport, StopReceiving
 from .session import AttachedEngine, Session
-from .slots import ReceiveSlots
 
 ASK_AGAIN_S = 0.1  # between questions for ranks that the sender's engine has not named yet
 MOST_WANTS = 16384
-COMPARE_S = 2.0  # how long a request that has its rows waits for the digests of a sample
-DOUBT_AGAIN_S = 5.0  # between attempts to reach a sender that must confirm quarantined slots, or hear of failed wants
+UNHEARD_AGAIN_S = 5.0  # between attempts to reach a sender that must hear of failed wants
 
 
 class Receiver:
-    """All wants of this agent's engine.
-
-    One in `check_every` pulled chunks is compared with the sender's; 0 compares none.
-    """
+    """All wants of this agent's engine. `make_routes` gets what the receiver shares with its routes."""
 
     def __init__(
-        self, slots: ReceiveSlots, new_id: Callable[[], str], new_token: Callable[[], bytes], check_every: int = 0
+        self,
+        make_routes: Callable[[OpenTransfers], Mapping[Route, ReceivingRoute]],
+        new_id: Callable[[], str],
+        new_token: Callable[[], bytes],
     ) -> None:
-        self.slots = slots
-        self.sampling = Sampling(check_every)
-        self.compared = self.differing = 0  # pulled chunks that were compared, and those that differed
         self.wants: dict[int, OpenWant] = {}
+        self.incoming_transfers: dict[str, IncomingTransfer] = {}
         self.expected = ExpectedRequests()
         self._is_paused = False
         self._new_id = new_id
@@ -91,15 +70,15 @@ class Receiver:
         self._assignment = ShardAssignment()
         self._senders = SenderSessions()
         self._adoption = Adoption()
-        self._wanted_by: dict[str, OpenWant] = {}  # transfer -> its want
         self._filled_by: dict[str, OpenWant] = {}  # order to write zeros -> its want
-        self._awaiting_slots: FairQueue[IncomingTransfer] = FairQueue()  # with ready chunks that have no slot
-        self._undrained = UndrainedTransfers()
         self._unheard = UnheardFailures()
         # Transfers that were cancelled before the sender had said anything to the claim, until it confirms that.
         self._cancelled: dict[str, tuple[OpenWant, str]] = {}
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
         self._want_deadlines: Deadlines[int] = Deadlines()
+        opened = OpenTransfers(self.incoming_transfers, self._senders.open, self._deadlines)
+        self._route_of = dict(make_routes(opened))
+        self._routes = tuple(dict.fromkeys(self._route_of.values()))  # several share one half
 
     # From our engine:
 
@@ -159,7 +138,7 @@ class Receiver:
     def pause(self) -> bool:
         """Claim nothing until `rebuilt` or `resume`. Returns whether nothing is under way: then a rebuild may begin."""
         self._is_paused = True
-        return not (self.slots.lent or len(self._in(WantState.REACHING)) < len(self.wants))
+        return not (any(route.lent for route in self._routes) or len(self._in(WantState.REACHING)) < len(self.wants))
 
     def resume(self, now: float) -> list[Action]:
         """The rebuild is cancelled."""
@@ -168,45 +147,33 @@ class Receiver:
 
     def rebuilt(self, engine: AttachedEngine | None, now: float) -> list[Action]:
         """Our slots were replaced. All sessions end, because they named the old slots. No slot is in doubt any more."""
-        self._is_paused = False
-        actions = [] if engine is None else self._end_sessions(engine, "rebuilt", "the agent made its slots anew", now)
-        self._undrained.clear()
-        self.slots.rebuilt()
-        return actions + self._lend_slots()
-
-    def quarantined_far(self) -> frozenset[tuple[int, int]]:
-        """The leases of quarantined slots that nothing may write but by our fabric."""
-        return self.slots.quarantined(self._undrained.far)
+        return self._renewed(engine, "the agent made its slots anew", now, "all")
 
     def unreachable_from_far(self, engine: AttachedEngine | None, now: float) -> list[Action]:
         """Our fabric is another: who has only the one before reaches none of our slots.
 
         All sessions end, because they named that one.
         """
+        return self._renewed(engine, "the agent's fabric was replaced", now, "far")
+
+    def _renewed(self, engine: AttachedEngine | None, reason: str, now: float, writers: Writers) -> list[Action]:
         self._is_paused = False
-        reason = "the agent's fabric was replaced"
         actions = [] if engine is None else self._end_sessions(engine, "rebuilt", reason, now)
-        return actions + self._free(list(self._undrained.far))
+        return actions + self.cannot_write(writers)
 
-    def sender_processes(self) -> set[ProcessCard]:
+    def cannot_write(self, writers: Writers) -> list[Action]:
+        """These write nothing any more under leases of transfers that have ended."""
+        for route in self._routes:
+            route.cannot_write(writers)
+        return self._lend()
+
+    def quarantined(self, writers: Writers) -> frozenset[tuple[int, int]]:
+        """The leases of quarantined slots under which only these may still write."""
+        return frozenset[tuple[int, int]]().union(*(route.quarantined(writers) for route in self._routes))
+
+    def writing_processes(self) -> set[ProcessCard]:
         """The processes whose end would free slots, now or once their sessions are lost."""
-        written = (each.process for each in self._senders.open.values() if not each.routed.is_pulled)
-        return self._undrained.processes.union(each for each in written if each is not None)
-
-    def quarantined_for(self, process: ProcessCard) -> frozenset[tuple[int, int]]:
-        """The leases of quarantined slots that this process may still use."""
-        return self.slots.quarantined(self._undrained.of(process))
-
-    def sender_ended(self, process: ProcessCard) -> list[Action]:
-        """A sender's process has ended, and so have its sessions: it writes nothing any more."""
-        return self._free(self._undrained.of(process))
-
-    def _free(self, transfers: Iterable[str]) -> list[Action]:
-        """Nothing of these undrained transfers is written any more: their slots become free."""
-        for transfer in transfers:
-            self._undrained.settle(transfer)
-            self._drain(transfer)
-        return self._lend_slots()
+        return set[ProcessCard]().union(*(route.writing_processes() for route in self._routes))
 
     def _end_sessions(self, engine: AttachedEngine, code: str, reason: str, now: float) -> list[Action]:
         """End all sessions. Wants that have claimed nothing yet go on, by new sessions."""
@@ -240,33 +207,19 @@ class Receiver:
         for sender in self._unheard.senders():
             if address in self._senders.needed(sender) and not self._senders.missing(sender):
                 actions += self._tell_unheard(sender, now)
-        return actions + self._lend_slots()
+        return actions + self._lend()
 
     def refused(self, address: str, incarnation: str, key: str = "") -> list[Action]:
         """The agent at `address` answers but refuses a session. It can still confirm what it will not write."""
-        return self._met(address, incarnation, key) + self._lend_slots()
+        return self._met(address, incarnation, key) + self._lend()
+
+    def prepare(self, session: Session) -> list[Action]:
+        """A session with a new sender will open: prepare for what it will send."""
+        return self._route_of[session.routed.route].prepare(session)
 
     def _met(self, address: str, incarnation: str, key: str) -> list[Action]:
-        """An incarnation answers at the address: ask it about undrained transfers."""
-        return self._questions(address, incarnation, self._undrained.meet(address, incarnation, key))
-
-    def _questions(self, address: str, incarnation: str, undrained: list[tuple[str, str]]) -> list[Action]:
-        """Ask it. It can speak for another incarnation only if it knows that one to be dead."""
-        return [
-            Send(address, Cancel(transfer=transfer, code="forgotten", incarnation="" if of == incarnation else of))
-            for transfer, of in undrained
-            if of != incarnation or (own := self._known(transfer)) is None or own.state is IncomingState.ENDED
-        ]
-
-    def _doubt(self, at: str, now: float) -> list[Action]:
-        """Transfers from this address are undrained: reach it, and ask whoever was met elsewhere before they were."""
-        self._deadlines.set(("doubt", at), now + DOUBT_AGAIN_S)
-        actions: list[Action] = [Reach(at)]
-        for address, session in self._senders.open.items():
-            incarnation = session.peer.incarnation
-            undrained = self._undrained.meet_again(address, incarnation, session.key)
-            actions += self._questions(address, incarnation, undrained)
-        return actions
+        """An incarnation answers at the address."""
+        return [action for route in self._routes for action in route.met(address, incarnation, key)]
 
     def unreachable(self, address: str, code: str, reason: str, now: float) -> list[Action]:
         """The session with `address` could not be opened, or has ended. It is not retried without being asked for."""
@@ -300,7 +253,7 @@ class Receiver:
     def _reach_again(self, wanted: OpenWant, event: WantEvent, now: float) -> list[Action]:
         wanted.state = WANT_TABLE.after(wanted.state, event)
         for transfer in wanted.incoming_transfers:
-            self._wanted_by.pop(transfer, None)
+            self.incoming_transfers.pop(transfer, None)
         wanted.incoming_transfers.clear()
         wanted.unneeded.clear()
         return self._advance(wanted, now)
@@ -316,180 +269,58 @@ class Receiver:
                 others = {each.address for each in wanted.incoming_transfers.values()} - {address}
                 self._add_unheard(wanted, others, now)
         affected = []
-        for transfer, wanted in list(self._wanted_by.items()):
-            incoming = wanted.incoming_transfers[transfer]
+        for incoming in list(self.incoming_transfers.values()):
             if incoming.address == address and incoming.state is not IncomingState.ENDED:
                 self._end_incoming(incoming, IncomingEvent.LOSE, now)
-                affected.append(wanted)
-                self._forget_if_over(transfer)
+                affected.append(incoming.wanted)
+                self._forget_if_over(incoming)
         return affected
 
     # From a sender, named by its incarnation and key: it may answer at one of its addresses what was asked at another.
 
-    def ready(self, incarnation: str, transfer: str, chunks: int, key: str = "") -> list[Action]:
-        """The sender has this many chunks ready to gather."""
-        incoming = self._incoming(incarnation, transfer, key)
-        if incoming is None or incoming.state is not IncomingState.CLAIMED or incoming.reading is not None:
+    def on_message(self, incarnation: str, body: RouteToReceiver, now: float, key: str = "") -> list[Action]:
+        """What only the transfer's route understands."""
+        incoming = self._of(incarnation, body.transfer, key)
+        if incoming is None or incoming.state is not IncomingState.CLAIMED:
             return []
-        incoming.ready = max(incoming.ready, min(chunks, incoming.plan.chunks))
-        queue(self.slots, self._awaiting_slots, incoming)
-        return self._lend_slots()
+        return self._go_on(incoming, incoming.on_message(body, now), now)
 
-    def tables(self, incarnation: str, answer: BlockTables, now: float, key: str = "") -> list[Action]:
-        """The sender's block tables, as far as they are computed: read those rows."""
-        incoming = self._incoming(incarnation, answer.transfer, key)
-        if incoming is None or incoming.state is not IncomingState.CLAIMED or (reading := incoming.reading) is None:
-            return []
-        reading.lease.answered(answer.renewal)
-        try:
-            reading.learn(answer, incoming.plan)
-        except KVBridgeError as error:
-            return self._fail(self._wanted_by[answer.transfer], error.code, str(error), now)
-        incoming.ready = max(incoming.ready, ready_chunks(incoming.plan, answer.tokens, answer.is_last))
-        return self._read(incoming, reading, now)
-
-    def _read(self, incoming: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
-        """Read what is ready, unless a read is under way."""
-        if reading.is_busy or reading.begun >= incoming.ready:
-            return []
-        wanted = self._wanted_by[incoming.transfer]
-        compared = self.sampling.choose(reading.begun, incoming.ready)
-        pull = pull_of(wanted, incoming, reading, incoming.ready, compared)
-        reading.begun, reading.is_busy, incoming.is_carried = incoming.ready, True, True
-        return [*self._renew(incoming, reading, now), pull]
-
-    def _renew(self, incoming: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
-        """Renew the lease if half of it has passed; otherwise do so when it has."""
-        due = reading.lease.asked_at + LEASE_S / 2
-        if now < due:
-            self._deadlines.set(("lease", incoming.transfer), due)
-            return []
-        self._deadlines.set(("lease", incoming.transfer), now + LEASE_S / 2)
-        return [Send(incoming.address, Renew(transfer=incoming.transfer, number=reading.lease.renew(now)))]
-
-    def _renew_if_read(self, incoming: IncomingTransfer, now: float) -> list[Action]:
-        reading = incoming.reading
-        if reading is None or incoming.state is not IncomingState.CLAIMED:
-            return []
-        return self._renew(incoming, reading, now) if reading.is_busy or reading.unchecked else []
-
-    def _pulled(self, pulled: Pulled, now: float) -> list[Action]:
-        """A read has ended."""
-        transfer, end_chunk = pulled.transfer, pulled.end_chunk
-        wanted = self._wanted_by[transfer]
-        incoming = wanted.incoming_transfers[transfer]
-        reading = incoming.reading
-        assert reading is not None
-        reading.is_busy = False
-        self._deadlines.clear(("lease", transfer))
-        if wanted.state is not WantState.FLOWING:  # it was told to stop: Quiet follows
-            return []
-        incoming.is_carried = False
-        if pulled.failure is not None:
-            return self._fail(wanted, *pulled.failure, now)
-        incoming.placed = end_chunk
-        actions = self._check(incoming, reading, pulled.digests, now)
-        if end_chunk < incoming.plan.chunks:
-            return actions + self._read(incoming, reading, now)
-        return actions + self._settle_if_read(incoming, reading, now)
-
-    def _summed(self, transfer: str, digests: Mapping[int, int], now: float) -> list[Action]:
-        """Chunks to compare are read, others of the same read are not yet."""
-        incoming = self._wanted_by[transfer].incoming_transfers[transfer]
-        if incoming.state is not IncomingState.CLAIMED or (reading := incoming.reading) is None:
-            return []
-        return self._check(incoming, reading, digests, now)
-
-    def _check(
-        self, incoming: IncomingTransfer, reading: Reading, digests: Mapping[int, int], now: float
-    ) -> list[Action]:
-        """Ask the sender to compare its digests of these chunks. It keeps their blocks meanwhile."""
-        if not digests and not reading.unchecked:
-            return []
-        reading.unchecked.update(digests)
-        sums = [Sum(chunk, digest) for chunk, digest in sorted(digests.items())]
-        pieces = [tuple(sums[at : at + MAX_SUMS]) for at in range(0, len(sums), MAX_SUMS)]
-        asked = [Send(incoming.address, Check(transfer=incoming.transfer, digests=piece)) for piece in pieces]
-        return [*self._renew(incoming, reading, now), *asked]
-
-    def checked(self, incarnation: str, answer: Checked, now: float, key: str = "") -> list[Action]:
-        """The sender's digests of its chunks. Chunks it was not asked about are ignored."""
-        incoming = self._incoming(incarnation, answer.transfer, key)
-        if incoming is None or incoming.state is not IncomingState.CLAIMED or (reading := incoming.reading) is None:
-            return []
-        for each in answer.digests:
-            if (read := reading.unchecked.pop(each.chunk, None)) is None:
-                continue
-            self.compared += 1
-            if each.digest != read:
-                self.differing += 1
-                reason = f"chunk {each.chunk}: the sender has digest {each.digest:016x}, read was {read:016x}"
-                return self._fail(self._wanted_by[answer.transfer], "digest_mismatch", reason, now)
-        return self._settle_if_read(incoming, reading, now)
-
-    def _settle_if_read(self, incoming: IncomingTransfer, reading: Reading, now: float) -> list[Action]:
-        """Finish the transfer if all its chunks are read and none waits for its digest."""
-        if incoming.placed < incoming.plan.chunks:
-            return []
-        if reading.unchecked:
-            if not self.sampling.is_all:
-                self._deadlines.set(("check", incoming.transfer), now + COMPARE_S)
-            return []
-        self._deadlines.clear(("lease", incoming.transfer))
+    def _go_on(self, incoming: IncomingTransfer, actions: list[Action], now: float) -> list[Action]:
+        """Its route has gone on, and wants this to be done: the transfer may have failed, or be complete."""
+        if incoming.state is not IncomingState.CLAIMED:
+            return actions
+        if incoming.failure is not None:
+            return actions + self._fail(incoming.wanted, *incoming.failure, now)
+        if not incoming.is_complete:
+            return actions
         self._end_incoming(incoming, IncomingEvent.FINISH, now)
         settled = Send(incoming.address, Settled(transfer=incoming.transfer))
-        return [*self._finish_if_complete(self._wanted_by[incoming.transfer], now), settled]
-
-    def _stop_comparing(self, incoming: IncomingTransfer, now: float) -> list[Action]:
-        """The sender has not sent its digests in time: finish without them. A sample is not worth failing a request."""
-        reading = incoming.reading
-        if reading is None or incoming.state is not IncomingState.CLAIMED:
-            return []
-        said: list[Action] = [Uncompared(incoming.transfer, len(reading.unchecked))] if reading.unchecked else []
-        reading.unchecked.clear()
-        return said + self._settle_if_read(incoming, reading, now)
+        return [*actions, *self._finish_if_complete(incoming.wanted, now), settled]  # our engine hears first: it waits
 
     def hear(self, reports: Iterable[ReceivingReport], now: float) -> list[Action]:
         """Take the data plane's reports."""
         actions: list[Action] = []
         for report in reports:
             match report:
-                case Landed():
-                    actions += self._landed(report, now)
-                case Summed(transfer=transfer, digests=digests):
-                    actions += self._summed(transfer, digests, now)
-                case Pulled():
-                    actions += self._pulled(report, now)
+                case RouteReport(transfer=transfer):
+                    incoming = self.incoming_transfers[transfer]
+                    actions += self._go_on(incoming, incoming.on_report(report, now), now)
                 case Broken(transfer=transfer, code=code, reason=reason):
-                    actions += self._fail(self._wanted_by[transfer], code, reason, now)
+                    actions += self._fail(self.incoming_transfers[transfer].wanted, code, reason, now)
                 case Filled():
                     actions += self._filled(report, now)
                 case Quiet(transfer=transfer):
                     actions += self._quiet(transfer, now)
-        return actions + self._lend_slots()
-
-    def _landed(self, landed: Landed, now: float) -> list[Action]:
-        transfer = landed.transfer
-        wanted = self._wanted_by[transfer]
-        incoming = wanted.incoming_transfers[transfer]
-        self.slots.land(landed.leases, transfer)
-        incoming.placed += landed.chunks
-        if incoming.state is not IncomingState.CLAIMED:
-            if not self.slots.has_out(transfer):
-                self._undrained.settle(transfer)
-            return []
-        if incoming.placed < incoming.plan.chunks:
-            return []
-        self._end_incoming(incoming, IncomingEvent.FINISH, now)
-        settled = Send(incoming.address, Settled(transfer=transfer))
-        return [*self._finish_if_complete(wanted, now), settled]  # our engine hears first: it waits
+        return actions + self._lend()
 
     def _quiet(self, transfer: str, now: float) -> list[Action]:
         if (wanted := self._filled_by.get(transfer)) is not None:
             self._forget_filling(wanted)
         else:
-            wanted = self._wanted_by[transfer]
-            self._quiet_incoming(wanted.incoming_transfers[transfer], now)
+            incoming = self.incoming_transfers[transfer]
+            wanted, incoming.is_carried = incoming.wanted, False
+            if not incoming.on_quiet() and incoming.state is IncomingState.STOPPING:
+                self._end_incoming(incoming, IncomingEvent.DRAIN, now)
         if wanted.is_carried:
             return []
         if wanted.state is WantState.ENDING:
@@ -498,51 +329,36 @@ class Receiver:
             return self._fail(wanted, *wanted.failure, now)
         return self._reach_again(wanted, WantEvent.QUIET, now)
 
-    def _quiet_incoming(self, incoming: IncomingTransfer, now: float) -> None:
-        incoming.is_carried = False
-        if incoming.is_drained:
-            self.slots.drain(incoming.transfer)
-        if incoming.state is IncomingState.STOPPING and not self.slots.has_out(incoming.transfer):
-            self._end_incoming(incoming, IncomingEvent.DRAIN, now)  # everything written under its leases has landed
-
     def failing(
         self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
     ) -> list[Action]:
         """The sender gives up; writes may still be under way."""
-        incoming = self._incoming(incarnation, transfer, key)
+        incoming = self._of(incarnation, transfer, key)
         if incoming is None or incoming.state is not IncomingState.CLAIMED:
             return []
-        return self._fail(self._wanted_by[transfer], code or "sender_failed", reason, now)
+        return self._fail(incoming.wanted, code or "sender_failed", reason, now)
 
     def drained(
         self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
     ) -> list[Action]:
-        """The sender will not write for this transfer again: its slots become free."""
+        """The sender will not write for this transfer again, and gives nothing more for it."""
         self._cancelled.pop(transfer, None)
-        incoming = self._incoming(incarnation, transfer, key)
-        if incoming is None and not self._undrained.can_settle(transfer, incarnation, key):
-            return []
-        self._undrained.settle(transfer)
-        self._drain(transfer)
+        incoming = self._of(incarnation, transfer, key)
+        if incoming is None:
+            for route in self._routes:
+                route.on_drained(transfer, incarnation, key)
+            return self._lend()
+        incoming.on_drained()
         actions: list[Action] = []
-        if incoming is not None and incoming.state is not IncomingState.ENDED:
+        if incoming.state is not IncomingState.ENDED:
             was_claimed = incoming.state is IncomingState.CLAIMED
             self._end_incoming(incoming, IncomingEvent.DRAIN, now)
             if was_claimed:
-                wanted = self._wanted_by[transfer]
-                at_sender = self._senders.open.get(wanted.want.sender)
-                code, reason = why_refused(wanted.want, at_sender, code or "sender_failed", reason)
-                actions = self._fail(wanted, code, reason, now)
-        self._forget_if_over(transfer)
-        return actions + self._lend_slots()
-
-    def _drain(self, transfer: str) -> None:
-        """Free its slots, once the data plane has finished with them too."""
-        incoming = self._known(transfer)
-        if incoming is not None and incoming.is_carried:
-            incoming.is_drained = True
-        else:
-            self.slots.drain(transfer)
+                want = incoming.wanted.want
+                why = why_refused(want, self._senders.open.get(want.sender), code or "sender_failed", reason)
+                actions = self._fail(incoming.wanted, *why, now)
+        self._forget_if_over(incoming)
+        return actions + self._lend()
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
@@ -553,18 +369,16 @@ class Receiver:
         for kind, key in self._deadlines.due(now):
             if kind == "ask" and key in self._senders.open:
                 actions.append(Ask(key))
-            elif kind == "lease" and key in self._wanted_by:
-                actions += self._renew_if_read(self._wanted_by[key].incoming_transfers[key], now)
-            elif kind == "check" and key in self._wanted_by:
-                actions += self._stop_comparing(self._wanted_by[key].incoming_transfers[key], now)
             elif kind == "unheard" and self._unheard.at(key, now):
-                self._deadlines.set(("unheard", key), now + DOUBT_AGAIN_S)
+                self._deadlines.set(("unheard", key), now + UNHEARD_AGAIN_S)
                 # Here only, not whenever a rank is reached: another one that refuses would be asked again at once.
                 actions += [Reach(address) for address in self._senders.missing(key)] + self._tell_unheard(key, now)
                 if key in self._senders.open and not self._senders.is_whole(key):
                     actions.append(Ask(key))  # it had not heard of its engine's other ranks
-            elif kind == "doubt" and self._undrained.is_any(key):
-                actions += self._doubt(key, now)
+            elif (incoming := self.incoming_transfers.get(key)) is None:
+                actions += [action for route in self._routes for action in route.on_time(kind, key, now)]
+            elif incoming.state is IncomingState.CLAIMED:
+                actions += self._go_on(incoming, incoming.on_time(kind, now), now)
         return actions + self._hold(now)
 
     def _hold(self, now: float) -> list[Action]:
@@ -647,21 +461,17 @@ class Receiver:
     def _claim_from(
         self, wanted: OpenWant, address: str, session: Session, takes: tuple[Take, ...], planned: Plan, now: float
     ) -> list[Action]:
-        incoming = IncomingTransfer(self._new_id(), address, session, planned, self._new_token(), turn=self.slots.turn)
+        transfer, token = self._new_id(), self._new_token()
         actions: list[Action] = []
         leases: tuple[SlotLease, ...] = ()
         if planned.chunks:
-            wanted.incoming_transfers[incoming.transfer] = incoming
-            self._wanted_by[incoming.transfer] = wanted
+            route = self._route_of[session.routed.route]
+            incoming = route.begin(wanted, transfer, address, session, planned, token)
+            wanted.incoming_transfers[transfer] = self.incoming_transfers[transfer] = incoming
+            actions, leases = incoming.claim(now)
         else:
-            wanted.unneeded[address] = incoming.transfer
-        if planned.chunks and session.routed.is_pulled:
-            incoming.reading = Reading(ReadLease(now), session)
-        elif planned.chunks:
-            incoming.is_carried = True
-            leases = lend_early(self.slots, incoming)
-            actions = [order_of(wanted, incoming), *([Lend(incoming.transfer, leases)] if leases else [])]
-        return [*actions, Send(address, claim_of(wanted, incoming, takes, leases, now))]
+            wanted.unneeded[address] = transfer
+        return [*actions, Send(address, claim_of(wanted, session, transfer, token, planned, takes, leases, now))]
 
     def _finish_if_complete(self, wanted: OpenWant, now: float) -> list[Action]:
         if wanted.state is not WantState.FLOWING or wanted.filling:
@@ -703,7 +513,7 @@ class Receiver:
             if incoming.state is IncomingState.CLAIMED:
                 self._end_incoming(incoming, IncomingEvent.STOP, now)
                 cancel = Send(incoming.address, Cancel(transfer=incoming.transfer, code=code, reason=reason[:1024]))
-                (actions if incoming.reading is None else wanted.late_cancels).append(cancel)
+                (wanted.late_cancels if incoming.reads_peer else actions).append(cancel)
         if wanted.is_carried:
             wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
             return actions
@@ -757,7 +567,7 @@ class Receiver:
         want = wanted.want
         nothing = structs.replace(want, blocks=(), end_token=want.first_token, is_offered=True)
         self._unheard.add(OpenWant(nothing, wanted.engine, {}, wanted.started), heard, now)
-        self._deadlines.set(("unheard", want.sender), now + DOUBT_AGAIN_S)
+        self._deadlines.set(("unheard", want.sender), now + UNHEARD_AGAIN_S)
 
     def _tell_unheard(self, sender: str, now: float) -> list[Action]:
         """Tell the ranks that we reach now which wants have failed meanwhile: nothing will be taken.
@@ -783,53 +593,36 @@ class Receiver:
         return [failed(wanted.want, *wanted.failure), *wanted.late_cancels]
 
     def _end_incoming(self, incoming: IncomingTransfer, event: IncomingEvent, now: float) -> None:
-        """Apply `event` to an incoming transfer. Slots still lent when it stops or is lost are quarantined."""
         incoming.state = INCOMING_TABLE.after(incoming.state, event)
         incoming.is_lost |= event is IncomingEvent.LOSE
-        if incoming.reading is not None:
-            incoming.reading.lease.is_given_up = True
-        self._awaiting_slots.discard(incoming.transfer)
-        if event in (IncomingEvent.STOP, IncomingEvent.LOSE):
-            doubted = self.slots.doubt(incoming.transfer)
-            if doubted:
-                session = incoming.session
-                peer, key = session.peer.incarnation, session.key
-                self._undrained.add(incoming.transfer, incoming.address, peer, key, session.is_far, session.process)
-                self._deadlines.set(("doubt", incoming.address), now + DOUBT_AGAIN_S)
-            elif event is IncomingEvent.STOP:  # no slot is lent: no confirmation is needed
-                incoming.state = INCOMING_TABLE.after(incoming.state, IncomingEvent.DRAIN)
-        elif event is IncomingEvent.FINISH:
+        if event is IncomingEvent.FINISH:
             incoming.is_carried = False
-            self.slots.drain(incoming.transfer)  # its unused leases: the sender has written every chunk it will
+        if not incoming.on_end(event, now) and event is IncomingEvent.STOP:  # no confirmation is needed
+            incoming.state = INCOMING_TABLE.after(incoming.state, IncomingEvent.DRAIN)
 
     def _forget(self, wanted: OpenWant) -> None:
         del self.wants[wanted.want.number]
         self._want_deadlines.clear(wanted.want.number)
-        for transfer in wanted.incoming_transfers:
-            self._forget_if_over(transfer)
+        for incoming in wanted.incoming_transfers.values():
+            self._forget_if_over(incoming)
 
-    def _forget_if_over(self, transfer: str) -> None:
-        wanted = self._wanted_by.get(transfer)
-        if (
-            wanted
-            and wanted.state is WantState.ENDED
-            and wanted.incoming_transfers[transfer].state is IncomingState.ENDED
-        ):
-            del self._wanted_by[transfer]
+    def _forget_if_over(self, incoming: IncomingTransfer) -> None:
+        if incoming.wanted.state is WantState.ENDED and incoming.state is IncomingState.ENDED:
+            self.incoming_transfers.pop(incoming.transfer, None)
 
     def number_of(self, transfer: str) -> int:
         """The want whose rows it brings; 0 if nobody waits for it any more."""
-        wanted = self._wanted_by.get(transfer)
-        return wanted.want.number if wanted is not None else 0
+        incoming = self.incoming_transfers.get(transfer)
+        return incoming.wanted.want.number if incoming is not None else 0
 
     def session_of(self, transfer: str) -> Session:
         """The session of a transfer, for as long as the data plane may report on it."""
-        return self._wanted_by[transfer].incoming_transfers[transfer].session
+        return self.incoming_transfers[transfer].session
 
     @property
     def moving(self) -> int:
         """How many transfers are under way. Callable from any thread."""
-        return len(self._wanted_by)
+        return len(self.incoming_transfers)
 
     @property
     def without_session(self) -> int:
@@ -839,23 +632,16 @@ class Receiver:
     @property
     def without_slot(self) -> int:
         """How many transfers have ready chunks without a slot. Callable from any thread."""
-        return len(self._awaiting_slots)
+        return sum(route.waiting for route in self._routes)
 
-    def _incoming(self, incarnation: str, transfer: str, key: str) -> IncomingTransfer | None:
-        incoming = self._known(transfer)
-        is_its = incoming is not None and (incoming.session.peer.incarnation, incoming.session.key) == (
-            incarnation,
-            key,
-        )
+    def _of(self, incarnation: str, transfer: str, key: str) -> IncomingTransfer | None:
+        """The transfer, if this sender, that proved this key, brings it."""
+        incoming = self.incoming_transfers.get(transfer)
+        is_its = incoming and (incoming.session.peer.incarnation, incoming.session.key) == (incarnation, key)
         return incoming if is_its else None
 
-    def _known(self, transfer: str) -> IncomingTransfer | None:
-        wanted = self._wanted_by.get(transfer)
-        return wanted.incoming_transfers.get(transfer) if wanted else None
-
-    def _lend_slots(self) -> list[Action]:
-        """Lend free slots to transfers that can use them."""
-        return grants(self.slots, self._awaiting_slots)
+    def _lend(self) -> list[Action]:
+        return [action for route in self._routes for action in route.lend()]
 
     def _in(self, state: WantState) -> list[OpenWant]:
         return [wanted for wanted in self.wants.values() if wanted.state is state]

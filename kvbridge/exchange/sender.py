@@ -1,63 +1,36 @@
 """The sender's half: our engine's offers, and the transfers that read them. Pure.
 
-An offer and the claims on it may come in either order. They meet under a rendezvous id, and the data plane gets one
-order for each transfer (orders.py). It ships a chunk once its tokens are computed and the receiver has lent a slot.
-Windows and states are shipped once the offer is complete, because an engine that goes on computing reuses their blocks.
-The engine gets its blocks back when nobody reads them or will read them; this does not wait for the network.
+An offer and the claims on it may come in either order. They meet under a rendezvous id, and flow as the route of their
+session says (outgoing.py): rows once their tokens are computed, windows and states once the offer is complete, because
+an engine that goes on computing reuses their blocks. The engine gets its blocks back when nobody reads them or will
+read them; this does not wait for the network.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvbridge_proto.common import MAX_RANKS
 from kvbridge_proto.engine import MAX_HELD, Held, NoOffer, Offer, Refused, Released
-from kvbridge_proto.peer import (
-    MAX_SUMS,
-    Cancel,
-    Check,
-    Checked,
-    Claim,
-    Drained,
-    Failing,
-    Grant,
-    Ready,
-    Refuse,
-    Renew,
-    SlotLease,
-)
+from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Refuse, Route, RouteToSender
 
 from ..errors import EngineError, KVBridgeError, PeerError
 from ..geometry.plan import Plan
 from ..states import OFFER_TABLE, OUTGOING_TABLE, OfferEvent, OfferState, OutgoingEvent, OutgoingState
-from .actions import Action, Met, Send, Tell, Unconfirmed
-from .block_tables import check_begin, check_late, extended, ready_chunks
+from .actions import Action, Met, Send, Tell
+from .block_tables import check_begin, check_late, extended
 from .containers import Deadlines, Recent
-from .leases import LEASE_HEARD_S, LEASE_S, GrantedLease
-from .orders import (
-    Broken,
-    Credit,
-    Digest,
-    Digested,
-    Gathered,
-    Progress,
-    Quiet,
-    SendingReport,
-    SendOrder,
-    Sent,
-    Shipped,
-    StopSending,
-    Watch,
-)
+from .leases import LEASE_HEARD_S
+from .orders import Broken, Quiet, RouteReport, SendingReport, StopSending
 from .outgoing import (
     AWAITED_S,
     ENDED_S,
     EndedOffer,
     OpenOffer,
     OutgoingTransfer,
-    ReceiverClaims,
     Rendezvous,
+    SendingRoute,
     call_of,
 )
 from .session import AttachedEngine, Session
@@ -67,8 +40,6 @@ MOST_CLAIMS = 2048  # open at once, of one receiver
 MOST_CLAIMS_OF_ALL = 32768  # of all receivers together: 16 at their limit
 # A younger offer is not reclaimed: the router has only just heard that the prefill is done, and a claim may follow.
 FRESH_S = 0.25
-MOST_LEASES = 4096  # unused, of one receiver: as many slots as an agent can have
-MOST_DIGESTS = 4  # at once, of all transfers, so that other moves get their turn
 LOST_S = AWAITED_S  # in which a receiver that was only cut off comes again
 LATE_S = 1.0  # by which one rank may offer a prompt later than another
 MOST_RENOUNCED = 16384  # of all receivers together; the link that could still bring such a claim is lost in silence_s
@@ -77,27 +48,32 @@ MOST_RENOUNCED = 16384  # of all receivers together; the link that could still b
 class Sender:
     """All offers of this agent's engine and all transfers that read them.
 
-    `before` are earlier incarnations of our agent, known to be dead.
+    `make_routes` gets the deadlines (kind, transfer) that the sender shares with its routes. `before` are earlier
+    incarnations of our agent, known to be dead.
     """
 
-    def __init__(self, most_claims: int = MOST_CLAIMS, before: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        make_routes: Callable[[Deadlines[tuple[str, str]]], Mapping[Route, SendingRoute]],
+        most_claims: int = MOST_CLAIMS,
+        before: Collection[str] = (),
+    ) -> None:
         self._before = before
         self._renounced: Recent[tuple[str, str]] = Recent(MOST_RENOUNCED)  # (incarnation, transfer)
         self._most_claims = most_claims
         self.offers: dict[int, OpenOffer] = {}
         self.outgoing_transfers: dict[str, OutgoingTransfer] = {}
-        self._of_receiver: dict[str, ReceiverClaims] = {}  # by incarnation
+        self._of_receiver: dict[str, dict[str, OutgoingTransfer]] = {}  # by incarnation, and by transfer
         self._waiting: dict[str, dict[str, OutgoingTransfer]] = {}  # by rendezvous
         # Of those that wait, by transfer: claims of what was offered before, until it is known whether it is there.
         self._undecided: dict[str, OutgoingTransfer] = {}
-        self._comparing: dict[str, OutgoingTransfer] = {}  # with chunks to be digested, in the order of their turns
-        self._digesting = 0
         self._lost_claims: list[int] = []  # open offers of which a claim was lost since the last tick
         self._rendezvous = Rendezvous()
         self._is_paused = False
-        self._owed: dict[str, OutgoingTransfer] = {}  # by transfer: receivers that wait for an answer or for the fence
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
         self._holds: Deadlines[int] = Deadlines()  # of the offers
+        self._route_of = dict(make_routes(self._deadlines))
+        self._routes = tuple(dict.fromkeys(self._route_of.values()))  # several share one half
 
     # From our engine:
 
@@ -126,8 +102,7 @@ class Sender:
         actions = self._bind_waiting(offer.rendezvous)
         actions += self._short_of(offered)
         for out in list(offered.outgoing_transfers.values()):
-            self._owe(out)
-            actions += self._progress(out)
+            actions += out.grow()
         return actions
 
     def withdraw(self, number: int, reason: str, now: float, comes_again: bool = False) -> list[Action]:
@@ -192,10 +167,8 @@ class Sender:
         """
         if offered.state is OfferState.OPEN:
             return self._holds.at(offered.number)
-        reading = [out for out in offered.outgoing_transfers.values() if out.is_reading]
-        if any(out.is_gathering or out.digesting for out in reading):
-            return None
-        return max((out.granted.ends for out in reading if out.granted and out.granted.ends is not None), default=None)
+        ends = [out.read_until for out in offered.outgoing_transfers.values() if out.is_reading]
+        return max((at for at in ends if at is not None), default=None) if None not in ends else None
 
     def rescaled(self, reason: str, now: float) -> list[Action]:
         """Our engine's scales changed: end everything that was planned with the old ones."""
@@ -253,8 +226,7 @@ class Sender:
             ]
         if claim.transfer in self.outgoing_transfers:
             return [refused(incarnation, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
-        its = self._of_receiver.get(incarnation) or ReceiverClaims()
-        if len(its.outgoing_transfers) >= self._most_claims:
+        if len(self._of_receiver.get(incarnation, ())) >= self._most_claims:
             reason = f"claims: {self._most_claims} of this receiver are open"
             return [refused(incarnation, claim, "too_many_claims", reason)]
         if len(self.outgoing_transfers) >= MOST_CLAIMS_OF_ALL:
@@ -262,24 +234,15 @@ class Sender:
             return [refused(incarnation, claim, "too_many_transfers", reason)]
         try:
             plan = planned(claim, session, engine)
+            if not plan.chunks and self._rendezvous.is_served(claim):
+                reason = f"want: {claim.want} had its offer before, and this claim takes no rows"
+                raise PeerError("already_fetched", reason)
+            out = self._route_of[session.routed.route].begin(claim, session, plan, now)
         except KVBridgeError as error:
             return [refused(incarnation, claim, error.code, str(error))]
-        if not plan.chunks and self._rendezvous.is_served(claim):
-            reason = f"want: {claim.want} had its offer before, and this claim takes no rows"
-            return [refused(incarnation, claim, "already_fetched", reason)]
-        out = OutgoingTransfer(claim, session, plan, now)
-        if session.routed.is_pulled:
-            out.granted = GrantedLease()
-            if claim.leases:
-                return [
-                    refused(incarnation, claim, "bad_lease", f"leases: {len(claim.leases)} of a route without slots")
-                ]
-        if too_many := lease_excess(out, claim.leases, its.unused):
-            return [refused(incarnation, claim, "bad_lease", too_many)]
-        self._of_receiver[incarnation] = its
-        self.outgoing_transfers[claim.transfer] = its.outgoing_transfers[claim.transfer] = out
+        self.outgoing_transfers[claim.transfer] = out
+        self._of_receiver.setdefault(incarnation, {})[claim.transfer] = out
         self._waiting.setdefault(claim.rendezvous, {})[claim.transfer] = out
-        self._lend(out, claim.leases)
         self._rendezvous.forget_old(now)
         self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
         return self._bind_waiting(claim.rendezvous)
@@ -302,29 +265,6 @@ class Sender:
         pieces = [held[at : at + MAX_HELD] for at in range(0, len(held), MAX_HELD)]
         return [Tell(Held(numbers=tuple(piece))) for piece in pieces]
 
-    def grant(self, incarnation: str, grant: Grant) -> list[Action]:
-        """The receiver lends more slots."""
-        out = self.outgoing_transfers.get(grant.transfer)
-        if (
-            out is None
-            or out.incarnation != incarnation
-            or out.state not in (OutgoingState.WAITING, OutgoingState.FLOWING)
-        ):
-            return []
-        if out.granted is not None:
-            return self._stop(out, "bad_lease", f"leases: {len(grant.leases)} of a route without slots")
-        if too_many := lease_excess(out, grant.leases, self._of_receiver[incarnation].unused):
-            return self._stop(out, "bad_lease", too_many)
-        return self._lend(out, grant.leases)
-
-    def _lend(self, out: OutgoingTransfer, leases: tuple[SlotLease, ...]) -> list[Action]:
-        out.lent += len(leases)
-        self._of_receiver[out.incarnation].unused += len(leases)
-        if out.is_ordered:
-            return [Credit(out.transfer, leases)]
-        out.early += leases
-        return []
-
     def cancel(self, incarnation: str, cancel: Cancel, now: float) -> list[Action]:
         """The receiver gives up. Drained follows once nothing is being written; at once for an unknown transfer.
 
@@ -341,10 +281,8 @@ class Sender:
             self._deadlines.set(key, now + LATE_S if due is None else min(due, now + LATE_S))
             return []
         out.is_lost = False  # it came back, and asks about a transfer whose end it did not hear
-        self._take_back(out)  # on `pull` a receiver sends this once it reads no more
-        if out.state is OutgoingState.STOPPING and out.granted is not None:
-            return self._end_if_quiet(out)
-        return self._stop(out, cancel.code or "cancelled", cancel.reason)
+        out.on_cancel()
+        return self._stop(out, cancel.code or "cancelled", cancel.reason) + self._go_on(out)
 
     def renounce(self, incarnation: str, cancel: Cancel) -> bool:
         """Whether nothing is or will be written for this transfer: it is unknown here, or its incarnation is dead.
@@ -361,8 +299,7 @@ class Sender:
     def lost(self, incarnation: str) -> list[Action]:
         """The session with this receiver is over."""
         actions: list[Action] = []
-        its = self._of_receiver.get(incarnation)
-        for out in list(its.outgoing_transfers.values()) if its is not None else []:
+        for out in list(self._of_receiver.get(incarnation, {}).values()):
             out.is_lost = True
             actions += self._stop(out, "peer_lost", "the receiver's agent is gone")
             if out.offered is not None and out.offered.state is OfferState.OPEN:
@@ -402,100 +339,12 @@ class Sender:
         """How many claimed transfers have no offer yet. Callable from any thread."""
         return sum(map(len, list(self._waiting.values())))
 
-    # Receivers that read our engine's blocks themselves:
-
-    def renew(self, incarnation: str, renew: Renew) -> None:
-        """The receiver is still reading. `answers` renews the lease, if it may still read the blocks."""
-        out = self.outgoing_transfers.get(renew.transfer)
-        if out is not None and out.incarnation == incarnation and out.granted is not None:
-            out.granted.renewal, out.granted.is_asked = max(out.granted.renewal, renew.number), True
-            self._owe(out)
-
-    def read_by(self, incarnation: str, transfer: str) -> Plan | None:
-        """The plan of what this receiver reads itself, or None."""
-        out = self.outgoing_transfers.get(transfer)
-        if out is None or out.incarnation != incarnation or out.granted is None or out.is_settled:
-            return None
-        return out.plan if out.state is OutgoingState.FLOWING else None
-
-    def settled(self, incarnation: str, transfer: str) -> list[Action]:
-        """The receiver has read all that it claimed."""
-        out = self.outgoing_transfers.get(transfer)
-        if out is None or out.incarnation != incarnation or out.granted is None:
+    def on_message(self, incarnation: str, body: RouteToSender) -> list[Action]:
+        """What only the transfer's route understands, from its receiver."""
+        out = self.outgoing_transfers.get(body.transfer)
+        if out is None or out.incarnation != incarnation:
             return []
-        offered = out.offered
-        if offered is None:  # nothing was promised
-            return []
-        self._take_back(out)
-        if out.state is OutgoingState.STOPPING:
-            return self._end_if_quiet(out)
-        out.is_settled = True
-        out.checks.clear()  # it no longer waits for them
-        return self._end_settled(out)
-
-    def _end_settled(self, out: OutgoingTransfer) -> list[Action]:
-        """Its receiver has finished. So have we, once none of its chunks is being digested."""
-        if out.digesting:
-            return []
-        offered = out.offered
-        assert offered is not None
-        out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
-        offered.served.add(out.claim.receiver)
-        self._forget(out)
-        return self._release_if_over(offered)
-
-    def check(self, incarnation: str, check: Check) -> list[Action]:
-        """The receiver has read these chunks, and wants to compare digests. No answer if the transfer has ended."""
-        out = self.outgoing_transfers.get(check.transfer)
-        if out is None or out.incarnation != incarnation or out.granted is None:
-            return []
-        if out.state is not OutgoingState.FLOWING or out.is_settled:
-            return []
-        for each in check.digests:
-            if each.chunk >= out.granted.ready or each.chunk in out.asked:
-                reason = f"chunk: got {each.chunk}, of {out.granted.ready} that may be read, each once"
-                return self._stop(out, "bad_check", reason) + self._compare()
-            out.asked.add(each.chunk)
-            out.checks.append(each)
-        self._comparing.setdefault(out.transfer, out)
-        return self._compare()
-
-    def _compare(self) -> list[Action]:
-        """Digest chunks that receivers have read, in turns."""
-        actions: list[Action] = []
-        while self._comparing and self._digesting < MOST_DIGESTS:
-            out = self._comparing.pop(next(iter(self._comparing)))
-            if not out.can_digest:  # it may have ended since
-                continue
-            offered = out.offered
-            assert offered is not None
-            self._digesting += 1
-            out.digesting += 1
-            order = (out.transfer, offered.number, offered.request, out.plan, offered.tables, out.checks.popleft())
-            actions.append(Digest(*order))
-            if out.can_digest:
-                self._comparing[out.transfer] = out
-        return actions
-
-    def _digested(self, report: Digested) -> list[Action]:
-        self._digesting -= 1
-        out = self.outgoing_transfers[report.transfer]
-        out.digesting -= 1
-        if out.state is OutgoingState.STOPPING:
-            return self._end_if_quiet(out)
-        if out.is_settled:
-            return self._end_settled(out)
-        if report.failure is not None:
-            return self._stop(out, *report.failure)
-        out.checked.append(report.found)
-        return self._answer_check(out)
-
-    def _answer_check(self, out: OutgoingTransfer) -> list[Action]:
-        """Send the digests once none is under way, or a message is full."""
-        if (out.checks or out.digesting) and len(out.checked) < MAX_SUMS:
-            return []
-        digests, out.checked = tuple(out.checked), []
-        return [Send(out.incarnation, Checked(transfer=out.transfer, digests=digests))]
+        return out.on_message(body) + self._go_on(out)
 
     @property
     def is_promised(self) -> bool:
@@ -505,7 +354,7 @@ class Sender:
     @property
     def is_owing(self) -> bool:
         """Whether a receiver waits for an answer."""
-        return bool(self._owed or self._undecided)
+        return bool(self._undecided) or any(route.is_owing for route in self._routes)
 
     def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
         """Answers that receivers wait for; none if we heard our engine too long ago to rule out a withdrawal.
@@ -517,22 +366,7 @@ class Sender:
         actions = self._refuse_unoffered(heard_at)
         if now - heard_at >= LEASE_HEARD_S:
             return actions
-        for out in list(self._owed.values()):
-            offered, granted = out.offered, out.granted
-            assert offered is not None and granted is not None
-            following = offered.update_readable(has_reached)
-            if following is not None:
-                actions.append(Watch(following))
-            is_last = offered.is_last and following is None
-            if following is None:
-                del self._owed[out.transfer]
-            if not granted.is_asked and ready_chunks(out.plan, offered.readable, is_last) == granted.ready:
-                continue
-            said = granted.answer(out.transfer, out.plan, offered.tables, offered.readable, is_last)
-            granted.ends = now + LEASE_S
-            self._deadlines.set(("lease", out.transfer), granted.ends)
-            actions.append(Send(out.incarnation, said))
-        return actions
+        return actions + [action for route in self._routes for action in route.answers(now, has_reached)]
 
     def _refuse_unoffered(self, heard_at: float) -> list[Action]:
         """Refuse claims of what was offered before they came, if no such offer is there.
@@ -549,34 +383,6 @@ class Sender:
                 actions += self._stop(out, *why)
         return actions
 
-    def _owe(self, out: OutgoingTransfer) -> None:
-        """Remember that its receiver waits for an answer."""
-        if out.granted is None or out.is_settled:
-            return
-        if out.will_read and out.offered is not None and out.offered.state is OfferState.OPEN:
-            self._owed[out.transfer] = out
-
-    def _take_back(self, out: OutgoingTransfer) -> None:
-        """End its lease: its receiver has finished, or what it reads from now on does not count."""
-        if out.granted is not None:
-            out.granted.ends = None
-            self._deadlines.clear(("lease", out.transfer))
-
-    def _end_unconfirmed(self, out: OutgoingTransfer) -> list[Action]:
-        # While it flows, a receiver that has read all that is computed so far does not renew.
-        is_late = out.state is OutgoingState.STOPPING
-        said: list[Action] = [Unconfirmed(out.transfer)] if is_late else []
-        self._take_back(out)
-        assert out.offered is not None
-        return said + self._end_if_quiet(out) + self._release_if_over(out.offered)
-
-    def _end_if_quiet(self, out: OutgoingTransfer) -> list[Action]:
-        """End a stopping transfer, if nothing of it is under way."""
-        assert out.offered is not None
-        if out.state is not OutgoingState.STOPPING or out.is_busy:
-            return []
-        return self._end(out, OutgoingEvent.QUIET) + self._release_if_over(out.offered)
-
     # From the data plane:
 
     def hear(self, reports: Iterable[SendingReport]) -> list[Action]:
@@ -584,37 +390,16 @@ class Sender:
         actions: list[Action] = []
         for report in reports:
             match report:
-                case Shipped(transfer=transfer, chunks=chunks):
+                case RouteReport(transfer=transfer):
                     out = self.outgoing_transfers[transfer]
-                    out.shipped += chunks
-                    self._of_receiver[out.incarnation].unused -= chunks
-                case Gathered(transfer=transfer):
-                    actions += self._gathered(self.outgoing_transfers[transfer])
-                case Sent(transfer=transfer):
-                    self._sent(self.outgoing_transfers[transfer])
+                    actions += out.on_report(report) + self._go_on(out)
                 case Broken(transfer=transfer, code=code, reason=reason):
                     actions += self._stop(self.outgoing_transfers[transfer], code, reason)
                 case Quiet(transfer=transfer):
                     out = self.outgoing_transfers[transfer]
-                    out.is_ordered = out.is_gathering = False
-                    actions += self._end_if_quiet(out)
-                case Digested():
-                    actions += self._digested(report)
-        return actions + self._compare()
-
-    def _gathered(self, out: OutgoingTransfer) -> list[Action]:
-        out.is_gathering = False
-        offered = out.offered
-        assert offered is not None
-        if out.state is OutgoingState.FLOWING:
-            offered.served.add(out.claim.receiver)
-        return self._release_if_over(offered)
-
-    def _sent(self, out: OutgoingTransfer) -> None:
-        if out.state is OutgoingState.FLOWING:  # else it was told to stop: Quiet follows
-            out.is_ordered = False
-            out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
-            self._forget(out)
+                    out.is_ordered = False
+                    actions += self._go_on(out)
+        return actions + [action for route in self._routes for action in route.next()]
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
@@ -635,8 +420,8 @@ class Sender:
                     else "not all was offered"
                 )
                 actions += self._stop(out, "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}")
-            elif kind == "lease" and key in self.outgoing_transfers:
-                actions += self._end_unconfirmed(self.outgoing_transfers[key])
+            elif (its := self.outgoing_transfers.get(key)) is not None:
+                actions += its.on_time(kind) + self._go_on(its)
         return actions
 
     # Rendezvous:
@@ -690,32 +475,10 @@ class Sender:
                 self._forget(out)
                 actions += self._release_if_over(offered)
             else:
-                actions += self._short_of(offered) + self._order(out)
+                actions += self._short_of(offered)
+                if out.state is OutgoingState.FLOWING:
+                    actions += out.flow()
         return actions
-
-    def _order(self, out: OutgoingTransfer) -> list[Action]:
-        """Order the data plane to send it, or let its receiver read it."""
-        offered, claim = out.offered, out.claim
-        assert offered is not None
-        if out.state is not OutgoingState.FLOWING:
-            return []
-        if out.granted is not None:
-            self._owe(out)
-            return []
-        out.is_ordered = out.is_gathering = True
-        order = SendOrder(
-            out.transfer,
-            offered.number,
-            offered.request,
-            out.incarnation,
-            out.plan,
-            claim.token,
-            claim.receiver_epoch,
-            out.session.digest,
-        )
-        early = [Credit(out.transfer, out.early)] if out.early else []
-        out.early = ()
-        return [order, *early, *self._progress(out)]
 
     def _stop_waiting(self, out: OutgoingTransfer) -> None:
         self._undecided.pop(out.transfer, None)
@@ -760,10 +523,6 @@ class Sender:
         self._rendezvous.remember(ended, now)
         return self._bind_waiting(ended.rendezvous)
 
-    def _readers(self, offered: OpenOffer) -> list[OutgoingTransfer]:
-        """Transfers that have not read all they claimed, those of a receiver that claimed again included."""
-        return [out for out in offered.outgoing_transfers.values() if out.will_read]
-
     def _release_if_over(self, offered: OpenOffer) -> list[Action]:
         """Release the blocks once nobody reads or will read them."""
         all_served = offered.want is not None and len(offered.served) == offered.receivers
@@ -771,8 +530,8 @@ class Sender:
             return []
         if any(out.is_reading for out in offered.outgoing_transfers.values()):
             return []
-        if offered.state is OfferState.OPEN and self._readers(offered):
-            return []
+        if offered.state is OfferState.OPEN and any(out.will_read for out in offered.outgoing_transfers.values()):
+            return []  # those of a receiver that claimed again included
         offered.state = OFFER_TABLE.after(offered.state, OfferEvent.RELEASE)
         del self.offers[offered.number]
         self._holds.clear(offered.number)
@@ -783,27 +542,27 @@ class Sender:
 
     # How a transfer goes on:
 
-    def _progress(self, out: OutgoingTransfer) -> list[Action]:
-        """Tell the data plane that more chunks are computed, and the receiver, if it has not lent slots for them."""
-        offered = out.offered
-        if out.state is not OutgoingState.FLOWING or offered is None or out.granted is not None:
+    def _go_on(self, out: OutgoingTransfer) -> list[Action]:
+        """Something has happened to it: it may have failed, be read, be over, or be quiet after a stop."""
+        if out.failure is not None and out.is_open:
+            return self._stop(out, *out.failure)
+        offered, actions = out.offered, list[Action]()
+        if offered is None:
             return []
-        ready = ready_chunks(out.plan, offered.tokens, offered.is_last)
-        if ready <= out.progress:
-            return []
-        out.progress = ready
-        actions: list[Action] = [Progress(out.transfer, offered.tables, ready, offered.fence)]
-        if ready > max(out.announced, out.lent):
-            out.announced = ready
-            actions.append(Send(out.incarnation, Ready(transfer=out.transfer, chunks=ready)))
-        return actions
+        if out.state is OutgoingState.FLOWING and out.has_read:
+            offered.served.add(out.claim.receiver)
+            if out.is_over:
+                out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
+                self._forget(out)
+        elif out.state is OutgoingState.STOPPING and not out.is_busy:
+            actions = self._end(out, OutgoingEvent.QUIET)
+        return actions + self._release_if_over(offered)
 
     def _stop(self, out: OutgoingTransfer, code: str, reason: str) -> list[Action]:
         """End a transfer early. The receiver gets Drained only when nothing of it is under way."""
         if out.state in (OutgoingState.STOPPING, OutgoingState.ENDED):
             return []
         out.stopped_by = (code[:64], reason[:1024])
-        self._owed.pop(out.transfer, None)
         offered = out.offered
         if offered is not None:
             offered.served.add(out.claim.receiver)
@@ -827,16 +586,14 @@ class Sender:
     def _forget(self, out: OutgoingTransfer) -> None:
         del self.outgoing_transfers[out.transfer]
         self._deadlines.clear(("claim", out.transfer))
-        self._comparing.pop(out.transfer, None)
-        self._owed.pop(out.transfer, None)
+        out.forget()
         if out.offered is None:
             self._stop_waiting(out)
         else:
             del out.offered.outgoing_transfers[out.transfer]
         its = self._of_receiver[out.incarnation]
-        del its.outgoing_transfers[out.transfer]
-        its.unused -= out.lent - out.shipped
-        if not its.outgoing_transfers:
+        del its[out.transfer]
+        if not its:
             del self._of_receiver[out.incarnation]
 
 
@@ -869,19 +626,6 @@ def planned(claim: Claim, session: Session, engine: AttachedEngine) -> Plan:
     if plan.digest != claim.plan:
         raise PeerError("plan_mismatch", f"plan: sender {plan.digest}, receiver {claim.plan}")
     return plan
-
-
-def lease_excess(out: OutgoingTransfer, leases: Sequence[SlotLease], unused: int) -> str:
-    """Why these leases are more than the transfer needs or a receiver can have; "" if they are not.
-
-    The receiver has lent `unused` others, under which nothing was shipped yet.
-    """
-    if not leases:
-        return ""
-    if (lent := out.lent + len(leases)) > out.plan.chunks:
-        return f"leases: {lent} for {out.plan.chunks} chunks"
-    unused += len(leases)
-    return f"leases: {unused} unused, at most {MOST_LEASES}" if unused > MOST_LEASES else ""
 
 
 def refused(incarnation: str, claim: Claim, code: str, reason: str) -> Send:

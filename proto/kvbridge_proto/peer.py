@@ -323,6 +323,9 @@ class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
     reason: Annotated[str, Meta(max_length=1024)] = ""
 
 
+# What only the route of its transfer understands.
+RouteToReceiver = BlockTables | Checked | Ready
+RouteToSender = Grant | Renew | Check | Settled
 # What is said without a session, so without an agreed version: read whatever version its envelope names.
 Sessionless = Hello | Refuse | Cancel | Drained | Ping | Pong | Goodbye
 ToSender = Hello | Claim | Grant | Renew | Check | Cancel | Hold | Settled | Ping | Goodbye

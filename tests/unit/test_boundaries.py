@@ -64,6 +64,9 @@ ROOMS = {
         {"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.geometry", "kvbridge.states"},
         {"msgspec", "numpy"},
     ),
+    "kvbridge.routes": Room(
+        {"kvbridge_proto", "kvbridge.errors", "kvbridge.geometry", "kvbridge.exchange", "kvbridge.states"}
+    ),
     "kvbridge.device": Room(
         {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"}, {"torch", "numpy", "cuda"}
     ),
@@ -78,7 +81,7 @@ ROOMS = {
     "kvbridge.models": Room({"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.adapters.engine"}),
     "kvbridge.dataplane": Room(BESIDE),
     "kvbridge.agent": Room(
-        BESIDE | {"kvbridge.oneline", "kvbridge.fetch_outcomes", "kvbridge.states", "kvbridge.dataplane"},
+        BESIDE | {f"kvbridge.{name}" for name in ("oneline", "fetch_outcomes", "states", "routes", "dataplane")},
         {"msgspec", "torch", "numpy", "uvloop", "prometheus_client", "opentelemetry"},
     ),
     "kvbridge.proxy": Room({"kvbridge.errors", "kvbridge.oneline"}, {"prometheus_client", "aiohttp", "msgspec"}),
@@ -88,7 +91,7 @@ EVERY = (*ROOMS, *TOP)
 
 PURE = (
     *("kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.options", "kvbridge.states"),
-    *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.models"),
+    *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.routes", "kvbridge.models"),
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs", "logprobs")),
 )
 IMPURE = {

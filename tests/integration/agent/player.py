@@ -25,13 +25,13 @@ from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.dataplane.routes.slot_route import Landing
 from kvbridge.dataplane.send_orders import SendOrders
 from kvbridge.exchange.orders import ReceivingOrder, SendingOrder
-from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, answer, hello, welcome
-from kvbridge.exchange.slots import ReceiveSlots
+from kvbridge.routes import sending_routes
 from kvbridge.transport.processes import Pidfds
 from kvbridge.transport.trust import Trust
+from tests.support.halves import make_receiver
 from tests.unit.exchange.network import NOTHING, take_up
 from tests.unit.exchange.world import World
 
@@ -161,8 +161,8 @@ class Whole(Player):
         self.send_orders, self.receive_orders = SendOrders(2), ReceiveOrders()
         self.metrics, journal, clock = Metrics(), Journal(), lambda: self.now
         token = lambda: next(numbers).to_bytes(16, "big")  # noqa: E731
-        self.receiving = Receiver(ReceiveSlots(slots), lambda: f"id{next(numbers)}", token)
-        self.sending = Sender()
+        self.receiving = make_receiver(slots, lambda: f"id{next(numbers)}", token)
+        self.sending = Sender(sending_routes)
         records = [RequestRecords(role, journal, self.metrics.request_ended) for role in ("receiver", "sender")]
         outgoing, incoming = lambda of: outgoing_of(of, self, self, 5.0), lambda of: incoming_of(of, self, self)
         told: Any = self  # as CurrentEngine
@@ -179,8 +179,6 @@ class Whole(Player):
     def note_if_silent(self) -> None: ...
 
     def wake(self) -> None: ...
-
-    def warm(self, attached: Any, parts: Any) -> None: ...
 
     def give(self, order: SendingOrder | ReceivingOrder, attached: Any) -> None:
         take_up(order, self.send_orders, self.receive_orders)

@@ -30,6 +30,7 @@ from tests.integration.agent.harness import Client, agent, attached
 from tests.integration.agent.player import welcomed
 from tests.integration.agent.test_agent_names import Fetching
 from tests.integration.fuzz.agents import Besieged
+from tests.support.halves import by_slots
 from tests.support.nursery import kvbridge
 from tests.unit.exchange.world import World
 from tests.unit.proto.samples import NOTICE
@@ -115,7 +116,7 @@ async def test_another_key_frees_no_slot_by_saying_the_incarnation_of_a_sender_t
     is_welcome: bool, world: World
 ) -> None:
     player, sender = Fetching(world.receivers[0].engine), world.senders[0].engine
-    slots, wires = player.receiving.slots, player.wires
+    slots, wires = by_slots(player.receiving).slots, player.wires
     player.want("P0")
     wires["P0"].key = "of P0"
     await player.peers._welcome(wires["P0"], welcomed(world, wires["P0"]))

@@ -62,11 +62,11 @@ def test_a_slot_whose_landing_crosses_a_stop_is_free_though_the_others_are_not()
     landed = taken(receiver, first)
     receiver.receive_orders.scattered(landed, None)
     world.abandon("r")  # before that is heard
-    before = receiver.receiving.slots.counts()
-    assert before.free == 0 and before.quarantined == len(receiver.receiving.slots)
+    before = receiver.slots.counts()
+    assert before.free == 0 and before.quarantined == len(receiver.slots)
     world.advance(receiver)
     world.settle()
-    after = receiver.receiving.slots.counts()
+    after = receiver.slots.counts()
     assert (after.free, after.quarantined) == (1, before.quarantined - 1)
     assert isinstance(world.answers()["r"], Failed)
 
@@ -78,11 +78,11 @@ def test_a_slot_is_not_lent_again_while_what_landed_in_it_is_read() -> None:
     incarnation = world.senders[0].engine.agent.incarnation
     world.do(receiver, receiver.receiving.drained(incarnation, first.transfer, "", "", world.now))
     world.settle()
-    assert receiver.receiving.slots.free == 0
+    assert receiver.slots.free == 0
     receiver.receive_orders.scattered(landed, None)
     world.advance(receiver)
     world.settle()
-    assert receiver.receiving.slots.free == len(receiver.receiving.slots)
+    assert receiver.slots.free == len(receiver.slots)
 
 
 def test_a_chunk_that_breaks_is_reported_with_the_slot_that_it_leaves() -> None:
@@ -106,9 +106,9 @@ def test_a_refused_claim_takes_back_the_leases_that_were_lent_with_it(world: Wor
     world.hold = {"message", "order"}
     world.fetch("r", 64)
     receiver, incarnation = world.receivers[0], world.senders[0].engine.agent.incarnation
-    (transfer,) = receiver.receiving._wanted_by
+    (transfer,) = receiver.receiving.incoming_transfers
     world.do(receiver, receiver.receiving.drained(incarnation, transfer, "stale_epoch", "test", world.now))
-    assert not world.answers() and receiver.receiving.slots.free < len(receiver.receiving.slots)
+    assert not world.answers() and receiver.slots.free < len(receiver.slots)
     world.settle()
-    assert isinstance(world.answers()["r"], Failed) and receiver.receiving.slots.free == len(receiver.receiving.slots)
+    assert isinstance(world.answers()["r"], Failed) and receiver.slots.free == len(receiver.slots)
     assert not receiver.receive_orders._open and not receiver.receive_orders.lent

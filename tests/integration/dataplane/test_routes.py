@@ -33,7 +33,7 @@ from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.staging import Staging
 from kvbridge.errors import FabricError, KVBridgeError
 from kvbridge.exchange.leases import ReadLease
-from kvbridge.exchange.orders import Credit, Digest, Digested, Progress, Pull, SendOrder
+from kvbridge.exchange.orders import Credit, Digest, Digested, Progress, Pull, SendOrder, Warm
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.geometry.plan import Planner
 from kvbridge.geometry.shard import assign
@@ -314,9 +314,9 @@ async def test_nothing_more_is_made_ready_for_an_engine_that_leaves(stack: ExitS
     async with serving(replace(Agents(stack).sender, copier=slow)) as (data_plane, pool):
         parts = Planner(pool.pool, pool.pool).samples(SLOT_BYTES, is_sender=True)
         before = AttachedMemory(1, pool, None)
-        data_plane.warm(before, parts * 3)
+        data_plane.give(Warm(parts * 3), before)
         now = replace(before, epoch=2)  # its scales changed
-        data_plane.warm(now, parts * 3)
+        data_plane.give(Warm(parts * 3), now)
         while not slow.warmed:  # noqa: ASYNC110 - the data plane's thread begins it
             await asyncio.sleep(0.001)
         leaving = asyncio.create_task(data_plane.let_go(now))
@@ -325,7 +325,7 @@ async def test_nothing_more_is_made_ready_for_an_engine_that_leaves(stack: ExitS
         slow.go_on.set()
         await leaving
         assert slow.warmed == [pool]
-        data_plane.warm(AttachedMemory(3, next_pool, None), parts)
+        data_plane.give(Warm(parts), AttachedMemory(3, next_pool, None))
         await data_plane._call(lambda: None)  # the thread is through with what came before
         assert slow.warmed == [pool] + [next_pool] * len(parts)
 

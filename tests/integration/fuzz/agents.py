@@ -59,10 +59,13 @@ from kvbridge.exchange.outgoing import OpenOffer
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import AttachedEngine
 from kvbridge.loopback.messages import number_of
+from kvbridge.routes.pull.sending import OutgoingByPull
+from kvbridge.routes.slots.sending import OutgoingBySlots
 from tests.integration.agent.player import Whole, Wire
 from tests.integration.fuzz.target import Target
 from tests.integration.fuzz.typed import TEXTS, drawer
 from tests.integration.fuzz.vary import varied
+from tests.support.halves import by_slots
 from tests.unit.exchange.network import offer_of, want_of
 from tests.unit.exchange.world import make_pool
 from tests.unit.proto.samples import BODIES, NOTICE
@@ -202,8 +205,6 @@ class Besieged(Whole):
 
     # As data plane:
 
-    def warm_pull(self, *args: Any) -> None: ...
-
     def close_peer(self, memory_id: Any) -> None: ...
 
     def give(self, order: SendingOrder | ReceivingOrder, attached: Any) -> None:
@@ -282,17 +283,19 @@ class Besieged(Whole):
 
     def check(self) -> None:
         receiving, sending = self.receiving, self.sending
-        counts = receiving.slots.counts()
+        slots = by_slots(receiving).slots
+        counts = slots.counts()
         assert counts.free + counts.lent + counts.landed + counts.quarantined == SLOTS, counts
-        assert counts.free == receiving.slots.free == len(set(receiving.slots._free)), counts
+        assert counts.free == slots.free == len(set(slots._free)), counts
         leaving = sum(kind in ("gather", "end") for kind, _ in self.events)
         assert self.send_orders.slots.free + leaving == len(self.send_orders.slots) == SEND_SLOTS
         open_transfers = sum(len(wanted.incoming_transfers) for wanted in receiving.wants.values())
-        assert len(receiving._wanted_by) <= open_transfers + 2 * SLOTS, "transfers are kept that nothing waits for"
-        leases = sum(len(out.early) for out in sending.outgoing_transfers.values())
+        kept, of_all = len(receiving.incoming_transfers), sending.outgoing_transfers.values()
+        assert kept <= open_transfers + 2 * SLOTS, "transfers are kept that nothing waits for"
+        leases = sum(len(out.early) for out in of_all if isinstance(out, OutgoingBySlots))
         leases += sum(len(each.leases) for each in self.send_orders._open.values())
         assert leases <= 8192, f"{leases} leases are kept for a peer"
-        for out in sending.outgoing_transfers.values():
+        for out in (each for each in of_all if isinstance(each, OutgoingByPull)):
             assert len(out.asked) <= out.plan.chunks and len(out.checked) <= out.plan.chunks
         assert sum(len(offered.served) for offered in sending.offers.values()) <= 1024 * len(sending.offers)
         for deadlines in (receiving._deadlines, sending._deadlines):
@@ -308,8 +311,8 @@ class Besieged(Whole):
 
     def check_rest(self) -> None:
         receiving, sending = self.receiving, self.sending
-        assert receiving.slots.free == SLOTS and self.send_orders.slots.free == SEND_SLOTS
-        assert not receiving.wants and not receiving._awaiting_slots and not receiving._wanted_by
+        assert by_slots(receiving).slots.free == SLOTS and self.send_orders.slots.free == SEND_SLOTS
+        assert not receiving.wants and not by_slots(receiving).awaiting and not receiving.incoming_transfers
         assert not sending.offers and not sending.outgoing_transfers and not sending._waiting
         assert not sending._of_receiver and not self.send_orders._open and not self.receive_orders._open
 
@@ -542,7 +545,7 @@ class Siege:
     def _transfer(self, name: str) -> str:
         """One that the hostile agent was told of, or an honest one's, which it may have guessed."""
         claims = [body.transfer for body in self.ours.evil[-64:] if isinstance(body, Claim)]
-        known = claims[::-1] + list(self.ours.receiving._wanted_by)
+        known = claims[::-1] + list(self.ours.receiving.incoming_transfers)
         return known[TEXTS.index(name) // 4 % len(known)] if known and name in TEXTS else name
 
     def _write(self, notice: Notice) -> None:
@@ -551,8 +554,7 @@ class Siege:
         changes: dict[str, Any] = {"transfer": transfer, "sender_epoch": 1, "receiver_epoch": 1}
         changes["receiver_incarnation"] = "us"
         if claim is not None and notice.token[0] % 4:
-            wanted = ours.receiving._wanted_by.get(transfer)
-            incoming = wanted.incoming_transfers.get(transfer) if wanted is not None else None
+            incoming = ours.receiving.incoming_transfers.get(transfer)
             changes["token"], changes["sender_incarnation"] = claim.token, "evil"
             if incoming is not None and notice.digest % 5:
                 chunk = notice.chunk % incoming.plan.chunks

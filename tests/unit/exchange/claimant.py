@@ -69,7 +69,7 @@ class Claimant:
         return action.body.code
 
     def grant(self, transfer: str, *leases: SlotLease, incarnation: str = "") -> list[Action]:
-        return self.sending.grant(incarnation or self.incarnation, Grant(transfer=transfer, leases=leases))
+        return self.sending.on_message(incarnation or self.incarnation, Grant(transfer=transfer, leases=leases))
 
     def cancel(self, code: str, incarnation: str = "") -> list[Action]:
         return self.sending.cancel(incarnation or self.incarnation, Cancel(transfer="x", code=code), self.world.now)

@@ -53,6 +53,8 @@ from kvbridge.exchange.orders import (
     SendOrder,
     StopReceiving,
     StopSending,
+    Warm,
+    WarmPull,
 )
 from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.route import Site
@@ -60,7 +62,9 @@ from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, accept, answer, hello, welcome
 from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.loopback.messages import number_of
+from kvbridge.routes import sending_routes
 from kvbridge.states import SlotState
+from tests.support.halves import by_slots, make_receiver
 
 SLOT_BYTES = 1024
 NOTHING: Any = object()  # for an engine's memory
@@ -145,6 +149,8 @@ def take_up(order: SendingOrder | ReceivingOrder, send_orders: SendOrders, recei
             receive_orders.lend(order)
         case StopReceiving():
             receive_orders.stop(order)
+        case Warm() | WarmPull():
+            pass
         case _:
             raise AssertionError(order)
 
@@ -181,6 +187,10 @@ class Node:
     begun: set[int] = field(default_factory=set)  # offers of its engine that will grow
 
     @property
+    def slots(self) -> ReceiveSlots:
+        return by_slots(self.receiving).slots
+
+    @property
     def is_sender(self) -> bool:
         return self.name[0] == "P"
 
@@ -215,9 +225,9 @@ class Network:
         card = FabricCard(
             kind="world", name=agent.incarnation, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=slots
         )
-        receiving = Receiver(ReceiveSlots(slots), self.numbers.name, self.numbers.token)
+        receiving = make_receiver(slots, self.numbers.name, self.numbers.token)
         engine = AttachedEngine(agent, 1, pool, Site(card), ("sum",), ranks)
-        self.nodes[name] = Node(name, engine, receiving, Sender(), SendOrders(local))
+        self.nodes[name] = Node(name, engine, receiving, Sender(sending_routes), SendOrders(local))
 
     @property
     def senders(self) -> list[Node]:
@@ -390,36 +400,25 @@ class Network:
                 return []
             case Claim():
                 return machine.claim(body, session, sender.engine, self.now)
-            case Grant():
-                return machine.grant(incarnation, body)
             case Cancel():
                 return machine.cancel(incarnation, body, self.now)
             case Hold(rendezvous_ids=rendezvous_ids):
                 return machine.hold(incarnation, rendezvous_ids, self.now)
-            case Settled(transfer=transfer):
-                return machine.settled(incarnation, transfer)
-            case Renew():
-                machine.renew(incarnation, body)
-                return []
-            case Check():
-                return machine.check(incarnation, body)
+            case Grant() | Settled() | Renew() | Check():
+                return machine.on_message(incarnation, body)
         raise AssertionError(body)
 
     def _from_sender(self, sender: Node, receiver: Node, body: object) -> list[Action]:
         machine, incarnation, now, key = receiver.receiving, sender.incarnation, self.now, self.senders_key
         match body:
-            case Ready(transfer=transfer, chunks=chunks):
-                return machine.ready(incarnation, transfer, chunks, key)
             case Failing(transfer=transfer, code=code, reason=reason):
                 return machine.failing(incarnation, transfer, code, reason, now, key)
             case Drained(transfer=transfer, code=code, reason=reason):
                 return machine.drained(incarnation, transfer, code, reason, now, key)
             case Refuse(about=transfer, code=code, reasons=reasons):
                 return machine.drained(incarnation, transfer, code, "; ".join(reasons), now, key)
-            case BlockTables():
-                return machine.tables(incarnation, body, now, key)
-            case Checked():
-                return machine.checked(incarnation, body, now, key)
+            case BlockTables() | Checked() | Ready():
+                return machine.on_message(incarnation, body, now, key)
         raise AssertionError(body)
 
     # Data planes:
@@ -473,7 +472,7 @@ class Network:
     def put(self, sender: Node, leaving: LeavingChunk, is_whole: bool = True) -> None:
         """A chunk is in its slot, and its notice on its way; or only a part is there."""
         receiver, transfer, lease = self._of(leaving.order.incarnation), leaving.order.transfer, leaving.lease
-        slot = receiver.receiving.slots._slots[lease.slot]
+        slot = receiver.slots._slots[lease.slot]
         is_out = slot.state in (SlotState.LENT, SlotState.QUARANTINED)
         if not is_out or (slot.generation, slot.transfer) != (lease.generation, transfer):
             raise Wrong(f"{transfer} writes {lease}, which is {slot}")
@@ -501,8 +500,8 @@ class Network:
         found = receiver.contents.get(notice.slot)
         if found not in ((transfer, notice.chunk), REST):
             raise Wrong(f"slot {notice.slot} has {found} for {notice.chunk}")
-        wanted = receiver.receiving._wanted_by.get(transfer)
-        if wanted is None or wanted.want.request in receiver.answers:
+        incoming = receiver.receiving.incoming_transfers.get(transfer)
+        if incoming is None or incoming.wanted.want.request in receiver.answers:
             raise Wrong(f"{transfer} is scattered after its want was answered")
         if found == REST:  # what nobody but the digest can see
             receiver.receive_orders.scattered(landed, ("digest_mismatch", "test"))
@@ -514,7 +513,7 @@ class Network:
     def _report(self, node: Node, reports: Sequence[SendingReport] | Sequence[ReceivingReport]) -> None:
         if node.is_sender:
             return self.do(node, node.sending.hear(reports))
-        by = node.receiving._wanted_by | node.receiving._filled_by
+        by = {name: each.wanted for name, each in node.receiving.incoming_transfers.items()} | node.receiving._filled_by
         wants = [by.get(report.transfer) for report in reports]
         needed = {each.want.request: _chunks(each) for each in wants if each is not None}
         self.do(node, node.receiving.hear(reports, self.now))
@@ -530,13 +529,14 @@ class Network:
             if node.is_dead:
                 continue
             receiving, sending, send, receive = node.receiving, node.sending, node.send_orders, node.receive_orders
+            half = by_slots(receiving)
             left = {
-                "wants": [*receiving.wants, *receiving._wanted_by, *receiving._filled_by],
-                "undrained": receiving._undrained._of,
-                "slots": len(receiving.slots) - receiving.slots.counts().free + len(send.slots) - send.slots.free,
+                "wants": [*receiving.wants, *receiving.incoming_transfers, *receiving._filled_by],
+                "undrained": half.undrained._of,
+                "slots": len(half.slots) - half.slots.counts().free + len(send.slots) - send.slots.free,
                 "offers": [*sending.offers, *sending.outgoing_transfers, *sending._waiting, *sending._of_receiver],
                 "orders": [*send._open, *receive._open],
-                "queues": len(receiving._awaiting_slots) + len(send._awaiting_slots),
+                "queues": len(half.awaiting) + len(send._awaiting_slots),
                 "moving": send.moving + receive.lent + receive.scattering,
             }
             if any(left.values()):

@@ -62,7 +62,7 @@ def test_quarantined_slots_are_not_lent_again_by_time() -> None:
     world.begin("s", 16)
     world.pass_time(40)
     world.run()
-    assert "s" not in world.answers() and world.receivers[0].receiving.slots.free == 0
+    assert "s" not in world.answers() and world.receivers[0].slots.free == 0
     world.go_on()
     world.check_done("s")
 

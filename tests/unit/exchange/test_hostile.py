@@ -10,14 +10,18 @@ import msgspec
 import pytest
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed, Want
-from kvbridge_proto.peer import Cancel, Check, Drained, Renew, SlotLease, Sum, Take
+from kvbridge_proto.peer import Cancel, Check, Drained, Ready, Renew, Settled, SlotLease, Sum, Take
 
-from kvbridge.exchange.actions import Send
+from kvbridge.exchange.actions import ReadWhole, Send
 from kvbridge.exchange.leases import LEASE_S
 from kvbridge.exchange.orders import SendOrder
-from kvbridge.exchange.sender import MOST_LEASES, MOST_RENOUNCED, Sender
+from kvbridge.exchange.sender import MOST_RENOUNCED, Sender
 from kvbridge.loopback.messages import number_of
+from kvbridge.routes import sending_routes
+from kvbridge.routes.pull.sending import OutgoingByPull
+from kvbridge.routes.slots.sending import MOST_LEASES, OutgoingBySlots
 from kvbridge.states import IncomingState
+from tests.support.halves import by_slots
 from tests.unit.exchange.claimant import ALL, QUICK_S, Claimant, leases
 from tests.unit.exchange.network import want_of
 from tests.unit.exchange.world import BLOCKS, HEADS, LAYERS, World
@@ -95,7 +99,7 @@ def test_a_claim_that_lends_nothing_reads_nothing_once_the_blocks_are_given_back
     world.do(sender, peer.say(transfer="greedy", end_token=32, deadline_s=86400.0))
     world.do(sender, peer.say(transfer="done", end_token=0, takes=()))
     assert "done" not in peer.sending.outgoing_transfers and not world.released(), "the other has not read yet"
-    world.do(sender, peer.grant("greedy", *peer.receiver.receiving.slots.lend(1, "greedy")))
+    world.do(sender, peer.grant("greedy", *peer.receiver.slots.lend(1, "greedy")))
     world.hold = {"gather"}
     world.run()
     assert sender.send_orders.moving == 1
@@ -121,7 +125,7 @@ def called(peer: Claimant, incarnation: str) -> None:
 
 @pytest.mark.proves("T22")
 def test_open_claims_of_one_receiver_are_bounded(peer: Claimant) -> None:
-    peer.sending = Sender(most_claims=3)
+    peer.sending = Sender(sending_routes, most_claims=3)
     nothing: dict[str, Any] = {"takes": (), "end_token": 0}
     assert all(peer.waits(f"claim {number}", **nothing) for number in range(3))
     assert peer.refusal("more", **nothing) == "too_many_claims"
@@ -158,7 +162,8 @@ def test_what_was_called_drained_cannot_be_claimed_any_more(peer: Claimant) -> N
 def test_another_receiver_cannot_touch_a_transfer(peer: Claimant) -> None:
     assert peer.waits("x")
     assert peer.grant("x", SlotLease(0, 1), incarnation="another") == peer.cancel("c", incarnation="another") == []
-    assert not peer.sending.outgoing_transfers["x"].early
+    (out,) = peer.sending.outgoing_transfers.values()
+    assert isinstance(out, OutgoingBySlots) and not out.early
 
 
 def test_another_receiver_cannot_keep_or_end_what_is_read() -> None:
@@ -166,13 +171,18 @@ def test_another_receiver_cannot_keep_or_end_what_is_read() -> None:
     peer.say()
     sending, now = peer.sending, peer.world.now
     assert sending.answers(now, now, lambda count: True)
-    sending.renew("another", Renew(transfer="x", number=1))
+    sending.on_message("another", Renew(transfer="x", number=1))
     assert not sending.is_owing and sending.answers(now + 0.1, now + 0.1, lambda count: True) == []
-    assert sending.check("another", Check(transfer="x", digests=(Sum(0, 1),))) == []
-    assert sending.settled("another", "x") == [] and sending.read_by("another", "x") is None
+    assert sending.on_message("another", Check(transfer="x", digests=(Sum(0, 1),))) == []
+    assert sending.on_message("another", Settled(transfer="x")) == []
     (out,) = sending.outgoing_transfers.values()
-    assert out.granted is not None and (out.granted.renewal, out.granted.ends) == (0, now + LEASE_S) and not out.asked
-    assert sending.read_by(peer.incarnation, "x") is out.plan
+    assert (
+        isinstance(out, OutgoingByPull)
+        and (out.granted.renewal, out.granted.ends) == (0, now + LEASE_S)
+        and not out.asked
+    )
+    whole = ReadWhole(out.session, out.plan.chunks, out.plan.total_bytes)
+    assert whole in sending.on_message(peer.incarnation, Settled(transfer="x"))
 
 
 @pytest.mark.proves("T20")
@@ -183,8 +193,8 @@ def test_another_sender_cannot_touch_a_transfer(who: str) -> None:
     world.hold = {"gather"}
     world.begin()
     receiving = world.receivers[0].receiving
-    of_p0 = next(t for t, wanted in receiving._wanted_by.items() if wanted.incoming_transfers[t].address == "P0")
-    incoming = receiving._wanted_by[of_p0].incoming_transfers[of_p0]
+    of_p0 = next(t for t, each in receiving.incoming_transfers.items() if each.address == "P0")
+    incoming = receiving.incoming_transfers[of_p0]
     its = world.nodes["P0"].incarnation
     name, key = {
         "another rank": (world.nodes["P1"].incarnation, "of P"),
@@ -192,14 +202,14 @@ def test_another_sender_cannot_touch_a_transfer(who: str) -> None:
         "its name with another key": (its, "of another"),
         "its name without a key": (its, ""),
     }[who]
-    before = receiving.slots.counts(), incoming.ready
+    before = by_slots(receiving).slots.counts(), incoming.ready
     for hear in (
-        lambda: receiving.ready(name, of_p0, 10**9, key),
+        lambda: receiving.on_message(name, Ready(transfer=of_p0, chunks=10**9), 0.0, key),
         lambda: receiving.failing(name, of_p0, "c", "not mine", 0.0, key),
         lambda: receiving.drained(name, of_p0, "c", "not mine", 0.0, key),
     ):
         assert not [a for a in hear() if not isinstance(a, Send)]
-        assert (receiving.slots.counts(), incoming.ready) == before
+        assert (by_slots(receiving).slots.counts(), incoming.ready) == before
     world.go_on()
     world.check_done("r")
 
@@ -208,12 +218,12 @@ def test_a_sender_that_promises_more_than_there_is_gets_no_more_slots() -> None:
     world = World(slots=64)
     world.fetch("r", 64)
     receiving, incarnation = world.receivers[0].receiving, world.senders[0].engine.agent.incarnation
-    (transfer,) = receiving._wanted_by
-    chunks = receiving._wanted_by[transfer].incoming_transfers[transfer].plan.chunks
+    (transfer,) = receiving.incoming_transfers
+    chunks = receiving.incoming_transfers[transfer].plan.chunks
     for told in (1 << 62, -1, 0):
-        receiving.ready(incarnation, transfer, told)
-        assert receiving.slots.lent_to(transfer) <= chunks
-    receiving.ready(incarnation, "no such transfer", 5)
+        receiving.on_message(incarnation, Ready(transfer=transfer, chunks=told), 0.0)
+        assert by_slots(receiving).slots.lent_to(transfer) <= chunks
+    receiving.on_message(incarnation, Ready(transfer="no such transfer", chunks=5), 0.0)
 
 
 def test_transfers_without_slots_are_forgotten_though_their_sender_never_says_drained() -> None:
@@ -226,8 +236,8 @@ def test_transfers_without_slots_are_forgotten_though_their_sender_never_says_dr
         world.want(f"r{number}", end=32)
         world.abandon(f"r{number}")
         world.settle()
-    held = [incoming for each in machine._wanted_by.values() for incoming in each.incoming_transfers.values()]
-    assert len(held) <= 1 + len(machine.slots)
+    held = list(machine.incoming_transfers.values())
+    assert len(held) <= 1 + len(by_slots(machine).slots)
     assert all(incoming.state is not IncomingState.ENDED for incoming in held)
     world.hold = set()
     world.serve("first", tokens=32, blocks=8)
@@ -265,4 +275,4 @@ def test_a_want_that_cannot_be_fails_alone(world: World, case: str) -> None:
     (answer,) = node.receiving.want(want, node.engine, 0.0)
     assert time.monotonic() - began < QUICK_S
     assert isinstance(answer.message, Failed) and answer.message.code == code, answer
-    assert not node.receiving.wants and node.receiving.slots.free == len(node.receiving.slots)
+    assert not node.receiving.wants and node.slots.free == len(node.slots)

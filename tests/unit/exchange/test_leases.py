@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Released
-from kvbridge_proto.peer import BlockTables, Drained, Failing, Renew, SlotLease
+from kvbridge_proto.peer import BlockTables, Drained, Failing, Renew, Settled, SlotLease
 
 from kvbridge.errors import KVBridgeError
 from kvbridge.exchange.actions import Send, Tell
@@ -132,7 +132,7 @@ def test_a_sender_answers_the_newest_renewal_that_has_come() -> None:
     sending, now = peer.sending, peer.world.now
     for came in ([], [1], [3, 2]):
         for number in came:
-            sending.renew(peer.incarnation, Renew(transfer="x", number=number))
+            sending.on_message(peer.incarnation, Renew(transfer="x", number=number))
         (told,) = sending.answers(now, now, lambda count: True)
         assert isinstance(told, Send) and isinstance(told.body, BlockTables)
         assert told.body.renewal == max(came, default=0)
@@ -173,11 +173,14 @@ def test_blocks_that_are_read_are_released_when_nobody_counts_on_them(end: str) 
     said = sending.withdraw(number_of("r"), "aborted", now)
     assert [type(each.body) for each in said if isinstance(each, Send)] == [Failing]
     assert not any(isinstance(each, Tell) for each in said) and sending.is_promised
-    sending.renew(peer.incarnation, Renew(transfer="x", number=1))
-    assert sending.settled("another", "x") == [] and sending.answers(now, now, lambda count: True) == []
+    sending.on_message(peer.incarnation, Renew(transfer="x", number=1))
+    assert (
+        sending.on_message("another", Settled(transfer="x")) == []
+        and sending.answers(now, now, lambda count: True) == []
+    )
     match end:
         case "settled":
-            said = sending.settled(peer.incarnation, "x")
+            said = sending.on_message(peer.incarnation, Settled(transfer="x"))
         case "cancel":
             said = peer.cancel("aborted")
         case _:

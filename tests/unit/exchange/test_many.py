@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from kvbridge_proto.peer import Cancel, Claim
+from kvbridge_proto.peer import Cancel, Claim, Ready
 from msgspec import structs
 
 from kvbridge.exchange.actions import Send
@@ -53,8 +53,8 @@ class Crowd:
     def ready(self) -> Iterator[Callable[[], object]]:
         """What makes the receiver look for slots."""
         incarnation = self.sender.engine.agent.incarnation
-        for transfer in list(self.receiving._wanted_by)[:20]:
-            yield lambda t=transfer: self.receiving.ready(incarnation, t, 4)
+        for transfer in list(self.receiving.incoming_transfers)[:20]:
+            yield lambda t=transfer: self.receiving.on_message(incarnation, Ready(transfer=t, chunks=4), 0.0)
 
 
 def seconds(events: Iterator[Callable[[], object]]) -> float:

@@ -191,7 +191,7 @@ class Watched(World):
     def _scatter(self, receiver: Node, landed: LandedChunk) -> None:
         order = landed.order
         part = Part(order.plan, order.plan.chunk(landed.notice.chunk), order.tables, is_sender=False)
-        request = receiver.receiving._wanted_by[order.transfer].want.request
+        request = receiver.receiving.incoming_transfers[order.transfer].wanted.want.request
         self.written.setdefault((receiver.name, request), set()).update(_tokens(part))
         super()._scatter(receiver, landed)
 

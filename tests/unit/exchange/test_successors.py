@@ -14,8 +14,10 @@ from kvbridge_proto.peer import Cancel, Drained
 from msgspec import structs
 
 from kvbridge.exchange.actions import Action, Send
-from kvbridge.exchange.receiver import DOUBT_AGAIN_S
 from kvbridge.exchange.sender import Sender
+from kvbridge.routes import sending_routes
+from kvbridge.routes.slots.receiving import DOUBT_AGAIN_S
+from tests.support.halves import by_slots
 from tests.unit.exchange.world import World
 
 KEY, SLOTS = "of the sender", 4
@@ -43,7 +45,7 @@ class Story:
         self.receiving = self.world.receiver.receiving
         self.old = self.world.sender.engine.agent.incarnation
         self.session = self.receiving._senders.open["P0"]
-        (self.transfer,) = self.receiving._wanted_by
+        (self.transfer,) = self.receiving.incoming_transfers
         self.agents: dict[str, tuple[str, str, Sender | None]] = {}
         self.is_alive = self.may_write = True
         self.is_lost = False
@@ -62,13 +64,13 @@ class Story:
             case "it comes back" if self.is_lost and self.is_alive:
                 self.meets("P0", self.old, KEY, None)
             case "its successor is met at its address" if self.is_lost and not self.is_alive:
-                self.meets("P0", "next", KEY, Sender(before={self.old}))
+                self.meets("P0", "next", KEY, Sender(sending_routes, before={self.old}))
             case "its successor is met elsewhere" if not self.is_alive:
-                self.meets("P1", "next", KEY, Sender(before={self.old}))
+                self.meets("P1", "next", KEY, Sender(sending_routes, before={self.old}))
             case "an agent with its key is met elsewhere":
-                self.meets("P2", "replica", KEY, Sender(before={"of its own"}))
+                self.meets("P2", "replica", KEY, Sender(sending_routes, before={"of its own"}))
             case "a liar with another key is met at its address" if self.is_lost:
-                self.meets("P0", "liar", "another", Sender(before={self.old}))
+                self.meets("P0", "liar", "another", Sender(sending_routes, before={self.old}))
                 self.hears("liar", "another", [Drained(transfer=self.transfer)])
             case "time passes":
                 self.world.now += DOUBT_AGAIN_S
@@ -104,7 +106,7 @@ class Story:
 
     @property
     def is_free(self) -> bool:
-        return self.receiving.slots.counts().free == SLOTS
+        return by_slots(self.receiving).slots.counts().free == SLOTS
 
     def check(self) -> None:
         assert not (self.is_free and self.may_write), "a slot is free that may be written"
@@ -146,14 +148,14 @@ def test_without_keys_only_who_answers_at_the_address_is_asked(key: str) -> None
     """Anybody could say that it is the successor."""
     story = Story()
     story.world.senders_key = key
-    undrained = story.receiving._undrained
+    undrained = by_slots(story.receiving).undrained
     undrained.add("t", "P0", "old", key)
     assert bool(undrained.meet("P1", "next", key)) == bool(key) == undrained.can_settle("t", "next", key)
     assert undrained.meet("P0", "next", key) == [("t", "old")] and undrained.can_settle("t", "next", key)
 
 
 def test_who_has_been_asked_is_not_asked_again_until_it_is_met_anew() -> None:
-    undrained = Story().receiving._undrained
+    undrained = by_slots(Story().receiving).undrained
     for transfer in ("t", "u"):
         undrained.add(transfer, "P0", "old", KEY)
         assert undrained.meet_again("P1", "next", KEY) == [(transfer, "old")]

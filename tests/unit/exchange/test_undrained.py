@@ -12,6 +12,8 @@ from kvbridge.exchange.actions import Send
 from kvbridge.exchange.known_senders import UndrainedTransfers
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
+from kvbridge.routes import sending_routes
+from tests.support.halves import by_slots
 from tests.unit.exchange.world import World
 
 PROCESS = ProcessCard(pid=42, started=7)
@@ -40,7 +42,7 @@ def doubted(
     world.begin("r", 16)
     world.do(world.receiver, world.receiver.receiving.unreachable("P0", "peer_lost", "test", world.now))
     world.settle()
-    assert world.receiver.receiving.slots.counts().quarantined > 0
+    assert world.receiver.slots.counts().quarantined > 0
     return world
 
 
@@ -51,9 +53,9 @@ def test_a_sender_that_refuses_is_asked_for_what_is_in_doubt() -> None:
     actions = receiving.refused("P0", incarnation)
     (asked,) = [action.body for action in actions if isinstance(action, Send)]
     assert isinstance(asked, Cancel)
-    assert receiving.slots.counts().quarantined > 0  # to refuse proves nothing
+    assert by_slots(receiving).slots.counts().quarantined > 0  # to refuse proves nothing
     receiving.drained(incarnation, asked.transfer, "", "", world.now)
-    assert receiving.slots.counts().free == 4
+    assert by_slots(receiving).slots.counts().free == 4
 
 
 @pytest.mark.proves("G6")
@@ -94,11 +96,11 @@ def test_within_an_ipc_namespace_only_memory_of_the_host_is_reached(
 
 def check_far(world: World, is_far: bool) -> None:
     receiving = world.receiver.receiving
-    quarantined = receiving.slots.quarantined()
-    assert receiving.quarantined_far() == (quarantined if is_far else frozenset())
+    quarantined = by_slots(receiving).slots.quarantined()
+    assert receiving.quarantined("far") == (quarantined if is_far else frozenset())
     world.do(world.receiver, receiving.unreachable_from_far(world.receiver.engine, world.now))
-    assert receiving.slots.quarantined() == (frozenset() if is_far else quarantined)
-    assert not receiving.quarantined_far()
+    assert by_slots(receiving).slots.quarantined() == (frozenset() if is_far else quarantined)
+    assert not receiving.quarantined("far")
 
 
 @pytest.mark.proves("G6")
@@ -120,13 +122,13 @@ def test_the_end_of_a_process_that_we_can_see_frees_what_it_was_lent(
     """A number means another process in another PID namespace, and on another machine."""
     world = doubted(machines=machines, namespaces=namespaces)
     receiving = world.receiver.receiving
-    assert receiving.sender_processes() == ({PROCESS} if is_seen else set())
-    quarantined = receiving.slots.quarantined()
-    world.do(world.receiver, receiving.sender_ended(structs.replace(PROCESS, started=8)))
-    assert receiving.slots.quarantined() == quarantined, "it was another process"
-    world.do(world.receiver, receiving.sender_ended(PROCESS))
-    assert receiving.slots.quarantined() == (frozenset() if is_seen else quarantined)
-    assert not (receiving.sender_processes() and is_seen)
+    assert receiving.writing_processes() == ({PROCESS} if is_seen else set())
+    quarantined = by_slots(receiving).slots.quarantined()
+    world.do(world.receiver, receiving.cannot_write(structs.replace(PROCESS, started=8)))
+    assert by_slots(receiving).slots.quarantined() == quarantined, "it was another process"
+    world.do(world.receiver, receiving.cannot_write(PROCESS))
+    assert by_slots(receiving).slots.quarantined() == (frozenset() if is_seen else quarantined)
+    assert not (receiving.writing_processes() and is_seen)
 
 
 def test_a_sender_is_watched_while_it_may_be_lent_slots() -> None:
@@ -140,11 +142,11 @@ def test_a_sender_is_watched_while_it_may_be_lent_slots() -> None:
     agreed = answer(hello(ours), sender)
     assert isinstance(agreed, Session)
     session = accept(welcome(agreed, sender), ours)
-    assert isinstance(session, Session) and not receiving.sender_processes()
+    assert isinstance(session, Session) and not receiving.writing_processes()
     receiving.opened("P0", session, world.now)
-    assert receiving.sender_processes() == {PROCESS}
+    assert receiving.writing_processes() == {PROCESS}
     receiving.opened("P0", replace(session, routed=replace(session.routed, route="pull")), world.now)
-    assert not receiving.sender_processes()
+    assert not receiving.writing_processes()
 
 
 def test_who_writes_directly_is_on_this_machine_whatever_it_says() -> None:
@@ -163,7 +165,7 @@ def test_who_writes_directly_is_on_this_machine_whatever_it_says() -> None:
 
 def ask(world: World, before: set[str]) -> bool:
     """Another start of the agent, that knows these to be dead, refuses a session. Whether it could say something."""
-    receiving, successor = world.receivers[0].receiving, Sender(before=before)
+    receiving, successor = world.receivers[0].receiving, Sender(sending_routes, before=before)
     asked = [action.body for action in receiving.refused("P0", "next") if isinstance(action, Send)]
     assert asked
     said = [each for body in asked if isinstance(body, Cancel) for each in successor.cancel("D0", body, world.now)]
@@ -177,12 +179,12 @@ def test_that_another_start_answers_at_the_address_proves_nothing() -> None:
     """The address may lead elsewhere now, and the one before it may stand still only."""
     world = doubted()
     assert not ask(world, {"older"})
-    assert world.receivers[0].receiving.slots.counts().quarantined > 0
+    assert world.receivers[0].slots.counts().quarantined > 0
     assert ask(world, {world.senders[0].engine.agent.incarnation})
 
 
 def test_a_transfer_of_a_dead_start_is_nobody_elses() -> None:
-    sending = Sender(before={"dead"})
+    sending = Sender(sending_routes, before={"dead"})
     assert sending.renounce("D0", Cancel(transfer="t", code="", incarnation="dead"))
     assert not sending.renounce("D0", Cancel(transfer="t", code="", incarnation="alive"))
     assert sending.cancel("D0", Cancel(transfer="t", code="", incarnation="alive"), 0.0) == []
@@ -191,7 +193,7 @@ def test_a_transfer_of_a_dead_start_is_nobody_elses() -> None:
 def kept(world: World) -> int:
     """How much is kept of agents, sessions and undrained transfers."""
     receiving = world.receivers[0].receiving
-    parts = [each for part in (receiving._senders, receiving._undrained) for each in vars(part).values()]
+    parts = [each for part in (receiving._senders, by_slots(receiving).undrained) for each in vars(part).values()]
     return sum(len(kept) for kept in parts if not isinstance(kept, int))
 
 
@@ -203,16 +205,16 @@ def test_who_answers_is_kept_only_where_something_is_in_doubt_and_so_long() -> N
         receiving.refused(f"name-{number}", "next")
     assert kept(world) == before
     assert ask(world, {world.senders[0].engine.agent.incarnation})
-    assert kept(world) == 0 and receiving.slots.counts().free == 4
+    assert kept(world) == 0 and by_slots(receiving).slots.counts().free == 4
 
 
 def test_another_agent_that_refuses_proves_nothing() -> None:
     world = doubted()
     receiving = world.receivers[0].receiving
     assert not receiving.refused("P1", "another incarnation")
-    (transfer,) = world.receivers[0].receiving._undrained._of
+    (transfer,) = by_slots(world.receivers[0].receiving).undrained._of
     receiving.drained("another incarnation", transfer, "", "", world.now)
-    assert receiving.slots.counts().quarantined > 0
+    assert by_slots(receiving).slots.counts().quarantined > 0
 
 
 @pytest.mark.parametrize("key", ["of another", ""])
@@ -223,16 +225,16 @@ def test_who_has_another_key_is_neither_asked_nor_believed_whatever_incarnation_
     world = doubted("of P0")
     receiving, itself = world.receivers[0].receiving, world.senders[0].engine.agent.incarnation
     incarnation, address = (itself, "elsewhere") if is_itself else ("next", "P0")
-    (transfer,) = receiving._undrained._of
+    (transfer,) = by_slots(receiving).undrained._of
     assert not receiving.refused(address, incarnation, key)
     receiving.drained(incarnation, transfer, "", "", world.now, key)
-    assert receiving.slots.counts().quarantined > 0
+    assert by_slots(receiving).slots.counts().quarantined > 0
     (asked,) = [action.body for action in receiving.refused("P0", "next", "of P0") if isinstance(action, Send)]
     assert isinstance(asked, Cancel) and asked.incarnation == itself
     receiving.drained("next", transfer, "", "", world.now, key)
-    assert receiving.slots.counts().quarantined > 0
+    assert by_slots(receiving).slots.counts().quarantined > 0
     receiving.drained("next", transfer, "", "", world.now, "of P0")
-    assert receiving.slots.counts().free == 4
+    assert by_slots(receiving).slots.counts().free == 4
 
 
 def test_a_successor_may_answer_for_one_of_its_addresses_by_the_connection_to_another() -> None:
@@ -242,7 +244,7 @@ def test_a_successor_may_answer_for_one_of_its_addresses_by_the_connection_to_an
     (asked,) = [action.body for action in receiving.refused("P0", "next") if isinstance(action, Send)]
     assert isinstance(asked, Cancel)
     receiving.drained("next", asked.transfer, "", "", world.now)
-    assert receiving.slots.counts().free == 4
+    assert by_slots(receiving).slots.counts().free == 4
 
 
 def test_of_any_number_of_agents_with_one_key_each_is_asked_once_and_may_answer() -> None:

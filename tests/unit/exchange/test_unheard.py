@@ -9,7 +9,7 @@ from kvbridge_proto.peer import Claim, Refuse
 
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.known_senders import UNHEARD_S
-from kvbridge.exchange.receiver import ASK_AGAIN_S, DOUBT_AGAIN_S
+from kvbridge.exchange.receiver import ASK_AGAIN_S, UNHEARD_AGAIN_S
 from kvbridge.exchange.sender import LATE_S
 from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.world import World, make_pool
@@ -30,7 +30,7 @@ def cut(world: World) -> None:
 def reached_again(world: World) -> None:
     """Nobody wants anything: the receiver tries by itself, first the rank that it knows, then the others."""
     for _ in world.senders:
-        world.pass_time(DOUBT_AGAIN_S)
+        world.pass_time(UNHEARD_AGAIN_S)
         world.run()
 
 
@@ -138,7 +138,7 @@ def test_they_are_forgotten_in_time_and_bounded(world: World, monkeypatch: pytes
     world.pass_time(UNHEARD_S)
     world.run()
     assert not len(receiver.receiving._unheard)
-    world.pass_time(DOUBT_AGAIN_S)
+    world.pass_time(UNHEARD_AGAIN_S)
     assert not world.events, "and nobody is reached for them any more"
 
 
@@ -188,7 +188,7 @@ def test_a_sender_that_was_never_met_is_not_tried_again(world: World) -> None:
     world.fetch("r", 64)
     assert world.failure().code == "peer_unreachable"
     assert not len(receiver.receiving._unheard)
-    world.pass_time(DOUBT_AGAIN_S)
+    world.pass_time(UNHEARD_AGAIN_S)
     assert not world.events
 
 

@@ -11,14 +11,15 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed, Released
 from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, Claim, Failing, Renew, Settled, Sum
 
-from kvbridge.exchange.actions import Action, Send, Tell, Uncompared
+from kvbridge.exchange.actions import Action, Compared, Send, Tell, Uncompared
 from kvbridge.exchange.leases import LEASE_S, Sampling
 from kvbridge.exchange.orders import Digest, Digested, Failure, Pull, Pulled, Quiet, StopReceiving, Summed
-from kvbridge.exchange.receiver import COMPARE_S, Receiver
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
-from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.loopback.messages import number_of
+from kvbridge.routes.pull.receiving import COMPARE_S, IncomingByPull
+from kvbridge.routes.pull.sending import OutgoingByPull
+from tests.support.halves import make_receiver
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.network import want_of
 from tests.unit.exchange.world import World
@@ -65,7 +66,7 @@ class PromisingSender(Claimant):
 
     def check(self, *chunks: int, incarnation: str = "", transfer: str = "x") -> list[Action]:
         sums = tuple(Sum(chunk, 1000 + chunk) for chunk in chunks)
-        return self.sending.check(incarnation or self.incarnation, Check(transfer=transfer, digests=sums))
+        return self.sending.on_message(incarnation or self.incarnation, Check(transfer=transfer, digests=sums))
 
     def digested(self, digest: Action, failure: Failure = None) -> list[Action]:
         assert isinstance(digest, Digest)
@@ -84,12 +85,12 @@ def test_a_sender_digests_what_it_is_asked_and_answers_once() -> None:
     assert sender.digested(first) == sender.digested(second) == []
     (answer,) = sent(sender.digested(third))
     assert answer == Checked(transfer="x", digests=(Sum(0, 7), Sum(1, 7), Sum(2, 7)))
-    said = sender.sending.settled(sender.incarnation, "x")
+    said = sender.sending.on_message(sender.incarnation, Settled(transfer="x"))
     assert [type(each) for each in told(said)] == [Released] and sender.is_free()
 
 
 def test_few_chunks_are_digested_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.exchange.sender.MOST_DIGESTS", 2)
+    monkeypatch.setattr("kvbridge.routes.pull.sending.MOST_DIGESTS", 2)
     sender = PromisingSender()
     first, second = sender.check(0, 1, 2)
     (third,) = sender.digested(first)
@@ -100,7 +101,7 @@ def test_few_chunks_are_digested_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("end", ["cancel", "withdraw", "lost", "lease", "left", "settled", "failed"])
 def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the transfer ends meanwhile, at the sender or at its receiver."""
-    monkeypatch.setattr("kvbridge.exchange.sender.MOST_DIGESTS", 1)
+    monkeypatch.setattr("kvbridge.routes.pull.sending.MOST_DIGESTS", 1)
     sender = PromisingSender()
     sending, incarnation, now = sender.sending, sender.incarnation, sender.now
     (digest,) = sender.check(0, 1)
@@ -116,9 +117,9 @@ def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pyte
         case "left":
             said = sending.engine_left(now) + sending.tick(now + LEASE_S + 0.01)
         case "settled":
-            said = sending.settled(incarnation, "x")
-            assert sending.check(incarnation, Check(transfer="x", digests=(Sum(2, 1),))) == []
-            sending.renew(incarnation, Renew(transfer="x", number=1))
+            said = sending.on_message(incarnation, Settled(transfer="x"))
+            assert sending.on_message(incarnation, Check(transfer="x", digests=(Sum(2, 1),))) == []
+            sending.on_message(incarnation, Renew(transfer="x", number=1))
             assert not sending.is_owing and not sending.is_promised
         case _:
             said = []
@@ -149,10 +150,11 @@ def test_who_asks_for_what_it_was_not_told_or_again_fails_its_transfer(asked: li
 def test_nobody_is_answered_about_a_transfer_that_is_not_its_own_or_has_slots() -> None:
     sender = PromisingSender()
     assert sender.check(0, transfer="y") == [] and sender.check(0, incarnation="another") == []
-    assert not sender.sending.outgoing_transfers["x"].asked
+    (out,) = sender.sending.outgoing_transfers.values()
+    assert isinstance(out, OutgoingByPull) and not out.asked
     unread = Claimant()
     unread.say()
-    assert unread.sending.check(unread.incarnation, Check(transfer="x", digests=(Sum(0, 1),))) == []
+    assert unread.sending.on_message(unread.incarnation, Check(transfer="x", digests=(Sum(0, 1),))) == []
 
 
 class PullingReceiver:
@@ -161,7 +163,8 @@ class PullingReceiver:
     def __init__(self, check_every: int = 1) -> None:
         world = World()
         engine, theirs = world.receivers[0].engine, world.senders[0].engine
-        self.receiving = Receiver(ReceiveSlots(4), lambda: "x", lambda: b"t" * 16, check_every)
+        self.compared = self.differing = 0
+        self.receiving = make_receiver(4, lambda: "x", lambda: b"t" * 16, check_every)
         self.incarnation = theirs.agent.incarnation
         session = answer(hello(engine), theirs)
         assert isinstance(session, Session)
@@ -180,11 +183,14 @@ class PullingReceiver:
         return self.receiving.hear([Pulled("x", self.pull.end_chunk, 1, 1, digests, None)], NOW)
 
     def told(self, answer: BlockTables, key: str = KEY) -> list[Action]:
-        return self.receiving.tables(self.incarnation, answer, NOW, key)
+        return self.receiving.on_message(self.incarnation, answer, NOW, key)
 
     def checked(self, *digests: Sum, incarnation: str = "", transfer: str = "x", key: str = KEY) -> list[Action]:
         answer = Checked(transfer=transfer, digests=digests)
-        return self.receiving.checked(incarnation or self.incarnation, answer, NOW, key)
+        said = self.receiving.on_message(incarnation or self.incarnation, answer, NOW, key)
+        for each in (each for each in said if isinstance(each, Compared)):
+            self.compared, self.differing = self.compared + each.chunks, self.differing + each.differing
+        return [each for each in said if not isinstance(each, Compared)]
 
 
 def test_done_is_said_once_the_sender_has_the_same() -> None:
@@ -197,8 +203,8 @@ def test_done_is_said_once_the_sender_has_the_same() -> None:
     assert receiver.checked(*others) == []
     said = receiver.checked(last)
     assert [type(each) for each in (*told(said), *sent(said))] == [Done, Settled]
-    assert not receiver.receiving.wants and receiver.receiving.compared == len(check.digests)
-    assert receiver.receiving.differing == 0 and receiver.receiving.tick(NOW + LEASE_S) == []
+    assert not receiver.receiving.wants and receiver.compared == len(check.digests)
+    assert receiver.differing == 0 and receiver.receiving.tick(NOW + LEASE_S) == []
 
 
 def test_what_is_not_the_senders_fails_with_both_values() -> None:
@@ -209,7 +215,7 @@ def test_what_is_not_the_senders_fails_with_both_values() -> None:
     assert isinstance(failed, Failed) and failed.code == "digest_mismatch"
     assert failed.reason == f"chunk 1: the sender has digest {0xBAD:016x}, read was {101:016x}"
     assert [(type(each), each.code) for each in sent(said)] == [(Cancel, "digest_mismatch")]
-    assert (receiver.receiving.compared, receiver.receiving.differing) == (2, 1)
+    assert (receiver.compared, receiver.differing) == (2, 1)
     assert not receiver.receiving.wants and receiver.checked(Sum(2, 102)) == []
 
 
@@ -234,7 +240,7 @@ def test_a_chunk_is_compared_while_others_are_read() -> None:
     (chunk,) = receiver.pull.compared
     said = receiver.receiving.hear([Summed("x", {chunk: 5})], NOW)
     assert sent(said) == [Check(transfer="x", digests=(Sum(chunk, 5),))] and not told(said)
-    assert receiver.checked(Sum(chunk, 5)) == [] and receiver.receiving.compared == 1
+    assert receiver.checked(Sum(chunk, 5)) == [] and receiver.compared == 1
     said = receiver.receiving.hear([Pulled("x", receiver.pull.end_chunk, 1, 1, {}, None)], NOW)
     assert [type(each) for each in (*told(said), *sent(said))] == [Done, Settled]
 
@@ -285,7 +291,7 @@ def test_digests_that_nobody_asked_for_change_nothing() -> None:
     for another in ({"incarnation": "another"}, {"key": "of another"}, {"key": ""}, {"transfer": "y"}):
         assert receiver.checked(Sum(0, 5), **another) == []
     assert receiver.checked(Sum(0, 100)) == [] and receiver.checked(Sum(0, 5)) == []
-    assert number_of("r") in receiver.receiving.wants and receiver.receiving.compared == 1
+    assert number_of("r") in receiver.receiving.wants and receiver.compared == 1
 
 
 @pytest.mark.parametrize("end", ["abandon", "lost", "failing", "deadline", "left"])
@@ -311,6 +317,6 @@ def test_no_want_waits_for_a_sender_that_does_not_answer(end: str) -> None:
 def test_many_digests_go_in_several_messages() -> None:
     receiver = PullingReceiver()
     incoming = receiver.receiving.wants[number_of("r")].incoming_transfers["x"]
-    assert incoming.reading is not None
-    checks = sent(receiver.receiving._check(incoming, incoming.reading, {i: i for i in range(MAX_SUMS + 1)}, NOW))
+    assert isinstance(incoming, IncomingByPull)
+    checks = sent(incoming._check({i: i for i in range(MAX_SUMS + 1)}, NOW))
     assert [len(each.digests) for each in checks] == [MAX_SUMS, 1]

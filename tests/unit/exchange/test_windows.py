@@ -7,6 +7,7 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed
 from kvbridge_proto.pool import Pool
 
+from kvbridge.routes.slots.sending import OutgoingBySlots
 from tests.unit.exchange.world import World, make_pool
 
 WINDOW = 10
@@ -61,6 +62,7 @@ def test_a_window_waits_for_the_last_offer(kind: str) -> None:
     early = sum(one.scatters.values())
     one.serve("r", 39, (blocks(FULL, 5, 10),), last=False)
     (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
+    assert isinstance(outgoing, OutgoingBySlots)
     assert early < sum(one.scatters.values()) == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
     one.serve("r", 39, (late_entries(kind, 39, 16),))
     one.check_done("r")
@@ -71,6 +73,7 @@ def test_no_slots_are_lent_to_a_window_that_waits() -> None:
     one.fetch("r", 39, (blocks(FULL, 0, 3), late_entries("sliding", 39, 4)))
     one.serve("r", 39, (blocks(FULL, 0, 10),), last=False)
     (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
+    assert isinstance(outgoing, OutgoingBySlots)
     assert outgoing.announced == outgoing.lent == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
     one.serve("r", 39, (late_entries("sliding", 39, 16),))
     one.check_done("r")

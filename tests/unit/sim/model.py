@@ -28,6 +28,8 @@ from kvbridge.exchange.session import AttachedEngine, Session
 from kvbridge.geometry.plan import Plan
 from kvbridge.geometry.tokens import BlockTable
 from kvbridge.geometry.unfilled import Filling
+from kvbridge.routes import sending_routes
+from tests.support.halves import by_slots
 from tests.unit.exchange.network import NOTHING, REST, Event, Network, Node
 from tests.unit.exchange.world import make_pool
 
@@ -38,7 +40,7 @@ BUILT_IN = {str, int, bool, float, bytes, tuple, list, dict, set, type, type(Non
 SLOT = attrgetter("state", "generation", "transfer")
 INCOMING = attrgetter("state", "ready", "placed", "is_carried", "is_drained")
 OUTGOING = attrgetter(
-    *("transfer", "state", "lent", "shipped", "progress", "announced", "is_ordered", "is_gathering", "is_lost", "early")
+    *("transfer", "state", "lent", "shipped", "progress", "announced", "is_ordered", "has_read", "is_lost", "early")
 )
 OFFER, ENDED = attrgetter("request", "want", "over"), attrgetter("rendezvous", "want")
 DISPATCH = attrgetter("transfer", "turn", "next_chunk", "gathering", "writing", "is_broken")
@@ -117,15 +119,15 @@ class State(Network):
         receiver, sender = self.receiver, self.sender
         receiving, sending, orders = receiver.receiving, sender.sending, sender.send_orders
         outgoing = sending.outgoing_transfers.values()
-        incoming = [(t, w.state, w.incoming_transfers[t]) for t, w in receiving._wanted_by.items()]
+        incoming = [(t, each.wanted.state, each) for t, each in receiving.incoming_transfers.items()]
         return (
-            tuple(map(SLOT, receiving.slots._slots)),
-            tuple(receiving.slots._free),
+            tuple(map(SLOT, by_slots(receiving).slots._slots)),
+            tuple(by_slots(receiving).slots._free),
             tuple((transfer, state, *INCOMING(each)) for transfer, state, each in incoming),
             tuple((name, wanted.state, wanted.filling) for name, wanted in receiving.wants.items()),
             (tuple(receiving._filled_by), frozenset(self.filled)),
-            tuple(receiving._undrained._of.items()),
-            tuple(receiving._undrained._asked.items()),
+            tuple(by_slots(receiving).undrained._of.items()),
+            tuple(by_slots(receiving).undrained._asked.items()),
             bool(receiving._senders.open),
             tuple((*OUTGOING(out), out.offered is not None) for out in outgoing),
             tuple((*OFFER(offer), len(offer.served)) for offer in sending.offers.values()),
@@ -218,7 +220,7 @@ class State(Network):
         agent = changed(node.engine.agent, incarnation=f"incarnation-{self.incarnations}")
         node.engine = replace(node.engine, agent=agent)
         node.accepted.clear()
-        node.sending, node.send_orders = Sender(before=before), SendOrders(len(node.send_orders.slots))
+        node.sending, node.send_orders = Sender(sending_routes, before=before), SendOrders(len(node.send_orders.slots))
         self.part(self.receiver, node, "peer_lost")
 
     def _fails(self, index: int) -> None:

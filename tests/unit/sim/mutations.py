@@ -34,10 +34,14 @@ from kvbridge.exchange.incoming import OpenWant, failed
 from kvbridge.exchange.known_senders import UndrainedTransfers
 from kvbridge.exchange.leases import LEASE_S, ReadLease
 from kvbridge.exchange.orders import Failure, Gathered, Landed, Quiet, StopReceiving, StopSending
-from kvbridge.exchange.outgoing import OpenOffer, OutgoingTransfer, Rendezvous
+from kvbridge.exchange.outgoing import OpenOffer, Rendezvous
 from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.slots import ReceiveSlots
+from kvbridge.routes.pull.receiving import IncomingByPull
+from kvbridge.routes.pull.sending import OutgoingByPull
+from kvbridge.routes.slots.receiving import IncomingBySlots, SlotReceiving
+from kvbridge.routes.slots.sending import OutgoingBySlots
 from kvbridge.states import IncomingEvent, IncomingState, OutgoingState, SlotEvent, SlotState, WantState
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
@@ -46,6 +50,7 @@ from sim.local import EngineSocket
 from sim.matter import SimCopier
 from sim.process import Process
 from sim.scenario import DRAFTED, PULLED
+from tests.support.halves import by_slots
 from tests.unit.sim.shapes import (
     Shape,
     answered_late,
@@ -170,10 +175,18 @@ def _drained_too_soon(right: Any, self: Sender, out: Any, code: str, reason: str
 
 @around(Receiver, "_lose")
 def _lost_is_gone(right: Any, self: Receiver, address: str, now: float) -> Any:
-    hurt = right(self, address, now)
-    for transfer in [transfer for transfer, (at, *_) in self._undrained._of.items() if at == address]:
-        self.slots.drain(transfer)
+    hurt, half = right(self, address, now), by_slots(self)
+    for transfer in [transfer for transfer, (at, *_) in half.undrained._of.items() if at == address]:
+        half.slots.drain(transfer)
     return hurt
+
+
+def _drained_while_scattering(put: Callable[[Any, str, Any], None]) -> None:
+    def drain(self: SlotReceiving, transfer: str) -> None:
+        self.undrained.settle(transfer)
+        self.slots.drain(transfer)
+
+    put(SlotReceiving, "drain", drain)
 
 
 @around(Receiver, "_fail")
@@ -233,12 +246,10 @@ def _leaves_without_a_word(right: Any, self: EngineSocket, message: Any) -> None
         right(self, message)
 
 
-@around(Receiver, "_landed")
-def _done_too_soon(right: Any, self: Receiver, report: Landed, now: float) -> Any:
-    wanted = self._wanted_by[report.transfer]
-    incoming = wanted.incoming_transfers[report.transfer]
-    if incoming.placed + report.chunks == incoming.plan.chunks - 1 and wanted.state is WantState.FLOWING:
-        incoming.placed += 1  # one is counted that has not come
+@around(IncomingBySlots, "on_report")
+def _done_too_soon(right: Any, self: IncomingBySlots, report: Landed, now: float) -> Any:
+    if self.placed + report.chunks == self.plan.chunks - 1 and self.wanted.state is WantState.FLOWING:
+        self.placed += 1  # one is counted that has not come
     return right(self, report, now)
 
 
@@ -247,7 +258,7 @@ def _lost_leaves_no_doubt(right: Any, self: Receiver, incoming: Any, event: Inco
     """A transfer whose link was lost is forgotten: its slots stay quarantined for ever."""
     right(self, incoming, event, now)
     if event is IncomingEvent.LOSE and incoming.state is IncomingState.ENDED:
-        self._undrained.settle(incoming.transfer)
+        by_slots(self).undrained.settle(incoming.transfer)
 
 
 @around(OutgoingPeers, "_dial")
@@ -335,13 +346,10 @@ def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
 # The read lease (kvbridge/exchange/leases.py):
 
 
-@around(Receiver, "tables")
-def _begins_when_answered(
-    right: Any, self: Receiver, incarnation: str, told: BlockTables, now: float, key: str = ""
-) -> Any:
-    if (incoming := self._incoming(incarnation, told.transfer, key)) is not None and incoming.reading is not None:
-        incoming.reading.lease.ends = now + LEASE_S
-    return right(self, incarnation, told, now, key)
+@around(IncomingByPull, "_on_tables")
+def _begins_when_answered(right: Any, self: IncomingByPull, told: BlockTables, now: float) -> Any:
+    self.reading.lease.ends = now + LEASE_S
+    return right(self, told, now)
 
 
 @around(ReadLease, "renew")
@@ -373,14 +381,12 @@ def _unmapped_while_read(right: Any, self: PullRoute) -> None:
         self._unmap(*self._closing.pop())
 
 
-@around(Receiver, "checked")
-def _not_compared(right: Any, self: Receiver, incarnation: str, told: Checked, now: float, key: str = "") -> Any:
+@around(IncomingByPull, "_on_checked")
+def _not_compared(right: Any, self: IncomingByPull, told: Checked, now: float) -> Any:
     """Whatever the sender finds is taken for what was read."""
-    incoming = self._incoming(incarnation, told.transfer, key)
-    if incoming is not None and incoming.reading is not None:
-        read = incoming.reading.unchecked
-        told = msgspec.structs.replace(told, digests=tuple(Sum(e.chunk, read.get(e.chunk, 0)) for e in told.digests))
-    return right(self, incarnation, told, now, key)
+    read = self.reading.unchecked
+    told = msgspec.structs.replace(told, digests=tuple(Sum(e.chunk, read.get(e.chunk, 0)) for e in told.digests))
+    return right(self, told, now)
 
 
 @around(OpenOffer, "update_readable")
@@ -411,7 +417,7 @@ MUTATIONS: dict[str, Rule] = {
     "ignore_notice_receiver_epoch": Rule(_matches("receiver_epoch"), 54, FORGED + "receiver_epoch=99"),
     "ignore_notice_size": Rule(_matches("chunk_bytes"), 449, FORGED + "chunk_bytes=1,"),
     "release_while_read": Rule(
-        instead(OutgoingTransfer, "is_reading", property(lambda self: self.is_promised or self.digesting > 0)),
+        instead(OutgoingBySlots, "is_reading", property(lambda self: False)),
         11,
         FOREIGN,
     ),
@@ -480,7 +486,7 @@ MUTATIONS: dict[str, Rule] = {
         instead(sender, "LEASE_HEARD_S", float("inf")), PULLED + 20, READ_WRONG, asked_unheard
     ),
     "release_leased_blocks": Rule(
-        instead(OutgoingTransfer, "is_promised", property(lambda self: False)), PULLED + 0, READ_WRONG, unheard(None)
+        instead(OutgoingByPull, "is_promised", property(lambda self: False)), PULLED + 0, READ_WRONG, unheard(None)
     ),
     "detach_while_read": Rule(_reads_unawaited, PULLED + 3, READ_WRONG, unheard("detach")),
     "reuse_at_once_after_agent_died": Rule(
@@ -493,7 +499,7 @@ MUTATIONS: dict[str, Rule] = {
     "unmap_while_read": Rule(_unmapped_while_read, PULLED + 3, "through a mapping that is closed"),
     "skip_comparison": Rule(_not_compared, PULLED, READ_WRONG, spoiled),
     "release_while_digesting": Rule(
-        instead(OutgoingTransfer, "is_reading", property(lambda self: self.is_gathering or self.is_promised)),
+        instead(OutgoingByPull, "is_reading", property(lambda self: self.is_promised)),
         PULLED + 7,
         "and nothing had spoiled what was read",
         withdrawn_while_compared,
@@ -506,9 +512,7 @@ MUTATIONS: dict[str, Rule] = {
 # write finds its lease used up. So the simulator cannot notice that this rule is off; test_exhaustive.py does.
 AGAINST_LIARS = {"land_chunk_twice": Rule(_twice)}
 # A rule that a moment decides which the simulator seldom meets; tests/unit/sim/test_exhaustive.py meets it.
-OF_A_MOMENT = {
-    "free_slot_while_scattering": Rule(instead(Receiver, "_drain", lambda self, transfer: self.slots.drain(transfer)))
-}
+OF_A_MOMENT = {"free_slot_while_scattering": Rule(_drained_while_scattering)}
 # And one of the oracle's.
 OF_THE_ORACLE = {"old_slots_are_current": Rule(instead(Process, "is_current", lambda self, address: True))}
 

@@ -33,7 +33,7 @@ class Transfers(RuleBasedStateMachine):
     @invariant()
     def slots_add_up(self) -> None:
         node = self.state.receiver
-        pool = node.receiving.slots
+        pool = node.slots
         counts = pool.counts()
         assert counts.free + counts.lent + counts.quarantined == len(pool)
         assert counts.free == pool.free and len(set(pool._free)) == pool.free

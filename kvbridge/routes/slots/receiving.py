@@ -1,0 +1,203 @@
+"""The routes through slots, receiving: lend slots for what is ready, and quarantine those that may be written. Pure.
+
+A slot that is lent when its transfer ends stays in quarantine until its sender, or a successor that knows it to be
+dead, confirms that it is not written any more (exchange/slots.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvbridge_proto.peer import Cancel, Grant, ProcessCard, Ready, RouteToReceiver, SlotLease
+
+from ...exchange.actions import Action, Reach, Send, WatchProcess
+from ...exchange.containers import FairQueue
+from ...exchange.incoming import IncomingTransfer, OpenTransfers, OpenWant, ReceivingRoute, Writers
+from ...exchange.known_senders import UndrainedTransfers
+from ...exchange.orders import Landed, Lend, ReceiveOrder, RouteReport, Warm
+from ...exchange.session import Session
+from ...exchange.slots import ReceiveSlots
+from ...geometry.plan import Plan
+from ...states import IncomingEvent, IncomingState
+
+DOUBT_AGAIN_S = 5.0  # between attempts to reach a sender that must confirm quarantined slots
+
+
+class SlotReceiving(ReceivingRoute):
+    """Lends our slots to the transfers of all routes through slots."""
+
+    def __init__(self, opened: OpenTransfers, slots: ReceiveSlots) -> None:
+        self.opened = opened
+        self.slots = slots
+        self.undrained = UndrainedTransfers()
+        self.awaiting: FairQueue[IncomingBySlots] = FairQueue()  # transfers with ready chunks that have no slot
+
+    @property
+    def waiting(self) -> int:
+        return len(self.awaiting)
+
+    @property
+    def lent(self) -> int:
+        return self.slots.lent
+
+    def begin(
+        self, wanted: OpenWant, transfer: str, address: str, session: Session, plan: Plan, token: bytes
+    ) -> IncomingBySlots:
+        return IncomingBySlots(wanted, transfer, address, session, plan, token, route=self, turn=self.slots.turn)
+
+    def prepare(self, session: Session) -> list[Action]:
+        actions: list[Action] = []
+        if session.process is not None:
+            actions.append(WatchProcess(session.process, session.peer.incarnation))
+        if parts := session.planner.samples(session.slot_bytes, is_sender=False):
+            actions.append(Warm(parts))
+        return actions
+
+    def lend(self) -> list[Action]:
+        """Lend free slots to transfers with ready chunks, one each in turn."""
+        lent: dict[str, tuple[SlotLease, ...]] = {}
+        while self.slots.free and (incoming := self.awaiting.take()) is not None:
+            lent[incoming.transfer] = lent.get(incoming.transfer, ()) + incoming.lend(1)
+            incoming.queue()
+        actions: list[Action] = []
+        for transfer, leases in lent.items():
+            address = self.opened.transfers[transfer].address
+            actions += [Lend(transfer, leases), Send(address, Grant(transfer=transfer, leases=leases))]
+        return actions
+
+    def doubt(self, incoming: IncomingBySlots, now: float) -> bool:
+        """It has ended: quarantine the slots still lent to it. Returns whether there are any."""
+        if not self.slots.doubt(incoming.transfer):
+            return False
+        session, address = incoming.session, incoming.address
+        peer, key = session.peer.incarnation, session.key
+        self.undrained.add(incoming.transfer, address, peer, key, session.is_far, session.process)
+        self.opened.deadlines.set(("doubt", incoming.address), now + DOUBT_AGAIN_S)
+        return True
+
+    def on_time(self, kind: str, name: str, now: float) -> list[Action]:
+        """Transfers from this address are undrained: reach it, and ask whoever was met elsewhere before they were."""
+        if kind != "doubt" or not self.undrained.is_any(name):
+            return []
+        self.opened.deadlines.set((kind, name), now + DOUBT_AGAIN_S)
+        actions: list[Action] = [Reach(name)]
+        for address, session in self.opened.sessions.items():
+            incarnation = session.peer.incarnation
+            actions += self._questions(
+                address, incarnation, self.undrained.meet_again(address, incarnation, session.key)
+            )
+        return actions
+
+    def met(self, address: str, incarnation: str, key: str) -> list[Action]:
+        return self._questions(address, incarnation, self.undrained.meet(address, incarnation, key))
+
+    def _questions(self, address: str, incarnation: str, undrained: list[tuple[str, str]]) -> list[Action]:
+        """Ask it. It can speak for another incarnation only if it knows that one to be dead."""
+        return [
+            Send(address, Cancel(transfer=transfer, code="forgotten", incarnation="" if of == incarnation else of))
+            for transfer, of in undrained
+            if of != incarnation
+            or (own := self.opened.transfers.get(transfer)) is None
+            or own.state is IncomingState.ENDED
+        ]
+
+    def on_drained(self, transfer: str, incarnation: str, key: str) -> None:
+        if self.undrained.can_settle(transfer, incarnation, key):
+            self.drain(transfer)
+
+    def drain(self, transfer: str) -> None:
+        """Nothing writes to its slots any more. They are free, once the data plane has finished with them too."""
+        self.undrained.settle(transfer)
+        incoming = self.opened.transfers.get(transfer)
+        if isinstance(incoming, IncomingBySlots) and incoming.is_carried:
+            incoming.is_drained = True
+        else:
+            self.slots.drain(transfer)
+
+    def writing_processes(self) -> set[ProcessCard]:
+        sessions = (each for each in self.opened.sessions.values() if not each.routed.is_pulled)
+        return self.undrained.processes.union(each.process for each in sessions if each.process is not None)
+
+    def quarantined(self, writers: Writers) -> frozenset[tuple[int, int]]:
+        return self.slots.quarantined(None if writers == "all" else self._written_by(writers))
+
+    def cannot_write(self, writers: Writers) -> None:
+        if writers == "all":  # the slots are others
+            self.undrained.clear()
+            self.slots.rebuilt()
+        else:
+            for transfer in self._written_by(writers):
+                self.drain(transfer)
+
+    def _written_by(self, writers: ProcessCard | Literal["far"]) -> list[str]:
+        return list(self.undrained.far) if writers == "far" else self.undrained.of(writers)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class IncomingBySlots(IncomingTransfer):
+    route: SlotReceiving
+    turn: int  # when it came, or was last lent a slot
+    is_drained: bool = False  # the sender has stopped writing, but the data plane may still read what it wrote
+
+    def claim(self, now: float) -> tuple[list[Action], tuple[SlotLease, ...]]:
+        """Slots are lent at once, which saves a round trip, but half is kept for transfers with ready chunks."""
+        self.is_carried = True
+        plenty = self.route.slots.free - len(self.route.slots) // 2
+        leases = self.lend(min(max(plenty, 0), self.plan.chunks))
+        wanted, session = self.wanted, self.session
+        order = ReceiveOrder(
+            self.transfer,
+            wanted.want.request,
+            self.plan,
+            wanted.tables,
+            self.token,
+            session.peer.incarnation,
+            wanted.engine.agent.incarnation,
+            session.peer_epoch,
+            wanted.engine.epoch,
+            session.digest,
+            session.routed.route,
+            wanted.want.fence,
+        )
+        return [order, *([Lend(self.transfer, leases)] if leases else [])], leases
+
+    def lend(self, count: int) -> tuple[SlotLease, ...]:
+        """Up to so many slots."""
+        if leases := self.route.slots.lend(count, self.transfer):
+            self.turn = self.route.slots.turn
+        return leases
+
+    def queue(self) -> None:
+        """Queue for a slot, if it has ready chunks without one."""
+        if self.state is IncomingState.CLAIMED and self.ready > self.placed + self.route.slots.lent_to(self.transfer):
+            self.route.awaiting.add(self.transfer, self.turn, self)
+
+    def on_message(self, body: RouteToReceiver, now: float) -> list[Action]:
+        if not isinstance(body, Ready):
+            return []
+        self.ready = max(self.ready, min(body.chunks, self.plan.chunks))
+        self.queue()
+        return self.route.lend()
+
+    def on_report(self, report: RouteReport, now: float) -> list[Action]:
+        assert isinstance(report, Landed)
+        self.route.slots.land(report.leases, self.transfer)
+        self.placed += report.chunks
+        if self.state is not IncomingState.CLAIMED and not self.route.slots.has_out(self.transfer):
+            self.route.undrained.settle(self.transfer)
+        return []
+
+    def on_end(self, event: IncomingEvent, now: float) -> bool:
+        self.route.awaiting.discard(self.transfer)
+        if event is IncomingEvent.FINISH:
+            self.route.slots.drain(self.transfer)  # unused leases: the sender has written every chunk it will
+        return event in (IncomingEvent.STOP, IncomingEvent.LOSE) and self.route.doubt(self, now)
+
+    def on_drained(self) -> None:
+        self.route.drain(self.transfer)
+
+    def on_quiet(self) -> bool:
+        if self.is_drained:
+            self.route.slots.drain(self.transfer)
+        return self.route.slots.has_out(self.transfer)  # else everything written under its leases has landed
