@@ -21,7 +21,6 @@ from typing import Any
 import gpu_busy
 import gpu_ceilings
 import gpu_routes
-import gpu_tune
 import torch
 from gpu_place import Extent, Place, cores, gpus, versions
 from gpu_processes import Problem
@@ -43,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "ceilings": lambda: _ceilings(place),
         "routes": lambda: gpu_routes.routes(place),
         "busy": lambda: {"busy": gpu_busy.busy(place)},
-        "tune": lambda: {"tune": gpu_tune.tune(place)},
     }
     place.say(f"{name}: {place.sender} -> {place.receiver}, {place.budget_s:.0f} s at most; logs in {place.folder}")
     for stage in options.only.split(","):
@@ -94,7 +92,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--machine", type=int, choices=(1, 2), help="how many GPUs to use")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, pairs and loads")
     parser.add_argument("--smoke", action="store_true", help="the same paths on the processor, without a GPU")
-    parser.add_argument("--only", default=",".join(STAGES), help=f"some of {','.join(STAGES)}; or tune")
+    parser.add_argument("--only", default=",".join(STAGES), help=f"some of {','.join(STAGES)}")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where JSON and logs go")
     parser.add_argument("--agent", action="append", default=[], metavar="OPTION=VALUE", help="an agent's option")
     parser.add_argument("--budget-s", type=float, help="skip, and report, what would take longer")

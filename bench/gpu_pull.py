@@ -1,10 +1,10 @@
 """How fast the pull kernel carries rows from one GPU's pool into another's, beside the copy engine in the same run.
 
-    python bench/gpu_pull.py [--mib 2 128 2048] [--tune] [--smoke] [--out FOLDER]
+    python bench/gpu_pull.py [--mib 2 128 2048] [--smoke] [--out FOLDER]
 
 Llama-8B's shape: 32 layers, K and V, 8 heads of 128 numbers, random blocks. First a small size of each case is checked
 against the twin. The sender's pool is on the first GPU. The receiver's pool and the kernel are on the last. `call_us`
-is what a call costs its thread. GB/s count the sender's bytes. --tune tries other tiles. --smoke only runs the checks,
+is what a call costs its thread. GB/s count the sender's bytes. --smoke only runs the checks,
 under Triton's interpreter.
 """
 
@@ -28,7 +28,6 @@ from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared_pull import PlacedPull, PreparedPull
 from kvbridge_kernels.segment import Segment
 from kvbridge_kernels.tables import Work
-from kvbridge_kernels.tiling import TILINGS, Tiling
 from record import RESULTS, write
 
 LAYERS, HEADS, WIDTH = 32, 8, 128
@@ -195,15 +194,14 @@ class Bench:
         self.copies[mib] = size / seconds / 1e9
         print(f"copy engine {mib:5} MiB {self.copies[mib]:7.1f} GB/s", flush=True)
 
-    def measure(self, case: Case, mib: int, programs: int | None, has_sums: bool, tiling: Tiling | None = None) -> None:
+    def measure(self, case: Case, mib: int, programs: int | None, has_sums: bool) -> None:
         from kvbridge_kernels.pull import pull
 
         tokens = mib * MIB // token_bytes(case.sender) // case.ranks
         share = self.ours.numel() // case.ranks // 256 * 256
         senders = [foreign(self.ours[i * share : (i + 1) * share], self.device) for i in range(case.ranks)]
         chunks = chunks_of(case, senders, self.theirs, tokens)
-        tilings = {kind: tiling or each for kind, each in TILINGS.items()}
-        works = [Work(self.device, 8 * MIB, tilings) for _ in range(ROUNDS * len(chunks))]
+        works = [Work(self.device, 8 * MIB) for _ in range(ROUNDS * len(chunks))]
         for work in works:
             work.kernels, work.sheets = works[0].kernels, works[0].sheets
         sums = self.sums if has_sums else None
@@ -218,18 +216,15 @@ class Bench:
             "gb_s": mib * MIB / seconds / 1e9, "of_copy": mib * MIB / seconds / 1e9 / self.copies[mib],
             "call_us": called_us(action),
         }  # fmt: skip
-        if tiling is not None:
-            row |= {"tile_kib": tiling.tile_bytes >> 10, "warps": tiling.warps, "tiles": tiling.tiles}
         self.rows.append(row)
-        tile = f" {row['tile_kib']} KiB x {row['warps']} warps x {row['tiles']}" if tiling else ""
         print(
             f"{case.name:32} {mib:5} MiB, programs {programs or 'all'!s:>4}, digest {has_sums!s:5}: {row['us']:8.0f} us"
-            f" {row['gb_s']:6.1f} GB/s {row['of_copy']:.3f} of copy, call {row['call_us']:.0f} us{tile}",
+            f" {row['gb_s']:6.1f} GB/s {row['of_copy']:.3f} of copy, call {row['call_us']:.0f} us",
             flush=True,
         )
 
 
-def run(sizes: Sequence[int], is_tuned: bool) -> dict[str, Any]:
+def run(sizes: Sequence[int]) -> dict[str, Any]:
     count = torch.cuda.device_count()
     home, device = torch.device("cuda", 0), torch.device("cuda", count - 1)
     torch.cuda.set_device(device)
@@ -246,13 +241,6 @@ def run(sizes: Sequence[int], is_tuned: bool) -> dict[str, Any]:
         for programs in (None, 8, 16, 33, 66):
             bench.measure(CASES[0], mib, programs, False)
         bench.measure(CASES[0], mib, 33, True)
-    if is_tuned:
-        for tile_kib in (8, 16, 32):
-            for warps in (4, 8, 16):
-                for mib in sizes:
-                    tiling = Tiling(tile_kib << 10, warps, 4)
-                    bench.measure(CASES[0], mib, None, True, tiling)
-                    bench.measure(CASES[0], mib, 33, True, tiling)
     found = {"gpus": [torch.cuda.get_device_name(i) for i in range(count)], "torch": torch.__version__}
     return {**found, "copy_gb_s": bench.copies, "pulls": bench.rows}
 
@@ -260,7 +248,6 @@ def run(sizes: Sequence[int], is_tuned: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, nargs="+", default=[2, 128, 2048], help="MiB of the sender's rows")
-    parser.add_argument("--tune", action="store_true", help="also try other tiles")
     parser.add_argument("--smoke", action="store_true", help="only the checks, interpreted; writes nothing")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes")
     given = parser.parse_args()
@@ -269,7 +256,7 @@ def main() -> None:
         for case in CASES:
             check(case, torch.device("cpu"), torch.device("cpu"), 3)
         return
-    write("gpu_pull", run(given.mib, given.tune), given.out)
+    write("gpu_pull", run(given.mib), given.out)
 
 
 if __name__ == "__main__":
