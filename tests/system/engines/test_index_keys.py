@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from demo.model import LAYERS
-from kvbridge.failpoints import VARIABLE
-from tests.support.waiting import wait_for
 from tests.system.engines.fleet import Fleet, prompt
+from tests.system.engines.halfway import about_to_read, go_on, start_agents, travels
 from tests.system.engines.index_keys import SCALE, WIDTH
 from tests.system.engines.kinds import write_sparse
 from tests.system.kept import kept
@@ -22,7 +18,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 PLUGIN = Path(__file__).parent / "dsa_plugin"
 INDEXED = range(0, LAYERS, 2)
-BACK_S = 60.0  # for an engine to attach to another agent, and for requests to travel again
 
 
 sparse = kept(
@@ -58,53 +53,6 @@ def test_what_the_receiver_has_in_its_prefix_cache_is_not_fetched_again(sparse: 
     answer, ours, theirs = sparse.crossed("sixteen", "two-sixteen", longer)
     assert answer.cached == len(longer) - 1
     assert_carried(ours, theirs)
-
-
-def start_agents(fleet: Fleet, name: str, armed: str = "") -> None:
-    """Others beside this engine, which will fail as told; they are waited for."""
-    for each in fleet.agents[name]:
-        each.stop()
-    os.environ[VARIABLE] = armed
-    try:
-        fleet.start_agents(name)
-    finally:
-        del os.environ[VARIABLE]
-    for each in fleet.agents[name]:
-        wait_for(lambda each=each: each.status.engine is not None, BACK_S)
-
-
-def travels(fleet: Fleet, sender: str, receiver: str, seed: int) -> None:
-    """Nothing is held, and the next request goes from one engine to the other, row for row."""
-    for name in (sender, receiver):
-        fleet[name].wait_empty(BACK_S)
-    end = time.monotonic() + BACK_S
-    while True:
-        tokens = prompt(200, seed=seed)
-        answer, ours, theirs = fleet.crossed(sender, receiver, tokens)
-        if answer.cached == len(tokens) - 1:
-            assert_carried(ours, theirs)
-            break
-        assert time.monotonic() < end, "requests do not travel again"
-        seed += 1
-    for name in (sender, receiver):
-        fleet[name].wait_empty(BACK_S)
-
-
-def about_to_read(fleet: Fleet, sender: str, receiver: str, tokens: list[int]) -> tuple[str, str]:
-    """The prefill's name and that of a request whose agents stand still, about to read its rows."""
-    start_agents(fleet, receiver, "receiver.read_begun=stop")
-    request, prefilled = fleet.prefill(sender, tokens)
-    wanted = fleet.name(f"d-{receiver}")
-    fleet[receiver].submit(wanted, tokens, 12, prefilled.params)
-    for each in fleet.agents[receiver]:
-        stat = Path(f"/proc/{each.process.pid}/stat")
-        wait_for(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "T", BACK_S)
-    return request, wanted
-
-
-def go_on(fleet: Fleet, name: str) -> None:
-    for each in fleet.agents[name]:
-        os.kill(each.process.pid, signal.SIGCONT)
 
 
 def test_a_request_that_is_aborted_while_its_rows_travel(sparse: Fleet) -> None:
