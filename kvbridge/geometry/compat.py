@@ -189,7 +189,10 @@ def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
             needs = "the hybrid KV cache manager on the receiver, or off at the sender"
             yield from _if_other("kind", _keeps(kept), _keeps(wanted), place, needs)
             # What the sender keeps begins on its own block border, which may be inside a block of the receiver.
-            is_inside = whole_block(kept, sender.shard) % border(wanted, receiver.shard) > 0
+            # A chunk that is whole blocks of the receiver begins on a border of that one too.
+            block = border(wanted, receiver.shard)
+            is_inside = whole_block(kept, sender.shard) % block > 0
+            is_inside &= kept.kind != "chunked" or kept.window % block > 0
             if kept.kind == wanted.kind != "state" and kept.window == wanted.window and is_inside:
                 needs = NO_REUSE if receiver.engine.kind == "vllm" else MULTIPLE
                 said = _block(kept, sender.shard), _block(wanted, receiver.shard)

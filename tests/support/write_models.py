@@ -38,9 +38,9 @@ TAIL = """
 and differ with TP: Gemma 4 26B has windows in blocks of 16 tokens up to TP 4, of 32 from TP 8 on. Windows are carried
 to equal or smaller blocks. To larger ones the prefill side needs a larger `--block-size` (there 32), or a vLLM decode
 side `--no-enable-prefix-caching`. Otherwise its prefix cache would give the block in which a window begins to other
-requests, and the prefill side no longer has what is before the window. vLLM before 0.30 cannot be told of a failed
-receive in more than one group of layers: there, windows need `--disable-hybrid-kv-cache-manager`, and then keep all
-tokens.
+requests, and the prefill side no longer has what is before the window. Llama 4's chunks begin where blocks do: any
+block that divides a chunk will do. vLLM before 0.30 cannot be told of a failed receive in more than one group of
+layers: there, windows need `--disable-hybrid-kv-cache-manager`, and then keep all tokens.
 
 **Index keys.** SGLang keeps those of DeepSeek V3.2 times a Hadamard matrix, and of GLM-5 without
 `indexer_rope_interleave: true` in its config.json; vLLM never does. Such pairs would choose wrong tokens without an

@@ -70,6 +70,12 @@ def test_a_window_begins_inside_a_larger_block_that_nobody_else_gets(bench_of: B
     carries(bench_of(SENDER, shape), windows(shape, WANTED[:4]), WANTED[:4])
 
 
+def test_chunks_come_to_a_larger_block_that_divides_them(bench_of: Benches) -> None:
+    sender, receiver = (replace(each, kinds=("full", "chunked")) for each in (SENDER, RECEIVER))
+    larger = replace(receiver, block_tokens=WINDOW)
+    carries(bench_of(sender, larger), windows(larger, WANTED[:4]), WANTED[:4])
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

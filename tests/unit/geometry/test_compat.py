@@ -228,7 +228,7 @@ def test_windows_need_a_block_that_is_a_multiple(
 ) -> None:
     """What the sender keeps begins on a border of its own blocks; of those with all tokens any block will do."""
     for kinds in (("sliding",), ("chunked",), ("full",)):
-        shape = replace(SHAPE, kinds=kinds, window=64)
+        shape = replace(SHAPE, kinds=kinds, window=65)
         ours, theirs = (
             describe(replace(shape, block_tokens=block, cp_size=size)) for block, size in (sender, receiver)
         )
@@ -242,6 +242,14 @@ def test_windows_need_a_block_that_is_a_multiple(
             assert isinstance(verdict(ours, theirs), Convertible)
         from_all = describe(replace(SHAPE, block_tokens=sender[0], cp_size=sender[1]))
         assert isinstance(verdict(from_all, theirs), Convertible)
+
+
+def test_chunks_that_are_whole_blocks_of_the_receiver_come_from_any_block() -> None:
+    small, large, other = (
+        describe(replace(SHAPE, kinds=("chunked",), window=96, block_tokens=tokens)) for tokens in (16, 48, 64)
+    )
+    assert isinstance(verdict(small, large), Convertible)
+    assert reasons(small, other)
 
 
 def test_a_latent_is_cut_only_where_its_numbers_lie_side_by_side() -> None:

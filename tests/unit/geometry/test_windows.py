@@ -54,8 +54,14 @@ def test_a_window_begins_with_the_prompt_or_later(end: int) -> None:
     assert (full.first, full.end) == (0, end) and (window.first, window.end) == (max(0, end - 19) // 16 * 16, end)
 
 
-@pytest.mark.parametrize(("sender", "receiver"), [(16, 16), (32, 16), (48, 8), (16, 1)])
-@pytest.mark.parametrize("kind", ["sliding", "chunked"])
+@pytest.mark.parametrize(
+    ("kind", "sender", "receiver"),
+    [
+        *((kind, *blocks) for kind in ("sliding", "chunked") for blocks in ((16, 16), (32, 16), (48, 8), (16, 1))),
+        ("chunked", 8, 32),
+        ("chunked", 12, 16),
+    ],
+)
 def test_no_row_of_a_block_that_is_kept_stays_as_it_was(kind: str, sender: int, receiver: int) -> None:
     """At any length: what the receiver keeps it may take for other requests, whole."""
     shape, copier = Shape(layers=1, kv_heads=1, kinds=(kind,), window=32, blocks=90), CpuBlockCopier()
