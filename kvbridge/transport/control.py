@@ -39,6 +39,7 @@ from .zap import AuthDoor, Buckets, guard, introduce
 LINK_TICK_S = 0.1
 AWAY_S = 5 * LINK_TICK_S
 PING_ROUND_S = 0.5
+LOOK_UP_S = 0.5  # until a name without an address is looked up again: it may not be published yet
 BACKLOG = 4096  # untaken events; beyond that we stop reading, and the sockets' own queues push back
 LINGER_MS = 100  # time for a Goodbye to leave when we close a link ourselves
 TRIED_AT_ONCE, NEXT_SOCKETS_S = 8, 0.005  # setting up a socket takes about 0.3 ms
@@ -176,19 +177,27 @@ class Control:
         self._unreached[link] = None
         try:
             introduce(port.socket, self.trust.keys, link.key)
-            if name := name_in(endpoint):
-                self._names.look_up(name, partial(self._named, link, endpoint))
+            if name_in(endpoint):
+                self._look_up(link, endpoint)
             else:
                 port.socket.connect(endpoint)
         except zmq.ZMQError as error:
             self._lose(link, "bad_address", f"{link.address}: {error}")
+
+    def _look_up(self, link: Link, endpoint: str) -> None:
+        if not link.is_lost and not self._is_closed:
+            self._names.look_up(name_in(endpoint), partial(self._named, link, endpoint))
 
     def _named(self, link: Link, endpoint: str, address: str, reason: str) -> None:
         """The name in an endpoint is looked up. Connect there, unless the link was given up meanwhile."""
         if link.is_lost:
             return
         if not address:
-            self._lose(link, "peer_unreachable", f"{link.address}: its name has no address: {reason}")
+            link.is_refused = True
+            if self._loop.time() + LOOK_UP_S < link.made_at + self.settings.connect_s:
+                self._loop.call_later(LOOK_UP_S, self._look_up, link, endpoint)
+            else:
+                self._lose(link, "peer_unreachable", f"{link.address}: its name has no address: {reason}")
             return
         try:
             self._ports[link].socket.connect(f"tcp://{address}:{endpoint.rpartition(':')[2]}")

@@ -13,6 +13,7 @@ from functools import partial
 from threading import Thread
 
 MOST_NAMES = 64  # looked up at once
+MOST_ASKING = 256  # who wait for one name
 MOST_KNOWN = 1024
 
 Found = Callable[[str, str], None]
@@ -28,11 +29,12 @@ class Names:
 
     def look_up(self, host: str, found: Found) -> None:
         """Have `found` called on the loop with the host's IPv4 address and "", or with "" and why there is none."""
-        if host in self._asked:
-            self._asked[host].append(found)
-        elif len(self._asked) >= MOST_NAMES:
+        if (asking := self._asked.get(host)) is not None and len(asking) < MOST_ASKING:
+            asking.append(found)
+        elif asking is not None or len(self._asked) >= MOST_NAMES:
             address = self._known.get(host, "")
-            self._loop.call_soon(found, address, "" if address else f"{MOST_NAMES} other names are being looked up")
+            many = f"{MOST_NAMES} other names are being looked up" if asking is None else f"{MOST_ASKING} wait for it"
+            self._loop.call_soon(found, address, "" if address else many)
         else:
             self._asked[host] = [found]
             try:

@@ -10,8 +10,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from kvbridge_proto.peer import Goodbye
 
-from kvbridge.transport.names import MOST_NAMES, Names
+from kvbridge.transport.control import Control
+from kvbridge.transport.events import Arrived, Lost, Settings
+from kvbridge.transport.names import MOST_ASKING, MOST_NAMES, Names
+from kvbridge.transport.trust import Trust
 from tests.support.hosts import ROOT, why_not
 
 SLOW_NAMES = Path(__file__).with_name("slow_names.py")
@@ -84,3 +88,56 @@ async def test_while_too_many_hang_a_name_that_was_found_has_its_last_address(mo
         assert await asyncio.wait_for(told.get(), 60.0) == ("10.0.0.7", "")
     finally:
         go_on.set()
+
+
+@pytest.mark.proves("T5")
+async def test_who_wait_for_one_name_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def answer(*_: object) -> list[tuple[object, ...]]:
+        assert go_on.wait(60.0)
+        return [(0, 0, 0, "", ("10.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    names, told = Names(), asyncio.Queue[tuple[int, str, str]]()
+    try:
+        for index in range(MOST_ASKING + 1):
+            names.look_up("slow", lambda address, reason, index=index: told.put_nowait((index, address, reason)))
+        assert await asyncio.wait_for(told.get(), 60.0) == (MOST_ASKING, "", f"{MOST_ASKING} wait for it")
+    finally:
+        go_on.set()
+    for index in range(MOST_ASKING):
+        assert await asyncio.wait_for(told.get(), 60.0) == (index, "10.0.0.1", "")
+
+
+async def test_a_name_that_is_published_late_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a pod that has only just begun. One that never is fails with the resolver's reason."""
+    asked = []
+
+    def answer(host: str, *_: object) -> list[tuple[object, ...]]:
+        asked.append(host)
+        if host != "late.example" or asked.count(host) < 3:
+            raise OSError("no such host")
+        return [(0, 0, 0, "", ("127.0.0.1", 0))]
+
+    trust = Trust(places=("*:*",), allow_unauthenticated=True)
+    async with (
+        Control("served", "tcp://127.0.0.1:0") as served,
+        Control("dialler", trust=trust, settings=Settings(connect_s=60.0)) as dialler,
+        Control("hasty", trust=trust, settings=Settings(connect_s=2.0)) as hasty,
+    ):
+        monkeypatch.setattr(socket, "getaddrinfo", answer)
+        port = served.address.rpartition(":")[2]
+        assert dialler.dial(f"tcp://late.example:{port}").send(Goodbye(reason="here"))
+        hasty.dial(f"tcp://never.example:{port}")
+
+        async def first(control: Control, kind: type) -> object:
+            return await anext(each async for each in control.events() if isinstance(each, kind))
+
+        lost = await asyncio.wait_for(first(hasty, Lost), 60.0)
+        assert isinstance(lost, Lost) and lost.code == "peer_unreachable" and "no such host" in lost.reason
+        reading = asyncio.create_task(first(dialler, Lost))
+        arrived = await asyncio.wait_for(first(served, Arrived), 60.0)
+        assert isinstance(arrived, Arrived) and arrived.envelope.body == Goodbye(reason="here")
+        reading.cancel()
+    assert asked.count("late.example") == 3 and asked.count("never.example") > 1
