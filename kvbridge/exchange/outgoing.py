@@ -89,6 +89,7 @@ class OutgoingTransfer(abc.ABC):
     is_ordered: bool = False  # the data plane has an order for it and has not finished
     has_read: bool = False  # all that was claimed has been read out of our engine's blocks
     is_over: bool = False  # and its receiver has it
+    cancelled: tuple[str, str] | None = None  # (code, reason) of a claim without rows that waits for a moment longer
     stopped_by: tuple[str, str] = ("", "")  # (code, reason) why it stopped
     is_lost: bool = False  # the session with its receiver is over
     failure: Failure = None  # why it is to be stopped

@@ -271,12 +271,17 @@ class Sender:
         A claim without rows that has no offer yet waits a moment longer: this rank's offer may just be late, and would
         be held for nobody. After that, it would take the offer of another prompt under the same id.
         """
+        is_asked = cancel.code == "forgotten" or bool(cancel.incarnation)
+        if not is_asked and cancel.transfer not in self.outgoing_transfers:
+            # Its claim came before, by the same link, and is over: one without rows is once it has met its offer.
+            return [Send(incarnation, Drained(transfer=cancel.transfer))]
         if self.renounce(incarnation, cancel):
             return [Send(incarnation, Drained(transfer=cancel.transfer))]
         out = self.outgoing_transfers.get(cancel.transfer)
         if cancel.incarnation or out is None or out.incarnation != incarnation:
             return []
         if out.offered is None and not out.plan.chunks:
+            out.cancelled = cancel.code or "cancelled", cancel.reason
             due = self._deadlines.at(key := ("claim", out.transfer))
             self._deadlines.set(key, now + LATE_S if due is None else min(due, now + LATE_S))
             return []
@@ -419,7 +424,8 @@ class Sender:
                     if out.offered is None
                     else "not all was offered"
                 )
-                actions += self._stop(out, "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}")
+                late = "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}"
+                actions += self._stop(out, *(out.cancelled or late))
             elif (its := self.outgoing_transfers.get(key)) is not None:
                 actions += its.on_time(kind) + self._go_on(its)
         return actions

@@ -255,7 +255,8 @@ class Grant(Struct, frozen=True, kw_only=True, tag="grant"):
 class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):
     """Receiver to sender: stop. Answered by Drained, once no write of this transfer is under way.
 
-    On the route `pull` it also says that nothing of this transfer is being read any more.
+    On the route `pull` it also says that nothing of this transfer is being read any more. With the code `forgotten` it
+    asks about a transfer that was claimed by an earlier link.
 
     `incarnation` is that of the agent from which it was claimed, if that is not the one which is asked (which has its
     key, or its address). Then the answer is Drained if that incarnation is known to be dead, and there is none

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from kvbridge_proto.peer import Claim, Refuse
+from kvbridge_proto.peer import Cancel, Claim, Drained, Refuse
 
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.known_senders import UNHEARD_S
@@ -289,3 +289,32 @@ def test_a_claim_of_a_failed_want_that_takes_nothing_waits_for_a_moment_only(wai
     (offered,) = other.sending.offers.values()
     assert (offered.want is not None) == is_met and not other.sending.is_awaited("r")
     assert not receiver.receiving.wants
+
+
+def test_a_claim_that_was_cancelled_is_told_why() -> None:
+    """Not that its deadline passed, though it waited a moment longer."""
+    world = World(2, 2)
+    first, other = world.senders
+    world.offer("a", 32, 8, last=False, rendezvous="r", at=first)
+    world.fetch("a", 64, rendezvous="r")
+    (claimed,) = [each for each in other.sending.outgoing_transfers.values() if not each.plan.chunks]
+    world.abandon("a")
+    world.run()
+    said = other.sending.tick(world.now + LATE_S)
+    (drained,) = [each.body for each in said if isinstance(each, Send) and isinstance(each.body, Drained)]
+    assert (drained.transfer, drained.code) == (claimed.transfer, "aborted")
+    assert claimed.stopped_by == ("aborted", "abandoned by the engine")
+
+
+def test_a_claim_without_rows_that_was_served_is_not_remembered_once_it_is_cancelled() -> None:
+    """The sender remembers a bounded number of transfers for claims that may still come. This one has come."""
+    world = World(2, 2)
+    first, other = world.senders
+    world.offer("a", 32, 8, last=False, rendezvous="r", at=first)
+    world.offer("a", 64, 16, rendezvous="r", at=other)
+    world.fetch("a", 64, rendezvous="r")
+    assert not other.sending.outgoing_transfers
+    world.abandon("a")
+    world.run()
+    assert not world.receivers[0].receiving.wants
+    assert len(world.heard(Cancel)) == 2 and not other.sending._renounced
