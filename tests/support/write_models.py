@@ -79,6 +79,7 @@ What "fp8" means for sparse attention depends on the backend, and so on the GPU.
 by default. On Blackwell name the backends, and ask the pools of engines that run. A MiniMax M3 with experts in NVFP4 it
 takes to be on Blackwell in SGLang, which packs its KV there, unless it says `--attention-backend fa3`.
 """
+CANNOT = re.compile("kvbridge cannot carry (.+?);")
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -107,13 +108,15 @@ def _cell(family: Family) -> str:
 
 
 def _told(family: Family, prefill: str, decode: str) -> str:
-    reasons = dict.fromkeys(map(_short, obstacles_of(family, prefill, decode)))
-    return "**refused**: " + ", ".join(reasons) if reasons else "carried"
+    """The first thing that differs between two pools, or all that an engine's cache has and we cannot carry."""
+    obstacles = obstacles_of(family, prefill, decode)
+    known = [reason for reason in obstacles if CANNOT.search(reason)] or obstacles[:1]
+    return "**refused**: " + ", ".join(dict.fromkeys(map(_short, known))) if known else "carried"
 
 
 def _short(reason: str) -> str:
     """What is missing; two pools that do not fit have a reason with both values."""
-    missing = re.search("kvbridge cannot carry (.+?);", reason)
+    missing = CANNOT.search(reason)
     return missing[1].removesuffix(" yet") if missing else f"`{reason.partition(' (layer ')[0]}`"
 
 
