@@ -1,6 +1,6 @@
 """Writes a small llama with random weights, for the demo and the tests that run real engines.
 
-`<python with vLLM> -m demo.model FOLDER` writes it with a tokenizer.
+`<python with vLLM> -m demo.model FOLDER` writes it with a tokenizer, and `... FOLDER qwen3` a Qwen3 in its place.
 
 Weights of N(0, 0.3) everywhere are chaotic in bf16: two correct engines diverge after one token. Embeddings of N(0, 1)
 and matrices of g / sqrt(fan_in), with g = 1.7 for q and k and 4 for lm_head, give varied and stable tokens.
@@ -22,6 +22,8 @@ KV_HEADS = 4
 HEAD_WIDTH = 32
 HIDDEN = QUERY_HEADS * HEAD_WIDTH
 UNKNOWN = "?"
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
+MODELS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": QWEN3}
 GAINS = {"q_proj": 1.7, "k_proj": 1.7, "lm_head": 4.0}
 
 
@@ -128,9 +130,9 @@ def model_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def main() -> None:
-    """Write the model and its tokenizer. Raises ValueError unless one folder is named."""
-    (folder,) = sys.argv[1:]
-    write_tokenizer(write_model(Path(folder)))
+    """Write the model and its tokenizer. Raises ValueError unless one folder is named, KeyError for other models."""
+    folder, kind = sys.argv[1:] if len(sys.argv) > 2 else (*sys.argv[1:], "llama")
+    write_tokenizer(write_model(Path(folder), **MODELS[kind]))
 
 
 if __name__ == "__main__":

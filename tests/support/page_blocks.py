@@ -10,6 +10,7 @@ SGLANG = "tests/system/sglang/test_walkthrough.py::test_the_page_carries_a_promp
 CROSS = "tests/system/cross/test_walkthrough.py::test_the_page_carries_a_prompt_from_one_engine_to_the_other"
 REPLICAS = "tests/system/engines/test_replicas.py::test_the_page_spreads_prompts_over_replicas"
 HOSTS = "tests/system/engines/test_two_hosts.py::test_the_page_spreads_prompts_over_replicas_of_two_hosts"
+SGLANG_REPLICAS = "tests/system/sglang/test_replicas.py::test_the_page_spreads_prompts_over_replicas"
 ROUTERS = "its flags, with other addresses: tests/system/routers/test_routers.py"
 GPUS = f"needs GPUs; its names: {PAGES}::test_either_kind_of_machine_sets_what_both_kinds_run"
 INSTALLS = "installs gigabytes; the wheel and its extras: tests/system/test_install.py"
@@ -41,7 +42,8 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
         ("# on A", HOSTS),
         ("# on B", HOSTS),
         ("# four GPUs, SGLang", "needs GPUs"),
-        ("# SGLang: each side", "needs GPUs; its flags: tests/system/sglang/test_replicas.py"),
+        ("# four ranks of SGLang", SGLANG_REPLICAS),
+        ("# SGLang: each side", SGLANG_REPLICAS),
     ],
     "docs/kubernetes.md": [
         ("kubectl create", f"{PAGES}::test_kubectl_takes_the_commands_without_a_cluster"),

@@ -114,11 +114,14 @@ class Fleet(Kept[Server]):
             **more,
         }
 
-    def both(self, sender: str, receiver: str, body: dict[str, Any]) -> tuple[tuple[int, Any], tuple[int, Any]]:
-        """What the prefilling server says to it, and what the decoding one."""
+    def both(
+        self, sender: str, receiver: str, body: dict[str, Any], **decode: Any
+    ) -> tuple[tuple[int, Any], tuple[int, Any]]:
+        """What the prefilling server says to it, and what the decoding one, which is told `decode` too."""
         self.start(sender, receiver)
         with ThreadPoolExecutor(2) as pool:
-            given, taken = (pool.submit(self[name].generate, body) for name in (sender, receiver))
+            bodies = ((sender, body), (receiver, body | decode))
+            given, taken = (pool.submit(self[name].generate, each) for name, each in bodies)
             return given.result(), taken.result()
 
     def ask(

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from demo.sglang_replicas import spread_attention
 from demo.sglang_rows import keep, watch
 from tests.system.engines import marks, weights
 from tests.system.sglang import drafting
@@ -38,17 +39,7 @@ def register() -> None:
         HookRegistry.register(f"{nixl}._normalize_kv_mem_kinds", _dram, HookType.AROUND)
         HookRegistry.register(f"{nixl}._homogeneous_kv_mem_kind", _any_ranks, HookType.AFTER)
         latents.AttentionBackendRegistry.register("torch_native", latents._dispatch_mla_subtype)
-        # Attention that is parallel over data: its way for CPUs is there, for SGLang's CPU engine alone.
-        from sglang.srt.distributed import parallel_state
-        from sglang.srt.layers import dp_attention
-        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-        from sglang.srt.model_executor import forward_batch_info
-
-        parallel_state._is_cpu = forward_batch_info._is_cpu = True
-        group = parallel_state.GroupCoordinator
-        group.all_to_all_single = group._all_to_all_single
-        dp_attention.memcpy_func = dp_attention.memcpy_cpu
-        TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+        spread_attention()
         for name in ("forward_extend", "forward_decode"):
             HookRegistry.register(f"{NATIVE}.{name}", _attend, HookType.AROUND)
         HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope", _flat_rope, HookType.AROUND)

@@ -5,12 +5,17 @@ SGLang's Llama does not have it, its Qwen3 does.
 
 from __future__ import annotations
 
+import itertools
+import sys
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from demo.model import write_model
+from demo.model import QWEN3, write_model
+from tests.integration.agent.harness import PYTHON
+from tests.support.pages import block, told, why_not
+from tests.system.engines.replicas import COMMON, PAGE, assert_spread, moved, status_of
 from tests.system.kept import kept
 from tests.system.sglang.fleet import (
     TOKENS,
@@ -22,16 +27,28 @@ from tests.system.sglang.fleet import (
     prompt,
     seed_of,
 )
+from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
+START_S = 380.0
 LENGTHS = (1, 16, 17, 300, 700)
-QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
 PAIRS = [("p16-replicas", "d16"), ("p16", "d32-replicas"), ("p16-replicas", "d32-replicas")]
 
 
 # All at once: replicas that are up turn without rest, and leave little time to one that starts.
 fleet = kept(Fleet, write=partial(write_model, **QWEN3), start=("p16-replicas", "d32-replicas", "p16", "d16", "alone"))
+
+
+# The first one: it wants the processors for servers of its own.
+def test_the_page_spreads_prompts_over_replicas(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    begins = ("# four ranks of SGLang", COMMON, "# SGLang: each side")
+    again = "for first in 1 2 3 4 5 6; do ask 8000 $first; done\n"
+    script = "".join(block(PAGE, each) for each in begins) + again + block("README.md", "kill $(jobs")
+    environments = {".venv": str(Path(PYTHON).parents[1]), ".venv-sglang": sys.prefix}
+    assert_spread(told(script, tmp_path, environments, START_S), computed=0)
 
 
 @pytest.mark.parametrize(("sender", "receiver"), PAIRS)
@@ -43,6 +60,24 @@ def test_says_what_one_server_alone_says(fleet: Fleet, sender: str, receiver: st
 @pytest.mark.parametrize(("sender", "receiver"), PAIRS)
 def test_sixteen_requests_at_once(fleet: Fleet, sender: str, receiver: str) -> None:
     assert_sixteen_at_once(fleet, sender, receiver)
+
+
+def test_every_replica_takes_from_every_other(fleet: Fleet) -> None:
+    """A room chooses the replica of prefill, the body that of decode."""
+    sender, receiver = "p16-replicas", "d32-replicas"
+    prefill, decode = (list(map(status_of, fleet.agents[name])) for name in (sender, receiver))
+    for number, (giver, taker) in enumerate(itertools.product(range(2), range(2))):
+        tokens = prompt(200 + 33 * number, seed=seed_of(sender, receiver, 3000 + number))
+        room = 2 * fleet.room() + giver
+        body = fleet.body(sender, tokens, room)
+        with moved(prefill, "sender") as sent, moved(decode) as received:
+            given, (status, said) = fleet.both(sender, receiver, body, routed_dp_rank=taker)
+        assert status == 200, (said, given)
+        assert [bool(each) for each in sent] == [each == giver for each in range(2)]
+        assert [bool(each) for each in received] == [each == taker for each in range(2)]
+        assert_carried(*fleet.rows(sender, receiver, room))
+        fleet.assert_same_as_alone(tokens, answer_of(said))
+    assert_idle(fleet, sender, receiver)
 
 
 def test_all_answers_to_a_prompt_come_from_one_replica(fleet: Fleet) -> None:
