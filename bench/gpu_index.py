@@ -1,12 +1,14 @@
 """What index keys cost beside latents: 2 GiB of both by `pull` through real agents, in turns with as many plain bytes.
 
-    python bench/gpu_index.py [--rounds 12] [--out FOLDER]     from GPU 0 to GPU 1, or on the only one
+    python bench/gpu_index.py [--rounds 12] [--only rotated] [--out FOLDER]     from GPU 0 to GPU 1, or on the only one
     python bench/gpu_index.py --smoke                          the same, tiny, on the processor
 
 A token of DeepSeek V3.2 has 61 latents of 576 bf16 and 61 index keys of 128 fp8 with a scale each. Of 68 layers of
-latents alone it has as many bytes. All pairs of a group have agents of their own and are asked in turns. Every block of
-both pools is carried each time. A time is what the receiving engine waits, from its Want until it reads Done. Ratios
-are of times per byte on the wire. Before that each pair is checked: all rows that are not converted, bit for bit.
+latents alone it has as many bytes. The keys also go to an engine that rotates them, and to one that keeps their scales
+in another form. All pairs of a group have agents of their own and are asked in turns. Every block of both pools is
+carried each time. A time is what the receiving engine waits, from its Want until it reads Done. Ratios are of times per
+byte: of a row as many as the side with fewer keeps. Before that each pair is checked: all rows that are not converted,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from kvbridge_proto.pool import Plane
 from kvbridge_proto.status import Status, StatusQuery
 from record import RESULTS, write
 
+from kvbridge.geometry.wire import unrotated
 from kvbridge.loopback.engine import SyntheticEngine
 from kvbridge.loopback.messages import offer_of, want_of
 from tests.support.pools import More, Shape, describe, mla
@@ -39,7 +42,9 @@ from tests.support.pools import More, Shape, describe, mla
 GOAL = 1.1
 SIZE_BYTES = 2 << 30
 LAYERS, AS_MANY = 61, 68  # with index keys; of as many bytes without
-INDEX = More("index_key", width=128, codec="fp8_row_scale", page_tokens=64)
+INDEX = More("index_key", width=128, codec="fp8_row_scale", page_tokens=64, scale_codec="pow2_fp32")
+ROTATED = replace(INDEX, part="rotated_index_key")
+PACKED = replace(INDEX, scale_codec="ue8m0_x4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,11 @@ def groups(layers: int, as_many: int) -> list[list[Pair]]:
         with_keys = Pair(f"with index keys{what}", indexed, replace(indexed, **changes), alone)
         found.append([Pair(alone, plain, replace(plain, **changes)), with_keys])
     beside = Pair("with index keys, beside K and V", indexed, indexed, "K and V")
-    return [found[0] + [Pair("K and V", gqa, gqa), beside], *found[1:]]
+    changed = [
+        Pair(f"with index keys, {what}", indexed, replace(indexed, more=(keys,)), "with index keys")
+        for what, keys in (("rotated", ROTATED), ("of other scales", PACKED))
+    ]
+    return [found[0] + [Pair("K and V", gqa, gqa), beside], found[0] + changed, *found[1:]]
 
 
 class Side:
@@ -86,8 +95,8 @@ class Side:
 
     @property
     def row_bytes(self) -> dict[tuple[int, str], int]:
-        """Of one token, by layer and part."""
-        return {(plane.layer, plane.part): plane.heads * plane.codec.row_bytes for plane in self.pool.planes}
+        """Of one token, by layer and part, rotated or not."""
+        return {(plane.layer, unrotated(plane.part)): plane.heads * plane.codec.row_bytes for plane in self.pool.planes}
 
     def rows(self, plane: Plane) -> torch.Tensor:
         """All rows of a plane in the order of the prompt: [heads, tokens, row bytes]."""
@@ -134,8 +143,8 @@ class Joined:
         self.carry()
         theirs = {(plane.layer, plane.part): plane for plane in self.sender.pool.planes}
         for plane in self.receiver.pool.planes:
-            given = theirs[plane.layer, plane.part]
-            if given.codec.name == plane.codec.name:
+            given = theirs.get((plane.layer, plane.part))
+            if given is not None and given.codec == plane.codec:
                 came = self.receiver.rows(plane).cpu()
                 if not torch.equal(self.sender.rows(given).cpu(), came):
                     raise Problem(f"WRONG DATA: {self.pair.name}, layer {plane.layer} {plane.part}")
@@ -208,6 +217,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny, on the processor: whether the bench itself works")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", default="", help="the groups that have a pair with this in its name")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     logs = options.out / "logs"
@@ -219,6 +229,8 @@ def main() -> int:
         size_bytes, layers = SIZE_BYTES, (LAYERS, AS_MANY)
     found: dict[str, Any] = {"devices": devices, "gpus": gpus(), "rows": [], "problems": []}
     for group in groups(*layers):
+        if not any(options.only in pair.name for pair in group):
+            continue
         try:
             found["rows"] += measure(group, devices, size_bytes, options.rounds, logs)
         except Exception as error:  # the other groups are worth their time

@@ -85,7 +85,8 @@ def segments_of(
     scale = torch.tensor([[SCALE]])
     cast = None
     if pool.codec != wire:
-        cast = Cast(*(Number(name, scale if name.startswith("fp8") else None) for name in (pool.codec, wire)))
+        ends = [Number(name, scale if name.startswith("fp8") else None) for name in (pool.codec, wire)]
+        cast = Cast(ends[0], ends[1])
     found, pitch = [], len(heads) * tokens * WIDTH * DTYPES[wire].itemsize
     for layer in range(LAYERS):
         field = Field(

@@ -3,9 +3,11 @@
 Pure. Imports nothing, so that adapters may use it inside engines.
 """
 
-# Parts of sparse attention. An engine may keep index keys times a Hadamard matrix, and multiply queries by it as well:
-# choices stay the same, but such a key is of no use to an engine that does not.
-INDEX_KEY, ROTATED_INDEX_KEY = "index_key", "rotated_index_key"
+# A part of this name is that of the rest of the name, but each row is multiplied by the orthonormal Walsh-Hadamard
+# matrix. So SGLang keeps index keys of some models: it multiplies queries too, and their products stay the same.
+ROTATED = "rotated_"
+INDEX_KEY = "index_key"
+ROTATED_INDEX_KEY = ROTATED + INDEX_KEY
 
 
 def first_kept(kind: str, window: int, end_token: int, block_tokens: int) -> int:

@@ -26,6 +26,9 @@ LARGEST_E5M2 = tl.constexpr(codecs_ref.LARGEST["fp8_e5m2"])
 LARGEST_INT8 = tl.constexpr(codecs_ref.LARGEST["int8"])
 MOST_IN_ROW = tl.constexpr(codecs_ref.MOST_IN_ROW)
 SMALLEST_SCALE = tl.constexpr(codecs_ref.SMALLEST_SCALE)
+LEAST_IN_ROW = tl.constexpr(codecs_ref.LEAST_IN_ROW)
+MANTISSA = tl.constexpr(codecs_ref.MANTISSA)
+FOUR_TIMES = tl.constexpr(codecs_ref.FOUR_TIMES)
 
 
 @triton.jit
@@ -43,21 +46,26 @@ def cast(
     NATIVE: tl.constexpr,
     own,
     m_row,
+    SCALE: tl.constexpr,
+    ROTATE: tl.constexpr,
 ):
     """uint [R, C] of codec OLD -> uint [R, C] of codec NEW. Row r belongs to head i_head[r] of `plane`.
 
     `scales` is the address of fp32 [old | new | RN(1 / new), planes, heads]. MULTIPLY says whether to multiply by the
     old scale. DIVIDE says how to divide by the new one: "exact", "fast", "inverse" (multiply by 1 / new), or "" for not
     at all. scales.py chooses.
-    Either may be "own": then each row has its own scale in memory, fp32 at the addresses `own` [R] (valid where
-    `m_row`). MULTIPLY reads it; DIVIDE computes and writes it.
+    Either may be "own": then each row has its own scale in memory, in the form SCALE, at the addresses `own` [R] (valid
+    where `m_row`). MULTIPLY reads it; DIVIDE computes and writes it. Unless ROTATE is 0, whole rows are multiplied by
+    the Hadamard matrix and by ROTATE.
     """
     values = stored.to(OLD, bitcast=True).to(tl.float32)
     table = scales.to(tl.pointer_type(tl.float32)) + plane.to(tl.int64) * heads
     if MULTIPLY == "own":
-        values *= tl.load(own.to(tl.pointer_type(tl.float32)), mask=m_row, other=1.0)[:, None]
+        values *= _read_scale(own, m_row, SCALE)[:, None]
     elif MULTIPLY:
         values *= tl.load(table + i_head)[:, None]
+    if ROTATE != 0.0:
+        values = _rotate(values) * ROTATE
     table += planes * heads
     if DIVIDE == "exact":
         values = tl.math.div_rn(values, tl.load(table + i_head)[:, None] + tl.zeros_like(values))
@@ -67,20 +75,55 @@ def cast(
         inverse = tl.load(table + planes * heads + i_head)
         values = _divide(values, tl.load(table + i_head)[:, None], inverse[:, None], OLD)
     if DIVIDE == "own":
-        scale = _row_scale(values, NEW)
-        tl.store(own.to(tl.pointer_type(tl.float32)), scale, mask=m_row)
+        scale = _row_scale(values, NEW, SCALE)
+        stored = scale.to(tl.int32, bitcast=True)
+        if SCALE == "ue8m0_x4":
+            stored = (stored >> 23) * FOUR_TIMES
+        tl.store(own.to(tl.pointer_type(tl.int32)), stored, mask=m_row)
         values = tl.math.div_rn(values, scale[:, None] + tl.zeros_like(values))
     return _encode(values, NEW, NATIVE)
 
 
 @triton.jit
-def _row_scale(values, NEW: tl.constexpr):
-    """fp32 [R]: for each row, the smallest scale with which NEW can hold the row's largest number."""
+def _read_scale(own, m_row, SCALE: tl.constexpr):
+    """fp32 [R]: the scales of rows."""
+    stored = tl.load(own.to(tl.pointer_type(tl.int32)), mask=m_row, other=0)
+    if SCALE == "ue8m0_x4":
+        stored = (stored & 0xFF) << 23
+    return stored.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _row_scale(values, NEW: tl.constexpr, SCALE: tl.constexpr):
+    """fp32 [R]: for each row, the smallest scale of its form with which NEW can hold the row's largest number."""
     largest = tl.max(tl.where(values != values, 0.0, tl.abs(values)), axis=1)
     largest = tl.minimum(largest, MOST_IN_ROW)
     most: tl.constexpr = LARGEST_INT8 if NEW == tl.int8 else LARGEST_E4M3
+    if SCALE != "fp32":
+        largest = tl.maximum(largest, LEAST_IN_ROW)
     scale = tl.math.div_rn(largest, tl.zeros_like(largest) + most)
-    return tl.maximum(scale, SMALLEST_SCALE)
+    if SCALE == "fp32":
+        return tl.maximum(scale, SMALLEST_SCALE)
+    else:
+        return ((scale.to(tl.int32, bitcast=True) + MANTISSA) & ~MANTISSA).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rotate(values):
+    """fp32 [R, C]: each row times the Hadamard matrix of C in Sylvester's order, but for a factor.
+
+    C is a power of two. Each step adds and subtracts neighbours, and puts sums before differences. So it does to the
+    numbers what `rotate` of codecs_ref.py does, in the same order, and after as many steps as C has bits they lie as
+    there. The kernel must not fuse operations: a product and a sum round separately.
+    """
+    ROWS: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
+    for i in tl.static_range(10):
+        if (1 << i) < COLUMNS:
+            first, second = tl.split(tl.reshape(values, [ROWS, COLUMNS // 2, 2]))
+            both = tl.join(first + second, first - second)
+            values = tl.reshape(tl.permute(both, (0, 2, 1)), [ROWS, COLUMNS])
+    return values
 
 
 @triton.jit

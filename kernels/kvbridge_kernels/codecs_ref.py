@@ -4,9 +4,13 @@ value = stored * scale; stored = round to nearest even(value / scale). Numbers t
 become an infinity in fp16, bf16 and fp32, as in torch's casts (from 65520 in fp16). In 8 bits they become the codec's
 largest number. NaN stays NaN, but is 0 in int8. Equal codecs with equal scales are never cast; their bytes are moved.
 
-In 8 bits each row may have its own scale beside it in memory. Reading a row reads its scale. Writing a row computes it:
+In 8 bits each row may have its own scale in memory. Reading a row reads its scale. Writing a row computes it:
 amax / largest, where amax is the row's largest absolute value. NaN does not count, and infinities count as bf16's
-largest number.
+largest number. Where a scale is a power of two, amax is at least LEAST_IN_ROW, and the scale is rounded up: as both
+engines write index keys.
+
+A cast may also rotate its rows on their way into memory: between decoding and encoding they are multiplied by the
+orthonormal Walsh-Hadamard matrix in Sylvester's order, which is its own inverse.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from .field import Axis, Field
@@ -41,36 +46,52 @@ TO_INFINITY = torch.finfo(torch.float32).max / 464.0
 MOST_IN_ROW = LARGEST["bf16"]
 # The scale of a row of zeros. What it loses, only bf16 and fp32 could hold.
 SMALLEST_SCALE = 2.0**-100
+# amax is at least this for scales that are powers of two (`_fp8_ue8m0_quantize` of vLLM, `act_quant` of SGLang).
+LEAST_IN_ROW = 1e-4
+# How the scale of a row lies in its four bytes: any fp32, a power of two as an fp32, or its exponent in each byte.
+SCALE_FORMS = ("fp32", "pow2_fp32", "ue8m0_x4")
+MANTISSA = (1 << 23) - 1  # the bits of an fp32 below its exponent
+FOUR_TIMES = 0x01010101  # a byte, as each of four
 # Size of the fp32 working tile: 256 KiB, which stays in a core's L2 (1 MiB on the machines measured) with its source.
 TILE_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class RowScale:
-    """Each row has its own fp32 scale in the field's memory, for head 0 `at` bytes from the start of the row.
+    """Each row has its own scale in the field's memory, for the first row `at` bytes from its start.
 
-    `head_stride`: bytes from one head's scale to the next.
+    The strides are those from one head's, block's and token's scale to the next. `form` is one of SCALE_FORMS.
     """
 
     at: int
     head_stride: int
+    block_stride: int
+    tokens: tuple[Axis, ...]
+    form: str = "fp32"
 
     def of(self, field: Field) -> Field:
         """The scales of a field's rows, as a field."""
-        heads = Axis(field.heads.count, self.head_stride)
-        return replace(field, offset=field.offset + self.at, heads=heads, elements=(Axis(1, 4),), element_bytes=4)
+        return replace(
+            field,
+            offset=field.offset + self.at,
+            blocks=Axis(field.blocks.count, self.block_stride),
+            tokens=self.tokens,
+            heads=Axis(field.heads.count, self.head_stride),
+            elements=(Axis(1, 4),),
+            element_bytes=4,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """How one number is stored. `scale` is None (1), fp32 [planes or 1, heads or 1], or beside each row in memory."""
+    """How one number is stored. `scale` is None (1), fp32 [planes or 1, heads or 1], or one for each row in memory."""
 
     name: str
     scale: torch.Tensor | RowScale | None = None
 
     @property
     def table(self) -> torch.Tensor | None:
-        """The scales, or None if they lie beside the rows or there are none."""
+        """The scales, or None if rows have their own or there are none."""
         return None if isinstance(self.scale, RowScale) else self.scale
 
     @property
@@ -80,47 +101,110 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The two ends of a conversion: the engine's memory and the wire."""
+    """The two ends of a conversion: the engine's memory and the wire. `rotates`: rows are rotated when written."""
 
     memory: Number
     wire: Number
+    rotates: bool = False
 
     def wire_bytes(self, memory_bytes: int) -> int:
         return memory_bytes // self.memory.dtype.itemsize * self.wire.dtype.itemsize
 
 
-def cast(source: torch.Tensor, target: torch.Tensor, old: Number, new: Number, scratch: Scratch | None = None) -> None:
-    """Convert `source` into `target`: both uint8 [planes, heads, bytes], dense in the last two axes."""
+def cast(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    old: Number,
+    new: Number,
+    scratch: Scratch | None = None,
+    rotates: bool = False,
+) -> None:
+    """Convert `source` into `target`: both uint8 [planes, heads, bytes], dense in the last two axes.
+
+    With `rotates` the second axis are rows.
+    """
     scratch = scratch or Scratch()
     scales = [number.table for number in (old, new)]
-    if all(scale is None or scale.shape[1] == 1 for scale in scales):
+    if not rotates and all(scale is None or scale.shape[1] == 1 for scale in scales):
         source, target = source.flatten(1).unsqueeze(1), target.flatten(1).unsqueeze(1)
     stored, wanted = source.view(old.dtype), target.view(new.dtype)
     for tile in _tiles(*stored.shape):
         old_scale, new_scale = (None if scale is None else _of_tile(scale, tile) for scale in scales)
         values = _work("values", torch.float32, stored[tile], scratch)
         decode(stored[tile], old.name, old_scale, values, scratch)
+        if rotates:
+            rotate(values, scratch)
         encode(values, new.name, new_scale, wanted[tile])
 
 
 def cast_rows(
-    source: torch.Tensor, target: torch.Tensor, scales: torch.Tensor, old: Number, name: str, scratch: Scratch
+    source: torch.Tensor,
+    target: torch.Tensor,
+    scales: torch.Tensor,
+    old: Number,
+    new: Number,
+    scratch: Scratch,
+    rotates: bool = False,
 ) -> None:
     """Convert uint8 [planes, rows, bytes] as `cast` does, but compute a scale for each row of `target`.
 
-    The scales are written to `scales`, fp32 [planes, rows]. `name` is the codec of `target`.
+    The scales are written to `scales`, int32 [planes, rows], in the form of `new`, which has a RowScale.
     """
+    assert isinstance(new.scale, RowScale)
+    name, form = new.name, new.scale.form
     stored, wanted = source.view(old.dtype), target.view(DTYPES[name])
     assert stored.shape[2] <= TILE_ELEMENTS
     for tile in _tiles(*stored.shape):
         old_scale = None if old.table is None else _of_tile(old.table, tile)
         values = _work("values", torch.float32, stored[tile], scratch)
         decode(stored[tile], old.name, old_scale, values, scratch)
+        if rotates:
+            rotate(values, scratch)
         sizes = torch.abs(values, out=_work("sizes", torch.float32, values, scratch))
         largest = sizes.nan_to_num_(0.0, MOST_IN_ROW).amax(2, keepdim=True).clamp_(max=MOST_IN_ROW)
-        scale = largest.div_(LARGEST[name]).clamp_(min=SMALLEST_SCALE)
-        scales[tile[:2]] = scale[:, :, 0]
+        scale = _scale_of(largest, name, form)
+        scales[tile[:2]] = _stored_scale(scale[:, :, 0], form)
         encode(values, name, scale, wanted[tile])
+
+
+def _scale_of(largest: torch.Tensor, name: str, form: str) -> torch.Tensor:
+    """fp32: with which a row can be stored whose largest number is this. Overwrites `largest`."""
+    if form == "fp32":
+        return largest.div_(LARGEST[name]).clamp_(min=SMALLEST_SCALE)
+    bits = largest.clamp_(min=LEAST_IN_ROW).div_(LARGEST[name]).view(torch.int32)
+    return bits.add_(MANTISSA).bitwise_and_(~MANTISSA).view(torch.float32)
+
+
+def _stored_scale(scale: torch.Tensor, form: str) -> torch.Tensor:
+    """int32: a scale as its four bytes."""
+    bits = scale.contiguous().view(torch.int32)
+    return (bits >> 23) * FOUR_TIMES if form == "ue8m0_x4" else bits
+
+
+def read_scales(stored: torch.Tensor, form: str) -> torch.Tensor:
+    """fp32: the scales whose four bytes are those of `stored`, int32. Overwrites it."""
+    return (stored.bitwise_and_(0xFF).mul_(1 << 23) if form == "ue8m0_x4" else stored).view(torch.float32)
+
+
+def rotate(values: torch.Tensor, scratch: Scratch) -> None:
+    """Multiply each row, the last axis of fp32 `values`, by the Hadamard matrix: sums of neighbours first.
+
+    Every sum is rounded to fp32, in this order, and so is the last product. The kernels do the same.
+    """
+    count, half = values.shape[-1], 1
+    while half < count:
+        pairs = values.view(-1, count // (2 * half), 2, half)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        sums = torch.add(first, second, out=_work("sums", torch.float32, first, scratch))
+        torch.sub(first, second, out=second)
+        first.copy_(sums)
+        half *= 2
+    values.mul_(unit_of(count))
+
+
+def unit_of(width: int) -> float:
+    """What the sums of a row of `width` numbers are multiplied with: an fp32."""
+    return float(np.float32(width**-0.5))
 
 
 def decode(stored: torch.Tensor, name: str, scale: torch.Tensor | None, values: torch.Tensor, scratch: Scratch) -> None:

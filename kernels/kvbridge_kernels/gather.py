@@ -79,6 +79,10 @@ def gather_tiles(
     NEW: tl.constexpr,
     MULTIPLY: tl.constexpr,
     DIVIDE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_AT: tl.constexpr,
+    SCALE_HEAD: tl.constexpr,
+    ROTATE: tl.constexpr,
     NATIVE: tl.constexpr,
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
@@ -88,8 +92,6 @@ def gather_tiles(
     DENSE: tl.constexpr,
     MANY_HEADS: tl.constexpr,
     MANY_COLUMNS: tl.constexpr,
-    SCALE_AT: tl.constexpr,
-    SCALE_SKEW: tl.constexpr,
 ):
     SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
     if WORD:  # 0 without a digest; FAR is 0 without a slot
@@ -105,10 +107,13 @@ def gather_tiles(
         mask = m_row[:, None] & m_column[None, :]
         elements = tiles.read(near, o_column, mask, MEMORY, NEAR, RUN)
         if OLD is not None:
-            own = near + SCALE_AT + i_head.to(tl.int64) * SCALE_SKEW
+            own = m_row
+            if SCALE:
+                own = tiles.scales(records, plane, first_head, first_place, places, PLACES, HEADS, SCALE_AT, SCALE_HEAD)
             elements = cast(
-                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, NATIVE, own, m_row
-            )
+                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, NATIVE, own, m_row,
+                SCALE, ROTATE,
+            )  # fmt: skip
         position = tiles.start(records, plane) + i_row * row * SIZE
         if WORD:
             words = words_of(elements, WORD)

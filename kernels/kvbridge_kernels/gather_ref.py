@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from . import segment as chunk
-from .codecs_ref import Cast, Number, RowScale, cast
+from .codecs_ref import Cast, Number, RowScale, cast, read_scales
 from .digest_ref import as_int64, sum64, sum_of, word_bytes
 from .field import Field
 from .places import Places, Route
@@ -82,7 +82,7 @@ def gather_rows(
         if isinstance(old.scale, RowScale):
             lines, scales = lines * places.count, row_scales(field, places, slot.device, scratch)
             gather_rows(old.scale.of(field), places, scales.view(torch.uint8), None, scratch)
-            old, new = Number(old.name, scales), by_row(new, places)
+            old, new = Number(old.name, read_scales(scales, old.scale.form)), by_row(new, places)
         cast(by_line(rows, lines), by_line(slot, lines), old, new, scratch)
 
 
@@ -130,9 +130,9 @@ def rows_of(field: Field, places: Places, slot: torch.Tensor, scratch: Scratch) 
 
 
 def row_scales(field: Field, places: Places, device: torch.device, scratch: Scratch) -> torch.Tensor:
-    """Scratch for a scale per row: fp32 [planes, heads * places], in the order of the rows in a slot."""
+    """Scratch for a scale per row: int32 [planes, heads * places], in the order of the rows in a slot."""
     planes, rows = field.planes.count, field.heads.count * places.count
-    return scratch.take("row_scales", 4 * planes * rows, device).view(torch.float32).view(planes, rows)
+    return scratch.take("row_scales", 4 * planes * rows, device).view(torch.int32).view(planes, rows)
 
 
 def by_row(number: Number, places: Places) -> Number:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from . import clear
 from .codecs import TYPES
-from .codecs_ref import DTYPES
+from .codecs_ref import DTYPES, unit_of
 from .digest_ref import word_bytes
 from .places import Places
 from .prepared_copy import Lists, Packed, PlacedCopy, PreparedCopy
@@ -135,7 +135,8 @@ def start(
     grid = (max(1, programs if most_programs is None else min(programs, most_programs)), 1, 1)
     arguments = (*launch.arguments, first, end)
     if kernel.compiled is None:
-        kernel.compiled = launch.function[grid](*arguments, **kernel.constants, num_warps=kernel.warps)
+        options = {"num_warps": kernel.warps, "enable_fp_fusion": not kernel.is_exact}
+        kernel.compiled = launch.function[grid](*arguments, **kernel.constants, **options)
     else:
         kernel.compiled[grid](*arguments, *kernel.constants.values(), stream=stream)
 
@@ -212,8 +213,7 @@ def _kernel(
         far = min(far, access(wire_size, size, not is_gather or has_sums))
     tiling = work.tilings[kind]
     row = layout.row_bytes // size
-    own = layout.row_scale
-    is_whole = own is not None and not is_gather
+    is_whole = not is_gather and (layout.row_scale is not None or layout.rotates)
     tile = tile_of(layout, row, max(size, wire_size), 16 // min(size, wire_size), tiling, is_whole)
     run = tile[2] if layout.is_dense else min(tile[2], low_bit(layout.run_bytes // size))
     constants = {
@@ -234,13 +234,12 @@ def _kernel(
         "DENSE": layout.is_dense,
         "MANY_HEADS": layout.heads > tile[1],
         "MANY_COLUMNS": row > tile[2],
-        "SCALE_AT": 0 if own is None else own.at,
-        "SCALE_SKEW": 0 if own is None else own.head_stride - layout.head_stride,
     }
     columns = None if layout.is_dense else layout.columns(size, size if near >= size else 1)
     tile_bytes = tile[0] * tile[1] * tile[2] * max(size, wire_size)
-    at_once = tiles_at_once("own" if own is not None else kind, tile_bytes, align, work.launch_us)
-    return Kernel(constants, tiling.warps, tiling.tiles, at_once, row, tile, (columns,))
+    has_own = is_whole or layout.row_scale is not None
+    at_once = tiles_at_once("own" if has_own else kind, tile_bytes, align, work.launch_us)
+    return Kernel(constants, tiling.warps, tiling.tiles, at_once, row, tile, (columns,), is_whole and layout.rotates)
 
 
 def _kind(old: tl.dtype, new: tl.dtype) -> str:
@@ -249,12 +248,17 @@ def _kind(old: tl.dtype, new: tl.dtype) -> str:
 
 
 def arithmetic(layout: SegmentLayout, steps: Steps, is_read: bool, work: Work) -> dict[str, Any]:
-    """MULTIPLY and DIVIDE of a conversion out of memory, or into it. See codecs.py."""
-    is_own = layout.row_scale is not None
+    """The constants of a conversion out of memory, or into it. See codecs.py."""
+    own = layout.row_scale
+    is_own = own is not None
     divide = steps.divide if work.is_native or not steps.divide else "exact"  # the interpreter's fma rounds twice
     return {
         "MULTIPLY": "own" if is_own and is_read else steps.multiply,
         "DIVIDE": "own" if is_own and not is_read else divide,
+        "SCALE": "" if own is None else own.form,
+        "SCALE_AT": 0 if own is None else own.at,
+        "SCALE_HEAD": 0 if own is None else own.head_stride,
+        "ROTATE": unit_of(layout.row_bytes // layout.element_bytes) if layout.rotates and not is_read else 0.0,
     }
 
 

@@ -20,6 +20,15 @@ from .segment import Segment, Span, check, check_cast, gaps
 from .segment_layout import Offsets, SegmentLayout, layout_of
 
 UNSCALED = Scaled(np.empty(0, np.int64), Steps())
+RECORD = 5  # words of a plane's record: see tiles.py
+LISTS_AT = 3  # in a record
+
+
+class Numbers(NamedTuple):
+    """The numbers of a segment's lists of offsets: to its rows and to their scales. One list if these lie alike."""
+
+    rows: int
+    scales: int
 
 
 @dataclass(slots=True)
@@ -36,15 +45,15 @@ class LaunchGroup:
 
     @property
     def planes(self) -> int:
-        return len(self.rows) // 4
+        return len(self.rows) // RECORD
 
     @property
     def plane_bytes(self) -> int:
         """How many bytes the rows of one plane take in the slot."""
         return self.layout.heads * self.places * self.layout.wire_row_bytes
 
-    def add(self, segment: Segment, number: int) -> None:
-        """Add a segment of this layout. `number` is the number of its list of offsets."""
+    def add(self, segment: Segment, numbers: Numbers) -> None:
+        """Add a segment of this layout."""
         memory, offset, pitch = segment.field, segment.slot_offset, segment.slot_pitch
         planes, stride = memory.planes
         base = memory.memory.data_ptr() + memory.offset
@@ -53,12 +62,12 @@ class LaunchGroup:
         if not self.plane_bytes:
             return
         for plane in range(planes):
-            self.rows += (base + plane * stride, offset + plane * pitch, number, self.layout.head_stride)
+            self.rows += (base + plane * stride, offset + plane * pitch, self.layout.head_stride, *numbers)
         if segment.cast is not None:
             self.casts.append(segment.cast)
 
     def pack(self) -> Packed:
-        records = np.array(self.rows, dtype=np.int64).reshape(-1, 4)
+        records = np.array(self.rows, dtype=np.int64).reshape(-1, RECORD)
         return Packed(self, records)
 
     def scales(self, is_gather: bool, known: dict[object, Steps]) -> Scaled:
@@ -71,7 +80,7 @@ class LaunchGroup:
 
 
 class Packed(NamedTuple):
-    """Records, int64 [planes, 4], with numbers of lists of offsets in column 2 where kernels read addresses."""
+    """Records, int64 [planes, RECORD], with Numbers where kernels read addresses."""
 
     group: LaunchGroup
     records: Offsets
@@ -88,8 +97,8 @@ class Lists:
         self._seen: dict[int, int] = {}
         self._layouts: dict[object, SegmentLayout] = {}
 
-    def add(self, segment: Segment, span: Span) -> tuple[SegmentLayout, int]:
-        """The segment's layout, and the number of its list of offsets. ValueError if it does not fit."""
+    def add(self, segment: Segment, span: Span) -> tuple[SegmentLayout, Numbers]:
+        """The segment's layout, and its lists of offsets. ValueError if it does not fit."""
         memory, places = segment.field, segment.places
         layout = _layout(segment, self._layouts)
         planes, stride = memory.planes
@@ -118,7 +127,11 @@ class Lists:
             self.places.append(places)
             self.limits.append(layout.places)
         self.limits[which] = min(self.limits[which], layout.places)
-        return layout, self.offsets.setdefault((which, *layout.places_key), len(self.offsets))
+        rows, scales = (
+            self.offsets.setdefault((which, *key), len(self.offsets))
+            for key in (layout.places_key, layout.scale_places_key)
+        )
+        return layout, Numbers(rows, scales)
 
     def check(self, places: Sequence[Places]) -> None:
         """ValueError unless `places` can replace `self.places`, one for one."""
@@ -148,12 +161,12 @@ class PreparedCopy:
         span = Span(0, slot_bytes)
         end = 0  # of the segments so far; -1 once one does not begin where the last ends
         for segment in segments:
-            layout, number = self.lists.add(segment, span)
+            layout, numbers = self.lists.add(segment, span)
             key = layout, segment.places.count
             group = groups.get(key)
             if group is None:
                 group = groups[key] = LaunchGroup(*key)
-            group.add(segment, number)
+            group.add(segment, numbers)
             planes, size, offset = segment.field.planes.count, group.plane_bytes, segment.slot_offset
             if size:
                 is_next = offset == end and (planes == 1 or segment.slot_pitch == size)
@@ -185,6 +198,7 @@ def _layout(segment: Segment, layouts: dict[object, SegmentLayout]) -> SegmentLa
             outer.name,
             _scale_key(inner),
             _scale_key(outer),
+            cast.rotates,
         )
     layout = layouts.get(key)
     if layout is None:

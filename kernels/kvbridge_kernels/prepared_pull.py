@@ -70,15 +70,15 @@ class PreparedPull:
         groups: dict[object, tuple[LaunchGroup, LaunchGroup]] = {}
         span = Span(0, size_bytes)
         for pair in self.pairs:
-            ours, our_number = self.sender.add(pair.sender, span)
-            theirs, their_number = self.receiver.add(pair.receiver, span)
+            ours, our_numbers = self.sender.add(pair.sender, span)
+            theirs, their_numbers = self.receiver.add(pair.receiver, span)
             places = pair.sender.places.count
             group = groups.get((ours, theirs, places))
             if group is None:
                 check_pair(pair, ours, theirs)
                 group = groups[ours, theirs, places] = LaunchGroup(ours, places), LaunchGroup(theirs, places)
-            group[0].add(pair.sender, our_number)
-            group[1].add(pair.receiver, their_number)
+            group[0].add(pair.sender, our_numbers)
+            group[1].add(pair.receiver, their_numbers)
         self.groups = [PulledGroup(sender.pack(), receiver.pack()) for sender, receiver in groups.values()]
 
     def at(self, senders: Sequence[Places], receivers: Sequence[Places]) -> PlacedPull:
@@ -168,7 +168,8 @@ def planes_of(segment: Segment, first: int, count: int) -> Segment:
 
 
 def _cast_of(cast: Cast, first: int, count: int) -> Cast:
-    return Cast(*(_number_of(number, first, count) for number in (cast.memory, cast.wire)))
+    memory, wire = (_number_of(number, first, count) for number in (cast.memory, cast.wire))
+    return Cast(memory, wire, cast.rotates)
 
 
 def _number_of(number: Number, first: int, count: int) -> Number:

@@ -125,7 +125,7 @@ def _kernel(
         receiver_align = min(receiver_align, access(sizes[2], max(sizes), has_sums))
     tiling = work.tilings[kind]
     row = sender.row_bytes // sizes[0]
-    is_whole = receiver.row_scale is not None
+    is_whole = receiver.row_scale is not None or receiver.rotates
     walked = sender if sender.head_stride < sender.token_stride else receiver
     tile = tile_of(walked, row, max(sizes), 16 // min(sizes), tiling, is_whole)
     word = word_bytes(sender.wire_row_bytes) if has_sums else 0
@@ -159,7 +159,7 @@ def _kernel(
     tile_bytes = tile[0] * tile[1] * tile[2] * max(sizes)
     has_own = sender.row_scale is not None or is_whole
     at_once = tiles_at_once("own" if has_own else kind, tile_bytes, align, work.launch_us)
-    return Kernel(constants, tiling.warps, tiling.tiles, at_once, row, tile, columns)
+    return Kernel(constants, tiling.warps, tiling.tiles, at_once, row, tile, columns, receiver.rotates)
 
 
 def _constants_of(layout: SegmentLayout, size: int, align: int, columns: int) -> dict[str, object]:
@@ -170,8 +170,6 @@ def _constants_of(layout: SegmentLayout, size: int, align: int, columns: int) ->
         "ALIGN": align,
         "RUN": columns if layout.is_dense else min(columns, low_bit(layout.run_bytes // size)),
         "DENSE": layout.is_dense,
-        "SCALE_AT": 0 if layout.row_scale is None else layout.row_scale.at,
-        "SCALE_SKEW": 0 if layout.row_scale is None else layout.row_scale.head_stride - layout.head_stride,
     }
 
 
@@ -207,9 +205,11 @@ def pull_tiles(
     SENDER_DENSE: tl.constexpr,
     SENDER_MULTIPLY: tl.constexpr,
     SENDER_DIVIDE: tl.constexpr,
-    SENDER_NATIVE: tl.constexpr,
+    SENDER_SCALE: tl.constexpr,
     SENDER_SCALE_AT: tl.constexpr,
-    SENDER_SCALE_SKEW: tl.constexpr,
+    SENDER_SCALE_HEAD: tl.constexpr,
+    SENDER_ROTATE: tl.constexpr,
+    SENDER_NATIVE: tl.constexpr,
     RECEIVER_TYPE: tl.constexpr,
     RECEIVER_CODEC: tl.constexpr,
     RECEIVER_ALIGN: tl.constexpr,
@@ -217,9 +217,11 @@ def pull_tiles(
     RECEIVER_DENSE: tl.constexpr,
     RECEIVER_MULTIPLY: tl.constexpr,
     RECEIVER_DIVIDE: tl.constexpr,
-    RECEIVER_NATIVE: tl.constexpr,
+    RECEIVER_SCALE: tl.constexpr,
     RECEIVER_SCALE_AT: tl.constexpr,
-    RECEIVER_SCALE_SKEW: tl.constexpr,
+    RECEIVER_SCALE_HEAD: tl.constexpr,
+    RECEIVER_ROTATE: tl.constexpr,
+    RECEIVER_NATIVE: tl.constexpr,
 ):
     SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
     if WORD:
@@ -236,10 +238,15 @@ def pull_tiles(
         o_column = tiles.in_memory(sender_columns, i_column, m_column, SENDER_TYPE, SENDER_ALIGN, SENDER_DENSE)
         elements = tiles.read(sender, o_column, mask, SENDER_TYPE, SENDER_ALIGN, SENDER_RUN)
         if SENDER_CODEC is not None:
-            own = sender + SENDER_SCALE_AT + i_head.to(tl.int64) * SENDER_SCALE_SKEW
+            own = m_row
+            if SENDER_SCALE:
+                own = tiles.scales(
+                    sender_records, plane, first_head, first_place, places, PLACES, HEADS,
+                    SENDER_SCALE_AT, SENDER_SCALE_HEAD,
+                )  # fmt: skip
             elements = cast(
                 elements, SENDER_CODEC, WIRE_CODEC, sender_scales, planes, plane, heads, i_head,
-                SENDER_MULTIPLY, SENDER_DIVIDE, SENDER_NATIVE, own, m_row,
+                SENDER_MULTIPLY, SENDER_DIVIDE, SENDER_NATIVE, own, m_row, SENDER_SCALE, SENDER_ROTATE,
             )  # fmt: skip
         if WORD:
             words = words_of(elements, WORD)
@@ -249,10 +256,15 @@ def pull_tiles(
             tiles.write_words(receiver, words, first_column, row, m_row, WORD // SIZE, STEP, RECEIVER_ALIGN)
         else:
             if RECEIVER_CODEC is not None:
-                own = receiver + RECEIVER_SCALE_AT + i_head.to(tl.int64) * RECEIVER_SCALE_SKEW
+                own = m_row
+                if RECEIVER_SCALE:
+                    own = tiles.scales(
+                        receiver_records, plane, first_head, first_place, places, PLACES, HEADS,
+                        RECEIVER_SCALE_AT, RECEIVER_SCALE_HEAD,
+                    )  # fmt: skip
                 elements = cast(
                     elements, WIRE_CODEC, RECEIVER_CODEC, receiver_scales, planes, plane, heads, i_head,
-                    RECEIVER_MULTIPLY, RECEIVER_DIVIDE, RECEIVER_NATIVE, own, m_row,
+                    RECEIVER_MULTIPLY, RECEIVER_DIVIDE, RECEIVER_NATIVE, own, m_row, RECEIVER_SCALE, RECEIVER_ROTATE,
                 )  # fmt: skip
             o_column = tiles.in_memory(
                 receiver_columns, i_column, m_column, RECEIVER_TYPE, RECEIVER_ALIGN, RECEIVER_DENSE

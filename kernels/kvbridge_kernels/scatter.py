@@ -60,6 +60,10 @@ def scatter_tiles(
     NEW: tl.constexpr,
     MULTIPLY: tl.constexpr,
     DIVIDE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_AT: tl.constexpr,
+    SCALE_HEAD: tl.constexpr,
+    ROTATE: tl.constexpr,
     NATIVE: tl.constexpr,
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
@@ -69,8 +73,6 @@ def scatter_tiles(
     DENSE: tl.constexpr,
     MANY_HEADS: tl.constexpr,
     MANY_COLUMNS: tl.constexpr,
-    SCALE_AT: tl.constexpr,
-    SCALE_SKEW: tl.constexpr,
 ):
     SIZE: tl.constexpr = WIRE.primitive_bitwidth // 8
     if WORD:
@@ -90,10 +92,13 @@ def scatter_tiles(
         if WORD:
             total += sum_of(words_of(elements, WORD), position + first_column * SIZE, WORD)
         if OLD is not None:
-            own = near + SCALE_AT + i_head.to(tl.int64) * SCALE_SKEW
+            own = m_row
+            if SCALE:
+                own = tiles.scales(records, plane, first_head, first_place, places, PLACES, HEADS, SCALE_AT, SCALE_HEAD)
             elements = cast(
-                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, NATIVE, own, m_row
-            )
+                elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, NATIVE, own, m_row,
+                SCALE, ROTATE,
+            )  # fmt: skip
         tiles.write(near, o_column, elements, mask, NEAR, RUN)
         tile += tl.num_programs(0)
     if WORD:

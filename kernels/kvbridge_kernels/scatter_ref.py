@@ -57,8 +57,12 @@ def scatter_rows(
         lines, old, new = field.heads.count, conversion.wire, conversion.memory
         if isinstance(new.scale, RowScale):
             lines, scales = lines * places.count, row_scales(field, places, slot.device, scratch)
-            cast_rows(by_line(slot, lines), by_line(rows, lines), scales, by_row(old, places), new.name, scratch)
+            old, rotates = by_row(old, places), conversion.rotates
+            cast_rows(by_line(slot, lines), by_line(rows, lines), scales, old, new, scratch, rotates)
             scatter_rows(new.scale.of(field), places, scales.view(torch.uint8), None, scratch)
+        elif conversion.rotates:
+            lines, old, new = lines * places.count, by_row(old, places), by_row(new, places)
+            cast(by_line(slot, lines), by_line(rows, lines), old, new, scratch, rotates=True)
         else:
             cast(by_line(slot, lines), by_line(rows, lines), old, new, scratch)
     for route in places.routes(field, rows.stride(0)):

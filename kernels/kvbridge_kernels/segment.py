@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .codecs_ref import DTYPES, Cast, RowScale
+from .codecs_ref import DTYPES, SCALE_FORMS, Cast, RowScale
 from .field import Field
 from .places import Places
 
@@ -21,8 +21,8 @@ class Segment:
     """The rows at `places` of a field's planes. In the slot each plane's rows lie densely as [head][place][row].
 
     The first plane begins at byte `slot_offset` of the slot, and the next `slot_pitch` bytes further. Without a cast
-    the bytes are moved as they are. The scales of a cast are on the CPU, or beside the rows. Places that are written
-    must not repeat. Most segments of a chunk share `places`.
+    the bytes are moved as they are. The scales of a cast are on the CPU, or in the field's memory. Places that are
+    written must not repeat. Most segments of a chunk share `places`.
     """
 
     field: Field
@@ -84,6 +84,9 @@ def check_cast(cast: Cast, field: Field) -> None:
         _check_row_scale(cast.memory.name, cast.memory.scale, field)
     if isinstance(cast.wire.scale, RowScale):
         raise ValueError("row scales are for memory, the wire has none")
+    numbers = field.row_bytes // size
+    if cast.rotates and (numbers & (numbers - 1) or numbers > MOST_NUMBERS):
+        raise ValueError(f"row: {numbers} numbers, rotated ones have a power of two, at most {MOST_NUMBERS}")
     for number in (cast.memory, cast.wire):
         scale = number.table
         if scale is not None and (
@@ -100,10 +103,14 @@ def check_cast(cast: Cast, field: Field) -> None:
 def _check_row_scale(name: str, scale: RowScale, field: Field) -> None:
     if name not in ("fp8_e4m3", "int8"):
         raise ValueError(f"row scales are for fp8_e4m3 and int8, not for {name}")
+    if scale.form not in SCALE_FORMS:
+        raise ValueError(f"row scales are {', '.join(SCALE_FORMS)}, not {scale.form}")
     numbers = field.row_bytes // field.element_bytes
     if numbers > MOST_NUMBERS:
         raise ValueError(f"row: {numbers} numbers, with row scales at most {MOST_NUMBERS}")
     scales = scale.of(field)
+    if scales.block_tokens != field.block_tokens:
+        raise ValueError(f"row scales: {scales.block_tokens} in a block of {field.block_tokens} rows")
     if scales.offset < 0 or scales.end > field.memory.numel():
         raise ValueError(
             f"row scales from byte {scales.offset} to {scales.end}, their memory has {field.memory.numel()}"

@@ -31,6 +31,7 @@ class SegmentLayout:
     places_key: tuple[int, tuple[Axis, ...]]
     codecs: tuple[str, str] | None
     row_scale: RowScale | None
+    rotates: bool
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -44,9 +45,14 @@ class SegmentLayout:
             self.element_bytes,
             self.elements,
             self.codecs,
-            self.row_scale,
-            self.row_scale and self.head_stride,
+            self.row_scale and (self.row_scale.at, self.row_scale.head_stride, self.row_scale.form),
+            self.rotates,
         )
+
+    @property
+    def scale_places_key(self) -> tuple[int, tuple[Axis, ...]]:
+        """As `places_key`, for the scales of rows; that of the rows if they have none."""
+        return self.places_key if self.row_scale is None else (self.row_scale.block_stride, self.row_scale.tokens)
 
     @property
     def token_stride(self) -> int:
@@ -99,6 +105,7 @@ def layout_of(field: Field, cast: Cast | None) -> SegmentLayout:
         places_key=(field.blocks.stride, field.tokens),
         codecs=None if cast is None else (cast.memory.name, cast.wire.name),
         row_scale=cast.memory.scale if cast is not None and isinstance(cast.memory.scale, RowScale) else None,
+        rotates=cast is not None and cast.rotates,
     )
 
 

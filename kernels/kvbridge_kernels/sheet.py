@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .prepared_copy import Packed
+from .prepared_copy import LISTS_AT, RECORD, Numbers, Packed
 from .segment_layout import Offsets
 from .tables import LaunchTables
 
@@ -34,6 +34,7 @@ class Kernel:
     row: int
     tile: tuple[int, int, int]
     columns: Sequence[Offsets | None]  # for each end in memory; None: dense rows
+    is_exact: bool = False  # every operation rounds by itself: none is fused with another
     compiled: Any = None
 
     def tiles_of(self, planes: int, places: int, heads: int) -> int:
@@ -123,8 +124,9 @@ class Sheet:
         for group in groups:
             found = []
             for packed, columns, scales, first_list in group.ends:
-                at.append(used + 4 * np.arange(len(packed.records)) + 2)
-                lists.append(packed.records[:, 2] + first_list)
+                for column in range(LISTS_AT, LISTS_AT + len(Numbers._fields)):
+                    at.append(used + RECORD * np.arange(len(packed.records)) + column)
+                    lists.append(packed.records[:, column] + first_list)
                 found += [add(packed.records), add(columns), add(scales)]
             starts.append((group._replace(ends=()), tuple(found)))  # their tables are among the words
         words, address_at, of = (np.concatenate([*each, np.empty(0, np.int64)]) for each in (tables, at, lists))

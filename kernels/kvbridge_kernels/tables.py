@@ -29,7 +29,7 @@ class Work:
     """Buffers, allocated once. Each chunk in flight needs its own: launches read it until they have run.
 
     On a GPU, `table_bytes` of pinned memory and as much device memory hold the tables of one chunk: 8 bytes per place
-    of each list of offsets, 32 per plane, and 12 per plane and head if it converts with scales. On the CPU it is
+    of each list of offsets, 40 per plane, and 12 per plane and head if it converts with scales. On the CPU it is
     scratch for the plain-torch twins. Not thread-safe.
     `copy(target, source, bytes, stream)` enqueues a copy from pinned memory. With it, no stream need be made torch's
     current one, which costs more than the copy. With `compiles` a new kernel is compiled when it is first used. Without

@@ -2,8 +2,8 @@
 
 A tile is PLACES places x HEADS heads x COLUMNS elements of one plane: [R, C] with R = PLACES * HEADS, head fastest. So
 both a token's heads (NHD) and a head's tokens (the slot) are long runs. Tiles are numbered with columns fastest, then
-heads, places, planes. A record, int64 [4], describes a plane: its address, its offset in the slot, the address of its
-place offsets, its head stride.
+heads, places, planes. A record, int64 [5], describes a plane: its address, its offset in the slot, its head stride, the
+addresses of its place offsets and of those of its scales.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def split(
 @triton.jit
 def rows(records, plane, first_head, first_place, places, PLACES: tl.constexpr, HEADS: tl.constexpr):
     """For each row [R]: its address in memory, its number in the plane's part of the slot, its head, its mask."""
-    record = (records + plane.to(tl.int64) * 32).to(tl.pointer_type(tl.int64))
+    record = (records + plane.to(tl.int64) * 40).to(tl.pointer_type(tl.int64))
     memory = tl.load(record)
-    offsets = tl.load(record + 2).to(tl.pointer_type(tl.int64))
-    head_stride = tl.load(record + 3)
+    head_stride = tl.load(record + 2)
+    offsets = tl.load(record + 3).to(tl.pointer_type(tl.int64))
     i_row = tl.arange(0, PLACES * HEADS)
     i_place = first_place + i_row // HEADS
     i_head = first_head + i_row % HEADS
@@ -59,9 +59,30 @@ def rows(records, plane, first_head, first_place, places, PLACES: tl.constexpr, 
 
 
 @triton.jit
+def scales(
+    records,
+    plane,
+    first_head,
+    first_place,
+    places,
+    PLACES: tl.constexpr,
+    HEADS: tl.constexpr,
+    AT: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+):
+    """For each row [R]: the address of its own scale. That of the first row is AT bytes from the row."""
+    record = (records + plane.to(tl.int64) * 40).to(tl.pointer_type(tl.int64))
+    offsets = tl.load(record + 4).to(tl.pointer_type(tl.int64))
+    i_row = tl.arange(0, PLACES * HEADS)
+    i_place = first_place + i_row // HEADS
+    o_place = tl.load(offsets + i_place, mask=i_place < places, other=0)
+    return tl.load(record) + AT + o_place + (first_head + i_row % HEADS).to(tl.int64) * HEAD_STRIDE
+
+
+@triton.jit
 def start(records, plane):
     """Where a plane's rows begin in the slot."""
-    return tl.load((records + plane.to(tl.int64) * 32 + 8).to(tl.pointer_type(tl.int64)))
+    return tl.load((records + plane.to(tl.int64) * 40 + 8).to(tl.pointer_type(tl.int64)))
 
 
 @triton.jit

@@ -48,9 +48,11 @@ def _form(move: Move) -> object:
     codecs = [
         (codec.name, codec.element_bytes, codec.row_bytes, len(codec.scales)) for codec in (plane.codec, move.wire)
     ]
-    scale = None if move.scale is None else (move.scale.offset - plane.offset, move.scale.head_stride)
+    scale = None
+    if (own := move.scale) is not None:
+        scale = own.offset - plane.offset, own.head_stride, own.block_stride, own.token_axis, own.codec.name
     where = (plane.region, plane.group, move.first_head, move.heads, move.unit_tokens)
-    return (*where, *strides, *codecs, scale, move.is_bitwise)
+    return (*where, *strides, *codecs, scale, move.rotates, move.is_bitwise)
 
 
 def _distance(one: Move, other: Move) -> tuple[int, int]:

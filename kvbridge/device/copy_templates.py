@@ -14,9 +14,9 @@ from kvbridge_kernels.segment import Segment
 from kvbridge_proto.pool import Codec, Plane, Pool
 
 from ..errors import EngineError
-from ..geometry.check import is_beside, places_of
+from ..geometry.check import places_of
 from ..geometry.plan import Move, Part
-from ..geometry.wire import ROW_SCALED, base_name, scales_of
+from ..geometry.wire import ROW_SCALED, ROW_SCALES, base_name, scales_of
 from .batch import Batch, batches
 from .memory import AttachedPool, Regions, check_plane
 
@@ -131,11 +131,11 @@ def _check(pool: Pool, move: Move, slot_bytes: int) -> None:
 
 
 def _check_scale(pool: Pool, plane: Plane, scale: Plane) -> None:
-    """A row and its scale must lie at the same place of one region, and the row's codec must have row scales."""
+    """A row and its scale must lie in one region and group, and the row's codec must have row scales."""
     check_plane(pool, scale)
-    is_one = scale.codec.name == "fp32" and scale.codec.width == 1 and is_beside(plane, scale)
-    if plane.codec.name not in ROW_SCALED or not is_one:
-        ours, theirs = ((each.region, each.group, each.block_stride, each.token_axis) for each in (plane, scale))
+    ours, theirs = ((each.region, each.group, places_of(each.token_axis)) for each in (plane, scale))
+    is_one = scale.codec.name == plane.codec.scale_codec and scale.codec.width == 1 and ours == theirs
+    if plane.codec.name not in ROW_SCALED or scale.codec.name not in ROW_SCALES or not is_one:
         raise EngineError(
             "bad_plane",
             f"layer {plane.layer} {plane.part}: {plane.codec.name} at {ours}, "
@@ -178,9 +178,11 @@ def _conversion(batch: Batch) -> Cast | None:
     if first.scale is not None:
         at, stride = first.scale.offset - first.plane.offset, first.scale.head_stride
         at += first.first_head * (stride - first.plane.head_stride)
-        return Cast(Number(base_name(first.plane.codec), RowScale(at, stride)), wire)
+        tokens = tuple(Axis(step.count, step.stride) for step in first.scale.token_axis)
+        scale = RowScale(at, stride, first.scale.block_stride, tokens, first.scale.codec.name)
+        return Cast(Number(base_name(first.plane.codec), scale), wire, first.rotates)
     memory = [scales_of(move.plane.codec, move.first_head, move.heads) for move in batch.moves]
-    return Cast(_number(first.plane.codec, memory), wire)
+    return Cast(_number(first.plane.codec, memory), wire, first.rotates)
 
 
 def _number(codec: Codec, scales: Sequence[tuple[float, ...]]) -> Number:

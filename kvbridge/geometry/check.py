@@ -14,7 +14,7 @@ from kvbridge_proto.engine import Scales
 from kvbridge_proto.pool import Codec, Group, Plane, Pool, Step
 
 from .token_shard import MOST_PERIOD, period_of
-from .wire import EIGHT_BITS, PLAIN, POWERS, ROW_SCALED, SCALED_ROWS, is_scale
+from .wire import EIGHT_BITS, PLAIN, POWERS, ROW_SCALED, SCALED_ROWS, counterpart, is_scale, unrotated
 
 MOST_REASONS = 32
 MOST_LETTERS = 1024  # in one reason
@@ -122,11 +122,13 @@ def _check_groups(pool: Pool) -> Iterator[str]:
 
 
 def _check_layers(pool: Pool) -> Iterator[str]:
-    """Each (layer, part) has one plane. K and V of a layer have as many scales."""
+    """Each (layer, part) has one plane, rotated or not. K and V of a layer have as many scales."""
     seen: dict[tuple[int, str], Plane] = {}
     for plane in pool.planes:
         if (plane.layer, plane.part) in seen:
             yield f"part: layer {plane.layer} has two planes for {plane.part}"
+        elif (plane.layer, counterpart(plane.part)) in seen:
+            yield f"part: layer {plane.layer} has {unrotated(plane.part)} rotated and not"
         seen[plane.layer, plane.part] = plane
     for plane in pool.planes:
         other = seen.get((plane.layer, "k")) if plane.part == "v" else None
@@ -168,7 +170,7 @@ def _check_scales_of(plane: Plane, scales: Plane) -> Iterator[str]:
 
 
 def is_beside(rows: Plane, scales: Plane) -> bool:
-    """True if the scale of each row lies equally far from it, as conversions need."""
+    """True if the scale of each row lies equally far from it: then one list of places says where both are."""
     fields = ("group", "region", "block_stride", "token_axis")
     return all(getattr(rows, field) == getattr(scales, field) for field in fields)
 

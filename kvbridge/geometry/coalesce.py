@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from kvbridge_proto.pool import Codec, Plane, Pool, Step
 
 from .plane_pair import PlanePair
-from .wire import is_same_row, is_same_scales, scales_of
+from .wire import is_same_scales, scales_of
 
 # Longer rows are no faster, and shorter ones fill slots better.
 LONGEST_BYTES = 64 << 10
@@ -73,7 +73,7 @@ def _first_run(pair: PlanePair, block_tokens: int, longest: int) -> Run | None:
     """One row if it is dense, else all rows of a block and head if they are; None if neither is one run."""
     sender, receiver, heads = pair.sender, pair.receiver, pair.heads
     ours, theirs = sender.codec, receiver.codec
-    if not is_same_row(ours, theirs) or sender.element_axis != receiver.element_axis:
+    if pair.is_converted or sender.element_axis != receiver.element_axis:
         return None
     if ours.scales or theirs.scales:
         scales = scales_of(ours, pair.sender_head, heads), scales_of(theirs, pair.receiver_head, heads)

@@ -14,14 +14,25 @@ from typing import Literal
 
 from kvbridge_proto.pool import Group, Layer, Plane, Pool, Shard
 
-from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from .check import check_pool as check_pool
 from .check import extent as extent
-from .check import is_beside, shortened
+from .check import shortened
 from .group_plan import border, whole_block
 from .layers import align, unfilled
 from .token_shard import MOST_PERIOD, period_of
-from .wire import PLAIN, POWERS, ROW_SCALED, can_convert, is_same_row, is_same_scales, is_scale
+from .wire import (
+    PLAIN,
+    POWERS,
+    ROW_SCALED,
+    can_convert,
+    can_rotate,
+    counterpart,
+    is_rotated,
+    is_same_row,
+    is_same_scales,
+    is_scale,
+    unrotated,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +84,11 @@ class Difference:
 # Layers that are attention with keys and values of their own. Their group says how many tokens are kept.
 ATTENTION = ("full", "sliding", "chunked")
 ATTENTION_PARTS = ("k", "v", "latent")  # the model says how wide they are
-CASTS = ("codec", "scales")  # differences that change numbers
+CASTS = ("codec", "scale_codec", "rotation", "scales")  # differences that change numbers
 SAME_MODEL = "the same model on both sides"
 SAME_DRAFT = "the same draft model on both sides, or none on the prefill side"
 SAME_CODEC = "the same kv_cache_dtype on both sides"
-SAME_POWERS = (
-    "scales of index keys in one form: vLLM has exponents from 0.33 on where the GPU is a B200 (SM100), fp32 on "
-    "others; SGLang has fp32"
-)
-SAME_ROTATION = (
-    "index keys that both sides rotate, or neither: vLLM never does, SGLang does unless the model's config.json has "
-    "indexer_rope_interleave: true (and SGLANG_DISABLE_DSA_INDEXER_FUSION is not set)"
-)
+SAME_ROTATION = "rows that both sides rotate, or neither, or rows of plain numbers or fp8, as wide as a power of two"
 MULTIPLE = "a block at the sender that is a multiple of the receiver's, where layers keep a window"
 NO_REUSE = (
     f"{MULTIPLE}, or --no-enable-prefix-caching at the receiver: its prefix cache would give the block in which the "
@@ -210,7 +214,9 @@ def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
     scales = {(plane.layer, plane.part): plane for plane in sender.planes if is_scale(plane.part)}
     theirs_of = {(plane.layer, plane.part): plane for plane in receiver.planes if is_scale(plane.part)}
     for ours, theirs in common_planes(sender, receiver):
-        place, scale = f"layer {ours.layer} {ours.part}", (ours.layer, f"{ours.part}_scale")
+        place = f"layer {ours.layer} {ours.part}"
+        mine = RowPlanes(ours, scales.get((ours.layer, f"{ours.part}_scale")))
+        yours = RowPlanes(theirs, theirs_of.get((theirs.layer, f"{theirs.part}_scale")))
         if ours.total_heads != theirs.total_heads:
             if ours.part not in ATTENTION_PARTS and sender.groups[ours.group].kind != "state":
                 yield Difference("total_heads", ours.total_heads, theirs.total_heads, place, SAME_MODEL)
@@ -218,14 +224,13 @@ def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
         if ours.part not in ATTENTION_PARTS and ours.codec.width != theirs.codec.width:
             yield Difference("width", ours.codec.width, theirs.codec.width, place, SAME_MODEL)
         else:
-            yield from _other_row(RowPlanes(ours, scales.get(scale)), RowPlanes(theirs, theirs_of.get(scale)), place)
+            yield from _other_row(mine, yours, place)
     parts = _parts(sender)
     for layer, needed in _parts(receiver).items():
         held = parts.get(layer, needed)
         if not held >= needed:
-            is_rotated = {INDEX_KEY, ROTATED_INDEX_KEY} <= held | needed
-            needs = SAME_ROTATION if is_rotated else SAME_MODEL
-            yield from _if_other("parts", " ".join(sorted(held)), " ".join(sorted(needed)), f"layer {layer}", needs)
+            said = " ".join(sorted(held)), " ".join(sorted(needed))
+            yield from _if_other("parts", *said, f"layer {layer}", SAME_MODEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,20 +244,23 @@ class RowPlanes:
 def _other_row(ours: RowPlanes, theirs: RowPlanes, place: str) -> Iterator[Difference]:
     """A row of one part that cannot become the other side's."""
     codecs, forms = (ours.plane.codec, theirs.plane.codec), (form_of(ours.plane), form_of(theirs.plane))
+    rotations = rotation_of(ours.plane), rotation_of(theirs.plane)
+    mine, yours = ours.scale, theirs.scale
+    if rotations[0] != rotations[1] and not can_rotate(*codecs):
+        yield Difference("rotation", *rotations, place, SAME_ROTATION)
     if not can_convert(*codecs):
         yield from _if_other("codec", *forms, place, SAME_CODEC)
-    elif is_same_row(*codecs):
-        mine, yours = ours.scale, theirs.scale
+        yield from _if_other("scale_codec", codecs[0].scale_codec, codecs[1].scale_codec, place, SAME_CODEC)
+    elif is_same_row(*codecs) and rotations[0] == rotations[1]:
         if mine is not None and yours is not None and not is_same_row(mine.codec, yours.codec):
-            needs = SAME_POWERS if {mine.codec.name, yours.codec.name} <= POWERS.keys() else SAME_CODEC
-            yield from _if_other("codec", form_of(mine), form_of(yours), f"{place}_scale", needs)
+            yield from _if_other("codec", form_of(mine), form_of(yours), f"{place}_scale", SAME_CODEC)
     else:
         is_latent = "fp8_ds_mla" in [codec.name for codec in codecs]
         if is_latent and not (_is_dense(ours.plane) and _is_dense(theirs.plane)):
             needs = "rows whose numbers lie side by side"
             yield from _if_other("codec", _spread(ours.plane), _spread(theirs.plane), place, needs)
-        if not all(is_beside(row.plane, row.scale) for row in (ours, theirs) if row.scale is not None):
-            yield Difference("codec", *forms, place, "scales that lie beside their rows")
+        if not all(row.plane.region == row.scale.region for row in (ours, theirs) if row.scale is not None):
+            yield Difference("codec", *forms, place, "scales in the memory region of their rows")
 
 
 def _changes(sender: Pool, receiver: Pool) -> Iterator[Difference]:
@@ -266,6 +274,9 @@ def _changes(sender: Pool, receiver: Pool) -> Iterator[Difference]:
         yield from _if_other("kind", _keeps(mine), _keeps(yours), place)
         yield from _if_other("block_tokens", mine.block_tokens, yours.block_tokens, place)
         yield from _if_other("codec", form_of(ours), form_of(theirs), place)
+        if ours.codec.name in ROW_SCALED and theirs.codec.name in ROW_SCALED:
+            yield from _if_other("scale_codec", ours.codec.scale_codec, theirs.codec.scale_codec, place)
+        yield from _if_other("rotation", rotation_of(ours), rotation_of(theirs), place)
         if not is_same_scales(ours.codec.scales, theirs.codec.scales):
             yield Difference("scales", spelled(ours.codec.scales), spelled(theirs.codec.scales), place)
         yield from _if_other("layout", _layout(ours), _layout(theirs), place)
@@ -277,19 +288,20 @@ def _if_other(field: str, sender: object, receiver: object, place: str = "", nee
 
 
 def common_planes(sender: Pool, receiver: Pool) -> Iterator[tuple[Plane, Plane]]:
-    """The planes of rows that both pools have. Planes of scales follow their rows."""
+    """The planes of rows that both pools have, rotated or not. Planes of scales follow their rows."""
     mine = {(plane.layer, plane.part): plane for plane in sender.planes}
     for theirs in receiver.planes:
-        ours = mine.get((theirs.layer, theirs.part))
+        ours = mine.get((theirs.layer, theirs.part)) or mine.get((theirs.layer, counterpart(theirs.part)))
         if ours is not None and not is_scale(theirs.part):
             yield ours, theirs
 
 
 def _parts(pool: Pool) -> dict[int, set[str]]:
+    """The parts of each layer, whether they are rotated or not."""
     parts: dict[int, set[str]] = {}
     for plane in pool.planes:
         if not is_scale(plane.part):
-            parts.setdefault(plane.layer, set()).add(plane.part)
+            parts.setdefault(plane.layer, set()).add(unrotated(plane.part))
     return parts
 
 
@@ -305,6 +317,11 @@ def form_of(plane: Plane) -> str:
     """The form of a plane's rows, for people to read."""
     codec = plane.codec
     return codec.name if codec.name in (*PLAIN, *POWERS, *ROW_SCALED) else f"{codec.name} of {codec.row_bytes} bytes"
+
+
+def rotation_of(plane: Plane) -> str:
+    """Whether its rows are multiplied by a Hadamard matrix, for people to read."""
+    return "Hadamard" if is_rotated(plane.part) else "none"
 
 
 def _is_dense(plane: Plane) -> bool:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from kvbridge_proto.pool import Codec, CodecName, Plane, Pool
 
-from .compat import Difference, common_planes
+from .compat import Difference, common_planes, form_of
 from .layers import align, unfilled
-from .wire import PLAIN, ROW_SCALED, base_name, is_same_row, is_same_scales, wire_codec
+from .wire import PLAIN, ROW_SCALED, base_name, is_rotated, is_same_row, is_same_scales, wire_codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _layers(change: Difference, sender: Pool, receiver: Pool) -> str:
 
 
 def _codec(change: Difference, sender: Pool, receiver: Pool) -> str:
-    ours, theirs = _first(sender, receiver, lambda one, other: not is_same_row(one.codec, other.codec))
+    ours, theirs = _first(sender, receiver, lambda one, other: form_of(one) != form_of(other))
     wire = _wire(ours.codec, theirs.codec)
     verb = "converted" if PLAIN.get(base_name(theirs.codec), 1) > 1 else "quantized"
     side = "sender" if is_same_row(wire, theirs.codec) else "receiver"
@@ -94,6 +94,18 @@ def _scales(change: Difference, sender: Pool, receiver: Pool) -> str:
     return f"requantized to the receiver's scales{_error(theirs.codec)}"
 
 
+def _rotation(change: Difference, sender: Pool, receiver: Pool) -> str:
+    ours, theirs = _first(sender, receiver, lambda one, other: is_rotated(one.part) != is_rotated(other.part))
+    wire = wire_codec(ours.codec, 0, theirs.codec, 0, 1, rotates=True)
+    crossing = f"{wire.row_bytes} bytes of a row cross, {ours.codec.row_bytes} there and {theirs.codec.row_bytes} here"
+    return f"rows are multiplied by a Hadamard matrix at the receiver; {crossing}{_error(theirs.codec)}"
+
+
+def _scale_codec(change: Difference, sender: Pool, receiver: Pool) -> str:
+    _, theirs = _first(sender, receiver, lambda one, other: one.codec.scale_codec != other.codec.scale_codec)
+    return f"rows get scales of the receiver's form{_error(theirs.codec)}"
+
+
 def _error(codec: Codec) -> str:
     bound = BOUNDS.get(base_name(codec))
     own = ", with the s of each row" if codec.name in ROW_SCALED else ""
@@ -113,6 +125,8 @@ WORDS: dict[str, Callable[[Difference, Pool, Pool], str]] = {
     "kind": _kind,
     "block_tokens": _block_tokens,
     "codec": _codec,
+    "scale_codec": _scale_codec,
+    "rotation": _rotation,
     "scales": _scales,
     "layout": _layout,
     "layers": _layers,

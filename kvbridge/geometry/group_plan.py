@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvbridge_proto.pool import Group, GroupKind, Shard
 
 from ..cache_kinds import first_kept, is_late
+from .check import is_beside
 from .plane_pair import PlanePair, split_heads
 from .token_shard import TokenShard
 
@@ -28,7 +29,8 @@ ALIGN = 16
 # first chunk of a prompt that is still being computed.
 PIECE_BYTES = 128 << 10
 # A copier lists where a chunk's rows are: 8 bytes each, on both sides of a pull. For all lists of a chunk it has a
-# sixteenth of a slot, at least 1 MiB. A kind of rows has one list a side, so with this they take a quarter of it.
+# sixteenth of a slot, at least 1 MiB. A kind of rows has one list a side, so with this they take half of it; rows whose
+# scales lie elsewhere have two lists a side.
 LISTED_BYTES = 512
 # A plan of more chunks is not taken apart: a peer names how many tokens there are, and the order of chunks is a list.
 MOST_APART = 1024
@@ -129,6 +131,7 @@ class Units:
     grain: int  # the least number of tokens that is a multiple of every unit
     grain_bytes: int  # of all pairs together
     most_grain_bytes: int  # of one pair
+    lists: int  # on a side, of places
 
     @classmethod
     def of(cls, pairs: Sequence[PlanePair]) -> Units:
@@ -138,7 +141,8 @@ class Units:
         grain_bytes = grain // tokens * bytes_each
         alike = Counter((pair.unit_tokens, pair.unit_bytes) for pair in pairs)
         kinds = tuple((*unit, count) for unit, count in alike.items())
-        return cls(tokens, bytes_each, kinds, grain, int(grain_bytes.sum()), int(grain_bytes.max()))
+        lists = 2 if any(map(_has_scales_elsewhere, pairs)) else 1
+        return cls(tokens, bytes_each, kinds, grain, int(grain_bytes.sum()), int(grain_bytes.max()), lists)
 
     def bytes_of(self, tokens: int) -> int:
         """Slot bytes of all pairs together for a span of `tokens` tokens."""
@@ -155,7 +159,7 @@ class Units:
         possible, of ALIGN (then nothing is padded). All spans are about equal.
         """
         wanted = max(slot_bytes, PIECE_BYTES * len(self.tokens)) // self.grain_bytes
-        listed = max(slot_bytes, 1 << 20) // LISTED_BYTES * int(self.tokens.min()) // self.grain
+        listed = max(slot_bytes, 1 << 20) // (LISTED_BYTES * self.lists) * int(self.tokens.min()) // self.grain
         limit = max(1, min(wanted, listed, slot_bytes // self.most_grain_bytes)) * self.grain
         step = lcm(self.grain, ALIGN)
         if limit < step:
@@ -219,6 +223,12 @@ def fitted(pairs: Sequence[PlanePair], slot_bytes: int) -> list[PlanePair] | Non
             return None
         fitting += split_heads(pair, heads)
     return fitting
+
+
+def _has_scales_elsewhere(pair: PlanePair) -> bool:
+    """True if rows and their own scales have other strides, so that two lists say where they are."""
+    sides = (pair.sender, pair.sender_scale), (pair.receiver, pair.receiver_scale)
+    return any(scale is not None and not is_beside(plane, scale) for plane, scale in sides)
 
 
 def _launched(pair: PlanePair) -> tuple[object, ...]:

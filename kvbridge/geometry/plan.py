@@ -41,7 +41,8 @@ class Move:
     as `[head][place][row]` in the codec `wire`. `plane.codec` is the memory's; its scales are none, one, or one
     for each of the plane's heads; those of `wire` are none, one, or one for each of the move's heads. Place p
     is unit `p % units` of block `p // units`, where `units` is the count of the plane's token axis. If the rows have a
-    scale each and are converted, `scale` is the plane of these scales, which are read or computed.
+    scale each and are converted, `scale` is the plane of these scales, which are read or computed. With `rotates` rows
+    are multiplied by a Hadamard matrix when they are written.
     """
 
     plane: Plane
@@ -52,6 +53,7 @@ class Move:
     places: Places
     unit_tokens: int = 1
     scale: Plane | None = None
+    rotates: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -62,7 +64,7 @@ class Move:
         """True if the bytes move as they are: the same codec with the same scales."""
         memory = scales_of(self.plane.codec, self.first_head, self.heads)
         is_same = is_same_row(self.plane.codec, self.wire) and is_same_scales(memory, self.wire.scales)
-        return is_same and self.scale is None
+        return is_same and self.scale is None and not self.rotates
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,9 @@ class Part:
             key = (plane.group, unit_tokens)
             if key not in places:
                 places[key] = self.places(*key)
-            moves.append(Move(plane, first_head, pair.heads, pair.wire, offset, places[key], unit_tokens, scale))
+            rotates = pair.rotates and not self.is_sender
+            where = offset, places[key], unit_tokens
+            moves.append(Move(plane, first_head, pair.heads, pair.wire, *where, scale, rotates))
         return tuple(moves)
 
     def places(self, group: int, unit_tokens: int) -> Places:

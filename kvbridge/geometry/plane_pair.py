@@ -11,7 +11,7 @@ from kvbridge_proto.pool import Codec, Plane, Pool
 
 from ..errors import PeerError
 from .latent_parts import LATENT_FP8, is_cuttable, latent_parts
-from .wire import ROW_SCALED, SCALED_ROWS, is_same_row, is_scale, wire_codec
+from .wire import ROW_SCALED, SCALED_ROWS, counterpart, is_rotated, is_same_row, is_scale, wire_codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class PlanePair:
     """`heads` heads that move together: from `sender_head` on in one plane, from `receiver_head` on in the other.
 
     In a slot they are `[head][unit][row]` in the wire codec; a unit is `unit_tokens` tokens (1 unless coalesced). If
-    rows with a scale each are converted, `sender_scale` and `receiver_scale` are the planes of these scales.
+    rows with a scale each are converted, `sender_scale` and `receiver_scale` are the planes of these scales. `rotates`:
+    only one side's rows are multiplied by a Hadamard matrix, so the receiver multiplies them by it.
     """
 
     sender: Plane
@@ -31,6 +32,12 @@ class PlanePair:
     unit_tokens: int = 1
     sender_scale: Plane | None = None
     receiver_scale: Plane | None = None
+    rotates: bool = False
+
+    @property
+    def is_converted(self) -> bool:
+        """True if rows of the two sides differ, the scales of their planes aside."""
+        return self.rotates or not is_same_row(self.sender.codec, self.receiver.codec)
 
     @property
     def unit_bytes(self) -> int:
@@ -64,8 +71,8 @@ class _Side:
         return found
 
     def held(self, layer: int, part: str, take: Take) -> Plane:
-        """The plane of a part. Raises PeerError if it lacks heads of the take."""
-        plane = self._planes.get((layer, part))
+        """The plane of a part, rotated or not. Raises PeerError if it lacks heads of the take."""
+        plane = self._planes.get((layer, part)) or self._planes.get((layer, counterpart(part)))
         first, end = (plane.first_head, plane.first_head + plane.heads) if plane else (0, 0)
         if plane is None or take.first_head < first or take.end_head > end:
             raise PeerError(
@@ -108,7 +115,8 @@ def _take_once(before: list[Take], take: Take) -> None:
 
 def _pairs(sender: _Side, receiver: _Side, layer: int, part: str, take: Take) -> Iterator[PlanePair]:
     theirs, ours = sender.held(layer, part, take), receiver.held(layer, part, take)
-    if is_same_row(theirs.codec, ours.codec):
+    rotates = is_rotated(theirs.part) != is_rotated(ours.part)
+    if is_same_row(theirs.codec, ours.codec) and not rotates:
         yield _plane_pair(theirs, ours, take)
         if ours.codec.name in SCALED_ROWS:
             scales = f"{part}_scale"
@@ -121,15 +129,15 @@ def _pairs(sender: _Side, receiver: _Side, layer: int, part: str, take: Take) ->
             wire = wire_codec(one.plane.codec, 0, other.plane.codec, 0, heads)
             yield PlanePair(one.plane, 0, other.plane, 0, heads, wire, 1, one.scale, other.scale)
     else:
-        pair = _plane_pair(theirs, ours, take)
+        pair = _plane_pair(theirs, ours, take, rotates)
         yield replace(pair, sender_scale=sender.own_scale(theirs, take), receiver_scale=receiver.own_scale(ours, take))
 
 
-def _plane_pair(sender: Plane, receiver: Plane, take: Take) -> PlanePair:
+def _plane_pair(sender: Plane, receiver: Plane, take: Take, rotates: bool = False) -> PlanePair:
     sender_head, receiver_head = take.first_head - sender.first_head, take.first_head - receiver.first_head
     heads = take.end_head - take.first_head
-    wire = wire_codec(sender.codec, sender_head, receiver.codec, receiver_head, heads)
-    return PlanePair(sender, sender_head, receiver, receiver_head, heads, wire)
+    wire = wire_codec(sender.codec, sender_head, receiver.codec, receiver_head, heads, rotates)
+    return PlanePair(sender, sender_head, receiver, receiver_head, heads, wire, rotates=rotates)
 
 
 def split_heads(pair: PlanePair, heads: int) -> list[PlanePair]:
@@ -140,7 +148,8 @@ def split_heads(pair: PlanePair, heads: int) -> list[PlanePair]:
     for first in range(0, pair.heads, heads):
         count = min(heads, pair.heads - first)
         sender_head, receiver_head = pair.sender_head + first, pair.receiver_head + first
-        wire = wire_codec(pair.sender.codec, sender_head, pair.receiver.codec, receiver_head, count)
+        codecs = pair.sender.codec, sender_head, pair.receiver.codec, receiver_head
+        wire = wire_codec(*codecs, count, pair.rotates)
         pieces.append(replace(pair, sender_head=sender_head, receiver_head=receiver_head, heads=count, wire=wire))
     return pieces
 

@@ -16,7 +16,7 @@ from kvbridge_proto.pool import Pool
 from ..errors import PeerError
 from .layers import align, align_all, unfilled
 from .token_shard import TokenShard
-from .wire import is_scale
+from .wire import counterpart, is_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,13 @@ def _joined(runs: list[list[int]]) -> list[Holding]:
     return joined
 
 
+def _of_part(held: Holdings, part: str) -> list[Holding]:
+    """What is held of a part, rotated or not, in layer order."""
+    other = held.get(counterpart(part))
+    mine = held.get(part, [])
+    return mine if other is None else sorted([*mine, *other], key=lambda holding: holding.first_layer)
+
+
 def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], ...]:
     """For each sender the rows that the receiver takes from it. Together they are all its rows, none twice.
 
@@ -81,7 +88,7 @@ def assign(senders: Sequence[Pool], receiver: Pool) -> tuple[tuple[Take, ...], .
     wanted = holdings(msgspec.structs.replace(receiver, planes=tuple(needed)))
     whole = {plane.part for plane in receiver.planes if plane.heads == plane.total_heads}
     for part in sorted(wanted, key=lambda part: (part in whole, part)):
-        for cell, holders in _cells(wanted[part], [each.get(part, []) for each in held]):
+        for cell, holders in _cells(wanted[part], [_of_part(each, part) for each in held]):
             for first_head, end_head, able in _holders_of_heads(cell, holders):
                 heads = first_head, end_head
                 for share in shares:
@@ -107,7 +114,7 @@ def common(sender: Pool, receiver: Pool) -> tuple[Take, ...]:
     held, wanted = holdings(align(sender, receiver)), holdings(receiver)
     takes: list[Take] = []
     for part in sorted(wanted):
-        for cell, holders in _cells(wanted[part], [held.get(part, [])]):
+        for cell, holders in _cells(wanted[part], [_of_part(held, part)]):
             for _, first, end in holders:
                 _append(takes, Take(cell.first_layer, cell.end_layer, first, end, part))
     return _of_all_parts(takes, wanted)

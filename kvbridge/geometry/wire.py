@@ -5,13 +5,17 @@ from __future__ import annotations
 import msgspec
 from kvbridge_proto.pool import Codec, CodecName
 
+from ..cache_kinds import ROTATED
+
 # Codec -> bytes per number. One number per element, with one scale at most: any can be converted to any other.
 PLAIN: dict[CodecName, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 # Codec with one scale beside each row -> codec of the numbers in the row.
 ROW_SCALED: dict[CodecName, CodecName] = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}
-# Codecs of scales that are read as powers of two -> bytes per scale. They are moved as they are: what is called
-# `pow2_fp32` is any fp32 where SGLang's fused writer made it, so no conversion may look at exponents alone.
+# Codecs of scales that are powers of two -> bytes per scale. What is called `pow2_fp32` is any fp32 where SGLang's
+# fused writer made it, so rows are converted by value, never by looking at exponents alone. We write powers of two.
 POWERS: dict[CodecName, int] = {"pow2_fp32": 4, "ue8m0_x4": 4}
+# Codecs of a row's scale that rows are converted from and to.
+ROW_SCALES: set[CodecName] = {"fp32", *POWERS}
 # Only these have scales. explain.py has the error of a conversion to each.
 EIGHT_BITS: tuple[CodecName, ...] = tuple(name for name, size in PLAIN.items() if size == 1)
 # The most numbers in a converted row with a scale of its own: the kernels hold all of them at once.
@@ -23,6 +27,21 @@ SCALED_ROWS = {*ROW_SCALED, "int4_row_scale", "mxfp8_e4m3", "nvfp4", "fp8_ds_v4"
 def is_scale(part: str) -> bool:
     """True if a plane of this part holds the scales of another's rows."""
     return part.endswith("_scale")
+
+
+def is_rotated(part: str) -> bool:
+    """True if rows of this part are multiplied by a Hadamard matrix."""
+    return part.startswith(ROTATED)
+
+
+def unrotated(part: str) -> str:
+    """The name of a part whose rows are the same but for the rotation."""
+    return part.removeprefix(ROTATED)
+
+
+def counterpart(part: str) -> str:
+    """The other name of a part: rotated if this is not."""
+    return unrotated(part) if is_rotated(part) else ROTATED + part
 
 
 def base_name(codec: Codec) -> CodecName:
@@ -37,10 +56,10 @@ def scales_of(codec: Codec, first_head: int, heads: int) -> tuple[float, ...]:
 
 
 def is_same_row(ours: Codec, theirs: Codec) -> bool:
-    """True if a row has the same form on both sides, scales aside."""
+    """True if a row has the same form on both sides, and so have scales of its own; those of the plane aside."""
     return ours is theirs or (
-        (ours.name, ours.width, ours.element_bytes, ours.row_bytes)
-        == (theirs.name, theirs.width, theirs.element_bytes, theirs.row_bytes)
+        (ours.name, ours.width, ours.element_bytes, ours.row_bytes, ours.scale_codec)
+        == (theirs.name, theirs.width, theirs.element_bytes, theirs.row_bytes, theirs.scale_codec)
     )
 
 
@@ -52,9 +71,17 @@ def can_convert(sender: Codec, receiver: Codec) -> bool:
     scaled = [codec for codec in (sender, receiver) if codec.name in ROW_SCALED]
     if sender.width != receiver.width or (scaled and sender.width > MOST_NUMBERS):
         return False
-    if any(codec.scale_codec != "fp32" for codec in scaled):  # the kernels read and compute fp32 only
+    if any(codec.scale_codec not in ROW_SCALES for codec in scaled):
         return False
     return names <= {*PLAIN, *ROW_SCALED} or ("fp8_ds_mla" in names and names <= {*PLAIN, "fp8_ds_mla"})
+
+
+def can_rotate(sender: Codec, receiver: Codec) -> bool:
+    """True if rows of the sender can become rotated rows of the receiver, or the reverse."""
+    width = sender.width
+    names = {sender.name, receiver.name}
+    is_power = width & (width - 1) == 0 and width <= MOST_NUMBERS
+    return is_power and names <= {*PLAIN, *ROW_SCALED} and can_convert(sender, receiver)
 
 
 def is_same_scales(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
@@ -62,16 +89,18 @@ def is_same_scales(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
     return ours == theirs or len(set(ours or (1.0,)) | set(theirs or (1.0,))) == 1
 
 
-def wire_codec(sender: Codec, sender_head: int, receiver: Codec, receiver_head: int, heads: int) -> Codec:
+def wire_codec(
+    sender: Codec, sender_head: int, receiver: Codec, receiver_head: int, heads: int, rotates: bool = False
+) -> Codec:
     """The narrower of two codecs (the sender's if equally wide) with the scales of just these heads.
 
     Rows with a scale each exist only in memory: if converted, they cross in the other side's codec, or in fp32 if both
-    sides have such rows.
+    sides have such rows. Rows that are rotated at the receiver cross as the sender has them, or in fp32.
     """
-    is_receivers = receiver.row_bytes < sender.row_bytes
-    if not is_same_row(sender, receiver):
+    is_receivers = receiver.row_bytes < sender.row_bytes and not rotates
+    if rotates or not is_same_row(sender, receiver):
         has_own = sender.name in ROW_SCALED, receiver.name in ROW_SCALED
-        if all(has_own):
+        if all(has_own) or (rotates and has_own[0]):
             return Codec(name="fp32", width=sender.width, element_bytes=4, row_bytes=4 * sender.width)
         is_receivers = has_own[0] or (is_receivers and not has_own[1])
     codec, first_head = (receiver, receiver_head) if is_receivers else (sender, sender_head)

@@ -55,8 +55,8 @@ class Codec(Struct, frozen=True, kw_only=True):
     A codec whose scales lie in memory, one or more for each row (`*_row_scale`, `mxfp8_e4m3`, `nvfp4`, `fp8_ds_v4`),
     keeps them in another plane of the layer, part `<part>_scale`, and `row_bytes` excludes them. That plane's rows have
     the codec `scale_codec`, where rows have one scale each (`fp8_row_scale`, `int8_row_scale`): fp32, or a power of two
-    as an fp32 (`pow2_fp32`) or as its exponent in each of four bytes (`ue8m0_x4`). In three codecs the row contains all
-    it needs: `fp8_ds_mla` (656 bytes), `fp8_ds_v41` (528), `nvfp4_ds_mla` (352).
+    as an fp32 (`pow2_fp32`, read as any fp32) or as its exponent in each of four bytes (`ue8m0_x4`). In three codecs
+    the row contains all it needs: `fp8_ds_mla` (656 bytes), `fp8_ds_v41` (528), `nvfp4_ds_mla` (352).
     `element_bytes` is the unit that the plane's element axis counts; a packed row (`fp8_ds_mla`, `opaque`) counts
     single bytes.
     """
@@ -78,7 +78,8 @@ class Plane(Struct, frozen=True, kw_only=True):
     stride. Most axes have one step, those of tiled caches two.
     The token axis counts to the group's `block_tokens`, the element axis to `row_bytes / element_bytes`.
 
-    Each part has its own heads, width and codec. The rank holds heads [first_head, first_head + heads) of
+    Each part has its own heads, width and codec. In a part `rotated_x`, rows of the part `x` are multiplied by the
+    orthonormal Walsh-Hadamard matrix in Sylvester's order. The rank holds heads [first_head, first_head + heads) of
     `total_heads`; a part that every tensor-parallel rank holds whole has all of them on each.
     """
 

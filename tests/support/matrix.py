@@ -164,6 +164,17 @@ def index_keys() -> Iterator[Case]:
         yield case(replace(beside, codec=ours), replace(beside, codec=theirs, tp_size=2, block_tokens=48), number)
 
 
+def other_index_keys() -> Iterator[Case]:
+    """Scales of every form, and one side that rotates: to and from each other, and plain rows."""
+    scaled = More("index_key", width=128, codec="fp8_row_scale", page_tokens=16, layers=(0, 2))
+    kinds = [replace(scaled, scale_codec=form) for form in ("fp32", "pow2_fp32", "ue8m0_x4")]
+    kinds.append(replace(scaled, codec="bf16", page_tokens=0))
+    kinds += [replace(each, part="rotated_index_key") for each in kinds]
+    for number, (ours, theirs) in enumerate(itertools.permutations(kinds, 2)):
+        sender, receiver = (replace(LATENT_SHAPE, layers=3, more=(each,)) for each in (ours, theirs))
+        yield case(sender, replace(receiver, block_tokens=BLOCKS[number % 3], tp_size=1 + number % 2), number)
+
+
 def latents() -> Iterator[Case]:
     for share in ((1, 1), (8, 3)):
         for number, (ours, theirs) in enumerate(itertools.product(LATENT, LATENT)):
@@ -389,6 +400,11 @@ ROWS = (
         "Index keys of sparse attention, which every rank has whole, beside latents or K and V",
         index_keys,
         True,
+    ),
+    Row(
+        "other index keys",
+        "Index keys that only one side multiplies by a Hadamard matrix, or whose scales have another form",
+        other_index_keys,
     ),
     Row("latents", "MLA latents in bf16, fp8 or fp8_ds_mla, each to each, with context parallel ranks", latents),
     Row("packed latents", "MLA latents of 584, 528 or 352 bytes a token to the same dtype", packed_latents),

@@ -35,7 +35,7 @@ from tests.support.pools import mla as mla
 from tests.support.pools import split as split
 from tests.unit.kernels import slow_codecs
 
-MORE = ("index_key", "x", "b", "c")  # parts of other shapes than K and V
+MORE = ("index_key", "x", "b", "c", "rotated_index_key")  # parts of other shapes than K and V
 ALL_PARTS = (
     *PARTS,
     "latent",
@@ -80,6 +80,8 @@ def rows(plane: Plane, tokens: range | np.ndarray, is_tame: bool = False) -> np.
     numbers = value(plane.layer, plane.part, head, token, elements)
     if plane.part.endswith("_scale") and codec.name in ("fp32", "pow2_fp32"):
         return _scales(numbers)
+    if plane.part.endswith("_scale") and codec.name == "ue8m0_x4":
+        return _scales(numbers)[..., 3:].repeat(4, axis=-1) * 2 + 1  # any exponent near 1
     whole = numbers.astype("<u8").view(np.uint8).reshape(*numbers.shape, 8)
     found = whole[..., : codec.element_bytes].reshape(len(token), plane.heads, codec.row_bytes)
     if is_tame and codec.element_bytes > 1:

@@ -73,7 +73,7 @@ class More:
     """A part beside K and V, or the latent, of some layers (empty: of all), in a region for each layer.
 
     A rank holds its share of the heads, or all of them unless `is_cut`. A page holds `page_tokens` tokens (0: as many
-    as a block), head after head: all rows of the page, then their scales.
+    as a block), head after head: all rows of the page, then their scales, in the codec `scale_codec`.
     """
 
     part: str
@@ -83,6 +83,7 @@ class More:
     is_cut: bool = False
     page_tokens: int = 0
     layers: tuple[int, ...] = ()
+    scale_codec: CodecName = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,9 +300,13 @@ class _Planes:
         heads = split(more.heads, self._tp_rank, shape.tp_size) if more.is_cut else range(more.heads)
         tokens = shape.tokens_of(shape.kind(layer))
         page, size = min(more.page_tokens or tokens, tokens), ELEMENT_BYTES.get(more.codec, 1)
-        codecs = {more.part: Codec(name=more.codec, width=more.width, element_bytes=size, row_bytes=more.width * size)}
+        rows = more.width * size
+        codec = Codec(
+            name=more.codec, width=more.width, element_bytes=size, row_bytes=rows, scale_codec=more.scale_codec
+        )
+        codecs = {more.part: codec}
         if more.codec in ROW_SCALES:
-            codecs[f"{more.part}_scale"] = Codec(name="fp32", width=1, element_bytes=4, row_bytes=4)
+            codecs[f"{more.part}_scale"] = Codec(name=more.scale_codec, width=1, element_bytes=4, row_bytes=4)
         page_bytes = page * len(heads) * sum(codec.row_bytes for codec in codecs.values())
         offset = shape.pad_bytes
         for part, codec in codecs.items():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from kvbridge_proto.pool import Plane, Pool
 
+from tests.support.index_keys import rotated
 from tests.support.oracle import Table, difference, put_rows, rows, rows_at, take_rows
 from tests.support.pools import Held, Shape, describe
 from tests.unit.kernels.slow_codecs import decode, encode, same
@@ -42,8 +43,16 @@ class Rows:
             return np.concatenate((tiles * scales, rope), axis=2)
         if name in ROW_SCALED:
             assert self.scales is not None
-            return decode(self.stored, ROW_SCALED[name]) * _words(self.scales, "fp32")
+            return decode(self.stored, ROW_SCALED[name]) * self.row_scales()
         return decode(_words(self.stored, name), name, _plane_scales(self.plane))
+
+    def row_scales(self) -> np.ndarray:
+        """fp32 [token, head, 1]."""
+        assert self.scales is not None
+        words = _words(self.scales, "fp32")
+        if self.plane.codec.scale_codec == "ue8m0_x4":
+            words = ((words.view(np.uint32) & 0xFF) << 23).view(np.float32)
+        return words
 
 
 def rows_of(held: Held, plane: Plane, places: np.ndarray) -> Rows:
@@ -53,8 +62,14 @@ def rows_of(held: Held, plane: Plane, places: np.ndarray) -> Rows:
 
 
 def twin_of(sender: Shape, receiver: Shape, ranks: tuple[int, int, int]) -> Pool:
-    """The pool of a rank that holds the same as this rank of the receiver, in the sender's codec."""
-    return describe(replace(receiver, codec=sender.codec, scales=sender.scales, layout="nhd"), *ranks)
+    """The pool of a rank that holds the same as this rank of the receiver, in the sender's codec, rotated or not."""
+    given = {_unrotated(each.part): each for each in sender.more}
+    more = tuple(
+        replace(each, part=own.part, codec=own.codec, scale_codec=own.scale_codec)
+        for each in receiver.more
+        for own in (given.get(_unrotated(each.part), each),)
+    )
+    return describe(replace(receiver, codec=sender.codec, scales=sender.scales, layout="nhd", more=more), *ranks)
 
 
 def wrong(
@@ -71,7 +86,7 @@ def wrong(
     Rows of the layers `unfilled` must be zeros.
     """
     expected = before.copy()
-    theirs = {(plane.layer, plane.part): plane for plane in twin.planes}
+    theirs = {(plane.layer, _unrotated(plane.part)): plane for plane in twin.planes}
     for plane in receiver.pool.planes:
         token, places = rows_at(receiver.pool, plane.group, table, tokens)
         if plane.layer in unfilled:
@@ -79,14 +94,18 @@ def wrong(
             continue
         if plane.part.endswith("_scale"):
             continue
-        ours = theirs[plane.layer, plane.part]
+        ours = theirs[plane.layer, _unrotated(plane.part)]
         scales, our_scales = _scales_of(receiver.pool, plane), _scales_of(twin, ours)
         stored = rows(ours, token, is_tame=True)
         given = Rows(ours, stored, None if our_scales is None else rows(our_scales, token, is_tame=True))
-        found = given if ours.codec == plane.codec else rows_of(receiver, plane, places)
-        if found is not given and (not_near := np.argwhere(~_is_right(given.numbers(), found)).tolist()):
+        is_copied = ours.codec == plane.codec and ours.part == plane.part
+        found = given if is_copied else rows_of(receiver, plane, places)
+        wanted = given.numbers() if found is not given else np.zeros(0, np.float32)
+        if ours.part != plane.part:
+            wanted = rotated(wanted)
+        if found is not given and (not_near := np.argwhere(~_is_right(wanted, found)).tolist()):
             which, head, element = not_near[0]
-            values = given.numbers()[which, head, element], found.numbers()[which, head, element]
+            values = wanted[which, head, element], found.numbers()[which, head, element]
             place = f"layer {plane.layer} {plane.part} head {plane.first_head + head} token {token[which]}"
             return f"{place} element {element}: {values[0]} became {values[1]}, {len(not_near)} in all"
         put_rows(expected, plane, places, found.stored)
@@ -100,7 +119,7 @@ def _is_right(values: np.ndarray, found: Rows) -> np.ndarray:
     """Which numbers were converted correctly."""
     name = found.plane.codec.name
     if name in ROW_SCALED:
-        return _is_near(values, found.numbers(), ROW_SCALED[name])
+        return _is_near(values, found.numbers(), ROW_SCALED[name], found.plane.codec.scale_codec != "fp32")
     if name == "fp8_ds_mla":
         tiles, rope = np.split(values, [TILE * TILES], axis=2)
         tile = (*tiles.shape[:2], TILES, TILE)
@@ -110,11 +129,17 @@ def _is_right(values: np.ndarray, found: Rows) -> np.ndarray:
     return same(_words(found.stored, name), encode(values, name, _plane_scales(found.plane)), name)
 
 
-def _is_near(values: np.ndarray, found: np.ndarray, name: str) -> np.ndarray:
-    """Which numbers are within half a step. Each row has its own scale."""
+def _is_near(values: np.ndarray, found: np.ndarray, name: str, is_power: bool = False) -> np.ndarray:
+    """Which numbers are within half a step. Each row has its own scale, rounded up to a power of two or not."""
     scale = np.abs(values).max(axis=-1, keepdims=True) / LARGEST[name]
+    if is_power:
+        scale = np.exp2(np.ceil(np.log2(np.maximum(scale, 1e-4 / LARGEST[name]).astype(np.float64))))
     bound = scale / 2 if name == "int8" else np.abs(values) / 16 + scale / 1024
     return np.abs(found - values) <= bound + np.abs(values) * FP32
+
+
+def _unrotated(part: str) -> str:
+    return part.removeprefix("rotated_")
 
 
 def _words(stored: np.ndarray, name: str) -> np.ndarray:

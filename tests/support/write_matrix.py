@@ -55,6 +55,34 @@ BOUNDS
 - fp8 on a GPU needs compute capability 8.9.
 - vLLM's CPU backend rounds fp8 towards zero when it writes its cache. kvbridge rounds to nearest even.
 
+## Index keys
+
+SGLang multiplies the index keys of some models by a Hadamard matrix, and its queries too; vLLM does not. kvbridge
+multiplies such a key on the way: it is decoded, multiplied in fp32, and rounded to fp8 again as vLLM's writers and
+SGLang's Triton one do. (The scale is rounded up to a power of two; 1e-4 counts as the least largest number of a row.
+SGLang's CUDA writer does not round scales, and its readers take any.) So a key differs from the one that the receiving
+engine would have computed by the sender's rounding as well as its own. The bound above holds for the second. The first
+is spread over the row: each number is off by at most 1/16 of the row's length (root of the sum of squares) plus
+12 s/1024, with the sender's s.
+
+What that means for a choice of 2048 of 16384 tokens ([index_choices.py](../bench/index_choices.py), 64 heads, 64
+queries), as shares of the tokens that are chosen:
+
+| into a cache of | keys | as its own engine would | as fp32 would |
+|---|---|---|---|
+| vLLM | its own | 1 | 0.971, 0.971 |
+| vLLM | converted from SGLang's | 0.969, 0.990 | 0.965, 0.970 |
+| SGLang | its own | 1 | 0.971, 0.993 |
+| SGLang | converted from vLLM's | 0.965, 0.980 | 0.964, 0.979 |
+| either | not converted | 0.134, 0.200 | 0.134, 0.200 |
+
+The first share is of random keys, the second of keys that lie near a subspace and have four large numbers each; none is
+a real model's. 2048 tokens chosen at random would share 0.125.
+
+Keys whose scales are four exponents (vLLM 0.33 on SM100), to and from a vLLM on other GPUs, keep their values exactly.
+Keys that both sides rotate, or neither, with scales of one form, are copied. Converted keys cross as 512 bytes a token
+where they take slots, not 132; by `pull` nothing more crosses.
+
 ## Scales
 
 Rows of an fp8 cache whose scales differ are requantized to the receiver's. `kvbridge plan` says by how much they

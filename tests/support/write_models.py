@@ -43,9 +43,8 @@ block that divides a chunk will do. vLLM before 0.30 cannot be told of a failed 
 layers: there, windows need `--disable-hybrid-kv-cache-manager`, and then keep all tokens.
 
 **Index keys.** SGLang keeps those of DeepSeek V3.2 times a Hadamard matrix, and of GLM-5 without
-`indexer_rope_interleave: true` in its config.json; vLLM never does. Such pairs would choose wrong tokens without an
-error, so they are refused. From 0.33 on vLLM keeps scales of index keys in another form on SM100 (B200) than on other
-GPUs; a pair of both forms is refused.
+`indexer_rope_interleave: true` in its config.json; vLLM never does. From 0.33 on vLLM keeps their scales in another
+form on SM100 (B200) than on other GPUs. Both are converted on the way: [how exactly](convertible.md#index-keys).
 
 ## Before anything is started
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -328,6 +329,33 @@ def test_index_keys_that_sglang_rotates_are_another_part() -> None:
             pool = describe(queue, Shard(), model_name="m", engine_id="e").pool
             assert {plane.part for plane in pool.planes} == {"latent", part, f"{part}_scale"}
     assert rotated == ["rotated_index_key"]
+
+
+def test_sglang_rotates_in_sylvesters_order_and_writes_scales_as_we_read_them() -> None:
+    """Sums where a bit of the index is 0, differences where it is 1, times 128**-0.5; any fp32 as a scale.
+
+    Its kernel needs a GPU: tests/system/gpu/test_sglang_pools.py compares numbers.
+    """
+    import sglang
+
+    root = Path(sglang.__file__).parent
+    sources = root / "kernels/jit/csrc"
+    transform = (sources / "fast-hadamard-transform/fast_hadamard_transform_common.h").read_text()
+    for expected in (
+        "x[c][idx] = a + b;",
+        "x[c][idx + stride] = a - b;",
+        "const float sign = (lane_id & lane_mask) ? -1.f : 1.f;",
+        "x[c][i] = sign * x[c][i] + x_val_other;",
+        "out_vals_store[c][i] = out_vals[c][i] * scale;",
+    ):
+        assert expected in transform
+    indexer = (root / "srt/layers/attention/dsa/dsa_indexer.py").read_text()
+    assert "return hadamard_transform(x, scale=hidden_size**-0.5)" in indexer
+    writer = (sources / "dsa/fused_store_index_cache.cuh").read_text()
+    assert "const auto scale = fmaxf(1e-4f, abs_max) / kFP8E4M3Max;" in writer
+    fallback = (root / "kernels/ops/quantization/act_quant_triton.py").read_text()
+    for expected in ("amax = tl.maximum(amax, 1e-4)", "log_ceil = tl.ceil(log_val)", "scale = tl.exp2(log_ceil)"):
+        assert expected in fallback, "the powers of two that we write"
 
 
 def test_index_keys_of_a_module_that_does_not_say_whether_it_rotates_them_are_refused() -> None:

@@ -58,8 +58,7 @@ def wrong_scales(good: Move) -> dict[str, Plane]:
     assert scale is not None
     change = msgspec.structs.replace
     return {
-        "another stride of blocks": change(scale, block_stride=scale.block_stride - 4),
-        "another stride of tokens": change(scale, token_axis=(Step(16, 4),)),
+        "fewer in a block": change(scale, token_axis=(Step(8, 4),)),
         "another region": change(scale, region=1),
         "outside of the region": change(scale, offset=1 << 30),
         "fewer heads": change(scale, heads=1),

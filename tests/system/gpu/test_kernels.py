@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from kvbridge_kernels import gather_ref, scatter_ref
-from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
+from kvbridge_kernels.codecs_ref import DTYPES, SCALE_FORMS, Cast, Number
 from kvbridge_kernels.digest_ref import sum64
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.places import Places
@@ -31,6 +33,7 @@ from tests.unit.kernels.chunks import (
     on,
     slot_on,
 )
+from tests.unit.kernels.pulls import INDEX_KEYS
 from tests.unit.kernels.rows import WHERE, Rows, check_rows, check_rows_scattered, segment_of
 from tests.unit.kernels.test_codecs import CORNERS, NANS, bytes_as_stored, patterns_of, stored_as_bytes
 from tests.unit.kernels.test_row_scales import SCALES as ROW_SCALES
@@ -186,6 +189,25 @@ ROWS = [
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_rows_have_scales_of_their_own(rows: Rows, name: str) -> None:
     check_rows(gather, scatter, rows, name, Number("bf16"), min(21, rows.blocks * rows.block_tokens), "cuda")
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("form", SCALE_FORMS)
+def test_index_keys_are_written_as_their_engine_does(form: str, rotates: bool) -> None:
+    """Numbers of every size: sums that are not taken in the twin's order, or fused with a product, would show."""
+    rows = replace(INDEX_KEYS, block_tokens=64, blocks=50, planes=3, form=form)
+    check_rows(gather, scatter, rows, "fp8_e4m3", Number("fp32"), 3000, "cuda", rotates=rotates)
+    check_rows(gather, scatter, rows, "fp8_e4m3", Number("bf16"), 3000, "cuda", tame=True, rotates=rotates)
+
+
+@pytest.mark.parametrize("width", [8, 64, 1024])
+@pytest.mark.parametrize("name", DTYPES)
+def test_plain_rows_are_rotated_as_the_twin_does(name: str, width: int) -> None:
+    for layout in ("nhd", "columns"):
+        shape = Shape(layout, heads=3, width=width, size=SIZES[name], planes=2)
+        cast = Cast(number(name, (1, 3) if SIZES[name] == 1 else None), Number("bf16"), rotates=True)
+        segments, size = chunk_of([shape], 9, 21, cast, tame=True)
+        check_scatter(scatter, segments, size, "cuda", tame=True)
 
 
 @pytest.mark.parametrize("wire", DTYPES)

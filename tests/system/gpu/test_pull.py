@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
+from kvbridge_kernels.codecs_ref import DTYPES, SCALE_FORMS, Cast, Number
 from kvbridge_kernels.field import Axis, Field, Mapped
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared_pull import PreparedPull
@@ -15,7 +15,7 @@ from kvbridge_kernels.tables import Work
 
 from tests.system.gpu.test_kernels import PAIRS, SCALES, every_pattern
 from tests.unit.kernels.chunks import Shape, assert_same_memory, memory_of, on
-from tests.unit.kernels.pulls import PULLS, WIRES, check_pull, converted, ends_of
+from tests.unit.kernels.pulls import INDEX_KEYS, PULLS, WIRES, check_pull, converted, ends_of, rotated
 from tests.unit.kernels.rows import WHERE, Rows, segment_of
 
 pytest.importorskip("triton")
@@ -63,6 +63,18 @@ def test_rows_with_scales_of_their_own(sender: str, receiver: str, ours: str, th
     one, size = segment_of(Rows(sender, planes=2, width=128), ours, Number("fp32"), 9, tame=True)
     other, _ = segment_of(Rows(receiver, planes=2, width=128, block_tokens=8), theirs, Number("fp32"), 9, seed=3)
     check_pull(pull, ([one], [other], size), "cuda", gather)
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("theirs", SCALE_FORMS)
+@pytest.mark.parametrize("ours", SCALE_FORMS)
+def test_index_keys_become_what_the_other_engine_keeps(ours: str, theirs: str, rotates: bool, has_sums: bool) -> None:
+    """Scales any fp32, as SGLang's are: a product that is fused with a sum would be seen."""
+    rows = replace(INDEX_KEYS, block_tokens=64, blocks=50, planes=3)
+    check_pull(pull, rotated(rows, ours, theirs, rotates, 3000), "cuda", gather, has_sums)
+    other = rotated(rows, ours, theirs, rotates, 3000, where="token", block_tokens=16, blocks=200)
+    check_pull(pull, other, "cuda", gather, has_sums)
 
 
 @pytest.mark.parametrize("programs", [1, 8, 33, 1000])

@@ -75,7 +75,11 @@ def index_without_a_gpu() -> None:
 
 
 def _index(self: Any, x: Any, q_lora: Any, positions: Any, forward_batch: Any, layer_id: int, **_: Any) -> None:
-    """Keys by the model's own weights, in pages as `_set_k_and_s_triton` writes them: all keys, then their scales."""
+    """Keys by the model's own weights, as SGLang's CUDA kernels write them: in each page all keys, then their scales.
+
+    `_maybe_rotate` in dsa_indexer.py, whose matrix is a kernel's for GPUs, then `fused_store_indexer_cache` in
+    fused_store_index_cache.cuh, which rounds no scale.
+    """
     import torch
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
@@ -85,8 +89,13 @@ def _index(self: Any, x: Any, q_lora: Any, positions: Any, forward_batch: Any, l
     turned = keys[:, None, :rope].to(x.dtype).contiguous()
     _, turned = self.rotary_emb(positions, turned.clone(), turned)
     keys = torch.cat([turned[:, 0].float(), keys[:, rope:]], -1)
-    scales = torch.exp2(torch.ceil(torch.log2(keys.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0)))
-    stored = (keys / scales).to(torch.float8_e4m3fn).view(torch.uint8)
+    if not self.use_dsa_indexer_fusion:
+        matrix = torch.ones(1, 1)
+        while len(matrix) < width:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        keys = (keys @ matrix * width**-0.5).bfloat16().float()
+    scales = keys.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0
+    stored = (keys * (1 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     pool, slots = get_token_to_kv_pool(), forward_batch.out_cache_loc
     pages, page = pool.get_index_k_with_scale_buffer(layer_id=layer_id), pool.index_page_size
     at, place = (slots // page)[:, None], (slots % page)[:, None]

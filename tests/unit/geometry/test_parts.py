@@ -120,18 +120,6 @@ def test_another_width_or_other_heads_of_a_part_are_named() -> None:
     assert without.reasons[0].startswith("parts: sender b c k v x, receiver b c index_key k v x (layer 0 and 1 more)")
 
 
-def test_keys_that_one_side_rotates_are_refused_and_the_reason_says_who_does() -> None:
-    """Their bytes would fit, and the decode side would choose other tokens."""
-    plain = mla(layers=2, more=(INDEX,))
-    rotated = replace(plain, more=(replace(INDEX, part="rotated_index_key"),))
-    assert isinstance(verdict(describe(rotated), describe(rotated)), Same)
-    for ours, theirs in ((plain, rotated), (rotated, plain)):
-        found = verdict(describe(ours), describe(theirs))
-        assert isinstance(found, Incompatible)
-        (reason,) = found.reasons
-        assert "needs index keys that both sides rotate, or neither: vLLM never does" in reason
-
-
 def test_scales_belong_to_their_rows() -> None:
     pool = describe(mla(more=(INDEX,)))
     assert not check_pool(pool)
@@ -153,14 +141,17 @@ def test_the_codec_of_rows_names_that_of_their_scales() -> None:
     assert not check_pool(both) and verdict(both, both) == Same()
     for pools in ((both, pool), (pool, both)):
         found = verdict(*pools)
-        assert isinstance(found, Incompatible) and "index_key_scale" in found.reasons[0]
+        assert isinstance(found, Incompatible) and found.reasons[0].startswith("scale_codec: sender fp")
 
 
-def test_rows_whose_scales_lie_apart_are_moved_but_not_converted() -> None:
-    ours, theirs = (describe(mla(more=(replace(INDEX, codec=codec),))) for codec in ("fp8_row_scale", "bf16"))
-    for pools in ((ours, theirs), (theirs, ours)):
-        found = verdict(*pools)
-        assert isinstance(found, Incompatible) and found.reasons[0].endswith("needs scales that lie beside their rows")
+@pytest.mark.parametrize(("ours", "theirs"), [("fp8_row_scale", "bf16"), ("bf16", "fp8_row_scale")])
+def test_rows_whose_scales_lie_apart_are_converted(ours: str, theirs: str) -> None:
+    """A page has all rows and then their scales, so the two have other strides."""
+    page = replace(INDEX, heads=3, width=32)
+    for block, other in ((64, 64), (128, 64), (64, 128)):
+        sender = mla(more=(replace(page, codec=ours),), block_tokens=block, blocks=6)
+        receiver = mla(more=(replace(page, codec=theirs),), block_tokens=other, blocks=6, pad_bytes=16)
+        carry(sender, receiver, range(5, 150), 1 << 16)
 
 
 def changed(pool: Pool, part: str, **changes: object) -> Pool:

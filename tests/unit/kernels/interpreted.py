@@ -114,6 +114,20 @@ def test_rows_have_scales_of_their_own(rows: Rows, name: str, wire: str) -> None
     check_rows(gather, scatter, rows, name, Number(wire), tame=True)
 
 
+@pytest.mark.parametrize("form", ["pow2_fp32", "ue8m0_x4"])
+@pytest.mark.parametrize("rotates", [False, True])
+def test_index_keys_are_rotated_and_their_scales_rounded_up(form: str, rotates: bool) -> None:
+    rows = Rows("page", heads=1, width=128, moved=range(0, 1), form=form, planes=2)
+    check_rows(gather, scatter, rows, "fp8_e4m3", Number("fp32"), tame=True, rotates=rotates)
+
+
+@pytest.mark.parametrize(("name", "width"), [("fp8_e5m2", 16), ("fp32", 64)])
+def test_plain_rows_are_rotated_too(name: str, width: int) -> None:
+    shape = Shape("columns", heads=3, width=width, size=DTYPES[name].itemsize, planes=2)
+    segments, size = chunk_of([shape], 3, 5, Cast(number(name, None), number("fp32", None), rotates=True), tame=True)
+    check_scatter(scatter, segments, size, tame=True)
+
+
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_rows_with_scales_and_scales_on_the_wire(wire: str, is_scaled: bool) -> None:

@@ -24,7 +24,17 @@ from tests.support import oracle
 from tests.support.carried import Mapped
 from tests.unit.kernels.chunks import MOVES, Shape, chunk_of, on, work_on
 from tests.unit.kernels.interpreted import CASTS
-from tests.unit.kernels.pulls import JOINED, PULLS, Ends, check_joined, check_pull, converted, ends_of
+from tests.unit.kernels.pulls import (
+    INDEX_KEYS,
+    JOINED,
+    PULLS,
+    Ends,
+    check_joined,
+    check_pull,
+    converted,
+    ends_of,
+    rotated,
+)
 from tests.unit.kernels.rows import Rows, segment_of
 
 
@@ -74,6 +84,15 @@ def test_rows_with_scales_of_their_own_at_both_ends(sender: Rows, receiver: Rows
     one, size = segment_of(sender, ours, Number("fp32"), 9, tame=True, is_exact=True)
     other, _ = segment_of(receiver, theirs, Number("fp32"), 9, seed=3)
     check_pull(pull, ([one], [other], size))
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("pow2_fp32", "pow2_fp32"), ("pow2_fp32", "ue8m0_x4"), ("ue8m0_x4", "pow2_fp32")]
+)
+def test_index_keys_become_what_the_other_engine_keeps(ours: str, theirs: str, rotates: bool) -> None:
+    """Scales any fp32, as SGLang's are: a product that is fused with a sum would be seen."""
+    check_pull(pull, rotated(INDEX_KEYS, ours, theirs, rotates))
 
 
 @pytest.mark.parametrize("is_sender", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.unit.kernels.chunks import (
     slot_on,
     work_on,
 )
+from tests.unit.kernels.rows import Rows, segment_of
 
 Pull = Callable[[PlacedPull, torch.Tensor | None, Work], None]
 Ends = tuple[list[Segment], list[Segment], int]
@@ -44,6 +46,7 @@ PULLS = [
     (Shape("nhd", width=9, size=1, shift=3), Shape("columns", width=9, size=1, shift=2)),
 ]
 WIRES = tuple(DTYPES)
+INDEX_KEYS = Rows("page", heads=1, width=128, moved=range(0, 1))
 
 
 def ends_of(
@@ -76,6 +79,14 @@ def converted(
         for layout, name in zip(layouts, (old, new), strict=True)
     ]
     return ends_of(shapes[:1], shapes[1:], 3, wanted, casts, tame=True)
+
+
+def rotated(rows: Rows, ours: str, theirs: str, rotates: bool, wanted: int = 9, **changes: Any) -> Ends:
+    """Rows with scales of their own at both ends, in the form `ours` and `theirs`; the receiver's are `changes`."""
+    one, size = segment_of(replace(rows, form=ours), "fp8_e4m3", Number("fp32"), wanted, tame=True)
+    receiver = replace(rows, form=theirs, **changes)
+    other, _ = segment_of(receiver, "fp8_e4m3", Number("fp32"), wanted, seed=3, rotates=rotates)
+    return [one], [other], size
 
 
 def check_pull(
@@ -122,6 +133,7 @@ JOINED = {
         90,
     ),
     "converted": converted("bf16", "fp8_e4m3", "fp8_e4m3", (1, 3), ("nhd", "hnd"), 6),
+    "lists of scales": rotated(INDEX_KEYS, "pow2_fp32", "ue8m0_x4", True, 18, where="token"),
 }
 
 

@@ -32,7 +32,7 @@ def rows_of(count: int, width: int) -> tuple[Field, RowScale]:
     memory = torch.full((count * (width + 4),), POISON, dtype=torch.uint8)
     stride = width + 4
     field = Field(memory, 4, Axis(1, 0), Axis(count, stride), (Axis(1, 0),), Axis(1, 0), (Axis(width, 1),), 1)
-    return field, RowScale(-4, 0)
+    return field, RowScale(-4, 0, stride, (Axis(1, 0),))
 
 
 def moved(field: Field, places: Places, cast: Cast) -> torch.Tensor:
@@ -102,6 +102,67 @@ def test_a_row_is_quantized_by_its_own_largest(name: str, wire: str) -> None:
     assert not found[40].any() and scales[40] == SMALLEST_SCALE
 
 
+def hadamard(width: int) -> np.ndarray:
+    """By its definition: the sign of an element is the parity of the bits that its row and column have in common."""
+    both = np.arange(width)[:, None] & np.arange(width)[None, :]
+    return np.where(np.bitwise_count(both) % 2, -1.0, 1.0) / np.sqrt(width)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("form", ["pow2_fp32", "ue8m0_x4"])
+def test_a_scale_that_is_a_power_of_two_is_rounded_up(form: str, rotates: bool) -> None:
+    """As engines write index keys: at least 1e-4 counts as the largest number of a row."""
+    rng = np.random.default_rng(3)
+    usual = rng.standard_normal((60, 128)) * np.exp2(np.arange(-30.0, 30.0))[:, None]
+    edges = np.zeros((6, 128))
+    edges[1:, 5] = (448.0, -448.0000305, 223.99998, 0.25, 1e-4)  # the scale is 1, 2, 0.5, ...
+    values = np.concatenate([usual, edges]).astype(np.float32)
+    field, own = rows_of(len(values), 128)
+    places = Places(torch.from_numpy(rng.permutation(len(values))))
+    slot = torch.from_numpy(values.reshape(1, -1).view(np.uint8).copy())
+    cast = Cast(Number("fp8_e4m3", replace(own, form=form)), Number("fp32"), rotates)
+    scatter_rows(field, places, slot, cast)
+    table = field.memory.numpy().reshape(len(values), 132)[places.index.numpy()]
+    sent = values.astype(np.float64) @ (hadamard(128) if rotates else np.eye(128))
+    least = np.maximum(np.abs(sent).max(axis=1), np.float32(1e-4)) / 448
+    wanted = np.exp2(np.ceil(np.log2(least)))
+    if not rotates:
+        assert wanted[61:65].tolist() == [1, 2, 0.5, 2.0**-10]
+    stored = table[:, :4].copy().view("<u4")[:, 0]
+    exponents = (np.log2(wanted) + 127).astype(np.uint32)
+    assert np.array_equal(stored, exponents << 23 if form == "pow2_fp32" else exponents * 0x01010101)
+    found = slow.decode(table[:, 4:].astype(np.int64), "fp8_e4m3", wanted[:, None])
+    if not rotates:
+        assert np.array_equal(table[:, 4:], slow.encode(values, "fp8_e4m3", wanted[:, None]))
+    bound = np.abs(sent) * (2.0**-4 + 2.0**-20) + wanted[:, None] * 2.0**-10
+    assert (np.abs(found - sent) <= bound).all() and sent[:60].any()
+
+    back = moved(field, places, cast)
+    gather_rows(field, places, back, cast)
+    assert np.array_equal(back.numpy().view(np.float32).reshape(values.shape), found.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32", "fp16", "fp8_e5m2"])
+@pytest.mark.parametrize("width", [1, 2, 64, 1024])
+def test_rows_without_a_scale_are_rotated_too_and_twice_is_not_at_all(name: str, width: int) -> None:
+    """By head: rows of different heads have nothing to do with each other."""
+    tokens, heads, size = 5, 3, DTYPES[name].itemsize
+    memory = torch.full((tokens * heads * width * size,), POISON, dtype=torch.uint8)
+    axes = Axis(1, 0), Axis(tokens, heads * width * size), (Axis(1, 0),), Axis(heads, width * size)
+    field = Field(memory, 0, *axes, (Axis(width, size),), size)
+    values = np.random.default_rng(2).standard_normal((heads, tokens, width)).astype(np.float32)
+    sent = torch.from_numpy(values.reshape(1, -1).view(np.uint8).copy())
+    places, cast = Places(torch.arange(tokens)), Cast(Number(name), Number("fp32"), True)
+    scatter_rows(field, places, sent, cast)
+    found = memory.view(DTYPES[name]).float().numpy().reshape(tokens, heads, width).swapaxes(0, 1)
+    step = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8_e5m2": 2.0**-2}.get(name, 2.0**-20)
+    assert np.abs(found - values @ hadamard(width)).max() <= step * 4
+    if name == "fp32":
+        scatter_rows(field, places, torch.from_numpy(found.reshape(1, -1).copy().view(np.uint8)), cast)
+        again = memory.view(torch.float32).numpy().reshape(tokens, heads, width).swapaxes(0, 1)
+        assert np.abs(again - values).max() < 1e-5
+
+
 @pytest.mark.parametrize("planes", [1, 3])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", NAMES)
@@ -166,23 +227,31 @@ def test_no_places_are_fine() -> None:
     assert torch.equal(segment.field.memory, before)
 
 
+def scale_at(at: int, **changes: Any) -> RowScale:
+    """Those of `Rows()`, elsewhere."""
+    return replace(Rows().row_scale(), at=at, **changes)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"scale": RowScale(1 << 20, 0)}, "row scales from byte"),
-        ({"scale": RowScale(-1000, 0)}, "row scales from byte"),
-        ({"scale": RowScale(2, 68)}, "multiples of 4 bytes: offset"),
-        ({"scale": RowScale(64, 34)}, "multiples of 4 bytes: offset"),
+        ({"scale": scale_at(1 << 20)}, "row scales from byte"),
+        ({"scale": scale_at(-1000)}, "row scales from byte"),
+        ({"scale": scale_at(2)}, "multiples of 4 bytes: offset"),
+        ({"scale": scale_at(64, head_stride=34)}, "multiples of 4 bytes: offset"),
         ({"name": "fp8_e5m2"}, "for fp8_e4m3 and int8, not for fp8_e5m2"),
         ({"rows": Rows(width=1028, blocks=1)}, "row: 1028 numbers, with row scales at most 1024"),
-        ({"wire": Number("fp8_e4m3", RowScale(0, 0))}, "the wire has none"),
+        ({"wire": Number("fp8_e4m3", scale_at(0))}, "the wire has none"),
+        ({"scale": scale_at(64, form="fp16")}, "row scales are fp32, pow2_fp32, ue8m0_x4, not fp16"),
+        ({"scale": scale_at(64, tokens=(Axis(3, 272),))}, "row scales: 3 in a block of 4 rows"),
+        ({"rows": Rows(width=96), "rotates": True}, "row: 96 numbers, rotated ones have a power of two, at most 1024"),
     ],
 )
 def test_refuses_what_does_not_fit_before_anything_is_written(change: dict[str, Any], reason: str) -> None:
     rows = change.get("rows", Rows())
     segment, size = segment_of(rows, "fp8_e4m3", Number("bf16"), 4)
     memory = Number(change.get("name", "fp8_e4m3"), change.get("scale", rows.row_scale()))
-    segment = replace(segment, cast=Cast(memory, change.get("wire", Number("bf16"))))
+    segment = replace(segment, cast=Cast(memory, change.get("wire", Number("bf16")), change.get("rotates", False)))
     before = segment.field.memory.clone()
     slot = torch.full((1, segment.plane_bytes), POISON, dtype=torch.uint8)
     with pytest.raises(ValueError, match=reason):
