@@ -46,7 +46,12 @@ def keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
     tokens = len(req.origin_input_ids)
     slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    rows = _halves(pool, slots) if hasattr(pool, "layers_mapping") else _rows(pool, slots, pool.start_layer)
+    if hasattr(pool, "layers_mapping"):
+        rows = _halves(pool, slots)
+    else:
+        rows = _rows(getattr(pool, "main_pool", pool), slots, pool.start_layer)
+    for layer in getattr(pool, "index_k_layer_id_mapping", ()):  # index keys in rows of their own, as MiniMax M3's
+        rows[f"{layer}.index_key"] = _bytes(pool.get_index_k_buffer(layer)[slots])
     drafts = () if scheduler.draft_worker is None else scheduler.draft_worker._draft_model_runners()
     for number, runner in enumerate(drafts, start=scheduler.model_config.num_hidden_layers):  # after the model's
         rows |= _rows(runner.token_to_kv_pool, slots, number)

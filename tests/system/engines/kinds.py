@@ -296,12 +296,14 @@ def write_sparse(folder: Path, **changes: object) -> Path:
     return write_latent(folder, **config | changes)
 
 
-def write_plain_sparse(folder: Path, query_heads: int = QUERY_HEADS) -> Path:
-    """MiniMax M3 without experts: K and V in all layers, index keys in all but the first. It chooses 2048 tokens."""
+def write_plain_sparse(folder: Path, query_heads: int = QUERY_HEADS, has_images: bool = True) -> Path:
+    """MiniMax M3 without experts: K and V in all layers, index keys in all but the first. It chooses 2048 tokens.
+
+    `has_images`: the language model inside a model of images, as it is published. SGLang would want their processor.
+    """
     width = 128  # the only one of its kernels
     chooses = [0] + [1] * (LAYERS - 1)
     text: dict[str, Any] = dict(
-        model_type="minimax_m3_text",
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         intermediate_size=HIDDEN,
@@ -314,7 +316,13 @@ def write_plain_sparse(folder: Path, query_heads: int = QUERY_HEADS) -> Path:
         rope_theta=10000.0,
         rotary_dim=width // 2,
         partial_rotary_factor=0.5,
+        rms_norm_eps=1e-5,
+        use_qk_norm=True,
+        qk_norm_type="per_head",
+        use_gemma_norm=True,
         hidden_act="swigluoai",
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
         num_local_experts=4,
         num_experts_per_tok=2,
         moe_layer_freq=[0] * LAYERS,
@@ -333,7 +341,8 @@ def write_plain_sparse(folder: Path, query_heads: int = QUERY_HEADS) -> Path:
             sparse_attention_freq=chooses,
         ),
     )
-    write_config(folder, architectures=["MiniMaxM3SparseForCausalLM"], model_type="minimax_m3_vl", text_config=text)
+    inner = {"text_config": text | {"model_type": "minimax_m3_text"}} if has_images else text
+    write_config(folder, architectures=["MiniMaxM3SparseForCausalLM"], model_type="minimax_m3_vl", **inner)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
         "model.norm.weight": (HIDDEN,),

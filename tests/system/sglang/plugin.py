@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,9 +61,10 @@ def register() -> None:
 
 
 def index_without_a_gpu() -> None:
-    """SGLang asks for a GPU's capability, and its indexer runs on one. Here it chooses all tokens."""
+    """SGLang asks for a GPU's capability, and its indexers run on one. Here they choose all tokens."""
     import torch
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+    from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxSparseAttnBackend
 
     init = Indexer.__init__
 
@@ -72,6 +74,8 @@ def index_without_a_gpu() -> None:
 
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     Indexer.__init__, Indexer.forward = made, _index
+    for name in ("forward_extend", "forward_decode"):
+        setattr(MiniMaxSparseAttnBackend, name, partialmethod(_attend_to_all, name))
 
 
 def _index(self: Any, x: Any, q_lora: Any, positions: Any, forward_batch: Any, layer_id: int, **_: Any) -> None:
@@ -101,6 +105,15 @@ def _index(self: Any, x: Any, q_lora: Any, positions: Any, forward_batch: Any, l
     at, place = (slots // page)[:, None], (slots % page)[:, None]
     pages[at, place * width + torch.arange(width)] = stored
     pages[at, page * width + place * 4 + torch.arange(4)] = scales.contiguous().view(torch.uint8)
+
+
+def _attend_to_all(
+    self: Any, name: str, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool = True, **index: Any
+) -> tuple[None, Any]:
+    """MiniMax M3's attention: the pool's own writer keeps the rows, and SGLang's attention for CPUs reads K and V."""
+    scales = (layer.k_scale_float, layer.v_scale_float, layer.idx_k_scale_float)
+    self.kv_pool.set_fused_kv_index_buffer(layer, batch.out_cache_loc, k, v, index["idx_k"], index["idx_v"], *scales)
+    return None, getattr(self.dense_backend, name)(q, k, v, layer, batch, False).flatten(1)
 
 
 def _dram(original: Any, kinds: Any, expected_len: int) -> list[str]:
