@@ -5,18 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..device.copier import BlockCopier, Compiling, Moved
 from ..errors import EngineError, KVBridgeError
-from ..exchange.leases import ReadLease
-from ..exchange.orders import Digest, Fill, Pull, ReceiveOrder, SendOrder
+from ..exchange.orders import Digest, Fill, Lease, Pull, ReceiveOrder, SendOrder, StopReceiving, StopSending
 from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
 from .attached import AttachedMemory
-from .receive_orders import OrderedReceive
-from .send_orders import OrderedSend
 
 log = logging.getLogger("kvbridge.data_plane")
+
+
+class Stoppable(Protocol):
+    """A transfer that the exchange may stop."""
+
+    @property
+    def transfer(self) -> str: ...
+
+    stop: StopSending | StopReceiving | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ class WaitFence:
     attached: AttachedMemory
     count: int
     deadline: float
-    what: OrderedSend | OrderedReceive | None  # the transfer that waits
+    what: Stoppable | None  # the transfer that waits
 
     @property
     def is_over(self) -> bool:
@@ -60,7 +66,7 @@ class WaitLease:
     """Until the lease covers `at`, or the transfer has ended; resumed with None, or EngineError as above."""
 
     attached: AttachedMemory
-    lease: ReadLease
+    lease: Lease
     at: float
     deadline: float
 
@@ -126,9 +132,7 @@ Job = Generator[Wait, Event, None]
 Settle = Callable[[Any, Exception | None], None]  # takes a job's result, or its error
 
 
-def begun(
-    attached: AttachedMemory, count: int, ends: float, what: OrderedSend | OrderedReceive
-) -> Generator[Wait, Event, None]:
+def begun(attached: AttachedMemory, count: int, ends: float, what: Stoppable) -> Generator[Wait, Event, None]:
     """Wait until our engine has finished with the blocks. Raises EngineError if the transfer is stopped by then."""
     if not (wait := WaitFence(attached, count, ends, what)).is_over:
         yield wait

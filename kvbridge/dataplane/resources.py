@@ -15,14 +15,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from kvbridge_proto.peer import PROBE_LANES, DeviceCard, FabricCard, Route
+from kvbridge_proto.peer import PROBE_LANES, DeviceCard, FabricCard
 
 from ..device import driver
 from ..device.copier import BlockCopier
 from ..device.copier_cpu import CpuBlockCopier
 from ..device.staging import Span, Staging, check_slots
 from ..errors import FabricError, OperatorError
-from ..exchange.route import Site
+from ..exchange.route import READ_ROUTE_NAMES, SLOT_ROUTE_NAMES, Site
 from ..options import AgentConfig
 from ..transport.endpoint import beyond_loopback
 from ..transport.fabric import Fabric
@@ -33,7 +33,6 @@ from .slots import SendSlot
 
 log = logging.getLogger("kvbridge.data_plane")
 
-PULL: Route = "pull"
 SCRATCH_BYTES = 4 << 20
 MOST_KEPT = 2  # old stagings that rebuilds may keep: GPU memory for good, host memory until writes out of it have ended
 
@@ -310,7 +309,7 @@ class StagingSize:
     send_slots: int
 
 
-PULLS = 4  # launches at once, of all transfers: while one reads the next are launched
+READS = 4  # launches at once, of all transfers: while one reads the next are launched
 # A chunk costs each agent about half a millisecond of Python, whatever its size. So fast links get large chunks.
 ROOM_ON_GPU = StagingSize(128 << 20, 6, 2)
 ROOM_IN_HOST = StagingSize(4 << 20, 32, 16)
@@ -345,11 +344,17 @@ def open_resources(config: AgentConfig, incarnation: str) -> Resources:
     return resources
 
 
+def reads_memory(config: AgentConfig) -> bool:
+    """Whether a route is allowed by which agents of this host read each other's engine's memory."""
+    return any(route in READ_ROUTE_NAMES for route in config.routes)
+
+
 def _needs_slots(config: AgentConfig) -> bool:
     """Whether every peer will need slots, or agents of other hosts may."""
-    if config.routes[0] != PULL or not config.share_memory:
+    by_slots = [route for route in config.routes if route in SLOT_ROUTE_NAMES]
+    if config.routes[0] in by_slots or not config.share_memory:
         return True
-    return set(config.routes) != {PULL} and bool(beyond_loopback(config.listen, config.advertise, config.dial))
+    return bool(by_slots) and bool(beyond_loopback(config.listen, config.advertise, config.dial))
 
 
 def _bare(incarnation: str, config: AgentConfig, size: StagingSize, copier: BlockCopier) -> Site:
@@ -364,7 +369,7 @@ def _bare(incarnation: str, config: AgentConfig, size: StagingSize, copier: Bloc
 def _site(
     config: AgentConfig, card: FabricCard, host: FabricCard | None = None, device: DeviceCard | None = None
 ) -> Site:
-    shares_memory = PULL in config.routes and config.share_memory
+    shares_memory = reads_memory(config) and config.share_memory
     try:
         machine = KERNEL.read_text().strip()
     except OSError:  # hidden, as by systemd's ProcSubset=pid
@@ -412,9 +417,9 @@ def _copier(gpu: driver.Gpu | None, size: StagingSize, config: AgentConfig) -> B
         return CpuBlockCopier()
     from ..device.copier_gpu import GpuBlockCopier
 
-    has_pulls, table_bytes = PULL in config.routes, max(1 << 20, size.slot_bytes // 16)
-    pulls = PULLS if has_pulls else 1  # a fill is a read too, whatever the routes
-    return GpuBlockCopier(gpu, 1, table_bytes, pulls, config.pull_ctas, only_fills=not has_pulls, aside=True)
+    reads, table_bytes = reads_memory(config), max(1 << 20, size.slot_bytes // 16)
+    at_once = READS if reads else 1  # a fill is a read too, whatever the routes
+    return GpuBlockCopier(gpu, 1, table_bytes, at_once, config.pull_ctas, only_fills=not reads, aside=True)
 
 
 def _endpoint(

@@ -17,12 +17,12 @@ from msgspec import structs
 
 from ..agent.daemon import trust_of
 from ..agent.describe import route_of, verdict_of
-from ..dataplane.resources import PULL, Resources, chosen_gpu, open_resources, staging_size
+from ..dataplane.resources import Resources, chosen_gpu, open_resources, staging_size
 from ..dataplane.routes.choice import is_proved
 from ..dataplane.routes.rate import is_slow, is_too_small
 from ..device.copier_cpu import CpuBlockCopier
 from ..errors import KVBridgeError, OperatorError
-from ..exchange.route import Site
+from ..exchange.route import READ_ROUTE_NAMES, SLOT_ROUTE_NAMES, Site
 from ..exchange.session import AttachedEngine, Session, accept, hello
 from ..local_agents import ask_pool
 from ..loopback.pools import Shape, describe
@@ -49,11 +49,11 @@ REMEDIES = {
     "no_engine": "wait until its engine has attached",
     "no_route": "see `routes` and `net_devices` on both sides, firewalls, and the checks of routes on both hosts",
 }
-PULL_UNSEEN = (
+UNSEEN = (
     "pull, which reads an engine's memory, was not looked at: `kvbridge status` shows whether it is taken once a "
     "request has come"
 )
-PULL_ALONE = "pull is the only one that `routes` allows"
+ALONE = "pull is the only one that `routes` allows"
 NOT_ASKED = (
     "no byte was moved; --prove-route moves some, for which the other agent may have to allocate its staging memory, "
     "(receive_slots + send_slots + 2) * slot_bytes, which it keeps until it ends"
@@ -110,7 +110,7 @@ def _slots(subject: Subject, incarnation: str) -> ProbeSlots:
     config = subject.config
     routes = _written(config)
     if not routes:
-        return ProbeSlots(None, f"no route was tried: {PULL_ALONE}, and it reads an engine's memory")
+        return ProbeSlots(None, f"no route was tried: {ALONE}, and it reads an engine's memory")
     if not subject.prove_route:
         return ProbeSlots(None, NOT_ASKED)
     devices = trust_of(config).data_devices(config.listen, config.advertise, config.net_devices)
@@ -136,7 +136,7 @@ def _slots(subject: Subject, incarnation: str) -> ProbeSlots:
 
 def _written(config: AgentConfig) -> tuple[Route, ...]:
     """The allowed routes by which a peer writes to slots."""
-    return tuple(route for route in config.routes if route != PULL)
+    return tuple(route for route in config.routes if route in SLOT_ROUTE_NAMES)
 
 
 def _is_taken(address: str) -> bool:
@@ -160,8 +160,8 @@ def _refused(answer: Refuse, said: str, slots: ProbeSlots, config: AgentConfig, 
     if not is_ours and answer.code in ("incompatible", "no_slots", "no_route"):
         return _alone(said)
     fits = f"{said}, and its engine's pool fits ours"  # it looks at pools first
-    if answer.code == "no_route" and not why_not_here(PULL, config, is_gpu=False) and _is_of_pull(answer.reasons):
-        return ok(f"{fits}; no route was tried: it allows pull alone; {PULL_UNSEEN}")
+    if answer.code == "no_route" and _read(config, is_gpu=False) and _is_of_reading(answer.reasons):
+        return ok(f"{fits}; no route was tried: it allows pull alone; {UNSEEN}")
     if slots.resources is None and (answer.code == "no_slots" or (answer.code == "no_route" and not _written(config))):
         text = f"{fits}; {slots.lacks}"
         return warning(text, slots.remedy) if slots.remedy else ok(text)
@@ -171,15 +171,21 @@ def _refused(answer: Refuse, said: str, slots: ProbeSlots, config: AgentConfig, 
     )
 
 
-def _is_of_pull(reasons: tuple[str, ...]) -> bool:
-    """Whether there is nothing against a route but that our Hello hides `pull`."""
-    return bool(reasons) and all(reason.startswith(f"{PULL}: ") for reason in reasons)
+def _read(config: AgentConfig, is_gpu: bool) -> list[Route]:
+    """The routes by which memory is read, as far as they may work here."""
+    read = [route for route in config.routes if route in READ_ROUTE_NAMES]
+    return [route for route in read if not why_not_here(route, config, is_gpu)]
+
+
+def _is_of_reading(reasons: tuple[str, ...]) -> bool:
+    """Whether there is nothing against a route but that our Hello hides those by which memory is read."""
+    return bool(reasons) and all(reason.partition(": ")[0] in READ_ROUTE_NAMES for reason in reasons)
 
 
 def _judged(session: Session, resources: Resources, config: AgentConfig, said: str) -> Finding:
     """What its proof says of the route."""
     routed, agent = session.routed, session.peer
-    reasons = [each for each in routed.why.split("; ") if not each.startswith(f"{PULL}: ")]  # we did not allow it
+    reasons = [each for each in routed.why.split("; ") if each.partition(": ")[0] not in READ_ROUTE_NAMES]
     session = replace(session, routed=replace(routed, why="; ".join(reasons)))
     text = f"{said}: {agent.name} (kvbridge {agent.version}), {verdict_of(session)}; {route_of(session)}"
     if routed.probe is None or not is_proved(resources, routed.route, LANE, routed.probe):
@@ -196,9 +202,9 @@ def _unseen(session: Session, resources: Resources, config: AgentConfig) -> str:
     """The routes that we may have here and that this says nothing of."""
     routed, is_gpu = session.routed, resources.site.fabric.memory == "vram"
     here = [route for route in config.routes if route != routed.route and not why_not_here(route, config, is_gpu)]
-    untried = [route for route in here if route != PULL and f"{route}: " not in routed.why]
+    untried = [route for route in here if route in SLOT_ROUTE_NAMES and f"{route}: " not in routed.why]
     others = f"{', '.join(untried)}: not tried, as {routed.route} works" if untried else ""
-    return "; ".join(filter(None, (others, PULL_UNSEEN if PULL in here else "")))
+    return "; ".join(filter(None, (others, UNSEEN if _read(config, is_gpu) else "")))
 
 
 async def _greeted(subject: Subject, engine: AttachedEngine) -> tuple[Link, Welcome | Refuse]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from kvbridge_proto.peer import Route, SlotLease, Sum
 from kvbridge_proto.pool import Pool
 
 from ..geometry.plan import Part, Plan
 from ..geometry.tokens import BlockTable
-from .leases import ReadLease
 from .session import EngineMemoryId
 
 Failure = tuple[str, str] | None  # (code, reason)
@@ -131,6 +130,16 @@ class StopReceiving:
     reason: str
 
 
+class Lease(Protocol):
+    """How long what is read counts."""
+
+    is_given_up: bool  # the transfer has ended: read no more
+
+    def counts(self, now: float) -> bool:
+        """Whether a read counts. `now` must be taken after the read was seen to end."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Pull:
     """Read chunks [first_chunk, end_chunk) from the blocks of the sender's engine into ours, on the route `pull`.
@@ -148,7 +157,7 @@ class Pull:
     tables: Mapping[int, BlockTable]
     first_chunk: int
     end_chunk: int
-    lease: ReadLease
+    lease: Lease
     fence: int
     compared: frozenset[int] = frozenset()
 

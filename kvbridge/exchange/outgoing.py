@@ -182,8 +182,8 @@ class SendingRoute(abc.ABC):
         """What may begin now that others have gone on."""
         return []
 
-    def answers(self, now: float, has_reached: Callable[[int], bool]) -> list[Action]:
-        """Answers that receivers wait for, now that all is read that our engine has sent until just before."""
+    def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
+        """Answers that receivers wait for. All is read that our engine had sent by `heard_at`."""
         return []
 
 

@@ -7,8 +7,9 @@ from typing import get_args
 
 from kvbridge_proto.peer import DeviceCard, FabricCard, Hello, Probe, ProcessCard, Route
 
+READ_ROUTE_NAMES: tuple[Route, ...] = ("pull",)  # by which a receiver's agent reads the sender's engine's memory
 # Routes through slots, in the order of `Route`.
-SLOT_ROUTE_NAMES: tuple[Route, ...] = tuple(route for route in get_args(Route) if route != "pull")
+SLOT_ROUTE_NAMES: tuple[Route, ...] = tuple(route for route in get_args(Route) if route not in READ_ROUTE_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Site:
 
     def routes_to(self, can_pull: bool) -> tuple[Route, ...]:
         """The allowed routes to a peer; `can_pull` says whether we may read its memory."""
-        return tuple(route for route in self.routes if can_pull or not Routed(route).is_pulled)
+        return tuple(route for route in self.routes if can_pull or route in SLOT_ROUTE_NAMES)
 
     @property
     def dram(self) -> FabricCard | None:
@@ -71,7 +72,7 @@ class Routed:
     @property
     def is_pulled(self) -> bool:
         """Whether the receiver reads the sender's blocks itself: no slots are lent."""
-        return self.route == "pull"
+        return self.route in READ_ROUTE_NAMES
 
     @property
     def rate(self) -> Rate | None:

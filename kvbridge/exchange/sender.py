@@ -21,7 +21,6 @@ from ..states import OFFER_TABLE, OUTGOING_TABLE, OfferEvent, OfferState, Outgoi
 from .actions import Action, Met, Send, Tell
 from .block_tables import check_begin, check_late, extended
 from .containers import Deadlines, Recent
-from .leases import LEASE_HEARD_S
 from .orders import Broken, Quiet, RouteReport, SendingReport, StopSending
 from .outgoing import (
     AWAITED_S,
@@ -362,16 +361,14 @@ class Sender:
         return bool(self._undecided) or any(route.is_owing for route in self._routes)
 
     def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
-        """Answers that receivers wait for; none if we heard our engine too long ago to rule out a withdrawal.
+        """Answers that receivers wait for: what they may read, and refusals of what is not offered here (any more).
 
         `SenderRunner._answers` calls this, after everything that made an answer due and after `note_if_silent`.
         `heard_at` is when we last had read everything the engine sent. `has_reached` says whether its fence has reached
-        a count. Every answer begins a lease now, except refusals of what is not offered here (any more).
+        a count.
         """
         actions = self._refuse_unoffered(heard_at)
-        if now - heard_at >= LEASE_HEARD_S:
-            return actions
-        return actions + [action for route in self._routes for action in route.answers(now, has_reached)]
+        return actions + [action for route in self._routes for action in route.answers(now, heard_at, has_reached)]
 
     def _refuse_unoffered(self, heard_at: float) -> list[Action]:
         """Refuse claims of what was offered before they came, if no such offer is there.

@@ -19,7 +19,7 @@ from ...device.staging import Span, lane_of
 from ...errors import FabricError
 from ...exchange.route import Routed, Site
 from ..awaits import Event, Wait
-from ..resources import PULL, Resources
+from ..resources import Resources
 from . import pull
 from .direct import DirectRoute
 from .host import HostRoute
@@ -30,6 +30,7 @@ from .slot_route import Landing, SlotRoute, Target
 log = logging.getLogger("kvbridge.routes")
 
 SLOT_ROUTES: Mapping[Route, SlotRoute] = {each.name: each for each in (DirectRoute(), NixlRoute(), HostRoute())}
+PULL: Route = "pull"
 NOT_CONNECTED = 0  # the serial of a route that nothing is written over
 
 

@@ -31,7 +31,7 @@ log = logging.getLogger("kvbridge.data_plane")
 GIVEN_UP = -1  # no ticket
 # Reads of a transfer under way at once. A chunk of 128 MiB is read in 0.38 ms, and a slow core needs as long to launch
 # the next: with two the stream ran dry (two H100s, f7f42e7: 0.47 ms a chunk). That was with one stream; now pulls take
-# turns on two (copier_gpu.py). Fewer than the copier allows (PULLS), so that one transfer does not keep the others
+# turns on two (copier_gpu.py). Fewer than the copier allows (READS), so that one transfer does not keep the others
 # waiting.
 MOST_AHEAD = 3
 ENDED_WHILE_READ: Failure = ("aborted", "the transfer ended while it was read")

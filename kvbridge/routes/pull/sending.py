@@ -15,7 +15,7 @@ from ...errors import PeerError
 from ...exchange.actions import Action, ReadWhole, Send, Unconfirmed
 from ...exchange.block_tables import ready_chunks
 from ...exchange.containers import Deadlines
-from ...exchange.leases import LEASE_S, GrantedLease
+from ...exchange.leases import LEASE_HEARD_S, LEASE_S, GrantedLease
 from ...exchange.orders import Digest, Digested, RouteReport, Watch
 from ...exchange.outgoing import OutgoingTransfer, SendingRoute
 from ...exchange.session import Session
@@ -43,8 +43,13 @@ class PullSending(SendingRoute):
             raise PeerError("bad_lease", f"leases: {len(claim.leases)} of a route without slots")
         return OutgoingByPull(claim, session, plan, now, route=self)
 
-    def answers(self, now: float, has_reached: Callable[[int], bool]) -> list[Action]:
-        """The block tables that receivers wait for. Every answer begins a lease now."""
+    def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
+        """The block tables that receivers wait for; none if we heard our engine too long ago to rule out a withdrawal.
+
+        Every answer begins a lease now.
+        """
+        if now - heard_at >= LEASE_HEARD_S:
+            return []
         actions: list[Action] = []
         for out in list(self.owed.values()):
             offered, granted = out.offered, out.granted

@@ -38,6 +38,7 @@ from kvbridge.exchange.outgoing import OpenOffer, Rendezvous
 from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.slots import ReceiveSlots
+from kvbridge.routes.pull import sending
 from kvbridge.routes.pull.receiving import IncomingByPull
 from kvbridge.routes.pull.sending import OutgoingByPull
 from kvbridge.routes.slots.receiving import IncomingBySlots, SlotReceiving
@@ -483,7 +484,7 @@ MUTATIONS: dict[str, Rule] = {
     "count_unanswered_renewal": Rule(_renewed_unheard, PULLED + 3, READ_WRONG, answered_late),
     "check_clock_before_read_ends": Rule(_looks_before, PULLED + 85, READ_WRONG, uncompared),
     "lease_without_hearing_engine": Rule(
-        instead(sender, "LEASE_HEARD_S", float("inf")), PULLED + 20, READ_WRONG, asked_unheard
+        instead(sending, "LEASE_HEARD_S", float("inf")), PULLED + 20, READ_WRONG, asked_unheard
     ),
     "release_leased_blocks": Rule(
         instead(OutgoingByPull, "is_promised", property(lambda self: False)), PULLED + 0, READ_WRONG, unheard(None)
