@@ -10,7 +10,7 @@ from kvbridge_proto.peer import PROBE_LANES
 
 from kvbridge.agent.peer_records import IncomingPeer, OutgoingPeer
 from kvbridge.agent.peers import Peers
-from kvbridge.dataplane.routes.choice import NOT_CONNECTED
+from kvbridge.routes.choice import NOT_CONNECTED
 from kvbridge.states import SessionState
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from kvbridge.dataplane.awaits import WaitEngineHeard, WaitFence, WaitLease
 from kvbridge.dataplane.data_plane import IDLE_S, DataPlane
 from kvbridge.dataplane.receive_orders import LandedChunk
 from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
-from kvbridge.dataplane.send_orders import OrderedSend
 from kvbridge.device.copier import BlockCopier
 from kvbridge.device.fence import FencePage
 from kvbridge.device.memory import AttachedPool
@@ -29,8 +28,9 @@ from kvbridge.device.staging import Staging
 from kvbridge.errors import PeerError
 from kvbridge.exchange.route import Rate, Site
 from kvbridge.exchange.session import Session
-from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.options import AgentConfig
+from kvbridge.routes.slots.receive_slots import ReceiveSlots
+from kvbridge.routes.slots.send_orders import OrderedSend
 from kvbridge.states import OfferState, OutgoingState, WantState
 from kvbridge.transport.control import Control
 from kvbridge.transport.door import Holder

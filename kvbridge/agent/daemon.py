@@ -32,15 +32,15 @@ from ..dataplane.data_plane import DataPlane
 from ..dataplane.resources import open_resources
 from ..dataplane.watchdog import STUCK_S
 from ..errors import OperatorError
-from ..exchange.leases import CHECK_EVERY
 from ..exchange.orders import ReceivingReport, SendingReport
 from ..exchange.receiver import Receiver
 from ..exchange.route import Site
 from ..exchange.sender import Sender
-from ..exchange.slots import ReceiveSlots
 from ..failpoints import VARIABLE, arm_from_environment
 from ..options import AgentConfig, Supervision
-from ..routes import receiving_routes, sending_routes
+from ..routes.halves import receiving_routes, sending_routes
+from ..routes.pull.leases import CHECK_EVERY
+from ..routes.slots.receive_slots import ReceiveSlots
 from ..states import SessionState
 from ..transport.control import Control
 from ..transport.descriptors import links, raised

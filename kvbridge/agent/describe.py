@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from ..dataplane.routes.rate import is_slow
 from ..exchange.session import Session
 from ..geometry.compat import Convertible
+from ..routes.rate import is_slow
 
 log = logging.getLogger("kvbridge.peers")
 

@@ -27,12 +27,12 @@ from kvbridge_proto.peer import (
 )
 
 from ..dataplane.data_plane import DataPlane
-from ..dataplane.routes.choice import NOT_CONNECTED, Connected, candidates, may_be_written, to_be_read
-from ..dataplane.routes.slot_route import Landing
 from ..errors import FabricError
 from ..exchange.route import Site
 from ..exchange.session import AttachedEngine, answer, welcome
 from ..failpoints import failpoint
+from ..routes.choice import NOT_CONNECTED, Connected, candidates, may_be_written, to_be_read
+from ..routes.slots.slot_route import Landing
 from ..transport.link import Link
 from .describe import described, warn_of_route
 from .doors import Doors

@@ -24,8 +24,8 @@ from kvbridge_proto.peer import (
     Settled,
 )
 
-from ..dataplane.routes.choice import Connected
 from ..exchange.session import EngineMemoryId, Session
+from ..routes.choice import Connected
 from ..states import SESSION_TABLE, SessionEvent, SessionState
 from ..transport.link import Link
 

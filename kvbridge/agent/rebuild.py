@@ -28,7 +28,7 @@ from ..dataplane.data_plane import DataPlane
 from ..dataplane.resources import StagingEndpoints
 from ..dataplane.slots import SendSlots
 from ..errors import KVBridgeError
-from ..exchange.slots import ReceiveSlots
+from ..routes.slots.receive_slots import ReceiveSlots
 from .engines import Engines
 from .metrics import Metrics
 

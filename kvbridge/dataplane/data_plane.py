@@ -53,6 +53,11 @@ from ..exchange.orders import (
 from ..exchange.route import Rate, Site
 from ..exchange.session import EngineMemoryId
 from ..failpoints import failpoint
+from ..routes.choice import Connected
+from ..routes.pull.job import PullRoute
+from ..routes.slots.jobs import Jobs
+from ..routes.slots.send_orders import SendOrders
+from ..routes.slots.slot_route import Landing
 from ..transport.fabric import Noticed
 from ..unix_socket import close_fds
 from .attached import AttachedMemory
@@ -71,14 +76,9 @@ from .awaits import (
     WaitWrite,
 )
 from .fills import Fills
-from .jobs import Jobs
 from .linger import Linger, nap_exactly, usual_naps
 from .receive_orders import LandedChunk, ReceiveOrders
 from .resources import Resources, StagingEndpoints
-from .routes.choice import Connected
-from .routes.pull import PullRoute
-from .routes.slot_route import Landing
-from .send_orders import SendOrders
 from .watchdog import STUCK_S, Watchdog, end_process
 
 log = logging.getLogger("kvbridge.data_plane")

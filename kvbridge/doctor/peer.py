@@ -18,8 +18,6 @@ from msgspec import structs
 from ..agent.daemon import trust_of
 from ..agent.describe import route_of, verdict_of
 from ..dataplane.resources import Resources, chosen_gpu, open_resources, staging_size
-from ..dataplane.routes.choice import is_proved
-from ..dataplane.routes.rate import is_slow, is_too_small
 from ..device.copier_cpu import CpuBlockCopier
 from ..errors import KVBridgeError, OperatorError
 from ..exchange.route import READ_ROUTE_NAMES, SLOT_ROUTE_NAMES, Site
@@ -28,6 +26,8 @@ from ..local_agents import ask_pool
 from ..loopback.pools import Shape, describe
 from ..oneline import plain
 from ..options import AgentConfig
+from ..routes.choice import is_proved
+from ..routes.rate import is_slow, is_too_small
 from ..transport.control import Control
 from ..transport.events import Arrived, Lost, Reached, Rejected, Settings
 from ..transport.link import Link
@@ -185,7 +185,9 @@ def _is_of_reading(reasons: tuple[str, ...]) -> bool:
 def _judged(session: Session, resources: Resources, config: AgentConfig, said: str) -> Finding:
     """What its proof says of the route."""
     routed, agent = session.routed, session.peer
-    reasons = [each for each in routed.why.split("; ") if each.partition(": ")[0] not in READ_ROUTE_NAMES]
+    reasons = [
+        each for each in routed.why.split("; ") if each.partition(": ")[0] not in READ_ROUTE_NAMES
+    ]  # we hid them
     session = replace(session, routed=replace(routed, why="; ".join(reasons)))
     text = f"{said}: {agent.name} (kvbridge {agent.version}), {verdict_of(session)}; {route_of(session)}"
     if routed.probe is None or not is_proved(resources, routed.route, LANE, routed.probe):

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..dataplane.resources import chosen_gpu
-from ..dataplane.routes.rate import SLOW_BYTES_PER_S
 from ..errors import OperatorError
 from ..loopback.carry import PairOutcome, carry, memcpy_bytes_per_s
 from ..loopback.pools import DemoRequest, Shape
 from ..loopback.processes import agents
 from ..options import AgentConfig
+from ..routes.rate import SLOW_BYTES_PER_S
 from .finding import DoctorCheck, Finding, Subject, failed, not_here, ok
 from .neighbours import told
 

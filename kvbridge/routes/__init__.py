@@ -1,30 +1,7 @@
 """The routes from one engine's blocks into another's: a folder for each that has a protocol of its own.
 
 `receiving.py` and `sending.py` are its halves of the exchange: what a claim carries, what its messages and the data
-plane's reports mean, and when a transfer is over.
+plane's reports mean, and when a transfer is over. Beside them is what they keep (read leases, slots), and the jobs for
+the data plane's thread. Every route through slots has a file besides: how its slots are opened and written. choice.py
+chooses among all routes, and proves those through slots.
 """
-
-from __future__ import annotations
-
-from kvbridge_proto.peer import Route
-
-from ..exchange.containers import Deadlines
-from ..exchange.incoming import OpenTransfers, ReceivingRoute
-from ..exchange.outgoing import SendingRoute
-from ..exchange.route import SLOT_ROUTE_NAMES
-from ..exchange.slots import ReceiveSlots
-from .pull.receiving import PullReceiving
-from .pull.sending import PullSending
-from .slots.receiving import SlotReceiving
-from .slots.sending import SlotSending
-
-
-def receiving_routes(opened: OpenTransfers, slots: ReceiveSlots, check_every: int = 0) -> dict[Route, ReceivingRoute]:
-    """The receiving half of every route. One in `check_every` pulled chunks is compared; 0 compares none."""
-    by_slots = SlotReceiving(opened, slots)
-    return {"pull": PullReceiving(opened, check_every), **dict.fromkeys(SLOT_ROUTE_NAMES, by_slots)}
-
-
-def sending_routes(deadlines: Deadlines[tuple[str, str]]) -> dict[Route, SendingRoute]:
-    """The sending half of every route."""
-    return {"pull": PullSending(deadlines), **dict.fromkeys(SLOT_ROUTE_NAMES, SlotSending())}

@@ -7,8 +7,8 @@ from functools import partial
 from typing import cast
 
 from kvbridge.exchange.receiver import Receiver
-from kvbridge.exchange.slots import ReceiveSlots
-from kvbridge.routes import receiving_routes
+from kvbridge.routes.halves import receiving_routes
+from kvbridge.routes.slots.receive_slots import ReceiveSlots
 from kvbridge.routes.slots.receiving import SlotReceiving
 
 

@@ -64,9 +64,6 @@ ROOMS = {
         {"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.geometry", "kvbridge.states"},
         {"msgspec", "numpy"},
     ),
-    "kvbridge.routes": Room(
-        {"kvbridge_proto", "kvbridge.errors", "kvbridge.geometry", "kvbridge.exchange", "kvbridge.states"}
-    ),
     "kvbridge.device": Room(
         {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"}, {"torch", "numpy", "cuda"}
     ),
@@ -79,7 +76,9 @@ ROOMS = {
     "kvbridge.adapters.sglang": Room(INSIDE | {"kvbridge.adapters.engine"}, None),
     "kvbridge.adapters": Room(),
     "kvbridge.models": Room({"kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.errors", "kvbridge.adapters.engine"}),
+    "kvbridge.dataplane.data_plane": Room(BESIDE | {"kvbridge.routes", "kvbridge.dataplane"}),  # runs all their jobs
     "kvbridge.dataplane": Room(BESIDE),
+    "kvbridge.routes": Room(BESIDE | {"kvbridge.cache_kinds", "kvbridge.states", "kvbridge.dataplane"}),
     "kvbridge.agent": Room(
         BESIDE | {f"kvbridge.{name}" for name in ("oneline", "fetch_outcomes", "states", "routes", "dataplane")},
         {"msgspec", "torch", "numpy", "uvloop", "prometheus_client", "opentelemetry"},
@@ -91,7 +90,9 @@ EVERY = (*ROOMS, *TOP)
 
 PURE = (
     *("kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.options", "kvbridge.states"),
-    *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.routes", "kvbridge.models"),
+    *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.models"),
+    *(f"kvbridge.routes.{name}" for name in ("halves", "pull.leases", "slots.receive_slots", "slots.send_orders")),
+    *(f"kvbridge.routes.{route}.{half}" for route in ("pull", "slots") for half in ("receiving", "sending")),
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs", "logprobs")),
 )
 IMPURE = {

@@ -11,11 +11,11 @@ from ...errors import KVBridgeError
 from ...exchange.actions import Action, Compared, Send, Uncompared
 from ...exchange.block_tables import ready_chunks
 from ...exchange.incoming import IncomingTransfer, OpenTransfers, OpenWant, ReceivingRoute
-from ...exchange.leases import LEASE_S, Reading, ReadLease, Sampling
 from ...exchange.orders import Pull, Pulled, RouteReport, Summed, WarmPull
 from ...exchange.session import Session
 from ...geometry.plan import Plan
 from ...states import IncomingEvent, IncomingState
+from .leases import LEASE_S, Reading, ReadLease, Sampling
 
 COMPARE_S = 2.0  # how long a request that has its rows waits for the digests of a sample
 

@@ -1,6 +1,6 @@
 """The route `pull`, sending: tell receivers which blocks they may read, and for how long. Pure.
 
-A lease is answered for only if we have just read everything that our engine had sent (exchange/leases.py).
+A lease is answered for only if we have just read everything that our engine had sent (routes/pull/leases.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ...errors import PeerError
 from ...exchange.actions import Action, ReadWhole, Send, Unconfirmed
 from ...exchange.block_tables import ready_chunks
 from ...exchange.containers import Deadlines
-from ...exchange.leases import LEASE_HEARD_S, LEASE_S, GrantedLease
 from ...exchange.orders import Digest, Digested, RouteReport, Watch
 from ...exchange.outgoing import OutgoingTransfer, SendingRoute
 from ...exchange.session import Session
 from ...geometry.plan import Plan
 from ...states import OfferState, OutgoingState
+from .leases import LEASE_HEARD_S, LEASE_S, GrantedLease
 
 MOST_DIGESTS = 4  # at once, of all transfers, so that other moves get their turn
 

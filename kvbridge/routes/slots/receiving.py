@@ -1,7 +1,7 @@
 """The routes through slots, receiving: lend slots for what is ready, and quarantine those that may be written. Pure.
 
 A slot that is lent when its transfer ends stays in quarantine until its sender, or a successor that knows it to be
-dead, confirms that it is not written any more (exchange/slots.py).
+dead, confirms that it is not written any more (routes/slots/receive_slots.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ...exchange.incoming import IncomingTransfer, OpenTransfers, OpenWant, Rece
 from ...exchange.known_senders import UndrainedTransfers
 from ...exchange.orders import Landed, Lend, ReceiveOrder, RouteReport, Warm
 from ...exchange.session import Session
-from ...exchange.slots import ReceiveSlots
 from ...geometry.plan import Plan
 from ...states import IncomingEvent, IncomingState
+from .receive_slots import ReceiveSlots
 
 DOUBT_AGAIN_S = 5.0  # between attempts to reach a sender that must confirm quarantined slots
 

@@ -26,10 +26,10 @@ import msgspec
 from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.status import Status
 
-from kvbridge.exchange.leases import LEASE_S
 from kvbridge.loopback.job import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
 from kvbridge.loopback.processes import BOUND, AgentProcess, EngineProcess, end
+from kvbridge.routes.pull.leases import LEASE_S
 from tests.integration.agent.harness import is_at_rest
 from tests.integration.agent.rank import CALM_S, GONE, SEEDS
 

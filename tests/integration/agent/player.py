@@ -21,14 +21,14 @@ from kvbridge.agent.receiver_runner import ReceiverRunner
 from kvbridge.agent.request_records import RequestRecords
 from kvbridge.agent.sender_runner import SenderRunner
 from kvbridge.dataplane.receive_orders import ReceiveOrders
-from kvbridge.dataplane.routes.choice import Connected
-from kvbridge.dataplane.routes.slot_route import Landing
-from kvbridge.dataplane.send_orders import SendOrders
 from kvbridge.exchange.orders import ReceivingOrder, SendingOrder
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, answer, hello, welcome
-from kvbridge.routes import sending_routes
+from kvbridge.routes.choice import Connected
+from kvbridge.routes.halves import sending_routes
+from kvbridge.routes.slots.send_orders import SendOrders
+from kvbridge.routes.slots.slot_route import Landing
 from kvbridge.transport.processes import Pidfds
 from kvbridge.transport.trust import Trust
 from tests.support.halves import make_receiver

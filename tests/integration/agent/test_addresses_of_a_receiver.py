@@ -6,8 +6,8 @@ import asyncio
 
 from kvbridge_proto.peer import Cancel, Drained, Goodbye, Refuse, Settled, Welcome
 
-from kvbridge.dataplane.routes.slot_route import Landing
 from kvbridge.errors import FabricError
+from kvbridge.routes.slots.slot_route import Landing
 from tests.integration.agent.player import Player, Wire, greeting, met, replace_struct, settle
 from tests.unit.exchange.world import World
 

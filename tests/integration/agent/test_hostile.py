@@ -21,10 +21,10 @@ from kvbridge.agent.logs import PlainFormatter
 from kvbridge.agent.peer_records import IncomingPeer
 from kvbridge.agent.status import peer_statuses, transfers
 from kvbridge.dataplane.data_plane import DataPlane
-from kvbridge.dataplane.routes.choice import Connected
 from kvbridge.exchange.orders import Dropped, Malformed
 from kvbridge.exchange.session import Session, hello
 from kvbridge.geometry.compat import Convertible
+from kvbridge.routes.choice import Connected
 from kvbridge.transport.local import MAX_CONNECTIONS
 from tests.integration.agent.harness import Client, agent, attached
 from tests.integration.agent.player import welcomed

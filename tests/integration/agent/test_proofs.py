@@ -14,13 +14,13 @@ from kvbridge_proto.peer import PROBE_LANES, Hello, Refuse, Welcome
 from kvbridge.agent.incoming_peers import MOST_GREETINGS, TURN_S
 from kvbridge.dataplane.awaits import Job, WaitWrite
 from kvbridge.dataplane.data_plane import DataPlane
-from kvbridge.dataplane.jobs import Jobs
 from kvbridge.dataplane.receive_orders import ReceiveOrders
-from kvbridge.dataplane.routes.choice import Connected
-from kvbridge.dataplane.routes.rate import PROBE_S
-from kvbridge.dataplane.routes.slot_route import Landing
-from kvbridge.dataplane.send_orders import SendOrders
 from kvbridge.exchange.route import Routed
+from kvbridge.routes.choice import Connected
+from kvbridge.routes.rate import PROBE_S
+from kvbridge.routes.slots.jobs import Jobs
+from kvbridge.routes.slots.send_orders import SendOrders
+from kvbridge.routes.slots.slot_route import Landing
 from tests.integration.agent.player import Player, Wire, greeting, joined, replace_struct, settle
 from tests.integration.dataplane.test_routes import Agents
 from tests.unit.exchange.world import World

@@ -23,7 +23,7 @@ from kvbridge.dataplane.slots import SendSlots
 from kvbridge.device.driver import CudaError
 from kvbridge.errors import FabricError
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.slots import ReceiveSlots
+from kvbridge.routes.slots.receive_slots import ReceiveSlots
 from tests.integration.agent.disturbed import pair_of, stands_still
 from tests.integration.agent.harness import OracleEngine, agent, attached
 from tests.integration.agent.pairs import Benches, carry

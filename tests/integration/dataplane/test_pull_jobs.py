@@ -10,11 +10,11 @@ import pytest
 from kvbridge.dataplane.awaits import Job, WaitCopier, WaitKernels, WaitLease, WaitMove
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.receive_orders import ReceiveOrders
-from kvbridge.dataplane.routes.pull import ENDED_WHILE_READ, MOST_AHEAD, PullRoute
 from kvbridge.device.copier import Compiling, Moved
 from kvbridge.errors import EngineError
-from kvbridge.exchange.leases import ReadLease
 from kvbridge.exchange.orders import Pulled, Summed
+from kvbridge.routes.pull.job import ENDED_WHILE_READ, MOST_AHEAD, PullRoute
+from kvbridge.routes.pull.leases import ReadLease
 
 WHOSE = ("incarnation", 1, "")
 

@@ -14,11 +14,11 @@ from kvbridge_kernels.segment import Span
 
 from kvbridge.dataplane.awaits import Job, WaitMove, WaitWrite
 from kvbridge.dataplane.receive_orders import ReceiveOrders
-from kvbridge.dataplane.routes.pull import PullRoute, read_rate
-from kvbridge.dataplane.routes.rate import MOST_ROUNDS, ROUNDS, SLOW_BYTES_PER_S, fastest, growing, is_slow
 from kvbridge.device.copier import Moved
 from kvbridge.errors import EngineError, FabricError
 from kvbridge.exchange.route import Rate
+from kvbridge.routes.pull.job import PullRoute, read_rate
+from kvbridge.routes.rate import MOST_ROUNDS, ROUNDS, SLOW_BYTES_PER_S, fastest, growing, is_slow
 from kvbridge.transport.fabric import WriteLate, Wrote
 from tests.support.refusals import refused
 

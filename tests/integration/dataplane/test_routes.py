@@ -21,22 +21,22 @@ from msgspec.structs import replace as replace_struct
 from kvbridge.dataplane.attached import KEPT, AttachedMemory, EngineLiveness
 from kvbridge.dataplane.awaits import Job, WaitEngineHeard, WaitFence, WaitMove, WaitWrite
 from kvbridge.dataplane.data_plane import SEND_S, DataPlane
-from kvbridge.dataplane.jobs import Jobs
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
-from kvbridge.dataplane.routes.choice import Connected, pattern, prove
-from kvbridge.dataplane.routes.slot_route import Landing, Target
-from kvbridge.dataplane.send_orders import SendOrders
 from kvbridge.dataplane.slots import SendSlots
 from kvbridge.device.copier import Compiling, DeviceLost, Moved
 from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.staging import Staging
 from kvbridge.errors import FabricError, KVBridgeError
-from kvbridge.exchange.leases import ReadLease
 from kvbridge.exchange.orders import Credit, Digest, Digested, Progress, Pull, SendOrder, Warm
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.geometry.plan import Planner
 from kvbridge.geometry.shard import assign
+from kvbridge.routes.choice import Connected, pattern, prove
+from kvbridge.routes.pull.leases import ReadLease
+from kvbridge.routes.slots.jobs import Jobs
+from kvbridge.routes.slots.send_orders import SendOrders
+from kvbridge.routes.slots.slot_route import Landing, Target
 from kvbridge.transport.fabric import WriteFailed, WriteLate, Wrote
 from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
 from tests.integration.device.attached import attached, engine_of

@@ -19,12 +19,12 @@ from msgspec.structs import replace as replace_struct
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.linger import TIMER_SLACK_NS
 from kvbridge.dataplane.resources import ROOM_ON_GPU, _copier, open_resources
-from kvbridge.dataplane.routes.choice import may_be_written, to_be_read
 from kvbridge.device import copier_gpu
 from kvbridge.errors import FabricError, OperatorError
 from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.options import AgentConfig
+from kvbridge.routes.choice import may_be_written, to_be_read
 from tests.integration.agent.harness import AgentProcess, OracleEngine, agent, attached
 from tests.integration.agent.pairs import Benches, carry
 from tests.integration.agent.player import Player, Wire, settle, welcomed

@@ -50,16 +50,16 @@ from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.peers import Peers
 from kvbridge.agent.status import transfers
 from kvbridge.dataplane.receive_orders import OrderedReceive
-from kvbridge.dataplane.send_orders import LeavingChunk
 from kvbridge.errors import PeerError
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.leases import LEASE_S
 from kvbridge.exchange.orders import Digest, Digested, FenceReached, Pull, Pulled, ReceivingOrder, SendingOrder, Watch
 from kvbridge.exchange.outgoing import OpenOffer
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import AttachedEngine
 from kvbridge.loopback.messages import number_of
+from kvbridge.routes.pull.leases import LEASE_S
 from kvbridge.routes.pull.sending import OutgoingByPull
+from kvbridge.routes.slots.send_orders import LeavingChunk
 from kvbridge.routes.slots.sending import OutgoingBySlots
 from tests.integration.agent.player import Whole, Wire
 from tests.integration.fuzz.target import Target

@@ -35,7 +35,6 @@ from kvbridge_proto.pool import Pool
 from msgspec.structs import replace
 
 from kvbridge.dataplane.receive_orders import LandedChunk, OrderedReceive, ReceiveOrders
-from kvbridge.dataplane.send_orders import LeavingChunk, SendOrders
 from kvbridge.exchange.actions import Action, Ask, Notable, Reach, Send, Tell
 from kvbridge.exchange.incoming import OpenWant
 from kvbridge.exchange.orders import (
@@ -60,9 +59,10 @@ from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, accept, answer, hello, welcome
-from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.loopback.messages import number_of
-from kvbridge.routes import sending_routes
+from kvbridge.routes.halves import sending_routes
+from kvbridge.routes.slots.receive_slots import ReceiveSlots
+from kvbridge.routes.slots.send_orders import LeavingChunk, SendOrders
 from kvbridge.states import SlotState
 from tests.support.halves import by_slots, make_receiver
 

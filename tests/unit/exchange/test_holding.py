@@ -8,10 +8,10 @@ from kvbridge_proto.peer import Hold
 
 from kvbridge.agent.status import offers
 from kvbridge.exchange.known_senders import HOLD_EVERY_S
-from kvbridge.exchange.leases import LEASE_S
 from kvbridge.exchange.outgoing import AWAITED_S
 from kvbridge.exchange.sender import FRESH_S, Sender
 from kvbridge.loopback.messages import number_of
+from kvbridge.routes.pull.leases import LEASE_S
 from tests.unit.exchange.test_verify import PromisingSender
 from tests.unit.exchange.world import World
 

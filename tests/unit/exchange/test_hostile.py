@@ -13,11 +13,11 @@ from kvbridge_proto.engine import Done, Failed, Want
 from kvbridge_proto.peer import Cancel, Check, Drained, Ready, Renew, Settled, SlotLease, Sum, Take
 
 from kvbridge.exchange.actions import ReadWhole, Send
-from kvbridge.exchange.leases import LEASE_S
 from kvbridge.exchange.orders import SendOrder
 from kvbridge.exchange.sender import MOST_RENOUNCED, Sender
 from kvbridge.loopback.messages import number_of
-from kvbridge.routes import sending_routes
+from kvbridge.routes.halves import sending_routes
+from kvbridge.routes.pull.leases import LEASE_S
 from kvbridge.routes.pull.sending import OutgoingByPull
 from kvbridge.routes.slots.sending import MOST_LEASES, OutgoingBySlots
 from kvbridge.states import IncomingState

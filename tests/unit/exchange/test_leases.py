@@ -13,11 +13,11 @@ from kvbridge_proto.peer import BlockTables, Drained, Failing, Renew, Settled, S
 from kvbridge.errors import KVBridgeError
 from kvbridge.exchange.actions import Send, Tell
 from kvbridge.exchange.block_tables import ready_chunks
-from kvbridge.exchange.leases import COUNTED_S, LEASE_HEARD_S, LEASE_S, GrantedLease, Reading, ReadLease
 from kvbridge.exchange.orders import Watch
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.loopback.messages import number_of
+from kvbridge.routes.pull.leases import COUNTED_S, LEASE_HEARD_S, LEASE_S, GrantedLease, Reading, ReadLease
 from tests.integration.device.test_carried import CASES
 from tests.support.oracle import block_table, build_all, tables_of
 from tests.unit.exchange.claimant import Claimant

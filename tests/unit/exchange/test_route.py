@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from kvbridge_proto.peer import DeviceCard, FabricCard
 
-from kvbridge.dataplane.routes.choice import candidates
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import hello
+from kvbridge.routes.choice import candidates
 from tests.unit.exchange.world import World
 
 

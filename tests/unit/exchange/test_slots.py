@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from kvbridge_proto.peer import SlotLease
 
-from kvbridge.exchange.slots import ReceiveSlots
+from kvbridge.routes.slots.receive_slots import ReceiveSlots
 
 pytestmark = pytest.mark.proves("G2", "G5")
 

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from kvbridge.exchange.actions import Action, Send
 from kvbridge.exchange.sender import Sender
-from kvbridge.routes import sending_routes
+from kvbridge.routes.halves import sending_routes
 from kvbridge.routes.slots.receiving import DOUBT_AGAIN_S
 from tests.support.halves import by_slots
 from tests.unit.exchange.world import World

@@ -12,7 +12,7 @@ from kvbridge.exchange.actions import Send
 from kvbridge.exchange.known_senders import UndrainedTransfers
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
-from kvbridge.routes import sending_routes
+from kvbridge.routes.halves import sending_routes
 from tests.support.halves import by_slots
 from tests.unit.exchange.world import World
 

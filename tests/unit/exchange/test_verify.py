@@ -12,11 +12,11 @@ from kvbridge_proto.engine import Done, Failed, Released
 from kvbridge_proto.peer import MAX_SUMS, BlockTables, Cancel, Check, Checked, Claim, Failing, Renew, Settled, Sum
 
 from kvbridge.exchange.actions import Action, Compared, Send, Tell, Uncompared
-from kvbridge.exchange.leases import LEASE_S, Sampling
 from kvbridge.exchange.orders import Digest, Digested, Failure, Pull, Pulled, Quiet, StopReceiving, Summed
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.loopback.messages import number_of
+from kvbridge.routes.pull.leases import LEASE_S, Sampling
 from kvbridge.routes.pull.receiving import COMPARE_S, IncomingByPull
 from kvbridge.routes.pull.sending import OutgoingByPull
 from tests.support.halves import make_receiver

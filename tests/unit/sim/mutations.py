@@ -22,26 +22,26 @@ from kvbridge.dataplane import fills, receive_orders
 from kvbridge.dataplane.attached import AttachedMemory
 from kvbridge.dataplane.awaits import WaitEngineHeard, WaitFence
 from kvbridge.dataplane.data_plane import DataPlane
-from kvbridge.dataplane.jobs import Jobs
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.resources import StagingEndpoints
-from kvbridge.dataplane.routes.pull import PullRoute
-from kvbridge.dataplane.send_orders import SendOrders
 from kvbridge.device.copier import Moved
 from kvbridge.exchange import sender
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.incoming import OpenWant, failed
 from kvbridge.exchange.known_senders import UndrainedTransfers
-from kvbridge.exchange.leases import LEASE_S, ReadLease
 from kvbridge.exchange.orders import Failure, Gathered, Landed, Quiet, StopReceiving, StopSending
 from kvbridge.exchange.outgoing import OpenOffer, Rendezvous
 from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.sender import Sender
-from kvbridge.exchange.slots import ReceiveSlots
 from kvbridge.routes.pull import sending
+from kvbridge.routes.pull.job import PullRoute
+from kvbridge.routes.pull.leases import LEASE_S, ReadLease
 from kvbridge.routes.pull.receiving import IncomingByPull
 from kvbridge.routes.pull.sending import OutgoingByPull
+from kvbridge.routes.slots.jobs import Jobs
+from kvbridge.routes.slots.receive_slots import ReceiveSlots
 from kvbridge.routes.slots.receiving import IncomingBySlots, SlotReceiving
+from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.routes.slots.sending import OutgoingBySlots
 from kvbridge.states import IncomingEvent, IncomingState, OutgoingState, SlotEvent, SlotState, WantState
 from kvbridge.transport.fabric import Wrote
@@ -344,7 +344,7 @@ def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
     _over_at_once("send", "_moving", ended)(put)
 
 
-# The read lease (kvbridge/exchange/leases.py):
+# The read lease (kvbridge/routes/pull/leases.py):
 
 
 @around(IncomingByPull, "_on_tables")

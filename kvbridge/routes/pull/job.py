@@ -1,6 +1,6 @@
 """The receiver reads the blocks of the sender's engine itself, and puts the rows where they belong in one move.
 
-The rows count only if the sender's read lease still holds after the read (exchange/leases.py).
+The rows count only if the sender's read lease still holds after the read (routes/pull/leases.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator
 from functools import partial
 
+from ...dataplane.attached import AttachedMemory
+from ...dataplane.awaits import Event, Job, Settle, Wait, WaitCopier, WaitLease, WaitMove, begun, failure_of, started
+from ...dataplane.receive_orders import ReceiveOrders
+from ...dataplane.resources import Resources
 from ...device.copier import Moved
 from ...device.memory import AttachedPool, span_of
 from ...device.staging import Span
@@ -19,12 +23,8 @@ from ...exchange.route import Rate, Site
 from ...exchange.session import EngineMemoryId
 from ...failpoints import failpoint
 from ...geometry.plan import Part
-from ..attached import AttachedMemory
-from ..awaits import Event, Job, Settle, Wait, WaitCopier, WaitLease, WaitMove, begun, failure_of, started
-from ..receive_orders import ReceiveOrders
-from ..resources import Resources
-from .rate import fastest
-from .slot_route import machines, memories
+from ..rate import fastest
+from ..slots.slot_route import machines, memories
 
 log = logging.getLogger("kvbridge.data_plane")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvbridge_proto.peer import Route
 
+from ...dataplane.resources import Resources
 from ...exchange.route import Site
-from ..resources import Resources
 from .slot_route import Landing, SlotRoute, Target, memories
 
 

@@ -12,15 +12,8 @@ from kvbridge_proto.codec import encode
 from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.peer import Notice, Probe, Route, Sum
 
-from ..device.copier import BlockCopier, Moved
-from ..device.staging import Span
-from ..errors import EngineError, FabricError, PeerError
-from ..exchange.orders import Digest, Digested, Failure, FenceReached
-from ..failpoints import failpoint
-from ..geometry.plan import Part
-from ..transport.fabric import WriteFailed, WriteLate
-from .attached import AttachedMemory
-from .awaits import (
+from ...dataplane.attached import AttachedMemory
+from ...dataplane.awaits import (
     Event,
     Job,
     Settle,
@@ -33,11 +26,18 @@ from .awaits import (
     failure_of,
     started,
 )
-from .receive_orders import LandedChunk, ReceiveOrders
-from .resources import Resources
-from .routes.choice import SLOT_ROUTES, Connected, is_proved, prove
-from .routes.slot_route import Landing, Target
+from ...dataplane.receive_orders import LandedChunk, ReceiveOrders
+from ...dataplane.resources import Resources
+from ...device.copier import BlockCopier, Moved
+from ...device.staging import Span
+from ...errors import EngineError, FabricError, PeerError
+from ...exchange.orders import Digest, Digested, Failure, FenceReached
+from ...failpoints import failpoint
+from ...geometry.plan import Part
+from ...transport.fabric import WriteFailed, WriteLate
+from ..choice import SLOT_ROUTES, Connected, is_proved, prove
 from .send_orders import LeavingChunk, SendOrders
+from .slot_route import Landing, Target
 
 log = logging.getLogger("kvbridge.data_plane")
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from kvbridge_proto.peer import Route, SlotLease
 
+from ...dataplane.awaits import Wait, WaitMove
+from ...dataplane.resources import Resources
+from ...dataplane.slots import SendSlot
 from ...device import driver
 from ...device.mapping import open_ipc
 from ...device.staging import Span
 from ...errors import PeerError
 from ...exchange.route import Site
-from ..awaits import Wait, WaitMove
-from ..resources import Resources
-from ..slots import SendSlot
 from .slot_route import Landing, SlotRoute, Target, machines, memories
 
 log = logging.getLogger("kvbridge.routes")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from kvbridge_proto.peer import Route, SlotLease
 
+from ...dataplane.resources import Resources, StagingEndpoint
+from ...dataplane.slots import SendSlot
 from ...device.staging import Span
 from ...exchange.route import Site
-from ..resources import Resources, StagingEndpoint
-from ..slots import SendSlot
 from .slot_route import Landing, SlotRoute, Target, memories
 
 

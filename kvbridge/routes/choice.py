@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 from kvbridge_proto.peer import Probe, Route
 
-from ...device.staging import Span, lane_of
-from ...errors import FabricError
-from ...exchange.route import Routed, Site
-from ..awaits import Event, Wait
-from ..resources import Resources
-from . import pull
-from .direct import DirectRoute
-from .host import HostRoute
-from .nixl import NixlRoute
+from ..dataplane.awaits import Event, Wait
+from ..dataplane.resources import Resources
+from ..device.staging import Span, lane_of
+from ..errors import FabricError
+from ..exchange.route import Routed, Site
+from .pull import job as pull
 from .rate import MOST_BYTES, PROBE_S, fastest, growing, is_slow
-from .slot_route import Landing, SlotRoute, Target
+from .slots.direct import DirectRoute
+from .slots.host import HostRoute
+from .slots.nixl import NixlRoute
+from .slots.slot_route import Landing, SlotRoute, Target
 
 log = logging.getLogger("kvbridge.routes")
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from kvbridge_proto.peer import FabricCard, Route, SlotLease
 
+from ...dataplane.awaits import Wait, WaitWrite
+from ...dataplane.resources import Resources, StagingEndpoint
+from ...dataplane.slots import SendSlot
 from ...device.staging import Span
 from ...errors import PeerError
 from ...exchange.route import Site
-from ..awaits import Wait, WaitWrite
-from ..resources import Resources, StagingEndpoint
-from ..slots import SendSlot
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
-from ...errors import FabricError
-from ...exchange.route import Rate
-from ...transport.fabric import WriteFailed, WriteLate
-from ..awaits import Event, Wait
+from ..dataplane.awaits import Event, Wait
+from ..errors import FabricError
+from ..exchange.route import Rate
+from ..transport.fabric import WriteFailed, WriteLate
 
 # A slower route has something wrong with it: others are tried first. PCIe and 100 Gb/s are ten times as fast.
 SLOW_BYTES_PER_S = 1e9

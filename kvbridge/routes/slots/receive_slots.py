@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvbridge_proto.peer import SlotLease
 from kvbridge_proto.status import SlotCounts
 
-from ..states import SLOT_TABLE, SlotEvent, SlotState
+from ...states import SLOT_TABLE, SlotEvent, SlotState
 
 
 @dataclass(slots=True)

@@ -17,13 +17,13 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.peer import BlockTables
 
-from ..cache_kinds import is_late
-from ..errors import PeerError
-from ..geometry.plan import Plan
-from ..geometry.token_shard import TokenShard
-from ..geometry.tokens import BlockTable
-from .block_tables import ready_chunks
-from .session import Session
+from ...cache_kinds import is_late
+from ...errors import PeerError
+from ...exchange.block_tables import ready_chunks
+from ...exchange.session import Session
+from ...geometry.plan import Plan
+from ...geometry.token_shard import TokenShard
+from ...geometry.tokens import BlockTable
 
 DRIFT = 1e-3  # the most by which a clock's rate differs from true time
 LEASE_S = 0.4  # how long a promise lasts, on the sender's clock

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from kvbridge_proto.peer import SlotLease
 
-from ..exchange.containers import FairQueue
-from ..exchange.orders import (
+from ...dataplane.attached import AttachedMemory
+from ...dataplane.slots import SendSlot, SendSlots
+from ...exchange.containers import FairQueue
+from ...exchange.orders import (
     Broken,
     Credit,
     Failure,
@@ -23,9 +25,7 @@ from ..exchange.orders import (
     StageReached,
     StopSending,
 )
-from ..geometry.tokens import BlockTable
-from .attached import AttachedMemory
-from .slots import SendSlot, SendSlots
+from ...geometry.tokens import BlockTable
 
 
 @dataclass(slots=True, eq=False)

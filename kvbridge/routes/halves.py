@@ -1,0 +1,26 @@
+"""The halves of all routes, for the exchange. Pure."""
+
+from __future__ import annotations
+
+from kvbridge_proto.peer import Route
+
+from ..exchange.containers import Deadlines
+from ..exchange.incoming import OpenTransfers, ReceivingRoute
+from ..exchange.outgoing import SendingRoute
+from ..exchange.route import SLOT_ROUTE_NAMES
+from .pull.receiving import PullReceiving
+from .pull.sending import PullSending
+from .slots.receive_slots import ReceiveSlots
+from .slots.receiving import SlotReceiving
+from .slots.sending import SlotSending
+
+
+def receiving_routes(opened: OpenTransfers, slots: ReceiveSlots, check_every: int = 0) -> dict[Route, ReceivingRoute]:
+    """The receiving half of every route. One in `check_every` pulled chunks is compared; 0 compares none."""
+    by_slots = SlotReceiving(opened, slots)
+    return {"pull": PullReceiving(opened, check_every), **dict.fromkeys(SLOT_ROUTE_NAMES, by_slots)}
+
+
+def sending_routes(deadlines: Deadlines[tuple[str, str]]) -> dict[Route, SendingRoute]:
+    """The sending half of every route."""
+    return {"pull": PullSending(deadlines), **dict.fromkeys(SLOT_ROUTE_NAMES, SlotSending())}
