@@ -28,7 +28,7 @@ from kvbridge_proto.peer import (
 from msgspec import structs
 
 from ..dataplane.data_plane import DataPlane
-from ..exchange.actions import Action, Ask, Compared, Reach, Send, Tell, Uncompared, WatchProcess
+from ..exchange.actions import Action, Ask, Carried, Compared, Reach, Send, Tell, Uncompared, WatchProcess
 from ..exchange.orders import (
     Broken,
     Dropped,
@@ -200,29 +200,21 @@ class ReceiverRunner:
     # The data plane:
 
     def hear(self, reports: Sequence[ReceivingReport]) -> None:
-        """Take the data plane's reports."""
-        moved: list[tuple[Landed | Pulled, Session]] = []
+        """Take the data plane's reports. What follows from them is done first: our engine waits."""
         for report in reports:
             match report:
-                case Landed(transfer=transfer):
+                case Landed():
                     failpoint("receiver.scattered")
-                    moved.append((report, self._receiving.session_of(transfer)))
-                case Pulled(transfer=transfer, failure=None):
-                    moved.append((report, self._receiving.session_of(transfer)))
                 case Dropped():
                     self._on_dropped(report)
-        actions = self._receiving.hear(reports, self._clock())
-        told_at = self._clock()
+        actions, at = self._receiving.hear(reports, self._clock()), self._clock()
         done: list[Action] = []
         try:
-            self._perform(actions, done)  # first of all: our engine waits
+            self._perform(actions, done)
         finally:
-            for each, session in moved:
-                if each.chunks:
-                    self._metrics.chunks("receiver", each.chunks, each.size_bytes, session)
             for report in reports:
-                self._note_report(report, told_at)
-            self._note(done, told_at)
+                self._note_report(report, at)
+            self._note(done, at)
 
     def _note_report(self, report: ReceivingReport, at: float) -> None:
         match report:
@@ -307,6 +299,8 @@ class ReceiverRunner:
                     )
                 case Tell(message=message):
                     self._record(message, at)
+                case Carried(session=session, chunks=chunks, size_bytes=size_bytes):
+                    self._metrics.chunks("receiver", chunks, size_bytes, session)
                 case Compared(chunks=chunks, differing=differing):
                     self._metrics.compared("receiver", chunks, differing)
                 case Uncompared(transfer=transfer, chunks=chunks):

@@ -27,7 +27,7 @@ from kvbridge_proto.peer import (
 )
 
 from ..dataplane.data_plane import DataPlane
-from ..exchange.actions import Action, Met, ReadWhole, Send, Tell, Unconfirmed
+from ..exchange.actions import Action, Carried, Met, Send, Tell, Unconfirmed
 from ..exchange.orders import (
     Broken,
     Credit,
@@ -225,7 +225,6 @@ class SenderRunner:
                     self._carried(transfer)
                 case Shipped(transfer=transfer, chunks=chunks, size_bytes=size_bytes, gather_s=gather_s):
                     self._records.note("written", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer)
-                    self._metrics.chunks("sender", chunks, size_bytes, self._sending.session_of(transfer))
                     for seconds in gather_s:
                         self._metrics.gathered(seconds)
                 case Broken(transfer=transfer, code=code, reason=reason):
@@ -325,7 +324,7 @@ class SenderRunner:
                     size = f"{chunks} chunks, {size_bytes} bytes"
                     self._records.note("met", size, number=number, transfer=transfer, at=at)
                     self._log.debug("met", "chunks=%d bytes=%d", chunks, size_bytes, transfer=transfer)
-                case ReadWhole(session=session, chunks=chunks, size_bytes=size_bytes):
+                case Carried(session=session, chunks=chunks, size_bytes=size_bytes):
                     self._metrics.chunks("sender", chunks, size_bytes, session)
                 case Unconfirmed(transfer=transfer):
                     why = "its receiver did not confirm that it had finished; blocks were kept until now"

@@ -58,8 +58,8 @@ class Unconfirmed:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadWhole:
-    """The receiver has read all that it claimed over this session."""
+class Carried:
+    """This much came to the receiver's engine or slots, or was read by it, over this session."""
 
     session: Session
     chunks: int
@@ -91,5 +91,5 @@ class Uncompared:
 
 
 # Nothing is to be done: the caller logs, counts or remembers it.
-Notable = Met | Unconfirmed | ReadWhole | Compared | Uncompared
+Notable = Met | Unconfirmed | Carried | Compared | Uncompared
 Action = Reach | Ask | Send | Tell | WatchProcess | Notable | SendingOrder | ReceivingOrder

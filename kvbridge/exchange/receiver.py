@@ -615,10 +615,6 @@ class Receiver:
         incoming = self.incoming_transfers.get(transfer)
         return incoming.wanted.want.number if incoming is not None else 0
 
-    def session_of(self, transfer: str) -> Session:
-        """The session of a transfer, for as long as the data plane may report on it."""
-        return self.incoming_transfers[transfer].session
-
     @property
     def moving(self) -> int:
         """How many transfers are under way. Callable from any thread."""

@@ -334,10 +334,6 @@ class Sender:
         out = self.outgoing_transfers.get(transfer)
         return out.offered.number if out is not None and out.offered is not None else 0
 
-    def session_of(self, transfer: str) -> Session:
-        """The session of a transfer, for as long as the data plane may report on it."""
-        return self.outgoing_transfers[transfer].session
-
     @property
     def without_offer(self) -> int:
         """How many claimed transfers have no offer yet. Callable from any thread."""

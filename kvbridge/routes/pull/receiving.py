@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvbridge_proto.peer import MAX_SUMS, BlockTables, Check, Checked, Renew, RouteToReceiver, SlotLease, Sum
 
 from ...errors import KVBridgeError
-from ...exchange.actions import Action, Compared, Send, Uncompared
+from ...exchange.actions import Action, Carried, Compared, Send, Uncompared
 from ...exchange.block_tables import ready_chunks
 from ...exchange.incoming import IncomingTransfer, OpenTransfers, OpenWant, ReceivingRoute
 from ...exchange.orders import Pull, Pulled, RouteReport, Summed, WarmPull
@@ -117,16 +117,16 @@ class IncomingByPull(IncomingTransfer):
         return said
 
     def on_report(self, report: RouteReport, now: float) -> list[Action]:
-        if isinstance(report, Pulled):
-            self.route.deadlines.clear(("lease", self.transfer))
+        if isinstance(report, Summed):
+            return self._check(report.digests, now) if self.state is IncomingState.CLAIMED else []
+        assert isinstance(report, Pulled)
+        self.route.deadlines.clear(("lease", self.transfer))
+        moved: list[Action] = []
+        if report.failure is None:
+            moved.append(Carried(self.session, report.chunks, report.size_bytes))
         if self.state is not IncomingState.CLAIMED:  # it was told to stop: Quiet follows
-            return []
-        match report:
-            case Summed(digests=digests):
-                return self._check(digests, now)
-            case Pulled():
-                return self._on_pulled(report, now)
-        return []
+            return moved
+        return self._on_pulled(report, now) + moved
 
     def _on_pulled(self, pulled: Pulled, now: float) -> list[Action]:
         """A read has ended."""

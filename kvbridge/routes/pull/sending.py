@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvbridge_proto.peer import MAX_SUMS, Check, Checked, Claim, Grant, Renew, RouteToSender, Settled, Sum
 
 from ...errors import PeerError
-from ...exchange.actions import Action, ReadWhole, Send, Unconfirmed
+from ...exchange.actions import Action, Carried, Send, Unconfirmed
 from ...exchange.block_tables import ready_chunks
 from ...exchange.containers import Deadlines
 from ...exchange.orders import Digest, Digested, RouteReport, Watch
@@ -166,7 +166,7 @@ class OutgoingByPull(OutgoingTransfer):
         self.is_settled = True
         self.checks.clear()  # it no longer waits for them
         self.is_over = self.has_read = not self.digesting
-        return [ReadWhole(self.session, self.plan.chunks, self.plan.total_bytes)]
+        return [Carried(self.session, self.plan.chunks, self.plan.total_bytes)]
 
     def on_report(self, report: RouteReport) -> list[Action]:
         assert isinstance(report, Digested)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvbridge_proto.peer import Cancel, Grant, ProcessCard, Ready, RouteToReceiver, SlotLease
 
-from ...exchange.actions import Action, Reach, Send, WatchProcess
+from ...exchange.actions import Action, Carried, Reach, Send, WatchProcess
 from ...exchange.containers import FairQueue
 from ...exchange.incoming import IncomingTransfer, OpenTransfers, OpenWant, ReceivingRoute, Writers
 from ...exchange.known_senders import UndrainedTransfers
@@ -186,7 +186,7 @@ class IncomingBySlots(IncomingTransfer):
         self.placed += report.chunks
         if self.state is not IncomingState.CLAIMED and not self.route.slots.has_out(self.transfer):
             self.route.undrained.settle(self.transfer)
-        return []
+        return [Carried(self.session, report.chunks, report.size_bytes)] if report.chunks else []
 
     def on_end(self, event: IncomingEvent, now: float) -> bool:
         self.route.awaiting.discard(self.transfer)

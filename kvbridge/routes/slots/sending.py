@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvbridge_proto.peer import Claim, Grant, Ready, RouteToSender, SlotLease
 
 from ...errors import PeerError
-from ...exchange.actions import Action, Send
+from ...exchange.actions import Action, Carried, Send
 from ...exchange.block_tables import ready_chunks
 from ...exchange.orders import Credit, Gathered, Progress, RouteReport, SendOrder, Sent, Shipped
 from ...exchange.outgoing import OutgoingTransfer, SendingRoute
@@ -113,9 +113,10 @@ class OutgoingBySlots(OutgoingTransfer):
 
     def on_report(self, report: RouteReport) -> list[Action]:
         match report:
-            case Shipped(chunks=chunks):
+            case Shipped(chunks=chunks, size_bytes=size_bytes):
                 self.shipped += chunks
                 self.route.unused[self.incarnation] -= chunks
+                return [Carried(self.session, chunks, size_bytes)]
             case Gathered():
                 self.has_read = True
             case Sent() if self.state is OutgoingState.FLOWING:  # else it was told to stop: Quiet follows

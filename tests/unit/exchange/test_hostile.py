@@ -12,7 +12,7 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed, Want
 from kvbridge_proto.peer import Cancel, Check, Drained, Ready, Renew, Settled, SlotLease, Sum, Take
 
-from kvbridge.exchange.actions import ReadWhole, Send
+from kvbridge.exchange.actions import Carried, Send
 from kvbridge.exchange.orders import SendOrder
 from kvbridge.exchange.sender import MOST_RENOUNCED, Sender
 from kvbridge.loopback.messages import number_of
@@ -181,7 +181,7 @@ def test_another_receiver_cannot_keep_or_end_what_is_read() -> None:
         and (out.granted.renewal, out.granted.ends) == (0, now + LEASE_S)
         and not out.asked
     )
-    whole = ReadWhole(out.session, out.plan.chunks, out.plan.total_bytes)
+    whole = Carried(out.session, out.plan.chunks, out.plan.total_bytes)
     assert whole in sending.on_message(peer.incarnation, Settled(transfer="x"))
 
 
