@@ -168,7 +168,7 @@ class ReceiverRunner:
 
     def from_sender(self, incarnation: str, key: str, body: RouteToReceiver | Failing | Drained | Refuse) -> None:
         now, receiving = self._clock(), self._receiving
-        self._note_heard(body)
+        self._records.note_message(body, now)
         match body:
             case Failing(transfer=transfer, code=code, reason=reason):
                 self._do(receiving.failing(incarnation, transfer, code, reason, now, key))
@@ -178,24 +178,11 @@ class ReceiverRunner:
             case Refuse(about=transfer, code=code, reasons=reasons):  # nothing is ever written for a refused claim
                 self._do(receiving.drained(incarnation, transfer, code, "; ".join(reasons), now, key))
             case _:
-                if isinstance(body, BlockTables):
+                if isinstance(body, Ready):
+                    self._records.note("ready", f"{body.chunks} chunks can be written", transfer=body.transfer)
+                elif isinstance(body, BlockTables):
                     failpoint("receiver.tables_heard")
                 self._do(receiving.on_message(incarnation, body, now, key))
-
-    def _note_heard(self, body: RouteToReceiver | Failing | Drained | Refuse) -> None:
-        note = self._records.note
-        match body:
-            case BlockTables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
-                note("readable", f"tokens up to {tokens}", transfer=transfer)
-            case Ready(transfer=transfer, chunks=chunks):
-                note("ready", f"{chunks} chunks can be written", transfer=transfer)
-            case Refuse(about=transfer, code=code, reasons=reasons):
-                note("refused", f"{code}: {'; '.join(reasons)}", transfer=transfer)
-            case (
-                Failing(transfer=transfer, code=code, reason=reason)
-                | Drained(transfer=transfer, code=code, reason=reason)
-            ) if code:
-                note("broken", f"{code}: {reason}", transfer=transfer)
 
     # The data plane:
 

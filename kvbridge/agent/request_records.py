@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from kvbridge_proto.peer import BlockTables, Body, Drained, Failing, Refuse
 from kvbridge_proto.status import TraceEntry
 
 from ..exchange.orders import StageReached, TransferStage
@@ -129,6 +130,19 @@ class RequestRecords:
             for each in record.transfers:
                 self._of_transfer.pop(each, None)
             self._ended(record)
+
+    def note_message(self, body: Body, at: float, number: int = 0) -> None:
+        """Record what a message says of a transfer, on either side."""
+        match body:
+            case BlockTables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
+                self.note("readable", f"tokens up to {tokens}", number=number, transfer=transfer, at=at)
+            case Refuse(about=transfer, code=code, reasons=reasons):
+                self.note("refused", f"{code}: {'; '.join(reasons)}", transfer=transfer, at=at)
+            case (
+                Failing(transfer=transfer, code=code, reason=reason)
+                | Drained(transfer=transfer, code=code, reason=reason)
+            ) if code:
+                self.note("broken", f"{code}: {reason}", transfer=transfer, at=at)
 
     def reach(self, report: StageReached) -> None:
         """Record a stage that a transfer reached."""

@@ -18,7 +18,6 @@ from kvbridge_proto.peer import (
     Cancel,
     Claim,
     Drained,
-    Failing,
     Hold,
     Refuse,
     Renew,
@@ -312,8 +311,11 @@ class SenderRunner:
         """Record what was done, in the journal, log and metrics."""
         for at, action in ((at, action) for at, actions in done for action in actions):
             match action:
+                case Send(body=BlockTables(transfer=transfer) as body) if body.blocks:
+                    self._records.note_message(body, at, self._sending.number_of(transfer))
+                    self._carry_times.computed(transfer, at)
                 case Send(body=body):
-                    self._note_said(body, at)
+                    self._records.note_message(body, at)
                 case Tell(message=Released() as message):
                     why = f"{message.code} {message.reason}".strip()
                     self._records.note("released", why, number=message.number, at=at)
@@ -330,21 +332,6 @@ class SenderRunner:
                     why = "its receiver did not confirm that it had finished; blocks were kept until now"
                     self._log.debug("read lease over", why, transfer=transfer)
                     self._metrics.lease_unconfirmed()
-
-    def _note_said(self, body: Body, at: float) -> None:
-        note = self._records.note
-        match body:
-            case BlockTables(transfer=transfer, tokens=tokens, blocks=blocks) if blocks:
-                number = self._sending.number_of(transfer)
-                note("readable", f"tokens up to {tokens}", number=number, transfer=transfer, at=at)
-                self._carry_times.computed(transfer, at)
-            case Refuse(about=transfer, code=code, reasons=reasons):
-                note("refused", f"{code}: {'; '.join(reasons)}", transfer=transfer, at=at)
-            case (
-                Failing(transfer=transfer, code=code, reason=reason)
-                | Drained(transfer=transfer, code=code, reason=reason)
-            ) if code:
-                note("broken", f"{code}: {reason}", transfer=transfer, at=at)
 
 
 def _pass_sent(body: Body) -> None:

@@ -21,8 +21,8 @@ class Stoppable(Protocol):
 
     @property
     def transfer(self) -> str: ...
-
-    stop: StopSending | StopReceiving | None
+    @property
+    def stop(self) -> StopSending | StopReceiving | None: ...
 
 
 @dataclass(frozen=True, slots=True)

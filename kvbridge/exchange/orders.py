@@ -133,6 +133,7 @@ class StopReceiving:
 class Lease(Protocol):
     """How long what is read counts."""
 
+    ends: float
     is_given_up: bool  # the transfer has ended: read no more
 
     def counts(self, now: float) -> bool:

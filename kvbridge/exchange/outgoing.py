@@ -93,15 +93,11 @@ class OutgoingTransfer(abc.ABC):
     stopped_by: tuple[str, str] = ("", "")  # (code, reason) why it stopped
     is_lost: bool = False  # the session with its receiver is over
     failure: Failure = None  # why it is to be stopped
+    transfer: str = field(init=False)
+    incarnation: str = field(init=False)  # the receiver's
 
-    @property
-    def transfer(self) -> str:
-        return self.claim.transfer
-
-    @property
-    def incarnation(self) -> str:
-        """The receiver's incarnation."""
-        return self.session.peer.incarnation
+    def __post_init__(self) -> None:
+        self.transfer, self.incarnation = self.claim.transfer, self.session.peer.incarnation
 
     @property
     @abc.abstractmethod

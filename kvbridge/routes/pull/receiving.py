@@ -82,19 +82,10 @@ class IncomingByPull(IncomingTransfer):
         if self.is_carried or reading.begun >= self.ready:
             return []
         first, reading.begun, self.is_carried = reading.begun, self.ready, True
-        pull = Pull(
-            self.transfer,
-            wanted.want.request,
-            self.session.memory_id,
-            self.plan,
-            dict(reading.tables),
-            wanted.tables,
-            first,
-            self.ready,
-            reading.lease,
-            wanted.want.fence,
-            self.route.sampling.choose(first, self.ready),
-        )
+        compared = self.route.sampling.choose(first, self.ready)
+        what = self.transfer, wanted.want.request, self.session.memory_id, self.plan
+        tables = dict(reading.tables), wanted.tables
+        pull = Pull(*what, *tables, first, self.ready, reading.lease, wanted.want.fence, compared)
         return [*self._renew(now), pull]
 
     def _renew(self, now: float) -> list[Action]:

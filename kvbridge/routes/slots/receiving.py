@@ -146,20 +146,10 @@ class IncomingBySlots(IncomingTransfer):
         plenty = self.route.slots.free - len(self.route.slots) // 2
         leases = self.lend(min(max(plenty, 0), self.plan.chunks))
         wanted, session = self.wanted, self.session
-        order = ReceiveOrder(
-            self.transfer,
-            wanted.want.request,
-            self.plan,
-            wanted.tables,
-            self.token,
-            session.peer.incarnation,
-            wanted.engine.agent.incarnation,
-            session.peer_epoch,
-            wanted.engine.epoch,
-            session.digest,
-            session.routed.route,
-            wanted.want.fence,
-        )
+        engine, want = wanted.engine, wanted.want
+        what = self.transfer, want.request, self.plan, wanted.tables, self.token
+        between = session.peer.incarnation, engine.agent.incarnation, session.peer_epoch, engine.epoch
+        order = ReceiveOrder(*what, *between, session.digest, session.routed.route, want.fence)
         return [order, *([Lend(self.transfer, leases)] if leases else [])], leases
 
     def lend(self, count: int) -> tuple[SlotLease, ...]:

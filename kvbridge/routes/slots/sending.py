@@ -56,16 +56,8 @@ class OutgoingBySlots(OutgoingTransfer):
         offered, claim = self.offered, self.claim
         assert offered is not None
         self.is_ordered = True
-        order = SendOrder(
-            self.transfer,
-            offered.number,
-            offered.request,
-            self.incarnation,
-            self.plan,
-            claim.token,
-            claim.receiver_epoch,
-            self.session.digest,
-        )
+        what = self.transfer, offered.number, offered.request, self.incarnation, self.plan
+        order = SendOrder(*what, claim.token, claim.receiver_epoch, self.session.digest)
         early = [Credit(self.transfer, self.early)] if self.early else []
         self.early = ()
         return [order, *early, *self.grow()]
