@@ -91,7 +91,10 @@ EVERY = (*ROOMS, *TOP)
 PURE = (
     *("kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.options", "kvbridge.states"),
     *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.models"),
-    *(f"kvbridge.routes.{name}" for name in ("halves", "pull.leases", "slots.receive_slots", "slots.send_orders")),
+    *(
+        f"kvbridge.routes.{name}"
+        for name in ("halves", "pull.leases", "slots.receive_slots", "slots.send_orders", "slots.undrained")
+    ),
     *(f"kvbridge.routes.{route}.{half}" for route in ("pull", "slots") for half in ("receiving", "sending")),
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs", "logprobs")),
 )

@@ -14,12 +14,12 @@ from kvbridge_proto.peer import Cancel, Grant, ProcessCard, Ready, RouteToReceiv
 from ...exchange.actions import Action, Carried, Reach, Send, WatchProcess
 from ...exchange.containers import FairQueue
 from ...exchange.incoming import IncomingTransfer, OpenTransfers, OpenWant, ReceivingRoute, Writers
-from ...exchange.known_senders import UndrainedTransfers
 from ...exchange.orders import Landed, Lend, ReceiveOrder, RouteReport, Warm
 from ...exchange.session import Session
 from ...geometry.plan import Plan
 from ...states import IncomingEvent, IncomingState
 from .receive_slots import ReceiveSlots
+from .undrained import UndrainedTransfers
 
 DOUBT_AGAIN_S = 5.0  # between attempts to reach a sender that must confirm quarantined slots
 

@@ -9,10 +9,10 @@ from kvbridge_proto.peer import Cancel, Drained, ProcessCard
 from msgspec import structs
 
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.known_senders import UndrainedTransfers
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.routes.halves import sending_routes
+from kvbridge.routes.slots.undrained import UndrainedTransfers
 from tests.support.halves import by_slots
 from tests.unit.exchange.world import World
 
@@ -262,7 +262,7 @@ def test_of_any_number_of_agents_with_one_key_each_is_asked_once_and_may_answer(
 
 
 def test_agents_that_were_asked_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.exchange.known_senders.MOST_ASKED", 3)
+    monkeypatch.setattr("kvbridge.routes.slots.undrained.MOST_ASKED", 3)
     undrained = UndrainedTransfers()
     undrained.add("t", "P0", "dead", "key")
     for number in range(9):

@@ -28,7 +28,6 @@ from kvbridge.device.copier import Moved
 from kvbridge.exchange import sender
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.incoming import OpenWant, failed
-from kvbridge.exchange.known_senders import UndrainedTransfers
 from kvbridge.exchange.orders import Failure, Gathered, Landed, Quiet, StopReceiving, StopSending
 from kvbridge.exchange.outgoing import OpenOffer, Rendezvous
 from kvbridge.exchange.receiver import Receiver
@@ -43,6 +42,7 @@ from kvbridge.routes.slots.receive_slots import ReceiveSlots
 from kvbridge.routes.slots.receiving import IncomingBySlots, SlotReceiving
 from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.routes.slots.sending import OutgoingBySlots
+from kvbridge.routes.slots.undrained import UndrainedTransfers
 from kvbridge.states import IncomingEvent, IncomingState, OutgoingState, SlotEvent, SlotState, WantState
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
