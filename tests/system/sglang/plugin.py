@@ -92,7 +92,7 @@ def _index(self: Any, x: Any, q_lora: Any, positions: Any, forward_batch: Any, l
     keys = torch.nn.functional.layer_norm(keys, (width,), norm.weight.float(), norm.bias.float(), 1e-6)
     turned = keys[:, None, :rope].to(x.dtype).contiguous()
     _, turned = self.rotary_emb(positions, turned.clone(), turned)
-    keys = torch.cat([turned[:, 0].float(), keys[:, rope:]], -1)
+    keys = torch.cat([turned.reshape(-1, rope).float(), keys[:, rope:]], -1)
     if not self.use_dsa_indexer_fusion:
         matrix = torch.ones(1, 1)
         while len(matrix) < width:

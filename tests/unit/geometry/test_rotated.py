@@ -231,6 +231,15 @@ def test_what_cannot_be_rotated_is_refused_by_name(changes: dict[str, object], r
 KEYS_OF = ("index_key", "rotated_index_key")
 
 
+def test_a_chunk_has_half_of_the_room_for_lists_of_places_at_most() -> None:
+    """A copier has a sixteenth of a slot for them. Rows and their scales have a list each, on both sides of a pull."""
+    slot_bytes = 32 << 20
+    sender, receiver = (describe(mla(layers=1, more=(key,), block_tokens=64, blocks=3000)) for key in (VLLM, SGLANG))
+    planned = plan(sender, receiver, (Take(0, 1, 0, 1, SGLANG.part),), 0, 190_000, slot_bytes)
+    chunks = map(planned.chunk, range(planned.chunks))
+    assert 4 * 8 * max(chunk.end_local - chunk.first_local for chunk in chunks) <= slot_bytes // 16 // 2
+
+
 def test_a_layer_has_its_keys_rotated_or_not() -> None:
     pool = describe(mla(layers=1, more=(VLLM, SGLANG)))
     assert "part: layer 0 has index_key rotated and not" in check_pool(pool)
