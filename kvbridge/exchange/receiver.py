@@ -80,14 +80,7 @@ class Receiver:
         self._route_of = dict(make_routes(opened))
         self._routes = tuple(dict.fromkeys(self._route_of.values()))  # several share one half
 
-    # From our engine:
-
-    def expect(self, expect: Expect, now: float) -> list[Action]:
-        """A request queues in our engine: reach its sender, and ask it to hold the offer."""
-        if expect.number in self.wants or len(self.expected) >= MOST_WANTS:
-            return []
-        self.expected.add(expect, now)
-        return [Reach(address) for address in self._senders.missing(expect.sender)]
+    # A want, until its rows are in the blocks:
 
     def want(self, want: Want, engine: AttachedEngine, now: float) -> list[Action]:
         """Our engine wants these tokens."""
@@ -108,93 +101,271 @@ class Receiver:
         self._want_deadlines.set(want.number, now + want.deadline_s)
         return self._advance(wanted, now)
 
+    def _advance(self, wanted: OpenWant, now: float) -> list[Action]:
+        sender = wanted.want.sender
+        if missing := self._senders.missing(sender):
+            return [Reach(address) for address in missing]
+        if not self._senders.is_whole(sender):
+            self._deadlines.set(("ask", sender), now + ASK_AGAIN_S)
+            return []
+        if self._is_paused:
+            return []
+        sessions = self._senders.reached(sender)
+        try:
+            if wanted.want.first_token < wanted.want.end_token:
+                question = self._adoption.question(sender, list(sessions.values()), wanted.engine)
+                if question is not None:
+                    return question
+            return self._claim(wanted, sessions, now)
+        except KVBridgeError as error:
+            return self._fail(wanted, error.code, str(error), now)
+
+    def _claim(self, wanted: OpenWant, sessions: Mapping[str, Session], now: float) -> list[Action]:
+        """All ranks have sessions: claim each one's rows. Raises KVBridgeError before anything has changed."""
+        want, engine = wanted.want, wanted.engine
+        takes, filling = self._assignment.takes(want.sender, list(sessions.values()), engine.pool)
+        if want.first_token == want.end_token:
+            takes, filling = tuple(() for _ in takes), None
+        plans = [
+            session.planner.plan(taken, want.first_token, want.end_token, session.slot_bytes)
+            for session, taken in zip(sessions.values(), takes, strict=True)
+        ]
+        wanted.unfilled_layers = len(filling.layers) if filling else 0
+        actions: list[Action] = self._fill(wanted, filling) if filling else []
+        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.CLAIM)
+        for (address, session), taken, planned in zip(sessions.items(), takes, plans, strict=True):
+            actions += self._claim_from(wanted, address, session, taken, planned, now)
+        return actions + self._finish_if_complete(wanted, now)
+
+    def _fill(self, wanted: OpenWant, filling: Filling) -> list[Action]:
+        """Write zeros where no sender has rows. Raises KVBridgeError before anything has changed."""
+        order = fill_of(self._new_id(), wanted, filling)
+        if not order.plan.chunks:
+            return []
+        wanted.filling = order.transfer
+        self._filled_by[order.transfer] = wanted
+        return [order]
+
+    def _claim_from(
+        self, wanted: OpenWant, address: str, session: Session, takes: tuple[Take, ...], planned: Plan, now: float
+    ) -> list[Action]:
+        transfer, token = self._new_id(), self._new_token()
+        actions: list[Action] = []
+        leases: tuple[SlotLease, ...] = ()
+        if planned.chunks:
+            route = self._route_of[session.routed.route]
+            incoming = route.begin(wanted, transfer, address, session, planned, token)
+            wanted.incoming_transfers[transfer] = self.incoming_transfers[transfer] = incoming
+            actions, leases = incoming.claim(now)
+        else:
+            wanted.unneeded[address] = transfer
+        return [*actions, Send(address, claim_of(wanted, session, transfer, token, planned, takes, leases, now))]
+
+    def on_message(self, incarnation: str, body: RouteToReceiver, now: float, key: str = "") -> list[Action]:
+        """What only the transfer's route understands."""
+        incoming = self._of(incarnation, body.transfer, key)
+        if incoming is None or incoming.state is not IncomingState.CLAIMED:
+            return []
+        return self._go_on(incoming, incoming.on_message(body, now), now)
+
+    def hear(self, reports: Iterable[ReceivingReport], now: float) -> list[Action]:
+        """Take the data plane's reports."""
+        actions: list[Action] = []
+        for report in reports:
+            match report:
+                case RouteReport(transfer=transfer):
+                    incoming = self.incoming_transfers[transfer]
+                    actions += self._go_on(incoming, incoming.on_report(report, now), now)
+                case Broken(transfer=transfer, code=code, reason=reason):
+                    actions += self._fail(self.incoming_transfers[transfer].wanted, code, reason, now)
+                case Filled():
+                    actions += self._filled(report, now)
+                case Quiet(transfer=transfer):
+                    actions += self._quiet(transfer, now)
+        return actions + self._lend()
+
+    def _go_on(self, incoming: IncomingTransfer, actions: list[Action], now: float) -> list[Action]:
+        """Its route has gone on, and wants this to be done: the transfer may have failed, or be complete."""
+        if incoming.state is not IncomingState.CLAIMED:
+            return actions
+        if incoming.failure is not None:
+            return actions + self._fail(incoming.wanted, *incoming.failure, now)
+        if not incoming.is_complete:
+            return actions
+        self._end_incoming(incoming, IncomingEvent.FINISH, now)
+        settled = Send(incoming.address, Settled(transfer=incoming.transfer))
+        return [*actions, *self._finish_if_complete(incoming.wanted, now), settled]  # our engine hears first: it waits
+
+    def _filled(self, filled: Filled, now: float) -> list[Action]:
+        """The zeros are written."""
+        wanted = self._filled_by[filled.transfer]
+        if wanted.state is not WantState.FLOWING:  # it was told to stop: Quiet follows
+            return []
+        self._forget_filling(wanted)
+        if filled.failure is not None:
+            return self._fail(wanted, *filled.failure, now)
+        return self._finish_if_complete(wanted, now)
+
+    def _forget_filling(self, wanted: OpenWant) -> None:
+        self._filled_by.pop(wanted.filling, None)
+        wanted.filling = ""
+
+    def _finish_if_complete(self, wanted: OpenWant, now: float) -> list[Action]:
+        if wanted.state is not WantState.FLOWING or wanted.filling:
+            return []
+        if any(incoming.state is not IncomingState.ENDED for incoming in wanted.incoming_transfers.values()):
+            return []
+        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FINISH)
+        moved = sum(incoming.plan.total_bytes for incoming in wanted.incoming_transfers.values())
+        self._forget(wanted)
+        want, seconds = wanted.want, max(0.0, now - wanted.started)
+        tokens = want.end_token - want.first_token
+        done = Done(
+            number=want.number,
+            request=want.request,
+            moved_bytes=moved,
+            seconds=seconds,
+            tokens=tokens,
+            unfilled_layers=wanted.unfilled_layers,
+        )
+        return [Tell(done)]
+
+    def _forget(self, wanted: OpenWant) -> None:
+        del self.wants[wanted.want.number]
+        self._want_deadlines.clear(wanted.want.number)
+        for incoming in wanted.incoming_transfers.values():
+            self._forget_if_over(incoming)
+
+    def _forget_if_over(self, incoming: IncomingTransfer) -> None:
+        if incoming.wanted.state is WantState.ENDED and incoming.state is IncomingState.ENDED:
+            self.incoming_transfers.pop(incoming.transfer, None)
+
+    def _lend(self) -> list[Action]:
+        return [action for route in self._routes for action in route.lend()]
+
+    def _of(self, incarnation: str, transfer: str, key: str) -> IncomingTransfer | None:
+        """The transfer, if this sender brings it. It may answer at one of its addresses what was asked at another."""
+        incoming = self.incoming_transfers.get(transfer)
+        is_its = incoming and (incoming.session.peer.incarnation, incoming.session.key) == (incarnation, key)
+        return incoming if is_its else None
+
+    # A want that fails, and a transfer that ends early:
+
     def abandon(self, number: int, now: float) -> list[Action]:
         """Our engine no longer wants it."""
         self.expected.end(number)
         wanted = self.wants.get(number)
         return [] if wanted is None else self._fail(wanted, "aborted", "abandoned by the engine", now)
 
-    def engine_left(self, now: float) -> list[Action]:
-        """Our engine is gone, and so is everything it wanted."""
+    def failing(
+        self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
+    ) -> list[Action]:
+        """The sender gives up; writes may still be under way."""
+        incoming = self._of(incarnation, transfer, key)
+        if incoming is None or incoming.state is not IncomingState.CLAIMED:
+            return []
+        return self._fail(incoming.wanted, code or "sender_failed", reason, now)
+
+    def drained(
+        self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
+    ) -> list[Action]:
+        """The sender will not write for this transfer again, and gives nothing more for it."""
+        self._cancelled.pop(transfer, None)
+        incoming = self._of(incarnation, transfer, key)
+        if incoming is None:
+            for route in self._routes:
+                route.on_drained(transfer, incarnation, key)
+            return self._lend()
+        incoming.on_drained()
         actions: list[Action] = []
-        for wanted in list(self.wants.values()):
-            actions += self._fail(wanted, "engine_left", "the engine left", now)
-        self._adoption = Adoption()
-        self.expected.clear()
-        self._unheard.clear()
-        self._cancelled.clear()
-        return [action for action in actions if not isinstance(action, Tell)]
+        if incoming.state is not IncomingState.ENDED:
+            was_claimed = incoming.state is IncomingState.CLAIMED
+            self._end_incoming(incoming, IncomingEvent.DRAIN, now)
+            if was_claimed:
+                want = incoming.wanted.want
+                why = why_refused(want, self._senders.open.get(want.sender), code or "sender_failed", reason)
+                actions = self._fail(incoming.wanted, *why, now)
+        self._forget_if_over(incoming)
+        return actions + self._lend()
 
-    def rescaled(self, engine: AttachedEngine, now: float) -> list[Action]:
-        """Our engine's scales changed. All sessions end: they were planned with the old ones."""
-        return self._end_sessions(engine, "rescaled", "scales of our engine changed", now)
+    def _fail(self, wanted: OpenWant, code: str, reason: str, now: float) -> list[Action]:
+        """End the want without its rows: cancel its transfers, quarantine the slots lent to them."""
+        if wanted.state in (WantState.ENDING, WantState.ENDED):
+            return []
+        wanted.failure = (code, reason)
+        if code in UNHEARD:
+            self._note_unheard(wanted, now)
+        actions: list[Action] = [
+            Send(address, Cancel(transfer=transfer, code=code, reason=reason[:1024]))
+            for address, transfer in wanted.unneeded.items()
+            if transfer
+        ]
+        if wanted.state is WantState.REACHING:
+            actions += self._waive(wanted)
+        if wanted.state is WantState.FLOWING:
+            actions += self._stops(wanted)
+        for incoming in wanted.incoming_transfers.values():
+            if incoming.state is IncomingState.CLAIMED:
+                self._end_incoming(incoming, IncomingEvent.STOP, now)
+                cancel = Send(incoming.address, Cancel(transfer=incoming.transfer, code=code, reason=reason[:1024]))
+                (wanted.late_cancels if incoming.reads_peer else actions).append(cancel)
+        if wanted.is_carried:
+            wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
+            return actions
+        return actions + self._end_failed(wanted, WantEvent.FAIL)
 
-    def reweighed(self, engine: AttachedEngine, reason: str, now: float) -> list[Action]:
-        """Our engine has other weights: no request that waits may get rows of the old ones. All sessions end."""
-        wanted = [each for each in self.wants.values() if each.want.end_token > each.want.first_token]
-        actions = [action for each in wanted for action in self._fail(each, "other_weights", reason, now)]
-        return actions + self._end_sessions(engine, "other_weights", reason, now)
+    def _stops(self, wanted: OpenWant) -> list[Action]:
+        """Stop putting rows into its blocks. Waits for our engine's fence end too, so they do not delay the failure."""
+        carried = [each.transfer for each in wanted.incoming_transfers.values() if each.is_carried]
+        orders = [*carried, wanted.filling] if wanted.filling else carried
+        return [StopReceiving(transfer, *wanted.failure) for transfer in orders]
 
-    def pause(self) -> bool:
-        """Claim nothing until `rebuilt` or `resume`. Returns whether nothing is under way: then a rebuild may begin."""
-        self._is_paused = True
-        return not (any(route.lent for route in self._routes) or len(self._in(WantState.REACHING)) < len(self.wants))
+    def _waive(self, wanted: OpenWant) -> list[Action]:
+        """Tell the ranks we reached that nothing will be taken. Otherwise they keep their blocks until the hold ends.
 
-    def resume(self, now: float) -> list[Action]:
-        """The rebuild is cancelled."""
-        self._is_paused = False
-        return self._advance_all(now)
-
-    def rebuilt(self, engine: AttachedEngine | None, now: float) -> list[Action]:
-        """Our slots were replaced. All sessions end, because they named the old slots. No slot is in doubt any more."""
-        return self._renewed(engine, "the agent made its slots anew", now, "all")
-
-    def unreachable_from_far(self, engine: AttachedEngine | None, now: float) -> list[Action]:
-        """Our fabric is another: who has only the one before reaches none of our slots.
-
-        All sessions end, because they named that one.
+        Each gets a claim without rows.
         """
-        return self._renewed(engine, "the agent's fabric was replaced", now, "far")
-
-    def _renewed(self, engine: AttachedEngine | None, reason: str, now: float, writers: Writers) -> list[Action]:
-        self._is_paused = False
-        actions = [] if engine is None else self._end_sessions(engine, "rebuilt", reason, now)
-        return actions + self.cannot_write(writers)
-
-    def cannot_write(self, writers: Writers) -> list[Action]:
-        """These write nothing any more under leases of transfers that have ended."""
-        for route in self._routes:
-            route.cannot_write(writers)
-        return self._lend()
-
-    def quarantined(self, writers: Writers) -> frozenset[tuple[int, int]]:
-        """The leases of quarantined slots under which only these may still write."""
-        return frozenset[tuple[int, int]]().union(*(route.quarantined(writers) for route in self._routes))
-
-    def writing_processes(self) -> set[ProcessCard]:
-        """The processes whose end would free slots, now or once their sessions are lost."""
-        return set[ProcessCard]().union(*(route.writing_processes() for route in self._routes))
-
-    def _end_sessions(self, engine: AttachedEngine, code: str, reason: str, now: float) -> list[Action]:
-        """End all sessions. Wants that have claimed nothing yet go on, by new sessions."""
+        want = wanted.want
         actions: list[Action] = []
-        for wanted in list(self.wants.values()):
-            if wanted.state in (WantState.REACHING, WantState.RETURNING):
-                wanted.engine = engine
-            else:
-                actions += self._fail(wanted, code, reason, now)
-        for address in list(self._senders.open):
-            self._lose(address, now)
-        return actions + self._advance_all(now)
+        for address, session in self._senders.reached(want.sender).items():
+            nothing = session.planner.plan((), want.first_token, want.end_token, session.slot_bytes)
+            actions += self._claim_from(wanted, address, session, (), nothing, wanted.started)
+        return actions
 
-    def declined(self, revision: int, reason: str, now: float) -> list[Action]:
-        """Our engine refuses the scales it was asked to adopt: wants that wait for them fail."""
-        if not self._adoption.declined(revision, reason):
-            reasons = (f"revision: {revision}, you were not asked",)
-            return [Tell(Refused(code="stale_revision", reasons=reasons, about=f"decline {revision}"))]
-        return self._advance_all(now)
+    def _quiet(self, transfer: str, now: float) -> list[Action]:
+        if (wanted := self._filled_by.get(transfer)) is not None:
+            self._forget_filling(wanted)
+        else:
+            incoming = self.incoming_transfers[transfer]
+            wanted, incoming.is_carried = incoming.wanted, False
+            if not incoming.on_quiet() and incoming.state is IncomingState.STOPPING:
+                self._end_incoming(incoming, IncomingEvent.DRAIN, now)
+        if wanted.is_carried:
+            return []
+        if wanted.state is WantState.ENDING:
+            return self._end_failed(wanted, WantEvent.QUIET)
+        if wanted.has_rows:
+            return self._fail(wanted, *wanted.failure, now)
+        return self._reach_again(wanted, WantEvent.QUIET, now)
 
-    # Sessions:
+    def _end_failed(self, wanted: OpenWant, event: WantEvent) -> list[Action]:
+        wanted.state = WANT_TABLE.after(wanted.state, event)
+        self._forget(wanted)
+        return [failed(wanted.want, *wanted.failure), *wanted.late_cancels]
+
+    def _end_incoming(self, incoming: IncomingTransfer, event: IncomingEvent, now: float) -> None:
+        incoming.state = INCOMING_TABLE.after(incoming.state, event)
+        incoming.is_lost |= event is IncomingEvent.LOSE
+        if event is IncomingEvent.FINISH:
+            incoming.is_carried = False
+        if not incoming.on_end(event, now) and event is IncomingEvent.STOP:  # no confirmation is needed
+            incoming.state = INCOMING_TABLE.after(incoming.state, IncomingEvent.DRAIN)
+
+    # Sessions, from the first want of a sender on:
+
+    def prepare(self, session: Session) -> list[Action]:
+        """A session with a new sender will open: prepare for what it will send."""
+        return self._route_of[session.routed.route].prepare(session)
 
     def opened(self, address: str, session: Session, now: float) -> list[Action]:
         """A session with the agent at `address` is open (or open again, knowing more ranks)."""
@@ -209,13 +380,12 @@ class Receiver:
                 actions += self._tell_unheard(sender, now)
         return actions + self._lend()
 
+    def _advance_all(self, now: float) -> list[Action]:
+        return [action for wanted in self._in(WantState.REACHING) for action in self._advance(wanted, now)]
+
     def refused(self, address: str, incarnation: str, key: str = "") -> list[Action]:
         """The agent at `address` answers but refuses a session. It can still confirm what it will not write."""
         return self._met(address, incarnation, key) + self._lend()
-
-    def prepare(self, session: Session) -> list[Action]:
-        """A session with a new sender will open: prepare for what it will send."""
-        return self._route_of[session.routed.route].prepare(session)
 
     def _met(self, address: str, incarnation: str, key: str) -> list[Action]:
         """An incarnation answers at the address."""
@@ -276,266 +446,7 @@ class Receiver:
                 self._forget_if_over(incoming)
         return affected
 
-    # From a sender, named by its incarnation and key: it may answer at one of its addresses what was asked at another.
-
-    def on_message(self, incarnation: str, body: RouteToReceiver, now: float, key: str = "") -> list[Action]:
-        """What only the transfer's route understands."""
-        incoming = self._of(incarnation, body.transfer, key)
-        if incoming is None or incoming.state is not IncomingState.CLAIMED:
-            return []
-        return self._go_on(incoming, incoming.on_message(body, now), now)
-
-    def _go_on(self, incoming: IncomingTransfer, actions: list[Action], now: float) -> list[Action]:
-        """Its route has gone on, and wants this to be done: the transfer may have failed, or be complete."""
-        if incoming.state is not IncomingState.CLAIMED:
-            return actions
-        if incoming.failure is not None:
-            return actions + self._fail(incoming.wanted, *incoming.failure, now)
-        if not incoming.is_complete:
-            return actions
-        self._end_incoming(incoming, IncomingEvent.FINISH, now)
-        settled = Send(incoming.address, Settled(transfer=incoming.transfer))
-        return [*actions, *self._finish_if_complete(incoming.wanted, now), settled]  # our engine hears first: it waits
-
-    def hear(self, reports: Iterable[ReceivingReport], now: float) -> list[Action]:
-        """Take the data plane's reports."""
-        actions: list[Action] = []
-        for report in reports:
-            match report:
-                case RouteReport(transfer=transfer):
-                    incoming = self.incoming_transfers[transfer]
-                    actions += self._go_on(incoming, incoming.on_report(report, now), now)
-                case Broken(transfer=transfer, code=code, reason=reason):
-                    actions += self._fail(self.incoming_transfers[transfer].wanted, code, reason, now)
-                case Filled():
-                    actions += self._filled(report, now)
-                case Quiet(transfer=transfer):
-                    actions += self._quiet(transfer, now)
-        return actions + self._lend()
-
-    def _quiet(self, transfer: str, now: float) -> list[Action]:
-        if (wanted := self._filled_by.get(transfer)) is not None:
-            self._forget_filling(wanted)
-        else:
-            incoming = self.incoming_transfers[transfer]
-            wanted, incoming.is_carried = incoming.wanted, False
-            if not incoming.on_quiet() and incoming.state is IncomingState.STOPPING:
-                self._end_incoming(incoming, IncomingEvent.DRAIN, now)
-        if wanted.is_carried:
-            return []
-        if wanted.state is WantState.ENDING:
-            return self._end_failed(wanted, WantEvent.QUIET)
-        if wanted.has_rows:
-            return self._fail(wanted, *wanted.failure, now)
-        return self._reach_again(wanted, WantEvent.QUIET, now)
-
-    def failing(
-        self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
-    ) -> list[Action]:
-        """The sender gives up; writes may still be under way."""
-        incoming = self._of(incarnation, transfer, key)
-        if incoming is None or incoming.state is not IncomingState.CLAIMED:
-            return []
-        return self._fail(incoming.wanted, code or "sender_failed", reason, now)
-
-    def drained(
-        self, incarnation: str, transfer: str, code: str, reason: str, now: float, key: str = ""
-    ) -> list[Action]:
-        """The sender will not write for this transfer again, and gives nothing more for it."""
-        self._cancelled.pop(transfer, None)
-        incoming = self._of(incarnation, transfer, key)
-        if incoming is None:
-            for route in self._routes:
-                route.on_drained(transfer, incarnation, key)
-            return self._lend()
-        incoming.on_drained()
-        actions: list[Action] = []
-        if incoming.state is not IncomingState.ENDED:
-            was_claimed = incoming.state is IncomingState.CLAIMED
-            self._end_incoming(incoming, IncomingEvent.DRAIN, now)
-            if was_claimed:
-                want = incoming.wanted.want
-                why = why_refused(want, self._senders.open.get(want.sender), code or "sender_failed", reason)
-                actions = self._fail(incoming.wanted, *why, now)
-        self._forget_if_over(incoming)
-        return actions + self._lend()
-
-    def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
-        actions: list[Action] = []
-        for wanted in [self.wants[number] for number in self._want_deadlines.due(now) if number in self.wants]:
-            reason = why_late(wanted, self._senders.lacks(wanted.want.sender))
-            actions += self._fail(wanted, "deadline", reason, now)
-        for kind, key in self._deadlines.due(now):
-            if kind == "ask" and key in self._senders.open:
-                actions.append(Ask(key))
-            elif kind == "unheard" and self._unheard.at(key, now):
-                self._deadlines.set(("unheard", key), now + UNHEARD_AGAIN_S)
-                # Here only, not whenever a rank is reached: another one that refuses would be asked again at once.
-                actions += [Reach(address) for address in self._senders.missing(key)] + self._tell_unheard(key, now)
-                if key in self._senders.open and not self._senders.is_whole(key):
-                    actions.append(Ask(key))  # it had not heard of its engine's other ranks
-            elif (incoming := self.incoming_transfers.get(key)) is None:
-                actions += [action for route in self._routes for action in route.on_time(kind, key, now)]
-            elif incoming.state is IncomingState.CLAIMED:
-                actions += self._go_on(incoming, incoming.on_time(kind, now), now)
-        return actions + self._hold(now)
-
-    def _hold(self, now: float) -> list[Action]:
-        """Tell senders which offers we wait for; reach the senders that queued requests will need."""
-        wanted = ((each.want.sender, each.want.rendezvous) for each in self.wants.values() if each.is_open)
-        actions: list[Action] = []
-        can_hear = lambda sender: not self._senders.missing(sender)  # noqa: E731
-        for sender, rendezvous_ids in self.expected.due(now, wanted, can_hear).items():
-            for address in self._senders.needed(sender):
-                if address in self._senders.open:
-                    actions += [Send(address, hold) for hold in holds(rendezvous_ids)]
-                elif sender in self.expected.senders:
-                    actions.append(Reach(address))
-        return actions
-
-    # How a want goes on:
-
-    def _advance_all(self, now: float) -> list[Action]:
-        return [action for wanted in self._in(WantState.REACHING) for action in self._advance(wanted, now)]
-
-    def _advance(self, wanted: OpenWant, now: float) -> list[Action]:
-        sender = wanted.want.sender
-        if missing := self._senders.missing(sender):
-            return [Reach(address) for address in missing]
-        if not self._senders.is_whole(sender):
-            self._deadlines.set(("ask", sender), now + ASK_AGAIN_S)
-            return []
-        if self._is_paused:
-            return []
-        sessions = self._senders.reached(sender)
-        try:
-            if wanted.want.first_token < wanted.want.end_token:
-                question = self._adoption.question(sender, list(sessions.values()), wanted.engine)
-                if question is not None:
-                    return question
-            return self._claim(wanted, sessions, now)
-        except KVBridgeError as error:
-            return self._fail(wanted, error.code, str(error), now)
-
-    def _claim(self, wanted: OpenWant, sessions: Mapping[str, Session], now: float) -> list[Action]:
-        """All ranks have sessions: claim each one's rows. Raises KVBridgeError before anything has changed."""
-        want, engine = wanted.want, wanted.engine
-        takes, filling = self._assignment.takes(want.sender, list(sessions.values()), engine.pool)
-        if want.first_token == want.end_token:
-            takes, filling = tuple(() for _ in takes), None
-        plans = [
-            session.planner.plan(taken, want.first_token, want.end_token, session.slot_bytes)
-            for session, taken in zip(sessions.values(), takes, strict=True)
-        ]
-        wanted.unfilled_layers = len(filling.layers) if filling else 0
-        actions: list[Action] = self._fill(wanted, filling) if filling else []
-        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.CLAIM)
-        for (address, session), taken, planned in zip(sessions.items(), takes, plans, strict=True):
-            actions += self._claim_from(wanted, address, session, taken, planned, now)
-        return actions + self._finish_if_complete(wanted, now)
-
-    def _fill(self, wanted: OpenWant, filling: Filling) -> list[Action]:
-        """Write zeros where no sender has rows. Raises KVBridgeError before anything has changed."""
-        order = fill_of(self._new_id(), wanted, filling)
-        if not order.plan.chunks:
-            return []
-        wanted.filling = order.transfer
-        self._filled_by[order.transfer] = wanted
-        return [order]
-
-    def _filled(self, filled: Filled, now: float) -> list[Action]:
-        """The zeros are written."""
-        wanted = self._filled_by[filled.transfer]
-        if wanted.state is not WantState.FLOWING:  # it was told to stop: Quiet follows
-            return []
-        self._forget_filling(wanted)
-        if filled.failure is not None:
-            return self._fail(wanted, *filled.failure, now)
-        return self._finish_if_complete(wanted, now)
-
-    def _forget_filling(self, wanted: OpenWant) -> None:
-        self._filled_by.pop(wanted.filling, None)
-        wanted.filling = ""
-
-    def _claim_from(
-        self, wanted: OpenWant, address: str, session: Session, takes: tuple[Take, ...], planned: Plan, now: float
-    ) -> list[Action]:
-        transfer, token = self._new_id(), self._new_token()
-        actions: list[Action] = []
-        leases: tuple[SlotLease, ...] = ()
-        if planned.chunks:
-            route = self._route_of[session.routed.route]
-            incoming = route.begin(wanted, transfer, address, session, planned, token)
-            wanted.incoming_transfers[transfer] = self.incoming_transfers[transfer] = incoming
-            actions, leases = incoming.claim(now)
-        else:
-            wanted.unneeded[address] = transfer
-        return [*actions, Send(address, claim_of(wanted, session, transfer, token, planned, takes, leases, now))]
-
-    def _finish_if_complete(self, wanted: OpenWant, now: float) -> list[Action]:
-        if wanted.state is not WantState.FLOWING or wanted.filling:
-            return []
-        if any(incoming.state is not IncomingState.ENDED for incoming in wanted.incoming_transfers.values()):
-            return []
-        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FINISH)
-        moved = sum(incoming.plan.total_bytes for incoming in wanted.incoming_transfers.values())
-        self._forget(wanted)
-        want, seconds = wanted.want, max(0.0, now - wanted.started)
-        tokens = want.end_token - want.first_token
-        done = Done(
-            number=want.number,
-            request=want.request,
-            moved_bytes=moved,
-            seconds=seconds,
-            tokens=tokens,
-            unfilled_layers=wanted.unfilled_layers,
-        )
-        return [Tell(done)]
-
-    def _fail(self, wanted: OpenWant, code: str, reason: str, now: float) -> list[Action]:
-        """End the want without its rows: cancel its transfers, quarantine the slots lent to them."""
-        if wanted.state in (WantState.ENDING, WantState.ENDED):
-            return []
-        wanted.failure = (code, reason)
-        if code in UNHEARD:
-            self._note_unheard(wanted, now)
-        actions: list[Action] = [
-            Send(address, Cancel(transfer=transfer, code=code, reason=reason[:1024]))
-            for address, transfer in wanted.unneeded.items()
-            if transfer
-        ]
-        if wanted.state is WantState.REACHING:
-            actions += self._waive(wanted)
-        if wanted.state is WantState.FLOWING:
-            actions += self._stops(wanted)
-        for incoming in wanted.incoming_transfers.values():
-            if incoming.state is IncomingState.CLAIMED:
-                self._end_incoming(incoming, IncomingEvent.STOP, now)
-                cancel = Send(incoming.address, Cancel(transfer=incoming.transfer, code=code, reason=reason[:1024]))
-                (wanted.late_cancels if incoming.reads_peer else actions).append(cancel)
-        if wanted.is_carried:
-            wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
-            return actions
-        return actions + self._end_failed(wanted, WantEvent.FAIL)
-
-    def _stops(self, wanted: OpenWant) -> list[Action]:
-        """Stop putting rows into its blocks. Waits for our engine's fence end too, so they do not delay the failure."""
-        carried = [each.transfer for each in wanted.incoming_transfers.values() if each.is_carried]
-        orders = [*carried, wanted.filling] if wanted.filling else carried
-        return [StopReceiving(transfer, *wanted.failure) for transfer in orders]
-
-    def _waive(self, wanted: OpenWant) -> list[Action]:
-        """Tell the ranks we reached that nothing will be taken. Otherwise they keep their blocks until the hold ends.
-
-        Each gets a claim without rows.
-        """
-        want = wanted.want
-        actions: list[Action] = []
-        for address, session in self._senders.reached(want.sender).items():
-            nothing = session.planner.plan((), want.first_token, want.end_token, session.slot_bytes)
-            actions += self._claim_from(wanted, address, session, (), nothing, wanted.started)
-        return actions
+    # Senders that do not hear that a want has failed:
 
     def _note_unheard(self, wanted: OpenWant, now: float) -> None:
         """The want fails. Tell those ranks of its sender that do not hear so now, once they are reached."""
@@ -587,28 +498,132 @@ class Receiver:
             self._unheard.keep(sender, lambda each: False)
         return actions
 
-    def _end_failed(self, wanted: OpenWant, event: WantEvent) -> list[Action]:
-        wanted.state = WANT_TABLE.after(wanted.state, event)
-        self._forget(wanted)
-        return [failed(wanted.want, *wanted.failure), *wanted.late_cancels]
+    # Time, and requests that wait in our engine:
 
-    def _end_incoming(self, incoming: IncomingTransfer, event: IncomingEvent, now: float) -> None:
-        incoming.state = INCOMING_TABLE.after(incoming.state, event)
-        incoming.is_lost |= event is IncomingEvent.LOSE
-        if event is IncomingEvent.FINISH:
-            incoming.is_carried = False
-        if not incoming.on_end(event, now) and event is IncomingEvent.STOP:  # no confirmation is needed
-            incoming.state = INCOMING_TABLE.after(incoming.state, IncomingEvent.DRAIN)
+    def expect(self, expect: Expect, now: float) -> list[Action]:
+        """A request queues in our engine: reach its sender, and ask it to hold the offer."""
+        if expect.number in self.wants or len(self.expected) >= MOST_WANTS:
+            return []
+        self.expected.add(expect, now)
+        return [Reach(address) for address in self._senders.missing(expect.sender)]
 
-    def _forget(self, wanted: OpenWant) -> None:
-        del self.wants[wanted.want.number]
-        self._want_deadlines.clear(wanted.want.number)
-        for incoming in wanted.incoming_transfers.values():
-            self._forget_if_over(incoming)
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        actions: list[Action] = []
+        for wanted in [self.wants[number] for number in self._want_deadlines.due(now) if number in self.wants]:
+            reason = why_late(wanted, self._senders.lacks(wanted.want.sender))
+            actions += self._fail(wanted, "deadline", reason, now)
+        for kind, key in self._deadlines.due(now):
+            if kind == "ask" and key in self._senders.open:
+                actions.append(Ask(key))
+            elif kind == "unheard" and self._unheard.at(key, now):
+                self._deadlines.set(("unheard", key), now + UNHEARD_AGAIN_S)
+                # Here only, not whenever a rank is reached: another one that refuses would be asked again at once.
+                actions += [Reach(address) for address in self._senders.missing(key)] + self._tell_unheard(key, now)
+                if key in self._senders.open and not self._senders.is_whole(key):
+                    actions.append(Ask(key))  # it had not heard of its engine's other ranks
+            elif (incoming := self.incoming_transfers.get(key)) is None:
+                actions += [action for route in self._routes for action in route.on_time(kind, key, now)]
+            elif incoming.state is IncomingState.CLAIMED:
+                actions += self._go_on(incoming, incoming.on_time(kind, now), now)
+        return actions + self._hold(now)
 
-    def _forget_if_over(self, incoming: IncomingTransfer) -> None:
-        if incoming.wanted.state is WantState.ENDED and incoming.state is IncomingState.ENDED:
-            self.incoming_transfers.pop(incoming.transfer, None)
+    def _hold(self, now: float) -> list[Action]:
+        """Tell senders which offers we wait for; reach the senders that queued requests will need."""
+        wanted = ((each.want.sender, each.want.rendezvous) for each in self.wants.values() if each.is_open)
+        actions: list[Action] = []
+        can_hear = lambda sender: not self._senders.missing(sender)  # noqa: E731
+        for sender, rendezvous_ids in self.expected.due(now, wanted, can_hear).items():
+            for address in self._senders.needed(sender):
+                if address in self._senders.open:
+                    actions += [Send(address, hold) for hold in holds(rendezvous_ids)]
+                elif sender in self.expected.senders:
+                    actions.append(Reach(address))
+        return actions
+
+    # What changes beside us:
+
+    def engine_left(self, now: float) -> list[Action]:
+        """Our engine is gone, and so is everything it wanted."""
+        actions: list[Action] = []
+        for wanted in list(self.wants.values()):
+            actions += self._fail(wanted, "engine_left", "the engine left", now)
+        self._adoption = Adoption()
+        self.expected.clear()
+        self._unheard.clear()
+        self._cancelled.clear()
+        return [action for action in actions if not isinstance(action, Tell)]
+
+    def declined(self, revision: int, reason: str, now: float) -> list[Action]:
+        """Our engine refuses the scales it was asked to adopt: wants that wait for them fail."""
+        if not self._adoption.declined(revision, reason):
+            reasons = (f"revision: {revision}, you were not asked",)
+            return [Tell(Refused(code="stale_revision", reasons=reasons, about=f"decline {revision}"))]
+        return self._advance_all(now)
+
+    def rescaled(self, engine: AttachedEngine, now: float) -> list[Action]:
+        """Our engine's scales changed. All sessions end: they were planned with the old ones."""
+        return self._end_sessions(engine, "rescaled", "scales of our engine changed", now)
+
+    def reweighed(self, engine: AttachedEngine, reason: str, now: float) -> list[Action]:
+        """Our engine has other weights: no request that waits may get rows of the old ones. All sessions end."""
+        wanted = [each for each in self.wants.values() if each.want.end_token > each.want.first_token]
+        actions = [action for each in wanted for action in self._fail(each, "other_weights", reason, now)]
+        return actions + self._end_sessions(engine, "other_weights", reason, now)
+
+    def _end_sessions(self, engine: AttachedEngine, code: str, reason: str, now: float) -> list[Action]:
+        """End all sessions. Wants that have claimed nothing yet go on, by new sessions."""
+        actions: list[Action] = []
+        for wanted in list(self.wants.values()):
+            if wanted.state in (WantState.REACHING, WantState.RETURNING):
+                wanted.engine = engine
+            else:
+                actions += self._fail(wanted, code, reason, now)
+        for address in list(self._senders.open):
+            self._lose(address, now)
+        return actions + self._advance_all(now)
+
+    def pause(self) -> bool:
+        """Claim nothing until `rebuilt` or `resume`. Returns whether nothing is under way: then a rebuild may begin."""
+        self._is_paused = True
+        return not (any(route.lent for route in self._routes) or len(self._in(WantState.REACHING)) < len(self.wants))
+
+    def resume(self, now: float) -> list[Action]:
+        """The rebuild is cancelled."""
+        self._is_paused = False
+        return self._advance_all(now)
+
+    def rebuilt(self, engine: AttachedEngine | None, now: float) -> list[Action]:
+        """Our slots were replaced. All sessions end, because they named the old slots. No slot is in doubt any more."""
+        return self._renewed(engine, "the agent made its slots anew", now, "all")
+
+    def unreachable_from_far(self, engine: AttachedEngine | None, now: float) -> list[Action]:
+        """Our fabric is another: who has only the one before reaches none of our slots.
+
+        All sessions end, because they named that one.
+        """
+        return self._renewed(engine, "the agent's fabric was replaced", now, "far")
+
+    def _renewed(self, engine: AttachedEngine | None, reason: str, now: float, writers: Writers) -> list[Action]:
+        self._is_paused = False
+        actions = [] if engine is None else self._end_sessions(engine, "rebuilt", reason, now)
+        return actions + self.cannot_write(writers)
+
+    def cannot_write(self, writers: Writers) -> list[Action]:
+        """These write nothing any more under leases of transfers that have ended."""
+        for route in self._routes:
+            route.cannot_write(writers)
+        return self._lend()
+
+    def quarantined(self, writers: Writers) -> frozenset[tuple[int, int]]:
+        """The leases of quarantined slots under which only these may still write."""
+        return frozenset[tuple[int, int]]().union(*(route.quarantined(writers) for route in self._routes))
+
+    def writing_processes(self) -> set[ProcessCard]:
+        """The processes whose end would free slots, now or once their sessions are lost."""
+        return set[ProcessCard]().union(*(route.writing_processes() for route in self._routes))
+
+    # For others to look at:
 
     def number_of(self, transfer: str) -> int:
         """The want whose rows it brings; 0 if nobody waits for it any more."""
@@ -629,15 +644,6 @@ class Receiver:
     def without_slot(self) -> int:
         """How many transfers have ready chunks without a slot. Callable from any thread."""
         return sum(route.waiting for route in self._routes)
-
-    def _of(self, incarnation: str, transfer: str, key: str) -> IncomingTransfer | None:
-        """The transfer, if this sender, that proved this key, brings it."""
-        incoming = self.incoming_transfers.get(transfer)
-        is_its = incoming and (incoming.session.peer.incarnation, incoming.session.key) == (incarnation, key)
-        return incoming if is_its else None
-
-    def _lend(self) -> list[Action]:
-        return [action for route in self._routes for action in route.lend()]
 
     def _in(self, state: WantState) -> list[OpenWant]:
         return [wanted for wanted in self.wants.values() if wanted.state is state]

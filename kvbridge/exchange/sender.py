@@ -74,7 +74,7 @@ class Sender:
         self._route_of = dict(make_routes(self._deadlines))
         self._routes = tuple(dict.fromkeys(self._route_of.values()))  # several share one half
 
-    # From our engine:
+    # An offer and its claims, until the blocks are free:
 
     def offer(self, offer: Offer, engine: AttachedEngine, now: float) -> list[Action]:
         """Our engine offers tokens, for the first time or more of them."""
@@ -103,6 +103,208 @@ class Sender:
         for out in list(offered.outgoing_transfers.values()):
             actions += out.grow()
         return actions
+
+    def _grow(self, offered: OpenOffer, offer: Offer, engine: AttachedEngine) -> None:
+        if offer.rendezvous != offered.rendezvous:
+            raise EngineError("rendezvous_changed", f"rendezvous: first {offered.rendezvous}, now {offer.rendezvous}")
+        if offer.first_token != offered.first_token:
+            raise EngineError(
+                "first_token_changed", f"first_token: first {offered.first_token}, now {offer.first_token}"
+            )
+        if offer.tokens < offer.first_token:
+            raise EngineError("bad_range", f"tokens: got {offer.tokens}, first_token {offer.first_token}")
+        if offer.tokens < offered.tokens:
+            raise EngineError("tokens_shrank", f"tokens: first {offered.tokens}, now {offer.tokens}")
+        offered.tables = extended(offered.tables, engine, offer.blocks, offer.first_token, offer.tokens, offer.is_last)
+        offered.is_last = offer.is_last
+        offered.grew(offer.fence, offer.tokens)
+
+    def claim(self, claim: Claim, session: Session, engine: AttachedEngine, now: float) -> list[Action]:
+        """A receiver claims rows that are or will be offered under a rendezvous id."""
+        incarnation = session.peer.incarnation
+        if (incarnation, claim.transfer) in self._renounced:
+            return [
+                refused(incarnation, claim, "cancelled", f"transfer: {claim.transfer} was cancelled before it came")
+            ]
+        if claim.transfer in self.outgoing_transfers:
+            return [refused(incarnation, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
+        if len(self._of_receiver.get(incarnation, ())) >= self._most_claims:
+            reason = f"claims: {self._most_claims} of this receiver are open"
+            return [refused(incarnation, claim, "too_many_claims", reason)]
+        if len(self.outgoing_transfers) >= MOST_CLAIMS_OF_ALL:
+            reason = f"claims: {MOST_CLAIMS_OF_ALL} of all receivers are open"
+            return [refused(incarnation, claim, "too_many_transfers", reason)]
+        try:
+            plan = planned(claim, session, engine)
+            if not plan.chunks and self._rendezvous.is_served(claim):
+                reason = f"want: {claim.want} had its offer before, and this claim takes no rows"
+                raise PeerError("already_fetched", reason)
+            out = self._route_of[session.routed.route].begin(claim, session, plan, now)
+        except KVBridgeError as error:
+            return [refused(incarnation, claim, error.code, str(error))]
+        self.outgoing_transfers[claim.transfer] = out
+        self._of_receiver.setdefault(incarnation, {})[claim.transfer] = out
+        self._waiting.setdefault(claim.rendezvous, {})[claim.transfer] = out
+        self._rendezvous.forget_old(now)
+        self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
+        return self._bind_waiting(claim.rendezvous)
+
+    def _bind_waiting(self, rendezvous: str) -> list[Action]:
+        """Match claims and offers under one id, oldest first. All claims of one want get the same offer."""
+        actions: list[Action] = []
+        for out in list(self._waiting.get(rendezvous, {}).values()):
+            offered = self._rendezvous.offer_for(out.claim)
+            if isinstance(offered, EndedOffer):
+                self._rendezvous.meet(out.claim)
+                actions += self._stop(out, *self._rendezvous.hear(offered, out.claim))
+                continue
+            if offered is None or (self._is_paused and out.plan.chunks):
+                if self._rendezvous.is_all_offered(out.claim):
+                    self._undecided[out.transfer] = out
+                continue
+            if offered.want is None:
+                offered.want, offered.receivers = out.claim.want, out.claim.receivers
+                offered.is_declined = out.claim.first_token == out.claim.end_token
+            elif offered.receivers != out.claim.receivers:
+                actions += self._stop(
+                    out, "bad_receiver", f"receivers: first {offered.receivers}, now {out.claim.receivers}"
+                )
+                continue
+            self._rendezvous.meet(out.claim)
+            out.offered = offered
+            offered.outgoing_transfers[out.transfer] = out
+            self._clear_lost(offered, out.claim.receiver)
+            self._stop_waiting(out)
+            out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.BIND)
+            actions.append(Met(out.transfer, offered.number, out.plan.chunks, out.plan.total_bytes))
+            if out.plan.chunks == 0:
+                offered.served.add(out.claim.receiver)
+                out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
+                self._forget(out)
+                actions += self._release_if_over(offered)
+            else:
+                actions += self._short_of(offered)
+                if out.state is OutgoingState.FLOWING:
+                    actions += out.flow()
+        return actions
+
+    def _stop_waiting(self, out: OutgoingTransfer) -> None:
+        self._undecided.pop(out.transfer, None)
+        transfers = self._waiting[out.claim.rendezvous]
+        del transfers[out.transfer]
+        if not transfers:
+            del self._waiting[out.claim.rendezvous]
+
+    def _short_of(self, offered: OpenOffer) -> list[Action]:
+        """Fail transfers that the offer cannot satisfy. Its begin is checked at once, the rest once it is complete."""
+        actions: list[Action] = []
+        for out in list(offered.outgoing_transfers.values()):
+            try:
+                check_begin(out.plan, offered.first_token)
+                if offered.is_last:
+                    if out.claim.end_token > offered.tokens:
+                        reason = f"end_token: wanted {out.claim.end_token}, offered {offered.tokens}"
+                        raise EngineError("tokens_missing", reason)
+                    check_late(out.plan, offered.tables, offered.tokens)
+            except KVBridgeError as error:
+                actions += self._stop(out, error.code, str(error))
+        return actions
+
+    def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
+        """Answers that receivers wait for: what they may read, and refusals of what is not offered here (any more).
+
+        `SenderRunner._answers` calls this, after everything that made an answer due and after `note_if_silent`.
+        `heard_at` is when we last had read everything the engine sent. `has_reached` says whether its fence has reached
+        a count.
+        """
+        actions = self._refuse_unoffered(heard_at)
+        return actions + [action for route in self._routes for action in route.answers(now, heard_at, has_reached)]
+
+    def _refuse_unoffered(self, heard_at: float) -> list[Action]:
+        """Refuse claims of what was offered before they came, if no such offer is there.
+
+        Each is looked at once, when all is read that our engine had sent by then, and again if `_bind_waiting` left it.
+        """
+        actions: list[Action] = []
+        while self._undecided:
+            out = next(iter(self._undecided.values()))
+            if out.started > heard_at:
+                break
+            del self._undecided[out.transfer]
+            if why := self._rendezvous.why_none(out.claim):
+                actions += self._stop(out, *why)
+        return actions
+
+    def on_message(self, incarnation: str, body: RouteToSender) -> list[Action]:
+        """What only the transfer's route understands, from its receiver."""
+        out = self.outgoing_transfers.get(body.transfer)
+        if out is None or out.incarnation != incarnation:
+            return []
+        return out.on_message(body) + self._go_on(out)
+
+    def hear(self, reports: Iterable[SendingReport]) -> list[Action]:
+        """Take the data plane's reports."""
+        actions: list[Action] = []
+        for report in reports:
+            match report:
+                case RouteReport(transfer=transfer):
+                    out = self.outgoing_transfers[transfer]
+                    actions += out.on_report(report) + self._go_on(out)
+                case Broken(transfer=transfer, code=code, reason=reason):
+                    actions += self._stop(self.outgoing_transfers[transfer], code, reason)
+                case Quiet(transfer=transfer):
+                    out = self.outgoing_transfers[transfer]
+                    out.is_ordered = False
+                    actions += self._go_on(out)
+        return actions + [action for route in self._routes for action in route.next()]
+
+    def _go_on(self, out: OutgoingTransfer) -> list[Action]:
+        """Something has happened to it: it may have failed, be read, be over, or be quiet after a stop."""
+        if out.failure is not None and out.is_open:
+            return self._stop(out, *out.failure)
+        offered, actions = out.offered, list[Action]()
+        if offered is None:
+            return []
+        if out.state is OutgoingState.FLOWING and out.has_read:
+            offered.served.add(out.claim.receiver)
+            if out.is_over:
+                out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
+                self._forget(out)
+        elif out.state is OutgoingState.STOPPING and not out.is_busy:
+            actions = self._end(out, OutgoingEvent.QUIET)
+        return actions + self._release_if_over(offered)
+
+    def _release_if_over(self, offered: OpenOffer) -> list[Action]:
+        """Release the blocks once nobody reads or will read them."""
+        all_served = offered.want is not None and len(offered.served) == offered.receivers
+        if offered.state is OfferState.RELEASED or (offered.state is OfferState.OPEN and not all_served):
+            return []
+        if any(out.is_reading for out in offered.outgoing_transfers.values()):
+            return []
+        if offered.state is OfferState.OPEN and any(out.will_read for out in offered.outgoing_transfers.values()):
+            return []  # those of a receiver that claimed again included
+        offered.state = OFFER_TABLE.after(offered.state, OfferEvent.RELEASE)
+        del self.offers[offered.number]
+        self._holds.clear(offered.number)
+        self._deadlines.clear(("lost", str(offered.number)))
+        self._rendezvous.leave(offered)
+        code, reason = offered.over or offered.short or ("", "")
+        return [Tell(released(offered, code, reason, is_declined=offered.is_declined and not code))]
+
+    def _forget(self, out: OutgoingTransfer) -> None:
+        del self.outgoing_transfers[out.transfer]
+        self._deadlines.clear(("claim", out.transfer))
+        out.forget()
+        if out.offered is None:
+            self._stop_waiting(out)
+        else:
+            del out.offered.outgoing_transfers[out.transfer]
+        its = self._of_receiver[out.incarnation]
+        del its[out.transfer]
+        if not its:
+            del self._of_receiver[out.incarnation]
+
+    # An offer that ends early:
 
     def withdraw(self, number: int, reason: str, now: float, comes_again: bool = False) -> list[Action]:
         """Our engine takes an offer back. Released follows once nobody reads its blocks, or was told already.
@@ -155,114 +357,28 @@ class Sender:
                 found.append(offered)
         return found
 
-    def awaited_by(self, offered: OpenOffer) -> str:
-        """The incarnation of the last receiver that said a request waits under this offer's id."""
-        return self._rendezvous.awaiting(offered.rendezvous)
-
-    def held_until(self, offered: OpenOffer) -> float | None:
-        """When an open offer expires; when the last read lease on an ended one does.
-
-        None if an ended one is gathered or digested: its blocks are kept until that is over.
-        """
-        if offered.state is OfferState.OPEN:
-            return self._holds.at(offered.number)
-        ends = [out.read_until for out in offered.outgoing_transfers.values() if out.is_reading]
-        return max((at for at in ends if at is not None), default=None) if None not in ends else None
-
-    def rescaled(self, reason: str, now: float) -> list[Action]:
-        """Our engine's scales changed: end everything that was planned with the old ones."""
-        return self._end_all("rescaled", reason, now)
-
-    def reweighed(self, reason: str, now: float) -> list[Action]:
-        """Our engine has other weights: end everything that was computed with the old ones."""
-        return self._end_all("other_weights", reason, now)
-
-    def pause(self, is_alone: bool) -> bool:
-        """Returns whether no transfer flows and no block is read; writes of stopped transfers may be under way.
-
-        If `is_alone` (our engine has one rank), begin no transfer until `rebuilt` or `resume`. With several ranks
-        transfers do begin: a receiver could not claim again what the other ranks have begun.
-        """
-        self._is_paused = is_alone
-        return not any(out.state is OutgoingState.FLOWING or out.is_reading for out in self.outgoing_transfers.values())
-
-    def resume(self) -> list[Action]:
-        """The rebuild is cancelled."""
-        self._is_paused = False
-        return [action for rendezvous in list(self._waiting) for action in self._bind_waiting(rendezvous)]
-
-    def rebuilt(self, reason: str) -> list[Action]:
-        """Our agent replaces its slots and ends all sessions: stop the transfers, so that receivers need not wait.
-
-        Claims on what is not offered yet end with their sessions, and come again by new ones.
-        """
-        self._is_paused = False
-        moving = [out for out in self.outgoing_transfers.values() if out.state is not OutgoingState.WAITING]
-        return [action for out in moving for action in self._stop(out, "rebuilt", reason)]
-
-    def engine_left(self, now: float) -> list[Action]:
-        """Our engine is gone: its memory must no longer be read."""
-        actions = self._end_all("engine_left", "the engine left", now)
-        self._rendezvous.forget_ended()
-        return [action for action in actions if not isinstance(action, Tell)]
-
-    def _end_all(self, code: str, reason: str, now: float) -> list[Action]:
+    def _end_offer(
+        self, offered: OpenOffer, code: str, reason: str, now: float, comes_again: bool = False
+    ) -> list[Action]:
+        if offered.state is not OfferState.OPEN:
+            return []
+        offered.state, offered.over = OFFER_TABLE.after(offered.state, OfferEvent.END), (code, reason)
         actions: list[Action] = []
-        for offered in list(self.offers.values()):
-            actions += self._end_offer(offered, code, reason, now)
-        for out in list(self.outgoing_transfers.values()):
-            actions += self._stop(out, code, reason)
-        return actions
+        heard = offered.served | {out.claim.receiver for out in offered.outgoing_transfers.values()}
+        if len(heard) < offered.receivers or (offered.want is None and not comes_again):
+            ended = EndedOffer(offered.rendezvous, offered.over, now + ENDED_S, offered.want, offered.receivers, heard)
+            actions += self._refuse_later(ended, now)
+        for out in list(offered.outgoing_transfers.values()):
+            if out.will_read:  # what has been read already may arrive
+                actions += self._stop(out, code, reason)
+        return actions + self._release_if_over(offered)
 
-    # From a receiver:
+    def _refuse_later(self, ended: EndedOffer, now: float) -> list[Action]:
+        """Remember an ended offer, and refuse claims on it: later ones, and those that wait because of a pause."""
+        self._rendezvous.remember(ended, now)
+        return self._bind_waiting(ended.rendezvous)
 
-    def claim(self, claim: Claim, session: Session, engine: AttachedEngine, now: float) -> list[Action]:
-        """A receiver claims rows that are or will be offered under a rendezvous id."""
-        incarnation = session.peer.incarnation
-        if (incarnation, claim.transfer) in self._renounced:
-            return [
-                refused(incarnation, claim, "cancelled", f"transfer: {claim.transfer} was cancelled before it came")
-            ]
-        if claim.transfer in self.outgoing_transfers:
-            return [refused(incarnation, claim, "duplicate_transfer", f"transfer: {claim.transfer} is already claimed")]
-        if len(self._of_receiver.get(incarnation, ())) >= self._most_claims:
-            reason = f"claims: {self._most_claims} of this receiver are open"
-            return [refused(incarnation, claim, "too_many_claims", reason)]
-        if len(self.outgoing_transfers) >= MOST_CLAIMS_OF_ALL:
-            reason = f"claims: {MOST_CLAIMS_OF_ALL} of all receivers are open"
-            return [refused(incarnation, claim, "too_many_transfers", reason)]
-        try:
-            plan = planned(claim, session, engine)
-            if not plan.chunks and self._rendezvous.is_served(claim):
-                reason = f"want: {claim.want} had its offer before, and this claim takes no rows"
-                raise PeerError("already_fetched", reason)
-            out = self._route_of[session.routed.route].begin(claim, session, plan, now)
-        except KVBridgeError as error:
-            return [refused(incarnation, claim, error.code, str(error))]
-        self.outgoing_transfers[claim.transfer] = out
-        self._of_receiver.setdefault(incarnation, {})[claim.transfer] = out
-        self._waiting.setdefault(claim.rendezvous, {})[claim.transfer] = out
-        self._rendezvous.forget_old(now)
-        self._deadlines.set(("claim", claim.transfer), now + claim.deadline_s)
-        return self._bind_waiting(claim.rendezvous)
-
-    def is_awaited(self, rendezvous: str) -> bool:
-        """Whether claims wait for an offer under this id."""
-        return rendezvous in self._waiting
-
-    def has_offer(self, claim: Claim) -> bool:
-        """Whether there is an open offer for this claim, or an ended one to refuse it with."""
-        return self._rendezvous.offer_for(claim) is not None
-
-    def hold(self, incarnation: str, rendezvous_ids: Sequence[str], now: float) -> list[Action]:
-        """Requests of a receiver wait for offers under these ids, one for each time an id is named."""
-        held: list[int] = []
-        for rendezvous, count in Counter(rendezvous_ids).items():
-            for offered in self._rendezvous.await_in(rendezvous, incarnation, count, now):
-                self._holds.set(offered.number, now + offered.hold_s)
-                held.append(offered.number)
-        pieces = [held[at : at + MAX_HELD] for at in range(0, len(held), MAX_HELD)]
-        return [Tell(Held(numbers=tuple(piece))) for piece in pieces]
+    # A transfer that ends early:
 
     def cancel(self, incarnation: str, cancel: Cancel, now: float) -> list[Action]:
         """The receiver gives up. Drained follows once nothing is being written; at once for an unknown transfer.
@@ -329,234 +445,6 @@ class Sender:
         reason = f"a rank that claimed it was lost {LOST_S:g} s ago, and {missing} of the same want never came"
         return self._end_offer(offered, "peer_lost", reason, now)
 
-    def number_of(self, transfer: str) -> int:
-        """The offer whose rows it takes; 0 while it has none."""
-        out = self.outgoing_transfers.get(transfer)
-        return out.offered.number if out is not None and out.offered is not None else 0
-
-    @property
-    def without_offer(self) -> int:
-        """How many claimed transfers have no offer yet. Callable from any thread."""
-        return sum(map(len, list(self._waiting.values())))
-
-    def on_message(self, incarnation: str, body: RouteToSender) -> list[Action]:
-        """What only the transfer's route understands, from its receiver."""
-        out = self.outgoing_transfers.get(body.transfer)
-        if out is None or out.incarnation != incarnation:
-            return []
-        return out.on_message(body) + self._go_on(out)
-
-    @property
-    def is_promised(self) -> bool:
-        """Whether a receiver counts on blocks of our engine."""
-        return any(out.is_promised for out in self.outgoing_transfers.values())
-
-    @property
-    def is_owing(self) -> bool:
-        """Whether a receiver waits for an answer."""
-        return bool(self._undecided) or any(route.is_owing for route in self._routes)
-
-    def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
-        """Answers that receivers wait for: what they may read, and refusals of what is not offered here (any more).
-
-        `SenderRunner._answers` calls this, after everything that made an answer due and after `note_if_silent`.
-        `heard_at` is when we last had read everything the engine sent. `has_reached` says whether its fence has reached
-        a count.
-        """
-        actions = self._refuse_unoffered(heard_at)
-        return actions + [action for route in self._routes for action in route.answers(now, heard_at, has_reached)]
-
-    def _refuse_unoffered(self, heard_at: float) -> list[Action]:
-        """Refuse claims of what was offered before they came, if no such offer is there.
-
-        Each is looked at once, when all is read that our engine had sent by then, and again if `_bind_waiting` left it.
-        """
-        actions: list[Action] = []
-        while self._undecided:
-            out = next(iter(self._undecided.values()))
-            if out.started > heard_at:
-                break
-            del self._undecided[out.transfer]
-            if why := self._rendezvous.why_none(out.claim):
-                actions += self._stop(out, *why)
-        return actions
-
-    # From the data plane:
-
-    def hear(self, reports: Iterable[SendingReport]) -> list[Action]:
-        """Take the data plane's reports."""
-        actions: list[Action] = []
-        for report in reports:
-            match report:
-                case RouteReport(transfer=transfer):
-                    out = self.outgoing_transfers[transfer]
-                    actions += out.on_report(report) + self._go_on(out)
-                case Broken(transfer=transfer, code=code, reason=reason):
-                    actions += self._stop(self.outgoing_transfers[transfer], code, reason)
-                case Quiet(transfer=transfer):
-                    out = self.outgoing_transfers[transfer]
-                    out.is_ordered = False
-                    actions += self._go_on(out)
-        return actions + [action for route in self._routes for action in route.next()]
-
-    def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
-        actions: list[Action] = []
-        for offered in [self.offers[number] for number in self._holds.due(now) if number in self.offers]:
-            actions += self._end_offer(offered, "offer_expired", _why_expired(offered, now), now)
-        while self._lost_claims:
-            if (number := self._lost_claims.pop()) in self.offers and self.offers[number].lost:
-                self._deadlines.set(("lost", str(number)), now + LOST_S)
-        for kind, key in self._deadlines.due(now):
-            if kind == "lost" and int(key) in self.offers:
-                actions += self._end_deserted(self.offers[int(key)], now)
-            elif kind == "claim" and key in self.outgoing_transfers:
-                out = self.outgoing_transfers[key]
-                what = (
-                    f"nothing was offered in rendezvous {out.claim.rendezvous}"
-                    if out.offered is None
-                    else "not all was offered"
-                )
-                late = "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}"
-                actions += self._stop(out, *(out.cancelled or late))
-            elif (its := self.outgoing_transfers.get(key)) is not None:
-                actions += its.on_time(kind) + self._go_on(its)
-        return actions
-
-    # Rendezvous:
-
-    def _grow(self, offered: OpenOffer, offer: Offer, engine: AttachedEngine) -> None:
-        if offer.rendezvous != offered.rendezvous:
-            raise EngineError("rendezvous_changed", f"rendezvous: first {offered.rendezvous}, now {offer.rendezvous}")
-        if offer.first_token != offered.first_token:
-            raise EngineError(
-                "first_token_changed", f"first_token: first {offered.first_token}, now {offer.first_token}"
-            )
-        if offer.tokens < offer.first_token:
-            raise EngineError("bad_range", f"tokens: got {offer.tokens}, first_token {offer.first_token}")
-        if offer.tokens < offered.tokens:
-            raise EngineError("tokens_shrank", f"tokens: first {offered.tokens}, now {offer.tokens}")
-        offered.tables = extended(offered.tables, engine, offer.blocks, offer.first_token, offer.tokens, offer.is_last)
-        offered.is_last = offer.is_last
-        offered.grew(offer.fence, offer.tokens)
-
-    def _bind_waiting(self, rendezvous: str) -> list[Action]:
-        """Match claims and offers under one id, oldest first. All claims of one want get the same offer."""
-        actions: list[Action] = []
-        for out in list(self._waiting.get(rendezvous, {}).values()):
-            offered = self._rendezvous.offer_for(out.claim)
-            if isinstance(offered, EndedOffer):
-                self._rendezvous.meet(out.claim)
-                actions += self._stop(out, *self._rendezvous.hear(offered, out.claim))
-                continue
-            if offered is None or (self._is_paused and out.plan.chunks):
-                if self._rendezvous.is_all_offered(out.claim):
-                    self._undecided[out.transfer] = out
-                continue
-            if offered.want is None:
-                offered.want, offered.receivers = out.claim.want, out.claim.receivers
-                offered.is_declined = out.claim.first_token == out.claim.end_token
-            elif offered.receivers != out.claim.receivers:
-                actions += self._stop(
-                    out, "bad_receiver", f"receivers: first {offered.receivers}, now {out.claim.receivers}"
-                )
-                continue
-            self._rendezvous.meet(out.claim)
-            out.offered = offered
-            offered.outgoing_transfers[out.transfer] = out
-            self._clear_lost(offered, out.claim.receiver)
-            self._stop_waiting(out)
-            out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.BIND)
-            actions.append(Met(out.transfer, offered.number, out.plan.chunks, out.plan.total_bytes))
-            if out.plan.chunks == 0:
-                offered.served.add(out.claim.receiver)
-                out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
-                self._forget(out)
-                actions += self._release_if_over(offered)
-            else:
-                actions += self._short_of(offered)
-                if out.state is OutgoingState.FLOWING:
-                    actions += out.flow()
-        return actions
-
-    def _stop_waiting(self, out: OutgoingTransfer) -> None:
-        self._undecided.pop(out.transfer, None)
-        transfers = self._waiting[out.claim.rendezvous]
-        del transfers[out.transfer]
-        if not transfers:
-            del self._waiting[out.claim.rendezvous]
-
-    def _short_of(self, offered: OpenOffer) -> list[Action]:
-        """Fail transfers that the offer cannot satisfy. Its begin is checked at once, the rest once it is complete."""
-        actions: list[Action] = []
-        for out in list(offered.outgoing_transfers.values()):
-            try:
-                check_begin(out.plan, offered.first_token)
-                if offered.is_last:
-                    if out.claim.end_token > offered.tokens:
-                        reason = f"end_token: wanted {out.claim.end_token}, offered {offered.tokens}"
-                        raise EngineError("tokens_missing", reason)
-                    check_late(out.plan, offered.tables, offered.tokens)
-            except KVBridgeError as error:
-                actions += self._stop(out, error.code, str(error))
-        return actions
-
-    def _end_offer(
-        self, offered: OpenOffer, code: str, reason: str, now: float, comes_again: bool = False
-    ) -> list[Action]:
-        if offered.state is not OfferState.OPEN:
-            return []
-        offered.state, offered.over = OFFER_TABLE.after(offered.state, OfferEvent.END), (code, reason)
-        actions: list[Action] = []
-        heard = offered.served | {out.claim.receiver for out in offered.outgoing_transfers.values()}
-        if len(heard) < offered.receivers or (offered.want is None and not comes_again):
-            ended = EndedOffer(offered.rendezvous, offered.over, now + ENDED_S, offered.want, offered.receivers, heard)
-            actions += self._refuse_later(ended, now)
-        for out in list(offered.outgoing_transfers.values()):
-            if out.will_read:  # what has been read already may arrive
-                actions += self._stop(out, code, reason)
-        return actions + self._release_if_over(offered)
-
-    def _refuse_later(self, ended: EndedOffer, now: float) -> list[Action]:
-        """Remember an ended offer, and refuse claims on it: later ones, and those that wait because of a pause."""
-        self._rendezvous.remember(ended, now)
-        return self._bind_waiting(ended.rendezvous)
-
-    def _release_if_over(self, offered: OpenOffer) -> list[Action]:
-        """Release the blocks once nobody reads or will read them."""
-        all_served = offered.want is not None and len(offered.served) == offered.receivers
-        if offered.state is OfferState.RELEASED or (offered.state is OfferState.OPEN and not all_served):
-            return []
-        if any(out.is_reading for out in offered.outgoing_transfers.values()):
-            return []
-        if offered.state is OfferState.OPEN and any(out.will_read for out in offered.outgoing_transfers.values()):
-            return []  # those of a receiver that claimed again included
-        offered.state = OFFER_TABLE.after(offered.state, OfferEvent.RELEASE)
-        del self.offers[offered.number]
-        self._holds.clear(offered.number)
-        self._deadlines.clear(("lost", str(offered.number)))
-        self._rendezvous.leave(offered)
-        code, reason = offered.over or offered.short or ("", "")
-        return [Tell(released(offered, code, reason, is_declined=offered.is_declined and not code))]
-
-    # How a transfer goes on:
-
-    def _go_on(self, out: OutgoingTransfer) -> list[Action]:
-        """Something has happened to it: it may have failed, be read, be over, or be quiet after a stop."""
-        if out.failure is not None and out.is_open:
-            return self._stop(out, *out.failure)
-        offered, actions = out.offered, list[Action]()
-        if offered is None:
-            return []
-        if out.state is OutgoingState.FLOWING and out.has_read:
-            offered.served.add(out.claim.receiver)
-            if out.is_over:
-                out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
-                self._forget(out)
-        elif out.state is OutgoingState.STOPPING and not out.is_busy:
-            actions = self._end(out, OutgoingEvent.QUIET)
-        return actions + self._release_if_over(offered)
-
     def _stop(self, out: OutgoingTransfer, code: str, reason: str) -> list[Action]:
         """End a transfer early. The receiver gets Drained only when nothing of it is under way."""
         if out.state in (OutgoingState.STOPPING, OutgoingState.ENDED):
@@ -582,18 +470,132 @@ class Sender:
     def _send(self, out: OutgoingTransfer, body: Failing | Drained) -> list[Action]:
         return [] if out.is_lost else [Send(out.incarnation, body)]
 
-    def _forget(self, out: OutgoingTransfer) -> None:
-        del self.outgoing_transfers[out.transfer]
-        self._deadlines.clear(("claim", out.transfer))
-        out.forget()
-        if out.offered is None:
-            self._stop_waiting(out)
-        else:
-            del out.offered.outgoing_transfers[out.transfer]
-        its = self._of_receiver[out.incarnation]
-        del its[out.transfer]
-        if not its:
-            del self._of_receiver[out.incarnation]
+    # Time, and requests that wait at a receiver:
+
+    def hold(self, incarnation: str, rendezvous_ids: Sequence[str], now: float) -> list[Action]:
+        """Requests of a receiver wait for offers under these ids, one for each time an id is named."""
+        held: list[int] = []
+        for rendezvous, count in Counter(rendezvous_ids).items():
+            for offered in self._rendezvous.await_in(rendezvous, incarnation, count, now):
+                self._holds.set(offered.number, now + offered.hold_s)
+                held.append(offered.number)
+        pieces = [held[at : at + MAX_HELD] for at in range(0, len(held), MAX_HELD)]
+        return [Tell(Held(numbers=tuple(piece))) for piece in pieces]
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        actions: list[Action] = []
+        for offered in [self.offers[number] for number in self._holds.due(now) if number in self.offers]:
+            actions += self._end_offer(offered, "offer_expired", _why_expired(offered, now), now)
+        while self._lost_claims:
+            if (number := self._lost_claims.pop()) in self.offers and self.offers[number].lost:
+                self._deadlines.set(("lost", str(number)), now + LOST_S)
+        for kind, key in self._deadlines.due(now):
+            if kind == "lost" and int(key) in self.offers:
+                actions += self._end_deserted(self.offers[int(key)], now)
+            elif kind == "claim" and key in self.outgoing_transfers:
+                out = self.outgoing_transfers[key]
+                what = (
+                    f"nothing was offered in rendezvous {out.claim.rendezvous}"
+                    if out.offered is None
+                    else "not all was offered"
+                )
+                late = "deadline", f"deadline_s: {out.claim.deadline_s} passed; {what}"
+                actions += self._stop(out, *(out.cancelled or late))
+            elif (its := self.outgoing_transfers.get(key)) is not None:
+                actions += its.on_time(kind) + self._go_on(its)
+        return actions
+
+    # What changes beside us:
+
+    def engine_left(self, now: float) -> list[Action]:
+        """Our engine is gone: its memory must no longer be read."""
+        actions = self._end_all("engine_left", "the engine left", now)
+        self._rendezvous.forget_ended()
+        return [action for action in actions if not isinstance(action, Tell)]
+
+    def rescaled(self, reason: str, now: float) -> list[Action]:
+        """Our engine's scales changed: end everything that was planned with the old ones."""
+        return self._end_all("rescaled", reason, now)
+
+    def reweighed(self, reason: str, now: float) -> list[Action]:
+        """Our engine has other weights: end everything that was computed with the old ones."""
+        return self._end_all("other_weights", reason, now)
+
+    def _end_all(self, code: str, reason: str, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for offered in list(self.offers.values()):
+            actions += self._end_offer(offered, code, reason, now)
+        for out in list(self.outgoing_transfers.values()):
+            actions += self._stop(out, code, reason)
+        return actions
+
+    def pause(self, is_alone: bool) -> bool:
+        """Returns whether no transfer flows and no block is read; writes of stopped transfers may be under way.
+
+        If `is_alone` (our engine has one rank), begin no transfer until `rebuilt` or `resume`. With several ranks
+        transfers do begin: a receiver could not claim again what the other ranks have begun.
+        """
+        self._is_paused = is_alone
+        return not any(out.state is OutgoingState.FLOWING or out.is_reading for out in self.outgoing_transfers.values())
+
+    def resume(self) -> list[Action]:
+        """The rebuild is cancelled."""
+        self._is_paused = False
+        return [action for rendezvous in list(self._waiting) for action in self._bind_waiting(rendezvous)]
+
+    def rebuilt(self, reason: str) -> list[Action]:
+        """Our agent replaces its slots and ends all sessions: stop the transfers, so that receivers need not wait.
+
+        Claims on what is not offered yet end with their sessions, and come again by new ones.
+        """
+        self._is_paused = False
+        moving = [out for out in self.outgoing_transfers.values() if out.state is not OutgoingState.WAITING]
+        return [action for out in moving for action in self._stop(out, "rebuilt", reason)]
+
+    # For others to look at:
+
+    def is_awaited(self, rendezvous: str) -> bool:
+        """Whether claims wait for an offer under this id."""
+        return rendezvous in self._waiting
+
+    def has_offer(self, claim: Claim) -> bool:
+        """Whether there is an open offer for this claim, or an ended one to refuse it with."""
+        return self._rendezvous.offer_for(claim) is not None
+
+    def awaited_by(self, offered: OpenOffer) -> str:
+        """The incarnation of the last receiver that said a request waits under this offer's id."""
+        return self._rendezvous.awaiting(offered.rendezvous)
+
+    def held_until(self, offered: OpenOffer) -> float | None:
+        """When an open offer expires; when the last read lease on an ended one does.
+
+        None if an ended one is gathered or digested: its blocks are kept until that is over.
+        """
+        if offered.state is OfferState.OPEN:
+            return self._holds.at(offered.number)
+        ends = [out.read_until for out in offered.outgoing_transfers.values() if out.is_reading]
+        return max((at for at in ends if at is not None), default=None) if None not in ends else None
+
+    def number_of(self, transfer: str) -> int:
+        """The offer whose rows it takes; 0 while it has none."""
+        out = self.outgoing_transfers.get(transfer)
+        return out.offered.number if out is not None and out.offered is not None else 0
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether a receiver counts on blocks of our engine."""
+        return any(out.is_promised for out in self.outgoing_transfers.values())
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether a receiver waits for an answer."""
+        return bool(self._undecided) or any(route.is_owing for route in self._routes)
+
+    @property
+    def without_offer(self) -> int:
+        """How many claimed transfers have no offer yet. Callable from any thread."""
+        return sum(map(len, list(self._waiting.values())))
 
 
 def released(offer: Offer | OpenOffer, code: str, reason: str = "", is_declined: bool = False) -> Released:
