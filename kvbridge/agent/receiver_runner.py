@@ -29,22 +29,7 @@ from msgspec import structs
 
 from ..dataplane.data_plane import DataPlane
 from ..exchange.actions import Action, Ask, Carried, Compared, Reach, Send, Tell, Uncompared, WatchProcess
-from ..exchange.orders import (
-    Broken,
-    Dropped,
-    Fill,
-    Landed,
-    Lend,
-    Malformed,
-    Pull,
-    Pulled,
-    ReceiveOrder,
-    ReceivingReport,
-    StageReached,
-    StopReceiving,
-    Warm,
-    WarmPull,
-)
+from ..exchange.orders import Broken, Dropped, Landed, Malformed, Order, Pulled, ReceivingReport, StageReached
 from ..exchange.receiver import Receiver
 from ..exchange.session import AttachedEngine, Session
 from ..failpoints import failpoint
@@ -271,7 +256,7 @@ class ReceiverRunner:
                     self._current.tell(message)
                     if isinstance(message, Done):
                         failpoint("receiver.done_told")
-                case ReceiveOrder() | Lend() | StopReceiving() | Pull() | Fill() | Warm() | WarmPull():
+                case Order():
                     self._data_plane.give(action, self._current.memory)
             done.append(action)
 

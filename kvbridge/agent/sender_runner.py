@@ -29,17 +29,13 @@ from ..dataplane.data_plane import DataPlane
 from ..exchange.actions import Action, Carried, Met, Send, Tell, Unconfirmed
 from ..exchange.orders import (
     Broken,
-    Credit,
-    Digest,
     Digested,
     FenceReached,
-    Progress,
+    Order,
     SendingReport,
-    SendOrder,
     Sent,
     Shipped,
     StageReached,
-    StopSending,
     Warm,
     Watch,
 )
@@ -301,10 +297,10 @@ class SenderRunner:
                     self._current.tell(message)
                     if isinstance(message, Released):
                         failpoint("sender.released_told")
-                case SendOrder() | Progress() | Credit() | StopSending() | Digest():
-                    self._data_plane.give(action, self._current.memory)
                 case Watch(fence=fence):
                     self._watch(fence)
+                case Order():
+                    self._data_plane.give(action, self._current.memory)
             performed.append(action)
 
     def _note(self, done: list[Performed]) -> None:

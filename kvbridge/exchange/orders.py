@@ -19,11 +19,18 @@ from .session import EngineMemoryId
 
 Failure = tuple[str, str] | None  # (code, reason)
 
+
+class Order:
+    """What the exchange gives to the data plane."""
+
+    __slots__ = ()
+
+
 # To the data plane of a sender:
 
 
 @dataclass(frozen=True, slots=True)
-class SendOrder:
+class SendOrder(Order):
     """Gather the chunks of a transfer in order, and write each into a slot lent by the receiver.
 
     `number` and `request` are the offer's. The order is over once the last chunk is written.
@@ -40,7 +47,7 @@ class SendOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Order):
     """The first `ready` chunks are in these blocks of our engine once its fence has reached `fence`."""
 
     transfer: str
@@ -50,7 +57,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Credit:
+class Credit(Order):
     """The receiver lends these slots, for one write each."""
 
     transfer: str
@@ -58,7 +65,7 @@ class Credit:
 
 
 @dataclass(frozen=True, slots=True)
-class StopSending:
+class StopSending(Order):
     """Gather nothing more for this transfer, and end its waits for the engine's fence. What has begun goes on."""
 
     transfer: str
@@ -67,7 +74,7 @@ class StopSending:
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class Digest(Order):
     """Digest a chunk that its receiver has read; `read` is the receiver's digest. Needs no slot.
 
     The receiver was told of the blocks, so the engine's fence has passed them. `number`, `request`: as in SendOrder.
@@ -82,7 +89,7 @@ class Digest:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class Watch(Order):
     """Report when our engine's fence reaches this count: receivers wait for tokens computed by then."""
 
     fence: int
@@ -92,7 +99,7 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveOrder:
+class ReceiveOrder(Order):
     """Move the chunks of a transfer from our slots into the engine's blocks, once its fence has reached `fence`.
 
     `request` is our engine's name for the want. Given before the sender is asked for anything. The order is over once
@@ -114,7 +121,7 @@ class ReceiveOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Lend:
+class Lend(Order):
     """The sender may write these slots, each once. Given before the sender hears of it."""
 
     transfer: str
@@ -122,7 +129,7 @@ class Lend:
 
 
 @dataclass(frozen=True, slots=True)
-class StopReceiving:
+class StopReceiving(Order):
     """Begin nothing more for this transfer, and end its waits for the engine's fence. Moves under way go on."""
 
     transfer: str
@@ -142,7 +149,7 @@ class Lease(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class Pull(Order):
     """Read chunks [first_chunk, end_chunk) from the blocks of the sender's engine into ours, on the route `pull`.
 
     Begins once our engine's fence has reached `fence`. `memory_id` names the sender's memory, `peer_tables` its blocks;
@@ -172,7 +179,7 @@ SendingOrder = SendOrder | Progress | Credit | StopSending | Digest | Watch
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class Fill(Order):
     """Write zeros to rows of our engine's blocks that no sender has (geometry/unfilled.py). Stopped as a transfer is.
 
     Begins once our engine's fence has reached `fence`. `zeros` is the pool that the zeros are read from, at the blocks
@@ -189,14 +196,14 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
+class Warm(Order):
     """Begin to compile the kernels that parts like these need."""
 
     parts: Sequence[Part]
 
 
 @dataclass(frozen=True, slots=True)
-class WarmPull:
+class WarmPull(Order):
     """The same for pulls of (the sender's, our) parts, with a digest or without (`kinds`)."""
 
     memory_id: EngineMemoryId
