@@ -45,7 +45,6 @@ def _left_over(world: World) -> Iterator[str]:
 def _kept(process: Process) -> Iterator[str]:
     receiving, sending, data_plane = process.receiving, process.sending, process.data_plane
     by_slots: Any = receiving._route_of["nixl"]
-    by_pull: Any = sending._route_of["pull"]
     slots, has_engine = process.slots.counts(), process.current.engine is not None
     if slots.free + (0 if has_engine else slots.quarantined) != len(process.slots):
         yield f"slots: {slots}"
@@ -77,7 +76,7 @@ def _kept(process: Process) -> Iterator[str]:
         ("targets that leave", data_plane._jobs._leaving),
         ("uses of targets", +data_plane._jobs._users),
         ("memory that is left", data_plane._pulling._closing),
-        ("receivers that wait for an answer", by_pull.owed),
+        ("receivers that wait for an answer", sending._owed),
     ):
         if left:
             yield f"{name}: {left}"

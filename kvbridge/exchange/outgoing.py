@@ -14,7 +14,7 @@ from ..geometry.tokens import BlockTable
 from ..states import OfferState, OutgoingState
 from .actions import Action
 from .answers import ANSWERS, Known
-from .containers import Recent
+from .containers import Deadlines, Recent
 from .orders import Failure, RouteReport
 from .session import Session
 
@@ -149,6 +149,10 @@ class OutgoingTransfer(abc.ABC):
     def on_report(self, report: RouteReport) -> list[Action]:
         """The data plane reports this."""
 
+    def answer(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
+        """What its receiver waits for, if it is `owed`. All is read that our engine had sent by `heard_at`."""
+        return []
+
     def on_time(self, kind: str) -> list[Action]:
         """A deadline (kind, transfer) that it had set has passed."""
         return []
@@ -162,13 +166,16 @@ class OutgoingTransfer(abc.ABC):
         return
 
 
+@dataclass(frozen=True, slots=True)
+class OpenAnswers:
+    """What a sender shares with its routes: deadlines (kind, transfer), and whose receivers wait for an `answer`."""
+
+    deadlines: Deadlines[tuple[str, str]] = field(default_factory=Deadlines)
+    owed: dict[str, OutgoingTransfer] = field(default_factory=dict)
+
+
 class SendingRoute(abc.ABC):
     """A route's sending half."""
-
-    @property
-    def is_owing(self) -> bool:
-        """Whether a receiver waits for one of its `answers`."""
-        return False
 
     @abc.abstractmethod
     def begin(self, claim: Claim, session: Session, plan: Plan, now: float) -> OutgoingTransfer:
@@ -176,10 +183,6 @@ class SendingRoute(abc.ABC):
 
     def next(self) -> list[Action]:
         """What may begin now that others have gone on."""
-        return []
-
-    def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
-        """Answers that receivers wait for. All is read that our engine had sent by `heard_at`."""
         return []
 
 

@@ -26,6 +26,7 @@ from .outgoing import (
     AWAITED_S,
     ENDED_S,
     EndedOffer,
+    OpenAnswers,
     OpenOffer,
     OutgoingTransfer,
     Rendezvous,
@@ -47,13 +48,13 @@ MOST_RENOUNCED = 16384  # of all receivers together; the link that could still b
 class Sender:
     """All offers of this agent's engine and all transfers that read them.
 
-    `make_routes` gets the deadlines (kind, transfer) that the sender shares with its routes. `before` are earlier
-    incarnations of our agent, known to be dead.
+    `make_routes` gets what the sender shares with its routes. `before` are earlier incarnations of our agent, known to
+    be dead.
     """
 
     def __init__(
         self,
-        make_routes: Callable[[Deadlines[tuple[str, str]]], Mapping[Route, SendingRoute]],
+        make_routes: Callable[[OpenAnswers], Mapping[Route, SendingRoute]],
         most_claims: int = MOST_CLAIMS,
         before: Collection[str] = (),
     ) -> None:
@@ -69,9 +70,10 @@ class Sender:
         self._lost_claims: list[int] = []  # open offers of which a claim was lost since the last tick
         self._rendezvous = Rendezvous()
         self._is_paused = False
-        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
+        opened = OpenAnswers()
+        self._deadlines, self._owed = opened.deadlines, opened.owed
         self._holds: Deadlines[int] = Deadlines()  # of the offers
-        self._route_of = dict(make_routes(self._deadlines))
+        self._route_of = dict(make_routes(opened))
         self._routes = tuple(dict.fromkeys(self._route_of.values()))  # several share one half
 
     # An offer and its claims, until the blocks are free:
@@ -218,7 +220,9 @@ class Sender:
         a count.
         """
         actions = self._refuse_unoffered(heard_at)
-        return actions + [action for route in self._routes for action in route.answers(now, heard_at, has_reached)]
+        for out in list(self._owed.values()):
+            actions += out.answer(now, heard_at, has_reached)
+        return actions
 
     def _refuse_unoffered(self, heard_at: float) -> list[Action]:
         """Refuse claims of what was offered before they came, if no such offer is there.
@@ -294,6 +298,7 @@ class Sender:
     def _forget(self, out: OutgoingTransfer) -> None:
         del self.outgoing_transfers[out.transfer]
         self._deadlines.clear(("claim", out.transfer))
+        self._owed.pop(out.transfer, None)
         out.forget()
         if out.offered is None:
             self._stop_waiting(out)
@@ -450,6 +455,7 @@ class Sender:
         if out.state in (OutgoingState.STOPPING, OutgoingState.ENDED):
             return []
         out.stopped_by = (code[:64], reason[:1024])
+        self._owed.pop(out.transfer, None)
         offered = out.offered
         if offered is not None:
             offered.served.add(out.claim.receiver)
@@ -590,7 +596,7 @@ class Sender:
     @property
     def is_owing(self) -> bool:
         """Whether a receiver waits for an answer."""
-        return bool(self._undecided) or any(route.is_owing for route in self._routes)
+        return bool(self._undecided or self._owed)
 
     @property
     def without_offer(self) -> int:

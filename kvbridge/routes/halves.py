@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from kvbridge_proto.peer import Route
 
-from ..exchange.containers import Deadlines
 from ..exchange.incoming import OpenTransfers, ReceivingRoute
-from ..exchange.outgoing import SendingRoute
+from ..exchange.outgoing import OpenAnswers, SendingRoute
 from ..exchange.route import SLOT_ROUTE_NAMES
 from .pull.receiving import PullReceiving
 from .pull.sending import PullSending
@@ -21,6 +20,6 @@ def receiving_routes(opened: OpenTransfers, slots: ReceiveSlots, check_every: in
     return {"pull": PullReceiving(opened, check_every), **dict.fromkeys(SLOT_ROUTE_NAMES, by_slots)}
 
 
-def sending_routes(deadlines: Deadlines[tuple[str, str]]) -> dict[Route, SendingRoute]:
+def sending_routes(opened: OpenAnswers) -> dict[Route, SendingRoute]:
     """The sending half of every route."""
-    return {"pull": PullSending(deadlines), **dict.fromkeys(SLOT_ROUTE_NAMES, SlotSending())}
+    return {"pull": PullSending(opened), **dict.fromkeys(SLOT_ROUTE_NAMES, SlotSending())}

@@ -14,9 +14,8 @@ from kvbridge_proto.peer import MAX_SUMS, Check, Checked, Claim, Grant, Renew, R
 from ...errors import PeerError
 from ...exchange.actions import Action, Carried, Send, Unconfirmed
 from ...exchange.block_tables import ready_chunks
-from ...exchange.containers import Deadlines
 from ...exchange.orders import Digest, Digested, RouteReport, Watch
-from ...exchange.outgoing import OutgoingTransfer, SendingRoute
+from ...exchange.outgoing import OpenAnswers, OutgoingTransfer, SendingRoute
 from ...exchange.session import Session
 from ...geometry.plan import Plan
 from ...states import OfferState, OutgoingState
@@ -28,47 +27,15 @@ MOST_DIGESTS = 4  # at once, of all transfers, so that other moves get their tur
 class PullSending(SendingRoute):
     """All transfers by `pull`: which receivers wait for an answer, and which chunks are compared."""
 
-    def __init__(self, deadlines: Deadlines[tuple[str, str]]) -> None:
-        self.deadlines = deadlines
-        self.owed: dict[str, OutgoingByPull] = {}  # by transfer: receivers that wait for an answer or for the fence
+    def __init__(self, opened: OpenAnswers) -> None:
+        self.deadlines, self.owed = opened.deadlines, opened.owed
         self.comparing: dict[str, OutgoingByPull] = {}  # with chunks to be digested, in the order of their turns
         self.digesting = 0
-
-    @property
-    def is_owing(self) -> bool:
-        return bool(self.owed)
 
     def begin(self, claim: Claim, session: Session, plan: Plan, now: float) -> OutgoingByPull:
         if claim.leases:
             raise PeerError("bad_lease", f"leases: {len(claim.leases)} of a route without slots")
         return OutgoingByPull(claim, session, plan, now, route=self)
-
-    def answers(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
-        """The block tables that receivers wait for; none if we heard our engine too long ago to rule out a withdrawal.
-
-        Every answer begins a lease now.
-        """
-        if now - heard_at >= LEASE_HEARD_S:
-            return []
-        actions: list[Action] = []
-        for out in list(self.owed.values()):
-            offered, granted = out.offered, out.granted
-            if offered is None or out.state is not OutgoingState.FLOWING:  # it was stopped meanwhile
-                del self.owed[out.transfer]
-                continue
-            following = offered.update_readable(has_reached)
-            if following is not None:
-                actions.append(Watch(following))
-            is_last = offered.is_last and following is None
-            if following is None:
-                del self.owed[out.transfer]
-            if not granted.is_asked and ready_chunks(out.plan, offered.readable, is_last) == granted.ready:
-                continue
-            said = granted.answer(out.transfer, out.plan, offered.tables, offered.readable, is_last)
-            granted.ends = now + LEASE_S
-            self.deadlines.set(("lease", out.transfer), granted.ends)
-            actions.append(Send(out.incarnation, said))
-        return actions
 
     def next(self) -> list[Action]:
         """Digest chunks that receivers have read, in turns."""
@@ -128,6 +95,26 @@ class OutgoingByPull(OutgoingTransfer):
         if self.will_read and not self.is_settled and offered is not None and offered.state is OfferState.OPEN:
             self.route.owed[self.transfer] = self
         return []
+
+    def answer(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
+        """The block tables that its receiver waits for; the lease begins now.
+
+        None if we heard our engine too long ago to rule out a withdrawal.
+        """
+        offered, granted = self.offered, self.granted
+        if now - heard_at >= LEASE_HEARD_S or offered is None:
+            return []
+        following = offered.update_readable(has_reached)
+        watch: list[Action] = [Watch(following)] if following is not None else []
+        if following is None:
+            del self.route.owed[self.transfer]
+        is_last = offered.is_last and following is None
+        if not granted.is_asked and ready_chunks(self.plan, offered.readable, is_last) == granted.ready:
+            return watch
+        said = granted.answer(self.transfer, self.plan, offered.tables, offered.readable, is_last)
+        granted.ends = now + LEASE_S
+        self.route.deadlines.set(("lease", self.transfer), granted.ends)
+        return [*watch, Send(self.incarnation, said)]
 
     def on_message(self, body: RouteToSender) -> list[Action]:
         match body:
@@ -197,4 +184,3 @@ class OutgoingByPull(OutgoingTransfer):
 
     def forget(self) -> None:
         self.route.comparing.pop(self.transfer, None)
-        self.route.owed.pop(self.transfer, None)
