@@ -122,12 +122,12 @@ test-gpu: $(AGENT)
 	PYTHON=.venv/bin/python tests/system/gpu/run tests
 
 bench: $(AGENT) $(ENGINE) $(SGLANG)
-	for name in codec plan block_copier convert; do .venv/bin/python bench/$$name.py || exit 1; done
-	.venv-vllm/bin/python bench/vllm_pair.py
-	.venv-sglang/bin/python bench/sglang_pair.py
+	for name in codec plan convert; do .venv/bin/python -m bench $$name || exit 1; done
+	.venv-vllm/bin/python -m bench pair --engine vllm
+	.venv-sglang/bin/python -m bench pair --engine sglang
 
 bench-serving: $(AGENT) $(ENGINE) $(SGLANG) $(ROUTERS)
-	.venv/bin/python bench/serving.py $(SERVING)
+	.venv/bin/python -m bench serving $(SERVING)
 
 bench-gpu: $(AGENT)
 	PYTHON=.venv/bin/python tests/system/gpu/run full

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from bench.timing import quantile
 from kvbridge.errors import KVBridgeError
 from kvbridge.proxy.events import DONE, FAILED, Events
 
@@ -81,11 +82,6 @@ def prompt(chance: random.Random) -> tuple[int, str]:
     return tokens, " ".join(str(chance.randint(1, WORDS)) for _ in range(tokens))
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value such that at least `share` of all are no larger. `values` must not be empty."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 def figures(answers: Sequence[Answer]) -> dict[str, float]:
     """Times in milliseconds, and requests per second from the first arrival to the last token."""
     ends = max(each.tokens_s[-1] for each in answers) - min(each.due_s for each in answers)
@@ -94,7 +90,7 @@ def figures(answers: Sequence[Answer]) -> dict[str, float]:
     found = {"requests": len(answers), "answered_per_s": round(len(answers) / ends, 3)}
     for name, values in (("ttft", [each.ttft_s for each in answers]), ("tbt", gaps), ("whole", whole)):
         for share in (50, 99):
-            found[f"{name}_p{share}_ms"] = round(percentile(values, share / 100) * 1e3, 2)
+            found[f"{name}_p{share}_ms"] = round(quantile(values, share / 100) * 1e3, 2)
     return found
 
 

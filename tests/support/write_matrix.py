@@ -65,8 +65,8 @@ engine would have computed by the sender's rounding as well as its own. The boun
 is spread over the row: each number is off by at most 1/16 of the row's length (root of the sum of squares) plus
 12 s/1024, with the sender's s.
 
-What that means for a choice of 2048 of 16384 tokens ([index_choices.py](../bench/index_choices.py), 64 heads, 64
-queries), as shares of the tokens that are chosen:
+What that means for a choice of 2048 of 16384 tokens ([index_choices.py](../bench/scenarios/index_choices.py), 64
+heads, 64 queries), as shares of the tokens that are chosen:
 
 | into a cache of | keys | as its own engine would | as fp32 would |
 |---|---|---|---|

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
+from bench.goals import cross_lines
 from tests.system.gpu import cross_pairs, sglang_pairs, sparse_pairs, vllm_pairs, window_pairs
 from tests.system.gpu.cross_pairs import FoundAcross, ratios
 from tests.system.gpu.pair_drive import DECODED, Pair, Voice, alike, apart, parting
 from tests.system.gpu.pair_engines import ALONE, SGLang, Side
 from tests.system.gpu.pair_run import batches, sides_of
-
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
-
-from gpu_table import cross_lines
 
 TOKENS = list(range(DECODED))
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-
-import itertools
-
-from serving_load import LONGEST, SHORTEST, Answer, asks, figures, one_by_one, percentile
+from bench.serving_load import LONGEST, SHORTEST, Answer, asks, figures, one_by_one
+from bench.timing import quantile
 
 
 def test_prompts_come_at_the_rate_and_the_same_for_the_same_seed() -> None:
@@ -40,8 +36,8 @@ def test_prompts_are_as_long_as_they_say_and_begin_differently() -> None:
 
 @pytest.mark.parametrize(("share", "value"), [(0.5, 50), (0.99, 99), (0.991, 100), (1.0, 100), (0.01, 1), (0.0, 1)])
 def test_a_percentile_is_a_value_that_was_there(share: float, value: int) -> None:
-    assert percentile(list(range(100, 0, -1)), share) == value
-    assert percentile([7.0], share) == 7.0
+    assert quantile(list(range(100, 0, -1)), share) == value
+    assert quantile([7.0], share) == 7.0
 
 
 def event(text: str) -> bytes:

@@ -29,15 +29,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from bench import record
 from tests.system.engines.drafts import DRAFT_LAYERS, DRAFTED, MORE, PLAIN, Drafting, repetitive
 from tests.system.engines.fleet import prompt
 from tests.system.gpu.pair_engines import AGENT_START_S, GPU_ENVIRONMENT
 from tests.system.gpu.pair_run import machine
 from tests.system.sglang.rows import assert_carried
-
-sys.path.append(str(Path(__file__).parents[3] / "bench"))
-
-import record
 
 MOST_APART = 0.01
 

@@ -23,12 +23,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bench import record
 from tests.system.gpu.pair_drive import Pair
 from tests.system.gpu.pair_engines import Engines, Running, Side
-
-sys.path.append(str(Path(__file__).parents[3] / "bench"))
-
-import record
 
 
 @dataclass

@@ -29,6 +29,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from bench import record
 from demo.model import LAYERS
 from tests.system.engines.drafts import MORE, repetitive
 from tests.system.engines.fleet import prompt
@@ -37,10 +38,6 @@ from tests.system.gpu.pair_engines import AGENT_START_S, POOL_TOKENS
 from tests.system.gpu.pair_run import machine
 from tests.system.sglang.drafts import Drafting, per_step
 from tests.system.sglang.rows import assert_carried
-
-sys.path.append(str(Path(__file__).parents[3] / "bench"))
-
-import record
 
 ON_GPU = {"gpus": (0,), "dtype": "bfloat16", "max_total_tokens": POOL_TOKENS, "keeps_prefixes": False}
 

@@ -6,17 +6,14 @@ Under MPS, where a fault hits all clients, the engines and another tenant of the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from bench.gpu.processes import Child, mps
+from bench.scenario import Problem
 from tests.integration.agent.disturbed import Pair, Scale, pair_of, receivers_agent_dies, senders_agent_dies
-
-sys.path.append(str(Path(__file__).parents[3] / "bench"))
-
-from gpu_processes import Child, Problem, mps
 
 KILLS = 20
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
@@ -54,12 +51,12 @@ def under_mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("route", ["direct", "pull"])
 def test_engines_under_mps_outlive_agents_that_are_killed_in_transfers(tmp_path: Path, route: str) -> None:
     """Beside another tenant that keeps the GPU full, which makes kernels longer. A fault would end them all."""
-    load = Child("gpu_load.py", ("cuda:0",), tmp_path / "load.log", {})
+    load = Child("bench.gpu.load", tmp_path / "load.log")
     try:
         with pair_of(tmp_path, scale(route)) as pair:
             _is_under_mps(pair)
             for kind, seed in (("decode", 7), ("gemm", 8)):
-                load.ask("start", kind=kind)
+                load.ask("start", kind=kind, device="cuda:0")
                 receivers_agent_dies(pair, seed, times=7)
                 senders_agent_dies(pair, seed, times=3)
                 assert load.ask("stop")["steps"]
