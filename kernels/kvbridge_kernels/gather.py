@@ -108,7 +108,7 @@ def gather_tiles(
         elements = tiles.read(near, o_column, mask, MEMORY, NEAR, RUN)
         if OLD is not None:
             own = m_row
-            if SCALE:
+            if SCALE != "":
                 own = tiles.scales(records, plane, first_head, first_place, places, PLACES, HEADS, SCALE_AT, SCALE_HEAD)
             elements = cast(
                 elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, NATIVE, own, m_row,

@@ -239,7 +239,7 @@ def pull_tiles(
         elements = tiles.read(sender, o_column, mask, SENDER_TYPE, SENDER_ALIGN, SENDER_RUN)
         if SENDER_CODEC is not None:
             own = m_row
-            if SENDER_SCALE:
+            if SENDER_SCALE != "":
                 own = tiles.scales(
                     sender_records, plane, first_head, first_place, places, PLACES, HEADS,
                     SENDER_SCALE_AT, SENDER_SCALE_HEAD,
@@ -257,7 +257,7 @@ def pull_tiles(
         else:
             if RECEIVER_CODEC is not None:
                 own = m_row
-                if RECEIVER_SCALE:
+                if RECEIVER_SCALE != "":
                     own = tiles.scales(
                         receiver_records, plane, first_head, first_place, places, PLACES, HEADS,
                         RECEIVER_SCALE_AT, RECEIVER_SCALE_HEAD,

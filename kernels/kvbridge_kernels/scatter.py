@@ -93,7 +93,7 @@ def scatter_tiles(
             total += sum_of(words_of(elements, WORD), position + first_column * SIZE, WORD)
         if OLD is not None:
             own = m_row
-            if SCALE:
+            if SCALE != "":
                 own = tiles.scales(records, plane, first_head, first_place, places, PLACES, HEADS, SCALE_AT, SCALE_HEAD)
             elements = cast(
                 elements, OLD, NEW, scales, planes, plane, heads, i_head, MULTIPLY, DIVIDE, NATIVE, own, m_row,

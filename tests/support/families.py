@@ -207,7 +207,7 @@ FAMILIES = (
         latents("deepseek_v32", 61, **INDEX),
         "MLA, index keys",
         "DSATokenToKVPool",
-        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", CPU_SGLANG_INDEX_KEYS, ""),
+        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", CPU_SGLANG_INDEX_KEYS, CPU_INDEX_KEYS_ACROSS),
     ),
     Family(
         "full attention and index keys",

@@ -1,0 +1,93 @@
+"""The kernels, compiled for an H100 by Triton, which needs no GPU for it. test_kernels.py runs this in its own process.
+
+The interpreter takes Python that the compiler refuses. Here nothing is launched: what the kernels write is compared in
+interpreted.py and on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import triton
+from kvbridge_kernels import launch
+from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
+from kvbridge_kernels.gather import warm as warm_gather
+from kvbridge_kernels.gather import warm_digest
+from kvbridge_kernels.prepared_pull import PreparedPull
+from kvbridge_kernels.pull import warm
+from kvbridge_kernels.scatter import warm as warm_scatter
+from kvbridge_kernels.segment import Segment, Span
+from kvbridge_kernels.tables import Work
+from triton.backends.compiler import GPUTarget
+
+from tests.unit.kernels.chunks import Shape, chunk_of, number
+from tests.unit.kernels.pulls import INDEX_KEYS, Ends, converted, ends_of, rotated
+from tests.unit.kernels.rows import Rows, segment_of
+
+H100 = GPUTarget("cuda", 90, 32)
+FORMS = [("pow2_fp32", "ue8m0_x4"), ("ue8m0_x4", "pow2_fp32"), ("fp32", "pow2_fp32")]
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    """As on an H100. Kernels are compiled to the end, and not loaded."""
+    driver = SimpleNamespace(
+        get_current_target=lambda: H100, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+    )
+    triton.runtime.driver.set_active(driver)
+    compiled = []
+
+    def start(each: Any, work: Work, first: int, end: int, *rest: Any) -> None:
+        kernel = each.kernel
+        options = {"num_warps": kernel.warps, "enable_fp_fusion": not kernel.is_exact}
+        compiled.append(
+            each.function.warmup(*each.arguments, first, end, grid=(1,), **kernel.constants, **options).asm["cubin"]
+        )
+
+    monkeypatch.setattr(launch, "start", start)
+    work = Work("cpu")
+    work.is_native = True
+    yield work
+    assert compiled and all(compiled)
+
+
+def warm_both_ways(segments: list[Segment], size: int, work: Work) -> None:
+    warm_gather(segments, Span(0, size), True, work)
+    warm_scatter(segments, Span(0, size), True, work)
+
+
+def test_moves(work: Work) -> None:
+    segments, size = chunk_of([Shape("nhd", planes=3), Shape("columns"), Shape("folded")], 3, 5)
+    warm_both_ways(segments, size, work)
+    warm_digest(segments, size, work)
+
+
+@pytest.mark.parametrize(("old", "new"), [("bf16", "fp8_e4m3"), ("fp8_e5m2", "bf16"), ("fp8_e4m3", "int8")])
+def test_conversions(old: str, new: str, work: Work) -> None:
+    cast = Cast(number(old, (2, 3)), number(new, (2, 3)))
+    segments, size = chunk_of([Shape("nhd", heads=3, width=64, size=DTYPES[old].itemsize, planes=2)], 3, 5, cast)
+    warm_both_ways(segments, size, work)
+
+
+@pytest.mark.parametrize("form", ["fp32", "pow2_fp32", "ue8m0_x4"])
+@pytest.mark.parametrize("rotates", [False, True])
+def test_rows_with_scales_of_their_own(form: str, rotates: bool, work: Work) -> None:
+    rows = Rows("page", heads=1, width=128, moved=range(0, 1), form=form, planes=2)
+    segment, size = segment_of(rows, "fp8_e4m3", Number("fp32"), 9, rotates=rotates)
+    warm_both_ways([segment], size, work)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        ends_of([Shape("nhd")], [Shape("hnd")], 3, 7),
+        converted("bf16", "fp8_e4m3", "fp8_e4m3", (1, 3), ("nhd", "hnd"), 6),
+        *(rotated(INDEX_KEYS, *forms, rotates) for rotates in (False, True) for forms in FORMS),
+    ],
+)
+def test_pulls(ends: Ends, work: Work) -> None:
+    for has_sums in (True, False):
+        warm(PreparedPull(*ends).chunk, has_sums, work)
