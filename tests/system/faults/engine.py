@@ -142,6 +142,10 @@ class Engine:
         """So long after its deadline a rendezvous has our agent asked to stop, and after as long again given up."""
         self.patience_s = patience_s
 
+    def do_forget(self) -> None:
+        """Rendezvous that were not begun will not be (the soak of bench asks this)."""
+        self.told.rendezvous_ids.clear()
+
     def do_take_back(self) -> None:
         """All that is offered. Its blocks are used again once our agent says so."""
         for name, each in self.open.items():
