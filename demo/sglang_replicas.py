@@ -5,6 +5,8 @@ SGLang has its way for CPUs, which it takes in its engine for CPUs alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 from .sglang_cpu import MAINS, main, stand_in
 
 
@@ -22,9 +24,23 @@ def spread_attention() -> None:
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
+def rest_between_requests() -> None:
+    """Have the process that hands requests to replicas wait for them. SGLang's asks for them over and over."""
+    from sglang.srt.managers import data_parallel_controller as controller
+
+    def hand_on(self: Any) -> None:
+        while True:
+            self.soft_watchdog.feed()
+            if self.recv_from_tokenizer.poll(1000):  # ms
+                self._request_dispatcher(controller.sock_recv(self.recv_from_tokenizer))
+
+    controller.DataParallelController.event_loop = hand_on
+
+
 if __name__ in MAINS:
     stand_in()
     spread_attention()
+    rest_between_requests()
 
 if __name__ == "__main__":
     main()

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from demo.sglang_replicas import spread_attention
+from demo.sglang_replicas import rest_between_requests, spread_attention
 from demo.sglang_rows import keep, watch
 from tests.system.engines import marks, weights
 from tests.system.sglang import drafting
@@ -41,6 +42,8 @@ def register() -> None:
         HookRegistry.register(f"{nixl}._homogeneous_kv_mem_kind", _any_ranks, HookType.AFTER)
         latents.AttentionBackendRegistry.register("torch_native", latents._dispatch_mla_subtype)
         spread_attention()
+        if "sglang.srt.managers.data_parallel_controller" in sys.modules:  # in its own process
+            rest_between_requests()
         for name in ("forward_extend", "forward_decode"):
             HookRegistry.register(f"{NATIVE}.{name}", _attend, HookType.AROUND)
         HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope", _flat_rope, HookType.AROUND)

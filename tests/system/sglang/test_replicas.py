@@ -28,16 +28,25 @@ from tests.system.sglang.fleet import (
     seed_of,
 )
 from tests.system.sglang.rows import assert_carried
+from tests.system.sglang.server import ServerConfig
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 START_S = 380.0
 LENGTHS = (1, 16, 17, 300, 700)
 PAIRS = [("p16-replicas", "d16"), ("p16", "d32-replicas"), ("p16-replicas", "d32-replicas")]
+RANKS = [("p16-two", "d32-replicas"), ("p16-replicas", "d16-two")]  # tensor parallelism on one side, data on the other
+BALANCED = ServerConfig(
+    "prefill", tensor_parallel_size=2, data_parallel_size=2, flags=("--load-balance-method", "round_robin")
+)
 
 
-# All at once: replicas that are up turn without rest, and leave little time to one that starts.
-fleet = kept(Fleet, write=partial(write_model, **QWEN3), start=("p16-replicas", "d32-replicas", "p16", "d16", "alone"))
+fleet = kept(
+    Fleet,
+    write=partial(write_model, **QWEN3),
+    others={"p16-balanced": BALANCED},
+    start=("p16-replicas", "d32-replicas", "p16", "d16", "alone"),
+)
 
 
 # The first one: it wants the processors for servers of its own.
@@ -51,7 +60,7 @@ def test_the_page_spreads_prompts_over_replicas(tmp_path: Path) -> None:
     assert_spread(told(script, tmp_path, environments, START_S), computed=0)
 
 
-@pytest.mark.parametrize(("sender", "receiver"), PAIRS)
+@pytest.mark.parametrize(("sender", "receiver"), PAIRS + RANKS)
 def test_says_what_one_server_alone_says(fleet: Fleet, sender: str, receiver: str) -> None:
     # Twice: rooms that follow each other go to one replica after the other.
     assert_says_the_same(fleet, sender, receiver, LENGTHS * 2)
@@ -62,22 +71,33 @@ def test_sixteen_requests_at_once(fleet: Fleet, sender: str, receiver: str) -> N
     assert_sixteen_at_once(fleet, sender, receiver)
 
 
-def test_every_replica_takes_from_every_other(fleet: Fleet) -> None:
-    """A room chooses the replica of prefill, the body that of decode."""
+@pytest.mark.parametrize("named_by", ["room", "body"])
+def test_every_replica_takes_from_every_other(fleet: Fleet, named_by: str) -> None:
+    """A room chooses the replica of prefill, unless the body names one: decode is told of that one."""
     sender, receiver = "p16-replicas", "d32-replicas"
     prefill, decode = (list(map(status_of, fleet.agents[name])) for name in (sender, receiver))
     for number, (giver, taker) in enumerate(itertools.product(range(2), range(2))):
-        tokens = prompt(200 + 33 * number, seed=seed_of(sender, receiver, 3000 + number))
-        room = 2 * fleet.room() + giver
+        tokens = prompt(200 + 33 * number, seed=seed_of(sender, receiver, 3000 + number + 10 * (named_by == "room")))
+        room = 2 * fleet.room() + (giver if named_by == "room" else 1 - giver)
         body = fleet.body(sender, tokens, room)
+        where = {} if named_by == "room" else {"disagg_prefill_dp_rank": giver}
         with moved(prefill, "sender") as sent, moved(decode) as received:
-            given, (status, said) = fleet.both(sender, receiver, body, routed_dp_rank=taker)
+            body |= where | ({} if named_by == "room" else {"routed_dp_rank": giver})
+            given, (status, said) = fleet.both(sender, receiver, body, **where | {"routed_dp_rank": taker})
         assert status == 200, (said, given)
         assert [bool(each) for each in sent] == [each == giver for each in range(2)]
         assert [bool(each) for each in received] == [each == taker for each in range(2)]
         assert_carried(*fleet.rows(sender, receiver, room))
         fleet.assert_same_as_alone(tokens, answer_of(said))
     assert_idle(fleet, sender, receiver)
+
+
+def test_replicas_that_a_server_balances_without_looking_at_rooms(fleet: Fleet) -> None:
+    """The decode server asks which replica has the room."""
+    fleet.start("p16-balanced")
+    with moved(list(map(status_of, fleet.agents["p16-balanced"])), "sender") as sent:
+        assert_says_the_same(fleet, "p16-balanced", "d16", (16, 300, 40, 170))
+    assert all(sent), "one replica got them all"
 
 
 def test_all_answers_to_a_prompt_come_from_one_replica(fleet: Fleet) -> None:
