@@ -80,7 +80,7 @@ def test_sglang_prefills_and_vllm_decodes(sides: Sides) -> None:
             tokens = prompt(300 + 31 * number, seed=300 + REPLICAS * replica + number)
             room = sides.room(replica)
             begun = sides.sglang[sender].begin(prefill_body(tokens, room))
-            with moved([each.status for each in sides.vllm]) as received:
+            with moved([each.statuses[0] for each in sides.vllm]) as received:
                 found = receiver.ask(tokens, TOKENS, **fetch_params(sides.sglang.agents[sender][replica], room))
             assert begun.getresponse().status == 200
             begun.close()

@@ -25,11 +25,14 @@ PAGE, CPUS, COMMON = "docs/data-parallel.md", "# four ranks on CPUs", "agent()"
 
 
 class Replica:
-    """One of a side's replicas. `rank` is its number if its server has several, `host` where it is."""
+    """One of a side's replicas. `rank` is its number if its server has several, `host` where it is.
 
-    def __init__(self, server: HttpServer, rank: int | None, status: Callable[[], Status], host: str = "") -> None:
+    `statuses` tell of its agents, one a rank.
+    """
+
+    def __init__(self, server: HttpServer, rank: int | None, *statuses: Callable[[], Status], host: str = "") -> None:
         self.server, self.host = server, host
-        self.status = status
+        self.statuses = statuses
         self.headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
 
     def ask(self, tokens: list[int], count: int, **params: Any) -> dict[str, Any]:
@@ -40,7 +43,7 @@ class Replica:
 
     @property
     def address(self) -> str:
-        return self.status().agent.address
+        return self.statuses[0]().agent.address
 
 
 @contextmanager
@@ -72,21 +75,21 @@ def body_of(tokens: list[int], count: int, **params: Any) -> dict[str, Any]:
 
 def assert_numbered(replicas: Sequence[Replica]) -> None:
     """Their agents' status says which is which."""
-    engines = [each.status().engine for each in replicas]
+    engines = [each.statuses[0]().engine for each in replicas]
     assert [each and each.shard for each in engines] == [f"dp {number}" for number in range(len(replicas))]
 
 
 def assert_all_to_all(folder: Path, senders: Sequence[Replica], receivers: Sequence[Replica], seed: int) -> None:
-    """One prompt for each pair. Only the receiver's agent is brought rows, by NIXL from another host."""
-    assert_numbered(receivers)
+    """One prompt for each pair. Only the receiver's agents are brought rows, by NIXL from another host."""
+    agents = [(each, status) for each in receivers for status in each.statuses]
     for number, (sender, receiver) in enumerate(itertools.product(senders, receivers)):
         room = seed + number
         tokens = prompt(300 + 33 * number, seed=room)
         prefilled = sender.ask(tokens, 1, do_remote_decode=True, bootstrap_room=room)
-        with moved([each.status for each in receivers]) as routes:
+        with moved([status for _, status in agents]) as routes:
             answer = receiver.ask(tokens, TOKENS, **prefilled["kv_transfer_params"])
         route = "pull" if sender.host == receiver.host else "nixl"
-        assert routes == [{route} if each is receiver else set() for each in receivers]
+        assert routes == [{route} if each is receiver else set() for each, _ in agents]
         ours, theirs = (load(folder, side, room, 1) for side in ("prefill", "decode"))
         assert len(ours.rows) == 2 * LAYERS
         assert_carried(ours.first(len(tokens) - 1), theirs.first(len(tokens) - 1))

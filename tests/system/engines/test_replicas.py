@@ -32,6 +32,7 @@ from tests.system.engines.replicas import (
     TOKENS,
     Replica,
     assert_all_to_all,
+    assert_numbered,
     assert_spread,
     body_of,
     environments,
@@ -51,11 +52,12 @@ class Sides:
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self.folder, self._stack = folder, stack
         self._model = str(write_experts(folder / "model"))
-        names = ("i-0", "i-1", "o0-0", "o1-0")
+        names = ("i-0", "i-1", "o0-0", "o1-0", "t-0", "t-1")
         self.agents = {name: stack.enter_context(agent(folder, name, slot_bytes=1 << 20)) for name in names}
-        outer = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
+        replicas = ("--data-parallel-size", str(REPLICAS), "--api-server-count", "1")
+        outer = (*replicas, "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
         rooms = ("--middleware", "kvbridge.adapters.vllm.middleware.BootstrapRooms")
-        inner = self._serve("i", 32, "kv_producer", rooms)
+        inner = self._serve("i", 32, "kv_producer", [*replicas, *rooms])
         ranks = [
             self._serve(f"o{rank}", 64, "kv_both", [*outer, "--data-parallel-rank", str(rank)])
             for rank in range(REPLICAS)
@@ -65,12 +67,17 @@ class Sides:
         self.inner = [Replica(inner, rank, status_of(self.agents[f"i-{rank}"])) for rank in range(REPLICAS)]
         self.outer = [Replica(ranks[rank], None, status_of(self.agents[f"o{rank}-0"])) for rank in range(REPLICAS)]
 
+    def start_ranks(self) -> Replica:
+        """Two ranks and no replicas."""
+        server = self._serve("t", 64, "kv_both", ["--tensor-parallel-size", "2"])
+        server.wait_up(seconds=START_S)
+        return Replica(server, None, *(status_of(self.agents[f"t-{rank}"]) for rank in range(2)))
+
     def _serve(self, name: str, block_tokens: int, role: str, flags: Sequence[str]) -> HttpServer:
         port = free_port()
         command = [
             *("nice", "-n", "10", sys.executable, "-m", "tests.system.engines.replica_engine"),
             *vllm_flags(self._model, block_tokens, str(self.folder / f"{name}-{{rank}}.sock"), "fail", role),
-            *("--data-parallel-size", str(REPLICAS), "--api-server-count", "1"),
             *("--host", "127.0.0.1", "--port", str(port), *flags),
         ]
         log, environment = self.folder / f"{name}.log", SETTINGS | VLLM_SERVER | of_checkout()
@@ -88,7 +95,18 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
 @pytest.mark.parametrize("way", ["inner to outer", "outer to inner"])
 def test_every_replica_takes_from_every_other(sides: Sides, way: str) -> None:
     senders, receivers = (sides.inner, sides.outer) if way == "inner to outer" else (sides.outer, sides.inner)
+    assert_numbered(receivers)
     assert_all_to_all(sides.folder, senders, receivers, seed=10 if senders is sides.inner else 20)
+
+
+def test_two_ranks_give_to_every_replica_and_take_from_every_one(sides: Sides) -> None:
+    """Prefill with tensor parallelism, decode with data parallelism, and the reverse."""
+    ranks = sides.start_ranks()
+    engines = [status().engine for status in ranks.statuses]
+    assert [each and each.shard for each in engines] == ["dp 0 tp 0/2", "dp 0 tp 1/2"]
+    assert_all_to_all(sides.folder, [ranks], sides.inner, seed=30)
+    assert_all_to_all(sides.folder, sides.inner, [ranks], seed=35)
+    ranks.server.kill()
 
 
 @pytest.mark.parametrize("status", [404, 400], ids=["names a replica", "names none"])
@@ -104,7 +122,7 @@ def test_every_replica_is_told_of_a_call_in_a_room_that_is_refused(sides: Sides,
             began = time.monotonic()
             body_there = body_of(tokens, TOKENS, bootstrap_room=room, **wants)
             asked = pool.submit(decode.server.ask, "/v1/completions", body_there)
-            wait_for(lambda named=named: named.status().transfers)
+            wait_for(lambda named=named: named.statuses[0]().transfers)
             refused = named.server.ask("/v1/completions", body | {"bootstrap_room": room}, headers=headers)
             assert refused[0] == status, refused
             assert asked.result()[0] == 500  # kv_load_failure_policy is "fail"

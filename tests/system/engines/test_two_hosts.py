@@ -31,6 +31,7 @@ from tests.system.engines.replicas import (
     REPLICAS,
     Replica,
     assert_all_to_all,
+    assert_numbered,
     assert_spread,
     environments,
 )
@@ -78,8 +79,10 @@ class Sides:
         self._serve(stack, a, "d", 64, [*spread, "--headless", "--data-parallel-start-rank", "1"])
         for server in (prefill, decode):
             server.wait_up(seconds=START_S)
-        self.prefill = [Replica(prefill, rank, agents[rank].wait_serving, "a") for rank in range(REPLICAS)]
-        self.decode = [Replica(decode, rank, agents[3 - rank].wait_serving, "ba"[rank]) for rank in range(REPLICAS)]
+        self.prefill = [Replica(prefill, rank, agents[rank].wait_serving, host="a") for rank in range(REPLICAS)]
+        self.decode = [
+            Replica(decode, rank, agents[3 - rank].wait_serving, host="ba"[rank]) for rank in range(REPLICAS)
+        ]
 
     def _agent(self, stack: contextlib.ExitStack, host: Host, name: str, number: int) -> HostAgent:
         told = {"socket": str(host.folder / f"{name}.sock"), "listen": f"tcp://{host.address}:{PORT + number}"}
@@ -106,6 +109,8 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
 
 
 def test_every_replica_takes_from_every_other(sides: Sides) -> None:
+    for replicas in (sides.prefill, sides.decode):
+        assert_numbered(replicas)
     assert_all_to_all(sides.folder, sides.prefill, sides.decode, seed=110)
     assert_all_to_all(sides.folder, sides.decode, sides.prefill, seed=120)
 
