@@ -9,9 +9,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
-from tests.system.engines.kinds import SEEN, write_halves
+from tests.system.engines.kinds import SEEN, write_alike_halves, write_halves
 from tests.system.kept import kept
 from tests.system.sglang.fleet import Answer, Fleet, assert_idle, prompt
 from tests.system.sglang.halfway import Halfway, Pair
@@ -26,7 +27,9 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 OTHERS = {"d64-plain": ServerConfig("decode", page_size=64, keeps_prefixes=False, environment=RETRACTS)}
 LAYERS = (1, 2)  # with a window
+
 fleet = kept(Fleet, write=write_halves, others=OTHERS, start=("p16", "d64-plain", "alone"))
+alike = kept(Fleet, write=write_alike_halves, start=("p16", "d16", "alone"))
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,13 @@ class WindowPair(Pair):
         assert_carried(chosen(given, False), chosen(taken, False))
         first = max(0, len(tokens) - self.before)
         assert_carried(chosen(given, True, first), chosen(taken, True, first))
-        page = self.fleet.configs[self.receiver].page_size
-        for rows in chosen(taken, True).rows.values():
-            assert not rows[: max(0, first - page - max(page, self.before))].any(), "rows before the window"
+        config, ours = self.fleet.configs[self.receiver], chosen(given, True).rows
+        early = slice(max(0, first - config.page_size - max(config.page_size, self.before)))
+        for key, rows in chosen(taken, True).rows.items():
+            held = rows[early].any(axis=(1, 2))
+            assert config.keeps_prefixes or not held.any(), "rows before the window"
+            both = held & ours[key][early].any(axis=(1, 2))  # those of earlier prompts, as far as each side has them
+            assert np.array_equal(rows[early][both], ours[key][early][both])
         self.fleet.assert_same_as_alone(tokens, answer)
 
 
@@ -110,3 +117,20 @@ def test_an_agent_is_killed_while_windows_rows_travel(pair: WindowPair, is_sende
     halfway = Halfway(pair, pair.sender if is_sender else pair.receiver, place)
     answer = halfway.ends()
     assert is_sender or failed(answer), answer
+
+
+def test_a_prefix_that_the_decoding_side_has(alike: Fleet) -> None:
+    """Its full layers keep it, up to the window. The window comes anew.
+
+    SGLang finds a prefix only where it has a whole window before its end: where an earlier prompt ended.
+    """
+    pair, tokens = WindowPair(alike, "p16", "d16", SEEN - 1), prompt(320, seed=5000)
+    row = 2 * 2 * 4 * 128  # layers, parts, heads, bytes
+    for more in (0, 200, 300):
+        known, before = len(tokens), alike.moved_bytes("d16") if more else 0
+        tokens = tokens + prompt(more, seed=5001 + more)
+        pair.crossed(tokens)
+        moved = (alike.moved_bytes("d16") - before) / row
+        # Of full layers from the last page that was there on, and of windows.
+        assert not more or 0 < moved <= more + 2 * 16 + SEEN + 2 * 16, f"rows of {moved} tokens: {known} were there"
+    assert_idle(alike, "p16", "d16")
