@@ -25,6 +25,7 @@ SGLANG_EAGLE = "LlamaForCausalLMEagle"  # what SGLang calls it; there its first 
 DRAFT_LAYERS = {"mtp": 1, "eagle": 1, "draft_model": 1, "ngram": 0}  # that have rows
 PLAIN = "strict"  # an engine that drafts nothing
 MORE = 16  # tokens that each prompt goes on for
+MORE_FOR_NGRAMS = 48  # with 16, and n-grams of two tokens, half of all sets of 24 prompts draft nothing
 
 
 class Drafting(Fleet):
@@ -43,6 +44,7 @@ class Drafting(Fleet):
         self.layers = LAYERS + DRAFT_LAYERS[method]
         model = (write_mtp if method == "mtp" else write_drafted)(folder / "model")
         self._at_once = at_once
+        self.more = MORE_FOR_NGRAMS if method == "ngram" else MORE
         self._engine_options = dict(engine_options or {})
         self._drafts = speculative_config(method, folder, model)
         super().__init__(folder, stack, write=lambda at: at, start=("small", "large", "alone"), **options)
@@ -59,7 +61,7 @@ class Drafting(Fleet):
             some = {self.name(f"many-{receiver}"): tokens for tokens in prompts[at : at + self._at_once]}
             for name, tokens in some.items():
                 params = self.prefill(sender, tokens)[1].params if sender else None
-                self[receiver].submit(name, tokens, MORE, params)
+                self[receiver].submit(name, tokens, self.more, params)
             results = self[receiver].results(list(some))
             for name, tokens in some.items():
                 assert not sender or results[name].cached == len(tokens) - 1, "computed, not fetched"
@@ -68,7 +70,7 @@ class Drafting(Fleet):
 
     def gap(self, tokens: list[int], ours: list[int], theirs: list[int]) -> float:
         """Where these part: by how much the engine alone finds its own token likelier, in nats."""
-        place = next(i for i in range(MORE) if ours[i] != theirs[i])
+        place = next(i for i in range(self.more) if ours[i] != theirs[i])
         said = self["alone"].ask("likely", 60.0, request=self.name("likely"), tokens=tokens, amount=place + 1)
         likely = said["places"][place]
         return float(likely[str(ours[place])] - likely.get(str(theirs[place]), float("-inf")))
@@ -142,7 +144,7 @@ def speculative_config(method: str, folder: Path, model: Path) -> dict[str, Any]
     """What vLLM is told in order to draft by this method; writes the draft to `folder` if it is a model of its own."""
     said: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTED}
     if method == "ngram":
-        said |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+        said |= {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
     elif method != "mtp":
         write = {"draft_model": write_draft, "eagle": write_eagle}[method]
         said["model"] = str(write(folder / method, model))
