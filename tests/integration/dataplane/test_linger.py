@@ -58,7 +58,7 @@ def test_it_lets_others_have_their_turn() -> None:
         Linger(0.2).keep_awake()
         return await _turns(0.1)
 
-    assert _in_a_thread(run()) > 200
+    assert _in_a_thread(run()) > 20  # of thousands where nobody else computes
 
 
 def test_what_comes_ends_a_nap_at_once() -> None:
