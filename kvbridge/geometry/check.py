@@ -225,10 +225,10 @@ def _check_model(pool: Pool, plane: Plane) -> Iterator[str]:
         yield f"group: {plane.group} is {group.kind}, the model's kind {layer.kind}"
     if plane.first_head + plane.heads > plane.total_heads:
         yield f"heads: {plane.heads} from {plane.first_head} on, total_heads {plane.total_heads}"
-    if plane.part in ("k", "v", "latent"):
+    if (part := unrotated(plane.part)) in ("k", "v", "latent"):
         if plane.total_heads != layer.kv_heads:
             yield f"total_heads: {plane.total_heads}, the model's kv_heads {layer.kv_heads}"
-        is_value = plane.part == "v"
+        is_value = part == "v"
         name, width = ("value_width", layer.value_width) if is_value else ("key_width", layer.key_width)
         if plane.codec.name != "opaque" and plane.codec.width != width:
             yield f"width: {plane.codec.width}, the model's {name} {width}"

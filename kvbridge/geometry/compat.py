@@ -217,11 +217,12 @@ def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
         place = f"layer {ours.layer} {ours.part}"
         mine = RowPlanes(ours, scales.get((ours.layer, f"{ours.part}_scale")))
         yours = RowPlanes(theirs, theirs_of.get((theirs.layer, f"{theirs.part}_scale")))
+        part = unrotated(ours.part)
         if ours.total_heads != theirs.total_heads:
-            if ours.part not in ATTENTION_PARTS and sender.groups[ours.group].kind != "state":
+            if part not in ATTENTION_PARTS and sender.groups[ours.group].kind != "state":
                 yield Difference("total_heads", ours.total_heads, theirs.total_heads, place, SAME_MODEL)
             continue  # else another model, or a state cut differently: reported elsewhere
-        if ours.part not in ATTENTION_PARTS and ours.codec.width != theirs.codec.width:
+        if part not in ATTENTION_PARTS and ours.codec.width != theirs.codec.width:
             yield Difference("width", ours.codec.width, theirs.codec.width, place, SAME_MODEL)
         else:
             yield from _other_row(mine, yours, place)

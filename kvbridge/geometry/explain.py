@@ -73,7 +73,7 @@ def _layers(change: Difference, sender: Pool, receiver: Pool) -> str:
 
 def _codec(change: Difference, sender: Pool, receiver: Pool) -> str:
     ours, theirs = _first(sender, receiver, lambda one, other: form_of(one) != form_of(other))
-    wire = _wire(ours.codec, theirs.codec)
+    wire = _wire(ours.codec, theirs.codec, is_rotated(ours.part) != is_rotated(theirs.part))
     verb = "converted" if PLAIN.get(base_name(theirs.codec), 1) > 1 else "quantized"
     side = "sender" if is_same_row(wire, theirs.codec) else "receiver"
     if not is_same_row(wire, ours.codec) and side == "receiver":
@@ -82,11 +82,11 @@ def _codec(change: Difference, sender: Pool, receiver: Pool) -> str:
     return f"rows are {verb} at the {side}; {crossing}{_error(theirs.codec)}"
 
 
-def _wire(sender: Codec, receiver: Codec) -> Codec:
+def _wire(sender: Codec, receiver: Codec, rotates: bool) -> Codec:
     """The codec of a row on its way. A latent's tiles and rope are together as wide as the plain side's row."""
     if "fp8_ds_mla" in (sender.name, receiver.name):
         return receiver if sender.name == "fp8_ds_mla" else sender
-    return wire_codec(sender, 0, receiver, 0, 1)
+    return wire_codec(sender, 0, receiver, 0, 1, rotates)
 
 
 def _scales(change: Difference, sender: Pool, receiver: Pool) -> str:

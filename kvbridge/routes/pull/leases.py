@@ -139,7 +139,6 @@ class Reading:
     session: Session
     tables: dict[int, BlockTable] = field(default_factory=dict)
     begun: int = 0  # chunks that have been read or are being read
-    is_busy: bool = False  # whether a read is under way
     unchecked: dict[int, int] = field(default_factory=dict)  # by chunk: digests the sender has not confirmed
 
     def learn(self, answer: BlockTables, plan: Plan) -> None:

@@ -245,6 +245,26 @@ def test_a_layer_has_its_keys_rotated_or_not() -> None:
     assert "part: layer 0 has index_key rotated and not" in check_pool(pool)
 
 
+def test_rotated_rows_of_attention_are_the_models() -> None:
+    pool = describe(mla(layers=1))
+    (latent,) = pool.planes
+    rotated = msgspec.structs.replace(latent, part="rotated_latent")
+    narrow = msgspec.structs.replace(pool.model.layers[0], key_width=latent.codec.width // 2)
+    assert not check_pool(msgspec.structs.replace(pool, planes=(rotated,)))
+    model_of = msgspec.structs.replace(pool.model, layers=(narrow,))
+    (said,) = check_pool(msgspec.structs.replace(pool, model=model_of, planes=(rotated,)))
+    assert f"the model's key_width {latent.codec.width // 2}" in said
+
+
+def test_all_that_people_hear_of_a_row_names_the_bytes_that_cross() -> None:
+    plain = replace(VLLM, codec="bf16", page_tokens=0, scale_codec="fp32")
+    for given, taken, row_bytes in ((plain, SGLANG, 256), (SGLANG, plain, 512)):
+        sender, receiver = describe(model(given)), describe(model(taken))
+        said = [sentence(change, sender, receiver) for change in changes(sender, receiver)]
+        crossing = [words for words in said if "of a row cross" in words]
+        assert len(crossing) == 2 and all(f"{row_bytes} bytes of a row cross" in words for words in crossing), said
+
+
 def test_scales_in_another_region_than_their_rows_are_refused() -> None:
     sender, receiver = describe(model(VLLM)), describe(model(PACKED))
     moved = msgspec.structs.replace(
