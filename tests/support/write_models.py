@@ -102,8 +102,9 @@ def _cell(family: Family) -> str:
     for pair, text in told.items():
         if text != usual:
             others[text].append(" to ".join(NAMES[engine] for engine in pair))
+    where = "vLLM to vLLM " if list(told.values()).count(usual) == 1 < len(told) else ""
     only = "" if len(told) == len(pairs) else " (vLLM only)"
-    return "<br>".join([usual + only, *(f"{' and '.join(those)} {text}" for text, those in others.items())])
+    return "<br>".join([where + usual + only, *(f"{' and '.join(those)} {text}" for text, those in others.items())])
 
 
 def _told(family: Family, prefill: str, decode: str) -> str:

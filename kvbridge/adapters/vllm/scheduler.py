@@ -82,6 +82,7 @@ log.addFilter(OneLine())
 # then takes 6 % of a core instead of 14 %, two ranks take 1.2 cores instead of all. Where a prompt is being fetched and
 # no batch is in flight, they wait from the first step on: vLLM sleeps 1 ms after every empty step, and its scheduler
 # learns of rows one step after the worker does, so each step until they are there costs the first token 1.3 ms.
+# A request that comes meanwhile waits for what is left of that: of two steps at most, with async scheduling.
 REST_S = 0.004
 REST_AFTER_STEPS = 6
 LONG_REST_S = 0.010
