@@ -20,6 +20,7 @@ from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.conversation import Conversation, Ended
 from kvbridge.exchange.actions import Tell
 from kvbridge.exchange.sender import Sender
+from kvbridge.routes.halves import sending_routes
 from tests.integration.adapters.small import memory_of
 from tests.unit.exchange.world import World
 
@@ -63,7 +64,7 @@ class Queues(EngineClient):
 class Story:
     """How far both are. `owner` says whose each page is, as the engine sees it; `current` is the room's request."""
 
-    sending: Sender = field(default_factory=Sender)
+    sending: Sender = field(default_factory=lambda: Sender(sending_routes))
     to_agent: list[ToAgent] = field(default_factory=list)
     to_engine: list[ToEngine] = field(default_factory=list)
     open: dict[int, Any] = field(default_factory=dict)
