@@ -330,7 +330,7 @@ def test_a_preempted_request_is_computed_again_and_not_fetched_again(tmp_path: P
     first = world.request(60, max_tokens=40)
     world.step()
     second = world.decode(50, max_tokens=20)
-    world.step()
+    world.steps(3)
     want = world.agent.one(Want)
     world.agent.say(done(want))
     world.finish()
