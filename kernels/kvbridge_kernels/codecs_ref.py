@@ -124,12 +124,13 @@ def cast(
     With `rotates` the second axis are rows.
     """
     scratch = scratch or Scratch()
-    scales = [number.table for number in (old, new)]
-    if not rotates and all(scale is None or scale.shape[1] == 1 for scale in scales):
+    old_table, new_table = old.table, new.table
+    is_by_head = any(table is not None and table.shape[1] > 1 for table in (old_table, new_table))
+    if not rotates and not is_by_head:
         source, target = source.flatten(1).unsqueeze(1), target.flatten(1).unsqueeze(1)
     stored, wanted = source.view(old.dtype), target.view(new.dtype)
     for tile in _tiles(*stored.shape):
-        old_scale, new_scale = (None if scale is None else _of_tile(scale, tile) for scale in scales)
+        old_scale, new_scale = _of_tile(old_table, tile), _of_tile(new_table, tile)
         values = _work("values", torch.float32, stored[tile], scratch)
         decode(stored[tile], old.name, old_scale, values, scratch)
         if rotates:
@@ -155,7 +156,7 @@ def cast_rows(
     stored, wanted = source.view(old.dtype), target.view(DTYPES[name])
     assert stored.shape[2] <= TILE_ELEMENTS
     for tile in _tiles(*stored.shape):
-        old_scale = None if old.table is None else _of_tile(old.table, tile)
+        old_scale = _of_tile(old.table, tile)
         values = _work("values", torch.float32, stored[tile], scratch)
         decode(stored[tile], old.name, old_scale, values, scratch)
         if rotates:
@@ -246,8 +247,10 @@ def encode(values: torch.Tensor, name: str, scale: torch.Tensor | None, stored: 
     stored.copy_(values)
 
 
-def _of_tile(scale: torch.Tensor, tile: tuple[slice, slice, slice]) -> torch.Tensor:
-    """The part of the scales for a tile: [planes or 1, heads or 1, 1]."""
+def _of_tile(scale: torch.Tensor | None, tile: tuple[slice, slice, slice]) -> torch.Tensor | None:
+    """The part of the scales for a tile: [planes or 1, heads or 1, 1]. None if there are none."""
+    if scale is None:
+        return None
     planes, heads = (part if count > 1 else slice(None) for part, count in zip(tile[:2], scale.shape, strict=True))
     return scale[planes, heads].unsqueeze(2)
 

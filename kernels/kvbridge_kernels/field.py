@@ -5,7 +5,7 @@ Fields know nothing of pools or engines. kvbridge/device makes them from planes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -17,11 +17,6 @@ class Axis(NamedTuple):
 
     count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     stride: int
-
-    @property
-    def reach(self) -> int:
-        """Bytes from the first position to the last."""
-        return (self.count - 1) * self.stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,31 +53,24 @@ class Field:
     heads: Axis
     elements: tuple[Axis, ...]
     element_bytes: int
+    # Derived once, because every move of a field's rows asks for them.
+    block_tokens: int = field(init=False, compare=False)
+    row_bytes: int = field(init=False, compare=False)
+    places: int = field(init=False, compare=False)
+    end: int = field(init=False, compare=False)  # one past the field's last byte
+    shape: tuple[object, ...] = field(init=False, compare=False)  # a key: all but the memory and the offset
 
-    @property
-    def block_tokens(self) -> int:
-        return prod(axis.count for axis in self.tokens)
-
-    @property
-    def row_bytes(self) -> int:
-        return prod(axis.count for axis in self.elements) * self.element_bytes
-
-    @property
-    def places(self) -> int:
-        return self.blocks.count * self.block_tokens
-
-    @property
-    def end(self) -> int:
-        """One past the last byte of the field."""
-        axes = (self.planes, self.blocks, *self.tokens, self.heads, *self.elements)
-        return self.offset + sum(axis.reach for axis in axes) + self.element_bytes
+    def __post_init__(self) -> None:
+        outer = (self.planes, self.blocks, self.heads)
+        block_tokens = prod([axis.count for axis in self.tokens])
+        last = sum([(axis.count - 1) * axis.stride for axis in (*outer, *self.tokens, *self.elements)])
+        derive = object.__setattr__  # the record is frozen
+        derive(self, "block_tokens", block_tokens)
+        derive(self, "row_bytes", prod([axis.count for axis in self.elements]) * self.element_bytes)
+        derive(self, "places", self.blocks.count * block_tokens)
+        derive(self, "end", self.offset + last + self.element_bytes)
+        derive(self, "shape", (*outer, self.element_bytes, self.tokens, self.elements))
 
     def plane_bytes(self, places: int) -> int:
         """How many bytes one plane's rows take in a slot, unconverted."""
         return self.heads.count * places * self.row_bytes
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """A key: everything except the memory and the offset."""
-        outer = (self.planes, self.blocks, self.heads, self.element_bytes)
-        return (*outer, self.tokens, self.elements)

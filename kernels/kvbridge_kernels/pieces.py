@@ -19,6 +19,7 @@ class Piece:
     index: torch.Tensor
     step: int
     tokens: tuple[Axis, ...]
+    rows: int  # at each index: the product of the tokens' counts
 
 
 def split(field: Field, places: torch.Tensor) -> list[Piece]:
@@ -30,7 +31,7 @@ def split(field: Field, places: torch.Tensor) -> list[Piece]:
     if count == 0:
         return []
     if block_tokens == 1:
-        return [Piece(0, 0, places, field.blocks.stride, ())]
+        return [Piece(0, 0, places, field.blocks.stride, (), 1)]
     first = int(places[0])
     if not _runs_through_blocks(places, first, block_tokens):
         return [_singly(field, places, 0)]
@@ -41,7 +42,7 @@ def split(field: Field, places: torch.Tensor) -> list[Piece]:
         pieces.append(_run(field, places[:lead], 0))
     if whole:
         blocks = places[lead : lead + whole : block_tokens] // block_tokens
-        pieces.append(Piece(lead, 0, blocks, field.blocks.stride, field.tokens))
+        pieces.append(Piece(lead, 0, blocks, field.blocks.stride, field.tokens, block_tokens))
     if lead + whole < count:
         pieces.append(_run(field, places[lead + whole :], lead + whole))
     return pieces
@@ -62,7 +63,7 @@ def _run(field: Field, places: torch.Tensor, first: int) -> Piece:
     block, token = divmod(int(places[0]), axis.count)
     start = block * field.blocks.stride + token * axis.stride
     index = torch.zeros(1, dtype=torch.int64)
-    return Piece(first, start, index, 0, (Axis(places.numel(), axis.stride),))
+    return Piece(first, start, index, 0, (Axis(places.numel(), axis.stride),), places.numel())
 
 
 def _singly(field: Field, places: torch.Tensor, first: int) -> Piece:
@@ -72,4 +73,4 @@ def _singly(field: Field, places: torch.Tensor, first: int) -> Piece:
         offsets += token % axis.count * axis.stride
         token = token // axis.count
     step = gcd(field.blocks.stride, *(axis.stride for axis in field.tokens)) or 1
-    return Piece(first, 0, offsets // step, step, ())
+    return Piece(first, 0, offsets // step, step, (), 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import numpy as np
 import torch
@@ -71,5 +70,5 @@ class Places:
             to_scratch, to_slot, size_bytes = through_scratch(axes)
             if fold(to_scratch)[-1].count > direct[-1].count:
                 detour = Detour(fold(to_scratch), fold(to_slot), size_bytes)
-        pitch = prod(axis.count for axis in piece.tokens) * field.row_bytes
+        pitch = piece.rows * field.row_bytes
         return Route(piece, int(piece.index.max()) + 1, pitch, direct, detour)

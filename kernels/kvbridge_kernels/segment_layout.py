@@ -95,7 +95,7 @@ def layout_of(field: Field, cast: Cast | None) -> SegmentLayout:
         heads=field.heads.count,
         head_stride=field.heads.stride,
         places=field.places,
-        reach=field.end - field.offset - field.planes.reach,
+        reach=field.end - field.offset - (field.planes.count - 1) * field.planes.stride,
         element_bytes=field.element_bytes,
         row_bytes=row,
         wire_row_bytes=row if cast is None else cast.wire_bytes(row),

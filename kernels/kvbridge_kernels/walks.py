@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
+from operator import attrgetter
 
 import torch
 
@@ -50,7 +51,9 @@ def walks(field: Field, piece: Piece, places: int, plane_pitch: int) -> list[Wal
     for axis in (*reversed(field.elements), *reversed(piece.tokens)):
         found.append(Walk(axis.count, axis.stride, far))
         far *= axis.count
-    return sorted((walk for walk in found if walk.count > 1), key=lambda walk: -walk.near)
+    found = [walk for walk in found if walk.count > 1]
+    found.sort(key=attrgetter("near"), reverse=True)
+    return found
 
 
 def fold(axes: Sequence[Walk]) -> list[Walk]:
@@ -81,13 +84,18 @@ def through_scratch(axes: Sequence[Walk]) -> tuple[list[Walk], list[Walk], int]:
 def views(near: End, far: End, axes: Sequence[Walk]) -> tuple[torch.Tensor, torch.Tensor]:
     """Both ends as [index, axes..., words], in the widest word that divides every stride and address."""
     *outer, run = axes
-    strides = [stride for axis in outer for stride in (axis.near, axis.far)]
-    starts = [step for end in (near, far) for step in (end.offset, end.stride, end.memory.data_ptr())]
-    word = gcd(16, run.count, *strides, *starts)
-    return (
-        _strided(near, word, [axis.count for axis in outer], [axis.near for axis in outer], run.count),
-        _strided(far, word, [axis.count for axis in outer], [axis.far for axis in outer], run.count),
-    )
+    word = gcd(16, run.count)
+    for end in (near, far):
+        word = gcd(word, end.offset, end.stride, end.memory.data_ptr())
+    for axis in outer:
+        word = gcd(word, axis.near, axis.far)
+    counts, near_steps, far_steps = [], [], []
+    for axis in outer:
+        counts.append(axis.count)
+        near_steps.append(axis.near // word)
+        far_steps.append(axis.far // word)
+    counts.append(run.count // word)
+    return _strided(near, word, counts, near_steps), _strided(far, word, counts, far_steps)
 
 
 def flat(slot: torch.Tensor) -> torch.Tensor:
@@ -97,8 +105,7 @@ def flat(slot: torch.Tensor) -> torch.Tensor:
     return slot.as_strided([(slot.shape[0] - 1) * slot.stride(0) + slot.shape[1]], [1])
 
 
-def _strided(end: End, word: int, counts: list[int], strides: list[int], run: int) -> torch.Tensor:
+def _strided(end: End, word: int, counts: list[int], steps: list[int]) -> torch.Tensor:
     words = end.memory[: end.memory.numel() // word * word].view(WORDS[word])
-    sizes = [end.count, *counts, run // word]
-    steps = [end.stride // word, *(stride // word for stride in strides), 1]
-    return words.as_strided(sizes, steps, words.storage_offset() + end.offset // word)
+    start = words.storage_offset() + end.offset // word
+    return words.as_strided([end.count, *counts], [end.stride // word, *steps, 1], start)
