@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.loops import pytest_pyfunc_call  # noqa: F401
+from testing.loops import pytest_pyfunc_call  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests and their agents share the processors; before torch
 

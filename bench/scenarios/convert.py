@@ -21,9 +21,9 @@ from kvbridge.device.copier import BlockCopier, Moved
 from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.geometry.plan import Part, Plan, plan
 from kvbridge.geometry.shard import assign
-from tests.support.carried import Mapped
-from tests.support.oracle import Shape, block_table, describe, mla, tables_of
-from tests.support.pools import LAYOUTS, ranks_of
+from testing.carried import Mapped
+from testing.oracle import Shape, block_table, describe, mla, tables_of
+from testing.pools import LAYOUTS, ranks_of
 
 SLOT_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 GQA = Shape(layers=16, kv_heads=8, key_width=128, value_width=128)

@@ -33,7 +33,7 @@ from bench.scenario import Bench, Problem
 from kvbridge.geometry.wire import unrotated
 from kvbridge.loopback.engine import SyntheticEngine
 from kvbridge.loopback.messages import offer_of, want_of
-from tests.support.pools import More, Shape, describe, mla
+from testing.pools import More, Shape, describe, mla
 
 GOAL = 1.1
 SIZE_BYTES = 2 << 30

@@ -12,7 +12,7 @@ from bench.scenario import Bench
 from bench.timing import seconds_of
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign
-from tests.support.oracle import Shape, describe
+from testing.oracle import Shape, describe
 
 GOAL_MS = 10.0
 TOKENS = 1 << 20

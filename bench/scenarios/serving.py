@@ -38,8 +38,8 @@ from bench.scenario import Bench
 from bench.serving_load import ANSWER, LONGEST, Answer, Ask, asks, digest, drive, figures, one_by_one
 from demo.model import HEAD_WIDTH, KV_HEADS
 from demo.processes import free_port
-from tests.integration.agent.harness import AgentProcess, agent
-from tests.system.http_server import HttpServer
+from testing.agents import AgentProcess, agent
+from testing.http_server import HttpServer
 from tests.system.routers.fleet import NAME, ROUTERS, SETTINGS, SGLANG, VLLM
 from tests.system.sglang.server import Server as SGLangServer
 from tests.system.sglang.server import ServerConfig

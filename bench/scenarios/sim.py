@@ -2,7 +2,7 @@
 
 Adds a run to sim.json, and writes it as it goes. A run that is stopped or killed keeps the batches that were done
 (`seeds` are [first, count]). Another run at that commit must begin after them. Failing seeds do not stop it.
-`python -m sim --first SEED --seeds 1` tells the story of one.
+`python -m testing.sim --first SEED --seeds 1` tells the story of one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.record import machine
 from bench.scenario import Bench
-from sim.run import SimTally, many
+from testing.sim.run import SimTally, many
 
 WRITE_EVERY_S = 10.0
 

@@ -34,10 +34,10 @@ from kvbridge.commands.keygen import run as keygen
 from kvbridge.local_agents import found
 from kvbridge.options import options
 from kvbridge.transport.keys import load_keys
+from testing.nursery import kvbridge
+from testing.oracle import Shape, build_all
+from testing.waiting import wait_for
 from tests.support.families import config, latents
-from tests.support.nursery import kvbridge
-from tests.support.oracle import Shape, build_all
-from tests.support.waiting import wait_for
 from tests.unit.proto.samples import TO_ENGINE
 
 STATUS, POOL_STATUS, TRACE = TO_ENGINE[-3:]

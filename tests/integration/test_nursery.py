@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.nursery import Child, nursery
+from testing.nursery import Child, nursery
 
 
 def test_children_that_are_forked_at_once_are_told_apart(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_who_gives_up_waiting_leaves_no_answer_to_the_next(tmp_path: Path, monke
     os.kill(nursery()._process.pid, signal.SIGSTOP)
     try:
         with monkeypatch.context() as patch, pytest.raises(TimeoutError):
-            patch.setattr("tests.support.nursery.START_S", 0.1)
+            patch.setattr("testing.nursery.START_S", 0.1)
             _born(tmp_path, 2)
     finally:
         os.kill(nursery()._process.pid, signal.SIGCONT)

@@ -33,7 +33,7 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
         ("agent()", "tests/unit/test_adapter_guide.py::test_the_toy_engines_run_as_the_page_says"),
         ("101376 bytes", OUTPUT),
     ],
-    "docs/benchmarks.md": [("python -m sim", "takes hours; fewer schedules: tests/unit/sim/test_sim.py")],
+    "docs/benchmarks.md": [("python -m testing.sim", "takes hours; fewer schedules: tests/unit/sim/test_sim.py")],
     "docs/data-parallel.md": [
         ("# four GPUs", "needs GPUs"),
         ("# four ranks on CPUs", REPLICAS),

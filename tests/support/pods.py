@@ -37,7 +37,7 @@ AGENT_ENVIRONMENT = {
 }
 OF_HOST = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 OF_ETC = ("passwd", "group", "nsswitch.conf", "hosts", "ld.so.cache", "alternatives")
-STAND_IN = "tests.support.stand_in_engine"
+STAND_IN = "testing.stand_in_engine"
 
 
 def why_not() -> str:

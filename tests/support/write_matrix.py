@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kvbridge.geometry.compat import Incompatible, Same, changes, verdict
 from kvbridge.geometry.explain import BOUNDS
-from tests.support.carried import pools_of
-from tests.support.matrix import ROWS, Row
+from testing.carried import pools_of
+from testing.matrix import ROWS, Row
 
 WHERE = re.compile(r" \(layer \d+[^)]*\)")
 PAGE = Path(__file__).parents[2] / "docs/convertible.md"

@@ -23,7 +23,7 @@ from demo.upgrade import conclude as conclude_upgrade
 from kvbridge.geometry.compat import check_pool
 from kvbridge.loopback.job import Job, JobEngine
 from kvbridge.loopback.pools import POISON, DemoRequest, Shape, describe, first_difference, prepare, tables
-from tests.integration.agent.harness import PYTHON
+from testing.agents import PYTHON
 
 ROOT = Path(__file__).parents[2]
 SMALL = Shape(name="small", axes="LPBTHE", block_tokens=16, blocks=12, layers=2, kv_heads=4, width=8)

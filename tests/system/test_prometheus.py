@@ -27,14 +27,14 @@ from kvbridge_proto.engine import Computed, Done, Failed, Refused
 
 from demo.processes import free_port
 from kvbridge.failpoints import VARIABLE
-from tests.integration.agent.harness import START_S, AgentProcess, Client, OracleEngine, agent
+from testing.agents import START_S, AgentProcess, Client, OracleEngine, agent
+from testing.nursery import Child, nursery
+from testing.oracle import Shape, build
+from testing.waiting import wait_for
 from tests.integration.agent.test_spans import Collector
 from tests.support.monitoring import ALERTS, SCRAPE, dashboard, program, promtool, rules, targets
-from tests.support.nursery import Child, nursery
-from tests.support.oracle import Shape, build
 from tests.support.promql import parsed, selectors
 from tests.support.served_metrics import QUEUES, of_process, of_proxy, series, values
-from tests.support.waiting import wait_for
 from tests.system.test_kubernetes import built, named, pod
 
 LOOK_S = 30.0

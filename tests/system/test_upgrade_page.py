@@ -11,9 +11,9 @@ from threading import Event, Thread
 import pytest
 
 from demo.processes import free_port
-from tests.support.nursery import Child, nursery
+from testing.nursery import Child, nursery
+from testing.waiting import wait_for
 from tests.support.pages import block
-from tests.support.waiting import wait_for
 from tests.system.test_prometheus import EngineOfProxy, complete, served
 
 START_S = 60.0

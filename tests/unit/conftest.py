@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from sim.memo import remembered
+from testing.sim.memo import remembered
 
 # How long an example takes tells how busy the machine is. In CI, Hypothesis does so by itself.
 settings.register_profile("untimed", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])

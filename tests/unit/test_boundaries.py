@@ -272,13 +272,13 @@ def test_functions_fit_a_screen() -> None:
 
 
 def test_the_product_does_without_its_tools() -> None:
-    """The simulator, the demo and the tests import it; nothing of it imports them."""
-    assert not [m for m in FILES if _heads(m) & {"sim", "demo", "tests", "bench"}]
+    """The simulator, the demo, the bench and the tests import it; nothing of it imports them."""
+    assert not [m for m in FILES if _heads(m) & {"testing", "demo", "tests", "bench"}]
 
 
 def test_a_class_name_stands_once() -> None:
     """Who searches for a name finds one thing."""
-    tools = [path for folder in ("sim", "demo") for path in sorted((ROOT / folder).rglob("*.py"))]
+    tools = [path for folder in ("testing/sim", "demo") for path in sorted((ROOT / folder).rglob("*.py"))]
     assert tools
     found: dict[str, list[str]] = {}
     for path in (*FILES.values(), *tools):

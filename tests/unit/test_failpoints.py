@@ -14,7 +14,7 @@ import pytest
 from kvbridge import failpoints
 from kvbridge.errors import FabricError, OperatorError
 from kvbridge.failpoints import PLACES, arm, armed, failpoint
-from tests.support.nursery import kvbridge
+from testing.nursery import kvbridge
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,9 +15,9 @@ from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.compat import Incompatible, verdict
 from kvbridge.geometry.wire import POWERS
-from tests.support.carried import OnCpu, carried, pools_of
-from tests.support.matrix import ROWS, Row
-from tests.support.pools import ranks_of
+from testing.carried import OnCpu, carried, pools_of
+from testing.matrix import ROWS, Row
+from testing.pools import ranks_of
 from tests.support.write_matrix import PAGE, page
 
 pytestmark = pytest.mark.proves("G7", "G22")

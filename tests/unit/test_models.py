@@ -16,6 +16,7 @@ from kvbridge.models.config import FAMILIES as READERS
 from kvbridge.models.config import read
 from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
+from testing.refusals import refused
 from tests.support.families import (
     FAMILIES,
     GEMMA4,
@@ -29,7 +30,6 @@ from tests.support.families import (
     latents,
     windows,
 )
-from tests.support.refusals import refused
 from tests.support.write_models import PAGE, RECIPES, page
 
 README = Path(__file__).parents[2] / "README.md"

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.oracle import Held, Shape, Table, build, mla, put_rows, rows, rows_at, tables_of
-from tests.support.slow_rows import twin_of, wrong
+from testing.oracle import Held, Shape, Table, build, mla, put_rows, rows, rows_at, tables_of
+from testing.slow_rows import twin_of, wrong
 
 TOKENS = range(3, 40)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}

@@ -8,7 +8,7 @@ import torch
 from kvbridge_proto.pool import Step
 
 from kvbridge.adapters.engine.memory import Memory
-from tests.support.pools import Held, Shape, describe
+from testing.pools import Held, Shape, describe
 
 
 def memory_of(rank: int = 0, tp: int = 1) -> Memory:
@@ -21,7 +21,7 @@ def memory_of(rank: int = 0, tp: int = 1) -> Memory:
 
 
 def held(memory: Memory) -> Held:
-    """The same memory, as tests/support/oracle.py reads it."""
+    """The same memory, as testing/oracle.py reads it."""
     regions = (torch.empty(0, dtype=torch.uint8).set_(each).numpy() for each in memory.storages)
     return Held(memory.pool, tuple(regions))
 

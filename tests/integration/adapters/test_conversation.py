@@ -49,10 +49,10 @@ from kvbridge.device.fence import EngineFence
 from kvbridge.errors import EngineError
 from kvbridge.loopback.messages import number_of
 from kvbridge.states import LinkState
+from testing.agents import agent as real_agent
+from testing.proc import is_open
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd
 from tests.integration.adapters.small import Clock, memory_of
-from tests.integration.agent.harness import agent as real_agent
-from tests.support.proc import is_open
 
 ONE, OTHER = number_of("r"), number_of("o")
 OFFER = Offer(

@@ -17,6 +17,7 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.models.config import read
 from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
+from testing.planned import told
 from tests.integration.adapters.test_sglang_pool import (
     Indexer,
     RadixAttention,
@@ -31,7 +32,6 @@ from tests.integration.adapters.test_sglang_pool import (
 )
 from tests.integration.adapters.test_sglang_windows import Side, conv_states
 from tests.support.families import FAMILIES, Family, is_run
-from tests.support.planned import told
 
 pytestmark = pytest.mark.sglang
 __all__ = ["on_a_cpu"]  # a fixture

@@ -34,9 +34,9 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.models.config import read
 from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
+from testing.planned import told
 from tests.integration.adapters.test_vllm_pool import build, draft
 from tests.support.families import FAMILIES, Family
-from tests.support.planned import told
 
 pytestmark = pytest.mark.vllm
 

@@ -29,9 +29,9 @@ from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.link import RETRY_S, AgentLink, Over, ReadsOver
 from kvbridge.failpoints import VARIABLE, arm, armed
 from kvbridge.states import LinkState
+from testing.waiting import wait_for
 from tests.integration.adapters.fake_agent import FakeAgent, fake_pidfd, squatter
 from tests.integration.adapters.small import Clock, memory_of
-from tests.support.waiting import wait_for
 
 POOL = memory_of().pool
 ATTACH = Attach(versions=OURS, pool=POOL, handles=(Handle(region=0, kind="shm_fd", fd=0),))

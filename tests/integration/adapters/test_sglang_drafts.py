@@ -25,6 +25,8 @@ from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.compat import Convertible, Incompatible, verdict
 from kvbridge.geometry.overlap import overlaps
+from testing.carried import OnCpu, move
+from testing.oracle import fill, rows_at, take_rows
 from tests.integration.adapters.small import held
 from tests.integration.adapters.test_sglang_pool import (
     HEADS,
@@ -39,8 +41,6 @@ from tests.integration.adapters.test_sglang_pool import (
     queue_of,
     sparse,
 )
-from tests.support.carried import OnCpu, move
-from tests.support.oracle import fill, rows_at, take_rows
 
 pytestmark = pytest.mark.sglang
 __all__ = ["on_a_cpu"]  # a fixture

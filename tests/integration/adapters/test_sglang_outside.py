@@ -20,9 +20,9 @@ if importlib.util.find_spec("sglang") is None:
 
 from kvbridge.adapters.sglang.messages import BadMessage, unpack
 from kvbridge.adapters.sglang.servers import MOST_BYTES, BadAnswer, RanksAnswer, ask, replicas
+from testing.waiting import wait_for
 from tests.integration.adapters.test_sglang_life import FAILED, ROOM, WAITING, asked, manager, req
 from tests.support.hostile_prefill import RANK, SERVER, Prefill
-from tests.support.waiting import wait_for
 from tests.unit.test_oneline import FORGED
 
 pytestmark = pytest.mark.sglang

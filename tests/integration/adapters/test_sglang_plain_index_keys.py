@@ -18,6 +18,8 @@ from kvbridge.adapters.sglang.pool import check, describe, moved
 from kvbridge.device.handles import export_all
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.compat import Convertible, verdict
+from testing.oracle import take_rows
+from testing.refusals import refused
 from tests.integration.adapters.small import held
 from tests.integration.adapters.test_sglang_pool import (
     HEADS,
@@ -30,8 +32,6 @@ from tests.integration.adapters.test_sglang_pool import (
     plain_index,
     queue_of,
 )
-from tests.support.oracle import take_rows
-from tests.support.refusals import refused
 
 pytestmark = pytest.mark.sglang
 __all__ = ["on_a_cpu"]  # a fixture

@@ -24,9 +24,9 @@ from kvbridge.adapters.sglang.pool import POOLS, check, describe, moved
 from kvbridge.device.handles import export_all
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
+from testing.oracle import take_rows
+from testing.refusals import refused
 from tests.integration.adapters.small import held
-from tests.support.oracle import take_rows
-from tests.support.refusals import refused
 
 pytestmark = pytest.mark.sglang
 

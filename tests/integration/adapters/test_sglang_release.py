@@ -17,9 +17,9 @@ if importlib.util.find_spec("sglang") is None:
 
 from kvbridge.adapters.sglang import release
 from kvbridge.errors import EngineError
+from testing.serving import serving
 from tests.integration.adapters.test_sglang_life import Talk, begun, manager, one_rank, pages
 from tests.support.pages import run_block
-from tests.support.serving import serving
 
 __all__ = ["one_rank"]
 pytestmark = pytest.mark.sglang

@@ -17,9 +17,9 @@ if importlib.util.find_spec("sglang") is None:
 
 from kvbridge.adapters.sglang import plugin, servers
 from kvbridge.adapters.sglang.servers import MOST_QUESTIONS, BadAnswer, Questions
+from testing.waiting import wait_for
 from tests.integration.adapters.test_sglang_life import BOOTSTRAPPING, FAILED, WAITING, manager, one_rank
 from tests.support.hostile_prefill import RANK, SERVER, Prefill
-from tests.support.waiting import wait_for
 
 __all__ = ["one_rank"]
 pytestmark = pytest.mark.sglang

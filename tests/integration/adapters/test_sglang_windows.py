@@ -32,13 +32,13 @@ from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.compat import Incompatible, verdict
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
+from testing.carried import OnCpu
+from testing.oracle import put_rows, take_rows
+from testing.pools import Held, Shape, build
+from testing.refusals import refused
 from tests.integration.adapters.small import held
 from tests.integration.adapters.test_sglang_life import FAILED, begun, manager, one_rank, pages, raises, receiver  # noqa: F401
 from tests.integration.adapters.test_sglang_pool import RadixAttention, on_a_cpu  # noqa: F401  # a fixture
-from tests.support.carried import OnCpu
-from tests.support.oracle import put_rows, take_rows
-from tests.support.pools import Held, Shape, build
-from tests.support.refusals import refused
 
 pytestmark = pytest.mark.sglang
 

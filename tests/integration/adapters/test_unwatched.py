@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.agent.harness import agent as real_agent
+from testing.agents import agent as real_agent
 
 ROOT = Path(__file__).parents[3]
 
@@ -20,7 +20,7 @@ def test_an_engine_that_cannot_watch_an_agent_attaches_only_if_it_is_told_to(tmp
     """Its kernels may write for longer than the second after which it would count as gone."""
     engine = ["-m", "tests.integration.adapters.unwatching_engine"]
     with real_agent(tmp_path, "a", device="cpu") as running:
-        command = [sys.executable, "-m", "tests.support.unwatched", *engine, str(running.socket)]
+        command = [sys.executable, "-m", "testing.unwatched", *engine, str(running.socket)]
         with subprocess.Popen(
             [*command, "allowed" if is_allowed else "refused"],
             stdin=subprocess.PIPE,

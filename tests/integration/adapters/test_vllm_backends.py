@@ -31,10 +31,10 @@ from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.engine.unsupported import UNSUPPORTED
 from kvbridge.adapters.vllm.backends import BACKENDS, MLA, V1
 from kvbridge.errors import OperatorError
+from testing.oracle import take_rows
+from testing.refusals import refused
 from tests.integration.adapters.small import held
 from tests.integration.adapters.test_vllm_pool import BLOCKS, TOKENS, build
-from tests.support.oracle import take_rows
-from tests.support.refusals import refused
 
 pytestmark = pytest.mark.vllm
 

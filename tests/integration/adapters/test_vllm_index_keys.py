@@ -16,9 +16,9 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.compat import Convertible, Incompatible, Same, verdict
+from testing.refusals import refused
 from tests.integration.adapters.test_vllm_backends import functions
 from tests.integration.adapters.test_vllm_pool import build
-from tests.support.refusals import refused
 
 pytestmark = pytest.mark.vllm
 

@@ -31,11 +31,11 @@ from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.vllm.scales import changed_scales
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.compat import Convertible, Incompatible, Same, verdict
+from testing.oracle import take_rows
+from testing.refusals import refused
 from tests.integration.adapters.small import held
 from tests.integration.adapters.test_vllm_backends import SOURCE, functions
 from tests.integration.adapters.test_vllm_pool import build
-from tests.support.oracle import take_rows
-from tests.support.refusals import refused
 
 pytestmark = pytest.mark.vllm
 

@@ -30,9 +30,9 @@ from kvbridge.adapters.vllm.pool import describe
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps
+from testing.oracle import take_rows
 from tests.integration.adapters.small import held, memory_of
 from tests.integration.adapters.world import World
-from tests.support.oracle import take_rows
 
 pytestmark = pytest.mark.vllm
 

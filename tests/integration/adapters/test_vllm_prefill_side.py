@@ -16,9 +16,9 @@ from kvbridge_proto.engine import Directory, Offer, Released, Withdraw
 from kvbridge.adapters.vllm import scheduler
 from kvbridge.adapters.vllm.rendezvous import prompt_digest
 from kvbridge.adapters.vllm.scheduler import COMPUTING_S
+from testing.waiting import wait_for
 from tests.integration.adapters.fake_agent import FakeAgent
 from tests.integration.adapters.world import World
-from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
 

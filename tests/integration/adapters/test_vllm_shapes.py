@@ -15,8 +15,8 @@ import torch
 
 from kvbridge.adapters.vllm.shapes import Cell, Spot, halves_of
 from kvbridge.errors import OperatorError
+from testing.refusals import refused
 from tests.integration.adapters.small import places
-from tests.support.refusals import refused
 
 BLOCKS, HEADS, TOKENS, WIDTH = 6, 3, 16, 32
 Views = dict[str, "torch.Tensor"]

@@ -15,10 +15,10 @@ from kvbridge_proto.engine import Abandon, Computed, Done, Offer, Release, Relea
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 
+from testing.serving import serving
 from tests.integration.adapters.fake_agent import FakeAgent
 from tests.integration.adapters.world import World
 from tests.support.pages import run_block
-from tests.support.serving import serving
 
 pytestmark = pytest.mark.vllm
 

@@ -21,8 +21,8 @@ from kvbridge.adapters.vllm.layers import kind_of, window_of
 from kvbridge.adapters.vllm.prompt_trim import can_be_short
 from kvbridge.geometry.plan import Planner
 from kvbridge.geometry.shard import assign
+from testing.pools import Shape, describe
 from tests.integration.adapters.world import BLOCK, World
-from tests.support.pools import Shape, describe
 
 pytestmark = pytest.mark.vllm
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.agent.pairs import Bench
+from testing.pairs import Bench
 from tests.integration.agent.player import Player
 from tests.unit.exchange.world import World
 

@@ -30,7 +30,7 @@ from kvbridge.loopback.job import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
 from kvbridge.loopback.processes import BOUND, AgentProcess, EngineProcess, end
 from kvbridge.routes.pull.leases import LEASE_S
-from tests.integration.agent.harness import is_at_rest
+from testing.agents import is_at_rest
 from tests.integration.agent.rank import CALM_S, GONE, SEEDS
 
 QUIET_S = 10.0

@@ -31,7 +31,7 @@ from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.routes.slots.slot_route import Landing
 from kvbridge.transport.processes import Pidfds
 from kvbridge.transport.trust import Trust
-from tests.support.halves import make_receiver
+from testing.halves import make_receiver
 from tests.unit.exchange.network import NOTHING, take_up
 from tests.unit.exchange.world import World
 

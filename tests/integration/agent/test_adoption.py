@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from kvbridge_proto.engine import Adopt, Decline, Rescale, Rescaled
 
-from tests.integration.agent.harness import OracleEngine
-from tests.integration.agent.pairs import Bench, Benches
-from tests.support.oracle import Shape
+from testing.agents import OracleEngine
+from testing.oracle import Shape
+from testing.pairs import Bench, Benches
 
 THEIRS, OURS = {"k": (0.5,), "v": (0.25,)}, {"k": (2.0,), "v": (2.0,)}
 

@@ -11,8 +11,8 @@ from kvbridge_proto.engine import Failed, Want
 from kvbridge_proto.peer import Cancel, Claim, Drained
 
 from kvbridge.agent.outgoing_peers import MOST_NAMES
+from testing.halves import by_slots
 from tests.integration.agent.player import Whole, knows, replace_struct, welcomed
-from tests.support.halves import by_slots
 from tests.unit.exchange.world import World
 
 

@@ -10,10 +10,10 @@ import pytest
 from kvbridge_proto.engine import Withdraw
 
 from kvbridge.loopback.messages import number_of
-from tests.integration.agent.harness import is_at_rest
-from tests.integration.agent.pairs import Bench, Benches
-from tests.support.oracle import More, Shape, mla
-from tests.support.waiting import wait_for
+from testing.agents import is_at_rest
+from testing.oracle import More, Shape, mla
+from testing.pairs import Bench, Benches
+from testing.waiting import wait_for
 
 # Of sparse attention: every rank has them whole, and one layer has none. Pages of 64, as the kernels want them.
 INDEX = More("index_key", width=128, codec="fp8_row_scale", page_tokens=64, layers=(0, 2))

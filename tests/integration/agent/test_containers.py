@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from kvbridge_proto.engine import Done
 
-from tests.integration.agent.harness import agent, attached
-from tests.integration.agent.pairs import carry
-from tests.support.nursery import Nursery
+from testing.agents import agent, attached
+from testing.nursery import Nursery
+from testing.pairs import carry
 
 SHARED = "/mnt"  # each container has a folder of its own there
 MOUNT = f'mount --bind "$0" {SHARED} && exec "$@"'

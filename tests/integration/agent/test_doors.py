@@ -22,12 +22,12 @@ from demo.processes import free_port
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.link import AgentLink
 from kvbridge.loopback.messages import number_of
-from tests.integration.agent.harness import Client, OracleEngine, agent, attached
-from tests.integration.agent.pairs import Bench, Benches
+from testing.agents import Client, OracleEngine, agent, attached
+from testing.oracle import Shape, build, fill
+from testing.pairs import Bench, Benches
+from testing.proc import cpu_s, mapped
+from testing.waiting import wait_for
 from tests.integration.agent.test_scraping import scraped
-from tests.support.oracle import Shape, build, fill
-from tests.support.proc import cpu_s, mapped
-from tests.support.waiting import wait_for
 
 POOL = "kvbridge-test-pool"
 

@@ -20,11 +20,11 @@ from kvbridge_proto.engine import Abandon, Done, Failed, Withdraw
 
 from kvbridge.device.fence import EngineFence
 from kvbridge.loopback.messages import number_of
-from tests.integration.agent.harness import OracleEngine
-from tests.integration.agent.pairs import Bench
-from tests.support.oracle import Shape, fill
-from tests.support.proc import mapped
-from tests.support.waiting import wait_for
+from testing.agents import OracleEngine
+from testing.oracle import Shape, fill
+from testing.pairs import Bench
+from testing.proc import mapped
+from testing.waiting import wait_for
 
 TOKENS = range(90)
 TABLE, RECEIVER_TABLE = [9, 4, 7, 2, 6, 1], [3, 5]

@@ -11,10 +11,10 @@ from kvbridge_proto.status import OfferStatus
 from kvbridge.commands.status import rendered
 from kvbridge.exchange.sender import FRESH_S, LOST_S
 from kvbridge.loopback.messages import number_of
-from tests.integration.agent.harness import AgentProcess
-from tests.integration.agent.pairs import Bench, Benches
-from tests.support.oracle import Shape
-from tests.support.waiting import wait_for
+from testing.agents import AgentProcess
+from testing.oracle import Shape
+from testing.pairs import Bench, Benches
+from testing.waiting import wait_for
 
 pytestmark = pytest.mark.proves("G17")
 

@@ -26,12 +26,12 @@ from kvbridge.exchange.session import Session, hello
 from kvbridge.geometry.compat import Convertible
 from kvbridge.routes.choice import Connected
 from kvbridge.transport.local import MAX_CONNECTIONS
-from tests.integration.agent.harness import Client, agent, attached
+from testing.agents import Client, agent, attached
+from testing.halves import by_slots
+from testing.nursery import kvbridge
 from tests.integration.agent.player import welcomed
 from tests.integration.agent.test_agent_names import Fetching
 from tests.integration.fuzz.agents import Besieged
-from tests.support.halves import by_slots
-from tests.support.nursery import kvbridge
 from tests.unit.exchange.world import World
 from tests.unit.proto.samples import NOTICE
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from kvbridge_proto.engine import Done, Failed
 
-from tests.integration.agent.harness import OracleEngine, agent, attached
-from tests.integration.agent.pairs import carry
+from testing.agents import OracleEngine, agent, attached
+from testing.hosts import DEVICE, two_hosts, why_not
+from testing.nursery import Nursery
+from testing.pairs import carry
+from testing.waiting import wait_for
 from tests.integration.agent.test_security import keygen, write_peers
-from tests.support.hosts import DEVICE, two_hosts, why_not
-from tests.support.nursery import Nursery
-from tests.support.waiting import wait_for
 
 Start = Callable[..., OracleEngine]
 

@@ -13,10 +13,10 @@ from kvbridge_proto.engine import Abandon, Done
 
 from kvbridge.failpoints import VARIABLE
 from kvbridge.loopback.messages import number_of
-from tests.integration.agent.harness import is_at_rest
-from tests.integration.agent.pairs import Bench, Benches
-from tests.support.oracle import More, mla
-from tests.support.waiting import wait_for
+from testing.agents import is_at_rest
+from testing.oracle import More, mla
+from testing.pairs import Bench, Benches
+from testing.waiting import wait_for
 
 INDEX = More("index_key", width=128, codec="fp8_row_scale", page_tokens=64, layers=(0, 2))
 SENDER = mla(layers=3, block_tokens=64, blocks=24, more=(INDEX,))

@@ -14,10 +14,10 @@ from kvbridge_proto.engine import Failed
 from kvbridge_proto.status import MAX_ENTRIES
 
 from kvbridge.agent.journal import KEPT, Journal
-from tests.integration.agent.pairs import Bench, Benches
-from tests.support.nursery import kvbridge
-from tests.support.oracle import Shape
-from tests.support.waiting import wait_for
+from testing.nursery import kvbridge
+from testing.oracle import Shape
+from testing.pairs import Bench, Benches
+from testing.waiting import wait_for
 
 TOKENS = range(1000)
 TABLE, WANTED = list(range(100, 163)), list(range(5, 21))

@@ -17,11 +17,11 @@ from kvbridge_proto.common import attachment_name
 from kvbridge_proto.engine import Attached, Done, Failed, NoOffer
 
 from kvbridge.failpoints import VARIABLE
+from testing.agents import OracleEngine, agent, attached
+from testing.oracle import Shape, build
+from testing.pairs import Bench, Benches
+from testing.waiting import wait_for
 from tests.integration.adapters import test_vllm_middleware as vllm
-from tests.integration.agent.harness import OracleEngine, agent, attached
-from tests.integration.agent.pairs import Bench, Benches
-from tests.support.oracle import Shape, build
-from tests.support.waiting import wait_for
 from tests.system.faults.processes import free_address
 
 pytestmark = pytest.mark.proves("G16")

@@ -8,9 +8,9 @@ from pathlib import Path
 from kvbridge_proto.status import MAX_ERROR_TEXT, MAX_ERRORS
 
 from kvbridge.agent.last_errors import LastErrors
-from tests.integration.agent.harness import OracleEngine, agent
-from tests.support.oracle import Shape, build
-from tests.support.waiting import wait_for
+from testing.agents import OracleEngine, agent
+from testing.oracle import Shape, build
+from testing.waiting import wait_for
 
 
 def test_the_last_warnings_are_kept_cut_short_and_in_order() -> None:

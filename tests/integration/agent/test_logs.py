@@ -18,11 +18,11 @@ from kvbridge.agent.logs import JsonFormatter, RateLimit
 from kvbridge.agent.request_log import RequestLog
 from kvbridge.agent.request_names import MOST_TRANSFERS, RequestNames
 from kvbridge.loopback.messages import number_of
-from tests.integration.agent.harness import Client, OracleEngine, agent, attached
-from tests.integration.agent.pairs import Bench, Benches
+from testing.agents import Client, OracleEngine, agent, attached
+from testing.oracle import Shape
+from testing.pairs import Bench, Benches
+from testing.waiting import wait_for
 from tests.support.cited import ROOT
-from tests.support.oracle import Shape
-from tests.support.waiting import wait_for
 
 
 def record(text: str, *args: Any, level: int = logging.WARNING) -> logging.LogRecord:

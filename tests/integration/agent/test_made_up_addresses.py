@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from kvbridge_proto.engine import Done, Failed
 
-from tests.integration.agent.harness import agent
-from tests.integration.agent.pairs import Benches
-from tests.support.oracle import Shape, fill
-from tests.support.proc import descriptors
-from tests.support.waiting import wait_for
+from testing.agents import agent
+from testing.oracle import Shape, fill
+from testing.pairs import Benches
+from testing.proc import descriptors
+from testing.waiting import wait_for
 
 MADE_UP = 3000
 LIMITS = (256, 1024)  # of descriptors, soft and hard

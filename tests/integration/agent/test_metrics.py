@@ -17,11 +17,11 @@ from demo.processes import free_port
 from kvbridge.agent.journal import Journal
 from kvbridge.agent.metrics import MAX_CODES, Metrics
 from kvbridge.agent.request_records import CarryTimes, RequestRecord, RequestRecords
-from tests.integration.agent.pairs import Benches
+from testing.oracle import Shape
+from testing.pairs import Benches
+from testing.waiting import wait_for
 from tests.integration.agent.test_journal import TABLE, TOKENS, WANTED
-from tests.support.oracle import Shape
 from tests.support.served_metrics import served, served_by_proxy
-from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/metrics.md").read_text()

@@ -15,7 +15,7 @@ import torch
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Offer
 
-from tests.integration.agent.harness import AgentProcess, agent
+from testing.agents import AgentProcess, agent
 
 TOY = Path(__file__).parents[3] / "docs" / "toy_engine.py"
 ROOM, TOKENS, WAIT_S = "7", 64, 60.0

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 from kvbridge_proto.pool import Pool
 
-from tests.integration.agent.harness import OracleEngine, agent
-from tests.support.nursery import kvbridge
-from tests.support.oracle import Shape, build_all
+from testing.agents import OracleEngine, agent
+from testing.nursery import kvbridge
+from testing.oracle import Shape, build_all
 
 
 def test_status_says_which_rank_of_which_replica_is_attached(tmp_path: Path) -> None:

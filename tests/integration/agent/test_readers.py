@@ -24,13 +24,13 @@ from kvbridge.agent.doors import LocalDoors
 from kvbridge.dataplane.attached import AttachedMemory
 from kvbridge.device.sharing import SharedHandles
 from kvbridge.transport.door import open_memory
-from tests.integration.agent.harness import OracleEngine, agent
-from tests.integration.agent.pairs import Bench, Benches
+from testing.agents import OracleEngine, agent
+from testing.oracle import Shape, build
+from testing.pairs import Bench, Benches
+from testing.proc import mapped
+from testing.waiting import wait_for
 from tests.integration.agent.test_holding import shown
 from tests.integration.transport.test_door import card_of, opened, refused
-from tests.support.oracle import Shape, build
-from tests.support.proc import mapped
-from tests.support.waiting import wait_for
 
 TABLE, TOKENS = [3, 1, 2], range(40)
 WIDE = {"key_width": 64, "value_width": 64}

@@ -24,12 +24,12 @@ from kvbridge.device.driver import CudaError
 from kvbridge.errors import FabricError
 from kvbridge.exchange.actions import Send
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
+from testing.agents import OracleEngine, agent, attached
+from testing.oracle import Shape
+from testing.pairs import Benches, carry
+from testing.waiting import wait_for
 from tests.integration.agent.disturbed import pair_of, stands_still
-from tests.integration.agent.harness import OracleEngine, agent, attached
-from tests.integration.agent.pairs import Benches, carry
 from tests.integration.agent.test_abandon import SCALE
-from tests.support.oracle import Shape
-from tests.support.waiting import wait_for
 from tests.unit.exchange.world import World
 
 HALF, LESS, ALL, BUSY, NONE = (

@@ -21,10 +21,10 @@ from kvbridge.agent.peer_records import OutgoingPeer
 from kvbridge.agent.scraping import AT_ONCE, KEPT_S, serve
 from kvbridge.errors import OperatorError
 from kvbridge.states import SessionState
+from testing.proc import descriptors
+from testing.refusals import refused
+from testing.waiting import wait_for
 from tests.integration.agent.player import Player, Wire
-from tests.support.proc import descriptors
-from tests.support.refusals import refused
-from tests.support.waiting import wait_for
 from tests.unit.exchange.world import World
 
 REQUEST_S = 2.0

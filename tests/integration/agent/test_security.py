@@ -17,12 +17,12 @@ import pytest
 from kvbridge_proto.engine import Done, Failed
 
 from demo.processes import free_port
-from tests.integration.agent.harness import agent, attached
-from tests.integration.agent.pairs import Benches
-from tests.support.nursery import kvbridge
-from tests.support.oracle import Shape
-from tests.support.proc import listening
-from tests.support.waiting import wait_for
+from testing.agents import agent, attached
+from testing.nursery import kvbridge
+from testing.oracle import Shape
+from testing.pairs import Benches
+from testing.proc import listening
+from testing.waiting import wait_for
 
 pytestmark = pytest.mark.proves("G23")
 

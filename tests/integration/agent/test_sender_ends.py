@@ -10,10 +10,10 @@ import pytest
 from kvbridge_proto.engine import Done
 
 from kvbridge.failpoints import VARIABLE
-from tests.integration.agent.harness import agent, attached
-from tests.integration.agent.pairs import carry
-from tests.support.oracle import Shape
-from tests.support.waiting import wait_for
+from testing.agents import agent, attached
+from testing.oracle import Shape
+from testing.pairs import carry
+from testing.waiting import wait_for
 
 LARGE = Shape(key_width=128, value_width=128)  # a block fills a slot
 REBUILT = "kvbridge_rebuilds_total{{replaced={}}}"

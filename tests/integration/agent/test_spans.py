@@ -19,9 +19,9 @@ from opentelemetry.sdk.resources import Resource
 from kvbridge.agent.request_records import RequestRecord
 from kvbridge.agent.spans import MOST_WAITING, Spans, spans_of
 from kvbridge.errors import OperatorError
-from tests.integration.agent.pairs import Bench, Benches
-from tests.support.oracle import Shape
-from tests.support.waiting import wait_for
+from testing.oracle import Shape
+from testing.pairs import Bench, Benches
+from testing.waiting import wait_for
 
 TOKENS = range(200)
 TABLE, WANTED = list(range(13)), list(range(4))

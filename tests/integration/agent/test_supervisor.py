@@ -22,11 +22,11 @@ from kvbridge.agent.daemon import LOOP_STILL_S
 from kvbridge.agent.supervisor import CHECKS
 from kvbridge.config import supervision
 from kvbridge.options import Supervision
-from tests.integration.agent.harness import AgentProcess, OracleEngine, agent
+from testing.agents import AgentProcess, OracleEngine, agent
+from testing.nursery import kvbridge
+from testing.oracle import Shape, build
+from testing.waiting import wait_for
 from tests.integration.dataplane.test_stuck import LONGER_S, paused
-from tests.support.nursery import kvbridge
-from tests.support.oracle import Shape, build
-from tests.support.waiting import wait_for
 
 WATCHDOG_S = 2.0
 CREDENTIALS = struct.Struct("3i")

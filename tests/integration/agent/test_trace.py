@@ -14,7 +14,7 @@ import torch
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Want
 
-from tests.integration.agent.harness import agent
+from testing.agents import agent
 from tests.integration.agent.traced_agent import ROOT, traced
 
 PAGE = (ROOT / "docs/architecture.md").read_text().partition("### A pull, function by function")[2]

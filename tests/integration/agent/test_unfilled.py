@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.integration.agent.pairs import Bench, Benches
-from tests.support.oracle import Shape, fill, put_rows, rows_at, take_rows
-from tests.support.pools import Held
+from testing.oracle import Shape, fill, put_rows, rows_at, take_rows
+from testing.pairs import Bench, Benches
+from testing.pools import Held
 
 NAN = 0xFF  # every bf16, fp16, fp32 and fp8 e4m3 number of such bytes is NaN
 FORMS = {

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 from kvbridge_proto.engine import Done, Failed
 
-from tests.integration.agent.pairs import Bench, Benches
-from tests.support.oracle import Shape
-from tests.support.waiting import wait_for
+from testing.oracle import Shape
+from testing.pairs import Bench, Benches
+from testing.waiting import wait_for
 
 pytestmark = pytest.mark.proves("G4")
 

@@ -12,11 +12,11 @@ import pytest
 from kvbridge_proto.common import OURS, VersionRange
 from kvbridge_proto.engine import Attached, Done, Failed, Refused
 
-from tests.integration.agent.harness import OracleEngine, agent, is_at_rest
-from tests.integration.agent.pairs import carry
-from tests.support.nursery import kvbridge
-from tests.support.oracle import Shape, build_all
-from tests.support.waiting import wait_for
+from testing.agents import OracleEngine, agent, is_at_rest
+from testing.nursery import kvbridge
+from testing.oracle import Shape, build_all
+from testing.pairs import carry
+from testing.waiting import wait_for
 
 RANGED = "tests.integration.agent.ranged_agent"
 TOKENS = 90

@@ -10,9 +10,9 @@ from kvbridge_proto.engine import Done, Expect, Failed, Held, NewEpoch, Release,
 
 from demo.processes import free_port
 from kvbridge.loopback.messages import number_of
-from tests.integration.agent.harness import Client, OracleEngine
-from tests.integration.agent.pairs import Bench, Benches
-from tests.support.waiting import wait_for
+from testing.agents import Client, OracleEngine
+from testing.pairs import Bench, Benches
+from testing.waiting import wait_for
 
 AT_ONCE_S = 10.0  # wants and offers of these tests have a minute
 

@@ -12,9 +12,9 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Refused
 from kvbridge_proto.pool import Pool
 
-from tests.integration.agent.harness import OracleEngine, agent
-from tests.integration.agent.pairs import Bench, Benches
-from tests.support.oracle import Shape, build, mismatch
+from testing.agents import OracleEngine, agent
+from testing.oracle import Shape, build, mismatch
+from testing.pairs import Bench, Benches
 
 END, WINDOW = 100, 32  # the token after END sees those from 69 on, so windows are kept from 64 on in blocks of 16
 SENDER = Shape("nhd", kinds=("full", "sliding"), window=WINDOW)

@@ -20,7 +20,7 @@ from kvbridge.exchange.route import Rate
 from kvbridge.routes.pull.job import PullRoute, read_rate
 from kvbridge.routes.rate import MOST_ROUNDS, ROUNDS, SLOW_BYTES_PER_S, fastest, growing, is_slow
 from kvbridge.transport.fabric import WriteLate, Wrote
-from tests.support.refusals import refused
+from testing.refusals import refused
 
 SCRATCH = Span(7, 1 << 22)
 

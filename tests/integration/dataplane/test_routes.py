@@ -38,11 +38,11 @@ from kvbridge.routes.slots.jobs import Jobs
 from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.routes.slots.slot_route import Landing, Target
 from kvbridge.transport.fabric import WriteFailed, WriteLate, Wrote
-from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
+from testing.fabric_loopback import LoopbackFabric, LoopbackNetwork
+from testing.oracle import Shape, block_table, build, tables_of
+from testing.proc import mapped
+from testing.refusals import refused
 from tests.integration.device.attached import attached, engine_of
-from tests.support.oracle import Shape, block_table, build, tables_of
-from tests.support.proc import mapped
-from tests.support.refusals import refused
 
 SLOT_BYTES = 1 << 20
 

@@ -25,12 +25,12 @@ from kvbridge.exchange.route import Routed, Site
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.options import AgentConfig
 from kvbridge.routes.choice import may_be_written, to_be_read
-from tests.integration.agent.harness import AgentProcess, OracleEngine, agent, attached
-from tests.integration.agent.pairs import Benches, carry
+from testing.agents import AgentProcess, OracleEngine, agent, attached
+from testing.oracle import Shape
+from testing.pairs import Benches, carry
+from testing.proc import resident_bytes
+from testing.waiting import wait_for
 from tests.integration.agent.player import Player, Wire, settle, welcomed
-from tests.support.oracle import Shape
-from tests.support.proc import resident_bytes
-from tests.support.waiting import wait_for
 from tests.unit.exchange.world import World
 
 NONE = SlotCounts(free=0, lent=0, landed=0, quarantined=0)

@@ -14,12 +14,12 @@ import pytest
 from kvbridge_proto.engine import Detach
 
 from kvbridge.dataplane.watchdog import EXIT_CODE, Watchdog
-from tests.integration.agent.harness import AgentProcess, OracleEngine
+from testing.agents import AgentProcess, OracleEngine
+from testing.oracle import Shape, build
+from testing.pairs import Bench
+from testing.waiting import wait_for
 from tests.integration.agent.impatient_agent import STUCK_S
-from tests.integration.agent.pairs import Bench
 from tests.integration.dataplane.test_routes import Ended, ended
-from tests.support.oracle import Shape, build
-from tests.support.waiting import wait_for
 
 IMPATIENT = "tests.integration.agent.impatient_agent"
 AT = "sender.gather_begun"

@@ -13,7 +13,7 @@ from kvbridge_proto.pool import Handle
 
 from kvbridge.device.handles import export
 from kvbridge.device.memory import AttachedPool
-from tests.support.oracle import Held
+from testing.oracle import Held
 
 
 @dataclass(frozen=True, slots=True)

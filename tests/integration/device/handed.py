@@ -30,11 +30,11 @@ from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.transport.door import MemoryDoor, Shared
 from kvbridge.transport.lock import Lock
-from tests.support.carried import Mapped
-from tests.support.nursery import PipedChild
-from tests.support.oracle import Shape, block_table, fill, tables_of, tail_of
-from tests.support.pools import Held, build
-from tests.support.slow_rows import twin_of, wrong
+from testing.carried import Mapped
+from testing.nursery import PipedChild
+from testing.oracle import Shape, block_table, fill, tables_of, tail_of
+from testing.pools import Held, build
+from testing.slow_rows import twin_of, wrong
 
 TOKENS = range(5, 90)
 NHD16 = Shape(layout="nhd", layers=2, block_tokens=16, blocks=24, key_width=16, value_width=16)

@@ -13,10 +13,10 @@ from kvbridge_kernels.tables import Work
 
 from kvbridge.device.pulls import Pulls
 from kvbridge.geometry.plan import Part
-from tests.support.carried import OnCpu, carried
-from tests.support.matrix import ROWS, Case
-from tests.support.oracle import LAYOUTS, Held, Shape, mla
-from tests.support.pools import ranks_of
+from testing.carried import OnCpu, carried
+from testing.matrix import ROWS, Case
+from testing.oracle import LAYOUTS, Held, Shape, mla
+from testing.pools import ranks_of
 
 ALSO_PULLED = {
     *("equal", "codecs", "scales", "row scales", "row scales of equal sides", "block scales"),

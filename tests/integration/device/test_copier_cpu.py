@@ -18,9 +18,9 @@ from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import EngineError
 from kvbridge.geometry.plan import Move, Part, plan
 from kvbridge.geometry.shard import assign
+from testing.oracle import POISON, Held, Shape, block_table, build, fill, put_rows, table_of
 from tests.integration.device.attached import attached
 from tests.integration.device.moving import gather, scatter
-from tests.support.oracle import POISON, Held, Shape, block_table, build, fill, put_rows, table_of
 
 pytestmark = pytest.mark.proves("G2")
 

@@ -22,11 +22,11 @@ from kvbridge.device.memory import AttachedPool
 from kvbridge.device.sharing import SharedHandles
 from kvbridge.errors import KVBridgeError
 from kvbridge.transport.door import Handover, open_memory
+from testing.pools import build
+from testing.proc import descriptors
+from testing.refusals import refused
 from tests.integration.device.attached import engine_of
 from tests.integration.device.handed import FP8, HND64, NHD16, PACKED, SHAPES, Sender, filled, pulled
-from tests.support.pools import build
-from tests.support.proc import descriptors
-from tests.support.refusals import refused
 
 change = msgspec.structs.replace
 
@@ -74,7 +74,7 @@ from kvbridge_proto.door import DoorCard
 from kvbridge.device.memory import AttachedPool
 from kvbridge.transport.door import open_memory
 from tests.integration.device.handed import NHD16
-from tests.support.pools import build
+from testing.pools import build
 async def main():
     with await open_memory(decode(bytes.fromhex(sys.argv[1]), DoorCard), "decode-0") as handed:
         with AttachedPool.open_peer(build(NHD16).pool, handed.handles, handed.fds) as sender, sender.hold() as regions:

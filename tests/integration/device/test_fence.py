@@ -12,7 +12,7 @@ import pytest
 
 from kvbridge.device.fence import EngineFence, FencePage
 from kvbridge.errors import EngineError
-from tests.support.waiting import wait_for
+from testing.waiting import wait_for
 
 ENGINE = """
 import mmap, sys

@@ -14,8 +14,8 @@ import torch
 from kvbridge.device import driver
 from kvbridge.device.handles import check_exportable, export, export_all
 from kvbridge.errors import OperatorError
-from tests.support.proc import descriptors
-from tests.support.refusals import refused
+from testing.proc import descriptors
+from testing.refusals import refused
 
 
 def test_views_keep_working_and_the_fd_sees_what_they_write() -> None:

@@ -18,10 +18,10 @@ from kvbridge_proto.pool import Handle, Pool, Step
 from kvbridge.device import mapping
 from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import EngineError, KVBridgeError, OperatorError
+from testing.oracle import Shape, build
+from testing.refusals import refused
 from tests.integration.device.attached import Engine, attached, engine_of
 from tests.integration.device.moving import gather, scatter
-from tests.support.oracle import Shape, build
-from tests.support.refusals import refused
 
 replace = msgspec.structs.replace
 

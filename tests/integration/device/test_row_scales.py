@@ -13,9 +13,9 @@ from kvbridge_proto.pool import Plane, Pool, Step
 from kvbridge.device.batch import batches
 from kvbridge.errors import EngineError
 from kvbridge.geometry.plan import Move
+from testing.oracle import POISON, Shape
 from tests.integration.device.attached import attached
 from tests.integration.device.moving import gather, scatter
-from tests.support.oracle import POISON, Shape
 from tests.unit.geometry.scaled import poisoned, scaled_pool
 
 SHAPE = Shape(layers=2, kv_heads=4, key_width=16, value_width=32, block_tokens=16, blocks=6)

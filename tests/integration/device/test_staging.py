@@ -15,7 +15,7 @@ from kvbridge_proto.peer import PROBE_LANES
 
 from kvbridge.device.staging import Staging
 from kvbridge.errors import OperatorError
-from tests.support.proc import resident_bytes
+from testing.proc import resident_bytes
 
 
 def test_slots_lie_one_behind_the_other_from_a_page_border_on() -> None:

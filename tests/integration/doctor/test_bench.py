@@ -12,8 +12,8 @@ import pytest
 from kvbridge.commands.bench import BenchOutcome, _said, _verdict
 from kvbridge.doctor.pace import RECEIVERS, USUAL_BYTES, Bench, Pace
 from kvbridge.errors import OperatorError
-from tests.support.nursery import kvbridge
-from tests.support.waiting import wait_for
+from testing.nursery import kvbridge
+from testing.waiting import wait_for
 
 QUICK = ("--device", "cpu", "--seconds", "0.1", "--most-mib", "128")
 

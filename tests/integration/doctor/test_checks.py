@@ -31,10 +31,10 @@ from kvbridge.errors import OperatorError
 from kvbridge.transport.control import Control
 from kvbridge.transport.events import Arrived
 from kvbridge.transport.keys import write_pair
-from tests.integration.agent.harness import AgentProcess, OracleEngine, agent
+from testing.agents import AgentProcess, OracleEngine, agent
+from testing.nursery import kvbridge
+from testing.oracle import Shape, build
 from tests.integration.transport.ears import LOOPBACK, Ear
-from tests.support.nursery import kvbridge
-from tests.support.oracle import Shape, build
 from tests.support.write_entries import COPY
 from tests.unit.proto.samples import TO_ENGINE
 

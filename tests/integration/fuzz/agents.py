@@ -61,11 +61,11 @@ from kvbridge.routes.pull.leases import LEASE_S
 from kvbridge.routes.pull.sending import OutgoingByPull
 from kvbridge.routes.slots.send_orders import LeavingChunk
 from kvbridge.routes.slots.sending import OutgoingBySlots
+from testing.halves import by_slots
 from tests.integration.agent.player import Whole, Wire
 from tests.integration.fuzz.target import Target
 from tests.integration.fuzz.typed import TEXTS, drawer
 from tests.integration.fuzz.vary import varied
-from tests.support.halves import by_slots
 from tests.unit.exchange.network import offer_of, want_of
 from tests.unit.exchange.world import make_pool
 from tests.unit.proto.samples import BODIES, NOTICE

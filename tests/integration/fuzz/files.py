@@ -19,10 +19,10 @@ from kvbridge import config, options
 from kvbridge.commands import plan
 from kvbridge.commands.status import rendered
 from kvbridge.errors import OperatorError
+from testing.pools import Shape, describe
 from tests.integration.fuzz.mutate import Mutator
 from tests.integration.fuzz.target import Target
 from tests.integration.fuzz.typed import drawer
-from tests.support.pools import Shape, describe
 from tests.unit.proto.samples import POOL, TO_ENGINE
 
 ROOT = Path(__file__).parents[3]

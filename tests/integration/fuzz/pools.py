@@ -16,11 +16,11 @@ from kvbridge.geometry.plan import Part, Plan, Planner
 from kvbridge.geometry.shard import assign, common
 from kvbridge.geometry.token_shard import TokenShard
 from kvbridge.geometry.tokens import BlockTable
+from testing.pools import More, Shape, describe, mla
 from tests.integration.fuzz.mutate import Mutator
 from tests.integration.fuzz.target import Target
 from tests.integration.fuzz.typed import drawer
 from tests.integration.fuzz.vary import varied
-from tests.support.pools import More, Shape, describe, mla
 
 SLOT_BYTES = (1 << 12, 1 << 16, 4 << 20)
 SHAPES = (

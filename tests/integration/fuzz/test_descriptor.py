@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from testing.proc import listening
 from tests.integration.transport.test_fabric_nixl import Remote
-from tests.support.proc import listening
 
 ROOT = Path(__file__).parents[3]
 CONNECT = """

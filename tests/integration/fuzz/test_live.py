@@ -15,13 +15,13 @@ from kvbridge_proto.engine import Directory, Offer, Refused, ToAgent, Want
 from kvbridge_proto.peer import Envelope, Ping
 from kvbridge_proto.stream import pack
 
-from tests.integration.agent.harness import AgentProcess
-from tests.integration.agent.pairs import Bench
+from testing.agents import AgentProcess
+from testing.pairs import Bench
+from testing.proc import descriptors, resident_bytes
 from tests.integration.fuzz.codecs import streamed
 from tests.integration.fuzz.mutate import Mutator
 from tests.integration.fuzz.typed import drawer
 from tests.integration.fuzz.zmtp import COMMAND, MORE, frame, greeting, ready
-from tests.support.proc import descriptors, resident_bytes
 from tests.unit.proto.samples import BODIES, TO_AGENT, enveloped
 
 pytestmark = pytest.mark.proves("G25")

@@ -28,7 +28,7 @@ from kvbridge.proxy.legs import (
     vllm_decode_beside,
     vllm_prefill,
 )
-from tests.support.refusals import refused
+from testing.refusals import refused
 
 ROOM = 77
 

@@ -17,7 +17,7 @@ from kvbridge.transport.control import Control
 from kvbridge.transport.events import Event, Lost, Reached, Settings
 from kvbridge.transport.link import Link
 from kvbridge.transport.trust import Trust
-from tests.support.nursery import PipedChild
+from testing.nursery import PipedChild
 
 ROOT = Path(__file__).parents[3]
 LOOPBACK = "tcp://127.0.0.1:0"

@@ -16,8 +16,8 @@ from kvbridge.errors import OperatorError
 from kvbridge.transport.control import Control
 from kvbridge.transport.events import Arrived, Rejected, Settings
 from kvbridge.transport.link import Link
+from testing.proc import descriptors
 from tests.integration.transport.ears import LOOPBACK, Ear, cancel, envelope, stranger, two
-from tests.support.proc import descriptors
 
 # What is not a message for us:
 

@@ -20,8 +20,8 @@ from kvbridge.transport.events import Arrived, Lost, Rejected, Settings
 from kvbridge.transport.keys import Keys
 from kvbridge.transport.trust import Trust
 from kvbridge.transport.zap import MOST_CALLERS, Buckets
+from testing.proc import resident_bytes
 from tests.integration.transport.ears import LOOPBACK, QUICK, Ear, cancel, envelope, two
-from tests.support.proc import resident_bytes
 
 pytestmark = pytest.mark.proves("G23")
 

@@ -28,9 +28,9 @@ from kvbridge.transport import door as doors
 from kvbridge.transport.door import Holder, MemoryDoor, Shared, open_memory
 from kvbridge.transport.lock import Lock
 from kvbridge.unix_socket import close_fds
+from testing.proc import descriptors
 from tests.integration.adapters.fake_agent import squatter
 from tests.integration.transport.ends import INCARNATION, NEEDS_ROOT, heard_by, inode, pipes
-from tests.support.proc import descriptors
 
 change = msgspec.structs.replace
 RECEIVER = """

@@ -8,8 +8,8 @@ import pytest
 
 from kvbridge.errors import FabricError
 from kvbridge.transport.fabric import Noticed, WriteFailed, WriteLate, Wrote
-from kvbridge.transport.fabric_loopback import LoopbackFabric, LoopbackNetwork
-from tests.support.refusals import refused
+from testing.fabric_loopback import LoopbackFabric, LoopbackNetwork
+from testing.refusals import refused
 
 
 class Side:

@@ -17,10 +17,10 @@ import pytest
 
 from kvbridge.errors import FabricError
 from kvbridge.transport.fabric_nixl import HEAL_S, WRITER_S, NixlFabric, _header
-from tests.support.nursery import PipedChild
-from tests.support.proc import cpu_s, listening, stat_of
-from tests.support.refusals import refused
-from tests.support.waiting import wait_for
+from testing.nursery import PipedChild
+from testing.proc import cpu_s, listening, stat_of
+from testing.refusals import refused
+from testing.waiting import wait_for
 from tests.system.faults.processes import Held
 from tests.system.faults.world import UCX_KEEPS
 

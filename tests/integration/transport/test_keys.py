@@ -13,7 +13,7 @@ import zmq
 
 from kvbridge.errors import OperatorError
 from kvbridge.transport.keys import MOST_KEYS, is_key, load_keys, load_peers, write_pair
-from tests.support.refusals import refused
+from testing.refusals import refused
 
 OF_ANY = "DKrUP&&CJWfmbg(miCLm-c!(7PbGS9N4E8Nzm6H8"  # the same in any run: parametrized tests are named by it
 

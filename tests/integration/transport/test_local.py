@@ -22,9 +22,9 @@ from kvbridge_proto.stream import pack
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.transport.local import LocalConnection, LocalServer
 from kvbridge.unix_socket import close_fds
+from testing.proc import descriptors
+from testing.refusals import refused
 from tests.integration.transport.ends import inode, join, meet, pipes, polled, served
-from tests.support.proc import descriptors
-from tests.support.refusals import refused
 
 # Messages and descriptors:
 

@@ -16,7 +16,7 @@ from kvbridge.transport.control import Control
 from kvbridge.transport.events import Arrived, Lost, Settings
 from kvbridge.transport.names import MOST_ASKING, MOST_NAMES, Names
 from kvbridge.transport.trust import Trust
-from tests.support.hosts import ROOT, why_not
+from testing.hosts import ROOT, why_not
 
 SLOW_NAMES = Path(__file__).with_name("slow_names.py")
 INSIDE = (

@@ -14,7 +14,7 @@ from kvbridge_proto.peer import ProcessCard
 from msgspec import structs
 
 from kvbridge.transport.processes import DEAD_S, Pidfds, own_process
-from tests.support.waiting import wait_for
+from testing.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
 CARD = "from kvbridge.transport.processes import *; c = own_process(); print(c.pid, c.started, flush=True)"
@@ -23,7 +23,7 @@ WITHOUT_MAIN = (
     f"{CARD}; import ctypes, threading; threading.Thread(target=input).start(); ctypes.CDLL(None).pthread_exit(0)"
 )
 UNWATCHED = (
-    "import sys; from tests.support.unwatched import forbid; from kvbridge.transport.processes import *; "
+    "import sys; from testing.unwatched import forbid; from kvbridge.transport.processes import *; "
     "forbid(); sys.exit(Pidfds().watch(own_process()))"
 )
 

@@ -10,7 +10,7 @@ from kvbridge.errors import OperatorError, PeerError
 from kvbridge.transport.endpoint import canonical, check_listened, check_metrics, is_loopback, is_place, with_key
 from kvbridge.transport.keys import Keys
 from kvbridge.transport.trust import Trust
-from tests.support.refusals import refused
+from testing.refusals import refused
 
 pytestmark = pytest.mark.proves("G23")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from testing.kept import kept
 from tests.system.cross.fleet import TOKENS, Cross
-from tests.system.kept import kept
 from tests.system.sglang import rows
 from tests.system.sglang.fleet import Answer, assert_idle, assert_same_tokens, prompt, seed_of
 

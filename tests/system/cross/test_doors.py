@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import wait_for
+from testing.kept import kept
+from testing.waiting import wait_for
 from tests.system.cross.fleet import TOKENS, Cross, decode_body, fetch_params, prefill_body
 from tests.system.engines.fleet import PREFILL, Fleet
-from tests.system.kept import kept
 from tests.system.sglang import rows
 from tests.system.sglang.fleet import answer_of, assert_idle, assert_same_tokens, prompt
 

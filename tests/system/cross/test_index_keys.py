@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 import pytest
 
+from testing.kept import kept
 from tests.support import index_keys
 from tests.system.cross.fleet import Cross
 from tests.system.engines.kinds import write_sparse
 from tests.system.engines.test_index_keys import INDEXED, PLUGIN
-from tests.system.kept import kept
 from tests.system.sglang.fleet import assert_idle, prompt
 from tests.system.sglang.rows import SavedRows, assert_carried
 from tests.system.sglang.test_index_keys import CHANGES, OTHERS, write

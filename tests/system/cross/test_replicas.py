@@ -15,10 +15,10 @@ from demo.model import QWEN3, write_model
 from demo.processes import SETTINGS, free_port
 from demo.pythonpath import of_checkout
 from demo.servers import VLLM_SERVER, vllm_flags
-from tests.integration.agent.harness import agent
+from testing.agents import agent
+from testing.http_server import HttpServer
 from tests.system.cross.fleet import decode_body, fetch_params, prefill_body
 from tests.system.engines.replicas import REPLICAS, Replica, assert_numbered, moved, status_of
-from tests.system.http_server import HttpServer
 from tests.system.sglang import fleet as sglang
 from tests.system.sglang import rows
 from tests.system.sglang.fleet import assert_idle, prompt

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
-from tests.integration.agent.harness import PYTHON
+from testing.agents import PYTHON
 from tests.support.pages import block, told, why_not
 
 PROMPT_TOKENS, ROW_BYTES = 500, LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 2

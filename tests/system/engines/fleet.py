@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from demo.model import prompt, write_model
-from tests.support.planned import assert_known_beforehand
+from testing.kept import Kept
+from testing.planned import assert_known_beforehand
 from tests.system.engines.engine_process import EngineConfig, EngineProcess, Result, Rows
-from tests.system.kept import Kept
 from tests.system.sglang.rows import assert_carried
 
 __all__ = ["Fleet", "prompt"]

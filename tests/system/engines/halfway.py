@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvbridge.failpoints import VARIABLE
-from tests.support.waiting import wait_for
+from testing.waiting import wait_for
 from tests.system.engines.engine_process import Rows
 from tests.system.engines.fleet import Fleet, prompt
 from tests.system.sglang.rows import assert_carried

@@ -76,9 +76,9 @@ def main(folder: Path, block_tokens: int) -> None:
     from kvbridge.models.config import read
     from kvbridge.models.described import pools_of
     from kvbridge.models.engine_command import parse
+    from testing.oracle import places_of, take_rows
+    from testing.planned import told
     from tests.integration.adapters.small import held
-    from tests.support.oracle import places_of, take_rows
-    from tests.support.planned import told
     from tests.system.engines.index_keys import read_plain_index_keys
 
     config, planned = prefilled(folder, block_tokens)

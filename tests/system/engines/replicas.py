@@ -15,8 +15,8 @@ from typing import Any
 from kvbridge_proto.status import Status
 
 from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS, prompt
-from tests.integration.agent.harness import PYTHON, AgentProcess
-from tests.system.http_server import HttpServer
+from testing.agents import PYTHON, AgentProcess
+from testing.http_server import HttpServer
 from tests.system.sglang.rows import assert_carried, load
 
 REPLICAS, TOKENS = 2, 8

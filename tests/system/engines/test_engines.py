@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from tests.support.waiting import wait_for
+from testing.kept import kept
+from testing.waiting import wait_for
 from tests.system.engines.engine_process import EngineProcess
 from tests.system.engines.fleet import PREFILL, Fleet, assert_same_as_alone, needs_fp8, prompt
-from tests.system.kept import kept
 from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]

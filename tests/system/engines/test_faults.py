@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvbridge.failpoints import VARIABLE
-from tests.support.waiting import wait_for
+from testing.kept import kept
+from testing.waiting import wait_for
 from tests.system.engines.fleet import Fleet, prompt
-from tests.system.kept import kept
 from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.proves("G20")]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from demo.model import LAYERS
+from testing.kept import kept
 from tests.system.engines.fleet import Fleet, prompt
 from tests.system.engines.halfway import about_to_read, go_on, start_agents, travels
 from tests.system.engines.index_keys import SCALE, WIDTH
 from tests.system.engines.kinds import write_sparse
-from tests.system.kept import kept
 from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]

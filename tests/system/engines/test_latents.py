@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from testing.kept import kept
 from tests.system.engines.fleet import Fleet, prompt
 from tests.system.engines.kinds import LATENT, ROPE, write_latent
-from tests.system.kept import kept
 from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]

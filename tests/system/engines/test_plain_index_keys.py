@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from demo.model import KV_HEADS, LAYERS
+from testing.kept import kept
 from tests.system.engines.fleet import Fleet, prompt
 from tests.system.engines.halfway import about_to_read, go_on, start_agents, travels
 from tests.system.engines.kinds import write_plain_sparse
-from tests.system.kept import kept
 from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.agent.harness import is_at_rest
+from testing.agents import is_at_rest
+from testing.kept import kept
 from tests.system.engines.fleet import PREFILL, Fleet, assert_same_as_alone, prompt
-from tests.system.kept import kept
 from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]

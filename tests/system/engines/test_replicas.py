@@ -20,9 +20,10 @@ from demo.model import prompt
 from demo.processes import SETTINGS, free_port
 from demo.pythonpath import of_checkout
 from demo.servers import VLLM_SERVER, vllm_flags
-from tests.integration.agent.harness import agent
+from testing.agents import agent
+from testing.http_server import HttpServer
+from testing.waiting import wait_for
 from tests.support.pages import block, told, why_not
-from tests.support.waiting import wait_for
 from tests.system.engines.kinds import write_experts
 from tests.system.engines.replicas import (
     COMMON,
@@ -38,7 +39,6 @@ from tests.system.engines.replicas import (
     environments,
     status_of,
 )
-from tests.system.http_server import HttpServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(660)]
 

@@ -19,11 +19,11 @@ import pytest
 from demo.model import write_model, write_tokenizer
 from demo.processes import SETTINGS, free_port
 from demo.servers import VLLM_SERVER
-from tests.integration.agent.harness import AgentProcess, agent
+from testing.agents import AgentProcess, agent
+from testing.http_server import HttpServer
+from testing.waiting import wait_for
 from tests.support.pages import run_block
-from tests.support.waiting import wait_for
 from tests.system.engines.fleet import prompt
-from tests.system.http_server import HttpServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 ROOT, HOLD_S, WAIT_S = Path(__file__).parents[3], 900, 120

@@ -21,7 +21,8 @@ from demo.processes import SETTINGS, free_port
 from demo.pythonpath import of_checkout
 from demo.servers import VLLM_SERVER, vllm_flags
 from kvbridge.transport.keys import write_pair
-from tests.support.hosts import DEVICE, Host, two_hosts, why_not
+from testing.hosts import DEVICE, Host, two_hosts, why_not
+from testing.http_server import HttpServer
 from tests.support.pages import OFFLINE, ROOT, block
 from tests.system.engines.kinds import write_experts
 from tests.system.engines.replicas import (
@@ -36,7 +37,6 @@ from tests.system.engines.replicas import (
     environments,
 )
 from tests.system.faults.two_hosts import HostAgent
-from tests.system.http_server import HttpServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(660)]
 

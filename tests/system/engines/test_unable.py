@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.support.waiting import wait_for
+from testing.waiting import wait_for
 from tests.system.engines.fleet import Fleet, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]

@@ -11,7 +11,7 @@ import pytest
 
 from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
 from kvbridge.adapters.vllm.options import VLLMOptions
-from tests.integration.agent.harness import PYTHON
+from testing.agents import PYTHON
 from tests.support.pages import ROOT, block, told, why_not
 
 PROMPT_TOKENS, ROW_BYTES = 500, LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 2

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from demo.vllm_rows import LATER
+from testing.kept import kept
 from tests.system.engines.engine_process import Rows
 from tests.system.engines.fleet import Fleet, prompt
 from tests.system.engines.kinds import CHUNK, WINDOW, write_gemma4, write_llama4, write_windowed
-from tests.system.kept import kept
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 

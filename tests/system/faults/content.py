@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from kvbridge_proto.pool import Pool
 
-from tests.support.pools import Shape, describe
+from testing.pools import Shape, describe
 
 LAYERS, PARTS, HEADS = 4, 2, 4
 # Blocks of two engines that disagree: [block, layer, part, token, head, element] and [.., head, token, element].

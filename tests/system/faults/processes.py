@@ -19,7 +19,7 @@ from kvbridge_proto.status import Status
 from kvbridge.errors import OperatorError
 from kvbridge.failpoints import VARIABLE
 from kvbridge.local_agents import ask
-from tests.support.nursery import Child, Nursery, PipedChild
+from testing.nursery import Child, Nursery, PipedChild
 from tests.system.faults.engine import Job
 
 START_S = 30.0

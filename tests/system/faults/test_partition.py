@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.support.hosts import DEVICE, NetworkPath, two_hosts, why_not
-from tests.support.nursery import Nursery
+from testing.hosts import DEVICE, NetworkPath, two_hosts, why_not
+from testing.nursery import Nursery
 from tests.system.faults.world import ROLES, Role, World
 
 # Longer than every limit in force: sessions are lost and writes are late.

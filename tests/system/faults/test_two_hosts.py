@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.agent.harness import is_at_rest
-from tests.support.hosts import why_not
-from tests.support.waiting import wait_for
+from testing.agents import is_at_rest
+from testing.hosts import why_not
+from testing.waiting import wait_for
 from tests.system.faults.two_hosts import HostPair, host_pair
 
 FIRST_S = 0.5  # what a first want may take

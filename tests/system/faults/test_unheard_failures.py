@@ -10,11 +10,11 @@ import pytest
 from kvbridge_proto.engine import Abandon, Attached, Done, Failed
 
 from kvbridge.loopback.messages import number_of
-from tests.integration.agent.harness import AgentProcess, OracleEngine
-from tests.support.hosts import DEVICE, NetworkPath, two_hosts, why_not
-from tests.support.nursery import Nursery
-from tests.support.oracle import Shape, build
-from tests.support.waiting import wait_for
+from testing.agents import AgentProcess, OracleEngine
+from testing.hosts import DEVICE, NetworkPath, two_hosts, why_not
+from testing.nursery import Nursery
+from testing.oracle import Shape, build
+from testing.waiting import wait_for
 from tests.system.faults.processes import Agent
 from tests.system.faults.world import FEW, LIMITS
 

@@ -17,8 +17,8 @@ from kvbridge_proto.status import Status
 from kvbridge.errors import OperatorError
 from kvbridge.local_agents import ask
 from kvbridge.transport.keys import write_pair
-from tests.integration.agent.harness import PYTHON
-from tests.support.hosts import DEVICE, Host, HostProcess, NetworkPath, two_hosts
+from testing.agents import PYTHON
+from testing.hosts import DEVICE, Host, HostProcess, NetworkPath, two_hosts
 from tests.system.faults.engine import Job
 
 START_S = 60.0

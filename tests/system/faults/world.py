@@ -16,9 +16,9 @@ from kvbridge_proto.status import Status
 
 from kvbridge.failpoints import Way
 from kvbridge.transport.keys import write_pair
-from tests.integration.agent.harness import is_at_rest
-from tests.support.nursery import Nursery, nursery
-from tests.support.waiting import wait_for
+from testing.agents import is_at_rest
+from testing.nursery import Nursery, nursery
+from testing.waiting import wait_for
 from tests.system.faults.engine import LEFT, PATIENCE_S, Job
 from tests.system.faults.processes import POOL, Agent, Engine, Held, free_address, maps_pool
 

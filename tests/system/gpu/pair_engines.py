@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.model import KV_HEADS
-from tests.integration.agent.harness import AgentProcess, agent
+from testing.agents import AgentProcess, agent
 from tests.system.cross.fleet import greedy
 from tests.system.engines import marks, weights
 from tests.system.engines.engine_process import EngineConfig, EngineProcess

@@ -17,7 +17,7 @@ from kvbridge.device.mapping import open_ipc, wrap
 from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import KVBridgeError
 from kvbridge.loopback.pools import Shape, describe
-from tests.support.refusals import refused
+from testing.refusals import refused
 from tests.system.gpu.engine import Engine, Told, free_bytes, pattern
 
 pytestmark = pytest.mark.gpu

@@ -22,11 +22,11 @@ from kvbridge.device.staging import Staging
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.geometry.tokens import BlockTable
+from testing.carried import Mapped
+from testing.oracle import Held, Shape, block_table, build, fill, table_of
 from tests.integration.device.attached import attached
 from tests.integration.device.moving import Moves
 from tests.integration.device.moving import gather as gather_on_cpu
-from tests.support.carried import Mapped
-from tests.support.oracle import Held, Shape, block_table, build, fill, table_of
 
 pytestmark = pytest.mark.gpu
 TOKENS = 75

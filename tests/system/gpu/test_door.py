@@ -17,14 +17,14 @@ from kvbridge.device import driver
 from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import KVBridgeError
 from kvbridge.transport.door import Handover, open_memory
+from testing.pools import build
 from tests.integration.device.handed import FP8, HND64, NHD16, PACKED, Sender, filled, pulled, shared_on
-from tests.support.pools import build
 from tests.system.gpu.engine import free_bytes
 
 pytest.importorskip("triton")
 from kvbridge_kernels.pull import pull
 
-from tests.support.refusals import refused
+from testing.refusals import refused
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 TWO_GPUS = pytest.param("cuda:1", marks=pytest.mark.multi_gpu)

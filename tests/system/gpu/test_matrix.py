@@ -13,9 +13,9 @@ from kvbridge.device.copier_gpu import GpuBlockCopier
 from kvbridge.device.staging import Staging
 from kvbridge.geometry.compat import Incompatible, verdict
 from kvbridge.geometry.plan import Part
-from tests.support.carried import Mapped, OnCpu, carried, pools_of
-from tests.support.matrix import ROWS, Row
-from tests.support.pools import Held
+from testing.carried import Mapped, OnCpu, carried, pools_of
+from testing.matrix import ROWS, Row
+from testing.pools import Held
 from tests.system.gpu.test_copier_gpu import on_gpu
 
 pytestmark = pytest.mark.gpu

@@ -22,7 +22,7 @@ from kvbridge_proto.engine import Offer, Want
 from kvbridge_proto.pool import Shard
 
 from demo.sglang_rows import DTYPES
-from tests.integration.agent.harness import agent
+from testing.agents import agent
 from tests.support import index_keys
 from tests.system.sglang.rows import SavedRows
 

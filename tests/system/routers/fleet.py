@@ -16,8 +16,8 @@ from demo.model import HEAD_WIDTH, KV_HEADS, LAYERS
 from demo.processes import SETTINGS as PROCESS_SETTINGS
 from demo.processes import free_port
 from demo.servers import VLLM_SERVER
-from tests.integration.agent.harness import PYTHON, AgentProcess, agent
-from tests.system.http_server import START_S, HttpServer
+from testing.agents import PYTHON, AgentProcess, agent
+from testing.http_server import START_S, HttpServer
 from tests.system.sglang import fleet as sglang
 
 ROOT = Path(__file__).parents[3]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvbridge.geometry.traits import model_key
-from tests.support.oracle import Shape, describe
-from tests.support.waiting import wait_for
-from tests.system.http_server import HttpServer
+from testing.http_server import HttpServer
+from testing.oracle import Shape, describe
+from testing.waiting import wait_for
 from tests.system.routers.fleet import NAME, ROUTERS, router
 
 pytestmark = [

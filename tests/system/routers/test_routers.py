@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import wait_for
-from tests.system.http_server import HttpServer
+from testing.http_server import HttpServer
+from testing.waiting import wait_for
 from tests.system.routers import fleet as fleets
 from tests.system.routers.fleet import NAME, OF_SGLANG, OF_VLLM, PROXIES, Fleet, Front, SGLangFleet
 

@@ -15,9 +15,9 @@ from typing import Any
 from kvbridge_proto.status import Status
 
 from demo.model import write_model
-from tests.support.waiting import wait_for
+from testing.kept import Kept
+from testing.waiting import wait_for
 from tests.system.engines.fleet import prompt
-from tests.system.kept import Kept
 from tests.system.sglang import rows
 from tests.system.sglang.rows import SavedRows
 from tests.system.sglang.server import Server, ServerConfig

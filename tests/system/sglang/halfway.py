@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvbridge.failpoints import VARIABLE
-from tests.integration.agent.harness import AgentProcess
-from tests.support.waiting import wait_for
+from testing.agents import AgentProcess
+from testing.waiting import wait_for
 from tests.system.sglang.fleet import Answer, Fleet, answer_of, assert_idle, prompt
 from tests.system.sglang.test_faults import LATE_S, ask, failed
 

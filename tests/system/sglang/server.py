@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.processes import SETTINGS, free_port
-from tests.system.http_server import HttpServer
+from testing.http_server import HttpServer
 
 ROOT = Path(__file__).resolve().parents[3]
 PLUGIN = "kvbridge_test"

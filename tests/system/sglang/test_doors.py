@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from testing.kept import kept
+from testing.waiting import wait_for
 from tests.support.hostile_prefill import RANK, SERVER, Prefill
-from tests.support.waiting import wait_for
-from tests.system.kept import kept
 from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, assert_works, prompt
 from tests.system.sglang.server import Server
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from demo.model import LAYERS
+from testing.kept import kept
 from tests.system.engines.drafts import repetitive
-from tests.system.kept import kept
 from tests.system.sglang.drafts import Drafting, per_step
 from tests.system.sglang.fleet import assert_idle, prompt
 from tests.system.sglang.rows import assert_carried

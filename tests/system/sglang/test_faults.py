@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from demo.model import write_model
-from tests.support.waiting import wait_for
-from tests.system.kept import kept
+from testing.kept import kept
+from testing.waiting import wait_for
 from tests.system.sglang.fleet import Fleet, assert_idle, assert_works, prompt
 from tests.system.sglang.server import PATIENCE_S
 

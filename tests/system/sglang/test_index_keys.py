@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 
 from demo.model import LAYERS
+from testing.kept import kept
 from tests.system.engines.kinds import write_sparse
-from tests.system.kept import kept
 from tests.system.sglang.fleet import Fleet, assert_idle, prompt
 from tests.system.sglang.rows import assert_carried
 from tests.system.sglang.server import ServerConfig

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
+from testing.kept import kept
 from tests.system.engines.kinds import LATENT, ROPE, write_latent
-from tests.system.kept import kept
 from tests.system.sglang.fleet import Fleet, assert_idle, prompt
 from tests.system.sglang.rows import assert_carried
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.system.kept import kept
+from testing.kept import kept
 from tests.system.sglang.fleet import Fleet, assert_idle, assert_says_the_same, assert_sixteen_at_once, prompt, seed_of
 from tests.system.sglang.rows import assert_carried
 

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 
 from demo.model import KV_HEADS, LAYERS
+from testing.kept import kept
 from tests.system.engines.kinds import write_plain_sparse
-from tests.system.kept import kept
 from tests.system.sglang.fleet import Fleet, assert_idle, prompt
 from tests.system.sglang.halfway import Halfway, Pair
 from tests.system.sglang.rows import assert_carried

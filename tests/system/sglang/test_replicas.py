@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from demo.model import QWEN3, write_model
-from tests.integration.agent.harness import PYTHON
+from testing.agents import PYTHON
+from testing.kept import kept
 from tests.support.pages import block, told, why_not
 from tests.system.engines.replicas import COMMON, PAGE, assert_spread, moved, status_of
-from tests.system.kept import kept
 from tests.system.sglang.fleet import (
     TOKENS,
     Fleet,

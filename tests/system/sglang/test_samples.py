@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvbridge.adapters.sglang.samples import SampleRooms
-from tests.support.waiting import wait_for
-from tests.system.kept import kept
+from testing.kept import kept
+from testing.waiting import wait_for
 from tests.system.sglang.fleet import CONFIGS, TOKENS, Fleet, answer_of, assert_idle, assert_same_tokens, prompt
 from tests.system.sglang.rows import assert_carried
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.kept import kept
+from testing.kept import kept
 from tests.system.sglang.fleet import CONFIGS, Fleet, assert_idle, assert_works, prompt
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from demo.model import write_model
-from tests.support.waiting import wait_for
-from tests.system.kept import kept
+from testing.kept import kept
+from testing.waiting import wait_for
 from tests.system.sglang.fleet import Fleet, assert_idle, prompt
 from tests.system.sglang.server import ServerConfig
 

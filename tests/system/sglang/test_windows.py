@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from testing.kept import kept
 from tests.system.engines.kinds import SEEN, write_alike_halves, write_halves
-from tests.system.kept import kept
 from tests.system.sglang.fleet import Answer, Fleet, assert_idle, prompt
 from tests.system.sglang.halfway import Halfway, Pair
 from tests.system.sglang.rows import SavedRows, assert_carried

@@ -64,7 +64,7 @@ from kvbridge.routes.halves import sending_routes
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
 from kvbridge.routes.slots.send_orders import LeavingChunk, SendOrders
 from kvbridge.states import SlotState
-from tests.support.halves import by_slots, make_receiver
+from testing.halves import by_slots, make_receiver
 
 SLOT_BYTES = 1024
 NOTHING: Any = object()  # for an engine's memory

@@ -21,7 +21,7 @@ from kvbridge.routes.pull.leases import LEASE_S
 from kvbridge.routes.pull.sending import OutgoingByPull
 from kvbridge.routes.slots.sending import MOST_LEASES, OutgoingBySlots
 from kvbridge.states import IncomingState
-from tests.support.halves import by_slots
+from testing.halves import by_slots
 from tests.unit.exchange.claimant import ALL, QUICK_S, Claimant, leases
 from tests.unit.exchange.network import want_of
 from tests.unit.exchange.world import BLOCKS, HEADS, LAYERS, World

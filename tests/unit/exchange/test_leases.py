@@ -18,8 +18,8 @@ from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.loopback.messages import number_of
 from kvbridge.routes.pull.leases import COUNTED_S, LEASE_HEARD_S, LEASE_S, GrantedLease, Reading, ReadLease
+from testing.oracle import block_table, build_all, tables_of
 from tests.integration.device.test_carried import CASES
-from tests.support.oracle import block_table, build_all, tables_of
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.test_verify import NOW, PullingReceiver, sent
 

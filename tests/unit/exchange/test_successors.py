@@ -17,7 +17,7 @@ from kvbridge.exchange.actions import Action, Send
 from kvbridge.exchange.sender import Sender
 from kvbridge.routes.halves import sending_routes
 from kvbridge.routes.slots.receiving import DOUBT_AGAIN_S
-from tests.support.halves import by_slots
+from testing.halves import by_slots
 from tests.unit.exchange.world import World
 
 KEY, SLOTS = "of the sender", 4

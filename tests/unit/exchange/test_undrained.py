@@ -13,7 +13,7 @@ from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.routes.halves import sending_routes
 from kvbridge.routes.slots.undrained import UndrainedTransfers
-from tests.support.halves import by_slots
+from testing.halves import by_slots
 from tests.unit.exchange.world import World
 
 PROCESS = ProcessCard(pid=42, started=7)

@@ -19,7 +19,7 @@ from kvbridge.loopback.messages import number_of
 from kvbridge.routes.pull.leases import LEASE_S, Sampling
 from kvbridge.routes.pull.receiving import COMPARE_S, IncomingByPull
 from kvbridge.routes.pull.sending import OutgoingByPull
-from tests.support.halves import make_receiver
+from testing.halves import make_receiver
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.network import want_of
 from tests.unit.exchange.world import World

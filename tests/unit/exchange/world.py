@@ -18,7 +18,7 @@ from kvbridge.geometry.check import rescaled
 from kvbridge.geometry.plan import Part
 from kvbridge.geometry.plane_pair import PlanePair
 from kvbridge.routes.slots.send_orders import LeavingChunk
-from tests.support.pools import Shape, describe
+from testing.pools import Shape, describe
 from tests.unit.exchange.network import Event, Network, Node
 
 LAYERS, HEADS, BLOCKS = 2, 4, 64

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from kvbridge_proto.pool import Codec, CodecName, Plane, Pool, Region, Step
 
-from tests.support.oracle import POISON, Held, Shape, describe
+from testing.oracle import POISON, Held, Shape, describe
 
 
 @dataclass(frozen=True, slots=True)

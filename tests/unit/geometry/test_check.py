@@ -12,7 +12,7 @@ from kvbridge_proto.pool import Codec, Group, Shard, Step
 
 from kvbridge.geometry.check import rescaled
 from kvbridge.geometry.compat import Incompatible, check_pool, extent, verdict
-from tests.support.oracle import Shape, describe, mla
+from testing.oracle import Shape, describe, mla
 
 SHAPE = Shape(key_width=32, value_width=16)
 change = msgspec.structs.replace

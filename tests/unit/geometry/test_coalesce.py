@@ -12,9 +12,9 @@ from kvbridge.geometry import plan as plans
 from kvbridge.geometry.coalesce import LONGEST_BYTES, coalesce
 from kvbridge.geometry.plane_pair import PlanePair, pair_planes
 from kvbridge.geometry.shard import assign
-from tests.support.carried import carry
-from tests.support.oracle import Shape, describe
-from tests.support.pools import More
+from testing.carried import carry
+from testing.oracle import Shape, describe
+from testing.pools import More
 
 SHAPE = Shape(layers=3, kv_heads=4, key_width=32, value_width=16, block_tokens=16)
 KEY, VALUE = 64, 32  # bytes of a row

@@ -11,7 +11,7 @@ from kvbridge_proto.pool import Pool, Step
 
 from kvbridge.geometry.check import MOST_REASONS
 from kvbridge.geometry.compat import MULTIPLE, NO_REUSE, Convertible, Incompatible, Same, check_pool, verdict
-from tests.support.oracle import LAYOUTS, Shape, describe, mla
+from testing.oracle import LAYOUTS, Shape, describe, mla
 
 pytestmark = pytest.mark.proves("G22")
 

@@ -14,10 +14,10 @@ from kvbridge.errors import PeerError
 from kvbridge.geometry.plan import Planner, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.geometry.token_shard import TokenShard
-from tests.support.carried import carry
-from tests.support.oracle import Shape, build_all, is_own
-from tests.support.pools import Held
-from tests.support.refusals import refused
+from testing.carried import carry
+from testing.oracle import Shape, build_all, is_own
+from testing.pools import Held
+from testing.refusals import refused
 
 SIZES = (1, 2, 3, 8)
 REPLICATED = Shape(layers=1, kv_heads=1, blocks=14)

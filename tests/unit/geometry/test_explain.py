@@ -9,9 +9,9 @@ from dataclasses import replace
 from kvbridge.geometry import compat
 from kvbridge.geometry.compat import changes, verdict
 from kvbridge.geometry.explain import WORDS, sentence
-from tests.support.matrix import ROWS
-from tests.support.oracle import Shape, describe, mla
-from tests.support.pools import build
+from testing.matrix import ROWS
+from testing.oracle import Shape, describe, mla
+from testing.pools import build
 
 SHAPE = Shape(key_width=32, value_width=32)
 

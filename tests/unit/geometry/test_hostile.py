@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvbridge.geometry.compat import Convertible, Same, check_pool, verdict
 from kvbridge.geometry.plan import Planner
 from kvbridge.geometry.shard import assign
-from tests.support.pools import Shape, describe
+from testing.pools import Shape, describe
 
 pytestmark = pytest.mark.proves("G25")
 

@@ -13,8 +13,8 @@ from kvbridge.geometry.coalesce import coalesce
 from kvbridge.geometry.latent_parts import is_cuttable, latent_parts
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.plane_pair import pair_planes
-from tests.support.oracle import at
-from tests.support.pools import describe, mla
+from testing.oracle import at
+from testing.pools import describe, mla
 
 ALL = (Take(0, 2, 0, 1),)
 ROWS = {"bf16": 1152, "fp16": 1152, "fp32": 2304, "fp8_e4m3": 576, "fp8_e5m2": 576, "int8": 576, "fp8_ds_mla": 656}

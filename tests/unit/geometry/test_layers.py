@@ -15,7 +15,7 @@ from kvbridge.geometry.compat import Convertible, Incompatible, Same, verdict
 from kvbridge.geometry.layers import align, unfilled
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign, common
-from tests.support.oracle import Shape, describe
+from testing.oracle import Shape, describe
 
 SHAPE = Shape(layers=4)
 change = msgspec.structs.replace

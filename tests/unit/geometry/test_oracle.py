@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvbridge.geometry.compat import check_pool
-from tests.support.oracle import LAYOUTS, POISON, Shape, build, fill, mismatch, places_of, read, rows, table_of, value
+from testing.oracle import LAYOUTS, POISON, Shape, build, fill, mismatch, places_of, read, rows, table_of, value
 
 SHAPE = Shape(key_width=32, value_width=16, pad_bytes=64)
 

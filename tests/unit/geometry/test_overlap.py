@@ -13,7 +13,7 @@ from kvbridge_proto.pool import Codec, Group, Plane, Pool, Region, Step
 
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps
-from tests.support.pools import LAYOUTS, Shape, describe, mla
+from testing.pools import LAYOUTS, Shape, describe, mla
 
 change = msgspec.structs.replace
 

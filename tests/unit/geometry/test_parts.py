@@ -15,9 +15,9 @@ from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.compat import Incompatible, Same, verdict
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign, common
-from tests.support.carried import carry
-from tests.support.oracle import More, Shape, describe, mla
-from tests.support.refusals import refused
+from testing.carried import carry
+from testing.oracle import More, Shape, describe, mla
+from testing.refusals import refused
 
 RANKS = (1, 2, 4)
 # Index keys: one head that every rank has whole, 64 tokens' keys, then their scales. Not every layer has them.

@@ -18,7 +18,7 @@ from kvbridge.errors import OperatorError, PeerError
 from kvbridge.geometry import group_plan
 from kvbridge.geometry.plan import ALIGN, Part, Plan, plan
 from kvbridge.geometry.shard import assign
-from tests.support.oracle import Shape, block_table, build, describe, table_of
+from testing.oracle import Shape, block_table, build, describe, table_of
 
 SHAPE = Shape(layers=3, key_width=16, value_width=24)
 

@@ -19,9 +19,8 @@ from kvbridge.geometry.compat import Convertible, Incompatible, Same, changes, v
 from kvbridge.geometry.explain import sentence
 from kvbridge.geometry.plan import plan
 from kvbridge.geometry.shard import assign, common
-from tests.support import index_keys
-from tests.support.carried import OnCpu, move
-from tests.support.oracle import (
+from testing.carried import OnCpu, move
+from testing.oracle import (
     More,
     Shape,
     build,
@@ -35,7 +34,8 @@ from tests.support.oracle import (
     tables_of,
     take_rows,
 )
-from tests.support.pools import Held
+from testing.pools import Held
+from tests.support import index_keys
 
 VLLM = More("index_key", width=128, codec="fp8_row_scale", page_tokens=64, scale_codec="pow2_fp32")
 PACKED = replace(VLLM, scale_codec="ue8m0_x4")

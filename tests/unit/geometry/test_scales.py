@@ -9,7 +9,7 @@ from kvbridge_proto.pool import Pool
 
 from kvbridge.geometry.check import check_pool, rescaled
 from kvbridge.geometry.scales import other_scales, sender_scales
-from tests.support.oracle import Shape, describe
+from testing.oracle import Shape, describe
 
 SHAPE = Shape(key_width=32, value_width=16, codec="fp8_e4m3")
 BY_HEAD = {"k": (1.0, 2.0, 3.0, 4.0), "v": (5.0, 6.0, 7.0, 8.0)}

@@ -14,8 +14,8 @@ from kvbridge_proto.pool import Pool
 
 from kvbridge.errors import PeerError
 from kvbridge.geometry.shard import assign
-from tests.support.oracle import Shape, describe
-from tests.support.refusals import refused
+from testing.oracle import Shape, describe
+from testing.refusals import refused
 
 RANKS = (1, 2, 3, 4, 8)
 Row = tuple[int, str, int]

@@ -10,7 +10,7 @@ import msgspec
 
 from kvbridge.geometry.compat import Incompatible, verdict
 from kvbridge.geometry.traits import MOST_VALUE, model_key, traits
-from tests.support.pools import Shape, build_all, mla
+from testing.pools import Shape, build_all, mla
 
 BASE = Shape("nhd", layers=4)
 ALIKE = [

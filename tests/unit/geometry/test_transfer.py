@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.carried import carry
-from tests.support.pools import LAYOUTS, Shape
+from testing.carried import carry
+from testing.pools import LAYOUTS, Shape
 
 TOKENS = (1, 15, 16, 17, 1000)
 

@@ -14,9 +14,9 @@ from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.geometry.group_plan import kept
 from kvbridge.geometry.plan import ALIGN, Part, Planner, plan
 from kvbridge.geometry.shard import assign
-from tests.support.carried import OnCpu, carried, carry, move
-from tests.support.matrix import Case
-from tests.support.oracle import (
+from testing.carried import OnCpu, carried, carry, move
+from testing.matrix import Case
+from testing.oracle import (
     Shape,
     block_table,
     describe,
@@ -29,7 +29,7 @@ from tests.support.oracle import (
     tables_of,
     take_rows,
 )
-from tests.support.pools import POISON, STATE_WIDTHS, STATES, Held, build
+from testing.pools import POISON, STATE_WIDTHS, STATES, Held, build
 from tests.unit.geometry.test_plan import plan_between
 
 ROW_BYTES = 4 * (8 + 8) * 2  # of a token and layer: heads, K and V, bf16

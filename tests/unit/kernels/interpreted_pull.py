@@ -20,8 +20,8 @@ from kvbridge.device.memory import AttachedPool
 from kvbridge.device.pulls import Pulls
 from kvbridge.geometry.plan import Part
 from kvbridge.geometry.unfilled import Filling
-from tests.support import oracle
-from tests.support.carried import Mapped
+from testing import oracle
+from testing.carried import Mapped
 from tests.unit.kernels.chunks import MOVES, Shape, chunk_of, on, work_on
 from tests.unit.kernels.interpreted import CASTS
 from tests.unit.kernels.pulls import (

@@ -13,7 +13,7 @@ from kvbridge_proto.codec import BadFrame, Limits, encode
 from kvbridge_proto.engine import Descriptors, Withdraw
 from kvbridge_proto.stream import FRAME_FDS, HEADER, MESSAGE_FDS, FrameReader, FrameWriter, framed, pack
 
-from tests.support.refusals import refused
+from testing.refusals import refused
 from tests.unit.proto.samples import TO_AGENT, TO_ENGINE
 
 THREE = (TO_AGENT[1], TO_AGENT[4], TO_AGENT[6])

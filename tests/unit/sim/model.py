@@ -29,7 +29,7 @@ from kvbridge.geometry.tokens import BlockTable
 from kvbridge.geometry.unfilled import Filling
 from kvbridge.routes.halves import sending_routes
 from kvbridge.routes.slots.send_orders import LeavingChunk, SendOrders
-from tests.support.halves import by_slots
+from testing.halves import by_slots
 from tests.unit.exchange.network import NOTHING, REST, Event, Network, Node
 from tests.unit.exchange.world import make_pool
 

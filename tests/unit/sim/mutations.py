@@ -46,12 +46,12 @@ from kvbridge.routes.slots.undrained import UndrainedTransfers
 from kvbridge.states import IncomingEvent, IncomingState, OutgoingState, SlotEvent, SlotState, WantState
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
-from sim import engine, matter, rank
-from sim.local import EngineSocket
-from sim.matter import SimCopier
-from sim.process import Process
-from sim.scenario import DRAFTED, PULLED
-from tests.support.halves import by_slots
+from testing.halves import by_slots
+from testing.sim import engine, matter, rank
+from testing.sim.local import EngineSocket
+from testing.sim.matter import SimCopier
+from testing.sim.process import Process
+from testing.sim.scenario import DRAFTED, PULLED
 from tests.unit.sim.shapes import (
     Shape,
     answered_late,

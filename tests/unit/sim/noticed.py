@@ -6,8 +6,8 @@ import re
 import sys
 import time
 
-from sim.run import play, prepared
-from sim.scenario import make
+from testing.sim.run import play, prepared
+from testing.sim.scenario import make
 from tests.unit.sim.mutations import MUTATIONS, switched_off
 
 BROKEN = re.compile(r"\b(Type|Attribute|Name)Error\(")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from sim.scenario import Fault, FaultKind, Scenario, SimRequest, from_text
+from testing.sim.scenario import Fault, FaultKind, Scenario, SimRequest, from_text
 
 Shape = Callable[[Scenario], Scenario]
 

@@ -14,9 +14,9 @@ from kvbridge_proto.peer import Ping
 from kvbridge.dataplane.attached import AttachedMemory
 from kvbridge.loopback.messages import offer_of
 from kvbridge.transport.events import Event, Lost
-from sim.run import play, prepared
-from sim.scenario import OF_MESSAGES, Fault, FaultKind, make
-from sim.world import ScenarioOutcome, World
+from testing.sim.run import play, prepared
+from testing.sim.scenario import OF_MESSAGES, Fault, FaultKind, make
+from testing.sim.world import ScenarioOutcome, World
 from tests.unit.sim.mutations import switched_off
 
 

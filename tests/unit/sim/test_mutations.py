@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.exchange.sender import Sender
-from sim.scenario import DRAFTED, PULLED
+from testing.sim.scenario import DRAFTED, PULLED
 from tests.unit.sim.mutations import AGAINST_LIARS, MUTATIONS, OF_A_MOMENT, PROVES, Rule
 from tests.unit.sim.noticed import Broken, noticed
 

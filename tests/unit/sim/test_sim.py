@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sim.minimise import minimised, told
-from sim.run import SimListener, outcomes, play, prepared
-from sim.scenario import DRAFTED, PULLED, Scenario, as_text, from_text, make
-from sim.world import TOLD
+from testing.sim.minimise import minimised, told
+from testing.sim.run import SimListener, outcomes, play, prepared
+from testing.sim.scenario import DRAFTED, PULLED, Scenario, as_text, from_text, make
+from testing.sim.world import TOLD
 from tests.unit.sim.mutations import switched_off
 from tests.unit.sim.noticed import noticed
 
@@ -34,8 +34,8 @@ def listener() -> Iterator[SimListener]:
 class Kept(msgspec.Struct, forbid_unknown_fields=True):
     """A scenario that failed once, or fails without a rule: what it is about, without which rule it fails, and how.
 
-    It is kept whole, for what a seed makes changes with sim/scenario.py. Its delays are drawn in the run: if
-    another order of these hides the failure, take another seed's (`python -m tests.unit.sim.noticed`, `python -m sim`).
+    It is kept whole, for what a seed makes changes with testing/sim/scenario.py. Its delays are drawn in the run: if
+    another order of these hides the failure, take another seed's (`python -m tests.unit.sim.noticed`).
     """
 
     why: str
@@ -63,10 +63,10 @@ def test_a_scenario_is_kept_as_text() -> None:
 @pytest.mark.proves("G1", "G20")
 @pytest.mark.parametrize("part", range(6))
 def test_nothing_is_lost_corrupted_or_stuck(part: int) -> None:
-    """A fixed slice; `python -m sim` plays more."""
+    """A fixed slice; `python -m testing.sim` plays more."""
     ends: Counter[str] = Counter()
     for seed, outcome in outcomes(part * SLICE // 6, SLICE // 6):
-        assert not outcome.failure, f"python -m sim --first {seed} --seeds 1"
+        assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
         ends.update(end for _, end in outcome.ends.values())
     assert ends["done"] > SLICE // 6, "most wants come to nothing: these schedules test little"
     assert len(ends) > 8, f"hardly anything goes wrong: {ends}"
@@ -77,7 +77,7 @@ def test_nothing_is_lost_corrupted_or_stuck(part: int) -> None:
 def test_what_is_pulled_is_not_lost_corrupted_or_stuck_either(part: int) -> None:
     ends: Counter[str] = Counter()
     for seed, outcome in outcomes(PULLED + part * PULLED_SLICE // 2, PULLED_SLICE // 2):
-        assert not outcome.failure, f"python -m sim --first {seed} --seeds 1"
+        assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
         ends.update(end for _, end in outcome.ends.values())
     assert ends["done"] > PULLED_SLICE // 2 and len(ends) > 8, ends
 
@@ -88,7 +88,7 @@ def test_layers_that_only_the_receiver_has_are_zeros_once_all_is_done(first: int
     """Zeros are written behind the fence, before Done, into blocks that are still wanted; and all end."""
     ends: Counter[str] = Counter()
     for seed, outcome in outcomes(first, DRAFTED_SLICE):
-        assert not outcome.failure, f"python -m sim --first {seed} --seeds 1"
+        assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
         ends.update(end for _, end in outcome.ends.values())
     assert ends["done"] > DRAFTED_SLICE and len(ends) > 8, ends
 
@@ -98,7 +98,7 @@ def test_a_seed_is_all_there_is_to_a_run() -> None:
     stories = []
     for hashes in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, "-m", "sim", "--story", "11"],
+            [sys.executable, "-m", "testing.sim", "--story", "11"],
             env=os.environ | {"PYTHONHASHSEED": hashes},
             capture_output=True,
             text=True,

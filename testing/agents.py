@@ -24,8 +24,8 @@ from kvbridge_proto.status import Status, StatusQuery
 from kvbridge_proto.stream import FRAME_FDS, FrameReader, pack
 
 from kvbridge.loopback.messages import directory_of, offer_of, want_of
-from tests.support.nursery import Child, Nursery, nursery
-from tests.support.oracle import Held, Shape, build
+from testing.nursery import Child, Nursery, nursery
+from testing.oracle import Held, Shape, build
 
 # Tests that run in an engine's environment start agents from the agents' own.
 PYTHON = os.environ.get("KVBRIDGE_TEST_AGENT_PYTHON") or sys.executable
@@ -151,7 +151,7 @@ def agent(
     before = [] if is_watching else ["-m", module]
     with log.open("ab") as out:
         pid = (born_in or nursery(PYTHON)).fork(
-            module if is_watching else "tests.support.unwatched",
+            module if is_watching else "testing.unwatched",
             [*before, "agent", *flags],
             (None, out.fileno(), out.fileno()),
             nofile=nofile,
@@ -210,7 +210,7 @@ class OracleEngine:
         self.seen: list[ToEngine] = []
 
     def attach(self, **changes: Any) -> Attached | Refused:
-        message = {"versions": OURS, "pool": self.pool, "handles": self.handles} | changes
+        message: dict[str, Any] = {"versions": OURS, "pool": self.pool, "handles": self.handles} | changes
         self.client.send(Attach(**message), tuple(self.fds))
         return self.client.wait(Attached, Refused)
 

@@ -16,8 +16,8 @@ from typing import Any
 from kvbridge_proto.pool import CodecName, GroupKind
 
 from kvbridge.geometry.wire import EIGHT_BITS, PLAIN, ROW_SCALED
-from tests.support.oracle import More, Shape, mla
-from tests.support.pools import ranks_of
+from testing.oracle import More, Shape, mla
+from testing.pools import ranks_of
 
 BLOCK_SCALED: tuple[CodecName, ...] = ("mxfp8_e4m3", "nvfp4", "int4_row_scale")
 LATENT: tuple[CodecName, ...] = ("bf16", "fp8_e4m3", "fp8_ds_mla")

@@ -1,4 +1,4 @@
-"""`python -m sim`: plays thousands of simulated schedules, and tells the story of one that fails."""
+"""`python -m testing.sim`: plays thousands of simulated schedules, and tells the story of one that fails."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def sim(
 
     \b
     Examples:
-      python -m sim --seeds 100000 --jobs 2
-      python -m sim --story 4711
+      python -m testing.sim --seeds 100000 --jobs 2
+      python -m testing.sim --story 4711
     """
     with told("sim"):
         if story is not None:

@@ -1,4 +1,4 @@
-"""Pools of every shape that an engine may have, and their memory, which `tests.support.oracle` fills.
+"""Pools of every shape that an engine may have, and their memory, which `testing.oracle` fills.
 
 `describe` makes the record of one rank's pool. `build` also makes its memory, full of poison.
 """

@@ -21,11 +21,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support import path_relay
-from tests.support.path_relay import enter_network
+from testing import path_relay
+from testing.path_relay import enter_network
 
 DEVICE = path_relay.DEVICE.decode()
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 UNSHARE = ("unshare", "--net", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
 START_S = 20.0
 # What a host has instead of the machine's: its own processes, its own network devices, and another boot id.

@@ -1,4 +1,4 @@
-"""Runs `python -m ...` or a script where the kernel gives no pidfd: `python -m tests.support.unwatched ARGUMENTS`."""
+"""Runs `python -m ...` or a script where the kernel gives no pidfd: `python -m testing.unwatched ARGUMENTS`."""
 
 from __future__ import annotations
 

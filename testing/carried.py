@@ -19,10 +19,10 @@ from kvbridge.geometry.layers import align_all, unfilled
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.geometry.unfilled import Filling
-from tests.support.matrix import Case
-from tests.support.oracle import Table, block_table, fill, tables_of, tail_of
-from tests.support.pools import Held, Shape, build, build_all, describe, ranks_of
-from tests.support.slow_rows import twin_of, wrong
+from testing.matrix import Case
+from testing.oracle import Table, block_table, fill, tables_of, tail_of
+from testing.pools import Held, Shape, build, build_all, describe, ranks_of
+from testing.slow_rows import twin_of, wrong
 
 
 class Carrier(Protocol):

@@ -1,6 +1,6 @@
 """Pools whose every element names its own (layer, part, head, token, element).
 
-`tests.support.pools` makes a pool of any layout, with poison in all of its memory. `fill` writes the rows of a request:
+`testing.pools` makes a pool of any layout, with poison in all of its memory. `fill` writes the rows of a request:
 every element is a hash of its five coordinates. `mismatch` says which row is wrong, and where its bytes came from.
 `read` is the slow reference for everything else.
 
@@ -22,17 +22,17 @@ from kvbridge_proto.pool import CodecName, Group, Plane, Pool, Shard, Step
 from kvbridge.geometry.token_shard import TokenShard
 from kvbridge.geometry.tokens import BlockTable
 from kvbridge.geometry.wire import EIGHT_BITS, ROW_SCALED
-from tests.support.pools import LAYOUTS as LAYOUTS
-from tests.support.pools import PARTS as PARTS
-from tests.support.pools import POISON as POISON
-from tests.support.pools import STATES, Held
-from tests.support.pools import More as More
-from tests.support.pools import Shape as Shape
-from tests.support.pools import build as build
-from tests.support.pools import build_all as build_all
-from tests.support.pools import describe as describe
-from tests.support.pools import mla as mla
-from tests.support.pools import split as split
+from testing.pools import LAYOUTS as LAYOUTS
+from testing.pools import PARTS as PARTS
+from testing.pools import POISON as POISON
+from testing.pools import STATES, Held
+from testing.pools import More as More
+from testing.pools import Shape as Shape
+from testing.pools import build as build
+from testing.pools import build_all as build_all
+from testing.pools import describe as describe
+from testing.pools import mla as mla
+from testing.pools import split as split
 from tests.unit.kernels import slow_codecs
 
 MORE = ("index_key", "x", "b", "c", "rotated_index_key")  # parts of other shapes than K and V

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import FabricError
-from .fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote, not_registered
+from kvbridge.errors import FabricError
+from kvbridge.transport.fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote, not_registered
 
 PREFIX = b"loopback:"
 

@@ -133,7 +133,7 @@ def many(first: int, count: int, jobs: int) -> Iterator[SimTally]:
         yield from map(tallied, batches(first, count))
         return
     heard: queue.Queue[SimTally | None] = queue.Queue()
-    ours = [sys.executable, "-m", "sim.run", str(first), str(count), str(jobs)]
+    ours = [sys.executable, "-m", "testing.sim.run", str(first), str(count), str(jobs)]
     workers = [subprocess.Popen([*ours, str(job)], stdout=subprocess.PIPE, text=True) for job in range(jobs)]
     listeners = [threading.Thread(target=_listen, args=(worker, heard), daemon=True) for worker in workers]
     try:

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvbridge_proto.engine import Done, Failed
 
-from tests.integration.agent.harness import OracleEngine, agent
-from tests.support.oracle import Shape, build_all, fill, mismatch
+from testing.agents import OracleEngine, agent
+from testing.oracle import Shape, build_all, fill, mismatch
 
 Benches = Callable[..., "Bench"]
 
@@ -69,11 +69,11 @@ class Bench:
         for engine in self.senders:
             fill(engine.held, table, tokens)
 
-    def offer(self, request: str, table: list[int], tokens: int, **more: object) -> None:
+    def offer(self, request: str, table: list[int], tokens: int, **more: Any) -> None:
         for engine in self.senders:
             engine.offer(request, table, tokens, **more)
 
-    def want(self, request: str, table: list[int], tokens: range, **more: object) -> None:
+    def want(self, request: str, table: list[int], tokens: range, **more: Any) -> None:
         address = self.address
         for engine in self.receivers:
             engine.want(request, address, table, tokens, **more)

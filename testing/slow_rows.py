@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from kvbridge_proto.pool import Plane, Pool
 
+from testing.oracle import Table, difference, put_rows, rows, rows_at, take_rows
+from testing.pools import Held, Shape, describe
 from tests.support.index_keys import rotated
-from tests.support.oracle import Table, difference, put_rows, rows, rows_at, take_rows
-from tests.support.pools import Held, Shape, describe
 from tests.unit.kernels.slow_codecs import decode, encode, same
 
 ROW_SCALED = {"fp8_row_scale": "fp8_e4m3", "int8_row_scale": "int8"}

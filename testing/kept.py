@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import pytest
 
-from tests.integration.agent.harness import AgentProcess, agent
+from testing.agents import AgentProcess, agent
 
 
 class Engine(Protocol):

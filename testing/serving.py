@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from tests.support.waiting import wait_for
+from testing.waiting import wait_for
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from kvbridge_proto.engine import Attached
 
-from tests.integration.agent.harness import AgentProcess, OracleEngine
-from tests.support.nursery import Child
-from tests.support.oracle import Shape, build, fill, mismatch
+from testing.agents import AgentProcess, OracleEngine
+from testing.nursery import Child
+from testing.oracle import Shape, build, fill, mismatch
 
 TABLE, TOKENS = [3, 4, 5, 6, 7, 8, 9, 10], 128
 

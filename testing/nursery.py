@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 START_S = 60.0
 MESSAGE_BYTES = 1 << 20
@@ -136,7 +136,7 @@ class Nursery:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(START_S)
         with theirs:
-            command = [*within, python, "-m", "tests.support.nursery", str(os.getpid())]
+            command = [*within, python, "-m", "testing.nursery", str(os.getpid())]
             env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # otherwise its import starts threads
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdin=theirs.fileno(), stdout=subprocess.DEVNULL
