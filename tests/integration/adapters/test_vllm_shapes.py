@@ -22,14 +22,6 @@ BLOCKS, HEADS, TOKENS, WIDTH = 6, 3, 16, 32
 Views = dict[str, "torch.Tensor"]
 
 
-def kv_first(cache: torch.Tensor) -> Views:
-    return dict(zip("kv", cache.unbind(0), strict=True))
-
-
-def blocks_first(cache: torch.Tensor) -> Views:
-    return dict(zip("kv", cache.unbind(1), strict=True))
-
-
 def packed(cache: torch.Tensor) -> Views:
     return dict(zip("kv", cache.transpose(1, 2).split(cache.shape[-1] // 2, dim=-1), strict=True))
 
@@ -90,17 +82,6 @@ def cases() -> list[Case]:
     for kernel in (TOKENS, TOKENS // 4):
         blocks = BLOCKS * TOKENS // kernel
         split = {"kernel": kernel}
-        five = (2, blocks, kernel, HEADS, WIDTH)
-        found += [
-            Case("2BNHD NHD", five, (0, 1, 2, 3, 4), kv_first, cell(2), **split),
-            Case("2BNHD HND", five, (0, 1, 3, 2, 4), kv_first, cell(2), **split),
-            Case("B2NHD inside 2BNHD", five, (1, 0, 2, 3, 4), kv_first, cell(2), **split),
-        ]
-        five = (blocks, 2, kernel, HEADS, WIDTH)
-        found += [
-            Case("B2NHD NHD", five, (0, 1, 2, 3, 4), blocks_first, cell(4), torch.float32, **split),
-            Case("B2NHD HND", five, (0, 1, 3, 2, 4), blocks_first, cell(1), torch.uint8, **split),
-        ]
         four = (blocks, HEADS, kernel, 2 * WIDTH)
         found += [
             Case("BHNC HND", four, (0, 1, 2, 3), packed, cell(2), **split),
@@ -128,7 +109,7 @@ def tensor_of(case: Case) -> torch.Tensor:
     """Four layers of which ours is the third, each block's pages side by side where the blocks are outermost."""
     inner = [case.shape[dimension] for dimension in case.order]
     page = prod(inner[1:]) + case.padding
-    is_page = case.order[0] == (1 if case.views is kv_first and case.order[0] else 0) and inner[0] > 2
+    is_page = case.order[0] == 0
     if not is_page:
         whole = torch.zeros(prod(inner) + 64, dtype=case.dtype)
         view = torch.as_strided(whole, inner, torch.empty(inner, device="meta").stride(), 64)
@@ -178,7 +159,7 @@ def test_every_number_lies_where_the_engine_puts_it(case: Case) -> None:
 @pytest.mark.parametrize(
     ("shape", "changed", "text"),
     [
-        ((BLOCKS, HEADS, TOKENS, WIDTH), {}, r"expected \[B, 3, N, 64\], \[2, B, N, 3, 32\] or \[B, 2, N, 3, 32\]"),
+        ((BLOCKS, HEADS, TOKENS, WIDTH), {}, r"expected \[B, 3, N, 64\]$"),
         ((BLOCKS, HEADS + 1, TOKENS, 2 * WIDTH), {}, r"\(6, 4, 16, 64\) with strides \(4096, 1024, 64, 1\) of 2-byte"),
         ((BLOCKS + 1, HEADS, TOKENS, 2 * WIDTH), {}, "for 6 blocks of 16 tokens"),
         ((BLOCKS, HEADS, 5, 2 * WIDTH), {}, "expected"),
@@ -188,7 +169,7 @@ def test_every_number_lies_where_the_engine_puts_it(case: Case) -> None:
         ((BLOCKS, TOKENS, 655), {"cell": Cell(1, 656, 0), "size": 1}, r"expected \[B, N, 656\] or \[B, 1, N, 656\]"),
         ((BLOCKS, 2, TOKENS, 656), {"cell": Cell(1, 656, 0), "size": 1}, "expected"),
         ((BLOCKS, HEADS, TOKENS, 2 * WIDTH), {"cell": cell(1, scale_bytes=4), "size": 1}, r"expected \[B, 3, N, 72\]$"),
-        ((2, 2, TOKENS, HEADS, WIDTH), {"blocks": 2}, "can be read in two ways"),
+        ((2, BLOCKS, TOKENS, HEADS, WIDTH), {}, "expected"),
         (
             (2 * BLOCKS, 1, TOKENS // 2, 584),
             {"cell": Cell(1, 576, 0, 8, scale_unit=1, is_apart=True), "size": 1},
@@ -201,15 +182,6 @@ def test_names_what_it_does_not_know(shape: tuple[int, ...], changed: dict, text
     with refused(OperatorError, "shape_unknown", text):
         size, kept = changed.get("size", 2), changed.get("cell", cell(2))
         halves_of(shape, strides, size, kept, TOKENS, changed.get("blocks", BLOCKS))
-
-
-def test_two_halves_of_two_blocks_are_told_apart_by_the_number_of_blocks() -> None:
-    shape = (2, 7, TOKENS, HEADS, WIDTH)
-    strides = torch.empty(shape, device="meta").stride()
-    k, v = halves_of(shape, strides, 2, cell(2), TOKENS, 7)
-    assert (k.block_stride, v.offset) == (strides[1] * 2, strides[0] * 2)
-    k, v = halves_of((7, *shape[:1], *shape[2:]), strides, 2, cell(2), TOKENS, 7)
-    assert (k.block_stride, v.offset) == (strides[0] * 2, strides[1] * 2)
 
 
 def test_refuses_rows_with_scales_that_are_not_dense() -> None:
