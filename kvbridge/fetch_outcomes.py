@@ -64,13 +64,9 @@ class Reminder:
 
 
 class FetchOutcomes:
-    """The counts of one engine in the last minute or two.
+    """The counts of one engine in the last minute or two."""
 
-    `knows_fetched` says whether the caller counts what came; otherwise only what was asked for.
-    """
-
-    def __init__(self, knows_fetched: bool = True) -> None:
-        self._knows_fetched = knows_fetched
+    def __init__(self) -> None:
         self._computed: dict[str, Tally] = {}
         self._fetched = 0  # tokens
         self._since = float("-inf")
@@ -78,7 +74,7 @@ class FetchOutcomes:
         self._reminder = Reminder()
 
     def fetch(self, tokens: int, now: float) -> None:
-        """Count tokens that came, or are on their way."""
+        """Count tokens that came."""
         self._forget(now)
         self._fetched += tokens
 
@@ -121,5 +117,4 @@ class FetchOutcomes:
             for reason, each in most_first
         )
         share = f"; {self._fetched / (self._fetched + tokens):.0%} of prompt tokens came by the bridge"
-        lately = share if self._knows_fetched else ""
-        return f"computed here lately, not fetched: {prompts} prompts of {tokens} tokens{lately}: {causes}"
+        return f"computed here lately, not fetched: {prompts} prompts of {tokens} tokens{share}: {causes}"

@@ -78,10 +78,3 @@ def test_what_came_long_before_is_no_part_of_the_share() -> None:
     share.offer(0.0)
     share.compute("untagged", 100, 3600.0)
     assert "; 0% of prompt tokens" in share.due(3600.0 + SOON_S)
-
-
-def test_who_knows_only_what_was_asked_tells_no_share() -> None:
-    share = FetchOutcomes(knows_fetched=False)
-    share.fetch(100, 0.0)
-    share.compute("untagged", 100, 0.0)
-    assert "%" not in share.due(SOON_S)

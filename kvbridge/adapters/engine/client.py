@@ -87,6 +87,7 @@ class EngineClient:
         self._pidfd_of = pidfd_of
         self._socket: socket.socket | None = None
         self._pidfd = -1
+        self._news = select.poll()  # of the socket and the process
         self._is_hung_up = False  # nothing more is sent
         self._reader: FrameReader[ToEngine] = FrameReader(ToEngine, limits)
         self._decoder: Decoder[ToAgent] = Decoder(ToAgent, limits)
@@ -128,6 +129,11 @@ class EngineClient:
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether `poll` has nothing to move, and the agent lives: a step asks this twice, so it is one system call."""
+        return self.is_connected and not self._writer.unsent_bytes and not self._news.poll(0)
+
     def connect(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for the agent; for start-up only. False, with `why`, if it does not come in time."""
         end = time.monotonic() + timeout_s
@@ -157,6 +163,10 @@ class EngineClient:
             return False
         self._socket, self.is_barred = attempt, False
         self._is_hung_up = False
+        self._news = select.poll()
+        for each in (attempt.fileno(), self._pidfd):
+            if each >= 0:
+                self._news.register(each, select.POLLIN)
         self._reader = FrameReader(ToEngine, self._limits)
         self._moved_at = time.monotonic()
         self.why = ""

@@ -17,24 +17,21 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from kvbridge_proto.common import OURS, AgentCard, Rank
+from kvbridge_proto.common import OURS, Rank
 from kvbridge_proto.engine import (
     READERS_S,
     Abandon,
     Adopt,
     Attach,
+    Attached,
     Computed,
-    Decline,
     Directory,
     Done,
     Expect,
     Failed,
     Held,
-    NoOffer,
     Offer,
-    Reclaim,
     Refused,
-    Release,
     Released,
     Rescale,
     Rescaled,
@@ -57,7 +54,7 @@ from .numbers import numbers
 GRACE_S = 10.0  # how long an agent may exceed its own deadline, and again after being asked to stop
 CHECK_S = 0.5  # how often deadlines are checked
 DETACH_S = 60.0  # twice the default of `write_timeout_s`, within which an agent's last writes end
-MOST_UNSAID = 1024  # `Computed` messages kept while there is no agent to count them
+MOST_UNSENT = 1024  # `Computed` messages kept while there is no agent to count them
 Kind = Literal["offer", "want"]
 
 
@@ -83,23 +80,19 @@ class Ended:
         return not self.code
 
 
-@dataclass(frozen=True, slots=True)
-class AgentAttachment:
-    """Who has our memory: one incarnation of an agent. `epoch` counts its attachments and rescales."""
-
-    agent: AgentCard
-    epoch: int
-
-
 @dataclass(slots=True)
 class _Open:
-    """`late_at` is when the agent's silence becomes suspicious. `is_asked_to_stop`: it has been asked to stop."""
+    """`late_at` is when the agent's silence becomes suspicious. `is_asked_to_stop`: it has been asked to stop.
+
+    `is_outdated`: our weights have changed since, so that its rows are of no use even if they come.
+    """
 
     kind: Kind
     request: str
     late_at: float
     hold_s: float = 0.0
     is_asked_to_stop: bool = False
+    is_outdated: bool = False
 
 
 Heard = Ended | Adopt | Rescaled
@@ -135,7 +128,7 @@ class Conversation:
         self._weights: Weights | None = None
         self._expected: dict[int, Expect] = {}
         self._numbers = numbers()
-        self._unsaid: deque[Computed] = deque(maxlen=MOST_UNSAID)
+        self._unsent: deque[Computed] = deque(maxlen=MOST_UNSENT)
         self._check_at = 0.0
         self._fence = (fence_of or fence_of_device)(memory.device)
         handles, self._fds = export_all(memory.storages)
@@ -187,10 +180,9 @@ class Conversation:
             self._listen()
 
     @property
-    def attached(self) -> AgentAttachment | None:
-        """The agent that has our memory now, or None."""
-        said = self._link.attached
-        return None if said is None else AgentAttachment(said.agent, said.epoch)
+    def attached(self) -> Attached | None:
+        """What the agent that has our memory now has answered, under the current epoch; None without one."""
+        return self._link.attached
 
     @property
     def address(self) -> str:
@@ -215,36 +207,53 @@ class Conversation:
             self._directory = directory
             self._link.tell(directory)
 
-    def rescale(self, message: Rescale) -> bool:
-        """Rows are written under these scales from here on. Every agent that attaches later is told too."""
-        with self._link.standing:
-            self._rescale = message
-            return self._must_tell(message)
+    def send(self, message: ToAgent) -> None:
+        """Send any message but Attach. Some have their own method, which says what follows. What the others do:
 
-    def reweigh(self, message: Weights) -> None:
-        """Rows are computed with these weights from here on: what is open ends. Later agents are told too."""
-        with self._link.standing:
-            self._weights = message
-            self._must_tell(message)
+        `Expect` (a queued request will want this, until its want or Abandon), `Rescale` (rows are written under these
+        scales from here on) and `Weights` (they are computed with these: what is open ends with `other_weights`, even
+        if its rows come) are told to later agents too. `Computed` (prompt tokens that could have been fetched) is told
+        to the next one if there is none now. `NoOffer`, `Reclaim`, `Release` and `Decline` are sent, and forgotten.
+        """
+        match message:
+            case Offer():
+                self.offer(message)
+            case Want():
+                self.want(message)
+            case Withdraw(number=number, reason=reason, comes_again=comes_again):
+                self.withdraw(number, reason, comes_again)
+            case Abandon(number=number, reason=reason):
+                self.abandon(number, reason)
+            case Directory(ranks=ranks):
+                self.share(ranks)
+            case Expect():
+                self._expect(message)
+            case Rescale() | Weights():
+                self._must_tell(message)
+            case Computed():
+                self._unsent.append(message)
+                self._send_computed()
+            case _:
+                self._link.send(message)
 
-    def _must_tell(self, message: Rescale | Weights) -> bool:
-        """An agent that cannot be told is given up: it would go on under scales or weights that hold no more."""
-        if self._link.tell(message):
-            return True
-        if self._link.is_attached:
-            self.give_up(f"not told what holds from now on: {self._link.why_not}")
-        return False
-
-    def decline(self, message: Decline) -> None:
-        self._link.send(message)
-
-    def expect(self, message: Expect) -> None:
-        """A queued request will want this, until its `want` or `abandon`. Agents that attach later are told too."""
+    def _expect(self, message: Expect) -> None:
         if self._link.why_unfit(message):
             return  # its want cannot be sent either, and says why
         with self._link.standing:
             self._expected[message.number] = message
             self._link.tell(message)
+
+    def _must_tell(self, message: Rescale | Weights) -> None:
+        """An agent that cannot be told is given up: it would go on under scales or weights that hold no more."""
+        with self._link.standing:
+            if isinstance(message, Rescale):
+                self._rescale = message
+            else:
+                self._weights = message
+                for opened in self._open.values():
+                    opened.is_outdated = True
+            if not self._link.tell(message) and self._link.is_attached:
+                self.give_up(f"not told what holds from now on: {self._link.why_not}")
 
     def offer(self, offer: Offer) -> None:
         """Let these tokens be read. If this offer has ended already, more tokens of it (`is_more`) are ignored."""
@@ -269,10 +278,6 @@ class Conversation:
             self._link.send(Withdraw(number=number, reason=reason, comes_again=comes_again))
             opened.late_at = min(opened.late_at, self._clock() + GRACE_S)
 
-    def no_offer(self, message: NoOffer) -> None:
-        """Nothing more is offered for this call: who waits for it elsewhere need not."""
-        self._link.send(message)
-
     def want(self, want: Want) -> None:
         """Fetch these tokens; its `Ended` follows. An empty range says that nothing is needed, and has no `Ended`.
 
@@ -286,7 +291,7 @@ class Conversation:
         self._open[want.number] = _Open("want", want.request, self._clock() + want.deadline_s + GRACE_S)
         if not self._link.send(want):
             self._end(want.number, "not_sent", self._link.why_not, kind="want")
-            self._link.tell(replace(want, first_token=0, end_token=0, blocks=(), fence=0))
+            self._link.tell(nothing_of(want))
 
     def abandon(self, number: int, reason: str) -> None:
         """This want is no longer needed, or will not come. If it is open, its `Ended` follows."""
@@ -295,22 +300,9 @@ class Conversation:
         if (opened := self._open.get(number)) is not None:
             opened.late_at = min(opened.late_at, self._clock() + GRACE_S)
 
-    def reclaim(self, blocks: int) -> None:
-        """The engine is short of `blocks` blocks: offers that nobody asked for may end, the oldest first."""
-        self._link.send(Reclaim(blocks=blocks))
-
-    def release(self) -> None:
-        """End all offers that nobody has claimed: the engine pauses."""
-        self._link.send(Release())
-
-    def computed(self, message: Computed) -> None:
-        """Report prompt tokens computed here that could have been fetched. Our agent counts them, or the next one."""
-        self._unsaid.append(message)
-        self._say_computed()
-
-    def _say_computed(self) -> None:
-        while self._unsaid and self._link.send(self._unsaid[0]):
-            self._unsaid.popleft()
+    def _send_computed(self) -> None:
+        while self._unsent and self._link.send(self._unsent[0]):
+            self._unsent.popleft()
 
     def mark(self) -> int:
         """A value for `fence` of an offer or a want, reached when the device has done all that is enqueued now.
@@ -324,7 +316,8 @@ class Conversation:
     def turn(self) -> list[Heard]:
         """What has ended since the last call, and what the agent asks. Never blocks."""
         self._listen()
-        self._say_computed()
+        if self._unsent:
+            self._send_computed()
         if self._clock() >= self._check_at:
             self._check_at = self._clock() + CHECK_S
             self._look_for_late()
@@ -441,6 +434,8 @@ class Conversation:
         opened = self._open.get(number)
         if opened is not None and opened.kind == kind:
             del self._open[number]
+            if kind == "want" and opened.is_outdated and not code:
+                code, reason = "other_weights", "its rows came, but the weights have changed since it was wanted"
             self._ended.append(Ended(number, opened.request, kind, code, reason, **counts))
 
     def _all_lost(self, kind: Kind, why: str) -> None:
@@ -459,6 +454,11 @@ class Conversation:
             ask = Abandon if opened.kind == "want" else Withdraw
             self._link.send(ask(number=number, reason="no answer in time"))
             opened.is_asked_to_stop, opened.late_at = True, now + GRACE_S
+
+
+def nothing_of(want: Want) -> Want:
+    """The same want of an empty range: it lets the other side end its offer."""
+    return replace(want, first_token=0, end_token=0, blocks=(), fence=0)
 
 
 def fence_of_device(device: torch.device) -> EngineFence | None:

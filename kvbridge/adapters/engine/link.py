@@ -243,7 +243,7 @@ class AgentLink:
         return is_sent
 
     def _drive(self) -> None:
-        if self._is_closed:
+        if self._is_closed or (self.state is LinkState.ATTACHED and self._client.is_quiet):
             return
         if self.state is LinkState.DETACHED and self._clock() >= self._at:
             self._try()

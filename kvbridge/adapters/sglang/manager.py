@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,7 +21,7 @@ import requests
 import torch
 import zmq
 from kvbridge_proto.common import Blocks, Rank
-from kvbridge_proto.engine import READERS_S, Weights
+from kvbridge_proto.engine import READERS_S, Release, Weights
 from kvbridge_proto.pool import Shard
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
@@ -101,7 +100,6 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self._watched: dict[int, Ended | None] = {}
         self._whole: set[int] = set()  # watched, and whole: they may be given up
         self._wanted: dict[int, int] = {}  # open wants: the room of each
-        self._outdated: set[int] = set()  # open wants of rows of other weights than the server has now
         self._weights = weights_name(get_serving().weight_version)
         self.weights_changes = 0
         self.gives_up_at_once = False  # whether prompts are not held: a flush waits for their end
@@ -197,7 +195,6 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             return f"{error.code}: {error}"
         self.talk = None
         self._wanted.clear()
-        self._outdated.clear()
         return ""
 
     def deregister_buffer_to_engine(self) -> None:
@@ -217,9 +214,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         log.info("weights: %a, before %a", version, self._weights)
         self._weights = version
         self.weights_changes += 1
-        self._outdated |= set(self._wanted)
         if self.talk is not None:
-            self.talk.reweigh(Weights(version=version))
+            self.talk.send(Weights(version=version))
 
     def release(self) -> None:
         """Have what nobody has claimed given up. Returns once the agent has answered, or after READERS_S.
@@ -230,7 +226,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         if talk is None:
             return
         offers = [number for number in self._whole if self._watched.get(number) is None]
-        talk.release()
+        talk.send(Release())
         while any(map(talk.is_open, offers)) and (left := end - time.monotonic()) > 0:
             talk.rest(min(left, REST_S))
             self._look_at = 0.0
@@ -250,9 +246,6 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         for each in heard:
             if isinstance(each, Ended):
                 self._wanted.pop(each.number, None)
-                if each.number in self._outdated and each.is_good:
-                    each = replace(each, code="other_weights", reason="the weights have changed since it was wanted")
-                self._outdated.discard(each.number)
                 if each.number in self._watched:
                     self._watched[each.number] = each
 

@@ -79,7 +79,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         ours = rendezvous(room, prompt)
         if told.rendezvous in ("", ours):
             self._expected = Expect(number=talk.new_number(), rendezvous=ours, sender=told.sender)
-            talk.expect(self._expected)
+            talk.send(self._expected)
         elif is_in(told.rendezvous, room):
             self._decline(Expect(number=talk.new_number(), rendezvous=told.rendezvous, sender=told.sender))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import NoOffer, Offer
+from kvbridge_proto.engine import NoOffer, Offer, Release
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
@@ -133,7 +133,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if is_last:
             manager.mark_whole(self._number)
             if manager.gives_up_at_once:
-                talk.release()
+                talk.send(Release())
         self._tokens = tokens
 
     def _send_row(self) -> bool:
@@ -215,7 +215,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         said = self._why or ("another prefill rank has failed" if has_failed else "")
         if said and self._is_fetched_elsewhere and not self._was_offered and manager.talk is not None:
             # A decode rank of SGLang hears of it on its own socket; another engine waits at our agent.
-            manager.talk.no_offer(NoOffer(call=call(number), code="prefill_refused", reason=plain(said)[:1024]))
+            manager.talk.send(NoOffer(call=call(number), code="prefill_refused", reason=plain(said)[:1024]))
         manager.leave(number, self, said, super().clear)
 
     def _take_back(self, reason: str) -> None:

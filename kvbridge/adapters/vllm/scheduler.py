@@ -34,7 +34,6 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from ...errors import EngineError
-from ...fetch_outcomes import FetchOutcomes
 from ...oneline import OneLine, shown
 from ..engine.numbers import numbers
 from ..engine.prompts import call, is_in, rendezvous
@@ -189,8 +188,8 @@ class SchedulerSide:
         self._agents: dict[RankKey, AgentAddress] = {}
         self._sending: dict[str, PromptOffered] = {}
         self._receiving: dict[str, PromptWanted] = {}
+        self._came: list[str] = []  # since the last step
         self._unfetched: dict[str, Unfetched] = {}
-        self._share = FetchOutcomes(knows_fetched=False)
         self._awaited: dict[str, int] = {}  # by request id: the number of its want
         self._fetching: dict[str, Request] = {}  # by rendezvous id: a request that waits for rows offered before
         self._block_tokens = max(group.block_tokens for group in self._tables.groups)
@@ -301,10 +300,7 @@ class SchedulerSide:
     def new_request(self, request: Request) -> None:
         self._pressure.came(request.request_id, request.num_prompt_tokens)
         self._classify(request)
-        receiving = self._receiving.get(request.request_id)
-        if receiving is not None:  # even without agents: one that attaches while the request queues is told
-            number, rendezvous_id, sender = receiving.number, receiving.rendezvous, receiving.sender
-            self._step.before.append(Expect(number=number, rendezvous=rendezvous_id, sender=sender))
+        self._came.append(request.request_id)
 
     def _classify(self, request: Request) -> None:
         """Decide whether the request is to be offered or fetched."""
@@ -349,14 +345,15 @@ class SchedulerSide:
                 request, rendezvous_id, True, end, room, weights=self._weights
             )
         elif params.get("do_remote_prefill"):
-            self._expect(request, params)
+            self._find(request, params)
         elif is_unnamed:
             self._new_unnamed(request)
         else:
             reads_all = request.skip_reading_prefix_cache
             self._unfetched[request.request_id] = Unfetched("reads_all") if reads_all else Unfetched("untagged")
 
-    def _expect(self, request: Request, params: dict[str, Any]) -> None:
+    def _find(self, request: Request, params: dict[str, Any]) -> None:
+        """Under which rendezvous id to fetch what the parameters name, if it is this prompt's."""
         name = message_name(request.request_id)
         try:
             remote = read_remote(params)
@@ -551,7 +548,6 @@ class SchedulerSide:
             return
         if receiving.is_offered:
             self._fetching[receiving.rendezvous] = request
-        self._share.fetch(external_tokens, self._clock())
         name = message_name(request.request_id)
         first, end = receiving.first_token, receiving.first_token + external_tokens
         table = transfer_tables(self._cache, blocks.get_block_ids())
@@ -563,7 +559,6 @@ class SchedulerSide:
         """Report what it computes, now that it has blocks. The last token does not count: every engine computes it."""
         if (tokens := request.num_prompt_tokens - 1 - what.first_token) > 0:
             self._step.before.append(Computed(tokens=tokens, reason=what.reason))
-            self._share.compute(what.reason, tokens, self._clock())
 
     def _want(self, name: str, what: PromptWanted, first: int, end: int, blocks: tuple[Blocks, ...]) -> Want:
         return Want(
@@ -611,7 +606,7 @@ class SchedulerSide:
             return False, params
         self._step.held[sending.number] = request_id
         self.held.hold(request_id, block_ids)
-        self._pressure.held(request_id, sum(block != NULL_BLOCK for table in sending.tables for block in table))
+        self._pressure.held(request_id, sum(len(table) - table.count(NULL_BLOCK) for table in sending.tables))
         if not (request.status in PREFILLED and sending.is_whole):
             # Blocks stay even now: the agent may read them until it answers the withdrawal.
             self._step.before.append(Withdraw(number=sending.number, reason=request.status.name.lower()))
@@ -644,10 +639,10 @@ class SchedulerSide:
             self._withdraw(request_id)
         self._follow(output)
         self._reclaim(self._clock())
-        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
-        self._fetching = {id: request for id, request in self._fetching.items() if request.status == waiting}
-        if said := self._share.due(self._clock()):
-            log.warning("%s", said)
+        self._expect_queued()
+        if self._fetching:
+            waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+            self._fetching = {id: request for id, request in self._fetching.items() if request.status == waiting}
         if self._has_agents:
             for request_id, count in output.num_scheduled_tokens.items():
                 sending = self._sending.get(request_id)
@@ -661,6 +656,16 @@ class SchedulerSide:
         if self._may_rest and not any(self._in_flight) and (self._awaited or self._empty_steps > REST_AFTER_STEPS):
             step.rest_s = LONG_REST_S if self._empty_steps > LONG_AFTER_STEPS else REST_S
         return step
+
+    def _expect_queued(self) -> None:
+        """Have the other side hold what new requests will want that have got no blocks in the step they came in.
+
+        Even without agents: one that attaches while the request queues is told.
+        """
+        came, self._came = self._came, []
+        for receiving in [self._receiving[request_id] for request_id in came if request_id in self._receiving]:
+            number, rendezvous_id, sender = receiving.number, receiving.rendezvous, receiving.sender
+            self._step.before.append(Expect(number=number, rendezvous=rendezvous_id, sender=sender))
 
     def _reclaim(self, now: float) -> None:
         """Have agents release prompts that nobody fetches while other requests wait for blocks."""
@@ -716,7 +721,6 @@ class SchedulerSide:
             sending.number = next(self._numbers)
             sending.blocks = [0] * len(sending.tables)
         sending.tokens = tokens
-        self._share.offer(self._clock())
         pieces = self._tables.offered(sending.tables, sending.blocks, tokens, sending.end if sending.is_whole else None)
         for piece in pieces:
             sending.blocks[piece.group] = piece.first + len(piece.ids)

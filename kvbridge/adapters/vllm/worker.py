@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +19,10 @@ from kvbridge_proto.common import attachment_name
 from kvbridge_proto.engine import (
     Abandon,
     Adopt,
+    Attached,
     Computed,
-    Directory,
-    Expect,
-    NoOffer,
     Offer,
-    Reclaim,
-    Release,
-    Rescale,
     Rescaled,
-    ToAgent,
     Want,
     Weights,
     Withdraw,
@@ -38,7 +33,7 @@ from vllm.logger import init_logger
 from ...device.fence import EngineFence
 from ...oneline import OneLine
 from ..engine.client import EngineClient, pidfd_of
-from ..engine.conversation import Conversation, Ended
+from ..engine.conversation import Conversation, Ended, nothing_of
 from ..engine.memory import Memory
 from ..engine.names import model_name
 from .options import VLLMOptions
@@ -78,10 +73,9 @@ class WorkerSide:
         self._pidfd_of = pidfd_of
         self._ledger = Pending()
         self._step = ConnectorStep()  # the step whose part after the forward is still to be done
-        self._told = AgentAddress()  # what the scheduler knows of our agent
+        self._attached: Attached | None = None  # what the scheduler knows of our agent
         self._is_asked = False  # the scheduler asks where our agent is
         self._abandoned: set[int] = set()  # open wants of requests that are gone
-        self._outdated: set[int] = set()  # open wants of rows of other weights than the engine has now
         self._rest_s = 0.0
         self._key: RankKey = (0, 0)
         self._conversation: Conversation | None = None
@@ -128,19 +122,18 @@ class WorkerSide:
         conversation.start(self._options.connect_s)
         # Of ranks that differ only in prefill context parallelism vLLM asks one; all of them report in the first step.
         is_asked = getattr(self._config.parallel_config, "prefill_context_parallel_size", 1) == 1
-        self._told = _agent_of(conversation) if is_asked else AgentAddress()
+        self._attached = conversation.attached if is_asked else None
 
     def handshake(self) -> AgentAddress:
-        return self._told
+        return _agent_of(self._attached)
 
     def changed_address(self) -> AgentAddresses | None:
         """Where our agent is, for the scheduler: when it has changed, or the scheduler asks. Otherwise None."""
-        agent = _agent_of(self._conversation)
-        if agent == self._told and not self._is_asked:
+        attached = None if self._conversation is None else self._conversation.attached
+        if attached is self._attached and not self._is_asked:
             return None
-        self._is_asked = False
-        self._told = agent
-        return AgentAddresses({self._key: agent})
+        self._is_asked, self._attached = False, attached
+        return AgentAddresses({self._key: _agent_of(attached)})
 
     def close(self) -> None:
         if self._conversation is not None:
@@ -157,17 +150,22 @@ class WorkerSide:
         self._scales.is_used |= step.is_used
         if (conversation := self._conversation) is None:
             return
-        if any(isinstance(each, Weights) for each in step.before):
-            self._outdated |= set(self._ledger.receives)
+        for message in step.before:  # before the turn: rows that it brings are of the weights before
+            if isinstance(message, Weights):
+                conversation.send(message)
         self._turn(conversation)
+        if step.before:
+            self._send(conversation, step)
+
+    def _send(self, conversation: Conversation, step: ConnectorStep) -> None:
         fence = conversation.mark() if any(isinstance(each, Want) and each.blocks for each in step.before) else 0
         for message in step.before:
             if isinstance(message, Abandon) and conversation.is_open(message.number):
                 self._abandoned.add(message.number)
             if isinstance(message, Want) and message.number in step.awaited:
                 self._want(conversation, replace(message, fence=fence), step.awaited[message.number])
-            else:
-                _say(conversation, message)
+            elif not isinstance(message, Weights):
+                conversation.send(message)
         # What is offered here has no blocks (`SchedulerSide._nothing`).
         unread = step.held.keys() | {each.number for each in step.before if isinstance(each, Offer)}
         preempted = [each.number for each in step.before if isinstance(each, Withdraw) and each.number not in unread]
@@ -182,7 +180,7 @@ class WorkerSide:
                 self._ledger.held(number, request_id, False)
             return
         if (changed := self._scales.look()) is not None:
-            conversation.rescale(changed)
+            conversation.send(changed)
         fence = conversation.mark() if step.after else 0
         for message in step.after:
             assert isinstance(message, Offer)
@@ -199,7 +197,7 @@ class WorkerSide:
         return self._ledger.take()
 
     def _want(self, conversation: Conversation, want: Want, request_id: str) -> None:
-        blocks = tuple(block for piece in want.blocks for block in piece.ids)
+        blocks = tuple(chain.from_iterable(piece.ids for piece in want.blocks))
         receive = Receive(request_id, blocks, want.end_token - want.first_token)
         if any(each.request_id == request_id for each in self._ledger.receives.values()):
             # Of a request that is gone. vLLM would take its report for this one's.
@@ -210,7 +208,7 @@ class WorkerSide:
         if self._scales.is_pending:
             log.warning("%s: not fetched: the scales of its rows are not known yet", want.request)
             self._failed(want.number, "scales_pending")
-            conversation.want(replace(want, first_token=0, end_token=0, blocks=(), fence=0))
+            conversation.want(nothing_of(want))
         else:
             conversation.want(want)
 
@@ -226,7 +224,7 @@ class WorkerSide:
                 case Adopt():
                     answer = self._scales.answer(heard)
                     log.info("asked to take the scales of the prefilling engine: %s", answer)
-                    conversation.rescale(answer) if isinstance(answer, Rescale) else conversation.decline(answer)
+                    conversation.send(answer)
                 case Rescaled():
                     self._scales.is_taking = False
 
@@ -235,9 +233,6 @@ class WorkerSide:
         if not ended.is_good:
             log.warning("%s: KV not received: %s: %s", name, ended.code, ended.reason)
             self._failed(number, ended.code)
-        elif number in self._outdated:
-            log.warning("%s: KV came, but the weights have changed since", name)
-            self._failed(number, "other_weights")
         elif self._scales.is_taking:
             log.warning("%s: KV came under the previous scales", name)
             self._failed(number, "rescaled")
@@ -245,7 +240,6 @@ class WorkerSide:
             self._scales.is_used = True
             self._ledger.received(number)
         self._abandoned.discard(number)
-        self._outdated.discard(number)
 
     def _failed(self, number: int, code: str) -> None:
         if (receive := self._ledger.receives.get(number)) is not None and number not in self._abandoned:
@@ -257,42 +251,13 @@ class WorkerSide:
         transfer = self._config.kv_transfer_config
         assert transfer is not None
         if self._conversation is not None and transfer.kv_load_failure_policy == "recompute":
-            self._conversation.computed(Computed(tokens=receive.tokens, reason=code))
+            self._conversation.send(Computed(tokens=receive.tokens, reason=code))
 
 
-def _agent_of(conversation: Conversation | None) -> AgentAddress:
-    if conversation is None or (attached := conversation.attached) is None:
+def _agent_of(attached: Attached | None) -> AgentAddress:
+    if attached is None:
         return AgentAddress()
     return AgentAddress(attached.agent.address, attachment_name(attached.agent, attached.epoch))
-
-
-def _say(conversation: Conversation, message: ToAgent) -> None:
-    """Send a message to which the scheduler awaits no answer, or none in this step."""
-    match message:
-        case Directory(ranks=ranks):
-            conversation.share(ranks)
-        case Expect():
-            conversation.expect(message)
-        case Want():
-            conversation.want(message)
-        case Abandon(number=number, reason=reason):
-            conversation.abandon(number, reason)
-        case Computed():
-            conversation.computed(message)
-        case Offer():
-            conversation.offer(message)
-        case Withdraw(number=number, reason=reason, comes_again=comes_again):
-            conversation.withdraw(number, reason, comes_again)
-        case NoOffer():
-            conversation.no_offer(message)
-        case Reclaim(blocks=blocks):
-            conversation.reclaim(blocks)
-        case Release():
-            conversation.release()
-        case Weights():
-            conversation.reweigh(message)
-        case _:
-            raise AssertionError(f"{type(message).__name__}: the scheduler never sends this")
 
 
 def _rank_of(config: VllmConfig) -> int:

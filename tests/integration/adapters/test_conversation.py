@@ -256,7 +256,7 @@ def test_numbers_do_not_come_again_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_request_that_needs_nothing_is_expected_no_more(talk: Talk, agent: FakeAgent) -> None:
-    talk.engine.expect(EXPECT)
+    talk.engine.send(EXPECT)
     talk.engine.want(NOTHING)
     assert agent.one(Want) == NOTHING and not talk.engine.is_open(ONE)
     agent.say(Done(number=ONE, request="r", moved_bytes=0, seconds=0))
@@ -265,7 +265,7 @@ def test_a_request_that_needs_nothing_is_expected_no_more(talk: Talk, agent: Fak
 
 def test_what_was_computed_while_no_agent_was_there_is_told_to_the_next(talk: Talk) -> None:
     for tokens in (1, 2):
-        talk.engine.computed(Computed(tokens=tokens, reason="agent_lost"))
+        talk.engine.send(Computed(tokens=tokens, reason="agent_lost"))
     agent = talk.attach()
     assert [each.tokens for each in agent.take(Computed)] == [1, 2]
     talk.engine.turn()
@@ -312,7 +312,7 @@ def test_what_an_agent_would_refuse_is_not_sent_and_harms_no_other_want(
 ) -> None:
     """A client may choose an address. The agent ended the connection over it, and everybody's fetches with it."""
     talk.engine.want(healthy := called("healthy", WANT))
-    talk.engine.expect(replace(EXPECT, sender=unfit.sender))
+    talk.engine.send(replace(EXPECT, sender=unfit.sender))
     talk.engine.want(unfit)
     (ended,) = talk.engine.turn()
     assert isinstance(ended, Ended) and (ended.request, ended.code) == ("r", "not_sent") and "Want" in ended.reason
@@ -333,6 +333,16 @@ def test_ranks_that_an_agent_would_refuse_are_told_to_none(talk: Talk, agent: Fa
     assert second.one(Directory) == Directory(ranks=RANKS) and talk.link.is_attached
 
 
+@pytest.mark.proves("G10")
+def test_rows_that_come_after_the_weights_have_changed_are_of_no_use(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.want(WANT)
+    talk.engine.send(Weights(version="b"))
+    talk.engine.want(replace(WANT, number=OTHER))
+    for number in (ONE, OTHER):
+        agent.say(Done(number=number, request="r", moved_bytes=1, seconds=0.1))
+    assert [(each.number, each.code) for each in talk.engine.turn()] == [(ONE, "other_weights"), (OTHER, "")]
+
+
 @pytest.mark.parametrize(
     "unfit", [Rescale(revision=1, scales=(Scales(0, "k" * 100, (0.5,)),)), Weights(version="x" * 300)]
 )
@@ -340,7 +350,7 @@ def test_scales_and_weights_that_cannot_be_sent_end_the_connection(
     talk: Talk, agent: FakeAgent, unfit: Rescale | Weights
 ) -> None:
     """The agent would go on under those that hold no more. Nor may one be attached that does not know them."""
-    talk.engine.rescale(unfit) if isinstance(unfit, Rescale) else talk.engine.reweigh(unfit)
+    talk.engine.send(unfit)
     assert not talk.link.is_attached
     agent.die()
     talk.engine.turn()
@@ -399,7 +409,7 @@ def test_an_abandoned_want_ends_when_nothing_writes_its_blocks_any_more(talk: Ta
 
 def test_blocks_that_are_short_are_asked_for_and_come_by_offers_that_end(talk: Talk, agent: FakeAgent) -> None:
     talk.engine.offer(OFFER)
-    talk.engine.reclaim(3)
+    talk.engine.send(Reclaim(blocks=3))
     assert agent.one(Reclaim) == Reclaim(blocks=3)
     agent.say(Released(number=ONE, request="r", code="reclaimed", reason="its engine needs the blocks"))
     assert talk.engine.turn() == [Ended(ONE, "r", "offer", "reclaimed", "its engine needs the blocks")]
@@ -453,15 +463,15 @@ def test_an_offer_that_somebody_waits_for_is_held_for_longer(talk: Talk, agent: 
 def test_every_agent_is_told_again_what_it_must_know_and_no_more(talk: Talk) -> None:
     engine = talk.engine
     engine.share(RANKS)
-    engine.expect(EXPECT)
+    engine.send(EXPECT)
     for name in ("wanted", "declined", "abandoned"):
-        engine.expect(replace(EXPECT, number=number_of(name)))
+        engine.send(replace(EXPECT, number=number_of(name)))
     agent = talk.attach()
     assert [type(message) for message in agent.heard] == [Directory, *[Expect] * 4]
     engine.want(called("wanted", WANT))
     engine.want(called("declined", NOTHING))
     engine.abandon(number_of("abandoned"), "aborted")
-    engine.rescale(Rescale(revision=1, scales=SCALES))
+    engine.send(Rescale(revision=1, scales=SCALES))
     engine.share(RANKS * 2)
     for _ in range(3):
         agent.let_go()
@@ -474,14 +484,14 @@ def test_every_agent_is_told_again_what_it_must_know_and_no_more(talk: Talk) -> 
 def test_an_agent_that_came_since_the_last_turn_hears_what_every_agent_is_told(talk: Talk, agent: FakeAgent) -> None:
     """The link's thread attaches between turns: what was offered to the last one is not over before a turn says so."""
     talk.engine.offer(called("o", OFFER))
-    talk.engine.expect(EXPECT)
+    talk.engine.send(EXPECT)
     agent.let_go()
     talk.attach_unheard(agent)
     agent.heard.clear()
     assert not talk.link.is_attached
     talk.engine.share(RANKS)
-    talk.engine.rescale(Rescale(revision=1, scales=SCALES))
-    talk.engine.expect(replace(EXPECT, number=number_of("more")))
+    talk.engine.send(Rescale(revision=1, scales=SCALES))
+    talk.engine.send(replace(EXPECT, number=number_of("more")))
     talk.engine.abandon(ONE, "aborted")
     talk.engine.want(called("more", WANT))
     agent.pump()
@@ -495,15 +505,16 @@ def test_scales_are_asked_for_taken_or_declined(talk: Talk, agent: FakeAgent) ->
     question, taken = Adopt(revision=3, scales=SCALES), Rescaled(revision=3, epoch=2)
     agent.say(question)
     assert talk.engine.turn() == [question]
-    talk.engine.decline(Decline(revision=3, reason="rows are there"))
+    talk.engine.send(Decline(revision=3, reason="rows are there"))
     assert agent.one(Decline).revision == 3
-    assert talk.engine.rescale(Rescale(revision=3, scales=SCALES)) and agent.one(Rescale).revision == 3
+    talk.engine.send(Rescale(revision=3, scales=SCALES))
+    assert agent.one(Rescale).revision == 3
     agent.say(taken)
     assert talk.engine.turn() == [taken]
 
 
 def test_an_agent_that_refuses_our_scales_is_relied_on_no_more(talk: Talk, agent: FakeAgent) -> None:
-    talk.engine.rescale(Rescale(revision=1, scales=SCALES))
+    talk.engine.send(Rescale(revision=1, scales=SCALES))
     agent.say(Refused(about="rescale 1", code="bad_pool", reasons=("scales",)))
     talk.engine.turn()
     assert talk.engine.attached is None and "bad_pool" in talk.link.why

@@ -43,6 +43,7 @@ class Queues(EngineClient):
     is_connected = property(lambda self: True)
     has_ended = property(lambda self: False)
     is_agent_gone = property(lambda self: False)
+    is_quiet = property(lambda self: not self.to_engine)
 
     def reconnect(self) -> bool:
         return True

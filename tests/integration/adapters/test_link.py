@@ -405,6 +405,7 @@ def test_an_error_while_attached_loses_the_agent_and_says_why(
     def fail() -> None:
         raise ZeroDivisionError("nobody expects this")
 
+    agent.say(DONE)
     with monkeypatch.context() as patch:
         patch.setattr(link._client, "poll", fail)
         assert link._look() > 0.5

@@ -460,18 +460,6 @@ def test_one_rank_without_its_agent_is_the_reason(tmp_path: Path) -> None:
     assert computed(world) == [("agent_missing", 39)]
 
 
-def test_the_engine_says_once_a_minute_that_it_computes_what_it_could_fetch(
-    world: World, vllms_log: pytest.LogCaptureFixture
-) -> None:
-    world.request(40)
-    world.run()
-    for _ in range(9):
-        world.clock.now += 6
-        world.step()
-    (said,) = [each.getMessage() for each in vllms_log.records if "computed here lately" in each.getMessage()]
-    assert "computed here lately, not fetched: 1 prompts of 39 tokens: 1 untagged (they name nothing" in said
-
-
 def told_of_an_offer(prompt: list[int], **more: Any) -> dict[str, Any]:
     """What a proxy hands over that has waited for the prefill."""
     nothing = {"prompt_embeds": None, "mm_features": [], "lora_request": None, "cache_salt": None}

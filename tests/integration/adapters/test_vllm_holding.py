@@ -77,6 +77,12 @@ def test_a_request_that_queues_says_what_it_will_want(world: World, agent: FakeA
     assert (want.number, want.rendezvous, want.end_token) == (expected.number, expected.rendezvous, 0), "it ends it"
 
 
+def test_a_request_that_does_not_queue_says_only_what_it_wants(world: World, agent: FakeAgent) -> None:
+    world.decode(60)
+    world.steps(3)
+    assert agent.one(Want) and not agent.take(Expect)
+
+
 def test_an_engine_that_takes_long_steps_is_not_idle(world: World, agent: FakeAgent) -> None:
     world.request(20, max_tokens=30)
     world.steps(3)
