@@ -64,10 +64,11 @@ def test_windows_in_blocks_of_another_size_than_those_of_full_layers(
 
 
 @pytest.mark.parametrize("length", [2, 100, 200, 700])
-def test_chunks_of_tokens_that_see_each_other_alone(chunks: Fleet, length: int) -> None:
-    """As Llama 4 has them."""
-    seen = (length - 1 + LATER) // CHUNK * CHUNK
-    assert_takes_windows(chunks, "large", "small", prompt(length, seed=910 + length), seen)
+@pytest.mark.parametrize(("sender", "receiver"), [("large", "small"), ("small", "large")])
+def test_chunks_of_tokens_that_see_each_other_alone(chunks: Fleet, sender: str, receiver: str, length: int) -> None:
+    """As Llama 4 has them. A chunk begins where a block does, so blocks may be larger on either side."""
+    tokens = prompt(length, seed=900 + length + 10 * (sender == "large"))
+    assert_takes_windows(chunks, sender, receiver, tokens, (length - 1 + LATER) // CHUNK * CHUNK)
 
 
 def test_only_the_window_of_its_layers_travels(windows: Fleet) -> None:
