@@ -83,7 +83,7 @@ class Clients:
             while (received := await connection.receive()) is not None:
                 message, fds = received
                 if connection is self._current.connection:
-                    self._data_plane.keep_awake()
+                    self._data_plane.linger.keep_awake()
                 try:
                     await self._hear(connection, message, fds)
                 finally:

@@ -129,7 +129,7 @@ class Peers:
                 )
             else:
                 if link.is_dialled or sender in self.incoming.sessions:
-                    self._data_plane.keep_awake()
+                    self._data_plane.linger.keep_awake()
                 self._hear(link, sender, body)
         except Exception:
             self._fault(link, f"{type(body).__name__} of {sender}")

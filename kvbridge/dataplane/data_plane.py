@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from kvbridge_proto.codec import BadFrame, Decoder, Limits
 from kvbridge_proto.engine import Attach
@@ -82,6 +82,7 @@ from .resources import Resources, StagingEndpoints
 from .watchdog import STUCK_S, Watchdog, end_process
 
 log = logging.getLogger("kvbridge.data_plane")
+T = TypeVar("T")
 
 IDLE_S = 1.0
 ALIVE_S = 1.0
@@ -127,7 +128,7 @@ class DataPlane:
         self._listener = listener
         self._write_timeout_s = write_timeout_s
         self._linger_s = linger_s  # None until the device is known
-        self._linger: Linger  # from `start` on
+        self.linger: Linger  # from `start` on
         self.send_orders = SendOrders(0)  # knows its slots from `start` on
         self.receive_orders = ReceiveOrders()
         self._tasks: deque[Callable[[], None]] = deque()
@@ -200,10 +201,6 @@ class DataPlane:
     def still_s(self) -> float:
         """Seconds since the thread last showed that it lives."""
         return self._watchdog.still_s
-
-    def keep_awake(self) -> None:
-        """A message came, and more will: the loop keeps looking for a while before it sleeps."""
-        self._linger.keep_awake()
 
     def wake(self) -> None:
         """There will be something to move soon: let the thread linger from now on, and wake it if it sleeps."""
@@ -429,7 +426,8 @@ class DataPlane:
             self._tasks.popleft()()
             self._watchdog.beat()
             self._flush_reports()
-        self._send()  # after the tasks: one may have stopped a transfer
+        if self.send_orders.open:
+            self._send()  # after the tasks: one may have stopped a transfer
         return moved
 
     def _take_up(self, order: SendingOrder | ReceivingOrder, attached: AttachedMemory | None, asked_at: float) -> None:
@@ -497,7 +495,7 @@ class DataPlane:
         self._resources = resources
         if self._linger_s is None:
             self._linger_s = LINGER_ON_GPU_S if resources.copier.memory == "vram" else 0.0
-        self._linger = Linger(self._linger_s)
+        self.linger = Linger(self._linger_s)
         self._nap_exactly()
 
     def _nap_exactly(self) -> None:
@@ -524,10 +522,15 @@ class DataPlane:
                 self._resume(self._moving.pop(moved.ticket), moved)
             else:  # its job has begun several, and waits for another
                 self._moved[moved.ticket] = moved
-        if moves:
+        if moves and self._pulling.closing:
             self._pulling.close_unread()
         self._flush_reports()  # report slots that can be lent again before the next are scattered
         is_moving = bool(moves) or len(self._fenced) < len(fenced)
+        return (resources.current is not None and self._poll_slots(resources)) or is_moving
+
+    def _poll_slots(self, resources: Resources) -> bool:
+        """Take what landed in our slots, and send what is ready. Returns whether anything has moved."""
+        is_moving = False
         for endpoint in resources.endpoints:
             events = endpoint.fabric.poll(self._clock())
             if any(isinstance(event, Noticed) for event in events):
@@ -538,19 +541,19 @@ class DataPlane:
                     self._notice(event.payload)
                 elif (id(endpoint.fabric), event.id) in self._writing:  # else it is from a probe that was given up
                     self._resume(self._writing.pop((id(endpoint.fabric), event.id)), event)
-        is_moving = self._send() or is_moving
-        if resources.has_retired and not self._moving and not self._fenced:
+        is_moving = (bool(self.send_orders.open) and self._send()) or is_moving
+        if resources.retired and not self._moving and not self._fenced:
             resources.close_retired()
         resources.close_unused_sources(self.send_orders.slots.is_used)
         return is_moving
 
     def _resume(self, job: Job, event: Event) -> None:
         """Run a job up to its next wait, or its end."""
-        self._go_on(job, lambda: job.send(event))
+        self._go_on(job, job.send, event)
 
-    def _go_on(self, job: Job, step: Callable[[], Wait]) -> None:
+    def _go_on(self, job: Job, step: Callable[[T], Wait], sent: T) -> None:
         try:
-            wait = step()
+            wait = step(sent)
         except StopIteration:
             return
         match wait:
@@ -582,7 +585,7 @@ class DataPlane:
 
     def _fail(self, job: Job, error: EngineError) -> None:
         """Throw into a job whose wait is in vain. It reports the error itself, once what it has begun is over."""
-        self._go_on(job, lambda: job.throw(error))
+        self._go_on(job, job.throw, error)
 
     def _is_using(self, attached: AttachedMemory) -> bool:
         """Whether a move uses this memory. Also ends the jobs that wait for this engine: its fence may never come."""
@@ -606,9 +609,11 @@ class DataPlane:
 
     def _flush_reports(self) -> None:
         """Send the loop all reports at once: waking it costs more than the reports."""
-        if sent := self.send_orders.take_reports():
+        if self.send_orders.has_reports:
+            sent = self.send_orders.take_reports()
             self._tell(self._listener.on_send_orders, [*self.send_orders.take_reached(), *sent])
-        if received := self.receive_orders.take_reports():
+        if self.receive_orders.has_reports:
+            received = self.receive_orders.take_reports()
             self._tell(self._listener.on_receive_orders, [*self.receive_orders.take_reached(), *received])
         if self._telling:
             telling, self._telling = self._telling, []

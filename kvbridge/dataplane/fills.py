@@ -46,7 +46,7 @@ class Fills:
         except Exception as error:  # only this want fails
             failure = failure_of("scatter_failed", error, fill)
         self._receive_orders.report(Filled(fill.transfer, failure))
-        self._receive_orders.end_read(ordered)
+        self._receive_orders.end_move(ordered)
 
     def _begun(
         self, fill: Fill, attached: AttachedMemory, ordered: OrderedReceive, index: int

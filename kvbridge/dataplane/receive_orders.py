@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import starmap
 
 from kvbridge_proto.peer import Notice, SlotLease
 
@@ -56,6 +57,7 @@ class ReceiveOrders:
     def __init__(self) -> None:
         self.lent = 0  # leases that nothing has landed under: while there are any, poll for notices
         self.scattering = 0  # slots that are being read
+        self.has_reports = False
         self._open: dict[str, OrderedReceive] = {}
         self._reached: list[StageReached] = []
         self._landed: dict[str, Landed] = {}
@@ -77,7 +79,7 @@ class ReceiveOrders:
     def stop(self, stop: StopReceiving) -> None:
         """Accept nothing more of this transfer. Quiet is reported once none of it is being moved."""
         if (ordered := self._open.get(stop.transfer)) is None:
-            self._reports.append(Quiet(stop.transfer))
+            self.report(Quiet(stop.transfer))
             return
         ordered.stop = stop
         self._forget_leases(ordered)
@@ -87,7 +89,7 @@ class ReceiveOrders:
         """A notice came. Returns its chunk if everything matches an order, otherwise None and Dropped is reported."""
         ordered = self._open.get(notice.transfer)
         if ordered is None or ordered.order is None or not matches(notice, ordered, ordered.order):
-            self._reports.append(Dropped(notice.transfer, notice.slot))
+            self.report(Dropped(notice.transfer, notice.slot))
             return None
         assert ordered.attached is not None
         del ordered.leases[notice.slot]
@@ -115,13 +117,14 @@ class ReceiveOrders:
         chunks, size_bytes = (1, landed.size_bytes) if failure is None else (0, 0)
         leases = (*before.leases, lease)
         self._landed[transfer] = Landed(transfer, leases, before.chunks + chunks, before.size_bytes + size_bytes)
+        self.has_reports = True
         if failure is not None and ordered.stop is None:
-            self._reports.append(Broken(transfer, *failure))
+            self.report(Broken(transfer, *failure))
         self.scattering -= 1
-        self._moved(ordered)
+        self.end_move(ordered)
 
     def begin_read(self, transfer: str) -> OrderedReceive:
-        """Rows of this transfer are pulled from now on, until `end_read`."""
+        """Rows of this transfer are pulled from now on, until `end_move`."""
         ordered = self._open.setdefault(transfer, OrderedReceive(transfer))
         ordered.moving += 1
         return ordered
@@ -129,16 +132,17 @@ class ReceiveOrders:
     def summed(self, transfer: str, chunk: int, digest: int) -> None:
         """A chunk to compare has been read; later chunks of the same pull have not."""
         self._summed.setdefault(transfer, {})[chunk] = digest
+        self.has_reports = True
 
-    def end_read(self, ordered: OrderedReceive) -> None:
-        """The pull that `begin_read` announced is over."""
-        self._moved(ordered)
+    def end_move(self, ordered: OrderedReceive) -> None:
+        """A move of it is over: a scatter, or the pull that `begin_read` announced."""
+        ordered.moving -= 1
+        self._end_if_over(ordered)
 
     def take_reports(self) -> list[ReceivingReport]:
         """The reports since the last call. Landed and Summed go first: a transfer's Quiet or Pulled is its last one."""
-        summed = [Summed(transfer, digests) for transfer, digests in self._summed.items()]
-        reports = [*self._landed.values(), *summed, *self._reports]
-        self._landed, self._summed, self._reports = {}, {}, []
+        reports = [*self._landed.values(), *starmap(Summed, self._summed.items()), *self._reports]
+        self._landed, self._summed, self._reports, self.has_reports = {}, {}, [], False
         return reports
 
     def take_reached(self) -> list[StageReached]:
@@ -149,10 +153,7 @@ class ReceiveOrders:
     def report(self, report: ReceivingReport) -> None:
         """Add another report for the exchange."""
         self._reports.append(report)
-
-    def _moved(self, ordered: OrderedReceive) -> None:
-        ordered.moving -= 1
-        self._end_if_over(ordered)
+        self.has_reports = True
 
     def _end_if_over(self, ordered: OrderedReceive) -> None:
         if ordered.moving or (ordered.missing and ordered.stop is None):
@@ -160,7 +161,7 @@ class ReceiveOrders:
         self._forget_leases(ordered)
         del self._open[ordered.transfer]
         if ordered.stop is not None:
-            self._reports.append(Quiet(ordered.transfer))
+            self.report(Quiet(ordered.transfer))
 
     def _forget_leases(self, ordered: OrderedReceive) -> None:
         self.lent -= len(ordered.leases)

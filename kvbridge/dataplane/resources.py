@@ -148,7 +148,7 @@ class Resources:
     _make: Callable[[int], StagingEndpoints]  # makes the n-th endpoints
     _closing: ExitStack
     current: StagingEndpoints | None = None
-    _retired: list[StagingEndpoints] = field(default_factory=list)
+    retired: list[StagingEndpoints] = field(default_factory=list)  # replaced, and perhaps written to
     _made: int = 0
     _kept_bytes: int = 0
     _joined: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -198,7 +198,7 @@ class Resources:
     def prepare(self) -> StagingEndpoints:
         """Make new endpoints, for `switch`. Raises FabricError, `rebuild_refused` if old ones keep too much memory."""
         staging_bytes = self.endpoint.receive_slots.size_bytes
-        kept_bytes = self._kept_bytes + len(self._retired) * staging_bytes
+        kept_bytes = self._kept_bytes + len(self.retired) * staging_bytes
         if kept_bytes >= MOST_KEPT * staging_bytes:
             reason = f"staging: rebuilds before this one keep, or wait for writes out of, {kept_bytes} bytes"
             raise FabricError("rebuild_refused", reason)
@@ -208,7 +208,7 @@ class Resources:
     def switch(self, endpoints: StagingEndpoints) -> None:
         """Use these endpoints from now on."""
         if self.current is not None:
-            self._retired.append(self.current)
+            self.retired.append(self.current)
         self.current = endpoints
 
     def renew_fabrics(self) -> Site:
@@ -230,9 +230,9 @@ class Resources:
     def close_retired(self) -> None:
         """Close replaced endpoints that have no write under way. No job may be moving rows."""
         for endpoints in [
-            endpoints for endpoints in self._retired if not any(endpoint.fabric.is_busy for endpoint in endpoints.all)
+            endpoints for endpoints in self.retired if not any(endpoint.fabric.is_busy for endpoint in endpoints.all)
         ]:
-            self._retired.remove(endpoints)
+            self.retired.remove(endpoints)
             self._kept_bytes += endpoints.retire()
 
     def begin_era(self, era: int) -> None:
@@ -278,17 +278,13 @@ class Resources:
             endpoint.fabric.disconnect(name)
 
     @property
-    def has_retired(self) -> bool:
-        return bool(self._retired)
-
-    @property
     def endpoints(self) -> tuple[StagingEndpoint, ...]:
         """All endpoints whose fabrics must be polled."""
         return tuple(endpoint for endpoints in self._all for endpoint in endpoints.all)
 
     @property
     def _all(self) -> list[StagingEndpoints]:
-        return self._retired if self.current is None else [self.current, *self._retired]
+        return self.retired if self.current is None else [self.current, *self.retired]
 
     def close(self) -> None:
         """Close the copier, then fabrics, then their memory. If one fails, the others are still closed."""

@@ -95,7 +95,7 @@ def check_late(plan: Plan, tables: Mapping[int, BlockTable], tokens: int) -> Non
         if group_plan.kind == "state" and plan.end_token != tokens:
             reason = f"end_token: wanted {plan.end_token}, offered {tokens}, and a state is of exactly these"
             raise EngineError("state_moved_on", reason)
-        for group in sorted({pair.sender.group for pair in group_plan.pairs}):
+        for group in sorted(group_plan.sender_groups):
             table = _table(tables, group)
             if group_plan.kind == "state":
                 table.last(plan.end_token)

@@ -52,6 +52,8 @@ def border(group: Group, shard: Shard) -> int:
 
 def kept(group: Group, end_token: int, shard: Shard) -> int:
     """The first token that this group must hold of a request of `end_token` tokens: see `first_kept`."""
+    if group.kind == "full":
+        return 0
     border_tokens = group.block_tokens if group.kind == "state" else border(group, shard)
     return first_kept(group.kind, group.window, end_token, border_tokens)
 
@@ -69,6 +71,8 @@ class GroupTemplate:
     pairs: tuple[PlanePair, ...]
     first_pair: int
     units: Units
+    is_late: bool
+    sender_groups: frozenset[int]  # of the sender's pool, that the pairs are in
     alike: tuple[GroupTemplate, ...] = ()
 
     @classmethod
@@ -80,11 +84,25 @@ class GroupTemplate:
         at, alike = first_pair, []
         for _, found in groupby(ordered, _launched):
             kind = tuple(found)
-            alike.append(cls(group, shard, token_shard, kind, at, Units.of(kind)))
+            alike.append(cls._of(group, shard, token_shard, kind, at))
             at += len(kind)
         if len(alike) == 1:
             return alike[0]
-        return cls(group, shard, token_shard, tuple(ordered), first_pair, Units.of(ordered), tuple(alike))
+        return cls._of(group, shard, token_shard, tuple(ordered), first_pair, tuple(alike))
+
+    @classmethod
+    def _of(
+        cls,
+        group: Group,
+        shard: Shard,
+        token_shard: TokenShard,
+        pairs: tuple[PlanePair, ...],
+        first_pair: int,
+        alike: tuple[GroupTemplate, ...] = (),
+    ) -> GroupTemplate:
+        sender_groups = frozenset(pair.sender.group for pair in pairs)
+        derived = Units.of(pairs), is_late(group.kind), sender_groups
+        return cls(group, shard, token_shard, pairs, first_pair, *derived, alike)
 
     def cut(self, first_token: int, end_token: int, slot_bytes: int) -> list[GroupPlan]:
         """The group plans of tokens [first_token, end_token), at least one; none if this group needs none of them.
@@ -117,8 +135,8 @@ class GroupTemplate:
         chunks = -(-(end - first) // span) * (len(bands) - 1)
         spans, tail = divmod(end - first, first_span)
         total_bytes = spans * span_bytes + (self.units.bytes_of(tail) if tail else 0)
-        grid = self.units, span, bands, chunks, span_bytes, total_bytes
-        return GroupPlan(kind, token_shard, first, end, self.pairs, self.first_pair, *grid)
+        of = kind, self.is_late, token_shard, first, end, self.pairs, self.first_pair, self.sender_groups
+        return GroupPlan(*of, self.units, span, bands, chunks, span_bytes, total_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,7 +164,10 @@ class Units:
 
     def bytes_of(self, tokens: int) -> int:
         """Slot bytes of all pairs together for a span of `tokens` tokens."""
-        return sum(count * _aligned(-(-tokens // each) * size) for each, size, count in self.alike)
+        total = 0
+        for each, size, count in self.alike:
+            total += count * _aligned(-(-tokens // each) * size)
+        return total
 
     def sizes(self, tokens: int, first: int = 0, end: int | None = None) -> Numbers:
         """Slot bytes of each of the pairs [first, end) for a span of `tokens` tokens."""
@@ -178,11 +199,13 @@ class GroupPlan:
     """
 
     kind: GroupKind
+    is_late: bool  # see `cache_kinds.is_late`
     token_shard: TokenShard
     first: int
     end: int
     pairs: tuple[PlanePair, ...]
     first_pair: int
+    sender_groups: frozenset[int]  # of the sender's pool, that the pairs are in
     units: Units
     span_tokens: int
     bands: tuple[int, ...]
@@ -190,10 +213,6 @@ class GroupPlan:
     span_bytes: int  # slot bytes of the first span, in all its bands
     total_bytes: int  # slot bytes of all chunks together
     _known_bytes: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def is_late(self) -> bool:
-        return is_late(self.kind)
 
     def end_of(self, chunk: int) -> int:
         """One past the last of the local tokens of this plan's chunk `chunk`."""

@@ -96,7 +96,7 @@ class Plan:
     chunks: int
     total_bytes: int  # slot bytes of all chunks together
     digest: str
-    order: tuple[tuple[int, int], ...] = ()  # of each chunk, its group plan and number there; empty: one after another
+    order: Sequence[int]  # of each chunk, its number if the group plans' chunks are counted one after another
     _chunk_cache: dict[int, Chunk] = field(default_factory=dict, init=False, repr=False)  # each is asked for many times
 
     @property
@@ -110,13 +110,10 @@ class Plan:
             return known
         if not 0 <= index < self.chunks:
             raise IndexError(f"chunk: {index} of {self.chunks}")
-        if self.order:
-            number, at = self.order[index]
-        else:
-            number, at = 0, index
-            while at >= self.group_plans[number].chunks:
-                at -= self.group_plans[number].chunks
-                number += 1
+        number, at = 0, self.order[index]
+        while at >= self.group_plans[number].chunks:
+            at -= self.group_plans[number].chunks
+            number += 1
         group_plan = self.group_plans[number]
         span, band = divmod(at, len(group_plan.bands) - 1)
         first, end = group_plan.first + span * group_plan.span_tokens, group_plan.end_of(at)
@@ -333,44 +330,33 @@ def _seal(pairs: Sequence[PlanePair]) -> list[object]:
 def _cut(template: PlanTemplate, first_token: int, end_token: int, slot_bytes: int) -> Plan:
     """The plan of some tokens, with its digest."""
     usable = slot_bytes // ALIGN * ALIGN
-    group_plans = tuple(
-        group_plan
-        for group_template in template.group_templates
-        for group_plan in group_template.cut(first_token, end_token, usable)
-    )
-    grids = [
-        (group_plan.kind, group_plan.first, group_plan.end, group_plan.span_tokens, group_plan.bands)
-        for group_plan in group_plans
-    ]
+    group_plans: list[GroupPlan] = []
+    for group_template in template.group_templates:
+        group_plans += group_template.cut(first_token, end_token, usable)
+    grids, chunks, total_bytes = [], 0, 0
+    for each in group_plans:
+        grids.append((each.kind, each.first, each.end, each.span_tokens, each.bands))
+        chunks += each.chunks
+        total_bytes += each.total_bytes
     whole = ("kvbridge plan 2", ALIGN, slot_bytes, first_token, end_token, grids, template.digest)
     digest = hashlib.blake2b(msgspec.msgpack.encode(whole), digest_size=16).hexdigest()
-    return Plan(
-        first_token,
-        end_token,
-        template.pairs,
-        group_plans,
-        sum(group_plan.chunks for group_plan in group_plans),
-        sum(group_plan.total_bytes for group_plan in group_plans),
-        digest,
-        _order(group_plans),
-    )
+    order = range(chunks) if len(group_plans) < 2 else _order(group_plans, chunks)
+    return Plan(first_token, end_token, template.pairs, tuple(group_plans), chunks, total_bytes, digest, order)
 
 
-def _order(group_plans: Sequence[GroupPlan]) -> tuple[tuple[int, int], ...]:
+def _order(group_plans: Sequence[GroupPlan], chunks: int) -> Sequence[int]:
     """The chunks of several group plans that may be gathered early, by what they need; then those that are late."""
     early = [group_plan for group_plan in group_plans if not group_plan.is_late]  # they come first
-    if len(early) < 2:
-        return ()
-    found = [(number, at) for number, group_plan in enumerate(group_plans) for at in range(group_plan.chunks)]
-    count = sum(group_plan.chunks for group_plan in early)
-    first = sorted(found[:count], key=lambda chunk: group_plans[chunk[0]].end_of(chunk[1]))
-    return (*first, *found[count:])
+    if len(early) < 2:  # perhaps with more chunks than could be listed
+        return range(chunks)
+    needed = [group_plan.end_of(at) for group_plan in early for at in range(group_plan.chunks)]
+    return (*sorted(range(len(needed)), key=needed.__getitem__), *range(len(needed), chunks))
 
 
 def _first_of_group_plans(planned: Plan) -> list[int]:
     """The first chunk of each group plan."""
     firsts, done = [], 0
-    for number, group_plan in enumerate(planned.group_plans):
-        firsts.append(planned.order.index((number, 0)) if planned.order else done)
+    for group_plan in planned.group_plans:
+        firsts.append(planned.order.index(done))
         done += group_plan.chunks
     return firsts

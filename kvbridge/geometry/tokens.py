@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from kvbridge_proto.common import Blocks
@@ -24,14 +24,14 @@ class BlockTable:
     """
 
     group: Group
-    first_block: int = 0
-    ids: Places = field(default_factory=lambda: NOTHING)
-    token_shard: TokenShard = ALL
+    first_block: int
+    ids: Places
+    token_shard: TokenShard
 
     @classmethod
     def of(cls, group: Group, *pieces: Blocks, token_shard: TokenShard = ALL) -> BlockTable:
         """The table made of these pieces. It begins at the first piece's first entry. Raises EngineError."""
-        table = cls(group, pieces[0].first if pieces else 0, token_shard=token_shard)
+        table = cls(group, 0, NOTHING, token_shard)
         for piece in pieces:
             table = table.extended(piece)
         return table
@@ -55,23 +55,13 @@ class BlockTable:
         grown = np.concatenate((self.ids, ids)) if len(self.ids) else ids
         return BlockTable(self.group, first, grown, self.token_shard)
 
-    @property
-    def first_token(self) -> int:
-        """The first token that has a block."""
-        return self.first_block * self.group.block_tokens
-
-    @property
-    def end_token(self) -> int:
-        """One past the last token that has a block."""
-        return (self.first_block + len(self.ids)) * self.group.block_tokens
-
     def check(self, first_token: int, end_token: int) -> None:
         """Raises EngineError unless every token of [first_token, end_token) has a block."""
-        if end_token > first_token and (first_token < self.first_token or end_token > self.end_token):
+        first = self.first_block * self.group.block_tokens
+        end = first + len(self.ids) * self.group.block_tokens
+        if end_token > first_token and (first_token < first or end_token > end):
             raise EngineError(
-                "blocks_too_few",
-                f"tokens: [{first_token}, {end_token}) asked for, "
-                f"the blocks hold [{self.first_token}, {self.end_token})",
+                "blocks_too_few", f"tokens: [{first_token}, {end_token}) asked for, the blocks hold [{first}, {end})"
             )
 
     def check_distinct(self, group: int) -> None:

@@ -65,17 +65,17 @@ def _kept(process: Process) -> Iterator[str]:
         ("receivers that claim", sending._of_receiver),
         (
             "transfers that wait for a slot",
-            (*data_plane.send_orders._awaiting_slots._waiting, *by_slots.awaiting._waiting),
+            (*data_plane.send_orders._awaiting._waiting, *by_slots.awaiting._waiting),
         ),
-        ("orders to send", data_plane.send_orders._open),
+        ("orders to send", data_plane.send_orders.open),
         ("chunks on their way", data_plane.send_orders.moving),
         ("moves", data_plane._moving or data_plane._moved),
-        ("endpoints of before", data_plane._resources is not None and data_plane._resources.has_retired),
+        ("endpoints of before", data_plane._resources is not None and data_plane._resources.retired),
         ("writes", data_plane._writing),
         ("waits for a fence", data_plane._fenced),
         ("targets that leave", data_plane._jobs._leaving),
         ("uses of targets", +data_plane._jobs._users),
-        ("memory that is left", data_plane._pulling._closing),
+        ("memory that is left", data_plane._pulling.closing),
         ("receivers that wait for an answer", sending._owed),
     ):
         if left:

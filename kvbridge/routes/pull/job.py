@@ -66,7 +66,7 @@ class PullRoute:
         self._peers: dict[EngineMemoryId, Opened] = {}  # memory that new reads use
         self._openings: Counter[EngineMemoryId] = Counter()
         self._measured: list[AttachedPool] = []  # those whose read rate is being measured
-        self._closing: list[Opened] = []  # given up; unmapped once nothing reads them
+        self.closing: list[Opened] = []  # given up; unmapped once nothing reads them
 
     def open(
         self, memory_id: EngineMemoryId, mapped: Callable[[], AttachedPool], closed: Callable[[], None], settle: Settle
@@ -81,7 +81,7 @@ class PullRoute:
             return settle(None, error)
         self._openings[memory_id] += 1
         if (before := self._peers.get(memory_id)) is not None:
-            self._closing.append(before)
+            self.closing.append(before)
             self.close_unread()
         self._peers[memory_id] = memory, closed
         rate: Rate | None = None
@@ -100,15 +100,15 @@ class PullRoute:
         self._openings[memory_id] -= 1
         if not self._openings[memory_id]:
             del self._openings[memory_id]
-            self._closing.append(self._peers.pop(memory_id))
+            self.closing.append(self._peers.pop(memory_id))
             self.close_unread()
 
     def close_unread(self) -> None:
         """Unmap memory that was given up and is no longer read."""
-        copier, left = self._resources.copier, self._closing
-        self._closing = [each for each in left if each[0] in self._measured or copier.is_using(each[0])]
+        copier, left = self._resources.copier, self.closing
+        self.closing = [each for each in left if each[0] in self._measured or copier.is_using(each[0])]
         for memory, closed in left:
-            if all(memory is not kept for kept, _ in self._closing):
+            if all(memory is not kept for kept, _ in self.closing):
                 copier.forget(memory)
                 self._unmap(memory, closed)
 
@@ -118,7 +118,7 @@ class PullRoute:
 
     def close_all(self) -> None:
         """Unmap everything. The copier must be closed, so that nothing is read."""
-        for memory, _ in (*self._peers.values(), *self._closing):
+        for memory, _ in (*self._peers.values(), *self.closing):
             memory.close()
 
     def pull(self, pull: Pull, attached: AttachedMemory) -> Job:
@@ -151,7 +151,7 @@ class PullRoute:
         failure = failure or (yield from self._counted(pull, attached))
         read = pull.end_chunk - pull.first_chunk
         receive_orders.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
-        receive_orders.end_read(ordered)
+        receive_orders.end_move(ordered)
 
     def _begun(self, pull: Pull, attached: AttachedMemory, index: int) -> Generator[Wait, Event, int]:
         """Begin to read a chunk as soon as there is room. Returns its ticket, or GIVEN_UP if the transfer has ended."""

@@ -19,7 +19,6 @@ from kvbridge_proto.peer import BlockTables
 
 from ...cache_kinds import is_late
 from ...errors import PeerError
-from ...exchange.block_tables import ready_chunks
 from ...exchange.session import Session
 from ...geometry.plan import Plan
 from ...geometry.token_shard import TokenShard
@@ -45,9 +44,12 @@ class GrantedLease:
     _entries: dict[int, int] = field(default_factory=dict)  # by group: where the entries already sent end
 
     def answer(
-        self, transfer: str, plan: Plan, tables: Mapping[int, BlockTable], tokens: int, is_last: bool
+        self, transfer: str, plan: Plan, tables: Mapping[int, BlockTable], tokens: int, is_last: bool, ready: int
     ) -> BlockTables:
-        """The block tables to send when `tokens` are computed. Windows and states are sent once they are complete."""
+        """The block tables to send when `tokens`, or `ready` chunks, are computed.
+
+        Windows and states are sent once they are complete.
+        """
         pieces = []
         for group in _groups(plan, is_last):
             table = tables[group]
@@ -58,7 +60,7 @@ class GrantedLease:
                 ids = table.ids[begin - table.first_block : end - table.first_block]
                 pieces.append(Blocks(group, begin, tuple(ids.tolist())))
                 self._entries[group] = end
-        self.is_asked, self.ready = False, ready_chunks(plan, tokens, is_last)
+        self.is_asked, self.ready = False, ready
         return BlockTables(
             transfer=transfer, tokens=tokens, is_last=is_last, renewal=self.renewal, blocks=tuple(pieces)
         )
@@ -66,8 +68,11 @@ class GrantedLease:
 
 def _groups(plan: Plan, is_last: bool) -> list[int]:
     """Groups of the sender's pool that the plan reads and that are readable now."""
-    group_plans = [group_plan for group_plan in plan.group_plans if is_last or not group_plan.is_late]
-    return sorted({pair.sender.group for group_plan in group_plans for pair in group_plan.pairs})
+    groups: set[int] = set()
+    for group_plan in plan.group_plans:
+        if is_last or not group_plan.is_late:
+            groups |= group_plan.sender_groups
+    return sorted(groups)
 
 
 def _first_entry(plan: Plan, table: BlockTable) -> int:

@@ -109,9 +109,10 @@ class OutgoingByPull(OutgoingTransfer):
         if following is None:
             del self.route.owed[self.transfer]
         is_last = offered.is_last and following is None
-        if not granted.is_asked and ready_chunks(self.plan, offered.readable, is_last) == granted.ready:
+        ready = ready_chunks(self.plan, offered.readable, is_last)
+        if not granted.is_asked and ready == granted.ready:
             return watch
-        said = granted.answer(self.transfer, self.plan, offered.tables, offered.readable, is_last)
+        said = granted.answer(self.transfer, self.plan, offered.tables, offered.readable, is_last, ready)
         granted.ends = now + LEASE_S
         self.route.deadlines.set(("lease", self.transfer), granted.ends)
         return [*watch, Send(self.incarnation, said)]

@@ -90,21 +90,21 @@ class SendOrders:
         self.slots = SendSlots(slots)
         self.moving = 0  # chunks under way, and not late
         self._gathering = 0
-        self._open: dict[str, OrderedSend] = {}
-        self._awaiting_slots: FairQueue[OrderedSend] = (
-            FairQueue()
-        )  # could begin a chunk when queued; may have ended since
+        self.has_reports = False
+        self.open: dict[str, OrderedSend] = {}
+        # Transfers that could begin a chunk when they were queued; they may have ended since.
+        self._awaiting: FairQueue[OrderedSend] = FairQueue()
         self._reached: list[StageReached] = []
         self._shipped: dict[str, Shipped] = {}
         self._reports: list[SendingReport] = []
 
     def order(self, order: SendOrder, attached: AttachedMemory, asked_at: float) -> None:
         """Send chunks of this transfer as they become ready and slots are lent for them."""
-        self._open[order.transfer] = OrderedSend(order, attached, asked_at, self.slots.turn)
+        self.open[order.transfer] = OrderedSend(order, attached, asked_at, self.slots.turn)
 
     def progress(self, progress: Progress, asked_at: float) -> None:
         """More chunks of a transfer are ready."""
-        if (ordered := self._open.get(progress.transfer)) is not None:
+        if (ordered := self.open.get(progress.transfer)) is not None:
             ordered.asked_at = asked_at
             ordered.tables = progress.tables
             ordered.ready.append((progress.ready, progress.fence))
@@ -112,21 +112,21 @@ class SendOrders:
 
     def credit(self, credit: Credit, asked_at: float) -> None:
         """More slots are lent to a transfer."""
-        if (ordered := self._open.get(credit.transfer)) is not None:
+        if (ordered := self.open.get(credit.transfer)) is not None:
             ordered.asked_at = asked_at
             ordered.leases.extend(credit.leases)
             self._queue(ordered)
 
     def stop(self, stop: StopSending) -> None:
         """Begin nothing more of this transfer. Quiet is reported once none of it is under way."""
-        if (ordered := self._open.get(stop.transfer)) is None:
-            self._reports.append(Quiet(stop.transfer))
+        if (ordered := self.open.get(stop.transfer)) is None:
+            self.report(Quiet(stop.transfer))
             return
         has_gathered = self._has_gathered(ordered)
         ordered.stop = stop
-        self._awaiting_slots.discard(stop.transfer)
+        self._awaiting.discard(stop.transfer)
         if ordered.writing and not ordered.gathering and not has_gathered:
-            self._reports.append(Gathered(stop.transfer))
+            self.report(Gathered(stop.transfer))
         self._end_if_over(ordered)
 
     def begin(self) -> LeavingChunk | None:
@@ -134,11 +134,7 @@ class SendOrders:
 
         No more are gathered at once than there are slots, even if those were just replaced: the copier has no room.
         """
-        while (
-            self.slots.free
-            and self._gathering < len(self.slots)
-            and (ordered := self._awaiting_slots.take()) is not None
-        ):
+        while self.slots.free and self._gathering < len(self.slots) and (ordered := self._awaiting.take()) is not None:
             if ordered.can_begin:  # it may have ended since
                 return self._begin(ordered)
         return None
@@ -161,7 +157,7 @@ class SendOrders:
 
     def _queue(self, ordered: OrderedSend) -> None:
         if ordered.can_begin:
-            self._awaiting_slots.add(ordered.transfer, ordered.turn, ordered)
+            self._awaiting.add(ordered.transfer, ordered.turn, ordered)
 
     def gathered(self, leaving: LeavingChunk) -> None:
         """The chunk has been gathered, or never will be."""
@@ -169,7 +165,7 @@ class SendOrders:
         ordered.gathering -= 1
         self._gathering -= 1
         if not ordered.gathering and (ordered.stop is not None or ordered.next_chunk == ordered.order.plan.chunks):
-            self._reports.append(Gathered(ordered.transfer))
+            self.report(Gathered(ordered.transfer))
 
     def note_gathering(self, leaving: LeavingChunk, at: float) -> None:
         """The chunk began to be gathered: for the journal."""
@@ -204,6 +200,7 @@ class SendOrders:
             before = self._shipped.get(transfer) or Shipped(transfer, 0, 0, ())
             size_bytes, gathers = before.size_bytes + leaving.size_bytes, (*before.gather_s, gather_s)
             self._shipped[transfer] = Shipped(transfer, before.chunks + 1, size_bytes, gathers)
+            self.has_reports = True
         else:
             self._fail(ordered, *failure)
         self._end_if_over(ordered)
@@ -211,7 +208,7 @@ class SendOrders:
     def take_reports(self) -> list[SendingReport]:
         """The reports since the last call. Shipped go first: nothing is shipped after a transfer's Sent or Quiet."""
         reports = [*self._shipped.values(), *self._reports]
-        self._shipped, self._reports = {}, []
+        self._shipped, self._reports, self.has_reports = {}, [], False
         return reports
 
     def take_reached(self) -> list[StageReached]:
@@ -222,20 +219,21 @@ class SendOrders:
     def report(self, report: SendingReport) -> None:
         """Add another report for the exchange."""
         self._reports.append(report)
+        self.has_reports = True
 
     @property
     def without_credit(self) -> int:
         """How many transfers have chunks ready, but no slot lent to them."""
-        return sum(bool(each.ready) and not each.leases for each in list(self._open.values()))
+        return sum(bool(each.ready) and not each.leases for each in list(self.open.values()))
 
     @property
     def without_slot(self) -> int:
         """How many transfers wait for a free slot of ours to gather into."""
-        return len(self._awaiting_slots)
+        return len(self._awaiting)
 
     def _fail(self, ordered: OrderedSend, code: str, reason: str) -> None:
         if ordered.stop is None and not ordered.is_broken:
-            self._reports.append(Broken(ordered.transfer, code, reason))
+            self.report(Broken(ordered.transfer, code, reason))
         ordered.is_broken = True
 
     def _end_if_over(self, ordered: OrderedSend) -> None:
@@ -244,5 +242,5 @@ class SendOrders:
         is_sent = ordered.next_chunk == ordered.order.plan.chunks and not ordered.is_broken
         if ordered.stop is None and not is_sent:
             return
-        del self._open[ordered.transfer]
-        self._reports.append(Sent(ordered.transfer) if ordered.stop is None else Quiet(ordered.transfer))
+        del self.open[ordered.transfer]
+        self.report(Sent(ordered.transfer) if ordered.stop is None else Quiet(ordered.transfer))

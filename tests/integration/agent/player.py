@@ -20,6 +20,7 @@ from kvbridge.agent.peers import Peers
 from kvbridge.agent.receiver_runner import ReceiverRunner
 from kvbridge.agent.request_records import RequestRecords
 from kvbridge.agent.sender_runner import SenderRunner
+from kvbridge.dataplane.linger import Linger
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.exchange.orders import ReceivingOrder, SendingOrder
 from kvbridge.exchange.route import Routed
@@ -104,7 +105,9 @@ class Player:
             self.peers.outgoing.reach(address)
         return self.wires[addresses[-1]]
 
-    def keep_awake(self) -> None: ...
+    @property
+    def linger(self) -> Linger:
+        return Linger(0.0)
 
     def is_wanted(self, address: str) -> bool:
         return False

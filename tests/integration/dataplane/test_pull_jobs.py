@@ -131,7 +131,7 @@ def test_a_read_whose_kernels_are_new_is_begun_once_they_are_compiled(
     assert isinstance(wait, WaitKernels) and waiting is job and not wait.is_over and not copier.begun
     copier.is_compiled = True
     data_plane._fenced.clear()
-    data_plane._go_on(job, lambda: job.send(None))
+    data_plane._go_on(job, job.send, None)
     ((wait, _),) = data_plane._fenced
     assert isinstance(wait, WaitCopier) and copier.begun == 1 and not told.take_reports()
 

@@ -460,14 +460,14 @@ def test_endpoints_of_before_are_kept_while_they_write_and_refused_when_they_are
     resources.switch(resources.prepare())
     assert resources.endpoint is made[0].endpoint and resources.endpoints == (made[0].endpoint, before.endpoint)
     resources.close_retired()
-    assert resources.has_retired, "a write was under way"
+    assert resources.retired, "a write was under way"
     resources.switch(resources.prepare())
     with pytest.raises(FabricError, match="keep, or wait for writes out of, 6291456 bytes"):
         resources.prepare()
     while before.endpoint.fabric.is_busy:
         before.endpoint.fabric.poll(0.0)
     resources.close_retired()
-    assert not resources.has_retired and resources.endpoints == (made[1].endpoint,)
+    assert not resources.retired and resources.endpoints == (made[1].endpoint,)
     assert resources.prepare().endpoint.name == "a.3"
 
 

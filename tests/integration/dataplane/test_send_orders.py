@@ -64,7 +64,7 @@ def test_a_transfer_says_what_it_shipped_that_its_blocks_are_free_and_that_it_is
     assert made.take_reports() == [Gathered("a")]
     made.written(second, 0.25, None)
     assert made.take_reports() == [Shipped("a", 1, CHUNK_BYTES, (0.25,)), Sent("a")]
-    assert not made._open and not made.moving and made.slots.free == 4
+    assert not made.open and not made.moving and made.slots.free == 4
 
 
 def test_each_chunk_waits_for_the_count_with_which_it_came() -> None:
@@ -148,7 +148,7 @@ def test_after_a_chunk_that_broke_no_other_is_begun() -> None:
     made.written(leaving, 0.0, ("gather_failed", "test"))
     assert made.take_reports() == [Broken("a", "gather_failed", "test")] and not begun(made)
     made.stop(stop())
-    assert made.take_reports() == [Quiet("a")] and not made._open
+    assert made.take_reports() == [Quiet("a")] and not made.open
 
 
 def test_a_late_write_keeps_its_slot_and_holds_up_no_rebuild() -> None:

@@ -265,7 +265,7 @@ class Besieged(Whole):
             failure = ("aborted", "test") if pull.lease.is_given_up else ("lease_over", "test")
         read, digests = pull.end_chunk - pull.first_chunk, dict.fromkeys(compared, 1)
         self.receive_orders.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
-        self.receive_orders.end_read(ordered)
+        self.receive_orders.end_move(ordered)
 
     def _reached(self, fence: int) -> None:
         self.fence = max(self.fence, fence)
@@ -293,7 +293,7 @@ class Besieged(Whole):
         kept, of_all = len(receiving.incoming_transfers), sending.outgoing_transfers.values()
         assert kept <= open_transfers + 2 * SLOTS, "transfers are kept that nothing waits for"
         leases = sum(len(out.early) for out in of_all if isinstance(out, OutgoingBySlots))
-        leases += sum(len(each.leases) for each in self.send_orders._open.values())
+        leases += sum(len(each.leases) for each in self.send_orders.open.values())
         assert leases <= 8192, f"{leases} leases are kept for a peer"
         for out in (each for each in of_all if isinstance(each, OutgoingByPull)):
             assert len(out.asked) <= out.plan.chunks and len(out.checked) <= out.plan.chunks
@@ -314,7 +314,7 @@ class Besieged(Whole):
         assert by_slots(receiving).slots.free == SLOTS and self.send_orders.slots.free == SEND_SLOTS
         assert not receiving.wants and not by_slots(receiving).awaiting and not receiving.incoming_transfers
         assert not sending.offers and not sending.outgoing_transfers and not sending._waiting
-        assert not sending._of_receiver and not self.send_orders._open and not self.receive_orders._open
+        assert not sending._of_receiver and not self.send_orders.open and not self.receive_orders._open
 
 
 class Siege:

@@ -436,7 +436,7 @@ class Network:
             raise Wrong(f"{fill.request} gets zeros after it was answered")
         self.filled |= {fill.request} if ordered.stop is None else set()
         node.receive_orders.report(Filled(fill.transfer, None))
-        node.receive_orders.end_read(ordered)
+        node.receive_orders.end_move(ordered)
         self.advance(node)
 
     def advance(self, node: Node) -> None:
@@ -535,8 +535,8 @@ class Network:
                 "undrained": half.undrained._of,
                 "slots": len(half.slots) - half.slots.counts().free + len(send.slots) - send.slots.free,
                 "offers": [*sending.offers, *sending.outgoing_transfers, *sending._waiting, *sending._of_receiver],
-                "orders": [*send._open, *receive._open],
-                "queues": len(half.awaiting) + len(send._awaiting_slots),
+                "orders": [*send.open, *receive._open],
+                "queues": len(half.awaiting) + len(send._awaiting),
                 "moving": send.moving + receive.lent + receive.scattering,
             }
             if any(left.values()):

@@ -46,7 +46,7 @@ def test_a_receiver_is_told_all_that_it_may_read(case: str, tokens: range) -> No
                 for number, there in enumerate(steps):
                     is_last = number == len(steps) - 1
                     tables = block_table(sender.pool, ids, 0, there)
-                    told = granted.answer("t", planned, tables, there, is_last)
+                    told = granted.answer("t", planned, tables, there, is_last, ready_chunks(planned, there, is_last))
                     reading.learn(told, planned)
                     ready = ready_chunks(planned, told.tokens, told.is_last)
                     assert granted.ready == ready
@@ -66,9 +66,10 @@ def test_nothing_is_told_twice() -> None:
     planned = plan(sender.pool, receiver.pool, taken, 0, 64, SLOT_BYTES)
     tables = block_table(sender.pool, tables_of(sender.pool, 64, seed=1), 0, 64)
     granted = GrantedLease()
-    first, second = granted.answer("t", planned, tables, 40, False), granted.answer("t", planned, tables, 64, True)
+    first = granted.answer("t", planned, tables, 40, False, 0)
+    second = granted.answer("t", planned, tables, 64, True, planned.chunks)
     assert [len(piece.ids) for piece in first.blocks] == [3] and [len(piece.ids) for piece in second.blocks] == [1]
-    assert granted.answer("t", planned, tables, 64, True).blocks == ()
+    assert granted.answer("t", planned, tables, 64, True, planned.chunks).blocks == ()
 
 
 @pytest.mark.parametrize(

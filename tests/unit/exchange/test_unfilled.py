@@ -104,7 +104,7 @@ def test_zeros_that_cannot_be_written_fail_the_want_by_name() -> None:
     ((_, _, fill, ordered),) = (event for event in world.events if event[0] == "fill")
     world.events.clear()
     world.receiver.receive_orders.report(Filled(fill.transfer, ("fill_failed", "no memory")))
-    world.receiver.receive_orders.end_read(ordered)
+    world.receiver.receive_orders.end_move(ordered)
     world.advance(world.receiver)
     world.go_on()
     assert (world.failure().code, world.failure().reason) == ("fill_failed", "no memory")

@@ -93,7 +93,7 @@ def test_a_plan_of_any_length_is_made_at_once() -> None:
     wide = replace(SHAPE, block_tokens=2 * SHAPE.block_tokens)
     for end in (1 << 20, 1 << 40):
         planned = plan_between(SHAPE, wide, range(end), 1 << 20)
-        assert planned.chunks > end >> 12 and len(planned.order) < 1 << 14
+        assert planned.chunks > end >> 12 and (isinstance(planned.order, range) or len(planned.order) < 1 << 14)
         assert planned.chunk(planned.chunks - 1).needs_tokens == end
 
 

@@ -106,7 +106,7 @@ def test_blocks_before_the_window_are_not_read() -> None:
     """Neither side's table has entries there."""
     pools = {True: describe(HYBRID), False: describe(replace(HYBRID, block_tokens=8, blocks=24))}
     tables = {side: block_table(pool, tables_of(pool, 80, 1), 0, 80) for side, pool in pools.items()}
-    assert (tables[True][1].first_token, tables[False][1].first_token, tables[True][0].first_token) == (48, 56, 0)
+    assert (tables[True][1].first_block, tables[False][1].first_block, tables[True][0].first_block) == (3, 7, 0)
     planned = plan_between(HYBRID, replace(HYBRID, block_tokens=8, blocks=24), range(80))
     for side, index in itertools.product(pools, range(planned.chunks)):
         for each in Part(planned, planned.chunk(index), tables[side], side).moves():

@@ -134,9 +134,9 @@ class State(Network):
             tuple((*ENDED(ended), tuple(sorted(ended.heard))) for ended in sending._rendezvous._by_age),
             tuple(
                 (*DISPATCH(each), each.stop is None, tuple(each.ready), tuple(each.leases))
-                for each in orders._open.values()
+                for each in orders.open.values()
             ),
-            tuple((turn, name) for turn, _, name in sorted(orders._awaiting_slots._heap)),
+            tuple((turn, name) for turn, _, name in sorted(orders._awaiting._heap)),
             tuple(
                 (*RECEIPT(each), each.stop is None, *each.leases.items(), frozenset(each.missing))
                 for each in receiver.receive_orders._open.values()

@@ -219,20 +219,20 @@ def _unfenced_zeros(
 @around(ReceiveOrders, "stop")
 def _quiet_at_once(right: Any, self: ReceiveOrders, stop: StopReceiving) -> None:
     """The data plane says that it is quiet when it is told to stop, and goes on."""
-    self._reports.append(Quiet(stop.transfer))
+    self.report(Quiet(stop.transfer))
 
 
 @around(SendOrders, "stop")
 def _quiet_while_sent(right: Any, self: SendOrders, stop: StopSending) -> None:
     """The same at the sender."""
-    self._reports.append(Quiet(stop.transfer))
+    self.report(Quiet(stop.transfer))
 
 
 @around(SendOrders, "stop")
 def _gathered_at_once(right: Any, self: SendOrders, stop: StopSending) -> None:
     """It says that the blocks are read no more when it is told to stop, though a chunk is being gathered."""
-    if stop.transfer in self._open:
-        self._reports.append(Gathered(stop.transfer))
+    if stop.transfer in self.open:
+        self.report(Gathered(stop.transfer))
     right(self, stop)
 
 
@@ -378,8 +378,8 @@ def _looks_before(put: Callable[[Any, str, Any], None]) -> None:
 
 @around(PullRoute, "close_unread")
 def _unmapped_while_read(right: Any, self: PullRoute) -> None:
-    while self._closing:
-        self._unmap(*self._closing.pop())
+    while self.closing:
+        self._unmap(*self.closing.pop())
 
 
 @around(IncomingByPull, "_on_checked")
