@@ -134,8 +134,8 @@ Settle = Callable[[Any, Exception | None], None]  # takes a job's result, or its
 
 def begun(attached: AttachedMemory, count: int, ends: float, what: Stoppable) -> Generator[Wait, Event, None]:
     """Wait until our engine has finished with the blocks. Raises EngineError if the transfer is stopped by then."""
-    if not (wait := WaitFence(attached, count, ends, what)).is_over:
-        yield wait
+    if what.stop is None and not attached.has_reached(count):
+        yield WaitFence(attached, count, ends, what)
     if (stop := what.stop) is not None:
         raise EngineError(stop.code, stop.reason)
 

@@ -524,12 +524,12 @@ class DataPlane:
                 self._moved[moved.ticket] = moved
         if moves and self._pulling.closing:
             self._pulling.close_unread()
-        self._flush_reports()  # report slots that can be lent again before the next are scattered
         is_moving = bool(moves) or len(self._fenced) < len(fenced)
         return (resources.current is not None and self._poll_slots(resources)) or is_moving
 
     def _poll_slots(self, resources: Resources) -> bool:
         """Take what landed in our slots, and send what is ready. Returns whether anything has moved."""
+        self._flush_reports()  # slots that can be lent again, before the next are scattered
         is_moving = False
         for endpoint in resources.endpoints:
             events = endpoint.fabric.poll(self._clock())

@@ -158,7 +158,8 @@ class ReceiveOrders:
     def _end_if_over(self, ordered: OrderedReceive) -> None:
         if ordered.moving or (ordered.missing and ordered.stop is None):
             return
-        self._forget_leases(ordered)
+        if ordered.leases:
+            self._forget_leases(ordered)
         del self._open[ordered.transfer]
         if ordered.stop is not None:
             self.report(Quiet(ordered.transfer))

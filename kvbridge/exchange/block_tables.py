@@ -62,7 +62,7 @@ def _check(
     if first_token == end_token:
         return
     for index, group in enumerate(engine.pool.groups):
-        if is_late(group.kind) and not is_last:
+        if not is_last and is_late(group.kind):
             continue
         first, end = max(first_token, kept(group, end_token, engine.pool.shard)), end_token
         if group.kind != "state":

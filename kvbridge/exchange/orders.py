@@ -172,6 +172,8 @@ class Pull(Order):
     @property
     def size_bytes(self) -> int:
         """Bytes of all its chunks."""
+        if self.end_chunk - self.first_chunk == self.plan.chunks:
+            return self.plan.total_bytes
         return sum(self.plan.chunk(index).size_bytes for index in range(self.first_chunk, self.end_chunk))
 
 

@@ -171,18 +171,22 @@ class Receiver:
     def hear(self, reports: Iterable[ReceivingReport], now: float) -> list[Action]:
         """Take the data plane's reports."""
         actions: list[Action] = []
+        may_lend = False
         for report in reports:
             match report:
                 case RouteReport(transfer=transfer):
                     incoming = self.incoming_transfers[transfer]
                     actions += self._go_on(incoming, incoming.on_report(report, now), now)
+                    if incoming.reads_peer:  # it has no slot that could be free now
+                        continue
                 case Broken(transfer=transfer, code=code, reason=reason):
                     actions += self._fail(self.incoming_transfers[transfer].wanted, code, reason, now)
                 case Filled():
                     actions += self._filled(report, now)
                 case Quiet(transfer=transfer):
                     actions += self._quiet(transfer, now)
-        return actions + self._lend()
+            may_lend = True
+        return actions + self._lend() if may_lend else actions
 
     def _go_on(self, incoming: IncomingTransfer, actions: list[Action], now: float) -> list[Action]:
         """Its route has gone on, and wants this to be done: the transfer may have failed, or be complete."""

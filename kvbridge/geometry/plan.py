@@ -116,7 +116,8 @@ class Plan:
             number += 1
         group_plan = self.group_plans[number]
         span, band = divmod(at, len(group_plan.bands) - 1)
-        first, end = group_plan.first + span * group_plan.span_tokens, group_plan.end_of(at)
+        first = group_plan.first + span * group_plan.span_tokens
+        end = min(first + group_plan.span_tokens, group_plan.end)
         chunk = self._chunk_cache[index] = Chunk(
             index,
             number,

@@ -242,7 +242,7 @@ class Control:
         """See `Link.send`."""
         if link.is_lost:
             return False
-        frame = link.seal(self.incarnation, body)
+        frame = encode(link.number(self.incarnation, body))
         if len(frame) > self.settings.frame_bytes:
             limit = self.settings.frame_bytes
             self._lose(link, "frame_too_large", f"frame_bytes: {len(frame)} to send, limit {limit}")
@@ -343,7 +343,7 @@ class Control:
         if not self._is_for_us(link, envelope):
             return
         link.sends_by_pipe = True
-        if link.is_early(envelope):
+        if envelope.number > link.expected:
             link.early[envelope.number] = envelope
             link.early_bytes += len(encode(envelope))
             if len(link.early) > BACKLOG or link.early_bytes > self.settings.queue_bytes:

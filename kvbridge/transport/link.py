@@ -6,7 +6,6 @@ import socket
 from collections import deque
 from typing import Protocol
 
-from kvbridge_proto.codec import encode
 from kvbridge_proto.common import OURS
 from kvbridge_proto.peer import LINK_OVER, Body, Envelope, Goodbye
 
@@ -20,8 +19,8 @@ class Numbered:
     def __init__(self) -> None:
         self.peer_incarnation = ""
         self.version = OURS.oldest
+        self.expected = 0  # the number that the next envelope from there must have
         self._sent = 0
-        self._expected = 0
 
     def number(self, sender: str, body: Body) -> Envelope:
         """The next envelope."""
@@ -34,26 +33,17 @@ class Numbered:
             return "link_over", f"the other agent has ended this link: {envelope.body.reason}"
         if self.peer_incarnation and envelope.sender != self.peer_incarnation:
             return "peer_restarted", f"incarnation: was {self.peer_incarnation}, now {envelope.sender}"
-        if envelope.number != self._expected:
+        if envelope.number != self.expected:
             return "messages_lost", self._gap(envelope.number)
         self.peer_incarnation = envelope.sender
-        self._expected += 1
+        self.expected += 1
         return None
 
     def _gap(self, number: int) -> str:
-        if self._expected == 0:
+        if self.expected == 0:
             return f"number: message {number} begins no link (0 does): the agent that got it had given the link up"
-        what = "those between are lost" if number > self._expected else "it came twice"
-        return f"number: message {number} came after message {self._expected - 1}: {what}"
-
-    def is_early(self, envelope: Envelope) -> bool:
-        """Whether envelopes before it are still missing."""
-        return envelope.number > self._expected
-
-    @property
-    def expected(self) -> int:
-        """The number that the next envelope must have."""
-        return self._expected
+        what = "those between are lost" if number > self.expected else "it came twice"
+        return f"number: message {number} came after message {self.expected - 1}: {what}"
 
 
 class LinkCarrier(Protocol):
@@ -76,10 +66,11 @@ class Link(Numbered):
         super().__init__()
         self.address = address
         self.key = key
-        self.state = PeerLinkState.QUEUED if identity is None else PeerLinkState.UP
+        self.identity = identity
+        self.is_dialled = identity is None
+        self._become(PeerLinkState.QUEUED if self.is_dialled else PeerLinkState.UP)
         self.failures = 0  # handshakes that failed before it was up
         self.is_refused = False  # a try to connect found nobody; ZeroMQ tries again
-        self.identity = identity
         self.outbox: deque[bytes] = deque()
         self.waiting_bytes = 0
         self.pipe: Connection[Envelope, Envelope] | None = None  # to a peer on this host, which has the other end
@@ -96,25 +87,13 @@ class Link(Numbered):
         return f"<Link {way} {self.address} incarnation={incarnation} {self.state.name.lower()}>"
 
     def step(self, event: PeerLinkEvent) -> None:
-        self.state = PEER_LINK_TABLE.after(self.state, event)
+        self._become(PEER_LINK_TABLE.after(self.state, event))
 
-    @property
-    def is_up(self) -> bool:
-        """Whether it is connected, as far as we know."""
-        return self.state is PeerLinkState.UP
-
-    @property
-    def is_tried(self) -> bool:
-        """Whether it no longer waits for its turn to be connected."""
-        return self.state is not PeerLinkState.QUEUED
-
-    @property
-    def is_lost(self) -> bool:
-        return self.state is PeerLinkState.LOST
-
-    @property
-    def is_dialled(self) -> bool:
-        return self.identity is None
+    def _become(self, state: PeerLinkState) -> None:
+        self.state = state
+        self.is_tried = state is not PeerLinkState.QUEUED  # it no longer waits for its turn to be connected
+        self.is_up = state is PeerLinkState.UP  # it is connected, as far as we know
+        self.is_lost = state is PeerLinkState.LOST
 
     def send(self, body: Body) -> bool:
         """Queue a message, which waits until the link is up. False if the link is lost and the message dropped."""
@@ -127,7 +106,3 @@ class Link(Numbered):
     def close(self) -> None:
         """End the link from our side, without a Lost. What was sent may still leave."""
         self._carrier.close_link(self)
-
-    def seal(self, sender: str, body: Body) -> bytes:
-        """The next envelope, as a frame."""
-        return encode(self.number(sender, body))

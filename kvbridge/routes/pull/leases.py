@@ -104,7 +104,8 @@ class ReadLease:
         if (asked_at := self._asked.get(number)) is None:
             return
         self.ends = max(self.ends, asked_at + COUNTED_S)
-        self._asked = {each: at for each, at in self._asked.items() if each > number}
+        while self._asked and (oldest := next(iter(self._asked))) <= number:
+            del self._asked[oldest]
 
     def counts(self, now: float) -> bool:
         """Whether a read counts. `now` must be taken after the read was seen to end."""

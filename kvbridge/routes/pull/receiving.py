@@ -127,9 +127,10 @@ class IncomingByPull(IncomingTransfer):
             return []
         self.placed = pulled.end_chunk
         actions = self._check(pulled.digests, now)
-        if self.placed == self.plan.chunks:
-            self._limit_comparing(now)
-        return actions + self._read(now)
+        if self.placed < self.plan.chunks:
+            return actions + self._read(now)
+        self._limit_comparing(now)
+        return actions
 
     def _check(self, digests: Mapping[int, int], now: float) -> list[Action]:
         """Ask the sender to compare its digests of these chunks. It keeps their blocks meanwhile."""
