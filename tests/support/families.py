@@ -34,6 +34,7 @@ CPU_SGLANG_INDEX_KEYS = "[CPU](../tests/system/sglang/test_index_keys.py)"
 CPU_INDEX_KEYS_ACROSS = "[CPU](../tests/system/cross/test_index_keys.py)"
 CPU_PLAIN_INDEX_KEYS = "[CPU](../tests/system/engines/test_plain_index_keys.py)"
 CPU_SGLANG_PLAIN_INDEX_KEYS = "[CPU](../tests/system/sglang/test_plain_index_keys.py)"
+CPU_PLAIN_INDEX_KEYS_ACROSS = "[CPU](../tests/system/cross/test_plain_index_keys.py)"
 CPU_SGLANG_LATENTS = "[CPU](../tests/system/sglang/test_latents.py)"
 CPU_DRAFTS = "[CPU](../tests/system/engines/test_drafts.py)"
 CPU_SGLANG_DRAFTS = "[CPU](../tests/system/sglang/test_drafts.py)"
@@ -215,7 +216,11 @@ FAMILIES = (
         {"model_type": "minimax_m3_vl", "text_config": config("minimax_m3", 60, 64, 4, 128, **BLOCKS_CHOSEN)},
         "full, index keys",
         "MiniMaxSparseKVPool",
-        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_PLAIN_INDEX_KEYS}", CPU_SGLANG_PLAIN_INDEX_KEYS, ""),
+        on_engines=(
+            f"{GPU_INDEX_KEYS}, {CPU_PLAIN_INDEX_KEYS}",
+            CPU_SGLANG_PLAIN_INDEX_KEYS,
+            CPU_PLAIN_INDEX_KEYS_ACROSS,
+        ),
         stopped=96,
     ),
     Family(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from demo.model import write_model
-from testing.agents import AgentProcess
+from demo.model import prompt, write_model
+from tests.integration.agent.harness import AgentProcess
 from tests.system.engines import fleet as vllm
 from tests.system.sglang import fleet as sglang
 from tests.system.sglang import rows
@@ -33,9 +33,11 @@ class Cross:
     ) -> None:
         python = os.environ["KVBRIDGE_TEST_VLLM_PYTHON"]
         (folder / "vllm").mkdir()
-        more, others = of_vllm or {}, of_sglang or {}
-        self.vllm = vllm.Fleet(folder / "vllm", stack, dtype="float32", write=write, python=python, **more)
-        self.sglang = sglang.Fleet(folder / "sglang", stack, write=write, start=start, **others)
+        alike = {"write": write}  # unless an engine reads another configuration
+        ours, theirs = alike | dict(of_vllm or {}), {"start": start} | alike | dict(of_sglang or {})
+        self.vllm = vllm.Fleet(folder / "vllm", stack, dtype="float32", python=python, **ours)
+        self.sglang = sglang.Fleet(folder / "sglang", stack, **theirs)
+        self._moved: list[float] = []  # bytes that each prompt moved
 
     @staticmethod
     def room() -> int:
@@ -49,7 +51,8 @@ class Cross:
         room, request = self.room(), self.vllm.name(f"p-{sender}")
         prefilled = self.vllm[sender].run(request, tokens, 1, vllm.PREFILL | {"bootstrap_room": room})
         given = self.vllm.rows(sender, request, 0, len(tokens))
-        status, said = server.generate(decode_body(tokens, room, prefilled, **more))
+        with self._counted(self.sglang, receiver):
+            status, said = server.generate(decode_body(tokens, room, prefilled, **more))
         assert status == 200, said
         return answer_of(said), given, self._kept("decode", receiver, room)
 
@@ -58,16 +61,35 @@ class Cross:
     ) -> tuple[list[int], int, rows.SavedRows, rows.SavedRows]:
         """SGLang prefills, vLLM decodes, asked at once: the tokens, how many were not computed, both sides' rows."""
         room, request = self.room(), self.vllm.name(f"d-{receiver}")
+        self.vllm.start(receiver)
         begun = self.sglang[sender].begin(prefill_body(tokens, room))
-        answer = self.vllm[receiver].run(request, tokens, TOKENS, fetch_params(self.sglang.agents[sender][0], room))
+        with self._counted(self.vllm, receiver):
+            answer = self.vllm[receiver].run(request, tokens, TOKENS, fetch_params(self.sglang.agents[sender][0], room))
         taken = self.vllm.rows(receiver, request, 0, len(tokens) - 1)
         assert begun.getresponse().status == 200
         begun.close()
         given = self._kept("prefill", sender, room)
         return list(answer.tokens), answer.cached, given.first(len(tokens) - 1), taken
 
+    def assert_prefix_stayed(self) -> None:
+        """Of the last prompt, which begins as the one before, the receiver was not brought again what it had."""
+        first, second = self._moved[-2:]
+        assert 0 < second < first / 2, f"{second} bytes, and {first} before"
+
+    @contextmanager
+    def _counted(self, fleet: vllm.Fleet | sglang.Fleet, receiver: str) -> Iterator[None]:
+        before = fleet.moved_bytes(receiver)
+        yield
+        self._moved.append(fleet.moved_bytes(receiver) - before)
+
     def _kept(self, side: str, name: str, room: int) -> rows.SavedRows:
         return rows.load(self.sglang.kept, side, room, self.sglang.configs[name].shards)
+
+
+def prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """One of each length, and one that begins as the last of them."""
+    found = [prompt(length, seed=seed + length) for length in lengths]
+    return [*found, found[-1] + prompt(90, seed=seed)]
 
 
 def greedy(tokens: list[int], amount: int) -> dict[str, Any]:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from demo.rows import SavedRows, difference, load
 
-__all__ = ["SavedRows", "assert_carried", "assert_windows_carried", "load"]
+__all__ = ["SavedRows", "assert_carried", "assert_parts_carried", "assert_windows_carried", "load"]
 
 
 def assert_carried(given: SavedRows, taken: SavedRows) -> None:
     """`taken` is `given` in its own codec, bit for bit."""
     assert not (wrong := difference(given, taken, len(next(iter(given.rows.values()))))), wrong
+
+
+def assert_parts_carried(given: SavedRows, taken: SavedRows, codecs: Mapping[tuple[str, ...], tuple[str, str]]) -> None:
+    """The same where parts have codecs of their own. `codecs` are those of parts on the given and the taken side."""
+    assert {part for _, part in taken.rows} == {part for parts in codecs for part in parts}
+    for parts, each in codecs.items():
+        ours, theirs = (
+            SavedRows({key: rows for key, rows in side.rows.items() if key[1] in parts}, codec)
+            for side, codec in zip((given, taken), each, strict=True)
+        )
+        assert_carried(ours, theirs)
 
 
 def assert_windows_carried(given: SavedRows, taken: SavedRows, windowed: Collection[int], first: int) -> None:
