@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.model import prompt, write_model
-from tests.integration.agent.harness import AgentProcess
+from testing.agents import AgentProcess
 from tests.system.engines import fleet as vllm
 from tests.system.sglang import fleet as sglang
 from tests.system.sglang import rows

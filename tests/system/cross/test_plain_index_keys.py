@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 
 from demo.model import LAYERS
+from testing.kept import kept
 from tests.system.cross.fleet import TOKENS, Cross, prompts
 from tests.system.engines.kinds import write_plain_sparse
 from tests.system.engines.test_plain_index_keys import CHOOSING, PLUGIN
-from tests.system.kept import kept
 from tests.system.sglang.fleet import Answer, assert_idle, assert_same_tokens
 from tests.system.sglang.rows import SavedRows, assert_parts_carried
 from tests.system.sglang.test_plain_index_keys import CHANGES, OTHERS, write

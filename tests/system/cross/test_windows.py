@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from demo.vllm_rows import LATER
+from testing.kept import kept
 from tests.system.cross.fleet import TOKENS, Cross, prompts
 from tests.system.engines.kinds import SEEN, write_alike_halves
-from tests.system.kept import kept
 from tests.system.sglang.fleet import Answer, assert_idle, assert_same_tokens
 from tests.system.sglang.rows import SavedRows, assert_windows_carried
 
