@@ -19,8 +19,7 @@ import numpy as np
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.pool import CodecName, Group, Plane, Pool, Shard, Step
 
-from kvbridge.geometry.token_shard import TokenShard
-from kvbridge.geometry.tokens import BlockTable
+from kvbridge.geometry.tokens import BlockTable, TokenShard
 from kvbridge.geometry.wire import EIGHT_BITS, ROW_SCALED
 from testing.pools import LAYOUTS as LAYOUTS
 from testing.pools import PARTS as PARTS

@@ -13,7 +13,7 @@ from ..device.sharing import SharedHandles
 from ..errors import EngineError
 from ..failpoints import failpoint
 
-KEPT = 1024
+KEPT_WITHDRAWALS = 1024
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class EngineLiveness:
     def withdrew(self, number: int, now: float) -> None:
         _, said_after = self.withdrawals.get(number, (now, self.heard_at))
         self.withdrawals[number] = now, min(said_after, self.heard_at)
-        if len(self.withdrawals) > KEPT:
+        if len(self.withdrawals) > KEPT_WITHDRAWALS:
             oldest = next(iter(self.withdrawals))
             self.forgotten_at = max(
                 self.forgotten_at, self.withdrawals[oldest][0]

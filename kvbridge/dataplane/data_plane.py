@@ -76,7 +76,7 @@ from .awaits import (
     WaitWrite,
 )
 from .fills import Fills
-from .linger import Linger, nap_exactly, usual_naps
+from .linger import LINGER_NAP_S, Linger, nap_exactly, usual_naps
 from .receive_orders import LandedChunk, ReceiveOrders
 from .resources import Resources, StagingEndpoints
 from .watchdog import STUCK_S, Watchdog, end_process
@@ -87,12 +87,11 @@ T = TypeVar("T")
 IDLE_S = 1.0
 ALIVE_S = 1.0
 # With `nap_exactly` a nap lasts about 7 us longer than asked (H200 machine, 2026-11); without, up to 50.
-NAP_S = 2e-6
-SHORT_S = 0.002
-LONGEST_S = 0.001
+POLL_NAP_S = 2e-6
+POLL_NAPS_S = 0.002
+LONGEST_NAP_S = 0.001
 LINGER_ON_GPU_S = 0.03
-SEND_S = 5e-4  # a CPU gathers inside the call, and what it has gathered leaves only at the next poll
-LINGER_NAP_S = 5e-5  # a task ends it; the processor does not sleep deeply in so short a nap
+GATHERING_S = 5e-4  # a CPU gathers inside the call, and what it has gathered leaves only at the next poll
 NOTICE = Limits(frame_bytes=4096)  # the fabric itself allows notices of 16 MiB
 
 
@@ -475,8 +474,8 @@ class DataPlane:
                 self._resume(self._fills.fill(order, attached), None)
 
     def _send(self) -> bool:
-        """Gather chunks that are ready while there are slots, for about SEND_S. Returns whether anything was begun."""
-        ends, has_begun = self._clock() + SEND_S, False
+        """Gather ready chunks while there are slots, for about GATHERING_S. Returns whether anything was begun."""
+        ends, has_begun = self._clock() + GATHERING_S, False
         while (not has_begun or self._clock() < ends) and (leaving := self.send_orders.begin()) is not None:
             self._resume(self._jobs.send(leaving), None)
             has_begun = True
@@ -633,7 +632,7 @@ def _call_all(calls: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -
 
 def _pause(still_s: float) -> float:
     """How long to nap when nothing has moved for `still_s`: briefly at first, then longer and longer."""
-    return NAP_S if still_s < SHORT_S else min(still_s / 20, LONGEST_S)
+    return POLL_NAP_S if still_s < POLL_NAPS_S else min(still_s / 20, LONGEST_NAP_S)
 
 
 def _settle(done: asyncio.Future[Any], found: Any, error: Exception | None) -> None:

@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NAP_S = 5e-5  # lets other threads have the interpreter; what comes ends it, and so short a sleep is not deep
+# Lets other threads have the interpreter. What comes ends it, and so short a sleep is not deep.
+LINGER_NAP_S = 5e-5
 # A message that ended a nap is handled two turns later: its task is called, then the one that waits for the task.
 TURNS_AWAKE = 4
 FD_SETSIZE = 1024  # select takes no descriptors from here on; without one a nap just lasts its time
@@ -46,7 +47,7 @@ class Linger:
     The loop naps in the kernel, where what comes wakes it at once. That needs uvloop; another loop just sleeps as long.
     """
 
-    def __init__(self, seconds: float, nap_s: float = NAP_S) -> None:
+    def __init__(self, seconds: float, nap_s: float = LINGER_NAP_S) -> None:
         self._seconds = seconds
         self._nap_s = nap_s
         self._until = 0.0

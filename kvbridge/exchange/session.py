@@ -17,7 +17,7 @@ from kvbridge_proto.pool import Pool
 
 from ..geometry.compat import Convertible, Incompatible, Same, Verdict, other_weights, verdict
 from ..geometry.plan import Planner
-from ..geometry.token_shard import TokenShard
+from ..geometry.tokens import TokenShard
 from .route import UNPROVED, Routed, Site
 
 

@@ -13,7 +13,7 @@ from kvbridge_proto.common import MAX_RANKS
 from kvbridge_proto.engine import Scales
 from kvbridge_proto.pool import Codec, Group, Plane, Pool, Step
 
-from .token_shard import MOST_PERIOD, period_of
+from .tokens import MOST_PERIOD, period_of
 from .wire import EIGHT_BITS, PLAIN, POWERS, ROW_SCALED, SCALED_ROWS, counterpart, is_scale, unrotated
 
 MOST_REASONS = 32

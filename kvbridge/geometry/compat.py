@@ -19,7 +19,7 @@ from .check import extent as extent
 from .check import shortened
 from .group_plan import border, whole_block
 from .layers import align, unfilled
-from .token_shard import MOST_PERIOD, period_of
+from .tokens import MOST_PERIOD, period_of
 from .wire import (
     PLAIN,
     POWERS,

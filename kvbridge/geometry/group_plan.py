@@ -1,6 +1,6 @@
 """Group plans: plane pairs that move for the same tokens, as a grid of token spans x bands of pairs. Pure.
 
-A group plan counts local tokens of what sender and receiver have in common (see token_shard.py). All full layers are
+A group plan counts local tokens of what sender and receiver have in common (see tokens.py). All full layers are
 one, or one for each kind of rows. Layers that keep a window are apart by kind, window and block size. The states, one
 row each however many tokens, are the last. A pair belongs to the group plan of its group in the receiver's pool.
 """
@@ -21,7 +21,7 @@ from kvbridge_proto.pool import Group, GroupKind, Shard
 from ..cache_kinds import first_kept, is_late
 from .check import is_beside
 from .plane_pair import PlanePair, split_heads
-from .token_shard import TokenShard
+from .tokens import TokenShard
 
 # Plane pairs begin at multiples of this in a slot, so that rows can be moved as wide words.
 ALIGN = 16

@@ -28,8 +28,7 @@ from .group_plan import ORDER, GroupPlan, GroupTemplate, fitted
 from .layers import align
 from .plane_pair import PlanePair, pair_planes
 from .shard import common
-from .token_shard import TokenShard
-from .tokens import BlockTable, Places
+from .tokens import BlockTable, Places, TokenShard
 from .wire import is_same_row, is_same_scales, scales_of
 
 
@@ -196,7 +195,7 @@ NOTHING = PlanTemplate((), (), b"")
 class Planner:
     """Makes the plans between two pools. Keeps its templates: requests mostly differ in their tokens only."""
 
-    KEPT = 64
+    KEPT_TEMPLATES = 64
 
     def __init__(self, sender: Pool, receiver: Pool) -> None:
         self._sender = align(sender, receiver)
@@ -221,7 +220,7 @@ class Planner:
         key = (tuple(takes), first_local, slot_bytes)
         if (template := self._templates.pop(key, None)) is None:
             template = self._template(takes, first_local, slot_bytes)
-            if len(self._templates) == self.KEPT:
+            if len(self._templates) == self.KEPT_TEMPLATES:
                 del self._templates[next(iter(self._templates))]
         self._templates[key] = template  # the newest last
         return _cut(template, first_token, end_token, slot_bytes)

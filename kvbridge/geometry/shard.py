@@ -15,7 +15,7 @@ from kvbridge_proto.pool import Pool
 
 from ..errors import PeerError
 from .layers import align, align_all, unfilled
-from .token_shard import TokenShard
+from .tokens import TokenShard
 from .wire import counterpart, is_scale
 
 

@@ -22,7 +22,7 @@ from ..errors import OperatorError
 
 log = logging.getLogger("kvbridge.local")
 
-KEPT = 64  # incarnations; a peer that still waits for proof about an older one has to rebuild its slots
+KEPT_INCARNATIONS = 64  # incarnations; a peer that still waits for proof about an older one has to rebuild its slots
 KERNEL = Path("/proc/sys/kernel/random/boot_id")
 LINE_BYTES = 54
 INCARNATION = re.compile(rb"[0-9a-f]{16}")
@@ -72,11 +72,11 @@ class Lock:
     def _inherit(self, incarnation: str) -> frozenset[str]:
         """Return the earlier incarnations, and add ours to the list for the next agent."""
         kernel = KERNEL.read_bytes().strip()
-        said = os.pread(self._fd, KEPT * LINE_BYTES, 0)
+        said = os.pread(self._fd, KEPT_INCARNATIONS * LINE_BYTES, 0)
         whole = said[: said.rfind(b"\n") + 1].splitlines()  # a cut-off line could be longer than it looks
         lines = [line.partition(b" ") for line in whole]
         before = [found.decode() for found, _, under in lines if INCARNATION.fullmatch(found) and under == kernel]
-        kept = b"".join(b"%s %s\n" % (each.encode(), kernel) for each in [*before, incarnation][-KEPT:])
+        kept = b"".join(b"%s %s\n" % (each.encode(), kernel) for each in [*before, incarnation][-KEPT_INCARNATIONS:])
         try:  # all lines have one length: a write that is cut off leaves the others as they were
             if (written := os.pwrite(self._fd, kept, 0)) < len(kept):
                 raise OSError(errno.ENOSPC, f"{written} of {len(kept)} bytes")

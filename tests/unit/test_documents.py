@@ -84,12 +84,14 @@ ROW = re.compile(r"^\| \[`(\w+_S)`\]\(\.\./([\w/]+\.py)\) \| ([\d.]+) \|", re.MU
 PAUSES = {
     "kvbridge/adapters/sglang/manager.py": {"TURN_S", "REST_S"},
     "kvbridge/adapters/vllm/scheduler.py": {"REST_S", "LONG_REST_S", "WARN_S"},
-    "kvbridge/dataplane/data_plane.py": {"NAP_S", "SHORT_S", "LONGEST_S", "LINGER_NAP_S", "LINGER_ON_GPU_S", "SEND_S"},
     "kvbridge/fetch_outcomes.py": {"SOON_S", "EVERY_S"},
     "kvbridge/proxy/sparing.py": {"EVERY_S"},
     "kvbridge/agent/scraping.py": {"POLL_S"},
     "kvbridge/failpoints.py": {"LONGEST_S"},
-    "": {"LEAST_GB_S", "SLOW_BYTES_PER_S", "SLOW_S", "DAY_S", "SWITCH_S", "NAP_S", "WARN_S", "WINDOW_S"},
+    "": {
+        *("LEAST_GB_S", "SLOW_BYTES_PER_S", "SLOW_S", "DAY_S", "SWITCH_S", "WARN_S", "WINDOW_S"),
+        *("POLL_NAP_S", "POLL_NAPS_S", "LONGEST_NAP_S", "LINGER_NAP_S", "LINGER_ON_GPU_S", "GATHERING_S"),
+    },
 }
 
 

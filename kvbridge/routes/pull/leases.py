@@ -21,8 +21,7 @@ from ...cache_kinds import is_late
 from ...errors import PeerError
 from ...exchange.session import Session
 from ...geometry.plan import Plan
-from ...geometry.token_shard import TokenShard
-from ...geometry.tokens import BlockTable
+from ...geometry.tokens import BlockTable, TokenShard
 
 DRIFT = 1e-3  # the most by which a clock's rate differs from true time
 LEASE_S = 0.4  # how long a promise lasts, on the sender's clock

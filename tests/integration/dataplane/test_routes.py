@@ -18,9 +18,9 @@ import pytest
 from kvbridge_proto.peer import DeviceCard, Probe, SlotLease, Sum
 from msgspec.structs import replace as replace_struct
 
-from kvbridge.dataplane.attached import KEPT, AttachedMemory, EngineLiveness
+from kvbridge.dataplane.attached import KEPT_WITHDRAWALS, AttachedMemory, EngineLiveness
 from kvbridge.dataplane.awaits import Job, WaitEngineHeard, WaitFence, WaitMove, WaitWrite
-from kvbridge.dataplane.data_plane import SEND_S, DataPlane
+from kvbridge.dataplane.data_plane import GATHERING_S, DataPlane
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
 from kvbridge.dataplane.slots import SendSlots
@@ -339,7 +339,7 @@ class Lengthy(CpuBlockCopier):
         self.done: list[str] = []
 
     def gather(self, *args: Any, **more: Any) -> int:
-        self.now += 2 * SEND_S
+        self.now += 2 * GATHERING_S
         self.done.append("gathered")
         return self._over(0)
 
@@ -604,9 +604,9 @@ def test_a_withdrawal_of_another_request_changes_nothing() -> None:
 def test_withdrawals_that_are_not_kept_may_have_been_any() -> None:
     word = EngineLiveness(99.1)
     word.withdrew(1, 99.2)
-    for i in range(KEPT):
+    for i in range(KEPT_WITHDRAWALS):
         word.withdrew(100 + i, 99.3)
-    assert len(word.withdrawals) == KEPT and 1 not in word.withdrawals
+    assert len(word.withdrawals) == KEPT_WITHDRAWALS and 1 not in word.withdrawals
     assert word.has_withdrawn(1, since=99.0, before=99.5) and word.has_withdrawn(3, since=99.2, before=99.5)
     assert not word.has_withdrawn(3, since=99.25, before=99.5)
 

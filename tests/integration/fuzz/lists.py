@@ -10,7 +10,7 @@ from zmq.utils import z85
 
 from kvbridge.errors import OperatorError
 from kvbridge.transport.keys import MOST_KEYS, NAME, is_key, load_peers
-from kvbridge.transport.lock import INCARNATION, KEPT, KERNEL, LINE_BYTES, Lock
+from kvbridge.transport.lock import INCARNATION, KEPT_INCARNATIONS, KERNEL, LINE_BYTES, Lock
 from tests.integration.fuzz.target import Target
 
 ODD = (
@@ -84,11 +84,11 @@ class IncarnationList(Target):
         for number in range(3):
             incarnation = f"{number:016x}"
             found = self._before(incarnation)
-            assert len(found) <= KEPT and all(INCARNATION.fullmatch(each.encode()) for each in found)
+            assert len(found) <= KEPT_INCARNATIONS and all(INCARNATION.fullmatch(each.encode()) for each in found)
             assert found <= before if number else {each.encode() + b" " + kernel for each in found} <= lines
             assert not number or f"{number - 1:016x}" in found
             before = found | {incarnation}
-        assert os.stat(self._file).st_size <= KEPT * LINE_BYTES
+        assert os.stat(self._file).st_size <= KEPT_INCARNATIONS * LINE_BYTES
         return 1
 
     def _before(self, incarnation: str) -> frozenset[str]:

@@ -14,8 +14,7 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.compat import Incompatible, check_pool, verdict
 from kvbridge.geometry.plan import Part, Plan, Planner
 from kvbridge.geometry.shard import assign, common
-from kvbridge.geometry.token_shard import TokenShard
-from kvbridge.geometry.tokens import BlockTable
+from kvbridge.geometry.tokens import BlockTable, TokenShard
 from testing.pools import More, Shape, describe, mla
 from tests.integration.fuzz.mutate import Mutator
 from tests.integration.fuzz.target import Target

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvbridge.errors import OperatorError
-from kvbridge.transport.lock import KEPT, KERNEL, LINE_BYTES, Lock
+from kvbridge.transport.lock import KEPT_INCARNATIONS, KERNEL, LINE_BYTES, Lock
 
 HOLD = """
 import sys, time
@@ -42,11 +42,11 @@ def test_each_holder_knows_those_before_it(tmp_path: Path) -> None:
 
 
 def test_keeps_so_many_and_the_last_of_them(tmp_path: Path) -> None:
-    names = incarnations(2 * KEPT + 3)
+    names = incarnations(2 * KEPT_INCARNATIONS + 3)
     for incarnation in names:
         held(tmp_path / "a.sock", incarnation)
-    assert held(tmp_path / "a.sock", "f" * 16) == set(names[-KEPT:])
-    assert (tmp_path / "a.sock.lock").stat().st_size == KEPT * LINE_BYTES
+    assert held(tmp_path / "a.sock", "f" * 16) == set(names[-KEPT_INCARNATIONS:])
+    assert (tmp_path / "a.sock.lock").stat().st_size == KEPT_INCARNATIONS * LINE_BYTES
 
 
 def test_who_held_it_under_another_kernel_may_live_there_yet(tmp_path: Path) -> None:

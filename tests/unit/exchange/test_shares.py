@@ -9,7 +9,7 @@ from kvbridge_proto.pool import Pool
 
 from kvbridge.errors import EngineError
 from kvbridge.exchange.block_tables import tables_of
-from kvbridge.geometry.token_shard import TokenShard
+from kvbridge.geometry.tokens import TokenShard
 from tests.unit.exchange.world import World, make_pool
 
 INTERLEAVE = 4

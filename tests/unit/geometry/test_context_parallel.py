@@ -13,7 +13,7 @@ from kvbridge_proto.pool import Pool, Shard
 from kvbridge.errors import PeerError
 from kvbridge.geometry.plan import Planner, plan
 from kvbridge.geometry.shard import assign
-from kvbridge.geometry.token_shard import TokenShard
+from kvbridge.geometry.tokens import TokenShard
 from testing.carried import carry
 from testing.oracle import Shape, build_all, is_own
 from testing.pools import Held

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvbridge_proto.pool import Shard
 
-from kvbridge.geometry.token_shard import ALL, MOST_PERIOD, TokenShard, period_of
+from kvbridge.geometry.tokens import ALL, MOST_PERIOD, TokenShard, period_of
 
 
 @st.composite
