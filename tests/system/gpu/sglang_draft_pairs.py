@@ -49,10 +49,10 @@ class OnGpu(Drafting):
 def measured(fleet: Drafting, count: int) -> dict[str, Any]:
     """What it showed."""
     prompts = [repetitive(40 + i % 90, seed=i) for i in range(count)]
-    for receiver, sender in (("alone-drafts", ""), ("d32-drafts", "p16-drafts")):
+    for receiver, sender in (("alone", ""), ("d32-drafts", "p16-drafts")):
         fleet.many(receiver, sender, prompts[:2])  # kernels are compiled
     began = time.monotonic()
-    alone = fleet.many("alone-drafts", "", prompts)
+    alone = fleet.many("alone", "", prompts)
     pair = fleet.many("d32-drafts", "p16-drafts", prompts)
     one, two = per_step(alone), per_step(pair)
     same = sum(ours["output_ids"] == theirs["output_ids"] for ours, theirs in zip(alone, pair, strict=True))
@@ -63,7 +63,7 @@ def measured(fleet: Drafting, count: int) -> dict[str, Any]:
         "pair": round(two, 4),
         "apart": round(abs(two / one - 1), 4),
         "tokens": f"{same} of {count}",
-        "one_of_these": round(per_step(fleet.many("alone-drafts", "", some)), 4),
+        "one_of_these": round(per_step(fleet.many("alone", "", some)), 4),
         "zeros": round(per_step(fleet.many("d32-drafts", "p16", some)), 4),
         "seconds": round(time.monotonic() - began, 1),
         "rows": _rows(fleet),

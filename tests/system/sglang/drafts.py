@@ -13,11 +13,11 @@ from tests.system.sglang.drafting import VARIABLE
 from tests.system.sglang.fleet import CONFIGS, Fleet
 
 AT_ONCE = 24
-DRAFTING = ("p16", "d32", "alone")
+DRAFTING = ("p16", "d32", "p16-two", "d16-two")
 
 
 class Drafting(Fleet):
-    """Those of DRAFTING with "-drafts" behind their names; `plain` are also up without."""
+    """Those of DRAFTING draft with "-drafts" behind their names, and "alone" does; `plain` are up beside them."""
 
     def __init__(
         self,
@@ -36,23 +36,26 @@ class Drafting(Fleet):
             *("--speculative-eagle-topk", "1"),
         )
         told = {VARIABLE: "1", **(environment or {})}
-        drafting = {f"{name}-drafts": replace(CONFIGS[name], flags=flags, environment=told) for name in DRAFTING}
-        super().__init__(
-            folder, stack, write=lambda at: at, changes=changes, others=drafting, start=(*plain, *drafting)
-        )
+        names = {"alone": "alone"} | {f"{name}-drafts": name for name in DRAFTING}
+        drafting = {name: replace(CONFIGS[of], flags=flags, environment=told) for name, of in names.items()}
+        start = (*plain, "p16-drafts", "d32-drafts", "alone")
+        super().__init__(folder, stack, write=lambda at: at, changes=changes, others=drafting, start=start)
+
+    def body(self, *args: Any, **more: Any) -> dict[str, Any]:
+        """Without probabilities, which are not told of drafts."""
+        return super().body(*args, **{"return_logprob": False, "top_logprobs_num": 0} | more)
 
     def many(self, receiver: str, sender: str, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
         """What the decoding server says, with the rooms; without a `sender`, one by itself."""
         said: list[dict[str, Any]] = []
-        plainly = {"return_logprob": False, "top_logprobs_num": 0}
         for at in range(0, len(prompts), AT_ONCE):
             some = prompts[at : at + AT_ONCE]
             rooms = [self.room() for _ in some]
             if sender:
-                status, answers = self.both(sender, receiver, self.body(sender, some, rooms, MORE, **plainly))[1]
+                status, answers = self.both(sender, receiver, self.body(sender, some, rooms, MORE))[1]
             else:
                 no = dict.fromkeys(("bootstrap_host", "bootstrap_port"))
-                status, answers = self[receiver].generate(self.body(receiver, some, None, MORE, **plainly | no))
+                status, answers = self[receiver].generate(self.body(receiver, some, None, MORE, **no))
             assert status == 200, answers
             said += [answer | {"room": room} for answer, room in zip(answers, rooms, strict=True)]
         return said
