@@ -82,8 +82,8 @@ def test_functions_of_failures_are_in_the_files_it_names() -> None:
 ROW = re.compile(r"^\| \[`(\w+_S)`\]\(\.\./([\w/]+\.py)\) \| ([\d.]+) \|", re.MULTILINE)
 # In these files a name that is a timeout elsewhere is none.
 PAUSES = {
-    "kvbridge/adapters/sglang/manager.py": {"TURN_S", "REST_S"},
-    "kvbridge/adapters/vllm/scheduler.py": {"REST_S", "LONG_REST_S", "WARN_S"},
+    "kvbridge/adapters/sglang/manager.py": {"TURN_S", "IDLE_REST_S"},
+    "kvbridge/adapters/vllm/scheduler.py": {"EMPTY_STEP_REST_S", "LONG_REST_S", "SHORT_WARN_S"},
     "kvbridge/fetch_outcomes.py": {"SOON_S", "EVERY_S"},
     "kvbridge/proxy/sparing.py": {"EVERY_S"},
     "kvbridge/agent/scraping.py": {"POLL_S"},

@@ -35,7 +35,7 @@ from ...errors import OperatorError
 from ...failpoints import failpoint
 from ...unix_socket import SEND, close_fds, credentials_of, send_beside
 
-RETRY_S = 0.05
+CONNECT_RETRY_S = 0.05
 SO_PEERPIDFD = 77  # since Linux 6.5; Python does not name it
 RECEIVE_BYTES = 1 << 18
 POLL_BYTES = 4 << 20  # read at most this much in one poll: an agent must not be able to hold up a step
@@ -132,16 +132,17 @@ class EngineClient:
     @property
     def is_quiet(self) -> bool:
         """Whether `poll` has nothing to move, and the agent lives: a step asks this twice, so it is one system call."""
-        return self.is_connected and not self._writer.unsent_bytes and not self._news.poll(0)
+        is_connected = self._socket is not None and not self._is_hung_up
+        return is_connected and not self._writer.unsent_bytes and not self._news.poll(0)
 
     def connect(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for the agent; for start-up only. False, with `why`, if it does not come in time."""
         end = time.monotonic() + timeout_s
         while not self.reconnect():
-            if time.monotonic() + RETRY_S > end:
+            if time.monotonic() + CONNECT_RETRY_S > end:
                 self.why = f"no agent at {self.path} within {timeout_s} s: {self.why}"
                 return False
-            time.sleep(RETRY_S)
+            time.sleep(CONNECT_RETRY_S)
         return True
 
     def reconnect(self) -> bool:

@@ -52,6 +52,7 @@ from .memory import Memory
 from .numbers import numbers
 
 GRACE_S = 10.0  # how long an agent may exceed its own deadline, and again after being asked to stop
+COMPUTING_S = 600.0  # how long an offer is held while the rest of its prompt is computed: a step may take long
 CHECK_S = 0.5  # how often deadlines are checked
 DETACH_S = 60.0  # twice the default of `write_timeout_s`, within which an agent's last writes end
 MOST_UNSENT = 1024  # `Computed` messages kept while there is no agent to count them

@@ -31,7 +31,7 @@ from ...failpoints import VARIABLE, arm_from_environment
 from ...states import LINK_TABLE, LinkEvent, LinkState
 from .client import EngineClient
 
-RETRY_S = 1.0
+ATTACH_RETRY_S = 1.0
 REFUSED_RETRY_S = 60.0  # after a refusal that can only change with the agent or its configuration
 ATTACH_S = 30.0  # an agent that takes longer to answer Attach is given up
 GONE_S = 1.0  # with `allow_unwatched`: how long after its socket closed an agent counts as gone (H200: 85 ms)
@@ -333,7 +333,7 @@ class AgentLink:
 
     def _later(self, why: str) -> None:
         self.why = why
-        self._at = self._clock() + (REFUSED_RETRY_S if self._is_refused else RETRY_S)
+        self._at = self._clock() + (REFUSED_RETRY_S if self._is_refused else ATTACH_RETRY_S)
 
     def _next_at(self) -> float | None:
         """When something is due that no descriptor announces."""
@@ -373,7 +373,7 @@ class AgentLink:
                 self._drive()
             except Exception as error:
                 self._fail(error)
-                return RETRY_S
+                return ATTACH_RETRY_S
         return 0.0
 
     def _fail(self, error: Exception) -> None:

@@ -67,14 +67,17 @@ T = TypeVar("T")
 TURN_S = 0.0002  # a scheduler's turn polls every request, but one look at the agent is enough for all
 # A scheduler with nothing to compute spins. While it waits for its agent it may as well leave the core to it: it wakes
 # at the agent's next message.
-REST_S = 0.0005
+IDLE_REST_S = 0.0005
 REGISTER_S = 1.0  # how soon the bootstrap server hears of a new or moved agent
-REPLICAS_S, BAD_S = 0.02, 1.0  # before a server is asked again for rooms that it did not know, or after a bad answer
+REPLICAS_S, BAD_ANSWER_S = (
+    0.02,
+    1.0,
+)  # before a server is asked again for rooms that it did not know, or after a bad answer
 RANKS_S = 5.0  # how often we ask for the other ranks' agents once all are known
 EARLY_S = 0.1  # the same, until all are known
 LET_GO_S = 10.0  # how long the server stands still for an agent that does not let go; then the release is refused
 SEND_S = 1.0  # how long a server that does not read may block our scheduler
-AGAIN_S, AGAIN_MOST_S = 0.1, 10.0  # between tries to connect to a server that is away
+RECONNECT_S, RECONNECT_MOST_S = 0.1, 10.0  # between tries to connect to a server that is away
 MOST_CONTROL_BYTES = 1 << 16  # of SGLang's own messages: numbers, and one reason
 
 
@@ -228,7 +231,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         offers = [number for number in self._whole if self._watched.get(number) is None]
         talk.send(Release())
         while any(map(talk.is_open, offers)) and (left := end - time.monotonic()) > 0:
-            talk.rest(min(left, REST_S))
+            talk.rest(min(left, IDLE_REST_S))
             self._look_at = 0.0
             self.look()
         self._look_at = 0.0  # whoever asks next hears of it
@@ -240,7 +243,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             return
         heard = self.talk.turn()
         if not heard and self._queue.scheduler._sched_idled and self.talk.is_waiting:
-            self.talk.rest(REST_S)
+            self.talk.rest(IDLE_REST_S)
             heard = self.talk.turn()
         self._look_at = time.monotonic() + TURN_S
         for each in heard:
@@ -459,8 +462,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
                     (zmq.IPV6, int(is_ipv6)),
                     (zmq.LINGER, 0),
                     (zmq.SNDTIMEO, int(SEND_S * 1e3)),
-                    (zmq.RECONNECT_IVL, int(AGAIN_S * 1e3)),
-                    (zmq.RECONNECT_IVL_MAX, int(AGAIN_MOST_S * 1e3)),
+                    (zmq.RECONNECT_IVL, int(RECONNECT_S * 1e3)),
+                    (zmq.RECONNECT_IVL_MAX, int(RECONNECT_MOST_S * 1e3)),
                     (zmq.TCP_KEEPALIVE, 1),
                     (zmq.TCP_KEEPALIVE_IDLE, 30),
                     (zmq.TCP_KEEPALIVE_INTVL, 5),
@@ -566,7 +569,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """Which replica of a prefill server has each room, as far as its answer has come. SGLang asks in each turn."""
 
         def ask_it() -> dict[str, int]:
-            pause_s = BAD_S
+            pause_s = BAD_ANSWER_S
             try:
                 found = replicas(address, rooms)
                 pause_s = REPLICAS_S if len(found) < len(rooms) else 0.0

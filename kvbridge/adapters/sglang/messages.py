@@ -15,7 +15,7 @@ from msgspec import Meta
 
 TAG = b"KVBRIDGE"
 STATUS_TAG = b"KVBRIDGE_STATUS"
-MOST_BYTES = 16 << 20
+MESSAGE_BYTES = 16 << 20
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Port = Annotated[int, Meta(ge=1, lt=1 << 16)]
 Text = Annotated[str, Meta(max_length=256)]
@@ -68,7 +68,7 @@ def unknown(frames: Sequence[bytes]) -> BadMessage:
 
 def unpack(frames: Sequence[bytes]) -> Asked | Row:
     """Decode a message. Raises BadMessage."""
-    if len(frames) != 2 or frames[0] != TAG or len(frames[1]) > MOST_BYTES:
+    if len(frames) != 2 or frames[0] != TAG or len(frames[1]) > MESSAGE_BYTES:
         raise unknown(frames)
     try:
         return _decoder.decode(frames[1])

@@ -27,8 +27,8 @@ log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
 LIKELY = drafts.PROBABILITIES  # zeros where nobody has drafted: the likeliest tokens' never are
 AGENT_S = 10.0  # how long a request waits for an agent that is away
-AGAIN_S = 0.5
-ANSWER_S = 30.0  # how long the other engine's agents may take to hear that nothing is needed
+LOOK_AGAIN_S = 0.5
+DECLINE_S = 30.0  # how long the other engine's agents may take to hear that nothing is needed
 
 
 class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not there for the checker
@@ -212,10 +212,10 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             self._fail(f"{lacks}, since {AGENT_S:g} s")
 
     def _lacks_theirs(self) -> str:
-        """Why the prefill server's agents are not known, or "". Asks its bootstrap server again every AGAIN_S."""
+        """Why the prefill server's agents are not known, or "". Asks its bootstrap server again every LOOK_AGAIN_S."""
         if self._agents():
             return ""
-        if self._replica is None and self.kv_mgr.may_ask_again(self.bootstrap_addr, AGAIN_S):
+        if self._replica is None and self.kv_mgr.may_ask_again(self.bootstrap_addr, LOOK_AGAIN_S):
             self._replica = self.prefill_dp_rank
         if self._replica is not None and not self._is_asking_ranks():
             self._replica = None
@@ -363,7 +363,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
                 first_token=0,
                 end_token=0,
                 blocks=(),
-                deadline_s=ANSWER_S,
+                deadline_s=DECLINE_S,
                 common=self._common,
             )
         )

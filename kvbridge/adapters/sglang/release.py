@@ -20,7 +20,7 @@ from .weights import UPDATER, give_up_held, manager_of
 
 TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 CACHE = "kv_cache"
-MOST_BYTES = 512  # of a reason between ranks
+REASON_BYTES = 512  # of a reason between ranks
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
 
@@ -75,9 +75,9 @@ def _of_all_ranks(updater: Any, reason: str) -> list[str]:
 
 
 def gathered(group: Any, reason: str) -> list[str]:
-    """What each rank of a process group says, cut to MOST_BYTES. As bytes: torch pickles objects that it gathers."""
-    ours = torch.zeros(MOST_BYTES, dtype=torch.uint8)
-    if text := reason.encode()[:MOST_BYTES]:
+    """What each rank of a process group says, cut to REASON_BYTES. As bytes: torch pickles objects that it gathers."""
+    ours = torch.zeros(REASON_BYTES, dtype=torch.uint8)
+    if text := reason.encode()[:REASON_BYTES]:
         ours[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     each = [torch.empty_like(ours) for _ in range(group.size())]
     group.allgather([each], [ours]).wait()

@@ -16,7 +16,7 @@ from .messages import Asked, Row
 
 MOST_ROOMS = 65536  # at this number a question opens no new room
 MOST_ASKING = 1024  # ranks that may ask for one room
-FORGET_S = 900.0  # how long a question waits for its request to come
+ROOM_KEPT_S = 900.0  # how long a question waits for its request to come
 FAILED_S = 300.0  # how long after a failure a late question still gets its reason
 OTHER_PROMPT = "the request of the other side has another prompt, adapter, media or salt"
 
@@ -156,7 +156,7 @@ class Rooms:
     def forget_old(self, now: float) -> list[int]:
         """Drop old failures, and rooms whose request never came. Returns the numbers of these rooms."""
         with self._lock:
-            old = [n for n, room in self._rooms.items() if room.owner is None and now - room.since > FORGET_S]
+            old = [n for n, room in self._rooms.items() if room.owner is None and now - room.since > ROOM_KEPT_S]
             for number in old:
                 del self._rooms[number]
             for number in [number for number, (_, at) in self._failed.items() if now - at > FAILED_S]:

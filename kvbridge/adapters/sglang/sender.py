@@ -14,6 +14,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
 from ...oneline import plain
+from ..engine.conversation import COMPUTING_S
 from ..engine.prompts import call, rendezvous, short
 from ..engine.traces import traceparent
 from . import foreign
@@ -22,8 +23,6 @@ from .messages import Row
 from .prompts import prompt_tokens
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
-
-COMPUTING_S = 600.0  # an offer is held this long for the prompt's next chunk: a step may be slow
 
 
 class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not there for the checker

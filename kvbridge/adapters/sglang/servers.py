@@ -29,11 +29,11 @@ from .messages import Host, Port
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 log.addFilter(OneLine())
 
-ANSWER_S = 5.0  # for one answer of a server that is reached
+SERVER_ANSWER_S = 5.0  # for one answer of a server that is reached
 QUESTION_S = 10.0  # for all of a question, as nothing bounds the time in which a resolver finds the address of a name
-FORGET_S = 20.0  # how long a question is kept that nobody looks at: its request has ended
+QUESTION_KEPT_S = 20.0  # how long a question is kept that nobody looks at: its request has ended
 MOST_QUESTIONS = 16  # at a time to servers that have answered before, and as many to others
-MOST_BYTES = 1 << 20  # of an answer: 1024 ranks with addresses of 256 bytes are a third of it
+SERVER_ANSWER_BYTES = 1 << 20  # of an answer: 1024 ranks with addresses of 256 bytes are a third of it
 SERVER = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9_.-]{1,15})?\]):[0-9]{1,5}", re.ASCII)
 
 Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
@@ -149,7 +149,7 @@ class Questions:
         now = time.monotonic()
         question = self._open.get(key)
         if question is None:
-            self._open = {key: each for key, each in self._open.items() if now - each.looked_at < FORGET_S}
+            self._open = {key: each for key, each in self._open.items() if now - each.looked_at < QUESTION_KEPT_S}
             question = self._open[key] = _Question(now, now)
         question.looked_at = now
         if question.thread is None:
@@ -183,13 +183,13 @@ class Questions:
 def _body(url: str, question: Any) -> bytes:
     """Raises ValueError, OSError, HTTPException. No answer leads elsewhere, and none is decompressed, to any size.
 
-    The connection is cut after ANSWER_S, however little it says at a time.
+    The connection is cut after SERVER_ANSWER_S, however little it says at a time.
     """
     place, is_late = urlsplit(url), Event()
     sent = None if question is None else msgspec.json.encode(question)
-    with closing(HTTPConnection(place.hostname or "", place.port, timeout=ANSWER_S)) as server:
+    with closing(HTTPConnection(place.hostname or "", place.port, timeout=SERVER_ANSWER_S)) as server:
         server.connect()
-        end = Timer(ANSWER_S, _cut, (server.sock, is_late))
+        end = Timer(SERVER_ANSWER_S, _cut, (server.sock, is_late))
         end.daemon = True
         end.start()
         try:
@@ -198,16 +198,16 @@ def _body(url: str, question: Any) -> bytes:
             answer = server.getresponse()
             if answer.status != 200:
                 raise ValueError(f"status {answer.status}")
-            body = answer.read(MOST_BYTES + 1)
+            body = answer.read(SERVER_ANSWER_BYTES + 1)
         except (HTTPException, OSError):
             if not is_late.is_set():
                 raise
         finally:
             end.cancel()
     if is_late.is_set():
-        raise ValueError(f"not all here after {ANSWER_S:g} s")
-    if len(body) > MOST_BYTES:
-        raise ValueError(f"more than {MOST_BYTES} bytes")
+        raise ValueError(f"not all here after {SERVER_ANSWER_S:g} s")
+    if len(body) > SERVER_ANSWER_BYTES:
+        raise ValueError(f"more than {SERVER_ANSWER_BYTES} bytes")
     return body
 
 

@@ -5,8 +5,8 @@ sglang-router, smg and other routers of SGLang's style send one body to both eng
 that is offered on an engine whose kv_role is kv_producer, and into a want on a kv_consumer.
 
 vLLM puts it before its own authentication. So it reads nothing by itself: a body is read and turned when what is behind
-asks for it, which is after authentication. Of a body it searches `MOST_BYTES` at most, and builds nothing but the few
-values that it needs: 16 MiB of a prompt cost 40 ms, where all of it as Python's objects cost 2.2 s and 484 MiB.
+asks for it, which is after authentication. Of a body it searches `SEARCHED_BYTES` at most, and builds nothing but the
+few values that it needs: 16 MiB of a prompt cost 40 ms, where all of it as Python's objects cost 2.2 s and 484 MiB.
 
 The decode side has the same call, and waits for its prompt. So if vLLM refuses a prefill with a room, or its client
 hangs up before it is answered, the engine's scheduler is told: that of every replica, since nobody here knows whose
@@ -36,7 +36,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-MOST_BYTES = 64 << 20  # how much of a body is searched for a room; a longer one with a room is refused
+SEARCHED_BYTES = 64 << 20  # how much of a body is searched for a room; a longer one with a room is refused
 MOST_VALUE_BYTES = 1 << 16  # of a value that we read: a room, or a list of them
 BAD_REQUEST = 400
 FIELD = b'"bootstrap_room"'
@@ -120,14 +120,14 @@ class _Call:
         """The messages of the body for this engine. Raises EngineError."""
         heard = [await self._receive()]
         read = len(heard[0].get("body", b""))
-        while heard[-1].get("more_body") and read <= MOST_BYTES:
+        while heard[-1].get("more_body") and read <= SEARCHED_BYTES:
             heard.append(await self._receive())
             read += len(heard[-1].get("body", b""))
         text = b"".join(message.get("body", b"") for message in heard)
         if FIELD not in text or heard[-1]["type"] != "http.request":
             return heard
         if heard[-1].get("more_body"):
-            raise EngineError("bad_params", f"body: more than {MOST_BYTES} bytes, with a bootstrap_room")
+            raise EngineError("bad_params", f"body: more than {SEARCHED_BYTES} bytes, with a bootstrap_room")
         scope = self._scope
         turned, params = _turned(text, scope["path"], scope["app"].state.vllm_config.kv_transfer_config)
         if turned is text:

@@ -12,9 +12,9 @@ from typing import Any
 
 from .block_tables import GroupTables
 
-AGAIN_S = 0.05  # before the agents are asked again: an answer takes a step or two
+RECLAIM_AGAIN_S = 0.05  # before the agents are asked again: an answer takes a step or two
 EASES_WITHIN_S = 0.2  # how long a running request may wait for blocks before it is preempted after all
-REST_S = 1.0  # from the start of one such wait to the next
+EASE_PAUSE_S = 1.0  # from the start of one such wait to the next
 
 
 class Pressure:
@@ -58,18 +58,18 @@ class Pressure:
         self._held.pop(request_id, None)
 
     def should_wait(self, now: float) -> bool:
-        """Whether a running request that gets no block should wait for some. True for EASE_S, at most every REST_S."""
+        """Whether a running request that gets no block should wait: for EASES_WITHIN_S, at most every EASE_PAUSE_S."""
         if not self._held:
             return False
         self._is_tight = True
-        if now - self._eased_at > REST_S:
+        if now - self._eased_at > EASE_PAUSE_S:
             self._eased_at = now
         return now - self._eased_at < EASES_WITHIN_S
 
     def short_of(self, now: float) -> int:
         """How many blocks to ask the agents for in this step; 0 if enough are free, or they were asked just now."""
         is_tight, self._is_tight = self._is_tight, False
-        if not self._held or self.free_blocks is None or now - self._asked_at < AGAIN_S:
+        if not self._held or self.free_blocks is None or now - self._asked_at < RECLAIM_AGAIN_S:
             return 0
         short = self._needed() + is_tight - self.free_blocks()
         if short <= 0:

@@ -35,6 +35,7 @@ from vllm.v1.request import RequestStatus
 
 from ...errors import EngineError
 from ...oneline import OneLine, shown
+from ..engine.conversation import COMPUTING_S
 from ..engine.numbers import numbers
 from ..engine.prompts import call, is_in, rendezvous
 from ..engine.traces import traceparent
@@ -82,7 +83,7 @@ log.addFilter(OneLine())
 # no batch is in flight, they wait from the first step on: vLLM sleeps 1 ms after every empty step, and its scheduler
 # learns of rows one step after the worker does, so each step until they are there costs the first token 1.3 ms.
 # A request that comes meanwhile waits for what is left of that: of two steps at most, with async scheduling.
-REST_S = 0.004
+EMPTY_STEP_REST_S = 0.004
 REST_AFTER_STEPS = 6
 LONG_REST_S = 0.010
 LONG_AFTER_STEPS = 250  # about a second: nobody is in a hurry any more
@@ -91,8 +92,7 @@ LONG_AFTER_STEPS = 250  # about a second: nobody is in a hurry any more
 KNOWN_S = 1.0
 GONE_KNOWN_S = 0.02  # the same where an agent was missing: it may be back, and the link attaches without a step
 ROLL_CALL_S = 1.0  # how long a request waits for a new report
-WARN_S = 10.0
-COMPUTING_S = 600.0  # how long an offer is held while the rest of its prompt is computed: a step may take long
+SHORT_WARN_S = 10.0
 # How many rendezvous ids are remembered because vLLM may later report their call as refused. It does so when a call
 # ends, even an admitted one.
 IDS_KNOWN = 4096
@@ -186,6 +186,7 @@ class SchedulerSide:
             )
         self._numbers = numbers()
         self._agents: dict[RankKey, AgentAddress] = {}
+        self._has_agents = False  # all ranks do: if one has none, we neither offer nor want
         self._sending: dict[str, PromptOffered] = {}
         self._receiving: dict[str, PromptWanted] = {}
         self._came: list[str] = []  # since the last step
@@ -219,6 +220,8 @@ class SchedulerSide:
 
     def _agents_are(self, changed: dict[RankKey, AgentAddress]) -> None:
         before, self._agents = self._agents, self._agents | changed
+        is_all = len(self._agents) == self._tp_size * self._pp_size
+        self._has_agents = is_all and all(agent.address for agent in self._agents.values())
         if self._agents == before or not self._has_agents:
             return
         ranks = (
@@ -226,13 +229,6 @@ class SchedulerSide:
             for (pp_rank, tp_rank), agent in sorted(self._agents.items(), key=lambda each: each[0])
         )
         self._step.before.append(Directory(ranks=tuple(ranks)))
-
-    @property
-    def _has_agents(self) -> bool:
-        """A transfer needs all ranks: if one of them has no agent, we neither offer nor want."""
-        return len(self._agents) == self._tp_size * self._pp_size and all(
-            agent.address for agent in self._agents.values()
-        )
 
     @property
     def has_messages(self) -> bool:
@@ -654,7 +650,7 @@ class SchedulerSide:
         self._empty_steps = 0 if is_computing else self._empty_steps + 1
         self._in_flight.append(is_computing)
         if self._may_rest and not any(self._in_flight) and (self._awaited or self._empty_steps > REST_AFTER_STEPS):
-            step.rest_s = LONG_REST_S if self._empty_steps > LONG_AFTER_STEPS else REST_S
+            step.rest_s = LONG_REST_S if self._empty_steps > LONG_AFTER_STEPS else EMPTY_STEP_REST_S
         return step
 
     def _expect_queued(self) -> None:
@@ -673,7 +669,7 @@ class SchedulerSide:
         if not short:
             return
         self._step.before.append(Reclaim(blocks=short))
-        if now - self._warned_at >= WARN_S:
+        if now - self._warned_at >= SHORT_WARN_S:
             self._warned_at = now
             log.warning("short of %d blocks: %s; those that nobody asked for are released", short, self._pressure)
 

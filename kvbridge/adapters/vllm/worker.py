@@ -72,7 +72,7 @@ class WorkerSide:
         self._fence_of = fence_of
         self._pidfd_of = pidfd_of
         self._ledger = Pending()
-        self._step = ConnectorStep()  # the step whose part after the forward is still to be done
+        self._step: ConnectorStep | None = None  # the step whose part after the forward is still to be done
         self._attached: Attached | None = None  # what the scheduler knows of our agent
         self._is_asked = False  # the scheduler asks where our agent is
         self._abandoned: set[int] = set()  # open wants of requests that are gone
@@ -174,7 +174,9 @@ class WorkerSide:
 
     def after_forward(self) -> None:
         """Offer what the forward writes, then settle which blocks the scheduler keeps. Idempotent within a step."""
-        step, self._step = self._step, ConnectorStep()
+        step, self._step = self._step, None
+        if step is None:
+            return
         if (conversation := self._conversation) is None:
             for number, request_id in step.held.items():
                 self._ledger.held(number, request_id, False)

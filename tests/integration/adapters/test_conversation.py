@@ -43,7 +43,7 @@ from msgspec.structs import replace
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.conversation import GRACE_S, Conversation, Ended
-from kvbridge.adapters.engine.link import RETRY_S
+from kvbridge.adapters.engine.link import ATTACH_RETRY_S
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.device.fence import EngineFence
 from kvbridge.errors import EngineError
@@ -109,7 +109,7 @@ class Talk:
         return agent
 
     def again(self, agent: FakeAgent) -> None:
-        self.clock.now += RETRY_S
+        self.clock.now += ATTACH_RETRY_S
         self.engine.turn()
         agent.pump()
         assert self.engine.turn() == [] and self.engine.attached is not None
@@ -123,7 +123,7 @@ class Talk:
     def attach_unheard(self, agent: FakeAgent) -> None:
         """As the link's thread, between turns: the last agent is lost, and this one attached to."""
         self.link._look()
-        self.clock.now += RETRY_S
+        self.clock.now += ATTACH_RETRY_S
         for _ in range(2):
             self.link._look()
             agent.pump()
@@ -354,7 +354,7 @@ def test_scales_and_weights_that_cannot_be_sent_end_the_connection(
     assert not talk.link.is_attached
     agent.die()
     talk.engine.turn()
-    talk.clock.now += RETRY_S
+    talk.clock.now += ATTACH_RETRY_S
     second = FakeAgent(talk.path)
     talk.engine.turn()
     second.pump()
@@ -680,7 +680,7 @@ def test_no_agent_is_attached_to_while_the_memory_goes_away(
     def listen_long() -> None:
         listen()
         monkeypatch.setattr(talk.engine, "_listen", listen)
-        talk.clock.now += RETRY_S
+        talk.clock.now += ATTACH_RETRY_S
         thread = threading.Thread(target=talk.link._look)
         thread.start()
         thread.join()

@@ -26,7 +26,7 @@ from kvbridge_proto.pool import Handle
 from msgspec.structs import replace
 
 from kvbridge.adapters.engine.client import EngineClient
-from kvbridge.adapters.engine.link import RETRY_S, AgentLink, Over, ReadsOver
+from kvbridge.adapters.engine.link import ATTACH_RETRY_S, AgentLink, Over, ReadsOver
 from kvbridge.failpoints import VARIABLE, arm, armed
 from kvbridge.states import LinkState
 from testing.waiting import wait_for
@@ -152,7 +152,7 @@ def test_tries_again_every_second(link: AgentLink, agent: FakeAgent, clock: Cloc
             tries.append(clock.now)
             agent.let_go()
     pauses = [later - earlier for earlier, later in pairwise(tries)]
-    assert len(pauses) > 20 and all(RETRY_S <= pause <= 2 for pause in pauses)
+    assert len(pauses) > 20 and all(ATTACH_RETRY_S <= pause <= 2 for pause in pauses)
 
 
 # When it is over:
@@ -175,7 +175,7 @@ def test_reads_are_over_soon_after_a_loss_and_writes_when_the_agent_has_let_go(
         assert link.turn() == [] and link.state is LinkState.ENDING
     agent.pump()  # goes on, reads our end, lets go
     assert link.turn() == [Over("no answer")]
-    clock.now += RETRY_S
+    clock.now += ATTACH_RETRY_S
     attach(link, agent)
     assert len(agent.attaches) == 2
 

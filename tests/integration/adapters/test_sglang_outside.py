@@ -19,7 +19,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
 from kvbridge.adapters.sglang.messages import BadMessage, unpack
-from kvbridge.adapters.sglang.servers import MOST_BYTES, BadAnswer, RanksAnswer, ask, replicas
+from kvbridge.adapters.sglang.servers import SERVER_ANSWER_BYTES, BadAnswer, RanksAnswer, ask, replicas
 from testing.waiting import wait_for
 from tests.integration.adapters.test_sglang_life import FAILED, ROOM, WAITING, asked, manager, req
 from tests.support.hostile_prefill import RANK, SERVER, Prefill
@@ -96,7 +96,7 @@ def test_sizes_that_no_engine_has_fail_the_request_alone(decode: Any, prefill: P
 
 @pytest.mark.proves("T11")
 @pytest.mark.parametrize(
-    "body", [b"", b"[", b"null", b"[" * 100_000, b'{"' + b"x" * (8 * MOST_BYTES) + b'": 1}', FORGED.encode()]
+    "body", [b"", b"[", b"null", b"[" * 100_000, b'{"' + b"x" * (8 * SERVER_ANSWER_BYTES) + b'": 1}', FORGED.encode()]
 )
 def test_what_is_no_answer_fails_the_request_alone(
     decode: Any, prefill: Prefill, body: bytes, caplog: pytest.LogCaptureFixture
@@ -120,7 +120,7 @@ def test_a_server_that_says_a_byte_at_a_time_is_given_up(begin: bytes, monkeypat
     """In its headers, which have no other bound in time, as in its body."""
     from kvbridge.adapters.sglang import servers
 
-    monkeypatch.setattr(servers, "ANSWER_S", 0.5)
+    monkeypatch.setattr(servers, "SERVER_ANSWER_S", 0.5)
     stop = threading.Event()
 
     def drip() -> None:

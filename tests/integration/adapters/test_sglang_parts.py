@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvbridge.adapters.engine.prompts import rendezvous
-from kvbridge.adapters.sglang.messages import MOST_BYTES, TAG, Asked, BadMessage, Row, pack, shares, unpack
+from kvbridge.adapters.sglang.messages import MESSAGE_BYTES, TAG, Asked, BadMessage, Row, pack, shares, unpack
 from kvbridge.adapters.sglang.options import SGLangOptions
 from kvbridge.adapters.sglang.prompts import prompt_digest, prompt_tokens, why_not_carried
 from kvbridge.errors import OperatorError
@@ -77,7 +77,7 @@ def test_a_message_comes_as_it_went(message: Asked | Row) -> None:
         [TAG, msgspec.msgpack.encode(["asked", 7, "ab", -1, "127.0.0.1", 4000, 1, 2])],
         [TAG, msgspec.msgpack.encode(["asked", 7, "ab", 16, "127.0.0.1", 4000, 1, 0])],
         [TAG, msgspec.msgpack.encode(["row", 7, "ab", "text"])],
-        [TAG, bytes(MOST_BYTES + 1)],
+        [TAG, bytes(MESSAGE_BYTES + 1)],
         [TAG, pack(ASKED)[1], b"more"],
     ],
     ids=range(11),

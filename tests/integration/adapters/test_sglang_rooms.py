@@ -6,7 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from kvbridge.adapters.sglang.messages import Asked, Row
-from kvbridge.adapters.sglang.rooms import FAILED_S, FORGET_S, MOST_ASKING, MOST_ROOMS, OTHER_PROMPT, Rooms, endpoints
+from kvbridge.adapters.sglang.rooms import (
+    FAILED_S,
+    MOST_ASKING,
+    MOST_ROOMS,
+    OTHER_PROMPT,
+    ROOM_KEPT_S,
+    Rooms,
+    endpoints,
+)
 
 ASKED = Asked(room=7, prompt="ab", first_token=16, endpoint="10.0.0.1", dst_port=4000, rank=0, ranks=2)
 OTHER = replace(ASKED, dst_port=4001, rank=1)
@@ -108,7 +116,7 @@ def test_nothing_is_kept_for_ever(rooms: Rooms) -> None:
     rooms.enter(9, "other", 0)
     rooms.leave(9, "other", "failed", 0)
     assert rooms.forget_old(FAILED_S + 1) == [] and not rooms.ask(replace(ASKED, room=9), FAILED_S + 1)
-    assert rooms.forget_old(FORGET_S + 1) == [7] and rooms.owned() == [8]
+    assert rooms.forget_old(ROOM_KEPT_S + 1) == [7] and rooms.owned() == [8]
 
 
 def test_strangers_cannot_fill_it(rooms: Rooms) -> None:

@@ -30,7 +30,7 @@ NAMED = "prefill.example"
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a busy machine cannot make an answer late. A scheduler that waits for one fails a test by its order."""
-    monkeypatch.setattr(servers, "ANSWER_S", 20.0)
+    monkeypatch.setattr(servers, "SERVER_ANSWER_S", 20.0)
     monkeypatch.setattr(servers, "QUESTION_S", 20.0)
 
 
@@ -206,13 +206,13 @@ def test_a_thread_that_cannot_start_is_tried_again_until_the_questions_time_is_u
 
 def test_a_scheduler_that_stood_still_for_long_finds_all_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause, for example. It looks at all questions before it takes an answer."""
-    monkeypatch.setattr(servers, "FORGET_S", -1.0)
+    monkeypatch.setattr(servers, "QUESTION_KEPT_S", -1.0)
     questions = Questions()
     wait_for(lambda: not questions.is_waiting("x", lambda: 5, is_known=True), 30)
     assert questions.is_waiting("y", partial(threading.Event().wait, 1), is_known=True)
     with pytest.raises(BadAnswer, match="not asked"):
         questions.take("x")
-    monkeypatch.setattr(servers, "FORGET_S", 20.0)
+    monkeypatch.setattr(servers, "QUESTION_KEPT_S", 20.0)
     wait_for(lambda: not questions.is_waiting("x", lambda: 5, is_known=True), 30)
     questions._open["x"].since -= 100
     assert questions.is_waiting("z", partial(threading.Event().wait, 1), is_known=True)

@@ -25,7 +25,7 @@ def world(hooks: str, tmp_path: Path) -> World:
 
 @pytest.fixture(autouse=True)
 def ask_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pressure, "AGAIN_S", 0.0)
+    monkeypatch.setattr(pressure, "RECLAIM_AGAIN_S", 0.0)
 
 
 def filled(world: World) -> list[Offer]:

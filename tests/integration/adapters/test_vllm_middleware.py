@@ -206,7 +206,7 @@ def test_what_is_not_ours_goes_on_as_it_came(body: Any, more: dict[str, Any], cu
 
 
 def test_no_more_is_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "MOST_BYTES", 400)
+    monkeypatch.setattr(middleware, "SEARCHED_BYTES", 400)
     long = {"prompt": "1" * 1000}
     assert call(long, cuts=10)[0].body == json.dumps(long).encode()
     assert "more than 400 bytes" in refusal(HOST | long, cuts=10)

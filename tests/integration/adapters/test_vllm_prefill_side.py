@@ -13,9 +13,9 @@ pytest.importorskip("vllm")
 from kvbridge_proto.common import Rank
 from kvbridge_proto.engine import Directory, Offer, Released, Withdraw
 
+from kvbridge.adapters.engine.conversation import COMPUTING_S
 from kvbridge.adapters.vllm import scheduler
 from kvbridge.adapters.vllm.rendezvous import prompt_digest
-from kvbridge.adapters.vllm.scheduler import COMPUTING_S
 from testing.waiting import wait_for
 from tests.integration.adapters.fake_agent import FakeAgent
 from tests.integration.adapters.world import World

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
-from kvbridge.adapters.vllm.pressure import AGAIN_S, EASES_WITHIN_S, REST_S, Pressure
+from kvbridge.adapters.vllm.pressure import EASE_PAUSE_S, EASES_WITHIN_S, RECLAIM_AGAIN_S, Pressure
 
 pytestmark = pytest.mark.proves("G17")
 
@@ -66,7 +66,7 @@ def test_who_could_not_run_anyway_lacks_no_blocks() -> None:
 def test_asks_again_only_after_an_answer_could_have_come() -> None:
     short = pressure(free=0)
     short.came("a", 16)
-    assert [short.short_of(at) for at in (1.0, 1.0 + AGAIN_S / 2, 1.0 + 1.5 * AGAIN_S)] == [2, 0, 2]
+    assert [short.short_of(at) for at in (1.0, 1.0 + RECLAIM_AGAIN_S / 2, 1.0 + 1.5 * RECLAIM_AGAIN_S)] == [2, 0, 2]
 
 
 def test_what_is_freed_is_not_asked_for() -> None:
@@ -85,5 +85,5 @@ def test_a_running_request_waits_a_moment_and_is_preempted_then() -> None:
     assert short.short_of(1.0) == 1
     assert short.should_wait(1.0 + EASES_WITHIN_S / 2)
     assert not short.should_wait(1.0 + 1.5 * EASES_WITHIN_S)
-    assert not short.should_wait(1.0 + REST_S)
-    assert short.should_wait(1.0 + 2 * REST_S)
+    assert not short.should_wait(1.0 + EASE_PAUSE_S)
+    assert short.should_wait(1.0 + 2 * EASE_PAUSE_S)
