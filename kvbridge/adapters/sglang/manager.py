@@ -100,9 +100,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self.rooms = Rooms()
         self._queue = queue
         self._is_decoder = disaggregation_mode == DisaggregationMode.DECODE
-        self._watched: dict[int, Ended | None] = {}
-        self._whole: set[int] = set()  # watched, and whole: they may be given up
-        self._wanted: dict[int, int] = {}  # open wants: the room of each
+        self._owners: dict[int, Any] = {}  # of open offers and wants, by number: senders and receivers
         self._weights = weights_name(get_serving().weight_version)
         self.weights_changes = 0
         self.gives_up_at_once = False  # whether prompts are not held: a flush waits for their end
@@ -197,7 +195,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         except EngineError as error:
             return f"{error.code}: {error}"
         self.talk = None
-        self._wanted.clear()
+        self._owners.clear()
         return ""
 
     def deregister_buffer_to_engine(self) -> None:
@@ -228,7 +226,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         talk, end = self.talk, time.monotonic() + READERS_S
         if talk is None:
             return
-        offers = [number for number in self._whole if self._watched.get(number) is None]
+        offers = [number for number, owner in self._owners.items() if owner.is_whole]
         talk.send(Release())
         while any(map(talk.is_open, offers)) and (left := end - time.monotonic()) > 0:
             talk.rest(min(left, IDLE_REST_S))
@@ -247,27 +245,12 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             heard = self.talk.turn()
         self._look_at = time.monotonic() + TURN_S
         for each in heard:
-            if isinstance(each, Ended):
-                self._wanted.pop(each.number, None)
-                if each.number in self._watched:
-                    self._watched[each.number] = each
+            if isinstance(each, Ended) and (owner := self._owners.pop(each.number, None)) is not None:
+                owner.ended = each
 
-    def watch(self, number: int, room: int = 0) -> None:
-        """From now on record how this offer, or want for `room`, ends, for `ended`."""
-        self._watched[number] = None
-        if room:
-            self._wanted[number] = room
-
-    def unwatch(self, number: int) -> None:
-        self._watched.pop(number, None)
-        self._whole.discard(number)
-
-    def mark_whole(self, number: int) -> None:
-        """The last part of this offer is with the agent."""
-        self._whole.add(number)
-
-    def ended(self, number: int) -> Ended | None:
-        return self._watched.get(number)
+    def own(self, number: int, owner: Any) -> None:
+        """Tell this sender or receiver, in its `ended`, how its offer or want of this number ends."""
+        self._owners[number] = owner
 
     def mark_free(self) -> int:
         """A want's fence, behind the steps under way: these may still write the pages of a finished request."""
@@ -336,10 +319,6 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         return windows.wanted(self.kv_args, state_indices, tokens, self.talk.memory.pool.groups)
 
     # A request's room:
-
-    def enter(self, number: int, owner: object) -> str:
-        """Give the room to this request. Returns why not, or ""."""
-        return self.rooms.enter(number, owner, time.monotonic())
 
     def leave(self, number: int, owner: object, failure: str, forget: Callable[[], None]) -> None:
         """The request is over. `forget` removes SGLang's own records of it. Ranks that asked are told of a failure."""
@@ -481,7 +460,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         Only our own agent writes our pages, so we need no acknowledgement from remote ranks.
         """
         self.look()
-        return bootstrap_room not in self._wanted.values()
+        return all(owner.bootstrap_room != bootstrap_room for owner in self._owners.values())
 
     # Who is where:
 

@@ -14,6 +14,7 @@ from kvbridge_proto.engine import Expect, Want
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
+from ..engine.conversation import Ended
 from ..engine.prompts import is_in, rendezvous, short
 from ..engine.traces import traceparent
 from . import drafts, foreign
@@ -39,7 +40,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     def __init__(self, mgr: KVBridgeManager, bootstrap_addr: str, bootstrap_room: int) -> None:
         self._replica: int | None = None  # of the prefill server, while it is asked where its ranks are
         self._ranks: dict[tuple[int, int, int], RankAnswer] = {}
-        self._obstacle = why_no_server(bootstrap_addr) or mgr.enter(bootstrap_room, self)  # why it has no room, or ""
+        self._obstacle = why_no_server(bootstrap_addr)  # why it has no room, or ""
+        self._obstacle = self._obstacle or mgr.rooms.enter(bootstrap_room, self, time.monotonic())
         if self._obstacle:
             self.kv_mgr, self.bootstrap_room, self.bootstrap_addr = mgr, bootstrap_room, bootstrap_addr
             self.conclude_state, self.abort_notified, self.require_staging = KVPoll.Failed, False, False
@@ -49,6 +51,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             return
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._number = 0  # of the want, once it is sent
+        self.ended: Ended | None = None  # how it did
         self._prompt = self._traceparent = self._common = ""
         self._tokens = 0  # that we have pages for
         self._aux_index = -1
@@ -268,7 +271,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         )
         if self._tokens:
             self._number = want.number
-            manager.watch(want.number, room)
+            manager.own(want.number, self)
         self._expected = None
         talk.want(want)
 
@@ -292,8 +295,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         """Succeed once the KV is in our pages and the auxiliary row has come."""
         if self._pages is not None:
             return self._ask_soon()
-        ended = self.kv_mgr.ended(self._number) if self._number else None
-        if ended is not None and not ended.is_good:
+        if (ended := self.ended) is not None and not ended.is_good:
             self.invalidate_cached_bootstrap_infos()  # the prefill server's agents may have moved
             return self._fail(f"{ended.code}: {ended.reason}")
         if ended is None and self._number:
@@ -338,7 +340,6 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         """SGLang calls this twice for a failed request: when it reports the failure, and when it frees the pages."""
         self._abandon("the request is over")
         if self._has_room:
-            self.kv_mgr.unwatch(self._number)
             self.kv_mgr.leave(self.bootstrap_room, self, "", super().clear)
 
     def _abandon(self, reason: str) -> None:

@@ -36,8 +36,11 @@ class Room:
     row: Row | None = None
 
 
+NO_ROOM = Room(0.0)  # what is read where there is none; nobody owns it
+
+
 class Rooms:
-    """All rooms of one rank. Any thread may call."""
+    """All rooms of one rank. Any thread may call. To read one value of a room needs no lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,15 +60,13 @@ class Rooms:
             return ""
 
     def is_of(self, number: int, owner: object) -> bool:
-        with self._lock:
-            room = self._rooms.get(number)
-            return room is not None and room.owner is owner
+        return self._rooms.get(number, NO_ROOM).owner is owner
 
     def bind(self, number: int, owner: object, prompt: str) -> list[Asked]:
         """Set the digest of the request's prompt. Drops and returns the questions for another prompt."""
         with self._lock:
-            room = self._rooms.get(number)
-            if room is None or room.owner is not owner:
+            room = self._rooms.get(number, NO_ROOM)
+            if room.owner is not owner:
                 return []
             room.prompt, room.row = prompt, None
             strangers = [each for each in room.asked.values() if each.prompt != prompt]
@@ -73,21 +74,13 @@ class Rooms:
             return strangers
 
     def open(self, number: int, owner: object) -> None:
-        with self._lock:
-            room = self._rooms.get(number)
-            if room is not None and room.owner is owner:
-                room.is_open = True
+        if (room := self._rooms.get(number, NO_ROOM)).owner is owner:
+            room.is_open = True
 
     def is_open(self, number: int) -> bool:
         """Whether the prefill may begin although nobody has asked."""
-        with self._lock:
-            room = self._rooms.get(number)
-            return room is not None and room.is_open and bool(room.prompt)
-
-    def prompt(self, number: int) -> str:
-        with self._lock:
-            room = self._rooms.get(number)
-            return "" if room is None else room.prompt
+        room = self._rooms.get(number, NO_ROOM)
+        return room.is_open and bool(room.prompt)
 
     # What the other server says:
 
@@ -109,8 +102,8 @@ class Rooms:
     def whole(self, number: int) -> list[Asked]:
         """The questions of all decode ranks, once all have asked and the prompt is known. Empty before that."""
         with self._lock:
-            room = self._rooms.get(number)
-            if room is None or not room.prompt or not room.asked:
+            room = self._rooms.get(number, NO_ROOM)
+            if not room.prompt or not room.asked:
                 return []
             asked = list(room.asked.values())
             return asked if len(asked) >= asked[0].ranks else []
@@ -118,50 +111,43 @@ class Rooms:
     def unask(self, number: int, place: tuple[str, int]) -> bool:
         """Drop that rank's question. Returns whether there was one."""
         with self._lock:
-            room = self._rooms.get(number)
-            if room is None or room.asked.pop(place, None) is None:
+            room = self._rooms.get(number, NO_ROOM)
+            if room.asked.pop(place, None) is None:
                 return False
             if room.owner is None and not room.asked:
                 del self._rooms[number]
             return True
 
-    def put(self, row: Row) -> bool:
-        """Keep the auxiliary row of a prompt. Returns whether a request of ours waits for it."""
+    def put(self, row: Row) -> None:
+        """Keep the auxiliary row of a prompt, if a request of ours waits for it."""
         with self._lock:
-            room = self._rooms.get(row.room)
-            if room is None or not room.prompt or room.prompt != row.prompt:
-                return False
-            room.row = row
-            return True
+            room = self._rooms.get(row.room, NO_ROOM)
+            if room.prompt and room.prompt == row.prompt:
+                room.row = row
 
     def row(self, number: int) -> Row | None:
-        with self._lock:
-            room = self._rooms.get(number)
-            return None if room is None else room.row
+        return self._rooms.get(number, NO_ROOM).row
 
     # The end:
 
     def leave(self, number: int, owner: object, failure: str, now: float) -> list[Asked]:
         """The request is over. If it failed, returns the questions to answer; later ones get the failure from `ask`."""
         with self._lock:
-            room = self._rooms.get(number)
-            if room is None or room.owner is not owner:
+            if not self.is_of(number, owner):
                 return []
-            del self._rooms[number]
+            room = self._rooms.pop(number)
             if not failure:
                 return []
             self._failed[number] = (failure, now)
             return list(room.asked.values())
 
-    def forget_old(self, now: float) -> list[int]:
-        """Drop old failures, and rooms whose request never came. Returns the numbers of these rooms."""
+    def forget_old(self, now: float) -> None:
+        """Drop old failures, and rooms whose request never came."""
         with self._lock:
-            old = [n for n, room in self._rooms.items() if room.owner is None and now - room.since > ROOM_KEPT_S]
-            for number in old:
+            for number in [n for n, each in self._rooms.items() if not each.owner and now - each.since > ROOM_KEPT_S]:
                 del self._rooms[number]
             for number in [number for number, (_, at) in self._failed.items() if now - at > FAILED_S]:
                 del self._failed[number]
-            return old
 
     def owned(self) -> list[int]:
         """The rooms that have a request of ours."""

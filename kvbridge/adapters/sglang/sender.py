@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
 from ...oneline import plain
-from ..engine.conversation import COMPUTING_S
+from ..engine.conversation import COMPUTING_S, Ended
 from ..engine.prompts import call, rendezvous, short
 from ..engine.traces import traceparent
 from . import foreign
@@ -37,7 +37,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
-        self._why = mgr.enter(bootstrap_room, self)  # why it failed, or ""
+        self._why = mgr.rooms.enter(bootstrap_room, self, time.monotonic())  # why it failed, or ""
         self._is_over = bool(self._why)  # the room is not ours, or not any more
         if self._is_over:
             self.kv_mgr, self.bootstrap_room, self.conclude_state = mgr, bootstrap_room, KVPoll.Failed
@@ -46,6 +46,8 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._early_send_wait_event: Any
         self._transfer_start_time: float | None
         self._number = 0  # of the offer, once there is one
+        self.ended: Ended | None = None  # how it did
+        self.is_whole = False  # its last part is with the agent
         self._prompt = self._traceparent = self._name = ""
         self._first_token = self._tokens = 0
         self._is_row_sent = False
@@ -111,7 +113,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             return self._fail(reason)
         if is_new := not self._number:
             self._number, self._was_offered = talk.new_number(), True
-            manager.watch(self._number)
+            manager.own(self._number, self)
         page = manager.kv_args.page_size
         blocks = (Blocks(0, self._tokens // page, tuple(pages)),) if pages else ()
         talk.offer(
@@ -130,7 +132,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             )
         )
         if is_last:
-            manager.mark_whole(self._number)
+            self.is_whole = True
             if manager.gives_up_at_once:
                 talk.send(Release())
         self._tokens = tokens
@@ -169,7 +171,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if not self._number:
             manager.meet(self.bootstrap_room)  # our agent may have come
             return
-        if (ended := manager.ended(self._number)) is None:
+        if (ended := self.ended) is None:
             return
         if ended.is_good and self._is_row_sent:
             manager.update_status(self.bootstrap_room, KVPoll.Success)
@@ -226,4 +228,3 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if talk.is_open(number):
             talk.withdraw(number, reason)
             talk.wait_for_readers([number])
-        self.kv_mgr.unwatch(number)
