@@ -78,7 +78,15 @@ class Clients:
         self._clock = clock
 
     async def serve(self, connection: LocalConnection) -> None:
-        """Serve one client until its connection ends."""
+        """Serve one client until its connection ends, and close it. What fails is logged, and costs nobody else."""
+        try:
+            await self._serve(connection)
+        except Exception:
+            log.exception("a client's connection failed: pid=%d", connection.pid)
+        finally:
+            connection.close()
+
+    async def _serve(self, connection: LocalConnection) -> None:
         try:
             while (received := await connection.receive()) is not None:
                 message, fds = received
@@ -128,12 +136,11 @@ class Clients:
                 reason = f"fence: {fence}, but none came with attach"
                 connection.send(Refused(code="no_fence", reasons=(reason,), number=message.number))
             case Offer():
-                self._prompts.offered(message, self._clock())
                 self._sender.offer(message, engine)
-            case Withdraw(number=number, reason=reason, comes_again=comes_again):
+            case Withdraw(number=number):
                 if (memory := self._current.memory) is not None:
                     memory.liveness.withdrew(number, self._clock())
-                self._sender.withdraw(number, reason, comes_again)
+                self._sender.withdraw(message)
             case NoOffer():
                 self._sender.no_offer(message)
             case Release():
@@ -147,8 +154,8 @@ class Clients:
                 connection.send(WantFailed(number=number, request=name, code="draining", reason=reason))
             case Want():
                 self._receiver.want(message, engine)
-            case Abandon(number=number):
-                self._receiver.abandon(number)
+            case Abandon():
+                self._receiver.abandon(message)
             case Computed():
                 self._prompts.computed(message, self._clock())
             case Rescale():
@@ -166,7 +173,7 @@ class Clients:
         self._metrics.rejected(code)
         log.warning("refused: %s %d: code=%s %s", unfit.kind, number, code, unfit.reason)
         if unfit.kind == "offer" and self._sender.knows(number):
-            return self._sender.withdraw(number, unfit.reason)  # its Released follows
+            return self._sender.withdraw(Withdraw(number=number, reason=unfit.reason))  # its Released follows
         is_open = unfit.kind == "want" and self._receiver.knows(number)
         about = f"want {number}" if is_open else ""
         connection.send(Refused(code=code, reasons=(unfit.reason,), about=about, number=0 if is_open else number))

@@ -10,7 +10,6 @@ from kvbridge_proto.engine import ToEngine
 from ..dataplane.attached import AttachedMemory
 from ..exchange.session import AttachedEngine
 from ..transport.local import LocalConnection
-from .prompts import Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,8 @@ class Attachment:
 class CurrentEngine:
     """Runs on the loop. Everything is None while no engine is attached."""
 
-    def __init__(self, prompts: Prompts, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.attachment: Attachment | None = None
-        self._prompts = prompts
         self._clock = clock
 
     @property
@@ -59,7 +57,6 @@ class CurrentEngine:
         """Send this to the engine, or drop it if none is connected: its requests concern nobody else."""
         if (connection := self.connection) is not None:
             connection.send(message)
-            self._prompts.count(message, self._clock())
 
     def note_if_silent(self) -> None:
         """Note the time if we have read everything that the engine has sent so far."""

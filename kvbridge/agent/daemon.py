@@ -48,7 +48,7 @@ from ..transport.door import MemoryDoor
 from ..transport.endpoint import check_metrics, with_key
 from ..transport.events import Settings
 from ..transport.keys import load_keys
-from ..transport.local import LocalConnection, LocalServer
+from ..transport.local import LocalServer
 from ..transport.lock import Lock
 from ..transport.processes import Pidfds, Processes
 from ..transport.trust import Trust
@@ -67,7 +67,7 @@ from .peers import Peers
 from .prompts import Prompts
 from .rebuild import Rebuilder
 from .receiver_runner import ReceiverRunner
-from .request_records import RequestRecord, RequestRecords
+from .record import Record, View
 from .sender_runner import SenderRunner
 from .status import DAY_S, offers, readers, transfers
 from .supervisor import Supervisor
@@ -108,6 +108,9 @@ def trust_of(config: AgentConfig) -> Trust:
 
 class Agent:
     """One incarnation of one agent. A simulator brings its own `clock` and `entropy(size)`."""
+
+    on_receive_orders: Callable[[Sequence[ReceivingReport]], None]
+    on_send_orders: Callable[[Sequence[SendingReport]], None]
 
     def __init__(
         self,
@@ -269,11 +272,11 @@ class Agent:
         routes = partial(receiving_routes, slots=self.slots, check_every=CHECK_EVERY[config.verify])
         self.receiving = Receiver(routes, lambda: entropy(8).hex(), lambda: entropy(16))
         self.sending = Sender(sending_routes, before=self.before)
-        prompts = Prompts(self.metrics)
-        current = CurrentEngine(prompts, clock)
+        prompts, current = Prompts(self.metrics), CurrentEngine(clock)
         self.current, self.prompts = current, prompts
         self.receiver = self._receiver_runner(current)
         self.sender = self._sender_runner(current)
+        self.on_receive_orders, self.on_send_orders = self.receiver.hear, self.sender.hear
         outgoing, incoming = self.receiver.peers, self.sender.peers
         self.peers = Peers(self.control, outgoing, incoming, self.data_plane, self.metrics, clock)
         self.engines = Engines(
@@ -319,24 +322,21 @@ class Agent:
                 receiver, self.control, self.data_plane, engine, self.metrics, connect_s, self._clock, enter
             )
 
-        records = RequestRecords("receiver", self.journal, self._look_back)
+        record = Record("receiver", self.journal, self._clock, self._views)
         return ReceiverRunner(
-            self.receiving,
-            open_peers,
-            self.data_plane,
-            self.metrics,
-            records,
-            current,
-            self._clock,
-            self._processes,
+            self.receiving, open_peers, self.data_plane, record, current, self._clock, self._processes
         )
 
     def _sender_runner(self, current: CurrentEngine) -> SenderRunner:
         def open_peers(sender: SenderEvents) -> IncomingPeers:
             return IncomingPeers(sender, self.data_plane, lambda: current.engine, self.metrics, self.doors)
 
-        records = RequestRecords("sender", self.journal, self._look_back)
-        return SenderRunner(self.sending, open_peers, self.data_plane, self.metrics, records, current, self._clock)
+        record = Record("sender", self.journal, self._clock, self._views)
+        return SenderRunner(self.sending, open_peers, self.data_plane, record, current, self._clock)
+
+    @property
+    def _views(self) -> list[View]:
+        return [self.metrics, self.prompts, *([self._spans] if self._spans is not None else [])]
 
     def _gauges(self) -> Gauges:
         return Gauges(
@@ -380,12 +380,6 @@ class Agent:
                 return f"the {what} has not come round for {still_s:.0f} s"
         return "" if self.state != "starting" else "the agent does not serve yet"
 
-    def _look_back(self, record: RequestRecord) -> None:
-        """Record a request that has ended."""
-        self.metrics.request_ended(record)
-        if self._spans is not None:
-            self._spans.ended(record)
-
     def _receive_slots(self) -> SlotCounts:
         """Counts of our receive slots. The data plane knows which lent slots were written and are being read."""
         counts = self.slots.counts()
@@ -397,17 +391,9 @@ class Agent:
     async def _serve_local(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             connection = await self.local.accept()
-            task = tasks.create_task(self._serve_connection(connection))
+            task = tasks.create_task(self.clients.serve(connection))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
-
-    async def _serve_connection(self, connection: LocalConnection) -> None:
-        try:
-            await self.clients.serve(connection)
-        except Exception:
-            log.exception("a client's connection failed: pid=%d", connection.pid)
-        finally:
-            connection.close()
 
     async def _tick(self) -> None:
         while True:
@@ -429,12 +415,6 @@ class Agent:
         self.receiver.tick()
         self.sender.tick()
         self.prompts.tick(self._clock())
-
-    def on_send_orders(self, reports: Sequence[SendingReport]) -> None:
-        self.sender.hear(reports)
-
-    def on_receive_orders(self, reports: Sequence[ReceivingReport]) -> None:
-        self.receiver.hear(reports)
 
     def on_staged(self, site: Site) -> None:
         self.slots.make(site.fabric.slots)

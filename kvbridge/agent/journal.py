@@ -13,36 +13,11 @@ MOST_TEXT = 1024
 
 
 class Journal:
-    """One agent's journal. Times are read from `clock`; entries have seconds since 1970."""
+    """One agent's journal: its two records append to `entries`. `began_at` is the time at which `clock` showed 0."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, kept: int = KEPT) -> None:
-        self._clock = clock
-        self._began_at = time.time() - clock()
-        self._entries: deque[TraceEntry] = deque(maxlen=kept)
-
-    def note(
-        self,
-        what: str,
-        text: str = "",
-        *,
-        request: str = "",
-        rendezvous: str = "",
-        transfer: str = "",
-        seconds: float | None = None,
-        at: float | None = None,
-    ) -> TraceEntry:
-        """Record an event that happened at `at` on our clock, or now."""
-        entry = TraceEntry(
-            at_s=self._began_at + (self._clock() if at is None else at),
-            what=what,
-            request=request,
-            rendezvous=rendezvous,
-            transfer=transfer,
-            text=text[:MOST_TEXT],
-            seconds=seconds,
-        )
-        self._entries.append(entry)
-        return entry
+        self.began_at = time.time() - clock()
+        self.entries: deque[TraceEntry] = deque(maxlen=kept)
 
     def about(self, names: Collection[str]) -> tuple[TraceEntry, ...]:
         """Entries about these requests, rendezvous ids or transfers, and about all that belongs to them, by time.
@@ -51,13 +26,13 @@ class Journal:
         about the slowest want that is still kept.
         """
         if not names:
-            slowest = max((each for each in self._entries if each.seconds is not None), key=_seconds, default=None)
+            slowest = max((each for each in self.entries if each.seconds is not None), key=_seconds, default=None)
             names = {slowest.request} if slowest is not None else set()
-        beside = names_beside(self._entries)
+        beside = names_beside(self.entries)
         if len(names) == 1:
             names = meant(next(iter(names)), beside)
         known = followed(names, beside)
-        found = (entry for entry in self._entries if belongs(entry, known))
+        found = (entry for entry in self.entries if belongs(entry, known))
         return tuple(sorted(found, key=lambda entry: entry.at_s)[-MAX_ENTRIES:])
 
 

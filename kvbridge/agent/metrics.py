@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from kvbridge_proto.engine import Done, Failed, Released
+from kvbridge_proto.peer import BlockTables, Settled
 from kvbridge_proto.status import PromptCounts, SlotCounts, Traits
 from msgspec import structs
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from ..exchange.actions import Carried, Compared, Uncompared, Unconfirmed
+from ..exchange.orders import Digested, Dropped, Malformed, Sent, Shipped, StageReached
 from ..exchange.session import Session
 from ..fetch_outcomes import CAUSES
 from ..geometry.compat import conversion
 from ..transport.door import Holder
 from . import scraping
-from .request_records import RequestRecord, Role
+from .record import RequestRecord, Role
 from .status import MOST_COUNTED
 
 Replaced = Literal["slots", "send_slots", "fabric"]
 MAX_CODES = 200
+MOST_COMPUTED = 4096  # transfers that have still to be carried; the oldest go first: some of them failed
 # fmt: off
 SECONDS = (
     0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005,
@@ -52,14 +57,22 @@ class Gauges:
 
 
 class Metrics:
-    """Counts things where they happen. The counting methods are cheap and never raise."""
+    """Counts what happens. `see` counts what happens to requests, the other counting methods what does beside them.
+
+    They are cheap and never raise.
+    """
+
+    kinds: Collection[type] = (
+        *(Done, Failed, Released, Settled, BlockTables, StageReached, Sent, Shipped, Carried, RequestRecord),
+        *(Compared, Digested, Uncompared, Unconfirmed, Dropped, Malformed),
+    )
 
     def __init__(self) -> None:
+        self._computed_at: dict[str, float] = {}  # by transfer: when its last rows were computed, until it is carried
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         Gauge("kvbridge_build_info", "1", ["version"], registry=registry).labels(version("kvbridge")).set(1)
         self._codes = set(CAUSES)  # codes from peers cannot crowd these out
-        self._here: dict[str, Counter] = {}
         self._chunks = Counter("kvbridge_chunks_total", "Chunks moved", ["role"], registry=registry)
         self._bytes = Counter("kvbridge_wire_bytes_total", "Bytes, in the wire's codec", ["role"], registry=registry)
         text = "The same bytes, by the route they took and by how they were converted"
@@ -83,11 +96,10 @@ class Metrics:
         self._offers_of = cache(self._offers.labels)
         self._settled = Counter("kvbridge_transfers_settled_total", "Transfers a receiver confirmed", registry=registry)
         self._gather_s = Counter("kvbridge_gather_seconds_total", "Time spent gathering", registry=registry)
-        for what, text, name in (
-            ("prompts", "Prompts", "kvbridge_prompts_computed_here_total"),
-            ("prompt_tokens", "Prompt tokens", "kvbridge_prompt_tokens_computed_here_total"),
-        ):
-            self._here[what] = Counter(name, f"{text} that our engine computed itself", ["reason"], registry=registry)
+        name, text = "kvbridge_prompts_computed_here_total", "Prompts that our engine computed itself"
+        self._here = Counter(name, text, ["reason"], registry=registry)
+        name, text = "kvbridge_prompt_tokens_computed_here_total", "Prompt tokens that our engine computed itself"
+        self._tokens_here = Counter(name, text, ["reason"], registry=registry)
         text = "Prompt tokens that came by the bridge"
         self._fetched = Counter("kvbridge_prompt_tokens_fetched_total", text, registry=registry)
         self._late = Counter("kvbridge_late_writes_total", "Writes that landed and did not count", registry=registry)
@@ -186,21 +198,64 @@ class Metrics:
         """What became of prompts, for `kvbridge status`."""
         return PromptCounts(
             fetched_tokens=min(MOST_COUNTED, sum(_by_label(self._fetched).values())),
-            computed_tokens=min(MOST_COUNTED, sum(_by_label(self._here["prompt_tokens"]).values())),
-            computed=_by_label(self._here["prompts"]),
+            computed_tokens=min(MOST_COUNTED, sum(_by_label(self._tokens_here).values())),
+            computed=_by_label(self._here),
             released=_by_label(self._offers),
         )
 
-    def chunks(self, role: Role, count: int, size_bytes: int, session: Session) -> None:
-        """Count chunks that this session moved, and their bytes."""
-        self._chunks_of(role).inc(count)
-        self._bytes_of(role).inc(size_bytes)
-        self._routed_of(role, session.routed.route, conversion(session.verdict)).inc(size_bytes)
+    def see(self, event: Any, role: Role, at: float) -> None:
+        match event:
+            case StageReached(transfer=transfer, stage="computed") | BlockTables(transfer=transfer):
+                if role == "sender":
+                    self._computed(transfer, at)
+            case Carried(session=session, chunks=chunks, size_bytes=size_bytes):
+                self._chunks_of(role).inc(chunks)
+                self._bytes_of(role).inc(size_bytes)
+                self._routed_of(role, session.routed.route, conversion(session.verdict)).inc(size_bytes)
+            case Sent(transfer=transfer) | Settled(transfer=transfer):
+                if role == "sender":
+                    self._settled.inc(isinstance(event, Settled))
+                    if (computed_at := self._computed_at.pop(transfer, None)) is not None:
+                        self._carry_s.observe(max(0.0, at - computed_at))
+            case Done(seconds=seconds, tokens=tokens):
+                self._wants_of("done").inc()
+                self._want_s.observe(seconds)
+                self._fetched.inc(tokens)
+            case Failed(code=code):
+                self._wants_of(self._known(code)).inc()
+            case Released(code=code, is_declined=is_declined):
+                self._offers_of(self._known(code or ("declined" if is_declined else "served"))).inc()
+            case RequestRecord():
+                for stage, began_at, ended_at in event.stages():
+                    self._stage_of(role, stage).observe(ended_at - began_at)
+            case _:
+                self._see_chunks(event, role)
 
-    def request_ended(self, record: RequestRecord) -> None:
-        """Observe the stages of a request that has ended."""
-        for stage, began_at, ended_at in record.stages:
-            self._stage_of(record.role, stage).observe(ended_at - began_at)
+    def _computed(self, transfer: str, at: float) -> None:
+        """More of its rows, perhaps the last, were computed at `at`."""
+        self._computed_at[transfer] = at
+        if len(self._computed_at) > MOST_COMPUTED:
+            del self._computed_at[next(iter(self._computed_at))]
+
+    def _see_chunks(self, event: Any, role: Role) -> None:
+        """Count what is seldom: most transfers have few chunks, and one in many is compared."""
+        match event:
+            case Shipped(gather_s=gather_s):
+                self._gather_s.inc(sum(gather_s))
+            case Compared(chunks=chunks, differing=differing):
+                self._compared.labels(role).inc(chunks)
+                self._differing.labels(role).inc(differing)
+            case Digested(found=found, read=read, failure=None):
+                self._compared.labels(role).inc()
+                self._differing.labels(role).inc(found != read)
+            case Uncompared(chunks=chunks):
+                self._uncompared.inc(chunks)
+            case Unconfirmed():
+                self._leases_unconfirmed.inc()
+            case Dropped():
+                self._late.inc()
+            case Malformed(code=code):
+                self.rejected(code)
 
     def spans(self, outcome: str, count: int) -> None:
         """Count spans that were "sent" or "dropped"."""
@@ -210,48 +265,12 @@ class Metrics:
         """Count a handshake that has ended: "open", or the code of its failure."""
         self._handshakes.labels(role, self._known(outcome)).inc()
 
-    def compared(self, role: str, count: int, differing: int) -> None:
-        """Count pulled chunks that were compared, and how many of them differed."""
-        self._compared.labels(role).inc(count)
-        self._differing.labels(role).inc(differing)
-
-    def uncompared(self, count: int) -> None:
-        self._uncompared.inc(count)
-
-    def lease_unconfirmed(self) -> None:
-        self._leases_unconfirmed.inc()
-
-    def gathered(self, seconds: float) -> None:
-        self._gather_s.inc(seconds)
-
-    def carried(self, seconds: float) -> None:
-        self._carry_s.observe(seconds)
-
-    def want_done(self, seconds: float) -> None:
-        self._wants_of("done").inc()
-        self._want_s.observe(seconds)
-
-    def want_failed(self, code: str) -> None:
-        self._wants_of(self._known(code)).inc()
-
-    def prompt_fetched(self, tokens: int) -> None:
-        self._fetched.inc(tokens)
-
     def prompt_computed(self, reason: str, tokens: int) -> str:
         """Count a prompt that our engine computed. Returns the reason as it is shown."""
         known = self._known(reason)
-        self._here["prompts"].labels(known).inc()
-        self._here["prompt_tokens"].labels(known).inc(tokens)
+        self._here.labels(known).inc()
+        self._tokens_here.labels(known).inc(tokens)
         return known
-
-    def offer_released(self, code: str, is_declined: bool) -> None:
-        self._offers_of(self._known(code or ("declined" if is_declined else "served"))).inc()
-
-    def transfer_settled(self) -> None:
-        self._settled.inc()
-
-    def late_write(self) -> None:
-        self._late.inc()
 
     def rebuilt(self, replaced: Replaced) -> None:
         self._rebuilds.labels(replaced).inc()

@@ -6,11 +6,14 @@ Each rank's agent counts for itself: an engine of two ranks counts every prompt 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
+from typing import Any
 
-from kvbridge_proto.engine import Computed, Done, Offer, Released, ToEngine
+from kvbridge_proto.engine import Computed, Done, Offer, Released
 
 from ..fetch_outcomes import EVERY_S, FetchOutcomes, Reminder
 from .metrics import Metrics
+from .record import Role
 
 log = logging.getLogger("kvbridge.prompts")
 
@@ -22,6 +25,8 @@ NONE_FETCHED = "none was: does the router hand on what this engine answers, does
 class Prompts:
     """Runs on the loop."""
 
+    kinds: Collection[type] = (Offer, Done, Released)
+
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._share = FetchOutcomes()
@@ -30,18 +35,16 @@ class Prompts:
         self._last = ""
         self._reminder = Reminder()
 
-    def offered(self, offer: Offer, now: float) -> None:
-        if offer.is_last and offer.tokens:
-            self._share.offer(now)
-
     def computed(self, message: Computed, now: float) -> None:
         reason = self._metrics.prompt_computed(message.reason, message.tokens)
         self._share.compute(reason, message.tokens, now)
 
-    def count(self, message: ToEngine, now: float) -> None:
-        match message:
+    def see(self, event: Any, role: Role, now: float) -> None:
+        match event:
+            case Offer(is_last=is_last, tokens=tokens):
+                if is_last and tokens:
+                    self._share.offer(now)
             case Done(tokens=tokens):
-                self._metrics.prompt_fetched(tokens)
                 self._share.fetch(tokens, now)
             case Released(code="", is_declined=False):
                 self._fetched_at = now

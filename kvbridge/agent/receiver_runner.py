@@ -1,7 +1,7 @@
 """The receiver's story: our engine wants tokens, other agents have them, we put them into its blocks.
 
 A want comes in (`want`), sessions open (`opened`), the data plane reports which rows are in the blocks (`hear`), and
-the engine is told. exchange/receiver.py decides what to do; this file does it.
+the engine is told. exchange/receiver.py decides what to do; this file and runner.py do it.
 "A pull, function by function" in docs/architecture.md names the functions in order.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvbridge_proto.engine import Done, Expect, Failed, ToEngine, Want
+from kvbridge_proto.engine import Abandon, Done, Expect, ToEngine, Want
 from kvbridge_proto.peer import (
     BlockTables,
     Body,
@@ -19,7 +19,6 @@ from kvbridge_proto.peer import (
     Drained,
     Failing,
     Grant,
-    Ready,
     Refuse,
     Renew,
     RouteToReceiver,
@@ -28,8 +27,8 @@ from kvbridge_proto.peer import (
 from msgspec import structs
 
 from ..dataplane.data_plane import DataPlane
-from ..exchange.actions import Action, Ask, Carried, Compared, Reach, Send, Tell, Uncompared, WatchProcess
-from ..exchange.orders import Broken, Dropped, Landed, Malformed, Order, Pulled, ReceivingReport, StageReached
+from ..exchange.actions import Ask, Reach, Uncompared, WatchProcess
+from ..exchange.orders import Dropped, Landed, ReceivingReport, Watch
 from ..exchange.receiver import Receiver
 from ..exchange.session import AttachedEngine, Session
 from ..failpoints import failpoint
@@ -37,11 +36,10 @@ from ..routes.pull.receiving import COMPARE_S
 from ..transport.endpoint import canonical
 from ..transport.processes import Processes
 from .current_engine import CurrentEngine
-from .metrics import Metrics
 from .outgoing_peers import OutgoingPeers
 from .peer_records import ReceiverEvents
-from .request_log import RequestLog
-from .request_records import RequestRecords
+from .record import Record
+from .runner import Runner
 
 log = logging.getLogger("kvbridge.receiver")
 
@@ -49,7 +47,7 @@ WARN_S = 60.0
 KEEP_S = 1.0  # between looks for processes that need not be watched any more
 
 
-class ReceiverRunner:
+class ReceiverRunner(Runner):
     """Runs on the loop. It opens the sessions it needs: `peers`."""
 
     def __init__(
@@ -57,21 +55,15 @@ class ReceiverRunner:
         receiving: Receiver,
         open_peers: Callable[[ReceiverEvents], OutgoingPeers],
         data_plane: DataPlane,
-        metrics: Metrics,
-        records: RequestRecords,
+        record: Record,
         current: CurrentEngine,
         clock: Callable[[], float],
         processes: Processes,
     ) -> None:
-        self.peers = open_peers(self)
+        super().__init__(data_plane, record, current, clock)
+        self.peers = self._send_to = open_peers(self)
         self._processes = processes
         self._receiving = receiving
-        self._data_plane = data_plane
-        self._metrics = metrics
-        self._records = records
-        self._log = RequestLog(log, records.names)
-        self._current = current
-        self._clock = clock
         self._warned = self._kept = float("-inf")
 
     # The engine:
@@ -82,16 +74,7 @@ class ReceiverRunner:
 
     def want(self, want: Want, engine: AttachedEngine) -> None:
         want = structs.replace(want, sender=canonical(want.sender))
-        tokens = f"tokens [{want.first_token}, {want.end_token}) of {want.sender}"
-        self._records.note(
-            "wanted",
-            tokens,
-            number=want.number,
-            request=want.request,
-            rendezvous=want.rendezvous,
-            traceparent=want.traceparent,
-        )
-        self._log.debug("want", "rendezvous=%s %s", want.rendezvous, tokens, number=want.number)
+        self._record.note(want)
         failpoint("receiver.want_heard")
         self._data_plane.wake()
         self._do(self._receiving.want(want, engine, self._clock()))
@@ -100,9 +83,9 @@ class ReceiverRunner:
         """Whether this want is open."""
         return number in self._receiving.wants
 
-    def abandon(self, number: int) -> None:
-        self._records.note("abandoned", number=number)
-        self._do(self._receiving.abandon(number, self._clock()))
+    def abandon(self, abandon: Abandon) -> None:
+        self._record.note(abandon)
+        self._do(self._receiving.abandon(abandon.number, self._clock()))
 
     def rescaled(self, engine: AttachedEngine) -> None:
         self._do(self._receiving.rescaled(engine, self._clock()))
@@ -153,21 +136,19 @@ class ReceiverRunner:
 
     def from_sender(self, incarnation: str, key: str, body: RouteToReceiver | Failing | Drained | Refuse) -> None:
         now, receiving = self._clock(), self._receiving
-        self._records.note_message(body, now)
         match body:
             case Failing(transfer=transfer, code=code, reason=reason):
-                self._do(receiving.failing(incarnation, transfer, code, reason, now, key))
+                actions = receiving.failing(incarnation, transfer, code, reason, now, key)
             case Drained(transfer=transfer, code=code, reason=reason):
                 failpoint("receiver.drained_heard")
-                self._do(receiving.drained(incarnation, transfer, code, reason, now, key))
+                actions = receiving.drained(incarnation, transfer, code, reason, now, key)
             case Refuse(about=transfer, code=code, reasons=reasons):  # nothing is ever written for a refused claim
-                self._do(receiving.drained(incarnation, transfer, code, "; ".join(reasons), now, key))
+                actions = receiving.drained(incarnation, transfer, code, "; ".join(reasons), now, key)
             case _:
-                if isinstance(body, Ready):
-                    self._records.note("ready", f"{body.chunks} chunks can be written", transfer=body.transfer)
-                elif isinstance(body, BlockTables):
+                if isinstance(body, BlockTables):
                     failpoint("receiver.tables_heard")
-                self._do(receiving.on_message(incarnation, body, now, key))
+                actions = receiving.on_message(incarnation, body, now, key)
+        self._do(actions, (body,), now)
 
     # The data plane:
 
@@ -179,34 +160,13 @@ class ReceiverRunner:
                     failpoint("receiver.scattered")
                 case Dropped():
                     self._on_dropped(report)
-        actions, at = self._receiving.hear(reports, self._clock()), self._clock()
-        done: list[Action] = []
-        try:
-            self._perform(actions, done)
-        finally:
-            for report in reports:
-                self._note_report(report, at)
-            self._note(done, at)
-
-    def _note_report(self, report: ReceivingReport, at: float) -> None:
-        match report:
-            case StageReached():
-                self._records.reach(report)
-            case Landed(transfer=transfer, chunks=chunks, size_bytes=size_bytes) if chunks:
-                self._records.note("scattered", f"{chunks} chunks, {size_bytes} bytes", transfer=transfer, at=at)
-            case Malformed(code=code):
-                self._metrics.rejected(code)
-            case (
-                Pulled(transfer=transfer, failure=(code, reason)) | Broken(transfer=transfer, code=code, reason=reason)
-            ):
-                self._records.note("broken", f"{code}: {reason}", transfer=transfer, at=at)
+        self._do(self._receiving.hear(reports, self._clock()), reports)
 
     def _on_dropped(self, dropped: Dropped) -> None:
-        self._metrics.late_write()
         now = self._clock()
         if now - self._warned >= WARN_S:  # counted every time, logged once a minute: a peer can go on writing
             self._warned = now
-            self._log.warning("late or foreign write dropped", "slot=%d", dropped.slot, transfer=dropped.transfer)
+            self._record.warn("late or foreign write dropped", "slot=%d", dropped.slot, transfer=dropped.transfer)
 
     def _notice_ends(self) -> None:
         """Free the slots that were lent to processes that have ended."""
@@ -224,82 +184,31 @@ class ReceiverRunner:
         actions = self._receiving.tick(self._clock())
         self._do(actions)
         if late := sum(each.chunks for each in actions if isinstance(each, Uncompared)):
-            self._log.warning("chunks not compared", "%d, their senders sent no digests in %g s", late, COMPARE_S)
+            self._record.warn("chunks not compared", "%d, their senders sent no digests in %g s", late, COMPARE_S)
 
-    # Doing:
+    # Doing (runner.py):
 
-    def _do(self, actions: list[Action]) -> None:
-        decided_at = self._clock()  # what is sent now may be noted by the other agent before we note it
-        done: list[Action] = []
-        try:
-            self._perform(actions, done)
-        finally:
-            self._note(done, decided_at)
+    def _act(self, action: Reach | Ask | WatchProcess | Watch) -> None:
+        match action:
+            case Reach(address=address):
+                self.peers.reach(address)
+            case Ask(address=address):
+                self.peers.ask(address)
+            case WatchProcess(process=process, incarnation=incarnation):
+                if not self._processes.watch(process):
+                    log.info("no pidfd of a sender: pid=%d incarnation=%s", process.pid, incarnation)
 
-    def _perform(self, actions: list[Action], done: list[Action]) -> None:
-        """Carry out these. Each is added to `done` when it has been carried out, so not the one that fails."""
-        for action in actions:
-            match action:
-                case Reach(address=address):
-                    self.peers.reach(address)
-                case Ask(address=address):
-                    self.peers.ask(address)
-                case Send(peer=address, body=body):
-                    self.peers.send(address, body)
-                    _pass_sent(body)
-                case WatchProcess(process=process, incarnation=incarnation):
-                    if not self._processes.watch(process):
-                        log.info("no pidfd of a sender: pid=%d incarnation=%s", process.pid, incarnation)
-                case Tell(message=message):
-                    if isinstance(message, Failed):  # its engine may look for the line at once
-                        self._log.warning("failed", "code=%s %s", message.code, message.reason, number=message.number)
-                    self._current.tell(message)
-                    if isinstance(message, Done):
-                        failpoint("receiver.done_told")
-                case Order():
-                    self._data_plane.give(action, self._current.memory)
-            done.append(action)
-
-    def _note(self, actions: list[Action], at: float) -> None:
-        """Record what was done, in the journal, log and metrics."""
-        for action in actions:
-            match action:
-                case Send(peer=address, body=Claim(transfer=transfer, rendezvous=rendezvous)):
-                    number = self._receiving.number_of(transfer)
-                    self._records.note(
-                        "claimed", f"of {address}", number=number, rendezvous=rendezvous, transfer=transfer, at=at
-                    )
-                case Tell(message=message):
-                    self._record(message, at)
-                case Carried(session=session, chunks=chunks, size_bytes=size_bytes):
-                    self._metrics.chunks("receiver", chunks, size_bytes, session)
-                case Compared(chunks=chunks, differing=differing):
-                    self._metrics.compared("receiver", chunks, differing)
-                case Uncompared(transfer=transfer, chunks=chunks):
-                    self._log.debug("chunks not compared", "chunks=%d", chunks, transfer=transfer)
-                    self._metrics.uncompared(chunks)
-
-    def _record(self, message: ToEngine, at: float) -> None:
-        match message:
-            case Done(number=number, moved_bytes=moved, seconds=seconds, unfilled_layers=layers):
-                self._log.debug("done", "bytes=%d ms=%.2f", moved, seconds * 1e3, number=number)
-                zeros = f", zeros in {layers} draft layers" if layers else ""
-                self._records.note("done", f"{moved} bytes{zeros}", number=number, seconds=seconds, at=at)
-                self._metrics.want_done(seconds)
-            case Failed(number=number, code=code, reason=reason):
-                self._records.note("failed", f"{code}: {reason}", number=number, at=at)
-                self._metrics.want_failed(code)
-
-
-def _pass_sent(body: Body) -> None:
-    match body:
-        case Claim():
-            failpoint("receiver.claim_sent")
-        case Grant():
-            failpoint("receiver.grant_sent")
-        case Renew():
-            failpoint("receiver.renewal_sent")
-        case Cancel():
-            failpoint("receiver.cancel_sent")
-        case Settled():
-            failpoint("receiver.settled_sent")
+    def _sent(self, said: Body | ToEngine) -> None:
+        match said:
+            case Claim():
+                failpoint("receiver.claim_sent")
+            case Grant():
+                failpoint("receiver.grant_sent")
+            case Renew():
+                failpoint("receiver.renewal_sent")
+            case Cancel():
+                failpoint("receiver.cancel_sent")
+            case Settled():
+                failpoint("receiver.settled_sent")
+            case Done():
+                failpoint("receiver.done_told")

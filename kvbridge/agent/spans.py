@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from urllib.parse import urlsplit
@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from ..errors import OperatorError
-from .request_records import BEGINS, ENDS, RequestRecord, Role
+from .record import BEGINS, ENDS, RequestRecord, Role
 
 log = logging.getLogger("kvbridge.spans")
 
@@ -44,6 +44,8 @@ class Spans:
     `count` is called on any thread, with "sent" or "dropped" and how many spans.
     """
 
+    kinds: Collection[type] = (RequestRecord,)
+
     def __init__(self, endpoint: str, agent: str, count: Callable[[str, int], None]) -> None:
         place = urlsplit(endpoint)
         if place.scheme not in ("http", "https") or not place.hostname:
@@ -57,12 +59,12 @@ class Spans:
         self._thread = threading.Thread(target=self._run, name="kvbridge-spans", daemon=True)
         self._thread.start()
 
-    def ended(self, record: RequestRecord) -> None:
+    def see(self, record: RequestRecord, role: Role, at: float) -> None:
         """Send the spans of a request that has ended. Never blocks."""
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
-            self._count("dropped", 1 + len(list(record.stages)))
+            self._count("dropped", 1 + len(record.stages()))
 
     def close(self) -> None:
         """Send what waits, if that takes no longer than LAST_SPANS_S."""
@@ -131,7 +133,7 @@ def spans_of(record: RequestRecord, resource: Resource) -> Iterator[ReadableSpan
         ),
         end_time=_ns(entries[-1].at_s),
     )
-    for stage, began_at, ended_at in record.stages:
+    for stage, began_at, ended_at in record.stages():
         yield ReadableSpan(
             name=f"{NAMES[record.role]}: {stage}",
             context=_context(trace, secrets.randbits(64) or 1),

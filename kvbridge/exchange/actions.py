@@ -27,10 +27,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send to the peer: an address we dialled (receiver), or the incarnation of one that dialled us (sender)."""
+    """Send to the peer: an address we dialled (receiver), or the incarnation of one that dialled us (sender).
+
+    `number` is that of the want whose rows the body claims; 0 of anything else.
+    """
 
     peer: str
     body: Body
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

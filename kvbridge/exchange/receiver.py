@@ -159,7 +159,8 @@ class Receiver:
             actions, leases = incoming.claim(now)
         else:
             wanted.unneeded[address] = transfer
-        return [*actions, Send(address, claim_of(wanted, session, transfer, token, planned, takes, leases, now))]
+        claim = claim_of(wanted, session, transfer, token, planned, takes, leases, now)
+        return [*actions, Send(address, claim, wanted.want.number if planned.chunks else 0)]
 
     def on_message(self, incarnation: str, body: RouteToReceiver, now: float, key: str = "") -> list[Action]:
         """What only the transfer's route understands."""
@@ -628,11 +629,6 @@ class Receiver:
         return set[ProcessCard]().union(*(route.writing_processes() for route in self._routes))
 
     # For others to look at:
-
-    def number_of(self, transfer: str) -> int:
-        """The want whose rows it brings; 0 if nobody waits for it any more."""
-        incoming = self.incoming_transfers.get(transfer)
-        return incoming.wanted.want.number if incoming is not None else 0
 
     @property
     def moving(self) -> int:

@@ -583,11 +583,6 @@ class Sender:
         ends = [out.read_until for out in offered.outgoing_transfers.values() if out.is_reading]
         return max((at for at in ends if at is not None), default=None) if None not in ends else None
 
-    def number_of(self, transfer: str) -> int:
-        """The offer whose rows it takes; 0 while it has none."""
-        out = self.outgoing_transfers.get(transfer)
-        return out.offered.number if out is not None and out.offered is not None else 0
-
     @property
     def is_promised(self) -> bool:
         """Whether a receiver counts on blocks of our engine."""

@@ -15,7 +15,6 @@ from kvbridge_proto.peer import FabricCard
 
 from kvbridge.agent.daemon import IDLE_TICK_S, TICK_S, Agent
 from kvbridge.agent.metrics import Gauges, Metrics
-from kvbridge.agent.request_records import RequestRecord
 from kvbridge.dataplane.attached import AttachedMemory, EngineLiveness
 from kvbridge.dataplane.awaits import WaitEngineHeard, WaitFence, WaitLease
 from kvbridge.dataplane.data_plane import IDLE_S, DataPlane
@@ -26,6 +25,8 @@ from kvbridge.device.fence import FencePage
 from kvbridge.device.memory import AttachedPool
 from kvbridge.device.staging import Staging
 from kvbridge.errors import PeerError
+from kvbridge.exchange.actions import Compared
+from kvbridge.exchange.orders import Digested
 from kvbridge.exchange.route import Rate, Site
 from kvbridge.exchange.session import Session
 from kvbridge.options import AgentConfig
@@ -51,38 +52,27 @@ SENDING = 1 << 30  # from the first receive slot to the first send slot
 class NoMetrics(Metrics):
     """Counts nothing, but reports what must not happen."""
 
+    kinds = (Compared, Digested)
+
     def __init__(self, foul: Callable[[str], None], differ: Callable[[str], None]) -> None:
         self._foul = foul
         self._differ = differ  # called for each pulled chunk that differed between its two sides
-        self.late = 0
 
     def watch(self, gauges: Gauges) -> None: ...
-    def chunks(self, role: str, count: int, size_bytes: int, session: Session) -> None: ...
-    def request_ended(self, record: RequestRecord) -> None: ...
+    def see(self, event: Any, role: str, at: float) -> None:
+        match event:
+            case Compared(differing=differing) if differing:
+                self._differ(role)
+            case Digested(found=found, read=read, failure=None) if found != read:
+                self._differ(role)
+
     def spans(self, outcome: str, count: int) -> None: ...
     def greeted(self, role: str, outcome: str) -> None: ...
-    def lease_unconfirmed(self) -> None: ...
-
-    def uncompared(self, count: int) -> None: ...
-    def compared(self, role: str, count: int, differing: int) -> None:
-        for _ in range(differing):
-            self._differ(role)
-
-    def gathered(self, seconds: float) -> None: ...
-    def carried(self, seconds: float) -> None: ...
-    def want_done(self, seconds: float) -> None: ...
-    def want_failed(self, code: str) -> None: ...
-    def offer_released(self, code: str, is_declined: bool) -> None: ...
-    def prompt_fetched(self, tokens: int) -> None: ...
-    def transfer_settled(self) -> None: ...
     def refused(self, code: str) -> None: ...
 
     def rebuilt(self, replaced: str) -> None: ...
     def attached(self, model_key: str, traits: Any) -> None: ...
     def left(self) -> None: ...
-
-    def late_write(self) -> None:
-        self.late += 1
 
     def rejected(self, code: str) -> None:
         if code == "internal_error":
@@ -234,7 +224,7 @@ class Process(Agent):
         socket = EngineSocket(self, engine)
         self._sockets = [each for each in self._sockets if not each.is_closed]
         self._sockets.append(socket)
-        self.loop.create_task(self._serve_connection(cast(LocalConnection, socket)))
+        self.loop.create_task(self.clients.serve(cast(LocalConnection, socket)))
         return socket
 
     def stop_gently(self, then: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvbridge.agent.daemon import STATES
 from kvbridge.agent.metrics import Gauges, Metrics, Replaced
-from kvbridge.agent.request_records import Role, Stage
+from kvbridge.agent.record import Role, Stage
 from kvbridge.fetch_outcomes import CAUSES
 from kvbridge.geometry.compat import Conversion
 from kvbridge.proxy.fleet import Role as OfEngine

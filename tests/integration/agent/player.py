@@ -18,7 +18,7 @@ from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.outgoing_peers import OutgoingPeers
 from kvbridge.agent.peers import Peers
 from kvbridge.agent.receiver_runner import ReceiverRunner
-from kvbridge.agent.request_records import RequestRecords
+from kvbridge.agent.record import Record
 from kvbridge.agent.sender_runner import SenderRunner
 from kvbridge.dataplane.linger import Linger
 from kvbridge.dataplane.receive_orders import ReceiveOrders
@@ -162,17 +162,16 @@ class Whole(Player):
         self.now, self.told, numbers = 0.0, list[Any](), count(1)
         self.memory = NOTHING
         self.send_orders, self.receive_orders = SendOrders(2), ReceiveOrders()
-        self.metrics, journal, clock = Metrics(), Journal(), lambda: self.now
+        self.metrics, self.journal, clock = Metrics(), Journal(), lambda: self.now
         token = lambda: next(numbers).to_bytes(16, "big")  # noqa: E731
         self.receiving = make_receiver(slots, lambda: f"id{next(numbers)}", token)
         self.sending = Sender(sending_routes)
-        records = [RequestRecords(role, journal, self.metrics.request_ended) for role in ("receiver", "sender")]
+        views = [self.metrics]
+        records = [Record(role, self.journal, time.monotonic, views) for role in ("receiver", "sender")]
         outgoing, incoming = lambda of: outgoing_of(of, self, self, 5.0), lambda of: incoming_of(of, self, self)
         told: Any = self  # as CurrentEngine
-        self.receiver = ReceiverRunner(
-            self.receiving, outgoing, self, self.metrics, records[0], told, clock, Pidfds(clock)
-        )
-        self.sender = SenderRunner(self.sending, incoming, self, self.metrics, records[1], told, clock)
+        self.receiver = ReceiverRunner(self.receiving, outgoing, self, records[0], told, clock, Pidfds(clock))
+        self.sender = SenderRunner(self.sending, incoming, self, records[1], told, clock)
         self.peers = peers(self, self.receiver.peers, self.sender.peers, self, self.metrics)
         self.may_prove.set()
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from kvbridge_proto.engine import Failed
-from kvbridge_proto.status import MAX_ENTRIES
+from kvbridge_proto.peer import Refuse
+from kvbridge_proto.status import MAX_ENTRIES, TraceEntry
 
 from kvbridge.agent.journal import KEPT, Journal
+from kvbridge.agent.record import Record
 from testing.nursery import kvbridge
 from testing.oracle import Shape
 from testing.pairs import Bench, Benches
@@ -23,18 +25,26 @@ TOKENS = range(1000)
 TABLE, WANTED = list(range(100, 163)), list(range(5, 21))
 
 
-def journal(kept: int = 100) -> tuple[Journal, list[float]]:
-    now = [5.0]
-    return Journal(lambda: now[0], kept), now
+class Noted(Journal):
+    """A journal, and the time on its agent's clock."""
+
+    now = 5.0
+
+    def note(self, what: str, **names: Any) -> None:
+        self.entries.append(TraceEntry(at_s=self.began_at + self.now, what=what, **names))
+
+
+def journal(kept: int = 100) -> Noted:
+    return Noted(lambda: 5.0, kept)
 
 
 def test_a_request_is_found_by_each_of_its_names_with_all_that_belongs_to_it() -> None:
-    remembered, now = journal()
+    remembered = journal()
     remembered.note("wanted", request="d1", rendezvous="r")
     remembered.note("claimed", request="d1", rendezvous="r", transfer="t1")
     remembered.note("wanted", request="d2", rendezvous="other")
-    now[0] = 5.25
-    remembered.note("read", "4 chunks", transfer="t1")
+    remembered.now = 5.25
+    remembered.note("read", transfer="t1")
     remembered.note("done", request="d1", seconds=0.25)
     for name in ("d1", "r", "t1"):
         found = remembered.about({name})
@@ -44,19 +54,20 @@ def test_a_request_is_found_by_each_of_its_names_with_all_that_belongs_to_it() -
 
 
 def test_without_a_name_it_is_the_want_that_took_longest() -> None:
-    remembered, _ = journal()
+    remembered = journal()
     assert remembered.about(()) == ()
     for request, seconds in (("quick", 0.1), ("slow", 0.3), ("usual", 0.2)):
         remembered.note("wanted", request=request, rendezvous=request)
         remembered.note("done", request=request, seconds=seconds)
-    remembered.note("failed", "deadline", request="never")
+    remembered.note("failed", request="never")
     assert [(each.what, each.request) for each in remembered.about(())] == [("wanted", "slow"), ("done", "slow")]
 
 
 def test_only_so_much_is_kept() -> None:
-    remembered, _ = journal(kept=10)
+    remembered = journal(kept=10)
+    record = Record("sender", remembered, lambda: 5.0)
     for number in range(100):
-        remembered.note("wanted", "x" * 5000, request=f"r{number}")
+        record.note(Refuse(code="c", reasons=("x" * 1024,) * 2, about=f"r{number}"))
     assert remembered.about({"r89"}) == () and len(remembered.about({"r90"})[0].text) == 1024
 
 
@@ -73,7 +84,7 @@ def test_only_so_much_is_kept() -> None:
     ],
 )
 def test_a_request_is_found_by_the_id_that_its_client_knows(asked: str, found: set[str]) -> None:
-    remembered, _ = journal()
+    remembered = journal()
     remembered.note("wanted", request="cmpl-abc-1-0-0a1b2c3d", rendezvous="abc-1/0/f00d")
     remembered.note("wanted", request="0_cmpl-abc-1-1-4e5f6071", rendezvous="abc-1/1/beef")
     remembered.note("wanted", request="chatcmpl-abc-12-0a1b2c3d", rendezvous="abc-12/0/cafe")
@@ -85,7 +96,7 @@ def test_a_request_is_found_by_the_id_that_its_client_knows(asked: str, found: s
 @pytest.mark.proves("T32")
 def test_following_a_chain_of_names_costs_no_more_than_its_length() -> None:
     """Any user of the agent's socket may ask, and the agent's loop waits for the answer: 15 s of a core once."""
-    remembered = Journal()
+    remembered = journal(KEPT)
     for number in reversed(range(KEPT)):
         remembered.note("claimed", request=f"r{number + 1}", rendezvous=f"r{number}")
     before = time.thread_time()

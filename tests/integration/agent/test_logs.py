@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvbridge_proto.engine import Abandon, Failed, Withdraw
+from kvbridge_proto.engine import Abandon, Failed, Offer, Released, Withdraw
 from kvbridge_proto.status import Trace, TraceQuery
 
+from kvbridge.agent.journal import Journal
 from kvbridge.agent.logs import JsonFormatter, RateLimit
-from kvbridge.agent.request_log import RequestLog
-from kvbridge.agent.request_names import MOST_TRANSFERS, RequestNames
+from kvbridge.agent.record import MOST_TRANSFERS, Record
+from kvbridge.exchange.actions import Met
 from kvbridge.loopback.messages import number_of
 from testing.agents import Client, OracleEngine, agent, attached
 from testing.oracle import Shape
@@ -88,8 +89,8 @@ def test_an_agent_logs_json_and_no_flood(tmp_path: Path) -> None:
 TOKENS = range(200)
 TABLE, WANTED = list(range(100, 113)), list(range(5, 9))
 FAILED = ("d-short", "d-gone")
-# Nobody has claimed anything yet; or a claim came before the offer, so that its request has no name here yet.
-BEFORE_BOTH = ("want: request=", "offer: request=", "claim: transfer=")
+# Nobody has claimed anything yet; or the claim has not met its offer yet, so that its request has no name here.
+BEFORE_BOTH = ("wanted: request=", "offered: request=", "claimed: transfer=")
 
 
 def ended_in_every_way(made: Bench) -> dict[str, str]:
@@ -137,7 +138,7 @@ def test_each_line_about_a_transfer_names_it_and_its_request(route: str, bench_o
         for line in map(json.loads, engine.agent.text().splitlines()):
             spoken = {name for name in (*said, *request_of) if name in line["message"]}
             if not spoken or line["message"].startswith(BEFORE_BOTH):
-                early += line["message"].startswith("claim: transfer=")
+                early += line["message"].startswith("claimed: transfer=")
                 continue
             request, transfer = line.get("request"), line.get("transfer")
             assert request in said and request_of.get(transfer) == request, line
@@ -147,27 +148,25 @@ def test_each_line_about_a_transfer_names_it_and_its_request(route: str, bench_o
         for name, events in said.items():
             ended = {"met", "released"} if is_sender else {"failed" if name in FAILED else "done"}
             assert ended <= events, (name, events)
-        assert early == is_sender, "only d-early was claimed before it was offered"
+        assert early == len(requests) * is_sender, "a claim is told before it meets its offer"
 
 
 def test_a_request_with_several_transfers_names_them_all_and_one_without_names_none(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    names = RequestNames(most=3)
-    lines = RequestLog(logging.getLogger("kvbridge.test"), names)
+    made = Record("sender", Journal(), lambda: 1.0, most=3)
     caplog.set_level(logging.INFO)
-    names.begin(1, "r")
-    names.join(1, "t1")
-    names.join(1, "t2")
-    names.join(1, "t2")
-    lines.warning("failed", "code=%s %s", "x", "why", number=1)
-    lines.warning("failed", "code=%s", "x", number=7)
-    lines.warning("dropped", transfer="t1")
-    lines.debug("not shown", transfer="t1")
-    names.begin(2, "r")  # another of the same name
-    names.join(2, "t3")
-    lines.warning("dropped", transfer="t2")
-    lines.warning("failed", number=2)
+    made.note(offer(1, "r"))
+    for transfer in ("t1", "t2", "t2"):
+        made.note(Met(transfer, 1, 1, 1))
+    made.warn("failed", "code=%s %s", "x", "why", number=1)
+    made.warn("failed", "code=%s", "x", number=7)
+    made.warn("dropped", transfer="t1")
+    made.note(Released(number=1, request="r"))
+    made.note(offer(2, "r"))  # another of the same name
+    made.note(Met("t3", 2, 1, 1))
+    made.warn("dropped", transfer="t2")
+    made.warn("failed", number=2)
     assert [record.getMessage() for record in caplog.records] == [
         "failed: request=r transfer=t1,t2 code=x why",
         "failed: code=x",
@@ -176,22 +175,30 @@ def test_a_request_with_several_transfers_names_them_all_and_one_without_names_n
         "failed: request=r transfer=t3",
     ]
     for number in range(3, 13):
-        names.begin(number, f"r{number}")
-        names.join(number, f"other{number}")
-    assert len(names._number_of) == len(names._transfers_of) == len(names._name_of) == 3
-    assert not names.request_of(0, "t3")
+        made.note(offer(number, f"r{number}"))
+        made.note(Met(f"other{number}", number, 1, 1))
+    assert len(made._of_number) == len(made._of_transfer) == 3
+    made.warn("dropped", transfer="t3")
+    assert caplog.records[-1].getMessage() == "dropped: transfer=t3", "it is forgotten of which request"
+
+
+def offer(number: int, request: str) -> Offer:
+    return Offer(number=number, request=request, rendezvous="", tokens=1, blocks=(), is_last=True, hold_s=1.0)
 
 
 def test_a_request_that_is_claimed_again_and_again_keeps_the_last_transfers_only() -> None:
     """By a peer that claims no rows at all, which leaves the offer open."""
-    names = RequestNames()
+    made = Record("sender", Journal(), lambda: 1.0)
+    made.note(offer(1, "r"))
     for number in range(10 * MOST_TRANSFERS):
-        names.join(1, f"t{number}")
-    assert names.transfers_of(1) == tuple(f"t{number}" for number in range(9 * MOST_TRANSFERS, 10 * MOST_TRANSFERS))
+        made.note(Met(f"t{number}", 1, 0, 0))
+    assert list(made._of_number[1].transfers) == [
+        f"t{number}" for number in range(9 * MOST_TRANSFERS, 10 * MOST_TRANSFERS)
+    ]
 
 
 def test_no_line_names_a_request_or_a_transfer_by_hand_without_the_other() -> None:
-    """RequestLog adds both. Where it is out of reach, on the data plane's thread, a line has both in its text."""
+    """The record adds both. Where it is out of reach, on the data plane's thread, a line has both in its text."""
     found = []
     for path in sorted(path for part in ("agent", "dataplane") for path in (ROOT / "kvbridge" / part).rglob("*.py")):
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):

@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvbridge_proto.engine import Done, Offer, Released, Want
+from msgspec.structs import replace
 
 from demo.processes import free_port
 from kvbridge.agent.journal import Journal
-from kvbridge.agent.metrics import MAX_CODES, Metrics
-from kvbridge.agent.request_records import CarryTimes, RequestRecord, RequestRecords
+from kvbridge.agent.metrics import MAX_CODES, MOST_COMPUTED, Metrics
+from kvbridge.agent.record import Record, RequestRecord, Role
+from kvbridge.exchange.actions import Met
+from kvbridge.exchange.orders import Sent, StageReached
 from testing.oracle import Shape
 from testing.pairs import Benches
 from testing.waiting import wait_for
 from tests.integration.agent.test_journal import TABLE, TOKENS, WANTED
 from tests.support.served_metrics import served, served_by_proxy
+from tests.unit.exchange.claimant import Claimant
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/metrics.md").read_text()
@@ -64,59 +69,70 @@ def test_peers_cannot_make_outcomes_without_end() -> None:
     assert len(outcomes) <= MAX_CODES + 4 and any("outcome=other" in each for each in outcomes)
 
 
-def records(role: Any, most: int = 10) -> tuple[RequestRecords, list[float], list[RequestRecord]]:
-    now, ended = [5.0], list[RequestRecord]()
-    return RequestRecords(role, Journal(lambda: now[0]), ended.append, most), now, ended
+class Ended:
+    """A view of the requests that have ended: their stages, in seconds."""
+
+    kinds = (RequestRecord,)
+
+    def __init__(self) -> None:
+        self.records: list[RequestRecord] = []
+
+    def see(self, event: RequestRecord, role: Role, at: float) -> None:
+        self.records.append(event)
+
+    @property
+    def stages(self) -> list[dict[str, float]]:
+        return [
+            {stage: round(ended_at - began_at, 3) for stage, began_at, ended_at in each.stages()}
+            for each in self.records
+        ]
 
 
-def stages(record: RequestRecord) -> dict[str, float]:
-    return {stage: round(ended_at - began_at, 3) for stage, began_at, ended_at in record.stages}
+NAMES = {"number": 1, "request": "x", "rendezvous": "r"}
+OFFER = Offer(**NAMES, tokens=16, blocks=(), is_last=True, hold_s=1.0)
+WANT = Want(**NAMES, sender="tcp://p:1", first_token=0, end_token=16, blocks=(), deadline_s=1.0)
 
 
 def test_stages_of_a_fetch_are_between_what_the_journal_was_told() -> None:
-    kept, now, ended = records("receiver")
-    for at, what, names in (
-        (0.0, "wanted", {"number": 1, "request": "d", "rendezvous": "r"}),
-        (0.1, "claimed", {"number": 1, "rendezvous": "r", "transfer": "t1"}),
-        (0.2, "claimed", {"number": 1, "rendezvous": "r", "transfer": "t2"}),
-        (0.4, "landed", {"transfer": "t2"}),
-        (0.5, "landed", {"transfer": "t1"}),
-        (1.0, "done", {"number": 1}),
-        (2.0, "landed", {"transfer": "t1"}),  # nobody's any more
-    ):
-        now[0] = 5.0 + at
-        kept.note(what, **names)
-    (record,) = ended
-    assert stages(record) == {"claim": 0.1, "begin": 0.3, "move": 0.6} and record.transfers == {"t1", "t2"}
-    assert not kept._of_number and not kept._of_transfer
+    ended = Ended()
+    kept = Record("receiver", Journal(lambda: 0.0), lambda: 0.0, [ended])
+    claim = Claimant().claim(end_token=16)
+    kept.note(WANT, 5.0)
+    kept.note(replace(claim, transfer="t1"), 5.1, number=1)
+    kept.note(replace(claim, transfer="t2"), 5.2, number=1)
+    kept.note(StageReached("t2", "landed", 5.4, 1))
+    kept.note(StageReached("t1", "landed", 5.5, 1))
+    kept.note(Done(number=1, request="x", moved_bytes=1, seconds=1.0), 6.0)
+    kept.note(StageReached("t1", "landed", 7.0, 1))  # nobody's any more
+    (record,) = ended.records
+    assert ended.stages == [{"claim": 0.1, "begin": 0.3, "move": 0.6}] and set(record.transfers) == {"t1", "t2"}
+    names = kept._of_number[1]
+    assert names is kept._of_transfer["t1"] and names.is_over and not names.first
 
 
 @pytest.mark.parametrize(("claimed", "claim", "begin"), [(0.0, 0.0, 0.1), (0.25, 0.05, 0.05)])
 def test_a_sender_may_be_asked_before_it_has_anything(claimed: float, claim: float, begin: float) -> None:
-    kept, now, ended = records("sender")
-    for at, what, names in sorted(
-        (
-            (claimed, "claimed", {"rendezvous": "r", "transfer": "t"}),
-            (0.2, "offered", {"number": 1, "request": "p", "rendezvous": "r"}),
-            (0.21 if claimed < 0.2 else 0.26, "met", {"number": 1, "transfer": "t"}),
-            (0.3, "gathering", {"transfer": "t"}),
-            (0.4, "released", {"number": 1}),
-        ),
-        key=lambda each: each[0],
-    ):
-        now[0] = 5.0 + at
-        kept.note(what, **names)
-    assert [stages(each) for each in ended] == [{"claim": claim, "begin": begin, "move": 0.1}]
+    ended = Ended()
+    kept = Record("sender", Journal(lambda: 0.0), lambda: 0.0, [ended])
+    first: list[tuple[float, Any]] = [(claimed, Claimant().claim(end_token=16)), (0.2, OFFER)]
+    transfer = first[0][1].transfer
+    for at, event in sorted(first, key=lambda each: each[0]):
+        kept.note(event, at)
+    kept.note(Met(transfer, 1, 1, 1), 0.26)
+    kept.note(StageReached(transfer, "gathering", 0.3, 1))
+    kept.note(Released(number=1, request="x"), 0.4)
+    assert ended.stages == [{"claim": claim, "begin": begin, "move": 0.1}]
 
 
 def test_of_requests_that_never_end_only_so_many_are_kept() -> None:
-    kept, _, ended = records("sender", most=4)
+    ended = Ended()
+    kept, claim = Record("sender", Journal(), lambda: 0.0, [ended], most=4), Claimant().claim(end_token=16)
     for number in range(100):
-        kept.note("offered", number=number + 1, request=f"p{number}", rendezvous=f"r{number}")
-        kept.note("claimed", rendezvous="elsewhere", transfer=f"t{number}")
+        kept.note(replace(OFFER, number=number + 1))
+        kept.note(replace(claim, transfer=f"t{number}"))
     assert len(kept._of_number) == len(kept._of_transfer) == 4
-    kept.note("released", number=1)
-    assert not ended
+    kept.note(Released(number=1, request="x"))
+    assert not ended.records
 
 
 @pytest.mark.parametrize(("route", "block_tokens", "conversion"), [("pull", 64, "layout"), ("nixl", 16, "none")])
@@ -164,8 +180,11 @@ def summed(place: str, name: str) -> float:
 
 
 def test_of_transfers_that_are_never_carried_only_so_many_are_kept() -> None:
-    times = CarryTimes(most=2)
-    for number in range(9):
-        times.computed(f"t{number}", 1.0)
-        times.computed(f"t{number}", 2.0)
-    assert [times.carried(f"t{number}", 2.5) for number in (6, 7, 8, 8)] == [None, 0.5, 0.5, None]
+    metrics = Metrics()
+    for number in range(MOST_COMPUTED + 7):
+        for at in (1.0, 2.0):
+            metrics.see(StageReached(f"t{number}", "computed", at, 1), "sender", at)
+    assert len(metrics._computed_at) == MOST_COMPUTED
+    for number in (6, 7, 8, 8):
+        metrics.see(Sent(f"t{number}"), "sender", 2.5)
+    assert [metrics.registry.get_sample_value(f"kvbridge_carry_seconds_{part}") for part in ("count", "sum")] == [2, 1]

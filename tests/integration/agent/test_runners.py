@@ -46,7 +46,7 @@ class Unwell(Whole):
         self.sender.offer(offer, self.engine)
 
     def noted(self, request: str) -> set[str]:
-        return {entry.what for entry in self.receiver._records._journal.about({request})}
+        return {entry.what for entry in self.journal.about({request})}
 
 
 def test_a_failure_that_our_engine_heard_is_noted_if_it_cannot_hear_the_next(world: World) -> None:

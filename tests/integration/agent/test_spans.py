@@ -16,7 +16,7 @@ from kvbridge_proto.status import TraceEntry
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.resources import Resource
 
-from kvbridge.agent.request_records import RequestRecord
+from kvbridge.agent.record import RequestRecord
 from kvbridge.agent.spans import MOST_WAITING, Spans, spans_of
 from kvbridge.errors import OperatorError
 from testing.oracle import Shape
@@ -156,7 +156,7 @@ def test_what_there_is_no_room_for_is_dropped_at_once_and_counted() -> None:
         spans = Spans(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", "a", count)
         began = time.monotonic()
         for _ in range(2 * MOST_WAITING):
-            spans.ended(record())
+            spans.see(record(), "receiver", 0.0)
         assert time.monotonic() - began < 1
         assert counted["dropped"] >= 2 * (MOST_WAITING - 128) and not counted["sent"]
         began = time.monotonic()

@@ -466,11 +466,11 @@ class Siege:
                 is_more = offer.is_more or offer.number in ours.sending.offers
                 ours.sender.offer(changed(offer, is_more=is_more), ours.engine)
             case Withdraw():
-                ours.sender.withdraw(_named(step).number, step.reason, step.comes_again)
+                ours.sender.withdraw(_named(step))
             case Want():
                 ours.receiver.want(_named(step), ours.engine)
             case Abandon():
-                ours.receiver.abandon(_named(step).number)
+                ours.receiver.abandon(_named(step))
             case Do(what=what):
                 await self.happen(what)
         await ours.settle()
@@ -492,7 +492,7 @@ class Siege:
                 request = f"evil {len(ours.receiving.wants)}-{len(ours.told)}"
                 ours.receiver.want(want_of(request, DONE, BLOCKS, rendezvous="e", sender=EVIL, deadline=5), ours.engine)
             case 7:
-                ours.sender.withdraw(number_of("offered"), "test")
+                ours.sender.withdraw(Withdraw(number=number_of("offered"), reason="test"))
             case _:
                 self.leave()
                 self.route = "pull" if what == 8 else "nixl"

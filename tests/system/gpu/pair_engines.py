@@ -35,7 +35,7 @@ from tests.system.sglang import server
 from tests.system.sglang.plugin import PAUSE, SEEDED
 from tests.system.sglang.server import Server, ServerConfig
 
-DONE = re.compile(r"done: request=(\S+)(?: transfer=\S+)? bytes=(\d+) ms=([\d.]+)")
+DONE = re.compile(r"done: request=(\S+)(?: transfer=\S+)? (\d+) bytes.* ms=([\d.]+)")
 MAPPED = re.compile(r"attached: .* memory=(\S+)")
 CROSSED = "Allocating a cross layer KV cache"  # vLLM's own words
 START_S = 150.0

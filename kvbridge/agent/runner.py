@@ -1,0 +1,81 @@
+"""What the two runners do alike: carry out what the exchange decides, then record what has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from kvbridge_proto.engine import Failed, ToEngine
+from kvbridge_proto.peer import Body
+
+from ..dataplane.data_plane import DataPlane
+from ..exchange.actions import Action, Ask, Reach, Send, Tell, WatchProcess
+from ..exchange.orders import Order, Watch
+from .current_engine import CurrentEngine
+from .record import Event, Record
+
+
+class Sending(Protocol):
+    def send(self, peer: str, body: Body, /) -> None: ...
+
+
+class Runner:
+    """Runs on the loop. `_send_to` are the peers of its half."""
+
+    _send_to: Sending
+
+    def __init__(
+        self, data_plane: DataPlane, record: Record, current: CurrentEngine, clock: Callable[[], float]
+    ) -> None:
+        self._data_plane = data_plane
+        self._record = record
+        self._current = current
+        self._clock = clock
+
+    def _do(
+        self, actions: Sequence[Action], events: Iterable[Event] = (), heard_at: float | None = None, peer: str = ""
+    ) -> None:
+        """Carry these out; then record the `events` that they follow from, and what was done: somebody waits for them.
+
+        `peer` is who sent the events. If an action fails, those before it are recorded, and its error is raised.
+        """
+        at, done = self._clock(), 0  # what is sent now may be recorded by the other agent before we record it
+        try:
+            for action in actions:
+                match action:
+                    case Send(peer=receiver, body=body):
+                        self._send_to.send(receiver, body)
+                        self._sent(body)
+                    case Tell(message=message):
+                        if isinstance(message, Failed):  # its engine may look for the line at once
+                            said = "code=%s %s", message.code, message.reason
+                            self._record.warn("failed", *said, number=message.number)
+                        self._current.tell(message)
+                        self._sent(message)
+                    case Reach() | Ask() | WatchProcess() | Watch():
+                        self._act(action)
+                    case Order():
+                        self._data_plane.give(action, self._current.memory)
+                done += 1
+        finally:
+            note = self._record.note
+            for event in events:
+                note(event, at if heard_at is None else heard_at, peer)
+            for action in actions[:done]:
+                match action:
+                    case Send(peer=receiver, body=body, number=number):
+                        note(body, at, receiver, number)
+                    case Tell(message=message):
+                        note(message, at)
+                    case Reach() | Ask() | WatchProcess() | Order():
+                        pass
+                    case _:
+                        note(action, at)
+
+    def _act(self, action: Reach | Ask | WatchProcess | Watch) -> None:
+        """Do what only this half does."""
+        raise NotImplementedError
+
+    def _sent(self, said: Body | ToEngine) -> None:
+        """Pass the failpoints of what has been sent."""
+        raise NotImplementedError
