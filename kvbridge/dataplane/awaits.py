@@ -7,13 +7,17 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvbridge_proto.engine import READERS_S
+
 from ..device.copier import BlockCopier, Compiling, Moved
 from ..errors import EngineError, KVBridgeError
-from ..exchange.orders import Digest, Fill, Lease, Pull, ReceiveOrder, SendOrder, StopReceiving, StopSending
+from ..exchange.orders import Digest, Failure, Fill, Lease, Pull, ReceiveOrder, SendOrder, StopReceiving, StopSending
 from ..transport.fabric import Fabric, WriteFailed, WriteLate, Wrote
 from .attached import AttachedMemory
 
 log = logging.getLogger("kvbridge.data_plane")
+
+GATHER_HEARD_S = READERS_S / 2  # a gather counts only if our engine's messages were read within this time
 
 
 class Stoppable(Protocol):
@@ -153,6 +157,25 @@ def started(
         except Compiling as compiling:
             wait = WaitKernels(attached, compiling, clock() + wait_s)
         yield wait
+
+
+def taken_back(
+    attached: AttachedMemory, number: int, asked_at: float, wait_s: float, clock: Callable[[], float]
+) -> Generator[Wait, Event, Failure]:
+    """The failure if the engine may have reused the blocks while they were read. It can only if this agent stalled.
+
+    An engine reuses blocks READERS_S after it withdrew them or gave us up. A withdrawal was sent after we last
+    found the socket empty and before we read it. Once the engine is gone, the socket is not found empty again.
+    """
+    liveness, now = attached.liveness, clock()
+    if liveness.has_left:  # no withdrawal will be read any more
+        return "engine_left", "the engine left while its blocks were read"
+    if now - liveness.heard_at >= GATHER_HEARD_S:
+        yield WaitEngineHeard(attached, now, now + wait_s)
+    if not liveness.has_withdrawn(number, asked_at, now - GATHER_HEARD_S):
+        return None
+    reason = "blocks were withdrawn while this agent was stalled in a gather"
+    return "blocks_taken_back", reason
 
 
 def failure_of(code: str, error: Exception, order: SendOrder | Digest | ReceiveOrder | Pull | Fill) -> tuple[str, str]:

@@ -463,9 +463,9 @@ class DataPlane:
             case SendOrder():
                 self.send_orders.order(order, attached, asked_at)
             case Digest():
-                self._resume(self._jobs.digest(order, attached, asked_at), None)
+                self._resume(self._pulling.digest(order, attached, asked_at), None)
             case Watch(fence=fence):
-                self._resume(self._jobs.watch(attached, fence), None)
+                self._resume(self._pulling.watch(attached, fence), None)
             case ReceiveOrder():
                 self.receive_orders.order(order, attached)
             case Pull():
@@ -489,7 +489,7 @@ class DataPlane:
             self._new_send_slots(resources)
         wait_s, clock = self._write_timeout_s, self._clock
         self._jobs = Jobs(resources, self._incarnation, self.send_orders, self.receive_orders, wait_s, clock)
-        self._pulling = PullRoute(resources, self._tell, self.receive_orders, wait_s, clock)
+        self._pulling = PullRoute(resources, self._tell, self.send_orders, self.receive_orders, wait_s, clock)
         self._fills = Fills(resources, self.receive_orders, wait_s, clock)
         self._resources = resources
         if self._linger_s is None:

@@ -1,29 +1,47 @@
 """The receiver reads the blocks of the sender's engine itself, and puts the rows where they belong in one move.
 
-The rows count only if the sender's read lease still holds after the read (routes/pull/leases.py).
+The rows count only if the sender's read lease still holds after the read (routes/pull/leases.py). Of some chunks the
+sender takes the digest too, to be compared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from functools import partial
 
+from kvbridge_proto.peer import Sum
+
 from ...dataplane.attached import AttachedMemory
-from ...dataplane.awaits import Event, Job, Settle, Wait, WaitCopier, WaitLease, WaitMove, begun, failure_of, started
+from ...dataplane.awaits import (
+    Event,
+    Job,
+    Settle,
+    Wait,
+    WaitCopier,
+    WaitFence,
+    WaitLease,
+    WaitMove,
+    begun,
+    failure_of,
+    started,
+    taken_back,
+)
 from ...dataplane.receive_orders import ReceiveOrders
 from ...dataplane.resources import Resources
 from ...device.copier import Moved
 from ...device.memory import AttachedPool, span_of
 from ...device.staging import Span
 from ...errors import EngineError, PeerError
-from ...exchange.orders import Failure, Pull, Pulled
+from ...exchange.orders import Digest, Digested, Failure, FenceReached, Pull, Pulled
 from ...exchange.route import Rate, Site
 from ...exchange.session import EngineMemoryId
 from ...failpoints import failpoint
 from ...geometry.plan import Part
 from ..rate import fastest
+from ..slots.send_orders import SendOrders
 from ..slots.slot_route import machines, memories
 
 log = logging.getLogger("kvbridge.data_plane")
@@ -54,12 +72,14 @@ class PullRoute:
         self,
         resources: Resources,
         tell: Callable[..., None],
+        send_orders: SendOrders,
         receive_orders: ReceiveOrders,
         wait_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._resources = resources
         self._tell = tell
+        self._send_orders = send_orders
         self._receive_orders = receive_orders
         self._wait_s = wait_s
         self._clock = clock
@@ -202,6 +222,32 @@ class PullRoute:
         except EngineError as error:
             return error.code, str(error)
         return ENDED_WHILE_READ if pull.lease.is_given_up else None
+
+    def digest(self, digest: Digest, attached: AttachedMemory, asked_at: float) -> Job:
+        """Digest a chunk that its receiver has read, as it is in the engine's blocks now. Ordered at `asked_at`."""
+        part, found = Part(digest.plan, digest.plan.chunk(digest.read.chunk), digest.tables, True), 0
+        copier, waits = self._resources.copier, (self._wait_s, self._clock)
+        failure: Failure
+
+        def begin() -> Generator[Wait, Event, int]:
+            if not copier.has_room:
+                yield WaitCopier(attached, copier, self._clock() + self._wait_s)
+            return copier.digest(attached.memory, part)
+
+        try:
+            ended = yield WaitMove((yield from started(begin, attached, *waits)))
+            assert isinstance(ended, Moved)
+            found = ended.digest
+            failure = ended.failure or (yield from taken_back(attached, digest.number, asked_at, *waits))
+        except Exception as error:  # only this transfer fails
+            failure = failure_of("gather_failed", error, digest)
+        self._send_orders.report(Digested(digest.transfer, Sum(digest.read.chunk, found), digest.read, failure))
+
+    def watch(self, attached: AttachedMemory, fence: int) -> Job:
+        """Report when our engine's fence has reached this count, or when the wait for it has ended."""
+        with contextlib.suppress(EngineError):
+            yield WaitFence(attached, fence, self._clock() + self._wait_s, None)
+        self._send_orders.report(FenceReached())
 
     def warm(
         self, attached: AttachedMemory, memory_id: EngineMemoryId, theirs: Part, ours: Part, has_digest: bool

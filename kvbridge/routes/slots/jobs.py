@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
 
 from kvbridge_proto.codec import encode
-from kvbridge_proto.engine import READERS_S
-from kvbridge_proto.peer import Notice, Probe, Route, Sum
+from kvbridge_proto.peer import Notice, Probe, Route
 
 from ...dataplane.attached import AttachedMemory
 from ...dataplane.awaits import (
@@ -18,20 +16,18 @@ from ...dataplane.awaits import (
     Job,
     Settle,
     Wait,
-    WaitCopier,
-    WaitEngineHeard,
-    WaitFence,
     WaitMove,
     begun,
     failure_of,
     started,
+    taken_back,
 )
 from ...dataplane.receive_orders import LandedChunk, ReceiveOrders
 from ...dataplane.resources import Resources
 from ...device.copier import BlockCopier, Moved
 from ...device.staging import Span
-from ...errors import EngineError, FabricError, PeerError
-from ...exchange.orders import Digest, Digested, Failure, FenceReached
+from ...errors import FabricError, PeerError
+from ...exchange.orders import Failure
 from ...failpoints import failpoint
 from ...geometry.plan import Part
 from ...transport.fabric import WriteFailed, WriteLate
@@ -40,8 +36,6 @@ from .send_orders import LeavingChunk, SendOrders
 from .slot_route import Landing, Target
 
 log = logging.getLogger("kvbridge.data_plane")
-
-GATHER_HEARD_S = READERS_S / 2  # a gather counts only if our engine's messages were read within this time
 
 
 class Jobs:
@@ -166,51 +160,15 @@ class Jobs:
             assert isinstance(moved, Moved)
             gather_s = self._clock() - began
             failpoint("sender.gathered")
-            is_theirs = self._taken_back(attached, order.number, leaving.asked_at)
-            return gather_s, moved.digest, moved.failure or (yield from is_theirs)
+            theirs = taken_back(attached, order.number, leaving.asked_at, self._write_timeout_s, self._clock)
+            return gather_s, moved.digest, moved.failure or (yield from theirs)
         except Exception as error:  # only this transfer fails
             return 0.0, 0, failure_of("gather_failed", error, order)
-
-    def digest(self, digest: Digest, attached: AttachedMemory, asked_at: float) -> Job:
-        """Digest a chunk that its receiver has read, as it is in the engine's blocks now. Ordered at `asked_at`."""
-        part, found = Part(digest.plan, digest.plan.chunk(digest.read.chunk), digest.tables, True), 0
-        copier = self._copier
-        failure: Failure
-
-        def begin() -> Generator[Wait, Event, int]:
-            if not copier.has_room:
-                yield WaitCopier(attached, copier, self._ends)
-            return copier.digest(attached.memory, part)
-
-        try:
-            ended = yield WaitMove((yield from self._started(begin, attached)))
-            assert isinstance(ended, Moved)
-            found = ended.digest
-            failure = ended.failure or (yield from self._taken_back(attached, digest.number, asked_at))
-        except Exception as error:  # only this transfer fails
-            failure = failure_of("gather_failed", error, digest)
-        self._send_orders.report(Digested(digest.transfer, Sum(digest.read.chunk, found), digest.read, failure))
 
     def _started(
         self, begin: Callable[[], Generator[Wait, Event, int]], attached: AttachedMemory
     ) -> Generator[Wait, Event, int]:
         return started(begin, attached, self._write_timeout_s, self._clock)
-
-    def _taken_back(self, attached: AttachedMemory, number: int, asked_at: float) -> Generator[Wait, Event, Failure]:
-        """The failure if the engine may have reused the blocks while they were read. It can only if this agent stalled.
-
-        An engine reuses blocks READERS_S after it withdrew them or gave us up. A withdrawal was sent after we last
-        found the socket empty and before we read it. Once the engine is gone, the socket is not found empty again.
-        """
-        liveness, now = attached.liveness, self._clock()
-        if liveness.has_left:  # no withdrawal will be read any more
-            return "engine_left", "the engine left while its blocks were read"
-        if now - liveness.heard_at >= GATHER_HEARD_S:
-            yield WaitEngineHeard(attached, now, now + self._write_timeout_s)
-        if not liveness.has_withdrawn(number, asked_at, now - GATHER_HEARD_S):
-            return None
-        reason = "blocks were withdrawn while this agent was stalled in a gather"
-        return "blocks_taken_back", reason
 
     def _pushed(
         self, leaving: LeavingChunk, target: Target, digest: int
@@ -298,9 +256,3 @@ class Jobs:
         except Exception as error:  # only this transfer fails
             failure = failure_of("scatter_failed", error, order)
         self._receive_orders.scattered(landed, failure)
-
-    def watch(self, attached: AttachedMemory, fence: int) -> Job:
-        """Report when our engine's fence has reached this count, or when the wait for it has ended."""
-        with contextlib.suppress(EngineError):
-            yield WaitFence(attached, fence, self._ends, None)
-        self._send_orders.report(FenceReached())

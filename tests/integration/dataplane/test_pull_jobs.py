@@ -15,6 +15,7 @@ from kvbridge.errors import EngineError
 from kvbridge.exchange.orders import Pulled, Summed
 from kvbridge.routes.pull.job import ENDED_WHILE_READ, MOST_AHEAD, PullRoute
 from kvbridge.routes.pull.leases import ReadLease
+from kvbridge.routes.slots.send_orders import SendOrders
 
 WHOSE = ("incarnation", 1, "")
 
@@ -75,7 +76,7 @@ def job(
     told: ReceiveOrders, copier: FullCopier, lease: ReadLease, clock: list[float], end_chunk: int, attached: Any
 ) -> Job:
     resources: Any = SimpleNamespace(copier=copier)
-    pulling = PullRoute(resources, lambda *args: None, told, 30.0, lambda: clock[0])
+    pulling = PullRoute(resources, lambda *args: None, SendOrders(0), told, 30.0, lambda: clock[0])
     pulling._peers[WHOSE] = cast(Any, object()), lambda: None
     plan = SimpleNamespace(chunk=lambda index: index)
     pull: Any = SimpleNamespace(

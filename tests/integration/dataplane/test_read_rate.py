@@ -19,6 +19,7 @@ from kvbridge.errors import EngineError, FabricError
 from kvbridge.exchange.route import Rate
 from kvbridge.routes.pull.job import PullRoute, read_rate
 from kvbridge.routes.rate import MOST_ROUNDS, ROUNDS, SLOW_BYTES_PER_S, fastest, growing, is_slow
+from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.transport.fabric import WriteLate, Wrote
 from testing.refusals import refused
 
@@ -93,7 +94,8 @@ class Opening:
             copy=self._copy, is_using=lambda memory: memory in self.read, forget=self.forgotten.append
         )
         resources: Any = SimpleNamespace(scratch=SCRATCH, copier=copier)
-        self.pulling = PullRoute(resources, lambda hear, *args: hear(*args), ReceiveOrders(), 30.0, lambda: 0.0)
+        orders = SendOrders(0), ReceiveOrders()
+        self.pulling = PullRoute(resources, lambda hear, *args: hear(*args), *orders, 30.0, lambda: 0.0)
         self.closed: list[Peers] = []
         self.read: list[Peers] = []  # a pull of these is under way
         self.found: list[tuple[Rate | None, Exception | None]] = []

@@ -19,7 +19,7 @@ from kvbridge_proto.peer import DeviceCard, Probe, SlotLease, Sum
 from msgspec.structs import replace as replace_struct
 
 from kvbridge.dataplane.attached import KEPT_WITHDRAWALS, AttachedMemory, EngineLiveness
-from kvbridge.dataplane.awaits import Job, WaitEngineHeard, WaitFence, WaitMove, WaitWrite
+from kvbridge.dataplane.awaits import Job, WaitEngineHeard, WaitFence, WaitMove, WaitWrite, taken_back
 from kvbridge.dataplane.data_plane import GATHERING_S, DataPlane
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
@@ -33,6 +33,7 @@ from kvbridge.exchange.route import Routed, Site
 from kvbridge.geometry.plan import Planner
 from kvbridge.geometry.shard import assign
 from kvbridge.routes.choice import Connected, pattern, prove
+from kvbridge.routes.pull.job import PullRoute
 from kvbridge.routes.pull.leases import ReadLease
 from kvbridge.routes.slots.jobs import Jobs
 from kvbridge.routes.slots.send_orders import SendOrders
@@ -542,10 +543,9 @@ def test_a_gather_over_which_nobody_listened_counts_once_it_was_heard_that_nothi
             attachment.liveness.withdrew(1, withdrawn_at)
             attachment.liveness.heard_at = heard
 
-    jobs = Jobs(Agents(stack).sender, "a", SendOrders(0), ReceiveOrders(), 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
     attachment = AttachedMemory(1, pool, None, EngineLiveness(heard_at))
-    story = jobs._taken_back(attachment, 1, asked_at=99.0)
+    story = taken_back(attachment, 1, 99.0, 1.0, lambda: 100.0)
     if withdrawn_at < 100:
         withdraw()
     try:
@@ -579,7 +579,8 @@ def test_what_is_read_of_blocks_that_were_withdrawn_meanwhile_does_not_count(
     (takes,), tables = assign([pool.pool], pool.pool), block_table(pool.pool, tables_of(pool.pool, 16))
     plan = Planner(pool.pool, pool.pool).plan(takes, 0, 16, SLOT_BYTES)
     if what == "digest":
-        run(agents.sender, jobs.digest(Digest("t", 1, "r", plan, tables, Sum(0, 7)), attachment, 99.0))
+        pulling = PullRoute(agents.sender, lambda *args: None, send_orders, ReceiveOrders(), 1.0, lambda: 100.0)
+        run(agents.sender, pulling.digest(Digest("t", 1, "r", plan, tables, Sum(0, 7)), attachment, 99.0))
         (report,) = send_orders.take_reports()
         assert isinstance(report, Digested)
         failure = report.failure
@@ -621,10 +622,10 @@ def test_the_same_request_withdrawn_twice_may_have_been_taken_back_by_the_first(
 
 def test_who_has_left_is_not_waited_for(stack: ExitStack) -> None:
     """What was being read when it died may end after everybody has let go of it: its receiver waits for that end."""
-    jobs = Jobs(Agents(stack).sender, "a", SendOrders(0), ReceiveOrders(), 1.0, lambda: 100.0)
     _, pool = stack.enter_context(attached(build(Shape())))
+    left = AttachedMemory(1, pool, None, EngineLiveness(99.9, has_left=True))
     with pytest.raises(StopIteration) as ended:
-        next(jobs._taken_back(AttachedMemory(1, pool, None, EngineLiveness(99.9, has_left=True)), 1, asked_at=99.0))
+        next(taken_back(left, 1, 99.0, 1.0, lambda: 100.0))
     assert ended.value.value[0] == "engine_left"
 
 

@@ -78,7 +78,7 @@ def test_each_chunk_waits_for_the_count_with_which_it_came() -> None:
 
 
 def test_a_chunk_is_asked_for_when_it_was_ordered_and_not_when_it_begins() -> None:
-    """A withdrawal that is heard in between may be of the blocks that it reads (`Jobs._taken_back`)."""
+    """A withdrawal that is heard in between may be of the blocks that it reads (`awaits.taken_back`)."""
     made = SendOrders(4)
     made.order(SendOrder("a", 1, "r", "D0", Plan(2), b"", 1, ""), NOTHING, 1.0)
     made.progress(Progress("a", {}, 2, 0), 2.0)

@@ -32,12 +32,13 @@ from kvbridge.exchange.orders import Failure, Gathered, Landed, Quiet, StopRecei
 from kvbridge.exchange.outgoing import OpenOffer, Rendezvous
 from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.sender import Sender
+from kvbridge.routes.pull import job as pull_job
 from kvbridge.routes.pull import sending
 from kvbridge.routes.pull.job import PullRoute
 from kvbridge.routes.pull.leases import LEASE_S, ReadLease
 from kvbridge.routes.pull.receiving import IncomingByPull
 from kvbridge.routes.pull.sending import OutgoingByPull
-from kvbridge.routes.slots.jobs import Jobs
+from kvbridge.routes.slots import jobs as slot_jobs
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
 from kvbridge.routes.slots.receiving import IncomingBySlots, SlotReceiving
 from kvbridge.routes.slots.send_orders import SendOrders
@@ -158,12 +159,13 @@ def _twice(right: Any, notice: Any, ordered: Any, order: Any) -> bool:
         ordered.missing = missing
 
 
-@around(Jobs, "_taken_back")
-def _nobody_listens(
-    right: Any, self: Jobs, attached: AttachedMemory, request: str, asked_at: float
-) -> Generator[Any, Any, Failure]:
-    yield from ()
-    return None
+def _nobody_listens(put: Callable[[Any, str, Any], None]) -> None:
+    def never(*_: Any) -> Generator[Any, Any, Failure]:
+        yield from ()
+        return None
+
+    for jobs in (slot_jobs, pull_job):
+        put(jobs, "taken_back", never)
 
 
 @around(Sender, "_stop")
