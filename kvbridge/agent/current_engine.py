@@ -33,30 +33,30 @@ class CurrentEngine:
     """Runs on the loop. Everything is None while no engine is attached."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.attachment: Attachment | None = None
+        self.attachment: Attachment | None
+        self.engine: AttachedEngine | None
+        self.memory: AttachedMemory | None
+        self.connection: LocalConnection | None
+        self.change(None)
         self._clock = clock
 
-    @property
-    def engine(self) -> AttachedEngine | None:
-        return None if self.attachment is None else self.attachment.engine
-
-    @property
-    def memory(self) -> AttachedMemory | None:
-        return None if self.attachment is None else self.attachment.memory
-
-    @property
-    def connection(self) -> LocalConnection | None:
-        return None if self.attachment is None else self.attachment.connection
+    def change(self, attachment: Attachment | None) -> None:
+        """This one is attached from now on, or none."""
+        self.attachment = attachment
+        self.engine = self.memory = self.connection = None
+        if attachment is not None:
+            self.engine, self.memory = attachment.engine, attachment.memory
+            self.connection = attachment.connection
 
     def hang_up(self) -> None:
         """The engine is leaving: send it nothing more. Its memory stays for moves under way."""
         if self.attachment is not None:
-            self.attachment = replace(self.attachment, connection=None)
+            self.change(replace(self.attachment, connection=None))
 
     def tell(self, message: ToEngine) -> None:
         """Send this to the engine, or drop it if none is connected: its requests concern nobody else."""
-        if (connection := self.connection) is not None:
-            connection.send(message)
+        if self.connection is not None:
+            self.connection.send(message)
 
     def note_if_silent(self) -> None:
         """Note the time if we have read everything that the engine has sent so far."""

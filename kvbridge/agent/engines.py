@@ -96,7 +96,7 @@ class Engines:
         self._sender.engine_left()
         self._receiver.engine_left()
         self._peers.end_all(reason)
-        self._current.attachment = None
+        self._current.change(None)
         self._metrics.left()
         self._doors.withdraw(memory, reason)
         failpoint("agent.leaving")
@@ -121,7 +121,7 @@ class Engines:
         own = Rank(tp_rank=pool.shard.tp_rank, pp_rank=pool.shard.pp_rank, address=agent.address)
         site, digests = self._data_plane.site, self._data_plane.digests
         engine = AttachedEngine(agent, self._epoch, pool, site, digests, (own,), attach.policy)
-        self._current.attachment = Attachment(engine, memory, connection, version)
+        self._current.change(Attachment(engine, memory, connection, version))
         connection.is_engine = True
         self._doors.share(memory)
         log.info(
@@ -169,7 +169,7 @@ class Engines:
         engine = replace(engine, epoch=self._epoch)
         self._doors.withdraw(attachment.memory, reason)
         memory = replace(attachment.memory, epoch=self._epoch)
-        self._current.attachment = replace(attachment, engine=engine, memory=memory)
+        self._current.change(replace(attachment, engine=engine, memory=memory))
         self._doors.share(memory)
         self._peers.renew(reason)
         return engine
@@ -195,7 +195,7 @@ class Engines:
     def staged(self, site: Site) -> None:
         """Slots exist now: new sessions name them, earlier ones need none."""
         if (attachment := self._current.attachment) is not None:
-            self._current.attachment = replace(attachment, engine=replace(attachment.engine, site=site))
+            self._current.change(replace(attachment, engine=replace(attachment.engine, site=site)))
 
     def rebuild(self, endpoints: StagingEndpoints, reason: str) -> None:
         """Switch to new slots for the same engine and epoch: all sessions end, and new ones name these slots."""
@@ -237,7 +237,7 @@ class Engines:
         """Record which agents serve the engine's ranks."""
         attachment = self._current.attachment
         assert attachment is not None
-        self._current.attachment = replace(attachment, engine=replace(engine, ranks=ranks))
+        self._current.change(replace(attachment, engine=replace(engine, ranks=ranks)))
 
     def pool_status(self) -> PoolStatus | Refused:
         if (engine := self._current.engine) is None:

@@ -123,7 +123,7 @@ class Peers:
                     tasks.create_task(self._answer(link, f"Hello of {sender}", answered))
             elif isinstance(body, Welcome) and link.is_dialled:
                 tasks.create_task(self._welcome(link, body))
-            elif (dialled := self._to_greet_again(link, body)) is not None:
+            elif isinstance(body, Refuse) and (dialled := self._to_greet_again(link, body)) is not None:
                 tasks.create_task(
                     self._answer(link, f"Refuse of {link.address}", self.outgoing.greet_with_slots(dialled))
                 )
@@ -134,9 +134,9 @@ class Peers:
         except Exception:
             self._fault(link, f"{type(body).__name__} of {sender}")
 
-    def _to_greet_again(self, link: Link, body: Body) -> OutgoingPeer | None:
+    def _to_greet_again(self, link: Link, refuse: Refuse) -> OutgoingPeer | None:
         """The peer to greet again: it refused because it has to write, and our Hello named no slots."""
-        is_of_hello = isinstance(body, Refuse) and body.code == "no_slots" and not body.about
+        is_of_hello = refuse.code == "no_slots" and not refuse.about
         return self.outgoing.lacks_slots(link) if is_of_hello and link.is_dialled else None
 
     def _welcome(self, link: Link, greeting: Welcome) -> Coroutine[Any, Any, None]:

@@ -23,7 +23,8 @@ class Deadlines(Generic[K]):
         self._at[key] = at
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, key))
-        self._shrink()
+        if len(self._heap) > 2 * len(self._at) + SPARE:  # stale entries outnumber live ones
+            self._rebuild()
 
     def __len__(self) -> int:
         """How many entries are kept, cleared ones included."""
@@ -31,7 +32,8 @@ class Deadlines(Generic[K]):
 
     def clear(self, key: K) -> None:
         self._at.pop(key, None)
-        self._shrink()
+        if len(self._heap) > 2 * len(self._at) + SPARE:
+            self._rebuild()
 
     def put_off(self, seconds: float) -> None:
         """Delay all deadlines by `seconds`."""
@@ -60,11 +62,6 @@ class Deadlines(Generic[K]):
         while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
-
-    def _shrink(self) -> None:
-        """Rebuild the heap when stale entries outnumber live ones."""
-        if len(self._heap) > 2 * len(self._at) + SPARE:
-            self._rebuild()
 
     def _rebuild(self) -> None:
         self._heap = [(at, index, key) for index, (key, at) in enumerate(self._at.items())]

@@ -6,7 +6,7 @@ them; which wants of ours failed without their knowing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..geometry.unfilled import Filling
 from .actions import Action, Tell
 from .containers import Recent
 from .incoming import OpenWant
-from .session import AttachedEngine, Session, are_same, engine_ranks, rank_index
+from .session import AttachedEngine, Session, engine_ranks, rank_index
 
 
 class SenderSessions:
@@ -30,6 +30,25 @@ class SenderSessions:
 
     def __init__(self) -> None:
         self.open: dict[str, Session] = {}
+        self._whole: dict[str, Mapping[str, Session]] = {}  # by sender: what `whole` has found
+
+    def enter(self, address: str, session: Session) -> None:
+        if self.open.get(address) is not session:
+            self.open[address] = session
+            self._whole.clear()
+
+    def leave(self, address: str) -> None:
+        self.open.pop(address, None)
+        self._whole.clear()
+
+    def whole(self, sender: str) -> Mapping[str, Session] | None:
+        """The sessions with all ranks of the engine at `sender`, by address; None while one is missing or not known.
+
+        It is the same object until any session opens or ends.
+        """
+        if sender not in self._whole and self.is_whole(sender) and not self.missing(sender):
+            self._whole[sender] = self.reached(sender)
+        return self._whole.get(sender)
 
     def needed(self, sender: str) -> list[str]:
         """Addresses of all known ranks of the engine at `sender`."""
@@ -71,19 +90,18 @@ class ShardAssignment:
     """The last assignment of rows to ranks, by the sender address in the wants."""
 
     def __init__(self) -> None:
-        self._assigned: dict[str, tuple[list[Session], Pool, Takes, Filling | None]] = {}
+        self._assigned: dict[str, tuple[Mapping[str, Session], Pool, Takes, Filling | None]] = {}
         self._fillings: dict[tuple[int, ...], tuple[Pool, Filling]] = {}  # by layers: the last of each, for all senders
 
-    def takes(self, sender: str, sessions: Sequence[Session], pool: Pool) -> tuple[Takes, Filling | None]:
+    def takes(self, sender: str, sessions: Mapping[str, Session], pool: Pool) -> tuple[Takes, Filling | None]:
         """What `pool` takes from each of these sessions with the ranks of the engine at `sender`, and what none has.
 
         Raises PeerError unless they are all the ranks of one engine and hold every row that a sender must have.
         """
         known = self._assigned.get(sender)
-        if known is None or known[1] is not pool or not are_same(known[0], sessions):
-            _check_ranks(sessions)
-            pools = [session.peer_pool for session in sessions]
-            known = list(sessions), pool, assign(pools, pool), self._filling(pools, pool)
+        if known is None or known[0] is not sessions or known[1] is not pool:
+            pools = _pools(sessions)
+            known = sessions, pool, assign(pools, pool), self._filling(pools, pool)
             self._assigned[sender] = known
         return known[2:]
 
@@ -102,16 +120,18 @@ class ShardAssignment:
         self._assigned.clear()
 
 
-def _check_ranks(sessions: Sequence[Session]) -> None:
-    """Raises PeerError unless these are all the ranks of one engine."""
-    first = sessions[0].peer_pool
-    for session in sessions:
-        if session.peer_pool.engine.id != first.engine.id:
-            reason = f"engine.id: {first.engine.id} at the first agent, {session.peer_pool.engine.id} at another"
+def _pools(sessions: Mapping[str, Session]) -> list[Pool]:
+    """The senders' pools. Raises PeerError unless these are all the ranks of one engine."""
+    pools = [session.peer_pool for session in sessions.values()]
+    first = pools[0]
+    for pool in pools:
+        if pool.engine.id != first.engine.id:
+            reason = f"engine.id: {first.engine.id} at the first agent, {pool.engine.id} at another"
             raise PeerError("sender_ranks_mismatch", reason)
-    found = sorted(rank_index(session.peer_pool) for session in sessions)
+    found = sorted(map(rank_index, pools))
     if found != list(range(engine_ranks(first))):
         raise PeerError("sender_ranks_mismatch", f"ranks: expected {engine_ranks(first)}, the agents hold {found}")
+    return pools
 
 
 MOST_ANSWERS = 64  # refusals kept; a sender that calibrates at each start brings new scales each time
@@ -124,19 +144,20 @@ class Adoption:
         self._asked: dict[tuple[Scales, ...], int] = {}  # -> the revision that answers it
         self._refusals: dict[int, str] = {}
         self._last = 0
-        self._agreed: dict[str, tuple[list[Session], Pool]] = {}
+        self._agreed: dict[str, tuple[Mapping[str, Session], Pool]] = {}
 
-    def question(self, sender: str, sessions: Sequence[Session], engine: AttachedEngine) -> list[Action] | None:
+    def question(self, sender: str, sessions: Mapping[str, Session], engine: AttachedEngine) -> list[Action] | None:
         """What to ask the engine before rows are taken from these sessions. None if the scales agree.
 
         Empty while an answer is awaited: the want waits for it. Raises EngineError if the engine keeps other scales.
         """
-        if engine.policy != "adopt" or self._is_known(sender, sessions, engine):
+        before, pool = self._agreed.get(sender, (None, None))
+        if engine.policy != "adopt" or (before is sessions and pool is engine.pool):
             return None
-        scales = sender_scales([session.peer_pool for session in sessions], engine.pool)
+        scales = sender_scales([session.peer_pool for session in sessions.values()], engine.pool)
         difference = other_scales(scales, engine.pool)
         if difference is None:
-            self._agreed[sender] = list(sessions), engine.pool
+            self._agreed[sender] = sessions, engine.pool
             return None
         revision = self._asked.get(scales)
         if revision is None:
@@ -158,11 +179,6 @@ class Adoption:
     def forget(self) -> None:
         """Drop all agreements: a session is over."""
         self._agreed.clear()
-
-    def _is_known(self, sender: str, sessions: Sequence[Session], engine: AttachedEngine) -> bool:
-        """Whether these are the same session and pool objects. Comparing scales costs more than the rest of a want."""
-        before, pool = self._agreed.get(sender, ([], engine.pool))
-        return pool is engine.pool and are_same(before, sessions)
 
     def _forget_old(self) -> None:
         if len(self._refusals) >= MOST_ANSWERS:

@@ -335,13 +335,20 @@ class Rendezvous:
         A new want gets an open offer before an ended one. So it is refused for an earlier equal prompt only if no other
         offer is open.
         """
-        offers = self.open_in(claim.rendezvous)
-        ended = [each for each in self._ended.get(claim.rendezvous, ()) if claim.receiver not in each.heard]
-        found: list[OpenOffer | EndedOffer] = [each for each in offers if each.want == claim.want]
-        found += [each for each in ended if each.want == claim.want]
-        found += [each for each in offers if each.want is None]
-        found += [each for each in ended if each.want is None]
-        return next(iter(found), None)
+        unclaimed: OpenOffer | EndedOffer | None = None
+        for offered in self._offers.get(claim.rendezvous, ()):
+            if offered.state is OfferState.OPEN:
+                if offered.want == claim.want:
+                    return offered
+                if offered.want is None and unclaimed is None:
+                    unclaimed = offered
+        for ended in self._ended.get(claim.rendezvous, ()):
+            if claim.receiver not in ended.heard:
+                if ended.want == claim.want:
+                    return ended
+                if ended.want is None and unclaimed is None:
+                    unclaimed = ended
+        return unclaimed
 
     def meet(self, claim: Claim) -> None:
         """Record that this claim has its offer, an ended one or an open one."""

@@ -103,17 +103,16 @@ class Receiver:
 
     def _advance(self, wanted: OpenWant, now: float) -> list[Action]:
         sender = wanted.want.sender
-        if missing := self._senders.missing(sender):
-            return [Reach(address) for address in missing]
-        if not self._senders.is_whole(sender):
+        if (sessions := self._senders.whole(sender)) is None:
+            if missing := self._senders.missing(sender):
+                return [Reach(address) for address in missing]
             self._deadlines.set(("ask", sender), now + ASK_AGAIN_S)
             return []
         if self._is_paused:
             return []
-        sessions = self._senders.reached(sender)
         try:
             if wanted.want.first_token < wanted.want.end_token:
-                question = self._adoption.question(sender, list(sessions.values()), wanted.engine)
+                question = self._adoption.question(sender, sessions, wanted.engine)
                 if question is not None:
                     return question
             return self._claim(wanted, sessions, now)
@@ -123,7 +122,7 @@ class Receiver:
     def _claim(self, wanted: OpenWant, sessions: Mapping[str, Session], now: float) -> list[Action]:
         """All ranks have sessions: claim each one's rows. Raises KVBridgeError before anything has changed."""
         want, engine = wanted.want, wanted.engine
-        takes, filling = self._assignment.takes(want.sender, list(sessions.values()), engine.pool)
+        takes, filling = self._assignment.takes(want.sender, sessions, engine.pool)
         if want.first_token == want.end_token:
             takes, filling = tuple(() for _ in takes), None
         plans = [
@@ -218,10 +217,12 @@ class Receiver:
     def _finish_if_complete(self, wanted: OpenWant, now: float) -> list[Action]:
         if wanted.state is not WantState.FLOWING or wanted.filling:
             return []
-        if any(incoming.state is not IncomingState.ENDED for incoming in wanted.incoming_transfers.values()):
-            return []
+        moved = 0
+        for incoming in wanted.incoming_transfers.values():
+            if incoming.state is not IncomingState.ENDED:
+                return []
+            moved += incoming.plan.total_bytes
         wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FINISH)
-        moved = sum(incoming.plan.total_bytes for incoming in wanted.incoming_transfers.values())
         self._forget(wanted)
         want, seconds = wanted.want, max(0.0, now - wanted.started)
         tokens = want.end_token - want.first_token
@@ -375,7 +376,7 @@ class Receiver:
     def opened(self, address: str, session: Session, now: float) -> list[Action]:
         """A session with the agent at `address` is open (or open again, knowing more ranks)."""
         actions = self._met(address, session.peer.incarnation, session.key)
-        self._senders.open[address] = session
+        self._senders.enter(address, session)
         self._unheard.meet(address)
         if address in self.expected.senders:
             actions += [Reach(other) for other in self._senders.missing(address)]
@@ -435,7 +436,7 @@ class Receiver:
 
     def _lose(self, address: str, now: float) -> list[OpenWant]:
         """The session with `address` is over, and so are its transfers. Returns the wants they belonged to."""
-        self._senders.open.pop(address, None)
+        self._senders.leave(address)
         self._assignment.forget()
         self._adoption.forget()
         for transfer, (wanted, of) in list(self._cancelled.items()):
@@ -458,7 +459,7 @@ class Receiver:
         sender, incoming_transfers = wanted.want.sender, list(wanted.incoming_transfers.values())
         if wanted.state is WantState.REACHING:
             heard = set(self._senders.reached(sender))
-            if self._senders.is_whole(sender) and not self._senders.missing(sender):
+            if self._senders.whole(sender) is not None:
                 return
         else:
             heard = {each.address for each in incoming_transfers if not each.is_lost_unanswered}
@@ -491,7 +492,7 @@ class Receiver:
         Each gets an empty claim of what was offered by now. If nothing was, the claim does not wait for it.
         """
         actions: list[Action] = []
-        reached, missing = self._senders.reached(sender), self._senders.missing(sender)
+        reached = self._senders.reached(sender)
         for each in self._unheard.at(sender, now):
             at = each.wanted.want.first_token
             for address, session in reached.items():
@@ -499,7 +500,7 @@ class Receiver:
                     nothing = session.planner.plan((), at, at, session.slot_bytes)
                     actions += self._claim_from(each.wanted, address, session, (), nothing, now)
             each.heard |= reached.keys()
-        if self._senders.is_whole(sender) and not missing:
+        if self._senders.whole(sender) is not None:
             self._unheard.keep(sender, lambda each: False)
         return actions
 

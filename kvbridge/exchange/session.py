@@ -6,7 +6,6 @@ of each engine. When any of the four changes, the session is over and a new one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -74,11 +73,6 @@ class Session:
     def memory_id(self) -> EngineMemoryId:
         """Identifies the memory of the peer's engine."""
         return self.peer.incarnation, self.peer_epoch, self.key
-
-
-def are_same(before: Sequence[Session], now: Sequence[Session]) -> bool:
-    """Whether these are the very same objects. Comparing contents would cost more than the caching saves."""
-    return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
 
 
 def engine_ranks(pool: Pool) -> int:
