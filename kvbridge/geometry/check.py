@@ -14,7 +14,7 @@ from kvbridge_proto.engine import Scales
 from kvbridge_proto.pool import Codec, Group, Plane, Pool, Step
 
 from .tokens import MOST_PERIOD, period_of
-from .wire import EIGHT_BITS, PLAIN, POWERS, ROW_SCALED, SCALED_ROWS, counterpart, is_scale, unrotated
+from .wire import ATTENTION_PARTS, EIGHT_BITS, PLAIN, POWERS, ROW_SCALED, SCALED_ROWS, counterpart, is_scale, unrotated
 
 MOST_REASONS = 32
 MOST_LETTERS = 1024  # in one reason
@@ -225,7 +225,7 @@ def _check_model(pool: Pool, plane: Plane) -> Iterator[str]:
         yield f"group: {plane.group} is {group.kind}, the model's kind {layer.kind}"
     if plane.first_head + plane.heads > plane.total_heads:
         yield f"heads: {plane.heads} from {plane.first_head} on, total_heads {plane.total_heads}"
-    if (part := unrotated(plane.part)) in ("k", "v", "latent"):
+    if (part := unrotated(plane.part)) in ATTENTION_PARTS:
         if plane.total_heads != layer.kv_heads:
             yield f"total_heads: {plane.total_heads}, the model's kv_heads {layer.kv_heads}"
         is_value = part == "v"

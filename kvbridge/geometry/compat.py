@@ -21,6 +21,7 @@ from .group_plan import border, whole_block
 from .layers import align, unfilled
 from .tokens import MOST_PERIOD, period_of
 from .wire import (
+    ATTENTION_PARTS,
     PLAIN,
     POWERS,
     ROW_SCALED,
@@ -83,7 +84,6 @@ class Difference:
 
 # Layers that are attention with keys and values of their own. Their group says how many tokens are kept.
 ATTENTION = ("full", "sliding", "chunked")
-ATTENTION_PARTS = ("k", "v", "latent")  # the model says how wide they are
 CASTS = ("codec", "scale_codec", "rotation", "scales")  # differences that change numbers
 SAME_MODEL = "the same model on both sides"
 SAME_DRAFT = "the same draft model on both sides, or none on the prefill side"

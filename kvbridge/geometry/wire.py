@@ -7,6 +7,7 @@ from kvbridge_proto.pool import Codec, CodecName
 
 from ..cache_kinds import ROTATED
 
+ATTENTION_PARTS = ("k", "v", "latent")  # the model says how wide they are
 # Codec -> bytes per number. One number per element, with one scale at most: any can be converted to any other.
 PLAIN: dict[CodecName, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 # Codec with one scale beside each row -> codec of the numbers in the row.

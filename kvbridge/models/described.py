@@ -24,6 +24,7 @@ from kvbridge_proto.pool import (
     Step,
 )
 
+from ..adapters.engine.codecs import INDEX_KEYS, INDEX_SCALES, ROW_SCALED, plain_rows
 from ..adapters.engine.heads import Heads
 from ..adapters.engine.unsupported import UNSUPPORTED, refusal
 from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
@@ -38,11 +39,6 @@ PLAIN: dict[str, tuple[CodecName, int]] = {
     **dict.fromkeys(("float32", "float"), ("fp32", 4)),
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_inc"), ("fp8_e4m3", 1)),
     "fp8_e5m2": ("fp8_e5m2", 1),
-}
-ROW_SCALED: dict[str, CodecName] = {
-    "int8_per_token_head": "int8_row_scale",
-    "fp8_per_token_head": "fp8_row_scale",
-    "int4_per_token_head": "int4_row_scale",
 }
 M3_PACKED = "minimax_m3_nvfp4"
 WHOLE: dict[str, tuple[CodecName, int]] = {"fp8_ds_mla": ("fp8_ds_mla", 656)}
@@ -205,18 +201,14 @@ def _index_rows(model: ModelCache, command: EngineCommand, said: str) -> tuple[P
     """
     if _has_latents(model):
         part = ROTATED_INDEX_KEY if command.engine == "sglang" and not model.has_interleaved_index else INDEX_KEY
-        key = Codec(name="fp8_row_scale", width=128, element_bytes=1, row_bytes=128, scale_codec="pow2_fp32")
-        scale = Codec(name="pow2_fp32", width=1, element_bytes=4, row_bytes=4)
-        return PartRow(part, key), PartRow(f"{part}_scale", scale)
+        return PartRow(part, INDEX_KEYS), PartRow(f"{part}_scale", INDEX_SCALES)
     own = model.dtype if command.dtype == "auto" else command.dtype
     if command.engine == "vllm":
         own = "bf16" if command.index_dtype in ("", "auto") else command.index_dtype
     elif said in PLAIN and PLAIN[said][0] == "fp8_e4m3":
         own = "fp8"
     name, size = PLAIN[own]
-    width, scales = model.index_width, (1.0,) if name.startswith("fp8") else ()
-    codec = Codec(name=name, width=width, element_bytes=size, row_bytes=width * size, scales=scales)
-    return (PartRow(INDEX_KEY, codec),)
+    return (PartRow(INDEX_KEY, plain_rows(name, model.index_width, size)),)
 
 
 def _rows(layer: Layer, said: str) -> Iterator[PartRow]:
@@ -235,10 +227,7 @@ def _rows(layer: Layer, said: str) -> Iterator[PartRow]:
             yield PartRow(f"{part}_scale", Codec(name=scale[0], width=scale[1], element_bytes=scale[2], row_bytes=4))  # type: ignore[arg-type]
         else:
             name, size = PLAIN["fp8" if said in WHOLE else said]
-            scales = (1.0,) if name.startswith("fp8") else ()
-            yield PartRow(
-                part, Codec(name=name, width=width, element_bytes=size, row_bytes=width * size, scales=scales)
-            )
+            yield PartRow(part, plain_rows(name, width, size))
 
 
 def _keepings(

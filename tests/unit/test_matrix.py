@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from kvbridge_proto.pool import CodecName
 
-from kvbridge.adapters.engine import codecs
+from kvbridge.adapters.engine import codecs, memory
 from kvbridge.adapters.vllm import dtypes
 from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.errors import KVBridgeError
@@ -62,7 +62,7 @@ def test_tokens_and_heads_that_are_split_are_carried_to_every_rank() -> None:
 
 def test_the_page_says_what_the_adapter_refuses() -> None:
     ours = set(get_args(CodecName)) - {"opaque"}
-    described = {*codecs.CODEC_OF.values(), *dtypes.ROW_SCALED.values(), *dtypes.LATENT.values()}
+    described = {*memory.CODEC_OF.values(), *codecs.ROW_SCALED.values(), *dtypes.LATENT.values()}
     described |= set(POWERS)  # of the scales of index keys
     assert ours - described == {"int8", "mxfp8_e4m3", "nvfp4"}
     said = page().partition("## What adapters refuse")[2]

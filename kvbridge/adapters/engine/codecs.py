@@ -1,15 +1,24 @@
-"""How vLLM and SGLang both store plain numbers."""
+"""What both engines' adapters, and plans, say of numbers that are not plain. Pure."""
 
 from __future__ import annotations
 
-import torch
-from kvbridge_proto.pool import CodecName
+from kvbridge_proto.pool import Codec, CodecName
 
-# Dtypes whose numbers are stored as they are; fp8 is under scales that the engine knows.
-CODEC_OF: dict[torch.dtype, CodecName] = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8_e4m3",
-    torch.float8_e5m2: "fp8_e5m2",
+# Each (head, token) row has a scale of its own, stored behind it.
+ROW_SCALED: dict[str, CodecName] = {
+    "int8_per_token_head": "int8_row_scale",
+    "fp8_per_token_head": "fp8_row_scale",
+    "int4_per_token_head": "int4_row_scale",
 }
+# Index keys of sparse attention beside latents: fp8 numbers, and for each key one scale.
+INDEX_WIDTH, INDEX_SCALE_BYTES = 128, 4
+INDEX_KEYS = Codec(
+    name="fp8_row_scale", width=INDEX_WIDTH, element_bytes=1, row_bytes=INDEX_WIDTH, scale_codec="pow2_fp32"
+)
+INDEX_SCALES = Codec(name="pow2_fp32", width=1, element_bytes=INDEX_SCALE_BYTES, row_bytes=INDEX_SCALE_BYTES)
+
+
+def plain_rows(name: CodecName, width: int, element_bytes: int, scale: float = 1.0) -> Codec:
+    """Rows of `width` numbers, side by side; those of fp8 are under one scale."""
+    scales = (scale,) if name.startswith("fp8") else ()
+    return Codec(name=name, width=width, element_bytes=element_bytes, row_bytes=width * element_bytes, scales=scales)

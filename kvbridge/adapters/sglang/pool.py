@@ -29,14 +29,13 @@ from kvbridge_proto.pool import (
 
 from ...cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from ...errors import OperatorError
-from ..engine.codecs import CODEC_OF
+from ..engine.codecs import INDEX_KEYS, INDEX_SCALE_BYTES, INDEX_SCALES, INDEX_WIDTH, plain_rows
 from ..engine.heads import Heads
-from ..engine.memory import Memory
+from ..engine.memory import CODEC_OF, Memory
 from ..engine.names import draft_name
 from ..engine.unsupported import UNSUPPORTED, refusal
 from . import drafts
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("nhd", "hnd")
 # By the class itself: each subclass stores its rows differently.
 POOLS = {
@@ -87,9 +86,6 @@ class LayerGroup:
             window=self.window,
             begins_inside=self.begins_inside,
         )
-
-
-INDEX_WIDTH, INDEX_SCALE_BYTES = 128, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,11 +460,7 @@ def _planes(part: LayerTensor, region: int) -> Iterator[Plane]:
     # keys of the page. Scales are fp32: powers of two by the fallback, any number by `fused_store_index_k_cache`, whose
     # readers take them whole. So they travel byte for byte, and must never be packed to exponents.
     page, (block, _) = part.group.block_tokens, part.tensor.stride()
-    keys = Codec(
-        name="fp8_row_scale", width=INDEX_WIDTH, element_bytes=1, row_bytes=INDEX_WIDTH, scale_codec="pow2_fp32"
-    )
-    scale = Codec(name="pow2_fp32", width=1, element_bytes=INDEX_SCALE_BYTES, row_bytes=INDEX_SCALE_BYTES)
-    for name, at, codec in ((part.name, 0, keys), (f"{part.name}_scale", page * INDEX_WIDTH, scale)):
+    for name, at, codec in ((part.name, 0, INDEX_KEYS), (f"{part.name}_scale", page * INDEX_WIDTH, INDEX_SCALES)):
         yield Plane(
             layer=part.layer,
             part=name,
@@ -495,12 +487,11 @@ def _plane(part: LayerTensor, region: int) -> Plane:
     else:
         slot, head, element = strides
         block = group.block_tokens * slot
-    width, dtype = tensor.shape[-1], part.dtype
+    width = tensor.shape[-1]
     if part.name == "latent" and width != _latent_width(group.pool):
         codec = Codec(name="fp8_ds_mla", width=_latent_width(group.pool), element_bytes=size, row_bytes=width * size)
     else:
-        scales = (part.scale,) if dtype in FP8 else ()
-        codec = Codec(name=CODEC_OF[dtype], width=width, element_bytes=size, row_bytes=width * size, scales=scales)
+        codec = plain_rows(CODEC_OF[part.dtype], width, size, part.scale)
     return Plane(
         layer=part.layer,
         part=part.name,

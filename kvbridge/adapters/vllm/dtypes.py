@@ -10,7 +10,8 @@ from kvbridge_proto.pool import Codec, CodecName
 
 from ...cache_kinds import INDEX_KEY
 from ...errors import OperatorError
-from ..engine.codecs import CODEC_OF
+from ..engine.codecs import INDEX_SCALE_BYTES, ROW_SCALED
+from ..engine.memory import CODEC_OF
 from ..engine.unsupported import refusal
 from .backends import rows_of
 from .shapes import Cell, Spot
@@ -19,16 +20,9 @@ if TYPE_CHECKING:
     from .layers import KVLayer
 
 FP8: dict[str, CodecName] = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-# Each (head, token) row has a scale of its own, stored behind it (`_ensure_scale_caches` of the Triton backend).
-ROW_SCALED: dict[str, CodecName] = {
-    "int8_per_token_head": "int8_row_scale",
-    "fp8_per_token_head": "fp8_row_scale",
-    "int4_per_token_head": "int4_row_scale",
-}
 # Latent rows with their scales inside, by bytes per row; fp8_ds_v4 keeps 8 of its 584 behind the rows of its block.
 LATENT: dict[int, CodecName] = {656: "fp8_ds_mla", 584: "fp8_ds_v4", 528: "fp8_ds_v41", 352: "nvfp4_ds_mla"}
 V4_SCALE_BYTES = 8
-INDEX_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Shard
 
 from ...errors import OperatorError
+from ..engine.codecs import INDEX_WIDTH
 from ..engine.heads import Heads
 from ..engine.names import draft_name
 from .backends import INDEX_KEYS, check_backend, rows_of, spec_refusal
@@ -27,7 +28,6 @@ KINDS: dict[str, GroupKind] = {
     "SlidingWindowMLASpec": "sliding",
     "ChunkedLocalAttentionSpec": "chunked",
 }
-INDEX_WIDTH = 128  # numbers of an index key
 LATENTS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ..engine.prompts import DIGEST_BYTES, PromptDigest, short
@@ -31,6 +32,7 @@ class Named:
     index: int
 
 
+@lru_cache(maxsize=4)  # a prompt's own is asked for several times in a row
 def named(request_id: str) -> Named:
     """The caller's name, from the engine's own request id."""
     text = RANDOM.sub("", SAMPLE.sub("", request_id))
