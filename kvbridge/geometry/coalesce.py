@@ -4,14 +4,15 @@ A pair whose rows are bit-equal on both sides is read as a run of bytes. The run
 comes next: the other heads, the other tokens of the block, the next plane (K then V, layer after layer). The result is
 a pair again, of two ordinary planes whose rows are the runs; no later code knows of coalescing.
 
-A run over a whole block needs the same block_tokens on both sides and a first token on a block border. The last block
-then travels whole, with whatever its unused rows hold.
+A run over tokens has as many as divide both sides' blocks (a block, if they are equal), and the first token must begin
+one. The last run then travels whole, with whatever its unused rows hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 from kvbridge_proto.pool import Codec, Plane, Pool, Step
 
@@ -22,25 +23,41 @@ from .wire import is_same_scales, scales_of
 LONGEST_BYTES = 64 << 10
 ONE_PLACE = (Step(1, 0),)  # of a block that is one row
 
+Axis = tuple[Step, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class RunPlane:
-    """Where the first run of a pair is in one pool, in the blocks and the region of `plane`."""
+    """Where the first run of a pair is in the blocks and the region of `plane`, and a block's `places`."""
 
     plane: Plane
     offset: int
+    places: Axis
+
+    def of_units(self, tokens: int) -> tuple[RunPlane, Axis] | None:
+        """With a place for each unit of so many tokens, and the axis of these tokens. None if a unit is no sub-axis."""
+        outer, inner = self.places, ()
+        while tokens > 1:
+            *before, step = outer
+            taken = gcd(tokens, step.count)
+            if taken not in (tokens, step.count):
+                return None
+            rest = (Step(step.count // taken, step.stride * taken),) if taken < step.count else ()
+            outer, inner = (*before, *rest), (Step(taken, step.stride), *inner)
+            tokens //= taken
+        return replace(self, places=_steps(outer) or ONE_PLACE), _steps(inner)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`heads` runs of `row_bytes` bytes per place. A place is a token or, if `is_block`, a block."""
+    """`heads` runs of `row_bytes` bytes for each place, of `unit_tokens` tokens: 1, or `most_tokens`."""
 
     sender: RunPlane
     receiver: RunPlane
     heads: int
     row_bytes: int
-    is_block: bool
-    block_tokens: int
+    unit_tokens: int
+    most_tokens: int
 
 
 def coalesce(
@@ -53,8 +70,8 @@ def coalesce(
     for pair in pairs:
         ours = sender.groups[pair.sender.group].block_tokens
         theirs = receiver.groups[pair.receiver.group].block_tokens
-        block_tokens = ours if is_whole and ours == theirs and first_token % ours == 0 else 0
-        run = _first_run(pair, block_tokens, longest)
+        common = gcd(ours, theirs)
+        run = _first_run(pair, common if is_whole and first_token % common == 0 else 1, longest)
         if run is None:
             kept.append(pair)
         else:
@@ -69,8 +86,8 @@ def coalesce(
     return kept + [_plane_pair(run, *forms[run.row_bytes]) for run in runs]
 
 
-def _first_run(pair: PlanePair, block_tokens: int, longest: int) -> Run | None:
-    """One row if it is dense, else all rows of a block and head if they are; None if neither is one run."""
+def _first_run(pair: PlanePair, most_tokens: int, longest: int) -> Run | None:
+    """One row if it is dense, else all rows of a unit and head if they are; None if neither is one run."""
     sender, receiver, heads = pair.sender, pair.receiver, pair.heads
     ours, theirs = sender.codec, receiver.codec
     if pair.is_converted or sender.element_axis != receiver.element_axis:
@@ -80,22 +97,29 @@ def _first_run(pair: PlanePair, block_tokens: int, longest: int) -> Run | None:
         if not is_same_scales(*scales):
             return None
     sides = (
-        RunPlane(sender, sender.offset + pair.sender_head * sender.head_stride),
-        RunPlane(receiver, receiver.offset + pair.receiver_head * receiver.head_stride),
+        RunPlane(sender, sender.offset + pair.sender_head * sender.head_stride, sender.token_axis),
+        RunPlane(receiver, receiver.offset + pair.receiver_head * receiver.head_stride, receiver.token_axis),
     )
+    run = Run(*sides, heads, ours.row_bytes, 1, most_tokens)
     if _is_dense(sender.element_axis, ours.element_bytes):
-        return Run(*sides, heads, ours.row_bytes, False, block_tokens)
-    row_bytes = block_tokens * ours.row_bytes
-    if not block_tokens or row_bytes > longest or _steps(sender.token_axis) != _steps(receiver.token_axis):
+        return run
+    return _over_tokens(run, sender.element_axis, ours.element_bytes, longest)
+
+
+def _over_tokens(run: Run, elements: Axis, element_bytes: int, longest: int) -> Run | None:
+    """The run over all tokens of a unit, if with such elements they follow each other on both sides."""
+    row_bytes = run.most_tokens * run.row_bytes
+    ours, theirs = run.sender.of_units(run.most_tokens), run.receiver.of_units(run.most_tokens)
+    if row_bytes > longest or ours is None or theirs is None or ours[1] != theirs[1]:
         return None
-    if _is_dense(sender.token_axis + sender.element_axis, ours.element_bytes):
-        return Run(*sides, heads, row_bytes, True, block_tokens)
-    return None
+    if not _is_dense(ours[1] + elements, element_bytes):
+        return None
+    return Run(ours[0], theirs[0], run.heads, row_bytes, run.most_tokens, run.most_tokens)
 
 
-def _steps(axis: Sequence[Step]) -> list[Step]:
+def _steps(axis: Axis) -> Axis:
     """Without those of one place, which say nothing: a page may be a whole block on one side."""
-    return [step for step in axis if step.count > 1]
+    return tuple(step for step in axis if step.count > 1)
 
 
 def _is_dense(axis: Sequence[Step], element_bytes: int) -> bool:
@@ -110,14 +134,12 @@ def _is_dense(axis: Sequence[Step], element_bytes: int) -> bool:
 
 
 def _grown(run: Run, longest: int) -> Run:
-    """The run grown over all heads, or all tokens of a block, if they follow each other on both sides."""
+    """The run grown over all heads, or all tokens of a unit, if they follow each other on both sides."""
     sender, receiver, row_bytes = run.sender.plane, run.receiver.plane, run.row_bytes
     if run.heads > 1 and run.heads * row_bytes <= longest and sender.head_stride == receiver.head_stride == row_bytes:
         return replace(run, heads=1, row_bytes=run.heads * row_bytes)
-    if not run.is_block and run.block_tokens and run.block_tokens * row_bytes <= longest:
-        axis = _steps(sender.token_axis)
-        if axis == _steps(receiver.token_axis) and _is_dense(axis, row_bytes):
-            return replace(run, is_block=True, row_bytes=run.block_tokens * row_bytes)
+    if run.unit_tokens < run.most_tokens:
+        return _over_tokens(run, (), row_bytes, longest) or run
     return run
 
 
@@ -134,7 +156,7 @@ def _joined(runs: Sequence[Run], longest: int) -> list[Run]:
 
 
 def _is_next(last: Run, run: Run) -> bool:
-    if (last.heads, last.is_block) != (run.heads, run.is_block):
+    if (last.heads, last.unit_tokens) != (run.heads, run.unit_tokens):
         return False
     for before, after in ((last.sender, run.sender), (last.receiver, run.receiver)):
         ours, theirs = before.plane, after.plane
@@ -144,7 +166,7 @@ def _is_next(last: Run, run: Run) -> bool:
             return False
         if run.heads > 1 and ours.head_stride != theirs.head_stride:
             return False
-        if not run.is_block and ours.token_axis != theirs.token_axis:
+        if before.places != after.places:
             return False
     return True
 
@@ -155,7 +177,7 @@ def _opaque(row_bytes: int) -> Codec:
 
 def _plane_pair(run: Run, codec: Codec, element_axis: tuple[Step, ...]) -> PlanePair:
     sender, receiver = _plane(run.sender, run, codec, element_axis), _plane(run.receiver, run, codec, element_axis)
-    return PlanePair(sender, 0, receiver, 0, run.heads, codec, run.block_tokens if run.is_block else 1)
+    return PlanePair(sender, 0, receiver, 0, run.heads, codec, run.unit_tokens)
 
 
 def _plane(side: RunPlane, run: Run, codec: Codec, element_axis: tuple[Step, ...]) -> Plane:
@@ -168,7 +190,7 @@ def _plane(side: RunPlane, run: Run, codec: Codec, element_axis: tuple[Step, ...
         region=plane.region,
         offset=side.offset,
         block_stride=plane.block_stride,
-        token_axis=ONE_PLACE if run.is_block else plane.token_axis,
+        token_axis=side.places,
         head_stride=plane.head_stride if run.heads > 1 else 0,
         element_axis=element_axis,
         first_head=0,

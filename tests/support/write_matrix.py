@@ -29,8 +29,9 @@ that are refused are not carried: the test sees that nothing moves them without 
 TAIL = """
 Several ranks may hold the same rows of a latent. Then each receiver takes them from one of them.
 
-Between equal pools whole blocks travel. So the unused end of a request's last block may carry what the sender's block
-held before. The engine never reads it, and overwrites it as the request grows.
+Where both sides keep the tokens of a block alike, whole blocks travel, of the smaller size. So the unused end of a
+request's last block may carry what the sender's block held before. The engine never reads it, and overwrites it as the
+request grows.
 
 ## Drafts
 

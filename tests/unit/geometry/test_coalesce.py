@@ -61,11 +61,16 @@ def test_equal_sides_move_whole_blocks(layout: str, pairs: int, expected: list[t
 @pytest.mark.parametrize(
     ("sender", "receiver", "first_token", "expected"),
     [
-        # Another block size or a first token inside a block: whole tokens of all heads.
-        ({"layout": "nhd"}, {"layout": "nhd", "block_tokens": 32}, 0, [(1, 4 * VALUE, 1), (1, 4 * KEY, 1)]),
+        # Another block size: what divides both blocks.
+        ({"layout": "nhd"}, {"layout": "nhd", "block_tokens": 32}, 0, [(1, 64 * VALUE, 16), (1, 64 * KEY, 16)]),
+        ({"layout": "nhd", "block_tokens": 32}, {"layout": "nhd"}, 16, [(1, 64 * VALUE, 16), (1, 64 * KEY, 16)]),
+        ({"layout": "nhd"}, {"layout": "nhd", "block_tokens": 24}, 8, [(1, 32 * VALUE, 8), (1, 32 * KEY, 8)]),
+        ({"layout": "packed_hnd"}, {"layout": "packed_hnd", "block_tokens": 32}, 0, [(4, 16 * (KEY + VALUE), 16)]),
+        # A first token inside a block: whole tokens of all heads.
+        ({"layout": "nhd"}, {"layout": "nhd", "block_tokens": 32}, 5, [(1, 4 * VALUE, 1), (1, 4 * KEY, 1)]),
         ({"layout": "nhd"}, {"layout": "nhd"}, 5, [(1, 4 * VALUE, 1), (1, 4 * KEY, 1)]),
         ({"layout": "packed"}, {"layout": "packed"}, 5, [(1, 4 * (KEY + VALUE), 1)]),
-        ({"layout": "packed_hnd"}, {"layout": "packed_hnd", "block_tokens": 32}, 0, [(4, KEY + VALUE, 1)]),
+        ({"layout": "packed_hnd"}, {"layout": "packed_hnd", "block_tokens": 32}, 5, [(4, KEY + VALUE, 1)]),
         ({"layout": "nhd"}, {"layout": "nhd"}, 32, [(1, 64 * VALUE, 16), (1, 64 * KEY, 16)]),
         # K and V apart on one side, together on the other: planes stay apart.
         ({"layout": "nhd"}, {"layout": "block_first"}, 0, [(1, 64 * VALUE, 16), (1, 64 * KEY, 16)]),

@@ -111,7 +111,8 @@ def test_blocks_before_the_window_are_not_read() -> None:
     for side, index in itertools.product(pools, range(planned.chunks)):
         for each in Part(planned, planned.chunk(index), tables[side], side).moves():
             group = pools[side].groups[each.plane.group]
-            assert set(each.places // group.block_tokens) <= set(tables[side][each.plane.group].ids)
+            blocks = each.places // (group.block_tokens // each.unit_tokens)
+            assert set(blocks) <= set(tables[side][each.plane.group].ids)
 
 
 def test_a_want_of_nothing_but_a_past_chunk_has_no_chunks() -> None:
