@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -52,13 +53,14 @@ class SegmentLayout:
     @property
     def scale_places_key(self) -> tuple[int, tuple[Axis, ...]]:
         """As `places_key`, for the scales of rows; that of the rows if they have none."""
-        return self.places_key if self.row_scale is None else (self.row_scale.block_stride, self.row_scale.tokens)
+        scale = self.row_scale
+        return self.places_key if scale is None else (scale.block_stride, _steps(scale.tokens))
 
     @property
     def token_stride(self) -> int:
         """Bytes from a token to the next, or from a block to the next if blocks have one token."""
         block_stride, tokens = self.places_key
-        return tokens[-1].stride if tokens and tokens[-1].count > 1 else block_stride
+        return tokens[-1].stride if tokens else block_stride
 
     @property
     def is_dense(self) -> bool:
@@ -102,7 +104,7 @@ def layout_of(field: Field, cast: Cast | None) -> SegmentLayout:
         run_bytes=run_bytes,
         elements=field.elements,
         stride_bits=bits,
-        places_key=(field.blocks.stride, field.tokens),
+        places_key=(field.blocks.stride, _steps(field.tokens)),
         codecs=None if cast is None else (cast.memory.name, cast.wire.name),
         row_scale=cast.memory.scale if cast is not None and isinstance(cast.memory.scale, RowScale) else None,
         rotates=cast is not None and cast.rotates,
@@ -115,6 +117,11 @@ def _fold(elements: tuple[Axis, ...], element_bytes: int) -> tuple[int, tuple[Ax
     while outer and outer[-1].stride == run:
         run *= outer.pop().count
     return run, tuple(outer)
+
+
+def _steps(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """Without those of one position."""
+    return tuple(axis for axis in axes if axis.count > 1)
 
 
 def place_offsets(places: Offsets, block_stride: int, tokens: tuple[Axis, ...], out: Offsets) -> None:
@@ -130,10 +137,16 @@ def place_offsets(places: Offsets, block_stride: int, tokens: tuple[Axis, ...], 
     else:
         block = _quotient(places, block_tokens)
         np.multiply(block, block_stride, out=out)
-        token = places - block * block_tokens
-        for axis in reversed(tokens):
-            token, digit = np.divmod(token, axis.count)
-            out += digit * axis.stride
+        out += _within(tokens)[places - block * block_tokens]
+
+
+@lru_cache(maxsize=256)
+def _within(tokens: tuple[Axis, ...]) -> Offsets:
+    """The bytes from a block's first token to each of its tokens."""
+    found = np.zeros(1, np.int64)
+    for axis in tokens:
+        found = (found[:, np.newaxis] + np.arange(axis.count) * axis.stride).reshape(-1)
+    return found
 
 
 def _quotient(places: Offsets, divisor: int) -> Offsets:

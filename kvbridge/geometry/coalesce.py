@@ -36,7 +36,8 @@ class RunPlane:
 
     def of_units(self, tokens: int) -> tuple[RunPlane, Axis] | None:
         """With a place for each unit of so many tokens, and the axis of these tokens. None if a unit is no sub-axis."""
-        outer, inner = self.places, ()
+        outer = self.places
+        inner: Axis = ()
         while tokens > 1:
             *before, step = outer
             taken = gcd(tokens, step.count)
