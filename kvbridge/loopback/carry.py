@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,24 +41,18 @@ def carry(
     receiver: Shape,
     requests: list[DemoRequest],
     progress: Progress,
-    late_cycles: int = 0,
-    unfenced: str = "",
+    module: str = "kvbridge.loopback.job",
+    told: Callable[[Job], Job] = lambda job: job,
 ) -> PairOutcome:
     """One pair: start the engines, carry the requests, and let the receivers check their memory.
 
-    With `late_cycles` both sides are late (see Job). If `unfenced` names a side, only that side is late, and it
-    sends no fence. Its lateness must outlast the transfer.
+    The engines run `module`, and are given what `told` makes of their jobs.
     """
     before, after = running[: sender.tp_size], running[sender.tp_size : sender.tp_size + receiver.tp_size]
-
-    def late(role: str) -> dict[str, Any]:
-        return {"late_cycles": late_cycles if unfenced in ("", role) else 0, "is_fenced": role != unfenced}
-
     with ExitStack() as stack:
         origin = {"sender": before[0].address, "sender_codec": sender.codec}
-        jobs = [*_jobs("sender", sender, before, requests, **late("sender"))]
-        jobs += _jobs("receiver", receiver, after, requests, **origin, **late("receiver"))
-        engines = [_start(folder, stack, job) for job in jobs]
+        jobs = [*_jobs("sender", sender, before, requests), *_jobs("receiver", receiver, after, requests, **origin)]
+        engines = [_start(folder, stack, module, told(job)) for job in jobs]
         receivers = engines[len(before) :]
         for engine in engines:
             engine.hear("ready")
@@ -108,9 +102,9 @@ def _jobs(
         )
 
 
-def _start(folder: Path, stack: ExitStack, job: Job) -> EngineProcess:
+def _start(folder: Path, stack: ExitStack, module: str, job: Job) -> EngineProcess:
     name = f"{job.shape.name} rank {job.rank}"
-    command = [sys.executable, "-m", "kvbridge.loopback.job", msgspec.json.encode(job).decode()]
+    command = [sys.executable, "-m", module, msgspec.json.encode(job).decode()]
     engine = EngineProcess(name, command, folder / f"{job.shape.name}-{job.rank}.err".replace("|", "-"))
     stack.callback(end, engine.process)
     return engine

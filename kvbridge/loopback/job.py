@@ -27,12 +27,7 @@ PIECE_TOKENS = 512
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What this rank is and does. `ranks` are the agents of its engine; a receiver knows one agent of the sender.
-
-    With `late_cycles`, on a GPU only, a kernel of that many cycles runs before every piece that a sender computes, and
-    before the last write by the former owner of the blocks that a receiver wants. An agent that does not wait for the
-    fence then leaves wrong rows.
-    """
+    """What this rank is and does. `ranks` are the agents of its engine; a receiver knows one agent of the sender."""
 
     role: Literal["sender", "receiver"]
     shape: Shape
@@ -43,15 +38,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     sender: str = ""
     sender_codec: CodecName = "bf16"
     device: str = "cpu"
-    late_cycles: int = 0
-    is_fenced: bool = True  # if False, offers and wants claim that the stream has finished
 
 
 class JobEngine(SyntheticEngine):
     """The engine of a job, with the content of its requests."""
 
     def __init__(self, job: Job) -> None:
-        assert job.device != "cpu" or not job.late_cycles, "late_cycles: a CPU has no stream to be late on"
         self.job = job
         self.layers = (None,) if job.device == "cpu" else job.shape.layers_apart
         pool = describe(job.shape, job.rank, self.layers)
@@ -75,7 +67,7 @@ class JobEngine(SyntheticEngine):
                 more = {
                     "is_more": given > 0,
                     "is_last": tokens == request.tokens,
-                    "fence": self._compute(request, computed, tokens),
+                    "fence": self.compute(request, computed, tokens),
                 }
                 self.client.send(offer_of(request.name, tokens, table[given:end], first=given, **more))
                 given, computed = end, tokens
@@ -87,23 +79,22 @@ class JobEngine(SyntheticEngine):
         size, began = self.job.shape.block_tokens, time.perf_counter()
         for request in requests:
             name, tokens = request.name, range(request.first_token, request.tokens)
-            fence = self._leave(request)
+            fence = self.leave(request)
             self.client.send(want_of(name, self.job.sender, tokens, self.tables[name], size, fence=fence))
         done = [self.ended(Done, (request.name,)) for request in requests]
         return time.perf_counter() - began, sum(message.moved_bytes for message in done)
 
     def fill_own(self) -> None:
-        """Write the rows of every prompt. With `late_cycles` each piece is written when it is offered instead."""
-        if not self.job.late_cycles:
-            for request in self.job.requests:
-                self._fill(self.regions, request, self.job.shape.codec)
+        """Write the rows of every prompt."""
+        for request in self.job.requests:
+            self.fill(self.regions, request, self.job.shape.codec)
 
     def verify(self) -> str:
         """What is wrong with the memory, or "". Checks every wanted element, and for poison everywhere else."""
         job = self.job
         expected = [torch.full_like(region, POISON) for region in self.regions]
         for request in job.requests:
-            self._fill(expected, request, job.sender_codec, has_zeros=True)
+            self.fill(expected, request, job.sender_codec, has_zeros=True)
         found = zip(self.layers, self.regions, expected, strict=True)
         wrong = (first_difference(ours, wanted, job.shape, job.rank, layer) for layer, ours, wanted in found)
         return next(filter(None, wrong), "")
@@ -115,38 +106,21 @@ class JobEngine(SyntheticEngine):
             digest.update(region.cpu().numpy().data)
         return digest.hexdigest()
 
-    def _compute(self, request: DemoRequest, first_token: int, tokens: int) -> int:
-        """Compute these tokens. Returns the fence behind which they are there."""
-        if self.job.late_cycles and tokens > request.first_token:
-            first_token = max(first_token, request.first_token)
-            piece = msgspec.structs.replace(request, first_token=first_token, tokens=tokens)
-            self._put_late(self._rows(self.regions, piece, self.job.shape.codec))
-        return self._mark()
+    def compute(self, request: DemoRequest, first_token: int, tokens: int) -> int:
+        """Compute these tokens, which are there already. Returns the fence behind which they are."""
+        return self.fence.mark()
 
-    def _leave(self, request: DemoRequest) -> int:
-        """Let the former owner write for the last time. Returns the fence behind which nobody else writes."""
-        if self.job.late_cycles:
-            former = msgspec.structs.replace(request, seed=request.seed + 1)
-            self._put_late(self._rows(self.regions, former, self.job.sender_codec))
-        return self._mark()
+    def leave(self, request: DemoRequest) -> int:
+        """The fence behind which nobody else writes the blocks that this request wants."""
+        return self.fence.mark()
 
-    def _mark(self) -> int:
-        return self.fence.mark() if self.job.is_fenced else 0
-
-    def _put_late(self, rows: Iterator[DemoRows]) -> None:
-        ready = list(rows)  # copies from the host would wait for the kernel, so they come before it
-        with torch.cuda.device(self.job.device):
-            torch.cuda._sleep(self.job.late_cycles)
-            for each in ready:
-                each.put()
-
-    def _fill(
+    def fill(
         self, regions: Sequence[torch.Tensor], request: DemoRequest, codec: CodecName, has_zeros: bool = False
     ) -> None:
-        for rows in self._rows(regions, request, codec, has_zeros):
+        for rows in self.rows(regions, request, codec, has_zeros):
             rows.put()
 
-    def _rows(
+    def rows(
         self, regions: Sequence[torch.Tensor], request: DemoRequest, codec: CodecName, has_zeros: bool = False
     ) -> Iterator[DemoRows]:
         job, table = self.job, self.tables[request.name]
@@ -155,10 +129,10 @@ class JobEngine(SyntheticEngine):
             yield from prepare(region, job.shape, job.rank, table, tokens, codec, layer, request.seed, has_zeros)
 
 
-def main() -> None:
+def main(kind: type[JobEngine] = JobEngine, job: type[Job] = Job) -> None:
     """Attach, wait for a line, do the job, report the result."""
     torch.set_num_threads(1)
-    engine = JobEngine(msgspec.json.decode(sys.argv[1], type=Job))
+    engine = kind(msgspec.json.decode(sys.argv[1], type=job))
     try:
         engine.attach(engine.job.ranks)
         if engine.job.role == "sender":

@@ -48,7 +48,7 @@ class Rank(JobEngine):
     def _whole(self, request: DemoRequest, codec: Any) -> list[torch.Tensor]:
         """All of our memory as it is with this prompt in it."""
         regions = [torch.full_like(region, POISON) for region in self.regions]
-        self._fill(regions, request, codec)
+        self.fill(regions, request, codec)
         return regions
 
     # As sender:
@@ -66,7 +66,7 @@ class Rank(JobEngine):
     def _offer(self, seed: int, rendezvous: str, hold_s: float) -> None:
         for region, whole in zip(self.regions, self.wholes[seed], strict=True):
             region.copy_(whole)
-        offer = offer_of(rendezvous, self.tokens, self.table, hold_s=hold_s, fence=self._mark())
+        offer = offer_of(rendezvous, self.tokens, self.table, hold_s=hold_s, fence=self.fence.mark())
         self.client.send(offer)
         self.client.send(StatusQuery())
         self.wait(lambda message: isinstance(message, Status))
@@ -153,7 +153,7 @@ class Rank(JobEngine):
     def _want(self, rendezvous: str, sender: str) -> float:
         """When it was sent."""
         tokens, size = range(self.tokens), self.job.shape.block_tokens
-        want = want_of(rendezvous, sender, tokens, self.table, size, deadline_s=20.0, fence=self._mark())
+        want = want_of(rendezvous, sender, tokens, self.table, size, deadline_s=20.0, fence=self.fence.mark())
         began = time.perf_counter()
         self.client.send(want)
         return began

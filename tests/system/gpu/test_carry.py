@@ -17,8 +17,10 @@ from rich.progress import Progress
 
 from demo.run import PAIRS
 from kvbridge.loopback.carry import PairOutcome, carry
+from kvbridge.loopback.job import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
 from kvbridge.loopback.processes import agents
+from testing.late_job import LateJob
 
 REQUESTS = [
     DemoRequest(name="short", tokens=17, seed=1),
@@ -46,12 +48,21 @@ def carried(
     requests: Sequence[DemoRequest] = REQUESTS,
     **options: Any,
 ) -> tuple[PairOutcome, list[str]]:
-    """How the transfers of one pair went, and what the agents logged when their sessions opened."""
+    """How the transfers of one pair went, and what the agents logged when their sessions opened.
+
+    With `late_cycles` both sides are late. If `unfenced` names a side, only that side is late, and it sends no fence:
+    its lateness must outlast the transfer.
+    """
+
+    def late(job: Job) -> Job:
+        cycles = late_cycles if unfenced in ("", job.role) else 0
+        return LateJob(**msgspec.structs.asdict(job), late_cycles=cycles, is_fenced=job.role != unfenced)
+
     with ExitStack() as stack:
         count = sender.tp_size + receiver.tp_size
         running = stack.enter_context(agents(folder, [f"agent{i}" for i in range(count)], devices, **options))
         outcome = carry(
-            folder, running, sender, receiver, list(requests), Progress(disable=True), late_cycles, unfenced
+            folder, running, sender, receiver, list(requests), Progress(disable=True), "testing.late_job", late
         )
         logs = "\n".join(agent.log.read_text() for agent in running)
     assert "Traceback" not in logs, logs
