@@ -20,7 +20,7 @@ import msgspec
 
 from bench.gpu.memory import GRAIN_TOKENS, windows
 from bench.gpu.place import Place
-from bench.gpu.processes import AgentProcess, Child, ask_all, end
+from bench.gpu.processes import BenchAgent, Child, ask_all, end
 from bench.scenario import Problem
 from kvbridge.loopback.pools import Shape
 
@@ -71,7 +71,7 @@ class Fleet:
     """The processes of one route: the sender's two ranks, then the receiver. The agents allow only this route."""
 
     route: str
-    agents: tuple[AgentProcess, AgentProcess, AgentProcess]
+    agents: tuple[BenchAgent, BenchAgent, BenchAgent]
     engines: tuple[Child, Child, Child]
 
     @property
@@ -93,14 +93,14 @@ def fleet(place: Place, route: str, env: Mapping[str, str], suffix: str = "") ->
     roles = (("sender-0", place.sender), ("sender-1", place.sender), ("receiver", place.receiver))
     with ExitStack() as stack:
         sockets = Path(stack.enter_context(TemporaryDirectory(prefix="kvbridge-")))  # their paths must be short
-        agents: list[AgentProcess] = []
+        agents: list[BenchAgent] = []
         engines: list[Child] = []
         stack.callback(lambda: end([agent.process for agent in agents]))
         stack.callback(lambda: end([engine.process for engine in engines]))
         for role, device in roles:
             name = f"{route}-{role}{suffix}"
             options = {**place.agent_options, "device": device, "routes": route}
-            agents.append(AgentProcess(sockets, place.bench.logs, f"agent-{name}", options, env))
+            agents.append(BenchAgent(sockets, place.bench.logs, f"agent-{name}", options, env))
             engines.append(Child("bench.gpu.engine", place.bench.logs / f"engine-{name}.log", env))
         yield Fleet(route, (agents[0], agents[1], agents[2]), (engines[0], engines[1], engines[2]))
 

@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvbridge_proto.status import Status, TraceEntry
+from kvbridge_proto.status import TraceEntry
 
 from bench.record import ROOT
 from bench.scenario import Problem
 from kvbridge.errors import KVBridgeError
-from kvbridge.local_agents import ask, ask_trace
-from kvbridge.options import flag_of
+from kvbridge.local_agents import ask_trace
+from kvbridge.loopback.processes import AgentProcess, tail
 
-START_S = 60.0
 STOP_S = 15.0
-LOG_LINES = 15
 
 
 class Child:
@@ -71,7 +69,7 @@ class Child:
         return answer
 
     def tail(self) -> str:
-        return _tail(self._log)
+        return tail(self._log)
 
     def end(self) -> None:
         end([self.process])
@@ -108,47 +106,27 @@ def ask_all(children: Sequence[Child], do: str, arguments: Sequence[Mapping[str,
     return answers
 
 
-class AgentProcess:
-    """One `kvbridge agent`."""
+class BenchAgent(AgentProcess):
+    """An agent of the bench. What is wrong with it is a Problem."""
 
     def __init__(
-        self, sockets: Path, logs: Path, name: str, options: Mapping[str, str], env: Mapping[str, str]
+        self, sockets: Path, logs: Path, name: str, options: dict[str, str], env: Mapping[str, str] | None = None
     ) -> None:
-        self.name, self.address = name, ""
-        self.socket, self.log = str(sockets / name), logs / f"{name}.log"
-        said = {"name": name, "socket": self.socket, "listen": "tcp://127.0.0.1:0", "metrics": "", **options}
-        flags = [part for option, value in said.items() for part in (flag_of(option), value)]
-        with self.log.open("wb") as log:
-            command = [sys.executable, "-m", "kvbridge.cli", "agent", *flags]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **env})
+        super().__init__(sockets, name, options, env, log=str((logs / f"{name}.log").absolute()))
 
     def wait_serving(self) -> None:
-        """Wait until the agent serves. Raises Problem with the end of its log."""
-        end = time.monotonic() + START_S
-        while self.process.poll() is None and time.monotonic() < end:
-            with contextlib.suppress(KVBridgeError):
-                status = self.status()
-                if status.state == "serving":
-                    self.address = status.agent.address
-                    return
-            time.sleep(0.05)
-        raise Problem(f"agent {self.name} does not serve; its log ends:\n{_tail(self.log)}")
+        try:
+            super().wait_serving()
+        except KVBridgeError as error:
+            raise Problem(str(error)) from None
 
     def check_alive(self) -> None:
         if self.process.poll() is not None:
-            raise Problem(f"agent {self.name} ended with {self.process.returncode}; its log ends:\n{_tail(self.log)}")
-
-    def status(self) -> Status:
-        return ask(self.socket, 5.0)
+            raise Problem(f"agent {self.name} ended with {self.process.returncode}; its log ends:\n{tail(self.log)}")
 
     def trace(self, names: Sequence[str]) -> tuple[TraceEntry, ...]:
         """What its journal says of these requests and of their transfers."""
         return ask_trace(self.socket, names, 5.0).entries
-
-    def cpu_s(self) -> float:
-        """Processor seconds of all its threads so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def end(processes: Sequence[subprocess.Popen[Any]]) -> None:
@@ -187,7 +165,3 @@ def mps() -> Iterator[dict[str, str]]:
         finally:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run([control], env=whole, input="quit\n", capture_output=True, text=True, timeout=30)
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])

@@ -20,6 +20,7 @@ from bench.gpu.fleet import MISMATCHED, Fleet, Joined, Pair, fleet, pairs
 from bench.gpu.place import MIB, Place
 from bench.scenario import Problem
 from bench.timing import spread
+from testing.proc import cpu_s
 
 AT_ONCE_TOKENS = 1024
 IDLE_S = 5.0
@@ -205,13 +206,13 @@ def _idle(place: Place, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
             stack.enter_context(Joined(place, each, pairs(place.shape)["equal"], 1024)).carry(64)
         time.sleep(1.0)
         agents = [agent for each in fleets for agent in (each.agents[0], each.agents[2])]
-        before = [agent.cpu_s() for agent in agents]
+        before = [cpu_s(agent.process.pid) for agent in agents]
         time.sleep(seconds)
         memory = _memory_mib()
         rows: list[dict[str, Any]] = [
             {
                 "agent": agent.name,
-                "core_share": (agent.cpu_s() - was) / seconds,
+                "core_share": (cpu_s(agent.process.pid) - was) / seconds,
                 "gpu_mib": memory.get(agent.process.pid),
             }
             for agent, was in zip(agents, before, strict=True)

@@ -28,7 +28,7 @@ from kvbridge_proto.pool import Plane
 from kvbridge_proto.status import Status, StatusQuery
 
 from bench.gpu.place import gpus
-from bench.gpu.processes import AgentProcess, end
+from bench.gpu.processes import BenchAgent, end
 from bench.scenario import Bench, Problem
 from kvbridge.geometry.wire import unrotated
 from kvbridge.loopback.engine import SyntheticEngine
@@ -76,7 +76,7 @@ def groups(layers: int, as_many: int) -> list[list[Pair]]:
 class Side:
     """One engine's memory, all of which is one prompt, in blocks in no order; its agent, and its connection."""
 
-    def __init__(self, shape: Shape, tokens: int, device: str, seed: int, agent: AgentProcess) -> None:
+    def __init__(self, shape: Shape, tokens: int, device: str, seed: int, agent: BenchAgent) -> None:
         shape = replace(shape, blocks=-(-tokens // shape.block_tokens) + 1)
         self.tokens, self.block_tokens, self.agent = tokens, shape.block_tokens, agent
         self.pool = describe(shape)
@@ -150,11 +150,11 @@ def in_turns(group: Sequence[Pair], devices: tuple[str, str], size_bytes: int, r
     """A row for each pair of the group, in turns."""
     with ExitStack() as stack:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbridge-")))
-        agents: list[AgentProcess] = []
+        agents: list[BenchAgent] = []
         stack.callback(lambda: end([agent.process for agent in agents]))
         for number in range(2 * len(group)):
             options = {"device": devices[number % 2], "routes": "pull"}
-            agents.append(AgentProcess(sockets, logs, f"index-{number}", options, {}))
+            agents.append(BenchAgent(sockets, logs, f"index-{number}", options, {}))
         for agent in agents:
             agent.wait_serving()
         joined = []
