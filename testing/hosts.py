@@ -103,11 +103,15 @@ class HostProcess:
             self._entered = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
             )
+        assert self._entered.stdin is not None and self._entered.stdout is not None
         self.stdin, self.stdout = self._entered.stdin, self._entered.stdout
         self.pid = _child_of(self._entered.pid)
 
-    def is_dead(self) -> bool:
-        return self._entered.poll() is not None
+    def is_dead(self, seconds: float = 0.0) -> bool:
+        """Whether it ends within `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._entered.wait(seconds)
+        return self._entered.returncode is not None
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

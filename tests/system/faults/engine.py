@@ -83,6 +83,7 @@ class Told:
     sender: str = ""
     abandon: float = 0.0
     pace_s: float = 0.0
+    deadline_s: float = 0.0
 
 
 class Engine:
@@ -130,8 +131,17 @@ class Engine:
 
     # What we are told:
 
-    def do_run(self, first: int, count: int, sender: str = "", abandon: float = 0.0, pace_s: float = 0.0) -> None:
+    def do_run(
+        self,
+        first: int,
+        count: int,
+        sender: str = "",
+        abandon: float = 0.0,
+        pace_s: float = 0.0,
+        deadline_s: float = 0.0,
+    ) -> None:
         self.told.rendezvous_ids.extend(range(first, first + count))
+        self.told.deadline_s = deadline_s or self.job.deadline_s
         self.told.sender, self.told.abandon, self.told.pace_s = sender, abandon, pace_s
 
     def do_audit(self) -> None:
@@ -177,7 +187,7 @@ class Engine:
             else:
                 self._want(began)
             # We may have been stopped before we had said it all.
-            began.late_at = time.monotonic() + self.job.deadline_s + self.patience_s
+            began.late_at = time.monotonic() + self.told.deadline_s + self.patience_s
 
     def _offer(self, began: Open) -> None:
         """The prompt is computed, and offered in two pieces."""
@@ -194,7 +204,7 @@ class Engine:
         began.offered, is_last = upto, upto == len(began.blocks)
         if is_last:
             began.rest_at = float("inf")
-        tokens, hold_s = upto * self.content.shape.block_tokens, self.job.deadline_s
+        tokens, hold_s = upto * self.content.shape.block_tokens, self.told.deadline_s
         offer = offer_of(name, tokens, blocks, first=given, is_more=given > 0, is_last=is_last, hold_s=hold_s)
         self.link.send(offer)
 
@@ -204,7 +214,7 @@ class Engine:
 
     def _want(self, began: Open) -> None:
         name = f"rendezvous-{began.rendezvous}"
-        tokens, size, deadline_s = range(self.job.tokens), self.content.shape.block_tokens, self.job.deadline_s
+        tokens, size, deadline_s = range(self.job.tokens), self.content.shape.block_tokens, self.told.deadline_s
         want = want_of(name, self.told.sender, tokens, began.blocks, size, deadline_s=deadline_s)
         self.link.send(want)
 

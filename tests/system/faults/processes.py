@@ -22,7 +22,7 @@ from kvbridge.local_agents import ask
 from testing.nursery import Child, Nursery, PipedChild
 from tests.system.faults.engine import Job
 
-START_S = 30.0
+START_S = 60.0
 POOL = "kvbridge-fault"  # how memory of engines is called in /proc/PID/maps
 
 
@@ -84,30 +84,31 @@ def free_address() -> str:
             return f"tcp://127.0.0.1:{port}"
 
 
-class Agent(Child):
-    """`kvbridge agent`."""
+class RunningAgent:
+    """`kvbridge agent`, whatever process it is."""
 
-    def __init__(self, nursery: Nursery, folder: Path, name: str, options: dict[str, str], armed: str = "") -> None:
-        self.socket, self.log = str(folder / f"{name}.sock"), folder / f"{name}.log"
-        self.options = {"name": name, "socket": self.socket, "listen": "tcp://127.0.0.1:0", "metrics": ""} | options
-        said = {f"--{key.replace('_', '-')}": value for key, value in self.options.items()}
-        argv = [part for flag, value in said.items() for part in ((flag,) if value == "true" else (flag, value))]
-        with self.log.open("ab") as log:
-            streams = None, log.fileno(), log.fileno()
-            super().__init__(nursery.fork("kvbridge.cli", ["agent", *argv], streams, {VARIABLE: armed}))
-        self.address, self.is_armed = "", bool(armed)
+    socket: str
+    log: Path
+    address = ""
+    is_armed = False
 
-    def wait_serving(self) -> None:
-        """Armed, it may die or stand still before anybody could ask it: that is as good."""
+    def is_dead(self, seconds: float = 0.0) -> bool:
+        raise NotImplementedError
+
+    def is_stopped(self, seconds: float) -> bool:
+        return False
+
+    def wait_serving(self) -> Status | None:
+        """Armed, it may die or stand still before anybody could ask it: that is as good, and None."""
         end = time.monotonic() + START_S
         while time.monotonic() < end:
             if self.is_dead() or self.is_stopped(0.0):
                 if self.is_armed:
-                    return
+                    return None
                 break
             if (status := self.status()) is not None and status.state == "serving":
                 self.address = status.agent.address
-                return
+                return status
             time.sleep(0.02)
         raise AssertionError(f"the agent does not serve:\n{self.tail()}")
 
@@ -121,14 +122,30 @@ class Agent(Child):
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-class Engine(PipedChild):
-    """`tests.system.faults.engine`; what it says is kept until it is asked for."""
+class Agent(Child, RunningAgent):
+    def __init__(self, nursery: Nursery, folder: Path, name: str, options: dict[str, str], armed: str = "") -> None:
+        self.socket, self.log = str(folder / f"{name}.sock"), folder / f"{name}.log"
+        self.options = {"name": name, "socket": self.socket, "listen": "tcp://127.0.0.1:0", "metrics": ""} | options
+        said = {f"--{key.replace('_', '-')}": value for key, value in self.options.items()}
+        argv = [part for flag, value in said.items() for part in ((flag,) if value == "true" else (flag, value))]
+        with self.log.open("ab") as log:
+            streams = None, log.fileno(), log.fileno()
+            super().__init__(nursery.fork("kvbridge.cli", ["agent", *argv], streams, {VARIABLE: armed}))
+        self.is_armed = bool(armed)
 
-    def __init__(self, job: Job, log: Path, armed: str = "") -> None:
-        self.job, self.log = job, log
-        with log.open("ab") as errors:
-            said = msgspec.json.encode(job).decode()
-            super().__init__("tests.system.faults.engine", said, errors=errors.fileno(), env={VARIABLE: armed})
+
+class RunningEngine:
+    """`tests.system.faults.engine`, whatever process it is; what it says is kept until it is asked for."""
+
+    stdin: Any
+    stdout: Any  # both of bytes
+    log: Path
+
+    def is_dead(self, seconds: float = 0.0) -> bool:
+        raise NotImplementedError
+
+    def _listen(self) -> None:
+        """Before anything is heard."""
         os.set_blocking(self.stdout.fileno(), False)
         self._unread = b""
         self.said: list[dict[str, Any]] = []
@@ -159,6 +176,15 @@ class Engine(PipedChild):
                 if each["event"] == event:
                     self.said.remove(each)
                     return each
-            assert time.monotonic() < end, f"{self.job.role} engine: no {event} in {seconds} s: {self.said[-5:]}"
-            assert not self.is_dead() or self.hear(), f"{self.job.role} engine died: {self.log.read_text()[-2000:]}"
+            assert time.monotonic() < end, f"{self.log.stem}: no {event} in {seconds} s: {self.said[-5:]}"
+            assert not self.is_dead() or self.hear(), f"{self.log.stem} died: {self.log.read_text()[-2000:]}"
             self.hear(0.1)
+
+
+class Engine(PipedChild, RunningEngine):
+    def __init__(self, job: Job, log: Path, armed: str = "") -> None:
+        self.job, self.log = job, log
+        with log.open("ab") as errors:
+            said = msgspec.json.encode(job).decode()
+            super().__init__("tests.system.faults.engine", said, errors=errors.fileno(), env={VARIABLE: armed})
+        self._listen()

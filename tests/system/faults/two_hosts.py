@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import select
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,22 +11,20 @@ from typing import Any
 import msgspec
 from kvbridge_proto.status import Status
 
-from kvbridge.errors import OperatorError
-from kvbridge.local_agents import ask
 from kvbridge.transport.keys import write_pair
 from testing.agents import PYTHON
 from testing.hosts import DEVICE, Host, HostProcess, NetworkPath, two_hosts
 from tests.system.faults.engine import Job
+from tests.system.faults.processes import RunningAgent, RunningEngine
 
-START_S = 60.0
 PORT = 7700
 
 
-class HostAgent(HostProcess):
+class HostAgent(HostProcess, RunningAgent):
     """`kvbridge agent` on a host, which serves the other host and may dial it. A flag is given as True."""
 
     def __init__(self, host: Host, **options: str | bool) -> None:
-        self.socket, self.address = str(options.get("socket", host.folder / "agent.sock")), ""
+        self.socket = str(options.get("socket", host.folder / "agent.sock"))
         told: dict[str, str | bool] = {
             "name": host.name,
             "socket": self.socket,
@@ -43,23 +38,13 @@ class HostAgent(HostProcess):
         log = Path(self.socket).with_suffix(".log")
         super().__init__(host, log, "kvbridge.cli", "agent", *arguments, python=PYTHON)
 
-    def status(self) -> Status | None:
-        try:
-            return ask(self.socket, 5.0)
-        except OperatorError:
-            return None
-
     def wait_serving(self) -> Status:
-        end = time.monotonic() + START_S
-        while time.monotonic() < end and not self.is_dead():
-            if (status := self.status()) is not None and status.state == "serving":
-                self.address = status.agent.address
-                return status
-            time.sleep(0.02)
-        raise AssertionError(f"the agent does not serve:\n{self.tail()}")
+        status = super().wait_serving()
+        assert status is not None  # never armed
+        return status
 
 
-class HostEngine(HostProcess):
+class HostEngine(HostProcess, RunningEngine):
     """`tests.system.faults.engine` on a host, beside its agent."""
 
     def __init__(self, host: Host, role: str, socket: str, **job: Any) -> None:
@@ -67,34 +52,13 @@ class HostEngine(HostProcess):
         super().__init__(
             host, host.folder / "engine.log", "tests.system.faults.engine", msgspec.json.encode(told).decode()
         )
-        assert self.stdout is not None
-        os.set_blocking(self.stdout.fileno(), False)
-        self._unread = b""
-        self.said: list[dict[str, Any]] = []
+        self._listen()
 
-    def tell(self, do: str, **more: Any) -> None:
-        assert self.stdin is not None
-        self.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
-        self.stdin.flush()
-
-    def hear(self, seconds: float = 0.0) -> None:
-        """Take in what it says within so long."""
-        assert self.stdout is not None
-        if select.select([self.stdout], [], [], seconds)[0]:
-            *lines, self._unread = (self._unread + (self.stdout.read() or b"")).split(b"\n")
-            self.said += [json.loads(line) for line in lines]
+    def hear(self, seconds: float = 0.0) -> bool:
+        is_more = super().hear(seconds)
         wrong = [each for each in self.said if each["event"] == "wrong"]
         assert not wrong, f"{self.log}: {wrong[:3]}"
-
-    def wait_for(self, event: str, seconds: float = START_S) -> dict[str, Any]:
-        """The first such event; it is taken out."""
-        end = time.monotonic() + seconds
-        while not (found := [each for each in self.said if each["event"] == event]):
-            assert time.monotonic() < end, f"no {event} in {seconds} s: {self.said[-5:]}\n{self.tail()}"
-            assert not self.is_dead(), f"the engine died:\n{self.tail()}"
-            self.hear(0.1)
-        self.said.remove(found[0])
-        return found[0]
+        return is_more
 
 
 class HostPair:
