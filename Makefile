@@ -62,13 +62,15 @@ lint: $(AGENT)
 
 # Two at a time what computes, four what waits for processes; what looks at the clock apart from those.
 ALONE = tests/system/faults tests/system/test_demo.py
+# What takes longest is printed, so that CI shows what to shorten.
+SLOWEST = --durations=10 --durations-min=1
 UNMARKED = -m "not vllm and not sglang and not cross and not routers and not install and not systemd and not gpu and not multi_gpu"
 
 unit: $(AGENT)
 	-$(MAKE) --no-print-directory --keep-going $(PROMETHEUS) $(PODMONITOR) $(GRAFANA)
-	.venv/bin/python -m pytest $(UNMARKED) -n 2 tests/unit
-	.venv/bin/python -m pytest $(UNMARKED) -n 4 tests/integration tests/system $(ALONE:%=--ignore=%)
-	.venv/bin/python -m pytest $(UNMARKED) -n 2 $(ALONE)
+	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 2 tests/unit
+	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 4 tests/integration tests/system $(ALONE:%=--ignore=%)
+	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 2 $(ALONE)
 
 # Debian's Prometheus, not installed: for the tests of metrics, alerts and dashboard, which skip without it.
 $(PROMETHEUS):
@@ -97,22 +99,22 @@ fuzz-guided: $(AGENT)
 	.venv/bin/python -m tests.integration.fuzz.guided $(or $(GUIDED),agents -max_total_time=60)
 
 test-install: $(AGENT)
-	.venv/bin/python -m pytest -m install tests/system/test_install.py
+	.venv/bin/python -m pytest $(SLOWEST) -m install tests/system/test_install.py
 
 test-vllm: $(AGENT) $(ENGINE)
-	.venv-vllm/bin/python -m pytest -m vllm $(or $(VLLM_TESTS),tests/integration/adapters tests/system/engines)
+	.venv-vllm/bin/python -m pytest $(SLOWEST) -m vllm $(or $(VLLM_TESTS),tests/integration/adapters tests/system/engines)
 
 test-sglang: $(AGENT) $(SGLANG)
-	.venv-sglang/bin/python -m pytest -m sglang $(or $(SGLANG_TESTS),tests/integration/adapters tests/system/sglang tests/system/gpu/test_sglang_pools.py)
+	.venv-sglang/bin/python -m pytest $(SLOWEST) -m sglang $(or $(SGLANG_TESTS),tests/integration/adapters tests/system/sglang tests/system/gpu/test_sglang_pools.py)
 
 test-cross: $(AGENT) $(ENGINE) $(SGLANG)
-	.venv-sglang/bin/python -m pytest -m cross $(or $(CROSS_TESTS),tests/system/cross tests/system/routers tests/system/test_demo.py)
+	.venv-sglang/bin/python -m pytest $(SLOWEST) -m cross $(or $(CROSS_TESTS),tests/system/cross tests/system/routers tests/system/test_demo.py)
 
 test-routers: $(AGENT) $(ENGINE) $(SGLANG) $(ROUTERS)
 	.venv/bin/python -m pytest -m routers tests/system/routers
 
 test-systemd: $(AGENT)
-	.venv/bin/python -m pytest -m systemd tests/system/test_systemd.py
+	.venv/bin/python -m pytest $(SLOWEST) -m systemd tests/system/test_systemd.py
 
 test-faults: $(AGENT)
 	.venv/bin/python -m tests.system.faults --all --times 3 --workers 2
