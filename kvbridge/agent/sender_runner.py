@@ -165,9 +165,9 @@ class SenderRunner(Runner):
     # The data plane:
 
     def hear(self, reports: Sequence[SendingReport]) -> None:
-        """Take the data plane's reports."""
-        now = self._clock()
+        """Take the data plane's reports. They are recorded first: nobody waits for what follows from them."""
         for report in reports:
+            self._record.note(report)
             match report:
                 case Broken(transfer=transfer, code=code, reason=reason):
                     self._record.warn("chunk not shipped", "code=%s %s", code, reason, transfer=transfer)
@@ -175,7 +175,7 @@ class SenderRunner(Runner):
                     self._compare(report)
                 case FenceReached():  # our engine's fence was reached, or the wait for it ended
                     self._watched = -1
-        self._do(self._sending.hear(reports), reports, now)
+        self._do(self._sending.hear(reports))
 
     def _compare(self, report: Digested) -> None:
         transfer, found, read = report.transfer, report.found, report.read
