@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Mapping
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -336,7 +336,7 @@ class Carrier:
         """The stream's events as they are sent to the client, the last one its end. Raises LegFailed, Refusal."""
         answering = Answering(_rid(ask)) if ask.path == GENERATE and engine.kind is Kind.VLLM else None
         is_said = is_finish = is_over = False
-        try:
+        with _blamed(engine, False, f"silent for {self._waits.answer_s:g} s", "the stream ended early"):
             async with aclosing(self._received(reply, call)) as received:
                 async for event in received:
                     said: StreamEvent | None = event
@@ -361,14 +361,6 @@ class Carrier:
                     if is_over:
                         return
             raise EngineError("ended_early", "the stream ended " + ("too early" if is_said else "before it began"))
-        except EngineError as error:
-            raise LegFailed(engine, error.code, str(error), is_retryable=False) from None
-        except TimeoutError:
-            reason = f"silent for {self._waits.answer_s:g} s"
-            raise LegFailed(engine, "timed_out", reason, is_retryable=False) from None
-        except (aiohttp.ClientError, OSError) as error:
-            reason = f"the stream ended early: {type(error).__name__}"
-            raise LegFailed(engine, "ended_early", reason, is_retryable=False) from None
 
     async def _received(self, reply: aiohttp.ClientResponse, call: Call) -> AsyncGenerator[StreamEvent, None]:
         cutter = Events()
@@ -387,35 +379,24 @@ class Carrier:
         ends = time.monotonic() + timeout_s
         is_retryable = engine.role is Role.PREFILL
         async with await self._post(engine, leg, call, timeout_s) as reply:
-            try:
+            with _blamed(engine, is_retryable, f"no whole answer within {timeout_s:g} s", "its answer ended early"):
                 async with asyncio.timeout(max(0.0, ends - time.monotonic())):
                     answer = await bounded(reply, ANSWER_BYTES, call.share)
                 call.awaits.discard(engine.said)
                 return answer
-            except TimeoutError:
-                reason = f"no whole answer within {timeout_s:g} s"
-                raise LegFailed(engine, "timed_out", reason, is_retryable) from None
-            except (aiohttp.ClientError, OSError) as error:
-                reason = f"its answer ended early: {type(error).__name__}"
-                raise LegFailed(engine, "ended_early", reason, is_retryable) from None
-            except ValueError as error:
-                raise LegFailed(engine, "bad_answer", str(error), is_retryable) from None
 
     async def _post(self, engine: Backend, leg: Leg, call: Call, timeout_s: float) -> aiohttp.ClientResponse:
         """Send a leg. Returns the open reply, with status 200. Raises LegFailed, Refusal."""
         is_prefill = engine.role is Role.PREFILL
-        try:
-            async with asyncio.timeout(timeout_s):
-                reply = await self._sent(engine, leg, call)
-        except aiohttp.ConnectionTimeoutError:
-            raise LegFailed(engine, "unreachable", "does not take a connection") from None
-        except TimeoutError:
-            raise LegFailed(engine, "timed_out", f"no answer within {timeout_s:g} s", is_prefill) from None
-        except aiohttp.ClientConnectorError as error:
-            raise LegFailed(engine, "unreachable", error.strerror or "cannot be reached") from None
-        except (aiohttp.ClientError, OSError) as error:
-            reason = f"closed the connection without an answer: {type(error).__name__}"
-            raise LegFailed(engine, "ended_early", reason, is_prefill) from None
+        ended = "closed the connection without an answer"
+        with _blamed(engine, is_prefill, f"no answer within {timeout_s:g} s", ended):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reply = await self._sent(engine, leg, call)
+            except aiohttp.ConnectionTimeoutError:
+                raise LegFailed(engine, "unreachable", "does not take a connection") from None
+            except aiohttp.ClientConnectorError as error:
+                raise LegFailed(engine, "unreachable", error.strerror or "cannot be reached") from None
         if reply.status == 200:
             return reply
         try:
@@ -454,6 +435,21 @@ def _kinds(ask: PromptAsk) -> tuple[Kind, ...]:
 
 
 Prefilling = asyncio.Task[bytes | Failure]
+
+
+@contextmanager
+def _blamed(engine: Backend, is_retryable: bool, late: str, ended: str) -> Iterator[None]:
+    """What goes wrong inside is a failure of this engine: `late` says that it is silent, `ended` that it goes away."""
+    try:
+        yield
+    except EngineError as error:
+        raise LegFailed(engine, error.code, str(error), is_retryable) from None
+    except TimeoutError:
+        raise LegFailed(engine, "timed_out", late, is_retryable) from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise LegFailed(engine, "ended_early", f"{ended}: {type(error).__name__}", is_retryable) from None
+    except ValueError as error:
+        raise LegFailed(engine, "bad_answer", str(error), is_retryable) from None
 
 
 async def _in_turns(body: list[bytes | memoryview]) -> AsyncIterator[bytes | memoryview]:
