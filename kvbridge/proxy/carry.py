@@ -163,9 +163,7 @@ class Carrier:
         while True:
             attempt += 1
             try:
-                if alone:
-                    return await self._decode_alone(stack, ask, call, failed, alone)
-                return await self._attempt(stack, ask, call, failed)
+                return await self._attempt(stack, ask, call, failed, alone)
             except NoEngine as none:
                 error: NoEngine | LegFailed = none
                 role, is_other = none.role, False
@@ -190,37 +188,39 @@ class Carrier:
         """Whether a decode engine is healthy that can compute prompts."""
         return bool(self._fleet.healthy(Role.DECODE, failed, (Kind.VLLM,)))
 
-    async def _attempt(self, outer: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend]) -> Opened:
-        """Try one pair, under a new room. On success `outer` takes what is held; on failure it is released."""
+    async def _attempt(
+        self, outer: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend], alone: str
+    ) -> Opened:
+        """Try one pair; or a decode engine that computes the prompt, for the reason `alone`.
+
+        On success `outer` takes what is held; on failure it is released.
+        """
         async with AsyncExitStack() as stack:
-            kinds = _kinds(ask)
-            prefill = stack.enter_context(self._fleet.lend(Role.PREFILL, failed, kinds))
-            decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, kinds))
-            self._metrics.pairs.labels(prefill.kind, decode.kind).inc()
-            room = secrets.randbelow((1 << 63) - 1) + 1
             began = time.monotonic()
-            if prefill.kind is Kind.VLLM:
-                leg = await self._prefill_first(prefill, decode, ask, call, room)
-                self._metrics.prefill_s.observe(time.monotonic() - began)
-                opened = await self._open(stack, decode, leg, ask, call)
+            if alone:
+                decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, (Kind.VLLM,)))
+                self._metrics.without_prefill.labels(alone).inc()
+                opened = await self._open(stack, decode, vllm_decode_after(ask, PrefilledLeg(None)), ask, call)
             else:
-                opened = await self._both(stack, prefill, decode, ask, call, room)
+                opened = await self._paired(stack, ask, call, failed, began)
             self._metrics.first_s.observe(time.monotonic() - began)
             outer.push_async_exit(stack.pop_all())
             return opened
 
-    async def _decode_alone(
-        self, outer: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend], reason: str
+    async def _paired(
+        self, stack: AsyncExitStack, ask: PromptAsk, call: Call, failed: list[Backend], began: float
     ) -> Opened:
-        """Let a vLLM decode engine compute the prompt."""
-        async with AsyncExitStack() as stack:
-            began = time.monotonic()
-            decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, (Kind.VLLM,)))
-            self._metrics.without_prefill.labels(reason).inc()
-            opened = await self._open(stack, decode, vllm_decode_after(ask, PrefilledLeg(None)), ask, call)
-            self._metrics.first_s.observe(time.monotonic() - began)
-            outer.push_async_exit(stack.pop_all())
-            return opened
+        """By the next pair, under a new room."""
+        kinds = _kinds(ask)
+        prefill = stack.enter_context(self._fleet.lend(Role.PREFILL, failed, kinds))
+        decode = stack.enter_context(self._fleet.lend(Role.DECODE, failed, kinds))
+        self._metrics.pairs.labels(prefill.kind, decode.kind).inc()
+        room = secrets.randbelow((1 << 63) - 1) + 1
+        if prefill.kind is Kind.SGLANG:
+            return await self._both(stack, prefill, decode, ask, call, room)
+        leg = await self._prefill_first(prefill, decode, ask, call, room)
+        self._metrics.prefill_s.observe(time.monotonic() - began)
+        return await self._open(stack, decode, leg, ask, call)
 
     # Prefill, then decode:
 

@@ -38,6 +38,7 @@ from ...errors import EngineError, OperatorError
 from ...oneline import plain
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
+from ..engine.names import model_name
 from ..engine.weights import UNNAMED, weights_name
 from . import drafts, foreign, windows
 from .bootstrap import AGENT, RANKS
@@ -143,7 +144,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """Share the memory with the agent. Without one the engine still starts, and requests fail until one comes."""
         if self.is_silent:
             return
-        name = self.options.model_name or self._queue.scheduler.server_args.model_path.rstrip("/").rpartition("/")[2]
+        name = self.options.model_name or model_name(self._queue.scheduler.server_args.model_path)
         ids = {"model_name": name, "engine_id": self._engine_id, "weights": self._weights}
         ids |= {"draft": self.options.draft_name}
         memory = describe(self._queue, self._shard, is_decoder=self._is_decoder, replica=_replica(), **ids)

@@ -56,13 +56,11 @@ class Pending:
         self._reports.failed_blocks.update(receive.blocks)
 
     def received(self, number: int) -> None:
-        receive = self.receives.pop(number, None)
-        if receive is not None:
+        if (receive := self.receives.pop(number, None)) is not None:
             self._reports.received.add(receive.request_id)
 
     def failed(self, number: int) -> None:
-        receive = self.receives.pop(number, None)
-        if receive is not None:
+        if (receive := self.receives.pop(number, None)) is not None:
             self.refused(receive)
 
     def held(self, number: int, request_id: str, is_open: bool) -> None:
@@ -73,6 +71,5 @@ class Pending:
             self._reports.sent.add(request_id)
 
     def sent(self, number: int) -> None:
-        request_id = self.sends.pop(number, None)
-        if request_id is not None:
+        if (request_id := self.sends.pop(number, None)) is not None:
             self._reports.sent.add(request_id)
