@@ -44,7 +44,7 @@ class Sides:
         server = HttpServer(command, port, folder / "v.log", SETTINGS | VLLM_SERVER | of_checkout())
         stack.callback(server.kill)
         write = partial(write_model, **QWEN3)
-        self.sglang = sglang.Fleet(folder / "sglang", stack, write=write, start=("d32-replicas",))
+        self.sglang = sglang.Fleet(folder / "sglang", stack, write=write, start=("p16",))
         server.wait_up(seconds=START_S)
         self.vllm = [Replica(server, rank, status_of(each)) for rank, each in enumerate(its_agents)]
 
@@ -66,18 +66,14 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
         yield Sides(tmp_path_factory.mktemp("replicas"), stack)
 
 
-def test_vllm_prefills_and_replicas_of_sglang_decode(sides: Sides) -> None:
-    assert_vllm_to_sglang(sides, "d32-replicas", REPLICAS)
-
-
-def test_sglang_prefills_and_vllm_decodes(sides: Sides) -> None:
+@pytest.mark.parametrize(("sender", "count"), [("p16", 1), ("p16-replicas", REPLICAS)])
+def test_sglang_prefills_and_vllm_decodes(sides: Sides, sender: str, count: int) -> None:
     """The room says which replica prefills. vLLM asks that one's agent."""
-    sender = "p16-replicas"
     sides.sglang.start(sender)
     assert_numbered(sides.vllm)
-    for replica in range(REPLICAS):
+    for replica in range(count):
         for number, receiver in enumerate(sides.vllm):
-            tokens = prompt(300 + 31 * number, seed=300 + REPLICAS * replica + number)
+            tokens = prompt(300 + 31 * number, seed=300 + 50 * count + REPLICAS * replica + number)
             room = sides.room(replica)
             begun = sides.sglang[sender].begin(prefill_body(tokens, room))
             with moved([each.statuses[0] for each in sides.vllm]) as received:
@@ -92,11 +88,8 @@ def test_sglang_prefills_and_vllm_decodes(sides: Sides) -> None:
     sides.sglang.kill(sender)
 
 
-def test_vllm_prefills_and_one_sglang_decodes(sides: Sides) -> None:
-    assert_vllm_to_sglang(sides, "d16", 1)
-
-
-def assert_vllm_to_sglang(sides: Sides, receiver: str, count: int) -> None:
+@pytest.mark.parametrize(("receiver", "count"), [("d16", 1), ("d32-replicas", REPLICAS)])
+def test_vllm_prefills_and_sglang_decodes(sides: Sides, receiver: str, count: int) -> None:
     """vLLM's replica is named in a header, SGLang's in the body."""
     sides.sglang.start(receiver)
     agents = list(map(status_of, sides.sglang.agents[receiver]))
