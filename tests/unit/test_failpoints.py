@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge import failpoints
+from kvbridge.adapters.engine import client
 from kvbridge.errors import FabricError, OperatorError
 from kvbridge.failpoints import PLACES, arm, armed, failpoint
 from testing.nursery import kvbridge
@@ -32,9 +33,11 @@ def uses() -> list[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "failpoint":
                 (name,) = node.args
+                if path.name == "client.py" and ast.unparse(name) == "place":
+                    continue  # of one of its two tables
                 assert isinstance(name, ast.Constant), f"{path.relative_to(ROOT)}:{node.lineno}: not a plain name"
                 found.append(name.value)
-    return found
+    return [*map(str, found), *client.SENT.values(), *client.HEARD.values()]
 
 
 def test_every_name_is_in_the_code_once_and_in_the_table() -> None:

@@ -39,6 +39,16 @@ CONNECT_RETRY_S = 0.05
 SO_PEERPIDFD = 77  # since Linux 6.5; Python does not name it
 RECEIVE_BYTES = 1 << 18
 POLL_BYTES = 4 << 20  # read at most this much in one poll: an agent must not be able to hold up a step
+# Failpoints that are passed once a message of this kind is queued, and once one has been read.
+SENT: dict[type, str] = {
+    Attach: "engine.attach_sent",
+    Offer: "engine.offer_sent",
+    Withdraw: "engine.withdraw_sent",
+    Want: "engine.want_sent",
+    Abandon: "engine.abandon_sent",
+    Detach: "engine.detach_sent",
+}
+HEARD: dict[type, str] = {Done: "engine.done_heard", Released: "engine.released_heard"}
 
 
 def pidfd_of(end: socket.socket) -> int:
@@ -206,7 +216,8 @@ class EngineClient:
             self._moved_at = time.monotonic()
         self._writer.put(frame, ours)
         self._flush()
-        _pass_sent(message)
+        if (place := SENT.get(type(message))) is not None:
+            failpoint(place)
         return True
 
     def why_unfit(self, message: ToAgent) -> str:
@@ -256,7 +267,8 @@ class EngineClient:
         if self._writer.unsent_bytes and time.monotonic() - self._moved_at > self._stall_s:
             self.hang_up(f"stall_s: {self._stall_s} passed: the agent does not read")
         for message in messages:
-            _pass_heard(message)
+            if (place := HEARD.get(type(message))) is not None:
+                failpoint(place)
         return messages
 
     def fileno(self) -> int:
@@ -306,30 +318,6 @@ class EngineClient:
             self._socket.close()
             self._socket = None
         close_fds(self._writer.clear())
-
-
-def _pass_sent(message: ToAgent) -> None:
-    match message:
-        case Attach():
-            failpoint("engine.attach_sent")
-        case Offer():
-            failpoint("engine.offer_sent")
-        case Withdraw():
-            failpoint("engine.withdraw_sent")
-        case Want():
-            failpoint("engine.want_sent")
-        case Abandon():
-            failpoint("engine.abandon_sent")
-        case Detach():
-            failpoint("engine.detach_sent")
-
-
-def _pass_heard(message: ToEngine) -> None:
-    match message:
-        case Done():
-            failpoint("engine.done_heard")
-        case Released():
-            failpoint("engine.released_heard")
 
 
 def _duplicate(fds: Sequence[int]) -> list[int]:

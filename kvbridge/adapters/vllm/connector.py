@@ -11,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -149,10 +150,9 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().clear_connector_metadata()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults  # since 0.30
-
+        """Used since 0.30."""
         reports = self.worker.results()
-        return KVConnectorTransferResults(reports.sent, reports.received, reports.failed)
+        return base.KVConnectorTransferResults(reports.sent, reports.received, reports.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Used before 0.30. That has no failed receives: they show as blocks with load errors instead."""

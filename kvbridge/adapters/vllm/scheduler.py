@@ -635,7 +635,8 @@ class SchedulerSide:
             self._withdraw(request_id)
         self._follow(output)
         self._reclaim(self._clock())
-        self._expect_queued()
+        if self._came:
+            self._expect_queued()
         if self._fetching:
             waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
             self._fetching = {id: request for id, request in self._fetching.items() if request.status == waiting}
