@@ -37,6 +37,25 @@ class Pair:
         return answer
 
 
+class Interrupted:
+    """Tests of a module's fixture `pair`. `read`: which of a prompt's reads is interrupted; "" is the first."""
+
+    read = ""
+
+    @pytest.mark.parametrize("is_sender", [True, False], ids=["prefill", "decode"])
+    def test_a_request_is_aborted_while_its_rows_travel(self, pair: Pair, is_sender: bool) -> None:
+        halfway = Halfway(pair, pair.receiver, f"receiver.read_begun=pause:3{self.read}")
+        pair.fleet[pair.sender if is_sender else pair.receiver].abort(halfway.rid)
+        assert failed(answer := halfway.ends()), answer
+
+    @pytest.mark.parametrize("place", ["sender.tables_sent", "receiver.read_begun", "receiver.read_ended"])
+    def test_an_agent_is_killed_while_rows_travel(self, pair: Pair, place: str) -> None:
+        is_sender = place.startswith("sender")
+        read = self.read if place == "receiver.read_begun" else ""
+        answer = Halfway(pair, pair.sender if is_sender else pair.receiver, f"{place}=kill{read}").ends()
+        assert is_sender or failed(answer), answer
+
+
 class Halfway:
     """A prompt of which one agent is at a failpoint, which it says in its log. `taken` and `given` are its answers.
 

@@ -13,10 +13,9 @@ from demo.model import KV_HEADS, LAYERS
 from testing.kept import kept
 from tests.system.engines.kinds import write_plain_sparse
 from tests.system.sglang.fleet import Fleet, assert_idle, prompt
-from tests.system.sglang.halfway import Halfway, Pair
+from tests.system.sglang.halfway import Interrupted, Pair
 from tests.system.sglang.rows import assert_carried
 from tests.system.sglang.server import ServerConfig
-from tests.system.sglang.test_faults import failed
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -61,18 +60,5 @@ def pair(minimax: Fleet) -> Pair:
     return Pair(minimax, "p64", "d128")
 
 
-@pytest.mark.parametrize("is_sender", [True, False], ids=["prefill", "decode"])
-def test_a_request_is_aborted_while_its_rows_travel(pair: Pair, is_sender: bool) -> None:
-    halfway = Halfway(pair, pair.receiver, "receiver.read_begun=pause:3")
-    pair.fleet[pair.sender if is_sender else pair.receiver].abort(halfway.rid)
-    assert failed(halfway.ends())
-
-
-@pytest.mark.parametrize(
-    ("is_sender", "place"),
-    [(True, "sender.tables_sent=kill"), (False, "receiver.read_begun=kill"), (False, "receiver.read_ended=kill")],
-)
-def test_an_agent_is_killed_while_rows_travel(pair: Pair, is_sender: bool, place: str) -> None:
-    halfway = Halfway(pair, pair.sender if is_sender else pair.receiver, place)
-    answer = halfway.ends()
-    assert is_sender or failed(answer), answer
+class TestInterrupted(Interrupted):
+    pass

@@ -7,7 +7,7 @@ are those it has on the decode side. Before the window the decode side has no sl
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,17 +15,20 @@ import pytest
 from testing.kept import kept
 from tests.system.engines.kinds import SEEN, write_alike_halves, write_halves
 from tests.system.sglang.fleet import Answer, Fleet, assert_idle, prompt
-from tests.system.sglang.halfway import Halfway, Pair
+from tests.system.sglang.halfway import Interrupted, Pair
 from tests.system.sglang.rows import SavedRows, assert_carried
 from tests.system.sglang.server import ServerConfig
-from tests.system.sglang.test_faults import failed
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 # SGLang has no prefix cache on the decode side for a model whose halves differ in their heads. It takes running
 # requests out every few steps, and puts them back.
 RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-OTHERS = {"d64-plain": ServerConfig("decode", page_size=64, keeps_prefixes=False, environment=RETRACTS)}
+PLAIN = ServerConfig("decode", page_size=64, keeps_prefixes=False)
+OTHERS = {
+    "d64-plain": replace(PLAIN, environment=RETRACTS),
+    "d64-two-plain": replace(PLAIN, tensor_parallel_size=2),
+}
 LAYERS = (1, 2)  # with a window
 
 fleet = kept(Fleet, write=write_halves, others=OTHERS, start=("p16", "d64-plain", "alone"))
@@ -76,6 +79,15 @@ def test_a_window_is_carried(pair: WindowPair, length: int) -> None:
     pair.crossed(prompt(length, seed=length))
 
 
+@pytest.mark.parametrize(("sender", "receiver"), [("p16", "d64-two-plain"), ("p16-two", "d64-plain")])
+def test_every_rank_gets_the_windows_of_its_heads(fleet: Fleet, sender: str, receiver: str) -> None:
+    """A half of them, in full layers one of two. Rows of windows have other heads than those of full layers."""
+    pair = WindowPair(fleet, sender, receiver, SEEN)
+    for length in (1, 17, 81, 300, 513):
+        pair.crossed(prompt(length, seed=4000 + length + (sender == "p16")))
+    assert_idle(fleet, sender, receiver)
+
+
 @pytest.mark.parametrize("length", [257, 512, 513, 1500])
 def test_a_window_of_a_prompt_that_is_computed_in_chunks(pair: WindowPair, length: int) -> None:
     pair.crossed(prompt(length, seed=1000 + length))
@@ -101,22 +113,8 @@ def test_requests_that_are_taken_out_and_put_back(pair: WindowPair) -> None:
     assert_idle(pair.fleet, pair.sender, pair.receiver)
 
 
-@pytest.mark.parametrize("is_sender", [True, False], ids=["prefill", "decode"])
-def test_a_request_is_aborted_while_its_windows_rows_travel(pair: WindowPair, is_sender: bool) -> None:
-    """The rows of full layers are there, those of windows are about to be written."""
-    halfway = Halfway(pair, pair.receiver, "receiver.read_begun=pause:3@2")
-    pair.fleet[pair.sender if is_sender else pair.receiver].abort(halfway.rid)
-    assert failed(halfway.ends())
-
-
-@pytest.mark.parametrize(
-    ("is_sender", "place"),
-    [(True, "sender.tables_sent=kill"), (False, "receiver.read_begun=kill@2"), (False, "receiver.read_ended=kill")],
-)
-def test_an_agent_is_killed_while_windows_rows_travel(pair: WindowPair, is_sender: bool, place: str) -> None:
-    halfway = Halfway(pair, pair.sender if is_sender else pair.receiver, place)
-    answer = halfway.ends()
-    assert is_sender or failed(answer), answer
+class TestInterrupted(Interrupted):
+    read = "@2"  # the rows of full layers are there, those of windows are about to be written
 
 
 def test_a_prefix_that_the_decoding_side_has(alike: Fleet) -> None:
