@@ -75,7 +75,7 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
         ("python -m smg", ROUTERS),
         ("python -m sglang_router", ROUTERS),
         ("python -m sglang_router", ROUTERS),
-        ("kubectl label", "needs a cluster; the labels: tests/integration/test_cli.py"),
+        ("kubectl label", "needs a cluster; the labels: tests/integration/commands/test_cli.py"),
         ("KEY=", "as Python: tests/system/routers/test_pairing.py"),
     ],
     "docs/sglang.md": [

@@ -22,7 +22,7 @@ from kvbridge.routes.slots.jobs import Jobs
 from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.routes.slots.slot_route import Landing
 from tests.integration.agent.player import Player, Wire, greeting, joined, replace_struct, settle
-from tests.integration.dataplane.test_routes import Agents
+from tests.integration.routes.test_routes import Agents
 from tests.unit.exchange.world import World
 
 

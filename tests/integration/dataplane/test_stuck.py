@@ -19,7 +19,7 @@ from testing.oracle import Shape, build
 from testing.pairs import Bench
 from testing.waiting import wait_for
 from tests.integration.agent.impatient_agent import STUCK_S
-from tests.integration.dataplane.test_routes import Ended, ended
+from tests.integration.routes.test_routes import Ended, ended
 
 IMPATIENT = "tests.integration.agent.impatient_agent"
 AT = "sender.gather_begun"

@@ -12,8 +12,8 @@ from kvbridge.exchange.outgoing import AWAITED_S
 from kvbridge.exchange.sender import FRESH_S, Sender
 from kvbridge.loopback.messages import number_of
 from kvbridge.routes.pull.leases import LEASE_S
-from tests.unit.exchange.test_verify import PromisingSender
 from tests.unit.exchange.world import World
+from tests.unit.routes.test_verify import PromisingSender
 
 pytestmark = pytest.mark.proves("G17")
 

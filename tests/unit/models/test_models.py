@@ -32,7 +32,7 @@ from tests.support.families import (
 )
 from tests.support.write_models import PAGE, RECIPES, page
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 COMMANDS = ("vllm", "vllm -tp 2 -pp 3", "vllm -tp 8 -dcp 2", "sglang --page-size 64", "sglang --tp 8 --pp 2")
 
 

@@ -21,7 +21,7 @@ from kvbridge.routes.pull.leases import COUNTED_S, LEASE_HEARD_S, LEASE_S, Grant
 from testing.oracle import block_table, build_all, tables_of
 from tests.integration.device.test_carried import CASES
 from tests.unit.exchange.claimant import Claimant
-from tests.unit.exchange.test_verify import NOW, PullingReceiver, sent
+from tests.unit.routes.test_verify import NOW, PullingReceiver, sent
 
 SLOT_BYTES = 1 << 14
 

@@ -1,0 +1,3 @@
+"""Benches are started as for the agents' tests."""
+
+from tests.integration.agent.conftest import bench_of, stack, world  # noqa: F401
