@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from kvbridge_proto.engine import Detach
+from kvbridge_proto.engine import Detach, Detached, Released
 
 from kvbridge.dataplane.watchdog import EXIT_CODE, Watchdog
 from testing.agents import AgentProcess, OracleEngine
@@ -58,13 +58,13 @@ def test_an_agent_whose_data_plane_does_not_come_back_ends_itself(
     sender = paused(tmp_path, stack, monkeypatch, LONGER_S)
     began = time.monotonic()
     what(sender)
-    assert sender.agent.process.wait(STUCK_S + 10) == EXIT_CODE
-    assert STUCK_S - 0.5 < time.monotonic() - began < STUCK_S + 2
+    assert sender.agent.process.wait(LONGER_S - 10) == EXIT_CODE
+    assert time.monotonic() - began > STUCK_S - 0.5
     (line,) = [line for line in sender.agent.text().splitlines() if "code=data_plane_stuck" in line]
     assert "ERROR" in line and "failpoints.py" in line and "jobs.py" in line  # what it was doing
     if what is detaches:
         sender.client.wait_closed()  # and nothing said before that nobody touches its memory
-        assert not sender.client.heard
+        assert not [each for each in sender.client.heard if isinstance(each, Released | Detached)]
 
 
 @pytest.mark.parametrize("what", [dies, detaches])
