@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.system.engines.fleet import prompt
-from tests.system.gpu.pair_drive import TIE, Pair, apart, side_by_side
-from tests.system.gpu.pair_engines import MINIMAX, MODELS, VLLM, Voice
+from tests.system.gpu.pair_drive import Pair, side_by_side
+from tests.system.gpu.pair_engines import MINIMAX, MODELS, VLLM
 from tests.system.gpu.pair_run import Found, Run, main
 from tests.system.gpu.vllm_pairs import VLLMDrive
 
@@ -115,12 +115,7 @@ class SparseRun(Run):
 
     def compared(self, drive: Any, prompts: list[list[int]]) -> str:
         """Tokens of these prompts, of one length."""
-        own = [drive.receiver.voice(tokens) for tokens in prompts]
-        other, tie = list[Voice](), TIE
-        if len(drive.pair.sender.gpus) != len(drive.pair.receiver.gpus):
-            other = [drive.sender.voice(tokens) for tokens in prompts]
-            tie = max(TIE, 2 * apart(own, other))
-        said: str = drive.compare(prompts, tie, own, other)
+        said: str = drive.compare_with_alone(prompts)
         return said
 
     def show(self, pair: Pair, found: FoundSparse) -> None:
