@@ -177,15 +177,16 @@ class Receiver:
                 case RouteReport(transfer=transfer):
                     incoming = self.incoming_transfers[transfer]
                     actions += self._go_on(incoming, incoming.on_report(report, now), now)
-                    if incoming.reads_peer:  # it has no slot that could be free now
-                        continue
+                    may_lend = may_lend or not incoming.reads_peer  # what was pulled had no slot, to be free now
                 case Broken(transfer=transfer, code=code, reason=reason):
                     actions += self._fail(self.incoming_transfers[transfer].wanted, code, reason, now)
+                    may_lend = True
                 case Filled():
                     actions += self._filled(report, now)
+                    may_lend = True
                 case Quiet(transfer=transfer):
                     actions += self._quiet(transfer, now)
-            may_lend = True
+                    may_lend = True
         return actions + self._lend() if may_lend else actions
 
     def _go_on(self, incoming: IncomingTransfer, actions: list[Action], now: float) -> list[Action]:
