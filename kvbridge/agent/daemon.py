@@ -159,7 +159,7 @@ class Agent:
                     tasks.create_task(self._serve_local(tasks)),
                 ]
                 if self._supervisor.check_s:
-                    serving.append(tasks.create_task(self._supervisor.feed(lambda: self.data_plane.turns)))
+                    serving.append(tasks.create_task(self._supervisor.feed(lambda: self.data_plane.watchdog.beats)))
                 self.state = "serving"
                 self.control.set_trust(self.trust)  # the list may have been read again while we started
                 gc.collect()
@@ -368,7 +368,7 @@ class Agent:
         )
 
     def _still_s(self) -> float:
-        return min(DAY_S, self.data_plane.still_s)
+        return min(DAY_S, self.data_plane.watchdog.still_s)
 
     def _why_ill(self) -> str:
         """Why a restart would help: the data thread or the loop hangs; or "". Called on other threads."""

@@ -142,7 +142,7 @@ class DataPlane:
         self._is_asleep = False  # for long, until it is woken
         self._expected_at = 0.0  # when `wake` was last called
         self._thread = threading.Thread(target=self._run, name="kvbridge-data_plane", daemon=True)
-        self._watchdog = Watchdog(self._thread, stuck_s, end, clock)
+        self.watchdog = Watchdog(self._thread, stuck_s, end, clock)
         self._resources: Resources | None = None
         self._jobs: Jobs
         self._pulling: PullRoute
@@ -164,7 +164,7 @@ class DataPlane:
             self._stopping = True
 
         self._put(last)
-        await self._watchdog.until(asyncio.to_thread(self._thread.join))
+        await self.watchdog.until(asyncio.to_thread(self._thread.join))
         os.close(self._wake)
 
     def open(self, attach: Attach, fds: list[int], epoch: int, heard_at: float) -> AttachedMemory:
@@ -178,7 +178,7 @@ class DataPlane:
         """
         if self.site.has_slots:
             return
-        site = await self._call(self._stage)
+        site = await self._made(self._stage)
         if not self.site.has_slots:
             self.site = site
             self._listener.on_staged(site)
@@ -190,16 +190,6 @@ class DataPlane:
         """
         connected: Connected = await self._job(lambda settle: self._jobs.connect(landing, settle))
         return connected
-
-    @property
-    def turns(self) -> int:
-        """A count that grows while the thread lives: at least once a second, or after its present task."""
-        return self._watchdog.beats
-
-    @property
-    def still_s(self) -> float:
-        """Seconds since the thread last showed that it lives."""
-        return self._watchdog.still_s
 
     def wake(self) -> None:
         """There will be something to move soon: let the thread linger from now on, and wake it if it sleeps."""
@@ -253,36 +243,31 @@ class DataPlane:
 
     async def prepare_endpoints(self) -> StagingEndpoints:
         """Make slots, and a fabric that no peer knows yet, for `switch`. Raises FabricError."""
-        endpoints: StagingEndpoints = await self._call(self._prepare)
+        endpoints: StagingEndpoints = await self._made(lambda: self._at_work.prepare())
         return endpoints
 
     async def renew_fabrics(self) -> None:
         """Let peers reach our slots by another fabric only. Their sessions name the one before. Raises FabricError."""
-        self.site = await self._call(self._renew_fabrics)
+        self.site = await self._made(lambda: self._at_work.renew_fabrics())
 
     async def replace_send_slots(self) -> None:
         """Send from new slots. The old ones, and their memory, are left to the writes out of them.
 
         Raises OperatorError, FabricError or CudaError, with nothing replaced.
         """
-        await self._call(self._replace_send_slots)
+        await self._made(self._replace_send_slots)
 
     def switch(self, endpoints: StagingEndpoints) -> None:
         """Use these slots from now on. Work begun with the old ones goes on; no peer may be connected to those."""
         self.site = endpoints.site
         self._put(lambda: self._switch(endpoints))
 
-    def _prepare(self) -> StagingEndpoints:
-        with self._starting_threads():
-            return self._at_work.prepare()
-
     def _stage(self) -> Site:
         resources = self._at_work
         if resources.current is None:
             card = resources.bare.fabric
             try:
-                with self._starting_threads():
-                    resources.stage()
+                resources.stage()
             except Exception as error:  # no memory or no fabric: nothing of it is kept
                 reason = f"staging: slots of {card.slot_bytes} bytes in {card.memory} cannot be made: {error}"
                 raise FabricError("no_staging", reason) from error
@@ -296,13 +281,8 @@ class DataPlane:
     def _new_send_slots(self, resources: Resources) -> None:
         resources.begin_era(self.send_orders.slots.make(resources.endpoint.send_slots.slots))
 
-    def _renew_fabrics(self) -> Site:
-        with self._starting_threads():
-            return self._at_work.renew_fabrics()
-
     def _replace_send_slots(self) -> None:
-        with self._starting_threads():
-            self._at_work.add_sources()
+        self._at_work.add_sources()
         self._new_send_slots(self._at_work)
 
     def discard(self, endpoints: StagingEndpoints) -> None:
@@ -316,17 +296,17 @@ class DataPlane:
         process if the wait takes too long: to unmap memory under a running kernel would be worse.
         """
         attached.liveness.has_left = True
-        await self._watchdog.until(self._unused(attached))
+        await self.watchdog.until(self._unused(attached))
         return self._thread.is_alive()
 
     async def _unused(self, attached: AttachedMemory) -> None:
-        ends = self._loop.time() + self._watchdog.stuck_s
+        ends = self._loop.time() + self.watchdog.stuck_s
         while True:
             is_late = self._loop.time() > ends  # taken before the check: if this process was stopped, the GPU was not
             if not await self._may_use(attached):
                 return
             if is_late:
-                self._watchdog.end(f"the GPU has not finished a move in {self._watchdog.stuck_s:g} s")
+                self.watchdog.end(f"the GPU has not finished a move in {self.watchdog.stuck_s:g} s")
             await asyncio.sleep(0.001)
 
     @property
@@ -344,33 +324,38 @@ class DataPlane:
         self._tasks.append(task)
         os.eventfd_write(self._wake, 1)
 
+    async def _made(self, make: Callable[[], Any]) -> Any:
+        """Run `make`, which may start threads, on the thread. Returns or raises what it does."""
+
+        def run() -> Any:
+            with self._starting_threads():
+                return make()
+
+        return await self._call(run)
+
     async def _job(self, job: Callable[[Settle], Job]) -> Any:
         """Run a job on the thread. Returns what it settles with, or raises that."""
         done: asyncio.Future[Any] = self._loop.create_future()
         settle = lambda found, error: self._tell(_settle, done, found, error)  # noqa: E731
         self._put(lambda: self._resume(job(settle), None))
-        return await self._settled(done)
-
-    async def _call(self, task: Callable[[], Any]) -> Any:
-        """Run `task` on the thread. Returns or raises what it does."""
-        done: asyncio.Future[Any] = self._loop.create_future()
-
-        def run() -> None:
-            try:
-                found = task()
-            except Exception as error:
-                self._tell(_settle, done, None, error)
-            else:
-                self._tell(_settle, done, found, None)
-
-        self._put(run)
-        return await self._settled(done)
-
-    async def _settled(self, done: asyncio.Future[Any]) -> Any:
         while not (await asyncio.wait({done}, timeout=ALIVE_S))[0]:
             if not self._thread.is_alive():
                 raise FabricError("data_plane_died", "the data plane's thread has ended")
         return await done
+
+    async def _call(self, task: Callable[[], Any]) -> Any:
+        """Run `task` on the thread. Returns or raises what it does."""
+
+        def job(settle: Settle) -> Job:
+            try:
+                found = task()
+            except Exception as error:
+                settle(None, error)
+            else:
+                settle(found, None)
+            yield from ()
+
+        return await self._job(job)
 
     # On the thread:
 
@@ -390,7 +375,7 @@ class DataPlane:
     def _serve(self) -> None:
         last_move = 0.0
         while not self._stopping:
-            self._watchdog.beat()
+            self.watchdog.beat()
             moved = self._do_tasks()
             if self._resources is None:
                 self._sleep(IDLE_S)
@@ -423,7 +408,7 @@ class DataPlane:
         moved = bool(self._tasks)
         while self._tasks and not self._stopping:
             self._tasks.popleft()()
-            self._watchdog.beat()
+            self.watchdog.beat()
             self._flush_reports()
         if self.send_orders.open:
             self._send()  # after the tasks: one may have stopped a transfer

@@ -46,7 +46,7 @@ class Watchdog:
         self._clock = clock
         self._thread = thread
         self._end = end
-        self.beats = 0
+        self.beats = 0  # grows while the thread lives: at least once a second, or after its present task
         self._beat_at = clock()
 
     def beat(self) -> None:

@@ -344,7 +344,8 @@ async def open_memory(
             async with asyncio.timeout(within_s):
                 connection = await _connected(card.path, frozenset([os.getuid(), *allowed_uids]))
                 stack.callback(connection.shut)
-                connection.send(_opening(card, agent))
+                shown = OpenMemory(versions=OURS, session=card.session, epoch=card.epoch, token=card.token, agent=agent)
+                connection.send(shown)
                 received = await connection.receive()
         except (TimeoutError, OSError, BadFrame) as error:
             raise PeerError("door_unreachable", f"door {card.path}: {error or 'no answer'}") from error
@@ -366,10 +367,6 @@ def _check_socket(card: DoorCard) -> None:
         raise PeerError("door_elsewhere", f"door {card.path}: not here ({error.strerror}): {ELSEWHERE}") from error
     if card.socket not in ("", here):
         raise PeerError("door_elsewhere", f"door {card.path}: here that is another socket: {ELSEWHERE}")
-
-
-def _opening(card: DoorCard, agent: str) -> OpenMemory:
-    return OpenMemory(versions=OURS, session=card.session, epoch=card.epoch, token=card.token, agent=agent)
 
 
 def _refusal(message: FromDoor, card: DoorCard) -> PeerError:

@@ -52,8 +52,8 @@ class GrantedLease:
         pieces = []
         for group in _groups(plan, is_last):
             table = tables[group]
-            first = 0 if is_late(table.group.kind) else _first_entry(plan, table)
-            begin = max(self._entries.get(group, first), table.first_block)
+            first_local = 0 if is_late(table.group.kind) else table.token_shard.count(plan.first_token)
+            begin = max(self._entries.get(group, first_local // table.group.block_tokens), table.first_block)
             end = min(_end_entry(min(tokens, plan.end_token), table), table.first_block + len(table.ids))
             if begin < end:
                 ids = table.ids[begin - table.first_block : end - table.first_block]
@@ -72,10 +72,6 @@ def _groups(plan: Plan, is_last: bool) -> list[int]:
         if is_last or not group_plan.is_late:
             groups |= group_plan.sender_groups
     return sorted(groups)
-
-
-def _first_entry(plan: Plan, table: BlockTable) -> int:
-    return table.token_shard.count(plan.first_token) // table.group.block_tokens
 
 
 def _end_entry(tokens: int, table: BlockTable) -> int:
