@@ -7,6 +7,7 @@ ends exactly once, with one `Ended` under its number. Then its blocks are the en
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -251,6 +252,7 @@ class Conversation:
                 self._rescale = message
             else:
                 self._weights = message
+                self._ended = [outdated(each) if isinstance(each, Ended) else each for each in self._ended]
                 for opened in self._open.values():
                     opened.is_outdated = True
             if not self._link.tell(message) and self._link.is_attached:
@@ -435,9 +437,8 @@ class Conversation:
         opened = self._open.get(number)
         if opened is not None and opened.kind == kind:
             del self._open[number]
-            if kind == "want" and opened.is_outdated and not code:
-                code, reason = "other_weights", "its rows came, but the weights have changed since it was wanted"
-            self._ended.append(Ended(number, opened.request, kind, code, reason, **counts))
+            ended = Ended(number, opened.request, kind, code, reason, **counts)
+            self._ended.append(outdated(ended) if opened.is_outdated else ended)
 
     def _all_lost(self, kind: Kind, why: str) -> None:
         for number in [number for number, opened in self._open.items() if opened.kind == kind]:
@@ -455,6 +456,14 @@ class Conversation:
             ask = Abandon if opened.kind == "want" else Withdraw
             self._link.send(ask(number=number, reason="no answer in time"))
             opened.is_asked_to_stop, opened.late_at = True, now + GRACE_S
+
+
+def outdated(ended: Ended) -> Ended:
+    """The end of what was open when the weights changed: rows that have come are of no use."""
+    if ended.kind == "offer" or not ended.is_good:
+        return ended
+    reason = "its rows came, but the weights have changed since it was wanted"
+    return dataclasses.replace(ended, code="other_weights", reason=reason)
 
 
 def nothing_of(want: Want) -> Want:

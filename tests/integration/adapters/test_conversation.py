@@ -335,12 +335,17 @@ def test_ranks_that_an_agent_would_refuse_are_told_to_none(talk: Talk, agent: Fa
 
 @pytest.mark.proves("G10")
 def test_rows_that_come_after_the_weights_have_changed_are_of_no_use(talk: Talk, agent: FakeAgent) -> None:
+    early = number_of("early")
+    talk.engine.want(replace(WANT, number=early))
     talk.engine.want(WANT)
+    agent.say(Done(number=early, request="r", moved_bytes=1, seconds=0.1))
+    talk.engine._listen()  # as `wait_for_readers` does: no turn has told it yet
     talk.engine.send(Weights(version="b"))
     talk.engine.want(replace(WANT, number=OTHER))
     for number in (ONE, OTHER):
         agent.say(Done(number=number, request="r", moved_bytes=1, seconds=0.1))
-    assert [(each.number, each.code) for each in talk.engine.turn()] == [(ONE, "other_weights"), (OTHER, "")]
+    ended = [(each.number, each.code) for each in talk.engine.turn()]
+    assert ended == [(early, "other_weights"), (ONE, "other_weights"), (OTHER, "")]
 
 
 @pytest.mark.parametrize(
