@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SOON_S = 5.0  # from the first such prompt to the first warning
-EVERY_S = 60.0
+WARN_SOON_S = 5.0  # from the first such prompt to the first warning
+WARN_EVERY_S = 60.0
 
 UNTAGGED = "untagged"
 
@@ -53,7 +53,7 @@ class Reminder:
 
     def happened(self, now: float) -> None:
         if self._due_at == float("inf"):
-            self._due_at = max(now + SOON_S, self._said_at + EVERY_S)
+            self._due_at = max(now + WARN_SOON_S, self._said_at + WARN_EVERY_S)
 
     def take(self, now: float) -> bool:
         """Whether to warn now: true once, until it happens again."""
@@ -97,7 +97,7 @@ class FetchOutcomes:
         """
         if not self._reminder.take(now):
             return ""
-        is_offering = now - self._offered_at < EVERY_S
+        is_offering = now - self._offered_at < WARN_EVERY_S
         is_prefill = is_offering and not self._fetched and set(self._computed) == {UNTAGGED}
         said = "" if is_prefill else self._sentence()
         self._fetched, self._computed, self._since = 0, {}, now
@@ -105,7 +105,7 @@ class FetchOutcomes:
 
     def _forget(self, now: float) -> None:
         """Drop what came long before anything was computed."""
-        if not self._computed and now - self._since >= EVERY_S:
+        if not self._computed and now - self._since >= WARN_EVERY_S:
             self._fetched, self._since = 0, now
 
     def _sentence(self) -> str:

@@ -21,7 +21,7 @@ from ..dataplane.resources import StagingEndpoints
 from ..errors import EngineError, KVBridgeError
 from ..exchange.orders import Warm
 from ..exchange.route import Site
-from ..exchange.session import AttachedEngine, engine_ranks
+from ..exchange.session import AttachedEngine
 from ..failpoints import failpoint
 from ..geometry.check import check_pool, rescaled, with_weights
 from ..geometry.plan import Planner
@@ -180,7 +180,7 @@ class Engines:
         If the engine has several ranks, its sending half goes on (see `Sender.pause`).
         """
         engine = self._current.engine
-        is_alone = engine is None or engine_ranks(engine.pool) == 1
+        is_alone = engine is None or engine.rank_count == 1
         return all([self._receiver.pause(), self._sender.pause(is_alone)])
 
     def pause_wants(self) -> bool:

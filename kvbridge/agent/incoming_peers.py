@@ -45,7 +45,7 @@ LEVELS = {"already_open": logging.INFO, "busy": logging.DEBUG}  # an honest agen
 MOST_GREETINGS = PROBE_LANES  # Hellos answered at once, each with its own proof
 # A proof takes a few milliseconds, and simultaneous proofs slow each other down. So the next one begins when the one
 # before has ended, or after this time: a peer that never answers delays nobody longer.
-TURN_S = 0.02
+PROOF_TURN_S = 0.02
 
 
 class IncomingPeers:
@@ -272,7 +272,7 @@ class IncomingPeers:
             turn.callback(self._turn.release)
             if not self._is_waiting(link, greeting):
                 return None
-            asyncio.get_running_loop().call_later(TURN_S, turn.close)
+            asyncio.get_running_loop().call_later(PROOF_TURN_S, turn.close)
             site = Site.of(greeting)
             if (routed := to_be_read(engine.site, site)) is not None:
                 return Connected(routed, NOT_CONNECTED)

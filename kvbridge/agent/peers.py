@@ -44,7 +44,7 @@ from .status import peer_statuses
 
 log = logging.getLogger("kvbridge.peers")
 
-WARN_S = 60.0
+WARN_REJECTED_S = 60.0
 
 
 class Peers:
@@ -171,6 +171,8 @@ class Peers:
     def _rejected(self, code: str, text: str) -> None:
         self._metrics.rejected(code)
         now = self._clock()
-        if now - self._warned.get(code, -WARN_S) >= WARN_S:  # counted every time, logged once a minute
+        if (
+            now - self._warned.get(code, -WARN_REJECTED_S) >= WARN_REJECTED_S
+        ):  # counted every time, logged once a minute
             self._warned[code] = now
             log.warning("rejected a message: code=%s %s", code, text)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbridge_proto.engine import Computed, Done, Offer, Released
 
-from ..fetch_outcomes import EVERY_S, FetchOutcomes, Reminder
+from ..fetch_outcomes import WARN_EVERY_S, FetchOutcomes, Reminder
 from .metrics import Metrics
 from .record import Role
 
@@ -61,6 +61,6 @@ class Prompts:
 
     def _say_unfetched(self, now: float) -> None:
         """Warn of prompts that were computed for nothing: the cause is outside this agent."""
-        cause = SOME_FETCHED if now - self._fetched_at < EVERY_S else NONE_FETCHED
+        cause = SOME_FETCHED if now - self._fetched_at < WARN_EVERY_S else NONE_FETCHED
         log.warning("prompts that nobody fetched: %d, the last: %s; %s", self._unfetched, self._last, cause)
         self._unfetched = 0

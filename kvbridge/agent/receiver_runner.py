@@ -43,7 +43,7 @@ from .runner import Runner
 
 log = logging.getLogger("kvbridge.receiver")
 
-WARN_S = 60.0
+WARN_LATE_WRITES_S = 60.0
 KEEP_S = 1.0  # between looks for processes that need not be watched any more
 
 
@@ -164,7 +164,9 @@ class ReceiverRunner(Runner):
 
     def _on_dropped(self, dropped: Dropped) -> None:
         now = self._clock()
-        if now - self._warned >= WARN_S:  # counted every time, logged once a minute: a peer can go on writing
+        if (
+            now - self._warned >= WARN_LATE_WRITES_S
+        ):  # counted every time, logged once a minute: a peer can go on writing
             self._warned = now
             self._record.warn("late or foreign write dropped", "slot=%d", dropped.slot, transfer=dropped.transfer)
 

@@ -32,7 +32,7 @@ MOST_WAITING = 1024  # requests
 MOST_AT_ONCE = 64  # requests, in one message: some hundred spans
 COLLECTOR_S = 5.0
 LAST_SPANS_S = 1.0
-WARN_S = 60.0
+WARN_DROPPED_SPANS_S = 60.0
 NAMES: dict[Role, str] = {"sender": "kvbridge send", "receiver": "kvbridge receive"}
 # https://www.w3.org/TR/trace-context/#traceparent-header
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})")
@@ -94,7 +94,7 @@ class Spans:
         self._count("sent" if is_sent else "dropped", len(spans))
 
     def _warn(self, error: Exception) -> None:
-        if time.monotonic() - self._warned >= WARN_S:
+        if time.monotonic() - self._warned >= WARN_DROPPED_SPANS_S:
             self._warned = time.monotonic()
             log.warning("spans are dropped: %s", error)
 

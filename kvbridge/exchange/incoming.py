@@ -11,7 +11,6 @@ from typing import ClassVar, Literal
 from kvbridge_proto.common import attachment_name
 from kvbridge_proto.engine import Failed, Refused, Want
 from kvbridge_proto.peer import Claim, ProcessCard, RouteToReceiver, SlotLease, Take
-from kvbridge_proto.pool import Pool
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
@@ -20,7 +19,7 @@ from ..states import IncomingEvent, IncomingState, WantState
 from .actions import Action, Tell
 from .containers import Deadlines
 from .orders import Failure, Fill, RouteReport
-from .session import AttachedEngine, Session, engine_ranks, rank_index
+from .session import AttachedEngine, Session
 
 MOST_NAME = 256  # characters, of a want (peer.py of the protocol)
 # A session that ends with one of these may have a successor under another epoch. The next Hello shows it.
@@ -209,9 +208,9 @@ def claim_of(
     want, engine = wanted.want, wanted.engine
     return Claim(
         transfer=transfer,
-        want=want_name(want, engine.pool),
-        receiver=rank_index(engine.pool),
-        receivers=engine_ranks(engine.pool),
+        want=want_name(want, engine),
+        receiver=engine.rank,
+        receivers=engine.rank_count,
         rendezvous=want.rendezvous,
         sender_epoch=session.peer_epoch,
         receiver_epoch=session.our_epoch,  # a want that has failed may be told of under a later one
@@ -226,9 +225,9 @@ def claim_of(
     )
 
 
-def want_name(want: Want, pool: Pool) -> str:
+def want_name(want: Want, engine: AttachedEngine) -> str:
     """What senders call a want: the same on all ranks of our engine. Too long a name is replaced by its digest."""
-    name = f"{pool.engine.id}/{want.request}/{want.number if engine_ranks(pool) == 1 else want.common}"
+    name = f"{engine.pool.engine.id}/{want.request}/{want.number if engine.rank_count == 1 else want.common}"
     return name if len(name) <= MOST_NAME else blake2b(name.encode(), digest_size=20).hexdigest()
 
 

@@ -187,7 +187,7 @@ class Adoption:
 
 
 HOLD_EVERY_S = 5.0
-SOON_S = 0.05  # most requests have blocks by then; their claim makes a Hold unnecessary
+HOLD_SOON_S = 0.05  # most requests have blocks by then; their claim makes a Hold unnecessary
 
 
 class ExpectedRequests:
@@ -247,7 +247,7 @@ class ExpectedRequests:
                 rendezvous_ids.setdefault(sender, []).append(rendezvous)
             self._take_new(float("inf"), can_hear)
         else:
-            for sender, numbers in self._take_new(now - SOON_S, can_hear).items():
+            for sender, numbers in self._take_new(now - HOLD_SOON_S, can_hear).items():
                 rendezvous_ids[sender] = [self._expected[number].rendezvous for number in numbers]
         return rendezvous_ids
 

@@ -36,9 +36,13 @@ class AttachedEngine:
     policy: Literal["requantize", "adopt"] = "requantize"
     revision: int = 0
     token_shard: TokenShard = field(init=False, repr=False, compare=False)  # the tokens our pool holds
+    rank: int = field(init=False, repr=False, compare=False)  # ours
+    rank_count: int = field(init=False, repr=False, compare=False)  # of our engine
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_shard", TokenShard.of(self.pool.shard))
+        object.__setattr__(self, "rank", rank_index(self.pool))
+        object.__setattr__(self, "rank_count", engine_ranks(self.pool))
 
 
 # An engine's memory: the incarnation of its agent, the epoch, and the key that this agent proved.
@@ -68,11 +72,10 @@ class Session:
     is_far: bool = False
     process: ProcessCard | None = None
     planner: Planner = field(kw_only=True, repr=False, compare=False)
+    memory_id: EngineMemoryId = field(init=False, repr=False, compare=False)  # identifies the peer engine's memory
 
-    @property
-    def memory_id(self) -> EngineMemoryId:
-        """Identifies the memory of the peer's engine."""
-        return self.peer.incarnation, self.peer_epoch, self.key
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory_id", (self.peer.incarnation, self.peer_epoch, self.key))
 
 
 def engine_ranks(pool: Pool) -> int:

@@ -11,7 +11,7 @@ import pytest
 from kvbridge_proto.common import Rank
 from kvbridge_proto.peer import PROBE_LANES, Cancel, Goodbye, Grant, Hello, Refuse, SlotLease, Welcome
 
-from kvbridge.agent.incoming_peers import MOST_GREETINGS, TURN_S
+from kvbridge.agent.incoming_peers import MOST_GREETINGS, PROOF_TURN_S
 from tests.integration.agent.player import Player, Wire, greeting, met, replace_struct, settle, welcomed
 from tests.integration.fuzz.agents import CLAIM
 from tests.unit.exchange.world import World
@@ -128,7 +128,7 @@ async def test_a_flood_of_hellos_costs_one_proof_a_link_and_a_bounded_number_in_
         await settle()
         assert 1 <= len(sender.proving) < MOST_GREETINGS  # alone, while it may be quick
         while len(sender.proving) < MOST_GREETINGS:  # noqa: ASYNC110 - each gets its turn
-            await asyncio.sleep(TURN_S)
+            await asyncio.sleep(PROOF_TURN_S)
         sender.may_prove.set()
     assert len(sender.proving) == MOST_GREETINGS
     assert all(wire.said(Welcome) for wire in [loud, *others[: MOST_GREETINGS - 1]])

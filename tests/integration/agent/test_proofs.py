@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from kvbridge_proto.peer import PROBE_LANES, Hello, Refuse, Welcome
 
-from kvbridge.agent.incoming_peers import MOST_GREETINGS, TURN_S
+from kvbridge.agent.incoming_peers import MOST_GREETINGS, PROOF_TURN_S
 from kvbridge.dataplane.awaits import Job, WaitWrite
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.receive_orders import ReceiveOrders
@@ -117,7 +117,7 @@ async def test_two_hellos_of_one_agent_are_answered_one_after_the_other(world: W
         for number, wire in enumerate(wires):
             said = replace_struct(greeting(world, wire.peer_incarnation), serial=number)
             sender.peers._take(tasks, wire, wire.peer_incarnation, said)
-        await asyncio.sleep(3 * TURN_S)
+        await asyncio.sleep(3 * PROOF_TURN_S)
         assert [landing.incarnation for landing in sender.proving] == ["D", "E"]
         sender.may_prove.set()
     assert [landing.incarnation for landing in sender.proving] == ["D", "E", "D"]
