@@ -84,12 +84,13 @@ ROW = re.compile(r"^\| \[`(\w+_S)`\]\(\.\./([\w/]+\.py)\) \| ([\d.]+) \|", re.MU
 PAUSES = {
     "kvbridge/adapters/sglang/manager.py": {"TURN_S", "IDLE_REST_S"},
     "kvbridge/adapters/vllm/scheduler.py": {"EMPTY_STEP_REST_S", "LONG_REST_S", "SHORT_WARN_S"},
-    "kvbridge/fetch_outcomes.py": {"SOON_S", "EVERY_S"},
+    "kvbridge/fetch_outcomes.py": {"WARN_SOON_S", "WARN_EVERY_S"},
     "kvbridge/proxy/sparing.py": {"EVERY_S"},
     "kvbridge/agent/scraping.py": {"POLL_S"},
     "kvbridge/failpoints.py": {"LONGEST_S"},
     "": {
-        *("LEAST_GB_S", "SLOW_BYTES_PER_S", "SLOW_S", "DAY_S", "SWITCH_S", "WARN_S", "WINDOW_S"),
+        *("LEAST_GB_S", "SLOW_BYTES_PER_S", "SLOW_S", "DAY_S", "SWITCH_S", "WINDOW_S"),
+        *("WARN_LATE_WRITES_S", "WARN_REJECTED_S", "WARN_DROPPED_SPANS_S"),
         *("POLL_NAP_S", "POLL_NAPS_S", "LONGEST_NAP_S", "LINGER_NAP_S", "LINGER_ON_GPU_S", "GATHERING_S"),
     },
 }
