@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvbridge_kernels import pull_ref
+from kvbridge_kernels import launch_ref
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.field import Axis, Field, Mapped
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.prepared_pull import PlacedPull, PreparedPull
+from kvbridge_kernels.prepared import Placed, Prepared
 from kvbridge_kernels.segment import Segment
-from kvbridge_kernels.tables import Work
+from kvbridge_kernels.tables import Kernels, Work
 
 from bench.gpu.timing import gpu_seconds
 from bench.scenario import Bench
@@ -97,14 +97,14 @@ def segments_of(
 
 def chunks_of(
     case: Case, senders: Sequence[torch.Tensor | Mapped], receiver: torch.Tensor | Mapped, tokens: int
-) -> list[PlacedPull]:
+) -> list[Placed]:
     """A chunk from each sender rank."""
     wire = min(case.sender.codec, case.receiver.codec, key=lambda name: DTYPES[name].itemsize)
     found, count = [], case.sender.heads
     for rank, memory in enumerate(senders):
         ours, size = segments_of(case.sender, memory, tokens, wire, range(count), rank)
         theirs, _ = segments_of(case.receiver, receiver, tokens, wire, range(rank * count, (rank + 1) * count), 9)
-        found.append(PreparedPull(ours, theirs, size).chunk)
+        found.append(Prepared(ours, theirs, size).chunk)
     return found
 
 
@@ -120,7 +120,7 @@ def foreign(memory: torch.Tensor, device: torch.device) -> torch.Tensor | Mapped
 
 def check(case: Case, home: torch.device, device: torch.device, programs: int | None) -> None:
     """Check that bytes and digest equal the twin's, for tokens that end inside a block."""
-    from kvbridge_kernels.pull import pull
+    from kvbridge_kernels.launch import move
 
     tokens = 200 if device.type == "cuda" else 20
     rng = np.random.default_rng(1)
@@ -137,11 +137,11 @@ def check(case: Case, home: torch.device, device: torch.device, programs: int | 
     wanted_sums = torch.zeros(1, dtype=torch.int64)
     work = Work(device, 8 * MIB)
     for chunk in chunks_of(case, [foreign(each, device) for each in held], found, tokens):
-        pull(chunk, sums, work, None, programs)
+        move(chunk, work, None, sums, None, programs)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     for chunk in chunks_of(case, contents, wanted, tokens):
-        pull_ref.pull(chunk, wanted_sums, Work("cpu"))
+        launch_ref.move(chunk, Work("cpu"), None, wanted_sums)
     if not torch.equal(found.cpu(), wanted) or int(sums) != int(wanted_sums):
         raise SystemExit(f"{case.name}, {programs} programs: differs from the twin")
 
@@ -179,20 +179,19 @@ class Pulls:
         print(f"copy engine {mib:5} MiB {self.copies[str(mib)]:7.1f} GB/s", flush=True)
 
     def pull(self, case: Case, mib: int, programs: int | None, has_sums: bool) -> dict[str, Any]:
-        from kvbridge_kernels.pull import pull
+        from kvbridge_kernels.launch import move
 
         tokens = mib * MIB // token_bytes(case.sender) // case.ranks
         share = self.ours.numel() // case.ranks // 256 * 256
         senders = [foreign(self.ours[i * share : (i + 1) * share], self.device) for i in range(case.ranks)]
         chunks = chunks_of(case, senders, self.theirs, tokens)
-        works = [Work(self.device, 8 * MIB) for _ in range(ROUNDS * len(chunks))]
-        for work in works:
-            work.kernels, work.sheets = works[0].kernels, works[0].sheets
+        kernels = Kernels()
+        works = [Work(self.device, 8 * MIB, kernels=kernels) for _ in range(ROUNDS * len(chunks))]
         sums = self.sums if has_sums else None
 
         def action(i: int) -> None:
             for at, chunk in enumerate(chunks):
-                pull(chunk, sums, works[i * len(chunks) + at], torch.cuda.current_stream(), programs)
+                move(chunk, works[i * len(chunks) + at], None, sums, torch.cuda.current_stream(), programs)
 
         seconds = gpu_seconds(action, ROUNDS)
         gb_s = mib * MIB / seconds / 1e9

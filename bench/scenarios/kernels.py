@@ -20,7 +20,7 @@ import torch
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.prepared_copy import PreparedCopy
+from kvbridge_kernels.prepared import Prepared
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
 
@@ -95,10 +95,8 @@ def chunk(case: Case, memory_bytes: int, pool: torch.Tensor, seed: int = 0) -> l
 
 def seconds(case: Case, memory_bytes: int, room: torch.Tensor, works: Sequence[Work]) -> float:
     """Seconds of one call. `room` is split into the slot and a pool, of which a part is moved."""
-    from kvbridge_kernels.gather import gather
-    from kvbridge_kernels.scatter import scatter
+    from kvbridge_kernels.launch import move
 
-    move = gather if case.kernel == "gather" else scatter
     slot_bytes = room.numel() // 3
     pool, slot = room[slot_bytes:], room[:slot_bytes]
     chunks = [chunk(case, memory_bytes, pool, seed) for seed in range(3)]
@@ -107,25 +105,31 @@ def seconds(case: Case, memory_bytes: int, room: torch.Tensor, works: Sequence[W
     sums = torch.zeros(1, dtype=torch.int64, device=room.device) if case.has_sums else None
 
     def action(i: int) -> None:
-        move(chunks[i % 3], span, sums, works[i])
+        segments = chunks[i % 3]
+        sources, targets = (segments, None) if case.kernel == "gather" else (None, segments)
+        move(Prepared(sources, targets, span.size_bytes).chunk, works[i], span, sums)
 
     return seconds_of(action, 1)[0] if room.device.type == "cpu" else gpu_seconds(action, ROUNDS)
 
 
 def one_block(room: torch.Tensor, case: Case) -> dict[str, float]:
     """For a chunk of one block: the time that the call takes its thread, and the time until the slot is filled."""
-    from kvbridge_kernels.gather import gather
+    from kvbridge_kernels.launch import move
 
     segments = chunk(case, 2 * LAYERS * BLOCK * HEADS * WIDTH * DTYPES[case.memory].itemsize, room[: 1 << 30])
     span = Span(room[1 << 30 :].data_ptr(), segments[-1].slot_end)
     sums, work = torch.zeros(1, dtype=torch.int64, device=room.device), Work(room.device)
-    prepared, found = PreparedCopy(segments, span.size_bytes), {}
-    for name, moved in (("segments", lambda: segments), ("prepared", lambda: prepared.at(prepared.places))):
+    prepared, found = Prepared(segments, None, span.size_bytes), {}
+    places = prepared.memories[0].places
+    for name, moved in (
+        ("segments", lambda: Prepared(segments, None, span.size_bytes).chunk),
+        ("prepared", lambda: prepared.at(places)),
+    ):
         called, done = [], []
         for _ in range(300):
             torch.cuda.synchronize()
             began = time.perf_counter_ns()
-            gather(moved(), span, sums, work)
+            move(moved(), work, span, sums)
             called.append((time.perf_counter_ns() - began) / 1e3)
             torch.cuda.synchronize()
             done.append((time.perf_counter_ns() - began) / 1e3)

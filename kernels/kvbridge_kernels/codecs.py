@@ -1,6 +1,7 @@
 """Conversions on a GPU, equal to codecs_ref.py element for element. Only which NaN is stored may differ.
 
-With NATIVE the processor rounds and clamps to fp8, two numbers at a time (cvt.rn.satfinite, compute capability 8.9).
+Where an end `is_native`, the processor rounds and clamps to fp8, two numbers at a time (cvt.rn.satfinite, compute
+capability 8.9).
 """
 
 # ruff: noqa: SIM300 (capitals are constants to Triton, not to ruff)
@@ -41,47 +42,43 @@ def cast(
     plane,
     heads,
     i_head,
-    MULTIPLY: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    NATIVE: tl.constexpr,
     own,
     m_row,
-    SCALE: tl.constexpr,
-    ROTATE: tl.constexpr,
+    END: tl.constexpr,
 ):
     """uint [R, C] of codec OLD -> uint [R, C] of codec NEW. Row r belongs to head i_head[r] of `plane`.
 
-    `scales` is the address of fp32 [old | new | RN(1 / new), planes, heads]. MULTIPLY says whether to multiply by the
-    old scale. DIVIDE says how to divide by the new one: "exact", "fast", "inverse" (multiply by 1 / new), or "" for not
-    at all. scales.py chooses.
-    Either may be "own": then each row has its own scale in memory, in the form SCALE, at the addresses `own` [R] (valid
-    where `m_row`). MULTIPLY reads it; DIVIDE computes and writes it. Unless ROTATE is 0, whole rows are multiplied by
-    the Hadamard matrix and by ROTATE.
+    `scales` is the address of fp32 [old | new | RN(1 / new), planes, heads]. `multiply` of END, the end in memory, says
+    whether to multiply by the old scale. `divide` says how to divide by the new one: "exact", "fast", "inverse"
+    (multiply by 1 / new), or "" for not at all. scales.py chooses.
+    Either may be "own": then each row has its own scale in memory, in the form `scale`, at the addresses `own` [R]
+    (valid where `m_row`). `multiply` reads it; `divide` computes and writes it. Unless `rotate` is 0, whole rows are
+    multiplied by the Hadamard matrix and by `rotate`. With `is_native` the processor rounds to fp8.
     """
     values = stored.to(OLD, bitcast=True).to(tl.float32)
     table = scales.to(tl.pointer_type(tl.float32)) + plane.to(tl.int64) * heads
-    if MULTIPLY == "own":
-        values *= _read_scale(own, m_row, SCALE)[:, None]
-    elif MULTIPLY:
+    if END.multiply == "own":
+        values *= _read_scale(own, m_row, END.scale)[:, None]
+    elif END.multiply:
         values *= tl.load(table + i_head)[:, None]
-    if ROTATE != 0.0:
-        values = _rotate(values) * ROTATE
+    if END.rotate != 0.0:
+        values = _rotate(values) * END.rotate
     table += planes * heads
-    if DIVIDE == "exact":
+    if END.divide == "exact":
         values = tl.math.div_rn(values, tl.load(table + i_head)[:, None] + tl.zeros_like(values))
-    if DIVIDE == "inverse":
+    if END.divide == "inverse":
         values *= tl.load(table + planes * heads + i_head)[:, None]
-    if DIVIDE == "fast":
+    if END.divide == "fast":
         inverse = tl.load(table + planes * heads + i_head)
         values = _divide(values, tl.load(table + i_head)[:, None], inverse[:, None], OLD)
-    if DIVIDE == "own":
-        scale = _row_scale(values, NEW, SCALE)
+    if END.divide == "own":
+        scale = _row_scale(values, NEW, END.scale)
         stored = scale.to(tl.int32, bitcast=True)
-        if SCALE == "ue8m0_x4":
+        if END.scale == "ue8m0_x4":
             stored = (stored >> 23) * FOUR_TIMES
         tl.store(own.to(tl.pointer_type(tl.int32)), stored, mask=m_row)
         values = tl.math.div_rn(values, scale[:, None] + tl.zeros_like(values))
-    return _encode(values, NEW, NATIVE)
+    return _encode(values, NEW, END.is_native)
 
 
 @triton.jit

@@ -1,30 +1,32 @@
-"""Launches kernels over the groups of a chunk: constants from layout and alignment, arguments from the tables."""
+"""Moves rows on a GPU: engine memory -> slot, slot -> engine memory, or engine memory -> engine memory.
+
+Planes of one layout are moved together, in short launches of one kernel (tiles.py), which converts and sums on the way.
+The tables of all launches are packed once for all chunks that differ in their places only. Tables name each other by
+address: they have distances from their own start, to which is added where they are put into the buffers of a chunk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
 
+import numpy as np
 import torch
-import triton.language as tl
 
 from . import clear
-from .codecs import TYPES
-from .codecs_ref import DTYPES, unit_of
-from .digest_ref import word_bytes
-from .places import Places
-from .prepared_copy import Lists, Packed, PlacedCopy, PreparedCopy
-from .scales import Steps
-from .segment import Segment, Span
-from .segment_layout import SegmentLayout, low_bit
-from .sheet import GroupLaunch, Kernel, Launch, LaunchSide, Sheet
+from .kernel import Kernel, Side, kernel_of
+from .prepared import LISTS_AT, RECORD, Group, Placed, Prepared
+from .segment import Span
+from .segment_layout import Offsets, low_bit
 from .tables import LaunchTables, Work
-from .tiling import tile_of, tiles_at_once
+from .tiles import move_tiles
 
+WORD_BYTES = 8
 # About how many programs of a launch run at once on one multiprocessor.
 RESIDENT = 16
-UINTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+# This many programs reach nearly the rate of NVLink: 366 of 375 GB/s (NVIDIA H200, 2026-11).
+ENOUGH_PROGRAMS = 33
 
 
 class NotCompiled(Exception):
@@ -35,58 +37,184 @@ class NotCompiled(Exception):
         self.launches = launches
 
 
-def run(
-    function: Any,
-    moved: Sequence[Segment] | PlacedCopy,
-    slot: Span,
-    sums: torch.Tensor | None,
+def move(
+    placed: Placed,
     work: Work,
-    is_gather: bool,
-    stream: torch.cuda.Stream | None,
-    is_stored: bool = True,
+    slot: Span | None = None,
+    sums: torch.Tensor | None = None,
+    stream: torch.cuda.Stream | None = None,
+    programs: int | None = None,
 ) -> None:
-    """Check, pack, upload, launch. Unless `is_stored`, nothing is written to the slot: only its size matters."""
-    prepared, places = _checked(moved, slot, sums, work)
-    tables = LaunchTables(work, slot.size_bytes)
-    lists = offsets_of(prepared.lists, places, tables)
-    sheet = _sheet(function, prepared, slot, sums is not None, work, is_gather, is_stored)
-    launches = sheet.put(tables, lists, slot.address, 0 if sums is None else sums.data_ptr())
-    gaps = tables.put(prepared.gaps) if is_gather and is_stored and len(prepared.gaps) else None
-    last = None if gaps is None else lambda: clear.start(gaps, len(prepared.gaps) // 2, slot)
-    enqueue(launches, tables, work, stream, last=last)
+    """Write the target's rows from the source's. Adds the sum64 of the chunk's slot to `sums`, int64 [1].
+
+    The end that is not in memory is `slot`. Where that is the target, its gaps become zeros. Without a slot such a move
+    only sums.
+
+    Enqueued on `stream`, or on the current stream of `work.device`, in launches of at most about `work.launch_us` and
+    at most `programs` programs (CTAs). Allocates nothing and waits for nothing. Places and scales are read before this
+    returns; `work` is read until the launches have run. The device must be able to reach all memory; what is read may
+    be a peer GPU's (`field.Mapped`). The target's places must not repeat, and none of the rows that this writes may be
+    among those it reads. Raises ValueError if something does not fit, and NotCompiled unless `work.compiles`, both
+    before anything is enqueued.
+    """
+    _check(placed, work, slot, sums)
+    prepared = placed.prepared
+    tables = LaunchTables(work, placed.chunks * prepared.slot_bytes)
+    lists = [
+        tables.offsets(places[which], stride, tokens)
+        for memory, places in zip(prepared.memories, placed.places, strict=True)
+        for which, stride, tokens in memory.offsets
+    ]
+    packed = _packed(prepared, slot, sums is not None, work)
+    launches = packed.put(tables, lists, slot, 0 if sums is None else sums.data_ptr(), placed.chunks)
+    last = None
+    if slot is not None and prepared.ends[1] is None and len(prepared.gaps):
+        gaps = tables.put(prepared.gaps)
+        last = lambda: clear.start(gaps, len(prepared.gaps) // 2, slot)  # noqa: E731
+    _enqueue(launches, tables, work, stream, programs, last)
 
 
-def warm(
-    function: Any,
-    moved: Sequence[Segment] | PlacedCopy,
-    slot: Span,
-    has_sums: bool,
-    work: Work,
-    is_gather: bool,
-    is_stored: bool = True,
-) -> None:
-    """Compile what `run` would launch; NotCompiled unless `work.compiles`."""
-    prepared, _ = _checked(moved, slot, None, work)
-    sheet = _sheet(function, prepared, slot, has_sums, work, is_gather, is_stored)
-    lists = [0] * len(prepared.lists.offsets)
-    launches = sheet.put(LaunchTables(work, slot.size_bytes), lists, slot.address, added(has_sums, work))
-    compiled(launches, work)
+def warm(placed: Placed, work: Work, slot: Span | None, has_sums: bool) -> None:
+    """Compile what `move` would launch, which may take seconds; NotCompiled unless `work.compiles`.
 
-
-def added(has_sums: bool, work: Work) -> int:
-    """Where a kernel that is only compiled may add its sum, which is zero."""
-    return work.table.data_ptr() if has_sums else 0
-
-
-def compiled(launches: Sequence[Launch], work: Work) -> None:
-    """Compile the kernels that are not yet, which may take seconds; NotCompiled unless `work.compiles`."""
+    The number of places does not matter.
+    """
+    _check(placed, work, slot, None)
+    prepared = placed.prepared
+    lists = [0] * sum(len(memory.offsets) for memory in prepared.memories)
+    sums = work.table.data_ptr() if has_sums else 0  # a kernel that is only compiled adds zero
+    launches = _packed(prepared, slot, has_sums, work).put(LaunchTables(work, prepared.slot_bytes), lists, slot, sums)
     for launch in _missing(launches, work):
         prepare(launch, work)
 
 
-def prepare(launch: Launch, work: Work) -> None:
-    """Launch for no tiles: compiles and loads the kernel, touches nothing. On any thread."""
-    start(launch, work, 0, 0)
+def chunks_at_once(prepared: Prepared, work: Work) -> int:
+    """How many such pulls without sums the tables of `work` have room for, at least 1. 0 if kernels are missing."""
+    packed = _packed(prepared, None, False, work)
+    if any(kernel.compiled is None for kernel, _, _ in packed.launches):
+        return 0
+    words = sum(memory.places[which].count for memory in prepared.memories for which, *_ in memory.offsets)
+    return max(1, (len(work.words) - len(packed.words)) // max(1, words))
+
+
+def _check(placed: Placed, work: Work, slot: Span | None, sums: torch.Tensor | None) -> None:
+    """ValueError if work, sums, memory or slot do not fit each other."""
+    if work.index >= 0 and work.index != torch.cuda.current_device():
+        raise ValueError(f"work is on {work.device}, the current device is cuda:{torch.cuda.current_device()}")
+    if sums is not None and (sums.dtype != torch.int64 or sums.numel() != 1 or sums.device != work.device):
+        raise ValueError(f"sums must be int64 [1] on {work.device}, got {sums.dtype} {list(sums.shape)} {sums.device}")
+    placed.check(slot, sums is not None)
+    for memory in placed.prepared.memories:
+        if memory.device not in (None, work.index):
+            raise ValueError(f"fields are on device {memory.device}, work on {work.device}")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The tiles of one group, launched in as few parts as allowed."""
+
+    kernel: Kernel
+    tiles: int
+    arguments: tuple[int, ...]  # without the first and the end tile
+
+    def parts(self, programs: int | None = None) -> Iterator[tuple[int, int]]:
+        """First and end tile of each part, all about as large; smaller if `programs` are too few for the full rate."""
+        most = self.kernel.tiles_at_once
+        if programs is not None:
+            most = max(1, most * min(programs, ENOUGH_PROGRAMS) // ENOUGH_PROGRAMS)
+        count = -(-self.tiles // most)
+        for part in range(count):
+            yield part * self.tiles // count, (part + 1) * self.tiles // count
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Packed:
+    """The tables of some launches as one array of words, and where addresses belong in it."""
+
+    words: Offsets
+    address_at: Offsets  # the words that are addresses of lists
+    lists: Offsets  # for each of them: which list
+    # A kernel, the byte at which each of its tables begins (None: the slot), planes, places and heads.
+    launches: Sequence[tuple[Kernel, Sequence[int | None], tuple[int, int, int]]]
+
+    def put(
+        self, tables: LaunchTables, lists: Sequence[int], slot: Span | None, sums: int, chunks: int = 1
+    ) -> list[Launch]:
+        """Put the tables into those of a chunk, or of several. `lists` are the addresses of their places."""
+        room, address = tables.take(len(self.words))
+        room[:] = self.words
+        room[self.address_at] = lists[0] if len(lists) == 1 else np.array(lists)[self.lists]
+        slot_address, found = 0 if slot is None else slot.address, []
+        for kernel, starts, (planes, places, heads) in self.launches:
+            given = [slot_address if at is None else address + at for at in starts]
+            tiles = kernel.tiles_of(planes, places * chunks, heads)
+            found.append(Launch(kernel, tiles, (*given, sums, planes, places * chunks, heads, kernel.row)))
+        return found
+
+
+def _packed(prepared: Prepared, slot: Span | None, has_sums: bool, work: Work) -> _Packed:
+    key = work.kernels, low_bit(16 if slot is None else slot.address | 16), slot is None, has_sums
+    packed = prepared.packed.get(key)
+    if packed is None:
+        packed = prepared.packed[key] = _pack(prepared, slot, has_sums, work)
+    assert isinstance(packed, _Packed)
+    return packed
+
+
+def _pack(prepared: Prepared, slot: Span | None, has_sums: bool, work: Work) -> _Packed:
+    tables, at, lists, launches = [], [], [], []
+    used = 0
+
+    def add(table: Offsets | None) -> int:
+        """Where it begins. A table that no kernel reads may begin anywhere."""
+        nonlocal used
+        if table is None or not table.size:
+            return 0
+        tables.append(table.reshape(-1))
+        used += table.size
+        return (used - table.size) * WORD_BYTES
+
+    first_list = [0, len(prepared.memories[0].offsets)]  # the target's lists are numbered after the source's
+    for group in prepared.groups:
+        kernel, scales = _kernel(group, prepared, slot, has_sums, work)
+        starts: list[int | None] = []
+        numbers = iter(first_list)
+        for planes, columns, scale in zip(group, kernel.columns, scales, strict=True):
+            if planes is None:
+                starts += [None, 0, 0]
+                continue
+            first = next(numbers)
+            for column in range(LISTS_AT, RECORD):
+                at.append(used + RECORD * np.arange(planes.count) + column)
+                lists.append(planes.records[:, column] + first)
+            starts += [add(planes.records), add(columns), add(scale)]
+        planes = group.in_memory
+        launches.append((kernel, starts, (planes.count, planes.places, planes.layout.heads)))
+    words, address_at, of = (np.concatenate([*each, np.empty(0, np.int64)]) for each in (tables, at, lists))
+    return _Packed(words, address_at, of, launches)
+
+
+def _kernel(
+    group: Group, prepared: Prepared, slot: Span | None, has_sums: bool, work: Work
+) -> tuple[Kernel, list[Offsets | None]]:
+    """A group's kernel, and the scales at its two ends."""
+    known, sides = work.kernels, list[Side]()
+    tables: list[Offsets | None] = []
+    for planes, is_read in zip(group, (True, False), strict=True):
+        if planes is None:
+            sides.append(Side(None, low_bit(group.in_memory.slot_bits | (0 if slot is None else slot.address))))
+            tables.append(None)
+        else:
+            scaled = planes.scales(is_read, known.steps)
+            sides.append(Side(planes.layout, low_bit(planes.bits), scaled.steps))
+            tables.append(scaled.table)
+    source, target = sides
+    is_stored = slot is not None or prepared.ends[1] is not None
+    key = source.key, target.key, has_sums, is_stored
+    kernel: Kernel | None = known.chosen.get(key)
+    if kernel is None:
+        kernel = known.chosen[key] = kernel_of(source, target, has_sums, is_stored, work)
+    return kernel, tables
 
 
 def _missing(launches: Sequence[Launch], work: Work) -> list[Launch]:
@@ -96,27 +224,24 @@ def _missing(launches: Sequence[Launch], work: Work) -> list[Launch]:
     return missing
 
 
-def enqueue(
+def _enqueue(
     launches: Sequence[Launch],
     tables: LaunchTables,
     work: Work,
     stream: torch.cuda.Stream | None,
-    programs: int | None = None,
-    last: Callable[[], None] | None = None,
+    programs: int | None,
+    last: Callable[[], None] | None,
 ) -> None:
-    """Enqueue the tables, all launches (of at most `programs` programs each) and `last`. NotCompiled as `compiled`."""
+    """Enqueue the tables, all launches (of at most `programs` programs each) and `last`."""
     is_known = not _missing(launches, work)
-    if stream is not None and is_known and last is None and (work.copy is not None or not tables.must_upload):
-        tables.upload(stream.cuda_stream)
-        for launch in launches:  # making the stream current would cost as much as a launch
-            for first, end in launch.parts(programs):
-                start(launch, work, first, end, stream.cuda_stream, programs)
-        return
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
-        tables.upload()
+    # Making the stream current would cost as much as a launch.
+    is_named = is_known and last is None and (work.copy is not None or not tables.must_upload)
+    number = stream.cuda_stream if stream is not None and is_named else None
+    with nullcontext() if stream is None or is_named else torch.cuda.stream(stream):
+        tables.upload(number)
         for launch in launches:
             for first, end in launch.parts(programs):
-                start(launch, work, first, end, None, programs)
+                start(launch, work, first, end, number, programs)
         if last is not None:
             last()
 
@@ -136,136 +261,11 @@ def start(
     arguments = (*launch.arguments, first, end)
     if kernel.compiled is None:
         options = {"num_warps": kernel.warps, "enable_fp_fusion": not kernel.is_exact}
-        kernel.compiled = launch.function[grid](*arguments, **kernel.constants, **options)
+        kernel.compiled = move_tiles[grid](*arguments, **kernel.constants, **options)
     else:
         kernel.compiled[grid](*arguments, *kernel.constants.values(), stream=stream)
 
 
-def offsets_of(lists: Lists, places: Sequence[Places], tables: LaunchTables) -> list[int]:
-    """Put the offsets of all places into the tables. Returns an address for each list of offsets."""
-    return [tables.offsets(places[which], stride, tokens) for which, stride, tokens in lists.offsets]
-
-
-def check_sums(sums: torch.Tensor | None, work: Work) -> None:
-    """ValueError if `sums` cannot take a digest, or `work` is not on the current device."""
-    if work.index >= 0 and work.index != torch.cuda.current_device():
-        raise ValueError(f"work is on {work.device}, the current device is cuda:{torch.cuda.current_device()}")
-    if sums is not None and (sums.dtype != torch.int64 or sums.numel() != 1 or sums.device != work.device):
-        raise ValueError(f"sums must be int64 [1] on {work.device}, got {sums.dtype} {list(sums.shape)} {sums.device}")
-
-
-def check_device(lists: Lists, work: Work) -> None:
-    """ValueError if the fields are not on the device of `work`."""
-    if lists.device not in (None, work.index):
-        raise ValueError(f"fields are on device {lists.device}, work on {work.device}")
-
-
-def _checked(moved: Sequence[Segment] | PlacedCopy, slot: Span, sums: torch.Tensor | None, work: Work) -> PlacedCopy:
-    check_sums(sums, work)
-    if not isinstance(moved, PlacedCopy):
-        prepared = PreparedCopy(moved, slot.size_bytes)
-        moved = PlacedCopy(prepared, prepared.places)
-    if moved.prepared.slot_bytes != slot.size_bytes:
-        raise ValueError(f"slot: {slot.size_bytes} bytes, the copy was prepared for {moved.prepared.slot_bytes}")
-    check_device(moved.prepared.lists, work)
-    return moved
-
-
-def _sheet(
-    function: Any, prepared: PreparedCopy, slot: Span, has_sums: bool, work: Work, is_gather: bool, is_stored: bool
-) -> Sheet:
-    """The tables of all launches."""
-
-    def launched(packed: Packed) -> GroupLaunch:
-        group = packed.group
-        layout = group.layout
-        near = low_bit(group.near_bits | layout.stride_bits | 16)
-        far = low_bit(group.far_bits | slot.address | layout.wire_row_bytes | 16)
-        scales = group.scales(is_gather, work.steps)
-        key = (function, near, far, scales.steps, has_sums, is_stored, *layout.key)
-        kernel = work.kernels.get(key)
-        if kernel is None:
-            kernel = _kernel(layout, near, far, scales.steps, has_sums, is_gather, work)
-            if not is_stored:
-                kernel.constants["FAR"] = 0
-            work.kernels[key] = kernel
-        end = LaunchSide(packed, kernel.columns[0], scales.table)
-        tiles = kernel.tiles_of(group.planes, group.places, layout.heads)
-        return GroupLaunch(function, kernel, tiles, [end], (group.planes, group.places, layout.heads, kernel.row))
-
-    key = function, low_bit(slot.address | 16), has_sums, is_stored
-    return work.sheet(prepared, key, lambda: Sheet.of(map(launched, prepared.groups)))
-
-
-def _kernel(
-    layout: SegmentLayout, near: int, far: int, steps: Steps, has_sums: bool, is_gather: bool, work: Work
-) -> Kernel:
-    align = min(near, far, low_bit(layout.run_bytes))
-    if layout.codecs is None:
-        size = wire_size = min(8, align)
-        kind, old, new = "sum" if has_sums else "move", None, None
-    else:
-        size, wire_size = (DTYPES[name].itemsize for name in layout.codecs)
-        memory, wire = (TYPES[name] for name in layout.codecs)
-        old, new = (memory, wire) if is_gather else (wire, memory)
-        kind = _kind(old, new)
-        near = min(near, access(size, wire_size, is_gather))
-        far = min(far, access(wire_size, size, not is_gather or has_sums))
-    tiling = work.tilings[kind]
-    row = layout.row_bytes // size
-    is_whole = not is_gather and (layout.row_scale is not None or layout.rotates)
-    tile = tile_of(layout, row, max(size, wire_size), 16 // min(size, wire_size), tiling, is_whole)
-    run = tile[2] if layout.is_dense else min(tile[2], low_bit(layout.run_bytes // size))
-    constants = {
-        "PLACES": tile[0],
-        "HEADS": tile[1],
-        "COLUMNS": tile[2],
-        "MEMORY": UINTS[size],
-        "WIRE": UINTS[wire_size],
-        "OLD": old,
-        "NEW": new,
-        **arithmetic(layout, steps, is_gather, work),
-        "NATIVE": work.is_native and row % 4 == 0,
-        "NEAR": near,
-        "FAR": far,
-        "RUN": run,
-        "STEP": low_bit(row | 64),
-        "WORD": word_bytes(layout.wire_row_bytes) if has_sums else 0,
-        "DENSE": layout.is_dense,
-        "MANY_HEADS": layout.heads > tile[1],
-        "MANY_COLUMNS": row > tile[2],
-    }
-    columns = None if layout.is_dense else layout.columns(size, size if near >= size else 1)
-    tile_bytes = tile[0] * tile[1] * tile[2] * max(size, wire_size)
-    has_own = is_whole or layout.row_scale is not None
-    at_once = tiles_at_once("own" if has_own else kind, tile_bytes, align, work.launch_us)
-    return Kernel(constants, tiling.warps, tiling.tiles, at_once, row, tile, (columns,), is_whole and layout.rotates)
-
-
-def _kind(old: tl.dtype, new: tl.dtype) -> str:
-    wider = new.primitive_bitwidth - old.primitive_bitwidth
-    return "widen" if wider > 0 else "narrow" if wider < 0 else "rescale"
-
-
-def arithmetic(layout: SegmentLayout, steps: Steps, is_read: bool, work: Work) -> dict[str, Any]:
-    """The constants of a conversion out of memory, or into it. See codecs.py."""
-    own = layout.row_scale
-    is_own = own is not None
-    divide = steps.divide if work.is_native or not steps.divide else "exact"  # the interpreter's fma rounds twice
-    return {
-        "MULTIPLY": "own" if is_own and is_read else steps.multiply,
-        "DIVIDE": "own" if is_own and not is_read else divide,
-        "SCALE": "" if own is None else own.form,
-        "SCALE_AT": 0 if own is None else own.at,
-        "SCALE_HEAD": 0 if own is None else own.head_stride,
-        "ROTATE": unit_of(layout.row_bytes // layout.element_bytes) if layout.rotates and not is_read else 0.0,
-    }
-
-
-def access(size: int, other: int, is_held: bool) -> int:
-    """Bytes per access at an end with elements of `size` bytes, so that a thread stores the elements that it loaded.
-
-    A thread stores at most 16 bytes at once. So it loads fewer if its elements become wider (`other` bytes). `is_held`:
-    the thread holds the elements as they are at this end, because it loads or sums them.
-    """
-    return 16 * size // other if is_held and other > size else 16
+def prepare(launch: Launch, work: Work) -> None:
+    """Launch for no tiles: compiles and loads the kernel, touches nothing. On any thread."""
+    start(launch, work, 0, 0)

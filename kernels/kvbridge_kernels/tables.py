@@ -7,22 +7,30 @@ elements, scales, gaps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from .field import Axis
 from .places import Places
+from .scales import Steps
 from .scratch import Scratch
 from .segment_layout import Offsets, place_offsets
 from .tiling import LAUNCH_US, TILINGS, Tiling
 
-T = TypeVar("T")
 TABLE_BYTES = 1 << 20
 # For slots up to this size the kernels read the tables in pinned memory: few programs read them, which takes a
 # microsecond or two over PCIe. An upload costs its caller nine.
 IN_PLACE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernels:
+    """The kernels that were chosen so far, and the arithmetic of scales. Works of one device may share them."""
+
+    chosen: dict[object, Any] = field(default_factory=dict)
+    steps: dict[object, Steps] = field(default_factory=dict)
 
 
 class Work:
@@ -44,6 +52,7 @@ class Work:
         launch_us: float = LAUNCH_US,
         copy: Callable[[int, int, int, int], None] | None = None,
         compiles: bool = True,
+        kernels: Kernels | None = None,
     ) -> None:
         device = torch.device(device)
         is_gpu = device.type == "cuda"
@@ -55,9 +64,7 @@ class Work:
         self.copy = copy
         self.compiles = compiles
         self.scratch = Scratch()
-        self.kernels: dict[object, Any] = {}  # for launch.py and pull.py
-        self.sheets: WeakKeyDictionary[object, dict[object, Any]] = WeakKeyDictionary()  # of prepared copies and pulls
-        self.steps: dict[object, Any] = {}  # for scales.py
+        self.kernels = kernels or Kernels()
         words = table_bytes // 8
         self.host = torch.zeros(words, dtype=torch.int64, pin_memory=is_gpu)
         self.table = torch.empty(words, dtype=torch.int64, device=device) if is_gpu else self.host
@@ -65,16 +72,6 @@ class Work:
         self.index = device.index if is_gpu else -1  # as torch.Tensor.get_device
         self.is_native = is_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
-
-    def sheet(self, prepared: object, key: object, make: Callable[[], T]) -> T:
-        """What `make` returned for this prepared copy or pull, the first time."""
-        kept = self.sheets.get(prepared)
-        if kept is None:
-            kept = self.sheets[prepared] = {}
-        found: T | None = kept.get(key)
-        if found is None:
-            found = kept[key] = make()
-        return found
 
 
 class LaunchTables:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-from kvbridge_kernels.launch import prepare
-from kvbridge_kernels.sheet import Kernel, Launch
+from kvbridge_kernels.kernel import Kernel
+from kvbridge_kernels.launch import Launch, prepare
 from kvbridge_kernels.tables import Work
 
 from . import driver

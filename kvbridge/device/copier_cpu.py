@@ -12,21 +12,17 @@ from typing import Literal
 import torch
 from kvbridge_kernels.digest_ref import digest as xxh3
 from kvbridge_kernels.digest_ref import sum64
-from kvbridge_kernels.gather_ref import digest as digest_rows
-from kvbridge_kernels.gather_ref import gather as gather_rows
-from kvbridge_kernels.pull_ref import pull as pull_rows
-from kvbridge_kernels.scatter_ref import scatter as scatter_rows
+from kvbridge_kernels.launch_ref import move
 from kvbridge_kernels.scratch import Scratch
-from kvbridge_kernels.segment import Segment, Span
+from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 from kvbridge_proto.pool import Pool
 
 from ..geometry.plan import Part
 from .copier import Moved, compared
-from .copy_templates import CopyTemplates
-from .memory import AttachedPool, Regions
-from .pulls import Pulls
+from .memory import AttachedPool
 from .staging import Staging
+from .templates import Side, Templates
 
 
 class CpuBlockCopier:
@@ -40,8 +36,7 @@ class CpuBlockCopier:
     def __init__(self) -> None:
         self._work = Work("cpu")
         self._copies = Scratch()
-        self._templates = CopyTemplates()
-        self._pulls = Pulls()
+        self._templates = Templates()
         self._count = 0
         self._moved: list[Moved] = []
 
@@ -59,13 +54,13 @@ class CpuBlockCopier:
         assert host is None, "the slots are in host memory already"
         sums = _sums(digest_kind)
         with pool.hold() as regions:
-            gather_rows(self._segments(pool, regions, part, slot.size_bytes), slot, sums, self._work)
+            move(self._templates.of(Side(pool, regions, part), None, slot.size_bytes), self._work, slot, sums)
         return self._over(_word(int(sums.item())) if sums is not None else xxh3(slot.on_cpu()))
 
     def digest(self, pool: AttachedPool, part: Part) -> int:
         sums, size_bytes = torch.zeros(1, dtype=torch.int64), part.chunk.size_bytes
         with pool.hold() as regions:
-            digest_rows(self._segments(pool, regions, part, size_bytes), size_bytes, sums, self._work)
+            move(self._templates.of(Side(pool, regions, part), None, size_bytes), self._work, None, sums)
         return self._over(_word(int(sums.item())))
 
     def scatter(
@@ -81,16 +76,17 @@ class CpuBlockCopier:
         copy = self._copies.take("chunk", slot.size_bytes, torch.device("cpu"))
         ctypes.memmove(copy.data_ptr(), slot.address, slot.size_bytes)
         with pool.hold() as regions:
-            segments = self._segments(pool, regions, part, slot.size_bytes)
-            found = _word(sum64(segments, copy)) if digest_kind == "sum64" else xxh3(copy)
+            placed = self._templates.of(None, Side(pool, regions, part), slot.size_bytes)
+            found = _word(sum64(placed.segments, copy)) if digest_kind == "sum64" else xxh3(copy)
             if found == expected:
-                scatter_rows(segments, Span(copy.data_ptr(), slot.size_bytes), None, self._work)
+                move(placed, self._work, Span(copy.data_ptr(), slot.size_bytes))
         return self._over(found, expected)
 
     def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
         sums = _sums("sum64") if has_digest else None
         with sender.hold() as sender_regions, pool.hold() as regions:
-            pull_rows(self._pulls.of(sender, sender_regions, theirs, pool, regions, ours), sums, self._work)
+            sides = Side(sender, sender_regions, theirs), Side(pool, regions, ours)
+            move(self._templates.of(*sides, ours.chunk.size_bytes), self._work, None, sums)
         return self._over(_word(int(sums.item())) if sums is not None else 0)
 
     def zeros(self, pool: Pool) -> AttachedPool:
@@ -128,15 +124,10 @@ class CpuBlockCopier:
 
     def forget(self, pool: AttachedPool) -> None:
         self._templates.forget(pool)
-        self._pulls.forget(pool)
 
     def close(self) -> None:
         self._moved.clear()
         self._copies = Scratch()
-
-    def _segments(self, pool: AttachedPool, regions: Regions, part: Part, size_bytes: int) -> list[Segment]:
-        template = self._templates.of(pool, regions, part, size_bytes)
-        return template.segments(template.places(part))
 
     def _over(self, digest: int, expected: int | None = None) -> int:
         self._count += 1

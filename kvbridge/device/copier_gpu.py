@@ -13,26 +13,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Literal
 
 import torch
 from kvbridge_kernels.clear import warm as warm_clear
-from kvbridge_kernels.gather import digest as digest_rows
-from kvbridge_kernels.gather import gather as gather_rows
-from kvbridge_kernels.gather import warm as warm_gather
-from kvbridge_kernels.gather import warm_digest
-from kvbridge_kernels.launch import NotCompiled
-from kvbridge_kernels.prepared_copy import PlacedCopy, PreparedCopy
-from kvbridge_kernels.prepared_pull import PlacedPull
-from kvbridge_kernels.pull import chunks_at_once
-from kvbridge_kernels.pull import pull as pull_rows
-from kvbridge_kernels.pull import warm as warm_pull_rows
-from kvbridge_kernels.scatter import scatter as scatter_rows
-from kvbridge_kernels.scatter import warm as warm_scatter
+from kvbridge_kernels.launch import ENOUGH_PROGRAMS, NotCompiled, chunks_at_once, move, warm
+from kvbridge_kernels.prepared import Placed
 from kvbridge_kernels.segment import Span
-from kvbridge_kernels.sheet import ENOUGH_PROGRAMS
-from kvbridge_kernels.tables import Work
+from kvbridge_kernels.tables import TABLE_BYTES, Kernels, Work
 from kvbridge_proto.pool import Pool
 
 from ..errors import EngineError, KVBridgeError
@@ -40,11 +28,10 @@ from ..geometry.plan import Part
 from . import driver
 from .compiler import Compiler
 from .copier import DeviceLost, Moved, compared
-from .copy_templates import CopyTemplates
-from .memory import AttachedPool, Regions
-from .pulls import Pulls
+from .memory import AttachedPool
 from .small_pulls import SMALL_BYTES, SmallPull, SmallPulls
 from .staging import Staging
+from .templates import Side, Templates
 
 log = logging.getLogger("kvbridge.data_plane")
 
@@ -98,7 +85,7 @@ class GpuBlockCopier:
         self,
         gpu: driver.Gpu,
         moves: int,
-        table_bytes: int = 1 << 20,
+        table_bytes: int = TABLE_BYTES,
         pulls: int = 0,
         pull_ctas: int | None = None,
         *,
@@ -117,17 +104,15 @@ class GpuBlockCopier:
         # With few CTAs each launch takes all that it may: two at once would take twice as many.
         self._pulling = deque([self._in] if self._pull_ctas else [self._in, aside_of_in])
         self._torch_device = torch.device("cuda", gpu.ordinal)
-        self._kernels: dict[object, Any] = {}  # shared by all bundles, as the sheets are
-        self._sheets: WeakKeyDictionary[object, dict[object, Any]] = WeakKeyDictionary()
+        self._kernels = Kernels()  # shared by all bundles
         self._compiles, self._compiler = not aside, Compiler(gpu)
         self._compiler.call(warm_clear)
         self._bundles: deque[_Bundle] = deque()
         self._make_bundles(moves + pulls)
-        self._known = self._bundles[0].work  # to look up kernels and sheets, which all bundles share
+        self._known = self._bundles[0].work  # to look up kernels, which all bundles share
         self._moves: deque[_GpuMove] = deque()
         self._small = SmallPulls()
-        self._templates = CopyTemplates()
-        self._pulls = Pulls()
+        self._templates = Templates()
         self._count = 0
 
     def zeros(self, pool: Pool) -> AttachedPool:
@@ -143,8 +128,8 @@ class GpuBlockCopier:
         totals = torch.zeros(count, dtype=torch.int64).pin_memory()
         sums = totals.to(device)  # not zeros on the GPU: loading torch's own kernels would take 92 MiB of it
         for i in range(count):
-            work = Work(device, self._table_bytes, copy=driver.copy_to_device, compiles=self._compiles)
-            work.kernels, work.sheets = self._kernels, self._sheets
+            copy, compiles = driver.copy_to_device, self._compiles
+            work = Work(device, self._table_bytes, copy=copy, compiles=compiles, kernels=self._kernels)
             self._bundles.append(_Bundle(work, sums[i : i + 1], totals[i : i + 1]))
         torch.cuda.current_stream().synchronize()
 
@@ -161,9 +146,8 @@ class GpuBlockCopier:
     ) -> int:
         def enqueue(bundle: _Bundle) -> None:
             with pool.hold() as regions:
-                gather_rows(
-                    self._chunk(pool, regions, part, slot.size_bytes), slot, bundle.sums, bundle.work, self._out
-                )
+                placed = self._templates.of(Side(pool, regions, part), None, slot.size_bytes)
+                move(placed, bundle.work, slot, bundle.sums, self._out)
             bundle.fetch(self._out)
             if host is None:
                 bundle.end.record(self._out)
@@ -177,10 +161,9 @@ class GpuBlockCopier:
 
     def digest(self, pool: AttachedPool, part: Part) -> int:
         def enqueue(bundle: _Bundle) -> None:
-            size_bytes = part.chunk.size_bytes
             with pool.hold() as regions:
-                chunk = self._chunk(pool, regions, part, size_bytes)
-                digest_rows(chunk, size_bytes, bundle.sums, bundle.work, self._out)
+                placed = self._templates.of(Side(pool, regions, part), None, part.chunk.size_bytes)
+                move(placed, bundle.work, None, bundle.sums, self._out)
             bundle.fetch(self._out)
             bundle.end.record(self._out)
 
@@ -197,13 +180,13 @@ class GpuBlockCopier:
     ) -> int:
         def enqueue(bundle: _Bundle) -> None:
             with pool.hold() as regions:
-                chunk = self._chunk(pool, regions, part, slot.size_bytes)
+                placed = self._templates.of(None, Side(pool, regions, part), slot.size_bytes)
                 if host is not None:
-                    warm_scatter(chunk, slot, True, bundle.work)  # raises NotCompiled before anything is enqueued
+                    warm(placed, bundle.work, slot, True)  # raises NotCompiled before anything is enqueued
                     driver.copy_to_device(slot.address, host.address, slot.size_bytes, self._up.cuda_stream)
                     bundle.halfway.record(self._up)
                     self._in.wait_event(bundle.halfway)
-                scatter_rows(chunk, slot, bundle.sums, bundle.work, self._in)
+                move(placed, bundle.work, slot, bundle.sums, self._in)
             bundle.fetch(self._in)
             bundle.end.record(self._in)
 
@@ -211,7 +194,8 @@ class GpuBlockCopier:
 
     def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
         with sender.hold() as sender_regions, pool.hold() as regions:
-            pull = self._pulls.of(sender, sender_regions, theirs, pool, regions, ours)
+            sides = Side(sender, sender_regions, theirs), Side(pool, regions, ours)
+            pull = self._templates.of(*sides, ours.chunk.size_bytes)
             is_small = self._has_pulls and not has_digest and ours.chunk.size_bytes <= SMALL_BYTES
             most = chunks_at_once(pull.prepared, self._known) if is_small else 0
             if not most:
@@ -224,14 +208,14 @@ class GpuBlockCopier:
         self,
         sender: AttachedPool,
         pool: AttachedPool,
-        pull: PlacedPull,
+        pull: Placed,
         has_digest: bool,
         tickets: Sequence[int] = (),
     ) -> int:
         def enqueue(bundle: _Bundle) -> None:
             stream = self._pulling[0]
             self._pulling.rotate()
-            pull_rows(pull, bundle.sums if has_digest else None, bundle.work, stream, self._pull_ctas)
+            move(pull, bundle.work, None, bundle.sums if has_digest else None, stream, self._pull_ctas)
             if has_digest:
                 bundle.fetch(stream)
             bundle.end.record(stream)
@@ -255,27 +239,27 @@ class GpuBlockCopier:
 
     def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
         size_bytes = part.chunk.size_bytes
-        warm = warm_gather if part.is_sender else warm_scatter
         with pool.hold() as regions:
-            chunk = self._chunk(pool, regions, part, size_bytes)
+            side = Side(pool, regions, part)
+            source, target = (side, None) if part.is_sender else (None, side)
+            placed = self._templates.of(source, target, size_bytes)
             if slot is not None:
-                span = Span(slot.address, size_bytes)
-                self._compile(lambda work: warm(chunk, span, True, work))
+                self._compile(placed, Span(slot.address, size_bytes), True)
             if part.is_sender and self._has_pulls:  # receivers may ask for digests of what they read
-                self._compile(lambda work: warm_digest(chunk, size_bytes, work))
+                self._compile(placed, None, True)
 
     def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
         with sender.hold() as sender_regions, pool.hold() as regions:
-            chunk = self._pulls.of(sender, sender_regions, theirs, pool, regions, ours)
-            self._compile(lambda work: warm_pull_rows(chunk, has_digest, work))
+            sides = Side(sender, sender_regions, theirs), Side(pool, regions, ours)
+            self._compile(self._templates.of(*sides, ours.chunk.size_bytes), None, has_digest)
 
-    def _compile(self, warm: Callable[[Work], None]) -> None:
-        """Begin to compile the kernels that `warm` finds missing. Without a free bundle, do nothing."""
+    def _compile(self, placed: Placed, slot: Span | None, has_digest: bool) -> None:
+        """Begin to compile the kernels that are missing. Without a free bundle, do nothing."""
         if not self._bundles:
             return
         work = self._bundles[0].work
         try:
-            warm(work)
+            warm(placed, work, slot, has_digest)
         except NotCompiled as missing:
             self._compiler.begin(missing.launches, work)
 
@@ -319,7 +303,6 @@ class GpuBlockCopier:
 
     def forget(self, pool: AttachedPool) -> None:
         self._templates.forget(pool)
-        self._pulls.forget(pool)
 
     def close(self) -> None:
         self._compiler.close()
@@ -327,13 +310,6 @@ class GpuBlockCopier:
             stream.synchronize()
         self._moves.clear()
         self._small.clear()
-
-    def _chunk(self, pool: AttachedPool, regions: Regions, part: Part, size_bytes: int) -> PlacedCopy:
-        template = self._templates.of(pool, regions, part, size_bytes)
-        places = template.places(part)
-        if template.prepared is None:
-            template.prepared = PreparedCopy(template.segments(places), size_bytes)
-        return template.prepared.at(places)
 
     def _begin(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from kvbridge_kernels.prepared_pull import PlacedPull, joined
+from kvbridge_kernels.prepared import Placed, joined
 
 from .memory import AttachedPool
 
@@ -29,7 +29,7 @@ class SmallPull:
     tickets: tuple[int, ...]
     sender: AttachedPool
     receiver: AttachedPool
-    pull: PlacedPull
+    pull: Placed
     most: int
 
 
@@ -53,7 +53,7 @@ class SmallPulls:
         """Take out the oldest, together with later ones that can share its launches."""
         oldest = self._waiting.popleft()
         prepared = oldest.pull.prepared
-        most = min(oldest.most, MOST_BYTES // max(1, prepared.size_bytes))
+        most = min(oldest.most, MOST_BYTES // max(1, prepared.slot_bytes))
         together, others = [oldest], []
         for each in self._waiting:
             if each.pull.prepared is prepared and len(together) < most:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from kvbridge_kernels.sheet import ENOUGH_PROGRAMS
+from kvbridge_kernels.launch import ENOUGH_PROGRAMS
 
 from kvbridge.config import load
 from kvbridge.dataplane.resources import ROOM_IN_HOST

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from kvbridge_kernels.prepared_pull import PlacedPull
-from kvbridge_kernels.pull_ref import pull as pull_on_cpu
+from kvbridge_kernels.launch_ref import move as move_on_cpu
 from kvbridge_kernels.tables import Work
 from kvbridge_proto.codec import decode, encode
 from kvbridge_proto.door import DoorCard
@@ -24,8 +23,8 @@ from kvbridge_proto.pool import Handle
 
 from kvbridge.device.handles import export_all
 from kvbridge.device.memory import AttachedPool
-from kvbridge.device.pulls import Pulls
 from kvbridge.device.sharing import SharedHandles
+from kvbridge.device.templates import Side, Templates
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.transport.door import MemoryDoor, Shared
@@ -42,7 +41,6 @@ HND64 = Shape(layout="hnd", layers=2, block_tokens=64, blocks=6, key_width=16, v
 PACKED = Shape(layout="packed", layers=2, block_tokens=8, blocks=48, key_width=16, value_width=16)
 FP8 = Shape(layout="hnd", layers=2, block_tokens=32, blocks=12, key_width=16, value_width=16, codec="fp8_e4m3")
 SHAPES = {"nhd16": NHD16, "hnd64": HND64, "packed": PACKED, "fp8": FP8}
-PullRows = Callable[[PlacedPull, "torch.Tensor | None", Work], None]
 
 
 class Sender:
@@ -77,7 +75,9 @@ def filled(shape: Shape) -> Held:
     return held
 
 
-def pulled(shape: Shape, sender: AttachedPool, receiver_shape: Shape, device: str, rows: PullRows = pull_on_cpu) -> str:
+def pulled(
+    shape: Shape, sender: AttachedPool, receiver_shape: Shape, device: str, by: Callable[..., None] = move_on_cpu
+) -> str:
     """What is wrong in a pool of `receiver_shape` on our `device` once TOKENS were pulled into it: nothing."""
     sent, receiver = filled(shape), build(receiver_shape)
     before, tables = (
@@ -88,13 +88,14 @@ def pulled(shape: Shape, sender: AttachedPool, receiver_shape: Shape, device: st
     (takes,) = assign([sent.pool], receiver.pool)
     planned = plan(sent.pool, receiver.pool, takes, TOKENS.start, TOKENS.stop, 1 << 14)
     ends = (block_table(sent.pool, tables[0], 0, TOKENS.stop), block_table(receiver.pool, tables[1], 0, TOKENS.stop))
-    pulls, work = Pulls(), Work(device)
+    templates, work = Templates(), Work(device)
     with sender.hold() as regions, ours.hold() as our_regions:
         for index in range(planned.chunks):
             chunk = planned.chunk(index)
             parts = Part(planned, chunk, ends[0], True), Part(planned, chunk, ends[1], False)
             sums = torch.zeros(1, dtype=torch.int64, device=device)
-            rows(pulls.of(sender, regions, parts[0], ours, our_regions, parts[1]), sums, work)
+            sides = Side(sender, regions, parts[0]), Side(ours, our_regions, parts[1])
+            by(templates.of(*sides, chunk.size_bytes), work, None, sums)
             if device != "cpu":
                 torch.cuda.synchronize(device)
     found = Held(receiver.pool, tuple(np.asarray(memory.cpu().numpy()) for memory in ours.memories))

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kvbridge_kernels.pull_ref import pull as pull_rows
+from kvbridge_kernels.launch_ref import move
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 
-from kvbridge.device.pulls import Pulls
+from kvbridge.device.templates import Side, Templates
 from kvbridge.geometry.plan import Part
 from testing.carried import OnCpu, carried
 from testing.matrix import ROWS, Case
@@ -56,7 +56,8 @@ class BothWays(OnCpu):
         self._copier.digest(ours, gather)
         found, sums = [moved.digest for moved in self._copier.poll()], torch.zeros(1, dtype=torch.int64)
         with ours.hold() as regions, theirs.hold() as receiver_regions:
-            pull_rows(Pulls().of(ours, regions, gather, theirs, receiver_regions, scatter), sums, Work("cpu"))
+            sides = Side(ours, regions, gather), Side(theirs, receiver_regions, scatter)
+            move(Templates().of(*sides, gather.chunk.size_bytes), Work("cpu"), None, sums)
         assert found == [int(sums) & (2**64 - 1)] * 3, "a read, a gather and a look have one digest"
 
 

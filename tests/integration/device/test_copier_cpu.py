@@ -13,8 +13,8 @@ import torch
 from kvbridge_proto.pool import Codec, Step
 
 from kvbridge.device import copier_cpu
-from kvbridge.device.batch import batches
 from kvbridge.device.memory import AttachedPool
+from kvbridge.device.templates import runs
 from kvbridge.errors import EngineError
 from kvbridge.geometry.plan import Move, Part, plan
 from kvbridge.geometry.shard import assign
@@ -39,10 +39,10 @@ def test_layers_of_one_buffer_move_in_one_call() -> None:
     held = build(Shape(layout="cross_layer", layers=7))
     odd = moves_of(held, range(3, 20))  # not on a border, so not folded by whole blocks
     plain = [replace(odd[0], plane=plane, slot_offset=4096 * i) for i, plane in enumerate(held.pool.planes)]
-    assert sum(len(batch.moves) for batch in batches(plain)) == 14
-    assert len(list(batches(plain))) == 1
-    assert len(list(batches([*plain[:3], *plain[4:]]))) == 2
-    assert len(list(batches(plain[::-1]))) == 14  # backwards is no distance a batch can have
+    assert sum(len(alike) for alike in runs(plain)) == 14
+    assert len(list(runs(plain))) == 1
+    assert len(list(runs([*plain[:3], *plain[4:]]))) == 2
+    assert len(list(runs(plain[::-1]))) == 14  # backwards is no distance a batch can have
 
 
 def test_gaps_between_moves_become_zeros() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kvbridge_proto.pool import Plane, Pool, Step
 
-from kvbridge.device.batch import batches
+from kvbridge.device.templates import runs
 from kvbridge.errors import EngineError
 from kvbridge.geometry.plan import Move
 from testing.oracle import POISON, Shape
@@ -47,10 +47,10 @@ def in_one_region(pool: Pool) -> Pool:
 def test_layers_whose_scales_lie_alike_move_in_one_call() -> None:
     pool = in_one_region(scaled_pool(replace(SHAPE, codec="fp8_e4m3"), "fp8_row_scale"))
     first, second = scaled_moves(pool)
-    assert len(list(batches([first, second]))) == 1
+    assert len(list(runs([first, second]))) == 1
     other = msgspec.structs.replace(second.scale, offset=second.scale.offset + 4)
-    assert len(list(batches([first, replace(second, scale=other)]))) == 2
-    assert len(list(batches([first, replace(second, scale=None)]))) == 2
+    assert len(list(runs([first, replace(second, scale=other)]))) == 2
+    assert len(list(runs([first, replace(second, scale=None)]))) == 2
 
 
 def wrong_scales(good: Move) -> dict[str, Plane]:

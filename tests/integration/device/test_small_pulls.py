@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import numpy as np
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.prepared_pull import PlacedPull, joined
+from kvbridge_kernels.prepared import Placed, joined
 
 from kvbridge.device.small_pulls import MOST_BYTES, MOST_WAITING, SmallPull, SmallPulls
 
 OURS, THEIRS, OTHERS = (SimpleNamespace(name=name) for name in ("ours", "theirs", "others"))
-SMALL, LARGE = SimpleNamespace(size_bytes=MOST_BYTES // 8), SimpleNamespace(size_bytes=MOST_BYTES // 2)
+SMALL, LARGE = SimpleNamespace(slot_bytes=MOST_BYTES // 8), SimpleNamespace(slot_bytes=MOST_BYTES // 2)
 
 
 def pulls_of(most: int, *kinds: Any) -> SmallPulls:
@@ -21,7 +21,7 @@ def pulls_of(most: int, *kinds: Any) -> SmallPulls:
     for ticket, prepared in enumerate(kinds, 1):
         sender: Any = THEIRS if prepared is SMALL else OTHERS
         senders = np.array([10 * ticket, 10 * ticket + 5])
-        pull = PlacedPull(prepared, [Places(senders)], [Places(senders + 1)])
+        pull = Placed(prepared, [[Places(senders)], [Places(senders + 1)]])
         small.add(SmallPull((ticket,), sender, cast(Any, OURS), pull, most))
     return small
 
@@ -31,16 +31,16 @@ def test_pulls_of_one_kind_are_taken_together_and_the_others_keep_their_order() 
     first = small.take()
     assert first.tickets == (1, 3, 5) and first.sender is THEIRS and first.receiver is OURS
     assert first.pull.chunks == 3
-    assert first.pull.senders[0].array.tolist() == [10, 15, 30, 35, 50, 55]
-    assert first.pull.receivers[0].array.tolist() == [11, 16, 31, 36, 51, 56]
+    assert first.pull.places[0][0].array.tolist() == [10, 15, 30, 35, 50, 55]
+    assert first.pull.places[1][0].array.tolist() == [11, 16, 31, 36, 51, 56]
     assert small.take().tickets == (2, 4) and not small
 
 
 def test_every_list_of_places_grows() -> None:
-    pull = PlacedPull(cast(Any, SMALL), [Places(np.array([i])) for i in range(3)], [Places(np.array([9]))])
-    found = joined([pull, pull._replace(senders=[Places(np.array([i])) for i in (5, 6, 7)])])
-    assert [places.array.tolist() for places in found.senders] == [[0, 5], [1, 6], [2, 7]]
-    assert [places.array.tolist() for places in found.receivers] == [[9, 9]]
+    pull = Placed(cast(Any, SMALL), [[Places(np.array([i])) for i in range(3)], [Places(np.array([9]))]])
+    found = joined([pull, pull._replace(places=[[Places(np.array([i])) for i in (5, 6, 7)], pull.places[1]])])
+    assert [places.array.tolist() for places in found.places[0]] == [[0, 5], [1, 6], [2, 7]]
+    assert [places.array.tolist() for places in found.places[1]] == [[9, 9]]
 
 
 def test_no_more_share_launches_than_the_first_can_wait_for() -> None:

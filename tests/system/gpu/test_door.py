@@ -22,7 +22,7 @@ from tests.integration.device.handed import FP8, HND64, NHD16, PACKED, Sender, f
 from tests.system.gpu.engine import free_bytes
 
 pytest.importorskip("triton")
-from kvbridge_kernels.pull import pull
+from kvbridge_kernels.launch import move
 
 from testing.refusals import refused
 
@@ -64,7 +64,7 @@ def test_rows_are_pulled_from_an_engine_of_another_process(path: Path, ours: str
                 with pool.hold() as regions:
                     assert all(isinstance(each, Mapped) for each in regions.memories)
                 for receiver in (HND64, PACKED, FP8):
-                    assert pulled(NHD16, pool, receiver, ours, pull) == ""
+                    assert pulled(NHD16, pool, receiver, ours, move) == ""
             assert sender.ask("check") == "unchanged"
 
     asyncio.run(story())
@@ -79,12 +79,12 @@ def test_an_engine_may_be_killed_while_its_memory_is_mapped(path: Path, ours: st
             torch.cuda.device(ours),
             peer_of(handed, ours) as pool,
         ):
-            assert pulled(NHD16, pool, HND64, ours, pull) == ""
+            assert pulled(NHD16, pool, HND64, ours, move) == ""
             sender.process.send_signal(signal.SIGKILL)
             assert "is gone" in await handed.ending()
             sender.process.wait()
             for _ in range(3):
-                assert pulled(NHD16, pool, HND64, ours, pull) == ""
+                assert pulled(NHD16, pool, HND64, ours, move) == ""
 
     asyncio.run(story())
 
@@ -142,6 +142,6 @@ def test_a_handle_that_opens_nothing_is_refused_by_name(path: Path, spoilt: byte
             with refused(KVBridgeError, "region_unmappable"):
                 AttachedPool.open_peer(build(NHD16).pool, bad, [], "cuda:0")
             with peer_of(handed, "cuda:0") as pool:  # what was refused left nothing in the way
-                assert pulled(NHD16, pool, HND64, "cuda:0", pull) == ""
+                assert pulled(NHD16, pool, HND64, "cuda:0", move) == ""
 
     asyncio.run(story())

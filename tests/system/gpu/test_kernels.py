@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kvbridge_kernels import gather_ref, scatter_ref
 from kvbridge_kernels.codecs_ref import DTYPES, SCALE_FORMS, Cast, Number
 from kvbridge_kernels.digest_ref import sum64
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.prepared_copy import PreparedCopy
+from kvbridge_kernels.prepared import Prepared
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
 
@@ -28,9 +27,11 @@ from tests.unit.kernels.chunks import (
     check_gather,
     check_scatter,
     chunk_of,
+    gather,
     memory_of,
     number,
     on,
+    scatter,
     slot_on,
 )
 from tests.unit.kernels.pulls import INDEX_KEYS
@@ -40,8 +41,7 @@ from tests.unit.kernels.test_row_scales import SCALES as ROW_SCALES
 from tests.unit.kernels.test_row_scales import odd_rows, rows_of
 
 pytest.importorskip("triton")
-from kvbridge_kernels.gather import digest, gather, warm
-from kvbridge_kernels.scatter import scatter
+from kvbridge_kernels.launch import move, warm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
@@ -57,16 +57,16 @@ SCALES = (1.0, 0.5, 0.0371, 1e-4, 37.0, 1.7e9)
 @pytest.mark.parametrize("shape", MOVES, ids=str)
 def test_rows_move_bit_for_bit(shape: Shape) -> None:
     segments, size = chunk_of([shape], 9, 21)
-    check_gather(gather, segments, size, "cuda")
-    check_digest(digest, segments, size, "cuda")
-    check_scatter(scatter, segments, size, "cuda")
+    check_gather(move, segments, size, "cuda")
+    check_digest(move, segments, size, "cuda")
+    check_scatter(move, segments, size, "cuda")
 
 
 def test_a_chunk_of_several_forms_is_several_launches() -> None:
     shapes = [Shape("nhd", planes=3), Shape("hnd"), Shape("folded"), Shape("nhd", shift=1), Shape("nhd")]
     segments, size = chunk_of(shapes, 9, 9)
-    check_gather(gather, segments, size, "cuda")
-    check_scatter(scatter, segments, size, "cuda")
+    check_gather(move, segments, size, "cuda")
+    check_scatter(move, segments, size, "cuda")
 
 
 def every_pattern(old: str, cast: Cast, heads: int) -> list[Segment]:
@@ -100,7 +100,7 @@ def test_every_pattern_becomes_what_the_twin_makes_of_it(old: str, new: str, sca
         Number(new, new_scale if scaled in ("new", "both", "tiny") else None),
     )
     segments = every_pattern(old, cast, heads)
-    check_gather(gather, segments, segments[0].plane_bytes, "cuda")
+    check_gather(move, segments, segments[0].plane_bytes, "cuda")
 
 
 @pytest.mark.parametrize(("memory", "wire"), [("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e5m2", "bf16")])
@@ -109,8 +109,8 @@ def test_numbers_are_put_back_as_the_twin_does(memory: str, wire: str, layout: s
     shape = Shape(layout, heads=3, width=80, size=SIZES[memory], planes=2, shift=SIZES[memory] // 2)
     cast = Cast(number(memory, (2, 3)), number(wire, (1, 3), seed=1))
     segments, size = chunk_of([shape, shape], 9, 21, cast)
-    check_gather(gather, segments, size, "cuda")
-    check_scatter(scatter, segments, size, "cuda")
+    check_gather(move, segments, size, "cuda")
+    check_scatter(move, segments, size, "cuda")
 
 
 @pytest.mark.parametrize("width", [7, 12, 80])
@@ -118,8 +118,8 @@ def test_rows_of_any_width_are_summed_as_they_are_written(width: int) -> None:
     cast = Cast(number("bf16", None), number("fp8_e4m3", (1, 1)))
     for shift in (0, 1):
         segments, size = chunk_of([Shape("nhd", width=width, slot_shift=shift)], 9, 21, cast)
-        check_gather(gather, segments, size, "cuda")
-        check_scatter(scatter, segments, size, "cuda")
+        check_gather(move, segments, size, "cuda")
+        check_scatter(move, segments, size, "cuda")
 
 
 def test_scales_that_no_inverse_serves_are_divided_by() -> None:
@@ -134,7 +134,7 @@ def test_scales_that_no_inverse_serves_are_divided_by() -> None:
     for name in ("fp8_e4m3", "fp8_e5m2"):
         cast = Cast(Number("bf16"), Number(name, scales))
         segment = Segment(field, Places(torch.arange(rows)), 0, 0, cast)
-        check_gather(gather, [segment], segment.plane_bytes, "cuda")
+        check_gather(move, [segment], segment.plane_bytes, "cuda")
 
 
 EIGHTS = tuple(name for name, size in SIZES.items() if size == 1)
@@ -150,13 +150,13 @@ def test_every_8_bit_pattern(old: str, new: str) -> None:
     memory = patterns.repeat(heads)
     field = Field(memory, 0, Axis(1, 0), Axis(1, 0), (Axis(1, 0),), Axis(heads, 256), (Axis(256, 1),), 1)
     segment = Segment(field, Places(torch.arange(1)), 0, 0, Cast(ours, theirs))
-    check_gather(gather, [segment], segment.plane_bytes, "cuda")
+    check_gather(move, [segment], segment.plane_bytes, "cuda")
 
     row = 256 * SIZES[new]
     field = Field(torch.full((heads * row,), POISON, dtype=torch.uint8), 0, Axis(1, 0), Axis(1, 0), (Axis(1, 0),),
                   Axis(heads, row), (Axis(256, SIZES[new]),), SIZES[new])  # fmt: skip
     segment = Segment(field, Places(torch.arange(1)), 0, 0, Cast(theirs, ours))
-    check_scatter(scatter, [segment], segment.plane_bytes, "cuda", sent=memory)
+    check_scatter(move, [segment], segment.plane_bytes, "cuda", sent=memory)
 
 
 @pytest.mark.parametrize("copies", [1, 4])  # whether the processor rounds by itself
@@ -168,7 +168,7 @@ def test_the_corners_of_8_bits(old: str, new: str, corners: dict[int, int], copi
     field = Field(memory, 0, Axis(1, 0), Axis(1, 0), (Axis(1, 0),), Axis(1, 0), (Axis(row, 1),), 1)
     segment = Segment(field, Places(torch.arange(1)), 0, 0, Cast(Number(old), Number(new)))
     found, span = slot_on("cuda", row * SIZES[new])
-    gather(on([segment], "cuda"), span, None, Work("cuda"))
+    gather(on([segment], "cuda"), span, None, Work("cuda"), move)
     got = bytes_as_stored(found[GUARD:-GUARD].cpu().numpy(), new)[: len(patterns) // copies]
     assert [hex(each) for each in got[: len(corners)]] == [hex(each) for each in corners.values()]
     if new != "int8":
@@ -188,7 +188,7 @@ ROWS = [
 @pytest.mark.parametrize("name", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_rows_have_scales_of_their_own(rows: Rows, name: str) -> None:
-    check_rows(gather, scatter, rows, name, Number("bf16"), min(21, rows.blocks * rows.block_tokens), "cuda")
+    check_rows(move, rows, name, Number("bf16"), min(21, rows.blocks * rows.block_tokens), "cuda")
 
 
 @pytest.mark.parametrize("rotates", [False, True])
@@ -196,8 +196,8 @@ def test_rows_have_scales_of_their_own(rows: Rows, name: str) -> None:
 def test_index_keys_are_written_as_their_engine_does(form: str, rotates: bool) -> None:
     """Numbers of every size: sums that are not taken in the twin's order, or fused with a product, would show."""
     rows = replace(INDEX_KEYS, block_tokens=64, blocks=50, planes=3, form=form)
-    check_rows(gather, scatter, rows, "fp8_e4m3", Number("fp32"), 3000, "cuda", rotates=rotates)
-    check_rows(gather, scatter, rows, "fp8_e4m3", Number("bf16"), 3000, "cuda", tame=True, rotates=rotates)
+    check_rows(move, rows, "fp8_e4m3", Number("fp32"), 3000, "cuda", rotates=rotates)
+    check_rows(move, rows, "fp8_e4m3", Number("bf16"), 3000, "cuda", tame=True, rotates=rotates)
 
 
 @pytest.mark.parametrize("width", [8, 64, 1024])
@@ -207,14 +207,14 @@ def test_plain_rows_are_rotated_as_the_twin_does(name: str, width: int) -> None:
         shape = Shape(layout, heads=3, width=width, size=SIZES[name], planes=2)
         cast = Cast(number(name, (1, 3) if SIZES[name] == 1 else None), Number("bf16"), rotates=True)
         segments, size = chunk_of([shape], 9, 21, cast, tame=True)
-        check_scatter(scatter, segments, size, "cuda", tame=True)
+        check_scatter(move, segments, size, "cuda", tame=True)
 
 
 @pytest.mark.parametrize("wire", DTYPES)
 @pytest.mark.parametrize("name", ["fp8_e4m3", "int8"])
 def test_rows_with_scales_and_scales_on_the_wire(name: str, wire: str) -> None:
     for each in (Number(wire), number(wire, (1, 2), seed=2)):
-        check_rows(gather, scatter, Rows("token", width=40), name, each, 20, "cuda")
+        check_rows(move, Rows("token", width=40), name, each, 20, "cuda")
 
 
 @pytest.mark.parametrize("wire", DTYPES)
@@ -228,7 +228,7 @@ def test_every_8_bit_pattern_under_every_scale_of_a_row(name: str, wire: str) ->
     for scale in (None, torch.tensor([[0.0371]])):
         cast = Cast(Number(name, own), Number(wire, scale))
         segment = Segment(field, Places(torch.arange(len(table))), 0, 0, cast)
-        check_gather(gather, [segment], segment.plane_bytes, "cuda")
+        check_gather(move, [segment], segment.plane_bytes, "cuda")
 
 
 @pytest.mark.parametrize("wire", DTYPES)
@@ -240,7 +240,7 @@ def test_rows_of_every_size_are_quantized_as_the_twin_does(name: str, wire: str)
     segment, size = segment_of(rows, name, Number(wire), len(stored))
     sent = torch.zeros(size, dtype=torch.uint8)
     sent[16 : 16 + segment.plane_bytes] = torch.from_numpy(stored_as_bytes(stored.reshape(-1), wire))
-    check_rows_scattered(scatter, rows, segment, sent, "cuda")
+    check_rows_scattered(move, rows, segment, sent, "cuda")
 
 
 def test_a_kernel_for_rows_with_scales_is_used_again() -> None:
@@ -248,18 +248,18 @@ def test_a_kernel_for_rows_with_scales_is_used_again() -> None:
     rows = Rows("token", width=128)
     segment, size = segment_of(rows, "fp8_e4m3", Number("bf16"), 9)
     wanted, wanted_span = slot_on("cpu", size)
-    gather_ref.gather([segment], wanted_span, None, Work("cpu"))
+    gather([segment], wanted_span, None, Work("cpu"))
     twins = on([segment], "cpu")
-    scatter_ref.scatter(twins, wanted_span, None, Work("cpu"))
+    scatter(twins, wanted_span, None, Work("cpu"))
     work, copied = Work("cuda"), on([segment], "cuda")
-    warm(copied, slot_on("cuda", size)[1], False, work)
+    warm(Prepared(copied, None, size).chunk, work, slot_on("cuda", size)[1], False)
     for _ in range(2):
         found, span = slot_on("cuda", size)
-        gather(copied, span, None, work)
+        gather(copied, span, None, work, move)
         assert_same_rows([segment], found.cpu()[GUARD:-GUARD], wanted[GUARD:-GUARD])
     for _ in range(2):
         memory_of(copied[0]).copy_(memory_of(on([segment], "cuda")[0]))
-        scatter(copied, span, None, work)
+        scatter(copied, span, None, work, move)
         torch.cuda.synchronize()
         assert_same_memory([segment], memory_of(copied[0]).cpu(), memory_of(twins[0]))
 
@@ -274,13 +274,13 @@ def test_work_and_prepared_copy_are_used_again_on_another_stream() -> None:
         copied = on(segments, "cuda")
         sums = torch.zeros(1, dtype=torch.int64, device="cuda")
         if prepared is None:
-            memory, prepared = memory_of(copied[0]), PreparedCopy(copied, size)
+            memory, prepared = memory_of(copied[0]), Prepared(copied, None, size)
         memory.copy_(memory_of(copied[0]))
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
-        gather(prepared.at([segments[0].places]), span, sums, work, stream)
+        move(prepared.at([segments[0].places]), work, span, sums, stream)
         stream.synchronize()
-        gather_ref.gather(segments, wanted_span, None, Work("cpu"))
+        gather(segments, wanted_span, None, Work("cpu"))
         assert torch.equal(found.cpu(), wanted)
         assert int(sums) == sum64(segments, wanted[GUARD:-GUARD])
 
@@ -290,13 +290,14 @@ def test_a_launch_neither_waits_nor_allocates() -> None:
     found, span = slot_on("cuda", size)
     copied, work = on(segments, "cuda"), Work("cuda")
     sums = torch.zeros(1, dtype=torch.int64, device="cuda")
-    warm(copied, span, True, work)
+    chunk = Prepared(copied, None, size).chunk
+    warm(chunk, work, span, True)
     torch.cuda.synchronize()
     assert (found == POISON).all()
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda._sleep(2_000_000_000)  # a second: who waits for the stream waits this long, busy machine or not
     end = torch.cuda.Event()
-    gather(copied, span, sums, work)
+    move(chunk, work, span, sums)
     end.record()
     assert not end.query()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
@@ -331,12 +332,12 @@ def test_pools_and_slots_beyond_two_to_the_31_elements() -> None:
     segment = Segment(field, Places(ends), start, 0)
     slot = torch.full((start + segment.plane_bytes,), POISON, dtype=torch.uint8, device="cuda")
     sums = torch.zeros(1, dtype=torch.int64, device="cuda")
-    gather([segment], Span(slot.data_ptr(), slot.numel()), sums, Work("cuda"))
+    gather([segment], Span(slot.data_ptr(), slot.numel()), sums, Work("cuda"), move)
     wanted = rows.transpose(0, 1).reshape(-1)
     assert torch.equal(slot[start:].cpu(), wanted)
     assert not slot[:start].any()  # a gap
     view[ends.cuda()] = POISON
-    scatter([segment], Span(slot.data_ptr(), slot.numel()), sums, Work("cuda"))
+    scatter([segment], Span(slot.data_ptr(), slot.numel()), sums, Work("cuda"), move)
     assert torch.equal(view[ends.cuda()].cpu(), rows)
     assert bool((view[64:-64] == POISON).all())
 
@@ -346,10 +347,10 @@ def test_refuses_another_device_and_tables_that_do_not_fit() -> None:
     found, span = slot_on("cuda", size)
     copied = on(segments, "cuda")
     with pytest.raises(ValueError, match=r"sums must be int64 \[1\] on cuda:0, got torch.int64 \[1\] cpu"):
-        gather(copied, span, torch.zeros(1, dtype=torch.int64), Work("cuda"))
+        gather(copied, span, torch.zeros(1, dtype=torch.int64), Work("cuda"), move)
     with pytest.raises(ValueError, match="work has 64"):
-        scatter(copied, span, None, Work("cuda", 64))
+        scatter(copied, span, None, Work("cuda", 64), move)
     with pytest.raises(ValueError, match="fields are on device -1, work on cuda:0"):
-        gather(segments, span, None, Work("cuda"))
+        gather(segments, span, None, Work("cuda"), move)
     torch.cuda.synchronize()
     assert (found == POISON).all()

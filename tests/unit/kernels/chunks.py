@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from kvbridge_kernels import gather_ref, scatter_ref
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.digest_ref import sum64
 from kvbridge_kernels.field import Axis, Field
+from kvbridge_kernels.launch_ref import move
 from kvbridge_kernels.places import Places
+from kvbridge_kernels.prepared import Prepared
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
 from kvbridge_kernels.tiling import TILINGS, Tiling
@@ -19,7 +20,19 @@ from kvbridge_kernels.tiling import TILINGS, Tiling
 BEFORE = 77  # what a digest is added to
 POISON = 0xA5
 GUARD = 64  # bytes before and after a slot that must stay as they are
-Kernel = Callable[[Sequence[Segment], Span, torch.Tensor | None, Work], None]
+Move = Callable[..., None]  # of launch.py or of launch_ref.py
+
+
+def gather(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, work: Work, by: Move = move) -> None:
+    by(Prepared(segments, None, slot.size_bytes).chunk, work, slot, sums)
+
+
+def digest(segments: Sequence[Segment], size: int, sums: torch.Tensor, work: Work, by: Move = move) -> None:
+    by(Prepared(segments, None, size).chunk, work, None, sums)
+
+
+def scatter(segments: Sequence[Segment], slot: Span, sums: torch.Tensor | None, work: Work, by: Move = move) -> None:
+    by(Prepared(None, segments, slot.size_bytes).chunk, work, slot, sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +148,14 @@ def added(sums: torch.Tensor) -> int:
     return int(sums.cpu() - BEFORE)
 
 
-def check_gather(gather: Kernel, segments: Sequence[Segment], size: int, device: str = "cpu") -> None:
+def check_gather(by: Move, segments: Sequence[Segment], size: int, device: str = "cpu") -> None:
     """The kernel's slot and digest against the twin's; guards stay, gaps are zeros."""
     wanted, wanted_span = slot_on("cpu", size)
-    gather_ref.gather(segments, wanted_span, torch.zeros(1, dtype=torch.int64), Work("cpu"))
+    gather(segments, wanted_span, torch.zeros(1, dtype=torch.int64), Work("cpu"))
     for has_sums in (True, False) if device != "cpu" or segments[0].cast is None else (True,):
         found, span = slot_on(device, size)
         sums = torch.full((1,), BEFORE, dtype=torch.int64, device=device)
-        gather(on(segments, device), span, sums if has_sums else None, work_on(device))
+        gather(on(segments, device), span, sums if has_sums else None, work_on(device), by)
         slot = found.cpu()
         assert_same_rows(segments, slot[GUARD:-GUARD], wanted[GUARD:-GUARD])
         assert (slot[:GUARD] == POISON).all() and (slot[-GUARD:] == POISON).all()
@@ -150,24 +163,19 @@ def check_gather(gather: Kernel, segments: Sequence[Segment], size: int, device:
             assert added(sums) == sum64(segments, slot[GUARD:-GUARD])
 
 
-def check_digest(
-    digest: Callable[[Sequence[Segment], int, torch.Tensor, Work], None],
-    segments: Sequence[Segment],
-    size: int,
-    device: str = "cpu",
-) -> None:
+def check_digest(by: Move, segments: Sequence[Segment], size: int, device: str = "cpu") -> None:
     """The kernel's digest and the twin's against that of the twin's slot."""
     slot, span = slot_on("cpu", size)
-    gather_ref.gather(segments, span, None, Work("cpu"))
+    gather(segments, span, None, Work("cpu"))
     wanted = sum64(segments, slot[GUARD:-GUARD])
     found, twins = (torch.full((1,), BEFORE, dtype=torch.int64, device=each) for each in (device, "cpu"))
-    digest(on(segments, device), size, found, work_on(device))
-    gather_ref.digest(segments, size, twins, Work("cpu"))
+    digest(on(segments, device), size, found, work_on(device), by)
+    digest(segments, size, twins, Work("cpu"))
     assert added(found) == added(twins) == wanted != 0
 
 
 def check_scatter(
-    scatter: Kernel,
+    by: Move,
     segments: Sequence[Segment],
     size: int,
     device: str = "cpu",
@@ -181,12 +189,12 @@ def check_scatter(
     wanted_slot, wanted_span = slot_on("cpu", size)
     wanted_slot[GUARD:-GUARD] = sent
     wanted = torch.zeros(1, dtype=torch.int64)
-    scatter_ref.scatter(twins, wanted_span, wanted, Work("cpu"))
+    scatter(twins, wanted_span, wanted, Work("cpu"))
     found = on(segments, device)
     slot, span = slot_on(device, size)
     slot[GUARD:-GUARD] = sent.to(device)
     sums = torch.full((1,), BEFORE, dtype=torch.int64, device=device)
-    scatter(found, span, sums, work_on(device))
+    scatter(found, span, sums, work_on(device), by)
     assert added(sums) == int(wanted)
     assert torch.equal(slot.cpu(), wanted_slot)
     assert_same_memory(segments, found[0].field.memory.cpu(), twins[0].field.memory)

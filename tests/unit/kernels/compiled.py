@@ -14,13 +14,11 @@ import pytest
 import triton
 from kvbridge_kernels import launch
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
-from kvbridge_kernels.gather import warm as warm_gather
-from kvbridge_kernels.gather import warm_digest
-from kvbridge_kernels.prepared_pull import PreparedPull
-from kvbridge_kernels.pull import warm
-from kvbridge_kernels.scatter import warm as warm_scatter
+from kvbridge_kernels.launch import warm
+from kvbridge_kernels.prepared import Prepared
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
+from kvbridge_kernels.tiles import move_tiles
 from triton.backends.compiler import GPUTarget
 
 from tests.unit.kernels.chunks import Shape, chunk_of, number
@@ -44,7 +42,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
         kernel = each.kernel
         options = {"num_warps": kernel.warps, "enable_fp_fusion": not kernel.is_exact}
         compiled.append(
-            each.function.warmup(*each.arguments, first, end, grid=(1,), **kernel.constants, **options).asm["cubin"]
+            move_tiles.warmup(*each.arguments, first, end, grid=(1,), **kernel.constants, **options).asm["cubin"]
         )
 
     monkeypatch.setattr(launch, "start", start)
@@ -55,14 +53,14 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
 
 
 def warm_both_ways(segments: list[Segment], size: int, work: Work) -> None:
-    warm_gather(segments, Span(0, size), True, work)
-    warm_scatter(segments, Span(0, size), True, work)
+    warm(Prepared(segments, None, size).chunk, work, Span(0, size), True)
+    warm(Prepared(None, segments, size).chunk, work, Span(0, size), True)
 
 
 def test_moves(work: Work) -> None:
     segments, size = chunk_of([Shape("nhd", planes=3), Shape("columns"), Shape("folded")], 3, 5)
     warm_both_ways(segments, size, work)
-    warm_digest(segments, size, work)
+    warm(Prepared(segments, None, size).chunk, work, None, True)
 
 
 @pytest.mark.parametrize(("old", "new"), [("bf16", "fp8_e4m3"), ("fp8_e5m2", "bf16"), ("fp8_e4m3", "int8")])
@@ -90,4 +88,4 @@ def test_rows_with_scales_of_their_own(form: str, rotates: bool, work: Work) -> 
 )
 def test_pulls(ends: Ends, work: Work) -> None:
     for has_sums in (True, False):
-        warm(PreparedPull(*ends).chunk, has_sums, work)
+        warm(Prepared(*ends).chunk, work, None, has_sums)

@@ -10,13 +10,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvbridge_kernels import gather_ref
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
-from kvbridge_kernels.gather import digest, gather, warm, warm_digest
-from kvbridge_kernels.launch import NotCompiled
+from kvbridge_kernels.launch import NotCompiled, move, warm
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.prepared_copy import PreparedCopy
-from kvbridge_kernels.scatter import scatter
+from kvbridge_kernels.prepared import Prepared
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 
@@ -27,8 +24,10 @@ from tests.unit.kernels.chunks import (
     check_gather,
     check_scatter,
     chunk_of,
+    gather,
     number,
     on,
+    scatter,
     slot_on,
     work_on,
 )
@@ -38,22 +37,22 @@ from tests.unit.kernels.rows import WHERE, Rows, check_rows, check_rows_scattere
 @pytest.mark.parametrize("shape", MOVES, ids=str)
 def test_rows_move_bit_for_bit(shape: Shape) -> None:
     segments, size = chunk_of([shape], 3, 7)
-    check_gather(gather, segments, size)
-    check_scatter(scatter, segments, size)
-    check_digest(digest, segments, size)
+    check_gather(move, segments, size)
+    check_scatter(move, segments, size)
+    check_digest(move, segments, size)
 
 
 def test_a_digest_of_converted_rows_needs_no_slot() -> None:
     cast = Cast(number("fp8_e4m3", (2, 3), is_exact=True), number("bf16", None))
     segments, size = chunk_of([Shape("nhd", heads=3, width=40, size=1, planes=2)] * 2, 3, 5, cast, tame=True)
-    check_digest(digest, segments, size)
+    check_digest(move, segments, size)
 
 
 def test_a_chunk_of_several_forms_is_several_launches() -> None:
     shapes = [Shape("nhd", planes=3), Shape("hnd"), Shape("folded"), Shape("nhd", shift=1), Shape("nhd")]
     segments, size = chunk_of(shapes, 3, 5)
-    check_gather(gather, segments, size)
-    check_scatter(scatter, segments, size)
+    check_gather(move, segments, size)
+    check_scatter(move, segments, size)
 
 
 # What the interpreter can do: from numbers that are neither tiny nor infinite, to bf16 without rounding.
@@ -82,11 +81,11 @@ def test_numbers_become_what_the_twin_makes_of_them(old: str, new: str, scales: 
     shape = Shape("nhd", heads=3, width=24, size=sizes[old], planes=2)
     cast = Cast(number(old, scales, is_exact=new == "bf16"), number(new, scales if sizes[new] == 1 else None, seed=1))
     segments, size = chunk_of([shape], 3, 3, cast, tame=True)
-    check_gather(gather, segments, size)
+    check_gather(move, segments, size)
     shape = Shape("columns", heads=3, width=24, size=sizes[new], planes=2, shift=sizes[new] // 2)
     cast = Cast(number(new, None), number(old, scales, is_exact=new == "bf16"))
     segments, size = chunk_of([shape], 3, 3, cast, tame=True)
-    check_scatter(scatter, segments, size, tame=True)
+    check_scatter(move, segments, size, tame=True)
 
 
 @pytest.mark.parametrize("width", [7, 6])
@@ -95,8 +94,8 @@ def test_rows_of_odd_widths_are_rounded_and_summed(width: int) -> None:
     segments, size = chunk_of(
         [shape], 3, 5, Cast(number("bf16", None), number("fp8_e4m3", (1, 1), is_exact=True)), tame=True
     )
-    check_gather(gather, segments, size)
-    check_scatter(scatter, segments, size, tame=True)
+    check_gather(move, segments, size)
+    check_scatter(move, segments, size, tame=True)
 
 
 ROWS = [
@@ -111,28 +110,28 @@ ROWS = [
 @pytest.mark.parametrize(("name", "wire"), [("fp8_e4m3", "fp32"), ("int8", "fp32"), ("fp8_e4m3", "fp8_e5m2")])
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_rows_have_scales_of_their_own(rows: Rows, name: str, wire: str) -> None:
-    check_rows(gather, scatter, rows, name, Number(wire), tame=True)
+    check_rows(move, rows, name, Number(wire), tame=True)
 
 
 @pytest.mark.parametrize("form", ["pow2_fp32", "ue8m0_x4"])
 @pytest.mark.parametrize("rotates", [False, True])
 def test_index_keys_are_rotated_and_their_scales_rounded_up(form: str, rotates: bool) -> None:
     rows = Rows("page", heads=1, width=128, moved=range(0, 1), form=form, planes=2)
-    check_rows(gather, scatter, rows, "fp8_e4m3", Number("fp32"), tame=True, rotates=rotates)
+    check_rows(move, rows, "fp8_e4m3", Number("fp32"), tame=True, rotates=rotates)
 
 
 @pytest.mark.parametrize(("name", "width"), [("fp8_e5m2", 16), ("fp32", 64)])
 def test_plain_rows_are_rotated_too(name: str, width: int) -> None:
     shape = Shape("columns", heads=3, width=width, size=DTYPES[name].itemsize, planes=2)
     segments, size = chunk_of([shape], 3, 5, Cast(number(name, None), number("fp32", None), rotates=True), tame=True)
-    check_scatter(scatter, segments, size, tame=True)
+    check_scatter(move, segments, size, tame=True)
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_rows_with_scales_and_scales_on_the_wire(wire: str, is_scaled: bool) -> None:
     each = number(wire, (1, 2), is_exact=True) if is_scaled else Number(wire)
-    check_rows(gather, scatter, Rows("token", width=40), "int8" if wire == "fp8_e4m3" else "fp8_e4m3", each, tame=True)
+    check_rows(move, Rows("token", width=40), "int8" if wire == "fp8_e4m3" else "fp8_e4m3", each, tame=True)
 
 
 def test_a_row_without_a_largest_number_and_one_with_only_that() -> None:
@@ -143,15 +142,15 @@ def test_a_row_without_a_largest_number_and_one_with_only_that() -> None:
     values = sent[16 : 16 + segment.plane_bytes].view(torch.float32).view(2, 9, 40)
     values[0, 1, 39], values[0, 2, 0], values[1, 3, 7], values[1, 4] = 5.0, -7.0, 1e37, -1e-3
     values[1, 8, :2] = torch.tensor([torch.nan, 0.3])
-    check_rows_scattered(scatter, rows, segment, sent, "cpu")
+    check_rows_scattered(move, rows, segment, sent, "cpu")
 
 
 def test_a_wide_row_is_refused_by_the_kernels_too() -> None:
     segment, size = segment_of(Rows(width=1028, blocks=1), "int8", Number("bf16"), 2)
     _, span = slot_on("cpu", size)
-    for move in (gather, scatter):
+    for copy in (gather, scatter):
         with pytest.raises(ValueError, match="row: 1028 numbers, with row scales at most 1024"):
-            move([segment], span, None, work_on("cpu"))
+            copy([segment], span, None, work_on("cpu"), move)
 
 
 def test_scales_outside_of_memory_are_refused_in_every_segment_of_a_form() -> None:
@@ -162,9 +161,9 @@ def test_scales_outside_of_memory_are_refused_in_every_segment_of_a_form() -> No
     end = field.memory.numel() - (field.end - field.offset)
     late = replace(segment, field=replace(field, offset=end), slot_offset=size)
     _, span = slot_on("cpu", 2 * size)
-    for move in (gather, scatter):
+    for copy in (gather, scatter):
         with pytest.raises(ValueError, match="row scales from byte"):
-            move([segment, late], span, None, work_on("cpu"))
+            copy([segment, late], span, None, work_on("cpu"), move)
 
 
 def test_no_places_and_no_segments_clear_the_slot() -> None:
@@ -172,7 +171,7 @@ def test_no_places_and_no_segments_clear_the_slot() -> None:
         segments, _ = chunk_of([Shape("nhd")], 3, 0)
         whole, span = slot_on("cpu", 100)
         sums = torch.ones(1, dtype=torch.int64)
-        gather(segments if shapes else [], span, sums, Work("cpu"))
+        gather(segments if shapes else [], span, sums, Work("cpu"), move)
         assert int(sums) == 1 and not whole[64:-64].any()
 
 
@@ -183,14 +182,14 @@ def test_a_prepared_copy_is_used_with_other_places() -> None:
         segments, size = chunk_of(shapes, 3, 5, seed=seed)
         memory = segments[0].field.memory
         if prepared is None:
-            kept, prepared = memory, PreparedCopy(segments, size)
+            kept, prepared = memory, Prepared(segments, None, size)
         kept.copy_(memory)
         places = [*{id(segment.places): segment.places for segment in segments}.values()]
         found, span = slot_on("cpu", size)
         wanted, wanted_span = slot_on("cpu", size)
         sums, wanted_sums = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-        gather(prepared.at(places), span, sums, work)
-        gather_ref.gather(segments, wanted_span, wanted_sums, Work("cpu"))
+        move(prepared.at(places), work, span, sums)
+        gather(segments, wanted_span, wanted_sums, Work("cpu"))
         assert torch.equal(found, wanted) and torch.equal(sums, wanted_sums)
     with pytest.raises(ValueError, match="4 places, the copy was prepared with 5"):
         prepared.at([Places(torch.arange(4)), places[1]])
@@ -199,29 +198,30 @@ def test_a_prepared_copy_is_used_with_other_places() -> None:
     with pytest.raises(ValueError, match="1 lists of places, the copy was prepared with 2"):
         prepared.at(places[:1])
     with pytest.raises(ValueError, match=f"slot: {size - 1} bytes, the copy was prepared for {size}"):
-        gather(prepared.at(places), Span(span.address, size - 1), None, work)
+        move(prepared.at(places), work, Span(span.address, size - 1))
 
 
 def test_warming_writes_nothing() -> None:
     segments, size = chunk_of([Shape("nhd"), Shape("columns")], 3, 5)
     whole, span = slot_on("cpu", size)
-    warm(segments, span, True, Work("cpu"))
-    warm_digest(segments, size, Work("cpu"))
+    chunk = Prepared(segments, None, size).chunk
+    warm(chunk, Work("cpu"), span, True)
+    warm(chunk, Work("cpu"), None, True)
     assert (whole == 0xA5).all()
 
 
 def test_who_does_not_compile_is_told_what_is_new_before_anything_is_written() -> None:
     segments, size = chunk_of([Shape("nhd"), Shape("columns")], 3, 5)
     whole, span = slot_on("cpu", size)
-    work = Work("cpu", compiles=False)
-    for move in (lambda: gather(segments, span, None, work), lambda: warm(segments, span, False, work)):
+    work, chunk = Work("cpu", compiles=False), Prepared(segments, None, size).chunk
+    for act in (lambda: move(chunk, work, span), lambda: warm(chunk, work, span, False)):
         with pytest.raises(NotCompiled) as missing:
-            move()
+            act()
         assert [each.kernel.compiled for each in missing.value.launches] == [None, None]
     assert (whole == 0xA5).all()
     for launch in missing.value.launches:
         launch.kernel.compiled = launch  # as if another thread had: the interpreter makes nothing to keep
-    warm(segments, span, False, work)
+    warm(chunk, work, span, False)
 
 
 def test_refuses_what_does_not_fit_before_anything_is_written() -> None:
@@ -230,11 +230,11 @@ def test_refuses_what_does_not_fit_before_anything_is_written() -> None:
     whole, span = slot_on("cpu", size)
     work = Work("cpu")
     short = segments[-1].slot_end - 1
-    for move in (gather, scatter):
+    for copy in (gather, scatter):
         with pytest.raises(ValueError, match=f"segment ends at byte {short + 1}, the slot has {short}"):
-            move(segments, Span(span.address, short), None, work)
+            copy(segments, Span(span.address, short), None, work, move)
         with pytest.raises(ValueError, match=r"sums must be int64 \[1\]"):
-            move(segments, span, torch.zeros(2, dtype=torch.int64), work)
+            copy(segments, span, torch.zeros(2, dtype=torch.int64), work, move)
         with pytest.raises(ValueError, match="work has 64"):
-            move(segments, span, None, Work("cpu", 64))
+            copy(segments, span, None, Work("cpu", 64), move)
     assert (whole == 0xA5).all() and torch.equal(on(segments, "cpu")[0].field.memory, before)

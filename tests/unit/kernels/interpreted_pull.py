@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from kvbridge_kernels import pull_ref
+from kvbridge_kernels import launch_ref
 from kvbridge_kernels.codecs_ref import Number
+from kvbridge_kernels.launch import chunks_at_once, move, warm
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.prepared_pull import PreparedPull, joined
-from kvbridge_kernels.pull import chunks_at_once, pull, warm
+from kvbridge_kernels.prepared import Prepared, joined
 from kvbridge_kernels.segment import Segment
 from kvbridge_kernels.tables import Work
 from triton.runtime.interpreter import GridExecutor
 
 from kvbridge.device.memory import AttachedPool
-from kvbridge.device.pulls import Pulls
+from kvbridge.device.templates import Side, Templates
 from kvbridge.geometry.plan import Part
 from kvbridge.geometry.unfilled import Filling
 from testing import oracle
@@ -40,35 +41,35 @@ from tests.unit.kernels.rows import Rows, segment_of
 
 @pytest.mark.parametrize(("sender", "receiver"), PULLS[::8], ids=str)
 def test_rows_are_pulled_bit_for_bit(sender: Shape, receiver: Shape) -> None:
-    check_pull(pull, ends_of([sender], [receiver], 3, 7))
+    check_pull(move, ends_of([sender], [receiver], 3, 7))
 
 
 @pytest.mark.parametrize("shape", [MOVES[0], MOVES[8]], ids=str)
 def test_no_digest_is_taken_where_none_is_wanted(shape: Shape) -> None:
-    check_pull(pull, ends_of([shape], [replace(shape, layout="hnd")], 3, 7), has_sums=False)
+    check_pull(move, ends_of([shape], [replace(shape, layout="hnd")], 3, 7), has_sums=False)
 
 
 @pytest.mark.parametrize("ends", JOINED.values(), ids=JOINED)
 def test_chunks_that_share_launches(ends: Ends) -> None:
-    check_joined(pull, ends)
+    check_joined(move, ends)
 
 
 def test_a_chunk_of_several_forms_on_either_side() -> None:
     senders = [Shape("nhd", planes=3), Shape("hnd"), Shape("folded"), Shape("nhd", shift=1), Shape("nhd")]
     receivers = [Shape("hnd", planes=3), Shape("hnd", shift=2), Shape("folded"), Shape("columns"), Shape("nhd")]
-    check_pull(pull, ends_of(senders, receivers, 3, 5))
+    check_pull(move, ends_of(senders, receivers, 3, 5))
 
 
 @pytest.mark.parametrize(("old", "new"), CASTS)
 def test_numbers_become_what_the_twins_make_of_them(old: str, new: str) -> None:
-    check_pull(pull, converted(old, new, old, (2, 3), ("columns", "hnd")))
-    check_pull(pull, converted(old, new, new, (2, 3), ("nhd", "columns")))
+    check_pull(move, converted(old, new, old, (2, 3), ("columns", "hnd")))
+    check_pull(move, converted(old, new, new, (2, 3), ("nhd", "columns")))
 
 
 @pytest.mark.parametrize("scales", [None, (1, 1), (2, 1), (1, 3)])
 def test_scales_of_every_shape(scales: tuple[int, int] | None) -> None:
-    check_pull(pull, converted("fp8_e4m3", "bf16", "fp8_e4m3", scales, ("nhd", "hnd")))
-    check_pull(pull, converted("bf16", "fp8_e4m3", "fp8_e4m3", scales, ("hnd", "nhd")), has_sums=False)
+    check_pull(move, converted("fp8_e4m3", "bf16", "fp8_e4m3", scales, ("nhd", "hnd")))
+    check_pull(move, converted("bf16", "fp8_e4m3", "fp8_e4m3", scales, ("hnd", "nhd")), has_sums=False)
 
 
 ROW_SCALED = [
@@ -83,7 +84,7 @@ ROW_SCALED = [
 def test_rows_with_scales_of_their_own_at_both_ends(sender: Rows, receiver: Rows, ours: str, theirs: str) -> None:
     one, size = segment_of(sender, ours, Number("fp32"), 9, tame=True, is_exact=True)
     other, _ = segment_of(receiver, theirs, Number("fp32"), 9, seed=3)
-    check_pull(pull, ([one], [other], size))
+    check_pull(move, ([one], [other], size))
 
 
 @pytest.mark.parametrize("rotates", [False, True])
@@ -92,7 +93,7 @@ def test_rows_with_scales_of_their_own_at_both_ends(sender: Rows, receiver: Rows
 )
 def test_index_keys_become_what_the_other_engine_keeps(ours: str, theirs: str, rotates: bool) -> None:
     """Scales any fp32, as SGLang's are: a product that is fused with a sum would be seen."""
-    check_pull(pull, rotated(INDEX_KEYS, ours, theirs, rotates))
+    check_pull(move, rotated(INDEX_KEYS, ours, theirs, rotates))
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
@@ -103,14 +104,14 @@ def test_rows_with_scales_of_their_own_at_one_end(plain: str, is_sender: bool) -
     sizes = {"fp32": 4, "fp16": 2, "fp8_e5m2": 1}
     senders, _ = chunk_of([Shape("hnd", width=40, size=sizes[plain])], 3, 9, tame=True)
     plainly = replace(senders[0], slot_offset=own.slot_offset, slot_pitch=own.slot_pitch)
-    check_pull(pull, ([own], [plainly], size) if is_sender else ([plainly], [own], size))
+    check_pull(move, ([own], [plainly], size) if is_sender else ([plainly], [own], size))
 
 
 def test_planes_meet_however_they_are_cut() -> None:
     senders, receivers, size = ends_of([Shape("nhd", planes=5)], [Shape("hnd", planes=5)], 3, 7)
     (whole,) = receivers
-    check_pull(pull, (senders, apart(whole), size))
-    check_pull(pull, (apart(senders[0]), [whole], size))
+    check_pull(move, (senders, apart(whole), size))
+    check_pull(move, (apart(senders[0]), [whole], size))
 
 
 def apart(segment: Segment) -> list[Segment]:
@@ -139,49 +140,47 @@ def test_any_number_of_programs_walks_all_tiles(programs: int, monkeypatch: pyte
 
     monkeypatch.setattr(GridExecutor, "__call__", noted)
     ends = ends_of([Shape("nhd", planes=4, heads=8)], [Shape("hnd", planes=4, heads=8)], 5, 19)
-    check_pull(lambda chunk, sums, work: pull(chunk, sums, work, None, programs), ends)
+    check_pull(partial(move, programs=programs), ends)
     assert len(grids) > 1 and max(grids) <= programs
 
 
 def test_a_prepared_pull_is_used_with_other_places() -> None:
     shapes = [Shape("nhd", planes=2), Shape("folded")], [Shape("hnd", planes=2), Shape("folded")]
     senders, receivers, size = ends_of(*shapes, 3, 2)
-    prepared, work, memory = PreparedPull(senders, receivers, size), work_on("cpu"), receivers[0].field.memory
+    prepared, work, memory = Prepared(senders, receivers, size), work_on("cpu"), receivers[0].field.memory
     before = memory.clone()
     for step in range(3):
-        chunk = prepared.at(
-            *([Places((each.index + step) % 3) for each in end.places] for end in (prepared.sender, prepared.receiver))
-        )
+        chunk = prepared.at(*([Places((each.index + step) % 3) for each in end.places] for end in prepared.memories))
         found = []
-        for run in (pull, pull_ref.pull):
+        for run in (move, launch_ref.move):
             memory.copy_(before)
-            run(chunk, None, work)
+            run(chunk, work)
             found.append(memory.clone())
         assert torch.equal(*found) and not torch.equal(found[0], before)
     with pytest.raises(ValueError, match="3 places, the copy was prepared with 2"):
-        prepared.at([Places(torch.arange(3))] * 2, prepared.receiver.places)
+        prepared.at([Places(torch.arange(3))] * 2, prepared.memories[1].places)
 
 
 def test_warming_writes_nothing() -> None:
     senders, receivers, size = ends_of([Shape("nhd")], [Shape("columns")], 3, 5)
     before = on(receivers, "cpu")[0].field.memory
-    warm(PreparedPull(senders, receivers, size).chunk, True, work_on("cpu"))
+    warm(Prepared(senders, receivers, size).chunk, work_on("cpu"), None, True)
     assert torch.equal(receivers[0].field.memory, before)
 
 
 def test_as_many_chunks_share_launches_as_the_tables_have_room_for() -> None:
     senders, receivers, size = ends_of([Shape("nhd", planes=2)], [Shape("hnd", planes=2)], 3, 5)
-    prepared, work = PreparedPull(senders, receivers, size), Work("cpu", table_bytes=1000)
+    prepared, work = Prepared(senders, receivers, size), Work("cpu", table_bytes=1000)
     assert not chunks_at_once(prepared, work), "its kernels are not compiled yet"
-    for kernel in work.kernels.values():
+    for kernel in work.kernels.chosen.values():
         kernel.compiled = object()  # the interpreter compiles none
     most = chunks_at_once(prepared, work)
-    for kernel in work.kernels.values():
+    for kernel in work.kernels.chosen.values():
         kernel.compiled = None
     assert most > 1
-    pull(joined([prepared.chunk] * most), None, work)
+    move(joined([prepared.chunk] * most), work)
     with pytest.raises(ValueError, match="tables take"):
-        pull(joined([prepared.chunk] * (most + 1)), None, work)
+        move(joined([prepared.chunk] * (most + 1)), work)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +206,8 @@ def test_one_block_of_zeros_fills_the_draft_s_rows_of_any_blocks(shape: oracle.S
         for chunk in map(planned.chunk, range(planned.chunks)):
             theirs = Part(planned, chunk, filling.tables(tables), is_sender=True)
             ours = Part(planned, chunk, tables, is_sender=False)
-            pull(Pulls().of(zeros, given, theirs, mapped, taken, ours), None, work_on("cpu"))
+            sides = Side(zeros, given, theirs), Side(mapped, taken, ours)
+            move(Templates().of(*sides, chunk.size_bytes), work_on("cpu"))
     for plane in before.pool.planes:
         if plane.layer in filling.layers:
             _, places = oracle.rows_at(before.pool, plane.group, table, tokens)

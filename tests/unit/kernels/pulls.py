@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from kvbridge_kernels import gather_ref, scatter_ref
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.prepared_pull import PlacedPull, PreparedPull, joined
+from kvbridge_kernels.prepared import Prepared, joined
 from kvbridge_kernels.segment import Segment
 from kvbridge_kernels.tables import Work
 
 from tests.unit.kernels.chunks import (
     LAYOUTS,
     MOVES,
-    Kernel,
+    Move,
     Shape,
     added,
     assert_same_memory,
     chunk_of,
+    gather,
     number,
     on,
+    scatter,
     slot_on,
     work_on,
 )
 from tests.unit.kernels.rows import Rows, segment_of
 
-Pull = Callable[[PlacedPull, torch.Tensor | None, Work], None]
 Ends = tuple[list[Segment], list[Segment], int]
 
 # Every pair of layouts that rows can have at once, and every odd row with another layout and block at its other end.
@@ -90,34 +90,33 @@ def rotated(rows: Rows, ours: str, theirs: str, rotates: bool, wanted: int = 9, 
 
 
 def check_pull(
-    pull: Pull,
+    by: Move,
     ends: Ends,
     device: str = "cpu",
-    gather: Kernel = gather_ref.gather,
     has_sums: bool = True,
     name: str | None = None,
 ) -> None:
-    """All of the receiver's memory against the twins through a slot, and the digest against that of this gather.
+    """All of the receiver's memory against the twins through a slot, and the digest against that of a gather.
 
     `name` says what the receiver's numbers are where it does not convert them: one NaN is as good as another.
     """
     senders, receivers, size = ends
     _whole, span = slot_on("cpu", size)
-    gather_ref.gather(senders, span, None, Work("cpu"))
+    gather(senders, span, None, Work("cpu"))
     twins = on(receivers, "cpu")
-    scatter_ref.scatter(twins, span, None, Work("cpu"))
+    scatter(twins, span, None, Work("cpu"))
     assert receivers[0].places.count == 0 or not torch.equal(twins[0].field.memory, receivers[0].field.memory)
 
     ours, theirs = on(senders, device), on(receivers, device)
     sums = torch.full((1,), 77, dtype=torch.int64, device=device)
-    pull(PreparedPull(ours, theirs, size).chunk, sums if has_sums else None, work_on(device))
+    by(Prepared(ours, theirs, size).chunk, work_on(device), None, sums if has_sums else None)
     named = [replace(receiver, cast=Cast(Number(name), Number(name))) for receiver in receivers] if name else receivers
     assert_same_memory(named, theirs[0].field.memory.cpu(), twins[0].field.memory)
     assert torch.equal(ours[0].field.memory.cpu(), senders[0].field.memory)
     if has_sums:
         wanted = torch.full_like(sums, 77)
         _slot, span = slot_on(device, size)
-        gather(ours, span, wanted, work_on(device))
+        gather(ours, span, wanted, work_on(device), by)
         assert added(sums) == added(wanted)
 
 
@@ -137,11 +136,11 @@ JOINED = {
 }
 
 
-def check_joined(pull: Pull, ends: Ends, chunks: int = 3, device: str = "cpu") -> None:
+def check_joined(by: Move, ends: Ends, chunks: int = 3, device: str = "cpu") -> None:
     """The same rows in one chunk, and in so many that share launches, each with as many places."""
     senders, receivers, size = ends
     ours, whole, parts = on(senders, device), on(receivers, device), on(receivers, device)
-    pull(PreparedPull(ours, whole, size).chunk, None, work_on(device))
+    by(Prepared(ours, whole, size).chunk, work_on(device))
 
     def nth(segments: list[Segment], number: int) -> list[Segment]:
         found, lists = [], dict[int, Places]()
@@ -153,12 +152,12 @@ def check_joined(pull: Pull, ends: Ends, chunks: int = 3, device: str = "cpu") -
             found.append(replace(segment, places=places, slot_offset=start, slot_pitch=pitch))
         return found
 
-    prepared = [PreparedPull(nth(ours, i), nth(parts, i), size // chunks) for i in range(chunks)]
-    together = joined([prepared[0].at(each.chunk.senders, each.chunk.receivers) for each in prepared])
+    prepared = [Prepared(nth(ours, i), nth(parts, i), size // chunks) for i in range(chunks)]
+    together = joined([prepared[0].at(*each.chunk.places) for each in prepared])
     assert together.chunks == chunks
-    pull(together, None, work_on(device))
+    by(together, work_on(device))
     assert_same_memory(parts, parts[0].field.memory.cpu(), whole[0].field.memory.cpu())
     assert not torch.equal(parts[0].field.memory.cpu(), receivers[0].field.memory)
     sums = torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match=f"sums: one for {chunks} chunks"):
-        pull(together, sums, work_on(device))
+        by(together, work_on(device), None, sums)

@@ -6,14 +6,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from kvbridge_kernels import scatter_ref
 from kvbridge_kernels.codecs_ref import Cast, Number, RowScale
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.segment import Segment
 from kvbridge_kernels.tables import Work
 
-from tests.unit.kernels.chunks import GUARD, Kernel, assert_same_memory, check_gather, content, on, slot_on, work_on
+from tests.unit.kernels.chunks import (
+    GUARD,
+    Move,
+    assert_same_memory,
+    check_gather,
+    content,
+    move,
+    on,
+    scatter,
+    slot_on,
+    work_on,
+)
 from tests.unit.kernels.test_moves import addresses
 
 WHERE = ("behind", "before", "token", "head", "page")
@@ -113,8 +123,7 @@ def segment_of(
 
 
 def check_rows(
-    gather: Kernel,
-    scatter: Kernel,
+    by: Move,
     rows: Rows,
     name: str,
     wire: Number,
@@ -125,18 +134,18 @@ def check_rows(
 ) -> None:
     """Both ways against the twins: rows, their scales bit for bit, slot, digest, and all that is no one's."""
     segment, size = segment_of(rows, name, wire, wanted, tame=tame, is_exact=tame, rotates=rotates)
-    check_gather(gather, [segment], size, device)
-    check_rows_scattered(scatter, rows, segment, content(np.random.default_rng(1), size, tame), device)
+    check_gather(by, [segment], size, device)
+    check_rows_scattered(by, rows, segment, content(np.random.default_rng(1), size, tame), device)
 
 
-def check_rows_scattered(scatter: Kernel, rows: Rows, segment: Segment, sent: torch.Tensor, device: str) -> None:
+def check_rows_scattered(by: Move, rows: Rows, segment: Segment, sent: torch.Tensor, device: str) -> None:
     found, twins = on([segment], device), on([segment], "cpu")
     sums = []
-    for move, segments, where in ((scatter, found, device), (scatter_ref.scatter, twins, "cpu")):
+    for each, segments, where in ((by, found, device), (move, twins, "cpu")):
         slot, span = slot_on(where, len(sent))
         slot[GUARD:-GUARD] = sent.to(where)
         total = torch.zeros(1, dtype=torch.int64, device=where)
-        move(segments, span, total, work_on(where) if move is scatter else Work("cpu"))
+        scatter(segments, span, total, work_on(where) if each is by else Work("cpu"), each)
         sums.append(int(total))
     assert sums[0] == sums[1]
     memory, wanted = found[0].field.memory.cpu(), twins[0].field.memory

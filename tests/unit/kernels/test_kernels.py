@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kvbridge_kernels import gather_ref, scatter_ref
 from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.digest_ref import K1, K2, sum64
 from kvbridge_kernels.field import Axis, Field
+from kvbridge_kernels.kernel import Kernel
+from kvbridge_kernels.launch import Launch
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.scales import _is_inverse_enough
 from kvbridge_kernels.segment import Segment, gaps
 from kvbridge_kernels.segment_layout import layout_of, place_offsets
-from kvbridge_kernels.sheet import Kernel, Launch
 from kvbridge_kernels.tables import Work
 from kvbridge_kernels.tiling import LEAST_GB_S, Tiling, tile_of, tiles_at_once
 
-from tests.unit.kernels.chunks import GUARD, POISON, Shape, chunk_of, field_of, on, slot_on
+from tests.unit.kernels.chunks import GUARD, POISON, Shape, chunk_of, field_of, gather, on, scatter, slot_on
 from tests.unit.kernels.test_moves import addresses, at
 
 ROOT = Path(__file__).parents[3]
@@ -108,7 +108,7 @@ def test_twins_fill_a_chunk_and_put_it_back() -> None:
     segments, size = chunk_of([Shape("nhd", planes=2), Shape("columns"), Shape("hnd", shift=1)], 3, 7)
     whole, span = slot_on("cpu", size)
     sums = torch.zeros(1, dtype=torch.int64)
-    gather_ref.gather(segments, span, sums, Work("cpu"))
+    gather(segments, span, sums, Work("cpu"))
     slot = whole[GUARD:-GUARD]
     assert (whole[:GUARD] == POISON).all() and (whole[-GUARD:] == POISON).all()
     for segment in segments:
@@ -124,7 +124,7 @@ def test_twins_fill_a_chunk_and_put_it_back() -> None:
     memory = emptied[0].field.memory
     for segment in emptied:
         memory[torch.from_numpy(addresses(segment.field, segment.places.index.tolist()).reshape(-1))] = POISON
-    scatter_ref.scatter(emptied, span, sums.zero_(), Work("cpu"))
+    scatter(emptied, span, sums.zero_(), Work("cpu"))
     assert torch.equal(memory, segments[0].field.memory) and int(sums) == sum64(segments, slot)
 
 
@@ -137,7 +137,7 @@ def test_twins_refuse_scales_that_are_not_the_fields() -> None:
     ]:
         segment = Segment(segments[0].field, segments[0].places, 0, 0, cast)
         with pytest.raises(ValueError, match=reason):
-            gather_ref.gather([segment], span, None, Work("cpu"))
+            gather([segment], span, None, Work("cpu"))
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "columns", "tiled", "folded"])
@@ -172,7 +172,7 @@ def test_tiles_are_full_powers_of_two(width: int, heads: int, layout: str) -> No
 @pytest.mark.parametrize("at_once", [1, 3, 64, 20000])
 def test_launches_share_all_tiles_and_none_has_more_than_it_may(tiles: int, at_once: int) -> None:
     kernel = Kernel({}, 4, 1, at_once, 0, (1, 1, 1), ())
-    parts = list(Launch(None, kernel, tiles, ()).parts())
+    parts = list(Launch(kernel, tiles, ()).parts())
     assert [tile for first, end in parts for tile in range(first, end)] == list(range(tiles))
     assert max(end - first for first, end in parts) <= at_once and len(parts) == -(-tiles // at_once)
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 import pytest
 import torch
+from kvbridge_kernels import launch_ref
 from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.digest_ref import digest
 from kvbridge_kernels.field import Axis, Field
-from kvbridge_kernels.gather_ref import gather_rows
 from kvbridge_kernels.pieces import split
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.scatter_ref import scatter_rows
+from kvbridge_kernels.scratch import Scratch
+from kvbridge_kernels.segment import Segment, Span
+from kvbridge_kernels.tables import Work
 
 from tests.unit.kernels import chunks
 from tests.unit.kernels import slow_codecs as slow
@@ -23,6 +26,14 @@ from tests.unit.kernels.chunks import POISON, Shape
 
 BLOCKS, T, H, D = 6, 16, 3, 16
 FILLED = np.random.default_rng(7).integers(0, 256, 80_000).astype(np.uint8)
+
+
+def gather_rows(field: Field, places: Places, slot: torch.Tensor, cast: Cast | None = None) -> None:
+    launch_ref.gather_rows(field, places, slot, cast, Scratch())
+
+
+def scatter_rows(field: Field, places: Places, slot: torch.Tensor, cast: Cast | None = None) -> None:
+    launch_ref.scatter_rows(field, places, slot, cast, Scratch())
 
 
 def field_of(layout: str, size: int, planes: int = 1, shift: int = 0) -> Field:
@@ -147,27 +158,27 @@ def test_whole_blocks_are_moved_as_blocks() -> None:
 def test_refuses_places_outside_the_field_before_anything_is_written(places: list[int]) -> None:
     field = field_of("nhd", 2)
     before = field.memory.clone()
-    slot = torch.full((1, field.plane_bytes(len(places))), POISON, dtype=torch.uint8)
-    for move in (gather_rows, scatter_rows):
+    slot = torch.full((field.plane_bytes(len(places)),), POISON, dtype=torch.uint8)
+    segment = Segment(field, Places(torch.tensor(places)), 0, 0)
+    for copy in (chunks.gather, chunks.scatter):
         with pytest.raises(ValueError, match=f"the field has {BLOCKS * T}"):
-            move(field, Places(torch.tensor(places)), slot)
+            copy([segment], Span(slot.data_ptr(), slot.numel()), None, Work("cpu"))
     assert torch.equal(field.memory, before)
     assert (slot == POISON).all()
 
 
 def test_refuses_a_field_that_ends_outside_its_memory() -> None:
     field = field_of("nhd", 2)
-    short = Field(
-        field.memory[: field.end - 1], 0, field.planes, field.blocks, field.tokens, field.heads, field.elements, 2
-    )
+    short = replace(field, memory=field.memory[: field.end - 1])
     with pytest.raises(ValueError, match=f"ends at byte {field.end}, its memory has {field.end - 1}"):
-        gather_rows(short, Places(torch.tensor([0])), torch.zeros(1, field.plane_bytes(1), dtype=torch.uint8))
+        chunks.gather([Segment(short, Places(torch.tensor([0])), 0, 0)], Span(0, 1 << 20), None, Work("cpu"))
 
 
 def test_refuses_a_slot_of_another_size() -> None:
     field = field_of("nhd", 2)
-    with pytest.raises(ValueError, match="slot must be uint8"):
-        gather_rows(field, Places(torch.tensor([0])), torch.zeros(1, field.plane_bytes(1) - 1, dtype=torch.uint8))
+    size = field.plane_bytes(1)
+    with pytest.raises(ValueError, match=f"segment ends at byte {size}, the slot has {size - 1}"):
+        chunks.gather([Segment(field, Places(torch.tensor([0])), 0, 0)], Span(0, size - 1), None, Work("cpu"))
 
 
 def test_digest_is_of_the_bytes_in_order() -> None:

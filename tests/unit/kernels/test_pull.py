@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvbridge_kernels import pull_ref
+from kvbridge_kernels import launch_ref
 from kvbridge_kernels.codecs_ref import Cast, Number
-from kvbridge_kernels.prepared_pull import PreparedPull
+from kvbridge_kernels.launch_ref import move
+from kvbridge_kernels.prepared import Prepared
 
 from tests.unit.kernels.chunks import Shape, chunk_of
 from tests.unit.kernels.pulls import JOINED, PULLS, WIRES, Ends, check_joined, check_pull, converted, ends_of
@@ -18,20 +19,20 @@ from tests.unit.kernels.rows import WHERE, Rows, segment_of
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(params=[1 << 10, pull_ref.TILE_BYTES], ids=["small tiles", "tiles"], autouse=True)
+@pytest.fixture(params=[1 << 10, launch_ref.TILE_BYTES], ids=["small tiles", "tiles"], autouse=True)
 def tile_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is moved at once says nothing about the result."""
-    monkeypatch.setattr(pull_ref, "TILE_BYTES", request.param)
+    monkeypatch.setattr(launch_ref, "TILE_BYTES", request.param)
 
 
 @pytest.mark.parametrize(("sender", "receiver"), PULLS, ids=str)
 def test_rows_are_pulled_bit_for_bit(sender: Shape, receiver: Shape) -> None:
-    check_pull(pull_ref.pull, ends_of([sender], [receiver], 12, 11))
+    check_pull(move, ends_of([sender], [receiver], 12, 11))
 
 
 @pytest.mark.parametrize("ends", JOINED.values(), ids=JOINED)
 def test_chunks_that_share_launches(ends: Ends) -> None:
-    check_joined(pull_ref.pull, ends)
+    check_joined(move, ends)
 
 
 @pytest.mark.parametrize("layouts", [("nhd", "hnd"), ("columns", "tiled")])
@@ -40,7 +41,7 @@ def test_chunks_that_share_launches(ends: Ends) -> None:
 def test_every_codec_becomes_every_other(old: str, new: str, layouts: tuple[str, str]) -> None:
     for wire in {old, new, "fp32"}:
         for scales in (None, (2, 3)):
-            check_pull(pull_ref.pull, converted(old, new, wire, scales, layouts))
+            check_pull(move, converted(old, new, wire, scales, layouts))
 
 
 @pytest.mark.parametrize("sender", WHERE)
@@ -48,7 +49,7 @@ def test_every_codec_becomes_every_other(old: str, new: str, layouts: tuple[str,
 def test_rows_with_scales_of_their_own_at_both_ends(sender: str, receiver: str) -> None:
     one, size = segment_of(Rows(sender, planes=2), "fp8_e4m3", Number("fp32"), 9, tame=True)
     other, _ = segment_of(Rows(receiver, planes=2, block_tokens=8), "int8", Number("fp32"), 9, seed=3)
-    check_pull(pull_ref.pull, ([one], [other], size))
+    check_pull(move, ([one], [other], size))
 
 
 @pytest.mark.parametrize("first", [0, 5, 16])
@@ -60,7 +61,7 @@ def test_blocks_in_the_order_of_a_table(first: int) -> None:
         table = torch.randperm(40, generator=torch.Generator().manual_seed(block_tokens))
         index = table[tokens // block_tokens % 40] * block_tokens + tokens % block_tokens
         segments[0] = replace(segments[0], places=type(segments[0].places)(index))
-    check_pull(pull_ref.pull, (senders, receivers, size))
+    check_pull(move, (senders, receivers, size))
 
 
 def test_what_does_not_meet_is_refused() -> None:
@@ -75,16 +76,16 @@ def test_what_does_not_meet_is_refused() -> None:
         ([replace(receivers[0], places=fewer[0].places)], r"the sender has \(2, 5, 128\), the receiver \(2, 4, 128\)"),
     ]:
         with pytest.raises(ValueError, match=reason):
-            PreparedPull(senders, theirs, 4 * size)
+            Prepared(senders, theirs, 4 * size)
     one = replace(senders[0], cast=fp16)
     with pytest.raises(
         ValueError, match=r"codecs on the wire: \['bf16', 'fp16'\], sender and receiver must have the same"
     ):
-        PreparedPull([one], [replace(receivers[0], cast=Cast(Number("fp16"), Number("bf16")))], size)
+        Prepared([one], [replace(receivers[0], cast=Cast(Number("fp16"), Number("bf16")))], size)
     narrow = replace(senders[0], field=replace(senders[0].field, offset=senders[0].field.memory.numel()))
     with pytest.raises(ValueError, match="field ends at byte"):
-        PreparedPull([narrow], receivers, size)
+        Prepared([narrow], receivers, size)
 
 
 def test_no_places_are_fine() -> None:
-    check_pull(pull_ref.pull, ends_of([Shape("nhd")], [Shape("hnd")], 3, 0))
+    check_pull(move, ends_of([Shape("nhd")], [Shape("hnd")], 3, 0))

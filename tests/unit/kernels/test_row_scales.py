@@ -10,15 +10,15 @@ import pytest
 import torch
 from kvbridge_kernels.codecs_ref import DTYPES, LARGEST, SMALLEST_SCALE, Cast, Number, RowScale
 from kvbridge_kernels.field import Axis, Field
-from kvbridge_kernels.gather_ref import gather_rows
 from kvbridge_kernels.places import Places
-from kvbridge_kernels.scatter_ref import scatter_rows
-from kvbridge_kernels.segment import Span, check
+from kvbridge_kernels.segment import Span
+from kvbridge_kernels.tables import Work
 
 from tests.unit.kernels import slow_codecs as slow
+from tests.unit.kernels.chunks import gather, scatter
 from tests.unit.kernels.rows import WHERE, Rows, segment_of
 from tests.unit.kernels.test_codecs import bytes_as_stored, stored_as_bytes
-from tests.unit.kernels.test_moves import POISON, addresses
+from tests.unit.kernels.test_moves import POISON, addresses, gather_rows, scatter_rows
 
 NAMES = ("fp8_e4m3", "int8")
 WIRES = tuple(DTYPES)
@@ -221,9 +221,9 @@ def test_scales_of_heads_on_the_wire_are_those_of_their_rows(name: str) -> None:
 
 def test_no_places_are_fine() -> None:
     segment, _ = segment_of(Rows(), "int8", Number("bf16"), 0)
-    before, slot = segment.field.memory.clone(), torch.empty(1, 0, dtype=torch.uint8)
-    gather_rows(segment.field, segment.places, slot, segment.cast)
-    scatter_rows(segment.field, segment.places, slot, segment.cast)
+    before, slot = segment.field.memory.clone(), torch.empty(16, dtype=torch.uint8)
+    for copy in (gather, scatter):
+        copy([segment], Span(slot.data_ptr(), 16), None, Work("cpu"))
     assert torch.equal(segment.field.memory, before)
 
 
@@ -253,10 +253,8 @@ def test_refuses_what_does_not_fit_before_anything_is_written(change: dict[str, 
     memory = Number(change.get("name", "fp8_e4m3"), change.get("scale", rows.row_scale()))
     segment = replace(segment, cast=Cast(memory, change.get("wire", Number("bf16")), change.get("rotates", False)))
     before = segment.field.memory.clone()
-    slot = torch.full((1, segment.plane_bytes), POISON, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=reason):
-        check(segment, Span(0, size))
-    for move in (gather_rows, scatter_rows):
+    slot = torch.full((size,), POISON, dtype=torch.uint8)
+    for copy in (gather, scatter):
         with pytest.raises(ValueError, match=reason):
-            move(segment.field, segment.places, slot, segment.cast)
+            copy([segment], Span(slot.data_ptr(), size), None, Work("cpu"))
     assert torch.equal(segment.field.memory, before) and (slot == POISON).all()
