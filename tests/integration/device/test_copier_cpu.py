@@ -13,6 +13,7 @@ import torch
 from kvbridge_proto.pool import Codec, Step
 
 from kvbridge.device import copier_cpu
+from kvbridge.device.copier_cpu import CpuBlockCopier
 from kvbridge.device.memory import AttachedPool
 from kvbridge.device.templates import runs
 from kvbridge.errors import EngineError
@@ -20,7 +21,7 @@ from kvbridge.geometry.plan import Move, Part, plan
 from kvbridge.geometry.shard import assign
 from testing.oracle import POISON, Held, Shape, block_table, build, fill, put_rows, table_of
 from tests.integration.device.attached import attached
-from tests.integration.device.moving import gather, scatter
+from tests.integration.device.moving import Moves, gather, scatter
 
 pytestmark = pytest.mark.proves("G2")
 
@@ -201,6 +202,25 @@ def test_a_folded_place_counts_whole_blocks() -> None:
         assert slot.numpy().tobytes() == b"".join(engine.memory[0][b * row : (b + 1) * row].tobytes() for b in (7, 2))
         with pytest.raises(EngineError, match="a plane of group 0 has 12"):
             gather(pool, [replace(move, places=np.array([12, 0], np.int64))], slot)
+
+
+def test_a_pull_keeps_each_list_of_places_with_its_planes() -> None:
+    """The sender's first and third plane are one segment, so they come before the second at both ends."""
+    sent, held = build(Shape(layout="cross_layer", layers=3)), build(Shape(layers=3))
+    fill(sent, table_of(sent.pool, 64), range(64))
+    tables = [np.array(places, np.int64) for places in ([0, 1, 2], [33, 34, 35], [50, 52, 54])]
+    planes = [[plane for plane in each.pool.planes if plane.part == "k"] for each in (sent, held)]
+    size = 2 * 3 * planes[0][0].codec.row_bytes
+    ends = [
+        [Move(planes[end][i], head, 2, planes[end][i].codec, i * size, tables[end * i]) for i, head in enumerate(heads)]
+        for end, heads in enumerate(((0, 1, 0), (0, 0, 0)))
+    ]
+    with attached(sent) as (_, sender), attached(held) as (_, pool):
+        slots = [torch.zeros(3 * size, dtype=torch.uint8) for _ in range(2)]
+        gather(sender, ends[0], slots[0])
+        CpuBlockCopier().pull(sender, Moves(ends[0]), pool, Moves(ends[1]))
+        gather(pool, ends[1], slots[1])
+        assert torch.equal(*slots) and slots[0].any()
 
 
 def test_rows_put_by_the_oracle_are_what_is_gathered() -> None:

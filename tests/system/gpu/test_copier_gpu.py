@@ -243,7 +243,7 @@ def test_small_pulls_that_cannot_be_launched_end_with_the_reason(
 ) -> None:
     tickets = [pulling.begin(1, 4), pulling.begin(2, 6)]
     with monkeypatch.context() as patch:
-        patch.setattr(copier_gpu, "pull_rows", lambda *_: (_ for _ in ()).throw(RuntimeError("no launch")))
+        patch.setattr(copier_gpu, "move", lambda *_: (_ for _ in ()).throw(RuntimeError("no launch")))
         failure = "pull_failed", "RuntimeError: no launch"
         assert pulling.copier.poll() == [Moved(ticket, failure=failure) for ticket in tickets]
     assert not pulling.copier.is_using(pulling.receiver) and pulling.copier.has_room
