@@ -14,7 +14,7 @@ from .digest_ref import word_bytes
 from .scales import Steps
 from .segment_layout import Offsets, SegmentLayout, low_bit
 from .tables import Work
-from .tiles import End, Tile
+from .tiles import EndConstants, Tile
 from .tiling import tile_of, tiles_at_once
 
 # Kernels count tiles in 32 bits, and step one whole grid beyond the last tile.
@@ -45,7 +45,7 @@ class Kernel:
         return tiles
 
 
-class Side(NamedTuple):
+class EndShape(NamedTuple):
     """What a kernel is chosen for at one end. Without a layout that is a slot. `align` divides all its addresses."""
 
     layout: SegmentLayout | None
@@ -68,14 +68,14 @@ class Side(NamedTuple):
     def run_bytes(self) -> int:
         return 16 if self.layout is None else self.layout.run_bytes
 
-    def end(self, size: int, columns: int, is_read: bool, has_native: bool, work: Work) -> End:
+    def end(self, size: int, columns: int, is_read: bool, has_native: bool, work: Work) -> EndConstants:
         """Its constants, for elements of `size` bytes and a tile of `columns`."""
         layout, run = self.layout, columns if self.is_dense else min(columns, low_bit(self.run_bytes // size))
         if layout is None:
-            return End(True, UINTS[size], self.align, run)
+            return EndConstants(True, UINTS[size], self.align, run)
         own, steps = layout.row_scale, self.steps
         divide = steps.divide if work.is_native or not steps.divide else "exact"  # the interpreter's fma rounds twice
-        return End(
+        return EndConstants(
             is_slot=False,
             element=UINTS[size],
             align=self.align,
@@ -92,7 +92,7 @@ class Side(NamedTuple):
         )
 
 
-def kernel_of(source: Side, target: Side, has_sums: bool, is_stored: bool, work: Work) -> Kernel:
+def kernel_of(source: EndShape, target: EndShape, has_sums: bool, is_stored: bool, work: Work) -> Kernel:
     """The kernel between two ends. Unless `is_stored` it only sums."""
     layouts = [side.layout for side in (source, target) if side.layout is not None]
     align = min(source.align, target.align, low_bit(source.run_bytes), low_bit(target.run_bytes))

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from . import clear
-from .kernel import Kernel, Side, kernel_of
-from .prepared import LISTS_AT, RECORD, Group, Placed, Prepared
+from .kernel import EndShape, Kernel, kernel_of
+from .prepared import LISTS_AT, RECORD, Placed, PlaneGroup, Prepared
 from .segment import Span
 from .segment_layout import Offsets, low_bit
 from .tables import LaunchTables, Work
@@ -195,18 +195,18 @@ def _pack(prepared: Prepared, slot: Span | None, has_sums: bool, work: Work) -> 
 
 
 def _kernel(
-    group: Group, prepared: Prepared, slot: Span | None, has_sums: bool, work: Work
+    group: PlaneGroup, prepared: Prepared, slot: Span | None, has_sums: bool, work: Work
 ) -> tuple[Kernel, list[Offsets | None]]:
     """A group's kernel, and the scales at its two ends."""
-    known, sides = work.kernels, list[Side]()
+    known, sides = work.kernels, list[EndShape]()
     tables: list[Offsets | None] = []
     for planes, is_read in zip(group, (True, False), strict=True):
         if planes is None:
-            sides.append(Side(None, low_bit(group.in_memory.slot_bits | (0 if slot is None else slot.address))))
+            sides.append(EndShape(None, low_bit(group.in_memory.slot_bits | (0 if slot is None else slot.address))))
             tables.append(None)
         else:
             scaled = planes.scales(is_read, known.steps)
-            sides.append(Side(planes.layout, low_bit(planes.bits), scaled.steps))
+            sides.append(EndShape(planes.layout, low_bit(planes.bits), scaled.steps))
             tables.append(scaled.table)
     source, target = sides
     is_stored = slot is not None or prepared.ends[1] is not None

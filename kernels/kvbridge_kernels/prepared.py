@@ -87,10 +87,10 @@ class Prepared:
     def __init__(self, sources: Sequence[Segment] | None, targets: Sequence[Segment] | None, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self.pairs = _pairs(sources, targets)
-        self.ends = [None if segments is None else Memory() for segments in (sources, targets)]
+        self.ends = [None if segments is None else MemoryEnd() for segments in (sources, targets)]
         self.memories = [memory for memory in self.ends if memory is not None]
         self.packed: dict[object, object] = {}  # for launch.py
-        groups: dict[object, Group] = {}
+        groups: dict[object, PlaneGroup] = {}
         span = Span(0, slot_bytes)
         for pair in self.pairs:
             found = [
@@ -104,7 +104,7 @@ class Prepared:
                 layouts = [None if each is None else each[1] for each in found]
                 _check_pair(pair, *layouts)
                 source, target = (None if layout is None else Planes(layout, count) for layout in layouts)
-                group = groups[key] = Group(source, target)
+                group = groups[key] = PlaneGroup(source, target)
             for planes, each in zip(group, found, strict=True):
                 if planes is not None and each is not None:
                     planes.add(each[0], each[2])
@@ -127,7 +127,7 @@ class Prepared:
         return np.array(gaps([pair.in_memory for pair in self.pairs], self.slot_bytes), dtype=np.int64).reshape(-1)
 
 
-class Memory:
+class MemoryEnd:
     """The memory at one end of a move: lists of places, each once, and the layouts of its segments."""
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class Planes:
         return self._scaled
 
 
-class Group(NamedTuple):
+class PlaneGroup(NamedTuple):
     """Planes that one launch, or a few, move. At two ends in memory, their records match one for one."""
 
     source: Planes | None

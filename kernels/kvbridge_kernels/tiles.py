@@ -39,7 +39,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndConstants:
     """What the kernel reads or writes. Without a codec its elements are those on the wire."""
 
     is_slot: bool

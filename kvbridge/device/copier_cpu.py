@@ -22,7 +22,7 @@ from ..geometry.plan import Part
 from .copier import Moved, compared
 from .memory import AttachedPool
 from .staging import Staging
-from .templates import Side, Templates
+from .templates import PartSide, Templates
 
 
 class CpuBlockCopier:
@@ -54,13 +54,13 @@ class CpuBlockCopier:
         assert host is None, "the slots are in host memory already"
         sums = _sums(digest_kind)
         with pool.hold() as regions:
-            move(self._templates.of(Side(pool, regions, part), None, slot.size_bytes), self._work, slot, sums)
+            move(self._templates.of(PartSide(pool, regions, part), None, slot.size_bytes), self._work, slot, sums)
         return self._over(_word(int(sums.item())) if sums is not None else xxh3(slot.on_cpu()))
 
     def digest(self, pool: AttachedPool, part: Part) -> int:
         sums, size_bytes = torch.zeros(1, dtype=torch.int64), part.chunk.size_bytes
         with pool.hold() as regions:
-            move(self._templates.of(Side(pool, regions, part), None, size_bytes), self._work, None, sums)
+            move(self._templates.of(PartSide(pool, regions, part), None, size_bytes), self._work, None, sums)
         return self._over(_word(int(sums.item())))
 
     def scatter(
@@ -76,7 +76,7 @@ class CpuBlockCopier:
         copy = self._copies.take("chunk", slot.size_bytes, torch.device("cpu"))
         ctypes.memmove(copy.data_ptr(), slot.address, slot.size_bytes)
         with pool.hold() as regions:
-            placed = self._templates.of(None, Side(pool, regions, part), slot.size_bytes)
+            placed = self._templates.of(None, PartSide(pool, regions, part), slot.size_bytes)
             found = _word(sum64(placed.segments, copy)) if digest_kind == "sum64" else xxh3(copy)
             if found == expected:
                 move(placed, self._work, Span(copy.data_ptr(), slot.size_bytes))
@@ -85,7 +85,7 @@ class CpuBlockCopier:
     def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
         sums = _sums("sum64") if has_digest else None
         with sender.hold() as sender_regions, pool.hold() as regions:
-            sides = Side(sender, sender_regions, theirs), Side(pool, regions, ours)
+            sides = PartSide(sender, sender_regions, theirs), PartSide(pool, regions, ours)
             move(self._templates.of(*sides, ours.chunk.size_bytes), self._work, None, sums)
         return self._over(_word(int(sums.item())) if sums is not None else 0)
 

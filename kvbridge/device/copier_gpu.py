@@ -31,7 +31,7 @@ from .copier import DeviceLost, Moved, compared
 from .memory import AttachedPool
 from .small_pulls import SMALL_BYTES, SmallPull, SmallPulls
 from .staging import Staging
-from .templates import Side, Templates
+from .templates import PartSide, Templates
 
 log = logging.getLogger("kvbridge.data_plane")
 
@@ -146,7 +146,7 @@ class GpuBlockCopier:
     ) -> int:
         def enqueue(bundle: _Bundle) -> None:
             with pool.hold() as regions:
-                placed = self._templates.of(Side(pool, regions, part), None, slot.size_bytes)
+                placed = self._templates.of(PartSide(pool, regions, part), None, slot.size_bytes)
                 move(placed, bundle.work, slot, bundle.sums, self._out)
             bundle.fetch(self._out)
             if host is None:
@@ -162,7 +162,7 @@ class GpuBlockCopier:
     def digest(self, pool: AttachedPool, part: Part) -> int:
         def enqueue(bundle: _Bundle) -> None:
             with pool.hold() as regions:
-                placed = self._templates.of(Side(pool, regions, part), None, part.chunk.size_bytes)
+                placed = self._templates.of(PartSide(pool, regions, part), None, part.chunk.size_bytes)
                 move(placed, bundle.work, None, bundle.sums, self._out)
             bundle.fetch(self._out)
             bundle.end.record(self._out)
@@ -180,7 +180,7 @@ class GpuBlockCopier:
     ) -> int:
         def enqueue(bundle: _Bundle) -> None:
             with pool.hold() as regions:
-                placed = self._templates.of(None, Side(pool, regions, part), slot.size_bytes)
+                placed = self._templates.of(None, PartSide(pool, regions, part), slot.size_bytes)
                 if host is not None:
                     warm(placed, bundle.work, slot, True)  # raises NotCompiled before anything is enqueued
                     driver.copy_to_device(slot.address, host.address, slot.size_bytes, self._up.cuda_stream)
@@ -194,7 +194,7 @@ class GpuBlockCopier:
 
     def pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool = False) -> int:
         with sender.hold() as sender_regions, pool.hold() as regions:
-            sides = Side(sender, sender_regions, theirs), Side(pool, regions, ours)
+            sides = PartSide(sender, sender_regions, theirs), PartSide(pool, regions, ours)
             pull = self._templates.of(*sides, ours.chunk.size_bytes)
             is_small = self._has_pulls and not has_digest and ours.chunk.size_bytes <= SMALL_BYTES
             most = chunks_at_once(pull.prepared, self._known) if is_small else 0
@@ -240,7 +240,7 @@ class GpuBlockCopier:
     def warm(self, pool: AttachedPool, part: Part, slot: Span | None) -> None:
         size_bytes = part.chunk.size_bytes
         with pool.hold() as regions:
-            side = Side(pool, regions, part)
+            side = PartSide(pool, regions, part)
             source, target = (side, None) if part.is_sender else (None, side)
             placed = self._templates.of(source, target, size_bytes)
             if slot is not None:
@@ -250,7 +250,7 @@ class GpuBlockCopier:
 
     def warm_pull(self, sender: AttachedPool, theirs: Part, pool: AttachedPool, ours: Part, has_digest: bool) -> None:
         with sender.hold() as sender_regions, pool.hold() as regions:
-            sides = Side(sender, sender_regions, theirs), Side(pool, regions, ours)
+            sides = PartSide(sender, sender_regions, theirs), PartSide(pool, regions, ours)
             self._compile(self._templates.of(*sides, ours.chunk.size_bytes), None, has_digest)
 
     def _compile(self, placed: Placed, slot: Span | None, has_digest: bool) -> None:

@@ -21,7 +21,7 @@ from ..geometry.wire import ROW_SCALED, ROW_SCALES, base_name, scales_of
 from .memory import AttachedPool, Regions, check_plane
 
 
-class Side(NamedTuple):
+class PartSide(NamedTuple):
     """A part of a chunk in the memory of one pool."""
 
     attached: AttachedPool
@@ -47,7 +47,7 @@ class Templates:
     def __init__(self) -> None:
         self._kept: dict[object, _Template] = {}
 
-    def of(self, source: Side | None, target: Side | None, slot_bytes: int) -> Placed:
+    def of(self, source: PartSide | None, target: PartSide | None, slot_bytes: int) -> Placed:
         """The move of a chunk from its source into its target. None: a slot of `slot_bytes`.
 
         EngineError if something in a part is invalid, ValueError if the two do not match.
@@ -73,7 +73,7 @@ class Templates:
         self._kept = {key: template for key, template in self._kept.items() if attached not in template.attached}
 
 
-def _template(source: Side | None, target: Side | None, slot_bytes: int) -> _Template:
+def _template(source: PartSide | None, target: PartSide | None, slot_bytes: int) -> _Template:
     known: dict[int, tuple[int, int]] = {}  # group and unit of each list of places
     sources, targets = (None if side is None else _segments(side, slot_bytes, known) for side in (source, target))
     prepared = Prepared(sources, targets, slot_bytes)
@@ -82,7 +82,7 @@ def _template(source: Side | None, target: Side | None, slot_bytes: int) -> _Tem
     return _Template([side.attached for side in sides], sides[0].part.plan.pairs, prepared, lists)
 
 
-def _segments(side: Side, slot_bytes: int, known: dict[int, tuple[int, int]]) -> list[Segment]:
+def _segments(side: PartSide, slot_bytes: int, known: dict[int, tuple[int, int]]) -> list[Segment]:
     """The segments of a part. Adds to `known` which lists of places they use."""
     pool, moves = side.attached.pool, side.part.moves()
     for move in moves:

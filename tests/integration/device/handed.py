@@ -24,7 +24,7 @@ from kvbridge_proto.pool import Handle
 from kvbridge.device.handles import export_all
 from kvbridge.device.memory import AttachedPool
 from kvbridge.device.sharing import SharedHandles
-from kvbridge.device.templates import Side, Templates
+from kvbridge.device.templates import PartSide, Templates
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.transport.door import MemoryDoor, Shared
@@ -94,7 +94,7 @@ def pulled(
             chunk = planned.chunk(index)
             parts = Part(planned, chunk, ends[0], True), Part(planned, chunk, ends[1], False)
             sums = torch.zeros(1, dtype=torch.int64, device=device)
-            sides = Side(sender, regions, parts[0]), Side(ours, our_regions, parts[1])
+            sides = PartSide(sender, regions, parts[0]), PartSide(ours, our_regions, parts[1])
             by(templates.of(*sides, chunk.size_bytes), work, None, sums)
             if device != "cpu":
                 torch.cuda.synchronize(device)

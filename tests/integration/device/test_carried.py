@@ -11,7 +11,7 @@ from kvbridge_kernels.launch_ref import move
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 
-from kvbridge.device.templates import Side, Templates
+from kvbridge.device.templates import PartSide, Templates
 from kvbridge.geometry.plan import Part
 from testing.carried import OnCpu, carried
 from testing.matrix import ROWS, Case
@@ -56,7 +56,7 @@ class BothWays(OnCpu):
         self._copier.digest(ours, gather)
         found, sums = [moved.digest for moved in self._copier.poll()], torch.zeros(1, dtype=torch.int64)
         with ours.hold() as regions, theirs.hold() as receiver_regions:
-            sides = Side(ours, regions, gather), Side(theirs, receiver_regions, scatter)
+            sides = PartSide(ours, regions, gather), PartSide(theirs, receiver_regions, scatter)
             move(Templates().of(*sides, gather.chunk.size_bytes), Work("cpu"), None, sums)
         assert found == [int(sums) & (2**64 - 1)] * 3, "a read, a gather and a look have one digest"
 

@@ -18,7 +18,7 @@ from kvbridge_kernels.tables import Work
 from triton.runtime.interpreter import GridExecutor
 
 from kvbridge.device.memory import AttachedPool
-from kvbridge.device.templates import Side, Templates
+from kvbridge.device.templates import PartSide, Templates
 from kvbridge.geometry.plan import Part
 from kvbridge.geometry.unfilled import Filling
 from testing import oracle
@@ -206,7 +206,7 @@ def test_one_block_of_zeros_fills_the_draft_s_rows_of_any_blocks(shape: oracle.S
         for chunk in map(planned.chunk, range(planned.chunks)):
             theirs = Part(planned, chunk, filling.tables(tables), is_sender=True)
             ours = Part(planned, chunk, tables, is_sender=False)
-            sides = Side(zeros, given, theirs), Side(mapped, taken, ours)
+            sides = PartSide(zeros, given, theirs), PartSide(mapped, taken, ours)
             move(Templates().of(*sides, chunk.size_bytes), work_on("cpu"))
     for plane in before.pool.planes:
         if plane.layer in filling.layers:
