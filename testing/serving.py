@@ -1,10 +1,12 @@
-"""An ASGI program that serves in this process, for a test."""
+"""What serves HTTP in this process, for a test: an ASGI program, or a handler of requests."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from typing import Any
 
@@ -24,3 +26,30 @@ def serving(app: Any) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A handler that answers whole texts or JSON, and logs nothing."""
+
+    @property
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"]))
+
+    def answer(self, status: int, said: Any) -> None:
+        text = said.encode() if isinstance(said, str) else json.dumps(said).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; version=0.0.4" if isinstance(said, str) else "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextlib.contextmanager
+def listening(handler: type[Answers]) -> Iterator[str]:
+    """Its host and port, while it serves."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()

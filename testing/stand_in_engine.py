@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
 
 from kvbridge_proto.engine import Attached
@@ -18,6 +18,7 @@ from kvbridge_proto.engine import Attached
 from testing.agents import AgentProcess, OracleEngine
 from testing.nursery import Child
 from testing.oracle import Shape, build, fill, mismatch
+from testing.serving import Answers
 
 TABLE, TOKENS = [3, 4, 5, 6, 7, 8, 9, 10], 128
 
@@ -52,24 +53,18 @@ class StandIn:
 def main() -> None:
     engine = StandIn(json.dumps(sys.argv[1:]).replace('\\"', '"'))
 
-    class Answers(BaseHTTPRequestHandler):
+    class Asked(Answers):
         def do_GET(self) -> None:
-            self._say(200 if self.path == "/health" else 404, "")
+            self.answer(200 if self.path == "/health" else 404, "")
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            body = self.body.decode()
             try:
-                self._say(200, engine.offer() if self.path == "/offer" else engine.want(body))
+                self.answer(200, engine.offer() if self.path == "/offer" else engine.want(body))
             except AssertionError as error:
-                self._say(500, str(error))
+                self.answer(500, str(error))
 
-        def _say(self, code: int, text: str) -> None:
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(text.encode())))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-    HTTPServer(("0.0.0.0", 8000), Answers).serve_forever()
+    HTTPServer(("0.0.0.0", 8000), Asked).serve_forever()
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
@@ -30,6 +28,7 @@ from kvbridge.failpoints import VARIABLE
 from testing.agents import START_S, AgentProcess, Client, OracleEngine, agent
 from testing.nursery import Child, nursery
 from testing.oracle import Shape, build
+from testing.serving import Answers, listening
 from testing.waiting import wait_for
 from tests.integration.agent.test_spans import Collector
 from tests.support.monitoring import ALERTS, SCRAPE, dashboard, program, promtool, rules, targets
@@ -94,31 +93,19 @@ def of_kube_state_metrics(place: str) -> dict[str, Any]:
     return {"job_name": "kube-state-metrics", "honor_labels": True, "static_configs": [{"targets": [place]}]}
 
 
-class KubeStateMetrics(BaseHTTPRequestHandler):
+class KubeStateMetrics(Answers):
     """What it says of the Deployments of an overlay. Those of `idle` are scaled to 0."""
 
     idle: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain; version=0.0.4")
-        self.end_headers()
+        lines = []
         for each in (each for each in built("vllm") if each["kind"] == "Deployment"):
             name, namespace = each["metadata"]["name"], each["metadata"]["namespace"]
             replicas = 0 if name in self.idle else each["spec"]["replicas"]
             labels = f'namespace="{namespace}",deployment="{name}"'
-            self.wfile.write(f"kube_deployment_spec_replicas{{{labels}}} {replicas}\n".encode())
-
-    def log_message(self, *_: object) -> None: ...
-
-
-@contextmanager
-def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Its host and port."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
+            lines.append(f"kube_deployment_spec_replicas{{{labels}}} {replicas}\n")
+        self.answer(200, "".join(lines))
 
 
 def _sanitised(label: str) -> str:
@@ -221,7 +208,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         places = {"kvbridge": f"127.0.0.1:{ports[0]}", "kvbridge-proxy": proxy}
         KubeStateMetrics.idle = {"decode"}
         scraped = [*of_deploy(folder, places), of_operator(folder, f"127.0.0.1:{ports[1]}")]
-        scraped += [of_kube_state_metrics(stack.enter_context(served(KubeStateMetrics)))]
+        scraped += [of_kube_state_metrics(stack.enter_context(listening(KubeStateMetrics)))]
         server = stack.enter_context(closing(Server(folder, scraped)))
         server.agents = agents
         carry(sender, receiver, "first")
@@ -239,34 +226,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-class EngineOfProxy(BaseHTTPRequestHandler):
+class EngineOfProxy(Answers):
     """A vLLM server that offers no KV, and fails a prompt that says so."""
 
     def do_GET(self) -> None:
-        self._say(200, {})
+        self.answer(200, {})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.body)
         if body["prompt"] == "fail":
-            return self._say(500, {"error": {"message": "it failed"}})
+            return self.answer(500, {"error": {"message": "it failed"}})
         choice = {"index": 0, "text": "x", "finish_reason": "length"}
-        self._say(200, {"id": "c", "object": "text_completion", "choices": [choice], "usage": {}})
-
-    def _say(self, status: int, answer: dict[str, Any]) -> None:
-        text = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None: ...
+        self.answer(200, {"id": "c", "object": "text_completion", "choices": [choice], "usage": {}})
 
 
 @contextmanager
 def proxied(folder: Path) -> Iterator[str]:
     """A proxy in front of an engine that is well and one that is not there. Its address."""
-    with served(EngineOfProxy) as engine:
+    with listening(EngineOfProxy) as engine:
         at, place = f"vllm=http://{engine}", f"127.0.0.1:{free_port()}"
         arguments = ["proxy", "--listen", place, "--prefill", at, "--decode", at]
         arguments += ["--decode", f"vllm=http://127.0.0.1:{free_port()}"]

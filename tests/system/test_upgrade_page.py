@@ -12,9 +12,10 @@ import pytest
 
 from demo.processes import free_port
 from testing.nursery import Child, nursery
+from testing.serving import listening
 from testing.waiting import wait_for
 from tests.support.pages import block
-from tests.system.test_prometheus import EngineOfProxy, complete, served
+from tests.system.test_prometheus import EngineOfProxy, complete
 
 START_S = 60.0
 
@@ -34,7 +35,7 @@ def listed(tmp_path: Path) -> Iterator[tuple[str, str, Path, int]]:
     """The proxy's place, the decode engine to be upgraded, the file of engines and the proxy's process."""
     SlowEngine.may.clear()
     place, file = f"127.0.0.1:{free_port()}", tmp_path / "engines"
-    with served(EngineOfProxy) as prefill, served(SlowEngine) as decode, (tmp_path / "log").open("wb") as log:
+    with listening(EngineOfProxy) as prefill, listening(SlowEngine) as decode, (tmp_path / "log").open("wb") as log:
         file.write_text(f"prefill vllm=http://{prefill}\ndecode vllm=http://{decode}\n")
         arguments = ["proxy", "--listen", place, "--engines", str(file)]
         process = Child(nursery().fork("kvbridge.cli", arguments, (None, log.fileno(), log.fileno())))

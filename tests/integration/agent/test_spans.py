@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvbridge.agent.spans import MOST_WAITING, Spans, spans_of
 from kvbridge.errors import OperatorError
 from testing.oracle import Shape
 from testing.pairs import Bench, Benches
+from testing.serving import Answers
 from testing.waiting import wait_for
 
 TOKENS = range(200)
@@ -35,19 +36,15 @@ class Collector:
         self.taken: list[tuple[str, Any]] = []  # with the agent's name
         collector = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(Answers):
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
                 assert self.path == "/v1/traces" and self.headers["Content-Type"] == "application/x-protobuf"
-                for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                for resource in ExportTraceServiceRequest.FromString(self.body).resource_spans:
                     said = {each.key: each.value.string_value for each in resource.resource.attributes}
                     assert said["service.name"] == "kvbridge"
                     for scope in resource.scope_spans:
                         collector.taken += [(said["service.instance.id"], span) for span in scope.spans]
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *said: Any) -> None: ...
+                self.answer(200, "")
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}/v1/traces"

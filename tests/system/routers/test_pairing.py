@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from kvbridge.geometry.traits import model_key
 from testing.http_server import HttpServer
 from testing.oracle import Shape, describe
+from testing.serving import Answers, listening
 from testing.waiting import wait_for
 from tests.system.routers.fleet import NAME, ROUTERS, router
 
@@ -27,7 +26,7 @@ SAME_MODEL = Shape(layout="hnd", block_tokens=64, codec="fp8_e4m3", tp_size=2)
 OTHER_MODEL = Shape(layout="nhd", block_tokens=16, key_width=96)
 
 
-class Worker(BaseHTTPRequestHandler):
+class Worker(Answers):
     """What smg asks of a vLLM server that has nothing to do."""
 
     protocol_version = "HTTP/1.1"
@@ -35,32 +34,14 @@ class Worker(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         models = {"object": "list", "data": [{"id": NAME, "object": "model", "owned_by": "vllm", "root": NAME}]}
         known = {"/health": {}, "/v1/models": models, "/version": {"version": "0.32.0"}}
-        self._answer(200 if self.path in known else 404, known.get(self.path, {}))
+        self.answer(200 if self.path in known else 404, known.get(self.path, {}))
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        _ = self.body
         choice = {"index": 0, "text": "hi", "finish_reason": "stop", "logprobs": None}
         usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
         said = {"id": "c", "object": "text_completion", "created": 1, "model": NAME}
-        self._answer(200, {**said, "choices": [choice], "usage": usage})
-
-    def _answer(self, status: int, body: object) -> None:
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, format: str, *args: object) -> None: ...
-
-
-@contextmanager
-def worker() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Worker) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+        self.answer(200, {**said, "choices": [choice], "usage": usage})
 
 
 @pytest.fixture
@@ -78,7 +59,11 @@ def test_smg_pairs_workers_of_one_model_key(smg: HttpServer, decode: Shape, stat
     with ExitStack() as stack:
         for role, shape in {"prefill": PREFILL, "decode": decode}.items():
             key = model_key(describe(shape))
-            told = {"url": stack.enter_context(worker()), "worker_type": role, "runtime_type": "vllm"}
+            told = {
+                "url": f"http://{stack.enter_context(listening(Worker))}",
+                "worker_type": role,
+                "runtime_type": "vllm",
+            }
             smg.ask("/workers", told | {"labels": {"pairing_protocol": key}})
         workers = lambda: json.loads(smg.ask("/workers")[1])["workers"]  # noqa: E731
         wait_for(lambda: [each["is_healthy"] for each in workers()] == [True, True], PAIR_S, smg.log.read_text, 0.2)
