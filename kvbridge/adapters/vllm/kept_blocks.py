@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from .block_tables import NULL_BLOCK
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
@@ -20,6 +22,10 @@ class KeptBlocks:
 
     def __bool__(self) -> bool:
         return bool(self._of)
+
+    def __str__(self) -> str:
+        blocks = sum(len(ids) - ids.count(NULL_BLOCK) for ids in self._of.values())
+        return f"{len(self._of)} prompts hold {blocks} blocks for others to fetch"
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool

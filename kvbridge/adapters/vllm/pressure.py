@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from .block_tables import GroupTables
+from .kept_blocks import KeptBlocks
 
 RECLAIM_AGAIN_S = 0.05  # before the agents are asked again: an answer takes a step or two
 EASES_WITHIN_S = 0.2  # how long a running request may wait for blocks before it is preempted after all
@@ -18,23 +19,20 @@ EASE_PAUSE_S = 1.0  # from the start of one such wait to the next
 
 
 class Pressure:
-    """Requests that have no blocks yet, and requests that are over but hold theirs.
+    """Requests that have no blocks yet, and whether others' blocks are `kept` that could be theirs.
 
     `free_blocks` asks vLLM's pool. `limits` has its scheduler's `max_num_batched_tokens` and `max_num_seqs`.
     """
 
-    def __init__(self, tables: GroupTables, limits: Any) -> None:
+    def __init__(self, tables: GroupTables, limits: Any, kept: KeptBlocks) -> None:
         self.free_blocks: Callable[[], int] | None = None
         self._tables = tables
         self._limits = limits
         self._tokens: dict[str, int] = {}  # prompts of all requests that are not over
         self._queue: dict[str, int] = {}  # prompts of those without blocks
-        self._held: dict[str, int] = {}  # request -> blocks
+        self._kept = kept
         self._is_tight = False
         self._asked_at = self._eased_at = float("-inf")
-
-    def __str__(self) -> str:
-        return f"{len(self._held)} prompts hold {sum(self._held.values())} blocks for others to fetch"
 
     def came(self, request_id: str, tokens: int) -> None:
         self._tokens[request_id] = self._queue[request_id] = tokens
@@ -50,16 +48,9 @@ class Pressure:
         self._tokens.pop(request_id, None)
         self._queue.pop(request_id, None)
 
-    def held(self, request_id: str, blocks: int) -> None:
-        """The request is over, but its blocks stay until they are released."""
-        self._held[request_id] = blocks
-
-    def freed(self, request_id: str) -> None:
-        self._held.pop(request_id, None)
-
     def should_wait(self, now: float) -> bool:
         """Whether a running request that gets no block should wait: for EASES_WITHIN_S, at most every EASE_PAUSE_S."""
-        if not self._held:
+        if not self._kept:
             return False
         self._is_tight = True
         if now - self._eased_at > EASE_PAUSE_S:
@@ -69,7 +60,7 @@ class Pressure:
     def short_of(self, now: float) -> int:
         """How many blocks to ask the agents for in this step; 0 if enough are free, or they were asked just now."""
         is_tight, self._is_tight = self._is_tight, False
-        if not self._held or self.free_blocks is None or now - self._asked_at < RECLAIM_AGAIN_S:
+        if not self._kept or self.free_blocks is None or now - self._asked_at < RECLAIM_AGAIN_S:
             return 0
         short = self._needed() + is_tight - self.free_blocks()
         if short <= 0:

@@ -40,7 +40,7 @@ from ..engine.numbers import numbers
 from ..engine.prompts import call, is_in, rendezvous
 from ..engine.traces import traceparent
 from ..engine.weights import UNNAMED, weights_name
-from .block_tables import NULL_BLOCK, GroupTables
+from .block_tables import GroupTables
 from .kept_blocks import KeptBlocks
 from .options import VLLMOptions
 from .params import WEIGHTS, Remote, read_remote, read_room
@@ -197,7 +197,7 @@ class SchedulerSide:
         # With several draft modules, rows of the last tokens come from guesses; windows begin where one token is left.
         ahead = getattr(config, "num_prefill_lookahead_tokens", 0)
         self._last_tokens = 1 if self._tables.has_windows else max(1, ahead)
-        self._pressure = Pressure(self._tables, config.scheduler_config)
+        self._pressure = Pressure(self._tables, config.scheduler_config, self.held)
         self._warned_at = float("-inf")
         self._known_ids: deque[str] = deque(maxlen=IDS_KNOWN)
         self._step = ConnectorStep()
@@ -602,7 +602,6 @@ class SchedulerSide:
             return False, params
         self._step.held[sending.number] = request_id
         self.held.hold(request_id, block_ids)
-        self._pressure.held(request_id, sum(len(table) - table.count(NULL_BLOCK) for table in sending.tables))
         if not (request.status in PREFILLED and sending.is_whole):
             # Blocks stay even now: the agent may read them until it answers the withdrawal.
             self._step.before.append(Withdraw(number=sending.number, reason=request.status.name.lower()))
@@ -672,7 +671,7 @@ class SchedulerSide:
         self._step.before.append(Reclaim(blocks=short))
         if now - self._warned_at >= SHORT_WARN_S:
             self._warned_at = now
-            log.warning("short of %d blocks: %s; those that nobody asked for are released", short, self._pressure)
+            log.warning("short of %d blocks: %s; those that nobody asked for are released", short, self.held)
 
     def _follow(self, output: SchedulerOutput) -> None:
         """Track the blocks of the requests that we offer, from what the workers are told (0.26 has no other way)."""
@@ -747,7 +746,6 @@ class SchedulerSide:
         for request_id in output.finished_recving or ():
             self._awaited.pop(request_id, None)
         for request_id in output.finished_sending or ():
-            self._pressure.freed(request_id)
             self.held.free(request_id)
         said = output.kv_connector_worker_meta
         if isinstance(said, AgentAddresses):

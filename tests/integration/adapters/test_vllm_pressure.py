@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
+from kvbridge.adapters.vllm.kept_blocks import KeptBlocks
 from kvbridge.adapters.vllm.pressure import EASE_PAUSE_S, EASES_WITHIN_S, RECLAIM_AGAIN_S, Pressure
 
 pytestmark = pytest.mark.proves("G17")
@@ -20,9 +21,9 @@ def limits(at_once: int = 16) -> SimpleNamespace:
 
 def pressure(free: int, at_once: int = 16) -> Pressure:
     """What is done and not fetched holds blocks."""
-    made = Pressure(TABLES, limits(at_once))
+    made = Pressure(TABLES, limits(at_once), kept := KeptBlocks())
     made.free_blocks = lambda: free
-    made.held("done", 10)
+    kept.hold("done", range(1, 11))
     return made
 
 
@@ -71,16 +72,16 @@ def test_asks_again_only_after_an_answer_could_have_come() -> None:
 
 def test_what_is_freed_is_not_asked_for() -> None:
     short = pressure(free=0)
-    short.freed("done")
+    short._kept.free("done")
     short.came("a", 16)
     assert short.short_of(1.0) == 0
 
 
 def test_a_running_request_waits_a_moment_and_is_preempted_then() -> None:
     short = pressure(free=0)
-    short.freed("done")
+    short._kept.free("done")
     assert not short.should_wait(1.0)  # nothing is held: nothing will come
-    short.held("done", 10)
+    short._kept.hold("done", range(1, 11))
     assert short.should_wait(1.0)
     assert short.short_of(1.0) == 1
     assert short.should_wait(1.0 + EASES_WITHIN_S / 2)

@@ -276,7 +276,7 @@ class World:
         assert all(block.ref_cnt == 0 for block in scheduler.kv_cache_manager.block_pool.blocks if not block.is_null)
         ours = self.connector.scheduler
         assert not ours._sending and not ours._receiving and not ours._awaited and not ours._unfetched
-        assert not ours._pressure._tokens and not ours._pressure._queue and not ours._pressure._held
+        assert not ours._pressure._tokens and not ours._pressure._queue and not ours.held
         for worker in self.workers:
             assert not worker.worker._ledger.receives and not worker.worker._ledger.sends
             conversation = worker.worker._conversation
