@@ -13,6 +13,7 @@ from demo.model import LAYERS
 from testing.kept import kept
 from tests.system.engines.kinds import write_sparse
 from tests.system.sglang.fleet import Fleet, assert_idle, prompt
+from tests.system.sglang.halfway import Interrupted, Pair
 from tests.system.sglang.rows import assert_carried
 from tests.system.sglang.server import ServerConfig
 from tests.system.sglang.test_latents import YARN
@@ -52,3 +53,12 @@ def test_prefixes_on_both_sides(sparse: Fleet) -> None:
         tokens = head + prompt(more, seed=4000 + more)
         (answer,) = sparse.crossed("p64", "d64", tokens)
         sparse.assert_same_as_alone(tokens, answer)
+
+
+@pytest.fixture
+def pair(sparse: Fleet) -> Pair:
+    return Pair(sparse, "p64", "d64")
+
+
+class TestInterrupted(Interrupted):
+    pass
