@@ -25,6 +25,8 @@ OTHERS = {
     "p64": ServerConfig("prefill", page_size=64),
     "p64-two": ServerConfig("prefill", page_size=64, tensor_parallel_size=2),
     "d64-two": ServerConfig("decode", page_size=64, tensor_parallel_size=2),
+    "p64-replicas": ServerConfig("prefill", page_size=64, tensor_parallel_size=2, data_parallel_size=2),
+    "d64-replicas": ServerConfig("decode", page_size=64, tensor_parallel_size=2, data_parallel_size=2),
 }
 CHANGES = {"kv_cache_dtype": "bfloat16", "environment": {"KVBRIDGE_TEST_INDEX_KEYS": "1"}}
 write = partial(write_sparse, rope_scaling=YARN, indexer_rope_interleave=True)
@@ -62,3 +64,11 @@ def pair(sparse: Fleet) -> Pair:
 
 class TestInterrupted(Interrupted):
     pass
+
+
+# The last one: replicas of SGLang turn without rest.
+@pytest.mark.parametrize(("sender", "receiver"), [("p64-replicas", "d64"), ("p64", "d64-replicas")])
+def test_every_replica_gives_and_gets_the_index_keys(sparse: Fleet, sender: str, receiver: str) -> None:
+    """Rooms that follow each other go to one replica after the other."""
+    test_every_rank_gets_the_index_keys(sparse, sender, receiver)
+    sparse.kill(sender if receiver == "d64" else receiver)
