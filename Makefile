@@ -29,6 +29,7 @@ ROUTERS = .venv-routers/.ready
 PROMETHEUS = .prometheus/.ready
 PODMONITOR = .podmonitor/.ready
 GRAFANA = .grafana/.ready
+TRITON = .triton/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
 
@@ -67,7 +68,7 @@ SLOWEST = --durations=10 --durations-min=1
 UNMARKED = -m "not vllm and not sglang and not cross and not routers and not install and not systemd and not gpu and not multi_gpu"
 
 unit: $(AGENT)
-	-$(MAKE) --no-print-directory --keep-going $(PROMETHEUS) $(PODMONITOR) $(GRAFANA)
+	-$(MAKE) --no-print-directory --keep-going $(PROMETHEUS) $(PODMONITOR) $(GRAFANA) $(TRITON)
 	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 2 tests/unit
 	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 4 tests/integration tests/system $(ALONE:%=--ignore=%)
 	.venv/bin/python -m pytest $(SLOWEST) $(UNMARKED) -n 2 $(ALONE)
@@ -89,6 +90,11 @@ $(GRAFANA):
 	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(@D) @grafana/schema@13.2.3 typescript@5.9.3
 	cd $(@D) && npm pack --silent @grafana/data@13.2.3 >/dev/null
 	cd $(@D) && tar -xzf grafana-data-*.tgz package/dist/esm/valueFormats/categories.mjs && rm grafana-data-*.tgz
+	touch $@
+
+# The oldest Triton of pyproject.toml, not installed: its compiler refuses what newer ones take. For the test of kernels.
+$(TRITON): $(AGENT)
+	.venv/bin/$(PIP) install --no-deps --target $(@D) triton==$$(sed -n 's/.*"triton>=\([0-9.]*\).*/\1/p' pyproject.toml)
 	touch $@
 
 fuzz: $(AGENT)
@@ -169,5 +175,5 @@ $(ROUTERS): constraints-routers.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-routers .prometheus .podmonitor .grafana .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-vllm .venv-sglang .venv-routers .prometheus .podmonitor .grafana .triton .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

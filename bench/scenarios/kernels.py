@@ -116,8 +116,8 @@ def one_block(room: torch.Tensor, case: Case) -> dict[str, float]:
     """For a chunk of one block: the time that the call takes its thread, and the time until the slot is filled."""
     from kvbridge_kernels.launch import move
 
-    segments = chunk(case, 2 * LAYERS * BLOCK * HEADS * WIDTH * DTYPES[case.memory].itemsize, room[: 1 << 30])
-    span = Span(room[1 << 30 :].data_ptr(), segments[-1].slot_end)
+    segments = chunk(case, 2 * LAYERS * BLOCK * HEADS * WIDTH * DTYPES[case.memory].itemsize, room[: room.numel() // 2])
+    span = Span(room[room.numel() // 2 :].data_ptr(), segments[-1].slot_end)
     sums, work = torch.zeros(1, dtype=torch.int64, device=room.device), Work(room.device)
     prepared, found = Prepared(segments, None, span.size_bytes), {}
     places = prepared.memories[0].places

@@ -58,7 +58,7 @@ def cast(
     values = stored.to(OLD, bitcast=True).to(tl.float32)
     table = scales.to(tl.pointer_type(tl.float32)) + plane.to(tl.int64) * heads
     if END.multiply == "own":
-        values *= _read_scale(own, m_row, END.scale)[:, None]
+        values *= _read_scale(own, m_row, END)[:, None]
     elif END.multiply:
         values *= tl.load(table + i_head)[:, None]
     if END.rotate != 0.0:
@@ -72,7 +72,7 @@ def cast(
         inverse = tl.load(table + planes * heads + i_head)
         values = _divide(values, tl.load(table + i_head)[:, None], inverse[:, None], OLD)
     if END.divide == "own":
-        scale = _row_scale(values, NEW, END.scale)
+        scale = _row_scale(values, NEW, END)
         stored = scale.to(tl.int32, bitcast=True)
         if END.scale == "ue8m0_x4":
             stored = (stored >> 23) * FOUR_TIMES
@@ -82,24 +82,24 @@ def cast(
 
 
 @triton.jit
-def _read_scale(own, m_row, SCALE: tl.constexpr):
+def _read_scale(own, m_row, END: tl.constexpr):
     """fp32 [R]: the scales of rows."""
     stored = tl.load(own.to(tl.pointer_type(tl.int32)), mask=m_row, other=0)
-    if SCALE == "ue8m0_x4":
+    if END.scale == "ue8m0_x4":
         stored = (stored & 0xFF) << 23
     return stored.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _row_scale(values, NEW: tl.constexpr, SCALE: tl.constexpr):
+def _row_scale(values, NEW: tl.constexpr, END: tl.constexpr):
     """fp32 [R]: for each row, the smallest scale of its form with which NEW can hold the row's largest number."""
     largest = tl.max(tl.where(values != values, 0.0, tl.abs(values)), axis=1)
     largest = tl.minimum(largest, MOST_IN_ROW)
     most: tl.constexpr = LARGEST_INT8 if NEW == tl.int8 else LARGEST_E4M3
-    if SCALE != "fp32":
+    if END.scale != "fp32":
         largest = tl.maximum(largest, LEAST_IN_ROW)
     scale = tl.math.div_rn(largest, tl.zeros_like(largest) + most)
-    if SCALE == "fp32":
+    if END.scale == "fp32":
         return tl.maximum(scale, SMALLEST_SCALE)
     else:
         return ((scale.to(tl.int32, bitcast=True) + MANTISSA) & ~MANTISSA).to(tl.float32, bitcast=True)

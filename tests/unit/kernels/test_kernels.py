@@ -38,8 +38,20 @@ INTERPRETED_S = 1800.0  # half a minute alone; beside fifteen others that comput
 )
 def test_kernels_are_interpreted_as_their_twins_and_compiled(script: str, interprets: str, least: int) -> None:
     pytest.importorskip("triton")
+    run_with_triton(script, least, TRITON_INTERPRET=interprets)
+
+
+@pytest.mark.timeout(INTERPRETED_S + 20)
+def test_the_oldest_triton_compiles_them() -> None:
+    oldest = ROOT / ".triton"
+    if not (oldest / ".ready").exists():
+        pytest.skip("make .triton/.ready")
+    run_with_triton("compiled.py", 15, TRITON_INTERPRET="0", PYTHONPATH=str(oldest))
+
+
+def run_with_triton(script: str, least: int, **environment: str) -> None:
     command = [sys.executable, "-m", "pytest", "--tb=short", str(HERE / script)]
-    environment = {**os.environ, "TRITON_INTERPRET": interprets, "PYTHONWARNINGS": "ignore::RuntimeWarning"}
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore::RuntimeWarning", **environment}
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=INTERPRETED_S)
     passed = re.search(r"(\d+) passed", found.stdout)
     assert found.returncode == 0 and passed and int(passed[1]) >= least, found.stdout[-4000:] + found.stderr[-1000:]
