@@ -205,8 +205,8 @@ class Metrics:
 
     def see(self, event: Any, role: Role, at: float) -> None:
         match event:
-            case StageReached(transfer=transfer, stage="computed") | BlockTables(transfer=transfer):
-                if role == "sender":
+            case StageReached(transfer=transfer, stage="computed") | BlockTables(transfer=transfer, blocks=(_, *_)):
+                if role == "sender":  # an answer without blocks only renews a lease
                     self._computed(transfer, at)
             case Carried(session=session, chunks=chunks, size_bytes=size_bytes):
                 self._chunks_of(role).inc(chunks)

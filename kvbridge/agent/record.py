@@ -180,7 +180,9 @@ class Record:
         record.is_over = True
         names = RequestRecord(self._role, record.request, transfers=record.transfers, is_over=True)
         self._of_number[number] = names
-        self._of_transfer.update(dict.fromkeys(record.transfers, names))
+        for transfer in record.transfers:
+            if transfer in self._of_transfer:  # else it was forgotten: nothing would ever remove it again
+                self._of_transfer[transfer] = names
         for see in self._views.get(RequestRecord, ()):
             see(record, self._role, at)
 

@@ -197,6 +197,16 @@ def test_a_request_that_is_claimed_again_and_again_keeps_the_last_transfers_only
     ]
 
 
+def test_what_was_forgotten_of_an_open_request_is_not_kept_once_it_has_ended() -> None:
+    made = Record("sender", Journal(), lambda: 1.0, most=4)
+    for number in range(40):
+        made.note(offer(number, f"r{number}"))
+        for other in range(8):
+            made.note(Met(f"t{number}-{other}", number, 0, 0))
+        made.note(Released(number=number, request=f"r{number}"))
+    assert len(made._of_transfer) == 4
+
+
 def test_no_line_names_a_request_or_a_transfer_by_hand_without_the_other() -> None:
     """The record adds both. Where it is out of reach, on the data plane's thread, a line has both in its text."""
     found = []

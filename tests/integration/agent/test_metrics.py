@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Offer, Released, Want
+from kvbridge_proto.peer import BlockTables, Settled
 from msgspec.structs import replace
 
 from demo.processes import free_port
@@ -172,6 +174,14 @@ def test_a_prefill_does_not_count_as_a_slow_transfer(route: str, chunks: int, be
     bench.done("r")
     wait_for(lambda: summed(place, "kvbridge_carry_seconds_count") == 1, 20)
     assert 0 < summed(place, "kvbridge_carry_seconds_sum") < PREFILL_S / 2
+
+
+def test_a_renewed_lease_does_not_make_a_transfer_look_quicker() -> None:
+    metrics = Metrics()
+    for at, blocks in ((1.0, (Blocks(0, 0, (7,)),)), (2.0, ())):
+        metrics.see(BlockTables(transfer="t", tokens=16, is_last=True, renewal=0, blocks=blocks), "sender", at)
+    metrics.see(Settled(transfer="t"), "sender", 2.5)
+    assert metrics.registry.get_sample_value("kvbridge_carry_seconds_sum") == 1.5
 
 
 def summed(place: str, name: str) -> float:
