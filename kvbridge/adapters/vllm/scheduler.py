@@ -232,8 +232,11 @@ class SchedulerSide:
 
     @property
     def has_messages(self) -> bool:
-        """Whether a step is due only to tell the workers something. One step clears it, so vLLM does not spin on it."""
-        return bool(self._step.before)
+        """Whether a step is due only to tell the workers something. One step clears it, so vLLM does not spin on it.
+
+        A paused vLLM makes no step for requests that queue, whose offers must be held nevertheless.
+        """
+        return bool(self._step.before) or any(request_id in self._receiving for request_id in self._came)
 
     # Free blocks:
 

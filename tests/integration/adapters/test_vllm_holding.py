@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvbridge_proto.engine import Expect, Offer, Reclaim, Released, Want
+from vllm.v1.core.sched.interface import PauseState
 
 from kvbridge.adapters.vllm import pressure
 from tests.integration.adapters.fake_agent import FakeAgent
@@ -75,6 +76,17 @@ def test_a_request_that_queues_says_what_it_will_want(world: World, agent: FakeA
     world.step()
     want = agent.one(Want)
     assert (want.number, want.rendezvous, want.end_token) == (expected.number, expected.rendezvous, 0), "it ends it"
+
+
+def test_a_request_that_queues_in_a_paused_engine_says_what_it_will_want(world: World, agent: FakeAgent) -> None:
+    """vLLM makes steps then only if it is asked for one."""
+    world.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    world.decode(60)
+    assert world.run() == []
+    expected = agent.one(Expect)
+    world.scheduler.set_pause_state(PauseState.UNPAUSED)
+    world.steps(2)
+    assert agent.one(Want).number == expected.number
 
 
 def test_a_request_that_does_not_queue_says_only_what_it_wants(world: World, agent: FakeAgent) -> None:
