@@ -41,12 +41,11 @@ class CurrentEngine:
         self._clock = clock
 
     def change(self, attachment: Attachment | None) -> None:
-        """This one is attached from now on, or none."""
+        """This one is attached from now on, or none. Another thread sees one or the other, and nothing between."""
         self.attachment = attachment
-        self.engine = self.memory = self.connection = None
-        if attachment is not None:
-            self.engine, self.memory = attachment.engine, attachment.memory
-            self.connection = attachment.connection
+        self.engine = None if attachment is None else attachment.engine
+        self.memory = None if attachment is None else attachment.memory
+        self.connection = None if attachment is None else attachment.connection
 
     def hang_up(self) -> None:
         """The engine is leaving: send it nothing more. Its memory stays for moves under way."""

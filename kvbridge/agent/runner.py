@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvbridge_proto.engine import Failed, ToEngine
@@ -33,13 +33,14 @@ class Runner:
         self._clock = clock
 
     def _do(
-        self, actions: Sequence[Action], events: Iterable[Event] = (), heard_at: float | None = None, peer: str = ""
+        self, actions: Iterable[Action], events: Iterable[Event] = (), heard_at: float | None = None, peer: str = ""
     ) -> None:
         """Carry these out; then record the `events` that they follow from, and what was done: somebody waits for them.
 
         `peer` is who sent the events. If an action fails, those before it are recorded, and its error is raised.
         """
-        at, done = self._clock(), 0  # what is sent now may be recorded by the other agent before we record it
+        at = self._clock()  # what is sent now may be recorded by the other agent before we record it
+        done: list[Action] = []
         try:
             for action in actions:
                 match action:
@@ -56,12 +57,12 @@ class Runner:
                         self._act(action)
                     case Order():
                         self._data_plane.give(action, self._current.memory)
-                done += 1
+                done.append(action)
         finally:
             note = self._record.note
             for event in events:
                 note(event, at if heard_at is None else heard_at, peer)
-            for action in actions[:done]:
+            for action in done:
                 match action:
                     case Send(peer=receiver, body=body, number=number):
                         note(body, at, receiver, number)

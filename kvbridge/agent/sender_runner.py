@@ -8,7 +8,7 @@ file and runner.py do it. "A pull, function by function" in docs/architecture.md
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvbridge_proto.engine import NoOffer, Offer, Released, ToEngine, Withdraw
 from kvbridge_proto.peer import (
@@ -200,12 +200,14 @@ class SenderRunner(Runner):
     # Doing (runner.py):
 
     def _do(
-        self, actions: Sequence[Action], events: Iterable[Event] = (), heard_at: float | None = None, peer: str = ""
+        self, actions: Iterable[Action], events: Iterable[Event] = (), heard_at: float | None = None, peer: str = ""
     ) -> None:
-        """Also send the answers that are due then."""
-        if self._sending.is_owing:
-            actions = [*actions, *self._answers()]
-        super()._do(actions, events, heard_at, peer)
+        """Also send the answers that are due then. If an action fails, they stay due."""
+        super()._do(self._with_answers(actions) if self._sending.is_owing else actions, events, heard_at, peer)
+
+    def _with_answers(self, actions: Iterable[Action]) -> Iterator[Action]:
+        yield from actions
+        yield from self._answers()
 
     def _answers(self) -> list[Action]:
         """What receivers may read now, if we have lately read everything that our engine sent."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.engine import Offer, Want
-from kvbridge_proto.peer import Claim
+from kvbridge_proto.engine import Offer, Want, Withdraw
+from kvbridge_proto.peer import Claim, Drained
 
+from kvbridge.agent.current_engine import Attachment, CurrentEngine
+from kvbridge.dataplane.attached import AttachedMemory, EngineLiveness
 from kvbridge.exchange.orders import Broken, SendOrder, StopReceiving
 from kvbridge.loopback.messages import number_of
+from kvbridge.transport.local import LocalConnection
 from tests.integration.agent.player import Whole, Wire, greeting, welcomed
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.world import World
@@ -97,3 +101,38 @@ async def test_what_the_data_plane_reported_is_noted_if_what_follows_from_it_fai
     with pytest.raises(RuntimeError):
         player.receiver.hear([Broken(transfer, "bad_digest", "not what was sent")])
     assert player.noted("r") == {"wanted", "claimed", "broken"}
+
+
+async def test_an_answer_that_is_due_is_sent_later_if_what_comes_before_it_fails(world: World) -> None:
+    """A refusal here. Block tables that were counted as sent would never have been sent again."""
+    player, wire = Unwell(world.senders[0].engine), Wire("D0", "", "D")
+    await player.takes(wire, greeting(world, "D"))
+    player.memory = memory = AttachedMemory(1, cast(Any, None), None, EngineLiveness(0.0))
+    player.now = 1.0
+    session = player.peers.incoming.sessions["D"].session
+    player.sender.from_receiver(session, Claimant().claim(rendezvous="unknown", end_token=16, is_offered=True))
+    player.offer("bad")
+    assert not wire.said(Drained)
+    memory.liveness.heard_at = 2.0
+    with pytest.raises(RuntimeError):
+        player.sender.withdraw(Withdraw(number=number_of("bad"), reason="aborted"))
+    player.sender.tick()
+    assert [said.code for said in wire.said(Drained)] == ["unknown_offer"]
+
+
+def test_what_is_attached_is_never_missing_while_something_of_it_changes(world: World) -> None:
+    """Metrics ask on another thread whether an engine is attached."""
+    seen = set()
+
+    class Watched(CurrentEngine):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            seen.add((name, value is None))
+
+    engine, connection = world.senders[0].engine, cast(LocalConnection, object())
+    current = Watched(lambda: 0.0)
+    attachment = Attachment(engine, AttachedMemory(engine.epoch, cast(Any, None), None), connection, 1)
+    current.change(attachment)
+    seen.clear()
+    current.change(replace(attachment, version=2))
+    assert seen == {(name, False) for name in ("attachment", "engine", "memory", "connection")}
