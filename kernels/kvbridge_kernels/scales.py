@@ -20,7 +20,7 @@ EXPONENTS = range(-19, 18)
 
 
 class Steps(NamedTuple):
-    """MULTIPLY and DIVIDE of a conversion: see `cast` in codecs.py."""
+    """`multiply` and `divide` of an end's constants: see `cast` in codecs.py."""
 
     multiply: bool = False
     divide: str = ""
@@ -34,16 +34,16 @@ class Scaled(NamedTuple):
 
 
 def scaled(
-    layout: SegmentLayout, casts: Sequence[Cast], planes: int, is_gather: bool, known: dict[object, Steps]
+    layout: SegmentLayout, casts: Sequence[Cast], planes: int, is_read: bool, known: dict[object, Steps]
 ) -> Scaled:
-    """The scales of `planes` planes for one direction of a conversion. The casts' scales have equal shapes.
+    """The scales of `planes` planes for reading or for writing memory. The casts' scales have equal shapes.
 
     `known` caches the steps that were found.
     """
     assert layout.codecs is not None
-    old, new = layout.codecs if is_gather else layout.codecs[::-1]
-    ends = [(c.memory.table, c.wire.table) if is_gather else (c.wire.table, c.memory.table) for c in casts]
-    is_any = is_gather and layout.row_scale is not None  # rows have scales that only the kernel reads
+    old, new = layout.codecs if is_read else layout.codecs[::-1]
+    ends = [(c.memory.table, c.wire.table) if is_read else (c.wire.table, c.memory.table) for c in casts]
+    is_any = is_read and layout.row_scale is not None  # rows have scales that only the kernel reads
     if not ends or ends[0] == (None, None):
         return Scaled(np.empty(0, np.int64), Steps())
     room = np.ones((3 * planes * layout.heads + 1) // 2 * 2, np.float32)

@@ -1,4 +1,4 @@
-"""Every shape that vLLM has given its KV cache, built as vLLM builds it: numbers are where our planes say.
+"""Every shape that vLLM has given its KV cache since 0.26, built as vLLM builds it: numbers are where our planes say.
 
 Needs no engine. Each case repeats how that version allocates (`get_kv_cache_shape`, its stride orders, padding after a
 page, blocks split for the kernel), and how its kernels find K and V.
