@@ -70,10 +70,8 @@ TURN_S = 0.0002  # a scheduler's turn polls every request, but one look at the a
 # at the agent's next message.
 IDLE_REST_S = 0.0005
 REGISTER_S = 1.0  # how soon the bootstrap server hears of a new or moved agent
-REPLICAS_S, BAD_ANSWER_S = (
-    0.02,
-    1.0,
-)  # before a server is asked again for rooms that it did not know, or after a bad answer
+REPLICAS_S = 0.02  # before a server is asked again for rooms that it did not know
+BAD_ANSWER_S = 1.0  # the same, after a bad answer
 RANKS_S = 5.0  # how often we ask for the other ranks' agents once all are known
 EARLY_S = 0.1  # the same, until all are known
 LET_GO_S = 10.0  # how long the server stands still for an agent that does not let go; then the release is refused
