@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from kvbridge_kernels.segment import Span
 from kvbridge_proto.pool import Codec, Step
 
 from kvbridge.device import copier_cpu
@@ -221,6 +224,44 @@ def test_a_pull_keeps_each_list_of_places_with_its_planes() -> None:
         CpuBlockCopier().pull(sender, Moves(ends[0]), pool, Moves(ends[1]))
         gather(pool, ends[1], slots[1])
         assert torch.equal(*slots)
+
+
+def test_a_plan_that_is_used_with_other_memory_moves_what_is_there() -> None:
+    """An engine attached again may have an equal pool, and so the same plan, whose moves are prepared already."""
+    held = build(Shape())
+    copier, moves = CpuBlockCopier(), Moves(moves_of(held))
+    slot = Span((room := torch.zeros(moves.size_bytes, dtype=torch.uint8)).data_ptr(), moves.size_bytes)
+
+    def rows(pool: AttachedPool) -> bytes:
+        copier.gather(pool, moves, slot, "xxh3")
+        return room.numpy().tobytes()
+
+    with attached(held) as (first, one), attached(held) as (second, other), attached(held) as (third, last):
+        for number, region in enumerate((*first.memory, *second.memory, *third.memory)):
+            region[:] = np.random.default_rng(number).integers(0, 256, region.size)
+        found = [rows(pool) for pool in (one, other, last)]
+        assert len(set(found)) == 3
+        for sender, target, expected in ((one, other, 0), (last, other, 2), (last, one, 2)):
+            copier.pull(sender, moves, target, moves)
+            assert rows(target) == found[expected]
+    assert all(moved.failure is None for moved in copier.poll())
+
+
+def test_nothing_is_kept_of_memory_that_is_forgotten() -> None:
+    held = build(Shape())
+    copier, moves = CpuBlockCopier(), Moves(moves_of(held))
+    room = torch.zeros(moves.size_bytes, dtype=torch.uint8)
+    with attached(held) as (_, one), attached(held) as (_, other):
+        copier.gather(one, moves, Span(room.data_ptr(), room.numel()), "xxh3")
+        copier.pull(other, moves, one, moves)
+        with one.hold() as regions:
+            kept = weakref.ref(regions.memories[0])
+        del regions
+        copier.forget(one)
+        one.close()
+        gc.collect()
+        is_kept = kept() is not None  # pytest would print what is kept, which is unmapped
+        assert not is_kept
 
 
 def test_rows_put_by_the_oracle_are_what_is_gathered() -> None:
