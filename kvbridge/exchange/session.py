@@ -112,6 +112,7 @@ def hello(
         address=address,
         serial=serial,
         oldest=oldest,
+        moves_units=True,
     )
 
 
@@ -149,7 +150,7 @@ def answer(greeting: Hello, engine: AttachedEngine | None) -> Session | Refuse:
         digest=digest,
         slot_bytes=min(ours.slot_bytes, theirs.slot_bytes),
         verdict=found,
-        planner=Planner(engine.pool, greeting.pool),
+        planner=Planner(engine.pool, greeting.pool, greeting.moves_units),
     )
 
 
@@ -182,6 +183,7 @@ def welcome(session: Session, engine: AttachedEngine, door: DoorCard | None = No
         machine=engine.site.machine,
         namespaces=engine.site.namespaces,
         process=engine.site.process,
+        moves_units=True,
     )
 
 
@@ -222,7 +224,7 @@ def accept(greeting: Welcome, engine: AttachedEngine, key: str = "") -> Session 
         key=key,
         is_far=_is_far(greeting, site),
         process=greeting.process if _shares_pids(greeting, site) else None,
-        planner=Planner(greeting.pool, engine.pool),
+        planner=Planner(greeting.pool, engine.pool, greeting.moves_units),
     )
 
 

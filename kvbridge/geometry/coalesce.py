@@ -62,16 +62,25 @@ class Run:
 
 
 def coalesce(
-    pairs: Sequence[PlanePair], sender: Pool, receiver: Pool, first_token: int, slot_bytes: int, is_whole: bool = True
+    pairs: Sequence[PlanePair],
+    sender: Pool,
+    receiver: Pool,
+    first_token: int,
+    slot_bytes: int,
+    is_whole: bool = True,
+    moves_units: bool = True,
 ) -> list[PlanePair]:
-    """The same bytes as fewer pairs of longer rows, none longer than a slot. No row spans tokens unless `is_whole`."""
+    """The same bytes as fewer pairs of longer rows, none longer than a slot. No row spans tokens unless `is_whole`.
+
+    Between blocks of different sizes none does unless `moves_units`: older agents move single tokens there.
+    """
     longest = min(LONGEST_BYTES, slot_bytes)
     kept: list[PlanePair] = []
     runs: list[Run] = []
     for pair in pairs:
         ours = sender.groups[pair.sender.group].block_tokens
         theirs = receiver.groups[pair.receiver.group].block_tokens
-        common = gcd(ours, theirs)
+        common = gcd(ours, theirs) if moves_units or ours == theirs else 1
         run = _first_run(pair, common if is_whole and first_token % common == 0 else 1, longest)
         if run is None:
             kept.append(pair)

@@ -193,11 +193,15 @@ NOTHING = PlanTemplate((), (), b"")
 
 
 class Planner:
-    """Makes the plans between two pools. Keeps its templates: requests mostly differ in their tokens only."""
+    """Makes the plans between two pools. Keeps its templates: requests mostly differ in their tokens only.
+
+    `moves_units`: see `coalesce`. Both agents must say the same.
+    """
 
     KEPT_TEMPLATES = 64
 
-    def __init__(self, sender: Pool, receiver: Pool) -> None:
+    def __init__(self, sender: Pool, receiver: Pool, moves_units: bool = True) -> None:
+        self._moves_units = moves_units
         self._sender = align(sender, receiver)
         self._receiver = receiver
         ours, theirs = TokenShard.of(sender.shard), TokenShard.of(receiver.shard)
@@ -263,7 +267,8 @@ class Planner:
             pairs = None
             if group.kind != "state":  # a window does not begin at `first_local`, as coalescing assumes
                 is_whole = self._is_whole and not is_late(group.kind)
-                pairs = fitted(coalesce(rows, self._sender, self._receiver, first_local, usable, is_whole), usable)
+                how = first_local, usable, is_whole, self._moves_units
+                pairs = fitted(coalesce(rows, self._sender, self._receiver, *how), usable)
             pairs = pairs or fitted(rows, usable)
             if pairs is None:
                 widest = max(rows, key=lambda pair: pair.wire.row_bytes)

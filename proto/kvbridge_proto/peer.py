@@ -63,7 +63,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
 
     `address` is how I reached you: one session is enough, whatever addresses you have. `serial` numbers the
     connections that I made: of those at one address the latest counts. I have given up all before `oldest`, except
-    this one.
+    this one. With `moves_units` I plan to move whole units of tokens between blocks of different sizes, if you do too.
     """
 
     versions: VersionRange
@@ -81,6 +81,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     serial: Count = 0
     oldest: Count = 0
     shares_memory: bool = True
+    moves_units: bool = False
 
 
 class Probe(Struct, frozen=True, kw_only=True):
@@ -110,7 +111,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     route `pull` the receiver opens `door` instead, and says Hello again without that route if it cannot. `machine` is
     as in Hello. `namespaces` are the inode numbers of my PID and my IPC namespace, if I can read them: who has neither
     in common with me, and is not written by `direct`, knows that I write through its fabric only. `process` is mine:
-    who shares my PID namespace can see its end, after which I write nothing.
+    who shares my PID namespace can see its end, after which I write nothing. `moves_units` is as in Hello.
     """
 
     version: int
@@ -127,6 +128,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     machine: Annotated[str, Meta(max_length=256)] = ""
     namespaces: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
     process: ProcessCard | None = None
+    moves_units: bool = False
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):

@@ -22,7 +22,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self.verdicts: dict[tuple[int, int], tuple[Verdict, Pool, Pool]] = {}
-        self.planners: dict[tuple[int, int], tuple[KeptPlanner, Pool, Pool]] = {}
+        self.planners: dict[tuple[int, int, bool], tuple[KeptPlanner, Pool, Pool]] = {}
 
     def verdict(self, sender: Pool, receiver: Pool) -> Verdict:
         key = id(sender), id(receiver)
@@ -32,20 +32,20 @@ class _Kept:
             self.verdicts[key] = find_verdict(sender, receiver), sender, receiver
         return self.verdicts[key][0]
 
-    def planner(self, sender: Pool, receiver: Pool) -> KeptPlanner:
-        key = id(sender), id(receiver)
+    def planner(self, sender: Pool, receiver: Pool, moves_units: bool = True) -> KeptPlanner:
+        key = id(sender), id(receiver), moves_units
         if key not in self.planners:
             if len(self.planners) > MOST:
                 self.planners.clear()
-            self.planners[key] = KeptPlanner(sender, receiver), sender, receiver
+            self.planners[key] = KeptPlanner(sender, receiver, moves_units), sender, receiver
         return self.planners[key][0]
 
 
 class KeptPlanner(Planner):
     """Keeps its plans. Has no samples to warm with, because nothing is warmed here."""
 
-    def __init__(self, sender: Pool, receiver: Pool) -> None:
-        super().__init__(sender, receiver)
+    def __init__(self, sender: Pool, receiver: Pool, moves_units: bool = True) -> None:
+        super().__init__(sender, receiver, moves_units)
         self._plans: dict[object, Any] = {}
 
     def plan(self, takes: Any, first_token: int, end_token: int, slot_bytes: int) -> Any:

@@ -29,9 +29,9 @@ that are refused are not carried: the test sees that nothing moves them without 
 TAIL = """
 Several ranks may hold the same rows of a latent. Then each receiver takes them from one of them.
 
-Where both sides keep the tokens of a block alike, whole blocks travel, of the smaller size. So the unused end of a
-request's last block may carry what the sender's block held before. The engine never reads it, and overwrites it as the
-request grows.
+Where both sides keep the tokens of a block alike, they travel in units: as many tokens as divide the blocks of both, a
+whole block if these are equal. So the rows between a request's last token and the end of its unit may carry what the
+sender's block held before. The engine never reads them, and overwrites them as the request grows.
 
 ## Drafts
 

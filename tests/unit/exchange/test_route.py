@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 from kvbridge_proto.peer import DeviceCard, FabricCard
+from msgspec import structs
 
 from kvbridge.exchange.route import Site
-from kvbridge.exchange.session import hello
+from kvbridge.exchange.session import Session, accept, answer, hello, welcome
+from kvbridge.geometry.shard import common
 from kvbridge.routes.choice import candidates
 from tests.unit.exchange.world import World
 
@@ -78,3 +80,17 @@ def test_memory_that_is_not_shared_is_named_by_side_and_option(
     engine = World().receivers[0].engine
     told = Site.of(hello(replace(engine, site=replace(theirs, fabric=engine.site.fabric))))
     assert dict(candidates(ours, told))["pull"] == (f"pull: {reason}" if reason else "")
+
+
+@pytest.mark.parametrize("older", ["none", "sender", "receiver"])
+def test_units_are_moved_if_both_agents_move_them(older: str) -> None:
+    """Blocks of 4 and of 16 tokens. An older agent's greeting does not say it, and it ignores what ours says."""
+    sender, receiver = (each[0].engine for each in (World().senders, World().receivers))
+    asked = structs.replace(hello(receiver), moves_units=older != "receiver")
+    taken = answer(asked, sender)
+    assert isinstance(taken, Session)
+    met = accept(structs.replace(welcome(taken, sender), moves_units=older != "sender"), receiver)
+    assert isinstance(met, Session)
+    takes = common(sender.pool, receiver.pool)
+    units = [each.planner.plan(takes, 0, 32, 1024).pairs[0].unit_tokens for each in (taken, met)]
+    assert units == [1 if older == "receiver" else 4, 1 if older == "sender" else 4]

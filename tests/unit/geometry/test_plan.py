@@ -16,7 +16,7 @@ from kvbridge_proto.peer import Take
 
 from kvbridge.errors import OperatorError, PeerError
 from kvbridge.geometry import group_plan
-from kvbridge.geometry.plan import ALIGN, Part, Plan, plan
+from kvbridge.geometry.plan import ALIGN, Part, Plan, Planner, plan
 from kvbridge.geometry.shard import assign
 from testing.oracle import Shape, block_table, build, describe, table_of
 
@@ -268,3 +268,18 @@ def test_whatever_a_slot_depends_on_changes_the_digest() -> None:
     ]
     assert len({planned.digest for planned in plans}) == len(plans)
     assert plan_between(SHAPE, receiver, range(100)).digest == plans[0].digest
+
+
+@pytest.mark.parametrize(
+    ("layout", "digest"),
+    [("nhd", "559d8cc29357c8554852bb9b265f2931"), ("packed", "5f4d495f7b20efa517eadd3e2b753689")],
+)
+def test_without_units_the_plan_is_that_of_agents_that_move_none(layout: str, digest: str) -> None:
+    """As 89aad16f derives it. Between equal blocks units change nothing."""
+    sender = Shape(layout=layout, layers=4, block_tokens=32, blocks=40)
+    for receiver, is_same in ((sender, True), (replace(sender, block_tokens=64), False)):
+        ours, theirs = describe(sender), describe(receiver)
+        (takes,) = assign([ours], theirs)
+        without, units = (Planner(ours, theirs, moves).plan(takes, 0, 500, 1 << 20).digest for moves in (False, True))
+        assert (without == units) is is_same
+    assert without == digest

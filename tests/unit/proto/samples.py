@@ -230,6 +230,7 @@ BODIES: tuple[Any, ...] = (
         device=peer.DeviceCard(machine="4c4c4544", uuid="GPU-5d2e", payload=TOKEN * 4),
         routes=("nixl", "host"),
         probe_lane=7,
+        moves_units=True,
     ),
     peer.Welcome(
         version=1,
@@ -245,6 +246,7 @@ BODIES: tuple[Any, ...] = (
         machine="4c4c4544",
         namespaces=(4026531836, 4026531839),
         process=peer.ProcessCard(pid=4711, started=8150),
+        moves_units=True,
     ),
     peer.Refuse(code="incompatible", reasons=("key_width: sender 64, receiver 96",)),
     peer.Claim(
