@@ -38,6 +38,7 @@ CPU_PLAIN_INDEX_KEYS_ACROSS = "[CPU](../tests/system/cross/test_plain_index_keys
 CPU_SGLANG_LATENTS = "[CPU](../tests/system/sglang/test_latents.py)"
 CPU_DRAFTS = "[CPU](../tests/system/engines/test_drafts.py)"
 CPU_SGLANG_DRAFTS = "[CPU](../tests/system/sglang/test_drafts.py)"
+CPU_DRAFTS_ACROSS = "[CPU](../tests/system/cross/test_drafts.py)"
 CPU_WINDOWS = "[CPU](../tests/system/engines/test_windows.py)"
 CPU_WINDOWS_ACROSS = "[CPU](../tests/system/cross/test_windows.py)"
 CPU_SGLANG_WINDOWS = "[CPU](../tests/system/sglang/test_windows.py)"
@@ -181,7 +182,7 @@ FAMILIES = (
         "MLA, and the draft's layers",
         LATENT,
         sides=BOTH_DRAFT,
-        on_engines=(f"{GPU_DRAFTS}, {CPU_DRAFTS}", f"{GPU_SGLANG_DRAFTS}, {CPU_SGLANG_DRAFTS}", ""),
+        on_engines=(f"{GPU_DRAFTS}, {CPU_DRAFTS}", f"{GPU_SGLANG_DRAFTS}, {CPU_SGLANG_DRAFTS}", CPU_DRAFTS_ACROSS),
         stopped=13,
     ),
     Family(

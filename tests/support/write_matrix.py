@@ -40,7 +40,8 @@ where they are. Those that only the decode side has get zeros for the prompt's t
 request before it left there. The draft then guesses worse until it has computed rows of its own
 ([how much](benchmarks.md#two-vllm-engines-on-gpus)), and the tokens stay right: the model checks every guess. A draft
 model of another name or shape on the other side is refused, and so is a missing layer of the model itself. Drafts of
-n-grams have no rows.
+n-grams have no rows. Behind a vLLM prefill SGLang's first step has no hidden state to draft from, so of a short answer
+fewer drafts are accepted.
 
 ## Rounding
 

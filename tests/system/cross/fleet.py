@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -48,28 +49,39 @@ class Cross:
     ) -> tuple[Answer, rows.SavedRows, rows.SavedRows]:
         """vLLM prefills, SGLang decodes: the answer, the rows that were given and those that were taken."""
         server = self.sglang[receiver]  # up before anything is held for it
-        room, request = self.room(), self.vllm.name(f"p-{sender}")
-        prefilled = self.vllm[sender].run(request, tokens, 1, vllm.PREFILL | {"bootstrap_room": room})
+        request, body = self.for_sglang(sender, tokens, **more)
         given = self.vllm.rows(sender, request, 0, len(tokens))
         with self._counted(self.sglang, receiver):
-            status, said = server.generate(decode_body(tokens, room, prefilled, **more))
+            status, said = server.generate(body)
         assert status == 200, said
-        return answer_of(said), given, self._kept("decode", receiver, room)
+        return answer_of(said), given, self._kept("decode", receiver, body["bootstrap_room"])
 
     def to_vllm(
         self, sender: str, receiver: str, tokens: list[int]
     ) -> tuple[list[int], int, rows.SavedRows, rows.SavedRows]:
         """SGLang prefills, vLLM decodes, asked at once: the tokens, how many were not computed, both sides' rows."""
-        room, request = self.room(), self.vllm.name(f"d-{receiver}")
+        request = self.vllm.name(f"d-{receiver}")
         self.vllm.start(receiver)
-        begun = self.sglang[sender].begin(prefill_body(tokens, room))
+        begun, params = self.for_vllm(sender, tokens)
         with self._counted(self.vllm, receiver):
-            answer = self.vllm[receiver].run(request, tokens, TOKENS, fetch_params(self.sglang.agents[sender][0], room))
+            answer = self.vllm[receiver].run(request, tokens, TOKENS, params)
         taken = self.vllm.rows(receiver, request, 0, len(tokens) - 1)
         assert begun.getresponse().status == 200
         begun.close()
-        given = self._kept("prefill", sender, room)
+        given = self._kept("prefill", sender, params["bootstrap_room"])
         return list(answer.tokens), answer.cached, given.first(len(tokens) - 1), taken
+
+    def for_sglang(self, sender: str, tokens: list[int], **more: Any) -> tuple[str, dict[str, Any]]:
+        """vLLM prefills: its request's name, and the body for SGLang."""
+        room, request = self.room(), self.vllm.name(f"p-{sender}")
+        prefilled = self.vllm[sender].run(request, tokens, 1, vllm.PREFILL | {"bootstrap_room": room})
+        return request, decode_body(tokens, room, prefilled, **more)
+
+    def for_vllm(self, sender: str, tokens: list[int]) -> tuple[HTTPConnection, dict[str, Any]]:
+        """SGLang begins to prefill: where it will answer, and the parameters for vLLM."""
+        room = self.room()
+        begun = self.sglang[sender].begin(prefill_body(tokens, room))
+        return begun, fetch_params(self.sglang.agents[sender][0], room)
 
     def assert_prefix_stayed(self) -> None:
         """Of the last prompt, which begins as the one before, the receiver was not brought again what it had."""

@@ -40,7 +40,7 @@ def test_vllm_prefills_and_sglang_decodes(sparse: Cross) -> None:
 
 def test_sglang_prefills_and_vllm_decodes(sparse: Cross) -> None:
     for length in LENGTHS:
-        _, cached, given, taken = sparse.to_vllm("p64", "sixteen", prompt(length, seed=5000 + length))
+        _, cached, given, taken = sparse.to_vllm("p64", "sixteen", prompt(length, seed=500 + length))
         assert cached == length - 1
         assert_came(given, "bf16", taken, "fp32")
     assert_idle(sparse.sglang, "p64")
@@ -56,7 +56,7 @@ def test_vllm_prefills_and_sglang_decodes_what_it_rotates(rotated: Cross) -> Non
 
 def test_sglang_prefills_what_it_rotates_and_vllm_decodes(rotated: Cross) -> None:
     for length in LENGTHS:
-        _, cached, given, taken = rotated.to_vllm("p64", "sixteen", prompt(length, seed=5100 + length))
+        _, cached, given, taken = rotated.to_vllm("p64", "sixteen", prompt(length, seed=600 + length))
         assert cached == length - 1
         assert_converted(given, "bf16", taken, "fp32")
     assert_idle(rotated.sglang, "p64")

@@ -10,6 +10,7 @@ import pytest
 from demo.model import LAYERS
 from testing.kept import kept
 from tests.system.cross.fleet import TOKENS, Cross, prompts
+from tests.system.cross.halfway import Interrupted
 from tests.system.engines.kinds import write_plain_sparse
 from tests.system.engines.test_plain_index_keys import CHOOSING, PLUGIN
 from tests.system.sglang.fleet import Answer, assert_idle, assert_same_tokens
@@ -42,6 +43,14 @@ def test_sglang_prefills_and_vllm_decodes(minimax: Cross) -> None:
         assert_same_tokens(minimax.sglang.alone(tokens, TOKENS), Answer(tuple(found), (), 0, None))
     minimax.assert_prefix_stayed()
     assert_idle(minimax.sglang, "p64")
+
+
+class TestInterrupted(Interrupted):
+    to_sglang, to_vllm = ("large", "d128"), ("p64", "large")
+
+    @pytest.fixture
+    def cross(self, minimax: Cross) -> Cross:
+        return minimax
 
 
 def assert_came(given: SavedRows, ours: str, taken: SavedRows, theirs: str) -> None:

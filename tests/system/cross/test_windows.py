@@ -10,6 +10,7 @@ import pytest
 from demo.vllm_rows import LATER
 from testing.kept import kept
 from tests.system.cross.fleet import TOKENS, Cross, prompts
+from tests.system.cross.halfway import Interrupted
 from tests.system.engines.kinds import SEEN, write_alike_halves
 from tests.system.sglang.fleet import Answer, assert_idle, assert_same_tokens
 from tests.system.sglang.rows import SavedRows, assert_windows_carried
@@ -44,6 +45,14 @@ def test_sglang_prefills_and_vllm_decodes(windows: Cross) -> None:
     windows.assert_prefix_stayed()
     assert_idle(windows.sglang, "p32")
     windows.vllm["small"].wait_empty()
+
+
+class TestInterrupted(Interrupted):
+    to_sglang, to_vllm = ("small", "d16"), ("p32", "small")
+
+    @pytest.fixture
+    def cross(self, windows: Cross) -> Cross:
+        return windows
 
 
 def assert_came(given: SavedRows, taken: SavedRows, tokens: int) -> None:

@@ -38,6 +38,7 @@ class Drafting(Fleet):
         method: str,
         *,
         at_once: int = 8,
+        start: Sequence[str] = ("small", "large", "alone"),
         engine_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -47,7 +48,7 @@ class Drafting(Fleet):
         self.more = MORE_FOR_NGRAMS if method == "ngram" else MORE
         self._engine_options = dict(engine_options or {})
         self._drafts = speculative_config(method, folder, model)
-        super().__init__(folder, stack, write=lambda at: at, start=("small", "large", "alone"), **options)
+        super().__init__(folder, stack, write=lambda at: at, start=start, **options)
 
     def _begin(self, name: str) -> EngineProcess:
         drafts = {} if name == PLAIN else {"speculative_config": self._drafts}

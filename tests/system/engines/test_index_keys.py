@@ -9,7 +9,7 @@ import pytest
 from demo.model import LAYERS
 from testing.kept import kept
 from tests.system.engines.fleet import Fleet, prompt
-from tests.system.engines.halfway import about_to_read, go_on, start_agents, travels
+from tests.system.engines.halfway import Interrupted, Pairs
 from tests.system.engines.index_keys import SCALE, WIDTH
 from tests.system.engines.kinds import write_sparse
 from tests.system.sglang.rows import assert_carried
@@ -55,37 +55,7 @@ def test_what_the_receiver_has_in_its_prefix_cache_is_not_fetched_again(sparse: 
     assert_carried(ours, theirs)
 
 
-def test_a_request_that_is_aborted_while_its_rows_travel(sparse: Fleet) -> None:
-    sender, receiver = "sixteen", "two-sixteen"
-    _, wanted = about_to_read(sparse, sender, receiver, prompt(900, seed=100))
-    sparse[receiver].abort(wanted)
-    go_on(sparse, receiver)
-    travels(sparse, sender, receiver, seed=2101)
-
-
-def test_the_receivers_agents_are_killed_while_they_read(sparse: Fleet) -> None:
-    sender, receiver = "sixteen", "two-sixteen"
-    _, wanted = about_to_read(sparse, sender, receiver, prompt(900, seed=102))
-    for each in sparse.agents[receiver]:
-        each.process.kill()
-    answer = sparse[receiver].result(wanted)
-    assert (answer.cached, len(answer.tokens)) == (0, 12), "it is computed where it was to be decoded"
-    start_agents(sparse, receiver)
-    travels(sparse, sender, receiver, seed=2103)
-
-
-def test_the_senders_agents_are_killed_while_it_is_read(sparse: Fleet) -> None:
-    """The receiver counts what it has read under a lease, or computes the prompt; never other rows."""
-    sender, receiver = "two-sixteen", "sixteen"
-    tokens = prompt(900, seed=104)
-    request, wanted = about_to_read(sparse, sender, receiver, tokens)
-    ours = sparse.rows(sender, request, 0, len(tokens) - 1)
-    for each in sparse.agents[sender]:
-        each.process.kill()
-    go_on(sparse, receiver)
-    answer = sparse[receiver].result(wanted)
-    if answer.cached:
-        assert answer.cached == len(tokens) - 1
-        assert_carried(ours, sparse.rows(receiver, wanted, 0, len(tokens) - 1))
-    start_agents(sparse, sender)
-    travels(sparse, sender, receiver, seed=2105)
+class TestInterrupted(Interrupted):
+    @pytest.fixture
+    def pairs(self, sparse: Fleet) -> Pairs:
+        return Pairs(sparse, ("sixteen", "two-sixteen"), ("two-sixteen", "sixteen"))

@@ -15,12 +15,12 @@ from demo.vllm_rows import LATER
 from tests.system.engines.drafts import Drafting
 from tests.system.engines.engine_process import Rows
 from tests.system.engines.fleet import Fleet, prompt
-from tests.system.engines.halfway import about_to_read, go_on, start_agents, travels
+from tests.system.engines.halfway import Interrupted, Pairs
 from tests.system.engines.kinds import WINDOW, write_windowed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-PAIRS = [("large", "two"), ("two", "small")]  # TP 1 to 2 and blocks of 128 to 32 tokens, TP 2 to 1
+PAIRS = (("large", "two"), ("two", "small"))  # TP 1 to 2 and blocks of 128 to 32 tokens, TP 2 to 1
 KINDS = ["windows", "drafts"]
 
 
@@ -72,39 +72,7 @@ def test_prefixes_on_both_sides_are_neither_computed_nor_fetched_again(kind: Kin
     assert kind.fleet.moved_bytes(receiver) - before - first < first / 2
 
 
-def test_a_request_that_is_aborted_while_its_rows_travel(kind: Kind) -> None:
-    sender, receiver = PAIRS[0]
-    _, wanted = about_to_read(kind.fleet, sender, receiver, prompt(900, seed=100))
-    kind.fleet[receiver].abort(wanted)
-    go_on(kind.fleet, receiver)
-    travels(kind.fleet, sender, receiver, 2101, kind.check)
-
-
-def test_the_receivers_agents_are_killed_while_they_read(kind: Kind) -> None:
-    sender, receiver = PAIRS[0]
-    tokens = prompt(900, seed=102)
-    _, wanted = about_to_read(kind.fleet, sender, receiver, tokens)
-    for each in kind.fleet.agents[receiver]:
-        each.process.kill()
-    answer = kind.fleet[receiver].result(wanted)
-    assert answer.cached == 0 and list(answer.tokens) == kind.fleet.alone(tokens, 12)
-    start_agents(kind.fleet, receiver)
-    travels(kind.fleet, sender, receiver, 2103, kind.check)
-
-
-def test_the_senders_agents_are_killed_while_it_is_read(kind: Kind) -> None:
-    """The receiver counts what it has read under a lease, or computes the prompt; never other rows."""
-    sender, receiver = PAIRS[1]
-    tokens = prompt(900, seed=104)
-    request, wanted = about_to_read(kind.fleet, sender, receiver, tokens)
-    ours = kind.fleet.rows(sender, request, 0, len(tokens) - 1)
-    for each in kind.fleet.agents[sender]:
-        each.process.kill()
-    go_on(kind.fleet, receiver)
-    answer = kind.fleet[receiver].result(wanted)
-    assert list(answer.tokens) == kind.fleet.alone(tokens, 12)
-    if answer.cached:
-        assert answer.cached == len(tokens) - 1
-        kind.check(ours, kind.fleet.rows(receiver, wanted, 0, len(tokens) - 1))
-    start_agents(kind.fleet, sender)
-    travels(kind.fleet, sender, receiver, 2105, kind.check)
+class TestInterrupted(Interrupted):
+    @pytest.fixture
+    def pairs(self, kind: Kind) -> Pairs:
+        return Pairs(kind.fleet, *PAIRS, kind.check, is_like_alone=True)

@@ -12,7 +12,7 @@ import pytest
 from demo.model import KV_HEADS, LAYERS
 from testing.kept import kept
 from tests.system.engines.fleet import Fleet, prompt
-from tests.system.engines.halfway import about_to_read, go_on, start_agents, travels
+from tests.system.engines.halfway import Interrupted, Pairs
 from tests.system.engines.kinds import write_plain_sparse
 from tests.system.sglang.rows import assert_carried
 
@@ -61,37 +61,10 @@ def test_what_the_receiver_has_in_its_prefix_cache_is_not_fetched_again(minimax:
     assert_carried(ours, theirs)
 
 
-def test_a_request_that_is_aborted_while_its_rows_travel(minimax: Fleet) -> None:
-    _, wanted = about_to_read(minimax, "large", "two-large", prompt(900, seed=200))
-    minimax["two-large"].abort(wanted)
-    go_on(minimax, "two-large")
-    travels(minimax, "large", "two-large", seed=2201)
-
-
-def test_the_receivers_agents_are_killed_while_they_read(minimax: Fleet) -> None:
-    _, wanted = about_to_read(minimax, "large", "two-large", prompt(900, seed=202))
-    for each in minimax.agents["two-large"]:
-        each.process.kill()
-    answer = minimax["two-large"].result(wanted)
-    assert (answer.cached, len(answer.tokens)) == (0, 12), "it is computed where it was to be decoded"
-    start_agents(minimax, "two-large")
-    travels(minimax, "large", "two-large", seed=2203)
-
-
-def test_the_senders_agents_are_killed_while_it_is_read(minimax: Fleet) -> None:
-    """The receiver counts what it has read under a lease, or computes the prompt; never other rows."""
-    tokens = prompt(900, seed=204)
-    request, wanted = about_to_read(minimax, "two-large", "large", tokens)
-    ours = minimax.rows("two-large", request, 0, len(tokens) - 1)
-    for each in minimax.agents["two-large"]:
-        each.process.kill()
-    go_on(minimax, "large")
-    answer = minimax["large"].result(wanted)
-    if answer.cached:
-        assert answer.cached == len(tokens) - 1
-        assert_carried(ours, minimax.rows("large", wanted, 0, len(tokens) - 1))
-    start_agents(minimax, "two-large")
-    travels(minimax, "two-large", "large", seed=2205)
+class TestInterrupted(Interrupted):
+    @pytest.fixture
+    def pairs(self, minimax: Fleet) -> Pairs:
+        return Pairs(minimax, ("large", "two-large"), ("two-large", "large"))
 
 
 @pytest.mark.parametrize("block_tokens", [128, 256])

@@ -5,6 +5,7 @@ The test's side does not need SGLang. `python` must have it. The server's output
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -91,14 +92,16 @@ class Server(HttpServer):
 
     def generate(self, body: dict[str, Any], timeout_s: float = 90.0) -> tuple[int, Any]:
         """The HTTP status and what came with it."""
-        status, text = self.ask("/generate", body, timeout_s)
-        try:
-            return status, json.loads(text)
-        except ValueError:
-            return status, text
+        return _said(*self.ask("/generate", body, timeout_s))
 
     def begin(self, body: dict[str, Any]) -> http.client.HTTPConnection:
         return self.begun("/generate", body, 90.0)
+
+    def ended(self, begun: http.client.HTTPConnection) -> tuple[int, Any]:
+        """The same of what was begun."""
+        with contextlib.closing(begun):
+            answer = begun.getresponse()
+            return _said(answer.status, answer.read().decode(errors="replace"))
 
     def abort(self, rid: str) -> None:
         assert self.ask("/abort_request", {"rid": rid})[0] == 200
@@ -119,6 +122,13 @@ class Server(HttpServer):
         while any((held := self.held()).values()):
             assert time.monotonic() < end, f"not empty within {timeout_s} s: {held}\n{self.tail()}"
             time.sleep(0.1)
+
+
+def _said(status: int, text: str) -> tuple[int, Any]:
+    try:
+        return status, json.loads(text)
+    except ValueError:
+        return status, text
 
 
 def _device(config: ServerConfig) -> str:

@@ -9,7 +9,7 @@ from testing.kept import kept
 from tests.system.engines.drafts import repetitive
 from tests.system.sglang.drafts import Drafting, per_step
 from tests.system.sglang.fleet import assert_idle, prompt
-from tests.system.sglang.halfway import Pair
+from tests.system.sglang.halfway import Interrupted, Pair
 from tests.system.sglang.rows import assert_carried
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -52,6 +52,10 @@ def test_prefixes_on_both_sides_are_neither_computed_nor_fetched_again(pair: Pai
     row = (LAYERS + 1) * 2 * KV_HEADS * HEAD_WIDTH * 4  # parts, bytes
     moved = (pair.fleet.moved_bytes(pair.receiver) - before) / row
     assert 60 <= moved <= 60 + 2 * 32, f"rows of {moved} tokens"
+
+
+class TestInterrupted(Interrupted):
+    pass
 
 
 def test_without_the_draft_s_rows_the_tokens_are_right_and_fewer_drafts_are_accepted(drafting: Drafting) -> None:
