@@ -200,6 +200,29 @@ def test_other_agents_that_read_on_the_word_of_a_dead_one_are_waited_for(
     assert link.turn() == [Over("the agent is gone")]
 
 
+def test_a_turn_sees_that_a_process_is_gone_whose_socket_is_open(agent: FakeAgent, link: AgentLink) -> None:
+    """As if a child of it held the socket."""
+    attach(link, agent)
+    agent.vanish()
+    assert link.turn() == [Over("the agent is gone")]
+
+
+def test_turns_send_what_an_agent_did_not_read_at_once(agent: FakeAgent, link: AgentLink) -> None:
+    attach(link, agent)
+    message = Directory(ranks=tuple(Rank(tp_rank=i, pp_rank=0, address="tcp://10.0.0.1:7700") for i in range(64)))
+    sent = 0
+    while link.is_all_sent:
+        assert link.send(message)
+        sent += 1
+    while not link.is_all_sent:
+        agent.pump()
+        before = len(agent.heard)
+        assert link.turn() == []
+        agent.pump()
+        assert len(agent.heard) > before or link.is_all_sent
+    assert agent.take(Directory) == [message] * sent
+
+
 @pytest.mark.proves("G8")
 def test_where_a_process_cannot_be_watched_its_end_is_waited_for_by_time(agent: FakeAgent, clock: Clock) -> None:
     """As in another PID namespace on an older kernel, if an operator accepts that."""
