@@ -7,7 +7,7 @@ from itertools import islice, product
 
 import pytest
 from kvbridge_proto.common import Blocks, Rank
-from kvbridge_proto.engine import Failed, Want
+from kvbridge_proto.engine import Abandon, Failed, Want
 from kvbridge_proto.peer import Cancel, Claim, Drained
 
 from kvbridge.agent.outgoing_peers import MOST_NAMES
@@ -84,7 +84,7 @@ async def test_a_name_that_nothing_is_wanted_by_makes_room_for_another(world: Wo
     for number in range(500):
         player.want(f"name-{number}")
         knows(player, f"name-{number}", incarnation)
-        player.receiver.abandon(next(reversed(player.receiving.wants)))
+        player.receiver.abandon(Abandon(number=next(reversed(player.receiving.wants))))
         player.report()
     assert max(player.kept) <= MOST_NAMES and "too_many_names" not in {told.code for told in player.told}
     before = claims(player)
