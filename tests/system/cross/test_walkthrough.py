@@ -14,6 +14,7 @@ from testing.agents import PYTHON
 from tests.support.pages import block, told, why_not
 
 PROMPT_TOKENS, ROW_BYTES = 500, LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 2
+UNIT_TOKENS = 32  # may move as one, the last beyond the prompt's end
 RUN_S = 600  # at most; other work may leave little of the processor
 PAGE = "docs/proxy.md"
 
@@ -30,4 +31,4 @@ def test_the_page_carries_a_prompt_from_one_engine_to_the_other(tmp_path: Path) 
     said = told(script, tmp_path, environments, RUN_S)
     (text,) = re.findall(r'^"text": *"(.+)"$', said, re.MULTILINE)
     (moved,) = re.findall(r'^kvbridge_wire_bytes_total\{role="receiver"\} (\S+)$', said, re.MULTILINE)
-    assert len(set(text.split())) > 6 and float(moved) == (PROMPT_TOKENS - 1) * ROW_BYTES, said
+    assert len(set(text.split())) > 6 and 0 <= float(moved) / ROW_BYTES - (PROMPT_TOKENS - 1) < UNIT_TOKENS, said

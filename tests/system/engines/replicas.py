@@ -21,6 +21,7 @@ from tests.system.sglang.rows import assert_carried, load
 
 REPLICAS, TOKENS = 2, 8
 ROW_BYTES = LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 2  # of a token, in bf16
+UNIT_TOKENS = 64  # may move as one, the last beyond the prompt's end
 PAGE, CPUS, COMMON = "docs/data-parallel.md", "# four ranks on CPUs", "agent()"
 
 
@@ -111,4 +112,5 @@ def assert_spread(said: str, computed: int = 1) -> None:
     assert len(texts) == 12 and sorted(texts[:6]) == sorted(texts[6:]), said
     came = re.findall(r'^kvbridge_wire_bytes_total\{role="receiver"\} (\S+)$', said, re.MULTILINE)
     expected = sum(501 - first - computed for first in range(1, 7)) * ROW_BYTES
-    assert len(came) == REPLICAS and sum(map(float, came)) == expected, said
+    most = expected + 6 * UNIT_TOKENS * ROW_BYTES
+    assert len(came) == REPLICAS and expected <= sum(map(float, came)) < most, said

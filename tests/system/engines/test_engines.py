@@ -71,7 +71,7 @@ def test_chunks_leave_while_the_prompt_is_being_prefilled(fleet: Fleet) -> None:
     tokens = prompt(1500, seed=3)
     room, sender = fleet.name("both"), fleet.agents["small"][0]
     params = fleet.fetched("small", room) | {"tp_size": 1, "pp_size": 1}
-    offers = sender.text().count("offer: ")
+    offers = sender.text().count("offered: ")
     fleet["large"].submit(f"cmpl-{room}-0", tokens, 12, params)
     time.sleep(0.3)
     fleet["small"].submit(f"cmpl-{room}-0", tokens, 1, dict(PREFILL))
@@ -80,8 +80,8 @@ def test_chunks_leave_while_the_prompt_is_being_prefilled(fleet: Fleet) -> None:
     assert_carried(*(fleet.rows(name, f"cmpl-{room}-0", 0, len(tokens) - 1) for name in ("small", "large")))
     assert answer.cached == len(tokens) - 1
     assert list(answer.tokens) == fleet.alone(tokens, 12)
-    lines = [line for line in sender.text().splitlines() if f"rendezvous={room}/" in line and "offer: " in line]
-    assert len(lines) >= 5 and sender.text().count("offer: ") - offers >= 5
+    lines = [line for line in sender.text().splitlines() if f"rendezvous={room}/" in line and "offered: " in line]
+    assert len(lines) >= 5 and sender.text().count("offered: ") - offers >= 5
 
 
 def test_a_prefix_that_the_decode_side_has_does_not_travel(fleet: Fleet) -> None:

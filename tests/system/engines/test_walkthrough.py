@@ -15,6 +15,7 @@ from testing.agents import PYTHON
 from tests.support.pages import ROOT, block, told, why_not
 
 PROMPT_TOKENS, ROW_BYTES = 500, LAYERS * KV_HEADS * 2 * HEAD_WIDTH * 2
+UNIT_TOKENS = 32  # divide both engines' blocks, and may move as one, the last beyond the prompt's end
 RUN_S = 600  # at most: 76 s of processor time, for which other work may leave little
 MARK = "=== next ==="
 
@@ -35,9 +36,10 @@ def test_the_quickstart_carries_a_prompt_through_its_router(tmp_path: Path) -> N
     assert "tcp://127.0.0.1:7701" in start, "status says nothing"
     assert "the agent decode serves at 127.0.0.1:9401" in start
     assert "route pull: " in start and not re.search("^failed", start, re.MULTILINE), f"doctor: {start}"
-    assert moved(start) == (PROMPT_TOKENS - 1) * ROW_BYTES, said
+    assert 0 <= moved(start) / ROW_BYTES - (PROMPT_TOKENS - 1) < UNIT_TOKENS, said
     assert texts(killed) == of_alone[:2] and len(set(of_alone)) > 4, said
-    assert moved(killed) == (PROMPT_TOKENS - 3) * ROW_BYTES, said  # by the new agent: [3, 500] but for the last
+    # By the new agent: [3, 500] but for the last.
+    assert 0 <= moved(killed) / ROW_BYTES - (PROMPT_TOKENS - 3) < UNIT_TOKENS, said
     assert sorted(texts(drained)) == sorted(of_alone[2:]), said
     for agent, event in ("prefill", "offered"), ("decode", "wanted"), ("decode", "done"):
         assert re.search(rf" {agent} +{event} ", drained), f"trace: {drained}"
