@@ -38,6 +38,7 @@ CPU_PLAIN_INDEX_KEYS_ACROSS = "[CPU](../tests/system/cross/test_plain_index_keys
 CPU_SGLANG_LATENTS = "[CPU](../tests/system/sglang/test_latents.py)"
 CPU_DRAFTS = "[CPU](../tests/system/engines/test_drafts.py)"
 CPU_SGLANG_DRAFTS = "[CPU](../tests/system/sglang/test_drafts.py)"
+CPU_LATENTS_ACROSS = "[CPU](../tests/system/cross/test_latents.py)"
 CPU_DRAFTS_ACROSS = "[CPU](../tests/system/cross/test_drafts.py)"
 CPU_WINDOWS = "[CPU](../tests/system/engines/test_windows.py)"
 CPU_WINDOWS_ACROSS = "[CPU](../tests/system/cross/test_windows.py)"
@@ -172,7 +173,7 @@ FAMILIES = (
         latents("deepseek_v3", 61),
         "MLA",
         LATENT,
-        on_engines=(CPU_LATENTS, CPU_SGLANG_LATENTS, ""),
+        on_engines=(CPU_LATENTS, CPU_SGLANG_LATENTS, CPU_LATENTS_ACROSS),
         stopped=25,
     ),
     Family(
