@@ -113,7 +113,7 @@ def layout_of(field: Field, cast: Cast | None) -> SegmentLayout:
 
 def _fold(elements: tuple[Axis, ...], element_bytes: int) -> tuple[int, tuple[Axis, ...]]:
     """How many bytes are contiguous, and the axes outside them."""
-    run, outer = element_bytes, [axis for axis in elements if axis.count > 1]
+    run, outer = element_bytes, list(_steps(elements))
     while outer and outer[-1].stride == run:
         run *= outer.pop().count
     return run, tuple(outer)
