@@ -2,7 +2,7 @@
 
 Load it by its short name (the `vllm.general_plugins` entry point registers it) or by module path: `"kv_connector":
 "KVBridgeConnector", "kv_connector_module_path": "kvbridge.adapters.vllm.connector", "kv_role": "kv_producer"`.
-Written against vLLM 0.32.0 and 0.26.0; options are in `options.VLLMOptions`.
+Runs with vLLM 0.26 to 0.33 (`versions.py`); options are in `options.VLLMOptions`.
 """
 
 from __future__ import annotations

@@ -43,10 +43,10 @@ def describe(
     from vllm import __version__
 
     if getattr(config.model_config, "enable_sleep_mode", False):
-        # Sleep frees the memory and waking maps other memory at the same addresses; no hook tells a connector.
+        # Sleep frees the memory and waking maps other memory at the same addresses. Before 0.33 no connector is told.
         raise OperatorError(
             "sleep_mode_unsupported",
-            "enable_sleep_mode: True, must be off: vLLM does not say when the KV cache goes away",
+            "enable_sleep_mode: True, must be off: kvbridge does not follow a KV cache that goes away",
         )
     check_groups(cache)
     members = members_of(kv_caches, config, cache, shard)

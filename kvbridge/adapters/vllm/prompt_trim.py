@@ -4,7 +4,7 @@ The decode side computes the prompt's last token itself, to have something to sa
 before that token. A layer that keeps all rows still has it once the whole prompt is computed. A layer with a window may
 have given up the window's first block, and a layer with a state has only the state after the last token. So such a
 prompt is computed without its last token, as vLLM's own connectors do for recurrent state (NixlConnector, 0.26 to
-0.32).
+0.33).
 """
 
 from __future__ import annotations

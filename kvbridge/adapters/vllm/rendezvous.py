@@ -1,6 +1,6 @@
 """Where prefill and decode of one request meet: rendezvous ids that both sides derive for themselves. Pure.
 
-vLLM (0.32) turns the `X-Request-Id` that a proxy sends to both engines into `cmpl-<id>-<index>-<8 hex>` or
+vLLM turns the `X-Request-Id` that a proxy sends to both engines into `cmpl-<id>-<index>-<8 hex>` or
 `chatcmpl-<id>-<8 hex>`, with different hex digits on each engine, and puts `<n>_` in front for the n-th of several
 samples. The rendezvous id undoes that. It also holds a digest of all that decides the prompt's KV, which each engine
 computes from its own request: whatever names a client or a proxy gives, two requests meet only if their KV is the same.
@@ -118,7 +118,7 @@ def why_not_carried(request: Any, has_media_hashes: bool = True) -> str:
 def has_media_hashes(config: Any) -> bool:
     """Whether vLLM identifies images, audio and video by their content.
 
-    With neither of its two caches (0.26 to 0.32) it numbers them instead, from one on in each process. Then two
+    With neither of its two caches (0.26 to 0.33) it numbers them instead, from one on in each process. Then two
     engines, or one engine before and after a restart, give the same identifier to different images.
     """
     media = config.model_config.multimodal_config

@@ -14,7 +14,7 @@ from kvbridge_proto.engine import Adopt, Decline, Rescale, Scales
 from kvbridge_proto.pool import Pool
 
 # These read the layer's scale tensors in every forward; on a CPU, where no graph is captured, the floats beside them.
-# Others (FlashInfer's and those for latents, 0.26 to 0.32) multiply the floats into a factor in the first forward and
+# Others (FlashInfer's and those for latents, 0.26 to 0.33) multiply the floats into a factor in the first forward and
 # keep it.
 READ_ALWAYS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 

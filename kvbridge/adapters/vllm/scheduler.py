@@ -416,7 +416,7 @@ class SchedulerSide:
     def _refused(self, request: Request, params: dict[str, Any]) -> None:
         """A call with these params ended before all of it was admitted: nobody will fetch what they name.
 
-        vLLM (0.26 to 0.32) reports that with a request of one token under a name of its own. It does the same when a
+        vLLM (0.26 to 0.33) reports that with a request of one token under a name of its own. It does the same when a
         client hangs up on an admitted call, but then each request of the call has already been handled itself.
         """
         try:
@@ -495,8 +495,8 @@ class SchedulerSide:
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """How much of the prompt to fetch beyond `computed`: all but its last token. None: ask again next step.
 
-        vLLM always computes the last token itself, to have something to sample from (0.32 takes one token off a hit
-        of the whole prompt). Fetching it would rewrite a block that the prefix cache already shares. The draft model's
+        vLLM always computes the last token itself, to have something to sample from (since 0.32 it takes one token
+        off a hit of the whole prompt). Fetching it would rewrite a block that the prefix cache shares. The draft's
         row of that token depends on the next one, which only the decode side has. Where a draft model has several
         modules, each looks one token further, so as many tokens are computed again.
         """

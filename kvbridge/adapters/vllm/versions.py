@@ -1,8 +1,8 @@
-"""What differs between the versions of vLLM that we know, 0.26 to 0.32: the one place that asks which one this is.
+"""What differs between the versions of vLLM that we know, 0.26 to 0.33: the one place that asks which one this is.
 
 It never compares version numbers: it looks whether a name exists. Up to 0.28 a cache may hold all layers in one tensor,
-and a connector is handed just that tensor. Before 0.30 a failed receive can be reported in blocks only. 0.32 lets
-groups stay out of transfers, and lets some caches stay whole on every rank of decode context parallelism.
+and a connector is handed just that tensor. Before 0.30 a failed receive can be reported in blocks only. From
+0.32 on groups may stay out of transfers, and some caches whole on every rank of decode context parallelism.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def interleave_of(parallel: Any) -> int:
 
 
 def replica_of(parallel: Any) -> int:
-    """The number of this replica of data parallelism. 0.32 keeps it there for models without experts too."""
+    """The number of this replica of data parallelism. From 0.32 on it is there for models without experts too."""
     return int(getattr(parallel, "data_parallel_index", None) or parallel.data_parallel_rank)
 
 
 def shard_of(config: VllmConfig) -> Shard:
     """Which rank of its engine this process is. Raises OperatorError for both kinds of context parallelism at once.
 
-    Ranks of prefill context parallelism alone all hold every token (0.26 and 0.32 gather K and V before they write
-    them). Ranks of decode context parallelism alone are neighbours among the tensor-parallel ones. With both, 0.32
+    Ranks of prefill context parallelism alone all hold every token (0.26 to 0.33 gather K and V before they write
+    them). Ranks of decode context parallelism alone are neighbours among the tensor-parallel ones. With both, vLLM
     splits the tokens among prefill ranks too, in another order.
     """
     parallel = config.parallel_config
