@@ -183,6 +183,10 @@ class BlockTable:
         first, end = first_token // unit_tokens, -(-end_token // unit_tokens)
         if units == 1:
             return self.ids[first - self.first_block : end - self.first_block]
+        if units > end - first:  # more than are asked for, and a peer says how many
+            unit = np.arange(first, end)
+            entry_of = unit // units
+            return self.ids[entry_of - self.first_block] * units + (unit - entry_of * units)
         entry, end_entry = first // units, -(-end // units)
         ids = self.ids[entry - self.first_block : end_entry - self.first_block]
         whole: Places = (ids[:, np.newaxis] * units + np.arange(units)).reshape(-1)

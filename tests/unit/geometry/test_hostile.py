@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import pytest
 from kvbridge_proto.codec import BadFrame, decode, encode
-from kvbridge_proto.common import MAX_RANKS, Rank
+from kvbridge_proto.common import MAX_RANKS, Blocks, Rank
 from kvbridge_proto.engine import Directory, ToAgent
 from kvbridge_proto.pool import Group, Pool
 from msgspec.structs import replace
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from kvbridge.geometry.compat import Convertible, Same, check_pool, verdict
 from kvbridge.geometry.plan import Planner
 from kvbridge.geometry.shard import assign
+from kvbridge.geometry.tokens import BlockTable
 from testing.pools import Shape, describe
 
 pytestmark = pytest.mark.proves("G25")
@@ -27,6 +29,18 @@ def test_a_group_of_huge_blocks_costs_no_table_of_states(block_tokens: int, is_s
     assert verdict(ours, theirs) == Same()
     pools = (ours, theirs) if is_sender else (theirs, ours)
     assert Planner(*pools).samples(1 << 20, is_sender) == []
+
+
+def test_a_huge_block_costs_no_more_than_the_tokens_asked_for() -> None:
+    group = Group(kind="full", block_tokens=1 << 24, blocks=4)
+    table = BlockTable.of(group, Blocks(0, 7, (3, 1)))
+    first = 8 * (1 << 24)
+    tracemalloc.start()
+    found = table.places(first - 2, first + 2)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 16
+    tracemalloc.stop()
+    assert found.tolist() == [(4 << 24) - 2, (4 << 24) - 1, 1 << 24, (1 << 24) + 1]
+    assert table.places(first, first + 3, 2).tolist() == [1 << 23, (1 << 23) + 1]
 
 
 def test_layers_that_all_have_other_parts_are_assigned_in_no_time() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,18 @@ def test_place_and_column_offsets_are_those_of_the_field(layout: str, block_toke
     elements = field.row_bytes // field.element_bytes
     columns = segment_layout.columns(field.element_bytes, 1).tolist()
     assert columns == [at(field.elements, element) for element in range(elements)]
+
+
+@pytest.mark.proves("G25")
+def test_a_block_of_many_tokens_costs_no_more_than_the_places_in_it() -> None:
+    tokens, places = (Axis(1 << 12, 1 << 20), Axis(1 << 12, 16)), np.array([0, 5, (1 << 24) - 1, 1 << 24])
+    found = np.empty_like(places)
+    tracemalloc.start()
+    place_offsets(places, 1 << 40, tokens, found)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 16
+    tracemalloc.stop()
+    last = (1 << 12) - 1
+    assert found.tolist() == [0, 5 * 16, last * (1 << 20) + last * 16, 1 << 40]
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
