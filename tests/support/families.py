@@ -31,17 +31,13 @@ CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
 CPU_LATENTS = "[CPU](../tests/system/engines/test_latents.py)"
 CPU_INDEX_KEYS = "[CPU](../tests/system/engines/test_index_keys.py)"
 CPU_SGLANG_INDEX_KEYS = "[CPU](../tests/system/sglang/test_index_keys.py)"
-CPU_INDEX_KEYS_ACROSS = "[CPU](../tests/system/cross/test_index_keys.py)"
 CPU_PLAIN_INDEX_KEYS = "[CPU](../tests/system/engines/test_plain_index_keys.py)"
 CPU_SGLANG_PLAIN_INDEX_KEYS = "[CPU](../tests/system/sglang/test_plain_index_keys.py)"
-CPU_PLAIN_INDEX_KEYS_ACROSS = "[CPU](../tests/system/cross/test_plain_index_keys.py)"
 CPU_SGLANG_LATENTS = "[CPU](../tests/system/sglang/test_latents.py)"
 CPU_DRAFTS = "[CPU](../tests/system/engines/test_drafts.py)"
 CPU_SGLANG_DRAFTS = "[CPU](../tests/system/sglang/test_drafts.py)"
-CPU_LATENTS_ACROSS = "[CPU](../tests/system/cross/test_latents.py)"
 CPU_DRAFTS_ACROSS = "[CPU](../tests/system/cross/test_drafts.py)"
 CPU_WINDOWS = "[CPU](../tests/system/engines/test_windows.py)"
-CPU_WINDOWS_ACROSS = "[CPU](../tests/system/cross/test_windows.py)"
 CPU_SGLANG_WINDOWS = "[CPU](../tests/system/sglang/test_windows.py)"
 
 
@@ -121,7 +117,7 @@ FAMILIES = (
         config("gemma3_text", 62, 32, 16, 128, sliding_window=1024),
         "sliding + full",
         FULL,
-        on_engines=(CPU_WINDOWS, "", ""),
+        on_engines=(CPU_WINDOWS, CPU_ACROSS, CPU_ACROSS),
     ),
     Family(
         "windows",
@@ -132,7 +128,7 @@ FAMILIES = (
         on_engines=(
             f"{GPU_WINDOWS}, {CPU_WINDOWS}",
             f"{GPU_WINDOWS}, {CPU_SGLANG_WINDOWS}",
-            f"{GPU_WINDOWS}, {CPU_WINDOWS_ACROSS}",
+            f"{GPU_WINDOWS}, {CPU_ACROSS}",
         ),
     ),
     Family(
@@ -173,7 +169,7 @@ FAMILIES = (
         latents("deepseek_v3", 61),
         "MLA",
         LATENT,
-        on_engines=(CPU_LATENTS, CPU_SGLANG_LATENTS, CPU_LATENTS_ACROSS),
+        on_engines=(CPU_LATENTS, CPU_SGLANG_LATENTS, CPU_ACROSS),
         stopped=25,
     ),
     Family(
@@ -201,7 +197,7 @@ FAMILIES = (
         latents("glm_moe_dsa", 78, indexer_rope_interleave=True, **INDEX),
         "MLA, index keys",
         "DSATokenToKVPool",
-        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", CPU_SGLANG_INDEX_KEYS, CPU_INDEX_KEYS_ACROSS),
+        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", CPU_SGLANG_INDEX_KEYS, CPU_ACROSS),
         stopped=51,
     ),
     Family(
@@ -210,7 +206,7 @@ FAMILIES = (
         latents("deepseek_v32", 61, **INDEX),
         "MLA, index keys",
         "DSATokenToKVPool",
-        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", CPU_SGLANG_INDEX_KEYS, CPU_INDEX_KEYS_ACROSS),
+        on_engines=(f"{GPU_INDEX_KEYS}, {CPU_INDEX_KEYS}", CPU_SGLANG_INDEX_KEYS, CPU_ACROSS),
     ),
     Family(
         "full attention and index keys",
@@ -221,7 +217,7 @@ FAMILIES = (
         on_engines=(
             f"{GPU_INDEX_KEYS}, {CPU_PLAIN_INDEX_KEYS}",
             CPU_SGLANG_PLAIN_INDEX_KEYS,
-            CPU_PLAIN_INDEX_KEYS_ACROSS,
+            CPU_ACROSS,
         ),
         stopped=96,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from tests.system.sglang import rows
 from tests.system.sglang.fleet import Answer, answer_of
 
 TOKENS = sglang.TOKENS
+SEEDS = itertools.count(1)  # no prompt is used twice
 
 
 class Cross:
@@ -98,10 +100,10 @@ class Cross:
         return rows.load(self.sglang.kept, side, room, self.sglang.configs[name].shards)
 
 
-def prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
     """One of each length, and one that begins as the last of them."""
-    found = [prompt(length, seed=seed + length) for length in lengths]
-    return [*found, found[-1] + prompt(90, seed=seed)]
+    found = [prompt(length, seed=next(SEEDS)) for length in lengths]
+    return [*found, found[-1] + prompt(90, seed=next(SEEDS))]
 
 
 def greedy(tokens: list[int], amount: int) -> dict[str, Any]:

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from testing.kept import Kept
 from testing.waiting import wait_for
-from tests.system.cross.fleet import TOKENS, Cross
+from tests.system.cross.fleet import SEEDS, TOKENS, Cross
 from tests.system.engines.halfway import BACK_S, STANDS, go_on, start_agents, wait_standing
 from tests.system.sglang.fleet import Answer, answer_of, assert_idle, assert_same_tokens, prompt
 from tests.system.sglang.test_faults import failed
 
-SEEDS = itertools.count(820)  # no prompt is used twice
 ends = pytest.mark.parametrize("ends", ["abort", "sender", "receiver"])
 
 
-class Interrupted:
-    """Tests of a module's fixture `cross`. Senders and receivers have one agent each."""
+@dataclass(frozen=True)
+class Pair:
+    """Of engines each way, whose tokens are those of SGLang alone. Each has one agent."""
 
+    cross: Cross
     to_sglang: tuple[str, str]
     to_vllm: tuple[str, str]
 
+
+class Interrupted:
+    """Tests of a module's fixture `pair`."""
+
     @ends
-    def test_rows_are_on_their_way_to_sglang(self, cross: Cross, ends: str) -> None:
+    def test_rows_are_on_their_way_to_sglang(self, pair: Pair, ends: str) -> None:
         """It ends in an error, or as it would have: with what was read under a lease."""
-        sender, receiver = self.to_sglang
+        cross, (sender, receiver) = pair.cross, pair.to_sglang
         cross.vllm.start(sender)
         cross.sglang.start(receiver)
         start_agents(cross.sglang, receiver, STANDS)
@@ -53,9 +58,9 @@ class Interrupted:
         _assert_idle(cross, sender, receiver)
 
     @ends
-    def test_rows_are_on_their_way_to_vllm(self, cross: Cross, ends: str) -> None:
+    def test_rows_are_on_their_way_to_vllm(self, pair: Pair, ends: str) -> None:
         """vLLM computes what does not come."""
-        sender, receiver = self.to_vllm
+        cross, (sender, receiver) = pair.cross, pair.to_vllm
         cross.sglang.start(sender)
         cross.vllm.start(receiver)
         start_agents(cross.vllm, receiver, STANDS)

@@ -231,6 +231,30 @@ def write_gemma4(folder: Path) -> Path:
     return write_weights(folder, shapes, GAINS, 1.0)
 
 
+def write_gemma3(folder: Path) -> Path:
+    """Every second layer sees the last WINDOW tokens, and vLLM keeps no more of it; SGLang keeps all layers alike."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    write_config(
+        folder,
+        architectures=["Gemma3ForCausalLM"],
+        model_type="gemma3_text",
+        layer_types=["full_attention" if layer % 2 else "sliding_attention" for layer in range(LAYERS)],
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=HEAD_WIDTH,
+        hidden_activation="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+        rope_local_base_freq=10000.0,
+        rope_parameters={"sliding_attention": rope, "full_attention": rope},
+    )
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    shapes["model.norm.weight"] = (HIDDEN,)
+    norms = {name: (HIDDEN,) for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
+    norms |= {name: (HEAD_WIDTH,) for name in ("self_attn.q_norm", "self_attn.k_norm")}
+    for layer in range(LAYERS):
+        shapes |= _layer(layer, KV_HEADS, HEAD_WIDTH, HEAD_WIDTH, **norms)
+    return write_weights(folder, shapes, GAINS, 1.0)
+
+
 def write_llama4(folder: Path) -> Path:
     """Llama 4 without experts. Every second layer sees the tokens of its own chunk of CHUNK only."""
     has_chunks = [1 - layer % 2 for layer in range(LAYERS)]

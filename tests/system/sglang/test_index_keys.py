@@ -22,9 +22,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 INDEXED = range(0, LAYERS, 2)
 OTHERS = {
-    "p64": ServerConfig("prefill", page_size=64),
-    "p64-two": ServerConfig("prefill", page_size=64, tensor_parallel_size=2),
-    "d64-two": ServerConfig("decode", page_size=64, tensor_parallel_size=2),
     "p64-replicas": ServerConfig("prefill", page_size=64, tensor_parallel_size=2, data_parallel_size=2),
     "d64-replicas": ServerConfig("decode", page_size=64, tensor_parallel_size=2, data_parallel_size=2),
 }

@@ -15,19 +15,14 @@ from tests.system.engines.kinds import write_plain_sparse
 from tests.system.sglang.fleet import Fleet, assert_idle, prompt
 from tests.system.sglang.halfway import Interrupted, Pair
 from tests.system.sglang.rows import assert_carried
-from tests.system.sglang.server import ServerConfig
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 CHOOSING, WIDTH, FP32 = range(1, LAYERS), 128, 4
-OTHERS = {
-    "p64": ServerConfig("prefill", page_size=64),
-    "d128": ServerConfig("decode", page_size=128),
-}
 # torch.compile, for which a CPU needs a compiler, is off.
 CHANGES = {"environment": {"KVBRIDGE_TEST_INDEX_KEYS": "1", "TORCHDYNAMO_DISABLE": "1"}}
 write = partial(write_plain_sparse, has_images=False)
-minimax = kept(Fleet, write=write, changes=CHANGES, others=OTHERS)
+minimax = kept(Fleet, write=write, changes=CHANGES)
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [("p64", "d128"), ("p64", "d16-two"), ("p16-two", "d128")])
