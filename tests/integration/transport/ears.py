@@ -31,14 +31,14 @@ class Ear:
     def __init__(self, control: Control) -> None:
         self._control = control
 
-    async def next(self, within_s: float = 10.0) -> Event:
+    async def next(self, within_s: float = 60.0) -> Event:
         async with asyncio.timeout(within_s):
             async for event in self._control.events():
                 if not isinstance(event, Reached):
                     return event
         raise AssertionError("the control closed")
 
-    async def hear(self, kind: type[E], within_s: float = 10.0) -> E:
+    async def hear(self, kind: type[E], within_s: float = 60.0) -> E:
         """The next event, which must be of this kind."""
         event = await self.next(within_s)
         assert isinstance(event, kind), event

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ from kvbridge_proto.stream import pack
 
 from kvbridge.errors import PeerError
 from kvbridge.transport import door as doors
-from kvbridge.transport.door import Holder, MemoryDoor, Shared, open_memory
+from kvbridge.transport.door import Holder, MemoryDoor, Shared
 from kvbridge.transport.lock import Lock
 from kvbridge.unix_socket import close_fds
 from testing.proc import descriptors
@@ -33,6 +34,7 @@ from tests.integration.adapters.fake_agent import squatter
 from tests.integration.transport.ends import INCARNATION, NEEDS_ROOT, heard_by, inode, pipes
 
 change = msgspec.structs.replace
+open_memory = partial(doors.open_memory, within_s=60.0)
 RECEIVER = """
 import asyncio, sys
 from kvbridge_proto.codec import decode
@@ -45,6 +47,13 @@ async def main():
         await asyncio.sleep(60)
 asyncio.run(main())
 """
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tests of slow callers are about time: a busy machine makes every caller slow."""
+    monkeypatch.setattr(doors, "CALL_S", 60.0)
+    monkeypatch.setattr(doors, "HAND_OVER_S", 60.0)
 
 
 @contextlib.asynccontextmanager
@@ -89,7 +98,7 @@ async def refused(card: DoorCard) -> str:
 
 
 async def until_held_by(door: MemoryDoor, count: int) -> list[Holder]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(door.holders()) != count:  # noqa: ASYNC110 - the door has no event for it
             await asyncio.sleep(0.001)
     return door.holders()
@@ -101,9 +110,9 @@ def speech(card: DoorCard, **other: object) -> bytes:
 
 
 def caller(door: MemoryDoor) -> socket.socket:
-    """A raw one, that blocks for 5 s at most; read from it in a thread."""
+    """A raw one, that blocks for 60 s at most; read from it in a thread."""
     connected = socket.socket(socket.AF_UNIX)
-    connected.settimeout(5)
+    connected.settimeout(60)
     connected.connect(str(door.path))
     return connected
 
@@ -127,7 +136,7 @@ def receiving(card: DoorCard) -> Iterator[subprocess.Popen[bytes]]:
 
 async def test_hands_over_the_epochs_handles_and_descriptors(path: Path) -> None:
     mine = pipes(200)
-    before = descriptors()
+    before, began = descriptors(), time.monotonic()
     async with opened(path, mine) as door:
         with await open_memory(card_of(door), "decode-0") as handed:
             assert handed.epoch == 3 and handed.handles == shared(3, mine).handles
@@ -136,7 +145,7 @@ async def test_hands_over_the_epochs_handles_and_descriptors(path: Path) -> None
             (holder,) = door.holders()
             assert (holder.pid, holder.uid, holder.agent) == (os.getpid(), os.getuid(), "decode-0")
             assert (holder.session, holder.epoch, holder.over_at) == ("decode-0/1", 3, None)
-            assert 0 <= time.monotonic() - holder.since < 5
+            assert began <= holder.since <= time.monotonic()
         await until_held_by(door, 0)
     assert descriptors() == before
     close_fds(mine)
@@ -333,15 +342,13 @@ async def test_a_mute_caller_and_a_slow_one_are_cut_off(path: Path, monkeypatch:
     monkeypatch.setattr(doors, "CALL_S", 0.2)
     async with opened(path) as door:
         with caller(door) as mute, caller(door) as slow:
-            began = time.monotonic()
             slow.send(speech(card_of(door))[:20])
             assert b"caller_slow" in await heard(mute) and b"caller_slow" in await heard(slow)
-            assert await heard(mute) == b"" == await heard(slow) and time.monotonic() - began < 4
+            assert await heard(mute) == b"" == await heard(slow)
         assert door.open == set() and door.holders() == []
 
 
 async def test_a_caller_that_does_not_take_the_handles_is_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "HAND_OVER_S", 1.5)
     before = descriptors()
     async with opened(path) as door:
         many = Handle(region=0, kind="cuda_ipc", device="GPU-1", payload=b"h" * 4096)
@@ -351,6 +358,11 @@ async def test_a_caller_that_does_not_take_the_handles_is_cut_off(path: Path, mo
             await until_held_by(door, 1)
             with await open_memory(card_of(door, "s2"), "decode-0") as handed:  # others go on meanwhile
                 assert len(handed.handles) == 1000
+        await until_held_by(door, 0)
+        monkeypatch.setattr(doors, "HAND_OVER_S", 0.2)
+        with caller(door) as raw:
+            raw.send(speech(card_of(door)))
+            await until_held_by(door, 1)
             await until_held_by(door, 0)
             assert door.open == set()
     assert descriptors() == before
@@ -409,10 +421,7 @@ async def test_a_holder_that_goes_on_talking_is_cut_off(door: MemoryDoor) -> Non
 
 
 @pytest.mark.proves("T33")
-async def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doors, "CALL_S", 3.0)  # longer than all of them take to call
+async def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(path: Path) -> None:
     async with opened(path) as door:
         handed = await open_memory(card_of(door), "decode-0")
         callers, turned_away = [], 0
@@ -421,6 +430,8 @@ async def test_a_flood_of_callers_is_bounded_and_leaves_holders_alone(
             await asyncio.sleep(0.001)
             assert len(door.open) <= doors.MAX_CALLERS + 2
         for each in callers:
+            with contextlib.suppress(OSError):  # it was turned away, and the other end is closed
+                each.shutdown(socket.SHUT_WR)
             turned_away += b"too_many_connections" in await heard(each)
             each.close()
         assert turned_away >= 2 * doors.MAX_CALLERS and len(door.holders()) == 1

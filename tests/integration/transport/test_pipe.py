@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from kvbridge.transport.control import Control
 from kvbridge.transport.door import open_memory
 from kvbridge.transport.events import Arrived, Lost, Rejected, Settings
 from kvbridge.transport.link import Link
-from kvbridge.transport.sockets import Port
+from kvbridge.transport.sockets import DRAIN_MESSAGES, Port
 from tests.integration.transport.ears import Ear, cancel, two
 from tests.integration.transport.test_door import card_of, opened
 
@@ -44,13 +44,14 @@ async def joined(settings: Settings | None = None, is_piped: bool = False) -> As
         if is_piped:
             link.carry_by(theirs)
             dialled.carry_by(ours)
-            await until_by_pipe(link)
+            await until(lambda: link.sends_by_pipe)
         yield dialled, receiver_ear, link, sender_ear, ours, theirs
 
 
-async def until_by_pipe(link: Link) -> None:
-    async with asyncio.timeout(5):
-        while not link.sends_by_pipe:  # noqa: ASYNC110 - a link has no event for it
+async def until(holds: Callable[[], object]) -> None:
+    """A link has no event for what is waited for."""
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
@@ -79,7 +80,7 @@ async def test_what_is_said_while_the_pipe_comes_keeps_its_order(before: int, is
         there = [await sender_ear.hear(Arrived) for _ in range(count)]
         back = [await receiver_ear.hear(Arrived) for _ in range(count)]
         assert named(there) == named(back) == [f"{number}" for number in range(count)]
-        await until_by_pipe(link)
+        await until(lambda: link.sends_by_pipe)
         assert dialled.sends_by_pipe and not link.outbox and not dialled.outbox
 
 
@@ -99,14 +100,14 @@ async def test_who_was_called_speaks_by_a_pipe_only_once_the_peer_has_it() -> No
         link.send(Drained(transfer="a"))
         assert named([await receiver_ear.hear(Arrived)]) == ["a"]
         ours.close()  # the peer did not take it
-        await asyncio.sleep(0.05)
-        assert not link.is_lost and link.pipe is None
+        await until(lambda: link.pipe is None)
+        assert not link.is_lost
         dialled.send(cancel("b"))
         assert named([await sender_ear.hear(Arrived)]) == ["b"]
         other, another = socket.socketpair()  # so it may be given another one
         link.carry_by(another)
         dialled.carry_by(other)
-        await until_by_pipe(link)
+        await until(lambda: link.sends_by_pipe)
 
 
 @pytest.mark.parametrize("who", ["dialled", "accepted"])
@@ -151,8 +152,7 @@ async def test_what_is_no_envelope_costs_the_link_or_the_pipe_and_nobody_else(wh
         event = await sender_ear.hear(Rejected if not code else Lost)
         assert not code or event.code == code
         if not code:  # nothing was heard by it: the link goes on without
-            await asyncio.sleep(0.05)
-            assert link.pipe is None
+            await until(lambda: link.pipe is None)
             dialled.send(cancel("on"))
             assert named([await sender_ear.hear(Arrived)]) == ["on"]
         ours.close()
@@ -179,7 +179,7 @@ async def test_a_number_that_never_comes_ends_the_link_though_pings_do() -> None
             for number in itertools.count(dialled._sent + 1)
         )
         began = time.monotonic()
-        while not link.is_lost and time.monotonic() - began < 5:
+        while not link.is_lost and time.monotonic() - began < 60:
             ours.sendall(framed(encode(next(pings))))
             await asyncio.sleep(0.05)
         await sender_ear.loses("peer_silent")
@@ -212,29 +212,25 @@ async def test_what_came_early_is_bounded_by_its_bytes() -> None:
         ours.close()
 
 
-async def longest_turn(seconds: float) -> float:
-    """How long the loop did not come round, at the longest."""
-    longest, ends = 0.0, time.monotonic() + seconds
-    while (before := time.monotonic()) < ends:
-        await asyncio.sleep(0.005)
-        longest = max(longest, time.monotonic() - before)
-    return longest
-
-
 async def test_a_flood_by_the_pipe_leaves_the_loop_its_turns() -> None:
     """Of what is no event, so that no backlog slows it. The peer need not even read our pongs."""
     async with joined() as (dialled, _, link, _, ours, theirs):
+        dialled.pinged_at = float("inf")  # it says nothing itself: the numbers would be the same
         link.carry_by(theirs)
+        numbers = range(dialled._sent, dialled._sent + 20_000)
         pings = b"".join(
             framed(encode(Envelope(version=1, sender="receiver", receiver="", number=number, body=Ping(number=0))))
-            for number in range(dialled._sent, dialled._sent + 200_000)
+            for number in numbers
         )
         flood = threading.Thread(target=_say, args=(ours, pings))
         flood.start()
-        # Without its turns 1.9 s and more (2 cores, 2026-11); beside three other tests up to 0.85 with them.
-        assert (longest := await longest_turn(2.0)) < 1.3, longest
-        ours.shutdown(socket.SHUT_RDWR)
+        most = 0
+        while (before := link.expected) < numbers.stop and not link.is_lost:
+            await asyncio.sleep(0)
+            most = max(most, link.expected - before)
+        assert most <= DRAIN_MESSAGES and not link.is_lost
         flood.join()
+        ours.close()
 
 
 def _say(to: socket.socket, all_of_it: bytes) -> None:
@@ -249,13 +245,14 @@ async def test_who_gave_a_pipe_cannot_make_its_other_end_block() -> None:
         dialled.carry_by(ours)
         await asyncio.sleep(0.05)
         fcntl.fcntl(kept, fcntl.F_SETFL, fcntl.fcntl(kept, fcntl.F_GETFL) & ~os.O_NONBLOCK)
-        rescue = threading.Timer(1.5, theirs.shutdown, [socket.SHUT_RDWR])  # else for ever
+        rescue = threading.Timer(60.0, theirs.shutdown, [socket.SHUT_RDWR])  # else it would block for ever
         rescue.start()
         theirs.send(b"\0")
-        assert (longest := await longest_turn(1.0)) < 0.5, longest
+        await asyncio.sleep(0.5)
         for number in range(20_000):
             dialled.send(Drained(transfer=f"{number}"))
-        assert (longest := await longest_turn(0.3)) < 0.25, longest
+        await asyncio.sleep(0.3)
+        assert rescue.is_alive()
         rescue.cancel()
         kept.close()
         theirs.close()
@@ -268,8 +265,7 @@ async def test_a_pipe_that_nobody_reads_ends_with_its_link() -> None:
             dialled.send(Drained(transfer=f"{number}"))
         dialled.close()
         assert ear._control._pipes
-        await asyncio.sleep(1.0)
-        assert not ear._control._pipes
+        await until(lambda: not ear._control._pipes)
         theirs.close()
 
 
