@@ -37,7 +37,10 @@ def kept(make: Callable[..., K], **options: Any) -> Callable[..., Iterator[K]]:
 class Kept(Generic[E]):
     """Engines by name, started when first asked for; the one that was longest not asked for makes room."""
 
-    agent_options: Mapping[str, Any] = {"slot_bytes": 1 << 20, "receive_slots": 16, "log_level": "debug"}
+    agent_options: Mapping[str, Any] = {
+        **{"slot_bytes": 1 << 20, "receive_slots": 16, "log_level": "debug"},
+        "connect_s": 30,  # the ranks of an idle engine may leave other processes no processor for seconds
+    }
 
     def __init__(self, folder: Path, stack: ExitStack, most: int, routes: str | None = None) -> None:
         self.folder = folder
@@ -89,6 +92,11 @@ class Kept(Generic[E]):
         ]
         for running in self.agents[name]:
             running.listen = running.address
+
+    def logs(self, lines: int = 40) -> list[tuple[str, str]]:
+        """The end of each agent's and each engine's log."""
+        paths = sorted(self.folder.glob("*.log"))
+        return [(p.name, "\n".join(p.read_text(errors="replace").splitlines()[-lines:])) for p in paths]
 
     def moved_bytes(self, name: str) -> float:
         """How much KV this engine has been brought so far."""

@@ -1,4 +1,7 @@
-"""Runs coroutines, gives PyTorch one thread per process, and makes a skip in CI a failure that is not in MAY_SKIP."""
+"""Runs coroutines, gives PyTorch one thread per process, and shows the logs of real engines whose test fails.
+
+In CI a skip that is not in MAY_SKIP is a failure.
+"""
 
 import os
 import re
@@ -7,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from testing.kept import Kept
 from testing.loops import pytest_pyfunc_call  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests and their agents share the processors; before torch
@@ -36,8 +40,12 @@ def refused(report: Any) -> Any:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    return refused((yield))
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    report = refused((yield))
+    if report.failed:
+        for fleet in [each for each in getattr(item, "funcargs", {}).values() if isinstance(each, Kept)]:
+            report.sections += fleet.logs()
+    return report
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

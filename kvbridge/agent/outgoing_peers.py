@@ -124,7 +124,9 @@ class OutgoingPeers:
         if late_s > LATE_TICK_S:
             self._deadlines.put_off(late_s)
         for address in self._deadlines.due(now):
-            reason = f"connect_s: no Welcome from {address} in {self._connect_s}"
+            dialled = self.sessions.get(address)
+            missing = "no proof of the route to" if dialled is not None and dialled.is_checked else "no Welcome from"
+            reason = f"connect_s: {missing} {address} in {self._connect_s:g} s"
             self._end(address, "peer_unreachable", reason, may_be_dead=True)
         for link in self._resting.due(now):
             if self._of(link) is None and not link.is_lost:

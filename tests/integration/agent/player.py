@@ -92,6 +92,7 @@ class Player:
         self.drained = False
         self.opened_at: list[str] = []
         self.over: list[tuple[str, str]] = []
+        self.reasons: list[str] = []  # of those in `over`
         self.peers = joined(self, self, 0.2)
 
     async def takes(self, wire: Wire, said: Hello) -> None:
@@ -140,6 +141,7 @@ class Player:
 
     def unreachable(self, address: str, code: str, reason: str) -> None:
         self.over.append((address, code))
+        self.reasons.append(reason)
 
     def from_receiver(self, session: Session, body: Any) -> None:
         self.heard.append((session.peer.incarnation, body))

@@ -76,6 +76,26 @@ async def test_what_we_stood_still_for_is_not_counted_against_others(receiver: P
     assert receiver.over == [("P0", "peer_unreachable")]
 
 
+async def test_whose_time_is_over_is_told_whether_the_sender_or_the_proof_was_late(
+    world: World, receiver: Player
+) -> None:
+    receiver.peers.outgoing.reach("silent")
+    receiver.peers.outgoing.reach("slow")
+    proving = asyncio.create_task(
+        receiver.peers._welcome(receiver.wires["slow"], welcomed(world, receiver.wires["slow"]))
+    )
+    await settle()
+    receiver.peers.outgoing.tick(time.monotonic() + 1.0)
+    assert receiver.over == [("silent", "peer_unreachable"), ("slow", "peer_unreachable")]
+    assert receiver.reasons == [
+        "connect_s: no Welcome from silent in 0.2 s",
+        "connect_s: no proof of the route to slow in 0.2 s",
+    ]
+    receiver.may_prove.set()
+    await proving
+    assert not receiver.opened_at
+
+
 async def test_an_engine_that_leaves_gives_all_lanes_back(receiver: Player) -> None:
     for turn in range(3):
         for number in range(PROBE_LANES + 3):
