@@ -1,14 +1,13 @@
 """Every state machine as a table: the next state, by (state, event). Pure.
 
-Who owns a machine calls `after`. An event that is not in the table is a bug of ours: IllegalEvent, and the state stays.
-What catches it depends on who brought the event: docs/architecture.md#state-machines.
+Who owns a machine reads `TABLE[state, event]`. What is not in the table is a bug of ours: IllegalEvent, and the state
+stays. What catches it depends on who brought the event: docs/architecture.md#state-machines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
@@ -23,21 +22,11 @@ class IllegalEvent(Exception):
         self.event = event
 
 
-class StateTable(Generic[S, E]):
-    """The next state, by (state, event). Read it as the picture of the machine."""
+class StateTable(dict[tuple[S, E], S]):
+    """The next state, by (state, event); IllegalEvent if there is none. Read it as the picture of the machine."""
 
-    def __init__(self, rows: Mapping[tuple[S, E], S]) -> None:
-        self._rows = dict(rows)
-
-    def after(self, state: S, event: E) -> S:
-        """The next state. Raises IllegalEvent."""
-        try:
-            return self._rows[state, event]
-        except KeyError:
-            raise IllegalEvent(state, event) from None
-
-    def allows(self, state: S, event: E) -> bool:
-        return (state, event) in self._rows
+    def __missing__(self, key: tuple[S, E]) -> S:
+        raise IllegalEvent(*key)
 
 
 # An engine's link to its agent:
@@ -125,7 +114,7 @@ SESSION_TABLE = StateTable(
 )
 
 
-# A want of our engine, and the transfers that satisfy it:
+# A want of our engine:
 
 
 class WantState(Enum):
@@ -163,31 +152,6 @@ WANT_TABLE = StateTable(
 )
 
 
-class IncomingState(Enum):
-    CLAIMED = auto()
-    STOPPING = auto()  # cancelled; the sender has not said Drained yet
-    ENDED = auto()
-
-
-class IncomingEvent(Enum):
-    FINISH = auto()
-    STOP = auto()
-    DRAIN = auto()
-    LOSE = auto()  # the sender is gone; what it may still write stays quarantined
-
-
-INCOMING_TABLE = StateTable(
-    {
-        (IncomingState.CLAIMED, IncomingEvent.FINISH): IncomingState.ENDED,
-        (IncomingState.CLAIMED, IncomingEvent.STOP): IncomingState.STOPPING,
-        (IncomingState.CLAIMED, IncomingEvent.DRAIN): IncomingState.ENDED,
-        (IncomingState.CLAIMED, IncomingEvent.LOSE): IncomingState.ENDED,
-        (IncomingState.STOPPING, IncomingEvent.DRAIN): IncomingState.ENDED,
-        (IncomingState.STOPPING, IncomingEvent.LOSE): IncomingState.ENDED,
-    }
-)
-
-
 # An offer of our engine:
 
 
@@ -211,32 +175,31 @@ OFFER_TABLE = StateTable(
 )
 
 
-# A transfer that another engine's want takes from ours:
+# What one sender gives to one want, on either side (exchange/transfer.py):
 
 
-class OutgoingState(Enum):
-    WAITING = auto()  # claimed; nothing offered under that rendezvous id yet
+class TransferState(Enum):
+    WAITING = auto()  # for its offer; at the receiver, until it is claimed
     FLOWING = auto()
-    STOPPING = auto()  # over, but the data plane or its receiver still uses it
+    STOPPING = auto()  # over, but the data plane, its receiver or its sender still uses it
     ENDED = auto()
 
 
-class OutgoingEvent(Enum):
+class TransferEvent(Enum):
     BIND = auto()
-    FINISH = auto()  # the last chunk is written
-    STOP_BUSY = auto()
-    STOP = auto()
-    QUIET = auto()  # nothing of it is under way any more
+    FINISH = auto()  # all its rows are there
+    STOP = auto()  # it is over early, and something of it is under way
+    QUIET = auto()  # nothing of it is under way any more, or its session is lost; it may not have been stopped
 
 
-OUTGOING_TABLE = StateTable(
+TRANSFER_TABLE = StateTable(
     {
-        (OutgoingState.WAITING, OutgoingEvent.BIND): OutgoingState.FLOWING,
-        (OutgoingState.WAITING, OutgoingEvent.STOP): OutgoingState.ENDED,
-        (OutgoingState.FLOWING, OutgoingEvent.FINISH): OutgoingState.ENDED,
-        (OutgoingState.FLOWING, OutgoingEvent.STOP): OutgoingState.ENDED,
-        (OutgoingState.FLOWING, OutgoingEvent.STOP_BUSY): OutgoingState.STOPPING,
-        (OutgoingState.STOPPING, OutgoingEvent.QUIET): OutgoingState.ENDED,
+        (TransferState.WAITING, TransferEvent.BIND): TransferState.FLOWING,
+        (TransferState.WAITING, TransferEvent.QUIET): TransferState.ENDED,
+        (TransferState.FLOWING, TransferEvent.FINISH): TransferState.ENDED,
+        (TransferState.FLOWING, TransferEvent.STOP): TransferState.STOPPING,
+        (TransferState.FLOWING, TransferEvent.QUIET): TransferState.ENDED,
+        (TransferState.STOPPING, TransferEvent.QUIET): TransferState.ENDED,
     }
 )
 

@@ -74,7 +74,7 @@ class OutgoingPeer:
     against_pull: str = ""  # why we cannot read its engine's memory ourselves
 
     def step(self, event: SessionEvent) -> None:
-        self.state = SESSION_TABLE.after(self.state, event)
+        self.state = SESSION_TABLE[self.state, event]
 
 
 @dataclass(slots=True)

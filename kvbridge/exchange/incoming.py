@@ -15,11 +15,12 @@ from kvbridge_proto.peer import Claim, ProcessCard, RouteToReceiver, SlotLease, 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from ..geometry.unfilled import Filling
-from ..states import IncomingEvent, IncomingState, WantState
+from ..states import TransferState, WantState
 from .actions import Action, Tell
 from .containers import Deadlines
-from .orders import Failure, Fill, RouteReport
+from .orders import Fill, RouteReport
 from .session import AttachedEngine, Session
+from .transfer import Transfer
 
 MOST_NAME = 256  # characters, of a want (peer.py of the protocol)
 # A session that ends with one of these may have a successor under another epoch. The next Hello shows it.
@@ -27,31 +28,24 @@ GOES_ON = ("peer_left", "stale_epoch")
 
 
 @dataclass(slots=True, eq=False)
-class IncomingTransfer(abc.ABC):
-    """One transfer as the receiver sees it: what one sender gives to one want. Each route has a kind of its own.
+class IncomingTransfer(Transfer):
+    """A transfer as the receiver sees it (transfer.py). Each route has a kind of its own.
 
     The methods are the route's; the receiver calls them. Where they return actions, they may set `failure` instead.
     """
 
     wanted: OpenWant = field(repr=False)
-    transfer: str
     address: str
-    session: Session
-    plan: Plan
     token: bytes
-    state: IncomingState = IncomingState.CLAIMED
     ready: int = 0  # chunks that the sender has announced
     placed: int = 0  # chunks in our engine's blocks
-    is_carried: bool = False  # the data plane has an order for it
-    is_lost: bool = False  # its session ended before it did
-    failure: Failure = None  # why its want fails
 
     reads_peer: ClassVar[bool] = False  # we read the sender's blocks: until that is over, it must not hear of the end
 
     @property
     def is_silent(self) -> bool:
         """Whether it was claimed, and no chunk has come or been announced as ready."""
-        return self.state is IncomingState.CLAIMED and not self.ready and not self.placed
+        return self.state is TransferState.FLOWING and not self.ready and not self.placed
 
     @property
     def is_lost_unanswered(self) -> bool:
@@ -84,8 +78,12 @@ class IncomingTransfer(abc.ABC):
         """A deadline (kind, transfer) that it had set has passed while it is claimed."""
         return []
 
-    def on_end(self, event: IncomingEvent, now: float) -> bool:
-        """It has ended. Returns whether its sender may still write for it, and must confirm that it does not."""
+    def on_end(self, is_finished: bool = False) -> None:
+        """It flows no more: it is finished, or over early. Of one that is over early this may be said twice."""
+        return
+
+    def doubt(self, now: float) -> bool:
+        """It is over early. Returns whether its sender may still write for it, and must confirm that it does not."""
         return False
 
     def on_drained(self) -> None:
@@ -121,7 +119,7 @@ class OpenWant:
     @property
     def is_carried(self) -> bool:
         """Whether the data plane may touch its blocks."""
-        return bool(self.filling) or any(incoming.is_carried for incoming in self.incoming_transfers.values())
+        return bool(self.filling) or any(incoming.is_ordered for incoming in self.incoming_transfers.values())
 
     @property
     def has_rows(self) -> bool:
@@ -250,7 +248,7 @@ def can_begin_again(wanted: OpenWant, code: str) -> bool:
     if wanted.state is not WantState.FLOWING or code != "peer_left":
         return False
     incoming_transfers = wanted.incoming_transfers.values()
-    return not wanted.has_rows and all(incoming.state is IncomingState.ENDED for incoming in incoming_transfers)
+    return not wanted.has_rows and all(incoming.state is TransferState.ENDED for incoming in incoming_transfers)
 
 
 def why_late(wanted: OpenWant, lacks: str) -> str:

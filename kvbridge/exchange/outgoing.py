@@ -11,12 +11,13 @@ from kvbridge_proto.peer import Claim, RouteToSender
 
 from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
-from ..states import OfferState, OutgoingState
+from ..states import OfferState, TransferState
 from .actions import Action
 from .answers import ANSWERS, Known
 from .containers import Deadlines, Recent
-from .orders import Failure, RouteReport
+from .orders import RouteReport
 from .session import Session
+from .transfer import Transfer
 
 
 @dataclass(slots=True)
@@ -74,30 +75,23 @@ class OpenOffer:
 
 
 @dataclass(slots=True, eq=False)
-class OutgoingTransfer(abc.ABC):
-    """One transfer as the sender sees it: what one claim takes. Each route has a kind of its own.
+class OutgoingTransfer(Transfer):
+    """A transfer as the sender sees it (transfer.py): what one claim takes. Each route has a kind of its own.
 
     The methods are the route's; the sender calls them. Where they return actions, they may set `failure` instead.
     """
 
     claim: Claim
-    session: Session
-    plan: Plan
     started: float
-    state: OutgoingState = OutgoingState.WAITING
     offered: OpenOffer | None = None
-    is_ordered: bool = False  # the data plane has an order for it and has not finished
     has_read: bool = False  # all that was claimed has been read out of our engine's blocks
     is_over: bool = False  # and its receiver has it
     cancelled: tuple[str, str] | None = None  # (code, reason) of a claim without rows that waits for a moment longer
     stopped_by: tuple[str, str] = ("", "")  # (code, reason) why it stopped
-    is_lost: bool = False  # the session with its receiver is over
-    failure: Failure = None  # why it is to be stopped
-    transfer: str = field(init=False)
     incarnation: str = field(init=False)  # the receiver's
 
     def __post_init__(self) -> None:
-        self.transfer, self.incarnation = self.claim.transfer, self.session.peer.incarnation
+        self.incarnation = self.session.peer.incarnation
 
     @property
     @abc.abstractmethod
@@ -125,13 +119,9 @@ class OutgoingTransfer(abc.ABC):
         return self.is_ordered or self.is_reading
 
     @property
-    def is_open(self) -> bool:
-        return self.state in (OutgoingState.WAITING, OutgoingState.FLOWING)
-
-    @property
     def will_read(self) -> bool:
         """Whether anything is still to be read."""
-        return self.state is OutgoingState.FLOWING and not self.has_read
+        return self.state is TransferState.FLOWING and not self.has_read
 
     @abc.abstractmethod
     def flow(self) -> list[Action]:

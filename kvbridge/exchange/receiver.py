@@ -16,7 +16,7 @@ from msgspec import structs
 from ..errors import KVBridgeError
 from ..geometry.plan import Plan
 from ..geometry.unfilled import Filling
-from ..states import INCOMING_TABLE, WANT_TABLE, IncomingEvent, IncomingState, WantEvent, WantState
+from ..states import WANT_TABLE, TransferState, WantEvent, WantState
 from .actions import Action, Ask, Reach, Send, Tell
 from .block_tables import tables_of
 from .containers import Deadlines
@@ -131,7 +131,7 @@ class Receiver:
         ]
         wanted.unfilled_layers = len(filling.layers) if filling else 0
         actions: list[Action] = self._fill(wanted, filling) if filling else []
-        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.CLAIM)
+        wanted.state = WANT_TABLE[wanted.state, WantEvent.CLAIM]
         for (address, session), taken, planned in zip(sessions.items(), takes, plans, strict=True):
             actions += self._claim_from(wanted, address, session, taken, planned, now)
         return actions + self._finish_if_complete(wanted, now)
@@ -155,6 +155,7 @@ class Receiver:
             route = self._route_of[session.routed.route]
             incoming = route.begin(wanted, transfer, address, session, planned, token)
             wanted.incoming_transfers[transfer] = self.incoming_transfers[transfer] = incoming
+            incoming.bind()
             actions, leases = incoming.claim(now)
         else:
             wanted.unneeded[address] = transfer
@@ -164,7 +165,7 @@ class Receiver:
     def on_message(self, incarnation: str, body: RouteToReceiver, now: float, key: str = "") -> list[Action]:
         """What only the transfer's route understands."""
         incoming = self._of(incarnation, body.transfer, key)
-        if incoming is None or incoming.state is not IncomingState.CLAIMED:
+        if incoming is None or incoming.state is not TransferState.FLOWING:
             return []
         return self._go_on(incoming, incoming.on_message(body, now), now)
 
@@ -191,13 +192,15 @@ class Receiver:
 
     def _go_on(self, incoming: IncomingTransfer, actions: list[Action], now: float) -> list[Action]:
         """Its route has gone on, and wants this to be done: the transfer may have failed, or be complete."""
-        if incoming.state is not IncomingState.CLAIMED:
+        if incoming.state is not TransferState.FLOWING:
             return actions
         if incoming.failure is not None:
             return actions + self._fail(incoming.wanted, *incoming.failure, now)
         if not incoming.is_complete:
             return actions
-        self._end_incoming(incoming, IncomingEvent.FINISH, now)
+        incoming.finish()
+        incoming.is_ordered = False
+        incoming.on_end(is_finished=True)
         settled = Send(incoming.address, Settled(transfer=incoming.transfer))
         return [*actions, *self._finish_if_complete(incoming.wanted, now), settled]  # our engine hears first: it waits
 
@@ -220,10 +223,10 @@ class Receiver:
             return []
         moved = 0
         for incoming in wanted.incoming_transfers.values():
-            if incoming.state is not IncomingState.ENDED:
+            if incoming.state is not TransferState.ENDED:
                 return []
             moved += incoming.plan.total_bytes
-        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FINISH)
+        wanted.state = WANT_TABLE[wanted.state, WantEvent.FINISH]
         self._forget(wanted)
         want, seconds = wanted.want, max(0.0, now - wanted.started)
         tokens = want.end_token - want.first_token
@@ -244,7 +247,7 @@ class Receiver:
             self._forget_if_over(incoming)
 
     def _forget_if_over(self, incoming: IncomingTransfer) -> None:
-        if incoming.wanted.state is WantState.ENDED and incoming.state is IncomingState.ENDED:
+        if incoming.wanted.state is WantState.ENDED and incoming.state is TransferState.ENDED:
             self.incoming_transfers.pop(incoming.transfer, None)
 
     def _lend(self) -> list[Action]:
@@ -269,7 +272,7 @@ class Receiver:
     ) -> list[Action]:
         """The sender gives up; writes may still be under way."""
         incoming = self._of(incarnation, transfer, key)
-        if incoming is None or incoming.state is not IncomingState.CLAIMED:
+        if incoming is None or incoming.state is not TransferState.FLOWING:
             return []
         return self._fail(incoming.wanted, code or "sender_failed", reason, now)
 
@@ -285,10 +288,11 @@ class Receiver:
             return self._lend()
         incoming.on_drained()
         actions: list[Action] = []
-        if incoming.state is not IncomingState.ENDED:
-            was_claimed = incoming.state is IncomingState.CLAIMED
-            self._end_incoming(incoming, IncomingEvent.DRAIN, now)
-            if was_claimed:
+        if incoming.state is not TransferState.ENDED:
+            was_flowing = incoming.state is TransferState.FLOWING
+            incoming.on_end()
+            incoming.end()
+            if was_flowing:
                 want = incoming.wanted.want
                 why = why_refused(want, self._senders.open.get(want.sender), code or "sender_failed", reason)
                 actions = self._fail(incoming.wanted, *why, now)
@@ -312,18 +316,18 @@ class Receiver:
         if wanted.state is WantState.FLOWING:
             actions += self._stops(wanted)
         for incoming in wanted.incoming_transfers.values():
-            if incoming.state is IncomingState.CLAIMED:
-                self._end_incoming(incoming, IncomingEvent.STOP, now)
+            if incoming.state is TransferState.FLOWING:
+                self._stop(incoming, now)
                 cancel = Send(incoming.address, Cancel(transfer=incoming.transfer, code=code, reason=reason[:1024]))
                 (wanted.late_cancels if incoming.reads_peer else actions).append(cancel)
         if wanted.is_carried:
-            wanted.state = WANT_TABLE.after(wanted.state, WantEvent.FAIL_BUSY)
+            wanted.state = WANT_TABLE[wanted.state, WantEvent.FAIL_BUSY]
             return actions
         return actions + self._end_failed(wanted, WantEvent.FAIL)
 
     def _stops(self, wanted: OpenWant) -> list[Action]:
         """Stop putting rows into its blocks. Waits for our engine's fence end too, so they do not delay the failure."""
-        carried = [each.transfer for each in wanted.incoming_transfers.values() if each.is_carried]
+        carried = [each.transfer for each in wanted.incoming_transfers.values() if each.is_ordered]
         orders = [*carried, wanted.filling] if wanted.filling else carried
         return [StopReceiving(transfer, *wanted.failure) for transfer in orders]
 
@@ -344,9 +348,9 @@ class Receiver:
             self._forget_filling(wanted)
         else:
             incoming = self.incoming_transfers[transfer]
-            wanted, incoming.is_carried = incoming.wanted, False
-            if not incoming.on_quiet() and incoming.state is IncomingState.STOPPING:
-                self._end_incoming(incoming, IncomingEvent.DRAIN, now)
+            wanted, incoming.is_ordered = incoming.wanted, False
+            if not incoming.on_quiet() and incoming.state is TransferState.STOPPING:
+                incoming.end()
         if wanted.is_carried:
             return []
         if wanted.state is WantState.ENDING:
@@ -356,17 +360,17 @@ class Receiver:
         return self._reach_again(wanted, WantEvent.QUIET, now)
 
     def _end_failed(self, wanted: OpenWant, event: WantEvent) -> list[Action]:
-        wanted.state = WANT_TABLE.after(wanted.state, event)
+        wanted.state = WANT_TABLE[wanted.state, event]
         self._forget(wanted)
         return [failed(wanted.want, *wanted.failure), *wanted.late_cancels]
 
-    def _end_incoming(self, incoming: IncomingTransfer, event: IncomingEvent, now: float) -> None:
-        incoming.state = INCOMING_TABLE.after(incoming.state, event)
-        incoming.is_lost |= event is IncomingEvent.LOSE
-        if event is IncomingEvent.FINISH:
-            incoming.is_carried = False
-        if not incoming.on_end(event, now) and event is IncomingEvent.STOP:  # no confirmation is needed
-            incoming.state = INCOMING_TABLE.after(incoming.state, IncomingEvent.DRAIN)
+    def _stop(self, incoming: IncomingTransfer, now: float) -> None:
+        """It is over early. Until its sender confirms that it writes nothing for it, it is not quiet."""
+        incoming.on_end()
+        if incoming.doubt(now) and not incoming.is_lost:
+            incoming.stop()
+        else:
+            incoming.end()
 
     # Sessions, from the first want of a sender on:
 
@@ -424,11 +428,11 @@ class Receiver:
         wanted.failure = (code, reason)  # used if rows turn out to have come
         if not wanted.is_carried:
             return self._reach_again(wanted, WantEvent.AGAIN, now)
-        wanted.state = WANT_TABLE.after(wanted.state, WantEvent.AGAIN_BUSY)
+        wanted.state = WANT_TABLE[wanted.state, WantEvent.AGAIN_BUSY]
         return self._stops(wanted)
 
     def _reach_again(self, wanted: OpenWant, event: WantEvent, now: float) -> list[Action]:
-        wanted.state = WANT_TABLE.after(wanted.state, event)
+        wanted.state = WANT_TABLE[wanted.state, event]
         for transfer in wanted.incoming_transfers:
             self.incoming_transfers.pop(transfer, None)
         wanted.incoming_transfers.clear()
@@ -447,8 +451,9 @@ class Receiver:
                 self._add_unheard(wanted, others, now)
         affected = []
         for incoming in list(self.incoming_transfers.values()):
-            if incoming.address == address and incoming.state is not IncomingState.ENDED:
-                self._end_incoming(incoming, IncomingEvent.LOSE, now)
+            if incoming.address == address and incoming.state is not TransferState.ENDED:
+                incoming.is_lost = True  # what its sender may still write stays quarantined
+                self._stop(incoming, now)
                 affected.append(incoming.wanted)
                 self._forget_if_over(incoming)
         return affected
@@ -531,7 +536,7 @@ class Receiver:
                     actions.append(Ask(key))  # it had not heard of its engine's other ranks
             elif (incoming := self.incoming_transfers.get(key)) is None:
                 actions += [action for route in self._routes for action in route.on_time(kind, key, now)]
-            elif incoming.state is IncomingState.CLAIMED:
+            elif incoming.state is TransferState.FLOWING:
                 actions += self._go_on(incoming, incoming.on_time(kind, now), now)
         return actions + self._hold(now)
 

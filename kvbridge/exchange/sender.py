@@ -17,7 +17,7 @@ from kvbridge_proto.peer import Cancel, Claim, Drained, Failing, Refuse, Route, 
 
 from ..errors import EngineError, KVBridgeError, PeerError
 from ..geometry.plan import Plan
-from ..states import OFFER_TABLE, OUTGOING_TABLE, OfferEvent, OfferState, OutgoingEvent, OutgoingState
+from ..states import OFFER_TABLE, OfferEvent, OfferState, TransferState
 from .actions import Action, Met, Send, Tell
 from .block_tables import check_begin, check_late, extended
 from .containers import Deadlines, Recent
@@ -177,16 +177,16 @@ class Sender:
             offered.outgoing_transfers[out.transfer] = out
             self._clear_lost(offered, out.claim.receiver)
             self._stop_waiting(out)
-            out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.BIND)
+            out.bind()
             actions.append(Met(out.transfer, offered.number, out.plan.chunks, out.plan.total_bytes))
             if out.plan.chunks == 0:
                 offered.served.add(out.claim.receiver)
-                out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
+                out.finish()
                 self._forget(out)
                 actions += self._release_if_over(offered)
             else:
                 actions += self._short_of(offered)
-                if out.state is OutgoingState.FLOWING:
+                if out.state is TransferState.FLOWING:
                     actions += out.flow()
         return actions
 
@@ -269,13 +269,13 @@ class Sender:
         offered, actions = out.offered, list[Action]()
         if offered is None:
             return []
-        if out.state is OutgoingState.FLOWING and out.has_read:
+        if out.state is TransferState.FLOWING and out.has_read:
             offered.served.add(out.claim.receiver)
             if out.is_over:
-                out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.FINISH)
+                out.finish()
                 self._forget(out)
-        elif out.state is OutgoingState.STOPPING and not out.is_busy:
-            actions = self._end(out, OutgoingEvent.QUIET)
+        elif out.state is TransferState.STOPPING and not out.is_busy:
+            actions = self._end(out)
         return actions + self._release_if_over(offered)
 
     def _release_if_over(self, offered: OpenOffer) -> list[Action]:
@@ -287,7 +287,7 @@ class Sender:
             return []
         if offered.state is OfferState.OPEN and any(out.will_read for out in offered.outgoing_transfers.values()):
             return []  # those of a receiver that claimed again included
-        offered.state = OFFER_TABLE.after(offered.state, OfferEvent.RELEASE)
+        offered.state = OFFER_TABLE[offered.state, OfferEvent.RELEASE]
         del self.offers[offered.number]
         self._holds.clear(offered.number)
         self._deadlines.clear(("lost", str(offered.number)))
@@ -367,7 +367,7 @@ class Sender:
     ) -> list[Action]:
         if offered.state is not OfferState.OPEN:
             return []
-        offered.state, offered.over = OFFER_TABLE.after(offered.state, OfferEvent.END), (code, reason)
+        offered.state, offered.over = OFFER_TABLE[offered.state, OfferEvent.END], (code, reason)
         actions: list[Action] = []
         heard = offered.served | {out.claim.receiver for out in offered.outgoing_transfers.values()}
         if len(heard) < offered.receivers or (offered.want is None and not comes_again):
@@ -452,7 +452,7 @@ class Sender:
 
     def _stop(self, out: OutgoingTransfer, code: str, reason: str) -> list[Action]:
         """End a transfer early. The receiver gets Drained only when nothing of it is under way."""
-        if out.state in (OutgoingState.STOPPING, OutgoingState.ENDED):
+        if not out.is_open:
             return []
         out.stopped_by = (code[:64], reason[:1024])
         self._owed.pop(out.transfer, None)
@@ -461,15 +461,15 @@ class Sender:
             offered.served.add(out.claim.receiver)
             offered.short = offered.short or out.stopped_by
         if out.is_busy:
-            out.state = OUTGOING_TABLE.after(out.state, OutgoingEvent.STOP_BUSY)
+            out.stop()
             said: list[Action] = [StopSending(out.transfer, *out.stopped_by)] if out.is_ordered else []
             said += self._send(out, Failing(transfer=out.transfer, code=out.stopped_by[0], reason=out.stopped_by[1]))
         else:
-            said = self._end(out, OutgoingEvent.STOP)
+            said = self._end(out)
         return said + (self._release_if_over(offered) if offered is not None else [])
 
-    def _end(self, out: OutgoingTransfer, event: OutgoingEvent) -> list[Action]:
-        out.state = OUTGOING_TABLE.after(out.state, event)
+    def _end(self, out: OutgoingTransfer) -> list[Action]:
+        out.end()
         self._forget(out)
         return self._send(out, Drained(transfer=out.transfer, code=out.stopped_by[0], reason=out.stopped_by[1]))
 
@@ -543,7 +543,7 @@ class Sender:
         transfers do begin: a receiver could not claim again what the other ranks have begun.
         """
         self._is_paused = is_alone
-        return not any(out.state is OutgoingState.FLOWING or out.is_reading for out in self.outgoing_transfers.values())
+        return not any(out.state is TransferState.FLOWING or out.is_reading for out in self.outgoing_transfers.values())
 
     def resume(self) -> list[Action]:
         """The rebuild is cancelled."""
@@ -556,7 +556,7 @@ class Sender:
         Claims on what is not offered yet end with their sessions, and come again by new ones.
         """
         self._is_paused = False
-        moving = [out for out in self.outgoing_transfers.values() if out.state is not OutgoingState.WAITING]
+        moving = [out for out in self.outgoing_transfers.values() if out.state is not TransferState.WAITING]
         return [action for out in moving for action in self._stop(out, "rebuilt", reason)]
 
     # For others to look at:

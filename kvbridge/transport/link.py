@@ -87,7 +87,7 @@ class Link(Numbered):
         return f"<Link {way} {self.address} incarnation={incarnation} {self.state.name.lower()}>"
 
     def step(self, event: PeerLinkEvent) -> None:
-        self._become(PEER_LINK_TABLE.after(self.state, event))
+        self._become(PEER_LINK_TABLE[self.state, event])
 
     def _become(self, state: PeerLinkState) -> None:
         self.state = state

@@ -32,7 +32,7 @@ from kvbridge.exchange.session import Session
 from kvbridge.options import AgentConfig
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
 from kvbridge.routes.slots.send_orders import OrderedSend
-from kvbridge.states import OfferState, OutgoingState, WantState
+from kvbridge.states import OfferState, TransferState, WantState
 from kvbridge.transport.control import Control
 from kvbridge.transport.door import Holder
 from kvbridge.transport.local import LocalConnection
@@ -335,7 +335,7 @@ class Process(Agent):
                 offered = None if out is None else out.offered
                 is_over = (
                     out is None
-                    or out.state is OutgoingState.STOPPING
+                    or out.state is TransferState.STOPPING
                     or (offered and offered.state is not OfferState.OPEN)
                 )
             else:

@@ -234,7 +234,7 @@ class AgentLink:
     # Under the lock:
 
     def _step(self, event: LinkEvent) -> None:
-        self.state = LINK_TABLE.after(self.state, event)
+        self.state = LINK_TABLE[self.state, event]
 
     def _send(self, message: ToAgent) -> bool:
         is_sent = self._client.send(message)
@@ -306,7 +306,7 @@ class AgentLink:
         self._lose(why)
 
     def _lose(self, why: str) -> None:
-        if not LINK_TABLE.allows(self.state, LinkEvent.LOSE):
+        if (self.state, LinkEvent.LOSE) not in LINK_TABLE:
             return
         what = "lost" if self.state is LinkState.ATTACHED else "not attached to"
         self._client.hang_up(why)

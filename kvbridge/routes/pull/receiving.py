@@ -14,7 +14,7 @@ from ...exchange.incoming import IncomingTransfer, OpenTransfers, OpenWant, Rece
 from ...exchange.orders import Pull, Pulled, RouteReport, Summed, WarmPull
 from ...exchange.session import Session
 from ...geometry.plan import Plan
-from ...states import IncomingEvent, IncomingState
+from ...states import TransferState
 from .leases import LEASE_S, Reading, ReadLease, Sampling
 
 COMPARE_S = 2.0  # how long a request that has its rows waits for the digests of a sample
@@ -30,7 +30,7 @@ class PullReceiving(ReceivingRoute):
     def begin(
         self, wanted: OpenWant, transfer: str, address: str, session: Session, plan: Plan, token: bytes
     ) -> IncomingByPull:
-        return IncomingByPull(wanted, transfer, address, session, plan, token, route=self)
+        return IncomingByPull(transfer, session, plan, wanted, address, token, route=self)
 
     def prepare(self, session: Session) -> list[Action]:
         theirs, ours = (session.planner.samples(session.slot_bytes, is_sender=each) for each in (True, False))
@@ -51,7 +51,7 @@ class IncomingByPull(IncomingTransfer):
 
     @property
     def has_rows(self) -> bool:
-        return bool(self.placed) or self.is_carried
+        return bool(self.placed) or self.is_ordered
 
     @property
     def is_complete(self) -> bool:
@@ -79,9 +79,9 @@ class IncomingByPull(IncomingTransfer):
     def _read(self, now: float) -> list[Action]:
         """Read what is ready, unless a read is under way."""
         reading, wanted = self.reading, self.wanted
-        if self.is_carried or reading.begun >= self.ready:
+        if self.is_ordered or reading.begun >= self.ready:
             return []
-        first, reading.begun, self.is_carried = reading.begun, self.ready, True
+        first, reading.begun, self.is_ordered = reading.begun, self.ready, True
         compared = self.route.sampling.choose(first, self.ready)
         what = self.transfer, wanted.want.request, self.session.memory_id, self.plan
         tables = dict(reading.tables), wanted.tables
@@ -101,7 +101,7 @@ class IncomingByPull(IncomingTransfer):
     def on_time(self, kind: str, now: float) -> list[Action]:
         unchecked = self.reading.unchecked
         if kind == "lease":
-            return self._renew(now) if self.is_carried or unchecked else []
+            return self._renew(now) if self.is_ordered or unchecked else []
         # The sender has not sent its digests in time: finish without them. A sample is not worth failing a request.
         said: list[Action] = [Uncompared(self.transfer, len(unchecked))] if unchecked else []
         unchecked.clear()
@@ -109,19 +109,19 @@ class IncomingByPull(IncomingTransfer):
 
     def on_report(self, report: RouteReport, now: float) -> list[Action]:
         if isinstance(report, Summed):
-            return self._check(report.digests, now) if self.state is IncomingState.CLAIMED else []
+            return self._check(report.digests, now) if self.state is TransferState.FLOWING else []
         assert isinstance(report, Pulled)
         self.route.deadlines.clear(("lease", self.transfer))
         moved: list[Action] = []
         if report.failure is None:
             moved.append(Carried(self.session, report.chunks, report.size_bytes))
-        if self.state is not IncomingState.CLAIMED:  # it was told to stop: Quiet follows
+        if self.state is not TransferState.FLOWING:  # it was told to stop: Quiet follows
             return moved
         return self._on_pulled(report, now) + moved
 
     def _on_pulled(self, pulled: Pulled, now: float) -> list[Action]:
         """A read has ended."""
-        self.is_carried = False
+        self.is_ordered = False
         if pulled.failure is not None:
             self.failure = pulled.failure
             return []
@@ -163,8 +163,7 @@ class IncomingByPull(IncomingTransfer):
         if self.reading.unchecked and not self.route.sampling.is_all:
             self.route.deadlines.set(("check", self.transfer), now + COMPARE_S)
 
-    def on_end(self, event: IncomingEvent, now: float) -> bool:
+    def on_end(self, is_finished: bool = False) -> None:
         self.reading.lease.is_given_up = True
-        if event is IncomingEvent.FINISH:
+        if is_finished:
             self.route.deadlines.clear(("lease", self.transfer))
-        return False

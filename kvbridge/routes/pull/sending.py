@@ -18,7 +18,7 @@ from ...exchange.orders import Digest, Digested, RouteReport, Watch
 from ...exchange.outgoing import OpenAnswers, OutgoingTransfer, SendingRoute
 from ...exchange.session import Session
 from ...geometry.plan import Plan
-from ...states import OfferState, OutgoingState
+from ...states import OfferState, TransferState
 from .leases import LEASE_HEARD_S, LEASE_S, GrantedLease
 
 MOST_DIGESTS = 4  # at once, of all transfers, so that other moves get their turn
@@ -35,7 +35,7 @@ class PullSending(SendingRoute):
     def begin(self, claim: Claim, session: Session, plan: Plan, now: float) -> OutgoingByPull:
         if claim.leases:
             raise PeerError("bad_lease", f"leases: {len(claim.leases)} of a route without slots")
-        return OutgoingByPull(claim, session, plan, now, route=self)
+        return OutgoingByPull(claim.transfer, session, plan, claim, now, route=self)
 
     def next(self) -> list[Action]:
         """Digest chunks that receivers have read, in turns."""
@@ -84,7 +84,7 @@ class OutgoingByPull(OutgoingTransfer):
     @property
     def can_digest(self) -> bool:
         """Whether there is a chunk to compare."""
-        return self.state is OutgoingState.FLOWING and bool(self.checks)
+        return self.state is TransferState.FLOWING and bool(self.checks)
 
     def flow(self) -> list[Action]:
         return self.grow()
@@ -132,7 +132,7 @@ class OutgoingByPull(OutgoingTransfer):
 
     def _on_check(self, check: Check) -> list[Action]:
         """The receiver has read these chunks, and wants to compare digests. No answer if the transfer has ended."""
-        if self.state is not OutgoingState.FLOWING or self.is_settled:
+        if self.state is not TransferState.FLOWING or self.is_settled:
             return []
         for each in check.digests:
             if each.chunk >= self.granted.ready or each.chunk in self.asked:
@@ -149,7 +149,7 @@ class OutgoingByPull(OutgoingTransfer):
         if self.offered is None:  # nothing was promised
             return []
         self.on_cancel()
-        if self.state is not OutgoingState.FLOWING or self.is_settled:
+        if self.state is not TransferState.FLOWING or self.is_settled:
             return []
         self.is_settled = True
         self.checks.clear()  # it no longer waits for them
@@ -163,7 +163,7 @@ class OutgoingByPull(OutgoingTransfer):
         if self.is_settled:
             self.is_over = self.has_read = not self.digesting
             return []
-        if self.state is not OutgoingState.FLOWING:
+        if self.state is not TransferState.FLOWING:
             return []
         if report.failure is not None:
             self.failure = report.failure
@@ -177,7 +177,7 @@ class OutgoingByPull(OutgoingTransfer):
     def on_time(self, kind: str) -> list[Action]:
         """Its lease has ended. While it flows, a receiver that has read all that is computed so far does not renew."""
         self.granted.ends = None
-        return [Unconfirmed(self.transfer)] if self.state is OutgoingState.STOPPING else []
+        return [Unconfirmed(self.transfer)] if self.state is TransferState.STOPPING else []
 
     def on_cancel(self) -> None:
         self.granted.ends = None

@@ -70,7 +70,7 @@ class ReceiveSlots:
         for _ in range(min(count, len(self._free))):
             index = self._free.popleft()
             slot = self._slots[index]
-            slot.state = SLOT_TABLE.after(slot.state, SlotEvent.LEND)
+            slot.state = SLOT_TABLE[slot.state, SlotEvent.LEND]
             slot.generation += 1
             slot.transfer = transfer
             self.turn += 1
@@ -120,7 +120,7 @@ class ReceiveSlots:
     def _step(self, index: int, event: SlotEvent) -> None:
         slot = self._slots[index]
         was_lent = slot.state is SlotState.LENT
-        slot.state = SLOT_TABLE.after(slot.state, event)
+        slot.state = SLOT_TABLE[slot.state, event]
         self.lent -= was_lent
         if slot.state is SlotState.FREE:
             self._free.append(index)

@@ -17,7 +17,7 @@ from ...exchange.incoming import IncomingTransfer, OpenTransfers, OpenWant, Rece
 from ...exchange.orders import Landed, Lend, ReceiveOrder, RouteReport, Warm
 from ...exchange.session import Session
 from ...geometry.plan import Plan
-from ...states import IncomingEvent, IncomingState
+from ...states import TransferState
 from .receive_slots import ReceiveSlots
 from .undrained import UndrainedTransfers
 
@@ -44,7 +44,7 @@ class SlotReceiving(ReceivingRoute):
     def begin(
         self, wanted: OpenWant, transfer: str, address: str, session: Session, plan: Plan, token: bytes
     ) -> IncomingBySlots:
-        return IncomingBySlots(wanted, transfer, address, session, plan, token, route=self, turn=self.slots.turn)
+        return IncomingBySlots(transfer, session, plan, wanted, address, token, route=self, turn=self.slots.turn)
 
     def prepare(self, session: Session) -> list[Action]:
         actions: list[Action] = []
@@ -65,16 +65,6 @@ class SlotReceiving(ReceivingRoute):
             address = self.opened.transfers[transfer].address
             actions += [Lend(transfer, leases), Send(address, Grant(transfer=transfer, leases=leases))]
         return actions
-
-    def doubt(self, incoming: IncomingBySlots, now: float) -> bool:
-        """It has ended: quarantine the slots still lent to it. Returns whether there are any."""
-        if not self.slots.doubt(incoming.transfer):
-            return False
-        session, address = incoming.session, incoming.address
-        peer, key = session.peer.incarnation, session.key
-        self.undrained.add(incoming.transfer, address, peer, key, session.is_far, session.process)
-        self.opened.deadlines.set(("doubt", incoming.address), now + DOUBT_AGAIN_S)
-        return True
 
     def on_time(self, kind: str, name: str, now: float) -> list[Action]:
         """Transfers from this address are undrained: reach it, and ask whoever was met elsewhere before they were."""
@@ -99,7 +89,7 @@ class SlotReceiving(ReceivingRoute):
             for transfer, of in undrained
             if of != incarnation
             or (own := self.opened.transfers.get(transfer)) is None
-            or own.state is IncomingState.ENDED
+            or own.state is TransferState.ENDED
         ]
 
     def on_drained(self, transfer: str, incarnation: str, key: str) -> None:
@@ -110,7 +100,7 @@ class SlotReceiving(ReceivingRoute):
         """Nothing writes to its slots any more. They are free, once the data plane has finished with them too."""
         self.undrained.settle(transfer)
         incoming = self.opened.transfers.get(transfer)
-        if isinstance(incoming, IncomingBySlots) and incoming.is_carried:
+        if isinstance(incoming, IncomingBySlots) and incoming.is_ordered:
             incoming.is_drained = True
         else:
             self.slots.drain(transfer)
@@ -142,7 +132,7 @@ class IncomingBySlots(IncomingTransfer):
 
     def claim(self, now: float) -> tuple[list[Action], tuple[SlotLease, ...]]:
         """Slots are lent at once, which saves a round trip, but half is kept for transfers with ready chunks."""
-        self.is_carried = True
+        self.is_ordered = True
         plenty = self.route.slots.free - len(self.route.slots) // 2
         leases = self.lend(min(max(plenty, 0), self.plan.chunks))
         wanted, session = self.wanted, self.session
@@ -160,7 +150,7 @@ class IncomingBySlots(IncomingTransfer):
 
     def queue(self) -> None:
         """Queue for a slot, if it has ready chunks without one."""
-        if self.state is IncomingState.CLAIMED and self.ready > self.placed + self.route.slots.lent_to(self.transfer):
+        if self.state is TransferState.FLOWING and self.ready > self.placed + self.route.slots.lent_to(self.transfer):
             self.route.awaiting.add(self.transfer, self.turn, self)
 
     def on_message(self, body: RouteToReceiver, now: float) -> list[Action]:
@@ -174,15 +164,24 @@ class IncomingBySlots(IncomingTransfer):
         assert isinstance(report, Landed)
         self.route.slots.land(report.leases, self.transfer)
         self.placed += report.chunks
-        if self.state is not IncomingState.CLAIMED and not self.route.slots.has_out(self.transfer):
+        if self.state is not TransferState.FLOWING and not self.route.slots.has_out(self.transfer):
             self.route.undrained.settle(self.transfer)
         return [Carried(self.session, report.chunks, report.size_bytes)] if report.chunks else []
 
-    def on_end(self, event: IncomingEvent, now: float) -> bool:
+    def on_end(self, is_finished: bool = False) -> None:
         self.route.awaiting.discard(self.transfer)
-        if event is IncomingEvent.FINISH:
+        if is_finished:
             self.route.slots.drain(self.transfer)  # unused leases: the sender has written every chunk it will
-        return event in (IncomingEvent.STOP, IncomingEvent.LOSE) and self.route.doubt(self, now)
+
+    def doubt(self, now: float) -> bool:
+        """Quarantine the slots still lent to it."""
+        route, session = self.route, self.session
+        if not route.slots.doubt(self.transfer):
+            return False
+        peer, key = session.peer.incarnation, session.key
+        route.undrained.add(self.transfer, self.address, peer, key, session.is_far, session.process)
+        route.opened.deadlines.set(("doubt", self.address), now + DOUBT_AGAIN_S)
+        return True
 
     def on_drained(self) -> None:
         self.route.drain(self.transfer)

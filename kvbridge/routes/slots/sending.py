@@ -15,7 +15,7 @@ from ...exchange.orders import Credit, Gathered, Progress, RouteReport, SendOrde
 from ...exchange.outgoing import OutgoingTransfer, SendingRoute
 from ...exchange.session import Session
 from ...geometry.plan import Plan
-from ...states import OutgoingState
+from ...states import TransferState
 
 MOST_LEASES = 4096  # unused, of one receiver: as many slots as an agent can have
 
@@ -27,7 +27,7 @@ class SlotSending(SendingRoute):
         self.unused: Counter[str] = Counter()
 
     def begin(self, claim: Claim, session: Session, plan: Plan, now: float) -> OutgoingBySlots:
-        out = OutgoingBySlots(claim, session, plan, now, route=self)
+        out = OutgoingBySlots(claim.transfer, session, plan, claim, now, route=self)
         if too_many := out.excess(claim.leases):
             raise PeerError("bad_lease", too_many)
         out.lend(claim.leases)
@@ -65,7 +65,7 @@ class OutgoingBySlots(OutgoingTransfer):
     def grow(self) -> list[Action]:
         """Tell the data plane that more chunks are computed, and the receiver, if it has not lent slots for them."""
         offered = self.offered
-        if self.state is not OutgoingState.FLOWING or offered is None:
+        if self.state is not TransferState.FLOWING or offered is None:
             return []
         ready = ready_chunks(self.plan, offered.tokens, offered.is_last)
         if ready <= self.progress:
@@ -111,7 +111,7 @@ class OutgoingBySlots(OutgoingTransfer):
                 return [Carried(self.session, chunks, size_bytes)]
             case Gathered():
                 self.has_read = True
-            case Sent() if self.state is OutgoingState.FLOWING:  # else it was told to stop: Quiet follows
+            case Sent() if self.state is TransferState.FLOWING:  # else it was told to stop: Quiet follows
                 self.is_ordered, self.is_over = False, True
         return []
 

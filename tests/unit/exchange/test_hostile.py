@@ -20,7 +20,7 @@ from kvbridge.routes.halves import sending_routes
 from kvbridge.routes.pull.leases import LEASE_S
 from kvbridge.routes.pull.sending import OutgoingByPull
 from kvbridge.routes.slots.sending import MOST_LEASES, OutgoingBySlots
-from kvbridge.states import IncomingState
+from kvbridge.states import TransferState
 from testing.halves import by_slots
 from tests.unit.exchange.claimant import ALL, QUICK_S, Claimant, leases
 from tests.unit.exchange.network import want_of
@@ -238,7 +238,7 @@ def test_transfers_without_slots_are_forgotten_though_their_sender_never_says_dr
         world.settle()
     held = list(machine.incoming_transfers.values())
     assert len(held) <= 1 + len(by_slots(machine).slots)
-    assert all(incoming.state is not IncomingState.ENDED for incoming in held)
+    assert all(incoming.state is not TransferState.ENDED for incoming in held)
     world.hold = set()
     world.serve("first", tokens=32, blocks=8)
     assert isinstance(world.answers()["first"], Done)

@@ -13,17 +13,21 @@ from msgspec.structs import replace
 from kvbridge import states as tables
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import accept, answer, hello, welcome
+from kvbridge.exchange.transfer import Transfer
+from kvbridge.routes.pull.receiving import IncomingByPull
+from kvbridge.routes.pull.sending import OutgoingByPull
+from kvbridge.routes.slots.receiving import IncomingBySlots
+from kvbridge.routes.slots.sending import OutgoingBySlots
 from kvbridge.states import (
     IllegalEvent,
-    IncomingState,
     LinkState,
     OfferState,
-    OutgoingState,
     PeerLinkState,
     SessionState,
     SlotEvent,
     SlotState,
     StateTable,
+    TransferState,
     WantState,
 )
 from tests.unit.exchange.world import World
@@ -32,8 +36,7 @@ MACHINES = [
     (tables.SLOT_TABLE, SlotState, SlotEvent, SlotState.FREE),
     (tables.SESSION_TABLE, SessionState, tables.SessionEvent, SessionState.NEW),
     (tables.WANT_TABLE, WantState, tables.WantEvent, WantState.REACHING),
-    (tables.INCOMING_TABLE, IncomingState, tables.IncomingEvent, IncomingState.CLAIMED),
-    (tables.OUTGOING_TABLE, OutgoingState, tables.OutgoingEvent, OutgoingState.WAITING),
+    (tables.TRANSFER_TABLE, TransferState, tables.TransferEvent, TransferState.WAITING),
     (tables.OFFER_TABLE, OfferState, tables.OfferEvent, OfferState.OPEN),
     (tables.LINK_TABLE, LinkState, tables.LinkEvent, LinkState.DETACHED),
     (tables.PEER_LINK_TABLE, PeerLinkState, tables.PeerLinkEvent, PeerLinkState.QUEUED),
@@ -50,12 +53,37 @@ def test_illegal_events_raise_and_all_states_are_reached(table: StateTable, stat
     reached = {first}
     for _ in states:
         for state, event in product(states, events):
-            if table.allows(state, event) and state in reached:
-                reached.add(table.after(state, event))
-            elif not table.allows(state, event):
+            if (state, event) in table and state in reached:
+                reached.add(table[state, event])
+            elif (state, event) not in table:
                 with pytest.raises(IllegalEvent, match=f"{event.name} in state {state.name}"):
-                    table.after(state, event)
+                    table[state, event]
     assert reached == set(states)
+
+
+LIFE = {
+    ("WAITING", "bind"): "FLOWING",
+    ("WAITING", "end"): "ENDED",
+    ("FLOWING", "finish"): "ENDED",
+    ("FLOWING", "stop"): "STOPPING",
+    ("FLOWING", "end"): "ENDED",
+    ("STOPPING", "end"): "ENDED",
+}
+
+
+@pytest.mark.parametrize(("state", "verb"), list(product(TransferState, ("bind", "finish", "stop", "end"))))
+def test_a_transfer_of_either_side_lives_one_life(state: TransferState, verb: str) -> None:
+    for transfer in (OutgoingBySlots, OutgoingByPull, IncomingBySlots, IncomingByPull):
+        assert getattr(transfer, verb) is getattr(Transfer, verb), "no side and no route has a life of its own"
+    lives = Transfer("t", session=None, plan=None)
+    lives.state = state
+    if (after := LIFE.get((state.name, verb))) is None:
+        with pytest.raises(IllegalEvent):
+            getattr(lives, verb)()
+    else:
+        getattr(lives, verb)()
+    assert lives.state.name == (after or state.name)
+    assert lives.is_open == (lives.state.name in ("WAITING", "FLOWING"))
 
 
 def _refusal(**changes: object) -> Refuse:

@@ -44,7 +44,7 @@ from kvbridge.routes.slots.receiving import IncomingBySlots, SlotReceiving
 from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.routes.slots.sending import OutgoingBySlots
 from kvbridge.routes.slots.undrained import UndrainedTransfers
-from kvbridge.states import IncomingEvent, IncomingState, OutgoingState, SlotEvent, SlotState, WantState
+from kvbridge.states import SlotEvent, SlotState, TransferState, WantState
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
 from testing.halves import by_slots
@@ -171,7 +171,7 @@ def _nobody_listens(put: Callable[[Any, str, Any], None]) -> None:
 @around(Sender, "_stop")
 def _drained_too_soon(right: Any, self: Sender, out: Any, code: str, reason: str) -> Any:
     actions = right(self, out, code, reason)
-    if actions and out.state is OutgoingState.STOPPING:
+    if actions and out.state is TransferState.STOPPING:
         actions.append(Send(out.incarnation, Drained(transfer=out.transfer, code=code, reason=reason)))
     return actions
 
@@ -208,7 +208,7 @@ def _done_without_zeros(right: Any, self: Receiver, wanted: Any, filling: Any) -
 
 
 def _is_carried_but_for_zeros(self: OpenWant) -> bool:
-    return any(incoming.is_carried for incoming in self.incoming_transfers.values())
+    return any(incoming.is_ordered for incoming in self.incoming_transfers.values())
 
 
 @around(fills, "begun")
@@ -256,11 +256,11 @@ def _done_too_soon(right: Any, self: IncomingBySlots, report: Landed, now: float
     return right(self, report, now)
 
 
-@around(Receiver, "_end_incoming")
-def _lost_leaves_no_doubt(right: Any, self: Receiver, incoming: Any, event: IncomingEvent, now: float) -> None:
+@around(Receiver, "_stop")
+def _lost_leaves_no_doubt(right: Any, self: Receiver, incoming: Any, now: float) -> None:
     """A transfer whose link was lost is forgotten: its slots stay quarantined for ever."""
-    right(self, incoming, event, now)
-    if event is IncomingEvent.LOSE and incoming.state is IncomingState.ENDED:
+    right(self, incoming, now)
+    if incoming.is_lost and incoming.state is TransferState.ENDED:
         by_slots(self).undrained.settle(incoming.transfer)
 
 
