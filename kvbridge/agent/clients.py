@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvbridge_proto.codec import BadFrame
 from kvbridge_proto.engine import (
@@ -50,32 +51,20 @@ log = logging.getLogger("kvbridge.engine")
 DETACHED = "detached"
 
 
+@dataclass(eq=False, repr=False)
 class Clients:
     """Runs on the loop; `serve` is one task per client."""
 
-    def __init__(
-        self,
-        current: CurrentEngine,
-        engines: Engines,
-        receiver: ReceiverRunner,
-        sender: SenderRunner,
-        prompts: Prompts,
-        data_plane: DataPlane,
-        metrics: Metrics,
-        journal: Journal,
-        status: Callable[[], Status],
-        clock: Callable[[], float],
-    ) -> None:
-        self._current = current
-        self._engines = engines
-        self._receiver = receiver
-        self._sender = sender
-        self._prompts = prompts
-        self._data_plane = data_plane
-        self._metrics = metrics
-        self._journal = journal
-        self._status = status
-        self._clock = clock
+    _current: CurrentEngine
+    _engines: Engines
+    _receiver: ReceiverRunner
+    _sender: SenderRunner
+    _prompts: Prompts
+    _data_plane: DataPlane
+    _metrics: Metrics
+    _journal: Journal
+    _status: Callable[[], Status]
+    _clock: Callable[[], float]
 
     async def serve(self, connection: LocalConnection) -> None:
         """Serve one client until its connection ends, and close it. What fails is logged, and costs nobody else."""

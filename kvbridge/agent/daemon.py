@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import uvloop
-from kvbridge_proto.common import AgentCard
+from kvbridge_proto.common import DAY_S, AgentCard
 from kvbridge_proto.status import STILL_S, SlotCounts, Status
 from msgspec import structs
 from prometheus_client import disable_created_metrics
@@ -54,22 +54,20 @@ from ..transport.processes import Pidfds, Processes
 from ..transport.trust import Trust
 from .clients import Clients
 from .current_engine import CurrentEngine
-from .doors import Doors, LocalDoors, NoDoors
+from .doors import Doors, LocalDoors
 from .engines import Engines
-from .incoming_peers import IncomingPeers
+from .incoming_peers import IncomingPeers, SenderEvents
 from .journal import Journal
-from .last_errors import LastErrors
-from .logs import set_up
+from .logs import LastErrors, set_up
 from .metrics import Gauges, Metrics
-from .outgoing_peers import OutgoingPeers
-from .peer_records import ReceiverEvents, SenderEvents
+from .outgoing_peers import OutgoingPeers, ReceiverEvents
 from .peers import Peers
 from .prompts import Prompts
 from .rebuild import Rebuilder
 from .receiver_runner import ReceiverRunner
 from .record import Record, View
 from .sender_runner import SenderRunner
-from .status import DAY_S, offers, readers, transfers
+from .status import offers, readers, transfers
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -79,8 +77,8 @@ log = logging.getLogger("kvbridge.agent")
 
 TICK_S = 0.02
 IDLE_TICK_S = 0.25
-LOOP_STILL_S = 10.0  # after so long without a tick the event loop is taken for hung
 STATES = (SessionState.NEW, SessionState.GREETING, SessionState.OPEN)  # of sessions that we have dialled
+LOOP_STILL_S = 10.0  # after so long without a tick the event loop is taken for hung
 # The loop and the data plane share the interpreter. With Python's default each waits up to 5 ms for the other.
 SWITCH_S = 0.0002
 
@@ -140,7 +138,7 @@ class Agent:
         self._failure: BaseException | None = None
         self._armed: tuple[str, ...] = ()
         self._connections: set[asyncio.Task[None]] = set()
-        self.doors: Doors = NoDoors()
+        self.doors = Doors()
         self._spans: Spans | None = None
 
     def stop(self) -> None:
@@ -312,7 +310,7 @@ class Agent:
             config.rebuild_s,
             self._clock,
         )
-        self.metrics.watch(self._gauges())
+        self.metrics.watch(self.gauges(), {"receiver": self.peers.open_dialled, "sender": self.peers.open_accepted})
 
     def _receiver_runner(self, current: CurrentEngine) -> ReceiverRunner:
         def open_peers(receiver: ReceiverEvents) -> OutgoingPeers:
@@ -338,49 +336,69 @@ class Agent:
     def _views(self) -> list[View]:
         return [self.metrics, self.prompts, *([self._spans] if self._spans is not None else [])]
 
-    def _gauges(self) -> Gauges:
-        return Gauges(
-            receive_slots=self._receive_slots,
-            send_slots=self.data_plane.send_orders.slots.counts,
-            wants=lambda: len(self.receiving.wants),
-            offers=lambda: len(self.sending.offers),
-            unclaimed=lambda: len(self.sending.unclaimed(self._clock())),
-            waiting={
-                ("receiver", "session"): lambda: self.receiving.without_session,
-                ("receiver", "slot"): lambda: self.receiving.without_slot,
-                ("sender", "offer"): lambda: self.sending.without_offer,
-                ("sender", "credit"): lambda: self.data_plane.send_orders.without_credit,
-                ("sender", "slot"): lambda: self.data_plane.send_orders.without_slot,
-            },
-            moving={
-                "receiver": lambda: self.receiving.moving,
-                "sender": lambda: len(self.sending.outgoing_transfers),
-            },
-            sessions={
-                **{("receiver", state.name.lower()): partial(self.peers.count_dialled, state) for state in STATES},
-                ("sender", "open"): self.peers.count_accepted,
-            },
-            open_sessions={"receiver": self.peers.open_dialled, "sender": self.peers.open_accepted},
-            is_attached=lambda: self.current.engine is not None,
-            is_rebuild_refused=lambda: bool(self.rebuilder.refused),
-            still_s=self._still_s,
-            readers=self.doors.holders,
-        )
+    def gauges(self) -> Gauges:
+        """All gauges. What they look at may come later."""
 
-    def _still_s(self) -> float:
+        def count(slots: Callable[[], SlotCounts]) -> dict[tuple[str], Callable[[], float]]:
+            read = lambda state: float(getattr(slots(), state))  # noqa: E731
+            return {(state,): partial(read, state) for state in SlotCounts.__struct_fields__}
+
+        def readers(is_overdue: bool) -> float:
+            return sum((holder.over_at is not None) is is_overdue for holder in self.doors.holders())
+
+        received, sent = self.receive_slots, lambda: self.data_plane.send_orders.slots.counts()
+        unclaimed = lambda: len(self.sending.unclaimed(self._clock()))  # noqa: E731
+        yield "kvbridge_receive_slots", "Slots of the staging that others write to", ("state",), count(received)
+        yield "kvbridge_send_slots", "Slots of the staging that we send from", ("state",), count(sent)
+        text = "Agents that have our engine's memory mapped; overdue: their session or its epoch is over"
+        states = {("open",): partial(readers, False), ("overdue",): partial(readers, True)}
+        yield "kvbridge_memory_readers", text, ("state",), states
+        for name, text, value in (
+            ("kvbridge_wants_open", "Wants under way", lambda: len(self.receiving.wants)),
+            ("kvbridge_offers_open", "Offers not yet released", lambda: len(self.sending.offers)),
+            ("kvbridge_offers_unclaimed", "Complete offers that nobody has asked for", unclaimed),
+            ("kvbridge_engine_attached", "1 while an engine is attached", lambda: self.current.engine is not None),
+            ("kvbridge_data_plane_still_seconds", "Since the data thread last made a turn", self.still_s),
+            ("kvbridge_rebuild_refused", "1 while slots cannot be replaced", lambda: bool(self.rebuilder.refused)),
+        ):
+            yield name, text, (), {(): value}
+        yield from self._gauges_by_role()
+
+    def _gauges_by_role(self) -> Gauges:
+        count = lambda state: self.peers.count_dialled(state)  # noqa: E731
+        sessions: dict[tuple[str, str], Callable[[], float]] = {("sender", "open"): lambda: self.peers.count_accepted()}
+        for state in STATES:
+            sessions["receiver", state.name.lower()] = partial(count, state)
+        yield "kvbridge_sessions", "Sessions with other agents", ("role", "state"), sessions
+        text = "Wants that wait for a session, transfers that wait for a slot, an offer or credit of slots"
+        waiting = {
+            ("receiver", "session"): lambda: self.receiving.without_session,
+            ("receiver", "slot"): lambda: self.receiving.without_slot,
+            ("sender", "offer"): lambda: self.sending.without_offer,
+            ("sender", "credit"): lambda: self.data_plane.send_orders.without_credit,
+            ("sender", "slot"): lambda: self.data_plane.send_orders.without_slot,
+        }
+        yield "kvbridge_queue_length", text, ("role", "awaits"), waiting
+        transfers = {
+            ("receiver",): lambda: self.receiving.moving,
+            ("sender",): lambda: len(self.sending.outgoing_transfers),
+        }
+        yield "kvbridge_transfers_open", "Transfers under way", ("role",), transfers
+
+    def still_s(self) -> float:
         return min(DAY_S, self.data_plane.watchdog.still_s)
 
     def _why_ill(self) -> str:
         """Why a restart would help: the data thread or the loop hangs; or "". Called on other threads."""
         for what, still_s, most_s in (
-            ("data thread", self._still_s(), STILL_S),
+            ("data thread", self.still_s(), STILL_S),
             ("event loop", self._clock() - self._ticked_at, LOOP_STILL_S),
         ):
             if still_s > most_s:
                 return f"the {what} has not come round for {still_s:.0f} s"
         return "" if self.state != "starting" else "the agent does not serve yet"
 
-    def _receive_slots(self) -> SlotCounts:
+    def receive_slots(self) -> SlotCounts:
         """Counts of our receive slots. The data plane knows which lent slots were written and are being read."""
         counts = self.slots.counts()
         landed = min(counts.lent, self.data_plane.receive_orders.scattering)
@@ -451,7 +469,7 @@ class Agent:
             device=self.data_plane.description,
             security=self.trust.description,
             slot_bytes=self.data_plane.site.fabric.slot_bytes,
-            receive_slots=self._receive_slots(),
+            receive_slots=self.receive_slots(),
             send_slots=self.data_plane.send_orders.slots.counts(),
             engine=self.engines.engine_status(),
             peers=tuple(self.peers.statuses()),
@@ -461,7 +479,7 @@ class Agent:
             rebuild_refused=self.rebuilder.refused,
             readers=readers(self.doors.holders(), now),
             errors=self._errors.statuses(),
-            still_s=self._still_s(),
+            still_s=self.still_s(),
             metrics=self.config.metrics,
             prompts=self.metrics.prompts(),
             failpoints=self._armed,

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from kvbridge_proto.door import DoorCard
 
@@ -26,8 +25,8 @@ LINK_FIRST_S = 0.02  # for the link to report the end of the session: it has the
 Ended = Callable[[str, str], None]  # code, reason
 
 
-class Doors(Protocol):
-    """The memory that one agent shares and maps."""
+class Doors:
+    """The memory that one agent shares and maps. As it stands: of one that does neither."""
 
     async def serve(self) -> None:
         """Answer callers at our door, and watch the memory we have mapped, until cancelled."""
@@ -37,6 +36,7 @@ class Doors(Protocol):
 
         Opening it also hands over a pipe, if the link has none.
         """
+        return None
 
     def revoke(self, session: Session) -> None:
         """The session is over: void its card, and tell its receiver to close the memory."""
@@ -46,6 +46,7 @@ class Doors(Protocol):
 
         `ended` is called when the sender's agent wants it closed, or is gone; not once we have closed it ourselves.
         """
+        raise PeerError("sharing_off", "share_memory is off at the receiver, or its routes do not name pull")
 
     def share(self, attached: AttachedMemory) -> None:
         """Hand over this memory from now on."""
@@ -55,30 +56,10 @@ class Doors(Protocol):
 
     def holders(self) -> list[Holder]:
         """Which processes have our engine's memory mapped."""
-
-
-class NoDoors:
-    """For an agent that neither shares nor maps memory."""
-
-    async def serve(self) -> None: ...
-
-    def admit(self, session: Session, link: Link) -> DoorCard | None:
-        return None
-
-    def revoke(self, session: Session) -> None: ...
-
-    async def enter(self, session: Session, card: DoorCard, link: Link, ended: Ended) -> Rate | None:
-        raise PeerError("sharing_off", "share_memory is off at the receiver, or its routes do not name pull")
-
-    def share(self, attached: AttachedMemory) -> None: ...
-
-    def withdraw(self, attached: AttachedMemory, reason: str) -> None: ...
-
-    def holders(self) -> list[Holder]:
         return []
 
 
-class LocalDoors:
+class LocalDoors(Doors):
     """Our door, and those of other agents on this host. `name` is this agent's, for their logs."""
 
     def __init__(self, door: MemoryDoor, data_plane: DataPlane, name: str, allowed_uids: Iterable[int]) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from kvbridge_proto.common import OURS, AgentCard, Rank, negotiate
 from kvbridge_proto.engine import Attach, Attached, Detached, NewEpoch, Refused, Rescale, Rescaled, Weights
@@ -43,33 +43,22 @@ OTHER_SOCKET = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class Engines:
     """Runs on the loop."""
 
-    def __init__(
-        self,
-        card: AgentCard,
-        current: CurrentEngine,
-        receiver: ReceiverRunner,
-        sender: SenderRunner,
-        peers: Peers,
-        data_plane: DataPlane,
-        doors: Doors,
-        metrics: Metrics,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.card = card
-        self.is_closing = False
-        self.leaving: asyncio.Task[None] | None = None
-        self._current = current
-        self._receiver = receiver
-        self._sender = sender
-        self._peers = peers
-        self._data_plane = data_plane
-        self._doors = doors
-        self._metrics = metrics
-        self._clock = clock
-        self._epoch = 0
+    card: AgentCard
+    _current: CurrentEngine
+    _receiver: ReceiverRunner
+    _sender: SenderRunner
+    _peers: Peers
+    _data_plane: DataPlane
+    _doors: Doors
+    _metrics: Metrics
+    _clock: Callable[[], float] = time.monotonic
+    is_closing: bool = field(default=False, init=False)
+    leaving: asyncio.Task[None] | None = field(default=None, init=False)
+    _epoch: int = field(default=0, init=False)
 
     async def leave(self, reason: str) -> None:
         """The engine leaves, or we do: forget its requests, end its sessions, unmap its memory, and confirm.

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from kvbridge_proto.peer import (
@@ -29,7 +29,7 @@ from kvbridge_proto.peer import (
 from ..dataplane.data_plane import DataPlane
 from ..errors import FabricError
 from ..exchange.route import Site
-from ..exchange.session import AttachedEngine, answer, welcome
+from ..exchange.session import AttachedEngine, Session, answer, welcome
 from ..failpoints import failpoint
 from ..routes.choice import NOT_CONNECTED, Connected, candidates, may_be_written, to_be_read
 from ..routes.slots.slot_route import Landing
@@ -37,7 +37,6 @@ from ..transport.link import Link
 from .describe import described, warn_of_route
 from .doors import Doors
 from .metrics import Metrics
-from .peer_records import IncomingPeer, SenderEvents
 
 log = logging.getLogger("kvbridge.peers")
 
@@ -48,27 +47,56 @@ MOST_GREETINGS = PROBE_LANES  # Hellos answered at once, each with its own proof
 PROOF_TURN_S = 0.02
 
 
+class SenderEvents(Protocol):
+    """What the sender hears of sessions and receivers."""
+
+    def met(self, session: Session) -> None: ...
+    def from_receiver(
+        self, session: Session, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled
+    ) -> None: ...
+    def renounce(self, incarnation: str, cancel: Cancel) -> bool: ...
+    def lost(self, incarnation: str) -> None: ...
+    def will_never_be_offered(self, claim: Claim) -> bool: ...
+
+
+@dataclass(slots=True)
+class IncomingPeer:
+    """An agent that fetches from us."""
+
+    link: Link
+    session: Session
+    connected: Connected
+    greeting: Hello
+
+    @property
+    def address(self) -> str:
+        """The address by which it reached us."""
+        return self.greeting.address
+
+    @property
+    def serial(self) -> int:
+        return self.greeting.serial
+
+    def is_like(self, greeting: Hello) -> bool:
+        """Whether the proved route serves this Hello as well."""
+        return (greeting.probe_lane, greeting.routes) == (self.greeting.probe_lane, self.greeting.routes)
+
+
+@dataclass(eq=False, repr=False)
 class IncomingPeers:
     """The sender's half of `Peers`."""
 
-    def __init__(
-        self,
-        sender: SenderEvents,
-        data_plane: DataPlane,
-        engine: Callable[[], AttachedEngine | None],
-        metrics: Metrics,
-        doors: Doors,
-    ) -> None:
-        self.is_closing = False
-        self.sessions: dict[str, IncomingPeer] = {}
-        self._sender = sender
-        self._data_plane = data_plane
-        self._engine = engine
-        self._metrics = metrics
-        self._doors = doors
-        self._turn = asyncio.Lock()
-        self._of_incarnation: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._greeted_by: dict[Link, Hello | None] = {}  # the Hello being answered; None after its Goodbye
+    _sender: SenderEvents
+    _data_plane: DataPlane
+    _engine: Callable[[], AttachedEngine | None]
+    _metrics: Metrics
+    _doors: Doors
+    is_closing: bool = field(default=False, init=False)
+    sessions: dict[str, IncomingPeer] = field(default_factory=dict, init=False)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _of_incarnation: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
+    # The Hello being answered; None after its Goodbye.
+    _greeted_by: dict[Link, Hello | None] = field(default_factory=dict, init=False)
 
     def hello_received(self, link: Link, sender: str, greeting: Hello) -> Coroutine[Any, Any, None] | None:
         """The coroutine that answers this Hello. None if it was refused, or the link's running one will answer it.

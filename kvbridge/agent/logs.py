@@ -1,4 +1,4 @@
-"""Formats an agent's log, one line per event, for people or as JSON, and limits floods of similar lines."""
+"""An agent's log: one line per event, for people or as JSON; no floods of similar lines; the last errors kept."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import logging
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
+
+from kvbridge_proto.common import DAY_S
+from kvbridge_proto.status import MAX_ERROR_TEXT, MAX_ERRORS, ErrorStatus
 
 from ..oneline import plain, plain_lines
 
@@ -105,3 +109,27 @@ class RateLimit(logging.Filter):
         if left_out:
             record.msg = f"{record.msg} ({left_out} more like this were left out)"
         return True
+
+
+class LastErrors(logging.Handler):
+    """Keeps the last MAX_ERRORS warnings and errors that `log_level` lets through, truncated, for `kvbridge status`.
+
+    Callable from any thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(logging.WARNING)
+        self._clock = clock
+        self._kept: deque[tuple[float, str, str, str]] = deque(maxlen=MAX_ERRORS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = plain(record.getMessage())[:MAX_ERROR_TEXT]
+        self._kept.append((self._clock(), record.levelname.lower(), record.name, text))
+
+    def statuses(self) -> tuple[ErrorStatus, ...]:
+        """The kept ones, the latest last."""
+        now = self._clock()
+        return tuple(
+            ErrorStatus(level=level, logger=logger, text=text, age_s=min(DAY_S, max(0.0, now - at)))
+            for at, level, logger, text in list(self._kept)
+        )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Literal, get_args
 
 from kvbridge_proto.engine import Done, Failed, Released
 from kvbridge_proto.peer import BlockTables, Settled
-from kvbridge_proto.status import PromptCounts, SlotCounts, Traits
+from kvbridge_proto.pool import MOST_COUNT
+from kvbridge_proto.status import PromptCounts, Traits
 from msgspec import structs
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
@@ -21,11 +21,11 @@ from ..exchange.orders import Digested, Dropped, Malformed, Sent, Shipped, Stage
 from ..exchange.session import Session
 from ..fetch_outcomes import CAUSES
 from ..geometry.compat import conversion
-from ..transport.door import Holder
 from . import scraping
 from .record import RequestRecord, Role
-from .status import MOST_COUNTED
 
+# Name, help, labels, and for each combination of their values where to read it.
+Gauges = Iterable[tuple[str, str, tuple[str, ...], Mapping[Any, Callable[[], float]]]]
 Replaced = Literal["slots", "send_slots", "fabric"]
 MAX_CODES = 200
 MOST_COMPUTED = 4096  # transfers that have still to be carried; the oldest go first: some of them failed
@@ -35,25 +35,6 @@ SECONDS = (
     0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300,
 )
 # fmt: on
-
-
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """Read on another thread when Prometheus asks: none may iterate over what the loop may change meanwhile."""
-
-    receive_slots: Callable[[], SlotCounts]
-    send_slots: Callable[[], SlotCounts]
-    wants: Callable[[], int]
-    offers: Callable[[], int]
-    unclaimed: Callable[[], int]
-    waiting: Mapping[tuple[Role, str], Callable[[], int]]  # by role and what is waited for
-    moving: Mapping[Role, Callable[[], int]]
-    sessions: Mapping[tuple[Role, str], Callable[[], int]]  # by role and state
-    open_sessions: Mapping[Role, Callable[[], Iterable[Session]]]
-    is_attached: Callable[[], bool]
-    is_rebuild_refused: Callable[[], bool]
-    still_s: Callable[[], float]
-    readers: Callable[[], list[Holder]]
 
 
 class Metrics:
@@ -128,42 +109,16 @@ class Metrics:
         self._failpoints = Counter("kvbridge_failpoints_total", failpoints, ["armed"], registry=registry)
         self._refused = Counter("kvbridge_refused_total", "Engines and peers refused", ["code"], registry=registry)
 
-    def watch(self, gauges: Gauges) -> None:
-        """Add the gauges, which are read at scrape time."""
-        for name, text, counts in (
-            ("kvbridge_receive_slots", "Slots of the staging that others write to", gauges.receive_slots),
-            ("kvbridge_send_slots", "Slots of the staging that we send from", gauges.send_slots),
-        ):
-            slots = Gauge(name, text, ["state"], registry=self.registry)
-            for state in SlotCounts.__struct_fields__:
-                slots.labels(state).set_function(partial(_count, counts, state))
-        text = "Agents that have our engine's memory mapped; overdue: their session or its epoch is over"
-        readers = Gauge("kvbridge_memory_readers", text, ["state"], registry=self.registry)
-        for state, is_overdue in (("open", False), ("overdue", True)):
-            readers.labels(state).set_function(partial(_readers, gauges.readers, is_overdue))
-        self._watch_sessions(gauges)
-        text = "Wants that wait for a session, transfers that wait for a slot, an offer or credit of slots"
-        queues = Gauge("kvbridge_queue_length", text, ["role", "awaits"], registry=self.registry)
-        for (role, awaits), length in gauges.waiting.items():
-            queues.labels(role, awaits).set_function(length)
-        transfers = Gauge("kvbridge_transfers_open", "Transfers under way", ["role"], registry=self.registry)
-        for role, count in gauges.moving.items():
-            transfers.labels(role).set_function(count)
-        for name, text, read in (
-            ("kvbridge_wants_open", "Wants under way", gauges.wants),
-            ("kvbridge_offers_open", "Offers not yet released", gauges.offers),
-            ("kvbridge_offers_unclaimed", "Complete offers that nobody has asked for", gauges.unclaimed),
-            ("kvbridge_engine_attached", "1 while an engine is attached", lambda: int(gauges.is_attached())),
-            ("kvbridge_data_plane_still_seconds", "Since the data thread last made a turn", gauges.still_s),
-            ("kvbridge_rebuild_refused", "1 while slots cannot be replaced", lambda: int(gauges.is_rebuild_refused())),
-        ):
-            Gauge(name, text, registry=self.registry).set_function(read)
+    def watch(self, gauges: Gauges, sessions: Mapping[Role, Callable[[], Iterable[Session]]]) -> None:
+        """Add these gauges, and the rates of open `sessions`. They are read on another thread, when Prometheus asks.
 
-    def _watch_sessions(self, gauges: Gauges) -> None:
-        sessions = Gauge("kvbridge_sessions", "Sessions with other agents", ["role", "state"], registry=self.registry)
-        for (role, state), count in gauges.sessions.items():
-            sessions.labels(role, state).set_function(count)
-        self.registry.register(_Proofs(gauges.open_sessions))
+        So none may iterate over what the loop may change meanwhile.
+        """
+        for name, text, labels, values in gauges:
+            gauge = Gauge(name, text, labels, registry=self.registry)
+            for of, value in values.items():
+                (gauge.labels(*of) if of else gauge).set_function(value)
+        self.registry.register(_Proofs(sessions))
 
     def attached(self, model_key: str, traits: Traits) -> None:
         """Show this engine as the attached one."""
@@ -197,8 +152,8 @@ class Metrics:
     def prompts(self) -> PromptCounts:
         """What became of prompts, for `kvbridge status`."""
         return PromptCounts(
-            fetched_tokens=min(MOST_COUNTED, sum(_by_label(self._fetched).values())),
-            computed_tokens=min(MOST_COUNTED, sum(_by_label(self._tokens_here).values())),
+            fetched_tokens=min(MOST_COUNT, sum(_by_label(self._fetched).values())),
+            computed_tokens=min(MOST_COUNT, sum(_by_label(self._tokens_here).values())),
             computed=_by_label(self._here),
             released=_by_label(self._offers),
         )
@@ -311,12 +266,4 @@ class _Proofs(Collector):
 def _by_label(counter: Counter) -> dict[str, int]:
     """What a counter has counted, by its only label. Without labels it is called ""."""
     samples = (sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total"))
-    return {"".join(each.labels.values()): min(MOST_COUNTED, int(each.value)) for each in samples}
-
-
-def _readers(holders: Callable[[], list[Holder]], is_overdue: bool) -> float:
-    return float(sum((holder.over_at is not None) is is_overdue for holder in holders()))
-
-
-def _count(counts: Callable[[], SlotCounts], state: str) -> float:
-    return float(getattr(counts(), state))
+    return {"".join(each.labels.values()): min(MOST_COUNT, int(each.value)) for each in samples}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from kvbridge_proto.door import DoorCard
 from kvbridge_proto.peer import (
+    PROBE_LANES,
     BlockTables,
     Body,
     Checked,
@@ -28,16 +29,15 @@ from ..dataplane.data_plane import DataPlane
 from ..errors import FabricError, KVBridgeError, PeerError
 from ..exchange.containers import Deadlines
 from ..exchange.route import Rate
-from ..exchange.session import AttachedEngine, Session, accept, hello
+from ..exchange.session import AttachedEngine, EngineMemoryId, Session, accept, hello
 from ..failpoints import failpoint
-from ..states import SessionEvent, SessionState
+from ..states import SESSION_TABLE, SessionEvent, SessionState
 from ..transport.control import Control
 from ..transport.endpoint import canonical
 from ..transport.link import Link
 from .describe import described, warn_of_route
 from .doors import Ended
 from .metrics import Metrics
-from .peer_records import OutgoingPeer, ProbeLanes, ReceiverEvents
 
 log = logging.getLogger("kvbridge.peers")
 
@@ -47,6 +47,65 @@ UNUSED_LINK_S = 60.0  # undrained transfers are asked about much more often, whi
 MOST_NAMES = 16  # addresses of one session: requests bring them, and a host may have any number
 
 
+class ReceiverEvents(Protocol):
+    """What the receiver hears of sessions and senders."""
+
+    def met(self, session: Session) -> None: ...
+    def opened(self, address: str, session: Session) -> None: ...
+    def is_wanted(self, address: str) -> bool: ...
+    def refused(self, address: str, incarnation: str, key: str) -> None: ...
+    def unreachable(self, address: str, code: str, reason: str) -> None: ...
+    def from_sender(
+        self, incarnation: str, key: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse
+    ) -> None: ...
+
+
+@dataclass(slots=True)
+class OutgoingPeer:
+    """An agent we fetch from."""
+
+    address: str
+    link: Link
+    serial: int = 0  # among all that we dialled
+    state: SessionState = SessionState.NEW
+    session: Session | None = None
+    lane: int = 0  # of our probe slot, where the sender proves its route
+    has_lane: bool = False  # it is lent to this peer now
+    names_slots: bool = False  # our last Hello named slots
+    is_checked: bool = False  # a Welcome is being checked, or was
+    known_incarnation: str = ""  # the agent there says it is this one, and has another session with us
+    has_insisted: bool = False  # we have answered that there is no other
+    opened: EngineMemoryId | None = None  # names its engine's memory while we have it mapped
+    against_pull: str = ""  # why we cannot read its engine's memory ourselves
+
+    def step(self, event: SessionEvent) -> None:
+        self.state = SESSION_TABLE[self.state, event]
+
+
+class ProbeLanes:
+    """The lanes of our probe slot. Simultaneous proofs never share one. The one unused for longest is lent first."""
+
+    def __init__(self) -> None:
+        self._free = deque(range(PROBE_LANES))
+
+    def __len__(self) -> int:
+        """How many are free."""
+        return len(self._free)
+
+    def lend(self, dialled: OutgoingPeer) -> bool:
+        """Lend a lane if one is free. Returns whether this peer has one now."""
+        if not dialled.has_lane and self._free:
+            dialled.lane, dialled.has_lane = self._free.popleft(), True
+        return dialled.has_lane
+
+    def take_back(self, dialled: OutgoingPeer) -> None:
+        """Take its lane back: its proof was checked, or no longer matters."""
+        if dialled.has_lane:
+            dialled.has_lane = False
+            self._free.append(dialled.lane)
+
+
+@dataclass(eq=False, repr=False)
 class OutgoingPeers:
     """The receiver's half of `Peers`.
 
@@ -54,32 +113,22 @@ class OutgoingPeers:
     under the address that was dialled first. The others are its other names for as long as it lasts.
     """
 
-    def __init__(
-        self,
-        receiver: ReceiverEvents,
-        control: Control,
-        data_plane: DataPlane,
-        engine: Callable[[], AttachedEngine | None],
-        metrics: Metrics,
-        connect_s: float,
-        clock: Callable[[], float],
-        open_door: Callable[[Session, DoorCard, Link, Ended], Awaitable[Rate | None]],
-    ) -> None:
-        self.sessions: dict[str, OutgoingPeer] = {}
-        self._receiver = receiver
-        self._control = control
-        self._data_plane = data_plane
-        self._engine = engine
-        self._metrics = metrics
-        self._connect_s = connect_s
-        self._clock = clock
-        self._open_door = open_door
-        self._aliases: dict[str, str] = {}  # other names -> the address of the session
-        self._serial = 0
-        self._deadlines: Deadlines[str] = Deadlines()
-        self._resting: Deadlines[Link] = Deadlines()  # links without a session, kept for late messages
-        self._lanes = ProbeLanes()
-        self._without_lane: deque[str] = deque()
+    _receiver: ReceiverEvents
+    _control: Control
+    _data_plane: DataPlane
+    _engine: Callable[[], AttachedEngine | None]
+    _metrics: Metrics
+    _connect_s: float
+    _clock: Callable[[], float]
+    _open_door: Callable[[Session, DoorCard, Link, Ended], Awaitable[Rate | None]]
+    sessions: dict[str, OutgoingPeer] = field(default_factory=dict, init=False)
+    _aliases: dict[str, str] = field(default_factory=dict, init=False)  # other names -> the address of the session
+    _serial: int = field(default=0, init=False)
+    _deadlines: Deadlines[str] = field(default_factory=Deadlines, init=False)
+    # Links without a session, kept for late messages.
+    _resting: Deadlines[Link] = field(default_factory=Deadlines, init=False)
+    _lanes: ProbeLanes = field(default_factory=ProbeLanes, init=False)
+    _without_lane: deque[str] = field(default_factory=deque, init=False)
 
     def reach(self, address: str) -> None:
         """Make sure that the receiver hears `opened` or `unreachable` for this address."""

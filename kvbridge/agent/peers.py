@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,8 +39,7 @@ from ..transport.events import Arrived, Lost, Reached, Rejected
 from ..transport.link import Link
 from .incoming_peers import IncomingPeers
 from .metrics import Metrics
-from .outgoing_peers import OutgoingPeers
-from .peer_records import OutgoingPeer
+from .outgoing_peers import OutgoingPeer, OutgoingPeers
 from .status import peer_statuses
 
 log = logging.getLogger("kvbridge.peers")
@@ -47,25 +47,17 @@ log = logging.getLogger("kvbridge.peers")
 WARN_REJECTED_S = 60.0
 
 
+@dataclass(eq=False, repr=False)
 class Peers:
     """Opens and ends sessions. What they are used for is up to the receiver and the sender."""
 
-    def __init__(
-        self,
-        control: Control,
-        outgoing: OutgoingPeers,
-        incoming: IncomingPeers,
-        data_plane: DataPlane,
-        metrics: Metrics,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.outgoing = outgoing
-        self.incoming = incoming
-        self._control = control
-        self._data_plane = data_plane
-        self._metrics = metrics
-        self._clock = clock
-        self._warned: dict[str, float] = {}
+    _control: Control
+    outgoing: OutgoingPeers
+    incoming: IncomingPeers
+    _data_plane: DataPlane
+    _metrics: Metrics
+    _clock: Callable[[], float] = time.monotonic
+    _warned: dict[str, float] = field(default_factory=dict, init=False)
 
     async def serve(self) -> None:
         """Handle what comes in until cancelled."""

@@ -18,9 +18,11 @@ which a rebuild gives back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Hashable, Iterator, Set
+from dataclasses import dataclass, field
 
 from kvbridge_proto.status import SlotCounts
 
@@ -47,69 +49,65 @@ def is_half_quarantined(counts: SlotCounts) -> bool:
     return counts.quarantined > 0 and counts.quarantined * 2 >= slots
 
 
-class QuarantineTimer:
-    """How long at least half of the slots have been quarantined. Pure: the caller passes the time."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._since: float | None = None
-
-    def is_over(self, counts: SlotCounts, now: float) -> bool:
-        """Whether that is too long. To be called regularly: the time counts from the first call that sees it."""
-        if not is_half_quarantined(counts):
-            self._since = None
-            return False
-        if self._since is None:
-            self._since = now
-        return now - self._since >= self.seconds
-
-
 class LongestQuarantine:
-    """For how long some slot has been quarantined without a break, however many come and go. Pure."""
+    """For how long some of what is looked at has lasted without a break, however many come and go. Pure."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._since = 0.0
-        self._still: Set[tuple[int, int]] = frozenset()
+        self._still: Set[Hashable] = frozenset()
 
-    def is_over(self, quarantined: Set[tuple[int, int]], now: float) -> bool:
-        """Whether that is too long. To be called regularly, with the leases of the quarantined slots."""
-        self._still &= quarantined
+    def is_over(self, found: Set[Hashable], now: float) -> bool:
+        """Whether that is too long. To be called regularly, with what is found: the time counts from the first call."""
+        self._still &= found
         if not self._still:
-            self._still, self._since = quarantined, now
+            self._still, self._since = found, now
         return bool(self._still) and now - self._since >= self.seconds
 
 
+@dataclass(slots=True)
+class Attempts:
+    """Attempts to make something: when the next one is due, and the code why the last one failed, "" if it did not."""
+
+    again_at: float = float("-inf")
+    refused: str = ""
+
+    @contextlib.contextmanager
+    def one(self, now: float) -> Iterator[None]:
+        """Make an attempt. A failure is logged once for each code, though it is tried again."""
+        try:
+            yield
+        except FAILURES as error:
+            code = error.code if isinstance(error, KVBridgeError) else type(error).__name__
+            if code != self.refused:
+                log.error("the slots cannot be replaced: code=%s %s", code, error)
+            self.again_at, self.refused = now + REBUILD_AGAIN_S, code
+        else:
+            self.refused = ""
+
+
+@dataclass(eq=False, repr=False)
 class Rebuilder:
     """Watches the slots of one agent, and replaces them."""
 
-    def __init__(
-        self,
-        receive_slots: ReceiveSlots,
-        quarantined_far: Callable[[], Set[tuple[int, int]]],
-        send_slots: SendSlots,
-        engines: Engines,
-        data_plane: DataPlane,
-        metrics: Metrics,
-        seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._receive_slots = receive_slots
-        self._quarantined_far = quarantined_far
-        self._send_slots = send_slots
-        self._engines = engines
-        self._data_plane = data_plane
-        self._metrics = metrics
-        self._seconds = seconds
-        self._timer = QuarantineTimer(seconds)
+    _receive_slots: ReceiveSlots
+    _quarantined_far: Callable[[], Set[tuple[int, int]]]
+    _send_slots: SendSlots
+    _engines: Engines
+    _data_plane: DataPlane
+    _metrics: Metrics
+    _seconds: float
+    _clock: Callable[[], float] = time.monotonic
+    _is_pressing: bool = field(default=False, init=False)  # half are quarantined for too long
+    _fabric_pause_ends: float | None = field(default=None, init=False)  # while wants are paused for another fabric
+    # Made, but not used until what is under way has ended.
+    _endpoints: StagingEndpoints | None = field(default=None, init=False)
+    _pause_ends: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._half = LongestQuarantine(self._seconds)
         self._few, self._far = self._new_few(), self._new_few()
-        self._is_pressing = False  # half are quarantined for too long
-        self._clock = clock
-        self._refused = self._send_refused = self._fabric_refused = ""
-        self._again_at = self._send_again_at = self._fabric_again_at = float("-inf")
-        self._fabric_pause_ends: float | None = None  # while wants are paused for another fabric
-        self._endpoints: StagingEndpoints | None = None  # made, but not used until what is under way has ended
-        self._pause_ends = 0.0
+        self._receiving, self._sending, self._fabric = Attempts(), Attempts(), Attempts()
 
     async def watch(self) -> None:
         """Check regularly, until cancelled."""
@@ -120,7 +118,7 @@ class Rebuilder:
     @property
     def refused(self) -> str:
         """The code why slots that are due cannot be made, "" if there is no such reason."""
-        return self._refused or self._send_refused or self._fabric_refused
+        return self._receiving.refused or self._sending.refused or self._fabric.refused
 
     @property
     def is_pausing(self) -> bool:
@@ -162,31 +160,25 @@ class Rebuilder:
 
     async def _check_send_slots(self) -> None:
         """Replace the send slots once half of them are read by late writes."""
-        counts = self._send_slots.counts()
+        counts, attempts, now = self._send_slots.counts(), self._sending, self._clock()
         if not is_half_quarantined(counts):
-            self._send_refused = ""
-        elif self._clock() >= self._send_again_at:
-            try:
+            attempts.refused = ""
+        elif now >= attempts.again_at:
+            with attempts.one(now):
                 await self._data_plane.replace_send_slots()
-            except FAILURES as error:
-                self._send_again_at = self._clock() + REBUILD_AGAIN_S
-                self._send_refused = _refusal(error, self._send_refused)
-            else:
+            if not attempts.refused:
                 self._metrics.rebuilt("send_slots")
-                log.warning(
-                    "replaced the send slots: late writes go on out of %d of %d",
-                    counts.quarantined,
-                    len(self._send_slots),
-                )
+                slots = counts.quarantined, len(self._send_slots)
+                log.warning("replaced the send slots: late writes go on out of %d of %d", *slots)
 
     async def _check_fabric(self) -> None:
         """Replace the fabric, and no slots, once slots that only it may write by have been stuck for long."""
         now, far = self._clock(), self._quarantined_far()
         if self._fabric_pause_ends is None:
             if not self._far.is_over(far, now):
-                self._fabric_refused = ""
+                self._fabric.refused = ""
                 return
-            if self._endpoints is not None or now < self._fabric_again_at:
+            if self._endpoints is not None or now < self._fabric.again_at:
                 return
             self._fabric_pause_ends = now + PAUSE_S
         if far and not self._engines.pause_wants() and now < self._fabric_pause_ends:
@@ -196,14 +188,12 @@ class Rebuilder:
             self._far = self._new_few()
             self._engines.resume()
             return
-        try:
+        with self._fabric.one(now):
             await self._data_plane.renew_fabrics()
-        except FAILURES as error:
-            self._fabric_again_at = now + REBUILD_AGAIN_S
-            self._fabric_refused = _refusal(error, self._fabric_refused)
+        if self._fabric.refused:
             self._engines.resume()
             return
-        self._far, self._fabric_refused = self._new_few(), ""
+        self._far = self._new_few()
         slots = f"{len(far)} of {len(self._receive_slots)} receive slots"
         reason = f"{slots} in quarantine for senders of other machines or pods"
         self._engines.renew_fabric(self._data_plane.site, reason)
@@ -216,10 +206,10 @@ class Rebuilder:
     def _reason(self) -> str:
         """Why the receive slots have to be replaced, "" if not. Updates `_is_pressing`."""
         counts, now = self._receive_slots.counts(), self._clock()
-        self._is_pressing = self._timer.is_over(counts, now)
+        self._is_pressing = self._half.is_over({"half"} if is_half_quarantined(counts) else set(), now)
         is_stuck = self._few.is_over(self._receive_slots.quarantined() - self._quarantined_far(), now)
         if self._is_pressing:
-            seconds = self._timer.seconds
+            seconds = self._half.seconds
         elif is_stuck and self._data_plane.site.fabric.memory == "dram":
             seconds = self._few.seconds
         else:
@@ -237,23 +227,8 @@ class Rebuilder:
         """New endpoints, if they are due and can be made."""
         now = self._clock()
         if not self._reason():
-            self._refused = ""
-            return None
-        if now < self._again_at:
-            return None
-        try:
-            endpoints = await self._data_plane.prepare_endpoints()
-        except FAILURES as error:
-            self._again_at = now + REBUILD_AGAIN_S
-            self._refused = _refusal(error, self._refused)
-            return None
-        self._refused = ""
-        return endpoints
-
-
-def _refusal(error: Exception, before: str) -> str:
-    """The code why slots cannot be replaced. It is logged once, though it is tried again."""
-    code = error.code if isinstance(error, KVBridgeError) else type(error).__name__
-    if code != before:
-        log.error("the slots cannot be replaced: code=%s %s", code, error)
-    return code
+            self._receiving.refused = ""
+        elif now >= self._receiving.again_at:
+            with self._receiving.one(now):
+                return await self._data_plane.prepare_endpoints()
+        return None

@@ -36,8 +36,7 @@ from ..routes.pull.receiving import COMPARE_S
 from ..transport.endpoint import canonical
 from ..transport.processes import Processes
 from .current_engine import CurrentEngine
-from .outgoing_peers import OutgoingPeers
-from .peer_records import ReceiverEvents
+from .outgoing_peers import OutgoingPeers, ReceiverEvents
 from .record import Record
 from .runner import Runner
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvbridge_proto.engine import Failed, ToEngine
@@ -19,18 +20,16 @@ class Sending(Protocol):
     def send(self, peer: str, body: Body, /) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class Runner:
     """Runs on the loop. `_send_to` are the peers of its half."""
 
-    _send_to: Sending
+    _send_to: Sending = field(init=False)
 
-    def __init__(
-        self, data_plane: DataPlane, record: Record, current: CurrentEngine, clock: Callable[[], float]
-    ) -> None:
-        self._data_plane = data_plane
-        self._record = record
-        self._current = current
-        self._clock = clock
+    _data_plane: DataPlane
+    _record: Record
+    _current: CurrentEngine
+    _clock: Callable[[], float]
 
     def _do(
         self, actions: Iterable[Action], events: Iterable[Event] = (), heard_at: float | None = None, peer: str = ""

@@ -31,8 +31,7 @@ from ..exchange.sender import Sender
 from ..exchange.session import AttachedEngine, Session
 from ..failpoints import failpoint
 from .current_engine import CurrentEngine
-from .incoming_peers import IncomingPeers
-from .peer_records import SenderEvents
+from .incoming_peers import IncomingPeers, SenderEvents
 from .record import Event, Record
 from .runner import Runner
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable
 from itertools import islice
 
+from kvbridge_proto.common import DAY_S
+from kvbridge_proto.pool import MOST_COUNT
 from kvbridge_proto.status import OfferStatus, PeerStatus, ReaderStatus, TransferStatus
 
 from ..exchange.outgoing import OpenOffer
@@ -15,11 +17,10 @@ from ..exchange.session import Session
 from ..transport.door import Holder
 from ..transport.link import Link
 from .describe import route_of, verdict_of
-from .peer_records import IncomingPeer, OutgoingPeer
+from .incoming_peers import IncomingPeer
+from .outgoing_peers import OutgoingPeer
 
 # Limits of the status message (status.py of the protocol).
-MOST_COUNTED = 1 << 40
-DAY_S = 86400.0
 MOST_OFFERS = 1024  # the oldest; metrics count all
 MOST_VERDICT, MOST_ROUTE = 4096, 2048  # their differences may not fit
 
@@ -34,7 +35,7 @@ def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[Transfe
             peer=wanted.want.sender,
             state=wanted.state.name.lower(),
             chunks_done=sum(incoming.placed for incoming in wanted.incoming_transfers.values()),
-            chunks=min(MOST_COUNTED, sum(incoming.plan.chunks for incoming in wanted.incoming_transfers.values())),
+            chunks=min(MOST_COUNT, sum(incoming.plan.chunks for incoming in wanted.incoming_transfers.values())),
             age_s=_age(wanted.started, now),
         )
         for wanted in receiving.wants.values()
@@ -47,7 +48,7 @@ def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[Transfe
             peer=outgoing.incarnation,
             state=outgoing.state.name.lower(),
             chunks_done=outgoing.chunks_done,
-            chunks=min(MOST_COUNTED, outgoing.plan.chunks),  # a claim may be of any number of tokens
+            chunks=min(MOST_COUNT, outgoing.plan.chunks),  # a claim may be of any number of tokens
             age_s=_age(outgoing.started, now),
         )
         for outgoing in sending.outgoing_transfers.values()

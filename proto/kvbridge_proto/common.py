@@ -15,7 +15,8 @@ RendezvousId = Annotated[str, Meta(min_length=1, max_length=256)]
 Address = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(max_length=64)]
 AttachmentName = Annotated[str, Meta(max_length=256)]
-Seconds = Annotated[float, Meta(ge=0, le=86400)]
+DAY_S = 86400
+Seconds = Annotated[float, Meta(ge=0, le=DAY_S)]
 Reasons = Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=64)]
 Code = Annotated[str, Meta(max_length=64)]
 # As in W3C's Trace Context, or "". A malformed one counts as "": a trace must not cost a request.

@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-Count = Annotated[int, Meta(ge=0, le=1 << 40)]
-Positive = Annotated[int, Meta(ge=1, le=1 << 40)]
+MOST_COUNT = 1 << 40
+Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
+Positive = Annotated[int, Meta(ge=1, le=MOST_COUNT)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
 Name = Annotated[str, Meta(max_length=256)]
 PartName = Annotated[str, Meta(max_length=32)]

@@ -14,7 +14,8 @@ from kvbridge_proto.engine import Attach
 from kvbridge_proto.peer import FabricCard
 
 from kvbridge.agent.daemon import IDLE_TICK_S, TICK_S, Agent
-from kvbridge.agent.metrics import Gauges, Metrics
+from kvbridge.agent.doors import Doors
+from kvbridge.agent.metrics import Metrics
 from kvbridge.dataplane.attached import AttachedMemory, EngineLiveness
 from kvbridge.dataplane.awaits import WaitEngineHeard, WaitFence, WaitLease
 from kvbridge.dataplane.data_plane import IDLE_S, DataPlane
@@ -34,7 +35,6 @@ from kvbridge.routes.slots.receive_slots import ReceiveSlots
 from kvbridge.routes.slots.send_orders import OrderedSend
 from kvbridge.states import OfferState, TransferState, WantState
 from kvbridge.transport.control import Control
-from kvbridge.transport.door import Holder
 from kvbridge.transport.local import LocalConnection
 
 from .fabric import SlotFabric
@@ -58,7 +58,7 @@ class NoMetrics(Metrics):
         self._foul = foul
         self._differ = differ  # called for each pulled chunk that differed between its two sides
 
-    def watch(self, gauges: Gauges) -> None: ...
+    def watch(self, gauges: object, sessions: object) -> None: ...
     def see(self, event: Any, role: str, at: float) -> None:
         match event:
             case Compared(differing=differing) if differing:
@@ -369,14 +369,12 @@ class Process(Agent):
         self.loop.call_soon(lambda: self.tick(self.world.clock.now - at))
 
 
-class SimDoors:
+class SimDoors(Doors):
     """The local door: whoever knows the token gets the memory, if it is still there."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self._shared: dict[bytes, SimAttached] = {}
-
-    async def serve(self) -> None: ...
 
     def admit(self, session: Session, link: object) -> DoorCard:
         token, epoch = self._process.world.entropy(32), session.our_epoch
@@ -384,14 +382,6 @@ class SimDoors:
         return DoorCard(
             machine="one", path=self._process.name, session=session.peer.incarnation, epoch=epoch, token=token
         )
-
-    def revoke(self, session: Session) -> None: ...
-
-    def share(self, attached: AttachedMemory) -> None: ...
-
-    def withdraw(self, attached: AttachedMemory, reason: str) -> None: ...
-    def holders(self) -> list[Holder]:
-        return []
 
     async def enter(self, session: Session, door: DoorCard, link: object, ended: object) -> Rate | None:
         process, world = self._process, self._process.world

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from kvbridge_proto.peer import Route
 from kvbridge_proto.status import SlotCounts
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from kvbridge.agent.daemon import STATES
-from kvbridge.agent.metrics import Gauges, Metrics, Replaced
+from kvbridge.agent.daemon import STATES, Agent
+from kvbridge.agent.metrics import Metrics, Replaced
 from kvbridge.agent.record import Role, Stage
 from kvbridge.fetch_outcomes import CAUSES
 from kvbridge.geometry.compat import Conversion
@@ -27,10 +26,8 @@ CODES = frozenset(used()) | {"other"}
 
 def registry() -> CollectorRegistry:
     """An agent's, with its gauges; nothing has happened yet."""
-    metrics, nothing = Metrics(), dict.fromkeys((each.name for each in fields(Gauges)), lambda: 0)
-    slots = lambda: SlotCounts(free=0, lent=0, landed=0, quarantined=0)  # noqa: E731
-    by_role: dict[str, Any] = {"waiting": {}, "moving": {}, "sessions": {}, "open_sessions": {}}
-    metrics.watch(Gauges(**{**nothing, **by_role, "receive_slots": slots, "send_slots": slots, "readers": list}))
+    metrics = Metrics()
+    metrics.watch(Agent.__new__(Agent).gauges(), {})  # its parts are looked at only when somebody asks
     return metrics.registry
 
 
@@ -69,7 +66,7 @@ def of_proxy() -> dict[str, frozenset[str]]:
 
 def series() -> dict[str, frozenset[str]]:
     """The labels of each name under which Prometheus keeps samples: a histogram has three."""
-    return _samples(served(), registry())
+    return _samples(served(), Metrics().registry)
 
 
 def _samples(served: dict[str, tuple[str, ...]], registry: CollectorRegistry) -> dict[str, frozenset[str]]:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvbridge_proto.peer import Sum
@@ -65,28 +66,20 @@ def why_not(sender: Site, receiver: Site) -> str:
     return "" if sender.fabric.memory == receiver.fabric.memory else memories(sender, receiver)
 
 
+@dataclass(eq=False, repr=False)
 class PullRoute:
     """The memory of peers' engines, and the jobs that read it. `tell` calls a function on the loop."""
 
-    def __init__(
-        self,
-        resources: Resources,
-        tell: Callable[..., None],
-        send_orders: SendOrders,
-        receive_orders: ReceiveOrders,
-        wait_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._resources = resources
-        self._tell = tell
-        self._send_orders = send_orders
-        self._receive_orders = receive_orders
-        self._wait_s = wait_s
-        self._clock = clock
-        self._peers: dict[EngineMemoryId, Opened] = {}  # memory that new reads use
-        self._openings: Counter[EngineMemoryId] = Counter()
-        self._measured: list[AttachedPool] = []  # those whose read rate is being measured
-        self.closing: list[Opened] = []  # given up; unmapped once nothing reads them
+    _resources: Resources
+    _tell: Callable[..., None]
+    _send_orders: SendOrders
+    _receive_orders: ReceiveOrders
+    _wait_s: float
+    _clock: Callable[[], float]
+    _peers: dict[EngineMemoryId, Opened] = field(default_factory=dict, init=False)  # memory that new reads use
+    _openings: Counter[EngineMemoryId] = field(default_factory=Counter, init=False)
+    _measured: list[AttachedPool] = field(default_factory=list, init=False)  # those whose read rate is being measured
+    closing: list[Opened] = field(default_factory=list, init=False)  # given up; unmapped once nothing reads them
 
     def open(
         self, memory_id: EngineMemoryId, mapped: Callable[[], AttachedPool], closed: Callable[[], None], settle: Settle

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 
 from kvbridge_proto.codec import encode
 from kvbridge_proto.peer import Notice, Probe, Route
@@ -38,28 +39,20 @@ from .slot_route import Landing, Target
 log = logging.getLogger("kvbridge.data_plane")
 
 
+@dataclass(eq=False, repr=False)
 class Jobs:
     """Makes jobs; runs none."""
 
-    def __init__(
-        self,
-        resources: Resources,
-        incarnation: str,
-        send_orders: SendOrders,
-        receive_orders: ReceiveOrders,
-        write_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._resources = resources
-        self._incarnation = incarnation
-        self._send_orders = send_orders
-        self._receive_orders = receive_orders
-        self._write_timeout_s = write_timeout_s
-        self._clock = clock
-        self._targets: dict[str, Target] = {}
-        self._users: Counter[Target] = Counter()
-        self._leaving: set[Target] = set()
-        self._serial = 0
+    _resources: Resources
+    _incarnation: str
+    _send_orders: SendOrders
+    _receive_orders: ReceiveOrders
+    _write_timeout_s: float
+    _clock: Callable[[], float] = time.monotonic
+    _targets: dict[str, Target] = field(default_factory=dict, init=False)
+    _users: Counter[Target] = field(default_factory=Counter, init=False)
+    _leaving: set[Target] = field(default_factory=set, init=False)
+    _serial: int = field(default=0, init=False)
 
     @property
     def _ends(self) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvbridge_proto.status import MAX_ERROR_TEXT, MAX_ERRORS
 
-from kvbridge.agent.last_errors import LastErrors
+from kvbridge.agent.logs import LastErrors
 from testing.agents import OracleEngine, agent
 from testing.oracle import Shape, build
 from testing.waiting import wait_for

@@ -18,7 +18,14 @@ from kvbridge_proto.engine import Done, Failed
 from kvbridge_proto.status import SlotCounts
 
 from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.rebuild import FEW_TIMES, PAUSE_S, REBUILD_AGAIN_S, QuarantineTimer, Rebuilder
+from kvbridge.agent.rebuild import (
+    FEW_TIMES,
+    PAUSE_S,
+    REBUILD_AGAIN_S,
+    LongestQuarantine,
+    Rebuilder,
+    is_half_quarantined,
+)
 from kvbridge.dataplane.slots import SendSlots
 from kvbridge.device.driver import CudaError
 from kvbridge.errors import FabricError
@@ -57,9 +64,9 @@ def test_an_agent_that_stands_still_costs_others_their_slots_for_a_while_only(tm
     ids=["however busy the others are", "anew once fewer are", "all", "without slots"],
 )
 def test_patience_begins_when_half_are_quarantined(looks: Sequence[tuple[SlotCounts, float, bool]]) -> None:
-    patience = QuarantineTimer(10.0)
+    patience = LongestQuarantine(10.0)
     for counts, now, is_over in looks:
-        assert patience.is_over(counts, now) is is_over
+        assert patience.is_over({"half"} if is_half_quarantined(counts) else set(), now) is is_over
 
 
 class Played:

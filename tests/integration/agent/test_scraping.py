@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 
 from kvbridge.agent import scraping
 from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.peer_records import OutgoingPeer
+from kvbridge.agent.outgoing_peers import OutgoingPeer
 from kvbridge.agent.scraping import AT_ONCE, KEPT_S, serve
 from kvbridge.errors import OperatorError
 from kvbridge.states import SessionState

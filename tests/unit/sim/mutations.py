@@ -14,8 +14,7 @@ from kvbridge_proto.peer import BlockTables, Checked, Drained, Sum
 
 from kvbridge.agent.engines import Engines
 from kvbridge.agent.incoming_peers import IncomingPeers
-from kvbridge.agent.outgoing_peers import OutgoingPeers
-from kvbridge.agent.peer_records import OutgoingPeer, ProbeLanes
+from kvbridge.agent.outgoing_peers import OutgoingPeer, OutgoingPeers, ProbeLanes
 from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.sender_runner import SenderRunner
 from kvbridge.dataplane import fills, receive_orders
