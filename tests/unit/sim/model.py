@@ -37,7 +37,7 @@ Move = tuple[Any, ...]
 VALUES = (Struct, AttachedEngine, Session, Plan, BlockTable, SendOrder, ReceiveOrder, Fill, Filling, Enum)
 # What tells states apart:
 SLOT = attrgetter("state", "generation", "transfer")
-INCOMING = attrgetter("state", "ready", "placed", "is_carried", "is_drained")
+INCOMING = attrgetter("state", "ready", "placed", "is_ordered", "is_drained")
 OUTGOING = attrgetter(
     *("transfer", "state", "lent", "shipped", "progress", "announced", "is_ordered", "has_read", "is_lost", "early")
 )
