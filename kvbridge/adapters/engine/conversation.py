@@ -12,8 +12,9 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -50,7 +51,6 @@ from ...errors import EngineError
 from .client import EngineClient
 from .link import AgentLink, Over, ReadsOver
 from .memory import Memory
-from .numbers import numbers
 
 GRACE_S = 10.0  # how long an agent may exceed its own deadline, and again after being asked to stop
 COMPUTING_S = 600.0  # how long an offer is held while the rest of its prompt is computed: a step may take long
@@ -474,3 +474,11 @@ def nothing_of(want: Want) -> Want:
 def fence_of_device(device: torch.device) -> EngineFence | None:
     """The fence of a GPU; None for a CPU, whose work is finished when its call returns."""
     return EngineFence(device) if device.type == "cuda" else None
+
+
+def numbers() -> Iterator[int]:
+    """For offers and wants. None comes again in this process, nor in one started later, unless the clock is set back.
+
+    Begins with the microseconds since 1970, which no engine can count up to from an earlier start.
+    """
+    return count(time.time_ns() // 1000)

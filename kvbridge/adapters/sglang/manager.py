@@ -38,8 +38,7 @@ from ...errors import EngineError, OperatorError
 from ...oneline import plain
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
-from ..engine.names import model_name
-from ..engine.weights import UNNAMED, weights_name
+from ..engine.names import UNNAMED, model_name, weights_name
 from . import drafts, foreign, windows
 from .bootstrap import AGENT, RANKS
 from .building import TESTED, building

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..engine.weights import UNNAMED, weights_name
+from ..engine.names import UNNAMED, weights_name
 
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 FLUSHES = "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper"

@@ -35,11 +35,10 @@ from vllm.v1.request import RequestStatus
 
 from ...errors import EngineError
 from ...oneline import OneLine, shown
-from ..engine.conversation import COMPUTING_S
-from ..engine.numbers import numbers
+from ..engine.conversation import COMPUTING_S, numbers
+from ..engine.names import UNNAMED, weights_name
 from ..engine.prompts import call, is_in, rendezvous
 from ..engine.traces import traceparent
-from ..engine.weights import UNNAMED, weights_name
 from .block_tables import GroupTables
 from .kept_blocks import KeptBlocks
 from .options import VLLMOptions
