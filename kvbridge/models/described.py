@@ -16,7 +16,6 @@ from kvbridge_proto.pool import (
     Group,
     GroupKind,
     Layer,
-    Model,
     Plane,
     Pool,
     Region,
@@ -25,7 +24,7 @@ from kvbridge_proto.pool import (
 )
 
 from ..adapters.engine.codecs import INDEX_KEYS, INDEX_SCALES, ROW_SCALED, plain_rows
-from ..adapters.engine.heads import Heads
+from ..adapters.engine.records import WHOLE, Heads, model_record
 from ..adapters.engine.unsupported import UNSUPPORTED, refusal
 from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from ..errors import KVBridgeError, OperatorError
@@ -41,7 +40,7 @@ PLAIN: dict[str, tuple[CodecName, int]] = {
     "fp8_e5m2": ("fp8_e5m2", 1),
 }
 M3_PACKED = "minimax_m3_nvfp4"
-WHOLE: dict[str, tuple[CodecName, int]] = {"fp8_ds_mla": ("fp8_ds_mla", 656)}
+PACKED: dict[str, tuple[CodecName, int]] = {"fp8_ds_mla": ("fp8_ds_mla", 656)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> It
     if engine == "sglang" and _is_packed_by_sglang(model, command):
         yield refusal(code, engine, "packed checkpoint", "KV pool: MiniMaxM3Nvfp4KVPool, of quantization " + M3_PACKED)
     said = _dtype(model, command, is_decoder)
-    if said not in PLAIN and said not in ROW_SCALED and said not in WHOLE:
+    if said not in PLAIN and said not in ROW_SCALED and said not in PACKED:
         yield refusal("codec_unknown", engine, "packed", f"kv_cache_dtype {said}")
     if model.index and command.index_dtype not in ("", "auto") and command.index_dtype not in PLAIN:
         yield OperatorError(
@@ -215,8 +214,8 @@ def _rows(layer: Layer, said: str) -> Iterator[PartRow]:
     """K and V, or a latent, each with its scales behind it if its dtype has some of its own."""
     parts = [("latent", layer.key_width)] if layer.kind == "mla" else [("k", layer.key_width), ("v", layer.value_width)]
     for part, width in parts:
-        if layer.kind == "mla" and said in WHOLE:
-            name, size = WHOLE[said]
+        if layer.kind == "mla" and said in PACKED:
+            name, size = PACKED[said]
             yield PartRow(part, Codec(name=name, width=width, element_bytes=1, row_bytes=size))
         elif said in ROW_SCALED:
             name, is_packed = ROW_SCALED[said], said.startswith("int4")
@@ -226,7 +225,7 @@ def _rows(layer: Layer, said: str) -> Iterator[PartRow]:
             scale = ("opaque", 4, 1) if is_packed else ("fp32", 1, 4)
             yield PartRow(f"{part}_scale", Codec(name=scale[0], width=scale[1], element_bytes=scale[2], row_bytes=4))  # type: ignore[arg-type]
         else:
-            name, size = PLAIN["fp8" if said in WHOLE else said]
+            name, size = PLAIN["fp8" if said in PACKED else said]
             yield PartRow(part, plain_rows(name, width, size))
 
 
@@ -279,22 +278,15 @@ def _pool(
     planes: list[Plane] = []
     offset = 0
     for number, layer in mine.items():
-        heads = Heads(0, 1, 1) if layer.kind == "mla" else Heads.of(layer.kv_heads, tp_rank, command.tp)
+        heads = WHOLE if layer.kind == "mla" else Heads.of(layer.kv_heads, tp_rank, command.tp)
         kept = keepings[number]
         for row in (*_rows(layer, said), *(index_rows if number in model.index else ())):
-            held = Heads(0, 1, 1) if "index_key" in row.part else heads
+            held = WHOLE if "index_key" in row.part else heads
             planes.append(_plane(number, row, held, groups.index(kept), kept.block_tokens, offset))
             offset += planes[-1].block_stride * BLOCKS
-    known = len(layers) if command.pp > 1 else max(mine) + 1
     return Pool(
         engine=Engine(kind=command.engine, version="", id=engine_id),
-        model=Model(
-            name=name,
-            layers=tuple(mine.get(index) for index in range(known)),
-            depth=depth,
-            drafts=tuple(drafts),
-            draft=name if drafts else "",
-        ),
+        model=model_record(name, mine, depth=depth, pp_size=command.pp, drafts=drafts, draft=name),
         shard=_shard(command, pp_rank, tp_rank),
         groups=tuple(
             Group(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from kvbridge_proto.pool import CodecName, Pool
+from kvbridge_proto.pool import CodecName, Engine, Group, Model, Plane, Pool, Region, Shard
+from msgspec.structs import replace
+
+from ...errors import OperatorError
 
 # Dtypes whose numbers are stored as they are; fp8 is under scales that the engine knows.
 CODEC_OF: dict[torch.dtype, CodecName] = {
@@ -23,6 +27,32 @@ class Memory:
 
     pool: Pool
     storages: tuple[torch.UntypedStorage, ...]
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        model: Model,
+        shard: Shard,
+        groups: tuple[Group, ...],
+        planes: Sequence[tuple[torch.Tensor, Plane]],
+    ) -> Memory:
+        """Each plane with its tensor, whose allocation becomes its region. Raises OperatorError for several devices."""
+        storages = {each.data_ptr(): each for tensor, _ in planes for each in [tensor.untyped_storage()]}
+        if len(devices := sorted({str(storage.device) for storage in storages.values()})) != 1:
+            raise OperatorError("devices_mixed", f"KV cache: on {', '.join(devices)}, must be on one device")
+        regions = {address: index for index, address in enumerate(storages)}
+        pool = Pool(
+            engine=engine,
+            model=model,
+            shard=shard,
+            groups=groups,
+            regions=tuple(Region(storage.nbytes()) for storage in storages.values()),
+            planes=tuple(
+                replace(plane, region=regions[tensor.untyped_storage().data_ptr()]) for tensor, plane in planes
+            ),
+        )
+        return cls(pool, tuple(storages.values()))
 
     @property
     def device(self) -> torch.device:

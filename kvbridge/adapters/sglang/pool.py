@@ -12,31 +12,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kvbridge_proto.pool import (
-    Codec,
-    Engine,
-    Group,
-    GroupKind,
-    Layer,
-    LayerKind,
-    Model,
-    Plane,
-    Pool,
-    Region,
-    Shard,
-    Step,
-)
+from kvbridge_proto.pool import Codec, Engine, Group, GroupKind, Layer, LayerKind, Plane, Shard, Step
 
 from ...cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from ...errors import OperatorError
 from ..engine.codecs import INDEX_KEYS, INDEX_SCALE_BYTES, INDEX_SCALES, INDEX_WIDTH, plain_rows
-from ..engine.heads import Heads
 from ..engine.memory import CODEC_OF, Memory
 from ..engine.names import draft_name
+from ..engine.records import WHOLE, Heads, model_record
 from ..engine.unsupported import UNSUPPORTED, refusal
 from . import drafts
 
 LAYOUTS = ("nhd", "hnd")
+ATTENTION, INDEXER = "RadixAttention", "Indexer"
+Modules = dict[tuple[str, int], Any]  # by class and layer
 # By the class itself: each subclass stores its rows differently.
 POOLS = {
     "MHATokenToKVPool": "kv",
@@ -62,8 +51,7 @@ class LayerGroup:
     """Layers whose rows lie under one block table. `layers` are the model's numbers of the pool's layers, in order.
 
     `window` counts the current token; 0 for none. `kind` is what the model says of such a layer, if it has a window.
-    `index` are the index keys of the layers that have some.
-    `begins_inside` is the group's.
+    `index` are the index keys of the layers that have some. `begins_inside` is the group's.
     """
 
     pool: Any
@@ -76,40 +64,16 @@ class LayerGroup:
     index: Mapping[int, torch.Tensor] = field(default_factory=dict)
     begins_inside: bool = False
 
-    def described(self, parts: list[LayerTensor]) -> Group:
-        blocks = min(part.tensor.shape[0] // (1 if part.is_paged else self.block_tokens) for part in parts)
+    def described(self, tensors: list[torch.Tensor]) -> Group:
+        """`tensors` are all that lie under its block table: of slots in three dimensions, else of pages."""
         kind: GroupKind = "full" if not self.window else "chunked" if self.kind == "chunked" else "sliding"
         return Group(
             kind=kind,
             block_tokens=self.block_tokens,
-            blocks=blocks,
+            blocks=min(each.shape[0] // (self.block_tokens if each.dim() == 3 else 1) for each in tensors),
             window=self.window,
             begins_inside=self.begins_inside,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTensor:
-    """One tensor of a layer: [slots, heads, width], or in the layout `hnd` [pages, heads, tokens, width].
-
-    That of index keys with scales is [pages, bytes]. `dtype` is that of the numbers: SGLang keeps fp8 as bytes.
-    """
-
-    group: LayerGroup
-    layer: int
-    name: str
-    tensor: torch.Tensor
-    scale: float
-    heads: Heads
-    dtype: torch.dtype
-
-    @property
-    def is_paged(self) -> bool:
-        return self.tensor.dim() != 3
-
-    @property
-    def is_scaled_index(self) -> bool:
-        return self.name in (INDEX_KEY, ROTATED_INDEX_KEY) and self.tensor.dim() == 2
 
 
 def describe(
@@ -131,36 +95,33 @@ def describe(
 
     config = queue.scheduler.model_config
     check(queue)
-    attentions = _attentions(queue.scheduler.tp_worker.model_runner.model)
-    groups = _groups(queue, shard, attentions, is_decoder)
+    modules = _modules(queue.scheduler.tp_worker.model_runner.model)
+    groups = _groups(queue, shard, modules, is_decoder)
     depth = int(config.hf_text_config.num_hidden_layers)
-    of_draft = _draft_layers(queue, shard, attentions, depth)
+    of_draft = _draft_layers(queue, shard, modules, depth)
     groups += of_draft
-    indexers = _indexers(queue, of_draft)
-    parts = [part for group in groups for part in _parts(group, attentions, indexers)]
-    storages = {storage.data_ptr(): storage for part in parts for storage in [part.tensor.untyped_storage()]}
-    regions = {address: index for index, address in enumerate(storages)}
-    described = Pool(
-        engine=Engine(kind="sglang", version=__version__[:256], id=engine_id[:256], replica=replica),
-        model=Model(
-            name=model_name[:256],
-            layers=_layers(parts, attentions, config, shard),
+    planes = [each for group in groups for each in _planes(group, modules)]
+    if of_draft and not draft:
+        path, of = str(queue.scheduler.server_args.model_path), queue.scheduler.server_args.speculative_draft_model_path
+        draft = draft_name(model_name, path, str(of or path))
+    return Memory.of(
+        Engine(kind="sglang", version=__version__[:256], id=engine_id[:256], replica=replica),
+        model_record(
+            model_name,
+            _layers(groups, [plane for _, plane in planes], modules),
             depth=depth,
+            pp_size=shard.pp_size,
             weights=weights,
-            drafts=tuple(layer for group in of_draft for layer in group.layers),
-            draft=_draft_name(queue, model_name, draft)[:256] if of_draft else "",
+            drafts=(layer for group in of_draft for layer in group.layers),
+            draft=draft,
         ),
-        shard=shard,
-        groups=tuple(
-            group.described([part for part in parts if part.group.number == group.number])
+        shard,
+        tuple(
+            group.described([tensor for tensor, plane in planes if plane.group == group.number])
             for _, group in sorted({each.number: each for each in reversed(groups)}.items())
         ),
-        regions=tuple(Region(storage.nbytes()) for storage in storages.values()),
-        planes=tuple(
-            plane for part in parts for plane in _planes(part, regions[part.tensor.untyped_storage().data_ptr()])
-        ),
+        planes,
     )
-    return Memory(described, tuple(storages.values()))
 
 
 def has_windows(pool: Any) -> bool:
@@ -284,11 +245,11 @@ def _pools(pool: Any) -> tuple[Any, ...]:
     return (pool.full_kv_pool, pool.swa_kv_pool) if has_windows(pool) else (pool,)
 
 
-def _groups(queue: Any, shard: Shard, attentions: dict[int, Any], is_decoder: bool) -> list[LayerGroup]:
+def _groups(queue: Any, shard: Shard, modules: Modules, is_decoder: bool) -> list[LayerGroup]:
     pool, config = queue.token_to_kv_pool, queue.scheduler.model_config
     page = int(pool.page_size)
     if _is_latent(pool):
-        return [LayerGroup(pool, 0, _numbers(pool), Heads(0, 1, 1), page, "mla", index=_index(pool))]
+        return [LayerGroup(pool, 0, _numbers(pool), WHOLE, page, "mla", index=_index(pool))]
     total = int(config.get_total_num_kv_heads())
     if not has_windows(pool):
         (rows,) = _pools(pool)
@@ -300,7 +261,7 @@ def _groups(queue: Any, shard: Shard, attentions: dict[int, Any], is_decoder: bo
         raise OperatorError("cache_unsupported", reason)
     layers = _mapped(pool, True)
     of_window = config.hf_text_config.swa_num_key_value_heads if config.is_hybrid_swa_compress else total
-    kind, tokens = _window(queue, attentions, layers)
+    kind, tokens = _window(queue, modules, layers)
     heads = _heads(window, int(of_window), shard)
     # The decode side needs no row before the window: its prefix cache hands out rows of full layers only.
     return [
@@ -309,37 +270,32 @@ def _groups(queue: Any, shard: Shard, attentions: dict[int, Any], is_decoder: bo
     ]
 
 
-def _draft_layers(queue: Any, shard: Shard, attentions: dict[int, Any], depth: int) -> list[LayerGroup]:
-    """The draft model's layers, in the same pages as the model's full ones. Adds their attentions.
+def _draft_layers(queue: Any, shard: Shard, modules: Modules, depth: int) -> list[LayerGroup]:
+    """The draft model's layers, in the same pages as the model's full ones. Adds their modules.
 
     Each pool counts from a number of its own. Here they come after the model's, in order.
     """
     found: list[LayerGroup] = []
     for runner in drafts.runners(queue):
-        pool, own = runner.token_to_kv_pool, _attentions(runner.model)
+        pool = runner.token_to_kv_pool
         numbers = {layer: depth + place for place, layer in enumerate(_numbers(pool))}
         depth += len(numbers)
-        attentions |= {number: own[layer] for layer, number in numbers.items() if layer in own}
+        own = _modules(runner.model).items()
+        modules |= {(kind, numbers[layer]): module for (kind, layer), module in own if layer in numbers}
         layers, page = tuple(numbers.values()), int(pool.page_size)
         if _is_latent(pool):
             index = {numbers[layer]: keys for layer, keys in _index(pool).items()}
-            found.append(LayerGroup(pool, 0, layers, Heads(0, 1, 1), page, "mla", index=index))
+            found.append(LayerGroup(pool, 0, layers, WHOLE, page, "mla", index=index))
         else:
             heads = _heads(pool, int(runner.model_config.get_total_num_kv_heads()), shard)
             found.append(LayerGroup(pool, 0, layers, heads, page))
     return found
 
 
-def _draft_name(queue: Any, model_name: str, said: str) -> str:
-    args = queue.scheduler.server_args
-    path = str(args.speculative_draft_model_path or args.model_path)
-    return said or draft_name(model_name, str(args.model_path), path)
-
-
-def _window(queue: Any, attentions: dict[int, Any], layers: tuple[int, ...]) -> tuple[LayerKind, int]:
+def _window(queue: Any, modules: Modules, layers: tuple[int, ...]) -> tuple[LayerKind, int]:
     """The kind of these layers, and how many tokens they see, the current one included."""
     kept = int(queue.scheduler.sliding_window_size or 0)  # before the current token
-    before = {_before(attentions.get(layer)) for layer in layers}
+    before = {_before(modules, layer) for layer in layers}
     chunk = int(getattr(queue.scheduler.model_config, "attention_chunk_size", None) or 0)
     if before == {0} and 0 < chunk <= kept:
         return "chunked", chunk
@@ -349,9 +305,9 @@ def _window(queue: Any, attentions: dict[int, Any], layers: tuple[int, ...]) -> 
     return "sliding", tokens + 1
 
 
-def _before(attention: Any) -> int:
+def _before(modules: Modules, layer: int) -> int:
     """How many tokens before the current one a layer sees, 0 for all. SGLang's window excludes the current token."""
-    return max(0, int(getattr(attention, "sliding_window_size", None) or 0))
+    return max(0, int(getattr(modules.get((ATTENTION, layer)), "sliding_window_size", None) or 0))
 
 
 def _numbers(pool: Any) -> tuple[int, ...]:
@@ -401,23 +357,13 @@ def _is_hnd(pool: Any) -> bool:
     return getattr(pool, "kv_cache_layout", "nhd") == "hnd"
 
 
-def _attentions(model: Any) -> dict[int, Any]:
-    """This rank's attention layers by number. They have the scales and windows."""
-    return _of_class(model, "RadixAttention")
-
-
-def _of_class(model: Any, name: str) -> dict[int, Any]:
-    return {module.layer_id: module for module in model.modules() if type(module).__name__ == name}
-
-
-def _indexers(queue: Any, of_draft: list[LayerGroup]) -> dict[int, Any]:
-    """This rank's modules that choose tokens, by the layer that they are for."""
-    found = {**_of_class(queue.scheduler.tp_worker.model_runner.model, "Indexer")}
-    for runner, group in zip(drafts.runners(queue), of_draft, strict=True):
-        own = _of_class(runner.model, "Indexer")
-        numbers = zip(_numbers(group.pool), group.layers, strict=True)
-        found |= {number: own[layer] for layer, number in numbers if layer in own}
-    return found
+def _modules(model: Any) -> Modules:
+    """This rank's attention layers, which have the scales and windows, and the modules that choose tokens."""
+    return {
+        (kind, module.layer_id): module
+        for module in model.modules()
+        if (kind := type(module).__name__) in (ATTENTION, INDEXER)
+    }
 
 
 def _index_part(layer: int, indexer: Any) -> str:
@@ -431,17 +377,22 @@ def _index_part(layer: int, indexer: Any) -> str:
     return INDEX_KEY if is_fused else ROTATED_INDEX_KEY
 
 
-def _parts(group: LayerGroup, attentions: dict[int, Any], indexers: dict[int, Any]) -> Iterator[LayerTensor]:
-    pool, whole = group.pool, Heads(0, 1, 1)
+def _planes(group: LayerGroup, modules: Modules) -> Iterator[tuple[torch.Tensor, Plane]]:
+    """Each plane with its tensor."""
+    pool = group.pool
     for index, layer in enumerate(group.layers):
+        attention = modules.get((ATTENTION, layer))
         parts = {"latent": pool.kv_buffer} if _is_latent(pool) else {"k": pool.k_buffer, "v": pool.v_buffer}
         for name, buffers in parts.items():
-            scale = _scale(attentions.get(layer), "v" if name == "v" else "k")
-            yield LayerTensor(group, layer, name, buffers[index], scale, group.heads, pool.dtype)
-        if (keys := group.index.get(layer)) is not None:
-            scale = _scale(attentions.get(layer), "idx_k")
-            name = _index_part(layer, indexers.get(layer)) if _is_latent(pool) else INDEX_KEY
-            yield LayerTensor(group, layer, name, keys, scale, whole, keys.dtype)
+            scale = _scale(attention, "v" if name == "v" else "k")
+            yield buffers[index], _plane(group, layer, name, buffers[index], scale, pool.dtype)
+        if (keys := group.index.get(layer)) is None:
+            continue
+        name = _index_part(layer, modules.get((INDEXER, layer))) if _is_latent(pool) else INDEX_KEY
+        if keys.dim() == 2:
+            yield from ((keys, plane) for plane in _scaled_index_planes(group, layer, name, keys))
+        else:
+            yield keys, _plane(group, layer, name, keys, _scale(attention, "idx_k"), keys.dtype)
 
 
 def _scale(attention: Any, part: str) -> float:
@@ -452,22 +403,21 @@ def _scale(attention: Any, part: str) -> float:
     return 1.0 if said is None else float(said)
 
 
-def _planes(part: LayerTensor, region: int) -> Iterator[Plane]:
-    if not part.is_scaled_index:
-        yield _plane(part, region)
-        return
-    # `_set_k_and_s_triton` in sglang/kernels/ops/kvcache/dsa_index_k_cache.py: keys at token * 128, scales behind all
-    # keys of the page. Scales are fp32: powers of two by the fallback, any number by `fused_store_index_k_cache`, whose
-    # readers take them whole. So they travel byte for byte, and must never be packed to exponents.
-    page, (block, _) = part.group.block_tokens, part.tensor.stride()
-    for name, at, codec in ((part.name, 0, INDEX_KEYS), (f"{part.name}_scale", page * INDEX_WIDTH, INDEX_SCALES)):
+def _scaled_index_planes(group: LayerGroup, layer: int, part: str, tensor: torch.Tensor) -> Iterator[Plane]:
+    """Of [pages, bytes], as `_set_k_and_s_triton` in sglang/kernels/ops/kvcache/dsa_index_k_cache.py writes them.
+
+    Keys at token * 128, scales behind all keys of the page. Scales are fp32: powers of two by the fallback, any number
+    by `fused_store_index_k_cache`, whose readers take them whole. So they travel byte for byte, and must never be
+    packed to exponents.
+    """
+    page = group.block_tokens
+    for name, at, codec in ((part, 0, INDEX_KEYS), (f"{part}_scale", page * INDEX_WIDTH, INDEX_SCALES)):
         yield Plane(
-            layer=part.layer,
+            layer=layer,
             part=name,
-            group=part.group.number,
-            region=region,
-            offset=int(part.tensor.storage_offset()) + at,
-            block_stride=block,
+            group=group.number,
+            offset=int(tensor.storage_offset()) + at,
+            block_stride=tensor.stride(0),
             token_axis=(Step(page, codec.row_bytes),),
             head_stride=0,
             element_axis=(Step(codec.width, codec.element_bytes),),
@@ -475,64 +425,53 @@ def _planes(part: LayerTensor, region: int) -> Iterator[Plane]:
             heads=1,
             total_heads=1,
             codec=codec,
-            name=f"layer {part.layer} {name}",
+            name=f"layer {layer} {name}",
         )
 
 
-def _plane(part: LayerTensor, region: int) -> Plane:
-    group, tensor, size = part.group, part.tensor, part.tensor.element_size()
+def _plane(group: LayerGroup, layer: int, part: str, tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> Plane:
+    """Of [slots, heads, width], or in the layout `hnd` [pages, heads, tokens, width]. SGLang keeps fp8 as bytes."""
+    size, width = tensor.element_size(), tensor.shape[-1]
     strides = [stride * size for stride in tensor.stride()]
-    if part.is_paged:
-        block, head, slot, element = strides
-    else:
+    if tensor.dim() == 3:
         slot, head, element = strides
         block = group.block_tokens * slot
-    width = tensor.shape[-1]
-    if part.name == "latent" and width != _latent_width(group.pool):
-        codec = Codec(name="fp8_ds_mla", width=_latent_width(group.pool), element_bytes=size, row_bytes=width * size)
     else:
-        codec = plain_rows(CODEC_OF[part.dtype], width, size, part.scale)
+        block, head, slot, element = strides
+    heads = WHOLE if part == INDEX_KEY else group.heads
+    codec = plain_rows(CODEC_OF[dtype], width, size, scale)
+    if part == "latent" and width != (numbers := _latent_width(group.pool)):
+        codec = Codec(name="fp8_ds_mla", width=numbers, element_bytes=size, row_bytes=width * size)
     return Plane(
-        layer=part.layer,
-        part=part.name,
+        layer=layer,
+        part=part,
         group=group.number,
-        region=region,
         offset=int(tensor.storage_offset()) * size,
         block_stride=block,
         token_axis=(Step(group.block_tokens, slot),),
         head_stride=head,
         element_axis=(Step(width, element),),
-        first_head=part.heads.first,
-        heads=part.heads.count,
-        total_heads=part.heads.total,
+        first_head=heads.first,
+        heads=heads.count,
+        total_heads=heads.total,
         codec=codec,
-        name=f"layer {part.layer} {part.name}",
+        name=f"layer {layer} {part}",
     )
 
 
-def _layers(
-    parts: list[LayerTensor], attentions: dict[int, Any], config: Any, shard: Shard
-) -> tuple[Layer | None, ...]:
-    """One record per layer of this rank; None for layers of other pipeline ranks."""
+def _layers(groups: list[LayerGroup], planes: list[Plane], modules: Modules) -> dict[int, Layer]:
+    """A record for each layer of this rank."""
     mine: dict[int, Layer] = {}
-    for part in parts:
-        group = part.group
-        widths = {other.name: other.tensor.shape[-1] for other in parts if other.layer == part.layer}
+    widths = {(plane.layer, plane.part): plane.codec.width for plane in planes}
+    for group, layer in ((each, layer) for each in groups for layer in each.layers):
         if _is_latent(group.pool):
-            rope, width = int(group.pool.qk_rope_head_dim), _latent_width(group.pool)
-            mine[part.layer] = Layer(kind="mla", kv_heads=1, key_width=width, value_width=0, rope_width=rope)
+            rope, width = int(group.pool.qk_rope_head_dim), widths[layer, "latent"]
+            mine[layer] = Layer(kind="mla", kv_heads=1, key_width=width, value_width=0, rope_width=rope)
             continue
         kind, window = group.kind, group.window
-        if not window and (before := _before(attentions.get(part.layer))):  # a window whose memory is not given up
+        if not window and (before := _before(modules, layer)):  # a window whose memory is not given up
             kind, window = "sliding", before + 1
-        mine[part.layer] = Layer(
-            kind=kind,
-            kv_heads=group.heads.total,
-            key_width=widths["k"],
-            value_width=widths["v"],
-            window=window,
-        )
-    count = max(mine) + 1
-    if shard.pp_size > 1:
-        count = max(count, int(config.hf_text_config.num_hidden_layers))
-    return tuple(mine.get(index) for index in range(count))
+        key, value = widths[layer, "k"], widths[layer, "v"]
+        total = group.heads.total
+        mine[layer] = Layer(kind=kind, kv_heads=total, key_width=key, value_width=value, window=window)
+    return mine

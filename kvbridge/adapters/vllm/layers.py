@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Shard
+from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Model, Shard
 
 from ...errors import OperatorError
 from ..engine.codecs import INDEX_WIDTH
-from ..engine.heads import Heads
 from ..engine.names import draft_name
+from ..engine.records import WHOLE, Heads, model_record
 from .backends import INDEX_KEYS, check_backend, rows_of, spec_refusal
 from .versions import transfer_groups
 
@@ -111,9 +111,8 @@ def members_of(
                 raise OperatorError("shape_unknown", f"{name}: KV cache {type(tensor).__name__}, expected a tensor")
             is_latent = type(spec).__name__ in LATENTS
             said = str(getattr(attention, "kv_cache_dtype", config.cache_config.cache_dtype))
-            held, rope = Heads(0, 1, 1), _rope(attention, config) if is_latent else 0
-            if not is_latent:
-                held = _heads(name, spec, config, shard.tp_rank % tp_size, tp_size)
+            rope = _rope(attention, config) if is_latent else 0
+            held = WHOLE if is_latent else _heads(name, spec, config, shard.tp_rank % tp_size, tp_size)
             of_draft = is_draft(name, spec, config)
             found.append(KVLayer(name, -1, index, tensor, spec, attention, held, said, rope, of_draft))
     return _numbered(found, config)
@@ -172,13 +171,15 @@ def _one_of(spec: Any) -> Any:
     return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
 
-def model_layers(members: list[KVLayer], config: VllmConfig, shard: Shard) -> tuple[Layer | None, ...]:
-    """One record for each layer of this rank; None for layers of other pipeline ranks and layers without KV."""
-    mine = {member.layer: member.record for member in members if not member.is_index}
-    count = max(mine) + 1
-    if shard.pp_size > 1:
-        count = max(count, depth(config))
-    return tuple(mine.get(index) for index in range(count))
+def model_of(members: list[KVLayer], config: VllmConfig, shard: Shard, name: str, weights: str, draft: str) -> Model:
+    """`draft` is what the operator calls the draft model, "" for the last part of its path."""
+    drafting: Any = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
+    drafts = {member.layer for member in members if member.is_draft and drafting is not None}
+    if drafts and not draft:
+        draft = draft_name(name, str(config.model_config.model), str(drafting.model))
+    layers = {member.layer: member.record for member in members if not member.is_index}
+    sizes = {"depth": depth(config), "pp_size": shard.pp_size}
+    return model_record(name, layers, **sizes, weights=weights, drafts=drafts, draft=draft)
 
 
 def _check(name: str, spec: Any, attention: Any, shard: Shard) -> None:
@@ -222,14 +223,6 @@ def is_draft(name: str, spec: Any, config: VllmConfig) -> bool:
         return False
     is_said = bool(getattr(spec, "is_draft", False))
     return is_said or name.startswith("draft_model.") or extract_layer_index(name) >= depth(config)
-
-
-def drafts_of(members: list[KVLayer], config: VllmConfig, model: str, said: str) -> tuple[tuple[int, ...], str]:
-    """The numbers of the draft model's layers, and its name: `said` by the operator, or else by its path."""
-    draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
-    if draft is None or not (layers := sorted({member.layer for member in members if member.is_draft})):
-        return (), ""
-    return tuple(layers), said or draft_name(model, str(config.model_config.model), str(draft.model))
 
 
 def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from kvbridge_proto.pool import Engine, Group, Model, Plane, Pool, Region, Shard, Step
+from kvbridge_proto.pool import Engine, Group, Plane, Shard, Step
 
 from ...errors import OperatorError
 from ..engine.memory import Memory
 from .backends import rows_of
 from .cpu import halves
 from .dtypes import codec_of, form_of
-from .layers import KVLayer, depth, drafts_of, kind_of, members_of, model_layers, window_of
+from .layers import KVLayer, kind_of, members_of, model_of, window_of
 from .plugin import NAME
 from .shapes import Spot, halves_of
 from .versions import check_groups, transfer_groups
@@ -52,32 +52,13 @@ def describe(
     members = members_of(kv_caches, config, cache, shard)
     if not members:
         raise OperatorError("cache_empty", "KV cache: no layer of this rank owns any")
-    storages = {storage.data_ptr(): storage for member in members for storage in [member.tensor.untyped_storage()]}
-    devices = sorted({str(storage.device) for storage in storages.values()})
-    if len(devices) != 1:
-        raise OperatorError("devices_mixed", f"KV cache: on {', '.join(devices)}, must be on one device")
-    regions = {address: index for index, address in enumerate(storages)}
-    planes: list[Plane] = []
-    for member in members:
-        region = regions[member.tensor.untyped_storage().data_ptr()]
-        planes.extend(_planes(member, region, cache.num_blocks))
-    drafts, draft = drafts_of(members, config, model_name, draft)
-    pool = Pool(
-        engine=Engine(kind="vllm", version=__version__[:256], id=engine_id[:256], replica=replica),
-        model=Model(
-            name=model_name[:256],
-            layers=model_layers(members, config, shard),
-            depth=depth(config),
-            weights=weights,
-            drafts=drafts,
-            draft=draft[:256],
-        ),
-        shard=shard,
-        groups=_groups(cache, config),
-        regions=tuple(Region(storage.nbytes()) for storage in storages.values()),
-        planes=tuple(planes),
+    return Memory.of(
+        Engine(kind="vllm", version=__version__[:256], id=engine_id[:256], replica=replica),
+        model_of(members, config, shard, model_name, weights, draft),
+        shard,
+        _groups(cache, config),
+        [(member.tensor, plane) for member in members for plane in _planes(member, cache.num_blocks)],
     )
-    return Memory(pool, tuple(storages.values()))
 
 
 def _has_private_blocks(config: VllmConfig) -> bool:
@@ -101,7 +82,7 @@ def _groups(cache: KVCacheConfig, config: VllmConfig) -> tuple[Group, ...]:
     )
 
 
-def _planes(member: KVLayer, region: int, blocks: int) -> Iterator[Plane]:
+def _planes(member: KVLayer, blocks: int) -> Iterator[Plane]:
     """The planes of one layer."""
     tensor, heads = member.tensor, member.held
     form = form_of(member, heads.count)
@@ -115,12 +96,11 @@ def _planes(member: KVLayer, region: int, blocks: int) -> Iterator[Plane]:
     except OperatorError as error:
         raise OperatorError(error.code, f"{member.name}: {error}") from error
     start = int(tensor.storage_offset()) * tensor.element_size()
-    for spot in _laid_out(member, spots):
+    for spot in _cpu(member, spots) if rows_of(member.attention) == "cpu" else spots:
         yield Plane(
             layer=member.layer,
             part=spot.part,
             group=member.group,
-            region=region,
             offset=start + spot.offset,
             block_stride=spot.block_stride,
             token_axis=spot.token_axis,
@@ -132,11 +112,6 @@ def _planes(member: KVLayer, region: int, blocks: int) -> Iterator[Plane]:
             codec=codec_of(member, form, spot),
             name=(member.owner or member.name)[:256],
         )
-
-
-def _laid_out(member: KVLayer, spots: list[Spot]) -> list[Spot]:
-    """The spots, corrected for a backend that does not lay K and V out as the tensor's dimensions suggest."""
-    return _cpu(member, spots) if rows_of(member.attention) == "cpu" else spots
 
 
 def _cpu(member: KVLayer, spots: list[Spot]) -> list[Spot]:

@@ -17,8 +17,8 @@ from kvbridge_proto.pool import Shard
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
-from kvbridge.adapters.engine.heads import Heads
 from kvbridge.adapters.engine.memory import Memory
+from kvbridge.adapters.engine.records import Heads
 from kvbridge.adapters.engine.unsupported import UNSUPPORTED
 from kvbridge.adapters.sglang.pool import POOLS, check, describe, moved
 from kvbridge.device.handles import export_all

@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvbridge.adapters.engine.heads import Heads
 from kvbridge.adapters.engine.memory import Memory
+from kvbridge.adapters.engine.records import Heads
 from kvbridge.adapters.vllm import worker
 from kvbridge.adapters.vllm.pool import describe
 from kvbridge.errors import OperatorError
