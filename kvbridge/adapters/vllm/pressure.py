@@ -1,21 +1,72 @@
-"""Whether the engine is short of blocks while prompts that nobody has fetched hold some. Pure.
+"""The blocks of prompts that are kept for others to fetch, and whether the engine is short of blocks meanwhile. Pure.
 
-vLLM keeps a prompt's blocks until its agent has released them. While other requests wait for blocks, agents are asked
-to release the oldest prompts that nobody has asked for.
+vLLM keeps a prompt's blocks until its agent has released them. It must not keep vLLM from resetting its prefix cache.
+While other requests wait for blocks, agents are asked to release the oldest prompts that nobody has asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .block_tables import GroupTables
-from .kept_blocks import KeptBlocks
+from .block_tables import NULL_BLOCK, GroupTables
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
 
 RECLAIM_AGAIN_S = 0.05  # before the agents are asked again: an answer takes a step or two
 EASES_WITHIN_S = 0.2  # how long a running request may wait for blocks before it is preempted after all
 EASE_PAUSE_S = 1.0  # from the start of one such wait to the next
+
+
+class KeptBlocks:
+    """The blocks of requests that are over, kept for others to fetch, by request."""
+
+    def __init__(self) -> None:
+        self._pool: BlockPool | None = None
+        self._of: dict[str, tuple[int, ...]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def __str__(self) -> str:
+        blocks = sum(len(ids) - ids.count(NULL_BLOCK) for ids in self._of.values())
+        return f"{len(self._of)} prompts hold {blocks} blocks for others to fetch"
+
+    def bind(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def hold(self, request_id: str, ids: Iterable[int]) -> None:
+        self._of[request_id] = tuple(ids)
+
+    def free(self, request_id: str) -> None:
+        self._of.pop(request_id, None)
+
+    @contextmanager
+    def counted_as_free(self) -> Iterator[None]:
+        """While vLLM resets its prefix cache: it refuses that while a block is used by anybody.
+
+        Our blocks do not stand in the way: nothing computes with them any more, and without their hashes nobody finds
+        them. A block that a live request shares is not counted.
+        """
+        pool = self._pool
+        if pool is None or not self._of:
+            yield
+            return
+        users = Counter(block for ids in self._of.values() for block in set(ids) if block != pool.null_block.block_id)
+        free = pool.get_num_free_blocks
+
+        def ours() -> int:  # counted when vLLM asks: before, it may preempt requests that share blocks with ours
+            return sum(pool.blocks[block].ref_cnt == count for block, count in users.items())
+
+        pool.get_num_free_blocks = lambda: free() + ours()
+        try:
+            yield
+        finally:
+            del pool.get_num_free_blocks
 
 
 class Pressure:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..engine.prompts import DIGEST_BYTES, PromptDigest, short
+from ..engine.prompts import DIGEST_BYTES, PromptDigest, is_in, rendezvous, short
 
 # A client may choose an id of a megabyte of digits: each run of digits is scanned once, and long runs are no numbers.
 SAMPLE = re.compile(r"(?<!\d)\d+_(?=[a-z-]*cmpl-|generate-tokens-)")
@@ -52,14 +52,17 @@ def offered_rendezvous(request_id: str, digest: str) -> str:
     return f"{who.external}/{who.index}/{digest}"
 
 
-def wanted_rendezvous(told: str, request_id: str, digest: str) -> str | None:
+def wanted_rendezvous(told: str, request_id: str, room: int, digest: str) -> str | None:
     """The rendezvous id that the decode side wants; None if it was told that another prompt was prefilled for it.
 
     `told` is what a proxy hands over (`remote_request_id`): the offered rendezvous id if the proxy waited for the
-    prefill's answer, or the plain external id if it asks both engines at once. vLLM answers a call of several prompts
-    with the rendezvous id of the first one only; the others know their own index. A rendezvous id without a name
-    (`prompt_rendezvous`) has no index.
+    prefill's answer, or the plain external id if it asks both engines at once; in a `room` ("" there: nothing is told)
+    no id but that of the room. vLLM answers a call of several prompts with the rendezvous id of the first one only; the
+    others know their own index. A rendezvous id without a name (`prompt_rendezvous`) has no index.
     """
+    if room:
+        agreed = rendezvous(room, digest)
+        return agreed if told in ("", agreed) or named(request_id).index else None
     shared = PROMPT_RENDEZVOUS.match(told)
     if shared is not None and short(told) != named(request_id).external:
         is_first = named(request_id).index == 0
@@ -71,20 +74,24 @@ def wanted_rendezvous(told: str, request_id: str, digest: str) -> str | None:
     return f"{first.external}/{index}/{digest}"
 
 
-def is_offered(told: str, request_id: str) -> bool:
+def is_offered(told: str, request_id: str, room: int) -> bool:
     """Whether this is the rendezvous id of an offer. The prefill side answers with it: its call has ended by then.
 
     So whatever that call offers was offered before, under this id and under those of the call's other prompts.
     """
+    if room:
+        return is_in(told, room)
     is_shared = PROMPT_RENDEZVOUS.match(told) is not None and short(told) != named(request_id).external
     return is_shared or bool(_told(told, request_id)[1])
 
 
-def is_for(told: str, request_id: str) -> bool:
+def is_for(told: str, request_id: str, room: int) -> bool:
     """Whether the told rendezvous id is this request's own, by name and index. If so no sibling needs it: decline it.
 
     Two engines that were sent no common id make up one each. Then nothing says for whom the rendezvous id is.
     """
+    if room:
+        return is_in(told, room)
     ours, (first, first_digest) = named(request_id), _told(told, request_id)
     return bool(first_digest) and ours.external == first.external and ours.index in (0, first.index)
 

@@ -40,10 +40,9 @@ from ..engine.names import UNNAMED, weights_name
 from ..engine.prompts import call, is_in, rendezvous
 from ..engine.traces import traceparent
 from .block_tables import GroupTables
-from .kept_blocks import KeptBlocks
 from .options import VLLMOptions
 from .params import WEIGHTS, Remote, read_remote, read_room
-from .pressure import Pressure
+from .pressure import KeptBlocks, Pressure
 from .prompt_trim import can_be_short, shorten
 from .rendezvous import (
     has_media_hashes,
@@ -51,7 +50,6 @@ from .rendezvous import (
     is_offered,
     is_rendezvous,
     message_name,
-    named,
     offered_rendezvous,
     prompt_digest,
     prompt_rendezvous,
@@ -318,30 +316,7 @@ class SchedulerSide:
                 self._unfetched[request.request_id] = Unfetched("does_not_travel")
             return
         if params.get("do_remote_decode"):
-            try:
-                room = read_room(params)
-            except EngineError as error:
-                log.warning("%s: %s: not offered", message_name(request.request_id), error)
-                return
-            digest, end = prompt_digest(request), request.num_prompt_tokens - 1
-            rendezvous_id = rendezvous(room, digest) if room else offered_rendezvous(request.request_id, digest)
-            if self._tables.has_windows and request.max_tokens != 1:
-                # The blocks of a window are used again as soon as another token is computed.
-                reason = f"max_tokens {request.max_tokens}, must be 1"
-                log.warning("%s: %s: not offered", message_name(request.request_id), reason)
-                return self._offer_nothing(request, rendezvous_id, reason)
-            # In a router's room the other engine may continue after the prompt's last token: it needs the whole prompt.
-            if self._tables.has_windows and not room and can_be_short(request):
-                shorten(request)
-            elif not self._tables.outlives(request.num_prompt_tokens):
-                if not room:
-                    return self._log_given_up(request)
-                # Another engine goes on after the whole prompt, and needs no more of a window than vLLM keeps for that.
-                # A vLLM there needs more: its agent says so, and it computes the prompt.
-                end = request.num_prompt_tokens
-            self._sending[request.request_id] = PromptOffered(
-                request, rendezvous_id, True, end, room, weights=self._weights
-            )
+            self._new_named(request, params)
         elif params.get("do_remote_prefill"):
             self._find(request, params)
         elif is_unnamed:
@@ -350,43 +325,57 @@ class SchedulerSide:
             reads_all = request.skip_reading_prefix_cache
             self._unfetched[request.request_id] = Unfetched("reads_all") if reads_all else Unfetched("untagged")
 
+    def _new_named(self, request: Request, params: dict[str, Any]) -> None:
+        """A prompt that the parameters have us offer."""
+        name, end = message_name(request.request_id), request.num_prompt_tokens - 1
+        try:
+            room = read_room(params)
+        except EngineError as error:
+            log.warning("%s: %s: not offered", name, error)
+            return
+        digest = prompt_digest(request)
+        rendezvous_id = rendezvous(room, digest) if room else offered_rendezvous(request.request_id, digest)
+        if self._tables.has_windows and request.max_tokens != 1:
+            # The blocks of a window are used again as soon as another token is computed.
+            reason = f"max_tokens {request.max_tokens}, must be 1"
+            log.warning("%s: %s: not offered", name, reason)
+            return self._offer_nothing(request, rendezvous_id, reason)
+        # In a router's room the other engine may continue after the prompt's last token: it needs the whole prompt.
+        if self._tables.has_windows and not room and can_be_short(request):
+            shorten(request)
+        elif not self._tables.outlives(request.num_prompt_tokens):
+            if not room:
+                return self._log_given_up(request)
+            # Another engine goes on after the whole prompt, and needs no more of a window than vLLM keeps for that.
+            # A vLLM there needs more: its agent says so, and it computes the prompt.
+            end = request.num_prompt_tokens
+        offered = PromptOffered(request, rendezvous_id, True, end, room, weights=self._weights)
+        self._sending[request.request_id] = offered
+
     def _find(self, request: Request, params: dict[str, Any]) -> None:
         """Under which rendezvous id to fetch what the parameters name, if it is this prompt's."""
-        name = message_name(request.request_id)
+        request_id, name = request.request_id, message_name(request.request_id)
         try:
             remote = read_remote(params)
         except EngineError as error:
             log.warning("%s: %s: computed here", name, error)
-            self._unfetched[request.request_id] = Unfetched("bad_params")
+            self._unfetched[request_id] = Unfetched("bad_params")
             return
         if remote.weights not in (None, self._weights):
             self._note_other_weights(name, remote.weights)
-            self._unfetched[request.request_id] = Unfetched("other_weights")
+            self._unfetched[request_id] = Unfetched("other_weights")
             return
-        digest = prompt_digest(request)
-        if remote.room:
-            agreed = rendezvous(remote.room, digest)
-            self._known_ids += agreed, remote.request
-            # For a call of several prompts we are told only the first one's name.
-            if remote.request in ("", agreed) or named(request.request_id).index:
-                self._receive(request, agreed, remote, is_in(remote.request, remote.room))
-            else:
-                log.warning("%s: prefilled for another prompt (%a): computed here", name, remote.request)
-                self._unfetched[request.request_id] = Unfetched("other_prompt")
-                if is_in(remote.request, remote.room):
-                    self._decline(request.request_id, self._wanted(remote.request, remote.sender, is_offered=True))
-            return
-        rendezvous_id = wanted_rendezvous(remote.request, request.request_id, digest)
+        told = remote.request, request_id, remote.room
+        rendezvous_id = wanted_rendezvous(*told, prompt_digest(request))
         self._known_ids.append(rendezvous_id or remote.request)
-        if rendezvous_id is None:
-            log.warning(
-                "%s: prefilled for another prompt, adapter, media or salt (%a): computed here", name, remote.request
-            )
-            self._unfetched[request.request_id] = Unfetched("other_prompt")
-            if is_for(remote.request, request.request_id):
-                self._decline(request.request_id, self._wanted(remote.request, remote.sender, is_offered=True))
-            return
-        self._receive(request, rendezvous_id, remote, is_offered(remote.request, request.request_id))
+        if rendezvous_id is not None:
+            return self._receive(request, rendezvous_id, remote, is_offered(*told))
+        log.warning(
+            "%s: prefilled for another prompt, adapter, media or salt (%a): computed here", name, remote.request
+        )
+        self._unfetched[request_id] = Unfetched("other_prompt")
+        if is_for(*told):
+            self._decline(request_id, self._wanted(remote.request, remote.sender, is_offered=True))
 
     def _note_other_weights(self, name: str, theirs: str | None) -> None:
         """Once for each name of ours: while weights are updated, all prompts are of others for a while."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,6 @@ from ..engine.conversation import Conversation, Ended, nothing_of
 from ..engine.memory import Memory
 from ..engine.names import model_name
 from .options import VLLMOptions
-from .pending import Pending, Receive, Reports
 from .pool import describe
 from .scales import LayerScales
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
@@ -53,8 +53,34 @@ log.addFilter(OneLine())
 ONE_TENSOR = "needs VLLM_USE_V2_MODEL_RUNNER=0 up to vLLM 0.28, VLLM_KV_CACHE_LAYOUT=BLHNC from 0.29"
 
 
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """A request that waits for `tokens` tokens of its prompt, and the blocks that they go into."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(slots=True)
+class Reports:
+    """What to tell the scheduler now. A failed receive is in `received` as well."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+
+
 class WorkerSide:
-    """Called by vLLM's model runner, on its thread."""
+    """Called by vLLM's model runner, on its thread.
+
+    vLLM asserts on a report that it does not expect, and such an assertion ends the engine. So everything that ends is
+    looked up in `_receives` or `_sends`, and what nobody waits for is dropped.
+    """
+
+    _conversation: Conversation
+    _scales: LayerScales
 
     def __init__(
         self,
@@ -71,15 +97,15 @@ class WorkerSide:
         self._clock = clock
         self._fence_of = fence_of
         self._pidfd_of = pidfd_of
-        self._ledger = Pending()
+        self._receives: dict[int, Receive] = {}  # that the scheduler waits for, by the number of their want
+        self._sends: dict[int, str] = {}  # requests whose blocks it keeps, by the number of their offer
+        self._reports = Reports()
         self._step: ConnectorStep | None = None  # the step whose part after the forward is still to be done
         self._attached: Attached | None = None  # what the scheduler knows of our agent
         self._is_asked = False  # the scheduler asks where our agent is
         self._abandoned: set[int] = set()  # open wants of requests that are gone
         self._rest_s = 0.0
         self._key: RankKey = (0, 0)
-        self._conversation: Conversation | None = None
-        self._scales: LayerScales
 
     # Start-up:
 
@@ -129,14 +155,14 @@ class WorkerSide:
 
     def changed_address(self) -> AgentAddresses | None:
         """Where our agent is, for the scheduler: when it has changed, or the scheduler asks. Otherwise None."""
-        attached = None if self._conversation is None else self._conversation.attached
+        attached = self._conversation.attached
         if attached is self._attached and not self._is_asked:
             return None
         self._is_asked, self._attached = False, attached
         return AgentAddresses({self._key: _agent_of(attached)})
 
     def close(self) -> None:
-        if self._conversation is not None:
+        if hasattr(self, "_conversation"):  # vLLM may end before it has memory
             self._conversation.close()
 
     # A step:
@@ -148,12 +174,11 @@ class WorkerSide:
         """
         self._step, self._rest_s, self._is_asked = step, step.rest_s, step.is_roll_call
         self._scales.is_used |= step.is_used
-        if (conversation := self._conversation) is None:
-            return
+        conversation = self._conversation
         for message in step.before:  # before the turn: rows that it brings are of the weights before
             if isinstance(message, Weights):
                 conversation.send(message)
-        self._turn(conversation)
+        self._turn()
         if step.before:
             self._send(conversation, step)
 
@@ -163,7 +188,7 @@ class WorkerSide:
             if isinstance(message, Abandon) and conversation.is_open(message.number):
                 self._abandoned.add(message.number)
             if isinstance(message, Want) and message.number in step.awaited:
-                self._want(conversation, replace(message, fence=fence), step.awaited[message.number])
+                self._want(replace(message, fence=fence), step.awaited[message.number])
             elif not isinstance(message, Weights):
                 conversation.send(message)
         # What is offered here has no blocks (`SchedulerSide._nothing`).
@@ -177,10 +202,7 @@ class WorkerSide:
         step, self._step = self._step, None
         if step is None:
             return
-        if (conversation := self._conversation) is None:
-            for number, request_id in step.held.items():
-                self._ledger.held(number, request_id, False)
-            return
+        conversation = self._conversation
         if (changed := self._scales.look()) is not None:
             conversation.send(changed)
         fence = conversation.mark() if step.after else 0
@@ -188,71 +210,76 @@ class WorkerSide:
             assert isinstance(message, Offer)
             conversation.offer(replace(message, fence=fence))
         for number, request_id in step.held.items():
-            self._ledger.held(number, request_id, conversation.is_open(number))
+            if conversation.is_open(number):
+                self._sends[number] = request_id
+            else:
+                self._reports.sent.add(request_id)  # it has ended already
 
     def results(self) -> Reports:
         """What was finished since the last step."""
-        if (conversation := self._conversation) is not None:
-            if self._rest_s and conversation.is_waiting and not self._ledger.has_news:
-                conversation.rest(self._rest_s)
-            self._turn(conversation)
-        return self._ledger.take()
+        has_news = self._reports.sent or self._reports.received  # that lets a request go on, or frees its blocks
+        if self._rest_s and self._conversation.is_waiting and not has_news:
+            self._conversation.rest(self._rest_s)
+        self._turn()
+        reports, self._reports = self._reports, Reports()
+        return reports
 
-    def _want(self, conversation: Conversation, want: Want, request_id: str) -> None:
+    def _want(self, want: Want, request_id: str) -> None:
         blocks = tuple(chain.from_iterable(piece.ids for piece in want.blocks))
         receive = Receive(request_id, blocks, want.end_token - want.first_token)
-        if any(each.request_id == request_id for each in self._ledger.receives.values()):
+        if any(each.request_id == request_id for each in self._receives.values()):
             # Of a request that is gone. vLLM would take its report for this one's.
             log.warning("%s: not fetched: the last fetch of this name is not over yet", want.request)
-            self._computes(receive, "duplicate_request")
-            return self._ledger.refused(receive)
-        self._ledger.awaited(want.number, receive)
+            return self._failed(want.number, receive, "duplicate_request")
         if self._scales.is_pending:
             log.warning("%s: not fetched: the scales of its rows are not known yet", want.request)
-            self._failed(want.number, "scales_pending")
-            conversation.want(nothing_of(want))
-        else:
-            conversation.want(want)
+            self._failed(want.number, receive, "scales_pending")
+            return self._conversation.want(nothing_of(want))
+        self._receives[want.number] = receive
+        self._conversation.want(want)
 
-    def _turn(self, conversation: Conversation) -> None:
-        for heard in conversation.turn():
+    def _turn(self) -> None:
+        for heard in self._conversation.turn():
             match heard:
                 case Ended(kind="want"):
                     self._want_ended(heard)
                 case Ended(number=number, request=name, code=code, reason=reason):
                     if code:
                         log.info("%s: released: %s: %s", name, code, reason)
-                    self._ledger.sent(number)
+                    if (request_id := self._sends.pop(number, None)) is not None:
+                        self._reports.sent.add(request_id)
                 case Adopt():
                     answer = self._scales.answer(heard)
                     log.info("asked to take the scales of the prefilling engine: %s", answer)
-                    conversation.send(answer)
+                    self._conversation.send(answer)
                 case Rescaled():
                     self._scales.is_taking = False
 
     def _want_ended(self, ended: Ended) -> None:
         number, name = ended.number, ended.request
+        receive = self._receives.pop(number, None)
         if not ended.is_good:
             log.warning("%s: KV not received: %s: %s", name, ended.code, ended.reason)
-            self._failed(number, ended.code)
+            self._failed(number, receive, ended.code)
         elif self._scales.is_taking:
             log.warning("%s: KV came under the previous scales", name)
-            self._failed(number, "rescaled")
+            self._failed(number, receive, "rescaled")
         else:
             self._scales.is_used = True
-            self._ledger.received(number)
+            if receive is not None:
+                self._reports.received.add(receive.request_id)
         self._abandoned.discard(number)
 
-    def _failed(self, number: int, code: str) -> None:
-        if (receive := self._ledger.receives.get(number)) is not None and number not in self._abandoned:
-            self._computes(receive, code)
-        self._ledger.failed(number)
-
-    def _computes(self, receive: Receive, code: str) -> None:
-        """Count what vLLM now computes because it did not come. Without `recompute` the request fails instead."""
+    def _failed(self, number: int, receive: Receive | None, code: str) -> None:
+        """Report it. Count what vLLM now computes; without `recompute` the request fails instead."""
+        if receive is None:
+            return
+        self._reports.received.add(receive.request_id)
+        self._reports.failed.add(receive.request_id)
+        self._reports.failed_blocks.update(receive.blocks)
         transfer = self._config.kv_transfer_config
         assert transfer is not None
-        if self._conversation is not None and transfer.kv_load_failure_policy == "recompute":
+        if number not in self._abandoned and transfer.kv_load_failure_policy == "recompute":
             self._conversation.send(Computed(tokens=receive.tokens, reason=code))
 
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbridge.adapters.vllm.block_tables import GroupTables, Kept
-from kvbridge.adapters.vllm.kept_blocks import KeptBlocks
-from kvbridge.adapters.vllm.pressure import EASE_PAUSE_S, EASES_WITHIN_S, RECLAIM_AGAIN_S, Pressure
+from kvbridge.adapters.vllm.pressure import EASE_PAUSE_S, EASES_WITHIN_S, RECLAIM_AGAIN_S, KeptBlocks, Pressure
 
 pytestmark = pytest.mark.proves("G17")
 

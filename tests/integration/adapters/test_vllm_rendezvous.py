@@ -112,8 +112,8 @@ def test_what_a_request_wants_and_what_it_may_decline(
 ) -> None:
     of = {"A": PROMPT, "B": OTHER}
     told, request_id = told.format(**of), request_id.format(**of)
-    assert wanted_rendezvous(told, request_id, of[digest]) == (wants and wants.format(**of))
-    assert is_for(told, request_id) is may_decline
+    assert wanted_rendezvous(told, request_id, 0, of[digest]) == (wants and wants.format(**of))
+    assert is_for(told, request_id, 0) is may_decline
     assert is_rendezvous(told) is ("/" in told)
 
 
@@ -124,16 +124,16 @@ def test_each_prompt_of_a_call_meets_its_own(ids: tuple[str, str], prompts: Any)
     digests = [digest(*prompt) for prompt in prompts]
     offered = [offered_rendezvous(f"cmpl-{ids[0]}-{i}-1a2b3c4d", each) for i, each in enumerate(digests)]
     handed_on = offered[0]  # a completion's answer has the first prompt's parameters only
-    wanted = [wanted_rendezvous(handed_on, f"cmpl-{ids[1]}-{i}-a1b2c3d4", each) for i, each in enumerate(digests)]
+    wanted = [wanted_rendezvous(handed_on, f"cmpl-{ids[1]}-{i}-a1b2c3d4", 0, each) for i, each in enumerate(digests)]
     assert wanted == offered and len(set(offered)) == 3
-    assert not any(is_for(handed_on, f"cmpl-{ids[1]}-{i}-a1b2c3d4") for i in (1, 2)), "the first one's, not theirs"
+    assert not any(is_for(handed_on, f"cmpl-{ids[1]}-{i}-a1b2c3d4", 0) for i in (1, 2)), "the first one's, not theirs"
 
 
 def test_a_header_that_looks_like_a_room_is_a_name() -> None:
     header = f"a/1/{OTHER}"
     offered = offered_rendezvous(f"chatcmpl-{header}-1a2b3c4d", PROMPT)
-    assert wanted_rendezvous(header, f"chatcmpl-{header}-a1b2c3d4", PROMPT) == offered
-    assert not is_for(header, f"chatcmpl-{header}-a1b2c3d4"), "whose room that would be nobody knows"
+    assert wanted_rendezvous(header, f"chatcmpl-{header}-a1b2c3d4", 0, PROMPT) == offered
+    assert not is_for(header, f"chatcmpl-{header}-a1b2c3d4", 0), "whose room that would be nobody knows"
 
 
 @pytest.mark.parametrize("index", ["0", "9", "999999999"])
@@ -141,7 +141,7 @@ def test_a_told_room_of_any_length_makes_one_that_fits_a_message(index: str) -> 
     told = f"{index}/{PROMPT}"
     told = "x" * (256 - len(told) - 1) + "/" + told
     for place in (0, 1, 999_999_999):
-        room = wanted_rendezvous(told, f"cmpl-D-{place}-a1b2c3d4", PROMPT)
+        room = wanted_rendezvous(told, f"cmpl-D-{place}-a1b2c3d4", 0, PROMPT)
         assert room and len(room) <= 256
 
 
@@ -154,7 +154,7 @@ def test_any_header_makes_a_room_that_fits_a_message_and_holds_up_nobody(kind: s
     began = time.process_time()
     request_id = kind.format(header) + "-1a2b3c4d"
     offered = offered_rendezvous(request_id, PROMPT)
-    assert len(offered.encode()) <= 256 and wanted_rendezvous(offered, request_id, PROMPT) == offered
+    assert len(offered.encode()) <= 256 and wanted_rendezvous(offered, request_id, 0, PROMPT) == offered
     assert 1 <= len(message_name(request_id)) <= 256
     assert time.process_time() - began < 1, "half a minute, when each digit was looked at from each before it"
 
@@ -196,13 +196,13 @@ def test_no_two_requests_of_unlike_kv_meet_in_any_way() -> None:
     for of in (
         prompt_rendezvous,
         lambda digest: offered_rendezvous("chatcmpl-one-1a2b3c4d", digest),
-        lambda digest: wanted_rendezvous("one", "chatcmpl-one-1a2b3c4d", digest),
+        lambda digest: wanted_rendezvous("one", "chatcmpl-one-1a2b3c4d", 0, digest),
     ):
         names = {name: of(each) for name, each in zip(UNLIKE, digests, strict=True)}
         assert len(set(names.values())) == len(UNLIKE), names
     for mine, theirs in product(digests, repeat=2):
         for told in (offered_rendezvous("cmpl-one-0-1a2b3c4d", theirs), prompt_rendezvous(theirs)):
-            assert wanted_rendezvous(told, "cmpl-two-0-1a2b3c4d", mine) == (told if mine == theirs else None)
+            assert wanted_rendezvous(told, "cmpl-two-0-1a2b3c4d", 0, mine) == (told if mine == theirs else None)
 
 
 @pytest.mark.parametrize("name", LIKE)

@@ -278,7 +278,7 @@ class World:
         assert not ours._sending and not ours._receiving and not ours._awaited and not ours._unfetched
         assert not ours._pressure._tokens and not ours._pressure._queue and not ours.held
         for worker in self.workers:
-            assert not worker.worker._ledger.receives and not worker.worker._ledger.sends
+            assert not worker.worker._receives and not worker.worker._sends
             conversation = worker.worker._conversation
             assert not conversation._open and not conversation._expected
 

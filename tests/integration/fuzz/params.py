@@ -73,7 +73,7 @@ class Params(Target):
         except EngineError as error:
             assert error.code == "bad_params" and len(str(error)) < 500 and str(error).isprintable()
             return 1
-        wanted = wanted_rendezvous(remote.request, request_id, digest)
+        wanted = wanted_rendezvous(remote.request, request_id, 0, digest)
         assert wanted == rendezvous or remote.request != rendezvous, "a request finds its own rendezvous again"
         for each in (wanted or remote.request, remote.request):  # the latter where it is declined
             _check(want_of(name, 0, (), rendezvous=each, sender=remote.sender))
