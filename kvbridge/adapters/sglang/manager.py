@@ -47,18 +47,7 @@ from .options import SGLangOptions
 from .pool import describe, moved
 from .prompts import prompt_digest, why_not_carried
 from .rooms import OTHER_PROMPT, Rooms, endpoints
-from .servers import (
-    BadAnswer,
-    Questions,
-    RankAnswer,
-    RanksAnswer,
-    ServerAnswer,
-    ask,
-    ranks,
-    replicas,
-    server,
-    why_no_server,
-)
+from .servers import BadAnswer, Questions, RanksAnswer, ask, replicas, server, why_no_server
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -383,15 +372,13 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def _hear_prefill(self, frames: list[bytes]) -> None:
         if frames[0] == TAG:
-            self._hear_asked(unpack(frames))
+            self._hear_asked(unpack(frames, Asked))
         elif frames[0] == b"ABORT" and (said := AbortNotification.from_zmq(frames)) is not None:
             self._hear_abort(said)
         else:
             raise unknown(frames)
 
-    def _hear_asked(self, asked: Asked | Row) -> None:
-        if not isinstance(asked, Asked):
-            raise BadMessage("a row, on the prefill side")
+    def _hear_asked(self, asked: Asked) -> None:
         if reason := self.rooms.ask(asked, time.monotonic()):
             self._tell_failed(asked.room, [asked], reason)
         else:
@@ -411,18 +398,13 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def _hear_decode(self, frames: list[bytes]) -> None:
         if frames[0] == TAG:
-            self._hear_row(unpack(frames))
+            self.rooms.put(unpack(frames, Row))
         elif (status := self.parse_kv_status_message(frames)) is not None:
             number, said, rank, reason = status
             if said == KVPoll.Failed:
                 self.apply_prefill_status(bootstrap_room=number, status=said, prefill_rank=rank, failure_reason=reason)
         else:
             raise unknown(frames)
-
-    def _hear_row(self, row: Asked | Row) -> None:
-        if not isinstance(row, Row):
-            raise BadMessage("a question, on the decode side")
-        self.rooms.put(row)
 
     def send_row(self, row: Row, asked: Iterable[Asked]) -> None:
         """Send the auxiliary row to every rank that asked. Raises zmq.ZMQError."""
@@ -500,47 +482,38 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         ranks = ask(f"{self._bootstrap_url}{RANKS}?replica={self._replica}", RanksAnswer)
         return tuple(Rank(tp_rank=tp, pp_rank=pp, address=address) for pp, tp, address in ranks if address)
 
+    def ask(self, key: Hashable, address: str, ask_it: Callable[[], Any], bad: Any) -> Any:
+        """What a prefill server answers; None while it is to come; `bad` if it is bad or late, which is logged."""
+        try:
+            return self._questions.answer(key, ask_it, address in self._met)
+        except BadAnswer as error:
+            log.error("no usable answer from the prefill server at %s: %s", address, error)
+            return bad
+
     def is_asking(self, bootstrap_addr: str) -> bool:
-        """Ask what the prefill server is, unless it is known. Returns whether to wait for its answer."""
-        if bootstrap_addr in self.prefill_info_table:
+        """Ask what the prefill server is, unless it is known. Returns whether to wait for its answer.
+
+        Its page size, dtype, layout and sizes may be others than ours. The agents decide whether its rows can be
+        converted. If they cannot, only the request fails.
+        """
+        if bootstrap_addr in self.prefill_info_table or not is_asked(bootstrap_addr):
             return False
-        is_known = bootstrap_addr in self._met
-        return is_asked(bootstrap_addr) and self._questions.is_waiting(
-            bootstrap_addr, lambda: server(bootstrap_addr), is_known
-        )
+        answer = self.ask(bootstrap_addr, bootstrap_addr, lambda: server(bootstrap_addr), bad=False)
+        if answer:
+            info = PrefillServerInfo(**msgspec.structs.asdict(answer))
+            self._resolve_rank_mapping(info)
+            self.prefill_info_table[bootstrap_addr] = info
+            self._met.add(bootstrap_addr)
+        return answer is None
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Take the answer of the prefill server, which has come. Its page size, dtype, layout and sizes may be others.
-
-        The agents decide whether its rows can be converted to ours. If they cannot, only the request fails.
-        """
-        if bootstrap_addr in self.prefill_info_table:
-            return True
-        if not is_asked(bootstrap_addr):
+        """Whether the prefill server is known, or is none to ask."""
+        if not is_asked(bootstrap_addr) and self.prefill_info_table.stand_in is None:
             sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
             info = PrefillServerInfo(page_size=None, kv_cache_dtype=None, follow_bootstrap_room=True, **sizes)
             self._resolve_rank_mapping(info)
             self.prefill_info_table.stand_in = info
-            return True
-        try:
-            answer: ServerAnswer = self._questions.take(bootstrap_addr)
-        except BadAnswer as error:
-            log.error("no usable answer from the prefill server at %s: %s", bootstrap_addr, error)
-            return False
-        info = PrefillServerInfo(**msgspec.structs.asdict(answer))
-        self._resolve_rank_mapping(info)
-        self.prefill_info_table[bootstrap_addr] = info
-        self._met.add(bootstrap_addr)
-        return True
-
-    def is_asking_ranks(self, key: Hashable, address: str, replica: int, wanted: list[tuple[int, int, int]]) -> bool:
-        """Ask where these ranks of a prefill server are. Returns whether to wait; if not, `take_ranks`."""
-        return self._questions.is_waiting(key, lambda: ranks(address, replica, wanted), address in self._met)
-
-    def take_ranks(self, key: Hashable) -> dict[tuple[int, int, int], RankAnswer]:
-        """Raises BadAnswer."""
-        found: dict[tuple[int, int, int], RankAnswer] = self._questions.take(key)
-        return found
+        return bootstrap_addr in self.prefill_info_table
 
     def replicas(self, address: str, rooms: list[int]) -> dict[str, int]:
         """Which replica of a prefill server has each room, as far as its answer has come. SGLang asks in each turn."""
@@ -554,15 +527,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             finally:
                 time.sleep(pause_s)
 
-        key = ("replicas", address)
-        if self._questions.is_waiting(key, ask_it, address in self._met):
-            return {}
-        try:
-            answer: dict[str, int] = self._questions.take(key)
-        except BadAnswer as error:
-            log.error("no usable answer from the prefill server at %s: %s", address, error)
-            return {}
-        return answer
+        return self.ask(("replicas", address), address, ask_it, bad=None) or {}
 
     def _resolve_rank_mapping(self, info: Any) -> None:
         """Set which prefill ranks this decode rank asks. For the KV its agent asks all agents of the other engine."""

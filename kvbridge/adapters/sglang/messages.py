@@ -8,11 +8,12 @@ of its buffers. All input comes from the network: an unreadable message raises B
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+T = TypeVar("T")
 TAG = b"KVBRIDGE"
 STATUS_TAG = b"KVBRIDGE_STATUS"
 MESSAGE_BYTES = 16 << 20
@@ -54,9 +55,6 @@ class Row(msgspec.Struct, frozen=True, array_like=True, tag="row"):
     fields: Annotated[tuple[bytes, ...], Meta(max_length=256)]
 
 
-_decoder: msgspec.msgpack.Decoder[Asked | Row] = msgspec.msgpack.Decoder(Asked | Row)
-
-
 def pack(message: Asked | Row) -> list[bytes]:
     return [TAG, msgspec.msgpack.encode(message)]
 
@@ -66,12 +64,12 @@ def unknown(frames: Sequence[bytes]) -> BadMessage:
     return BadMessage(f"{len(frames)} frames beginning with {bytes(frames[0][:32]) if frames else b''!r}")
 
 
-def unpack(frames: Sequence[bytes]) -> Asked | Row:
-    """Decode a message. Raises BadMessage."""
+def unpack(frames: Sequence[bytes], kind: type[T]) -> T:
+    """Decode a message of this kind. Raises BadMessage."""
     if len(frames) != 2 or frames[0] != TAG or len(frames[1]) > MESSAGE_BYTES:
         raise unknown(frames)
     try:
-        return _decoder.decode(frames[1])
+        return msgspec.msgpack.decode(frames[1], type=kind)
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:  # ValueError: text that is not UTF-8
         raise BadMessage(str(error)) from error
 

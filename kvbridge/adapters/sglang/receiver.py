@@ -22,7 +22,7 @@ from .bootstrap import AGENT
 from .manager import KVBridgeManager, attempt, is_foreign
 from .messages import Asked, Row, pack
 from .rooms import OTHER_PROMPT
-from .servers import BadAnswer, RankAnswer, why_no_server
+from .servers import RankAnswer, ranks, why_no_server
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -40,27 +40,24 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     def __init__(self, mgr: KVBridgeManager, bootstrap_addr: str, bootstrap_room: int) -> None:
         self._replica: int | None = None  # of the prefill server, while it is asked where its ranks are
         self._ranks: dict[tuple[int, int, int], RankAnswer] = {}
-        self._obstacle = why_no_server(bootstrap_addr)  # why it has no room, or ""
-        self._obstacle = self._obstacle or mgr.rooms.enter(bootstrap_room, self, time.monotonic())
-        if self._obstacle:
-            self.kv_mgr, self.bootstrap_room, self.bootstrap_addr = mgr, bootstrap_room, bootstrap_addr
-            self.conclude_state, self.abort_notified, self.require_staging = KVPoll.Failed, False, False
-            self._number, self._is_wanted = 0, False
-            self._pages: list[int] | None = None
-            self._expected: Expect | None = None
-            return
-        super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._number = 0  # of the want, once it is sent
         self.ended: Ended | None = None  # how it did
         self._prompt = self._traceparent = self._common = ""
         self._tokens = 0  # that we have pages for
         self._aux_index = -1
-        self._pages = None  # allocated to us, and not asked for yet
+        self._pages: list[int] | None = None  # allocated to us, and not asked for yet
         self._window: tuple[Blocks, ...] = ()  # beside the pages, for layers with a window
         self._first_token = 0
         self._is_wanted = False  # all is asked for: `_poll` waits for the want and the row
-        self._expected = None  # what another engine holds for us while the request queues
+        self._expected: Expect | None = None  # what another engine holds for us while the request queues
         self._prefilled: tuple[foreign.Prefilled, list[tuple[float, int]]] | None = None  # by another engine
+        self._obstacle = why_no_server(bootstrap_addr)  # why it has no room, or ""
+        self._obstacle = self._obstacle or mgr.rooms.enter(bootstrap_room, self, time.monotonic())
+        if self._obstacle:
+            self.kv_mgr, self.bootstrap_room, self.bootstrap_addr = mgr, bootstrap_room, bootstrap_addr
+            self.conclude_state, self.abort_notified, self.require_staging = KVPoll.Failed, False, False
+        else:
+            super().__init__(mgr, bootstrap_addr, bootstrap_room)
 
     @property
     def _has_room(self) -> bool:
@@ -145,15 +142,9 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         assert replica is not None
         info = manager.prefill_info_table.get(address) or self.prefill_info
         wanted = [*product(info.target_cp_ranks, info.target_tp_ranks, reversed(info.target_pp_ranks))]
-        key = (address, replica)
-        if manager.is_asking_ranks(key, address, replica, wanted):
-            return True
-        self._ranks = {}
-        try:
-            self._ranks = manager.take_ranks(key)
-        except BadAnswer as error:
-            log.error("no usable answer from the prefill server at %s: %s", address, error)
-        return False
+        found = manager.ask((address, replica), address, lambda: ranks(address, replica, wanted), bad={})
+        self._ranks = found or {}
+        return found is None
 
     def _get_bootstrap_info_from_server(
         self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int

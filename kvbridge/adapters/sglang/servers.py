@@ -12,8 +12,9 @@ import re
 import socket
 import time
 from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from threading import Event, Thread, Timer
 from typing import Annotated, Any
@@ -119,19 +120,16 @@ def replicas(address: str, rooms: list[int]) -> dict[str, int]:
 class _Question:
     since: float
     looked_at: float
+    answer: Future[Any] = field(default_factory=Future)
     thread: Thread | None = None  # None while it waits for its turn
-    answer: Any = None
-    error: BadAnswer | None = None
-    is_answered: bool = False  # set last
 
     def run(self, ask_it: Callable[[], Any]) -> None:
         try:
-            self.answer = ask_it()
+            self.answer.set_result(ask_it())
         except BadAnswer as error:
-            self.error = error
+            self.answer.set_exception(error)
         except Exception as error:
-            self.error = BadAnswer(plain(f"{type(error).__name__}: {error}", 300))
-        self.is_answered = True
+            self.answer.set_exception(BadAnswer(plain(f"{type(error).__name__}: {error}", 300)))
 
 
 class Questions:
@@ -144,8 +142,8 @@ class Questions:
         self._open: dict[Hashable, _Question] = {}
         self._threads: dict[bool, list[Thread]] = {True: [], False: []}
 
-    def is_waiting(self, key: Hashable, ask_it: Callable[[], Any], is_known: bool) -> bool:
-        """Ask, unless it is asked already. Returns whether to wait for an answer: if not, `take` it."""
+    def answer(self, key: Hashable, ask_it: Callable[[], Any], is_known: bool) -> Any:
+        """What `ask_it` returns, once; None until it has. Asks, unless it is asked already. Raises BadAnswer."""
         now = time.monotonic()
         question = self._open.get(key)
         if question is None:
@@ -154,7 +152,13 @@ class Questions:
         question.looked_at = now
         if question.thread is None:
             self._begin(question, ask_it, is_known)
-        return not question.is_answered and now - question.since < QUESTION_S
+        is_answered = question.answer.done()
+        if not is_answered and now - question.since < QUESTION_S:
+            return None
+        del self._open[key]
+        if not is_answered:
+            raise BadAnswer(f"none within {QUESTION_S:g} s")
+        return question.answer.result()
 
     def _begin(self, question: _Question, ask_it: Callable[[], Any], is_known: bool) -> None:
         self._threads[is_known] = threads = [thread for thread in self._threads[is_known] if thread.is_alive()]
@@ -167,17 +171,6 @@ class Questions:
             return
         question.thread = thread
         threads.append(thread)
-
-    def take(self, key: Hashable) -> Any:
-        """The answer. Raises BadAnswer, also for what was not asked."""
-        question = self._open.pop(key, None)
-        if question is None:
-            raise BadAnswer("it was not asked")
-        if not question.is_answered:
-            raise BadAnswer(f"none within {QUESTION_S:g} s")
-        if question.error is not None:
-            raise question.error
-        return question.answer
 
 
 def _body(url: str, question: Any) -> bytes:

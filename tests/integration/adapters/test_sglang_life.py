@@ -413,7 +413,7 @@ def test_a_request_has_succeeded_when_its_kv_is_there_and_then_its_row(decode: A
     (want,) = decode.talk.said
     assert (want.first_token, want.end_token, want.blocks[0].ids) == (0, 40, (5, 6, 7))
     assert not want.is_offered, "the prefill server may not have begun"
-    decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    decode.rooms.put(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
     assert listen(decode, made) == WAITING and decode.kv_args.row[4] == 4, "the row comes last"
     decode.talk.end("want")
     assert listen(decode, made) == SUCCESS and decode.kv_args.row[4:].tobytes() == b"rows"
@@ -427,14 +427,14 @@ def test_a_prefix_that_is_the_whole_prompt_needs_the_row_alone(decode: Any) -> N
     (want,) = decode.talk.said
     assert (want.first_token, want.end_token, want.blocks) == (48, 48, ())
     assert listen(decode, made) == WAITING
-    decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    decode.rooms.put(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
     assert listen(decode, made) == SUCCESS
 
 
 def test_a_row_of_another_size_fails_that_request(decode: Any) -> None:
     made = receiver(decode, tokens=0)
     made.send_metadata(pages(), 1, [], 48)
-    decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"more", b"rows")))
+    decode.rooms.put(Row(room=ROOM, prompt="ab", fields=(b"more", b"rows")))
     assert listen(decode, made) == FAILED and decode.kv_args.row.tolist() == list(range(8))
     assert "prefill [4, 4], decode [4]" in decode.failure_records[ROOM]
 
@@ -503,7 +503,7 @@ def test_pages_of_a_request_are_its_own_though_the_next_one_of_its_room_wants_to
     assert not decode.is_abort_release_safe(ROOM, 0)
     decode.talk.end("want", "aborted")
     assert listen(decode, following) == WAITING, "that was the other's"
-    decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    decode.rooms.put(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
     decode.talk.end("want")
     assert listen(decode, following) == SUCCESS and decode.is_abort_release_safe(ROOM, 0)
 
@@ -520,7 +520,7 @@ def test_the_second_clear_of_a_request_takes_nothing_of_the_next_one(decode: Any
     assert listen(decode, following) == WAITING and decode.rooms.owned() == [ROOM]
     following.send_metadata(pages(8, 9, 10), 0, [], 0)
     decode.talk.end("want")
-    decode._hear_row(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
+    decode.rooms.put(Row(room=ROOM, prompt="ab", fields=(b"rows",)))
     assert listen(decode, following) == SUCCESS
 
 

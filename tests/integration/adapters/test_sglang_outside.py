@@ -18,7 +18,7 @@ import requests
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
 
-from kvbridge.adapters.sglang.messages import BadMessage, unpack
+from kvbridge.adapters.sglang.messages import Asked, BadMessage, unpack
 from kvbridge.adapters.sglang.servers import SERVER_ANSWER_BYTES, BadAnswer, RanksAnswer, ask, replicas
 from testing.waiting import wait_for
 from tests.integration.adapters.test_sglang_life import FAILED, ROOM, WAITING, asked, manager, req
@@ -224,7 +224,7 @@ def test_a_question_from_nowhere_is_dropped(endpoint: str) -> None:
     from kvbridge.adapters.sglang.messages import pack
 
     with pytest.raises(BadMessage):
-        unpack(pack(asked(endpoint=endpoint)))
+        unpack(pack(asked(endpoint=endpoint)), Asked)
 
 
 # What is logged:

@@ -166,18 +166,28 @@ def test_a_server_whose_name_is_not_found_in_time_is_a_server_that_gives_no_answ
     assert "none within 0.2 s" in caplog.text and not slow_names.is_set()
 
 
+def answer_of(questions: Questions, key: str, ask_it: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+
+    def is_there() -> bool:
+        found.append(questions.answer(key, ask_it, is_known=True))
+        return found[-1] is not None
+
+    wait_for(is_there, 30)
+    return found[-1]
+
+
 def test_servers_that_never_answered_take_no_turn_from_one_that_has() -> None:
     questions, stop = Questions(), threading.Event()
     try:
         for number in range(3 * MOST_QUESTIONS):
-            assert questions.is_waiting(number, partial(stop.wait, 60), is_known=False)
+            assert questions.answer(number, partial(stop.wait, 60), is_known=False) is None
         assert sum(thread.name == "kvbridge-question" for thread in threading.enumerate()) == MOST_QUESTIONS
-        wait_for(lambda: not questions.is_waiting("known", lambda: 5, is_known=True), 30)
-        assert questions.take("known") == 5
+        assert answer_of(questions, "known", lambda: 5) == 5
     finally:
         stop.set()
     for number in range(3 * MOST_QUESTIONS):
-        wait_for(lambda number=number: not questions.is_waiting(number, partial(stop.wait, 60), is_known=False), 30)
+        wait_for(lambda number=number: questions.answer(number, partial(stop.wait, 60), is_known=False), 30)
 
 
 class NoThread(threading.Thread):
@@ -192,35 +202,37 @@ def test_a_thread_that_cannot_start_is_tried_again_until_the_questions_time_is_u
     questions = Questions()
     monkeypatch.setattr(servers, "Thread", NoThread)
     for _ in range(3):
-        assert questions.is_waiting("x", lambda: 5, is_known=True)
-        assert questions.is_waiting("late", lambda: 5, is_known=True)
+        assert questions.answer("x", lambda: 5, is_known=True) is None
+        assert questions.answer("late", lambda: 5, is_known=True) is None
     monkeypatch.setattr(servers, "Thread", threading.Thread)
-    wait_for(lambda: not questions.is_waiting("x", lambda: 5, is_known=True), 30)
-    assert questions.take("x") == 5
+    assert answer_of(questions, "x", lambda: 5) == 5
     questions._open["late"].since -= 100
     monkeypatch.setattr(servers, "Thread", NoThread)
-    assert not questions.is_waiting("late", lambda: 5, is_known=True)
     with pytest.raises(BadAnswer, match="none within"):
-        questions.take("late")
+        questions.answer("late", lambda: 5, is_known=True)
 
 
-def test_a_scheduler_that_stood_still_for_long_finds_all_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pause, for example. It looks at all questions before it takes an answer."""
-    monkeypatch.setattr(servers, "QUESTION_KEPT_S", -1.0)
-    questions = Questions()
-    wait_for(lambda: not questions.is_waiting("x", lambda: 5, is_known=True), 30)
-    assert questions.is_waiting("y", partial(threading.Event().wait, 1), is_known=True)
-    with pytest.raises(BadAnswer, match="not asked"):
-        questions.take("x")
-    monkeypatch.setattr(servers, "QUESTION_KEPT_S", 20.0)
-    wait_for(lambda: not questions.is_waiting("x", lambda: 5, is_known=True), 30)
-    questions._open["x"].since -= 100
-    assert questions.is_waiting("z", partial(threading.Event().wait, 1), is_known=True)
-    assert questions.take("x") == 5
+def test_a_scheduler_that_stood_still_for_long_takes_an_answer_that_is_there_and_asks_again_what_it_has_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pause, for example. A forgotten question is one whose request has ended, unless nobody looked."""
+    questions, go = Questions(), threading.Event()
+    ask_it = partial(go.wait, 60)
+    assert questions.answer("x", ask_it, is_known=True) is None
+    question = questions._open["x"]
+    go.set()
+    wait_for(question.answer.done, 30)
+    question.since, question.looked_at = question.since - 100, question.looked_at - 100
+    assert questions.answer("x", lambda: pytest.fail("asked again"), is_known=True) is True
+    go.clear()
+    assert questions.answer("x", ask_it, is_known=True) is None
+    questions._open["x"].looked_at -= 100
+    assert questions.answer("y", ask_it, is_known=True) is None and "x" not in questions._open
+    assert answer_of(questions, "x", lambda: 6) == 6
+    go.set()
 
 
 def test_an_error_that_nobody_foresaw_is_no_answer() -> None:
     questions = Questions()
-    wait_for(lambda: not questions.is_waiting("x", lambda: 1 // 0, is_known=True), 30)
     with pytest.raises(BadAnswer, match="ZeroDivisionError"):
-        questions.take("x")
+        answer_of(questions, "x", lambda: 1 // 0)
