@@ -31,7 +31,7 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
     ],
     "docs/adapters.md": [
         ("agent()", "tests/unit/test_adapter_guide.py::test_the_toy_engines_run_as_the_page_says"),
-        ("101376 bytes", OUTPUT),
+        ("fetched: True", OUTPUT),
     ],
     "docs/benchmarks.md": [("python -m testing.sim", "takes hours; fewer schedules: tests/unit/sim/test_sim.py")],
     "docs/data-parallel.md": [

@@ -13,8 +13,6 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Self
 
 from kvbridge_proto.codec import LIMITS, BadFrame, Decoder, Limits, encode
 from kvbridge_proto.engine import (
@@ -103,14 +101,6 @@ class EngineClient:
         self._decoder: Decoder[ToAgent] = Decoder(ToAgent, limits)
         self._writer = FrameWriter()  # descriptors in it are our duplicates
         self._moved_at = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<EngineClient {self.path} {'connected' if self.is_connected else f'lost: {self.why}'}>"

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal
 
 import torch
 from kvbridge_proto.common import OURS, Rank
@@ -73,9 +72,6 @@ class Ended:
     kind: Kind
     code: str = ""
     reason: str = ""
-    moved_bytes: int = 0
-    seconds: float = 0.0
-    unfilled_layers: int = 0  # of the draft model, which the sender does not have: zeros
 
     @property
     def is_good(self) -> bool:
@@ -139,14 +135,6 @@ class Conversation:
         attach = Attach(versions=OURS, pool=memory.pool, handles=handles, fence_fd=fence_fd, policy=policy)
         self._link = AgentLink(client, attach, fds, log, clock, self._first)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<Conversation {len(self._open)} open, {self._link!r}>"
 
@@ -171,13 +159,14 @@ class Conversation:
         """
         end = time.monotonic() + within_s
         while True:
-            with self._link.standing:  # or the link's thread could attach another agent in between
+            with self._link.lock:  # or the link's thread could attach another agent in between
                 self._link.give_up("our memory is about to go away")
                 if self._link.is_over:
                     return self.close()
             if (left := end - time.monotonic()) <= 0:
-                reason = f"the agent at {self._link.path} lives, and has not let go of our memory within {within_s:g} s"
-                raise EngineError("not_let_go", f"{reason}: continue it or end it; until then it may write there")
+                found = f"the agent at {self._link.client.path} lives, and has not let go of our memory"
+                reason = f"{found} within {within_s:g} s: continue it or end it; until then it may write there"
+                raise EngineError("not_let_go", reason)
             self._link.rest(min(READERS_S, left))
             self._listen()
 
@@ -203,9 +192,9 @@ class Conversation:
         Ranks that no agent would take are logged and dropped: told again at each attach, they would end each.
         """
         directory = Directory(ranks=tuple(ranks))
-        if why := self._link.why_unfit(directory):
+        if why := self._link.client.why_unfit(directory):
             return self._log.error("kvbridge: the agent is not told of our ranks: %s", why)
-        with self._link.standing:
+        with self._link.lock:
             self._directory = directory
             self._link.tell(directory)
 
@@ -239,15 +228,15 @@ class Conversation:
                 self._link.send(message)
 
     def _expect(self, message: Expect) -> None:
-        if self._link.why_unfit(message):
+        if self._link.client.why_unfit(message):
             return  # its want cannot be sent either, and says why
-        with self._link.standing:
+        with self._link.lock:
             self._expected[message.number] = message
             self._link.tell(message)
 
     def _must_tell(self, message: Rescale | Weights) -> None:
         """An agent that cannot be told is given up: it would go on under scales or weights that hold no more."""
-        with self._link.standing:
+        with self._link.lock:
             if isinstance(message, Rescale):
                 self._rescale = message
             else:
@@ -357,7 +346,7 @@ class Conversation:
         link = self._link
         while any(self.is_open(number) for number in offers) and not link.is_closed:
             now = self._clock()
-            if ends is None and link.is_all_sent:
+            if ends is None and link.client.is_all_sent:
                 ends = now + READERS_S
             if link.is_attached and now >= (asked_at + READERS_S if ends is None else ends):
                 link.give_up(f"no answer within {READERS_S} s to a withdrawal")
@@ -384,8 +373,9 @@ class Conversation:
 
     def _hear(self, message: ToEngine | ReadsOver | Over) -> None:
         match message:
-            case Done():
-                self._done(message)
+            case Done(number=number, unfilled_layers=layers):
+                self._note_unfilled(layers)
+                self._end(number, "", "", kind="want")
             case Failed(number=number, code=code, reason=reason):
                 self._end(number, code, reason, kind="want")
             case Released(number=number, code=code, reason=reason):
@@ -414,30 +404,19 @@ class Conversation:
         if (opened := self._open.get(number)) is not None and not opened.is_asked_to_stop:
             opened.late_at = max(opened.late_at, self._clock() + opened.hold_s + GRACE_S)
 
-    def _done(self, done: Done) -> None:
-        """The rows have come. Where no sender has rows of a draft model it is said in the log, once for each number."""
-        if (layers := done.unfilled_layers) and layers not in self._said_unfilled:
+    def _note_unfilled(self, layers: int) -> None:
+        """Log that no sender has rows of a draft model, once for each number of its layers."""
+        if layers and layers not in self._said_unfilled:
             self._said_unfilled.add(layers)
-            text = (
-                "the prefill side has no rows of %d of our draft model's layers: those of prompts are zeros here, and "
-            )
-            self._log.warning(text + "first drafts are rejected more often", layers)
-        self._end(
-            done.number,
-            "",
-            "",
-            kind="want",
-            moved_bytes=done.moved_bytes,
-            seconds=done.seconds,
-            unfilled_layers=done.unfilled_layers,
-        )
+            what = f"the prefill side has no rows of {layers} of our draft model's layers"
+            self._log.warning("%s: those of prompts are zeros here, and first drafts are rejected more often", what)
 
-    def _end(self, number: int, code: str, reason: str, *, kind: Kind, **counts: Any) -> None:
+    def _end(self, number: int, code: str, reason: str, *, kind: Kind) -> None:
         """End only what is open: a repeated message, or one about the other kind, is ignored."""
         opened = self._open.get(number)
         if opened is not None and opened.kind == kind:
             del self._open[number]
-            ended = Ended(number, opened.request, kind, code, reason, **counts)
+            ended = Ended(number, opened.request, kind, code, reason)
             self._ended.append(outdated(ended) if opened.is_outdated else ended)
 
     def _all_lost(self, kind: Kind, why: str) -> None:

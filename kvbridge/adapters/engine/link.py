@@ -60,7 +60,7 @@ class AgentLink:
 
     `attach` is our first message. `fds` go with it; they are the caller's and must stay open as long as the link.
     `first` returns what to send once the agent has answered `attach`, before anything else; it is called on the link's
-    own thread too. `standing`, `tell`, `address` and `attached` may be used by any thread, all else by one only.
+    own thread too. `lock`, `tell`, `address` and `attached` may be used by any thread, all else by one only.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class AgentLink:
         self.state = LinkState.DETACHED
         self.attached: Attached | None = None  # the agent's answer while we are attached, with the current epoch
         self.why = "not connected yet"
-        self._client = client
+        self.client = client
         self._attach = attach
         self._fds = fds
         self._log = log
         self._clock = clock
         self._first = first
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # hold it while changing what `first` returns: no agent attaches meanwhile
         self._heard: list[ToEngine | ReadsOver | Over] = []  # for the next turn
-        self._is_closed = False
+        self.is_closed = False  # the engine has left: no more messages will be read
         self._is_refused = False  # by a refusal that will not pass by itself
         self._was_attached = False  # attached at some time on this connection
         self._has_let_go = True  # the agent said so, or never attached us
@@ -99,7 +99,7 @@ class AgentLink:
         _hold_over_forks(self)
 
     def __repr__(self) -> str:
-        return f"<AgentLink {self._client.path} {self.state.name.lower()} {self.address or self.why}>"
+        return f"<AgentLink {self.client.path} {self.state.name.lower()} {self.address or self.why}>"
 
     def _arm(self) -> None:
         """Warn loudly if this engine was started to fail on purpose. A malformed VARIABLE must not stop it."""
@@ -117,16 +117,6 @@ class AgentLink:
         return "" if attached is None else attached.agent.address
 
     @property
-    def path(self) -> str:
-        """The agent's socket."""
-        return self._client.path
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the engine has left: no more messages will be read."""
-        return self._is_closed
-
-    @property
     def is_over(self) -> bool:
         """Whether no agent can touch our memory: none was attached, or the last one has let go or is gone."""
         return self.state is LinkState.DETACHED
@@ -134,7 +124,7 @@ class AgentLink:
     @property
     def why_not(self) -> str:
         """Why the last message was not sent."""
-        return self._client.why if self.is_attached else self.why
+        return self.client.why if self.is_attached else self.why
 
     @property
     def is_attached(self) -> bool:
@@ -148,62 +138,48 @@ class AgentLink:
         """
         end = time.monotonic() + wait_s
         while not self.is_attached and not self._is_refused and time.monotonic() < end:
-            with self._lock:
+            with self.lock:
                 self._drive()
             if not self.is_attached:
                 time.sleep(0.02)
         if not self.is_attached and not self._is_refused:
-            self._complain(f"not attached to an agent at {self._client.path} within {wait_s} s: {self.why}")
+            self._complain(f"not attached to an agent at {self.client.path} within {wait_s} s: {self.why}")
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="kvbridge-link", daemon=True).start()
         return self.is_attached
 
     def send(self, message: ToAgent) -> bool:
         """Queue a message. False if it will never arrive."""
-        with self._lock:
+        with self.lock:
             if not self.is_attached:
                 return False
             return self._send(message)
 
-    @property
-    def standing(self) -> threading.RLock:
-        """Hold this lock while changing what `first` returns: no agent attaches meanwhile."""
-        return self._lock
-
     def tell(self, message: ToAgent) -> bool:
         """Like `send`, for what `first` covers: an agent that has attached since the last `turn` is told too."""
-        with self._lock:
+        with self.lock:
             return self.state is LinkState.ATTACHED and self._send(message)
 
     def turn(self) -> list[ToEngine | ReadsOver | Over]:
         """Move what waits both ways, and return what concerns the engine. Never blocks."""
-        with self._lock:
+        with self.lock:
             self._drive()
             heard, self._heard = self._heard, []
             return heard
-
-    def why_unfit(self, message: ToAgent) -> str:
-        """Why no agent would take this message, or ""."""
-        return self._client.why_unfit(message)
-
-    @property
-    def is_all_sent(self) -> bool:
-        """Whether everything queued has left this process."""
-        return self._client.is_all_sent
 
     def rest(self, seconds: float) -> None:
         """Wait at most `seconds` until the agent says something or reads what is queued. Not if `turn` has news.
 
         The link's thread reads nothing meanwhile: whatever it read would not wake us.
         """
-        with self._lock:
+        with self.lock:
             if self._heard:
                 return
             until, poll = self._next_at(), select.poll()
             if until is not None:
                 seconds = min(seconds, max(until - self._clock(), 0.001))
-            if (readable := self._client.fileno()) >= 0:
-                poll.register(readable, select.POLLIN if self.is_all_sent else select.POLLIN | select.POLLOUT)
-            if (pidfd := self._client.pidfd) >= 0 and not self._client.is_agent_gone:
+            if (readable := self.client.fileno()) >= 0:
+                poll.register(readable, select.POLLIN if self.client.is_all_sent else select.POLLIN | select.POLLOUT)
+            if (pidfd := self.client.pidfd) >= 0 and not self.client.is_agent_gone:
                 poll.register(pidfd, select.POLLIN)
             self._is_resting = True
         try:
@@ -213,22 +189,22 @@ class AgentLink:
 
     def give_up(self, why: str) -> None:
         """Stop using this connection. `turn` reports `Over` later, and `ReadsOver` before it if reads end first."""
-        with self._lock:
+        with self.lock:
             self._lose(why)
 
     def close(self) -> None:
         """Close the connection for good: the engine is leaving."""
-        with self._lock:
-            self._client.close("engine shut down")
+        with self.lock:
+            self.client.close("engine shut down")
             self._step(LinkEvent.CLOSE)
-            self.attached, self._is_closed = None, True
+            self.attached, self.is_closed = None, True
 
     def drop_copy(self) -> None:
         """In a forked child: close what it inherited, or the agent could not see the engine die. Sends nothing."""
-        self._client.drop_copy()
-        self._lock = threading.RLock()
+        self.client.drop_copy()
+        self.lock = threading.RLock()
         self._step(LinkEvent.CLOSE)
-        self.attached, self._is_closed = None, True
+        self.attached, self.is_closed = None, True
         self.why = "forked: the connection is the parent's"
 
     # Under the lock:
@@ -237,13 +213,13 @@ class AgentLink:
         self.state = LINK_TABLE[self.state, event]
 
     def _send(self, message: ToAgent) -> bool:
-        is_sent = self._client.send(message)
-        if not is_sent and self._client.is_connected:
-            self._log.error("not sent: %s", self._client.why)
+        is_sent = self.client.send(message)
+        if not is_sent and self.client.is_connected:
+            self._log.error("not sent: %s", self.client.why)
         return is_sent
 
     def _drive(self) -> None:
-        if self._is_closed or (self.state is LinkState.ATTACHED and self._client.is_quiet):
+        if self.is_closed or (self.state is LinkState.ATTACHED and self.client.is_quiet):
             return
         if self.state is LinkState.DETACHED and self._clock() >= self._at:
             self._try()
@@ -253,18 +229,18 @@ class AgentLink:
             self._look_for_the_end()
 
     def _try(self) -> None:
-        if not self._client.reconnect():
-            if self._client.is_barred:
-                self._complain(self._client.why)
-            return self._later(self._client.why)
+        if not self.client.reconnect():
+            if self.client.is_barred:
+                self._complain(self.client.why)
+            return self._later(self.client.why)
         self._step(LinkEvent.ASK)
         self._at = self._clock() + ATTACH_S
         self._was_attached, self._has_let_go, self._is_refused = False, True, False
-        if not self._client.send(self._attach, self._fds):
-            self._refused(f"attach cannot be sent: {self._client.why}")
+        if not self.client.send(self._attach, self._fds):
+            self._refused(f"attach cannot be sent: {self.client.why}")
 
     def _listen(self) -> None:
-        for message in self._client.poll():
+        for message in self.client.poll():
             match message:
                 case Attached() if self.state is LinkState.ASKING:
                     self._attached_to(message)
@@ -281,9 +257,9 @@ class AgentLink:
                     self._heard.append(message)
         if self.state is LinkState.ASKING and self._clock() > self._at:
             self._lose(f"the agent did not answer within {ATTACH_S} s")
-        elif not self._client.is_connected:
-            self._lose(self._client.why)
-        elif self._client.is_agent_gone:
+        elif not self.client.is_connected:
+            self._lose(self.client.why)
+        elif self.client.is_agent_gone:
             self._lose("the agent is gone")
 
     def _attached_to(self, attached: Attached) -> None:
@@ -291,14 +267,14 @@ class AgentLink:
         self.attached, self._complaint = attached, ""
         self._was_attached, self._has_let_go, self._is_shared = True, False, attached.is_shared
         self._log.info("kvbridge: attached to %s at %s", attached.agent.name, self.address)
-        if self._client.pidfd < 0:
+        if self.client.pidfd < 0:
             why = (
                 "there is no pidfd of this agent's process: should it die, its kernels may still write our memory when"
             )
             self._log.warning("kvbridge: %s that counts as free, %g s after the end of its socket", why, GONE_S)
         for message in self._first():
-            if not self._client.send(message):
-                return self._refused(f"what every agent must know cannot be sent: {self._client.why}")
+            if not self.client.send(message):
+                return self._refused(f"what every agent must know cannot be sent: {self.client.why}")
 
     def _refused(self, why: str) -> None:
         """A refusal that will not pass by itself is logged once, and retried rarely."""
@@ -309,20 +285,20 @@ class AgentLink:
         if (self.state, LinkEvent.LOSE) not in LINK_TABLE:
             return
         what = "lost" if self.state is LinkState.ATTACHED else "not attached to"
-        self._client.hang_up(why)
+        self.client.hang_up(why)
         self._step(LinkEvent.LOSE)
         self.attached, self.why = None, why
         self._unread_at, self._gone_at, self._reads_are_over = self._clock() + READERS_S, None, False
-        self._complain(f"{what} the agent at {self._client.path}: {why}")
+        self._complain(f"{what} the agent at {self.client.path}: {why}")
 
     def _look_for_the_end(self) -> None:
-        now, has_ended = self._clock(), self._client.has_ended
-        if has_ended and self._client.pidfd < 0 and self._gone_at is None:
+        now, has_ended = self._clock(), self.client.has_ended
+        if has_ended and self.client.pidfd < 0 and self._gone_at is None:
             self._gone_at = now + GONE_S
         is_unread = now >= self._unread_at if self._is_shared else has_ended or now >= self._unread_at
-        is_gone = self._client.is_agent_gone or (self._gone_at is not None and now >= self._gone_at)
+        is_gone = self.client.is_agent_gone or (self._gone_at is not None and now >= self._gone_at)
         if self._has_let_go or (is_gone and (is_unread or not self._is_shared)):
-            self._client.close()
+            self.client.close()
             if self._was_attached:
                 self._heard.append(Over(self.why))
             self._step(LinkEvent.LET_GO)
@@ -354,11 +330,11 @@ class AgentLink:
     def _sleep(self) -> select.poll:
         """What to sleep on. While attached only the agent's end wakes us: the engine's turns read its messages."""
         poll = select.poll()
-        with self._lock:
-            if (readable := self._client.fileno()) >= 0:
+        with self.lock:
+            if (readable := self.client.fileno()) >= 0:
                 poll.register(readable, select.POLLRDHUP if self.state is LinkState.ATTACHED else select.POLLIN)
-            if self._client.pidfd >= 0 and not self._client.is_agent_gone:
-                poll.register(self._client.pidfd, select.POLLIN)
+            if self.client.pidfd >= 0 and not self.client.is_agent_gone:
+                poll.register(self.client.pidfd, select.POLLIN)
         return poll
 
     def _look(self) -> float:
@@ -366,7 +342,7 @@ class AgentLink:
 
         No error may end the thread, or an idle engine would never attach again.
         """
-        with self._lock:
+        with self.lock:
             if self._is_resting:
                 return LEFT_S
             try:
@@ -387,7 +363,7 @@ class AgentLink:
 
 def _watch(known: weakref.ref[AgentLink]) -> None:
     """Drive the link between the engine's turns, for as long as the link exists."""
-    while (link := known()) is not None and not link._is_closed:
+    while (link := known()) is not None and not link.is_closed:
         poll, until = link._sleep(), link._next_at()
         sleep_s = WATCH_S if until is None else min(WATCH_S, max(until - link._clock(), 0.001))
         del link
@@ -408,7 +384,7 @@ def _hold_over_forks(link: AgentLink) -> None:
     def hold() -> None:
         left = known()
         if left is not None:
-            left._lock.acquire()
+            left.lock.acquire()
         mine.__dict__.setdefault("held", []).append(left)
 
     def taken() -> AgentLink | None:
@@ -417,7 +393,7 @@ def _hold_over_forks(link: AgentLink) -> None:
 
     def go_on() -> None:
         if (left := taken()) is not None:
-            left._lock.release()
+            left.lock.release()
 
     def drop() -> None:
         if (left := taken()) is not None:

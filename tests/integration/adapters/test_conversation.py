@@ -137,7 +137,7 @@ class Talk:
 @pytest.fixture
 def talk(tmp_path: Path) -> Iterator[Talk]:
     talk = Talk(tmp_path)
-    with talk.engine:
+    with contextlib.closing(talk.engine):
         yield talk
 
 
@@ -155,12 +155,12 @@ def agent(talk: Talk) -> FakeAgent:
         (
             WANT,
             Done(number=ONE, request="r", moved_bytes=7, seconds=0.5),
-            Ended(ONE, "r", "want", moved_bytes=7, seconds=0.5),
+            Ended(ONE, "r", "want"),
         ),
         (
             WANT,
             Done(number=ONE, request="r", moved_bytes=7, seconds=0.5, unfilled_layers=2),
-            Ended(ONE, "r", "want", moved_bytes=7, seconds=0.5, unfilled_layers=2),
+            Ended(ONE, "r", "want"),
         ),
         (
             WANT,
@@ -223,7 +223,7 @@ def test_layers_with_zeros_are_said_once_in_the_engine_s_log(
     for i, layers in enumerate((1, 1, 0, 2)):
         talk.engine.want(replace(WANT, number=ONE + i))
         agent.say(Done(number=ONE + i, request="r", moved_bytes=0, seconds=0, unfilled_layers=layers))
-        assert [each.unfilled_layers for each in talk.engine.turn()] == [layers]
+        assert talk.engine.turn() == [Ended(ONE + i, WANT.request, "want")]
     said = [record.getMessage() for record in caplog.records if "draft model" in record.getMessage()]
     assert [text.split(" of our")[0] for text in said] == [
         f"the prefill side has no rows of {layers}" for layers in (1, 2)
@@ -599,7 +599,7 @@ def test_waits_for_readers_from_when_the_agent_could_hear_of_it(
 ) -> None:
     """What waits in our own queue it cannot hear. One that reads nothing may read on for a second once given up."""
     talk.engine.offer(OFFER)
-    while talk.link.is_all_sent:
+    while talk.link.client.is_all_sent:
         talk.link.send(Withdraw(number=1, reason="x" * 1000))
     talk.engine.withdraw(ONE, "preempted")
     timer = threading.Timer(hears_at_s or 0, agent.pump)
@@ -738,14 +738,14 @@ def test_what_was_opened_for_the_agent_is_closed_with_the_conversation(tmp_path:
     assert descriptors() == before
 
 
-def test_a_client_and_a_conversation_end_with_their_block(talk: Talk, agent: FakeAgent) -> None:
-    with talk.engine as engine:
-        assert engine is talk.engine and agent._engine is not None
+def test_a_client_and_a_conversation_that_are_closed_are_seen_to_leave(talk: Talk, agent: FakeAgent) -> None:
+    talk.engine.close()
     agent.pump()
-    assert agent._engine is None, "it saw the engine leave"
-    with EngineClient(agent.path, pidfd_of=fake_pidfd) as client:
-        assert client.reconnect()
-        agent.pump()
+    assert agent._engine is None
+    client = EngineClient(agent.path, pidfd_of=fake_pidfd)
+    assert client.reconnect()
+    agent.pump()
+    client.close()
     assert not client.is_connected and client.has_ended and client.pidfd == -1
     agent.pump()
     assert agent._engine is None

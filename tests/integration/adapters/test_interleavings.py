@@ -6,6 +6,7 @@ the agent may end its offer at any time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -99,7 +100,7 @@ class Search:
         """How many states there are. Raises Wrong."""
         start = Story()
         seen, left = {start.key}, [start]
-        with self.talk:
+        with contextlib.closing(self.talk):
             while left:
                 for after in self.steps(left.pop()):
                     if after.key not in seen:

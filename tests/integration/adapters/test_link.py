@@ -211,15 +211,15 @@ def test_turns_send_what_an_agent_did_not_read_at_once(agent: FakeAgent, link: A
     attach(link, agent)
     message = Directory(ranks=tuple(Rank(tp_rank=i, pp_rank=0, address="tcp://10.0.0.1:7700") for i in range(64)))
     sent = 0
-    while link.is_all_sent:
+    while link.client.is_all_sent:
         assert link.send(message)
         sent += 1
-    while not link.is_all_sent:
+    while not link.client.is_all_sent:
         agent.pump()
         before = len(agent.heard)
         assert link.turn() == []
         agent.pump()
-        assert len(agent.heard) > before or link.is_all_sent
+        assert len(agent.heard) > before or link.client.is_all_sent
     assert agent.take(Directory) == [message] * sent
 
 
@@ -401,7 +401,7 @@ def test_an_error_that_nobody_expects_does_not_end_the_links_thread(
     link = link_to(agent.path)
     with agent.alive():
         assert link.start(10.0)
-    tries, reconnect = [0.0], link._client.reconnect
+    tries, reconnect = [0.0], link.client.reconnect
 
     def fail() -> bool:
         tries.append(time.monotonic())
@@ -409,7 +409,7 @@ def test_an_error_that_nobody_expects_does_not_end_the_links_thread(
             raise ZeroDivisionError("nobody expects this")
         return reconnect()
 
-    monkeypatch.setattr(link._client, "reconnect", fail)
+    monkeypatch.setattr(link.client, "reconnect", fail)
     agent.die()
     successor = FakeAgent(agent.path)
     with successor.alive():
@@ -430,7 +430,7 @@ def test_an_error_while_attached_loses_the_agent_and_says_why(
 
     agent.say(DONE)
     with monkeypatch.context() as patch:
-        patch.setattr(link._client, "poll", fail)
+        patch.setattr(link.client, "poll", fail)
         assert link._look() > 0.5
     assert link.state is LinkState.ENDING and "nobody expects this" in link.why
     agent.pump()
@@ -558,12 +558,12 @@ def test_threads_that_fork_at_once_give_back_what_each_took(tmp_path: Path, monk
             failed.append(error)
 
     second = threading.Thread(target=fork)
-    link._lock = Lock()
+    link.lock = Lock()
     hooks["before"]()
     hooks["after_in_parent"]()
     may_go_on.set()
     second.join(5.0)
-    assert not failed and link._lock.acquire(timeout=1.0), "nobody holds it any more"
+    assert not failed and link.lock.acquire(timeout=1.0), "nobody holds it any more"
 
 
 def test_a_link_that_is_gone_is_not_kept_for_forks(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextlib import closing
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.conversation import Conversation
@@ -25,7 +26,7 @@ def main(path: str, is_allowed: bool) -> None:
     log.addHandler(lines)
     log.setLevel(logging.INFO)
     client = EngineClient(path, allow_unwatched=is_allowed)
-    with Conversation(client, memory_of(), log) as talk:
+    with closing(Conversation(client, memory_of(), log)) as talk:
         is_attached = talk.start(3 if not is_allowed else 30)
         found = {"is_attached": is_attached, "said": lines.said, "has_pidfd": client.pidfd >= 0}
         print(json.dumps(found), flush=True)

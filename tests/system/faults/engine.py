@@ -115,7 +115,7 @@ class Engine:
         os.set_blocking(0, False)
         unread = b""
         while True:
-            readable = [0] + ([fd] if (fd := self.link._client.fileno()) >= 0 else [])
+            readable = [0] + ([fd] if (fd := self.link.client.fileno()) >= 0 else [])
             ready, _, _ = select.select(readable, [], [], LOOK_S if self.open or not self.link.is_attached else 0.2)
             if 0 in ready:
                 got = os.read(0, 1 << 16)

@@ -96,7 +96,7 @@ def attached(queue: Any, path: Path, name: str, device: str) -> Iterator[Any]:
     memory = describe(queue, Shard(tp_rank=0, tp_size=1), model_name="pools", engine_id=name)
     with (
         agent(path, name, 90.0, device=device, slot_bytes=1 << 20) as running,
-        Conversation(EngineClient(running.socket), memory, logging.getLogger(name)) as talk,
+        contextlib.closing(Conversation(EngineClient(running.socket), memory, logging.getLogger(name))) as talk,
     ):
         if device == "cpu":
             moved(queue.token_to_kv_pool)
