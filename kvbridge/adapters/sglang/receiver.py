@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Expect, Want
+from msgspec.structs import replace
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
@@ -49,7 +50,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self._window: tuple[Blocks, ...] = ()  # beside the pages, for layers with a window
         self._first_token = 0
         self._is_wanted = False  # all is asked for: `_poll` waits for the want and the row
-        self._expected: Expect | None = None  # what another engine holds for us while the request queues
+        self._expected: Want | None = None  # empty, of what another engine holds for us while the request queues
         self._prefilled: tuple[foreign.Prefilled, list[tuple[float, int]]] | None = None  # by another engine
         self._obstacle = why_no_server(bootstrap_addr)  # why it has no room, or ""
         self._obstacle = self._obstacle or mgr.rooms.enter(bootstrap_room, self, time.monotonic())
@@ -78,10 +79,10 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self._common = short(req.rid)
         ours = rendezvous(room, prompt)
         if told.rendezvous in ("", ours):
-            self._expected = Expect(number=talk.new_number(), rendezvous=ours, sender=told.sender)
-            talk.send(self._expected)
+            self._expected = want = self._nothing(ours, told.sender)
+            talk.send(Expect(number=want.number, rendezvous=ours, sender=told.sender))
         elif is_in(told.rendezvous, room):
-            self._decline(Expect(number=talk.new_number(), rendezvous=told.rendezvous, sender=told.sender))
+            talk.want(self._nothing(told.rendezvous, told.sender))
 
     def bind(self, req: Any, tokens: int) -> None:
         """The request has pages for `tokens` tokens. Fails it if its prompt is not carried or does not match."""
@@ -245,11 +246,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
                 return
         self._is_wanted = True
         page = manager.kv_args.page_size
-        want = Want(
-            number=talk.new_number() if self._expected is None else self._expected.number,
-            request=self._common or str(room),
-            rendezvous=rendezvous(room, self._prompt),
-            sender=self._agents()[0],
+        want = replace(
+            self._expected or self._nothing(rendezvous(room, self._prompt), self._agents()[0]),
             first_token=first,
             end_token=first + self._tokens,
             blocks=(Blocks(0, first // page, tuple(pages)), *self._window) if pages else (),
@@ -258,7 +256,6 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             traceparent=self._traceparent,
             # Another engine's prefill has answered. SGLang's own runs beside us: its offer may come after our want.
             is_offered=self._prefilled is not None,
-            common=self._common,
         )
         if self._tokens:
             self._number = want.number
@@ -338,24 +335,21 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         talk = self.kv_mgr.talk
         if self._is_wanted and self._number and talk is not None and talk.is_open(self._number):
             talk.abandon(self._number, reason)
-        if self._expected is not None:  # no want follows: the other engine need not hold it
-            self._decline(self._expected)
+        if self._expected is not None and talk is not None:  # no want follows: the other engine need not hold it
+            talk.want(self._expected)
         self._is_wanted, self._pages, self._expected = False, None, None
 
-    def _decline(self, expected: Expect) -> None:
-        """Send an empty want: the other engine may free its blocks."""
-        if self.kv_mgr.talk is None:
-            return
-        self.kv_mgr.talk.want(
-            Want(
-                number=expected.number,
-                request=self._common or str(self.bootstrap_room),
-                rendezvous=expected.rendezvous,
-                sender=expected.sender,
-                first_token=0,
-                end_token=0,
-                blocks=(),
-                deadline_s=DECLINE_S,
-                common=self._common,
-            )
+    def _nothing(self, rendezvous_id: str, sender: str) -> Want:
+        """An empty want: the other engine may free its blocks."""
+        assert self.kv_mgr.talk is not None
+        return Want(
+            number=self.kv_mgr.talk.new_number(),
+            request=self._common or str(self.bootstrap_room),
+            rendezvous=rendezvous_id,
+            sender=sender,
+            first_token=0,
+            end_token=0,
+            blocks=(),
+            deadline_s=DECLINE_S,
+            common=self._common,
         )

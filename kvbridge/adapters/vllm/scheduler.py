@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvbridge_proto.common import Blocks, Rank
+from kvbridge_proto.common import Rank
 from kvbridge_proto.engine import (
     Abandon,
     Computed,
@@ -30,6 +30,7 @@ from kvbridge_proto.engine import (
     Weights,
     Withdraw,
 )
+from msgspec.structs import replace
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
@@ -127,17 +128,12 @@ class PromptOffered:
 class PromptWanted:
     """A request whose prompt is to be fetched; `first_token` is where the local prefix ends.
 
-    `is_offered` and `offered_to` are the want's (see `Want`). `leader` is another request that fetched the same prompt:
-    this one has waited for it, and shares the blocks that came.
+    `want` is an empty one: it declines the prompt. `leader` is another request that fetched the same prompt: this one
+    has waited for it, and shares the blocks that came.
     """
 
-    number: int
-    rendezvous: str
-    sender: str
+    want: Want
     first_token: int = 0
-    traceparent: str = ""
-    is_offered: bool = False
-    offered_to: str = ""
     leader: str = ""
     is_shared: bool = False
 
@@ -269,7 +265,7 @@ class SchedulerSide:
         self._weights = weights
         for request_id, receiving in self._receiving.items():
             reason = "the weights have changed"
-            self._step.before.append(Abandon(number=receiving.number, reason=reason))
+            self._step.before.append(Abandon(number=receiving.want.number, reason=reason))
             self._unfetched[request_id] = Unfetched("other_weights", receiving.first_token)
         self._receiving.clear()
         for sending in self._sending.values():
@@ -375,7 +371,7 @@ class SchedulerSide:
         )
         self._unfetched[request_id] = Unfetched("other_prompt")
         if is_for(*told):
-            self._decline(request_id, self._wanted(remote.request, remote.sender, is_offered=True))
+            self._step.before.append(self._nothing_of(request, remote.request, remote, is_offered=True))
 
     def _note_other_weights(self, name: str, theirs: str | None) -> None:
         """Once for each name of ours: while weights are updated, all prompts are of others for a while."""
@@ -383,23 +379,37 @@ class SchedulerSide:
         level = logging.DEBUG if is_known else logging.INFO
         log.log(level, "%s: weights: prefill %a, decode %a: computed here", name, theirs, self._weights)
 
-    def _wanted(self, rendezvous_id: str, sender: str, is_offered: bool, **more: Any) -> PromptWanted:
-        return PromptWanted(next(self._numbers), rendezvous_id, sender, is_offered=is_offered, **more)
+    def _nothing_of(self, request: Request, rendezvous_id: str, remote: Remote, is_offered: bool) -> Want:
+        """An empty want: nothing is needed, so the other side may free its blocks. Nobody waits for its answer."""
+        number = next(self._numbers)
+        return Want(
+            number=number,
+            request=message_name(request.request_id),
+            rendezvous=rendezvous_id,
+            sender=remote.sender,
+            first_token=0,
+            end_token=0,
+            blocks=(),
+            deadline_s=self._options.deadline_s,
+            traceparent=_traceparent(request),
+            is_offered=is_offered,
+            offered_to=remote.attachment if is_offered else "",
+            common=str(number),
+        )
 
     def _receive(self, request: Request, rendezvous_id: str, remote: Remote, is_offered: bool) -> None:
         """Fetch the prompt, unless nobody can have its rows, or vLLM must compute every token of it itself.
 
         The latter is so for prompt_logprobs and some pooling: vLLM 0.26 would answer with unfilled memory.
         """
-        more = {"traceparent": _traceparent(request), "offered_to": remote.attachment if is_offered else ""}
-        wanted = self._wanted(rendezvous_id, remote.sender, is_offered, **more)
+        nothing = self._nothing_of(request, rendezvous_id, remote, is_offered)
         if self._weights == UNNAMED:
             self._unfetched[request.request_id] = Unfetched("other_weights")
         elif request.skip_reading_prefix_cache:
             self._unfetched[request.request_id] = Unfetched("reads_all")
-            self._decline(request.request_id, wanted)
+            self._step.before.append(nothing)
         else:
-            self._receiving[request.request_id] = wanted
+            self._receiving[request.request_id] = PromptWanted(nothing)
 
     def _refused(self, request: Request, params: dict[str, Any]) -> None:
         """A call with these params ended before all of it was admitted: nobody will fetch what they name.
@@ -414,7 +424,7 @@ class SchedulerSide:
         is_one = is_in(remote.request, remote.room) if remote.room else is_rendezvous(remote.request)
         if is_one and remote.request not in self._known_ids:
             self._known_ids.append(remote.request)
-            self._decline(request.request_id, self._wanted(remote.request, remote.sender, is_offered=True))
+            self._step.before.append(self._nothing_of(request, remote.request, remote, is_offered=True))
 
     def _call_ended(self, params: dict[str, Any]) -> None:
         """A call that was to offer in a room was refused, or given up (`BootstrapRooms`): nobody need wait for more."""
@@ -510,7 +520,7 @@ class SchedulerSide:
         The answers of a call (`n`) and equal retries share a rendezvous id. One fetches; once its rows have come, the
         prefix cache has them for the others. Each waits for one request at most.
         """
-        leader = self._fetching.get(receiving.rendezvous) if receiving.is_offered else None
+        leader = self._fetching.get(receiving.want.rendezvous) if receiving.want.is_offered else None
         if leader is None or leader.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
             return False
         receiving.leader = receiving.leader or str(leader.request_id)
@@ -526,46 +536,27 @@ class SchedulerSide:
         # In vLLM's own record too: a retry after a failed receive must not fetch again.
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
+        want = receiving.want
         if external_tokens == 0:
-            self._decline(request.request_id, receiving)
+            self._step.before.append(want)
             if receiving.is_shared:
                 self._computes(request, Unfetched("already_fetched", receiving.first_token))
             elif not self._has_agents:
                 self._computes(request, Unfetched("agent_missing", receiving.first_token))
             return
-        if receiving.is_offered:
-            self._fetching[receiving.rendezvous] = request
-        name = message_name(request.request_id)
+        if want.is_offered:
+            self._fetching[want.rendezvous] = request
         first, end = receiving.first_token, receiving.first_token + external_tokens
         table = transfer_tables(self._cache, blocks.get_block_ids())
-        self._step.before.append(self._want(name, receiving, first, end, self._tables.wanted(table, first, end)))
-        self._step.awaited[receiving.number] = request.request_id
-        self._awaited[request.request_id] = receiving.number
+        blocks = self._tables.wanted(table, first, end)
+        self._step.before.append(replace(want, first_token=first, end_token=end, blocks=blocks))
+        self._step.awaited[want.number] = request.request_id
+        self._awaited[request.request_id] = want.number
 
     def _computes(self, request: Request, what: Unfetched) -> None:
         """Report what it computes, now that it has blocks. The last token does not count: every engine computes it."""
         if (tokens := request.num_prompt_tokens - 1 - what.first_token) > 0:
             self._step.before.append(Computed(tokens=tokens, reason=what.reason))
-
-    def _want(self, name: str, what: PromptWanted, first: int, end: int, blocks: tuple[Blocks, ...]) -> Want:
-        return Want(
-            number=what.number,
-            request=name,
-            rendezvous=what.rendezvous,
-            sender=what.sender,
-            first_token=first,
-            end_token=end,
-            blocks=blocks,
-            deadline_s=self._options.deadline_s,
-            traceparent=what.traceparent,
-            is_offered=what.is_offered,
-            offered_to=what.offered_to,
-            common=str(what.number),
-        )
-
-    def _decline(self, request_id: str, receiving: PromptWanted) -> None:
-        """Nothing is needed, so the other side may free its blocks. Nobody waits for the answer."""
-        self._step.before.append(self._want(message_name(request_id), receiving, 0, 0, ()))
 
     def finished(self, request: Request, block_ids: Iterable[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks must stay, and what a proxy should hand to the decode side, if anything.
@@ -575,9 +566,8 @@ class SchedulerSide:
         request_id = request.request_id
         self._pressure.ended(request_id)
         self._unfetched.pop(request_id, None)
-        receiving = self._receiving.pop(request_id, None)
-        if receiving is not None:
-            self._decline(request_id, receiving)  # it never got blocks
+        if (receiving := self._receiving.pop(request_id, None)) is not None:
+            self._step.before.append(receiving.want)  # it never got blocks
         if (number := self._awaited.get(request_id)) is not None:
             self._step.before.append(Abandon(number=number, reason=request.status.name.lower()))
         sending = self._sending.pop(request_id, None)
@@ -651,8 +641,8 @@ class SchedulerSide:
         """
         came, self._came = self._came, []
         for receiving in [self._receiving[request_id] for request_id in came if request_id in self._receiving]:
-            number, rendezvous_id, sender = receiving.number, receiving.rendezvous, receiving.sender
-            self._step.before.append(Expect(number=number, rendezvous=rendezvous_id, sender=sender))
+            want = receiving.want
+            self._step.before.append(Expect(number=want.number, rendezvous=want.rendezvous, sender=want.sender))
 
     def _reclaim(self, now: float) -> None:
         """Have agents release prompts that nobody fetches while other requests wait for blocks."""
