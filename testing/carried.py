@@ -11,7 +11,7 @@ import torch
 from kvbridge_kernels.segment import Span
 from kvbridge_proto.pool import Pool
 
-from kvbridge.device.copier_cpu import CpuBlockCopier
+from kvbridge.device.copier import CpuBlockCopier
 from kvbridge.device.mapping import HostMappings
 from kvbridge.device.memory import AttachedPool
 from kvbridge.errors import KVBridgeError

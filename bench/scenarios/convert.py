@@ -17,8 +17,7 @@ import torch
 
 from bench.scenario import Bench
 from bench.timing import seconds_of
-from kvbridge.device.copier import BlockCopier, Moved
-from kvbridge.device.copier_cpu import CpuBlockCopier
+from kvbridge.device.copier import BlockCopier, CpuBlockCopier, Moved
 from kvbridge.geometry.plan import Part, Plan, plan
 from kvbridge.geometry.shard import assign
 from testing.carried import Mapped

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from kvbridge_kernels.codecs_ref import LEAST_IN_ROW, rotate
-from kvbridge_kernels.scratch import Scratch
+from kvbridge_kernels.field import Scratch
 
 from bench.scenario import Bench
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .field import Axis, Field
-from .scratch import Scratch
+from .field import Axis, Field, Scratch
 
 DTYPES = {
     "bf16": torch.bfloat16,

@@ -1,4 +1,4 @@
-"""The memory that a kernel reads or writes: a strided field of rows. Pure.
+"""The memory of a move: strided fields of rows, and working memory.
 
 Fields know nothing of pools or engines. kvbridge/device makes them from planes.
 """
@@ -74,3 +74,20 @@ class Field:
     def plane_bytes(self, places: int) -> int:
         """How many bytes one plane's rows take in a slot, unconverted."""
         return self.heads.count * places * self.row_bytes
+
+
+class Scratch:
+    """Working memory: one growing buffer per purpose, because on a CPU touching fresh pages costs more than a copy.
+
+    Not thread-safe: its owner runs one move at a time.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, purpose: str, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """An uninitialised uint8 tensor of `size_bytes`, valid until the next `take` for the same purpose."""
+        kept = self._buffers.get(purpose)
+        if kept is None or kept.numel() < size_bytes or kept.device != device:
+            kept = self._buffers[purpose] = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        return kept[:size_bytes]

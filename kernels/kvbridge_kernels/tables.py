@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from .field import Axis
+from .field import Axis, Scratch
 from .places import Places
 from .scales import Steps
-from .scratch import Scratch
 from .segment_layout import Offsets, place_offsets
 from .tiling import LAUNCH_US, TILINGS, Tiling
 

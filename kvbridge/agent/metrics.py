@@ -20,7 +20,6 @@ from ..exchange.actions import Carried, Compared, Uncompared, Unconfirmed
 from ..exchange.orders import Digested, Dropped, Malformed, Sent, Shipped, StageReached
 from ..exchange.session import Session
 from ..fetch_outcomes import CAUSES
-from ..geometry.compat import conversion
 from . import scraping
 from .record import RequestRecord, Role
 
@@ -166,7 +165,7 @@ class Metrics:
             case Carried(session=session, chunks=chunks, size_bytes=size_bytes):
                 self._chunks_of(role).inc(chunks)
                 self._bytes_of(role).inc(size_bytes)
-                self._routed_of(role, session.routed.route, conversion(session.verdict)).inc(size_bytes)
+                self._routed_of(role, session.routed.route, session.verdict.conversion).inc(size_bytes)
             case Sent(transfer=transfer) | Settled(transfer=transfer):
                 if role == "sender":
                     self._settled.inc(isinstance(event, Settled))

@@ -18,8 +18,7 @@ from functools import partial
 from kvbridge_proto.peer import PROBE_LANES, DeviceCard, FabricCard
 
 from ..device import driver
-from ..device.copier import BlockCopier
-from ..device.copier_cpu import CpuBlockCopier
+from ..device.copier import BlockCopier, CpuBlockCopier
 from ..device.staging import Span, Staging, check_slots
 from ..errors import FabricError, OperatorError
 from ..exchange.route import READ_ROUTE_NAMES, SLOT_ROUTE_NAMES, Site

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 import torch
 from kvbridge_kernels.field import Mapped
-from kvbridge_kernels.scratch import Scratch
 from kvbridge_kernels.segment import Span
 from kvbridge_proto.pool import Handle, Plane, Pool
 
@@ -19,18 +17,6 @@ from ..errors import EngineError
 from ..geometry.compat import check_pool, extent
 from ..geometry.overlap import overlaps
 from .mapping import HostMappings, Mappings, mappings_for, peer_mappings_for
-
-
-@dataclass(slots=True)
-class Regions:
-    """What a move uses while the pool is held: a uint8 tensor per region, and working memory.
-
-    torch does not keep the memory alive: once the pool is closed, no tensor may be used and no kernel may run on it. A
-    region of a peer's pool on a GPU has only an address, for kernels.
-    """
-
-    memories: Sequence[torch.Tensor | Mapped]
-    scratch: Scratch = field(default_factory=Scratch)
 
 
 def span_of(region: torch.Tensor | Mapped) -> Span:
@@ -46,7 +32,7 @@ class AttachedPool:
     def __init__(self, pool: Pool, mappings: Mappings, memories: Sequence[torch.Tensor | Mapped]) -> None:
         self.pool = pool
         self._mappings = mappings
-        self._regions: Regions | None = Regions(memories)
+        self._memories: Sequence[torch.Tensor | Mapped] | None = memories
         self._in_use = threading.Lock()
 
     @classmethod
@@ -89,15 +75,19 @@ class AttachedPool:
 
     @property
     def is_open(self) -> bool:
-        return self._regions is not None
+        return self._memories is not None
 
     @contextmanager
-    def hold(self) -> Iterator[Regions]:
-        """The regions, mapped until the block ends. Keep nothing of them after it."""
+    def hold(self) -> Iterator[Sequence[torch.Tensor | Mapped]]:
+        """The regions as uint8 tensors, mapped until the block ends. Keep nothing of them after it.
+
+        torch does not keep the memory alive: once the pool is closed, no tensor may be used and no kernel may run on
+        it. A region of a peer's pool on a GPU has only an address, for kernels.
+        """
         with self._in_use:
-            if self._regions is None:
+            if self._memories is None:
                 raise EngineError("detached", f"engine {self.pool.engine.id}: its memory is unmapped")
-            yield self._regions
+            yield self._memories
 
     def close(self) -> None:
         """Unmap at once. Waits for a `hold` to end, which lasts one chunk at most. Every later use is an EngineError.
@@ -105,7 +95,7 @@ class AttachedPool:
         Waits for nothing else: on a GPU, the caller has seen the end of every kernel and copy it enqueued.
         """
         with self._in_use:
-            self._regions = None
+            self._memories = None
             self._mappings.close()
 
     def __enter__(self) -> Self:

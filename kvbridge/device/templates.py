@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number, RowScale
-from kvbridge_kernels.field import Axis, Field
+from kvbridge_kernels.field import Axis, Field, Mapped
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared import Placed, Prepared
 from kvbridge_kernels.segment import Segment
@@ -18,14 +18,14 @@ from ..errors import EngineError
 from ..geometry.check import places_of
 from ..geometry.plan import Move, Part
 from ..geometry.wire import ROW_SCALED, ROW_SCALES, base_name, scales_of
-from .memory import AttachedPool, Regions, check_plane
+from .memory import AttachedPool, check_plane
 
 
 class PartSide(NamedTuple):
     """A part of a chunk in the memory of one pool."""
 
     attached: AttachedPool
-    regions: Regions
+    regions: Sequence[torch.Tensor | Mapped]
     part: Part
 
 
@@ -95,7 +95,7 @@ def _segments(side: PartSide, slot_bytes: int, known: dict[int, tuple[int, int]]
         if key not in lists:
             lists[key] = Places(move.places)
             known[id(lists[key])] = key
-        found.append(_segment(pool, side.regions, alike, lists[key]))
+        found.append(_segment(side, alike, lists[key]))
     return found
 
 
@@ -184,14 +184,14 @@ def _check_scale(pool: Pool, plane: Plane, scale: Plane) -> None:
         raise EngineError("bad_plane", f"heads: {plane.heads} of {plane.part}, {scale.heads} of {scale.part}")
 
 
-def _segment(pool: Pool, regions: Regions, alike: Sequence[Move], places: Places) -> Segment:
+def _segment(side: PartSide, alike: Sequence[Move], places: Places) -> Segment:
     move, (pitch, slot_pitch) = alike[0], _distance(alike)
     plane = move.plane
     field = Field(
-        memory=regions.memories[plane.region],
+        memory=side.regions[plane.region],
         offset=plane.offset + move.first_head * plane.head_stride,
         planes=Axis(len(alike), pitch),
-        blocks=Axis(pool.groups[plane.group].blocks, plane.block_stride),
+        blocks=Axis(side.attached.pool.groups[plane.group].blocks, plane.block_stride),
         tokens=tuple(Axis(step.count, step.stride) for step in plane.token_axis),
         heads=Axis(move.heads, plane.head_stride),
         elements=tuple(Axis(step.count, step.stride) for step in plane.element_axis),

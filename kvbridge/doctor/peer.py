@@ -18,7 +18,7 @@ from msgspec import structs
 from ..agent.daemon import trust_of
 from ..agent.describe import route_of, verdict_of
 from ..dataplane.resources import Resources, chosen_gpu, open_resources, staging_size
-from ..device.copier_cpu import CpuBlockCopier
+from ..device.copier import CpuBlockCopier
 from ..errors import KVBridgeError, OperatorError
 from ..exchange.route import READ_ROUTE_NAMES, SLOT_ROUTE_NAMES, Site
 from ..exchange.session import AttachedEngine, Session, accept, hello

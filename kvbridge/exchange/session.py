@@ -14,7 +14,7 @@ from kvbridge_proto.door import DoorCard
 from kvbridge_proto.peer import Hello, ProcessCard, Refuse, Welcome
 from kvbridge_proto.pool import Pool
 
-from ..geometry.compat import Convertible, Incompatible, Same, Verdict, other_weights, verdict
+from ..geometry.compat import Convertible, Incompatible, Same, other_weights, verdict
 from ..geometry.plan import Planner
 from ..geometry.tokens import TokenShard
 from .route import UNPROVED, Routed, Site
@@ -65,7 +65,7 @@ class Session:
     our_epoch: int
     digest: str
     slot_bytes: int
-    verdict: Verdict
+    verdict: Same | Convertible
     ranks: tuple[Rank, ...] = ()
     routed: Routed = UNPROVED
     key: str = ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kvbridge_proto.pool import Group, Layer, Plane, Pool, Shard
 
@@ -35,21 +35,22 @@ from .wire import (
     unrotated,
 )
 
+Conversion = Literal["none", "layout", "codec"]  # what happens to rows: nothing, other places, or other numbers as well
+
 
 @dataclass(frozen=True, slots=True)
 class Same:
     """Nothing has to be converted."""
 
+    conversion: ClassVar[Conversion] = "none"
+
 
 @dataclass(frozen=True, slots=True)
 class Convertible:
-    """Everything can be moved. `changes` say what becomes different, with both values.
-
-    `has_casts` is true if numbers change, and not only where rows lie.
-    """
+    """Everything can be moved. `changes` say what becomes different, with both values."""
 
     changes: tuple[str, ...]
-    has_casts: bool = field(default=False, compare=False)
+    conversion: Conversion = field(default="layout", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,6 @@ class Incompatible:
 
 
 Verdict = Same | Convertible | Incompatible
-Conversion = Literal["none", "layout", "codec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +104,10 @@ def verdict(sender: Pool, receiver: Pool) -> Verdict:
     if reasons:
         return Incompatible(shortened(reasons))
     found = changes(sender, receiver)
-    has_casts = any(each.field in CASTS for each in found)
-    return Convertible(shortened([str(each) for each in found]), has_casts) if found else Same()
-
-
-def conversion(found: Verdict) -> Conversion:
-    """What happens to rows on the way: nothing, another layout, or other numbers as well."""
-    if isinstance(found, Convertible):
-        return "codec" if found.has_casts else "layout"
-    return "none"
+    if not found:
+        return Same()
+    is_cast = any(each.field in CASTS for each in found)
+    return Convertible(shortened([str(each) for each in found]), "codec" if is_cast else "layout")
 
 
 def obstacles(sender: Pool, receiver: Pool) -> list[Difference]:

@@ -65,6 +65,7 @@ class Control:
         self.address = ""
         self.rejected: Counter[str] = Counter()
         self.settings = settings or Settings()
+        self._ping_s = self.settings.ping_s
         self._listen = listen
         self._allow_wildcard = allow_wildcard
         self._limits = Limits(frame_bytes=self.settings.frame_bytes)
@@ -511,7 +512,7 @@ class Control:
                 self._lose(link, "peer_unreachable", reason)
         elif now - link.heard_at > settings.silence_s and not self._is_full:
             self._lose(link, "peer_silent", f"nothing heard from {link.address} for {settings.silence_s} s")
-        elif now - link.pinged_at >= settings.ping_s and (
+        elif now - link.pinged_at >= self._ping_s and (
             link.is_dialled or now - link.heard_at > settings.silence_s / 2  # the peer may ping too rarely for us
         ):
             link.pinged_at = now

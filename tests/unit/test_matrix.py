@@ -11,7 +11,7 @@ from kvbridge_proto.pool import CodecName
 
 from kvbridge.adapters.engine import codecs, memory
 from kvbridge.adapters.vllm import dtypes
-from kvbridge.device.copier_cpu import CpuBlockCopier
+from kvbridge.device.copier import CpuBlockCopier
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.compat import Incompatible, verdict
 from kvbridge.geometry.wire import POWERS

@@ -258,7 +258,7 @@ class PullRoute:
 def read_rate(resources: Resources, memory: AttachedPool, clock: Callable[[], float]) -> Generator[Wait, Event, Rate]:
     """How fast a peer's memory is read, whatever it contains. Other jobs may make it look slow."""
     with memory.hold() as regions:
-        theirs = max((span_of(each) for each in regions.memories), key=lambda span: span.size_bytes)
+        theirs = max((span_of(each) for each in regions), key=lambda span: span.size_bytes)
     ours = resources.scratch
     size_bytes = min(ours.size_bytes, theirs.size_bytes)
 

@@ -10,8 +10,7 @@ import torch
 from kvbridge_kernels.digest_ref import digest as xxh3
 from kvbridge_kernels.segment import Span
 
-from kvbridge.device.copier import Moved
-from kvbridge.device.copier_cpu import CpuBlockCopier
+from kvbridge.device.copier import CpuBlockCopier, Moved
 from kvbridge.device.memory import AttachedPool
 from kvbridge.geometry.plan import Move
 

@@ -78,8 +78,8 @@ from testing.pools import build
 async def main():
     with await open_memory(decode(bytes.fromhex(sys.argv[1]), DoorCard), "decode-0") as handed:
         with AttachedPool.open_peer(build(NHD16).pool, handed.handles, handed.fds) as sender, sender.hold() as regions:
-            print(int(regions.memories[0][5]), flush=True)
-            regions.memories[0][5] = 77
+            print(int(regions[0][5]), flush=True)
+            regions[0][5] = 77
 asyncio.run(main())
 """
 

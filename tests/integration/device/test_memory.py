@@ -59,7 +59,7 @@ def test_close_waits_for_a_move_under_way() -> None:
             closing.start()
             closing.join(0.05)
             assert closing.is_alive()
-            assert regions.memories[0][0] == held.memory[0][0]
+            assert regions[0][0] == held.memory[0][0]
         closing.join(5)
         assert not pool.is_open
 
@@ -156,8 +156,8 @@ def test_a_region_may_begin_inside_its_allocation(engine: Engine, offset: int) -
     os.write(inside, bytes(offset) + bytes(range(256)) * 49)
     handles = (replace(engine.handles[0], offset=offset), *engine.handles[1:])
     with AttachedPool.open(engine.held.pool, handles, (inside, *engine.fds[1:])) as pool, pool.hold() as regions:
-        assert regions.memories[0].numel() == 12288
-        assert np.array_equal(regions.memories[0][:256].numpy(), np.arange(256))
+        assert regions[0].numel() == 12288
+        assert np.array_equal(regions[0][:256].numpy(), np.arange(256))
     os.close(inside)
 
 

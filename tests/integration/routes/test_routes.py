@@ -24,8 +24,7 @@ from kvbridge.dataplane.data_plane import GATHERING_S, DataPlane
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
 from kvbridge.dataplane.slots import SendSlots
-from kvbridge.device.copier import Compiling, DeviceLost, Moved
-from kvbridge.device.copier_cpu import CpuBlockCopier
+from kvbridge.device.copier import Compiling, CpuBlockCopier, DeviceLost, Moved
 from kvbridge.device.staging import Staging
 from kvbridge.errors import FabricError, KVBridgeError
 from kvbridge.exchange.orders import Credit, Digest, Digested, Progress, Pull, SendOrder, Warm

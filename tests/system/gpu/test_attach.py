@@ -48,7 +48,7 @@ def check_both_ways(engine: Engine, attached: AttachedPool) -> None:
     """We see every byte the engine wrote, and it sees every byte of ours."""
     engine.ask("write", 1)
     with attached.hold() as regions:
-        for index, memory in enumerate(regions.memories):
+        for index, memory in enumerate(regions):
             assert isinstance(memory, torch.Tensor)
             assert torch.equal(memory, pattern(memory.numel(), 1 + index, str(memory.device)))
             memory.copy_(pattern(memory.numel(), 7 + index, str(memory.device)))
@@ -225,7 +225,7 @@ def test_processes_that_count_gpus_differently(kind: str) -> None:
         with refused(KVBridgeError, "wrong_device"):
             attach(engine, handles, device="cuda:0")
         with attach(engine, handles, device=ours.device) as attached, attached.hold() as regions:
-            assert {str(memory.device) for memory in regions.memories} == {"cuda:1"}
+            assert {str(memory.device) for memory in regions} == {"cuda:1"}
         with attach(engine, handles, device=ours.device) as attached:
             check_both_ways(engine, attached)
 

@@ -62,7 +62,7 @@ def test_rows_are_pulled_from_an_engine_of_another_process(path: Path, ours: str
             assert {handle.kind for handle in handed.handles} == {"cuda_ipc"} and handed.fds == []
             with torch.cuda.device(ours), peer_of(handed, ours) as pool:
                 with pool.hold() as regions:
-                    assert all(isinstance(each, Mapped) for each in regions.memories)
+                    assert all(isinstance(each, Mapped) for each in regions)
                 for receiver in (HND64, PACKED, FP8):
                     assert pulled(NHD16, pool, receiver, ours, move) == ""
             assert sender.ask("check") == "unchanged"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kvbridge_proto.pool import Group, Region, Shard, Step
 
-from kvbridge.device.copier_cpu import CpuBlockCopier
+from kvbridge.device.copier import CpuBlockCopier
 from kvbridge.geometry.group_plan import kept
 from kvbridge.geometry.plan import ALIGN, Part, Planner, plan
 from kvbridge.geometry.shard import assign

@@ -13,10 +13,8 @@ import torch
 from kvbridge_kernels import launch_ref
 from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.digest_ref import digest
-from kvbridge_kernels.field import Axis, Field
-from kvbridge_kernels.pieces import split
-from kvbridge_kernels.places import Places
-from kvbridge_kernels.scratch import Scratch
+from kvbridge_kernels.field import Axis, Field, Scratch
+from kvbridge_kernels.places import Places, split
 from kvbridge_kernels.segment import Segment, Span
 from kvbridge_kernels.tables import Work
 

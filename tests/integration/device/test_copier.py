@@ -15,8 +15,8 @@ import torch
 from kvbridge_kernels.segment import Span
 from kvbridge_proto.pool import Codec, Step
 
-from kvbridge.device import copier_cpu
-from kvbridge.device.copier_cpu import CpuBlockCopier
+from kvbridge.device import copier
+from kvbridge.device.copier import CpuBlockCopier
 from kvbridge.device.memory import AttachedPool
 from kvbridge.device.templates import runs
 from kvbridge.errors import EngineError
@@ -127,7 +127,7 @@ def test_what_is_written_to_a_slot_that_was_found_right_reaches_no_block(
     """A peer with a key may write to our slots whenever it likes."""
     held = build(Shape())
     fill(held, table_of(held.pool, 16), range(16))
-    moves, right = moves_of(held), getattr(copier_cpu, kind)
+    moves, right = moves_of(held), getattr(copier, kind)
     with attached(held) as (engine, pool):
         slot, digest = gathered(pool, moves, kind)
         wipe(engine)
@@ -140,7 +140,7 @@ def test_what_is_written_to_a_slot_that_was_found_right_reaches_no_block(
             slot.fill_(POISON)
             return found
 
-        monkeypatch.setattr(copier_cpu, kind, then_spoiled)
+        monkeypatch.setattr(copier, kind, then_spoiled)
         assert scatter(pool, moves, slot, digest, kind).failure is None
         assert contents(engine) == expected and (slot == POISON).all()
 
@@ -255,7 +255,7 @@ def test_nothing_is_kept_of_memory_that_is_forgotten() -> None:
         copier.gather(one, moves, Span(room.data_ptr(), room.numel()), "xxh3")
         copier.pull(other, moves, one, moves)
         with one.hold() as regions:
-            kept = weakref.ref(regions.memories[0])
+            kept = weakref.ref(regions[0])
         del regions
         copier.forget(one)
         one.close()
