@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ LISTENING = Path("/proc/net/unix")
 ACCEPTS = 0x10000  # the kernel's flag of a socket that listens
 LOCK_LINE_BYTES = 54  # of the file beside an agent's socket, see transport.lock
 
+T = TypeVar("T")
 Answer = TypeVar("Answer", Status, PoolStatus, Trace, ReleasedAll)
 
 
@@ -100,6 +101,23 @@ def ask_trace(path: str, names: Sequence[str], answer_s: float = AGENT_ANSWER_S)
 def ask_release(path: str, answer_s: float = AGENT_ANSWER_S) -> int:
     """Have the agent at `path` release what nobody has claimed: how many offers. Raises OperatorError as `ask` does."""
     return _asked(path, Release(), ReleasedAll, answer_s).offers
+
+
+def tried(ask: Callable[[str], T], paths: Iterable[str]) -> dict[str, T | OperatorError]:
+    """Ask the agents at these paths: what each answers, or why it does not."""
+    answers: dict[str, T | OperatorError] = {}
+    for path in paths:
+        try:
+            answers[path] = ask(path)
+        except OperatorError as error:
+            answers[path] = error
+    return answers
+
+
+def raise_any(answers: Iterable[object]) -> None:
+    """Raises OperatorError, with all their reasons, if there are errors among these answers."""
+    if failures := [answer for answer in answers if isinstance(answer, OperatorError)]:
+        raise failures[0] if len(failures) == 1 else OperatorError(failures[0].code, *map(str, failures))
 
 
 def _asked(path: str, query: msgspec.Struct, kind: type[Answer], answer_s: float) -> Answer:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,19 +49,21 @@ def build() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_root)
     commands: dict[str, Callable[..., None]] = {
-        "agent": _agent_command(),
+        "agent": _with_options(agent),
         "status": status,
         "trace": trace,
         "release": release,
-        "doctor": _doctor_command(),
-        "bench": _bench_command(),
+        "doctor": _with_options(doctor),
+        "bench": _with_options(bench),
         "plan": plan,
         "keygen": keygen,
         "proxy": proxy,
     }
     for name, command in commands.items():
         app.command(name, cls=JSONReasons if command is plan else None, help=_flowed(command))(command)
-    app.add_typer(_config_command(), name="config")
+    group = typer.Typer(no_args_is_help=True, help="The options of an agent.")
+    group.command("show", help=_flowed(config_show))(_with_options(config_show))
+    app.add_typer(group, name="config")
     return app
 
 
@@ -102,166 +105,139 @@ def told(command: str) -> Iterator[None]:
         raise typer.Exit(2 if error.code in USAGE else 1) from None
 
 
-def _agent_command() -> Callable[..., None]:
-    """`agent`, with a flag for every option."""
+def agent(config: Path | None = None, **flags: Any) -> None:
+    """Run one agent, until SIGTERM or Ctrl-C.
 
-    def agent(config: Path | None = None, **flags: Any) -> None:
-        """Run one agent, until SIGTERM or Ctrl-C.
+    A flag, such as --socket, beats the environment (KVBRIDGE_SOCKET), which beats the file. `kvbridge config show`
+    shows the result.
 
-        A flag, such as --socket, beats the environment (KVBRIDGE_SOCKET), which beats the file. `kvbridge config show`
-        shows the result.
+    \b
+    Examples:
+      kvbridge agent --config /etc/kvbridge/agent-0.toml
+      kvbridge agent --socket p0.sock --device cuda:0
+      kvbridge agent --socket p0.sock --key fleet.key --dial 10.0.0.0/24:7700
+    """
+    with told("agent"):
+        loaded = load(_path(config), _flags(flags))
+        from ..agent.daemon import run
 
-        \b
-        Examples:
-          kvbridge agent --config /etc/kvbridge/agent-0.toml
-          kvbridge agent --socket p0.sock --device cuda:0
-          kvbridge agent --socket p0.sock --key fleet.key --dial 10.0.0.0/24:7700
-        """
-        with told("agent"):
-            loaded = load(_path(config), _flags(flags))
-            from ..agent.daemon import run
-
-            run(loaded, supervision=supervision())
-
-    return _with_options(agent)
+        run(loaded, supervision=supervision())
 
 
-def _config_command() -> typer.Typer:
-    """`config show`, with the same flags."""
+def config_show(config: Path | None = None, as_json: JSON = False, **flags: Any) -> None:
+    """Show every option of an agent: its value, and where that came from.
 
-    def show(config: Path | None = None, as_json: bool = False, **flags: Any) -> None:
-        """Show every option of an agent: its value, and where that came from.
+    Takes the options of `kvbridge agent`, and starts nothing. Exits with 2 if the agent would not start with them.
 
-        Takes the options of `kvbridge agent`, and starts nothing. Exits with 2 if the agent would not start with them.
+    \b
+    Examples:
+      kvbridge config show
+      kvbridge config show --config /etc/kvbridge/agent-0.toml --log-level debug
+      kvbridge config show --config /etc/kvbridge/agent-0.toml --json
+    """
+    with told("config show"):
+        from .config import show
 
-        \b
-        Examples:
-          kvbridge config show
-          kvbridge config show --config /etc/kvbridge/agent-0.toml --log-level debug
-          kvbridge config show --config /etc/kvbridge/agent-0.toml --json
-        """
-        with told("config show"):
-            from .config import show
-
-            show(_path(config), _flags(flags), as_json)
-
-    group = typer.Typer(no_args_is_help=True, help="The options of an agent.")
-    command = _with_options(show, _parameter("as_json", JSON, default=False))
-    group.command("show", help=_flowed(command))(command)
-    return group
+        show(_path(config), _flags(flags), as_json)
 
 
-def _doctor_command() -> Callable[..., None]:
-    """`doctor`, with the same flags."""
-
-    def doctor(
-        config: Path | None = None,
-        only: list[str] | None = None,
-        peer: str = "",
-        prove_route: bool = False,
-        as_json: bool = False,
-        **flags: Any,
-    ) -> None:
-        """Check this machine and an agent's options, and move bytes by every route.
-
-        Takes the options of `kvbridge agent`. Starts agents of its own, beside any that runs, for up to a minute. Exits
-        with 0, with 1 if a check failed, with 2 if an agent would not start with these options. A check of what the
-        machine lacks says "not here". A warning or a failure comes with what to do.
-
-        \b
-        Examples:
-          kvbridge doctor
-          kvbridge doctor --config /etc/kvbridge/agent-0.toml --json
-          kvbridge doctor --only ptrace --only route-nixl
-          kvbridge doctor --only peer --peer tcp://10.0.0.2:7700 --prove-route
-        """
-        with told("doctor"):
-            from .doctor import run
-
-            run(_path(config), _flags(flags), only or [], peer, as_json, prove_route)
-
-    checks = ", ".join(check_names())
-    names = typer.Option(
-        "--only",
-        help=f"Do this check alone; may be repeated. There are {checks}.",
-        metavar="CHECK",
-        autocompletion=check_names,
-    )
-    address = typer.Option(
-        "--peer",
-        help="Another agent to dial and greet: tcp://HOST:PORT, or tcp://HOST:PORT#PUBLICKEY.",
-    )
-    proof = typer.Option(
-        "--prove-route",
-        help="Have that agent write a pattern to us. If it has no staging memory yet, it allocates it, with its "
-        "transfers paused, and keeps it until it ends.",
-    )
-    more = (
-        _parameter("only", Annotated[list[str] | None, names]),
-        _parameter("peer", Annotated[str, address], default=""),
-        _parameter("prove_route", Annotated[bool, proof], default=False),
-        _parameter("as_json", JSON, default=False),
-    )
-    return _with_options(doctor, *more)
+CHECKS = typer.Option(
+    "--only",
+    help=f"Do this check alone; may be repeated. There are {', '.join(check_names())}.",
+    metavar="CHECK",
+    autocompletion=check_names,
+)
 
 
-def _bench_command() -> Callable[..., None]:
-    """`bench`, with the same flags."""
+def doctor(
+    config: Path | None = None,
+    only: Annotated[list[str] | None, CHECKS] = None,
+    peer: Annotated[
+        str, typer.Option(help="Another agent to dial and greet: tcp://HOST:PORT, or tcp://HOST:PORT#PUBLICKEY.")
+    ] = "",
+    prove_route: Annotated[
+        bool,
+        typer.Option(
+            "--prove-route",
+            help="Have that agent write a pattern to us. If it has no staging memory yet, it allocates it, with its "
+            "transfers paused, and keeps it until it ends.",
+        ),
+    ] = False,
+    as_json: JSON = False,
+    **flags: Any,
+) -> None:
+    """Check this machine and an agent's options, and move bytes by every route.
 
-    def bench(
-        config: Path | None = None,
-        to: str = "",
-        only: list[str] | None = None,
-        seconds: float = 6.0,
-        most_mib: int = 0,
-        as_json: bool = False,
-        **flags: Any,
-    ) -> None:
-        """Measure how fast each route of this machine is, beside a copy of the same bytes on the same devices.
+    Takes the options of `kvbridge agent`. Starts agents of its own, beside any that runs, for up to a minute. Exits
+    with 0, with 1 if a check failed, with 2 if an agent would not start with these options. A check of what the
+    machine lacks says "not here". A warning or a failure comes with what to do.
 
-        Takes the options of `kvbridge agent`, but uses only device, routes, net_devices and share_memory. Starts agents
-        of its own and takes half a minute. Other load on the machine lowers the numbers. Exits with 0, with 1 if a
-        route failed or is too slow to be right, with 2 if the command line is wrong. A route that the machine lacks is
-        "not here".
+    \b
+    Examples:
+      kvbridge doctor
+      kvbridge doctor --config /etc/kvbridge/agent-0.toml --json
+      kvbridge doctor --only ptrace --only route-nixl
+      kvbridge doctor --only peer --peer tcp://10.0.0.2:7700 --prove-route
+    """
+    with told("doctor"):
+        from .doctor import run
 
-        \b
-        Examples:
-          kvbridge bench
-          kvbridge bench --device cuda:0 --to cuda:1
-          kvbridge bench --only pull --seconds 30
-          kvbridge bench --config /etc/kvbridge/agent-0.toml --json
-        """
-        with told("bench"):
-            from .bench import run
-
-            run(_path(config), _flags(flags), to, only or [], seconds, most_mib << 20, as_json)
-
-    other = typer.Option("--to", help="The receiving agent's device. Default: the second GPU, or the same device.")
-    names = typer.Option("--only", help="Measure this route alone; may be repeated.")
-    time_s = typer.Option("--seconds", min=0.0, help="How long to measure, all routes together.")
-    most = typer.Option(
-        "--most-mib",
-        min=0,
-        help="The largest request, 128 MiB at least. Default: 256 MiB on a CPU, 8 GiB on a GPU, or less if that fits.",
-    )
-    more = (
-        _parameter("to", Annotated[str, other], default=""),
-        _parameter("only", Annotated[list[str] | None, names]),
-        _parameter("seconds", Annotated[float, time_s], default=6.0),
-        _parameter("most_mib", Annotated[int, most], default=0),
-        _parameter("as_json", JSON, default=False),
-    )
-    return _with_options(bench, *more)
+        run(_path(config), _flags(flags), only or [], peer, as_json, prove_route)
 
 
-def _with_options(command: Callable[..., None], *more: inspect.Parameter) -> Callable[..., None]:
-    """`command` with --config, a flag for every option that options.py spells, and `more`."""
+def bench(
+    config: Path | None = None,
+    to: Annotated[
+        str, typer.Option(help="The receiving agent's device. Default: the second GPU, or the same device.")
+    ] = "",
+    only: Annotated[list[str] | None, typer.Option(help="Measure this route alone; may be repeated.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="How long to measure, all routes together.")] = 6.0,
+    most_mib: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="The largest request, 128 MiB at least. Default: 256 MiB on a CPU, 8 GiB on a GPU, or less if that "
+            "fits.",
+        ),
+    ] = 0,
+    as_json: JSON = False,
+    **flags: Any,
+) -> None:
+    """Measure how fast each route of this machine is, beside a copy of the same bytes on the same devices.
+
+    Takes the options of `kvbridge agent`, but uses only device, routes, net_devices and share_memory. Starts agents
+    of its own and takes half a minute. Other load on the machine lowers the numbers. Exits with 0, with 1 if a
+    route failed or is too slow to be right, with 2 if the command line is wrong. A route that the machine lacks is
+    "not here".
+
+    \b
+    Examples:
+      kvbridge bench
+      kvbridge bench --device cuda:0 --to cuda:1
+      kvbridge bench --only pull --seconds 30
+      kvbridge bench --config /etc/kvbridge/agent-0.toml --json
+    """
+    with told("bench"):
+        from .bench import run
+
+        run(_path(config), _flags(flags), to, only or [], seconds, most_mib << 20, as_json)
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with --config, and a flag for every option that options.py spells."""
     file = typer.Option("--config", help="TOML file with any of the options below.", exists=False)
     flags = [flag for name in options() for flag in _option_flags(name)]
-    parameters = [_parameter("config", Annotated[Path | None, file]), *flags, *more]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+    _, *more, _ = inspect.signature(command, eval_str=True).parameters.values()
+    own = [_parameter(each.name, each.annotation, each.default) for each in more]
+    parameters = [_parameter("config", Annotated[Path | None, file]), *flags, *own]
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        command(**given)
+
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_options
 
 
 def _option_flags(name: str) -> list[inspect.Parameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import OperatorError
-from ..local_agents import ask_release, found
+from ..local_agents import ask_release, found, raise_any, tried
 from ..oneline import plain
 from .console import stdout
 
@@ -15,11 +15,8 @@ def release(named: Sequence[str]) -> None:
 
     Raises OperatorError if one of them does not answer, after the others have.
     """
-    failures: list[OperatorError] = []
-    for path in named or found():
-        try:
-            stdout().print(plain(f"{path}: {ask_release(path)} prompts released"), markup=False, soft_wrap=True)
-        except OperatorError as error:
-            failures.append(error)
-    if failures:
-        raise failures[0] if len(failures) == 1 else OperatorError(failures[0].code, *map(str, failures))
+    answers = tried(ask_release, named or found())
+    for path, answer in answers.items():
+        if not isinstance(answer, OperatorError):
+            stdout().print(plain(f"{path}: {answer} prompts released"), soft_wrap=True)
+    raise_any(answers.values())

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Container, Iterator, Mapping, Sequence, Sized
 from pathlib import PurePath
 from typing import Any, NoReturn
 
@@ -18,7 +18,6 @@ from kvbridge_proto.status import (
     PeerStatus,
     SlotCounts,
     Status,
-    TransferStatus,
 )
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -27,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import OperatorError
-from ..local_agents import ask, ask_pool, found
+from ..local_agents import ask, ask_pool, found, raise_any, tried
 from ..oneline import plain
 from .answer import write
 from .console import stdout
@@ -44,15 +43,12 @@ def show(named: Sequence[str], as_json: bool) -> None:
     """
     if len(named) == 1 and as_json:
         return write(_plain_json(ask(named[0])))
-    paths = named or found()
-    answers = {path: _tried(path) for path in paths}
+    answers = tried(ask, named or found())
     if as_json:
         write([_plain_answer(path, answer) for path, answer in answers.items()])
     else:
         stdout().print(*_answered(answers), sep="\n")
-    failures = [answer for answer in answers.values() if isinstance(answer, OperatorError)]
-    if failures:
-        raise failures[0] if len(failures) == 1 else OperatorError(failures[0].code, *map(str, failures))
+    raise_any(answers.values())
 
 
 def watch(named: Sequence[str], every_s: float = SCREEN_S) -> None:
@@ -90,10 +86,9 @@ def _interrupts() -> Iterator[list[int]]:
 def _seen(named: Sequence[str]) -> list[RenderableType]:
     """The screen as it is now. Errors become lines of it."""
     try:
-        answers = {path: _tried(path) for path in named or found()}
+        return _answered(tried(ask, named or found()))
     except OperatorError as error:
         return [_plain(str(error))]
-    return _answered(answers)
 
 
 def _answered(answers: Mapping[str, Status | OperatorError]) -> list[RenderableType]:
@@ -186,13 +181,6 @@ def _rank(pool: Pool) -> tuple[int, int]:
     return pool.shard.pp_rank, pool.shard.tp_rank
 
 
-def _tried(path: str) -> Status | OperatorError:
-    try:
-        return ask(path)
-    except OperatorError as error:
-        return error
-
-
 def _plain_json(answer: Any) -> Any:
     return json.loads(msgspec.json.encode(answer))  # JSON has no infinity, which a peer may name
 
@@ -240,10 +228,8 @@ def _agent(status: Status) -> list[RenderableType]:
 
 
 def _slots(status: Status) -> list[RenderableType]:
-    table = Table(box=None, pad_edge=False)
     columns = SlotCounts.__struct_fields__
-    for name in ("", *columns):
-        table.add_column(name, justify="right" if name else "left")
+    table = _table("", *columns, numbers=columns)
     for name, counts in (("receive_slots", status.receive_slots), ("send_slots", status.send_slots)):
         _add(table, name, *(str(getattr(counts, column)) for column in columns))
     parts: list[RenderableType] = [_title(f"slots of {status.slot_bytes / 2**20:g} MiB"), _indented(table)]
@@ -268,30 +254,17 @@ def _peer(peer: PeerStatus) -> list[RenderableType]:
 
 
 def _transfers(status: Status) -> list[RenderableType]:
-    table = Table(box=None, pad_edge=False)
-    for name in ("role", "state", "chunks", "age", "request, peer"):
-        is_number = name in ("chunks", "age")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    table = _table("role", "state", "chunks", "age", "request, peer", numbers=("chunks", "age"))
     for each in status.transfers[:ROWS]:
-        _add(table, each.role, each.state, _progress(each), f"{each.age_s:.1f} s", _whose(each))
+        done = f"{each.chunks} being read" if each.chunks_done is None else f"{each.chunks_done}/{each.chunks}"
+        _add(table, each.role, each.state, done, f"{each.age_s:.1f} s", f"{each.request}, {each.peer}")
     return [_title("transfers"), _indented(table), *_left_out(status.transfers)] if status.transfers else []
-
-
-def _progress(transfer: TransferStatus) -> str:
-    done = transfer.chunks_done
-    return f"{transfer.chunks} being read" if done is None else f"{done}/{transfer.chunks}"
-
-
-def _whose(transfer: TransferStatus) -> str:
-    return f"{transfer.request}, {transfer.peer}"
 
 
 def _offers(status: Status) -> list[RenderableType]:
     """Offers, the oldest first."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("state", "tokens", "blocks", "age", "request, who asked"):
-        is_number = name in ("tokens", "blocks", "age")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    numbers = "tokens", "blocks", "age"
+    table = _table("state", *numbers, "request, who asked", numbers=numbers)
     for each in status.offers[:ROWS]:
         who = f"{each.request}, {each.peer or 'nobody'}"
         _add(table, each.state, str(each.tokens), str(each.blocks), f"{each.age_s:.1f} s", who)
@@ -300,9 +273,8 @@ def _offers(status: Status) -> list[RenderableType]:
 
 def _readers(status: Status) -> list[RenderableType]:
     """Which agents have our engine's memory mapped, and which should have closed it."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("epoch", "age", "pid", "agent"):
-        table.add_column(name, justify="right" if name != "agent" else "left", no_wrap=name != "agent", overflow="fold")
+    numbers = "epoch", "age", "pid"
+    table = _table(*numbers, "agent", numbers=numbers)
     for each in status.readers[:ROWS]:
         late = "" if each.over_s is None else f", to be closed for {each.over_s:.1f} s"
         _add(table, str(each.epoch), f"{each.age_s:.1f} s", str(each.pid), f"{each.agent} (uid {each.uid}){late}")
@@ -327,9 +299,7 @@ def _prompts(status: Status) -> list[RenderableType]:
 
 
 def _errors(status: Status) -> list[RenderableType]:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _table("when", "what", numbers=("when",), show_header=False)
     for error in reversed(status.errors):
         _add(table, f"{error.age_s:,.0f} s ago", f"{error.level} {error.logger}: {error.text}")
     return [_title("last errors"), _indented(table)] if status.errors else []
@@ -345,9 +315,7 @@ def _each(counts: Mapping[str, int]) -> str:
 
 
 def _counters(status: Status) -> list[RenderableType]:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _table("count", "what", numbers=("count",), show_header=False)
     for name, value in sorted(status.counters.items()):
         if value:
             _add(table, f"{value:,.0f}", name)
@@ -356,6 +324,15 @@ def _counters(status: Status) -> list[RenderableType]:
 
 def _title(text: str) -> Text:
     return Text(_plain(text).plain, style="bold")
+
+
+def _table(*columns: str, numbers: Container[str], show_header: bool = True) -> Table:
+    """A table with these columns: `numbers` stand at the right and stay whole."""
+    table = Table(box=None, pad_edge=False, show_header=show_header)
+    for name in columns:
+        is_number = name in numbers
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    return table
 
 
 def _pairs() -> Table:

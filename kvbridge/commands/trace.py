@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from ..agent.journal import belongs, followed, meant, names_beside
 from ..errors import OperatorError
-from ..local_agents import ask_trace, found
+from ..local_agents import ask_trace, found, raise_any, tried
 from ..oneline import plain
 from .answer import write
 from .console import stdout
@@ -56,7 +57,7 @@ def show(request: str, named: Sequence[str], saved: Sequence[Path], as_json: boo
     """
     others = [trace for path in saved for trace in _loaded(path)]
     paths = named if named or saved else found()
-    answers: dict[str, Trace | OperatorError] = {path: _tried(path, [request] if request else []) for path in paths}
+    answers = tried(partial(ask_trace, names=[request] if request else []), paths)
     if not request:
         request = _slowest(answers.values())
     traces = _told(paths, answers, others, _names(request, _heard(answers, others)))
@@ -67,19 +68,10 @@ def show(request: str, named: Sequence[str], saved: Sequence[Path], as_json: boo
         chrome.write_text(json.dumps(chrome_trace(events)) + "\n")
     if not as_json and events:
         stdout().print(_title(request, events), timeline(events), sep="\n")
-    failures = [answer for answer in answers.values() if isinstance(answer, OperatorError)]
-    if failures:
-        raise failures[0] if len(failures) == 1 else OperatorError(failures[0].code, *map(str, failures))
+    raise_any(answers.values())
     if not events:
         reason = f"{request or 'want'}: nothing is remembered of it by {', '.join(map(str, (*paths, *saved)))}"
         raise OperatorError("no_such_request", reason)
-
-
-def _tried(path: str, names: Sequence[str]) -> Trace | OperatorError:
-    try:
-        return ask_trace(path, names)
-    except OperatorError as error:
-        return error
 
 
 def _loaded(path: Path) -> list[Trace]:
@@ -136,7 +128,7 @@ def _told(
         count = len(names)
         asked = sorted(names)[:MAX_ENTRIES]
         living = [path for path in paths if isinstance(answers[path], Trace)]
-        answers.update({path: _tried(path, asked) for path in living})
+        answers.update(tried(partial(ask_trace, names=asked), living))
         names = followed(names, names_beside(entry for each in _heard(answers, others) for entry in each.entries))
     kept = [
         msgspec.structs.replace(each, entries=tuple(entry for entry in each.entries if belongs(entry, names)))
