@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from kvbridge_proto.codec import BadFrame
+from kvbridge_proto.codec import BadFrame, FrameReader, pack
 from kvbridge_proto.engine import Refused, Release, ReleasedAll, ToEngine
 from kvbridge_proto.status import PoolQuery, PoolStatus, Status, StatusQuery, Trace, TraceQuery
-from kvbridge_proto.stream import FrameReader, pack
 
 from .config import socket_folders
 from .errors import OperatorError

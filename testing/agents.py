@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kvbridge_proto.codec import FRAME_FDS, FrameReader, pack
 from kvbridge_proto.common import OURS
 from kvbridge_proto.engine import Attach, Attached, Descriptors, Done, Failed, Refused, Released, ToEngine
 from kvbridge_proto.pool import Handle
 from kvbridge_proto.status import Status, StatusQuery
-from kvbridge_proto.stream import FRAME_FDS, FrameReader, pack
 
 from kvbridge.loopback.messages import directory_of, offer_of, want_of
 from testing.nursery import Child, Nursery, nursery

@@ -14,7 +14,17 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kvbridge_proto.codec import LIMITS, BadFrame, Decoder, Limits, encode
+from kvbridge_proto.codec import (
+    LIMITS,
+    MESSAGE_FDS,
+    BadFrame,
+    Decoder,
+    FrameReader,
+    FrameWriter,
+    Limits,
+    encode,
+    framed,
+)
 from kvbridge_proto.engine import (
     Abandon,
     Attach,
@@ -27,7 +37,6 @@ from kvbridge_proto.engine import (
     Want,
     Withdraw,
 )
-from kvbridge_proto.stream import MESSAGE_FDS, FrameReader, FrameWriter, framed
 
 from ...errors import OperatorError
 from ...failpoints import failpoint

@@ -23,10 +23,9 @@ from typing import Any
 import msgspec
 import pytest
 import typer
-from kvbridge_proto.codec import encode
+from kvbridge_proto.codec import HEADER, FrameReader, encode, pack
 from kvbridge_proto.engine import ToAgent
 from kvbridge_proto.status import PeerStatus, PoolQuery, StatusQuery, TransferStatus
-from kvbridge_proto.stream import HEADER, FrameReader, pack
 
 from kvbridge.commands import app
 from kvbridge.commands.console import WIDE, stdout

@@ -8,8 +8,7 @@ from random import Random
 from typing import Any
 
 from kvbridge_proto import codec, door, engine, peer
-from kvbridge_proto.codec import BadFrame, decode, encode
-from kvbridge_proto.stream import FRAME_FDS, HEADER, MESSAGE_FDS, FrameReader
+from kvbridge_proto.codec import FRAME_FDS, HEADER, MESSAGE_FDS, BadFrame, FrameReader, decode, encode
 
 from kvbridge.adapters.engine.client import EngineClient
 from tests.integration.fuzz.mutate import Mutator

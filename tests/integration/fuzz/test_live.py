@@ -10,10 +10,9 @@ from contextlib import ExitStack
 from random import Random
 
 import pytest
-from kvbridge_proto.codec import encode
+from kvbridge_proto.codec import encode, pack
 from kvbridge_proto.engine import Directory, Offer, Refused, ToAgent, Want
 from kvbridge_proto.peer import Envelope, Ping
-from kvbridge_proto.stream import pack
 
 from testing.agents import AgentProcess
 from testing.pairs import Bench

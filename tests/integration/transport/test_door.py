@@ -17,12 +17,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kvbridge_proto.codec import encode
+from kvbridge_proto.codec import encode, pack
 from kvbridge_proto.common import OURS, VersionRange
 from kvbridge_proto.door import DoorCard, MemoryEnding, MemoryOpened, OpenMemory
 from kvbridge_proto.engine import Refused
 from kvbridge_proto.pool import Handle
-from kvbridge_proto.stream import pack
 
 from kvbridge.errors import PeerError
 from kvbridge.transport import door as doors

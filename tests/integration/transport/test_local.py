@@ -14,10 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
-from kvbridge_proto.codec import BadFrame
+from kvbridge_proto.codec import BadFrame, pack
 from kvbridge_proto.engine import Descriptors, Detach, Detached, Failed, Refused, Withdraw
 from kvbridge_proto.status import StatusQuery
-from kvbridge_proto.stream import pack
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.transport.local import LocalConnection, LocalServer

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvbridge_proto.codec import pack
 from kvbridge_proto.engine import Refused
 from kvbridge_proto.status import StatusQuery
-from kvbridge_proto.stream import pack
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.errors import OperatorError

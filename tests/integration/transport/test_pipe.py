@@ -15,9 +15,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from kvbridge_proto.codec import encode
+from kvbridge_proto.codec import encode, framed
 from kvbridge_proto.peer import Body, Cancel, Drained, Envelope, Goodbye, Hold, Ping
-from kvbridge_proto.stream import framed
 
 from kvbridge.errors import PeerError
 from kvbridge.transport import control as control_module

@@ -9,9 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbridge_proto import engine
-from kvbridge_proto.codec import BadFrame, Limits, encode
+from kvbridge_proto.codec import (
+    FRAME_FDS,
+    HEADER,
+    MESSAGE_FDS,
+    BadFrame,
+    FrameReader,
+    FrameWriter,
+    Limits,
+    encode,
+    framed,
+    pack,
+)
 from kvbridge_proto.engine import Descriptors, Withdraw
-from kvbridge_proto.stream import FRAME_FDS, HEADER, MESSAGE_FDS, FrameReader, FrameWriter, framed, pack
 
 from testing.refusals import refused
 from tests.unit.proto.samples import TO_AGENT, TO_ENGINE
