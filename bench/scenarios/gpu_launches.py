@@ -165,7 +165,7 @@ class Launches:
         from kvbridge.device.copier_gpu import GpuBlockCopier
         from kvbridge.device.driver import Gpu
 
-        self._copier = GpuBlockCopier(Gpu.open("cuda:0"), 4, SLOT_BYTES["cuda"] // 16)
+        self._copier = GpuBlockCopier(Gpu.open("cuda:0"), 4, SLOT_BYTES["cuda"])
         stack.callback(self._copier.close)
         self._slots = stack.enter_context(self._copier.staging(SLOT_BYTES["cuda"], 1))
         self._watch = Stopwatch()

@@ -412,9 +412,9 @@ def _copier(gpu: driver.Gpu | None, size: StagingSize, config: AgentConfig) -> B
         return CpuBlockCopier()
     from ..device.copier_gpu import GpuBlockCopier
 
-    reads, table_bytes = reads_memory(config), max(1 << 20, size.slot_bytes // 16)
+    reads = reads_memory(config)
     at_once = READS if reads else 1  # a fill is a read too, whatever the routes
-    return GpuBlockCopier(gpu, 1, table_bytes, at_once, config.pull_ctas, only_fills=not reads, aside=True)
+    return GpuBlockCopier(gpu, 1, size.slot_bytes, at_once, config.pull_ctas, only_fills=not reads, aside=True)
 
 
 def _endpoint(

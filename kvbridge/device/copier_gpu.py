@@ -72,10 +72,11 @@ class _GpuMove:
 class GpuBlockCopier:
     """Keeps the contract of `copier.BlockCopier`. At most `moves` moves and `pulls` launches of pulls at once.
 
-    Each move has `table_bytes`, pinned and on the GPU, for where its rows are: 8 bytes per token and list of places. A
-    pull takes at most `pull_ctas` CTAs. None means few if they run beside the engine's own (MPS), and all if they take
-    turns. With `only_fills`, pulls read zeros of our own only, and no peer pulls from us. The caller's thread compiles
-    new kernels. With `aside` another does, and a move that needs some raises Compiling.
+    Each move has room, pinned and on the GPU, for where its rows are: 8 bytes per token and list of places, a sixteenth
+    of `slot_bytes` in all, and TABLE_BYTES at least. geometry/group_plan.py cuts chunks accordingly. A pull takes at
+    most `pull_ctas` CTAs. None means few if they run beside the engine's own (MPS), and all if they take turns. With
+    `only_fills`, pulls read zeros of our own only, and no peer pulls from us. The caller's thread compiles new kernels.
+    With `aside` another does, and a move that needs some raises Compiling.
     """
 
     memory: Literal["dram", "vram"] = "vram"
@@ -85,7 +86,7 @@ class GpuBlockCopier:
         self,
         gpu: driver.Gpu,
         moves: int,
-        table_bytes: int = TABLE_BYTES,
+        slot_bytes: int = 0,
         pulls: int = 0,
         pull_ctas: int | None = None,
         *,
@@ -95,7 +96,7 @@ class GpuBlockCopier:
         self._pull_ctas = pull_ctas or (ENOUGH_PROGRAMS if gpu.is_under_mps else None)
         self._kept = moves  # bundles for moves that do not check `has_room`
         self._has_pulls = pulls > 0 and not only_fills
-        self._table_bytes = table_bytes
+        self._table_bytes = max(TABLE_BYTES, slot_bytes // 16)
         torch.cuda.set_device(gpu.ordinal)
         self.description = f"{torch.cuda.get_device_name(gpu.ordinal)} {gpu.uuid}" + " (MPS)" * gpu.is_under_mps
         self.device = gpu.device

@@ -29,9 +29,10 @@ ALIGN = 16
 # first chunk of a prompt that is still being computed.
 PIECE_BYTES = 128 << 10
 # A copier lists where a chunk's rows are: 8 bytes each, on both sides of a pull. For all lists of a chunk it has a
-# sixteenth of a slot, at least 1 MiB. A kind of rows has one list a side, so with this they take half of it; rows whose
-# scales lie elsewhere have two lists a side.
+# sixteenth of a slot, and more of a small one. A kind of rows has one list a side, so with this they take half of it;
+# rows whose scales lie elsewhere have two lists a side. Both agents must cut alike, so this is no option of a copier.
 LISTED_BYTES = 512
+LEAST_SLOT_BYTES = 1 << 20  # a smaller slot may list as much as one of this size
 # A plan of more chunks is not taken apart: a peer names how many tokens there are, and the order of chunks is a list.
 MOST_APART = 1024
 ORDER: tuple[GroupKind, ...] = ("full", "sliding", "chunked", "state")
@@ -180,7 +181,7 @@ class Units:
         possible, of ALIGN (then nothing is padded). All spans are about equal.
         """
         wanted = max(slot_bytes, PIECE_BYTES * len(self.tokens)) // self.grain_bytes
-        listed = max(slot_bytes, 1 << 20) // (LISTED_BYTES * self.lists) * int(self.tokens.min()) // self.grain
+        listed = max(slot_bytes, LEAST_SLOT_BYTES) // (LISTED_BYTES * self.lists) * int(self.tokens.min()) // self.grain
         limit = max(1, min(wanted, listed, slot_bytes // self.most_grain_bytes)) * self.grain
         step = lcm(self.grain, ALIGN)
         if limit < step:

@@ -27,15 +27,15 @@ class LatentPart:
     scale: Plane | None
 
 
-def is_cuttable(plane: Plane, rope_width: int = ROPE_WIDTH) -> bool:
+def is_cuttable(plane: Plane) -> bool:
     """True if `latent_parts` can cut the plane: one head, dense rows, plain or `fp8_ds_mla`, whole tiles and a rope."""
     codec = plane.codec
     steps = tuple(step for step in plane.element_axis if step.count > 1)
-    tiles = codec.width - rope_width
+    tiles = codec.width - ROPE_WIDTH
     return (
         (
             codec.name in PLAIN
-            or (codec.name == LATENT_FP8 and codec.row_bytes == tiles + _scale_bytes(tiles) + 2 * rope_width)
+            or (codec.name == LATENT_FP8 and codec.row_bytes == tiles + _scale_bytes(tiles) + 2 * ROPE_WIDTH)
         )
         and steps == (Step(codec.row_bytes // codec.element_bytes, codec.element_bytes),)
         and plane.heads == plane.total_heads == 1
@@ -44,22 +44,22 @@ def is_cuttable(plane: Plane, rope_width: int = ROPE_WIDTH) -> bool:
     )
 
 
-def latent_parts(plane: Plane, rope_width: int = ROPE_WIDTH) -> tuple[LatentPart, LatentPart]:
+def latent_parts(plane: Plane) -> tuple[LatentPart, LatentPart]:
     """The tiles as heads of TILE_WIDTH numbers, and the rope as one head. The parts of both sides form pairs."""
-    assert is_cuttable(plane, rope_width), f"layer {plane.layer} {plane.part}"
+    assert is_cuttable(plane), f"layer {plane.layer} {plane.part}"
     codec = plane.codec
-    width = codec.width - rope_width
+    width = codec.width - ROPE_WIDTH
     tiles = width // TILE_WIDTH
     if codec.name != LATENT_FP8:
         size = codec.element_bytes
         tile = _dense(codec.name, TILE_WIDTH, size, codec.scales)
-        rope = _dense(codec.name, rope_width, size, codec.scales)
+        rope = _dense(codec.name, ROPE_WIDTH, size, codec.scales)
         return LatentPart(_cut(plane, 0, tiles, tile), None), LatentPart(_cut(plane, width * size, 1, rope), None)
     scale = _cut(plane, width, tiles, _dense("fp32", 1, 4), f"{plane.part}_scale")
     rope_at = width + _scale_bytes(width)
     return (
         LatentPart(_cut(plane, 0, tiles, _dense("fp8_row_scale", TILE_WIDTH, 1)), scale),
-        LatentPart(_cut(plane, rope_at, 1, _dense("bf16", rope_width, 2)), None),
+        LatentPart(_cut(plane, rope_at, 1, _dense("bf16", ROPE_WIDTH, 2)), None),
     )
 
 

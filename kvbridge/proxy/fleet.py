@@ -255,7 +255,7 @@ class Fleet:
         """Count a failure. An engine that cannot be reached gets nothing more until it passes a health check."""
         engine = failure.engine
         self.sparing.say(f"{failure.code} {engine.role} {engine.name}", f"{failure.code}: {failure}")
-        self._metrics.failed(engine.role, engine.name, failure.code)
+        self._metrics.failures.labels(engine.role, engine.name, failure.code).inc()
         engine.agents.clear()
         engine.replicas = None
         if failure.code == "unreachable":

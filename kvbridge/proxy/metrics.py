@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
@@ -55,7 +53,6 @@ class ProxyMetrics:
             "kvbridge_proxy_stalled_seconds_total", "How long the proxy stood still", registry=registry
         )
         ProcessCollector(registry=registry)
-        self._engine_codes: set[tuple[str, str, str]] = set()
         self.prefill_s = self._seconds(
             "kvbridge_proxy_prefill_seconds", "From the request to the prefill engine's answer"
         )
@@ -67,21 +64,11 @@ class ProxyMetrics:
     def _seconds(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, buckets=SECONDS, registry=self.registry)
 
-    def failed(self, role: str, engine: str, code: str) -> None:
-        self._engine_codes.add((role, engine, code))
-        self.failures.labels(role, engine, code).inc()
-
     def forget(self, role: str, engine: str) -> None:
         """Remove the series of an engine that is gone."""
-        codes = {each for each in self._engine_codes if each[:2] == (role, engine)}
-        self._engine_codes -= codes
-        for metric, labels in (
-            *((self.failures, each) for each in codes),
-            (self.outstanding, (role, engine)),
-            (self.without_kv, (engine,)),
-        ):
-            with suppress(KeyError):
-                metric.remove(*labels)
+        self.failures.remove_by_labels({"role": role, "engine": engine})
+        self.outstanding.remove_by_labels({"role": role, "engine": engine})
+        self.without_kv.remove_by_labels({"engine": engine})
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -60,7 +60,7 @@ CALL_LIMITS = Limits(frame_bytes=2048)
 ELSEWHERE = "the peer is in another container, which does not share this folder"
 REFUSALS = frozenset(
     [
-        *("uid_not_allowed", "too_many_connections", "sharing_off", "caller_slow", "version_mismatch"),
+        *("uid_not_allowed", "too_many_connections", "caller_slow", "version_mismatch"),
         *("wrong_token", "stale_epoch", "frame_malformed", "frame_too_large", "message_invalid", "too_many_fds"),
     ]
 )
@@ -91,8 +91,8 @@ class Holder:
 class MemoryDoor(Server["_Caller"]):
     """Listens beside the lock's socket. Use as `async with`, then `serve` until cancelled; all on one loop.
 
-    Users in `allowed_uids` may call, besides our own user and root. With `is_sharing` false every caller is refused.
-    `clock` gives the times in `Holder`. Raises OperatorError on entry.
+    Users in `allowed_uids` may call, besides our own user and root. `clock` gives the times in
+    `Holder`. Raises OperatorError on entry.
     """
 
     def __init__(
@@ -100,12 +100,10 @@ class MemoryDoor(Server["_Caller"]):
         lock: Lock,
         *,
         allowed_uids: Iterable[int] = (),
-        is_sharing: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(Path(f"{lock.socket}{DOOR_SUFFIX}"), frozenset([os.getuid(), *allowed_uids]), MAX_CALLERS)
         self._machine = KERNEL.read_text().strip()
-        self._is_sharing = is_sharing
         self._clock = clock
         self._shared: Shared | None = None
         self._cards: dict[str, tuple[DoorCard, Pipe | None]] = {}  # by session, the newest last
@@ -128,7 +126,7 @@ class MemoryDoor(Server["_Caller"]):
 
         If `pipe` is given, the opener gets one end of a pipe, and `pipe` the other. None if nothing is shared.
         """
-        if self._shared is None or not self._is_sharing:
+        if self._shared is None:
             return None
         self._cards.pop(session, None)
         while len(self._cards) >= MAX_TOKENS:
@@ -169,9 +167,7 @@ class MemoryDoor(Server["_Caller"]):
         async with asyncio.TaskGroup() as tasks:
             while True:
                 caller = await self.accept()
-                if not self._is_sharing:
-                    self.refuse(caller, "sharing_off", "share_memory: off")
-                elif len(self._holders) >= MAX_HOLDERS:
+                if len(self._holders) >= MAX_HOLDERS:
                     self.refuse(caller, "too_many_connections", f"holders: limit {MAX_HOLDERS}")
                 else:
                     tasks.create_task(self._answer(caller))

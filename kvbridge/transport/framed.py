@@ -43,7 +43,7 @@ class Connection(Generic[Heard, Said]):
         unfit: Callable[[bytes | bytearray, BadFrame], Heard | None] | None = None,
     ) -> None:
         connected.setblocking(False)
-        self.pid, self.uid, self.gid = credentials_of(connected)
+        self.pid, self.uid, _ = credentials_of(connected)
         self.why = ""
         self.silent_since = asyncio.get_running_loop().time()  # when its last whole message was taken, or it came
         self._socket = connected

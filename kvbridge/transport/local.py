@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvbridge_proto.codec import LIMITS, BadFrame, Decoder, Limits
+from kvbridge_proto.codec import LIMITS, BadFrame, Decoder
 from kvbridge_proto.engine import Detached, Number, ToAgent, ToEngine
 from msgspec import Struct
 
@@ -52,12 +52,11 @@ def unfit(frame: bytes | bytearray, error: BadFrame) -> Unfit | None:
 class LocalServer(Server["LocalConnection"]):
     """Listens beside the lock. Use as `async with`, then `accept` until cancelled. Entry raises OperatorError."""
 
-    def __init__(self, lock: Lock, *, allowed_uids: Iterable[int] | None = None, limits: Limits = LIMITS) -> None:
+    def __init__(self, lock: Lock, *, allowed_uids: Iterable[int] | None = None) -> None:
         super().__init__(lock.socket, frozenset([os.getuid(), *(allowed_uids or ())]), MAX_CONNECTIONS)
-        self._limits = limits
 
     def connection(self, accepted: socket.socket) -> LocalConnection:
-        return LocalConnection(accepted, self._limits, self.open)
+        return LocalConnection(accepted, self.open)
 
     def is_kept(self, connection: LocalConnection) -> bool:
         return connection.is_engine
@@ -72,5 +71,5 @@ class LocalConnection(Connection[ToAgent | Unfit, ToEngine]):
 
     is_engine = False
 
-    def __init__(self, accepted: socket.socket, limits: Limits, owner: set[LocalConnection]) -> None:
-        super().__init__(accepted, ToAgent, limits, owner, last_word=Detached, unfit=unfit)
+    def __init__(self, accepted: socket.socket, owner: set[LocalConnection]) -> None:
+        super().__init__(accepted, ToAgent, LIMITS, owner, last_word=Detached, unfit=unfit)

@@ -56,12 +56,10 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened(
-    path: Path, fds: Iterable[int] = (), allowed_uids: Iterable[int] = (), is_sharing: bool = True
-) -> AsyncIterator[MemoryDoor]:
+async def opened(path: Path, fds: Iterable[int] = (), allowed_uids: Iterable[int] = ()) -> AsyncIterator[MemoryDoor]:
     """A door that shares epoch 3: CUDA memory, and a region for each descriptor."""
     with contextlib.closing(Lock(path, INCARNATION)) as lock:
-        async with MemoryDoor(lock, allowed_uids=allowed_uids, is_sharing=is_sharing) as door:
+        async with MemoryDoor(lock, allowed_uids=allowed_uids) as door:
             door.share(shared(3, fds))
             serving = asyncio.create_task(door.serve())
             try:
@@ -201,14 +199,6 @@ async def test_refuses_an_epoch_that_is_over(door: MemoryDoor) -> None:
     third = card_of(door)
     door.end(3, "heard again")  # it has nothing to do with the fourth
     (await open_memory(third, "decode-0")).close()
-
-
-async def test_refuses_everybody_where_sharing_is_switched_off(path: Path) -> None:
-    async with opened(path) as door:
-        card = card_of(door)
-    async with opened(path, is_sharing=False) as door:
-        assert door.admit("decode-0/1") is None
-        assert await refused(card) == "sharing_off"
 
 
 async def test_refuses_a_receiver_of_other_versions(door: MemoryDoor) -> None:
