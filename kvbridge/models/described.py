@@ -7,7 +7,7 @@ ones. What decides whether a pair is carried is what an engine's command and the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvbridge_proto.pool import (
     Codec,
@@ -39,26 +39,9 @@ PLAIN: dict[str, tuple[CodecName, int]] = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_inc"), ("fp8_e4m3", 1)),
     "fp8_e5m2": ("fp8_e5m2", 1),
 }
+PartRows = tuple[str, Codec]  # a plane of a layer before it has a place
 M3_PACKED = "minimax_m3_nvfp4"
 PACKED: dict[str, tuple[CodecName, int]] = {"fp8_ds_mla": ("fp8_ds_mla", 656)}
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """Which tokens a layer keeps, in blocks of how many."""
-
-    kind: GroupKind
-    window: int
-    block_tokens: int
-    begins_inside: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PartRow:
-    """One plane of a layer before it has a place. All sizes in bytes."""
-
-    part: str
-    codec: Codec
 
 
 def pools_of(
@@ -192,7 +175,7 @@ def _by_sglang(said: str, command: EngineCommand, is_decoder: bool) -> str:
     return "fp8_ds_mla" if said in PLAIN and PLAIN[said][0] == "fp8_e4m3" and not is_plain else said
 
 
-def _index_rows(model: ModelCache, command: EngineCommand, said: str) -> tuple[PartRow, ...]:
+def _index_rows(model: ModelCache, command: EngineCommand, said: str) -> tuple[PartRows, ...]:
     """Beside latents: `_index_part` in adapters/sglang/pool.py. Those beside K and V have a dtype of their own.
 
     In vLLM that is bf16 if no option says otherwise. In SGLang an fp8_e4m3 cache has them in fp8 on H100, and on B200
@@ -200,38 +183,37 @@ def _index_rows(model: ModelCache, command: EngineCommand, said: str) -> tuple[P
     """
     if _has_latents(model):
         part = ROTATED_INDEX_KEY if command.engine == "sglang" and not model.has_interleaved_index else INDEX_KEY
-        return PartRow(part, INDEX_KEYS), PartRow(f"{part}_scale", INDEX_SCALES)
+        return (part, INDEX_KEYS), (f"{part}_scale", INDEX_SCALES)
     own = model.dtype if command.dtype == "auto" else command.dtype
     if command.engine == "vllm":
         own = "bf16" if command.index_dtype in ("", "auto") else command.index_dtype
     elif said in PLAIN and PLAIN[said][0] == "fp8_e4m3":
         own = "fp8"
     name, size = PLAIN[own]
-    return (PartRow(INDEX_KEY, plain_rows(name, model.index_width, size)),)
+    return ((INDEX_KEY, plain_rows(name, model.index_width, size)),)
 
 
-def _rows(layer: Layer, said: str) -> Iterator[PartRow]:
+def _rows(layer: Layer, said: str) -> Iterator[PartRows]:
     """K and V, or a latent, each with its scales behind it if its dtype has some of its own."""
     parts = [("latent", layer.key_width)] if layer.kind == "mla" else [("k", layer.key_width), ("v", layer.value_width)]
     for part, width in parts:
         if layer.kind == "mla" and said in PACKED:
             name, size = PACKED[said]
-            yield PartRow(part, Codec(name=name, width=width, element_bytes=1, row_bytes=size))
+            yield part, Codec(name=name, width=width, element_bytes=1, row_bytes=size)
         elif said in ROW_SCALED:
             name, is_packed = ROW_SCALED[said], said.startswith("int4")
-            yield PartRow(
-                part, Codec(name=name, width=width, element_bytes=1, row_bytes=width // 2 if is_packed else width)
-            )
+            row_bytes = width // 2 if is_packed else width
+            yield part, Codec(name=name, width=width, element_bytes=1, row_bytes=row_bytes)
             scale = ("opaque", 4, 1) if is_packed else ("fp32", 1, 4)
-            yield PartRow(f"{part}_scale", Codec(name=scale[0], width=scale[1], element_bytes=scale[2], row_bytes=4))  # type: ignore[arg-type]
+            yield f"{part}_scale", Codec(name=scale[0], width=scale[1], element_bytes=scale[2], row_bytes=4)  # type: ignore[arg-type]
         else:
             name, size = PLAIN["fp8" if said in PACKED else said]
-            yield PartRow(part, plain_rows(name, width, size))
+            yield part, plain_rows(name, width, size)
 
 
 def _keepings(
     model: ModelCache, command: EngineCommand, layers: dict[int, Layer], said: str, is_decoder: bool
-) -> dict[int, Keeping]:
+) -> dict[int, Group]:
     """How each layer keeps its tokens. vLLM makes all pages equal, so layers of other kinds have other blocks.
 
     Whether a window may begin inside a block: `_groups` in `adapters/sglang/pool.py` and `adapters/vllm/pool.py`.
@@ -243,7 +225,7 @@ def _keepings(
         is_whole = keeps_all or layer.kind in ("full", "mla")
         kinds[index] = ("full", 0) if is_whole else (layer.kind, layer.window)  # type: ignore[assignment]
     tokens = {
-        index: sum(row.codec.row_bytes for row in _rows(layer, said))
+        index: sum(codec.row_bytes for _, codec in _rows(layer, said))
         * (1 if layer.kind == "mla" else Heads.of(layer.kv_heads, 0, command.tp).count)
         for index, layer in layers.items()
     }
@@ -253,7 +235,16 @@ def _keepings(
         index: block * (most // tokens[index] if is_mixed and most % tokens[index] == 0 else 1) for index in layers
     }
     begins_inside = is_decoder if command.engine == "sglang" else command.has_private_blocks
-    return {index: Keeping(*kinds[index], blocks[index], begins_inside and bool(kinds[index][1])) for index in layers}
+    return {
+        index: Group(
+            kind=kinds[index][0],
+            block_tokens=blocks[index],
+            blocks=BLOCKS,
+            window=kinds[index][1],
+            begins_inside=begins_inside and bool(kinds[index][1]),
+        )
+        for index in layers
+    }
 
 
 def _pool(
@@ -280,24 +271,15 @@ def _pool(
     for number, layer in mine.items():
         heads = WHOLE if layer.kind == "mla" else Heads.of(layer.kv_heads, tp_rank, command.tp)
         kept = keepings[number]
-        for row in (*_rows(layer, said), *(index_rows if number in model.index else ())):
-            held = WHOLE if "index_key" in row.part else heads
-            planes.append(_plane(number, row, held, groups.index(kept), kept.block_tokens, offset))
+        for part, codec in (*_rows(layer, said), *(index_rows if number in model.index else ())):
+            held = WHOLE if "index_key" in part else heads
+            planes.append(_plane(number, part, codec, held, groups.index(kept), kept.block_tokens, offset))
             offset += planes[-1].block_stride * BLOCKS
     return Pool(
         engine=Engine(kind=command.engine, version="", id=engine_id),
         model=model_record(name, mine, depth=depth, pp_size=command.pp, drafts=drafts, draft=name),
         shard=_shard(command, pp_rank, tp_rank),
-        groups=tuple(
-            Group(
-                kind=k.kind,
-                block_tokens=k.block_tokens,
-                blocks=BLOCKS,
-                window=k.window,
-                begins_inside=k.begins_inside,
-            )
-            for k in groups
-        ),
+        groups=tuple(groups),
         regions=(Region(offset),),
         planes=tuple(planes),
     )
@@ -315,13 +297,13 @@ def _shard(command: EngineCommand, pp_rank: int, tp_rank: int) -> Shard:
     )
 
 
-def _plane(layer: int, row: PartRow, heads: Heads, group: int, block_tokens: int, offset: int) -> Plane:
+def _plane(layer: int, part: str, codec: Codec, heads: Heads, group: int, block_tokens: int, offset: int) -> Plane:
     """Token after token, each with its heads side by side."""
-    size, codec = row.codec.row_bytes, row.codec
+    size = codec.row_bytes
     token = heads.count * size
     return Plane(
         layer=layer,
-        part=row.part,
+        part=part,
         group=group,
         offset=offset,
         block_stride=block_tokens * token,

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kvbridge_proto.pool import Codec, Engine, Group, GroupKind, Layer, LayerKind, Plane, Shard, Step
+from kvbridge_proto.pool import Codec, Engine, Group, Layer, LayerKind, Plane, Shard, Step
+from msgspec.structs import replace
 
 from ...cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from ...errors import OperatorError
@@ -50,30 +51,20 @@ WINDOW_GROUP = 1  # the number of the group whose layers have a window; the full
 class LayerGroup:
     """Layers whose rows lie under one block table. `layers` are the model's numbers of the pool's layers, in order.
 
-    `window` counts the current token; 0 for none. `kind` is what the model says of such a layer, if it has a window.
-    `index` are the index keys of the layers that have some. `begins_inside` is the group's.
+    `kept` is the group, whose blocks are not counted yet. `index` are the index keys of the layers that have some.
     """
 
     pool: Any
     number: int
     layers: tuple[int, ...]
     heads: Heads
-    block_tokens: int
-    kind: LayerKind = "full"
-    window: int = 0
+    kept: Group
     index: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    begins_inside: bool = False
 
-    def described(self, tensors: list[torch.Tensor]) -> Group:
+    def counted(self, tensors: list[torch.Tensor]) -> Group:
         """`tensors` are all that lie under its block table: of slots in three dimensions, else of pages."""
-        kind: GroupKind = "full" if not self.window else "chunked" if self.kind == "chunked" else "sliding"
-        return Group(
-            kind=kind,
-            block_tokens=self.block_tokens,
-            blocks=min(each.shape[0] // (self.block_tokens if each.dim() == 3 else 1) for each in tensors),
-            window=self.window,
-            begins_inside=self.begins_inside,
-        )
+        page = self.kept.block_tokens
+        return replace(self.kept, blocks=min(each.shape[0] // (page if each.dim() == 3 else 1) for each in tensors))
 
 
 def describe(
@@ -117,7 +108,7 @@ def describe(
         ),
         shard,
         tuple(
-            group.described([tensor for tensor, plane in planes if plane.group == group.number])
+            group.counted([tensor for tensor, plane in planes if plane.group == group.number])
             for _, group in sorted({each.number: each for each in reversed(groups)}.items())
         ),
         planes,
@@ -249,11 +240,11 @@ def _groups(queue: Any, shard: Shard, modules: Modules, is_decoder: bool) -> lis
     pool, config = queue.token_to_kv_pool, queue.scheduler.model_config
     page = int(pool.page_size)
     if _is_latent(pool):
-        return [LayerGroup(pool, 0, _numbers(pool), WHOLE, page, "mla", index=_index(pool))]
+        return [LayerGroup(pool, 0, _numbers(pool), WHOLE, _full(pool), _index(pool))]
     total = int(config.get_total_num_kv_heads())
     if not has_windows(pool):
         (rows,) = _pools(pool)
-        return [LayerGroup(rows, 0, _numbers(rows), _heads(rows, total, shard), page, index=_index(pool))]
+        return [LayerGroup(rows, 0, _numbers(rows), _heads(rows, total, shard), _full(pool), _index(pool))]
     full, window = pool.full_kv_pool, pool.swa_kv_pool
     if is_decoder and page == 1 and queue.scheduler.server_args.disaggregation_decode_enable_radix_cache:
         # SGLang would also hand out slots before the window, which nobody has written.
@@ -261,12 +252,12 @@ def _groups(queue: Any, shard: Shard, modules: Modules, is_decoder: bool) -> lis
         raise OperatorError("cache_unsupported", reason)
     layers = _mapped(pool, True)
     of_window = config.hf_text_config.swa_num_key_value_heads if config.is_hybrid_swa_compress else total
-    kind, tokens = _window(queue, modules, layers)
+    windowed = _window(queue, modules, layers, page)
     heads = _heads(window, int(of_window), shard)
     # The decode side needs no row before the window: its prefix cache hands out rows of full layers only.
     return [
-        LayerGroup(full, 0, _mapped(pool, False), _heads(full, total, shard), page),
-        LayerGroup(window, WINDOW_GROUP, layers, heads, page, kind, tokens, begins_inside=is_decoder),
+        LayerGroup(full, 0, _mapped(pool, False), _heads(full, total, shard), _full(pool)),
+        LayerGroup(window, WINDOW_GROUP, layers, heads, replace(windowed, begins_inside=is_decoder)),
     ]
 
 
@@ -282,27 +273,31 @@ def _draft_layers(queue: Any, shard: Shard, modules: Modules, depth: int) -> lis
         depth += len(numbers)
         own = _modules(runner.model).items()
         modules |= {(kind, numbers[layer]): module for (kind, layer), module in own if layer in numbers}
-        layers, page = tuple(numbers.values()), int(pool.page_size)
+        layers = tuple(numbers.values())
         if _is_latent(pool):
             index = {numbers[layer]: keys for layer, keys in _index(pool).items()}
-            found.append(LayerGroup(pool, 0, layers, WHOLE, page, "mla", index=index))
+            found.append(LayerGroup(pool, 0, layers, WHOLE, _full(pool), index))
         else:
             heads = _heads(pool, int(runner.model_config.get_total_num_kv_heads()), shard)
-            found.append(LayerGroup(pool, 0, layers, heads, page))
+            found.append(LayerGroup(pool, 0, layers, heads, _full(pool)))
     return found
 
 
-def _window(queue: Any, modules: Modules, layers: tuple[int, ...]) -> tuple[LayerKind, int]:
-    """The kind of these layers, and how many tokens they see, the current one included."""
+def _full(pool: Any) -> Group:
+    return Group(kind="full", block_tokens=int(pool.page_size), blocks=1)
+
+
+def _window(queue: Any, modules: Modules, layers: tuple[int, ...], page: int) -> Group:
+    """What these layers keep. Their window counts the current token; SGLang's does not."""
     kept = int(queue.scheduler.sliding_window_size or 0)  # before the current token
     before = {_before(modules, layer) for layer in layers}
     chunk = int(getattr(queue.scheduler.model_config, "attention_chunk_size", None) or 0)
     if before == {0} and 0 < chunk <= kept:
-        return "chunked", chunk
+        return Group(kind="chunked", block_tokens=page, blocks=1, window=chunk)
     if len(before) != 1 or not 0 < (tokens := max(before)) <= kept:
         reason = f"window: layers see {sorted(before)} tokens before the current one, SGLang keeps {kept}"
         raise OperatorError("cache_unsupported", f"{reason}; must be one number, and kept")
-    return "sliding", tokens + 1
+    return Group(kind="sliding", block_tokens=page, blocks=1, window=tokens + 1)
 
 
 def _before(modules: Modules, layer: int) -> int:
@@ -410,7 +405,7 @@ def _scaled_index_planes(group: LayerGroup, layer: int, part: str, tensor: torch
     by `fused_store_index_k_cache`, whose readers take them whole. So they travel byte for byte, and must never be
     packed to exponents.
     """
-    page = group.block_tokens
+    page = group.kept.block_tokens
     for name, at, codec in ((part, 0, INDEX_KEYS), (f"{part}_scale", page * INDEX_WIDTH, INDEX_SCALES)):
         yield Plane(
             layer=layer,
@@ -435,7 +430,7 @@ def _plane(group: LayerGroup, layer: int, part: str, tensor: torch.Tensor, scale
     strides = [stride * size for stride in tensor.stride()]
     if tensor.dim() == 3:
         slot, head, element = strides
-        block = group.block_tokens * slot
+        block = group.kept.block_tokens * slot
     else:
         block, head, slot, element = strides
     heads = WHOLE if part == INDEX_KEY else group.heads
@@ -448,7 +443,7 @@ def _plane(group: LayerGroup, layer: int, part: str, tensor: torch.Tensor, scale
         group=group.number,
         offset=int(tensor.storage_offset()) * size,
         block_stride=block,
-        token_axis=(Step(group.block_tokens, slot),),
+        token_axis=(Step(group.kept.block_tokens, slot),),
         head_stride=head,
         element_axis=(Step(width, element),),
         first_head=heads.first,
@@ -468,7 +463,8 @@ def _layers(groups: list[LayerGroup], planes: list[Plane], modules: Modules) -> 
             rope, width = int(group.pool.qk_rope_head_dim), widths[layer, "latent"]
             mine[layer] = Layer(kind="mla", kv_heads=1, key_width=width, value_width=0, rope_width=rope)
             continue
-        kind, window = group.kind, group.window
+        kind: LayerKind = group.kept.kind
+        window = group.kept.window
         if not window and (before := _before(modules, layer)):  # a window whose memory is not given up
             kind, window = "sliding", before + 1
         key, value = widths[layer, "k"], widths[layer, "v"]
