@@ -1,18 +1,21 @@
-"""The name under which an offer and a want meet, and the digest in it: the same for one prompt in any engine. Pure.
+"""What both engines read of a request: the name under which its offer and its want meet, and the client's span. Pure.
 
-A room (`bootstrap_room`) is just a number that a client may choose. So each engine computes the digest from its own
-request: whatever room a client or a router gives, two requests meet only if their KV is the same.
+A name has a digest, the same for one prompt in any engine. A room (`bootstrap_room`) is just a number that a client may
+choose. So each engine computes the digest from its own request: whatever room a client or a router gives, two requests
+meet only if their KV is the same.
 """
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 MOST_CHARACTERS = 200
 DIGEST_BYTES = 20  # 160 bits: a client can search for two prompts of one digest, so 2^80 tries must be out of reach
 ROOMS = range(1, 1 << 63)  # what `bootstrap_room` may be
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)  # W3C Trace Context
 
 
 def call(room: int) -> str:
@@ -68,3 +71,12 @@ class PromptDigest:
 
     def text(self) -> str:
         return self._hasher.hexdigest()
+
+
+def traceparent(*told: object) -> str:
+    """The first valid `traceparent` in these mappings, or "". A client may have put anything there."""
+    for each in told:
+        said = each.get("traceparent") if isinstance(each, Mapping) else None
+        if isinstance(said, str) and _TRACEPARENT.fullmatch(said):
+            return said
+    return ""

@@ -16,8 +16,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
 from ..engine.conversation import Ended
-from ..engine.prompts import is_in, rendezvous, short
-from ..engine.traces import traceparent
+from ..engine.prompts import is_in, rendezvous, short, traceparent
 from . import drafts, foreign
 from .bootstrap import AGENT
 from .manager import KVBridgeManager, attempt, is_foreign

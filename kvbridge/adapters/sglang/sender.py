@@ -15,8 +15,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 
 from ...oneline import plain
 from ..engine.conversation import COMPUTING_S, Ended
-from ..engine.prompts import call, rendezvous, short
-from ..engine.traces import traceparent
+from ..engine.prompts import call, rendezvous, short, traceparent
 from . import foreign
 from .manager import KVBridgeManager, attempt
 from .messages import Row

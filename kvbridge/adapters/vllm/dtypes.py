@@ -34,13 +34,13 @@ class RowForm:
     scale: CodecName = "fp32"
 
 
-def form_of(member: KVLayer, heads: int) -> RowForm:
+def form_of(member: KVLayer) -> RowForm:
     """Raises OperatorError for numbers that no codec of ours describes."""
     if member.is_index:
         is_plain = rows_of(member.attention) == "plain_index_key"
         return _plain_index_form(member) if is_plain else _index_form(member)
     tensor, said = member.tensor, member.said
-    size, (key, value) = tensor.element_size(), member.widths
+    size, (key, value), heads = tensor.element_size(), member.widths, member.heads
     if said in ROW_SCALED and size == 1 and key == value:
         name = ROW_SCALED[said]
         row = key // 2 if name == "int4_row_scale" else key

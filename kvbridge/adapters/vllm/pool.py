@@ -85,7 +85,7 @@ def _groups(cache: KVCacheConfig, config: VllmConfig) -> tuple[Group, ...]:
 def _planes(member: KVLayer, blocks: int) -> Iterator[Plane]:
     """The planes of one layer."""
     tensor, heads = member.tensor, member.held
-    form = form_of(member, heads.count)
+    form = form_of(member)
     if (slots := getattr(member.spec, "num_head_slots", None)) is not None:
         reason = f"{member.name}: num_head_slots {slots} for {heads.count} heads, whose order kvbridge does not know"
         raise OperatorError("layout_unknown", reason)

@@ -38,8 +38,7 @@ from ...errors import EngineError
 from ...oneline import OneLine, shown
 from ..engine.conversation import COMPUTING_S, numbers
 from ..engine.names import UNNAMED, weights_name
-from ..engine.prompts import call, is_in, rendezvous
-from ..engine.traces import traceparent
+from ..engine.prompts import call, is_in, rendezvous, traceparent
 from .block_tables import GroupTables
 from .options import VLLMOptions
 from .params import WEIGHTS, Remote, read_remote, read_room

@@ -152,16 +152,7 @@ def agent(talk: Talk) -> FakeAgent:
 @pytest.mark.parametrize(
     ("begun", "said", "ended"),
     [
-        (
-            WANT,
-            Done(number=ONE, request="r", moved_bytes=7, seconds=0.5),
-            Ended(ONE, "r", "want"),
-        ),
-        (
-            WANT,
-            Done(number=ONE, request="r", moved_bytes=7, seconds=0.5, unfilled_layers=2),
-            Ended(ONE, "r", "want"),
-        ),
+        (WANT, Done(number=ONE, request="r", moved_bytes=7, seconds=0.5), Ended(ONE, "r", "want")),
         (
             WANT,
             Failed(number=ONE, request="r", code="peer_lost", reason="it left"),
