@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from kvbridge_proto.pool import CodecName, Engine, Group, Model, Plane, Pool, Region, Shard
+from kvbridge_proto.pool import Codec, CodecName, Engine, Group, Model, Plane, Pool, Region, Shard, Step
 from msgspec.structs import replace
 
 from ...errors import OperatorError
+from .records import Heads
 
 # Dtypes whose numbers are stored as they are; fp8 is under scales that the engine knows.
 CODEC_OF: dict[torch.dtype, CodecName] = {
@@ -58,3 +59,27 @@ class Memory:
     def device(self) -> torch.device:
         """The device of all storages."""
         return self.storages[0].device
+
+
+def plane_of(
+    view: torch.Tensor, codec: Codec, heads: Heads, layer: int, group: int, *, part: str, block_tokens: int, name: str
+) -> Plane:
+    """The plane of [B, H, N, W]. Several such blocks of N tokens may make one of the block table; its region is 0."""
+    size, tokens = view.element_size(), view.shape[2]
+    block, head, token, element = (stride * size for stride in view.stride())
+    split = block_tokens // tokens
+    return Plane(
+        layer=layer,
+        part=part,
+        group=group,
+        offset=int(view.storage_offset()) * size,
+        block_stride=block * split,
+        token_axis=(*([Step(split, block)] if split > 1 else []), Step(tokens, token)),
+        head_stride=head,
+        element_axis=(Step(codec.row_bytes // codec.element_bytes, element * codec.element_bytes // size),),
+        first_head=heads.first,
+        heads=heads.count,
+        total_heads=heads.total,
+        codec=codec,
+        name=name[:256],
+    )

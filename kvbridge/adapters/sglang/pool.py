@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kvbridge_proto.pool import Codec, Engine, Group, Layer, LayerKind, Plane, Shard, Step
+from kvbridge_proto.pool import Codec, Engine, Group, Layer, LayerKind, Plane, Shard
 from msgspec.structs import replace
 
 from ...cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from ...errors import OperatorError
 from ..engine.codecs import INDEX_KEYS, INDEX_SCALE_BYTES, INDEX_SCALES, INDEX_WIDTH, plain_rows
-from ..engine.memory import CODEC_OF, Memory
+from ..engine.memory import CODEC_OF, Memory, plane_of
 from ..engine.names import draft_name
 from ..engine.records import WHOLE, Heads, model_record
 from ..engine.unsupported import UNSUPPORTED, refusal
@@ -60,11 +60,6 @@ class LayerGroup:
     heads: Heads
     kept: Group
     index: Mapping[int, torch.Tensor] = field(default_factory=dict)
-
-    def counted(self, tensors: list[torch.Tensor]) -> Group:
-        """`tensors` are all that lie under its block table: of slots in three dimensions, else of pages."""
-        page = self.kept.block_tokens
-        return replace(self.kept, blocks=min(each.shape[0] // (page if each.dim() == 3 else 1) for each in tensors))
 
 
 def describe(
@@ -108,7 +103,7 @@ def describe(
         ),
         shard,
         tuple(
-            group.counted([tensor for tensor, plane in planes if plane.group == group.number])
+            replace(group.kept, blocks=min(view.shape[0] for view, plane in planes if plane.group == group.number))
             for _, group in sorted({each.number: each for each in reversed(groups)}.items())
         ),
         planes,
@@ -373,21 +368,58 @@ def _index_part(layer: int, indexer: Any) -> str:
 
 
 def _planes(group: LayerGroup, modules: Modules) -> Iterator[tuple[torch.Tensor, Plane]]:
-    """Each plane with its tensor."""
+    """Each plane with its rows as [pages, heads, tokens, width]."""
     pool = group.pool
     for index, layer in enumerate(group.layers):
         attention = modules.get((ATTENTION, layer))
         parts = {"latent": pool.kv_buffer} if _is_latent(pool) else {"k": pool.k_buffer, "v": pool.v_buffer}
-        for name, buffers in parts.items():
-            scale = _scale(attention, "v" if name == "v" else "k")
-            yield buffers[index], _plane(group, layer, name, buffers[index], scale, pool.dtype)
+        for part, buffers in parts.items():
+            codec = _codec(pool, part, buffers[index], _scale(attention, "v" if part == "v" else "k"))
+            yield _plane(group, layer, part, _paged(buffers[index], group), codec, group.heads)
         if (keys := group.index.get(layer)) is None:
             continue
-        name = _index_part(layer, modules.get((INDEXER, layer))) if _is_latent(pool) else INDEX_KEY
+        part = _index_part(layer, modules.get((INDEXER, layer))) if _is_latent(pool) else INDEX_KEY
         if keys.dim() == 2:
-            yield from ((keys, plane) for plane in _scaled_index_planes(group, layer, name, keys))
+            for name, view, codec in _scaled_index_keys(keys, part, group.kept.block_tokens):
+                yield _plane(group, layer, name, view, codec, WHOLE)
         else:
-            yield keys, _plane(group, layer, name, keys, _scale(attention, "idx_k"), keys.dtype)
+            codec = _codec(pool, part, keys, _scale(attention, "idx_k"))
+            yield _plane(group, layer, part, _paged(keys, group), codec, WHOLE)
+
+
+def _plane(
+    group: LayerGroup, layer: int, part: str, view: torch.Tensor, codec: Codec, heads: Heads
+) -> tuple[torch.Tensor, Plane]:
+    page, name = group.kept.block_tokens, f"layer {layer} {part}"
+    return view, plane_of(view, codec, heads, layer, group.number, part=part, block_tokens=page, name=name)
+
+
+def _codec(pool: Any, part: str, tensor: torch.Tensor, scale: float) -> Codec:
+    size, width = tensor.element_size(), tensor.shape[-1]
+    if part == "latent" and width != (numbers := _latent_width(pool)):
+        return Codec(name="fp8_ds_mla", width=numbers, element_bytes=size, row_bytes=width * size)
+    # SGLang keeps fp8 as bytes: only the pool says so.
+    return plain_rows(CODEC_OF[tensor.dtype if part == INDEX_KEY else pool.dtype], width, size, scale)
+
+
+def _paged(tensor: torch.Tensor, group: LayerGroup) -> torch.Tensor:
+    """Of [slots, heads, width], or in the layout `hnd` of pages already."""
+    if tensor.dim() == 4:
+        return tensor
+    (slots, heads, width), (slot, head, element), page = tensor.shape, tensor.stride(), group.kept.block_tokens
+    return tensor.as_strided((slots // page, heads, page, width), (page * slot, head, slot, element))
+
+
+def _scaled_index_keys(tensor: torch.Tensor, part: str, page: int) -> Iterator[tuple[str, torch.Tensor, Codec]]:
+    """Of [pages, bytes], as `_set_k_and_s_triton` in sglang/kernels/ops/kvcache/dsa_index_k_cache.py writes them.
+
+    Keys at token * 128, scales behind all keys of the page. Scales are fp32: powers of two by the fallback, any number
+    by `fused_store_index_k_cache`, whose readers take them whole. So they travel byte for byte, and must never be
+    packed to exponents.
+    """
+    for name, at, codec in ((part, 0, INDEX_KEYS), (f"{part}_scale", page * INDEX_WIDTH, INDEX_SCALES)):
+        shape, strides = (len(tensor), 1, page, codec.row_bytes), (tensor.stride(0), 0, codec.row_bytes, 1)
+        yield name, tensor.as_strided(shape, strides, int(tensor.storage_offset()) + at), codec
 
 
 def _scale(attention: Any, part: str) -> float:
@@ -396,62 +428,6 @@ def _scale(attention: Any, part: str) -> float:
     if said is None and (tensor := getattr(attention, f"{part}_scale", None)) is not None:
         said = float(tensor)
     return 1.0 if said is None else float(said)
-
-
-def _scaled_index_planes(group: LayerGroup, layer: int, part: str, tensor: torch.Tensor) -> Iterator[Plane]:
-    """Of [pages, bytes], as `_set_k_and_s_triton` in sglang/kernels/ops/kvcache/dsa_index_k_cache.py writes them.
-
-    Keys at token * 128, scales behind all keys of the page. Scales are fp32: powers of two by the fallback, any number
-    by `fused_store_index_k_cache`, whose readers take them whole. So they travel byte for byte, and must never be
-    packed to exponents.
-    """
-    page = group.kept.block_tokens
-    for name, at, codec in ((part, 0, INDEX_KEYS), (f"{part}_scale", page * INDEX_WIDTH, INDEX_SCALES)):
-        yield Plane(
-            layer=layer,
-            part=name,
-            group=group.number,
-            offset=int(tensor.storage_offset()) + at,
-            block_stride=tensor.stride(0),
-            token_axis=(Step(page, codec.row_bytes),),
-            head_stride=0,
-            element_axis=(Step(codec.width, codec.element_bytes),),
-            first_head=0,
-            heads=1,
-            total_heads=1,
-            codec=codec,
-            name=f"layer {layer} {name}",
-        )
-
-
-def _plane(group: LayerGroup, layer: int, part: str, tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> Plane:
-    """Of [slots, heads, width], or in the layout `hnd` [pages, heads, tokens, width]. SGLang keeps fp8 as bytes."""
-    size, width = tensor.element_size(), tensor.shape[-1]
-    strides = [stride * size for stride in tensor.stride()]
-    if tensor.dim() == 3:
-        slot, head, element = strides
-        block = group.kept.block_tokens * slot
-    else:
-        block, head, slot, element = strides
-    heads = WHOLE if part == INDEX_KEY else group.heads
-    codec = plain_rows(CODEC_OF[dtype], width, size, scale)
-    if part == "latent" and width != (numbers := _latent_width(group.pool)):
-        codec = Codec(name="fp8_ds_mla", width=numbers, element_bytes=size, row_bytes=width * size)
-    return Plane(
-        layer=layer,
-        part=part,
-        group=group.number,
-        offset=int(tensor.storage_offset()) * size,
-        block_stride=block,
-        token_axis=(Step(group.kept.block_tokens, slot),),
-        head_stride=head,
-        element_axis=(Step(width, element),),
-        first_head=heads.first,
-        heads=heads.count,
-        total_heads=heads.total,
-        codec=codec,
-        name=f"layer {layer} {part}",
-    )
 
 
 def _layers(groups: list[LayerGroup], planes: list[Plane], modules: Modules) -> dict[int, Layer]:

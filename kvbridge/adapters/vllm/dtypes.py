@@ -14,7 +14,7 @@ from ..engine.codecs import INDEX_SCALE_BYTES, ROW_SCALED
 from ..engine.memory import CODEC_OF
 from ..engine.unsupported import refusal
 from .backends import rows_of
-from .shapes import Cell, Spot
+from .shapes import Cell
 
 if TYPE_CHECKING:
     from .layers import KVLayer
@@ -110,22 +110,19 @@ def _plain_index_form(member: KVLayer) -> RowForm:
     return RowForm(name, Cell(1, key * size, 0, part="index_key"))
 
 
-def codec_of(member: KVLayer, form: RowForm, spot: Spot) -> Codec:
+def codec_of(member: KVLayer, form: RowForm, part: str, row_bytes: int) -> Codec:
     """The codec of one plane of the layer."""
-    cell, size = form.cell, member.tensor.element_size()
-    if spot.part.endswith("_scale"):
-        unit = cell.scale_unit
+    if part.endswith("_scale"):
+        unit = form.cell.scale_unit
         name: CodecName = form.scale if unit == 4 else "opaque"
-        return Codec(name=name, width=spot.width, element_bytes=unit, row_bytes=spot.width * unit)
+        return Codec(name=name, width=row_bytes // unit, element_bytes=unit, row_bytes=row_bytes)
     key, value = member.widths
-    width = value if spot.part == "v" else key
-    scales = member_scales(member)[spot.part] if form.name in ("fp8_e4m3", "fp8_e5m2") else ()
     return Codec(
         name=form.name,
-        width=width,
-        element_bytes=size,
-        row_bytes=spot.width * size,
-        scales=scales,
+        width=value if part == "v" else key,
+        element_bytes=member.tensor.element_size(),
+        row_bytes=row_bytes,
+        scales=member_scales(member)[part] if form.name in ("fp8_e4m3", "fp8_e5m2") else (),
         scale_codec=form.scale,
     )
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from kvbridge_proto.pool import Engine, Group, Plane, Shard, Step
+from kvbridge_proto.pool import Engine, Group, Plane, Shard
+from msgspec.structs import replace
 
 from ...errors import OperatorError
-from ..engine.memory import Memory
+from ..engine.memory import Memory, plane_of
 from .backends import rows_of
 from .cpu import halves
 from .dtypes import codec_of, form_of
 from .layers import KVLayer, kind_of, members_of, model_of, window_of
 from .plugin import NAME
-from .shapes import Spot, halves_of
+from .shapes import views_of
 from .versions import check_groups, transfer_groups
 
 if TYPE_CHECKING:
@@ -82,55 +82,34 @@ def _groups(cache: KVCacheConfig, config: VllmConfig) -> tuple[Group, ...]:
     )
 
 
-def _planes(member: KVLayer, blocks: int) -> Iterator[Plane]:
+def _planes(member: KVLayer, blocks: int) -> Iterable[Plane]:
     """The planes of one layer."""
-    tensor, heads = member.tensor, member.held
-    form = form_of(member)
+    form, tokens = form_of(member), int(member.spec.block_size)
     if (slots := getattr(member.spec, "num_head_slots", None)) is not None:
-        reason = f"{member.name}: num_head_slots {slots} for {heads.count} heads, whose order kvbridge does not know"
-        raise OperatorError("layout_unknown", reason)
-    try:
-        spots = halves_of(
-            tensor.shape, tensor.stride(), tensor.element_size(), form.cell, int(member.spec.block_size), blocks
-        )
-    except OperatorError as error:
-        raise OperatorError(error.code, f"{member.name}: {error}") from error
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    for spot in _cpu(member, spots) if rows_of(member.attention) == "cpu" else spots:
-        yield Plane(
-            layer=member.layer,
-            part=spot.part,
-            group=member.group,
-            offset=start + spot.offset,
-            block_stride=spot.block_stride,
-            token_axis=spot.token_axis,
-            head_stride=spot.head_stride,
-            element_axis=spot.element_axis,
-            first_head=heads.first,
-            heads=heads.count,
-            total_heads=heads.total,
-            codec=codec_of(member, form, spot),
-            name=(member.owner or member.name)[:256],
-        )
+        reason = f"num_head_slots {slots} for {member.heads} heads, whose order kvbridge does not know"
+        raise OperatorError("layout_unknown", f"{member.name}: {reason}")
+    planes, name = [], member.owner or member.name
+    for part, view in views_of(member.name, member.tensor, form.cell, tokens, blocks).items():
+        codec, where = codec_of(member, form, part, view.shape[-1] * view.element_size()), (member.layer, member.group)
+        planes.append(plane_of(view, codec, member.held, *where, part=part, block_tokens=tokens, name=name))
+    return _cpu(member, planes) if rows_of(member.attention) == "cpu" else planes
 
 
-def _cpu(member: KVLayer, spots: list[Spot]) -> list[Spot]:
+def _cpu(member: KVLayer, planes: list[Plane]) -> Iterator[Plane]:
     """CPU attention treats each (block, head) as one run of memory: the K half, then the V half."""
     tensor, size, (key, value) = member.tensor, member.tensor.element_size(), member.widths
     is_dense = tensor.dim() == 4 and tensor.stride(3) == 1 and tensor.stride(2) == key + value
-    if not is_dense or key != value or [spot.part for spot in spots] != ["k", "v"]:
+    if not is_dense or key != value or [plane.part for plane in planes] != ["k", "v"]:
         raise OperatorError(
             "layout_unknown",
             f"{member.name}: KV cache {tuple(tensor.shape)} with strides {tensor.stride()}, "
             "CPU attention needs dense cells with equal K and V",
         )
     tokens = tensor.shape[2]
-    found = []
-    for place, (spot, half) in enumerate(zip(spots, halves(_isa(member), tokens, key, size), strict=True)):
-        outer: tuple[Step, ...] = spot.token_axis[:-1]
-        offset = spot.offset - place * key * size + place * tokens * key * size
-        found.append(replace(spot, offset=offset, token_axis=(*outer, *half.tokens), element_axis=half.elements))
-    return found
+    for place, (plane, half) in enumerate(zip(planes, halves(_isa(member), tokens, key, size), strict=True)):
+        offset = plane.offset + place * (tokens - 1) * key * size
+        token_axis = (*plane.token_axis[:-1], *half.tokens)
+        yield replace(plane, offset=offset, token_axis=token_axis, element_axis=half.elements)
 
 
 def _isa(member: KVLayer) -> str:

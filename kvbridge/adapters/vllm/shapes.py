@@ -1,4 +1,4 @@
-"""Where K, V or a latent lie in a layer's tensor, for every shape that vLLM has given its KV cache since 0.26. Pure.
+"""Where K, V or a latent lie in a layer's tensor, for every shape that vLLM has given its KV cache since 0.26.
 
 Nothing here looks at a version: dimensions and sizes decide. That of attention is (B, H, N, 2D), that of MLA (B, N, W),
 and (B, 1, N, W) from 0.29 on.
@@ -9,10 +9,9 @@ is outermost in memory (NHD, HND, all layers of a block side by side, a page wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvbridge_proto.pool import Step
+import torch
 
 from ...errors import OperatorError
 
@@ -44,79 +43,49 @@ class Cell:
         return self.key_bytes + self.value_bytes + self.scale_bytes * (2 if self.value_bytes else 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
-    """One plane of a layer: its part, and where its rows are, in bytes from the tensor's first element.
-
-    `width` counts the elements of a row.
-    """
-
-    part: str
-    offset: int
-    block_stride: int
-    token_axis: tuple[Step, ...]
-    head_stride: int
-    element_axis: tuple[Step, ...]
-    width: int
-
-
-def halves_of(
-    shape: Sequence[int], strides: Sequence[int], element_bytes: int, cell: Cell, block_tokens: int, blocks: int
-) -> list[Spot]:
-    """The planes of a tensor. `strides` count elements; `blocks` and `block_tokens` are the block table's.
+def views_of(name: str, tensor: torch.Tensor, cell: Cell, block_tokens: int, blocks: int) -> dict[str, torch.Tensor]:
+    """Each part of a layer's rows as [B, H, N, W]. `blocks` and `block_tokens` are the block table's.
 
     Raises OperatorError for another shape than the two that are known.
     """
-    found = f"KV cache {tuple(shape)} with strides {tuple(strides)}"
-    if not _fits(shape, element_bytes, cell, block_tokens, blocks):
-        width = cell.bytes // element_bytes
+    size, tokens = tensor.element_size(), tensor.shape[-2] if tensor.dim() > 1 else 0
+    found = f"{name}: KV cache {tuple(tensor.shape)} with strides {tuple(tensor.stride())}"
+    if not _fits(tensor, cell, block_tokens, blocks):
+        width = cell.bytes // size
         expected = f"[B, {cell.heads}, N, {width}]" if cell.value_bytes else f"[B, N, {width}] or [B, 1, N, {width}]"
         raise OperatorError(
             "shape_unknown",
-            f"{found} of {element_bytes}-byte elements, for {blocks} blocks of {block_tokens} tokens: "
-            f"expected {expected}",
+            f"{found} of {size}-byte elements, for {blocks} blocks of {block_tokens} tokens: expected {expected}",
         )
-    if cell.scale_bytes and strides[-1] != 1:
+    if cell.scale_bytes and tensor.stride(-1) != 1:
         raise OperatorError("shape_unknown", f"{found}: rows with scales must be dense in the last dimension")
-    return list(_spots(shape, [stride * element_bytes for stride in strides], element_bytes, cell, block_tokens))
+    block, *head, token, element = tensor.stride()
+    shape = (tensor.shape[0], cell.heads, tokens)
+    outer, start = (block, *(head or [0])), tensor.storage_offset()
+    if cell.is_apart:
+        row, scale = cell.key_bytes, cell.scale_bytes
+        return {
+            cell.part: tensor.as_strided((*shape, row), (*outer, row, 1)),
+            f"{cell.part}_scale": tensor.as_strided((*shape, scale), (*outer, scale, 1), start + tokens * row),
+        }
+    cells, at, views = tensor.as_strided((*shape, tensor.shape[-1]), (*outer, token, element)), 0, {}
+    for part, row_bytes in (("k", cell.key_bytes), ("v", cell.value_bytes)):
+        if row_bytes:
+            part = part if cell.value_bytes else cell.part
+            end = at + row_bytes // size
+            views[part] = cells[..., at:end]
+            if cell.scale_bytes:
+                views[f"{part}_scale"] = cells[..., end : end + cell.scale_bytes]
+            at = end + cell.scale_bytes
+    return views
 
 
-def _fits(shape: Sequence[int], size: int, cell: Cell, block_tokens: int, blocks: int) -> bool:
-    if len(shape) not in (3, 4) or shape[-1] * size != cell.bytes:
+def _fits(tensor: torch.Tensor, cell: Cell, block_tokens: int, blocks: int) -> bool:
+    if tensor.dim() not in (3, 4) or tensor.shape[-1] * tensor.element_size() != cell.bytes:
         return False
-    tokens = shape[-2]
-    if tokens == 0 or block_tokens % tokens or shape[0] != blocks * (block_tokens // tokens):
+    tokens = tensor.shape[-2]
+    if tokens == 0 or block_tokens % tokens or tensor.shape[0] != blocks * (block_tokens // tokens):
         return False
     if cell.is_apart and not cell.is_paged and tokens != block_tokens:
         return False
-    return shape[1] == cell.heads if len(shape) == 4 else not cell.value_bytes
-
-
-def _spots(shape: Sequence[int], strides: Sequence[int], size: int, cell: Cell, block_tokens: int) -> Iterator[Spot]:
-    """Here `strides` are in bytes. V follows K in a cell."""
-    tokens, token = shape[-2], strides[-2]
-    ratio, kernel_block, step = block_tokens // tokens, strides[0], strides[-1]
-    split = (Step(ratio, kernel_block),) if ratio > 1 else ()
-    head_stride = strides[1] if len(shape) == 4 else 0
-    second = (cell.key_bytes // size) * step + cell.scale_bytes
-    rows = [("k", 0, cell.key_bytes), ("v", second, cell.value_bytes)]
-    if not cell.value_bytes:
-        rows = [(cell.part, 0, cell.key_bytes)]
-    for part, offset, row_bytes in rows:
-        token_stride = row_bytes if cell.is_apart else token
-        token_axis = (*split, Step(tokens, token_stride))
-        width = row_bytes // size
-        yield Spot(part, offset, kernel_block * ratio, token_axis, head_stride, (Step(width, step),), width)
-        if cell.scale_bytes:
-            at, stride = offset + row_bytes, token
-            if cell.is_apart:
-                at, stride = offset + tokens * row_bytes, cell.scale_bytes
-            yield Spot(
-                f"{part}_scale",
-                at,
-                kernel_block * ratio,
-                (*split, Step(tokens, stride)),
-                head_stride,
-                (Step(cell.scale_bytes // cell.scale_unit, cell.scale_unit),),
-                cell.scale_bytes // cell.scale_unit,
-            )
+    return tensor.shape[1] == cell.heads if tensor.dim() == 4 else not cell.value_bytes

@@ -12,8 +12,11 @@ from math import prod
 
 import pytest
 import torch
+from kvbridge_proto.pool import Codec, Plane
 
-from kvbridge.adapters.vllm.shapes import Cell, Spot, halves_of
+from kvbridge.adapters.engine.memory import plane_of
+from kvbridge.adapters.engine.records import Heads
+from kvbridge.adapters.vllm.shapes import Cell, views_of
 from kvbridge.errors import OperatorError
 from testing.refusals import refused
 from tests.integration.adapters.small import places
@@ -122,17 +125,16 @@ def tensor_of(case: Case) -> torch.Tensor:
     return view.permute(*(case.order.index(dimension) for dimension in range(len(inner))))
 
 
-def read(storage: torch.Tensor, start: int, spot: Spot, heads: int, unit: int) -> torch.Tensor:
-    """[token of the table, head, byte of the row], by the spot's own arithmetic."""
+def read(storage: torch.Tensor, plane: Plane) -> torch.Tensor:
+    """[token of the table, head, byte of the row], by the plane's own arithmetic."""
     where = (
-        start
-        + spot.offset
-        + (torch.arange(BLOCKS) * spot.block_stride)[:, None, None, None]
-        + places(spot.token_axis)[:, None, None]
-        + (torch.arange(heads) * spot.head_stride)[:, None]
-        + places(spot.element_axis)
+        plane.offset
+        + (torch.arange(BLOCKS) * plane.block_stride)[:, None, None, None]
+        + places(plane.token_axis)[:, None, None]
+        + (torch.arange(plane.heads) * plane.head_stride)[:, None]
+        + places(plane.element_axis)
     )
-    return storage[where[..., None] + torch.arange(unit)].flatten(0, 1).flatten(2)
+    return storage[where[..., None] + torch.arange(plane.codec.element_bytes)].flatten(0, 1).flatten(2)
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.name} of {case.kernel}")
@@ -146,14 +148,16 @@ def test_every_number_lies_where_the_engine_puts_it(case: Case) -> None:
         values = torch.randint(0, 256, (len(slots), heads, width * size), generator=generator, dtype=torch.uint8)
         view[slots // case.kernel, slots % case.kernel] = values.view(view.dtype)
         written[part] = values
-    size = cache.element_size()
-    spots = halves_of(cache.shape, cache.stride(), size, case.cell, TOKENS, BLOCKS)
-    assert {spot.part for spot in spots} == set(written)
+    views = views_of("layer", cache, case.cell, TOKENS, BLOCKS)
+    assert set(views) == set(written)
     storage = torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage())
-    for spot in spots:
-        unit = written[spot.part].shape[-1] // spot.width
-        got = read(storage, cache.storage_offset() * size, spot, case.cell.heads, unit)
-        assert torch.equal(got, written[spot.part]), spot.part
+    heads = Heads(0, case.cell.heads, case.cell.heads)
+    for part, view in views.items():
+        row_bytes, unit = written[part].shape[-1], view.element_size()
+        unit = case.cell.scale_unit if part.endswith("_scale") else unit
+        codec = Codec(name="opaque", width=row_bytes // unit, element_bytes=unit, row_bytes=row_bytes)
+        plane = plane_of(view, codec, heads, 0, 0, part=part, block_tokens=TOKENS, name=part)
+        assert torch.equal(read(storage, plane), written[part]), part
 
 
 @pytest.mark.parametrize(
@@ -178,13 +182,12 @@ def test_every_number_lies_where_the_engine_puts_it(case: Case) -> None:
     ],
 )
 def test_names_what_it_does_not_know(shape: tuple[int, ...], changed: dict, text: str) -> None:
-    strides = torch.empty(shape, device="meta").stride()
+    dtype = torch.uint8 if changed.get("size") == 1 else torch.bfloat16
     with refused(OperatorError, "shape_unknown", text):
-        size, kept = changed.get("size", 2), changed.get("cell", cell(2))
-        halves_of(shape, strides, size, kept, TOKENS, changed.get("blocks", BLOCKS))
+        views_of("layer", torch.empty(shape, dtype=dtype), changed.get("cell", cell(2)), TOKENS, BLOCKS)
 
 
 def test_refuses_rows_with_scales_that_are_not_dense() -> None:
-    shape = (BLOCKS, HEADS, TOKENS, 2 * (WIDTH + 4))
+    cache = torch.empty(BLOCKS, HEADS, TOKENS, 4 * (WIDTH + 4), dtype=torch.uint8)[..., ::2]
     with refused(OperatorError, "shape_unknown", "must be dense"):
-        halves_of(shape, (1, 2, 3, 2), 1, cell(1, scale_bytes=4), TOKENS, BLOCKS)
+        views_of("layer", cache, cell(1, scale_bytes=4), TOKENS, BLOCKS)
