@@ -7,6 +7,7 @@ memory with those in the other's.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +19,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from testing.http_server import HttpServer
+
 from .model import prompt
-from .processes import ServerProcess, python_with
+from .processes import python_with
 from .rows import difference, load, wait_room
-from .servers import ANSWER_S, DemoFleet, DemoServer, ask_vllm, exit_on_signals
+from .servers import DemoFleet, DemoServer, ask_vllm, exit_on_signals
 
 PROMPTS = (40, 300, 1000)
 DECODED = 16
@@ -94,7 +97,7 @@ def _carry_all(fleet: DemoFleet, seeds: Iterator[int], sender: DemoServer, recei
 
 
 def _carry(
-    fleet: DemoFleet, proxy: ServerProcess, sender: DemoServer, receiver: DemoServer, tokens: list[int]
+    fleet: DemoFleet, proxy: HttpServer, sender: DemoServer, receiver: DemoServer, tokens: list[int]
 ) -> RealOutcome:
     """One prompt. Each engine is asked alone afterwards, so that no memory has the rows before they are carried."""
     before, began = fleet.moved_bytes(receiver), time.perf_counter()
@@ -106,9 +109,9 @@ def _carry(
     return RealOutcome(sender, receiver, len(tokens), moved, tuple(alone), carried, wrong, seconds)
 
 
-def _generate(server: ServerProcess, tokens: list[int]) -> tuple[int, ...]:
-    answer = server.ask("/generate", {"input_ids": tokens, "sampling_params": SAMPLING}, ANSWER_S)
-    return tuple(answer["output_ids"])
+def _generate(server: HttpServer, tokens: list[int]) -> tuple[int, ...]:
+    answer = server.answer("/generate", {"input_ids": tokens, "sampling_params": SAMPLING})
+    return tuple(json.loads(answer)["output_ids"])
 
 
 def compare(folder: Path, sender: DemoServer, receiver: DemoServer, tokens: int) -> str:

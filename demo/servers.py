@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge.loopback.processes import AgentProcess, agents, moved_bytes
+from testing.http_server import HttpServer
 
-from .processes import SETTINGS, ServerProcess, free_port
+from .processes import SETTINGS, free_port
 from .pythonpath import of_checkout
 from .vllm_cpu import SETTINGS as VLLM_SETTINGS
 
 START_S = 600.0  # start-up of an engine that shares two busy cores with five others
 MOST_TOKENS = 1 << 14  # room for KV in each engine
-ANSWER_S = 60.0
 VLLM_SERVER = VLLM_SETTINGS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 SGLANG_SETTINGS = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
@@ -60,7 +60,7 @@ class DemoFleet:
         self.folder = folder
         self.rows = folder / "rows"
         self.rows.mkdir()
-        self.servers: dict[DemoServer, ServerProcess] = {}
+        self.servers: dict[DemoServer, HttpServer] = {}
         self._stack = stack
         self._pythons = pythons
         self._model = str(folder / "model")
@@ -76,9 +76,9 @@ class DemoFleet:
             self._agents[engine] = [next(started) for _ in range(engine.agents)]
             self.servers[engine] = self._start(engine)
         for server in self.servers.values():
-            server.wait_well(START_S)
+            server.wait_up(seconds=START_S)
 
-    def _start(self, engine: DemoServer) -> ServerProcess:
+    def _start(self, engine: DemoServer) -> HttpServer:
         port, bootstrap = free_port(), free_port()
         socket = str(self.folder / f"{engine.name}-{{rank}}.sock")
         if engine.kind == "vllm":
@@ -94,7 +94,8 @@ class DemoFleet:
         command = ["nice", "-n", "10"] if engine.ranks > 1 else []
         command += [self._pythons[engine.kind], "-m", f"demo.{engine.kind}_rows"]
         command += [*flags, "--host", "127.0.0.1", "--port", str(port)]
-        server = ServerProcess(self.folder, engine.name, command, port, SETTINGS | settings | of_checkout())
+        log = self.rows / f"{engine.name}.log"  # where it runs, and leaves rows
+        server = HttpServer(command, port, log, SETTINGS | settings | of_checkout())
         self._stack.callback(server.kill)
         return server
 
@@ -103,14 +104,14 @@ class DemoFleet:
         return sum(map(moved_bytes, self._agents[engine]))
 
     @contextmanager
-    def proxy(self, sender: DemoServer, receiver: DemoServer) -> Iterator[ServerProcess]:
+    def proxy(self, sender: DemoServer, receiver: DemoServer) -> Iterator[HttpServer]:
         """Run a proxy in front of this pair."""
         port = free_port()
         command = [sys.executable, "-m", "kvbridge.cli", "proxy", "--listen", f"127.0.0.1:{port}"]
         command += ["--prefill", self._places[sender], "--decode", self._places[receiver].partition(",")[0]]
-        proxy = ServerProcess(self.folder, f"proxy-{sender.name}-{receiver.name}", command, port)
+        proxy = HttpServer(command, port, self.folder / f"proxy-{sender.name}-{receiver.name}.log")
         try:
-            proxy.wait_well(START_S)
+            proxy.wait_up(seconds=START_S)
             yield proxy
         finally:
             proxy.kill()
@@ -131,10 +132,10 @@ def vllm_flags(model: str, block_tokens: int, socket: str, on_failure: str, role
     ]
 
 
-def ask_vllm(server: ServerProcess, tokens: list[int], count: int) -> list[int]:
+def ask_vllm(server: HttpServer, tokens: list[int], count: int) -> list[int]:
     """The tokens that a vLLM server, or a proxy, answers greedily. Raises OperatorError."""
     body = {"prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    answered: list[int] = server.ask("/v1/completions", body, ANSWER_S)["choices"][0]["token_ids"]
+    answered: list[int] = json.loads(server.answer("/v1/completions", body))["choices"][0]["token_ids"]
     return answered
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from kvbridge.errors import OperatorError
 from kvbridge.loopback.processes import AgentProcess, end
+from testing.http_server import HttpServer
 
-from .processes import SETTINGS, ServerProcess, free_port
+from .processes import SETTINGS, free_port
 from .pythonpath import of_demo_alone
 from .servers import VLLM_SERVER, vllm_flags
 
@@ -28,7 +29,7 @@ class UpgradeMember:
     """One engine and its agent. Both keep their ports."""
 
     agent: AgentProcess
-    engine: ServerProcess
+    engine: HttpServer
 
     def __init__(self, role: str, number: int) -> None:
         self.role = role
@@ -44,7 +45,7 @@ class UpgradeMember:
 class UpgradeFleet:
     """All processes, with files in `folder`; they end with `stack`. Upgrades go from `wheel` to this kvbridge."""
 
-    proxy: ServerProcess
+    proxy: HttpServer
 
     def __init__(self, folder: Path, stack: ExitStack, python: str, wheel: Path) -> None:
         self.members = [UpgradeMember(role, number) for role in ("decode", "prefill") for number in (1, 2)]
@@ -53,7 +54,8 @@ class UpgradeFleet:
         self._python = python
         self._listed = folder / "engines"
         self._fetched = 0.0  # tokens, by agents that are gone
-        (folder / "rows").mkdir()
+        self._runs = folder / "runs"  # where no kvbridge is found but that which is told
+        self._runs.mkdir()
         model = str(folder / "model")
         subprocess.run([python, "-m", "demo.model", model], check=True, capture_output=True)
         with zipfile.ZipFile(wheel) as archive:
@@ -72,13 +74,13 @@ class UpgradeFleet:
             member.agent.wait_serving()
             self._start_engine(member, self._of_wheel)
         for member in self.members:
-            member.engine.wait_well(START_S)
+            member.engine.wait_up(seconds=START_S)
         self._list(self.members)
         port = free_port()
         command = [sys.executable, "-m", "kvbridge.cli", "proxy", "--engines", str(self._listed)]
-        self.proxy = ServerProcess(self._folder, "proxy", [*command, "--listen", f"127.0.0.1:{port}"], port)
+        self.proxy = HttpServer([*command, "--listen", f"127.0.0.1:{port}"], port, self._runs / "proxy.log")
         self._stack.callback(self.proxy.kill)
-        self.proxy.wait_well(STEP_S)
+        self.proxy.wait_up(seconds=STEP_S)
         wait("the proxy to take all engines", lambda: all(map(self._is_healthy, self.members)))
 
     def upgrade_agent(self, member: UpgradeMember) -> tuple[float, float]:
@@ -103,7 +105,7 @@ class UpgradeFleet:
         end(member.engine.process)
         member.engine.kill()  # processes that it may have left behind
         self._start_engine(member, self._of_this)
-        member.engine.wait_well(START_S)
+        member.engine.wait_up(seconds=START_S)
         wait(f"{member.name} to attach", lambda: member.agent.status().engine is not None)
         self._list(self.members)
         self.proxy.process.send_signal(signal.SIGHUP)
@@ -135,7 +137,7 @@ class UpgradeFleet:
             *("--host", "127.0.0.1", "--port", str(member.port)),
         ]
         settings = SETTINGS | VLLM_SERVER | version
-        member.engine = ServerProcess(self._folder, f"{member.name}-engine", command, member.port, settings)
+        member.engine = HttpServer(command, member.port, self._runs / f"{member.name}-engine.log", settings)
         self._stack.callback(member.engine.kill)
 
     def _list(self, members: Sequence[UpgradeMember]) -> None:
@@ -151,7 +153,7 @@ class UpgradeFleet:
         role, _, engine = member.line.partition(" ")
         wanted = f'kvbridge_proxy_engine_{name}{{engine="{engine}",role="{role}"}} '
         values = [
-            line.removeprefix(wanted) for line in self.proxy.page("/metrics").splitlines() if line.startswith(wanted)
+            line.removeprefix(wanted) for line in self.proxy.answer("/metrics").splitlines() if line.startswith(wanted)
         ]
         return float(values[0]) if values else 0.0
 

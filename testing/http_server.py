@@ -1,4 +1,4 @@
-"""A program that serves HTTP on a port of this host, started and asked by tests."""
+"""A program that serves HTTP on a port of this host, started and asked by demo, bench and tests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbridge.errors import OperatorError
+from kvbridge.loopback.processes import tail
+
 START_S, ANSWER_S = 180.0, 60.0
 
 
 class HttpServer:
-    """It runs in the folder of its log, in a session of its own. `environment` is added to ours."""
+    """It runs in the folder of its log, with what it starts in one process group. `environment` is added to ours."""
 
     def __init__(self, command: Sequence[str], port: int, log: Path, environment: dict[str, str] | None = None) -> None:
         self.port = port
@@ -25,7 +28,8 @@ class HttpServer:
         with log.open("ab") as out:
             self.process = subprocess.Popen(
                 command, env=os.environ | (environment or {}), cwd=log.parent, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                stdout=out, stderr=subprocess.STDOUT,
+                process_group=0,  # not a session: Linux gives all sessions equal shares, whatever `nice` says inside
             )  # fmt: skip
 
     @property
@@ -42,6 +46,16 @@ class HttpServer:
         """Status and text of the whole answer."""
         with self.opened(path, body, seconds, headers) as answer:
             return answer.status, answer.read().decode(errors="replace")
+
+    def answer(self, path: str, body: Any = None, seconds: float = ANSWER_S) -> str:
+        """The text of a good answer. Raises OperatorError (`demo_engine`)."""
+        try:
+            status, text = self.ask(path, body, seconds)
+        except (OSError, http.client.HTTPException) as error:
+            status, text = 0, str(error)
+        if status != 200:
+            raise OperatorError("demo_engine", f"{self.name}: {status} {text}; its log ends:\n{self.tail()}")
+        return text
 
     @contextlib.contextmanager
     def opened(
@@ -71,17 +85,18 @@ class HttpServer:
         return False
 
     def wait_up(self, path: str = "/health", seconds: float = START_S) -> None:
+        """Raises OperatorError (`demo_engine`) with the end of its log."""
         end = time.monotonic() + seconds
         while not self.is_up(path):
-            is_gone = self.process.poll() is not None
-            assert not is_gone and time.monotonic() < end, f"does not serve:\n{self.tail()}"
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise OperatorError("demo_engine", f"{self.name} does not serve; its log ends:\n{self.tail()}")
             time.sleep(0.2)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
     def tail(self, lines: int = 60) -> str:
-        return "\n".join(self.text().splitlines()[-lines:])
+        return tail(self.log, lines)
 
     def kill(self) -> None:
         """With the processes that it has started, at once."""

@@ -132,7 +132,7 @@ class Running:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The leading process of each part, whose CPU time is counted together with its session's."""
+        """The leading process of each part, whose CPU time is counted together with its group's."""
         parts = {role: server.process.pid for role, server in self.servers.items()}
         return parts | {f"{role}'s agent": each.process.pid for role, each in self.agents.items()}
 
@@ -163,8 +163,8 @@ def start(setup: Setup, folder: Path, model: Path, stack: ExitStack) -> Running:
 
 
 def _pin(leads: int, cores: set[int]) -> None:
-    """Pin every thread of a session, because vLLM's NixlConnector moves the computing thread to the last core."""
-    for pid in _session(leads):
+    """Pin every thread of a process group, because vLLM's NixlConnector moves the computing thread to the last core."""
+    for pid in _group(leads):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(int(thread.name), cores)
@@ -251,17 +251,17 @@ class Busy:
     def _now(self) -> dict[str, float]:
         fields = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
         user, nice, system, _, _, hard, soft, stolen = fields[:8]
-        spent = {name: sum(map(_spent_s, _session(leads))) for name, leads in self._parts.items()}
+        spent = {name: sum(map(_spent_s, _group(leads))) for name, leads in self._parts.items()}
         told = {"machine": user + nice + system + hard + soft, "stolen": stolen}
         return spent | {"client": time.process_time()} | {name: each / TICKS for name, each in told.items()}
 
 
-def _session(leads: int) -> list[int]:
-    """A process and all others in the session that it leads."""
+def _group(leads: int) -> list[int]:
+    """A process and all others in the process group that it leads."""
     found = []
     for pid in (int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal()):
         with contextlib.suppress(OSError):
-            if leads in (pid, os.getsid(pid)):
+            if leads in (pid, os.getpgid(pid)):
                 found.append(pid)
     return found
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvbridge.errors import OperatorError
 from testing.kept import kept
 from testing.waiting import wait_for
 from tests.support.hostile_prefill import RANK, SERVER, Prefill
@@ -155,6 +156,6 @@ def test_memory_is_given_back_and_taken_again(fleet: Fleet, name: str) -> None:
 def test_a_name_that_nobody_knows_in_the_environment_stops_the_server(fleet: Fleet, tmp_path: Path) -> None:
     """Loudly: SGLang only logs what goes wrong in a plugin, so it must not go wrong there."""
     config = replace(CONFIGS["p16"], environment={"KVBRIDGE_ENGINE_SOKET": "/x"})
-    with Server(config, fleet._model, tmp_path, "misspelt") as server, pytest.raises(AssertionError) as died:
+    with Server(config, fleet._model, tmp_path, "misspelt") as server, pytest.raises(OperatorError) as died:
         server.wait_ready()
     assert "KVBRIDGE_ENGINE_SOKET: not an option" in str(died.value)
