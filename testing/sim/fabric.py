@@ -6,7 +6,6 @@ when the initiator polls and finds the write over.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,8 @@ from kvbridge_proto.codec import BadFrame, decode, encode
 from kvbridge_proto.peer import Notice
 
 from kvbridge.errors import FabricError
-from kvbridge.transport.fabric import FabricEvent, Noticed, WriteFailed, WriteLate, Wrote
+from kvbridge.transport.fabric import WriteFailed, Wrote
+from testing import fabric
 
 from .faults import FAULTS_END_S
 from .matter import NOTHING
@@ -41,19 +41,12 @@ FORGERIES: tuple[dict[str, Any], ...] = (
 DYING_S = 0.02  # how long the writes of a killed process may still land; no restart is that fast
 
 
-@dataclass(slots=True)
-class Write:
-    """A write under way. Its local bytes are read when it lands, not when it is posted."""
+@dataclass(slots=True, kw_only=True)
+class Write(fabric.Write):
+    """`ended` is how, before its sender has seen it."""
 
-    id: int
     sender: Process
-    incarnation: str
-    local: int
-    remote: int
-    notice: bytes
-    deadline: float
-    is_late: bool = False
-    ended: FabricEvent | None = None
+    ended: Wrote | WriteFailed | None = None
 
 
 class DataNetwork:
@@ -132,7 +125,7 @@ class DataNetwork:
         most = self._world.pick((0.004, 0.008, 0.016, 2.0))
         self._world.clock.at(min(self._world.clock.now + self._world.uniform(0.0, most), FAULTS_END_S - 1e-3), land)
 
-    def _end(self, write: Write, ended: FabricEvent) -> None:
+    def _end(self, write: Write, ended: Wrote | WriteFailed) -> None:
         write.ended = ended
         write.sender.rouse()
 
@@ -191,25 +184,16 @@ class DataNetwork:
         target.arrived(encode(forged))
 
 
-class SlotFabric:
-    """Keeps the contract of `fabric.Fabric` in a simulated process."""
+class SlotFabric(fabric.PlayedFabric[Write]):
+    """That of a simulated process."""
 
     kind = "simulated"
 
     def __init__(self, process: Process, name: str) -> None:
+        super().__init__(name)
         self._process = process
-        self._name = name
-        self._peers: set[str] = set()
-        self._lost: set[str] = set()
-        self._writes: dict[int, Write] = {}
-        self._count = 0
-        self._notices: deque[bytes] = deque()
 
     def register(self, address: int, size: int, *, is_target: bool = True) -> None: ...
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def successor(self, name: str) -> tuple[bytes, Callable[[], None]]:
         raise FabricError("fabric_unavailable", "all agents of this network are on one machine")
@@ -225,58 +209,31 @@ class SlotFabric:
             raise FabricError("descriptor_of_another_incarnation", f"incarnation: {incarnation}")
         self._peers.add(incarnation)
 
-    def disconnect(self, incarnation: str) -> None:
-        self._peers.discard(incarnation)
-        self._lost.discard(incarnation)
-
     def distrust(self, incarnation: str) -> None: ...  # writes of this network wait for no connection
 
     def write(
         self, incarnation: str, local_address: int, remote_address: int, size: int, notice: bytes, deadline: float
     ) -> int:
-        self._check(incarnation)
-        self._count += 1
-        write = Write(self._count, self._process, incarnation, local_address, remote_address, notice, deadline)
+        number, sender = self._next(incarnation), self._process
+        write = Write(number, incarnation, local_address, remote_address, size, notice, deadline, sender=sender)
         self._writes[write.id] = write
-        self._process.thread.post(deadline - self._process.world.clock.now + 1e-6, self._process.rouse)
-        self._process.world.data.post(write)
-        return write.id
+        sender.thread.post(deadline - sender.world.clock.now + 1e-6, sender.rouse)
+        sender.world.data.post(write)
+        return number
 
     def notify(self, incarnation: str, notice: bytes) -> None:
-        self._check(incarnation)
-        self._process.world.data.notify(self._process, incarnation, notice)
+        self._next(incarnation)
+        self._tell(incarnation, notice)
 
-    def _check(self, incarnation: str) -> None:
-        if incarnation not in self._peers:
-            raise FabricError("peer_not_connected", f"peer: {incarnation} is not connected")
-        if incarnation in self._lost and any(write.incarnation == incarnation for write in self._writes.values()):
-            raise FabricError("peer_lost", f"peer: writes to {incarnation} are still to fail")
-        self._lost.discard(incarnation)
+    def _ended(self, write: Write) -> Wrote | WriteFailed | None:
+        return write.ended
+
+    def _tell(self, incarnation: str, notice: bytes) -> None:
+        self._process.world.data.notify(self._process, incarnation, notice)
 
     def arrived(self, notice: bytes) -> None:
         self._notices.append(notice)
         self._process.rouse_if_looking()
-
-    def poll(self, now: float) -> list[FabricEvent]:
-        events: list[FabricEvent] = []
-        for write in list(self._writes.values()):
-            if write.ended is not None:
-                del self._writes[write.id]
-                if isinstance(write.ended, WriteFailed):
-                    self._lost.add(write.incarnation)
-                elif write.notice:
-                    self._process.world.data.notify(self._process, write.incarnation, write.notice)
-                events.append(write.ended)
-            elif now >= write.deadline and not write.is_late:
-                write.is_late = True
-                events.append(WriteLate(write.id))
-        while self._notices:
-            events.append(Noticed(self._notices.popleft()))
-        return events
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._writes)
 
     @property
     def under_way(self) -> int:

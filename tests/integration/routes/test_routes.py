@@ -38,7 +38,7 @@ from kvbridge.routes.slots.jobs import Jobs
 from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.routes.slots.slot_route import Landing, Target
 from kvbridge.transport.fabric import WriteFailed, WriteLate, Wrote
-from testing.fabric_loopback import LoopbackFabric, LoopbackNetwork
+from testing.fabric import LoopbackFabric, LoopbackNetwork
 from testing.oracle import Shape, block_table, build, tables_of
 from testing.proc import mapped
 from testing.refusals import refused
