@@ -1,4 +1,4 @@
-"""Thousands of requests name addresses where nobody listens: they fail, and nothing else suffers."""
+"""Hundreds of requests name addresses where nobody listens: they fail, and nothing else suffers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from testing.pairs import Benches
 from testing.proc import descriptors
 from testing.waiting import wait_for
 
-MADE_UP = 3000
-LIMITS = (256, 1024)  # of descriptors, soft and hard
-PATIENCE_S = 40.0  # a slow machine tries 200 addresses a second, a busy one fewer than 100
+LIMITS = (128, 512)  # of descriptors, soft and hard
+MADE_UP = 600  # more links than that
+PATIENCE_S = 20.0  # a slow machine tries 200 addresses a second, a busy one fewer than 100
 CODES = {"peer_unreachable", "too_many_links", "deadline"}
 
 
@@ -29,13 +29,13 @@ def test_made_up_addresses_neither_detach_the_engine_nor_keep_a_real_sender_out(
     sender.offer("real", table, 32)
     before, most = descriptors(receiver.agent.process.pid), 0
     for number in range(MADE_UP):
-        receiver.want(f"made up {number}", f"tcp://127.0.7.7:{2000 + number}", table, range(32))
+        receiver.want(f"made up {number}", f"tcp://127.0.7.7:{2000 + number}", table, range(32), deadline_s=5.0)
         if number == MADE_UP // 2:
             receiver.want("real", address, table, range(32), deadline_s=2 * PATIENCE_S)
         if number % 100 == 0:
             most = max(most, descriptors(receiver.agent.process.pid))
-    assert isinstance(receiver.answer("real"), Done)
-    failed = [receiver.answer(f"made up {number}") for number in range(MADE_UP)]
+    assert isinstance(receiver.answer("real", 3 * PATIENCE_S), Done)
+    failed = [receiver.answer(f"made up {number}", 3 * PATIENCE_S) for number in range(MADE_UP)]
     assert all(isinstance(each, Failed) for each in failed)
     assert {each.code for each in failed} <= CODES
     assert most < LIMITS[1] * 3 // 4, f"{most} descriptors, {before} before"
@@ -51,5 +51,5 @@ def test_an_agent_raises_its_soft_limit_to_the_hard_one(tmp_path: Path) -> None:
     with agent(tmp_path, "a", nofile=LIMITS) as running:
         limits = Path(f"/proc/{running.process.pid}/limits").read_text()
         (line,) = [line for line in limits.splitlines() if line.startswith("Max open files")]
-        assert line.split()[3:5] == ["1024", "1024"]
-        assert "enough for 48 peers each way" in running.text()
+        assert line.split()[3:5] == ["512", "512"]
+        assert "enough for 16 peers each way" in running.text()

@@ -67,13 +67,14 @@ def test_it_lets_others_have_their_turn() -> None:
 
 def test_what_comes_ends_a_nap_at_once() -> None:
     async def run() -> float:
-        loop = asyncio.get_running_loop()
-        Linger(1.0, LONG_NAP_S).keep_awake()
+        loop, linger = asyncio.get_running_loop(), Linger(1.0, LONG_NAP_S)
+        linger.keep_awake()
         await asyncio.sleep(0)
         came = loop.create_future()
         threading.Timer(0.1, loop.call_soon_threadsafe, (came.set_result, None)).start()  # it naps then
         began = loop.time()
         await came
+        linger._until = 0.0  # it would nap once more
         return loop.time() - began
 
     assert _in_a_thread(run()) < SOON_S
@@ -81,12 +82,13 @@ def test_what_comes_ends_a_nap_at_once() -> None:
 
 def test_what_already_waits_in_the_loop_is_called_before_it_naps() -> None:
     async def run() -> float:
-        loop = asyncio.get_running_loop()
+        loop, linger = asyncio.get_running_loop(), Linger(1.0, LONG_NAP_S)
         over = loop.create_future()
         began = loop.time()
-        Linger(1.0, LONG_NAP_S).keep_awake()
+        linger.keep_awake()
         loop.call_soon(lambda: loop.call_soon(lambda: over.set_result(None)))
         await over
+        linger._until = 0.0
         return loop.time() - began
 
     assert _in_a_thread(run()) < SOON_S
