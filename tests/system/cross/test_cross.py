@@ -118,7 +118,9 @@ def of_vllm(*start: str, plugin: Path | None = None, backend: str = "") -> dict[
 WHOLE = "whole windows"
 BOTH, SGLANG = ("sglang", "vllm"), ("sglang",)
 SPARSE: dict[str, Any] = dict(
-    of_vllm=of_vllm("sixteen", "two-sixteen", plugin=DSA, backend=BACKEND), of_sglang={"changes": of_dsa.CHANGES}
+    of_vllm=of_vllm("sixteen", "two-sixteen", plugin=DSA, backend=BACKEND),
+    of_sglang={"changes": of_dsa.CHANGES},
+    start=("d64", "p64", "d64-two", "p64-two"),
 )
 SPARSE_PAIRS: tuple[Pairs, Pairs] = (
     (("sixteen", "d64"), ("two-sixteen", "d64"), ("sixteen", "d64-two")),
@@ -138,7 +140,11 @@ KINDS = {
     # With 111 tokens, as with every 32nd number, vLLM gives up a block that it would need for the last token itself.
     # It keeps the window of 712 tokens from 608 on, as far as one begins that ends with its last whole block.
     "windows": Kind(
-        dict(write=write_alike_halves, of_vllm=of_vllm("small", "two", "alone")),
+        dict(
+            write=write_alike_halves,
+            of_vllm=of_vllm("small", "two", "alone"),
+            start=("d16", "p32", "d16-two", "p32-two", "alone"),
+        ),
         (("small", "d16"), ("two", "d16"), ("small", "d16-two")),
         (("p32", "small"), ("p32-two", "small"), ("p32", "two")),
         (2, 79, 80, 81, 111, 112, 300, 712),
@@ -148,7 +154,7 @@ KINDS = {
     ),
     # SGLang keeps all tokens of these windows, in one pool with the other layers, and vLLM does not: one way only.
     WHOLE: Kind(
-        dict(write=write_gemma3, of_vllm=of_vllm("small", "alone")),
+        dict(write=write_gemma3, of_vllm=of_vllm("small", "alone"), start=("d16", "p32", "alone")),
         (),
         (("p32", "small"),),
         (2, WINDOW + 1, 300),
@@ -160,6 +166,7 @@ KINDS = {
             write=write_plain_sparse,
             of_vllm=of_vllm("large", "two-large", plugin=MINIMAX),
             of_sglang={"changes": of_minimax.CHANGES, "write": of_minimax.write},
+            start=("d128", "p64", "d16-two", "p64-two", "alone"),
         ),
         (("large", "d128"), ("two-large", "d128"), ("large", "d16-two")),
         (("p64", "large"), ("p64-two", "large"), ("p64", "two-large")),
@@ -172,6 +179,7 @@ KINDS = {
         dict(
             write=partial(write_latent, rope_scaling=YARN),
             of_vllm=of_vllm("sixteen", "two-sixteen", backend=BACKEND),
+            start=("d16", "p16", "d16-two", "p16-two", "alone"),
         ),
         (("sixteen", "d16"), ("two-sixteen", "d16"), ("sixteen", "d16-two")),
         (("p16", "sixteen"), ("p16-two", "sixteen"), ("p16", "two-sixteen")),
