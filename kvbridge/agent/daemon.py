@@ -30,7 +30,7 @@ from prometheus_client import disable_created_metrics
 
 from ..dataplane.data_plane import DataPlane
 from ..dataplane.resources import open_resources
-from ..dataplane.watchdog import STUCK_S
+from ..dataplane.threads import STUCK_S
 from ..errors import OperatorError
 from ..exchange.orders import ReceivingReport, SendingReport
 from ..exchange.receiver import Receiver
@@ -86,7 +86,7 @@ SWITCH_S = 0.0002
 def run(config: AgentConfig, stuck_s: float = STUCK_S, supervision: Supervision | None = None) -> None:
     """Run one agent until SIGTERM or SIGINT. Raises OperatorError or FabricError when it cannot start.
 
-    Does not return if the data plane is stuck: the process ends with the EXIT_CODE of dataplane/watchdog.py.
+    Does not return if the data plane is stuck: the process ends with the EXIT_CODE of dataplane/threads.py.
     """
     set_up(config.log_level, config.log_format, errors := LastErrors())
     faulthandler.enable()  # systemd's watchdog ends us with SIGABRT: the log then has every thread's stack

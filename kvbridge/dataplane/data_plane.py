@@ -2,9 +2,9 @@
 
 The loop gives it orders, one or a few per transfer, and gets reports in the order of events (orders.py). The thread
 itself decides which chunk is sent next and whether one that lands counts (send_orders.py, receive_orders.py), so rows
-do not wait for the loop. A job is a generator (awaits.py): it reads from top to bottom, and many are under way at once.
-While nothing is in flight the thread sleeps on an eventfd. Otherwise it polls, with naps between: a thread that spins
-keeps the interpreter from the loop.
+do not wait for the loop. A job is a generator (attached.py): it reads from top to bottom, and many are under way at
+once. While nothing is in flight the thread sleeps on an eventfd. Otherwise it polls, with naps between: a thread that
+spins keeps the interpreter from the loop.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from ..routes.slots.send_orders import SendOrders
 from ..routes.slots.slot_route import Landing
 from ..transport.fabric import Noticed
 from ..unix_socket import close_fds
-from .attached import AttachedMemory
-from .awaits import (
+from .attached import (
+    AttachedMemory,
     Event,
     Job,
     Settle,
@@ -76,10 +76,9 @@ from .awaits import (
     WaitWrite,
 )
 from .fills import Fills
-from .linger import LINGER_NAP_S, Linger, nap_exactly, usual_naps
 from .receive_orders import LandedChunk, ReceiveOrders
 from .resources import Resources, StagingEndpoints
-from .watchdog import STUCK_S, Watchdog, end_process
+from .threads import LINGER_NAP_S, STUCK_S, Linger, Watchdog, end_process, nap_exactly, usual_naps
 
 log = logging.getLogger("kvbridge.data_plane")
 T = TypeVar("T")

@@ -14,8 +14,7 @@ from ..device.copier import Moved
 from ..device.memory import AttachedPool
 from ..exchange.orders import Failure, Fill, Filled
 from ..geometry.plan import Part
-from .attached import AttachedMemory
-from .awaits import Event, Job, Wait, WaitCopier, WaitMove, begun, failure_of, started
+from .attached import AttachedMemory, Event, Job, Wait, WaitCopier, WaitMove, begun, failure_of, started
 from .receive_orders import OrderedReceive, ReceiveOrders
 from .resources import Resources
 

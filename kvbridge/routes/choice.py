@@ -1,7 +1,7 @@
 """Chooses the route to a receiver's slots and proves it: a pattern is written where only probes go, and timed.
 
-Runs on the data plane's thread, as one of its jobs (awaits.py). A route that does not work shows here, before a request
-depends on it. UCX, for example, silently falls back to a tenth of a percent of NVLink's rate.
+Runs on the data plane's thread, as one of its jobs (attached.py). A route that does not work shows here, before a
+request depends on it. UCX, for example, silently falls back to a tenth of a percent of NVLink's rate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvbridge_proto.peer import Probe, Route
 
-from ..dataplane.awaits import Event, Wait
+from ..dataplane.attached import Event, Wait
 from ..dataplane.resources import Resources
 from ..device.staging import Span, lane_of
 from ..errors import FabricError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
-from ..dataplane.awaits import Event, Wait
+from ..dataplane.attached import Event, Wait
 from ..errors import FabricError
 from ..exchange.route import Rate
 from ..transport.fabric import WriteFailed, WriteLate

@@ -16,8 +16,7 @@ from kvbridge_proto.peer import FabricCard
 from kvbridge.agent.daemon import IDLE_TICK_S, TICK_S, Agent
 from kvbridge.agent.doors import Doors
 from kvbridge.agent.metrics import Metrics
-from kvbridge.dataplane.attached import AttachedMemory, EngineLiveness
-from kvbridge.dataplane.awaits import WaitEngineHeard, WaitFence, WaitLease
+from kvbridge.dataplane.attached import AttachedMemory, EngineLiveness, WaitEngineHeard, WaitFence, WaitLease
 from kvbridge.dataplane.data_plane import IDLE_S, DataPlane
 from kvbridge.dataplane.receive_orders import LandedChunk
 from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints

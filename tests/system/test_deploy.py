@@ -11,7 +11,7 @@ import pytest
 
 from kvbridge.agent.supervisor import CHECKS
 from kvbridge.config import load
-from kvbridge.dataplane.watchdog import STUCK_S
+from kvbridge.dataplane.threads import STUCK_S
 from kvbridge.options import ENVIRONMENT_PREFIX, AgentConfig, options
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

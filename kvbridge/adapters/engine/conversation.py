@@ -339,8 +339,8 @@ class Conversation:
         For an engine that must compute on. If its forward overwrote blocks while a chunk is gathered from them, the
         chunk would hold another request's KV, and nothing would show it. The agent answers when its reads have ended,
         within a chunk's time. If it stays silent for READERS_S after it could hear us, it is given up, and what it
-        reads from then on does not count (dataplane/awaits.py: GATHER_HEARD_S). If it is lost, for whatever reason, we
-        wait at most READERS_S from the loss (link.py: ReadsOver).
+        reads from then on does not count (dataplane/attached.py: GATHER_HEARD_S). If it is lost, for whatever reason,
+        we wait at most READERS_S from the loss (link.py: ReadsOver).
         """
         offers, ends, asked_at = list(offers), None, self._clock()
         link = self._link

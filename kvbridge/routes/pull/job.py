@@ -15,8 +15,8 @@ from functools import partial
 
 from kvbridge_proto.peer import Sum
 
-from ...dataplane.attached import AttachedMemory
-from ...dataplane.awaits import (
+from ...dataplane.attached import (
+    AttachedMemory,
     Event,
     Job,
     Settle,

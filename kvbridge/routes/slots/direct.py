@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvbridge_proto.peer import Route, SlotLease
 
-from ...dataplane.awaits import Wait, WaitMove
+from ...dataplane.attached import Wait, WaitMove
 from ...dataplane.resources import Resources
 from ...dataplane.slots import SendSlot
 from ...device import driver

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from kvbridge_proto.codec import encode
 from kvbridge_proto.peer import Notice, Probe, Route
 
-from ...dataplane.attached import AttachedMemory
-from ...dataplane.awaits import (
+from ...dataplane.attached import (
+    AttachedMemory,
     Event,
     Job,
     Settle,

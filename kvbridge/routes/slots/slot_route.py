@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvbridge_proto.peer import FabricCard, Route, SlotLease
 
-from ...dataplane.awaits import Wait, WaitWrite
+from ...dataplane.attached import Wait, WaitWrite
 from ...dataplane.resources import Resources, StagingEndpoint
 from ...dataplane.slots import SendSlot
 from ...device.staging import Span

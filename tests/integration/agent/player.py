@@ -20,8 +20,8 @@ from kvbridge.agent.peers import Peers
 from kvbridge.agent.receiver_runner import ReceiverRunner
 from kvbridge.agent.record import Record
 from kvbridge.agent.sender_runner import SenderRunner
-from kvbridge.dataplane.linger import Linger
 from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.dataplane.threads import Linger
 from kvbridge.exchange.orders import ReceivingOrder, SendingOrder
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.sender import Sender

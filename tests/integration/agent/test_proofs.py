@@ -12,7 +12,7 @@ import pytest
 from kvbridge_proto.peer import PROBE_LANES, Hello, Refuse, Welcome
 
 from kvbridge.agent.incoming_peers import MOST_GREETINGS, PROOF_TURN_S
-from kvbridge.dataplane.awaits import Job, WaitWrite
+from kvbridge.dataplane.attached import Job, WaitWrite
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.exchange.route import Routed

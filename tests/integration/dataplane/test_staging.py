@@ -17,8 +17,8 @@ from kvbridge_proto.status import SlotCounts
 from msgspec.structs import replace as replace_struct
 
 from kvbridge.dataplane.data_plane import DataPlane
-from kvbridge.dataplane.linger import TIMER_SLACK_NS
 from kvbridge.dataplane.resources import ROOM_ON_GPU, _copier, open_resources
+from kvbridge.dataplane.threads import TIMER_SLACK_NS
 from kvbridge.device import copier_gpu
 from kvbridge.errors import FabricError, OperatorError
 from kvbridge.exchange.route import Routed, Site

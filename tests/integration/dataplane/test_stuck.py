@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from kvbridge_proto.engine import Detach, Detached, Released
 
-from kvbridge.dataplane.watchdog import EXIT_CODE, Watchdog
+from kvbridge.dataplane.threads import EXIT_CODE, Watchdog
 from testing.agents import AgentProcess, OracleEngine
 from testing.oracle import Shape, build
 from testing.pairs import Bench

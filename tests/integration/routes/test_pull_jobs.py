@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvbridge.dataplane.awaits import Job, WaitCopier, WaitKernels, WaitLease, WaitMove
+from kvbridge.dataplane.attached import Job, WaitCopier, WaitKernels, WaitLease, WaitMove
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.device.copier import Compiling, Moved

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kvbridge_kernels.segment import Span
 
-from kvbridge.dataplane.awaits import Job, WaitMove, WaitWrite
+from kvbridge.dataplane.attached import Job, WaitMove, WaitWrite
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.device.copier import Moved
 from kvbridge.errors import EngineError, FabricError
@@ -32,7 +32,7 @@ class Memory:
 
     @contextmanager
     def hold(self) -> Iterator[Any]:
-        yield SimpleNamespace(memories=self.regions)
+        yield self.regions
 
 
 def measured(memory: Memory, took_s: list[float]) -> tuple[Rate, list[tuple[Span, Span]]]:

@@ -18,8 +18,17 @@ import pytest
 from kvbridge_proto.peer import DeviceCard, Probe, SlotLease, Sum
 from msgspec.structs import replace as replace_struct
 
-from kvbridge.dataplane.attached import KEPT_WITHDRAWALS, AttachedMemory, EngineLiveness
-from kvbridge.dataplane.awaits import Job, WaitEngineHeard, WaitFence, WaitMove, WaitWrite, taken_back
+from kvbridge.dataplane.attached import (
+    KEPT_WITHDRAWALS,
+    AttachedMemory,
+    EngineLiveness,
+    Job,
+    WaitEngineHeard,
+    WaitFence,
+    WaitMove,
+    WaitWrite,
+    taken_back,
+)
 from kvbridge.dataplane.data_plane import GATHERING_S, DataPlane
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints

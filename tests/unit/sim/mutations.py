@@ -18,8 +18,7 @@ from kvbridge.agent.outgoing_peers import OutgoingPeer, OutgoingPeers, ProbeLane
 from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.sender_runner import SenderRunner
 from kvbridge.dataplane import fills, receive_orders
-from kvbridge.dataplane.attached import AttachedMemory
-from kvbridge.dataplane.awaits import WaitEngineHeard, WaitFence
+from kvbridge.dataplane.attached import AttachedMemory, WaitEngineHeard, WaitFence
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.resources import StagingEndpoints

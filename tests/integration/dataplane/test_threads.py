@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from kvbridge.dataplane.linger import Linger
+from kvbridge.dataplane.threads import Linger
 
 T = TypeVar("T")
 
