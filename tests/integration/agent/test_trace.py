@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def carry(toy: dict[str, Any], prefill: Path, decode: Path) -> None:
     """One prompt, wanted before it is offered, with deadlines that no busy machine meets."""
     sender = toy["ToyEngine"]("prefill", str(prefill), 16, torch.bfloat16, False)
     receiver = toy["ToyEngine"]("decode", str(decode), 24, torch.float32, True)
-    with sender.talk, receiver.talk:
+    with closing(sender.talk), closing(receiver.talk):
         sender.attach()
         receiver.attach()
         receiver.allocate("one", 99)
