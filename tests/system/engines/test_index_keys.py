@@ -46,15 +46,6 @@ def test_every_rank_gets_the_index_keys_whatever_the_number_of_ranks(sparse: Fle
             assert ours.rows[layer, "index_key_scale"].shape == (length - 1, 1, SCALE)
 
 
-def test_what_the_receiver_has_in_its_prefix_cache_is_not_fetched_again(sparse: Fleet) -> None:
-    first = prompt(100, seed=7)
-    sparse.crossed("sixteen", "two-sixteen", first)
-    longer = first[:90] + prompt(120, seed=8)
-    answer, ours, theirs = sparse.crossed("sixteen", "two-sixteen", longer)
-    assert answer.cached == len(longer) - 1
-    assert_carried(ours, theirs)
-
-
 class TestInterrupted(Interrupted):
     @pytest.fixture
     def pairs(self, sparse: Fleet) -> Pairs:
