@@ -79,7 +79,7 @@ class EngineClient:
     process whose end we could not see, unless `allow_unwatched`: its kernels may write our memory after its socket has
     closed.
     `unsent_bytes` and `stall_s` bound how much data, and for how long, an agent that does not read may hold back. A
-    child forked while connected must call `drop_copy`, or the agent could not see this process die.
+    child forked while connected must call `close`, or the agent could not see this process die.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class EngineClient:
         self._limits = limits
         self._pidfd_of = pidfd_of
         self._socket: socket.socket | None = None
-        self._pidfd = -1
+        self.pidfd = -1  # readable once the agent's process is gone; -1 where that cannot be known
         self._news = select.poll()  # of the socket and the process
         self._is_hung_up = False  # nothing more is sent
         self._reader: FrameReader[ToEngine] = FrameReader(ToEngine, limits)
@@ -125,17 +125,12 @@ class EngineClient:
         return self._socket is None
 
     @property
-    def pidfd(self) -> int:
-        """A descriptor that is readable once the agent's process is gone; -1 where that cannot be known."""
-        return self._pidfd
-
-    @property
     def is_agent_gone(self) -> bool:
         """Whether the agent's process is known to be gone. Until then its kernels may run, whatever its socket says."""
-        if self._pidfd < 0:
+        if self.pidfd < 0:
             return False
         poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
+        poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
     @property
@@ -162,8 +157,8 @@ class EngineClient:
         try:
             attempt.connect(self.path)
             self._check_uid(attempt)
-            self._pidfd = self._pidfd_of(attempt)
-            if self._pidfd < 0 and not self._allow_unwatched:
+            self.pidfd = self._pidfd_of(attempt)
+            if self.pidfd < 0 and not self._allow_unwatched:
                 reason = f"allow_unwatched: off, and there is no pidfd of the process that listens at {self.path}"
                 raise OperatorError("agent_unwatched", reason)
         except (OSError, OperatorError) as error:
@@ -174,7 +169,7 @@ class EngineClient:
         self._socket, self.is_barred = attempt, False
         self._is_hung_up = False
         self._news = select.poll()
-        for each in (attempt.fileno(), self._pidfd):
+        for each in (attempt.fileno(), self.pidfd):
             if each >= 0:
                 self._news.register(each, select.POLLIN)
         self._reader = FrameReader(ToEngine, self._limits)
@@ -287,13 +282,9 @@ class EngineClient:
         """Close the connection and stop watching the agent's process. Idempotent."""
         if self._socket is not None:
             self._lose(why)
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-
-    def drop_copy(self) -> None:
-        """In a forked child: close its copies of our descriptors. Sends nothing to the agent."""
-        self.close("forked: the connection is the parent's")
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
 
     def _flush(self) -> None:
         try:

@@ -201,7 +201,7 @@ class AgentLink:
 
     def drop_copy(self) -> None:
         """In a forked child: close what it inherited, or the agent could not see the engine die. Sends nothing."""
-        self.client.drop_copy()
+        self.client.close("forked: the connection is the parent's")
         self.lock = threading.RLock()
         self._step(LinkEvent.CLOSE)
         self.attached, self.is_closed = None, True

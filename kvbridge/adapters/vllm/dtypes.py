@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,17 +25,8 @@ LATENT: dict[int, CodecName] = {656: "fp8_ds_mla", 584: "fp8_ds_v4", 528: "fp8_d
 V4_SCALE_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class RowForm:
-    """The codec of a layer's rows, the tensor's cells that follow from it, and the codec of scales beside rows."""
-
-    name: CodecName
-    cell: Cell
-    scale: CodecName = "fp32"
-
-
-def form_of(member: KVLayer) -> RowForm:
-    """Raises OperatorError for numbers that no codec of ours describes."""
+def cell_of(member: KVLayer) -> Cell:
+    """What one (head, token) holds. Raises OperatorError for numbers that no codec of ours describes."""
     if member.is_index:
         is_plain = rows_of(member.attention) == "plain_index_key"
         return _plain_index_form(member) if is_plain else _index_form(member)
@@ -44,17 +35,17 @@ def form_of(member: KVLayer) -> RowForm:
     if said in ROW_SCALED and size == 1 and key == value:
         name = ROW_SCALED[said]
         row = key // 2 if name == "int4_row_scale" else key
-        return RowForm(name, Cell(heads, row, row, scale_bytes=4, scale_unit=1 if name == "int4_row_scale" else 4))
+        return Cell(heads, row, row, scale_bytes=4, scale_unit=1 if name == "int4_row_scale" else 4, codec=name)
     if member.is_latent and "ds_mla" in said and size == 1:
         row = tensor.shape[-1]
         if row in LATENT:
             if LATENT[row] == "fp8_ds_v4":
-                cell = Cell(heads, row - V4_SCALE_BYTES, 0, V4_SCALE_BYTES, scale_unit=1, is_apart=True)
-                return RowForm("fp8_ds_v4", cell)
-            return RowForm(LATENT[row], Cell(heads, row, 0))
+                row -= V4_SCALE_BYTES
+                return Cell(heads, row, 0, V4_SCALE_BYTES, scale_unit=1, is_apart=True, codec="fp8_ds_v4")
+            return Cell(heads, row, 0, codec=LATENT[row])
     plain = FP8.get(said) if tensor.dtype == torch.uint8 else CODEC_OF.get(tensor.dtype)
     if plain is not None and member.quant_mode in ("NONE", "FP8_PER_TENSOR"):
-        return RowForm(plain, Cell(heads, key * size, value * size))
+        return Cell(heads, key * size, value * size, codec=plain)
     raise refusal(
         "codec_unknown",
         "vllm",
@@ -63,7 +54,7 @@ def form_of(member: KVLayer) -> RowForm:
     )
 
 
-def _index_form(member: KVLayer) -> RowForm:
+def _index_form(member: KVLayer) -> Cell:
     """Keys in fp8, each with one scale, which is a power of two: all writers have `scale_fmt` "ue8m0".
 
     Where the kernels that read them want no fp32 (SM100, 0.33), writers store its exponent in each of the four bytes.
@@ -81,11 +72,12 @@ def _index_form(member: KVLayer) -> RowForm:
             f"{width} x {torch.uint8} in order: {key} fp8 numbers and a scale; no setting of the engine helps",
         )
     is_packed = getattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: False)()
-    cell = Cell(1, key, 0, INDEX_SCALE_BYTES, is_apart=True, is_paged=True, part=INDEX_KEY)
-    return RowForm("fp8_row_scale", cell, "ue8m0_x4" if is_packed else "pow2_fp32")
+    scales: CodecName = "ue8m0_x4" if is_packed else "pow2_fp32"
+    row = Cell(1, key, 0, INDEX_SCALE_BYTES, codec="fp8_row_scale", scale_codec=scales, part=INDEX_KEY)
+    return replace(row, is_apart=True, is_paged=True)
 
 
-def _plain_index_form(member: KVLayer) -> RowForm:
+def _plain_index_form(member: KVLayer) -> Cell:
     """MiniMax M3's: a row of numbers for each token, in fp8 without a scale (`storeElemsFp8` of the writer).
 
     The writer counts slots over all blocks, where readers follow the tensor's strides: so these must be dense.
@@ -107,23 +99,23 @@ def _plain_index_form(member: KVLayer) -> RowForm:
             "one after another; needs VLLM_KV_CACHE_LAYOUT LBNHC or LBHNC",
         )
     size = tensor.element_size()
-    return RowForm(name, Cell(1, key * size, 0, part="index_key"))
+    return Cell(1, key * size, 0, part="index_key", codec=name)
 
 
-def codec_of(member: KVLayer, form: RowForm, part: str, row_bytes: int) -> Codec:
+def codec_of(member: KVLayer, cell: Cell, part: str, row_bytes: int) -> Codec:
     """The codec of one plane of the layer."""
     if part.endswith("_scale"):
-        unit = form.cell.scale_unit
-        name: CodecName = form.scale if unit == 4 else "opaque"
+        unit = cell.scale_unit
+        name: CodecName = cell.scale_codec if unit == 4 else "opaque"
         return Codec(name=name, width=row_bytes // unit, element_bytes=unit, row_bytes=row_bytes)
     key, value = member.widths
     return Codec(
-        name=form.name,
+        name=cell.codec,
         width=value if part == "v" else key,
         element_bytes=member.tensor.element_size(),
         row_bytes=row_bytes,
-        scales=member_scales(member)[part] if form.name in ("fp8_e4m3", "fp8_e5m2") else (),
-        scale_codec=form.scale,
+        scales=member_scales(member)[part] if cell.codec in ("fp8_e4m3", "fp8_e5m2") else (),
+        scale_codec=cell.scale_codec,
     )
 
 

@@ -13,7 +13,7 @@ from ...errors import OperatorError
 from ..engine.memory import Memory, plane_of
 from .backends import rows_of
 from .cpu import halves
-from .dtypes import codec_of, form_of
+from .dtypes import cell_of, codec_of
 from .layers import KVLayer, kind_of, members_of, model_of, window_of
 from .plugin import NAME
 from .shapes import views_of
@@ -84,13 +84,13 @@ def _groups(cache: KVCacheConfig, config: VllmConfig) -> tuple[Group, ...]:
 
 def _planes(member: KVLayer, blocks: int) -> Iterable[Plane]:
     """The planes of one layer."""
-    form, tokens = form_of(member), int(member.spec.block_size)
+    cell, tokens = cell_of(member), int(member.spec.block_size)
     if (slots := getattr(member.spec, "num_head_slots", None)) is not None:
         reason = f"num_head_slots {slots} for {member.heads} heads, whose order kvbridge does not know"
         raise OperatorError("layout_unknown", f"{member.name}: {reason}")
     planes, name = [], member.owner or member.name
-    for part, view in views_of(member.name, member.tensor, form.cell, tokens, blocks).items():
-        codec, where = codec_of(member, form, part, view.shape[-1] * view.element_size()), (member.layer, member.group)
+    for part, view in views_of(member.name, member.tensor, cell, tokens, blocks).items():
+        codec, where = codec_of(member, cell, part, view.shape[-1] * view.element_size()), (member.layer, member.group)
         planes.append(plane_of(view, codec, member.held, *where, part=part, block_tokens=tokens, name=name))
     return _cpu(member, planes) if rows_of(member.attention) == "cpu" else planes
 

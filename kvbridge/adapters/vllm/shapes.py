@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from kvbridge_proto.pool import CodecName
 
 from ...errors import OperatorError
 
@@ -26,6 +27,7 @@ class Cell:
     is_apart      the scales of a block are stored behind all its rows instead
     is_paged      that block is the kernel's, of which a block of the table may have several
     part          what the row is, if there is no V
+    codec         of the rows, and `scale_codec` of scales beside them
     """
 
     heads: int
@@ -36,6 +38,8 @@ class Cell:
     is_apart: bool = False
     is_paged: bool = False
     part: str = "latent"
+    codec: CodecName = "opaque"
+    scale_codec: CodecName = "fp32"
 
     @property
     def bytes(self) -> int:

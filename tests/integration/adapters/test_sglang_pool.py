@@ -204,6 +204,7 @@ def test_a_latent_is_one_plane_on_every_rank() -> None:
         (4, 2, [(0, 2), (2, 2)]),
         (4, 4, [(0, 1), (1, 1), (2, 1), (3, 1)]),
         (2, 4, [(0, 1), (0, 1), (1, 1), (1, 1)]),
+        (1, 2, [(0, 1), (0, 1)]),
     ],
 )
 def test_each_rank_says_which_heads_it_holds(total: int, size: int, held: list[tuple[int, int]]) -> None:

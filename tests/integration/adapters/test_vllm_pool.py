@@ -24,7 +24,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvbridge.adapters.engine.memory import Memory
-from kvbridge.adapters.engine.records import Heads
 from kvbridge.adapters.vllm import worker
 from kvbridge.adapters.vllm.pool import describe
 from kvbridge.errors import OperatorError
@@ -191,19 +190,6 @@ def test_groups_of_an_older_vllm_all_travel() -> None:
     assert len(pool.groups) == 1 and len(pool.planes) == 6
     half = build(tensors("LBNH", 3), older=True, shard=Shard(tp_rank=1, tp_size=2), total_heads=2 * HEADS)
     assert {(plane.first_head, plane.heads, plane.total_heads) for plane in half.planes} == {(HEADS, HEADS, 2 * HEADS)}
-
-
-@pytest.mark.parametrize(
-    ("total", "size", "expected"),
-    [
-        (8, 4, [(0, 2), (2, 2), (4, 2), (6, 2)]),
-        (2, 4, [(0, 1), (0, 1), (1, 1), (1, 1)]),
-        (1, 2, [(0, 1), (0, 1)]),
-    ],
-)
-def test_heads_follow_vllms_rule_of_replication(total: int, size: int, expected: list[tuple[int, int]]) -> None:
-    found = [Heads.of(total, rank, size) for rank in range(size)]
-    assert [(heads.first, heads.count) for heads in found] == expected
 
 
 def draft(heads: int = HEADS, model: str = "/models/eagle") -> Any:
