@@ -6,7 +6,7 @@ import importlib.util
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def pair(folder: Path, route: str) -> Iterator[Pair]:
         agent(folder, "decode", device="cpu", routes=route) as taker,
     ):
         made = Pair(giver, taker)
-        with made.sender.talk, made.receiver.talk:
+        with closing(made.sender.talk), closing(made.receiver.talk):
             made.sender.attach()
             made.receiver.attach()
             yield made
