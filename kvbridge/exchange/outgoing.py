@@ -6,6 +6,8 @@ import abc
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
 from kvbridge_proto.peer import Claim, RouteToSender
 
@@ -13,11 +15,36 @@ from ..geometry.plan import Plan
 from ..geometry.tokens import BlockTable
 from ..states import OfferState, TransferState
 from .actions import Action
-from .answers import ANSWERS, Known
 from .containers import Deadlines, Recent
 from .orders import RouteReport
 from .session import Session
 from .transfer import Transfer
+
+
+class NotOffered(NamedTuple):
+    code: str
+    reason: str
+
+
+class Known(NotOffered, Enum):
+    """What a sender knows of the offers under a rendezvous id if none of them is free for a claim: why it refuses it.
+
+    It does so once the prefill is known to have ended, by the receiver (`Claim.is_offered`) or the engine (`NoOffer`),
+    and all is read that the engine had said when the claim came. Before that an offer may still come: equal prompts
+    share a rendezvous id, and a claim may be first.
+    """
+
+    NOTHING = NotOffered(
+        code="unknown_offer", reason="nothing was offered under this id since our engine attached, as far as we know"
+    )
+    TAKEN = NotOffered(code="already_fetched", reason="another request fetches what was offered under this id")
+    FETCHED = NotOffered(
+        code="already_fetched", reason="what was offered under this id went to another request: an offer serves one"
+    )
+    DECLINED = NotOffered(
+        code="already_declined", reason="what was offered under this id was declined: its receiver needed none of it"
+    )
+    ENDED = NotOffered(code="offer_over", reason="what was offered under this id is over")
 
 
 @dataclass(slots=True)
@@ -303,14 +330,13 @@ class Rendezvous:
 
         Everything that our engine had sent when the claim came has been read.
         """
-        if self.offer_for(claim) is not None:
+        if not self.is_all_offered(claim) or self.offer_for(claim) is not None:
             return None
         ended_as, _ = self._ended_calls.get(call_of(claim.rendezvous), (None, 0.0))
         known, over = self._last.get(claim.rendezvous, (Known.NOTHING, ended_as))
         if claim.rendezvous in self._offers:
             known, over = Known.TAKEN, None
-        refusal = ANSWERS[self.is_all_offered(claim), known]
-        return None if refusal is None else over or (refusal.code, refusal.reason)
+        return over or (known.code, known.reason)
 
     def _forget(self, ended: EndedOffer) -> None:
         del self._by_age[ended]

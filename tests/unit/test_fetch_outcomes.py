@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbridge.exchange.answers import ANSWERS
+from kvbridge.exchange.outgoing import Known
 from kvbridge.fetch_outcomes import CAUSES, WARN_EVERY_S, WARN_SOON_S, FetchOutcomes
 
 
@@ -37,7 +37,7 @@ def test_it_names_how_many_why_and_which_share_came() -> None:
 
 
 def test_whatever_a_claim_is_answered_with_has_a_cause() -> None:
-    answers = {refusal.code for refusal in ANSWERS.values() if refusal is not None}
+    answers = {known.code for known in Known}
     assert answers | {"started_after_it_was_offered", "prefill_refused"} <= CAUSES.keys()
 
 

@@ -11,8 +11,7 @@ from kvbridge_proto.engine import Failed, NoOffer
 from kvbridge_proto.peer import Drained
 
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.answers import ANSWERS, Known
-from kvbridge.exchange.outgoing import ENDED_S
+from kvbridge.exchange.outgoing import ENDED_S, Known
 from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.world import World
@@ -98,19 +97,12 @@ def test_waits_where_an_offer_may_come_and_hears_at_once_where_none_can(known: K
         assert "y" not in peer.sending.offers or peer.sending.offers["y"].want == "late", "it gets what comes"
         return
     (drained,) = said
-    refusal = ANSWERS[True, known]
-    assert refusal is not None and "late" not in peer.sending.outgoing_transfers
-    reason = {Known.ENDED: "test"}.get(known, refusal.reason)
+    assert "late" not in peer.sending.outgoing_transfers
+    reason = {Known.ENDED: "test"}.get(known, known.reason)
     if who == "sender" and known is Known.NOTHING:
         assert (drained.code, drained.reason) == ("prefill_refused", "status 404")
     else:
         assert (drained.transfer, drained.code, drained.reason) == ("late", CODES[known], reason)
-
-
-def test_the_table_has_an_answer_for_every_pair_and_without_word_of_an_offer_all_wait() -> None:
-    assert ANSWERS.keys() == {(has_ended, known) for has_ended in (False, True) for known in Known}
-    waits = {pair for pair, refusal in ANSWERS.items() if refusal is None}
-    assert waits == {(False, known) for known in Known}
 
 
 def test_an_offer_that_comes_before_all_is_read_is_no_end() -> None:
