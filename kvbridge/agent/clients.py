@@ -135,7 +135,7 @@ class Clients:
             case Release():
                 self._sender.release()
             case Reclaim(blocks=blocks):
-                self._sender.reclaim(blocks)
+                self._sender.do(self._sender.sending.reclaim(blocks, self._clock()))
             case Expect() if not self._engines.is_closing:
                 self._receiver.expect(message)
             case Want(number=number, request=name) if self._engines.is_closing and not self._receiver.knows(number):
@@ -152,7 +152,7 @@ class Clients:
             case Weights():
                 self._engines.reweigh(connection, message, engine)
             case Decline(revision=revision, reason=reason):
-                self._receiver.declined(revision, reason)
+                self._receiver.do(self._receiver.receiving.declined(revision, reason, self._clock()))
             case Detach():
                 await self._engines.leave(DETACHED)
 

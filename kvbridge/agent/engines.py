@@ -82,8 +82,8 @@ class Engines:
             return
         epoch, memory = attachment.engine.epoch, attachment.memory
         self._current.hang_up()
-        self._sender.engine_left()
-        self._receiver.engine_left()
+        self._sender.do(self._sender.sending.engine_left(self._clock()))
+        self._receiver.do(self._receiver.receiving.engine_left(self._clock()))
         self._peers.end_all(reason)
         self._current.change(None)
         self._metrics.left()
@@ -136,8 +136,9 @@ class Engines:
         except EngineError as error:
             return self._refuse(connection, "new scales", error, about=f"rescale {message.revision}")
         reason = f"scales of the engine changed (revision {message.revision})"
-        self._sender.rescaled(reason)
-        self._receiver.rescaled(self._renew(replace(engine, pool=pool, revision=message.revision), reason))
+        self._sender.do(self._sender.sending.rescaled(reason, self._clock()))
+        renewed = self._renew(replace(engine, pool=pool, revision=message.revision), reason)
+        self._receiver.do(self._receiver.receiving.rescaled(renewed, self._clock()))
         log.info("rescaled: revision=%d epoch=%d planes=%d", message.revision, self._epoch, len(message.scales))
         connection.send(Rescaled(revision=message.revision, epoch=self._epoch))
 
@@ -145,8 +146,9 @@ class Engines:
         """Give the same memory a new epoch, for rows of other weights. Offers, transfers and wants end."""
         pool = with_weights(engine.pool, message.version)
         reason = f"the engine's weights: now {message.version or 'without a name'}, before {engine.pool.model.weights}"
-        self._sender.reweighed(reason)
-        self._receiver.reweighed(self._renew(replace(engine, pool=pool), reason), reason)
+        self._sender.do(self._sender.sending.reweighed(reason, self._clock()))
+        renewed = self._renew(replace(engine, pool=pool), reason)
+        self._receiver.do(self._receiver.receiving.reweighed(renewed, reason, self._clock()))
         log.info("weights: %s epoch=%d", message.version or "without a name", self._epoch)
         connection.send(NewEpoch(epoch=self._epoch))
 
@@ -170,16 +172,16 @@ class Engines:
         """
         engine = self._current.engine
         is_alone = engine is None or engine.rank_count == 1
-        return all([self._receiver.pause(), self._sender.pause(is_alone)])
+        return all([self.pause_wants(), self._sender.pause(is_alone)])
 
     def pause_wants(self) -> bool:
         """The same for the receiving half only, until `renew_fabric` or `resume`."""
-        return self._receiver.pause()
+        return self._receiver.receiving.pause()
 
     def resume(self) -> None:
         """The rebuild is cancelled."""
-        self._receiver.resume()
-        self._sender.resume()
+        self._receiver.do(self._receiver.receiving.resume(self._clock()))
+        self._sender.do(self._sender.sending.resume())
 
     def staged(self, site: Site) -> None:
         """Slots exist now: new sessions name them, earlier ones need none."""
@@ -188,17 +190,19 @@ class Engines:
 
     def rebuild(self, endpoints: StagingEndpoints, reason: str) -> None:
         """Switch to new slots for the same engine and epoch: all sessions end, and new ones name these slots."""
-        self._sender.rebuilt(reason)  # while receivers can still hear it: their wants need not wait
+        # While receivers can still hear it: their wants need not wait.
+        self._sender.do(self._sender.sending.rebuilt(reason))
         self._peers.renew(reason)
         self.staged(endpoints.site)
-        self._receiver.rebuilt(self._current.engine)  # first: what lands in the old slots is ignored from now on
+        # First: what lands in the old slots is ignored from now on.
+        self._receiver.do(self._receiver.receiving.rebuilt(self._current.engine, self._clock()))
         self._data_plane.switch(endpoints)
 
     def renew_fabric(self, site: Site, reason: str) -> None:
         """Peers reach our slots by another fabric: sessions with senders end, and new ones name it."""
         self._peers.outgoing.renew(reason)
         self.staged(site)
-        self._receiver.unreachable_from_far(self._current.engine)
+        self._receiver.do(self._receiver.receiving.unreachable_from_far(self._current.engine, self._clock()))
 
     def _refuse(self, connection: LocalConnection, what: str, error: KVBridgeError, about: str = "") -> None:
         log.warning("refused %s: pid=%d code=%s %s", what, connection.pid, error.code, error)

@@ -10,21 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from kvbridge_proto.peer import (
-    PROBE_LANES,
-    Body,
-    Cancel,
-    Check,
-    Claim,
-    Drained,
-    Goodbye,
-    Grant,
-    Hello,
-    Hold,
-    Refuse,
-    Renew,
-    Settled,
-)
+from kvbridge_proto.peer import PROBE_LANES, Body, Cancel, Claim, Drained, Goodbye, Hello, OfReceiver, Refuse
 
 from ..dataplane.data_plane import DataPlane
 from ..errors import FabricError
@@ -51,9 +37,7 @@ class SenderEvents(Protocol):
     """What the sender hears of sessions and receivers."""
 
     def met(self, session: Session) -> None: ...
-    def from_receiver(
-        self, session: Session, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled
-    ) -> None: ...
+    def from_receiver(self, session: Session, body: OfReceiver) -> None: ...
     def renounce(self, incarnation: str, cancel: Cancel) -> bool: ...
     def lost(self, incarnation: str) -> None: ...
     def will_never_be_offered(self, claim: Claim) -> bool: ...
@@ -120,9 +104,7 @@ class IncomingPeers:
         accepted = self.sessions.get(incarnation)
         return incarnation if accepted is None else accepted.session.peer.name
 
-    def hear(
-        self, link: Link, sender: str, body: Claim | Grant | Renew | Check | Cancel | Hold | Settled | Goodbye
-    ) -> None:
+    def hear(self, link: Link, sender: str, body: OfReceiver | Goodbye) -> None:
         """Handle a receiver's message other than Hello."""
         accepted = self.sessions.get(sender)
         if accepted is not None and accepted.link is not link:  # only its own link speaks for an incarnation
@@ -135,7 +117,7 @@ class IncomingPeers:
                     self._end(sender, body.reason)
             case Claim() if accepted is not None and self.is_closing and self._sender.will_never_be_offered(body):
                 link.send(Refuse(code="draining", reasons=("this agent is stopping",), about=body.transfer))
-            case Claim() | Grant() | Renew() | Check() | Cancel() | Hold() | Settled() if accepted is not None:
+            case _ if accepted is not None:
                 self._sender.from_receiver(accepted.session, body)
             case Claim():
                 link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))

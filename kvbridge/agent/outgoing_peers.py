@@ -10,19 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvbridge_proto.door import DoorCard
-from kvbridge_proto.peer import (
-    PROBE_LANES,
-    BlockTables,
-    Body,
-    Checked,
-    Drained,
-    Failing,
-    Goodbye,
-    ProcessCard,
-    Ready,
-    Refuse,
-    Welcome,
-)
+from kvbridge_proto.peer import PROBE_LANES, Body, Goodbye, OfSender, ProcessCard, Refuse, Welcome
 from msgspec import structs
 
 from ..dataplane.data_plane import DataPlane
@@ -55,9 +43,7 @@ class ReceiverEvents(Protocol):
     def is_wanted(self, address: str) -> bool: ...
     def refused(self, address: str, incarnation: str, key: str) -> None: ...
     def unreachable(self, address: str, code: str, reason: str) -> None: ...
-    def from_sender(
-        self, incarnation: str, key: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse
-    ) -> None: ...
+    def from_sender(self, incarnation: str, key: str, body: OfSender) -> None: ...
 
 
 @dataclass(slots=True)
@@ -253,9 +239,7 @@ class OutgoingPeers:
             self._receiver.opened(name, session)
         self._sort_out()
 
-    def hear(
-        self, link: Link, sender: str, body: BlockTables | Checked | Ready | Failing | Drained | Refuse | Goodbye
-    ) -> None:
+    def hear(self, link: Link, sender: str, body: OfSender | Goodbye) -> None:
         """Handle a sender's message other than Welcome."""
         address = link.address
         if not isinstance(body, Goodbye) and not (isinstance(body, Refuse) and not body.about):

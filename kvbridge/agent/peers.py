@@ -10,25 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvbridge_proto.peer import (
-    BlockTables,
-    Body,
-    Cancel,
-    Check,
-    Checked,
-    Claim,
-    Drained,
-    Failing,
-    Goodbye,
-    Grant,
-    Hello,
-    Hold,
-    Ready,
-    Refuse,
-    Renew,
-    Settled,
-    Welcome,
-)
+from kvbridge_proto.peer import Body, Goodbye, Hello, OfReceiver, OfSender, Refuse, Welcome
 from kvbridge_proto.status import PeerStatus
 
 from ..dataplane.data_plane import DataPlane
@@ -142,13 +124,12 @@ class Peers:
             self._fault(link, what)
 
     def _hear(self, link: Link, sender: str, body: Body) -> None:
-        match body:
-            case BlockTables() | Checked() | Ready() | Failing() | Drained() | Refuse() | Goodbye() if link.is_dialled:
-                self.outgoing.hear(link, sender, body)
-            case Claim() | Grant() | Renew() | Check() | Cancel() | Hold() | Settled() | Goodbye():
-                self.incoming.hear(link, sender, body)
-            case _:
-                self._metrics.rejected("unexpected_message")
+        if link.is_dialled and isinstance(body, OfSender | Goodbye):
+            self.outgoing.hear(link, sender, body)
+        elif isinstance(body, OfReceiver | Goodbye):
+            self.incoming.hear(link, sender, body)
+        else:
+            self._metrics.rejected("unexpected_message")
 
     def _lose(self, link: Link, reason: str) -> None:
         (self.outgoing if link.is_dialled else self.incoming).lose(link, reason)

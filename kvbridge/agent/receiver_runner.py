@@ -19,9 +19,9 @@ from kvbridge_proto.peer import (
     Drained,
     Failing,
     Grant,
+    OfSender,
     Refuse,
     Renew,
-    RouteToReceiver,
     Settled,
 )
 from msgspec import structs
@@ -62,79 +62,54 @@ class ReceiverRunner(Runner):
         super().__init__(data_plane, record, current, clock)
         self.peers = self._send_to = open_peers(self)
         self._processes = processes
-        self._receiving = receiving
+        self.receiving = receiving
         self._warned = self._kept = float("-inf")
 
     # The engine:
 
     def expect(self, expect: Expect) -> None:
         expect = structs.replace(expect, sender=canonical(expect.sender))
-        self._do(self._receiving.expect(expect, self._clock()))
+        self.do(self.receiving.expect(expect, self._clock()))
 
     def want(self, want: Want, engine: AttachedEngine) -> None:
         want = structs.replace(want, sender=canonical(want.sender))
         self._record.note(want)
         failpoint("receiver.want_heard")
         self._data_plane.wake()
-        self._do(self._receiving.want(want, engine, self._clock()))
+        self.do(self.receiving.want(want, engine, self._clock()))
 
     def knows(self, number: int) -> bool:
         """Whether this want is open."""
-        return number in self._receiving.wants
+        return number in self.receiving.wants
 
     def abandon(self, abandon: Abandon) -> None:
         self._record.note(abandon)
-        self._do(self._receiving.abandon(abandon.number, self._clock()))
-
-    def rescaled(self, engine: AttachedEngine) -> None:
-        self._do(self._receiving.rescaled(engine, self._clock()))
-
-    def reweighed(self, engine: AttachedEngine, reason: str) -> None:
-        self._do(self._receiving.reweighed(engine, reason, self._clock()))
-
-    def rebuilt(self, engine: AttachedEngine | None) -> None:
-        self._do(self._receiving.rebuilt(engine, self._clock()))
-
-    def unreachable_from_far(self, engine: AttachedEngine | None) -> None:
-        self._do(self._receiving.unreachable_from_far(engine, self._clock()))
-
-    def pause(self) -> bool:
-        """Claim nothing until `rebuilt` or `resume`. Returns whether nothing is under way."""
-        return self._receiving.pause()
-
-    def resume(self) -> None:
-        self._do(self._receiving.resume(self._clock()))
-
-    def declined(self, revision: int, reason: str) -> None:
-        self._do(self._receiving.declined(revision, reason, self._clock()))
-
-    def engine_left(self) -> None:
-        self._do(self._receiving.engine_left(self._clock()))
+        self.do(self.receiving.abandon(abandon.number, self._clock()))
 
     # Other agents:
 
     def met(self, session: Session) -> None:
         """A session with a new sender: compile the kernels for what it will send, and watch its process."""
-        self._do(self._receiving.prepare(session))
+        self.do(self.receiving.prepare(session))
 
     def opened(self, address: str, session: Session) -> None:
-        self._do(self._receiving.opened(address, session, self._clock()))
+        self.do(self.receiving.opened(address, session, self._clock()))
 
     def is_wanted(self, address: str) -> bool:
         """Whether a want names this address or takes from there."""
         return any(
             address in (wanted.want.sender, *(incoming.address for incoming in wanted.incoming_transfers.values()))
-            for wanted in self._receiving.wants.values()
+            for wanted in self.receiving.wants.values()
         )
 
     def refused(self, address: str, incarnation: str, key: str) -> None:
-        self._do(self._receiving.refused(address, incarnation, key))
+        self.do(self.receiving.refused(address, incarnation, key))
 
     def unreachable(self, address: str, code: str, reason: str) -> None:
-        self._do(self._receiving.unreachable(address, code, reason, self._clock()))
+        self.do(self.receiving.unreachable(address, code, reason, self._clock()))
 
-    def from_sender(self, incarnation: str, key: str, body: RouteToReceiver | Failing | Drained | Refuse) -> None:
-        now, receiving = self._clock(), self._receiving
+    def from_sender(self, incarnation: str, key: str, body: OfSender) -> None:
+        now, receiving = self._clock(), self.receiving
         match body:
             case Failing(transfer=transfer, code=code, reason=reason):
                 actions = receiving.failing(incarnation, transfer, code, reason, now, key)
@@ -147,7 +122,7 @@ class ReceiverRunner(Runner):
                 if isinstance(body, BlockTables):
                     failpoint("receiver.tables_heard")
                 actions = receiving.on_message(incarnation, body, now, key)
-        self._do(actions, (body,), now)
+        self.do(actions, (body,), now)
 
     # The data plane:
 
@@ -159,7 +134,7 @@ class ReceiverRunner(Runner):
                     failpoint("receiver.scattered")
                 case Dropped():
                     self._on_dropped(report)
-        self._do(self._receiving.hear(reports, self._clock()), reports)
+        self.do(self.receiving.hear(reports, self._clock()), reports)
 
     def _on_dropped(self, dropped: Dropped) -> None:
         now = self._clock()
@@ -173,17 +148,17 @@ class ReceiverRunner(Runner):
         """Free the slots that were lent to processes that have ended."""
         for process in self._processes.ended():
             self.peers.lose_process(process)
-            if slots := len(self._receiving.quarantined(process)):
+            if slots := len(self.receiving.quarantined(process)):
                 log.info("a sender's process has ended: pid=%d, %d receive slots leave quarantine", process.pid, slots)
-            self._do(self._receiving.cannot_write(process))
+            self.do(self.receiving.cannot_write(process))
         if (now := self._clock()) - self._kept >= KEEP_S:
             self._kept = now
-            self._processes.keep(self._receiving.writing_processes())
+            self._processes.keep(self.receiving.writing_processes())
 
     def tick(self) -> None:
         self._notice_ends()
-        actions = self._receiving.tick(self._clock())
-        self._do(actions)
+        actions = self.receiving.tick(self._clock())
+        self.do(actions)
         if late := sum(each.chunks for each in actions if isinstance(each, Uncompared)):
             self._record.warn("chunks not compared", "%d, their senders sent no digests in %g s", late, COMPARE_S)
 

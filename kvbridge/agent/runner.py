@@ -31,7 +31,7 @@ class Runner:
     _current: CurrentEngine
     _clock: Callable[[], float]
 
-    def _do(
+    def do(
         self, actions: Iterable[Action], events: Iterable[Event] = (), heard_at: float | None = None, peer: str = ""
     ) -> None:
         """Carry these out; then record the `events` that they follow from, and what was done: somebody waits for them.

@@ -18,9 +18,9 @@ from kvbridge_proto.peer import (
     Claim,
     Drained,
     Hold,
+    OfReceiver,
     Refuse,
     Renew,
-    RouteToSender,
     Settled,
 )
 
@@ -52,7 +52,7 @@ class SenderRunner(Runner):
     ) -> None:
         super().__init__(data_plane, record, current, clock)
         self.peers = self._send_to = open_peers(self)
-        self._sending = sending
+        self.sending = sending
         self._watched = -1  # the count of our engine's fence that we wait for; -1: none
 
     # The engine:
@@ -60,66 +60,48 @@ class SenderRunner(Runner):
     def offer(self, offer: Offer, engine: AttachedEngine) -> None:
         self._record.note(offer)
         failpoint("sender.offer_heard")
-        self._do(self._sending.offer(offer, engine, self._clock()))
-        if self._sending.is_owing:  # its socket counts as empty only after this message
-            asyncio.get_running_loop().call_soon(self._do, [])
+        self.do(self.sending.offer(offer, engine, self._clock()))
+        if self.sending.is_owing:  # its socket counts as empty only after this message
+            asyncio.get_running_loop().call_soon(self.do, [])
 
     def is_due(self, offer: Offer) -> bool:
         """Whether it continues an offer, or a claim waits for it."""
-        return offer.is_more or self._sending.is_awaited(offer.rendezvous)
+        return offer.is_more or self.sending.is_awaited(offer.rendezvous)
 
     def knows(self, number: int) -> bool:
         """Whether this offer is open, or still read."""
-        return number in self._sending.offers
+        return number in self.sending.offers
 
     def will_never_be_offered(self, claim: Claim) -> bool:
         """Whether there is no offer for this claim, and none will be accepted while we stop."""
-        return not (self._sending.is_awaited(claim.rendezvous) or self._sending.has_offer(claim))
+        return not (self.sending.is_awaited(claim.rendezvous) or self.sending.has_offer(claim))
 
     def withdraw(self, withdraw: Withdraw) -> None:
         number = withdraw.number
-        actions = self._sending.withdraw(number, withdraw.reason, self._clock(), withdraw.comes_again)
+        actions = self.sending.withdraw(number, withdraw.reason, self._clock(), withdraw.comes_again)
         self._record.note(withdraw)
-        if number in self._sending.offers:  # it is still being read
+        if number in self.sending.offers:  # it is still being read
             failpoint("sender.withdraw_heard")
-        self._do(actions)
+        self.do(actions)
 
     def no_offer(self, said: NoOffer) -> None:
         """Nothing more is offered for this call: claims that wait for it hear so."""
-        self._sending.no_offer(said, self._clock())
-        if self._sending.is_owing:  # as in `offer`
-            asyncio.get_running_loop().call_soon(self._do, [])
-
-    def reclaim(self, blocks: int) -> None:
-        self._do(self._sending.reclaim(blocks, self._clock()))
+        self.sending.no_offer(said, self._clock())
+        if self.sending.is_owing:  # as in `offer`
+            asyncio.get_running_loop().call_soon(self.do, [])
 
     def release(self) -> int:
         """Release what nobody has claimed. Returns how many offers that were."""
-        count, actions = self._sending.release(self._clock())
-        self._do(actions)
+        count, actions = self.sending.release(self._clock())
+        self.do(actions)
         return count
-
-    def reweighed(self, reason: str) -> None:
-        self._do(self._sending.reweighed(reason, self._clock()))
-
-    def rescaled(self, reason: str) -> None:
-        self._do(self._sending.rescaled(reason, self._clock()))
 
     def pause(self, is_alone: bool) -> bool:
         """Begin nothing until `rebuilt` or `resume`, if our engine has one rank (`is_alone`).
 
         Returns whether nothing is under way except late writes.
         """
-        return self._sending.pause(is_alone) and not self._data_plane.send_orders.moving
-
-    def resume(self) -> None:
-        self._do(self._sending.resume())
-
-    def rebuilt(self, reason: str) -> None:
-        self._do(self._sending.rebuilt(reason))
-
-    def engine_left(self) -> None:
-        self._do(self._sending.engine_left(self._clock()))
+        return self.sending.pause(is_alone) and not self._data_plane.send_orders.moving
 
     # Other agents:
 
@@ -129,7 +111,7 @@ class SenderRunner(Runner):
         if parts and self._current.memory is not None:
             self._data_plane.give(Warm(parts), self._current.memory)
 
-    def from_receiver(self, session: Session, body: Claim | Cancel | Hold | RouteToSender) -> None:
+    def from_receiver(self, session: Session, body: OfReceiver) -> None:
         incarnation, engine = session.peer.incarnation, self._current.engine
         match body:
             case Claim() if engine is None:
@@ -139,12 +121,12 @@ class SenderRunner(Runner):
                 assert engine is not None
                 failpoint("sender.claim_received")
                 now = self._clock()
-                self._do(self._sending.claim(body, session, engine, now), (body,), now, session.peer.name)
+                self.do(self.sending.claim(body, session, engine, now), (body,), now, session.peer.name)
             case Cancel():
                 failpoint("sender.cancel_received")
-                self._do(self._sending.cancel(incarnation, body, self._clock()))
+                self.do(self.sending.cancel(incarnation, body, self._clock()))
             case Hold(rendezvous_ids=rendezvous_ids):
-                self._do(self._sending.hold(incarnation, rendezvous_ids, self._clock()))
+                self.do(self.sending.hold(incarnation, rendezvous_ids, self._clock()))
             case _:
                 match body:
                     case Renew():
@@ -152,14 +134,14 @@ class SenderRunner(Runner):
                     case Settled():
                         failpoint("sender.settled_heard")
                 now = self._clock()
-                self._do(self._sending.on_message(incarnation, body), (body,), now)
+                self.do(self.sending.on_message(incarnation, body), (body,), now)
 
     def renounce(self, incarnation: str, cancel: Cancel) -> bool:
         """Whether nothing is or will be written for this receiver's transfer."""
-        return self._sending.renounce(incarnation, cancel)
+        return self.sending.renounce(incarnation, cancel)
 
     def lost(self, incarnation: str) -> None:
-        self._do(self._sending.lost(incarnation))
+        self.do(self.sending.lost(incarnation))
 
     # The data plane:
 
@@ -174,7 +156,7 @@ class SenderRunner(Runner):
                     self._compare(report)
                 case FenceReached():  # our engine's fence was reached, or the wait for it ended
                     self._watched = -1
-        self._do(self._sending.hear(reports))
+        self.do(self.sending.hear(reports))
 
     def _compare(self, report: Digested) -> None:
         transfer, found, read = report.transfer, report.found, report.read
@@ -186,23 +168,23 @@ class SenderRunner(Runner):
 
     async def unread(self) -> None:
         """Return once no receiver may read our engine's blocks: at most one lease from now."""
-        while self._sending.is_promised:
+        while self.sending.is_promised:
             await asyncio.sleep(CHECK_UNREAD_S)
             self.tick()
 
     def tick(self) -> None:
-        actions = self._sending.tick(self._clock())
-        self._do(actions)
+        actions = self.sending.tick(self._clock())
+        self.do(actions)
         if over := sum(isinstance(each, Unconfirmed) for each in actions):
             self._record.warn("read leases over", "%d receivers did not confirm that they had finished", over)
 
     # Doing (runner.py):
 
-    def _do(
+    def do(
         self, actions: Iterable[Action], events: Iterable[Event] = (), heard_at: float | None = None, peer: str = ""
     ) -> None:
         """Also send the answers that are due then. If an action fails, they stay due."""
-        super()._do(self._with_answers(actions) if self._sending.is_owing else actions, events, heard_at, peer)
+        super().do(self._with_answers(actions) if self.sending.is_owing else actions, events, heard_at, peer)
 
     def _with_answers(self, actions: Iterable[Action]) -> Iterator[Action]:
         yield from actions
@@ -213,7 +195,7 @@ class SenderRunner(Runner):
         if (memory := self._current.memory) is None:
             return []
         self._current.note_if_silent()
-        return self._sending.answers(self._clock(), memory.liveness.heard_at, memory.has_reached)
+        return self.sending.answers(self._clock(), memory.liveness.heard_at, memory.has_reached)
 
     def _act(self, action: Reach | Ask | WatchProcess | Watch) -> None:
         """Wait for our engine's fence, unless we wait for an earlier count."""

@@ -331,9 +331,9 @@ RouteToReceiver = BlockTables | Checked | Ready
 RouteToSender = Grant | Renew | Check | Settled
 # What is said without a session, so without an agreed version: read whatever version its envelope names.
 Sessionless = Hello | Refuse | Cancel | Drained | Ping | Pong | Goodbye
-ToSender = Hello | Claim | Grant | Renew | Check | Cancel | Hold | Settled | Ping | Goodbye
-ToReceiver = Welcome | Refuse | BlockTables | Checked | Ready | Drained | Failing | Ping | Pong | Goodbye
-Body = ToSender | ToReceiver
+OfReceiver = Claim | Cancel | Hold | RouteToSender  # what a receiver says in a session, and a sender below
+OfSender = Refuse | Drained | Failing | RouteToReceiver
+Body = Hello | OfReceiver | Welcome | OfSender | Ping | Pong | Goodbye
 
 
 class Envelope(Struct, frozen=True, kw_only=True):

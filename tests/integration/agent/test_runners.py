@@ -73,7 +73,7 @@ def test_a_release_that_our_engine_heard_is_noted_if_it_cannot_hear_the_next(wor
     for request in ("first", "bad", "last"):
         player.offer(request)
     with pytest.raises(RuntimeError):
-        player.sender.rescaled("other scales")
+        player.sender.do(player.sender.sending.rescaled("other scales", player.sender._clock()))
     assert [message.request for message in player.told] == ["first"]
     found = [player.noted(request) for request in ("first", "bad", "last")]
     assert found == [{"offered", "released"}, {"offered"}, {"offered"}]

@@ -119,7 +119,7 @@ def _quarantine(right: Any, self: ReceiveSlots, transfer: str) -> int:
 @around(Engines, "rebuild")
 def _freed_in_place(right: Any, self: Engines, endpoints: StagingEndpoints, reason: str) -> None:
     self._peers.renew(reason)
-    self._receiver.rebuilt(self._current.engine)
+    self._receiver.do(self._receiver.receiving.rebuilt(self._current.engine, self._clock()))
 
 
 @around(Rebuilder, "check")
