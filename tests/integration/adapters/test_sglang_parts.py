@@ -1,4 +1,4 @@
-"""The parts of the SGLang adapter that need no SGLang: options, messages, who asks whom, names of prompts."""
+"""The parts of the SGLang adapter that need no SGLang: messages, who asks whom, names of prompts."""
 
 from __future__ import annotations
 
@@ -13,47 +13,9 @@ import pytest
 
 from kvbridge.adapters.engine.prompts import rendezvous
 from kvbridge.adapters.sglang.messages import MESSAGE_BYTES, TAG, Asked, BadMessage, Row, pack, shares, unpack
-from kvbridge.adapters.sglang.options import SGLangOptions
 from kvbridge.adapters.sglang.prompts import prompt_digest, prompt_tokens, why_not_carried
-from kvbridge.errors import OperatorError
 
 ASKED = Asked(room=7, prompt="ab", first_token=16, endpoint="127.0.0.1", dst_port=4000, rank=1, ranks=2)
-
-
-# Options:
-
-
-def test_options_are_read_from_the_environment() -> None:
-    options = SGLangOptions.read(
-        {
-            "KVBRIDGE_ENGINE_SOCKET": "/run/agent-{rank}-{gpu}.sock",
-            "KVBRIDGE_ENGINE_AGENT_UIDS": "998, 1000",
-            "KVBRIDGE_ENGINE_ALLOW_UNWATCHED": "1",
-            "KVBRIDGE_ENGINE_HOLD_S": "2.5",
-            "KVBRIDGE_ENGINE_SERVICE_HOST": "10.0.0.1",
-            "KVBRIDGE_ENGINE_PORT_7700_TCP": "tcp://10.0.0.1:7700",
-            "KVBRIDGE_SOCKET": "the agent's",
-        }
-    )
-    assert options.allow_unwatched and options.agent_uids == (998, 1000) and options.hold_s == 2.5
-    assert options.socket_of(3, 5) == "/run/agent-3-5.sock"
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "code", "said"),
-    [
-        ("KVBRIDGE_ENGINE_SOKET", "/x", "option_unknown", "KVBRIDGE_ENGINE_SOCKET"),
-        ("KVBRIDGE_ENGINE_SOCKET", "x", "option_invalid", "matching regex"),
-        ("KVBRIDGE_ENGINE_HOLD_S", "soon", "option_invalid", "soon"),
-        ("KVBRIDGE_ENGINE_HOLD_S", "0", "option_invalid", "> 0.0"),
-        ("KVBRIDGE_ENGINE_AGENT_UIDS", "root", "option_invalid", "`int`"),
-        ("KVBRIDGE_ENGINE_ALLOW_UNWATCHED", "yes", "option_invalid", "`bool`"),
-    ],
-)
-def test_what_makes_no_sense_in_the_environment_is_named(variable: str, value: str, code: str, said: str) -> None:
-    with pytest.raises(OperatorError) as caught:
-        SGLangOptions.read({variable: value})
-    assert caught.value.code == code and variable in str(caught.value) and said in str(caught.value)
 
 
 # Messages:

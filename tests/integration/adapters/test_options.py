@@ -1,11 +1,13 @@
-"""Options: every mistake gets an error that names it."""
+"""Options of both adapters: every mistake gets an error that names it."""
 
 from __future__ import annotations
 
 import pytest
 
+from kvbridge.adapters.sglang.options import SGLangOptions
 from kvbridge.adapters.vllm.options import VLLMOptions
 from kvbridge.errors import OperatorError
+from testing.refusals import refused
 
 
 def test_reads_its_own_names_and_leaves_others_alone() -> None:
@@ -13,6 +15,22 @@ def test_reads_its_own_names_and_leaves_others_alone() -> None:
     assert options == VLLMOptions(socket="/run/a-{rank}.sock", hold_s=5)
     assert options.socket_of(3) == "/run/a-3.sock"
     assert VLLMOptions.read({"kvbridge_agent_uids": [998, 0]}) == VLLMOptions(agent_uids=(998, 0))
+
+
+def test_options_are_read_from_the_environment() -> None:
+    options = SGLangOptions.read(
+        {
+            "KVBRIDGE_ENGINE_SOCKET": "/run/agent-{rank}-{gpu}.sock",
+            "KVBRIDGE_ENGINE_AGENT_UIDS": "998, 1000",
+            "KVBRIDGE_ENGINE_ALLOW_UNWATCHED": "1",
+            "KVBRIDGE_ENGINE_HOLD_S": "2.5",
+            "KVBRIDGE_ENGINE_SERVICE_HOST": "10.0.0.1",
+            "KVBRIDGE_ENGINE_PORT_7700_TCP": "tcp://10.0.0.1:7700",
+            "KVBRIDGE_SOCKET": "the agent's",
+        }
+    )
+    assert options.allow_unwatched and options.agent_uids == (998, 1000) and options.hold_s == 2.5
+    assert options.socket_of(3, 5) == "/run/agent-3-5.sock"
 
 
 @pytest.mark.parametrize(
@@ -39,5 +57,20 @@ def test_reads_its_own_names_and_leaves_others_alone() -> None:
     ],
 )
 def test_refuses_what_it_cannot_mean(extra: dict[str, object], text: str) -> None:
-    with pytest.raises(OperatorError, match=text):
+    with refused(OperatorError, "option_unknown" if "not an option" in text else "option_invalid", text):
         VLLMOptions.read(extra)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("SOKET", "/x", "SOKET: not an option, known are KVBRIDGE_ENGINE_SOCKET, "),
+        ("HOLD_S", "soon", "HOLD_S: 'soon': Expected `float`, got `str`"),
+        ("AGENT_UIDS", "1,root", "AGENT_UIDS: '1,root': Expected `int`, got `str`"),
+        ("ALLOW_UNWATCHED", "yes", "ALLOW_UNWATCHED: 'yes': Expected `bool`, got `str`"),
+    ],
+)
+def test_refuses_in_the_environment_what_it_cannot_mean(name: str, value: str, text: str) -> None:
+    code = "option_unknown" if "not an option" in text else "option_invalid"
+    with refused(OperatorError, code, f"KVBRIDGE_ENGINE_{text}"):
+        SGLangOptions.read({f"KVBRIDGE_ENGINE_{name}": value})
