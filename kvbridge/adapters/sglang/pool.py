@@ -82,14 +82,11 @@ def describe(
     config = queue.scheduler.model_config
     check(queue)
     modules = _modules(queue.scheduler.tp_worker.model_runner.model)
-    groups = _groups(queue, shard, modules, is_decoder)
     depth = int(config.hf_text_config.num_hidden_layers)
+    of_model = _groups(queue, shard, modules, is_decoder)
     of_draft = _draft_layers(queue, shard, modules, depth)
-    groups += of_draft
+    groups = [*of_model, *of_draft]
     planes = [each for group in groups for each in _planes(group, modules)]
-    if of_draft and not draft:
-        path, of = str(queue.scheduler.server_args.model_path), queue.scheduler.server_args.speculative_draft_model_path
-        draft = draft_name(model_name, path, str(of or path))
     return Memory.of(
         Engine(kind="sglang", version=__version__[:256], id=engine_id[:256], replica=replica),
         model_record(
@@ -99,15 +96,26 @@ def describe(
             pp_size=shard.pp_size,
             weights=weights,
             drafts=(layer for group in of_draft for layer in group.layers),
-            draft=draft,
+            draft=_draft_name(queue, model_name, draft) if of_draft else "",
         ),
         shard,
-        tuple(
-            replace(group.kept, blocks=min(view.shape[0] for view, plane in planes if plane.group == group.number))
-            for _, group in sorted({each.number: each for each in reversed(groups)}.items())
-        ),
+        _counted(of_model, planes),
         planes,
     )
+
+
+def _counted(groups: list[LayerGroup], planes: list[tuple[torch.Tensor, Plane]]) -> tuple[Group, ...]:
+    """The groups of the pool, by number, with as many blocks as all planes have. A draft's layers are in them."""
+    sizes = [(plane.group, view.shape[0]) for view, plane in planes]
+    return tuple(
+        replace(group.kept, blocks=min(size for number, size in sizes if number == group.number)) for group in groups
+    )
+
+
+def _draft_name(queue: Any, model_name: str, said: str) -> str:
+    args = queue.scheduler.server_args
+    path = str(args.model_path)
+    return said or draft_name(model_name, path, str(args.speculative_draft_model_path or path))
 
 
 def has_windows(pool: Any) -> bool:
