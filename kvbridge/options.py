@@ -321,7 +321,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def options() -> dict[str, str]:
     """Every option's name and what it is for, in one line."""
-    return {name: _meta(name).description or "" for name in AgentConfig.__struct_fields__}
+    return {name: meta_of(name).description or "" for name in AgentConfig.__struct_fields__}
 
 
 def section_of(name: str) -> str:
@@ -329,17 +329,6 @@ def section_of(name: str) -> str:
     names = AgentConfig.__struct_fields__
     first = max((each for each in SECTIONS if names.index(each) <= names.index(name)), key=names.index)
     return SECTIONS[first]
-
-
-def about(name: str) -> str:
-    """What else there is to know about an option, often ""."""
-    return str((_meta(name).extra or {})["about"])
-
-
-def sample(name: str) -> Any:
-    """The default, or an example if the default depends on the device."""
-    default = defaults()[name]
-    return (_meta(name).extra or {})["sample"] if default is None else default
 
 
 def defaults() -> dict[str, Any]:
@@ -384,7 +373,8 @@ def _hints() -> dict[str, Any]:
     return get_type_hints(AgentConfig, include_extras=True)
 
 
-def _meta(name: str) -> Meta:
+def meta_of(name: str) -> Meta:
+    """What `_option` was given."""
     meta: Meta = get_args(hint_of(name))[-1]
     return meta
 

@@ -6,8 +6,9 @@ import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from kvbridge.options import about, allowed, defaults, flag_of, off_flag_of, options, sample, section_of, variable_of
+from kvbridge.options import allowed, defaults, flag_of, meta_of, off_flag_of, options, section_of, variable_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOYED = ROOT / "deploy" / "kvbridge.toml"
@@ -36,6 +37,17 @@ one, a value that is not allowed with the place that it came from; the agent the
 sets for a service called `kvbridge` are ignored. Adapters have options of their own: [vLLM's](vllm.md#options),
 [SGLang's](../kvbridge/adapters/sglang/options.py).
 """
+
+
+def about(name: str) -> str:
+    """What else there is to know about an option, often ""."""
+    return str((meta_of(name).extra or {})["about"])
+
+
+def sample(name: str) -> Any:
+    """The default, or an example if the default depends on the device."""
+    default = defaults()[name]
+    return (meta_of(name).extra or {})["sample"] if default is None else default
 
 
 def toml() -> str:

@@ -14,8 +14,8 @@ from kvbridge.config import load
 from kvbridge.dataplane.resources import ROOM_IN_HOST
 from kvbridge.errors import OperatorError
 from kvbridge.failpoints import VARIABLE
-from kvbridge.options import SECTIONS, AgentConfig, LogLevel, about, choices, defaults, flag_of, options, sample
-from tests.support.write_configuration import DEPLOYED, PAGE, page, toml
+from kvbridge.options import SECTIONS, AgentConfig, LogLevel, choices, defaults, flag_of, options
+from tests.support.write_configuration import DEPLOYED, PAGE, about, page, sample, toml
 
 
 def write(folder: Path, text: str) -> str:
