@@ -19,7 +19,7 @@ import aiohttp
 
 from bench.timing import quantile
 from kvbridge.errors import KVBridgeError
-from kvbridge.proxy.events import DONE, FAILED, Events
+from kvbridge.proxy.events import DONE, ERROR_EVENT, Events
 
 SHORTEST, LONGEST = 128, 2048  # tokens of a prompt
 ANSWER = 32  # tokens of an answer
@@ -55,7 +55,7 @@ class Answer:
 
     def take(self, event: bytes, now: float) -> None:
         """Take one event of the stream. ValueError if it is an error."""
-        if FAILED.match(event):
+        if ERROR_EVENT.match(event):
             raise ValueError(event.decode(errors="replace"))
         for choice in json.loads(event)["choices"]:
             text = choice.get("text") or ""

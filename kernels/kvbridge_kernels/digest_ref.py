@@ -25,7 +25,7 @@ K1 = 0x9E3779B97F4A7C15
 K2 = 0xBF58476D1CE4E5B9
 # Words per step. Four working arrays of this size stay in a core's L2.
 TILE_WORDS = 1 << 14
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(slot: torch.Tensor) -> int:
@@ -67,7 +67,7 @@ def _words(piece: torch.Tensor, width: int) -> torch.Tensor:
     """The bytes as words in int64, zero-extended. They need not be aligned."""
     if piece.data_ptr() % width:
         piece = piece.clone()
-    words = piece.view(WORDS[width]).to(torch.int64)
+    words = piece.view(WORD_DTYPES[width]).to(torch.int64)
     return words if width in (1, 8) else words & ((1 << (8 * width)) - 1)
 
 

@@ -20,7 +20,7 @@ from .field import Axis, Field
 from .segment_layout import Offsets
 
 # complex128 is the widest element that torch copies. Nothing computes with these words.
-WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+WIDE_WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 # Runs shorter than this are copied element by element, which is cheaper from a dense scratch than from memory.
@@ -235,6 +235,6 @@ def flat(slot: torch.Tensor) -> torch.Tensor:
 
 
 def _strided(end: End, word: int, counts: list[int], steps: list[int]) -> torch.Tensor:
-    words = end.memory[: end.memory.numel() // word * word].view(WORDS[word])
+    words = end.memory[: end.memory.numel() // word * word].view(WIDE_WORDS[word])
     start = words.storage_offset() + end.offset // word
     return words.as_strided([end.count, *counts], [end.stride // word, *steps, 1], start)

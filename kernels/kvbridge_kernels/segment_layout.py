@@ -13,7 +13,7 @@ from .codecs_ref import Cast, RowScale
 from .field import Axis, Field
 
 Offsets = npt.NDArray[np.int64]
-MOST_LISTED = 1 << 16  # tokens of a block whose offsets are listed: a peer says how many its blocks have
+MOST_LISTED_TOKENS = 1 << 16  # tokens of a block whose offsets are listed: a peer says how many its blocks have
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +139,7 @@ def place_offsets(places: Offsets, block_stride: int, tokens: tuple[Axis, ...], 
         block = _quotient(places, block_tokens)
         np.multiply(block, block_stride, out=out)
         token = places - block * block_tokens
-        out += _listed(tokens)[token] if block_tokens <= MOST_LISTED else _within(tokens, token)
+        out += _listed(tokens)[token] if block_tokens <= MOST_LISTED_TOKENS else _within(tokens, token)
 
 
 @lru_cache(maxsize=256)

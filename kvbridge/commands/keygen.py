@@ -7,12 +7,12 @@ from pathlib import Path
 import typer
 
 from ..errors import OperatorError
-from ..transport.keys import NAME, write_pair
+from ..transport.keys import OWNER_NAME, write_pair
 
 
 def run(path: Path, name: str) -> None:
     """Write the secret key to `path`, and print the line for other agents' `peers` lists. Raises OperatorError."""
-    if not NAME.fullmatch(name):
+    if not OWNER_NAME.fullmatch(name):
         raise OperatorError("bad_name", f"name: got {name!r}, need up to 64 letters, digits, dots, dashes, underscores")
     public = write_pair(path)
     typer.echo(f"secret key written to {path} (mode 0600): set `key` to it", err=True)

@@ -29,7 +29,7 @@ from . import driver
 from .compiler import Compiler
 from .copier import DeviceLost, Moved, compared
 from .memory import AttachedPool
-from .small_pulls import SMALL_BYTES, SmallPull, SmallPulls
+from .small_pulls import SMALL_PULL_BYTES, SmallPull, SmallPulls
 from .staging import Staging
 from .templates import PartSide, Templates
 
@@ -197,7 +197,7 @@ class GpuBlockCopier:
         with sender.hold() as sender_regions, pool.hold() as regions:
             sides = PartSide(sender, sender_regions, theirs), PartSide(pool, regions, ours)
             pull = self._templates.of(*sides, ours.chunk.size_bytes)
-            is_small = self._has_pulls and not has_digest and ours.chunk.size_bytes <= SMALL_BYTES
+            is_small = self._has_pulls and not has_digest and ours.chunk.size_bytes <= SMALL_PULL_BYTES
             most = chunks_at_once(pull.prepared, self._known) if is_small else 0
             if not most:
                 return self._pull(sender, pool, pull, has_digest)

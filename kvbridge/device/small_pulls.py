@@ -14,9 +14,9 @@ from kvbridge_kernels.prepared import Placed, joined
 from .memory import AttachedPool
 
 # Chunks up to this size wait for others. The kernel of a larger one takes about as long as its launch from Python.
-SMALL_BYTES = 8 << 20
-MOST_BYTES = 32 << 20  # in one launch, so that the first of them does not wait long for the last
-MOST_WAITING = 64
+SMALL_PULL_BYTES = 8 << 20
+MOST_TOGETHER_BYTES = 32 << 20  # in one launch, so that the first of them does not wait long for the last
+MOST_SMALL_PULLS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SmallPulls:
 
     @property
     def has_room(self) -> bool:
-        return len(self._waiting) < MOST_WAITING
+        return len(self._waiting) < MOST_SMALL_PULLS
 
     def add(self, small: SmallPull) -> None:
         self._waiting.append(small)
@@ -53,7 +53,7 @@ class SmallPulls:
         """Take out the oldest, together with later ones that can share its launches."""
         oldest = self._waiting.popleft()
         prepared = oldest.pull.prepared
-        most = min(oldest.most, MOST_BYTES // max(1, prepared.slot_bytes))
+        most = min(oldest.most, MOST_TOGETHER_BYTES // max(1, prepared.slot_bytes))
         together, others = [oldest], []
         for each in self._waiting:
             if each.pull.prepared is prepared and len(together) < most:

@@ -42,7 +42,7 @@ class _Template:
 class Templates:
     """The prepared moves of one copier, kept since most chunks differ from an earlier one in their places only."""
 
-    KEPT = 256
+    KEPT_MOVES = 256
 
     def __init__(self) -> None:
         self._kept: dict[object, _Template] = {}
@@ -58,7 +58,7 @@ class Templates:
         template = self._kept.pop(key, None)
         if template is None or template.attached != attached or template.pairs is not pairs:
             template = _template(source, target, slot_bytes)
-            if len(self._kept) == self.KEPT:
+            if len(self._kept) == self.KEPT_MOVES:
                 del self._kept[next(iter(self._kept))]
         self._kept[key] = template  # the newest last
         places = []

@@ -22,7 +22,7 @@ from .check import shortened
 # The most comparisons for one pool, some microseconds each. The pools of engines need some hundreds.
 MOST_COMPARISONS = 50_000
 # From this many units on, two strides are brought to a common multiple; fewer units are compared one by one.
-FEW = 4
+FEW_UNITS = 4
 
 Strides = tuple[tuple[int, int], ...]  # (stride, count) of each step, the largest stride first
 
@@ -167,7 +167,7 @@ class _Search:
         last = min(count - 1, (other.end - 1 - one.start) // stride)
         if not other.strides and last - first > 1:
             return one.start + (first + 1) * stride  # all of this unit lies within the other's only run
-        if other.strides and last - first >= max(FEW, lcm(stride, other.strides[0][0]) // stride):
+        if other.strides and last - first >= max(FEW_UNITS, lcm(stride, other.strides[0][0]) // stride):
             return self._met_in_parts(one, other)
         return self._first(self._met(one.unit(index), other) for index in range(first, last + 1))
 

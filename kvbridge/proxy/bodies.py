@@ -21,7 +21,7 @@ OF_VLLM = (RESPONSES, MESSAGES)  # carried only between vLLM engines: their answ
 PATHS = (COMPLETIONS, CHAT, GENERATE, *OF_VLLM)
 
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
-OURS = ("kv_transfer_params", *BOOTSTRAP)  # set by the proxy, refused from clients
+SET_BY_PROXY = ("kv_transfer_params", *BOOTSTRAP)  # set by the proxy, refused from clients
 REPLICAS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")  # refused: rooms choose replicas
 KEY = "kvbridge"  # in `custom_params`: set by the proxy, refused from clients
 MOST_ASKS = 256  # prompts times samples of one body
@@ -44,7 +44,7 @@ LARGE = (
     *("prompt_embeds", "input_embeds", "input", "instructions", "system"),
 )
 REST_BYTES = 1 << 20  # of all other fields together
-FIELDS = 256  # of an object that is looked into
+MOST_FIELDS = 256  # of an object that is looked into
 SCALAR_BYTES = 1024  # a longer number or string is passed on as bytes
 BLANK = b" \t\r\n"
 BETWEEN = re.compile(r"[ \t\r\n,]*")  # two elements of a list
@@ -138,8 +138,8 @@ def read(path: str, raw: bytes) -> Asks:
 def _looked_into(raw: bytes | msgspec.Raw) -> Body:
     """An object's numbers, flags and short strings as Python values, all else as bytes."""
     fields = _object(raw)
-    if len(fields) > FIELDS:
-        raise ClientError("too_many", f"an object of {len(fields)} fields: {FIELDS} at most")
+    if len(fields) > MOST_FIELDS:
+        raise ClientError("too_many", f"an object of {len(fields)} fields: {MOST_FIELDS} at most")
     return {name: _scalar(value) for name, value in fields.items()}
 
 
@@ -159,7 +159,7 @@ def is_set(value: Any) -> bool:
 
 
 def _refuse_ours(body: Body) -> None:
-    found = [name for name in (*OURS, *REPLICAS) if body.get(name) is not None]
+    found = [name for name in (*SET_BY_PROXY, *REPLICAS) if body.get(name) is not None]
     if isinstance(extra := body.get("vllm_xargs"), msgspec.Raw) and _kind(extra) == "an object":
         inside = _looked_into(extra).get("kv_transfer_params")
         found += [] if inside is None else ["vllm_xargs.kv_transfer_params"]

@@ -28,7 +28,7 @@ from .bodies import (
     parse,
     pieces,
 )
-from .events import DONE, FAILED, Events, StreamEvent, is_end
+from .events import DONE, ERROR_EVENT, Events, StreamEvent, is_end
 from .fleet import Backend, Fleet, LegFailed, NoEngine, Role, Waits, bounded
 from .generate import Answering
 from .legs import (
@@ -56,8 +56,8 @@ ANSWER_BYTES = 64 << 20
 SAID_BYTES = 2000  # of an engine's error text, for the client
 BLAME_S = 1.0  # after a decode leg failed, for a failure of its prefill leg to show
 SETTLE_S = 5.0  # for a prefill leg to end by itself after the answer is complete
-PIECE_BYTES = 1 << 16  # of a body: as much as is written before others get their turn
-ELSEWHERE = (408, 425, 429)  # not the client's fault: another engine may take the request
+BODY_PIECE_BYTES = 1 << 16  # of a body: as much as is written before others get their turn
+TRY_ELSEWHERE = (408, 425, 429)  # not the client's fault: another engine may take the request
 
 
 class Refusal(Exception):
@@ -137,7 +137,7 @@ class Carrier:
     def can_serve(self) -> bool:
         """Whether a request could be carried now."""
         can_prefill = bool(self._fleet.healthy(Role.PREFILL)) or self._has_fallback
-        kinds = KINDS if self._fleet.healthy(Role.PREFILL) else (Kind.VLLM,)
+        kinds = ALL_KINDS if self._fleet.healthy(Role.PREFILL) else (Kind.VLLM,)
         return can_prefill and bool(self._fleet.healthy(Role.DECODE, kinds=kinds))
 
     @asynccontextmanager
@@ -344,7 +344,7 @@ class Carrier:
                         if not is_finish:
                             raise EngineError("ended_early", "the stream ended without finish_reason")
                         is_over = True
-                    elif FAILED.match(event.data):
+                    elif ERROR_EVENT.match(event.data):
                         if not is_said and (status := _refused(event.data)):
                             raise Refusal(status, event.data)
                         raise LegFailed(engine, "engine_error", "an error in its stream", False, _shown(event.data))
@@ -406,7 +406,7 @@ class Carrier:
             said = b""
         finally:
             reply.close()
-        if 400 <= reply.status < 500 and reply.status not in ELSEWHERE:
+        if 400 <= reply.status < 500 and reply.status not in TRY_ELSEWHERE:
             raise Refusal(reply.status, said, reply.content_type)
         raise LegFailed(engine, "engine_error", f"answered {reply.status}", is_prefill, _shown(said))
 
@@ -426,12 +426,12 @@ class Carrier:
                     raise  # else we did not look whether it took the connection
 
 
-KINDS = tuple(Kind)
+ALL_KINDS = tuple(Kind)
 
 
 def _kinds(ask: PromptAsk) -> tuple[Kind, ...]:
     """Those that take what was asked."""
-    return (Kind.VLLM,) if ask.path in OF_VLLM else KINDS
+    return (Kind.VLLM,) if ask.path in OF_VLLM else ALL_KINDS
 
 
 Prefilling = asyncio.Task[bytes | Failure]
@@ -454,8 +454,8 @@ def _blamed(engine: Backend, is_retryable: bool, late: str, ended: str) -> Itera
 
 async def _in_turns(body: list[bytes | memoryview]) -> AsyncIterator[bytes | memoryview]:
     for piece in body:
-        for begin in range(0, len(piece), PIECE_BYTES):
-            yield piece[begin : begin + PIECE_BYTES]
+        for begin in range(0, len(piece), BODY_PIECE_BYTES):
+            yield piece[begin : begin + BODY_PIECE_BYTES]
 
 
 def _translated(answering: Answering, event: StreamEvent) -> StreamEvent | None:
@@ -483,7 +483,7 @@ def _refused(event: bytes) -> int:
         code = parse(event)["error"]["code"]
     except (ValueError, KeyError, TypeError):
         return 0
-    return code if type(code) is int and 400 <= code < 500 and code not in ELSEWHERE else 0
+    return code if type(code) is int and 400 <= code < 500 and code not in TRY_ELSEWHERE else 0
 
 
 def _failure(prefilling: Prefilling) -> Failure | None:

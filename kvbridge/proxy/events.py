@@ -19,8 +19,8 @@ GAP = re.compile(rb"\r?\n\r?\n")  # between two events
 LONGEST_GAP = 4
 # In an answer's text these quotes would have a backslash before them, so the text cannot match.
 FINISH = re.compile(rb'(?<!\\)"finish_reason"\s*:\s*(?!null)["{]')
-FAILED = re.compile(rb'^\{\s*"(error|object"\s*:\s*"error|type"\s*:\s*"error)"')
-ENDS = ("response.completed", "response.incomplete", "response.failed", "message_stop")
+ERROR_EVENT = re.compile(rb'^\{\s*"(error|object"\s*:\s*"error|type"\s*:\s*"error)"')
+END_TYPES = ("response.completed", "response.incomplete", "response.failed", "message_stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def is_end(path: str, event: bytes) -> bool:
     if path not in OF_VLLM:
         return bool(FINISH.search(event))
     try:
-        return parse(event, _Typed).type in ENDS
+        return parse(event, _Typed).type in END_TYPES
     except ValueError:
         return False
 

@@ -19,8 +19,8 @@ from .bodies import (
     KEY,
     MESSAGES,
     OF_VLLM,
-    OURS,
     RESPONSES,
+    SET_BY_PROXY,
     Body,
     ClientError,
     PromptAsk,
@@ -168,7 +168,7 @@ def _vllm_decode(ask: PromptAsk) -> Body:
 
 def _plain(ask: PromptAsk) -> Body:
     """The client's body without the fields that only the proxy sets. A client may have set them to null."""
-    return {name: value for name, value in ask.body.items() if name not in OURS}
+    return {name: value for name, value in ask.body.items() if name not in SET_BY_PROXY}
 
 
 def traced(leg: Leg, kind: Kind, traceparent: str) -> Leg:

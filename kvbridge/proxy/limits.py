@@ -11,7 +11,7 @@ from ..errors import KVBridgeError, OperatorError
 from .metrics import ProxyMetrics
 
 BODY_BYTES = 64 << 20
-SMALL_BYTES = 1 << 20  # a body up to this size has the last quarter for itself, so that large ones do not keep it out
+SMALL_BODY_BYTES = 1 << 20  # up to this, a body has the last quarter for itself: large ones do not keep it out
 BACKLOG = 64  # connections that may be accepted at once
 TOLD = 16  # connections that are told that there are too many
 OWN = 48  # descriptors for everything else: the listener, the log, name look-ups
@@ -68,7 +68,7 @@ class MemoryBound:
         self._gauge.set(self._now)
 
     def has_room(self, size: int, more: int) -> bool:
-        most = self._most if size <= SMALL_BYTES else self._most * 3 // 4
+        most = self._most if size <= SMALL_BODY_BYTES else self._most * 3 // 4
         return self._now + more <= most
 
 

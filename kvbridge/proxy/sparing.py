@@ -8,7 +8,7 @@ import time
 from ..oneline import OneLine
 
 EVERY_S = 1.0
-KINDS = 1000
+MOST_KINDS = 1000
 
 
 class SparingLog:
@@ -24,7 +24,7 @@ class SparingLog:
         if now - said < EVERY_S:
             self._last[kind] = (said, left_out + 1)
             return
-        if len(self._last) > KINDS:
+        if len(self._last) > MOST_KINDS:
             self._last.clear()
         self._last[kind] = (now, 0)
         self._log.warning("%s%s", text, f" (and {left_out} more like it)" if left_out else "")

@@ -40,7 +40,7 @@ LINK_TICK_S = 0.1
 AWAY_S = 5 * LINK_TICK_S
 PING_ROUND_S = 0.5
 LOOK_UP_S = 0.5  # until a name without an address is looked up again: it may not be published yet
-BACKLOG = 4096  # untaken events; beyond that we stop reading, and the sockets' own queues push back
+MOST_EVENTS = 4096  # untaken events; beyond that we stop reading, and the sockets' own queues push back
 LINGER_MS = 100  # time for a Goodbye to leave when we close a link ourselves
 TRIED_AT_ONCE, NEXT_SOCKETS_S = 8, 0.005  # setting up a socket takes about 0.3 ms
 
@@ -255,7 +255,7 @@ class Control:
         link.waiting_bytes += len(frame)
         self._flush(link)
         if (port := self._ports.get(link)) is not None and not self._is_full:
-            port.rouse()
+            port.wake()
         return not link.is_lost
 
     def carry_by(self, link: Link, pipe: socket.socket) -> None:
@@ -347,7 +347,7 @@ class Control:
         if envelope.number > link.expected:
             link.early[envelope.number] = envelope
             link.early_bytes += len(encode(envelope))
-            if len(link.early) > BACKLOG or link.early_bytes > self.settings.queue_bytes:
+            if len(link.early) > MOST_EVENTS or link.early_bytes > self.settings.queue_bytes:
                 reason = f"number: message {link.expected} is missing, {link.early_bytes} bytes came after it"
                 self._lose(link, "messages_lost", reason)
         else:
@@ -560,7 +560,7 @@ class Control:
 
     @property
     def _is_full(self) -> bool:
-        return len(self._events) >= BACKLOG
+        return len(self._events) >= MOST_EVENTS
 
     def _bind(self) -> None:
         if self._listen is None:

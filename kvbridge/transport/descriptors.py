@@ -12,7 +12,7 @@ ENOUGH = 1 << 16  # more than all links take; with a limit of millions, programs
 RESERVED = 256  # for an agent without peers: its engine, others at its doors, and some to spare
 # A dialled link takes 4 and a pidfd, an accepted one 1, a peer of the fabric about 3. There may be `links` of each.
 OF_A_LINK = 16
-FEW = 64  # links; fewer are logged
+FEW_LINKS = 64  # links; fewer are logged
 SPARE = 64  # descriptors that links leave to others
 
 
@@ -29,7 +29,7 @@ def raised() -> int:
 def links(limit: int, most: int) -> int:
     """How many dialled links, and as many accepted ones, such a limit allows; `most` at most."""
     enough = max(1, (limit - RESERVED) // OF_A_LINK)
-    if enough < min(most, FEW):
+    if enough < min(most, FEW_LINKS):
         log.warning("RLIMIT_NOFILE: %d descriptors are enough for %d peers each way; raise it", limit, enough)
     return min(most, enough)
 

@@ -193,7 +193,7 @@ class Connection(Generic[Heard, Said]):
         self.why = self.why or why
         self._is_over = True
         close_fds(self._reader.unclaimed())
-        self._rouse()
+        self._wake_receiver()
 
     def _send(self) -> None:
         try:
@@ -226,13 +226,13 @@ class Connection(Generic[Heard, Said]):
         if self._wake is None or self._wake.done():
             self._unwatch()
         else:
-            self._rouse()
+            self._wake_receiver()
 
     def _unwatch(self) -> None:
         if self._is_watched:
             self._is_watched = False
             self._loop.remove_reader(self._fd)
 
-    def _rouse(self) -> None:
+    def _wake_receiver(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)

@@ -17,9 +17,9 @@ from zmq.utils import z85
 
 from ..errors import OperatorError
 
-NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+OWNER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-BETWEEN = re.compile(r"[\s\"',]+")  # around a key that was set as an option by mistake
+AROUND_KEY = re.compile(r"[\s\"',]+")  # around a key that was set as an option by mistake
 FILE_BYTES = 1 << 20
 MOST_KEYS = 4096
 MODE_OF_LISTS = 0o022  # whoever may write a list of keys decides who is let in
@@ -57,7 +57,7 @@ def load_peers(path: str) -> dict[str, str]:
     for where, line in _lines(_place(path, "peers")):
         name, _, key = line.partition(" ")
         key = key.strip()
-        if not NAME.fullmatch(name) or not is_key(key):
+        if not OWNER_NAME.fullmatch(name) or not is_key(key):
             raise OperatorError("bad_peers", f"peers: {where}: need `NAME PUBLICKEY`, the name of letters, digits, ._-")
         if names.setdefault(key, name) != name:
             raise OperatorError("bad_peers", f"peers: {where}: the key of {names[key]} again, as {name}'s")
@@ -100,7 +100,7 @@ def write_pair(path: Path) -> str:
 
 def _place(said: str, option: str) -> Path:
     """The path of the file. Raises OperatorError if a key was given instead, without showing it."""
-    if any(is_key(word) for word in BETWEEN.split(said)) and not os.path.exists(said):
+    if any(is_key(word) for word in AROUND_KEY.split(said)) and not os.path.exists(said):
         reason = "must name a file, but its value looks like a key, so it is not shown"
         raise OperatorError("bad_option", f"{option}: {reason}: put a key into a file of mode 0600, and name that")
     return Path(said)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from threading import Thread
 
-MOST_NAMES = 64  # looked up at once
-MOST_ASKING = 256  # who wait for one name
+MOST_LOOKUPS = 64  # looked up at once
+MOST_OF_A_NAME = 256  # who wait for one name
 MOST_KNOWN = 1024
 
 Found = Callable[[str, str], None]
@@ -29,11 +29,13 @@ class Names:
 
     def look_up(self, host: str, found: Found) -> None:
         """Have `found` called on the loop with the host's IPv4 address and "", or with "" and why there is none."""
-        if (asking := self._asked.get(host)) is not None and len(asking) < MOST_ASKING:
+        if (asking := self._asked.get(host)) is not None and len(asking) < MOST_OF_A_NAME:
             asking.append(found)
-        elif asking is not None or len(self._asked) >= MOST_NAMES:
+        elif asking is not None or len(self._asked) >= MOST_LOOKUPS:
             address = self._known.get(host, "")
-            many = f"{MOST_NAMES} other names are being looked up" if asking is None else f"{MOST_ASKING} wait for it"
+            many = (
+                f"{MOST_LOOKUPS} other names are being looked up" if asking is None else f"{MOST_OF_A_NAME} wait for it"
+            )
             self._loop.call_soon(found, address, "" if address else many)
         else:
             self._asked[host] = [found]

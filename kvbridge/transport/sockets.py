@@ -46,7 +46,7 @@ class Port:
         self._on_ready = on_ready
         self._on_watch = on_watch
         self._is_closed = False
-        self._is_roused = False
+        self._is_woken = False
         try:
             _set_up(self.socket, frame_bytes, ipv6, silence_ms)
             self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(WATCHED)
@@ -79,14 +79,14 @@ class Port:
                 if count <= parts:
                     kept.append(frame)
             yield kept if count == parts else None
-        self.rouse()
+        self.wake()
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         """Call `on_ready` soon if something waits. Any call on the socket may have consumed the descriptor's edge."""
-        if self._is_closed or self._is_roused or not self._has_mail():
+        if self._is_closed or self._is_woken or not self._has_mail():
             return
-        self._is_roused = True
-        self._loop.call_soon(self._roused)
+        self._is_woken = True
+        self._loop.call_soon(self._woken)
 
     def _has_mail(self) -> bool:
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
@@ -101,8 +101,8 @@ class Port:
         self._monitor.close(0)
         self.socket.close(linger_ms)
 
-    def _roused(self) -> None:
-        self._is_roused = False
+    def _woken(self) -> None:
+        self._is_woken = False
         if not self._is_closed:
             self._on_ready()
 

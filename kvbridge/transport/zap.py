@@ -20,7 +20,7 @@ log = logging.getLogger("kvbridge.auth")
 
 DOMAIN = b"kvbridge"
 ENDPOINT = "inproc://zeromq.zap.01"
-MOST_ANSWERS = 256  # in one go, so that a flood does not hold the loop
+ANSWERS_IN_A_ROW = 256  # in one go, so that a flood does not hold the loop
 MOST_CALLERS = 1024  # remembered; one that was forgotten starts with a full bucket
 GRANTED, LATER, DENIED = b"200", b"300", b"400"
 
@@ -78,7 +78,7 @@ class AuthDoor:
             self._socket.close(0)
 
     def _serve(self) -> None:
-        for _ in range(MOST_ANSWERS):
+        for _ in range(ANSWERS_IN_A_ROW):
             if self._is_closed or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
             frames = self._socket.recv_multipart(zmq.NOBLOCK)

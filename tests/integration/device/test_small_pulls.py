@@ -9,10 +9,13 @@ import numpy as np
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared import Placed, joined
 
-from kvbridge.device.small_pulls import MOST_BYTES, MOST_WAITING, SmallPull, SmallPulls
+from kvbridge.device.small_pulls import MOST_SMALL_PULLS, MOST_TOGETHER_BYTES, SmallPull, SmallPulls
 
 OURS, THEIRS, OTHERS = (SimpleNamespace(name=name) for name in ("ours", "theirs", "others"))
-SMALL, LARGE = SimpleNamespace(slot_bytes=MOST_BYTES // 8), SimpleNamespace(slot_bytes=MOST_BYTES // 2)
+SMALL, LARGE = (
+    SimpleNamespace(slot_bytes=MOST_TOGETHER_BYTES // 8),
+    SimpleNamespace(slot_bytes=MOST_TOGETHER_BYTES // 2),
+)
 
 
 def pulls_of(most: int, *kinds: Any) -> SmallPulls:
@@ -71,5 +74,5 @@ def test_memory_is_in_use_while_a_pull_waits() -> None:
 
 
 def test_only_so_many_wait() -> None:
-    assert pulls_of(1000, *[SMALL] * (MOST_WAITING - 1)).has_room
-    assert not pulls_of(1000, *[SMALL] * MOST_WAITING).has_room
+    assert pulls_of(1000, *[SMALL] * (MOST_SMALL_PULLS - 1)).has_room
+    assert not pulls_of(1000, *[SMALL] * MOST_SMALL_PULLS).has_room

@@ -9,7 +9,7 @@ from random import Random
 from zmq.utils import z85
 
 from kvbridge.errors import OperatorError
-from kvbridge.transport.keys import MOST_KEYS, NAME, is_key, load_peers
+from kvbridge.transport.keys import MOST_KEYS, OWNER_NAME, is_key, load_peers
 from kvbridge.transport.lock import INCARNATION, KEPT_INCARNATIONS, KERNEL, LINE_BYTES, Lock
 from tests.integration.fuzz.target import Target
 
@@ -44,7 +44,7 @@ class KeyList(Target):
         assert self._loaded(self._path.parent) == found
         if found is not None:
             assert 0 < len(found) <= MOST_KEYS
-            assert all(is_key(key) and NAME.fullmatch(name) for key, name in found.items())
+            assert all(is_key(key) and OWNER_NAME.fullmatch(name) for key, name in found.items())
             self._path.write_text("".join(f"{name} {key}\n" for key, name in found.items()))
             assert self._loaded(self._path) == found
         return 1

@@ -14,7 +14,7 @@ from kvbridge_proto.peer import Goodbye
 
 from kvbridge.transport.control import Control
 from kvbridge.transport.events import Arrived, Lost, Settings
-from kvbridge.transport.names import MOST_ASKING, MOST_NAMES, Names
+from kvbridge.transport.names import MOST_LOOKUPS, MOST_OF_A_NAME, Names
 from kvbridge.transport.trust import Trust
 from testing.hosts import ROOT, why_not
 
@@ -59,12 +59,16 @@ async def test_names_are_looked_up_at_once_up_to_a_bound_and_each_by_one_thread(
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
     names, told = Names(), asyncio.Queue[tuple[str, str, str]]()
-    for host in [*(f"n{index}" for index in range(MOST_NAMES)), "n1", "one more"]:
+    for host in [*(f"n{index}" for index in range(MOST_LOOKUPS)), "n1", "one more"]:
         names.look_up(host, lambda address, reason, host=host: told.put_nowait((host, address, reason)))
-    assert await asyncio.wait_for(told.get(), 60.0) == ("one more", "", f"{MOST_NAMES} other names are being looked up")
+    assert await asyncio.wait_for(told.get(), 60.0) == (
+        "one more",
+        "",
+        f"{MOST_LOOKUPS} other names are being looked up",
+    )
     go_on.set()
-    rest = [await asyncio.wait_for(told.get(), 60.0) for _ in range(MOST_NAMES + 1)]
-    assert sorted(asked) == sorted(f"n{index}" for index in range(MOST_NAMES))
+    rest = [await asyncio.wait_for(told.get(), 60.0) for _ in range(MOST_LOOKUPS + 1)]
+    assert sorted(asked) == sorted(f"n{index}" for index in range(MOST_LOOKUPS))
     assert ("n0", "", "no such host") in rest and rest.count(("n1", "10.0.0.1", "")) == 2
     names.look_up("n2", lambda address, reason: told.put_nowait(("again", address, reason)))
     assert await asyncio.wait_for(told.get(), 60.0) == ("again", "10.0.0.1", "")
@@ -82,7 +86,7 @@ async def test_while_too_many_hang_a_name_that_was_found_has_its_last_address(mo
     try:
         names.look_up("known", lambda address, reason: told.put_nowait((address, reason)))
         assert await asyncio.wait_for(told.get(), 60.0) == ("10.0.0.7", "")
-        for index in range(MOST_NAMES):
+        for index in range(MOST_LOOKUPS):
             names.look_up(f"n{index}", lambda address, reason: None)
         names.look_up("known", lambda address, reason: told.put_nowait((address, reason)))
         assert await asyncio.wait_for(told.get(), 60.0) == ("10.0.0.7", "")
@@ -101,12 +105,12 @@ async def test_who_wait_for_one_name_are_bounded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(socket, "getaddrinfo", answer)
     names, told = Names(), asyncio.Queue[tuple[int, str, str]]()
     try:
-        for index in range(MOST_ASKING + 1):
+        for index in range(MOST_OF_A_NAME + 1):
             names.look_up("slow", lambda address, reason, index=index: told.put_nowait((index, address, reason)))
-        assert await asyncio.wait_for(told.get(), 60.0) == (MOST_ASKING, "", f"{MOST_ASKING} wait for it")
+        assert await asyncio.wait_for(told.get(), 60.0) == (MOST_OF_A_NAME, "", f"{MOST_OF_A_NAME} wait for it")
     finally:
         go_on.set()
-    for index in range(MOST_ASKING):
+    for index in range(MOST_OF_A_NAME):
         assert await asyncio.wait_for(told.get(), 60.0) == (index, "10.0.0.1", "")
 
 

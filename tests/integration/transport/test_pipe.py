@@ -158,7 +158,7 @@ async def test_what_is_no_envelope_costs_the_link_or_the_pipe_and_nobody_else(wh
 
 
 async def test_numbers_that_never_come_end_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "BACKLOG", 10)
+    monkeypatch.setattr(control_module, "MOST_EVENTS", 10)
     async with joined() as (_, _, link, sender_ear, ours, theirs):
         link.carry_by(theirs)
         for number in range(3, 20):
