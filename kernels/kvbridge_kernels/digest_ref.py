@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from math import gcd
 
 import torch
-import xxhash
 
 from .segment import Segment
 
@@ -30,6 +29,8 @@ WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def digest(slot: torch.Tensor) -> int:
     """The 64 bits of a contiguous uint8 tensor, called "xxh3" on the wire. Reads in place and releases the GIL."""
+    import xxhash  # an engine's environment has none
+
     return xxhash.xxh3_64_intdigest(slot.numpy().data)
 
 
