@@ -216,7 +216,7 @@ class SlotState(Enum):
 class SlotEvent(Enum):
     LEND = auto()
     LAND = auto()  # the one write of this lease has arrived whole, and its rows are in the blocks or thrown away
-    DOUBT = auto()  # the transfer ended while the lease was out
+    QUARANTINE = auto()  # the transfer ended while the lease was out
     DRAIN = auto()  # the sender confirms that it writes no more under this lease, or its successor that it is dead
     REBUILD = auto()  # our side of the fabric was torn down
 
@@ -228,7 +228,7 @@ SLOT_TABLE = StateTable(
         (SlotState.FREE, SlotEvent.LEND): SlotState.LENT,
         (SlotState.LENT, SlotEvent.LAND): SlotState.FREE,
         (SlotState.LENT, SlotEvent.DRAIN): SlotState.FREE,
-        (SlotState.LENT, SlotEvent.DOUBT): SlotState.QUARANTINED,
+        (SlotState.LENT, SlotEvent.QUARANTINE): SlotState.QUARANTINED,
         (SlotState.QUARANTINED, SlotEvent.LAND): SlotState.FREE,
         (SlotState.QUARANTINED, SlotEvent.DRAIN): SlotState.FREE,
         (SlotState.QUARANTINED, SlotEvent.REBUILD): SlotState.FREE,

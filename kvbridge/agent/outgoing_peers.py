@@ -31,7 +31,7 @@ log = logging.getLogger("kvbridge.peers")
 
 NOT_OPEN = ("no_session", "no_engine", "stale_epoch")
 LATE_TICK_S = 0.1  # a tick that is less late does not matter
-UNUSED_LINK_S = 60.0  # undrained transfers are asked about much more often, which keeps their link
+UNUSED_LINK_S = 60.0  # unconfirmed transfers are asked about much more often, which keeps their link
 MOST_NAMES = 16  # addresses of one session: requests bring them, and a host may have any number
 
 
@@ -348,7 +348,7 @@ class OutgoingPeers:
     def _named(self, name: str, own: OutgoingPeer) -> None:
         """A session has a new name. If it has too many now, an idle one is given up."""
         if (count := len(self._names(own.address))) > MOST_NAMES and not self._give_up_name(name, own):
-            # Undrained transfers under this name are asked about all the same.
+            # Unconfirmed transfers under this name are asked about all the same.
             self._receiver.refused(name, own.link.peer_incarnation, own.link.key)
             del self._aliases[name]
             reason = f"{name} is {own.address}, by a name too many: got {count}, limit {MOST_NAMES}"

@@ -61,7 +61,7 @@ class SenderRunner(Runner):
         self._record.note(offer)
         failpoint("sender.offer_heard")
         self.do(self.sending.offer(offer, engine, self._clock()))
-        if self.sending.is_owing:  # its socket counts as empty only after this message
+        if self.sending.has_pending:  # its socket counts as empty only after this message
             asyncio.get_running_loop().call_soon(self.do, [])
 
     def is_due(self, offer: Offer) -> bool:
@@ -87,7 +87,7 @@ class SenderRunner(Runner):
     def no_offer(self, said: NoOffer) -> None:
         """Nothing more is offered for this call: claims that wait for it hear so."""
         self.sending.no_offer(said, self._clock())
-        if self.sending.is_owing:  # as in `offer`
+        if self.sending.has_pending:  # as in `offer`
             asyncio.get_running_loop().call_soon(self.do, [])
 
     def release(self) -> int:
@@ -184,7 +184,7 @@ class SenderRunner(Runner):
         self, actions: Iterable[Action], events: Iterable[Event] = (), heard_at: float | None = None, peer: str = ""
     ) -> None:
         """Also send the answers that are due then. If an action fails, they stay due."""
-        super().do(self._with_answers(actions) if self.sending.is_owing else actions, events, heard_at, peer)
+        super().do(self._with_answers(actions) if self.sending.has_pending else actions, events, heard_at, peer)
 
     def _with_answers(self, actions: Iterable[Action]) -> Iterator[Action]:
         yield from actions

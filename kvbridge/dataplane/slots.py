@@ -40,7 +40,7 @@ class SendSlots:
         self._taken[self._era] += 1
         return SendSlot(self._free.popleft(), self._era)
 
-    def doubt(self, local: SendSlot) -> None:
+    def quarantine(self, local: SendSlot) -> None:
         """The write out of this slot is late: nobody knows when it ends."""
         if local.era == self._era:
             self._late.add(local)

@@ -82,8 +82,8 @@ class IncomingTransfer(Transfer):
         """It flows no more: it is finished, or over early. Of one that is over early this may be said twice."""
         return
 
-    def doubt(self, now: float) -> bool:
-        """It is over early. Returns whether its sender may still write for it, and must confirm that it does not."""
+    def quarantine(self, now: float) -> bool:
+        """It is over early: quarantine what its sender may still write. Returns whether that is anything."""
         return False
 
     def on_drained(self) -> None:

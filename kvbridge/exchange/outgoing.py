@@ -167,7 +167,7 @@ class OutgoingTransfer(Transfer):
         """The data plane reports this."""
 
     def answer(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
-        """What its receiver waits for, if it is `owed`. All is read that our engine had sent by `heard_at`."""
+        """What its receiver waits for, if it is `pending`. All is read that our engine had sent by `heard_at`."""
         return []
 
     def on_time(self, kind: str) -> list[Action]:
@@ -185,10 +185,10 @@ class OutgoingTransfer(Transfer):
 
 @dataclass(frozen=True, slots=True)
 class OpenAnswers:
-    """What a sender shares with its routes: deadlines (kind, transfer), and whose receivers wait for an `answer`."""
+    """What a sender shares with its routes: deadlines (kind, transfer), and transfers whose answer is pending."""
 
     deadlines: Deadlines[tuple[str, str]] = field(default_factory=Deadlines)
-    owed: dict[str, OutgoingTransfer] = field(default_factory=dict)
+    pending: dict[str, OutgoingTransfer] = field(default_factory=dict)
 
 
 class SendingRoute(abc.ABC):

@@ -367,7 +367,7 @@ class Receiver:
     def _stop(self, incoming: IncomingTransfer, now: float) -> None:
         """It is over early. Until its sender confirms that it writes nothing for it, it is not quiet."""
         incoming.on_end()
-        if incoming.doubt(now) and not incoming.is_lost:
+        if incoming.quarantine(now) and not incoming.is_lost:
             incoming.stop()
         else:
             incoming.end()
@@ -606,7 +606,7 @@ class Receiver:
         return self._advance_all(now)
 
     def rebuilt(self, engine: AttachedEngine | None, now: float) -> list[Action]:
-        """Our slots were replaced. All sessions end, because they named the old slots. No slot is in doubt any more."""
+        """Our slots were replaced: all sessions end, because they named the old ones. No slot is quarantined now."""
         return self._renewed(engine, "the agent made its slots anew", now, "all")
 
     def unreachable_from_far(self, engine: AttachedEngine | None, now: float) -> list[Action]:

@@ -71,7 +71,7 @@ class Sender:
         self._rendezvous = Rendezvous()
         self._is_paused = False
         opened = OpenAnswers()
-        self._deadlines, self._owed = opened.deadlines, opened.owed
+        self._deadlines, self._pending = opened.deadlines, opened.pending
         self._holds: Deadlines[int] = Deadlines()  # of the offers
         self._route_of = dict(make_routes(opened))
         self._routes = tuple(dict.fromkeys(self._route_of.values()))  # several share one half
@@ -220,7 +220,7 @@ class Sender:
         a count.
         """
         actions = self._refuse_unoffered(heard_at)
-        for out in list(self._owed.values()):
+        for out in list(self._pending.values()):
             actions += out.answer(now, heard_at, has_reached)
         return actions
 
@@ -298,7 +298,7 @@ class Sender:
     def _forget(self, out: OutgoingTransfer) -> None:
         del self.outgoing_transfers[out.transfer]
         self._deadlines.clear(("claim", out.transfer))
-        self._owed.pop(out.transfer, None)
+        self._pending.pop(out.transfer, None)
         out.forget()
         if out.offered is None:
             self._stop_waiting(out)
@@ -455,7 +455,7 @@ class Sender:
         if not out.is_open:
             return []
         out.stopped_by = (code[:64], reason[:1024])
-        self._owed.pop(out.transfer, None)
+        self._pending.pop(out.transfer, None)
         offered = out.offered
         if offered is not None:
             offered.served.add(out.claim.receiver)
@@ -589,9 +589,9 @@ class Sender:
         return any(out.is_promised for out in self.outgoing_transfers.values())
 
     @property
-    def is_owing(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether a receiver waits for an answer."""
-        return bool(self._undecided or self._owed)
+        return bool(self._undecided or self._pending)
 
     @property
     def without_offer(self) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def look_for_leaks(world: World) -> None:
     """Fail the run with the first thing that is left over.
 
-    Transfers in doubt may stay at an agent without an engine. It cannot greet peers, so it cannot ask them yet.
+    Transfers in quarantine may stay at an agent without an engine. It cannot greet peers, so it cannot ask them yet.
     """
     for text in _left_over(world):
         world.foul(text)
@@ -57,7 +57,7 @@ def _kept(process: Process) -> Iterator[str]:
         ("requests that are expected", receiving.expected),
         ("transfers in", receiving.incoming_transfers),
         ("zeros to write", receiving._filled_by),
-        ("transfers in doubt", has_engine and by_slots.undrained._of),
+        ("transfers in quarantine", has_engine and by_slots.unconfirmed._of),
         ("slots of transfers", has_engine and process.slots._of_transfer),
         ("offers", sending.offers),
         ("transfers out", sending.outgoing_transfers),
@@ -77,12 +77,12 @@ def _kept(process: Process) -> Iterator[str]:
         ("targets that leave", data_plane._jobs._leaving),
         ("uses of targets", +data_plane._jobs._users),
         ("memory that is left", data_plane._pulling.closing),
-        ("receivers that wait for an answer", sending._owed),
+        ("receivers that wait for an answer", sending._pending),
     ):
         if left:
             yield f"{name}: {left}"
     for key in (*receiving._deadlines._at, *sending._deadlines._at):
-        if has_engine or key[0] != "doubt":
+        if has_engine or key[0] != "quarantine":
             yield f"a deadline for {key}"
     for number in (*receiving._want_deadlines._at, *sending._holds._at):
         yield f"a deadline for offer or want {number}"

@@ -54,7 +54,7 @@ SILENCE_S = 1.0
 LOOK_S = 0.25
 SILENCING: tuple[FaultKind, ...] = ("half-open", "partition", "freeze agent", "freeze loop", "stall agent")
 LOST_S = PING_S + 3 * SILENCE_S  # after this, both ends of a link agree whether it is up
-REBUILD_S = (86400.0, 3.0, 0.5)  # how long slots may be in doubt, by seed
+REBUILD_S = (86400.0, 3.0, 0.5)  # how long slots may be in quarantine, by seed
 # Seconds after FAULTS_END_S. Requests made after MEANWHILE_S must succeed, unless they need a stalled agent. Those made
 # after LAST_S must all succeed. After REST_S everybody has come to rest.
 MEANWHILE_S = 8.0

@@ -93,7 +93,7 @@ PURE = (
     *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.models"),
     *(
         f"kvbridge.routes.{name}"
-        for name in ("halves", "pull.leases", "slots.receive_slots", "slots.send_orders", "slots.undrained")
+        for name in ("halves", "pull.leases", "slots.receive_slots", "slots.send_orders", "slots.unconfirmed")
     ),
     *(f"kvbridge.routes.{route}.{half}" for route in ("pull", "slots") for half in ("receiving", "sending")),
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs", "logprobs")),

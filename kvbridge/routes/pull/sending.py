@@ -28,7 +28,7 @@ class PullSending(SendingRoute):
     """All transfers by `pull`: which receivers wait for an answer, and which chunks are compared."""
 
     def __init__(self, opened: OpenAnswers) -> None:
-        self.deadlines, self.owed = opened.deadlines, opened.owed
+        self.deadlines, self.pending = opened.deadlines, opened.pending
         self.comparing: dict[str, OutgoingByPull] = {}  # with chunks to be digested, in the order of their turns
         self.digesting = 0
 
@@ -93,7 +93,7 @@ class OutgoingByPull(OutgoingTransfer):
         """Remember that its receiver waits for an answer."""
         offered = self.offered
         if self.will_read and not self.is_settled and offered is not None and offered.state is OfferState.OPEN:
-            self.route.owed[self.transfer] = self
+            self.route.pending[self.transfer] = self
         return []
 
     def answer(self, now: float, heard_at: float, has_reached: Callable[[int], bool]) -> list[Action]:
@@ -107,7 +107,7 @@ class OutgoingByPull(OutgoingTransfer):
         following = offered.update_readable(has_reached)
         watch: list[Action] = [Watch(following)] if following is not None else []
         if following is None:
-            del self.route.owed[self.transfer]
+            del self.route.pending[self.transfer]
         is_last = offered.is_last and following is None
         ready = ready_chunks(self.plan, offered.readable, is_last)
         if not granted.is_asked and ready == granted.ready:

@@ -86,9 +86,9 @@ class ReceiveSlots:
             if (slot.generation, slot.transfer) == (lease.generation, transfer):
                 self._step(lease.slot, SlotEvent.LAND)
 
-    def doubt(self, transfer: str) -> int:
+    def quarantine(self, transfer: str) -> int:
         """The transfer ended: quarantine the slots still lent to it. Returns how many."""
-        return self._step_all(transfer, (SlotState.LENT,), SlotEvent.DOUBT)
+        return self._step_all(transfer, (SlotState.LENT,), SlotEvent.QUARANTINE)
 
     def drain(self, transfer: str) -> int:
         """The sender has proven that it will not write for this transfer again. Returns how many slots became free."""

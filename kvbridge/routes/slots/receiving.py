@@ -19,9 +19,9 @@ from ...exchange.session import Session
 from ...geometry.plan import Plan
 from ...states import TransferState
 from .receive_slots import ReceiveSlots
-from .undrained import UndrainedTransfers
+from .unconfirmed import UnconfirmedTransfers
 
-DOUBT_AGAIN_S = 5.0  # between attempts to reach a sender that must confirm quarantined slots
+CONFIRM_AGAIN_S = 5.0  # between attempts to reach a sender that must confirm quarantined slots
 
 
 class SlotReceiving(ReceivingRoute):
@@ -30,7 +30,7 @@ class SlotReceiving(ReceivingRoute):
     def __init__(self, opened: OpenTransfers, slots: ReceiveSlots) -> None:
         self.opened = opened
         self.slots = slots
-        self.undrained = UndrainedTransfers()
+        self.unconfirmed = UnconfirmedTransfers()
         self.awaiting: FairQueue[IncomingBySlots] = FairQueue()  # transfers with ready chunks that have no slot
 
     @property
@@ -67,38 +67,38 @@ class SlotReceiving(ReceivingRoute):
         return actions
 
     def on_time(self, kind: str, name: str, now: float) -> list[Action]:
-        """Transfers from this address are undrained: reach it, and ask whoever was met elsewhere before they were."""
-        if kind != "doubt" or not self.undrained.is_any(name):
+        """Transfers from this address are unconfirmed: reach it, and ask whoever was met elsewhere before they were."""
+        if kind != "quarantine" or not self.unconfirmed.is_any(name):
             return []
-        self.opened.deadlines.set((kind, name), now + DOUBT_AGAIN_S)
+        self.opened.deadlines.set((kind, name), now + CONFIRM_AGAIN_S)
         actions: list[Action] = [Reach(name)]
         for address, session in self.opened.sessions.items():
             incarnation = session.peer.incarnation
             actions += self._questions(
-                address, incarnation, self.undrained.meet_again(address, incarnation, session.key)
+                address, incarnation, self.unconfirmed.meet_again(address, incarnation, session.key)
             )
         return actions
 
     def met(self, address: str, incarnation: str, key: str) -> list[Action]:
-        return self._questions(address, incarnation, self.undrained.meet(address, incarnation, key))
+        return self._questions(address, incarnation, self.unconfirmed.meet(address, incarnation, key))
 
-    def _questions(self, address: str, incarnation: str, undrained: list[tuple[str, str]]) -> list[Action]:
+    def _questions(self, address: str, incarnation: str, unconfirmed: list[tuple[str, str]]) -> list[Action]:
         """Ask it. It can speak for another incarnation only if it knows that one to be dead."""
         return [
             Send(address, Cancel(transfer=transfer, code="forgotten", incarnation="" if of == incarnation else of))
-            for transfer, of in undrained
+            for transfer, of in unconfirmed
             if of != incarnation
             or (own := self.opened.transfers.get(transfer)) is None
             or own.state is TransferState.ENDED
         ]
 
     def on_drained(self, transfer: str, incarnation: str, key: str) -> None:
-        if self.undrained.can_settle(transfer, incarnation, key):
+        if self.unconfirmed.can_settle(transfer, incarnation, key):
             self.drain(transfer)
 
     def drain(self, transfer: str) -> None:
         """Nothing writes to its slots any more. They are free, once the data plane has finished with them too."""
-        self.undrained.settle(transfer)
+        self.unconfirmed.settle(transfer)
         incoming = self.opened.transfers.get(transfer)
         if isinstance(incoming, IncomingBySlots) and incoming.is_ordered:
             incoming.is_drained = True
@@ -107,21 +107,21 @@ class SlotReceiving(ReceivingRoute):
 
     def writing_processes(self) -> set[ProcessCard]:
         sessions = (each for each in self.opened.sessions.values() if not each.routed.is_pulled)
-        return self.undrained.processes.union(each.process for each in sessions if each.process is not None)
+        return self.unconfirmed.processes.union(each.process for each in sessions if each.process is not None)
 
     def quarantined(self, writers: Writers) -> frozenset[tuple[int, int]]:
         return self.slots.quarantined(None if writers == "all" else self._written_by(writers))
 
     def cannot_write(self, writers: Writers) -> None:
         if writers == "all":  # the slots are others
-            self.undrained.clear()
+            self.unconfirmed.clear()
             self.slots.rebuilt()
         else:
             for transfer in self._written_by(writers):
                 self.drain(transfer)
 
     def _written_by(self, writers: ProcessCard | Literal["far"]) -> list[str]:
-        return list(self.undrained.far) if writers == "far" else self.undrained.of(writers)
+        return list(self.unconfirmed.far) if writers == "far" else self.unconfirmed.of(writers)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -165,7 +165,7 @@ class IncomingBySlots(IncomingTransfer):
         self.route.slots.land(report.leases, self.transfer)
         self.placed += report.chunks
         if self.state is not TransferState.FLOWING and not self.route.slots.has_out(self.transfer):
-            self.route.undrained.settle(self.transfer)
+            self.route.unconfirmed.settle(self.transfer)
         return [Carried(self.session, report.chunks, report.size_bytes)] if report.chunks else []
 
     def on_end(self, is_finished: bool = False) -> None:
@@ -173,14 +173,14 @@ class IncomingBySlots(IncomingTransfer):
         if is_finished:
             self.route.slots.drain(self.transfer)  # unused leases: the sender has written every chunk it will
 
-    def doubt(self, now: float) -> bool:
+    def quarantine(self, now: float) -> bool:
         """Quarantine the slots still lent to it."""
         route, session = self.route, self.session
-        if not route.slots.doubt(self.transfer):
+        if not route.slots.quarantine(self.transfer):
             return False
         peer, key = session.peer.incarnation, session.key
-        route.undrained.add(self.transfer, self.address, peer, key, session.is_far, session.process)
-        route.opened.deadlines.set(("doubt", self.address), now + DOUBT_AGAIN_S)
+        route.unconfirmed.add(self.transfer, self.address, peer, key, session.is_far, session.process)
+        route.opened.deadlines.set(("quarantine", self.address), now + CONFIRM_AGAIN_S)
         return True
 
     def on_drained(self) -> None:

@@ -186,7 +186,7 @@ class SendOrders:
 
     def late(self, leaving: LeavingChunk, code: str, reason: str) -> None:
         """Nobody waits for the chunk's write any more. It may still land, so its slots stay in use until it ends."""
-        self.slots.doubt(leaving.local)
+        self.slots.quarantine(leaving.local)
         self.moving -= 1
         self._fail(leaving.ordered, code, reason)
 

@@ -284,11 +284,11 @@ def stands_still_for_a_while(pair: Pair) -> None:
 
 
 def stands_still(pair: Pair, seed: int) -> int:
-    """The sender's agent is stopped under way: the receiver's slots, in doubt for too long, are made anew.
+    """The sender's agent is stopped under way: the receiver's slots, in quarantine for too long, are made anew.
 
     Its engine is left alone. When the sender's agent goes on, what it still writes goes where nothing is any more, and
     all is well again.
-    Returns how many slots were in doubt.
+    Returns how many slots were in quarantine.
     """
     chance, sender = random.Random(seed), pair.sender.agent.process.pid
     for _ in range(SPARE_TIMES * 3):

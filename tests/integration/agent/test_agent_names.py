@@ -35,7 +35,7 @@ class Fetching(Whole):
         receiving, outgoing = self.receiving, self.peers.outgoing
         parts = [
             *vars(receiving._senders).values(),
-            *vars(by_slots(receiving).undrained).values(),
+            *vars(by_slots(receiving).unconfirmed).values(),
             receiving._assignment._assigned,
         ]
         return [len(kept) for kept in (*parts, outgoing.sessions, outgoing._aliases) if isinstance(kept, Sized)]
@@ -115,7 +115,7 @@ async def test_an_address_of_a_rank_stays_a_name_whoever_else_comes(world: World
 async def test_a_name_too_many_still_asks_for_what_is_in_doubt_by_it(world: World) -> None:
     """Else whoever makes up names could keep the slots in quarantine that only this name's successor can give back."""
     player, incarnation = Fetching(world.receivers[0].engine), world.senders[0].engine.agent.incarnation
-    by_slots(player.receiving).undrained.add("t", "was here", "dead", "")
+    by_slots(player.receiving).unconfirmed.add("t", "was here", "dead", "")
     player.want("P0")
     await player.peers._welcome(player.wires["P0"], welcomed(world, player.wires["P0"]))
     for address in [*(f"name-{number}" for number in range(MOST_NAMES)), "was here"]:
@@ -124,4 +124,4 @@ async def test_a_name_too_many_still_asks_for_what_is_in_doubt_by_it(world: Worl
     (asked,) = player.wires["P0"].said(Cancel)
     assert (asked.transfer, asked.incarnation) == ("t", "dead") and max(player.kept) <= MOST_NAMES
     player.peers._hear(player.wires["P0"], incarnation, Drained(transfer="t"))
-    assert not by_slots(player.receiving).undrained.is_any("was here")
+    assert not by_slots(player.receiving).unconfirmed.is_any("was here")

@@ -1,4 +1,4 @@
-"""If slots stay in doubt, other slots replace them, and late writes to them have no effect."""
+"""If slots stay in quarantine, other slots replace them, and late writes to them have no effect."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Played:
         self.receiver = self
         self.slots = ReceiveSlots(slots)
         self.slots.lend(2, "t")
-        self.slots.doubt("t")
+        self.slots.quarantine("t")
         self._failures = deque(failures)
         self.local = SendSlots(2)
         self.send_failures = deque[Exception]()
@@ -206,7 +206,7 @@ def test_slots_that_come_and_go_are_no_reason_to_replace_any() -> None:
     played = Played(slots=8)
     for number in range(100):
         played.slots.lend(2, f"next {number}")
-        played.slots.doubt(f"next {number}")
+        played.slots.quarantine(f"next {number}")
         played.slots.drain(f"next {number - 1}" if number else "t")
         played.look(float(number))
     assert not played.tried and not played.paused
@@ -348,7 +348,7 @@ def test_slots_that_we_send_from_are_replaced_at_once_and_no_session_ends() -> N
     assert slot is not None
     played.look(0.0, 2.0)
     assert not played.replaced
-    played.local.doubt(slot)
+    played.local.quarantine(slot)
     played.look(3.0, 3.5, 60.0)
     assert played.replaced == [3.0] and not played.rebuilt and not played.paused
     assert played.local.counts() == SlotCounts(free=2, lent=0, landed=0, quarantined=0)
@@ -363,7 +363,7 @@ def test_send_slots_for_which_there_is_no_memory_are_tried_again_later() -> None
     slots = [played.local.take() for _ in range(2)]
     for slot in slots:
         assert slot is not None
-        played.local.doubt(slot)
+        played.local.quarantine(slot)
     played.send_failures.append(CudaError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"))
     played.look(0.0, 1.0, REBUILD_AGAIN_S - 0.1)
     assert not played.replaced and played.rebuilder.refused and played.local.counts().quarantined == 2

@@ -532,7 +532,7 @@ class Network:
             half = by_slots(receiving)
             left = {
                 "wants": [*receiving.wants, *receiving.incoming_transfers, *receiving._filled_by],
-                "undrained": half.undrained._of,
+                "unconfirmed": half.unconfirmed._of,
                 "slots": len(half.slots) - half.slots.counts().free + len(send.slots) - send.slots.free,
                 "offers": [*sending.offers, *sending.outgoing_transfers, *sending._waiting, *sending._of_receiver],
                 "orders": [*send.open, *receive._open],

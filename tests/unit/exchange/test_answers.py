@@ -87,10 +87,10 @@ def test_waits_where_an_offer_may_come_and_hears_at_once_where_none_can(known: K
     if who == "sender":
         ended_call(peer, "")  # "id" has no slash
     late(peer, is_offered=who == "receiver")
-    assert peer.sending.is_owing == (who != "nobody")
+    assert peer.sending.has_pending == (who != "nobody")
     assert answered(peer, peer.world.now - BEFORE_S) == [], "its engine may have said more by then"
     said = answered(peer)
-    assert not peer.sending.is_owing
+    assert not peer.sending.has_pending
     if who == "nobody":
         assert not said and "late" in peer.sending.outgoing_transfers
         peer.world.serve("y", 64, 16, rendezvous="id")
@@ -108,7 +108,7 @@ def test_waits_where_an_offer_may_come_and_hears_at_once_where_none_can(known: K
 def test_an_offer_that_comes_before_all_is_read_is_no_end() -> None:
     peer = Claimant()
     late(peer, is_offered=True)
-    assert answered(peer, peer.world.now - BEFORE_S) == [] and peer.sending.is_owing
+    assert answered(peer, peer.world.now - BEFORE_S) == [] and peer.sending.has_pending
     peer.world.offer("y", 64, 16, rendezvous="id")
     assert peer.sending.offers[number_of("y")].want == "late"
 
@@ -163,9 +163,9 @@ def test_a_claim_that_waits_for_a_rebuild_is_not_refused() -> None:
     peer.world.offer("x", 64, 16, rendezvous="id")
     peer.sending.pause(is_alone=True)
     assert peer.say(transfer="late", want="late", rendezvous="id", is_offered=True) == []
-    assert peer.sending.is_owing
+    assert peer.sending.has_pending
     assert answered(peer) == [] and "late" in peer.sending.outgoing_transfers
-    assert not peer.sending.is_owing, "it is not looked at again with every message"
+    assert not peer.sending.has_pending, "it is not looked at again with every message"
     assert peer.sending.resume() and peer.sending.offers[number_of("x")].want == "late"
 
 

@@ -172,7 +172,7 @@ def test_another_receiver_cannot_keep_or_end_what_is_read() -> None:
     sending, now = peer.sending, peer.world.now
     assert sending.answers(now, now, lambda count: True)
     sending.on_message("another", Renew(transfer="x", number=1))
-    assert not sending.is_owing and sending.answers(now + 0.1, now + 0.1, lambda count: True) == []
+    assert not sending.has_pending and sending.answers(now + 0.1, now + 0.1, lambda count: True) == []
     assert sending.on_message("another", Check(transfer="x", digests=(Sum(0, 1),))) == []
     assert sending.on_message("another", Settled(transfer="x")) == []
     (out,) = sending.outgoing_transfers.values()

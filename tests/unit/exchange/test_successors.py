@@ -16,7 +16,7 @@ from msgspec import structs
 from kvbridge.exchange.actions import Action, Send
 from kvbridge.exchange.sender import Sender
 from kvbridge.routes.halves import sending_routes
-from kvbridge.routes.slots.receiving import DOUBT_AGAIN_S
+from kvbridge.routes.slots.receiving import CONFIRM_AGAIN_S
 from testing.halves import by_slots
 from tests.unit.exchange.world import World
 
@@ -73,7 +73,7 @@ class Story:
                 self.meets("P0", "liar", "another", Sender(sending_routes, before={self.old}))
                 self.hears("liar", "another", [Drained(transfer=self.transfer)])
             case "time passes":
-                self.world.now += DOUBT_AGAIN_S
+                self.world.now += CONFIRM_AGAIN_S
                 self.take(self.receiving.tick(self.world.now))
             case _:
                 return False
@@ -148,20 +148,20 @@ def test_without_keys_only_who_answers_at_the_address_is_asked(key: str) -> None
     """Anybody could say that it is the successor."""
     story = Story()
     story.world.senders_key = key
-    undrained = by_slots(story.receiving).undrained
-    undrained.add("t", "P0", "old", key)
-    assert bool(undrained.meet("P1", "next", key)) == bool(key) == undrained.can_settle("t", "next", key)
-    assert undrained.meet("P0", "next", key) == [("t", "old")] and undrained.can_settle("t", "next", key)
+    unconfirmed = by_slots(story.receiving).unconfirmed
+    unconfirmed.add("t", "P0", "old", key)
+    assert bool(unconfirmed.meet("P1", "next", key)) == bool(key) == unconfirmed.can_settle("t", "next", key)
+    assert unconfirmed.meet("P0", "next", key) == [("t", "old")] and unconfirmed.can_settle("t", "next", key)
 
 
 def test_who_has_been_asked_is_not_asked_again_until_it_is_met_anew() -> None:
-    undrained = by_slots(Story().receiving).undrained
+    unconfirmed = by_slots(Story().receiving).unconfirmed
     for transfer in ("t", "u"):
-        undrained.add(transfer, "P0", "old", KEY)
-        assert undrained.meet_again("P1", "next", KEY) == [(transfer, "old")]
-        assert not undrained.meet_again("P1", "next", KEY)
-    assert undrained.meet("P1", "next", KEY) == [("t", "old"), ("u", "old")]
-    undrained.settle("t")
-    assert not undrained.can_settle("t", "next", KEY) and undrained.can_settle("u", "next", KEY)
-    undrained.settle("u")
-    assert not any(vars(undrained).values())
+        unconfirmed.add(transfer, "P0", "old", KEY)
+        assert unconfirmed.meet_again("P1", "next", KEY) == [(transfer, "old")]
+        assert not unconfirmed.meet_again("P1", "next", KEY)
+    assert unconfirmed.meet("P1", "next", KEY) == [("t", "old"), ("u", "old")]
+    unconfirmed.settle("t")
+    assert not unconfirmed.can_settle("t", "next", KEY) and unconfirmed.can_settle("u", "next", KEY)
+    unconfirmed.settle("u")
+    assert not any(vars(unconfirmed).values())

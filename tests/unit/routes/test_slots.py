@@ -42,10 +42,10 @@ class Slots(RuleBasedStateMachine):
         self.pool.land([SlotLease(slot, generation)], transfer)
 
     @rule(transfer=st.sampled_from("ab"))
-    def doubt(self, transfer: str) -> None:
-        doubted = [slot for slot, held in self.out.items() if held[1] == transfer and held[2] == "lent"]
-        assert self.pool.doubt(transfer) == len(doubted)
-        for slot in doubted:
+    def quarantine(self, transfer: str) -> None:
+        quarantined = [slot for slot, held in self.out.items() if held[1] == transfer and held[2] == "lent"]
+        assert self.pool.quarantine(transfer) == len(quarantined)
+        for slot in quarantined:
             self.out[slot] = (*self.out[slot][:2], "quarantined")
 
     @rule(transfer=st.sampled_from("ab"))

@@ -120,7 +120,7 @@ def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pyte
             said = sending.on_message(incarnation, Settled(transfer="x"))
             assert sending.on_message(incarnation, Check(transfer="x", digests=(Sum(2, 1),))) == []
             sending.on_message(incarnation, Renew(transfer="x", number=1))
-            assert not sending.is_owing and not sending.is_promised
+            assert not sending.has_pending and not sending.is_promised
         case _:
             said = []
     assert not told(said) and sending.outgoing_transfers["x"].is_reading

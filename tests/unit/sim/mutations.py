@@ -41,7 +41,7 @@ from kvbridge.routes.slots.receive_slots import ReceiveSlots
 from kvbridge.routes.slots.receiving import IncomingBySlots, SlotReceiving
 from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.routes.slots.sending import OutgoingBySlots
-from kvbridge.routes.slots.undrained import UndrainedTransfers
+from kvbridge.routes.slots.unconfirmed import UnconfirmedTransfers
 from kvbridge.states import SlotEvent, SlotState, TransferState, WantState
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
@@ -111,7 +111,7 @@ def _generation(right: Any, notice: Any, ordered: Any, order: Any) -> bool:
     return right(msgspec.structs.replace(notice, generation=known), ordered, order)
 
 
-@around(ReceiveSlots, "doubt")
+@around(ReceiveSlots, "quarantine")
 def _quarantine(right: Any, self: ReceiveSlots, transfer: str) -> int:
     return self._step_all(transfer, (SlotState.LENT,), SlotEvent.DRAIN) and 0
 
@@ -177,14 +177,14 @@ def _drained_too_soon(right: Any, self: Sender, out: Any, code: str, reason: str
 @around(Receiver, "_lose")
 def _lost_is_gone(right: Any, self: Receiver, address: str, now: float) -> Any:
     hurt, half = right(self, address, now), by_slots(self)
-    for transfer in [transfer for transfer, (at, *_) in half.undrained._of.items() if at == address]:
+    for transfer in [transfer for transfer, (at, *_) in half.unconfirmed._of.items() if at == address]:
         half.slots.drain(transfer)
     return hurt
 
 
 def _drained_while_scattering(put: Callable[[Any, str, Any], None]) -> None:
     def drain(self: SlotReceiving, transfer: str) -> None:
-        self.undrained.settle(transfer)
+        self.unconfirmed.settle(transfer)
         self.slots.drain(transfer)
 
     put(SlotReceiving, "drain", drain)
@@ -255,11 +255,11 @@ def _done_too_soon(right: Any, self: IncomingBySlots, report: Landed, now: float
 
 
 @around(Receiver, "_stop")
-def _lost_leaves_no_doubt(right: Any, self: Receiver, incoming: Any, now: float) -> None:
+def _lost_leaves_no_quarantine(right: Any, self: Receiver, incoming: Any, now: float) -> None:
     """A transfer whose link was lost is forgotten: its slots stay quarantined for ever."""
     right(self, incoming, now)
     if incoming.is_lost and incoming.state is TransferState.ENDED:
-        by_slots(self).undrained.settle(incoming.transfer)
+        by_slots(self).unconfirmed.settle(incoming.transfer)
 
 
 @around(OutgoingPeers, "_dial")
@@ -280,8 +280,8 @@ def _silent(right: Any, self: OutgoingPeers, address: str, *args: Any, **more: A
             link.send = send
 
 
-@around(UndrainedTransfers, "can_settle")
-def _own_start_only(right: Any, self: UndrainedTransfers, transfer: str, incarnation: str, key: str) -> bool:
+@around(UnconfirmedTransfers, "can_settle")
+def _own_start_only(right: Any, self: UnconfirmedTransfers, transfer: str, incarnation: str, key: str) -> bool:
     return self._of.get(transfer, ("", ""))[1] == incarnation
 
 
@@ -441,7 +441,7 @@ MUTATIONS: dict[str, Rule] = {
     "kernels_end_with_socket": Rule(instead(rank, "GONE_S", 0.0), 5244, UNWANTED),
     "let_go_without_a_word": Rule(_leaves_without_a_word, 6, "has closed its end without a word"),
     "done_one_chunk_too_soon": Rule(_done_too_soon, 5, "is done, but has waste"),
-    "forget_lost_transfer_slots": Rule(_lost_leaves_no_doubt, 36, LATE),
+    "forget_lost_transfer_slots": Rule(_lost_leaves_no_quarantine, 36, LATE),
     "never_ask_refusing_sender": Rule(
         instead(Receiver, "refused", lambda self, address, incarnation, key="": []), 201, r"slots: .*quarantined=[1-9]"
     ),

@@ -12,7 +12,7 @@ from kvbridge.exchange.actions import Send
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.routes.halves import sending_routes
-from kvbridge.routes.slots.undrained import UndrainedTransfers
+from kvbridge.routes.slots.unconfirmed import UnconfirmedTransfers
 from testing.halves import by_slots
 from tests.unit.exchange.world import World
 
@@ -21,7 +21,7 @@ PROCESS = ProcessCard(pid=42, started=7)
 pytestmark = pytest.mark.proves("G5")
 
 
-def doubted(
+def with_a_slot_out(
     key: str = "",
     machines: tuple[str, str] = ("", ""),
     namespaces: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
@@ -47,7 +47,7 @@ def doubted(
 
 
 def test_a_sender_that_refuses_is_asked_for_what_is_in_doubt() -> None:
-    world = doubted()
+    world = with_a_slot_out()
     receiving = world.receivers[0].receiving
     incarnation = world.senders[0].engine.agent.incarnation
     actions = receiving.refused("P0", incarnation)
@@ -80,7 +80,7 @@ def test_only_who_is_known_to_be_elsewhere_reaches_no_slot_without_the_fabric(
     machines: tuple[str, str], namespaces: tuple[tuple[int, ...], tuple[int, ...]], is_far: bool
 ) -> None:
     """On another machine, or in another container of this one."""
-    check_far(doubted(machines=machines, namespaces=namespaces), is_far)
+    check_far(with_a_slot_out(machines=machines, namespaces=namespaces), is_far)
 
 
 @pytest.mark.proves("G6")
@@ -91,7 +91,7 @@ def test_only_who_is_known_to_be_elsewhere_reaches_no_slot_without_the_fabric(
 def test_within_an_ipc_namespace_only_memory_of_the_host_is_reached(
     namespaces: tuple[tuple[int, ...], tuple[int, ...]], is_far: bool
 ) -> None:
-    check_far(doubted(machines=("m", "m"), namespaces=namespaces, is_on_gpu=True), is_far)
+    check_far(with_a_slot_out(machines=("m", "m"), namespaces=namespaces, is_on_gpu=True), is_far)
 
 
 def check_far(world: World, is_far: bool) -> None:
@@ -120,7 +120,7 @@ def test_the_end_of_a_process_that_we_can_see_frees_what_it_was_lent(
     machines: tuple[str, str], namespaces: tuple[tuple[int, ...], tuple[int, ...]], is_seen: bool
 ) -> None:
     """A number means another process in another PID namespace, and on another machine."""
-    world = doubted(machines=machines, namespaces=namespaces)
+    world = with_a_slot_out(machines=machines, namespaces=namespaces)
     receiving = world.receiver.receiving
     assert receiving.writing_processes() == ({PROCESS} if is_seen else set())
     quarantined = by_slots(receiving).slots.quarantined()
@@ -177,7 +177,7 @@ def ask(world: World, before: set[str]) -> bool:
 
 def test_that_another_start_answers_at_the_address_proves_nothing() -> None:
     """The address may lead elsewhere now, and the one before it may stand still only."""
-    world = doubted()
+    world = with_a_slot_out()
     assert not ask(world, {"older"})
     assert world.receivers[0].slots.counts().quarantined > 0
     assert ask(world, {world.senders[0].engine.agent.incarnation})
@@ -191,15 +191,15 @@ def test_a_transfer_of_a_dead_start_is_nobody_elses() -> None:
 
 
 def kept(world: World) -> int:
-    """How much is kept of agents, sessions and undrained transfers."""
+    """How much is kept of agents, sessions and unconfirmed transfers."""
     receiving = world.receivers[0].receiving
-    parts = [each for part in (receiving._senders, by_slots(receiving).undrained) for each in vars(part).values()]
+    parts = [each for part in (receiving._senders, by_slots(receiving).unconfirmed) for each in vars(part).values()]
     return sum(len(kept) for kept in parts if not isinstance(kept, int))
 
 
 @pytest.mark.proves("T6")
 def test_who_answers_is_kept_only_where_something_is_in_doubt_and_so_long() -> None:
-    world = doubted()
+    world = with_a_slot_out()
     receiving, before = world.receivers[0].receiving, kept(world)
     for number in range(500):  # names that a client made up; they lead to agents that refuse
         receiving.refused(f"name-{number}", "next")
@@ -209,10 +209,10 @@ def test_who_answers_is_kept_only_where_something_is_in_doubt_and_so_long() -> N
 
 
 def test_another_agent_that_refuses_proves_nothing() -> None:
-    world = doubted()
+    world = with_a_slot_out()
     receiving = world.receivers[0].receiving
     assert not receiving.refused("P1", "another incarnation")
-    (transfer,) = by_slots(world.receivers[0].receiving).undrained._of
+    (transfer,) = by_slots(world.receivers[0].receiving).unconfirmed._of
     receiving.drained("another incarnation", transfer, "", "", world.now)
     assert by_slots(receiving).slots.counts().quarantined > 0
 
@@ -222,10 +222,10 @@ def test_another_agent_that_refuses_proves_nothing() -> None:
 def test_who_has_another_key_is_neither_asked_nor_believed_whatever_incarnation_and_address_it_has(
     key: str, is_itself: bool
 ) -> None:
-    world = doubted("of P0")
+    world = with_a_slot_out("of P0")
     receiving, itself = world.receivers[0].receiving, world.senders[0].engine.agent.incarnation
     incarnation, address = (itself, "elsewhere") if is_itself else ("next", "P0")
-    (transfer,) = by_slots(receiving).undrained._of
+    (transfer,) = by_slots(receiving).unconfirmed._of
     assert not receiving.refused(address, incarnation, key)
     receiving.drained(incarnation, transfer, "", "", world.now, key)
     assert by_slots(receiving).slots.counts().quarantined > 0
@@ -238,7 +238,7 @@ def test_who_has_another_key_is_neither_asked_nor_believed_whatever_incarnation_
 
 
 def test_a_successor_may_answer_for_one_of_its_addresses_by_the_connection_to_another() -> None:
-    world = doubted()
+    world = with_a_slot_out()
     receiving = world.receivers[0].receiving
     receiving.refused("also P0", "next")  # its session is with this address, and P0 turns out to be the same agent
     (asked,) = [action.body for action in receiving.refused("P0", "next") if isinstance(action, Send)]
@@ -249,24 +249,26 @@ def test_a_successor_may_answer_for_one_of_its_addresses_by_the_connection_to_an
 
 def test_of_any_number_of_agents_with_one_key_each_is_asked_once_and_may_answer() -> None:
     """Each is asked about what ended since, too, and no more."""
-    undrained, agents = UndrainedTransfers(), [(f"at {number}", f"incarnation {number}") for number in range(300)]
-    undrained.add("first", "P0", "dead", "key")
+    unconfirmed, agents = UnconfirmedTransfers(), [(f"at {number}", f"incarnation {number}") for number in range(300)]
+    unconfirmed.add("first", "P0", "dead", "key")
     for address, incarnation in agents:
-        assert undrained.meet(address, incarnation, "key") == [("first", "dead")]
+        assert unconfirmed.meet(address, incarnation, "key") == [("first", "dead")]
     for transfer in ("first", "second"):
-        undrained.add(transfer, "P0", "dead", "key")
-        assert [undrained.meet_again(*each, "key") for each in agents] == [[(transfer, "dead")]] * len(agents)
-        assert not any(undrained.meet_again(*each, "key") for each in agents)
-        assert all(undrained.can_settle(transfer, incarnation, "key") for _, incarnation in agents)
-    assert not undrained.can_settle("first", "another", "key") and not undrained.can_settle("first", "dead", "other")
+        unconfirmed.add(transfer, "P0", "dead", "key")
+        assert [unconfirmed.meet_again(*each, "key") for each in agents] == [[(transfer, "dead")]] * len(agents)
+        assert not any(unconfirmed.meet_again(*each, "key") for each in agents)
+        assert all(unconfirmed.can_settle(transfer, incarnation, "key") for _, incarnation in agents)
+    assert not unconfirmed.can_settle("first", "another", "key") and not unconfirmed.can_settle(
+        "first", "dead", "other"
+    )
 
 
 def test_agents_that_were_asked_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.routes.slots.undrained.MOST_ASKED", 3)
-    undrained = UndrainedTransfers()
-    undrained.add("t", "P0", "dead", "key")
+    monkeypatch.setattr("kvbridge.routes.slots.unconfirmed.MOST_ASKED", 3)
+    unconfirmed = UnconfirmedTransfers()
+    unconfirmed.add("t", "P0", "dead", "key")
     for number in range(9):
-        undrained.meet("elsewhere", f"{number}", "key")
-    assert len(undrained._asked) == 3 and undrained.can_settle("t", "8", "key")
-    undrained.settle("t")
-    assert not undrained._asked
+        unconfirmed.meet("elsewhere", f"{number}", "key")
+    assert len(unconfirmed._asked) == 3 and unconfirmed.can_settle("t", "8", "key")
+    unconfirmed.settle("t")
+    assert not unconfirmed._asked

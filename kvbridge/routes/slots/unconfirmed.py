@@ -9,7 +9,7 @@ from kvbridge_proto.peer import ProcessCard
 MOST_ASKED = 4096  # agents that were asked; four times as many as can be dialled at once
 
 
-class UndrainedTransfers:
+class UnconfirmedTransfers:
     """Ended transfers whose sender has not confirmed yet that it stopped writing: their slots are quarantined.
 
     Each is kept with its sender's address, incarnation and key. Other incarnations are asked about it too: one may know
