@@ -277,39 +277,13 @@ class Agent:
         self.on_receive_orders, self.on_send_orders = self.receiver.hear, self.sender.hear
         outgoing, incoming = self.receiver.peers, self.sender.peers
         self.peers = Peers(self.control, outgoing, incoming, self.data_plane, self.metrics, clock)
-        self.engines = Engines(
-            self.card,
-            current,
-            self.receiver,
-            self.sender,
-            self.peers,
-            self.data_plane,
-            self.doors,
-            self.metrics,
-            clock,
-        )
+        receiver, sender, data, metrics = self.receiver, self.sender, self.data_plane, self.metrics
+        self.engines = Engines(self.card, current, receiver, sender, self.peers, data, self.doors, metrics, clock)
         self.clients = Clients(
-            current,
-            self.engines,
-            self.receiver,
-            self.sender,
-            prompts,
-            self.data_plane,
-            self.metrics,
-            self.journal,
-            self.status,
-            clock,
+            current, self.engines, receiver, sender, prompts, data, metrics, self.journal, self.status, clock
         )
-        self.rebuilder = Rebuilder(
-            self.slots,
-            lambda: self.receiving.quarantined("far"),
-            self.data_plane.send_orders.slots,
-            self.engines,
-            self.data_plane,
-            self.metrics,
-            config.rebuild_s,
-            self._clock,
-        )
+        far, sent = lambda: self.receiving.quarantined("far"), data.send_orders.slots
+        self.rebuilder = Rebuilder(self.slots, far, sent, self.engines, data, metrics, config.rebuild_s, clock)
         self.metrics.watch(self.gauges(), {"receiver": self.peers.open_dialled, "sender": self.peers.open_accepted})
 
     def _receiver_runner(self, current: CurrentEngine) -> ReceiverRunner:

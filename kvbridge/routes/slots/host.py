@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbridge_proto.peer import Route, SlotLease
+from kvbridge_proto.peer import FabricCard, Route, SlotLease
 
 from ...dataplane.resources import Resources, StagingEndpoint
 from ...dataplane.slots import SendSlot
 from ...device.staging import Span
 from ...exchange.route import Site
-from .slot_route import Landing, SlotRoute, Target, memories
+from .slot_route import SlotRoute, Target, memories
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +28,7 @@ class HostTarget(Target):
 
 class HostRoute(SlotRoute):
     name: Route = "host"
+    target = HostTarget
 
     def why_not(self, sender: Site, receiver: Site) -> str:
         if sender.dram is None or receiver.dram is None:
@@ -35,11 +36,9 @@ class HostRoute(SlotRoute):
         is_on_gpu = "vram" in (sender.fabric.memory, receiver.fabric.memory)
         return "" if is_on_gpu else f"{memories(sender, receiver)}; that is nixl"
 
-    def open(self, resources: Resources, landing: Landing, serial: int) -> Target:
-        card = landing.site.dram
-        assert card is not None
-        endpoint = self.join(resources, landing, card)
-        return HostTarget(serial, self.name, card.name, card.base, card.slot_bytes, card.slots, resources, endpoint)
+    def card(self, receiver: Site) -> FabricCard:
+        assert receiver.dram is not None
+        return receiver.dram
 
     def endpoint(self, resources: Resources) -> StagingEndpoint:
         return resources.host or resources.endpoint

@@ -67,14 +67,21 @@ class SlotRoute(abc.ABC):
     """A route through slots."""
 
     name: Route
+    target: type[Target] = Target
 
     @abc.abstractmethod
     def why_not(self, sender: Site, receiver: Site) -> str:
         """The reason against this route, as far as two cards tell, "" if there is none."""
 
-    @abc.abstractmethod
     def open(self, resources: Resources, landing: Landing, serial: int) -> Target:
         """Connect to the receiver's slots. Raises KVBridgeError."""
+        card = self.card(landing.site)
+        endpoint = self.join(resources, landing, card)
+        return self.target(serial, self.name, card.name, card.base, card.slot_bytes, card.slots, resources, endpoint)
+
+    def card(self, receiver: Site) -> FabricCard:
+        """The card of the receiver's slots for this route."""
+        return receiver.fabric
 
     def endpoint(self, resources: Resources) -> StagingEndpoint:
         """Our endpoint for this route: its slots are sent from and received into."""
