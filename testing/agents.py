@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import select
 import signal
@@ -11,19 +10,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from kvbridge_proto.codec import FRAME_FDS, FrameReader, pack
-from kvbridge_proto.common import OURS
-from kvbridge_proto.engine import Attach, Attached, Descriptors, Done, Failed, Refused, Released, ToEngine
-from kvbridge_proto.pool import Handle
+from kvbridge_proto.engine import Descriptors, Done, Failed, Released, ToEngine
 from kvbridge_proto.status import Status, StatusQuery
 
+from kvbridge.device.handles import export_all
+from kvbridge.loopback.engine import SyntheticEngine
 from kvbridge.loopback.messages import directory_of, offer_of, want_of
+from kvbridge.unix_socket import close_fds
 from testing.nursery import Child, Nursery, nursery
 from testing.oracle import Held, Shape, build
 
@@ -189,30 +189,23 @@ def _wait_serving(running: AgentProcess, start_s: float) -> None:
     raise AssertionError(f"the agent does not serve:\n{running.text()}")
 
 
-class OracleEngine:
-    """An engine rank whose pool the oracle built; its memory is shared with the agent."""
+class OracleEngine(SyntheticEngine):
+    """An engine rank whose pool the oracle built. `held` is its memory, which it shares with the agent."""
 
-    def __init__(self, agent: AgentProcess, held: Held, engine: str = "") -> None:
+    def __init__(self, agent: AgentProcess, held: Held, agent_uids: Iterable[int] = ()) -> None:
+        regions = [torch.from_numpy(region).clone().share_memory_() for region in held.memory]
+        super().__init__(str(agent.socket), held.pool, regions, agent_uids=agent_uids)
         self.agent = agent
-        self.pool = held.pool
-        self.fds = []
-        maps = []
-        for region in held.memory:
-            fd = os.memfd_create("kvbridge-test-pool")
-            os.ftruncate(fd, region.size)
-            memory = np.frombuffer(mmap.mmap(fd, region.size), np.uint8)
-            memory[:] = region
-            self.fds.append(fd)
-            maps.append(memory)
-        self.handles = tuple(Handle(region=i, kind="shm_fd", fd=i) for i in range(len(self.fds)))
-        self.held = Held(held.pool, tuple(maps))
-        self.client = Client(agent.socket)
-        self.seen: list[ToEngine] = []
+        self.held = Held(held.pool, tuple(region.numpy() for region in regions))
+        self.connect()
 
-    def attach(self, **changes: Any) -> Attached | Refused:
-        message: dict[str, Any] = {"versions": OURS, "pool": self.pool, "handles": self.handles} | changes
-        self.client.send(Attach(**message), tuple(self.fds))
-        return self.client.wait(Attached, Refused)
+    @property
+    def inode(self) -> str:
+        """Of its first region, by which `proc.mapped` knows it."""
+        _, fds = export_all([self.regions[0].untyped_storage()])
+        number = os.fstat(fds[0]).st_ino
+        close_fds(fds)
+        return str(number)
 
     def directory(self, *agents: AgentProcess) -> None:
         self.client.send(directory_of([each.address for each in agents], self.pool.shard.tp_size))
@@ -225,7 +218,8 @@ class OracleEngine:
         self.client.send(want_of(request, sender, tokens, table, self.pool.groups[0].block_tokens, **changes))
 
     def answer(self, request: str, seconds: float = ANSWER_S) -> Done | Failed:
-        return self.client.wait(Done, Failed, request=request, seconds=seconds)
+        answer: Done | Failed = self.told(Done, Failed, request=request, seconds=seconds)
+        return answer
 
     def done(self, request: str) -> None:
         answer = self.answer(request)
@@ -238,10 +232,12 @@ class OracleEngine:
         return answer.reason
 
     def released(self, request: str, seconds: float = ANSWER_S) -> Released:
-        return self.client.wait(Released, request=request, seconds=seconds)
+        answer: Released = self.told(Released, request=request, seconds=seconds)
+        return answer
 
-    def close(self) -> None:
-        self.client.close()
-        for fd in self.fds:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+    def wait_closed(self, seconds: float = ANSWER_S) -> None:
+        """Until the agent has closed the connection."""
+        end = time.monotonic() + seconds
+        while not self.client.has_ended:
+            assert time.monotonic() < end, "the agent did not close the connection"
+            self.hear(0.02)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from kvbridge_proto.engine import Attached
 
+from kvbridge.device.handles import export_all
+from kvbridge.unix_socket import close_fds
 from testing.agents import AgentProcess, OracleEngine
 from testing.nursery import Child
 from testing.oracle import Shape, build, fill, mismatch
@@ -29,12 +31,22 @@ def socket_of(arguments: str) -> Path:
     return Path((found[1] if found else os.environ["KVBRIDGE_ENGINE_SOCKET"]).replace("{rank}", "0"))
 
 
+def uids_of(arguments: str) -> list[int]:
+    """Whose agents they would give their memory to."""
+    found = re.search(r'"kvbridge_agent_uids": \[(.+?)\]', arguments)
+    return [int(each) for each in (found[1] if found else os.environ["KVBRIDGE_ENGINE_AGENT_UIDS"]).split(",")]
+
+
 class StandIn:
     def __init__(self, arguments: str) -> None:
         block_tokens = re.search(r"--block-size=(\d+)", arguments)
         shape = Shape("nhd", block_tokens=int(block_tokens[1]) if block_tokens else 16)
         socket = socket_of(arguments)
-        self.engine = OracleEngine(AgentProcess(Child(os.getpid()), socket, socket), build(shape))
+        self.engine = OracleEngine(AgentProcess(Child(os.getpid()), socket, socket), build(shape), uids_of(arguments))
+        _, fds = export_all(region.untyped_storage() for region in self.engine.regions)
+        for fd in fds:
+            os.fchmod(fd, 0o666)  # the GPU memory that this stands for is no user's
+        close_fds(fds)
         assert isinstance(answer := self.engine.attach(), Attached), answer
         self._table = TABLE[: TOKENS // shape.block_tokens]
 

@@ -50,7 +50,7 @@ class EngineRank:
         memory = self._memory
         is_spinning = memory.device.type != "cpu"  # a GPU engine has a core of its own
         self._engine = SyntheticEngine(socket, memory.pool, memory.regions, is_spinning=is_spinning)
-        self._engine.attach(ranks)
+        self._engine.join(ranks)
 
     def offer(self, rooms: dict[str, tuple[int, int]]) -> None:
         """Offer a window of the sequence under each rendezvous id. Returns once the agent has read all offers."""
@@ -59,7 +59,7 @@ class EngineRank:
             offer = offer_of(room, end - first, self._memory.blocks(first, end), hold_s=HOLD_S, fence=fence)
             self._engine.client.send(offer)
         self._engine.client.send(StatusQuery())
-        self._engine.answer(Status)
+        self._engine.told(Status)
 
     def released(self, rooms: list[str]) -> None:
         """Wait until the agent has released the blocks of every rendezvous id."""

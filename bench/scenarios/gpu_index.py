@@ -87,7 +87,7 @@ class Side:
         ]
         self.ids = torch.randperm(shape.blocks)[: -(-tokens // shape.block_tokens)]
         self.engine = SyntheticEngine(agent.socket, self.pool, self.regions, is_spinning=device != "cpu")
-        self.engine.attach([agent.address])
+        self.engine.join([agent.address])
 
     @property
     def row_bytes(self) -> dict[tuple[int, str], int]:
@@ -122,7 +122,7 @@ class Joined:
         fence = sender.fence.mark()
         sender.client.send(offer_of(name, self.sender.tokens, self.sender.ids.tolist(), fence=fence))
         sender.client.send(StatusQuery())
-        sender.answer(Status)  # so it has read the offer
+        sender.told(Status)  # so it has read the offer
         address, tokens, ids = self.sender.agent.address, range(self.receiver.tokens), self.receiver.ids.tolist()
         want = want_of(name, address, tokens, ids, self.receiver.block_tokens, fence=receiver.fence.mark())
         began = time.perf_counter()

@@ -170,7 +170,7 @@ class Bench:
         ]
         with closing(sides[0].engine), closing(sides[1].engine):
             for side in sides:
-                side.engine.attach((side.address,))
+                side.engine.join((side.address,))
             yield sides[0], sides[1]
             for side in sides:
                 side.engine.detach()

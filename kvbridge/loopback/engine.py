@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,33 +32,53 @@ class SyntheticEngine:
     If it `is_spinning`, it never sleeps while it waits: it has a core of its own.
     """
 
-    def __init__(self, socket: str, pool: Pool, regions: Sequence[torch.Tensor], *, is_spinning: bool = False) -> None:
+    def __init__(
+        self,
+        socket: str,
+        pool: Pool,
+        regions: Sequence[torch.Tensor],
+        *,
+        is_spinning: bool = False,
+        agent_uids: Iterable[int] = (),
+    ) -> None:
         self.pool = pool
         self.regions = regions
-        self.client = EngineClient(socket)
+        self.client = EngineClient(socket, agent_uids=agent_uids)
         self.fence = EngineFence(regions[0].device)
         self._is_spinning = is_spinning
-        self._heard: list[Any] = []
+        self.heard: list[Any] = []
 
-    def attach(self, ranks: Sequence[str]) -> None:
-        """Share the memory. `ranks` are the agents of all ranks of this engine."""
-        handles, fds = export_all(region.untyped_storage() for region in self.regions)
-        if not self.client.connect(PATIENCE_S):
-            raise RequestRejected(self.client.why)
-        self._heard.clear()
-        attach = Attach(versions=OURS, pool=self.pool, handles=handles, fence_fd=len(fds))
-        self.client.send(attach, (*fds, self.fence.fd))
-        for fd in fds:
-            os.close(fd)
-        self.answer(Attached)
+    def join(self, ranks: Sequence[str]) -> None:
+        """Share the memory. `ranks` are the agents of all ranks of this engine. Raises RequestRejected."""
+        if not isinstance(answer := self.attach(), Attached):
+            raise RequestRejected(": ".join(why(answer)))
         self.client.send(directory_of(ranks, len(ranks)))
 
-    def answer(self, kind: type[T]) -> T:
-        """The answer of this kind. Raises RequestRejected if there is a refusal before it."""
-        message = self.wait(lambda heard: isinstance(heard, (kind, Refused)))
-        if not isinstance(message, kind):
-            raise RequestRejected(": ".join(why(message)))
-        return message
+    def attach(self, **changes: Any) -> Attached | Refused:
+        """Ask the agent to take the memory, by a message with these changes."""
+        handles, fds = export_all(region.untyped_storage() for region in self.regions)
+        if not self.client.is_connected:
+            self.connect()
+        said: dict[str, Any] = {"versions": OURS, "pool": self.pool, "handles": handles, "fence_fd": len(fds)} | changes
+        self.client.send(Attach(**said), (*fds, self.fence.fd))
+        for fd in fds:
+            os.close(fd)
+        answer: Attached | Refused = self.told(Attached, Refused)
+        return answer
+
+    def connect(self) -> None:
+        self.heard.clear()
+        if not self.client.connect(PATIENCE_S):
+            raise RequestRejected(self.client.why)
+
+    def told(self, *kinds: type, request: str | None = None, seconds: float = PATIENCE_S) -> Any:
+        """The first message of these kinds (about this request). Raises as `wait`."""
+        return self.wait(
+            lambda heard: (
+                isinstance(heard, kinds) and request in (None, getattr(heard, "request", getattr(heard, "about", None)))
+            ),
+            seconds,
+        )
 
     def ended(self, good: type[T], names: Collection[str]) -> T:
         """The next end of one of these requests. Raises RequestRejected unless it is a good one, of this kind."""
@@ -74,25 +94,29 @@ class SyntheticEngine:
         end: End = self.wait(lambda heard: isinstance(heard, End) and heard.number in numbers)
         return end
 
-    def wait(self, is_wanted: Callable[[Any], bool]) -> Any:
-        """The first wanted message; others are kept. Raises RequestRejected after PATIENCE_S, or if disconnected."""
-        end = time.monotonic() + PATIENCE_S
+    def wait(self, is_wanted: Callable[[Any], bool], seconds: float = PATIENCE_S) -> Any:
+        """The first wanted message; others are kept. Raises RequestRejected if it is late, or we are disconnected."""
+        end = time.monotonic() + seconds
         while True:
-            for message in self._heard:
+            for message in self.heard:
                 if is_wanted(message):
-                    self._heard.remove(message)
+                    self.heard.remove(message)
                     return message
             if not self.client.is_connected:
                 raise RequestRejected(self.client.why)
             if time.monotonic() > end:
-                raise RequestRejected(f"no answer in {PATIENCE_S:g} s; heard {str(self._heard)[:500]}")
-            if not self._is_spinning:
-                select.select([self.client], [], [], 0.02)
-            self._heard += self.client.poll()
+                raise RequestRejected(f"no answer in {seconds:g} s; heard {str(self.heard)[:500]}")
+            self.hear(0.0 if self._is_spinning else 0.02)
+
+    def hear(self, seconds: float) -> None:
+        """Take in what comes within so long."""
+        if seconds:
+            select.select([self.client], [], [], seconds)
+        self.heard += self.client.poll()
 
     def detach(self) -> None:
         self.client.send(Detach())
-        self.wait(lambda heard: isinstance(heard, Detached))
+        self.told(Detached)
         self.close()
 
     def close(self) -> None:

@@ -134,7 +134,7 @@ def main(kind: type[JobEngine] = JobEngine, job: type[Job] = Job) -> None:
     torch.set_num_threads(1)
     engine = kind(msgspec.json.decode(sys.argv[1], type=job))
     try:
-        engine.attach(engine.job.ranks)
+        engine.join(engine.job.ranks)
         if engine.job.role == "sender":
             engine.fill_own()
         _say("ready")

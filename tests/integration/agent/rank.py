@@ -69,7 +69,7 @@ class Rank(JobEngine):
         offer = offer_of(rendezvous, self.tokens, self.table, hold_s=hold_s, fence=self.fence.mark())
         self.client.send(offer)
         self.client.send(StatusQuery())
-        self.wait(lambda message: isinstance(message, Status))
+        self.told(Status)
         say("offered", {})
 
     def do_halt(
@@ -139,7 +139,7 @@ class Rank(JobEngine):
     # Both:
 
     def do_attach(self) -> dict[str, Any]:
-        self.attach(self.job.ranks)
+        self.join(self.job.ranks)
         return {}
 
     def do_gone(self) -> dict[str, Any]:

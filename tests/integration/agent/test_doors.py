@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import struct
 import time
 from contextlib import closing
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvbridge_proto.codec import encode
 from kvbridge_proto.common import OURS
 from kvbridge_proto.engine import Attach, Decline, Detached, Failed, Refused, Rescale, Rescaled, Scales
 from kvbridge_proto.pool import Handle
@@ -28,8 +28,6 @@ from testing.pairs import Bench, Benches
 from testing.proc import cpu_s, mapped
 from testing.waiting import wait_for
 from tests.integration.agent.test_scraping import scraped
-
-POOL = "kvbridge-test-pool"
 
 
 @pytest.fixture
@@ -51,19 +49,21 @@ def test_a_want_or_an_offer_with_a_field_out_of_bounds_fails_alone(pair: Bench) 
     """Its engine was detached for a minute, and all its requests failed."""
     receiver, sender, number = pair.receiver, pair.sender, number_of("open")
     long = "tcp://" + "x" * 300
+    for each in pair.engines:
+        each.client._checked = encode  # ours would not send what is to follow
     receiver.want("unfit", long, [1], range(4))
-    refused = receiver.client.wait(Refused)
+    refused = receiver.told(Refused)
     assert (refused.code, refused.about, refused.number) == ("message_invalid", "", number_of("unfit"))
     assert "sender" in refused.reasons[0]
     receiver.want("open", sender.agent.address, [2], range(4))
     receiver.want("open", long, [2], range(4))
-    assert receiver.client.wait(Refused).about == f"want {number}", "the first goes on"
+    assert receiver.told(Refused).about == f"want {number}", "the first goes on"
     sender.offer("open", [3], 4, is_last=False)
     sender.offer("open", [], 8, is_more=True, hold_s=1e9)
     assert "hold_s" in sender.released("open").reason, "its blocks were lent"
     assert isinstance(receiver.answer("open"), Failed)
     sender.offer("never", [3], 4, hold_s=1e9)
-    assert sender.client.wait(Refused).number == number_of("never")
+    assert sender.told(Refused).number == number_of("never")
     pair.works()
 
 
@@ -73,7 +73,7 @@ def test_a_second_engine_is_refused_by_name(pair: Bench) -> None:
         assert isinstance(refused, Refused) and refused.code == "engine_present"
         assert f"pid {os.getpid()}" in refused.reasons[0] and "kvbridge_socket" in refused.reasons[1]
         second.want("r", pair.sender.agent.address, [1], range(4))
-        assert second.client.wait(Refused).code == "not_attached"
+        assert second.told(Refused).code == "not_attached"
     pair.works()
 
 
@@ -112,7 +112,7 @@ def test_a_plane_outside_its_region_is_refused_by_name(tmp_path: Path) -> None:
 def refusal(engine: OracleEngine, message: Rescale | Decline) -> tuple[str, str]:
     about = f"{'rescale' if isinstance(message, Rescale) else 'decline'} {message.revision}"
     engine.client.send(message)
-    refused = engine.client.wait(Refused, request=about)
+    refused = engine.told(Refused, request=about)
     return refused.code, " ".join(refused.reasons)
 
 
@@ -143,7 +143,7 @@ def test_rows_after_new_scales_are_converted_under_them(bench_of: Benches) -> No
         sender.client.send(
             Rescale(revision=revision, scales=tuple(Scales(layer, part, (scale,)) for layer, part in planes))
         )
-        assert sender.client.wait(Rescaled) == Rescaled(revision=revision, epoch=1 + revision)
+        assert sender.told(Rescaled) == Rescaled(revision=revision, epoch=1 + revision)
         sender.offer(f"r{revision}", [1], 16)
         receiver.want(f"r{revision}", bench.address, [1], range(16))
         receiver.done(f"r{revision}")
@@ -191,11 +191,11 @@ def test_while_an_agent_stands_still_its_peers_are_not_late(pair: Bench) -> None
 @pytest.mark.proves("G19")
 def test_an_engine_that_dies_frees_its_memory_and_another_may_come(pair: Bench) -> None:
     pair.works("first")
-    pid = pair.receiver.agent.process.pid
-    assert mapped(pid, POOL)
+    pid, pool = pair.receiver.agent.process.pid, pair.receiver.inode
+    assert mapped(pid, pool)
     pair.receiver.want("r", pair.sender.agent.address, [1], range(16))
     pair.receiver.close()
-    wait_for(lambda: not mapped(pid, POOL), 1.0, lambda: "the dead engine's memory is still mapped", 0.02)
+    wait_for(lambda: not mapped(pid, pool), 1.0, lambda: "the dead engine's memory is still mapped", 0.02)
     with attached(pair.receiver.agent, Shape("hnd")) as engine:
         assert pair.receiver.agent.status.engine.epoch == 2
         pair.receivers = [engine]
@@ -233,15 +233,15 @@ def test_an_agent_that_ends_in_order_says_that_it_has_let_go(tmp_path: Path, how
         if how == "the agent stops":
             running.process.terminate()
         elif how == "the engine hangs up":
-            engine.client.socket.shutdown(socket.SHUT_WR)
+            engine.client.hang_up("as the test says")
         else:
-            engine.client.socket.send(b"\xff" * 4)
-        engine.client.wait_closed()
-        assert engine.client.heard[-1] == Detached(epoch=1)
+            os.write(engine.client.fileno(), b"\xff" * 4)
+        engine.wait_closed()
+        assert engine.heard[-1] == Detached(epoch=1)
 
 
 def test_a_killed_agent_says_nothing(tmp_path: Path) -> None:
     with agent(tmp_path, "a") as running, attached(running) as engine:
         running.kill()
-        engine.client.wait_closed()
-        assert not engine.client.heard
+        engine.wait_closed()
+        assert not engine.heard

@@ -6,7 +6,6 @@ stream writes the count (tests/system/gpu/test_carry.py). The code that waits is
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,9 +17,7 @@ import numpy as np
 import pytest
 from kvbridge_proto.engine import Abandon, Done, Failed, Withdraw
 
-from kvbridge.device.fence import EngineFence
 from kvbridge.loopback.messages import number_of
-from testing.agents import OracleEngine
 from testing.oracle import Shape, fill
 from testing.pairs import Bench
 from testing.proc import mapped
@@ -33,32 +30,12 @@ AT_ONCE_S, READ_S, DEADLINE_S = 5.0, 0.2, 60.0  # who waits for a stream waits 3
 NUMBERS = count()
 
 
-class FencedEngine(OracleEngine):
-    """It says counts before its page has them."""
-
-    marked = 0
-
-    def attach(self, **changes: Any) -> Any:
-        self.fence = EngineFence("cpu")
-        self.fds.append(os.dup(self.fence.fd))
-        return super().attach(fence_fd=len(self.fds) - 1, **changes)
-
-    def close(self) -> None:
-        super().close()
-        self.fence.close()
-
-
-def mark(engine: OracleEngine) -> None:
-    assert isinstance(engine, FencedEngine)
-    engine.marked = engine.fence.mark()
-
-
 class Pair(Bench):
     """An engine that offers and one that wants, each with a fence."""
 
     def __init__(self, folder: Path, stack: ExitStack, **options: Any) -> None:
         shapes = Shape("nhd"), Shape("hnd", block_tokens=64, blocks=8)
-        super().__init__(folder, stack, *shapes, engine=FencedEngine, **options)
+        super().__init__(folder, stack, *shapes, **options)
         self.route = options.get("routes", "")
         self.fresh = [each.held.copy() for each in self.engines]
         self.renew("r")
@@ -67,7 +44,7 @@ class Pair(Bench):
         """Another request by the same blocks, behind the next count of either engine."""
         self.request, self.counts = (
             request,
-            [each.marked + 1 for each in self.engines if isinstance(each, FencedEngine)],
+            [each.fence._count + 1 for each in self.engines],  # said before its page has it,
         )
         for engine, fresh in zip(self.engines, self.fresh, strict=True):
             for memory, was in zip(engine.held.memory, fresh.memory, strict=True):
@@ -79,8 +56,8 @@ class Pair(Bench):
         self.want(self.request, RECEIVER_TABLE, TOKENS, fence=self.counts[1])
 
     def is_over(self) -> bool:
-        self.receiver.client.hear(WAIT_S)
-        heard = self.receiver.client.heard
+        self.receiver.hear(WAIT_S)
+        heard = self.receiver.heard
         return any(isinstance(each, Done | Failed) and each.request == self.request for each in heard)
 
     def ends_right(self) -> None:
@@ -104,10 +81,10 @@ def pair(lasting: Pair, request: pytest.FixtureRequest) -> Pair:
 def test_nothing_is_read_before_the_sender_engine_has_computed_it(pair: Pair) -> None:
     """Its rows are there only when the count is; before that, its blocks hold what was there last."""
     pair.begin()
-    mark(pair.receiver)
+    pair.receiver.fence.mark()
     assert not pair.is_over()
     fill(pair.sender.held, TABLE, TOKENS)
-    mark(pair.sender)
+    pair.sender.fence.mark()
     pair.ends_right()
 
 
@@ -116,7 +93,7 @@ def test_nothing_is_written_before_the_receiver_engine_is_through_with_its_block
     """Until the count is there, a forward before it may still write: what it writes must not stay."""
     fill(pair.sender.held, TABLE, TOKENS)
     pair.begin()
-    mark(pair.sender)
+    pair.sender.fence.mark()
     assert not pair.is_over()
     for ours, before in zip(pair.receiver.held.memory, pair.fresh[1].memory, strict=True):
         assert np.array_equal(ours, before)
@@ -124,15 +101,15 @@ def test_nothing_is_written_before_the_receiver_engine_is_through_with_its_block
         for block in RECEIVER_TABLE:
             start = plane.offset + block * plane.block_stride
             pair.receiver.held.memory[plane.region][start : start + plane.codec.row_bytes] = 77
-    mark(pair.receiver)
+    pair.receiver.fence.mark()
     pair.ends_right()
 
 
 def test_a_count_stands_for_those_before_it(pair: Pair) -> None:
     fill(pair.sender.held, TABLE, TOKENS)
     for engine in (pair.sender, pair.receiver):
-        mark(engine)
-        mark(engine)
+        engine.fence.mark()
+        engine.fence.mark()
     pair.begin()
     pair.ends_right()
 
@@ -141,7 +118,7 @@ def test_a_count_stands_for_those_before_it(pair: Pair) -> None:
 def test_memory_and_fence_of_an_engine_that_left_are_unmapped_by_a_close(tmp_path: Path, stack: ExitStack) -> None:
     """Not because nobody knows of them any more: on a GPU nothing else unmaps."""
     pair = Pair(tmp_path, stack, module="tests.integration.agent.holding_agent")
-    pid, names = pair.receiver.agent.process.pid, ("kvbridge-test-pool", "kvbridge-fence")
+    pid, names = pair.receiver.agent.process.pid, (pair.receiver.inode, "kvbridge-fence")
     assert all(mapped(pid, name) for name in names)
     pair.receiver.close()
     wait_for(lambda: not any(mapped(pid, name) for name in names), GONE_S)

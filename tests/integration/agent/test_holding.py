@@ -47,7 +47,7 @@ def test_an_offer_is_held_for_whom_it_is_awaited_and_let_go_when_nobody_asks(ben
     for request in ("awaited", "forgotten"):
         bench.offer(request, table, TOKENS, hold_s=HOLD_S)
     receiver.client.send(Expect(number=number_of("awaited"), rendezvous="awaited", sender=bench.address))
-    assert sender.client.wait(Held, seconds=HOLD_S).numbers == (number_of("awaited"),)
+    assert sender.told(Held, seconds=HOLD_S).numbers == (number_of("awaited"),)
     found = offers(bench)
     assert [(each.state, each.peer, each.tokens, each.blocks) for each in found.values()] == [
         ("awaited", "d0", TOKENS, 3),
@@ -75,7 +75,7 @@ def test_an_engine_that_lacks_blocks_gets_those_that_nobody_asked_for(bench: Ben
     for number in range(3):
         bench.offer(f"r{number}", [3 * number, 3 * number + 1, 3 * number + 2], TOKENS)
     receiver.client.send(Expect(number=number_of("r0"), rendezvous="r0", sender=bench.address))
-    sender.client.wait(Held)
+    sender.told(Held)
     time.sleep(FRESH_S)
     sender.client.send(Reclaim(blocks=2))
     gone = sender.released("r1")

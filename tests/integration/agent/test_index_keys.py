@@ -77,7 +77,7 @@ def test_the_senders_agent_is_killed_while_it_is_read(bench: Bench) -> None:
     bench.sender.agent.kill()
     go_on(bench)
     answers = [engine.answer("r", ENDED_S) for engine in bench.receivers]
-    bench.sender.client.wait_closed(ENDED_S)
+    bench.sender.wait_closed(ENDED_S)
     if all(isinstance(answer, Done) for answer in answers):
         bench.check(WANTED, TOKENS)
     else:
@@ -91,7 +91,7 @@ def test_the_receivers_agents_are_killed_while_they_write(bench: Bench) -> None:
     """The sender's engine has its blocks again, and serves the next receiver."""
     for engine in bench.receivers:
         engine.agent.kill()
-        engine.client.wait_closed(ENDED_S)
+        engine.wait_closed(ENDED_S)
     bench.sender.released("r", ENDED_S)
     wait_for(lambda: not bench.sender.agent.status.transfers, ENDED_S)
     bench.receivers = bench._started("e", RECEIVER, {"routes": "pull,nixl", **SLOTS})

@@ -22,6 +22,7 @@ from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.link import AgentLink, Over
 from kvbridge.agent.doors import LocalDoors
 from kvbridge.dataplane.attached import AttachedMemory
+from kvbridge.device.handles import export_all
 from kvbridge.device.sharing import SharedHandles
 from kvbridge.transport.door import open_memory
 from testing.agents import OracleEngine, agent
@@ -100,8 +101,9 @@ def test_blocks_are_free_late_when_an_agent_is_killed_that_may_have_let_others_r
         agent(tmp_path, "a", routes="pull,host" if is_shared else "host") as running,
         closing(OracleEngine(running, build(Shape("nhd")))) as engine,
     ):
-        attach = Attach(versions=OURS, pool=engine.pool, handles=engine.handles)
-        link = AgentLink(EngineClient(running.socket), attach, engine.fds, logging.getLogger("test"))
+        handles, fds = export_all(region.untyped_storage() for region in engine.regions)
+        attach = Attach(versions=OURS, pool=engine.pool, handles=handles)
+        link = AgentLink(EngineClient(running.socket), attach, fds, logging.getLogger("test"))
         assert link.start(10.0) and link.attached is not None and link.attached.is_shared == is_shared
         began, heard = time.monotonic(), list[object]()
         running.kill()
@@ -112,7 +114,7 @@ def test_blocks_are_free_late_when_an_agent_is_killed_that_may_have_let_others_r
 
 def test_memory_of_an_engine_that_left_is_closed_or_its_reader_is_named(bench: Bench) -> None:
     engine, sender, receiver = bench.sender, bench.sender.agent, bench.receiver.agent
-    inode = str(os.fstat(engine.fds[0]).st_ino)
+    inode = engine.inode
     assert mapped(receiver.process.pid, inode)
     receiver.process.send_signal(signal.SIGSTOP)
     engine.client.send(Detach())

@@ -19,7 +19,7 @@ AT_ONCE_S = 10.0  # wants and offers of these tests have a minute
 
 def reweigh(engine: OracleEngine, version: str) -> int:
     engine.client.send(Weights(version=version))
-    return engine.client.wait(NewEpoch).epoch
+    return engine.told(NewEpoch).epoch
 
 
 @pytest.fixture(params=["pull", "nixl"])
@@ -78,7 +78,7 @@ def test_a_command_releases_what_nobody_has_claimed(bench_of: Benches) -> None:
     for request in ("young", "awaited"):
         bench.offer(request, [1], 16, hold_s=60)
     bench.receiver.client.send(Expect(number=number_of("awaited"), rendezvous="awaited", sender=bench.address))
-    bench.sender.client.wait(Held)
+    bench.sender.told(Held)
     command = [sys.executable, "-m", "kvbridge.cli", "release", "--socket", str(bench.sender.agent.socket)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "2 prompts" in done.stdout
@@ -97,4 +97,4 @@ def test_an_engine_that_pauses_gets_back_what_nobody_has_claimed_and_no_other_an
     assert client.wait(ReleasedAll).offers == 0
     client.close()
     bench.works()
-    assert not [each for each in bench.sender.client.heard if isinstance(each, ReleasedAll)]
+    assert not [each for each in bench.sender.heard if isinstance(each, ReleasedAll)]

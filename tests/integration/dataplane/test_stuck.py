@@ -63,8 +63,8 @@ def test_an_agent_whose_data_plane_does_not_come_back_ends_itself(
     (line,) = [line for line in sender.agent.text().splitlines() if "code=data_plane_stuck" in line]
     assert "ERROR" in line and "failpoints.py" in line and "jobs.py" in line  # what it was doing
     if what is detaches:
-        sender.client.wait_closed()  # and nothing said before that nobody touches its memory
-        assert not [each for each in sender.client.heard if isinstance(each, Released | Detached)]
+        sender.wait_closed()  # and nothing said before that nobody touches its memory
+        assert not [each for each in sender.heard if isinstance(each, Released | Detached)]
 
 
 @pytest.mark.parametrize("what", [dies, detaches])

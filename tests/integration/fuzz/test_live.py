@@ -154,5 +154,5 @@ def test_an_attached_engine_that_says_absurd_things_costs_itself_only(pair: Benc
     for engine in pair.engines:
         engine.directory(engine.agent)
         assert "Traceback" not in engine.agent.text(), engine.agent.text()[-3000:]
-    assert not [message for message in pair.sender.client.heard if isinstance(message, Refused) and not message.about]
+    assert not [message for message in pair.sender.heard if isinstance(message, Refused) and not message.about]
     pair.works("after all")
