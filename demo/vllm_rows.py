@@ -18,6 +18,7 @@ from .vllm_cpu import MAINS, ask_for_tiles, main
 
 LATER = 16  # tokens that may be decoded before rows are read
 Part = tuple[int, int, dict[str, Any], np.ndarray]  # first head, heads of the whole model, codec, rows
+Also = Callable[[Any, Sequence[Sequence[int]], int], dict[str, np.ndarray]]
 
 
 def read_rows(worker: Any, ids: Sequence[Sequence[int]], first: int, end: int) -> dict[str, Part]:
@@ -90,26 +91,30 @@ def before_free(manager: Any, seen: Callable[[Any], None]) -> None:
         setattr(manager, name, seeing(getattr(manager, name)))
 
 
-def keep_here() -> None:
-    """Watch the engine core that this process makes. Called in each of vLLM's processes, before it makes one."""
+def keep_here(also: Also | None = None) -> None:
+    """Watch the engine core that this process makes. Called in each of vLLM's processes, before it makes one.
+
+    `also` reads more of a request's prompt, or in another way: core, blocks and number of tokens -> rows like `joined`.
+    """
     from vllm.v1.engine.core import EngineCore
 
     make = EngineCore.__init__
 
     def make_and_watch(core: Any, *arguments: Any, **named: Any) -> None:
         make(core, *arguments, **named)
-        before_free(core.scheduler.kv_cache_manager, lambda request: _keep(core, request))
+        before_free(core.scheduler.kv_cache_manager, lambda request: _keep(core, request, also))
 
     EngineCore.__init__ = make_and_watch
 
 
-def _keep(core: Any, request: Any) -> None:
+def _keep(core: Any, request: Any, also: Also | None = None) -> None:
     params = request.kv_transfer_params or {}
     room, ids = room_of(params), core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
     if room is None or not any(ids):
         return
     rows, codecs = joined(core.collective_rpc(read_rows, args=(ids, 0, request.num_prompt_tokens)))
-    (codec,) = {each["name"] for each in codecs.values()}
+    rows |= also(core, ids, request.num_prompt_tokens) if also else {}
+    codec = "+".join(sorted({each["name"] for each in codecs.values()}))  # rows of several are compared as they are
     by_token = {key: np.swapaxes(each, 0, 1) for key, each in rows.items()}
     side = "prefill" if params.get("do_remote_decode") else "decode"
     write(Path.cwd(), side, room, 0, codec, by_token)

