@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from testing.kept import Kept
 from testing.loops import pytest_pyfunc_call  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests and their agents share the processors; before torch
@@ -43,8 +42,9 @@ def refused(report: Any) -> Any:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     report = refused((yield))
     if report.failed:
-        for fleet in [each for each in getattr(item, "funcargs", {}).values() if isinstance(each, Kept)]:
-            report.sections += fleet.logs()
+        found = [getattr(fixture, "logs", None) for fixture in getattr(item, "funcargs", {}).values()]
+        for logs in filter(callable, found):  # of engines that a module keeps, see testing/kept.py
+            report.sections += logs()
     return report
 
 

@@ -139,7 +139,7 @@ def _other_layers(sender: Pool, aligned: Pool, receiver: Pool) -> Iterator[Diffe
     missing = unfilled((aligned,), receiver) if sender.shard.pp_size == 1 else ()
     if missing:
         yield Difference("layers", ours, f"{theirs} and fills {len(missing)} with zeros")
-    elif ours > theirs:
+    elif ours > theirs and receiver.shard.pp_size == 1:
         yield Difference("layers", ours, f"{theirs} and takes its own")
 
 

@@ -363,6 +363,8 @@ class SchedulerSide:
         told = remote.request, request_id, remote.room
         rendezvous_id = wanted_rendezvous(*told, prompt_digest(request))
         self._known_ids.append(rendezvous_id or remote.request)
+        if remote.room:  # all prompts of a call are told the first one's name
+            self._known_ids.append(remote.request)
         if rendezvous_id is not None:
             return self._receive(request, rendezvous_id, remote, is_offered(*told))
         log.warning(

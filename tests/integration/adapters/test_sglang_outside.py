@@ -64,6 +64,7 @@ def is_met(decode: Any, address: str) -> bool:
 def test_a_usable_answer_is_used(decode: Any, prefill: Prefill) -> None:
     prefill.body = SERVER | {"attn_tp_size": 1024, "a later field": {}}
     assert is_met(decode, prefill.address)
+    assert prefill.address in decode._met, "its questions go before those of servers that never answered"
     info = decode.prefill_info_table[prefill.address]
     assert (info.attn_tp_size, info.target_tp_ranks, info.page_size) == (1024, list(range(256)), 16)
 

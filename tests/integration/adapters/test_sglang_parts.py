@@ -50,6 +50,13 @@ def test_what_is_no_message_is_said_to_be_none(frames: list[bytes]) -> None:
 
 
 @pytest.mark.proves("T13")
+@pytest.mark.parametrize(("message", "kind"), [(ASKED, Row), (Row(room=7, prompt="ab", fields=(b"x",)), Asked)])
+def test_what_the_other_side_hears_is_none_of_ours(message: Asked | Row, kind: type[Asked | Row]) -> None:
+    with pytest.raises(BadMessage):
+        unpack(pack(message), kind)
+
+
+@pytest.mark.proves("T13")
 def test_whatever_comes_is_a_message_or_none() -> None:
     numbers = random.Random(0)
     good = pack(ASKED)[1]

@@ -255,6 +255,21 @@ def test_a_client_that_hangs_up_declines_no_more_than_its_request_did(world: Wor
     assert again.request_id in world.scheduler.requests
 
 
+@pytest.mark.proves("G11")
+def test_a_client_that_hangs_up_on_a_later_prompt_of_a_room_declines_not_the_first(
+    world: World, agent: FakeAgent
+) -> None:
+    """Which another replica may fetch."""
+    room = told("0" * 40) | {"bootstrap_room": 7, "remote_request_id": f"room/7/{'0' * 40}"}
+    request = world.decode(prompt=PROMPT, name="cmpl-call-1-1a2b3c4d", **room)
+    world.step()
+    assert agent.one(Want).request == request.request_id
+    world.abort(request)
+    refuse(world, room, "the client has gone")
+    world.steps(2)
+    assert not agent.take(Want)
+
+
 def plain(prompt: list[int]) -> dict[str, Any]:
     nothing = {"prompt_embeds": None, "mm_features": [], "lora_request": None, "cache_salt": None}
     return {"prompt_token_ids": prompt} | nothing

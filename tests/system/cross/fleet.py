@@ -42,6 +42,10 @@ class Cross:
         self.sglang = sglang.Fleet(folder / "sglang", stack, **theirs)
         self._moved: list[float] = []  # bytes that each prompt moved
 
+    def logs(self) -> list[tuple[str, str]]:
+        """The end of each agent's and each engine's log."""
+        return self.vllm.logs() + self.sglang.logs()
+
     @staticmethod
     def room() -> int:
         return random.SystemRandom().randrange(1, 1 << 63)

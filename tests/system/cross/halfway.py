@@ -26,6 +26,9 @@ class Pair:
     to_sglang: tuple[str, str]
     to_vllm: tuple[str, str]
 
+    def logs(self) -> list[tuple[str, str]]:
+        return self.cross.logs()
+
 
 class Interrupted:
     """Tests of a module's fixture `pair`."""

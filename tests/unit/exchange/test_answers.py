@@ -105,6 +105,14 @@ def test_waits_where_an_offer_may_come_and_hears_at_once_where_none_can(known: K
         assert (drained.transfer, drained.code, drained.reason) == ("late", CODES[known], reason)
 
 
+def test_the_end_of_a_call_that_is_forgotten_before_the_answer_ends_no_claim() -> None:
+    peer = Claimant()
+    ended_call(peer, "")
+    late(peer)
+    peer.sending._rendezvous.forget_old(peer.world.now + ENDED_S + 1)
+    assert answered(peer) == [] and "late" in peer.sending.outgoing_transfers
+
+
 def test_an_offer_that_comes_before_all_is_read_is_no_end() -> None:
     peer = Claimant()
     late(peer, is_offered=True)

@@ -103,6 +103,13 @@ def test_a_draft_layer_that_only_the_receiver_has_is_filled_with_zeros() -> None
         assert [(take.first_layer, take.end_layer) for take in takes] == [(0, 3)]
 
 
+def test_a_pipeline_rank_without_the_draft_s_layer_says_nothing_of_it() -> None:
+    """A later rank may hold it."""
+    receiver = change(describe(replace(DRAFTED, pp_size=2)), model=change(describe(PLAIN).model, draft="eagle"))
+    found = verdict(describe(DRAFTED), receiver)
+    assert found == Convertible(("pp_size: sender 1, receiver 2",))
+
+
 def test_a_missing_layer_of_the_model_is_refused_by_name_beside_a_draft() -> None:
     sender, receiver = named(describe(replace(SHAPE, layers=2)), MODEL), named(describe(DRAFTED), DRAFT)
     assert verdict(sender, receiver) == Incompatible((f"layers: sender 2, receiver 4 (layer 2 layers.2); {NEEDS}",))
