@@ -34,7 +34,8 @@ came from (`--json`: for programs).
 
 Commas separate the parts of a list in the environment and in flags. An unknown name is refused with the nearest known
 one, a value that is not allowed with the place that it came from; the agent then ends with 2. Variables that Kubernetes
-sets for a service called `kvbridge` are ignored. Adapters have options of their own: [vLLM's](vllm.md#options),
+sets for a service called `kvbridge` are ignored. Adapters have options of their own:
+[those of both engines](../kvbridge/adapters/engine/options.py), [vLLM's](vllm.md#options), and
 [SGLang's](../kvbridge/adapters/sglang/options.py).
 """
 

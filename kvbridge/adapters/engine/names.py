@@ -15,7 +15,13 @@ from msgspec import Meta
 from .prompts import MOST_CHARACTERS, name_digest, short
 
 UNNAMED = ""
-WeightsName = Annotated[str, Meta(pattern=rf"^[ -~]{{1,{MOST_CHARACTERS}}}\Z")]  # what `weights_name` leaves as it is
+WeightsName = Annotated[  # what `weights_name` leaves as it is
+    str,
+    Meta(
+        pattern=rf"^[ -~]{{1,{MOST_CHARACTERS}}}\Z",
+        description=f"text of 1 to {MOST_CHARACTERS} printable ASCII characters",
+    ),
+]
 
 
 def weights_name(version: object) -> str:

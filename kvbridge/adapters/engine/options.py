@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Self, get_type_hints
+from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from ...errors import OperatorError
 
-Seconds = Annotated[float, Meta(gt=0, le=86400)]
+# A description completes the sentence "must be ...".
+Seconds = Annotated[float, Meta(gt=0, le=86400, description="a number of seconds in (0, 86400]")]
+Flag = Annotated[bool, Meta(description="true or false")]
+Text = Annotated[str, Meta(description="text")]
+Path = Annotated[str, Meta(pattern="^/", description="an absolute path")]
+Uid = Annotated[int, Meta(ge=0)]
+Uids = Annotated[tuple[Uid, ...], Meta(description="a list of users' numbers")]
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,33 +34,46 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     draft_name   the same for the draft model. Modules of the model itself (MTP) are called as the model is
     """
 
-    socket: Annotated[str, Meta(pattern="^/")] = "/run/kvbridge/agent-{rank}.sock"
-    agent_uids: tuple[Annotated[int, Meta(ge=0)], ...] = ()
-    allow_unwatched: bool = False
+    socket: Path = "/run/kvbridge/agent-{rank}.sock"
+    agent_uids: Uids = ()
+    allow_unwatched: Flag = False
     hold_s: Seconds = 30.0
     connect_s: Seconds = 30.0
-    model_name: str = ""
-    draft_name: str = ""
+    model_name: Text = ""
+    draft_name: Text = ""
 
     @classmethod
-    def checked(cls, given: Mapping[str, Any], spelled: Callable[[str], str], *, is_text: bool = False) -> Self:
-        """`given` by name; `spelled` is how an operator writes a name. `is_text`: values are text, lists have commas.
+    def checked(
+        cls,
+        given: Mapping[str, Any],
+        spelled: Callable[[str], str],
+        read: Callable[[Any, object], object] = lambda value, default: value,
+    ) -> Self:
+        """`given` by the names that the operator wrote; `spelled` is how one writes a field's name.
 
-        Raises OperatorError for an unknown name or a bad value.
+        `read` makes a field's value of what was written. It is told the field's default, and raises ValueError with
+        what the value must be. Raises OperatorError for an unknown name or a bad value.
         """
-        hints, found = get_type_hints(cls, include_extras=True), {}
-        for name, value in given.items():
-            if name not in cls.__struct_fields__:
-                known = ", ".join(map(spelled, cls.__struct_fields__))
-                raise OperatorError("option_unknown", f"{spelled(name)}: not an option, known are {known}")
-            is_list = is_text and isinstance(getattr(cls(), name), tuple)
-            words = [part.strip() for part in value.split(",") if part.strip()] if is_list else value
+        known, hints = {spelled(name): name for name in cls.__struct_fields__}, get_type_hints(cls, include_extras=True)
+        defaults, found = cls(), {}
+        for written, value in given.items():
+            if written not in known:
+                raise OperatorError("option_unknown", f"{written}: not an option, known are {', '.join(known)}")
+            name = known[written]
             try:
-                found[name] = msgspec.convert(words, hints[name], strict=not is_text)
-            except msgspec.ValidationError as error:
-                raise OperatorError("option_invalid", f"{spelled(name)}: {value!r:.60}: {error}") from None
+                found[name] = msgspec.convert(read(value, getattr(defaults, name)), hints[name])
+            except (msgspec.ValidationError, ValueError) as error:
+                must_be = _description(hints[name]) if isinstance(error, msgspec.ValidationError) else error
+                raise OperatorError("option_invalid", f"{written}: {value!r:.60}, must be {must_be}") from None
         return cls(**found)
 
-    def socket_of(self, rank: int, gpu: int = 0) -> str:
-        """The socket of one rank's agent."""
-        return self.socket.replace("{rank}", str(rank)).replace("{gpu}", str(gpu))
+    def socket_of(self, rank: int, gpu: int | None = None) -> str:
+        """The socket of one rank's agent. Without `gpu`, `{gpu}` stays as it is."""
+        path = self.socket.replace("{rank}", str(rank))
+        return path if gpu is None else path.replace("{gpu}", str(gpu))
+
+
+def _description(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        return str(hint.__metadata__[-1].description)
+    return " or ".join(get_args(hint))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 
 from ..engine.options import EngineOptions
 
@@ -13,17 +14,34 @@ SERVICE = re.compile(rf"{PREFIX}(\w+_)?(SERVICE_(HOST|PORT)|PORT)(_\w+)?")
 
 
 class SGLangOptions(EngineOptions, frozen=True, kw_only=True):
-    """In the environment: `KVBRIDGE_ENGINE_` and the name in capitals; users with commas between them, 1 or 0.
+    """Those of `EngineOptions`. In the environment: `KVBRIDGE_ENGINE_` and the name in capitals.
 
-    All other timeouts are SGLang's own.
+    Users have commas between them, and true is 1, false 0. All other timeouts are SGLang's own.
     """
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> SGLangOptions:
         """Raises OperatorError for an unknown name or a bad value."""
         ours = {
-            variable.removeprefix(PREFIX).lower(): text
+            variable: text
             for variable, text in environment.items()
             if variable.startswith(PREFIX) and not SERVICE.fullmatch(variable)
         }
-        return cls.checked(ours, lambda name: PREFIX + name.upper(), is_text=True)
+        return cls.checked(ours, lambda name: PREFIX + name.upper(), _read)
+
+
+def _read(text: str, default: object) -> object:
+    match default:
+        case bool():
+            if text not in ("0", "1"):
+                raise ValueError("0 or 1")
+            return text == "1"
+        case float():
+            with suppress(ValueError):
+                return float(text)
+        case tuple():
+            uids = [part.strip() for part in text.split(",") if part.strip()]
+            if not all(uid.isdecimal() for uid in uids):
+                raise ValueError("users' numbers with commas between them")
+            return [int(uid) for uid in uids]
+    return text

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from ..engine.names import WeightsName
-from ..engine.options import EngineOptions, Seconds
+from ..engine.options import EngineOptions, Flag, Seconds, Text
 
 PREFIX = "kvbridge_"
 
@@ -35,15 +35,15 @@ class VLLMOptions(EngineOptions, frozen=True, kw_only=True):
 
     deadline_s: Seconds = 60.0
     weights: WeightsName = "default"
-    resets_keep_weights: bool = False
-    prefill: str = ""
-    untagged_params: bool = True
-    bootstrap_port: Annotated[int, Meta(ge=1, le=65535)] = 7700
+    resets_keep_weights: Flag = False
+    prefill: Text = ""
+    untagged_params: Flag = True
+    bootstrap_port: Annotated[int, Meta(ge=1, le=65535, description="a port in [1, 65535]")] = 7700
     scales: Literal["requantize", "adopt"] = "requantize"
-    cross_layer: bool = False
+    cross_layer: Flag = False
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> VLLMOptions:
         """Names without our prefix are others'. Raises OperatorError for an unknown name or a bad value."""
-        ours = {name.removeprefix(PREFIX): value for name, value in extra.items() if name.startswith(PREFIX)}
+        ours = {name: value for name, value in extra.items() if name.startswith(PREFIX)}
         return cls.checked(ours, PREFIX.__add__)
