@@ -399,6 +399,18 @@ def test_refuses_writes_outside_registered_memory(pair: tuple[Remote, Remote]) -
         sender.ask("write", incarnation="nobody", offset=0, remote=receiver.address, size=1, notice="", deadline_s=1)
 
 
+@pytest.mark.proves("G1")
+def test_peers_write_only_into_targets(pair: tuple[Remote, Remote]) -> None:
+    sender, receiver = pair
+    offset = receiver.ask("register_more", size=KIB)
+    descriptor = receiver.ask("describe")["descriptor"]
+    sender.ask("connect", incarnation=receiver.incarnation, descriptor=descriptor)
+    with refused(FabricError, "memory_not_registered"):
+        sender.write(receiver, at=offset, size=64)
+    writes(sender, receiver)
+    assert receiver.ask("unregister", offset=offset) is True
+
+
 def test_an_idle_pair_sleeps(pair: tuple[Remote, Remote]) -> None:
     sender, receiver = pair
     writes(sender, receiver)
