@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import OperatorError
 from ..local_agents import ask_release, found, raise_any, tried
 from ..oneline import plain
 from .console import stdout
@@ -15,8 +14,8 @@ def release(named: Sequence[str]) -> None:
 
     Raises OperatorError if one of them does not answer, after the others have.
     """
-    answers = tried(ask_release, named or found())
-    for path, answer in answers.items():
-        if not isinstance(answer, OperatorError):
-            stdout().print(plain(f"{path}: {answer} prompts released"), soft_wrap=True)
-    raise_any(answers.values())
+    raise_any(tried(_release, named or found()).values())
+
+
+def _release(path: str) -> None:
+    stdout().print(plain(f"{path}: {ask_release(path)} prompts released"), soft_wrap=True)

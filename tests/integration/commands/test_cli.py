@@ -30,11 +30,14 @@ from kvbridge_proto.status import PeerStatus, PoolQuery, StatusQuery, TransferSt
 from kvbridge.commands import app
 from kvbridge.commands.console import WIDE, stdout
 from kvbridge.commands.keygen import run as keygen
+from kvbridge.commands.release import release
+from kvbridge.errors import OperatorError
 from kvbridge.local_agents import found
 from kvbridge.options import options
 from kvbridge.transport.keys import load_keys
 from testing.nursery import kvbridge
 from testing.oracle import Shape, build_all
+from testing.refusals import refused
 from testing.waiting import wait_for
 from tests.support.families import config, latents
 from tests.unit.proto.samples import TO_ENGINE
@@ -160,6 +163,23 @@ def examples(command: str) -> list[list[str]]:
     shown = told.stdout.partition("Examples:")[2].partition("╭")[0]
     lines = re.sub(r"\\\s*\n\s*", "", shown).splitlines()  # a line that goes on below
     return [shlex.split(line.partition(" >")[0]) for line in lines if line.strip()]
+
+
+def test_release_says_what_each_agent_answers_before_it_asks_the_next(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+
+    def ask(path: str) -> int:
+        said.append(capsys.readouterr().out)
+        if path == "b":
+            raise OperatorError("no_agent", "no agent at b")
+        return 3
+
+    monkeypatch.setattr("kvbridge.commands.release.ask_release", ask)
+    with refused(OperatorError, "no_agent"):
+        release(["a", "b", "c"])
+    assert [*said, capsys.readouterr().out] == ["", "a: 3 prompts released\n", "", "c: 3 prompts released\n"]
 
 
 COMMANDS = ("agent", "status", "trace", "release", "doctor", "bench", "plan", "keygen", "proxy", "config show")
