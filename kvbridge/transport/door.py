@@ -91,8 +91,8 @@ class Holder:
 class MemoryDoor(Server["_Caller"]):
     """Listens beside the lock's socket. Use as `async with`, then `serve` until cancelled; all on one loop.
 
-    Users in `allowed_uids` may call, besides our own user and root. `clock` gives the times in
-    `Holder`. Raises OperatorError on entry.
+    Users in `allowed_uids` may call, besides our own user and root. `clock` gives the times in `Holder`.
+    Raises OperatorError on entry.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ async def test_an_address_of_a_rank_stays_a_name_whoever_else_comes(world: World
     assert "its own" in player.peers.outgoing._aliases and "name-0" not in player.peers.outgoing._aliases
 
 
-async def test_a_name_too_many_still_asks_for_what_is_in_doubt_by_it(world: World) -> None:
+async def test_a_name_too_many_still_asks_for_what_is_unconfirmed_by_it(world: World) -> None:
     """Else whoever makes up names could keep the slots in quarantine that only this name's successor can give back."""
     player, incarnation = Fetching(world.receivers[0].engine), world.senders[0].engine.agent.incarnation
     by_slots(player.receiving).unconfirmed.add("t", "was here", "dead", "")

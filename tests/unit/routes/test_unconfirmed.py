@@ -46,7 +46,7 @@ def with_a_slot_out(
     return world
 
 
-def test_a_sender_that_refuses_is_asked_for_what_is_in_doubt() -> None:
+def test_a_sender_that_refuses_is_asked_for_what_is_unconfirmed() -> None:
     world = with_a_slot_out()
     receiving = world.receivers[0].receiving
     incarnation = world.senders[0].engine.agent.incarnation
@@ -198,7 +198,7 @@ def kept(world: World) -> int:
 
 
 @pytest.mark.proves("T6")
-def test_who_answers_is_kept_only_where_something_is_in_doubt_and_so_long() -> None:
+def test_who_answers_is_kept_only_where_something_is_unconfirmed_and_so_long() -> None:
     world = with_a_slot_out()
     receiving, before = world.receivers[0].receiving, kept(world)
     for number in range(500):  # names that a client made up; they lead to agents that refuse
