@@ -49,8 +49,8 @@ def is_half_quarantined(counts: SlotCounts) -> bool:
     return counts.quarantined > 0 and counts.quarantined * 2 >= slots
 
 
-class LongestQuarantine:
-    """For how long some of what is looked at has lasted without a break, however many come and go. Pure."""
+class Lasting:
+    """Whether something that was found has lasted for so many seconds, however many others come and go. Pure."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -67,21 +67,23 @@ class LongestQuarantine:
 
 @dataclass(slots=True)
 class Attempts:
-    """Attempts to make something: when the next one is due, and the code why the last one failed, "" if it did not."""
+    """Attempts to replace something: when the next is due, and the code why the last one failed, "" if it did not."""
 
+    what: str  # in the log
+    clock: Callable[[], float]
     again_at: float = float("-inf")
     refused: str = ""
 
     @contextlib.contextmanager
-    def one(self, now: float) -> Iterator[None]:
+    def one(self) -> Iterator[None]:
         """Make an attempt. A failure is logged once for each code, though it is tried again."""
         try:
             yield
         except FAILURES as error:
             code = error.code if isinstance(error, KVBridgeError) else type(error).__name__
             if code != self.refused:
-                log.error("the slots cannot be replaced: code=%s %s", code, error)
-            self.again_at, self.refused = now + REBUILD_AGAIN_S, code
+                log.error("the %s cannot be replaced: code=%s %s", self.what, code, error)
+            self.again_at, self.refused = self.clock() + REBUILD_AGAIN_S, code
         else:
             self.refused = ""
 
@@ -105,9 +107,11 @@ class Rebuilder:
     _pause_ends: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._half = LongestQuarantine(self._seconds)
+        self._half = Lasting(self._seconds)
         self._few, self._far = self._new_few(), self._new_few()
-        self._receiving, self._sending, self._fabric = Attempts(), Attempts(), Attempts()
+        self._receiving = Attempts("receive slots", self._clock)
+        self._sending = Attempts("send slots", self._clock)
+        self._fabric = Attempts("fabric", self._clock)
 
     async def watch(self) -> None:
         """Check regularly, until cancelled."""
@@ -160,11 +164,11 @@ class Rebuilder:
 
     async def _check_send_slots(self) -> None:
         """Replace the send slots once half of them are read by late writes."""
-        counts, attempts, now = self._send_slots.counts(), self._sending, self._clock()
+        counts, attempts = self._send_slots.counts(), self._sending
         if not is_half_quarantined(counts):
             attempts.refused = ""
-        elif now >= attempts.again_at:
-            with attempts.one(now):
+        elif self._clock() >= attempts.again_at:
+            with attempts.one():
                 await self._data_plane.replace_send_slots()
             if not attempts.refused:
                 self._metrics.rebuilt("send_slots")
@@ -188,7 +192,7 @@ class Rebuilder:
             self._far = self._new_few()
             self._engines.resume()
             return
-        with self._fabric.one(now):
+        with self._fabric.one():
             await self._data_plane.renew_fabrics()
         if self._fabric.refused:
             self._engines.resume()
@@ -200,8 +204,8 @@ class Rebuilder:
         self._metrics.rebuilt("fabric")
         log.warning("replaced the fabric: %s", reason)
 
-    def _new_few(self) -> LongestQuarantine:
-        return LongestQuarantine(FEW_TIMES * self._seconds)
+    def _new_few(self) -> Lasting:
+        return Lasting(FEW_TIMES * self._seconds)
 
     def _reason(self) -> str:
         """Why the receive slots have to be replaced, "" if not. Updates `_is_pressing`."""
@@ -225,10 +229,9 @@ class Rebuilder:
 
     async def _prepared(self) -> StagingEndpoints | None:
         """New endpoints, if they are due and can be made."""
-        now = self._clock()
         if not self._reason():
             self._receiving.refused = ""
-        elif now >= self._receiving.again_at:
-            with self._receiving.one(now):
+        elif self._clock() >= self._receiving.again_at:
+            with self._receiving.one():
                 return await self._data_plane.prepare_endpoints()
         return None

@@ -22,9 +22,7 @@ from kvbridge.agent.rebuild import (
     FEW_TIMES,
     PAUSE_S,
     REBUILD_AGAIN_S,
-    LongestQuarantine,
     Rebuilder,
-    is_half_quarantined,
 )
 from kvbridge.dataplane.slots import SendSlots
 from kvbridge.device.driver import CudaError
@@ -63,19 +61,29 @@ def test_an_agent_that_stands_still_costs_others_their_slots_for_a_while_only(tm
     ],
     ids=["however busy the others are", "anew once fewer are", "all", "without slots"],
 )
-def test_patience_begins_when_half_are_quarantined(looks: Sequence[tuple[SlotCounts, float, bool]]) -> None:
-    patience = LongestQuarantine(10.0)
+def test_patience_begins_when_half_are_quarantined(
+    looks: Sequence[tuple[SlotCounts, float, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = Played(is_quiet=False, rebuild_s=10.0)
     for counts, now, is_over in looks:
-        assert patience.is_over({"half"} if is_half_quarantined(counts) else set(), now) is is_over
+        monkeypatch.setattr(played.slots, "counts", lambda counts=counts: counts)
+        played.look(now)
+        assert played.rebuilder.is_pausing is is_over
 
 
 class Played:
     """Engines and data plane of a rebuilder, and the clock: what is under way ends when `is_quiet`."""
 
     def __init__(
-        self, failures: Sequence[Exception] = (), is_quiet: bool = True, slots: int = 2, memory: str = "dram"
+        self,
+        failures: Sequence[Exception] = (),
+        is_quiet: bool = True,
+        slots: int = 2,
+        memory: str = "dram",
+        rebuild_s: float = 1.0,
     ) -> None:
         self.now, self.is_quiet, self.paused, self.tried = 0.0, is_quiet, 0, 0
+        self.attempt_s = 0.0
         self.site = SimpleNamespace(fabric=SimpleNamespace(memory=memory))
         self.resumed = self.discarded = 0
         self.rebuilt: list[float] = []
@@ -97,17 +105,19 @@ class Played:
             self,
             self,
             Metrics(),
-            1.0,
+            rebuild_s,
             lambda: self.now,
         )
 
     async def prepare_endpoints(self) -> object:
         self.tried += 1
+        self.now += self.attempt_s
         if self._failures:
             raise self._failures.popleft()
         return object()
 
     async def replace_send_slots(self) -> None:
+        self.now += self.attempt_s
         if self.send_failures:
             raise self.send_failures.popleft()
         self.replaced.append(self.now)
@@ -115,6 +125,7 @@ class Played:
 
     async def renew_fabrics(self) -> None:
         self.tried += 1
+        self.now += self.attempt_s
         if self._failures:
             raise self._failures.popleft()
 
@@ -159,6 +170,28 @@ def test_a_rebuild_that_finds_no_memory_leaves_all_as_it_was_and_is_tried_again_
     assert played.rebuilder.refused == "rebuild_refused"
     played.look(33.0)
     assert not played.rebuilder.refused and played.rebuilt == [33.0] and not played.slots.counts().quarantined
+
+
+@pytest.mark.parametrize(("what", "due"), [("receive slots", 1.0), ("send slots", 0.0), ("fabric", FEW_TIMES)])
+def test_the_next_attempt_is_due_after_the_end_of_one_that_failed(
+    what: str, due: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = FabricError("fabric_unavailable", "")
+    played = Played([failure], slots=8 if what == "fabric" else 2)
+    played.attempt_s = 5.0
+    if what == "fabric":
+        played.far = {"t"}
+    elif what == "send slots":
+        played.slots.drain("t")
+        slot = played.local.take()
+        assert slot is not None
+        played.local.quarantine(slot)
+        played.send_failures.append(failure)
+    again_at = due + played.attempt_s + REBUILD_AGAIN_S
+    played.look(0.0, due, again_at - 0.1)
+    assert played.rebuilder.refused and f"the {what} cannot be replaced: code=fabric_unavailable" in caplog.text
+    played.look(again_at)
+    assert not played.rebuilder.refused and (played.rebuilt or played.replaced or played.renewed)
 
 
 def test_that_a_rebuild_is_refused_is_over_once_none_is_needed() -> None:
