@@ -153,7 +153,7 @@ def _sglang(engine: DemoServer, model: str, bootstrap: int) -> list[str]:
     flags = [
         *("--model-path", model, "--dtype", "float32", "--skip-tokenizer-init", "--skip-server-warmup"),
         *("--page-size", str(engine.block_tokens), "--tp-size", str(engine.ranks), "--sleep-on-idle"),
-        *("--max-total-tokens", str(MOST_TOKENS), "--max-running-requests", "8", "--mem-fraction-static", "0.1"),
+        *("--max-total-tokens", str(MOST_TOKENS), "--max-running-requests", "8", "--mem-fraction-static", "0.5"),
     ]
     if engine.role != "alone":
         flags += ["--disaggregation-mode", engine.role, "--disaggregation-transfer-backend", "kvbridge"]

@@ -138,7 +138,7 @@ def _device(config: ServerConfig) -> str:
 def _flags(config: ServerConfig, model: str, port: int, bootstrap: int) -> list[str]:
     flags = ["--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
     flags += [] if config.has_tokenizer else ["--skip-tokenizer-init"]
-    flags += GPU_FLAGS if config.gpus else ["--sleep-on-idle", "--mem-fraction-static", "0.1"]
+    flags += GPU_FLAGS if config.gpus else ["--sleep-on-idle", "--mem-fraction-static", "0.5"]
     flags += ["--skip-server-warmup", "--dtype", config.dtype]
     flags += ["--page-size", str(config.page_size), "--tp-size", str(config.tensor_parallel_size)]
     flags += ["--pp-size", str(config.pipeline_parallel_size)]
