@@ -1,5 +1,7 @@
 """Which tokens of a request each kind of cache keeps, and when they may be read: the one rule, for adapters and agents.
 
+What SGLang's prefix cache holds of a window beside it is in adapters/sglang/windows.py (`first_held`).
+
 Pure. Imports nothing, so that adapters may use it inside engines.
 """
 

@@ -21,6 +21,7 @@ from tests.support.page_blocks import BLOCKS
 from tests.support.pages import blocks
 
 FOLDERS = ("docs", "deploy", "proto", "kernels", "bench", "tests")
+CODE = ("kvbridge", "kernels", "proto", "testing", "tests", "bench", "demo")
 FILES = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 LINK = re.compile(r'\]\(([^()\s]+)\)|\b(?:href|src|srcset)="([^"]+)"')
@@ -72,10 +73,19 @@ def test_functions_that_the_architecture_names_are_in_the_files_it_names() -> No
     assert [each for each in named if not re.search(rf"def {each[1]}\(", (ROOT / each[0]).read_text())] == []
 
 
-def test_functions_of_failures_are_in_the_files_it_names() -> None:
-    named = re.findall(r"\[`(\w+)`\]\(\.\./(kvbridge/[\w/]+\.py)\)", PAGES["docs/failures.md"])
-    assert len(named) > 15
+@pytest.mark.parametrize(("name", "least"), [("failures", 15), ("vllm", 3), ("sglang", 4)])
+def test_functions_of_a_page_are_in_the_files_it_names(name: str, least: int) -> None:
+    named = re.findall(r"\[`(\w+)`\]\(\.\./(kvbridge/[\w/]+\.py)\)", PAGES[f"docs/{name}.md"])
+    assert len(named) >= least
     assert [each for each in named if not re.search(rf"def {each[0]}\(", (ROOT / each[1]).read_text())] == []
+
+
+def test_names_that_contributors_are_told_are_in_the_code() -> None:
+    words = set(re.findall(r"`(_?[A-Za-z]+_\w+|[A-Z]+\w+)`", PAGES["CONTRIBUTING.md"]))
+    code = "\n".join(each.read_text() for top in CODE for each in (ROOT / top).rglob("*.py"))
+    code += (ROOT / "Makefile").read_text()
+    assert len(words) > 60
+    assert [word for word in words if not re.search(rf"\b{word}\b", code)] == []
 
 
 # A constant of the code is a row of docs/timeouts.md, with its file and its value, or it is no timeout.
