@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import math
 import threading
@@ -33,7 +34,7 @@ class Write:
 W = TypeVar("W", bound=Write)
 
 
-class PlayedFabric(Generic[W]):
+class PlayedFabric(abc.ABC, Generic[W]):
     """Keeps the contract of `fabric.Fabric` as to peers, and to the ends of writes and their notices."""
 
     def __init__(self, name: str) -> None:
@@ -73,13 +74,13 @@ class PlayedFabric(Generic[W]):
             events.append(Noticed(self._notices.popleft()))
         return events
 
+    @abc.abstractmethod
     def _ended(self, write: W) -> Wrote | WriteFailed | None:
         """How a write has ended; None if it is under way."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _tell(self, incarnation: str, notice: bytes) -> None:
         """Have a notice arrive at a peer, if it is still there."""
-        raise NotImplementedError
 
     def _next(self, incarnation: str) -> int:
         """The number of a write or notice to this peer. Raises FabricError if there may be none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,7 +22,7 @@ class Sending(Protocol):
 
 
 @dataclass(eq=False, repr=False)
-class Runner:
+class Runner(abc.ABC):
     """Runs on the loop. `_send_to` are the peers of its half."""
 
     _send_to: Sending = field(init=False)
@@ -72,10 +73,10 @@ class Runner:
                     case _:
                         note(action, at)
 
+    @abc.abstractmethod
     def _act(self, action: Reach | Ask | WatchProcess | Watch) -> None:
         """Do what only this half does."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _sent(self, said: Body | ToEngine) -> None:
         """Pass the failpoints of what has been sent."""
-        raise NotImplementedError
