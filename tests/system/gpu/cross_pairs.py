@@ -63,8 +63,9 @@ class FoundAcross(Found):
 def equal_pairs(is_cpu: bool) -> dict[str, Pair]:
     """By engine. vLLM on a CPU has no blocks of 16 tokens that its kernels like."""
     block = 32 if is_cpu else 16
+    given, taken = (VLLM(f"vllm-{side}", (gpu,), block, is_noted=True) for gpu, side in enumerate("pd"))
     return {
-        "vllm": Pair("vllm-equal", VLLM("vllm-p", (0,), block), VLLM("vllm-d", (1,), block)),
+        "vllm": Pair("vllm-equal", given, taken),
         "sglang": Pair("sglang-equal", SGLang("sglang-p16", (0,)), SGLang("sglang-d16", (1,), role="decode")),
     }
 
@@ -75,7 +76,7 @@ def pairs_of(is_cpu: bool) -> list[Pair]:
     page, block = 64, of_vllm.receiver.block
     large = SGLang("sglang-d64", (1,), page, role="decode")
     narrow = SGLang("sglang-d-fp8", (1,), kv="fp8_e4m3", role="decode")
-    of_fp8 = VLLM("vllm-d-fp8", (1,), block, kv="fp8", backend="TRITON_ATTN")
+    of_fp8 = VLLM("vllm-d-fp8", (1,), block, kv="fp8", backend="TRITON_ATTN", is_noted=True)
     return [
         Pair(f"vllm{block}-to-sglang{page}", of_vllm.sender, large),
         Pair(f"sglang{page}-to-vllm{block}", SGLang("sglang-p64", (0,), page), of_vllm.receiver),

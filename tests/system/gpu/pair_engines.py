@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.model import KV_HEADS
+from kvbridge.local_agents import ask_trace
 from testing.agents import AgentProcess, agent
 from tests.system.cross.fleet import greedy
 from tests.system.engines import marks, weights
@@ -35,7 +36,7 @@ from tests.system.sglang import server
 from tests.system.sglang.plugin import PAUSE, SEEDED
 from tests.system.sglang.server import Server, ServerConfig
 
-DONE = re.compile(r"done: request=(\S+)(?: transfer=\S+)? (\d+) bytes.* ms=([\d.]+)")
+MOVED = re.compile(r"(\d+) bytes")
 MAPPED = re.compile(r"attached: .* memory=(\S+)")
 CROSSED = "Allocating a cross layer KV cache"  # vLLM's own words
 START_S = 150.0
@@ -115,6 +116,7 @@ class VLLM(Side):
     layout: str = ""
     has_graphs: bool = False
     is_crossed: bool = False  # all layers in one tensor
+    is_noted: bool = False  # says when messages come and go, which takes it a while: for pairs with SGLang
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,10 @@ class Beside:
         return marks.noted(self.times, side, room)
 
     def fetched(self, request: str) -> list[tuple[int, float]]:
-        """Bytes and milliseconds of this request's transfers, one a rank, by the logs of its agents."""
-        lines = [line for each in self.agents for line in DONE.findall(each.text())]
-        return [(int(size), float(ms)) for name, size, ms in lines if request in (name, name.rpartition("-")[0])]
+        """Bytes and milliseconds of this request's transfers, one a rank, by what its agents remember."""
+        entries = [entry for each in self.agents for entry in ask_trace(str(each.socket), (request,)).entries]
+        done = [(MOVED.match(each.text), each.seconds) for each in entries if each.what == "done"]
+        return [(int(moved[1]), seconds * 1e3) for moved, seconds in done if moved and seconds is not None]
 
     def route(self, sender: Running) -> str:
         """How the KV comes from `sender`, as its agents found and proved it."""
@@ -342,7 +345,6 @@ class Engines:
 
     def _agent(self, name: str, gpu: int) -> AgentProcess:
         options: dict[str, Any] = dict.fromkeys(("slot_bytes", "receive_slots", "send_slots"))  # as operators have
-        options["log_level"] = "debug"  # says what each transfer brought, and how long it took
         options["device"] = "cpu" if self.is_cpu else f"cuda:{gpu}"
         return self._enter(agent(self.folder, name, AGENT_START_S, **options | self._agent_options))
 
@@ -376,7 +378,7 @@ class Engines:
     def _vllm(self, side: VLLM, name: str, attempt: int) -> EngineProcess:
         more: dict[str, Any] = {"kv_transfer_config": self._transfer(side, name)}
         environment = {
-            marks.VARIABLE: str(self.folder / f"{name}.times"),
+            **({marks.VARIABLE: str(self.folder / f"{name}.times")} if side.is_noted else {}),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + 20 * attempt),
         }

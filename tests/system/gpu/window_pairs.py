@@ -42,7 +42,8 @@ def pairs_of(gpus: int, is_cpu: bool = False) -> list[Pair]:
 
     def vllm(what: str, at: tuple[int, ...], block: int = small, model: str = GPT_OSS, is_nixl: bool = False) -> VLLM:
         backend = "FLASH_ATTN" if model == GPT_OSS else "TRITON_ATTN"
-        return VLLM(f"{model}-{what}", at, block, is_nixl=is_nixl, model=model, backend=backend)
+        name, is_noted = f"{model}-{what}", model == LAGUNA
+        return VLLM(name, at, block, is_nixl=is_nixl, model=model, backend=backend, is_noted=is_noted)
 
     def sglang(what: str, at: tuple[int, ...], page: int) -> SGLang:
         return SGLang(f"{LAGUNA}-{what}{page}", at, page, model=LAGUNA, role=what)
