@@ -24,7 +24,6 @@ GPU_ACROSS = "[GPU](../tests/system/gpu/cross_pairs.py)"
 GPU_INDEX_KEYS = "[GPU](../tests/system/gpu/sparse_pairs.py)"
 GPU_WINDOWS = "[GPU](../tests/system/gpu/window_pairs.py)"
 GPU_DRAFTS = "[GPU](../tests/system/gpu/draft_pairs.py)"
-GPU_SGLANG_DRAFTS = "[GPU](../tests/system/gpu/sglang_draft_pairs.py)"
 CPU_LLAMA = "[CPU](../tests/system/engines/test_engines.py)"
 CPU_SGLANG = "[CPU](../tests/system/sglang/test_pairs.py)"
 CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
@@ -179,7 +178,7 @@ FAMILIES = (
         "MLA, and the draft's layers",
         LATENT,
         sides=BOTH_DRAFT,
-        on_engines=(f"{GPU_DRAFTS}, {CPU_DRAFTS}", f"{GPU_SGLANG_DRAFTS}, {CPU_SGLANG_DRAFTS}", CPU_DRAFTS_ACROSS),
+        on_engines=(f"{GPU_DRAFTS}, {CPU_DRAFTS}", f"{GPU_DRAFTS}, {CPU_SGLANG_DRAFTS}", CPU_DRAFTS_ACROSS),
         stopped=13,
     ),
     Family(
@@ -189,7 +188,7 @@ FAMILIES = (
         "MLA, and the draft's layers",
         LATENT,
         sides=ONE_DRAFTS,
-        on_engines=(f"{GPU_DRAFTS}, {CPU_DRAFTS}", f"{GPU_SGLANG_DRAFTS}, {CPU_SGLANG_DRAFTS}", ""),
+        on_engines=(f"{GPU_DRAFTS}, {CPU_DRAFTS}", f"{GPU_DRAFTS}, {CPU_SGLANG_DRAFTS}", ""),
     ),
     Family(
         "latents and index keys",
