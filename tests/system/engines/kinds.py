@@ -25,12 +25,19 @@ SEEN = 80  # the window of the models with halves, as their configurations say i
 GPT_OSS_WINDOW = 128
 CHUNK = 128
 LATENT, ROPE = 512, 64  # the only ones that vLLM's CPU backend for latents has kernels for
+ALTERNATING = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(LAYERS)]
+GEMMA_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+GEMMA_NORMS = {name: (HIDDEN,) for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
+ENDS: dict[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+    "model.norm.weight": (HIDDEN,),
+    "lm_head.weight": (VOCABULARY, HIDDEN),
+}
 
 
 def write_windowed(folder: Path) -> Path:
     """Every second layer sees the last WINDOW tokens only."""
-    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(LAYERS)]
-    return write_model(folder, layer_types=kinds, sliding_window=WINDOW)
+    return write_model(folder, layer_types=ALTERNATING, sliding_window=WINDOW)
 
 
 def write_scaled(folder: Path) -> Path:
@@ -152,7 +159,7 @@ def write_alike_halves(folder: Path, width: int = HEAD_WIDTH, window: int = SEEN
         num_experts=4,
         num_experts_per_tok=2,
     )
-    norms = {name: (width,) for name in ("self_attn.q_norm", "self_attn.k_norm")}
+    norms = _head_norms(width)
     return _write_windows(folder, [_layer(layer, KV_HEADS, width, width, **norms) for layer in range(LAYERS)])
 
 
@@ -165,7 +172,7 @@ def write_gpt_oss(folder: Path) -> Path:
         architectures=["GptOssForCausalLM"],
         model_type="gpt_oss",
         head_dim=width,
-        layer_types=["full_attention" if layer % 2 else "sliding_attention" for layer in range(LAYERS)],
+        layer_types=ALTERNATING,
         sliding_window=GPT_OSS_WINDOW,
         rope_parameters=rope | {"truncate": False, "original_max_position_embeddings": 4096},
         attention_bias=True,
@@ -174,11 +181,7 @@ def write_gpt_oss(folder: Path) -> Path:
         num_experts_per_tok=2,
         swiglu_limit=7.0,
     )
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-    }
+    shapes = dict(ENDS)
     for layer in range(LAYERS):
         dense = _layer(layer, KV_HEADS, width, width)
         shapes |= {name: shape for name, shape in dense.items() if ".mlp." not in name}
@@ -187,12 +190,9 @@ def write_gpt_oss(folder: Path) -> Path:
         shapes |= {f"{at}.sinks": (QUERY_HEADS,), f"{mlp}.router.weight": (experts, HIDDEN)}
         shapes |= {f"{mlp}.router.bias": (experts,), f"{mlp}.experts.gate_up_proj": (experts, HIDDEN, 2 * inner)}
         shapes |= {f"{mlp}.experts.gate_up_proj_bias": (experts, 2 * inner)}
-        shapes |= {
-            f"{mlp}.experts.down_proj": (experts, inner, HIDDEN),
-            f"{mlp}.experts.down_proj_bias": (experts, HIDDEN),
-        }
-    raised = {f"layers.{layer}.self_attn.{name}": 2.0 for layer in range(0, LAYERS, 2) for name in ("v_proj", "o_proj")}
-    return write_weights(folder, shapes, GAINS | raised, 1.0)
+        shapes |= {f"{mlp}.experts.down_proj": (experts, inner, HIDDEN)}
+        shapes |= {f"{mlp}.experts.down_proj_bias": (experts, HIDDEN)}
+    return write_weights(folder, shapes, GAINS | _raised(0, 2), 1.0)
 
 
 def write_gemma4(folder: Path) -> Path:
@@ -202,30 +202,23 @@ def write_gemma4(folder: Path) -> Path:
     vLLM's blocks of them have twice as many tokens.
     """
     wide = 2 * HEAD_WIDTH
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
     write_config(
         folder,
         architectures=["Gemma4ForCausalLM"],
         model_type="gemma4_text",
-        layer_types=["full_attention" if layer % 2 else "sliding_attention" for layer in range(LAYERS)],
+        layer_types=ALTERNATING,
         sliding_window=WINDOW,
         global_head_dim=wide,
         num_global_key_value_heads=1,
         attention_k_eq_v=True,
         hidden_size_per_layer_input=0,
         hidden_activation="gelu_pytorch_tanh",
-        rope_parameters={"sliding_attention": rope, "full_attention": rope},
+        rope_parameters={"sliding_attention": GEMMA_ROPE, "full_attention": GEMMA_ROPE},
     )
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-    }
-    more = {name: (HIDDEN,) for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
+    shapes = dict(ENDS)
     for layer in range(LAYERS):
         heads, width = (1, wide) if layer % 2 else (KV_HEADS, HEAD_WIDTH)
-        norms = {name: (width,) for name in ("self_attn.q_norm", "self_attn.k_norm")}
-        shapes |= _layer(layer, heads, width, width, **norms, **more)
+        shapes |= _layer(layer, heads, width, width, **_head_norms(width), **GEMMA_NORMS)
         if layer % 2:
             del shapes[f"model.layers.{layer}.self_attn.v_proj.weight"]
     return write_weights(folder, shapes, GAINS, 1.0)
@@ -233,25 +226,21 @@ def write_gemma4(folder: Path) -> Path:
 
 def write_gemma3(folder: Path) -> Path:
     """Every second layer sees the last WINDOW tokens, and vLLM keeps no more of it; SGLang keeps all layers alike."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
     write_config(
         folder,
         architectures=["Gemma3ForCausalLM"],
         model_type="gemma3_text",
-        layer_types=["full_attention" if layer % 2 else "sliding_attention" for layer in range(LAYERS)],
+        layer_types=ALTERNATING,
         sliding_window=WINDOW,
         query_pre_attn_scalar=HEAD_WIDTH,
         hidden_activation="gelu_pytorch_tanh",
         tie_word_embeddings=True,
         rope_local_base_freq=10000.0,
-        rope_parameters={"sliding_attention": rope, "full_attention": rope},
+        rope_parameters={"sliding_attention": GEMMA_ROPE, "full_attention": GEMMA_ROPE},
     )
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    shapes["model.norm.weight"] = (HIDDEN,)
-    norms = {name: (HIDDEN,) for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
-    norms |= {name: (HEAD_WIDTH,) for name in ("self_attn.q_norm", "self_attn.k_norm")}
+    shapes = {name: shape for name, shape in ENDS.items() if "lm_head" not in name}
     for layer in range(LAYERS):
-        shapes |= _layer(layer, KV_HEADS, HEAD_WIDTH, HEAD_WIDTH, **norms)
+        shapes |= _layer(layer, KV_HEADS, HEAD_WIDTH, HEAD_WIDTH, **GEMMA_NORMS, **_head_norms(HEAD_WIDTH))
     return write_weights(folder, shapes, GAINS, 1.0)
 
 
@@ -275,15 +264,18 @@ def write_llama4(folder: Path) -> Path:
 
 def _write_windows(folder: Path, layers: list[dict[str, tuple[int, ...]]]) -> Path:
     """What layers 1 and 2 add is raised, or no token would tell whether the rows of their windows are there."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-    }
+    shapes = dict(ENDS)
     for layer in layers:
         shapes |= layer
-    raised = {f"layers.{layer}.self_attn.{name}": 2.0 for layer in (1, 2) for name in ("v_proj", "o_proj")}
-    return write_weights(folder, shapes, GAINS | raised, 1.0)
+    return write_weights(folder, shapes, GAINS | _raised(1, 2), 1.0)
+
+
+def _raised(*layers: int) -> dict[str, float]:
+    return {f"layers.{layer}.self_attn.{name}": 2.0 for layer in layers for name in ("v_proj", "o_proj")}
+
+
+def _head_norms(width: int) -> dict[str, tuple[int, ...]]:
+    return {name: (width,) for name in ("self_attn.q_norm", "self_attn.k_norm")}
 
 
 def _layer(
@@ -367,12 +359,8 @@ def write_plain_sparse(folder: Path, query_heads: int = QUERY_HEADS, has_images:
     )
     inner = {"text_config": text | {"model_type": "minimax_m3_text"}} if has_images else text
     write_config(folder, architectures=["MiniMaxM3SparseForCausalLM"], model_type="minimax_m3_vl", **inner)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-    }
-    norms = {"self_attn.q_norm": (width,), "self_attn.k_norm": (width,)}
+    shapes = dict(ENDS)
+    norms = _head_norms(width)
     queries = {"self_attn.q_proj": (query_heads * width, HIDDEN), "self_attn.o_proj": (HIDDEN, query_heads * width)}
     index: dict[str, tuple[int, ...]] = {
         "self_attn.index_q_proj": (KV_HEADS * width, HIDDEN),
@@ -389,11 +377,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of a model with latents. Its index keys are in the layers that vLLM gives an indexer."""
     inner, heads, rank = config["intermediate_size"], config["num_attention_heads"], config["q_lora_rank"]
     plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-    }
+    shapes = dict(ENDS)
     for layer in range(LAYERS):
         named = {
             "input_layernorm": (HIDDEN,),
