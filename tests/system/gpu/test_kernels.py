@@ -9,7 +9,6 @@ import pytest
 import torch
 from kvbridge_kernels.codecs_ref import DTYPES, SCALE_FORMS, Cast, Number
 from kvbridge_kernels.digest_ref import sum64
-from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared import Prepared
 from kvbridge_kernels.segment import Segment, Span
@@ -27,10 +26,12 @@ from tests.unit.kernels.chunks import (
     check_gather,
     check_scatter,
     chunk_of,
+    field_of,
     gather,
     memory_of,
     number,
     on,
+    rows_by_head,
     scatter,
     slot_on,
 )
@@ -75,17 +76,7 @@ def every_pattern(old: str, cast: Cast, heads: int) -> list[Segment]:
     row = 64 * SIZES[old]
     stored = stored[: stored.size // row * row]
     rows = stored.size // row
-    memory = torch.from_numpy(np.tile(stored, heads))
-    field = Field(
-        memory,
-        0,
-        Axis(1, 0),
-        Axis(rows, row),
-        (Axis(1, 0),),
-        Axis(heads, stored.size),
-        (Axis(64, SIZES[old]),),
-        SIZES[old],
-    )
+    field = rows_by_head(torch.from_numpy(np.tile(stored, heads)), rows, heads, 64, SIZES[old])
     return [Segment(field, Places(torch.arange(rows)), 0, 0, cast)]
 
 
@@ -127,10 +118,8 @@ def test_scales_that_no_inverse_serves_are_divided_by() -> None:
     values, ties = 1 + torch.arange(128) / 128, torch.arange(17, 32, 2) / 16
     scales = (values[:, None] / ties[None, :]).flatten().unique()[:768].view(1, -1)
     stored = torch.from_numpy(patterns_of("bf16").astype(np.uint16)[0x3800:0x4800].view(np.uint8))
-    heads, row = scales.shape[1], 128
-    rows = stored.numel() // row
-    field = Field(stored.repeat(heads), 0, Axis(1, 0), Axis(rows, row), (Axis(1, 0),), Axis(heads, stored.numel()),
-                  (Axis(64, 2),), 2)  # fmt: skip
+    heads, rows = scales.shape[1], stored.numel() // 128
+    field = rows_by_head(stored.repeat(heads), rows, heads, 64, 2)
     for name in ("fp8_e4m3", "fp8_e5m2"):
         cast = Cast(Number("bf16"), Number(name, scales))
         segment = Segment(field, Places(torch.arange(rows)), 0, 0, cast)
@@ -148,13 +137,11 @@ def test_every_8_bit_pattern(old: str, new: str) -> None:
     ours, theirs = Number(old, pairs[:1]), Number(new, pairs[1:])
     heads, patterns = pairs.shape[1], torch.arange(256, dtype=torch.uint8)
     memory = patterns.repeat(heads)
-    field = Field(memory, 0, Axis(1, 0), Axis(1, 0), (Axis(1, 0),), Axis(heads, 256), (Axis(256, 1),), 1)
-    segment = Segment(field, Places(torch.arange(1)), 0, 0, Cast(ours, theirs))
+    segment = Segment(rows_by_head(memory, 1, heads, 256, 1), Places(torch.arange(1)), 0, 0, Cast(ours, theirs))
     check_gather(move, [segment], segment.plane_bytes, "cuda")
 
-    row = 256 * SIZES[new]
-    field = Field(torch.full((heads * row,), POISON, dtype=torch.uint8), 0, Axis(1, 0), Axis(1, 0), (Axis(1, 0),),
-                  Axis(heads, row), (Axis(256, SIZES[new]),), SIZES[new])  # fmt: skip
+    poisoned = torch.full((heads * 256 * SIZES[new],), POISON, dtype=torch.uint8)
+    field = rows_by_head(poisoned, 1, heads, 256, SIZES[new])
     segment = Segment(field, Places(torch.arange(1)), 0, 0, Cast(theirs, ours))
     check_scatter(move, [segment], segment.plane_bytes, "cuda", sent=memory)
 
@@ -165,7 +152,7 @@ def test_the_corners_of_8_bits(old: str, new: str, corners: dict[int, int], copi
     patterns = [*corners, *NANS.get(old, ())] * copies
     memory = torch.tensor(patterns, dtype=torch.uint8)
     row = len(patterns)
-    field = Field(memory, 0, Axis(1, 0), Axis(1, 0), (Axis(1, 0),), Axis(1, 0), (Axis(row, 1),), 1)
+    field = rows_by_head(memory, 1, 1, row, 1)
     segment = Segment(field, Places(torch.arange(1)), 0, 0, Cast(Number(old), Number(new)))
     found, span = slot_on("cuda", row * SIZES[new])
     gather(on([segment], "cuda"), span, None, Work("cuda"), move)
@@ -318,16 +305,7 @@ def test_pools_and_slots_beyond_two_to_the_31_elements() -> None:
     view = pool.view(blocks * tokens, heads, row)
     rows = torch.randint(0, 256, (128, heads, row), dtype=torch.uint8)
     view[ends.cuda()] = rows.cuda()
-    field = Field(
-        pool,
-        0,
-        Axis(1, 0),
-        Axis(blocks, block),
-        (Axis(tokens, heads * row),),
-        Axis(heads, row),
-        (Axis(row // 2, 2),),
-        2,
-    )
+    field = field_of(Shape("nhd", heads, row // 2, block_tokens=tokens), blocks, pool, 0)
     start = (1 << 31) + 32
     segment = Segment(field, Places(ends), start, 0)
     slot = torch.full((start + segment.plane_bytes,), POISON, dtype=torch.uint8, device="cuda")

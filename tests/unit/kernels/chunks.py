@@ -86,6 +86,13 @@ def field_of(shape: Shape, blocks: int, memory: torch.Tensor, offset: int) -> Fi
     return Field(memory, offset + shape.shift, Axis(shape.planes, blocks * stride), Axis(blocks, stride), *axes, each)
 
 
+def rows_by_head(memory: torch.Tensor, rows: int, heads: int, width: int, size: int) -> Field:
+    """Dense rows of `width` elements, each a block of its own, one head after another."""
+    row = width * size
+    tokens, elements = (Axis(1, 0),), (Axis(width, size),)
+    return Field(memory, 0, Axis(1, 0), Axis(rows, row), tokens, Axis(heads, rows * row), elements, size)
+
+
 def chunk_of(
     shapes: Sequence[Shape], blocks: int, wanted: int, cast: Cast | None = None, seed: int = 0, tame: bool = False
 ) -> tuple[list[Segment], int]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.digest_ref import K1, K2, sum64
-from kvbridge_kernels.field import Axis, Field
+from kvbridge_kernels.field import Axis
 from kvbridge_kernels.kernel import Kernel
 from kvbridge_kernels.launch import Launch
 from kvbridge_kernels.places import Places
@@ -24,7 +24,18 @@ from kvbridge_kernels.segment_layout import layout_of, place_offsets
 from kvbridge_kernels.tables import Work
 from kvbridge_kernels.tiling import LEAST_GB_S, Tiling, tile_of, tiles_at_once
 
-from tests.unit.kernels.chunks import GUARD, POISON, Shape, chunk_of, field_of, gather, on, scatter, slot_on
+from tests.unit.kernels.chunks import (
+    GUARD,
+    POISON,
+    Shape,
+    chunk_of,
+    field_of,
+    gather,
+    on,
+    rows_by_head,
+    scatter,
+    slot_on,
+)
 from tests.unit.kernels.test_moves import addresses, at
 
 ROOT = Path(__file__).parents[3]
@@ -67,16 +78,7 @@ def mixed(word: int, position: int) -> int:
 
 
 def bytes_segment(row: int, rows: int, slot_offset: int = 0) -> Segment:
-    field = Field(
-        torch.zeros(row * rows, dtype=torch.uint8),
-        0,
-        Axis(1, 0),
-        Axis(rows, row),
-        (Axis(1, 0),),
-        Axis(1, 0),
-        (Axis(row, 1),),
-        1,
-    )
+    field = rows_by_head(torch.zeros(row * rows, dtype=torch.uint8), rows, 1, row, 1)
     return Segment(field, Places(torch.arange(rows)), slot_offset, 0)
 
 
