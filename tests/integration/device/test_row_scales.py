@@ -13,12 +13,11 @@ from kvbridge_proto.pool import Plane, Pool, Step
 from kvbridge.device.templates import runs
 from kvbridge.errors import EngineError
 from kvbridge.geometry.plan import Move
-from testing.oracle import POISON, Shape
+from testing.oracle import POISON, Shape, build, describe
 from tests.integration.device.attached import attached
 from tests.integration.device.moving import gather, scatter
-from tests.unit.geometry.scaled import poisoned, scaled_pool
 
-SHAPE = Shape(layers=2, kv_heads=4, key_width=16, value_width=32, block_tokens=16, blocks=6)
+SHAPE = Shape(kv_heads=4, key_width=16, value_width=32, blocks=6, codec="fp8_row_scale", layout="hnd")
 
 
 def scaled_moves(pool: Pool, heads: int = 2) -> list[Move]:
@@ -45,7 +44,7 @@ def in_one_region(pool: Pool) -> Pool:
 
 
 def test_layers_whose_scales_lie_alike_move_in_one_call() -> None:
-    pool = in_one_region(scaled_pool(replace(SHAPE, codec="fp8_e4m3"), "fp8_row_scale"))
+    pool = in_one_region(describe(SHAPE))
     first, second = scaled_moves(pool)
     assert len(list(runs([first, second]))) == 1
     other = msgspec.structs.replace(second.scale, offset=second.scale.offset + 4)
@@ -66,11 +65,9 @@ def wrong_scales(good: Move) -> dict[str, Plane]:
     }
 
 
-@pytest.mark.parametrize(
-    "what", wrong_scales(scaled_moves(scaled_pool(replace(SHAPE, codec="fp8_e4m3"), "fp8_row_scale"))[0])
-)
+@pytest.mark.parametrize("what", wrong_scales(scaled_moves(describe(SHAPE))[0]))
 def test_refuses_scales_that_are_not_those_of_the_rows(what: str) -> None:
-    held = poisoned(scaled_pool(replace(SHAPE, codec="fp8_e4m3"), "fp8_row_scale"))
+    held = build(SHAPE)
     good = scaled_moves(held.pool)
     slot = torch.full((1 << 14,), POISON, dtype=torch.uint8)
     with attached(held) as (engine, pool):
