@@ -8,10 +8,10 @@ import pytest
 
 from bench.goals import cross_lines
 from tests.system.gpu import cross_pairs, sglang_pairs, sparse_pairs, vllm_pairs, window_pairs
-from tests.system.gpu.cross_pairs import FoundAcross, ratios
+from tests.system.gpu.cross_pairs import ratios
 from tests.system.gpu.pair_drive import DECODED, Pair, Voice, alike, apart, parting
 from tests.system.gpu.pair_engines import ALONE, SGLang, Side
-from tests.system.gpu.pair_run import batches, sides_of
+from tests.system.gpu.pair_run import Found, batches, sides_of
 
 TOKENS = list(range(DECODED))
 
@@ -70,9 +70,9 @@ def test_a_pair_is_held_against_the_faster_equal_pair() -> None:
         "vllm": [{"transfer_ms": 5.0, "ttft_ms": 40.0, "handover_ms": 30.0}],
         "sglang": [{"transfer_ms": 4.0, "ttft_ms": 60.0, "handover_ms": 20.0}],
     }
-    found = FoundAcross("vllm16-to-sglang64", kv_rows="yes", tokens={1024: "yes"}, rows=rows, against=against)
+    found = Found("vllm16-to-sglang64", kv_rows="yes", tokens={1024: "yes"}, rows=rows, against=against)
     found.ratios = ratios(rows, against)
     assert found.ratios[0]["ttft_ms"] == {"vllm": 1.5, "sglang": 1.0, "worse": 1.5}
-    failed = FoundAcross("sglang64-to-vllm16", failure="no answer")
+    failed = Found("sglang64-to-vllm16", failure="no answer")
     results = {"weights": {"same": "yes"}, "pairs": json.loads(json.dumps([vars(found), vars(failed)]))}
     assert [line.met for line in cross_lines(results)] == [True, True, False, None, True, False]

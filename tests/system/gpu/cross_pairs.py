@@ -37,27 +37,15 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from tests.system.engines import weights
-from tests.system.engines.fleet import prompt
 from tests.system.gpu.pair_drive import TIE, Came, Drive, Pair, apart, side_by_side
 from tests.system.gpu.pair_engines import ALONE, VLLM, RunningSGLang, RunningVLLM, SGLang, Side, handles_of
 from tests.system.gpu.pair_run import Found, Run, main, sides_of
 from tests.system.gpu.sglang_pairs import TIMES_S
 
 FEW = ("model.embed_tokens.weight", "model.layers.0.self_attn.qkv_proj.weight", "lm_head.weight")
-
-
-@dataclass
-class FoundAcross(Found):
-    """`against` has the rows of the equal pairs in the same seconds."""
-
-    tokens: dict[int, str] = field(default_factory=dict)
-    handles: str = ""
-    against: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    ratios: list[dict[str, Any]] = field(default_factory=list)
 
 
 def equal_pairs(is_cpu: bool) -> dict[str, Pair]:
@@ -143,7 +131,7 @@ def _same_weights(up: dict[str, dict[str, int]]) -> str:
     return f"yes, {len(names)} tensors in {len(up)} engines"
 
 
-def _of(key: str, found: FoundAcross, place: int) -> str:
+def _of(key: str, found: Found, place: int) -> str:
     """To vLLM's equal pair, and to SGLang's."""
     if place >= len(found.ratios):
         return "-"
@@ -153,7 +141,6 @@ def _of(key: str, found: FoundAcross, place: int) -> str:
 
 class CrossRun(Run):
     engine = "cross"
-    found = FoundAcross
     repeats, limit_s = 11, 340.0
     columns = (
         ("pair", 21, lambda found, row, place: found.name),
@@ -194,15 +181,12 @@ class CrossRun(Run):
         """What each kind of engine alone says to all prompts."""
         alone = {"vllm": self.equal["vllm"].sender, "sglang": self.alone()[0]}
         self.voices = {
-            (kind, length): [self.engines.get(side).voice(tokens) for tokens in self._prompts(length)]
+            (kind, length): [self.engines.get(side).voice(tokens) for tokens in self.prompts(length)]
             for kind, side in alone.items()
             for length in self.chosen.lengths
         }
 
-    def _prompts(self, length: int) -> list[list[int]]:
-        return [prompt(length, seed=200 + number) for number in range(self.chosen.prompts)]
-
-    def show(self, pair: Pair, found: FoundAcross) -> None:
+    def show(self, pair: Pair, found: Found) -> None:
         """First what must be so, then how long it takes: an equal pair that fails costs the times only."""
         drive = CrossDrive(pair, self.engines)
         found.kv_rows = "NO"  # unless it returns
@@ -211,34 +195,34 @@ class CrossRun(Run):
         for length in self.chosen.lengths:
             own, other = (self.voices[kind, length] for kind in self._kinds(pair.receiver))
             differ = apart(own, other)
-            said = drive.compare(self._prompts(length), max(TIE, 2 * differ), own, other)
+            said = drive.compare(self.prompts(length), max(TIE, 2 * differ), own, other)
             found.tokens[length] = f"{said}; alone apart {differ:.2f}"
         beside = {kind: CrossDrive(equal, self.engines) for kind, equal in self.equal.items()}
-        found.against = {kind: [] for kind in beside}
+        against: dict[str, list[dict[str, Any]]] = {kind: [] for kind in beside}
+        found.against = against
         for length in self.chosen.lengths:
-            row, *against = side_by_side([drive, *beside.values()], length, self.chosen.repeats)
+            row, *equal = side_by_side([drive, *beside.values()], length, self.chosen.repeats)
             found.rows.append(row)
-            for kind, each in zip(beside, against, strict=True):
-                found.against[kind].append(each)
-        found.ratios = ratios(found.rows, found.against)
+            for kind, each in zip(beside, equal, strict=True):
+                against[kind].append(each)
+        found.ratios = ratios(found.rows, against)
 
     @staticmethod
     def _kinds(receiver: Side) -> tuple[str, str]:
         """The receiver's first."""
         return ("vllm", "sglang") if isinstance(receiver, VLLM) else ("sglang", "vllm")
 
-    def print_row(self, found: FoundAcross, place: int) -> None:
+    def print_row(self, found: Found, place: int) -> None:
         super().print_row(found, place)
+        assert isinstance(found.against, dict)
         for kind, equal in found.against.items():
-            super().print_row(FoundAcross(f"{kind} equal, beside", rows=equal), place)
+            super().print_row(Found(f"{kind} equal, beside", rows=equal), place)
 
-    def print_more(self, found: FoundAcross) -> None:
-        said = "; ".join(f"{length}: {verdict}" for length, verdict in found.tokens.items())
-        print(f"{found.name:>21s} rows {found.kv_rows}; tokens {said or '-'}; {found.route}")
+    def print_more(self, found: Found) -> None:
+        print(f"{found.name:>21s} rows {found.kv_rows}; tokens {found.said}; {found.route}")
 
     def verdicts(self) -> list[object]:
-        tokens = [verdict for each in self.results for verdict in each.tokens.values()]
-        return [self.weights, *(each.kv_rows for each in self.results), *tokens]
+        return [self.weights, *super().verdicts()]
 
 
 if __name__ == "__main__":

@@ -24,19 +24,32 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
+from tests.system.engines.fleet import prompt
 from tests.system.gpu.pair_drive import Pair
 from tests.system.gpu.pair_engines import Engines, Running, Side
 
 
 @dataclass
 class Found:
-    """What one pair showed; `rows` one for each prompt length."""
+    """What one pair showed; `rows` one for each prompt length, `tokens` by it.
+
+    `against` has the rows of what was measured in the same seconds: of one pair, or by name of several.
+    """
 
     name: str
     failure: str = ""
+    weights: str = "seeded"
     kv_rows: str = "-"
     route: str = ""
+    handles: str = ""
+    tokens: dict[int, str] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    against: list[dict[str, Any]] | dict[str, list[dict[str, Any]]] = field(default_factory=list)
+    ratios: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def said(self) -> str:
+        return "; ".join(f"{length}: {verdict}" for length, verdict in self.tokens.items()) or "-"
 
 
 Column = tuple[str, int, Callable[[Any, dict[str, Any], int], object]]  # head, width, of the pair, row and place
@@ -76,7 +89,6 @@ class Run:
     """All pairs, in order; what each showed is written at once. A script says in `show` what it looks at."""
 
     engine = ""  # names the results
-    found: type[Found] = Found
     columns: Sequence[Column] = ()
     repeats, limit_s, lengths = 6, 360.0, "1024,8192"
     server_gib = SERVER_GIB
@@ -84,7 +96,7 @@ class Run:
     def __init__(self, chosen: argparse.Namespace, about: dict[str, Any], engines: Engines) -> None:
         self.chosen, self.about, self.engines = chosen, about, engines
         self.gpus = len(about["gpus"])
-        self.results: list[Any] = []
+        self.results: list[Found] = []
         self.up: dict[str, Running] = {}
         self.per_gpu = int(min(about["gpu_gib"], default=0) / self.server_gib)
         self._began = time.monotonic()
@@ -105,9 +117,13 @@ class Run:
         """Engines that are needed in `begin` only: to say what one says alone."""
         return []
 
-    def show(self, pair: Pair, found: Any) -> None:
+    def show(self, pair: Pair, found: Found) -> None:
         """Fill in what this pair shows. Raises where it does not hold."""
         raise NotImplementedError
+
+    def prompts(self, length: int) -> list[list[int]]:
+        """Whose tokens are compared."""
+        return [prompt(length, seed=200 + number) for number in range(self.chosen.prompts)]
 
     @property
     def spent_s(self) -> float:
@@ -151,7 +167,7 @@ class Run:
             alone = []
             for pair in batch:
                 reason = self._why_not()
-                self.results.append(self.found(pair.name, reason) if reason else self._drive(pair))
+                self.results.append(Found(pair.name, reason) if reason else self._drive(pair))
                 if not reason:
                     said = self.results[-1].failure.strip()[-600:] or "done"
                     print(f"{self.spent_s:6.1f} s  {pair.name}: {said}", flush=True)
@@ -165,8 +181,8 @@ class Run:
             return f"not begun: {self.chosen.failures} before it failed"
         return ""
 
-    def _drive(self, pair: Pair) -> Any:
-        found = self.found(pair.name)
+    def _drive(self, pair: Pair) -> Found:
+        found = Found(pair.name)
         try:
             self.show(pair, found)
         except AssertionError as error:
@@ -218,16 +234,17 @@ class Run:
             if found.failure:
                 print(f"{found.name:>{self.columns[0][1]}s} FAILED: {found.failure.strip()[-1500:]}")
 
-    def print_row(self, found: Any, place: int) -> None:
+    def print_row(self, found: Found, place: int) -> None:
         row = found.rows[place]
         print("".join(f"{value(found, row, place)!s:>{width}s}" for _, width, value in self.columns))
 
-    def print_more(self, found: Any) -> None:
+    def print_more(self, found: Found) -> None:
         """What no table has room for."""
 
     def verdicts(self) -> Iterable[object]:
         """Each has NO in it where a comparison failed."""
-        return [value for each in self.results for value in (each.kv_rows, *(row.get("decoded") for row in each.rows))]
+        for each in self.results:
+            yield from (each.kv_rows, *each.tokens.values(), *(row.get("decoded") for row in each.rows))
 
 
 def main(script: type[Run], about: str, *packages: str) -> int:

@@ -25,25 +25,13 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
-from tests.system.engines.fleet import prompt
 from tests.system.gpu.pair_drive import TIE, Drive, Pair, apart, side_by_side
 from tests.system.gpu.pair_engines import ALONE, SGLang, Side, handles_of
 from tests.system.gpu.pair_run import Found, Run, main, sides_of
 
 TIMES_S = 5.0  # until a prefill server has written how long a transfer took
-
-
-@dataclass
-class FoundSGLang(Found):
-    """`against` has the rows of `equal` in the same seconds."""
-
-    weights: str = "seeded"
-    handles: str = ""
-    against: list[dict[str, Any]] = field(default_factory=list)
-    ratios: list[dict[str, Any]] = field(default_factory=list)
 
 
 def pairs_of(gpus: int) -> list[Pair]:
@@ -101,7 +89,6 @@ def ratios(upper: list[dict[str, Any]], lower: list[dict[str, Any]], of: str) ->
 
 class SGLangRun(Run):
     engine = "sglang"
-    found = FoundSGLang
     repeats, limit_s = 11, 340.0
     columns = (
         ("pair", 12, lambda found, row, place: found.name),
@@ -134,26 +121,24 @@ class SGLangRun(Run):
     def begin(self) -> None:
         """What each server alone says to all prompts, by their length."""
         self.voices = {
-            (len(side.gpus), length): [self.engines.get(side).voice(tokens) for tokens in self._prompts(length)]
+            (len(side.gpus), length): [self.engines.get(side).voice(tokens) for tokens in self.prompts(length)]
             for side in self.alone()
             for length in self.chosen.lengths
         }
 
-    def _prompts(self, length: int) -> list[list[int]]:
-        return [prompt(length, seed=200 + number) for number in range(self.chosen.prompts)]
-
-    def show(self, pair: Pair, found: FoundSGLang) -> None:
+    def show(self, pair: Pair, found: Found) -> None:
         drive = SGLangDrive(pair, self.engines)
         beside = [] if pair == self.equal else [SGLangDrive(self.equal, self.engines)]
         found.weights = drive.sender.dummy or drive.receiver.dummy or found.weights
+        found.against = against = list[dict[str, Any]]()
         for length in self.chosen.lengths:
-            row, *against = side_by_side([drive, *beside], length, self.chosen.repeats)
+            row, *others = side_by_side([drive, *beside], length, self.chosen.repeats)
             found.rows.append(row)
-            found.against += against
+            against += others
         if pair.sender.is_nixl:
-            found.ratios = ratios(found.against, found.rows, "kvbridge/nixl")
+            found.ratios = ratios(against, found.rows, "kvbridge/nixl")
         else:
-            found.ratios = ratios(found.rows, found.against, "this/equal")
+            found.ratios = ratios(found.rows, against, "this/equal")
             found.route, found.handles = drive.receiver.route(drive.sender), handles_of(drive.sender, drive.receiver)
             found.kv_rows = "NO"  # unless it returns
             found.kv_rows = drive.compare_rows()
@@ -162,9 +147,9 @@ class SGLangRun(Run):
             voices = self.voices[1, length]
             if len(pair.sender.gpus) != len(pair.receiver.gpus):
                 tie = 2 * apart(voices, self.voices[2, length])
-            row["decoded"] = drive.compare(self._prompts(length), tie, voices)
+            row["decoded"] = drive.compare(self.prompts(length), tie, voices)
 
-    def print_more(self, found: FoundSGLang) -> None:
+    def print_more(self, found: Found) -> None:
         for ratio in found.ratios:
             print(f"{found.name:>12s} {ratio['of']} at {ratio['tokens']}: {ratio['transfer_ms']} of medians,", end=" ")
             print(f"{ratio['transfer_min_ms']} of minima; carried {ratio['carried_ms']}, ttft {ratio['ttft_ms']}")

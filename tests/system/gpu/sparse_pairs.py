@@ -26,10 +26,8 @@ Exits with 1 if tokens or rows differ, with 2 if a pair could not be run to its 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 
-from tests.system.engines.fleet import prompt
 from tests.system.gpu.pair_drive import Pair, side_by_side
 from tests.system.gpu.pair_engines import MINIMAX, MODELS, VLLM
 from tests.system.gpu.pair_run import Found, Run, main
@@ -39,15 +37,6 @@ SERVER_GIB = 8.0  # tiny weights and 256 MiB of KV; two CUDA contexts, the agent
 KINDS = {"bf16": "auto", "fp8": "fp8_ds_mla"}
 PAGE = 128  # of MiniMax M3's kernels
 RATIOS = ("transfer_ms", "transfer_min_ms", "ttft_ms", "ttft_min_ms")
-
-
-@dataclass
-class FoundSparse(Found):
-    """`against` has the rows of NixlConnector in the same seconds; `tokens` what was found of each prompt length."""
-
-    tokens: dict[int, str] = field(default_factory=dict)
-    against: list[dict[str, Any]] = field(default_factory=list)
-    ratios: list[dict[str, Any]] = field(default_factory=list)
 
 
 def gpu_pairs(gpus: int) -> list[Pair]:
@@ -85,7 +74,6 @@ def _pair(name: str, model: str, kv: str, block: int, far: tuple[int, ...]) -> P
 
 class SparseRun(Run):
     engine = "sparse"
-    found = FoundSparse
     repeats, limit_s, lengths = 11, 300.0, "1000,3000"
     server_gib = SERVER_GIB
     says_the_same_on_cpus = False  # test_latents says why
@@ -106,10 +94,6 @@ class SparseRun(Run):
     def every(self) -> list[Pair]:
         return cpu_pairs() if self.chosen.cpu else gpu_pairs(self.gpus)
 
-    def prompts(self, length: int) -> list[list[int]]:
-        """Whose tokens are compared."""
-        return [prompt(length, seed=200 + number) for number in range(self.chosen.prompts)]
-
     def drive(self, pair: Pair) -> Any:
         return VLLMDrive(pair, self.engines)
 
@@ -118,7 +102,7 @@ class SparseRun(Run):
         said: str = drive.compare_with_alone(prompts)
         return said
 
-    def show(self, pair: Pair, found: FoundSparse) -> None:
+    def show(self, pair: Pair, found: Found) -> None:
         """First what must be so, then how long it takes: a NixlConnector that fails costs the times only."""
         drive = self.drive(pair)
         drive.row_tokens = self.chosen.lengths
@@ -127,30 +111,28 @@ class SparseRun(Run):
         found.route = drive.receiver.route(drive.sender)
         for length in self.chosen.lengths if self.says_the_same_on_cpus or not self.chosen.cpu else ():
             found.tokens[length] = self.compared(drive, self.prompts(length))
+        found.against = against = list[dict[str, Any]]()
         drives = [drive, *([self.drive(pair.beside)] if pair.beside else [])]
         for length in self.chosen.lengths:
             for each in drives:
                 each.warm(length)
-            row, *against = side_by_side(drives, length, self.chosen.repeats)
+            row, *nixl = side_by_side(drives, length, self.chosen.repeats)
             found.rows.append(row)
-            for theirs in against:
-                found.against.append(theirs)
+            for theirs in nixl:
+                against.append(theirs)
                 found.ratios.append({"tokens": length, **{key: round(row[key] / theirs[key], 3) for key in RATIOS}})
 
-    def print_row(self, found: FoundSparse, place: int) -> None:
+    def print_row(self, found: Found, place: int) -> None:
         super().print_row(found, place)
+        assert isinstance(found.against, list)
         if place < len(found.against):
-            super().print_row(FoundSparse("NIXL, in turns", rows=found.against), place)
+            super().print_row(Found("NIXL, in turns", rows=found.against), place)
 
-    def print_more(self, found: FoundSparse) -> None:
-        said = "; ".join(f"{length}: {verdict}" for length, verdict in found.tokens.items())
+    def print_more(self, found: Found) -> None:
         ratios = "; ".join(
             f"{each['tokens']}: transfer {each['transfer_ms']:.2f}, ttft {each['ttft_ms']:.2f}" for each in found.ratios
         )
-        print(f"{found.name:>18s} rows {found.kv_rows}; tokens {said or '-'}; of NIXL {ratios or '-'}; {found.route}")
-
-    def verdicts(self) -> list[object]:
-        return [value for each in self.results for value in (each.kv_rows, *each.tokens.values())]
+        print(f"{found.name:>18s} rows {found.kv_rows}; tokens {found.said}; of NIXL {ratios or '-'}; {found.route}")
 
 
 if __name__ == "__main__":

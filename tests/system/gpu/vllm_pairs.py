@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,11 +37,6 @@ ROW_TOKENS = 300
 FLOOR_TOKENS = 16
 UNEQUAL = 0.01  # of numbers, by more than one step of fp8 (vLLM on a CPU cuts off where we round)
 PAUSE_S = 0.05  # an engine that was idle for so long is slower at first
-
-
-@dataclass
-class FoundVLLM(Found):
-    weights: str = "seeded"
 
 
 def gpu_pairs(gpus: int) -> list[Pair]:
@@ -161,7 +155,6 @@ def _ordered(codes: np.ndarray) -> np.ndarray:
 
 class VLLMRun(Run):
     engine = "vllm"
-    found = FoundVLLM
     columns = (
         ("pair", 16, lambda found, row, place: found.name),
         ("tokens", 7, lambda found, row, place: row["tokens"]),
@@ -181,15 +174,14 @@ class VLLMRun(Run):
     def every(self) -> list[Pair]:
         return cpu_pairs() if self.chosen.cpu else gpu_pairs(self.gpus)
 
-    def show(self, pair: Pair, found: FoundVLLM) -> None:
+    def show(self, pair: Pair, found: Found) -> None:
         drive = VLLMDrive(pair, self.engines)
         found.weights = drive.sender.dummy or drive.receiver.dummy or found.weights
         drive.run(drive.receiver, prompt(FLOOR_TOKENS, seed=999), 1)  # kernels of this shape
         for length in self.chosen.lengths:
             found.rows.append(drive.times(length, self.chosen.repeats))
         for row in found.rows:
-            prompts = [prompt(row["tokens"], seed=200 + number) for number in range(self.chosen.prompts)]
-            row["decoded"] = drive.compare_with_alone(prompts)
+            row["decoded"] = drive.compare_with_alone(self.prompts(row["tokens"]))
         if not pair.receiver.is_nixl:
             found.kv_rows = "NO"  # unless it returns
             said = drive.compare_rows()
