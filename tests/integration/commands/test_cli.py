@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,12 @@ from kvbridge_proto.codec import HEADER, FrameReader, encode, pack
 from kvbridge_proto.engine import ToAgent
 from kvbridge_proto.status import PeerStatus, PoolQuery, StatusQuery, TransferStatus
 
+from kvbridge import cli, local_agents
 from kvbridge.commands import app
 from kvbridge.commands.console import WIDE, stdout
 from kvbridge.commands.keygen import run as keygen
 from kvbridge.commands.release import release
 from kvbridge.errors import OperatorError
-from kvbridge.local_agents import found
 from kvbridge.options import options
 from kvbridge.transport.keys import load_keys
 from testing.nursery import kvbridge
@@ -54,6 +56,24 @@ def started(*arguments: object, **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in this process, for a terminal of 160 columns."""
+    out, errors, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
+        for name, value in {"COLUMNS": "160", **environment}.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["kvbridge", *map(str, arguments)])
+        patch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own
+        hangup = signal.getsignal(signal.SIGHUP)  # `agent` ignores it while it starts
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            signal.signal(signal.SIGHUP, hangup)
+        return subprocess.CompletedProcess(sys.argv, code, out.getvalue(), errors.getvalue())
+
+
 def fails(told: subprocess.CompletedProcess[str], exit_code: int, *words: str) -> None:
     """It ends like this, and says these words."""
     assert told.returncode == exit_code and all(word in told.stderr for word in words), told.stderr
@@ -71,7 +91,7 @@ def test_the_command_line_is_there_at_once() -> None:
 
 
 def test_wrong_command_line_is_exit_code_2() -> None:
-    fails(kvbridge("statsu"), 2, "statsu")
+    fails(run("statsu"), 2, "statsu")
 
 
 def started_without(package: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -119,7 +139,7 @@ def test_config_show_says_where_each_value_came_from(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("connect_s = 1\nsilence_s = 2\ndrain_s = 3\n")
     said = ("--config", tmp_path / "a.toml", "--drain-s", "6", "--no-share-memory")
     environment = {"KVBRIDGE_SILENCE_S": "4", "KVBRIDGE_DRAIN_S": "5"}
-    told = kvbridge("config", "show", *said, **environment)
+    told = run("config", "show", *said, **environment)
     assert told.returncode == 0, told.stderr
     rows = {line.split()[0]: line.split()[1:] for line in told.stdout.splitlines()}
     assert list(rows) == ["option", *options()]
@@ -127,7 +147,7 @@ def test_config_show_says_where_each_value_came_from(tmp_path: Path) -> None:
     assert rows["silence_s"] == ["4.0", "KVBRIDGE_SILENCE_S"]
     assert (rows["drain_s"], rows["share_memory"]) == (["6.0", "--drain-s"], ["false", "--no-share-memory"])
     assert (rows["slot_bytes"], rows["peers"]) == (["by", "device", "default"], ["empty", "default"])
-    found = json.loads(kvbridge("config", "show", "--json", *said, **environment).stdout)
+    found = json.loads(run("config", "show", "--json", *said, **environment).stdout)
     assert (found["code"], found["reasons"], list(found["options"])) == ("", [], list(options()))
     assert found["options"]["drain_s"] == {"value": 6.0, "default": 10.0, "origin": "flag", "place": "--drain-s"}
     assert found["options"]["slot_bytes"] == {"value": None, "default": None, "origin": "default", "place": ""}
@@ -137,10 +157,10 @@ def test_config_show_refuses_what_the_agent_would_with_the_nearest_name(tmp_path
     (tmp_path / "a.toml").write_text("slot_byte = 4096\n")
     reason = f"slot_byte: no such option in {tmp_path}/a.toml; did you mean slot_bytes?"
     for command in (("agent",), ("config", "show"), ("config", "show", "--json")):
-        told = kvbridge(*command, "--config", tmp_path / "a.toml")
+        told = run(*command, "--config", tmp_path / "a.toml")
         assert (told.returncode, told.stderr) == (2, f"kvbridge {' '.join(command[:2])}: bad_option: {reason}\n")
     assert json.loads(told.stdout) == {"code": "bad_option", "reasons": [reason], "options": {}}
-    fails(kvbridge("agent", "--slot-byte", "4096"), 2, "--slot-bytes")
+    fails(run("agent", "--slot-byte", "4096"), 2, "--slot-bytes")
 
 
 @pytest.mark.parametrize("option", ["key", "peers"])
@@ -148,17 +168,17 @@ def test_config_show_refuses_what_the_agent_would_with_the_nearest_name(tmp_path
 def test_config_show_shows_no_key_set_in_the_place_of_its_files_name(
     option: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    kvbridge("keygen", tmp_path / "a.key")
+    run("keygen", tmp_path / "a.key")
     secret = (tmp_path / "a.key").read_text().splitlines()[-1]
     key = {"KVBRIDGE_KEY": str(tmp_path / "a.key")}
-    told = kvbridge("config", "show", *flags, **{**key, f"KVBRIDGE_{option.upper()}": secret})
+    told = run("config", "show", *flags, **{**key, f"KVBRIDGE_{option.upper()}": secret})
     assert told.returncode == 0 and secret[:8] not in told.stdout + told.stderr and "not shown" in told.stdout
-    assert str(tmp_path / "a.key") in kvbridge("config", "show", *flags, **key).stdout
+    assert str(tmp_path / "a.key") in run("config", "show", *flags, **key).stdout
 
 
 def examples(command: str) -> list[list[str]]:
     """What `--help` of a command gives as examples, in words."""
-    told = kvbridge(*command.split(), "--help")
+    told = run(*command.split(), "--help")
     assert told.returncode == 0, told.stderr
     shown = told.stdout.partition("Examples:")[2].partition("╭")[0]
     lines = re.sub(r"\\\s*\n\s*", "", shown).splitlines()  # a line that goes on below
@@ -196,7 +216,7 @@ def test_help_has_examples_that_the_command_takes(command: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_readable_at_80_columns(command: str) -> None:
     """Paragraphs fill their lines, no flag is cut off, and each option has room for its words."""
-    lines = started(*command.split(), "--help", COLUMNS="80").stdout.splitlines()
+    lines = run(*command.split(), "--help", COLUMNS="80").stdout.splitlines()
     assert lines and max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
     prose = [line.strip() for line in lines[: next(i for i, line in enumerate(lines) if line.startswith("╭"))]]
     for line, below in pairwise(prose):
@@ -238,34 +258,27 @@ def test_every_command_has_its_examples_looked_at() -> None:
     assert {command.split()[0] for command in COMMANDS} == set(built.commands)
 
 
-BASH = """
-eval "$(_KVBRIDGE_COMPLETE=source_bash kvbridge)"
-COMP_WORDS=({words}) COMP_CWORD={last}
-_kvbridge_completion kvbridge
-echo "${{COMPREPLY[@]}}"
-"""
+SOURCE = 'eval "$(_KVBRIDGE_COMPLETE=source_bash kvbridge)"'
+COMPLETE = 'COMP_WORDS=({words}) COMP_CWORD={last}; _kvbridge_completion kvbridge; echo "${{COMPREPLY[@]}}"'
+COMPLETED = {
+    "kvbridge con": "config",
+    "kvbridge config ''": "show",
+    "kvbridge agent --sl": "--slot-bytes",
+    "kvbridge agent --no-s": "--no-share-memory",
+    "kvbridge agent --verify s": "sampled",
+    "kvbridge config show --routes ''": "direct host nixl pull",
+    "kvbridge doctor --only route-": "route-pull route-direct route-nixl route-host",
+}
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        ("kvbridge con", "config"),
-        ("kvbridge config ''", "show"),
-        ("kvbridge agent --sl", "--slot-bytes"),
-        ("kvbridge agent --no-s", "--no-share-memory"),
-        ("kvbridge agent --verify s", "sampled"),
-        ("kvbridge config show --routes ''", "direct host nixl pull"),
-        ("kvbridge doctor --only route-", "route-pull route-direct route-nixl route-host"),
-    ],
-)
-def test_bash_completes_commands_flags_and_their_words(words: str, offered: str, tmp_path: Path) -> None:
+def test_bash_completes_commands_flags_and_their_words(tmp_path: Path) -> None:
     (tmp_path / "kvbridge").write_text(f'#!/bin/sh\nexec {sys.executable} -m kvbridge.cli "$@"\n')
     (tmp_path / "kvbridge").chmod(0o755)
-    script = BASH.format(words=words, last=len(shlex.split(words)) - 1)
+    asked = [COMPLETE.format(words=words, last=len(shlex.split(words)) - 1) for words in COMPLETED]
     paths = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    told = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, env=paths)
-    assert told.stdout.split() == offered.split(), told.stderr
+    told = subprocess.run(["bash", "-c", "\n".join([SOURCE, *asked])], capture_output=True, text=True, env=paths)
+    assert told.stdout.splitlines() == list(COMPLETED.values()), told.stderr
 
 
 @pytest.mark.parametrize("pattern", ["10.0.0.0/24:7700", "*:7700", "prefill.internal:7700"])
@@ -332,7 +345,7 @@ def test_status_watches_through_an_agents_absence_until_ctrl_c(tmp_path: Path) -
 
 
 def test_status_takes_one_way_of_showing() -> None:
-    fails(kvbridge("status", "--watch", "--json"), 2, "--watch, --pool, --labels, --probe and --json: one of them")
+    fails(run("status", "--watch", "--json"), 2, "--watch, --pool, --labels, --probe and --json: one of them")
 
 
 STATUS_QUERY = StatusQuery()
@@ -370,7 +383,7 @@ def shown(folder: Path, answer: object, *flags: str, **environment: str) -> subp
     """What `kvbridge status` makes of an agent that answers this."""
     said = answer if isinstance(answer, bytes) else pack(answer)
     with Scripted(folder / "a.sock", said, PoolQuery() if "--pool" in flags else STATUS_QUERY) as agent:
-        told = kvbridge("status", "--socket", agent.path, *flags, **environment)
+        told = run("status", "--socket", agent.path, *flags, **environment)
     (folder / "a.sock").unlink()
     return told
 
@@ -429,7 +442,7 @@ def test_status_shows_a_key_as_it_is(tmp_path: Path) -> None:
 
 
 def test_keygen_writes_a_secret_and_prints_the_line_for_others(tmp_path: Path) -> None:
-    told = kvbridge("keygen", tmp_path / "a.key", "--name", "prefill-0")
+    told = run("keygen", tmp_path / "a.key", "--name", "prefill-0")
     assert told.returncode == 0, told.stderr
     (secret,) = (line for line in (tmp_path / "a.key").read_text().splitlines() if not line.startswith("#"))
     assert (tmp_path / "a.key").stat().st_mode & 0o777 == 0o600
@@ -445,7 +458,7 @@ def test_keygen_writes_a_secret_and_prints_the_line_for_others(tmp_path: Path) -
 @pytest.mark.parametrize("option", ["key", "peers"])
 def test_a_key_set_in_the_place_of_its_files_name_is_not_printed(option: str, tmp_path: Path) -> None:
     """A common slip: KVBRIDGE_KEY="$(cat agent.key)", or only the key of it."""
-    kvbridge("keygen", tmp_path / "a.key")
+    run("keygen", tmp_path / "a.key")
     content = (tmp_path / "a.key").read_text()
     secret = content.splitlines()[-1]
     key = {"KVBRIDGE_KEY": str(tmp_path / "a.key")} if option == "peers" else {}
@@ -462,18 +475,15 @@ def test_a_key_set_in_the_place_of_its_files_name_is_not_printed(option: str, tm
 
 
 def test_keygen_refuses_a_name_that_no_list_can_have(tmp_path: Path) -> None:
-    told = kvbridge("keygen", tmp_path / "b.key", "--name", "two words")
+    told = run("keygen", tmp_path / "b.key", "--name", "two words")
     assert told.returncode == 1 and "bad_name" in told.stderr and not (tmp_path / "b.key").exists()
-
-
-NOBODY = "from pathlib import Path\nfrom kvbridge import local_agents\nlocal_agents.LISTENING = Path('/dev/null')\n"
 
 
 def on_another_host(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command where no agent but those of KVBRIDGE_SOCKET's folder listens: other tests run at the same time."""
-    command = [sys.executable, "-c", f"{NOBODY}from kvbridge import cli; cli.main()", *arguments]
-    wide = {**os.environ, "COLUMNS": "160", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=wide)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_agents, "LISTENING", Path("/dev/null"))
+        return run(*arguments, **environment)
 
 
 def test_status_finds_an_agent_wherever_its_socket_is(tmp_path: Path) -> None:
@@ -483,19 +493,19 @@ def test_status_finds_an_agent_wherever_its_socket_is(tmp_path: Path) -> None:
             listener.bind(str(tmp_path / name))
             listener.listen()
         Path(f"{tmp_path}/agent.lock").write_text("0" * 54)
-        assert f"{tmp_path}/agent" in found() and f"{tmp_path}/other" not in found()
+        assert f"{tmp_path}/agent" in local_agents.found() and f"{tmp_path}/other" not in local_agents.found()
         Path(f"{tmp_path}/other.lock").write_text("of something else")
-        assert f"{tmp_path}/other" not in found()
+        assert f"{tmp_path}/other" not in local_agents.found()
         Path(f"{tmp_path}/other.lock").write_text("0" * 54)
-        assert f"{tmp_path}/other" in found()
+        assert f"{tmp_path}/other" in local_agents.found()
         if os.getuid() == 0:
             os.chown(f"{tmp_path}/other.lock", 65534, 65534)
-            assert f"{tmp_path}/other" not in found()
+            assert f"{tmp_path}/other" not in local_agents.found()
         with socket.socket(socket.AF_UNIX) as killed:
             killed.bind(f"{tmp_path}/killed.sock")
-        assert f"{tmp_path}/killed.sock" not in found()
+        assert f"{tmp_path}/killed.sock" not in local_agents.found()
         Path(f"{tmp_path}/killed.sock.lock").write_text("0" * 54)
-        assert f"{tmp_path}/killed.sock" in found(), "beside one that lives"
+        assert f"{tmp_path}/killed.sock" in local_agents.found(), "beside one that lives"
 
 
 def test_what_is_no_terminal_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,6 +559,9 @@ def test_status_has_a_line_for_an_agent_on_a_narrow_terminal_and_no_blanks_at_th
 def test_status_of_several_named_agents_ends_with_1_if_one_is_gone(tmp_path: Path) -> None:
     told = shown(tmp_path, STATUS, "--socket", tmp_path / "b.sock")
     assert told.returncode == 1 and "prefill-0" in told.stdout and "b.sock: No such file" in told.stderr
+
+
+NOBODY = "from pathlib import Path\nfrom kvbridge import local_agents\nlocal_agents.LISTENING = Path('/dev/null')\n"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody who may not look")
@@ -669,13 +682,13 @@ def write_pools(folder: Path, name: str, shape: Shape) -> Path:
 def test_plan_shows_verdict_takes_and_chunks(tmp_path: Path) -> None:
     sender = write_pools(tmp_path, "sender", Shape(layout="nhd", tp_size=2, block_tokens=16))
     receiver = write_pools(tmp_path, "receiver", Shape(layout="hnd", block_tokens=64, codec="fp8_e4m3"))
-    told = kvbridge("plan", sender, receiver, "--tokens", "1000")
+    told = run("plan", sender, receiver, "--tokens", "1000")
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith("Convertible\n")
     assert "bf16" in told.stdout
     assert "fp8_e4m3" in told.stdout
     assert "tp 1/2" in told.stdout
-    found = json.loads(kvbridge("plan", sender, receiver, "--tokens", "1000", "--json").stdout)
+    found = json.loads(run("plan", sender, receiver, "--tokens", "1000", "--json").stdout)
     assert found["verdict"] == "Convertible"
     assert [part["takes"][0]["end_head"] for part in found["senders"]] == [2, 4]
     assert all(part["chunks"] > 0 and part["bytes"] > 0 for part in found["senders"])
@@ -684,26 +697,26 @@ def test_plan_shows_verdict_takes_and_chunks(tmp_path: Path) -> None:
 def test_plan_says_what_each_change_means(tmp_path: Path) -> None:
     sender = write_pools(tmp_path, "sender", Shape(codec="bf16", key_width=32, value_width=32))
     receiver = write_pools(tmp_path, "receiver", Shape(codec="fp8_e4m3", key_width=32, value_width=32, tp_size=2))
-    told = kvbridge("plan", sender, receiver, "--rank", "1")
+    told = run("plan", sender, receiver, "--rank", "1")
     assert told.returncode == 0, told.stderr
     assert "rows are quantized at the sender; 32 bytes of a row cross, 64 there and 32 here" in told.stdout
     assert "to nhd tp 1/2" in told.stdout
-    found = json.loads(kvbridge("plan", sender, receiver, "--json").stdout)
+    found = json.loads(run("plan", sender, receiver, "--json").stdout)
     assert found["receiver"] == "nhd tp 0/2 pp 0/1"
     assert [(each["field"], each["sender"], each["receiver"]) for each in found["changes"][:2]] == [
         ("tp_size", "1", "2"),
         ("codec", "bf16", "fp8_e4m3"),
     ]
     assert all(each["words"] for each in found["changes"])
-    fails(kvbridge("plan", sender, receiver, "--rank", "2"), 2, "bad_option: rank: 2")
+    fails(run("plan", sender, receiver, "--rank", "2"), 2, "bad_option: rank: 2")
 
 
 def test_plan_of_a_model_needs_no_engine(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config("llama", 4, 8, 4, 64)))
     sides = "vllm serve M -tp 2 --block-size 64", "sglang --tp 1 --page-size 16 --kv-cache-dtype fp8_e4m3"
-    told = kvbridge("plan", "--model", tmp_path, *sides)
+    told = run("plan", "--model", tmp_path, *sides)
     assert told.returncode == 0 and "codec: sender bf16, receiver fp8_e4m3" in told.stdout
-    found = json.loads(kvbridge("plan", "--model", tmp_path / "config.json", *sides, "--json").stdout)
+    found = json.loads(run("plan", "--model", tmp_path / "config.json", *sides, "--json").stdout)
     assert found["verdict"] == "Convertible" and found["code"] == ""
     assert [part["takes"][0]["end_head"] for part in found["senders"]] == [2, 4]
 
@@ -711,14 +724,14 @@ def test_plan_of_a_model_needs_no_engine(tmp_path: Path) -> None:
 def test_plan_of_a_model_that_is_not_carried_says_what_is_missing_on_each_side(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(latents("deepseek_v4", 4, compress_ratios=[0, 4, 128, 4])))
-    told = kvbridge("plan", "--model", file, "vllm", "sglang")
+    told = run("plan", "--model", file, "vllm", "sglang")
     fails(told, 1, "layer_unsupported: sender: deepseek_v4: kvbridge cannot carry", "receiver: deepseek_v4", "needs")
-    found = json.loads(kvbridge("plan", "--model", file, "vllm", "sglang", "--json").stdout)
+    found = json.loads(run("plan", "--model", file, "vllm", "sglang", "--json").stdout)
     assert found["code"] == "layer_unsupported" and len(found["reasons"]) == 2
     file.write_text("[]")
-    fails(kvbridge("plan", "--model", file, "vllm", "sglang"), 1, "bad_model_config")
+    fails(run("plan", "--model", file, "vllm", "sglang"), 1, "bad_model_config")
     file.write_text(json.dumps(config("llama", 4, 8, 4, 64)))
-    fails(kvbridge("plan", "--model", file, "trtllm", "sglang"), 2, "bad_option: sender: trtllm")
+    fails(run("plan", "--model", file, "trtllm", "sglang"), 2, "bad_option: sender: trtllm")
 
 
 def test_plan_judges_every_rank_of_the_sender(tmp_path: Path) -> None:
@@ -726,15 +739,15 @@ def test_plan_judges_every_rank_of_the_sender(tmp_path: Path) -> None:
     pools = [held.pool for held in build_all(Shape(tp_size=2))]
     odd = msgspec.structs.replace(pools[1], shard=msgspec.structs.replace(pools[1].shard, cp_size=1 << 20))
     (tmp_path / "sender.json").write_bytes(msgspec.json.encode([pools[0], odd]))
-    fails(kvbridge("plan", tmp_path / "sender.json", receiver), 1, "incompatible", "a period of 1048576 tokens")
+    fails(run("plan", tmp_path / "sender.json", receiver), 1, "incompatible", "a period of 1048576 tokens")
 
 
 def test_plan_of_half_an_engine_says_that_rows_are_missing(tmp_path: Path) -> None:
     held = build_all(Shape(tp_size=2))[0]
     (tmp_path / "half.json").write_bytes(msgspec.json.encode(held.pool))
     receiver = write_pools(tmp_path, "receiver", Shape())
-    fails(kvbridge("plan", tmp_path / "half.json", receiver), 1, "rows_not_held", "every rank")
-    told = kvbridge("plan", tmp_path / "half.json", receiver, "--json")
+    fails(run("plan", tmp_path / "half.json", receiver), 1, "rows_not_held", "every rank")
+    told = run("plan", tmp_path / "half.json", receiver, "--json")
     assert told.returncode == 1 and "rows_not_held" in told.stderr
     found = json.loads(told.stdout)
     assert (found["verdict"], found["code"], found["senders"]) == ("Convertible", "rows_not_held", [])
@@ -757,11 +770,11 @@ WRONG_LINES = {  # options of plan, after two pools that fit: a part of the reas
 def failed(code: str, reason: str, exit_code: int, *words: object) -> None:
     """`plan --json` ends like this, with one object on stdout and the reason on stderr as ever."""
     for arguments in (("--json", *words), (*words, "--json")):
-        told = kvbridge("plan", *arguments)
+        told = run("plan", *arguments)
         found = json.loads(told.stdout)
         assert (told.returncode, found["code"]) == (exit_code, code), told.stderr
         assert reason in "; ".join(found["reasons"]) and told.stderr.strip() and "Traceback" not in told.stderr
-        assert not kvbridge("plan", *words).stdout, "for people, reasons are on stderr"
+    assert not run("plan", *words).stdout, "for people, reasons are on stderr"
 
 
 @pytest.mark.parametrize("words", WRONG_LINES)
@@ -791,7 +804,7 @@ def test_plan_as_json_says_that_an_agent_does_not_tell_its_pool(tmp_path: Path) 
         listener.bind(str(tmp_path / "dead.sock"))
     failed("no_agent", "Connection refused", 1, tmp_path / "dead.sock", pool)
     with Scripted(tmp_path / "a.sock", pack(TO_ENGINE[2]), PoolQuery()) as agent:
-        found = json.loads(kvbridge("plan", pool, agent.path, "--json").stdout)
+        found = json.loads(run("plan", pool, agent.path, "--json").stdout)
     assert found["code"] == "agent_refused" and "version_mismatch" in found["reasons"][0]
 
 
@@ -807,7 +820,7 @@ def test_plan_says_that_nothing_can_be_moved(
     code: str, key_width: int, flags: tuple[str, ...], reason: str, tmp_path: Path
 ) -> None:
     pools = (write_pools(tmp_path, f"of-{width}", Shape(key_width=width)) for width in (8, key_width))
-    told = kvbridge("plan", *pools, *flags, "--json")
+    told = run("plan", *pools, *flags, "--json")
     found = json.loads(told.stdout)
     assert (told.returncode, found["code"]) == (1 if code else 0, code)
     assert reason in "".join(found["reasons"]) and code in told.stderr and reason in told.stderr
@@ -819,13 +832,13 @@ def test_plan_takes_files_with_commas_between_as_the_ranks_of_one_engine(tmp_pat
     for number, held in enumerate(build_all(Shape(tp_size=2))):
         (tmp_path / f"{number}.json").write_bytes(msgspec.json.encode(held.pool))
     receiver = write_pools(tmp_path, "receiver", Shape())
-    told = kvbridge("plan", f"{tmp_path}/0.json,{tmp_path}/1.json", receiver, "--json")
+    told = run("plan", f"{tmp_path}/0.json,{tmp_path}/1.json", receiver, "--json")
     assert told.returncode == 0 and len(json.loads(told.stdout)["senders"]) == 2
 
 
 def test_a_hangup_while_it_starts_ends_no_agent_and_one_later_reads_the_peers_again(tmp_path: Path) -> None:
     """`systemctl reload` sends it whenever it likes."""
-    ours = kvbridge("keygen", tmp_path / "a.key", "--name", "ours").stdout
+    ours = run("keygen", tmp_path / "a.key", "--name", "ours").stdout
     (tmp_path / "peers").write_text(ours)
     (tmp_path / "peers").chmod(0o600)
     places = ("--socket", tmp_path / "a.sock", "--listen", "tcp://127.0.0.1:0", "--metrics", "")
@@ -840,7 +853,7 @@ def test_a_hangup_while_it_starts_ends_no_agent_and_one_later_reads_the_peers_ag
                 assert agent.poll() is None, log.read_text()
                 agent.send_signal(signal.SIGHUP)
                 time.sleep(0.005)
-            theirs = kvbridge("keygen", tmp_path / "b.key", "--name", "theirs").stdout
+            theirs = run("keygen", tmp_path / "b.key", "--name", "theirs").stdout
             (tmp_path / "peers").write_text(ours + theirs)
             agent.send_signal(signal.SIGHUP)
             wait_for(lambda: "peers read again: curve" in log.read_text())
@@ -853,7 +866,7 @@ def test_a_hangup_while_it_starts_ends_no_agent_and_one_later_reads_the_peers_ag
 
 def status_of(socket: Path) -> str:
     """As JSON; the log leaves out lines that repeat too often."""
-    return kvbridge("status", "--json", "--socket", socket).stdout
+    return run("status", "--json", "--socket", socket).stdout
 
 
 def takes_hangups(pid: int) -> bool:
