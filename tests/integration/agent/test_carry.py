@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Withdraw
+from kvbridge_proto.pool import GroupKind
 
 from kvbridge.loopback.messages import number_of
 from testing.agents import is_at_rest
@@ -34,17 +36,9 @@ PAIRS = {
         mla(layers=3, block_tokens=64, blocks=6, more=(INDEX,)),
         mla(layers=3, block_tokens=128, blocks=6, tp_size=2, more=(INDEX,)),
     ),
-    "index keys 128 tp2 -> 16 tp1": (
-        mla(layers=3, block_tokens=128, blocks=6, tp_size=2, more=(INDEX,)),
-        mla(layers=3, block_tokens=16, more=(INDEX,)),
-    ),
     "plain index keys 64 tp1 -> hnd 128 tp2": (
         Shape("nhd", layers=3, block_tokens=64, blocks=6, more=(ROWS,)),
         Shape("packed_hnd", layers=3, block_tokens=128, blocks=6, tp_size=2, more=(ROWS,)),
-    ),
-    "plain index keys 128 tp2 -> 16 tp1": (
-        Shape("packed_hnd", layers=3, block_tokens=128, blocks=6, tp_size=2, more=(ROWS,)),
-        Shape("nhd", layers=3, more=(ROWS,)),
     ),
 }
 
@@ -99,6 +93,31 @@ def test_index_keys_behind_a_prefix_leave_the_receivers_own_as_they_are(
     bench.want("r", receiver_table, range(80, 200))
     bench.done("r")
     bench.check(receiver_table, range(80, 200))
+
+
+END, WINDOW = 100, 32  # the token after END sees those from 69 on
+
+
+@pytest.mark.parametrize(("kind", "block_tokens"), [("sliding", 8), ("sliding", 32), ("chunked", 32)])
+def test_of_a_layer_with_a_window_its_last_blocks_are_carried(
+    kind: GroupKind, block_tokens: int, bench_of: Benches
+) -> None:
+    """A window may begin inside a larger block of the receiver, which nobody else gets: the rest of it stays."""
+    sender = Shape("nhd", kinds=("full", kind), window=WINDOW)
+    larger = {"begins_inside": kind == "sliding" and block_tokens > sender.block_tokens}
+    receiver = replace(sender, layout="hnd", block_tokens=block_tokens, blocks=24, **larger)
+    bench = bench_of(sender, receiver)
+    given, wanted = list(range(1, 8)), list(range(2, 2 + -(-END // block_tokens)))
+    bench.fill(given, range(END))
+    bench.offer("r", given, END, blocks=_blocks(sender, given))
+    bench.want("r", wanted, range(END), blocks=_blocks(receiver, wanted))
+    bench.done("r")
+    bench.check(wanted, range(END))
+
+
+def _blocks(shape: Shape, table: list[int]) -> tuple[Blocks, Blocks]:
+    first = (END + 1 - WINDOW) // shape.block_tokens
+    return Blocks(0, 0, tuple(table)), Blocks(1, first, tuple(table[first:]))
 
 
 def _tables(bench: Bench, tokens: int) -> tuple[list[int], list[int]]:

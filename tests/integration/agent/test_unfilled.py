@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -77,20 +75,3 @@ def test_a_failed_request_leaves_other_pages_alone_and_the_next_one_is_filled(be
         assert not take_rows(held, plane, places).any()
         others = np.setdiff1d(np.arange(12 * 16), np.concatenate([places, np.arange(16, 48)]))
         assert np.array_equal(take_rows(held, plane, others), take_rows(before, plane, others))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"draft": "another"}, "draft: sender another, receiver eagle; needs the same draft model on both sides"),
-        ({"drafts": 0, "layers": 1}, "layers: sender 1, receiver 3 (layer 1); needs every layer of the decode side"),
-    ],
-)
-def test_another_draft_and_a_missing_layer_of_the_model_are_refused_by_name(
-    changes: dict[str, object], reason: str, bench_of: Benches
-) -> None:
-    shape = Shape("nhd", layers=3, drafts=1, draft="eagle")
-    bench = bench_of(replace(shape, **changes), shape)
-    bench.offer("r", [1], 16)
-    bench.want("r", [1], range(16))
-    assert reason in bench.receiver.failed("r", "incompatible")
