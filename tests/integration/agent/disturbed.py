@@ -6,39 +6,36 @@ Only devices, sizes and routes differ.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import signal
 import statistics
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import msgspec
 from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.status import Status
 
+from kvbridge.failpoints import VARIABLE
 from kvbridge.loopback.job import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
-from kvbridge.loopback.processes import BOUND, AgentProcess, EngineProcess, end
 from kvbridge.routes.pull.leases import LEASE_S
 from testing.agents import is_at_rest
+from testing.nursery import nursery
 from tests.integration.agent.rank import CALM_S, GONE, SEEDS
+from tests.system.faults.processes import Agent, Engine
 
 QUIET_S = 10.0
 HOLD_S = 20.0
 DEATH_HOLD_S = 3.0  # of offers that a receiver may not live to claim
 UNDISTURBED = 5
 SPARE_TIMES = 2
-SPARE_AGENTS = 2  # one imports for longer than a transfer, a kill and the next start take
 KILLED_CALM_S = 0.2
 ENDED = r"a sender's process has ended: pid=\d+, (\d+) receive slots"
 
@@ -68,20 +65,6 @@ class Scale:
         return Shape(name=f"{axes} {block_tokens}", axes=axes, block_tokens=block_tokens, blocks=blocks)
 
 
-class SpareAgent(AgentProcess):
-    """An agent that has imported all it needs and waits for `begin`. Its start would be most of a test that kills."""
-
-    code = f"import kvbridge.agent.daemon; input(); {BOUND}"
-
-    def begin(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"\n")
-        self.process.stdin.flush()
-
-
-Started = TypeVar("Started", bound=AgentProcess)
-
-
 class Side:
     """An agent and the engine beside it; the agent may die and be started again, at the same address and socket."""
 
@@ -98,20 +81,15 @@ class Side:
             requests=[DemoRequest(name="prompt", tokens=pair.scale.tokens)],
             device=device,
         )
-        command = [sys.executable, "-m", "tests.integration.agent.rank", msgspec.json.encode(job).decode()]
-        self.engine = EngineProcess(role, command, self._folder / f"{role}-engine.err")
-        self._stack.callback(end, self.engine.process)
-        self.said = ""  # by agents that are dead
-        self._agents = 0
-        self.agent = self._started(AgentProcess)
-        self._spares: deque[SpareAgent] = deque()  # once one has died
+        log = self._folder / f"{role}-engine.log"
+        self.engine = Engine(job, log, os.environ.get(VARIABLE, ""), "tests.integration.agent.rank")
+        self._stack.callback(self.engine.end)
+        self._start_agent()
 
-    def _started(self, kind: type[Started]) -> Started:
-        """Each has a log of its own, which is still there when a test has failed."""
-        self._agents += 1
-        agent = kind(self._folder, self.role, self._options, log=f"{self.role}-{self._agents}.log")
-        self._stack.callback(end, agent.process)
-        return agent
+    def _start_agent(self) -> None:
+        armed = os.environ.get(VARIABLE, "")
+        self.agent = Agent(nursery(), self._folder, self.role, self._options, armed)
+        self._stack.callback(self.agent.end)
 
     def attach(self) -> None:
         self.agent.wait_serving()
@@ -120,39 +98,40 @@ class Side:
 
     def tell(self, verb: str, **more: Any) -> dict[str, Any]:
         """What the engine answers."""
-        self.engine.say(json.dumps({"verb": verb, **more}))
-        return self.engine.hear(verb)
+        self.engine.tell(verb, **more)
+        return self.engine.wait_for(verb)
 
     def offer(self, verb: str = "offer", **more: Any) -> None:
         """The engine offers; how that ended is its next word."""
-        self.engine.say(json.dumps({"verb": verb, **more}))
-        self.engine.hear("offered")
+        self.engine.tell(verb, **more)
+        self.engine.wait_for("offered")
 
     def offer_ended(self, verb: str = "offer") -> str:
         """The code that the engine was told; none if all was gathered."""
-        code: str = self.engine.hear(verb)["code"]
+        code: str = self.engine.wait_for(verb)["code"]
         return code
 
     def revive(self) -> None:
         """After a kill: the engine has heard of it, another agent takes the socket, the engine attaches to it."""
-        assert self.agent.process.wait(10) < 0, "the agent should have been killed"
+        assert self.agent.wait(10) < 0, "the agent should have been killed"
         told = self.tell("gone")
         assert told["is_gone"], told
-        self.said += self.agent.log.read_text()
-        while len(self._spares) <= SPARE_AGENTS:
-            self._spares.append(self._started(SpareAgent))
-        self.agent = successor = self._spares.popleft()
-        successor.begin()
+        self._start_agent()
         self.attach()
 
     @property
     def log(self) -> str:
-        return self.said + self.agent.log.read_text()
+        """Of all agents that there were."""
+        return self.agent.log.read_text()
+
+    @property
+    def status(self) -> Status:
+        return self.becomes(lambda status: True)
 
     def becomes(self, is_so: Callable[[Status], bool]) -> Status:
         """The first status of which this is so. Fails by a deadline, with the last one."""
         deadline = time.monotonic() + QUIET_S
-        while not is_so(status := self.agent.status()):
+        while (status := self.agent.status()) is None or not is_so(status):
             assert time.monotonic() < deadline, f"{self.role}: not so in {QUIET_S} s: {status}"
             time.sleep(0.05)
         return status
@@ -174,13 +153,13 @@ class Pair:
         self.sender = Side(self, "sender", shapes[0], scale.devices[0])
         self.receiver = Side(self, "receiver", shapes[1], scale.devices[1])
         for side in (self.sender, self.receiver):
-            side.engine.hear("ready")
+            side.engine.wait_for("ready")
             side.attach()
         self.exact()  # the agents meet
         self._took.clear()
         for _ in range(UNDISTURBED):
             self.exact()
-        (peer,) = self.receiver.agent.status().peers
+        (peer,) = self.receiver.status.peers
         assert peer.route.startswith(scale.route), peer
 
     @property
@@ -248,7 +227,7 @@ def stands_still_over_a_withdrawal(pair: Pair, seed: int, rounds: int) -> int:
     """
     chance, done = random.Random(seed), 0
     for _ in range(rounds):
-        rendezvous, stop = pair.rendezvous(), pair.sender.agent.process.pid
+        rendezvous, stop = pair.rendezvous(), pair.sender.agent.pid
         after_s = chance.uniform(0.2, 1.1) * pair.fastest_s
         halt = {"after_s": after_s, "stop": stop, "for_s": READERS_S, "is_withdrawn": True}
         pair.sender.offer("halt", hold_s=HOLD_S, **halt, **rendezvous)
@@ -270,7 +249,7 @@ def stands_still_for_a_while(pair: Pair) -> None:
 
     The receiver's agent takes long over the second of them, so that the lease of the claim is over when it has read.
     """
-    halt = {"stop": pair.sender.agent.process.pid, "for_s": 3 * LEASE_S, "is_withdrawn": False}
+    halt = {"stop": pair.sender.agent.pid, "for_s": 3 * LEASE_S, "is_withdrawn": False}
     took = []
     for _ in range(3):
         rendezvous = pair.rendezvous()
@@ -290,9 +269,9 @@ def stands_still(pair: Pair, seed: int) -> int:
     all is well again.
     Returns how many slots were in quarantine.
     """
-    chance, sender = random.Random(seed), pair.sender.agent.process.pid
+    chance, sender = random.Random(seed), pair.sender.agent.pid
     for _ in range(SPARE_TIMES * 3):
-        rendezvous, before = pair.rendezvous(), _rebuilds(pair.receiver.agent.status())
+        rendezvous, before = pair.rendezvous(), _rebuilds(pair.receiver.status)
         pair.sender.offer(hold_s=HOLD_S, **rendezvous)
         told = pair.receiver.tell(
             "disturb",
@@ -304,7 +283,7 @@ def stands_still(pair: Pair, seed: int) -> int:
             **rendezvous,
         )
         assert told["wrong"] == "" and told["code"] in ("", "peer_lost"), told
-        slots = pair.receiver.agent.status().receive_slots
+        slots = pair.receiver.status.receive_slots
         print(f"stopped: {told['code'] or 'done'}, {slots}")
         is_enough = bool(told["code"]) and slots.quarantined * 2 >= pair.scale.receive_slots
         if is_enough:
@@ -355,7 +334,7 @@ def receivers_agent_dies(pair: Pair, seed: int, times: int, is_patient: bool = T
     for failed, released in _kills(pair, pair.receiver, seed, times, is_patient):
         assert failed in ("", GONE)
         assert released in (RELEASED_BY_DEATH if failed else {""})
-        assert pair.sender.agent.process.poll() is None
+        assert not pair.sender.agent.is_dead()
         pair.sender.is_quiet()
 
 
@@ -386,7 +365,7 @@ def _kills(pair: Pair, victim: Side, seed: int, times: int, is_patient: bool = T
     chance = random.Random(seed)
     may_outlive = victim is pair.sender and pair.scale.route == "pull"  # what is read under a lease needs no sender
     for _ in range(times + times // 4 + SPARE_TIMES):
-        codes = pair.disturbed(chance.uniform(0, 0.7) * pair.fastest_s, victim.agent.process.pid, is_patient)
+        codes = pair.disturbed(chance.uniform(0, 0.7) * pair.fastest_s, victim.agent.pid, is_patient)
         print(f"the engines were told: receiver {codes[0] or 'done'}, sender {codes[1] or 'all gathered'}")
         yield codes
         victim.revive()

@@ -196,7 +196,7 @@ def main() -> None:
     say("ready", {})
     for line in sys.stdin:
         told = json.loads(line)
-        verb = told.pop("verb")
+        verb = told.pop("do")
         say(verb, getattr(rank, f"do_{verb}")(**told))
 
 

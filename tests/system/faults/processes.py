@@ -20,7 +20,6 @@ from kvbridge.errors import OperatorError
 from kvbridge.failpoints import VARIABLE
 from kvbridge.local_agents import ask
 from testing.nursery import Child, Nursery, PipedChild
-from tests.system.faults.engine import Job
 
 START_S = 60.0
 POOL = "kvbridge-fault"  # how memory of engines is called in /proc/PID/maps
@@ -182,9 +181,11 @@ class RunningEngine:
 
 
 class Engine(PipedChild, RunningEngine):
-    def __init__(self, job: Job, log: Path, armed: str = "") -> None:
-        self.job, self.log = job, log
+    def __init__(
+        self, job: msgspec.Struct, log: Path, armed: str = "", module: str = "tests.system.faults.engine"
+    ) -> None:
+        self.log = log
         with log.open("ab") as errors:
             said = msgspec.json.encode(job).decode()
-            super().__init__("tests.system.faults.engine", said, errors=errors.fileno(), env={VARIABLE: armed})
+            super().__init__(module, said, errors=errors.fileno(), env={VARIABLE: armed})
         self._listen()
