@@ -11,7 +11,6 @@ import ctypes
 import faulthandler
 import gc
 import hashlib
-import json
 import logging
 import subprocess
 import sys
@@ -49,8 +48,6 @@ def fuzz(target: Target, frames: int, seed: int, seconds: float) -> dict[str, An
     last_kib = resident_kib()
     found = [minimised(target, crash) for crash in crashes.values()]
     return {
-        "target": target.name,
-        "seed": seed,
         "frames": done,
         "seconds": round(took, 1),
         "frames_per_s": round(done / took),
@@ -90,8 +87,6 @@ def main() -> int:
     parser.add_argument(
         "--deep", action="store_true", help=f"more seconds for {', '.join(SLOW)}: {SLOW['pools']} times"
     )
-    parser.add_argument("--commit", default="", help="what is fuzzed, for --json")
-    parser.add_argument("--json", help="append one line for each run to this file")
     said = parser.parse_args()
     names = list(NAMES) if said.target == "all" else said.target.split(",")
     if said.each:
@@ -103,7 +98,7 @@ def main() -> int:
         target = made(name)
         try:
             seconds = said.seconds * (SLOW.get(name, 1) if said.deep else 1)
-            found = fuzz(target, said.frames, said.seed, seconds) | {"commit": said.commit}
+            found = fuzz(target, said.frames, said.seed, seconds)
         finally:
             target.close()
         is_good = is_good and not found["crashes"] and not found["has_grown"]
@@ -113,9 +108,6 @@ def main() -> int:
             f"RSS {found['rss_start_kib']:,} -> {found['rss_end_kib']:,} KiB{', GROWN' * found['has_grown']}",
             flush=True,
         )
-        if said.json:
-            with open(said.json, "a") as out:
-                out.write(json.dumps(found) + "\n")
     return 0 if is_good else 1
 
 
@@ -131,8 +123,7 @@ def _shared(said: argparse.Namespace, names: list[str]) -> int:
 
 
 def _command(said: argparse.Namespace, target: str) -> list[str]:
-    own = ["--target", target, "--frames", str(said.frames), "--seconds", str(said.seconds), "--commit", said.commit]
-    own += ["--json", said.json] if said.json else []
+    own = ["--target", target, "--frames", str(said.frames), "--seconds", str(said.seconds)]
     return [sys.executable, "-m", "tests.integration.fuzz", *own, *(["--deep"] if said.deep else [])]
 
 
