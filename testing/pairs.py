@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from testing.agents import OracleEngine, agent
 from testing.oracle import Shape, build_all, fill, mismatch
 
 Benches = Callable[..., "Bench"]
+PROOFS = count(1)
 
 
 class Bench:
@@ -116,9 +118,9 @@ class Bench:
     def carry(self, request: str, address: str = "") -> Done | Failed:
         return carry(self.sender, self.receiver, request, address=address)
 
-    def works(self, request: str = "proof") -> None:
+    def works(self, request: str = "") -> None:
         """They still serve."""
-        assert isinstance(answer := self.carry(request), Done), answer
+        assert isinstance(answer := self.carry(request or f"proof {next(PROOFS)}"), Done), answer
 
 
 def carry(

@@ -7,7 +7,8 @@ import os
 import signal
 import struct
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -29,19 +30,28 @@ from testing.proc import cpu_s, mapped
 from testing.waiting import wait_for
 from tests.integration.agent.test_scraping import scraped
 
+SOON = {"connect_s": 3, "silence_s": 2}
+
 
 @pytest.fixture
 def pair(bench_of: Benches) -> Bench:
-    return bench_of(connect_s=3, silence_s=2)
+    return bench_of(**SOON)
 
 
-def test_a_client_that_talks_nonsense_is_told_and_closed(pair: Bench) -> None:
-    with closing(Client(pair.receiver.agent.socket)) as client:
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """One for all tests that leave it whole."""
+    with ExitStack() as stack:
+        yield Bench(tmp_path_factory.mktemp("doors"), stack, **SOON)
+
+
+def test_a_client_that_talks_nonsense_is_told_and_closed(lasting: Bench) -> None:
+    with closing(Client(lasting.receiver.agent.socket)) as client:
         client.socket.sendall(struct.pack(">I", 7) + b"\xc1garbage"[:7])
         assert client.wait(Refused).code == "frame_malformed"
         client.wait_closed()
-    assert "kvbridge_rejected_messages_total{code=frame_malformed}" in pair.receiver.agent.status.counters
-    pair.works()
+    assert "kvbridge_rejected_messages_total{code=frame_malformed}" in lasting.receiver.agent.status.counters
+    lasting.works()
 
 
 @pytest.mark.proves("T37")
@@ -67,21 +77,21 @@ def test_a_want_or_an_offer_with_a_field_out_of_bounds_fails_alone(pair: Bench) 
     pair.works()
 
 
-def test_a_second_engine_is_refused_by_name(pair: Bench) -> None:
-    with closing(OracleEngine(pair.receiver.agent, build(Shape("hnd")))) as second:
+def test_a_second_engine_is_refused_by_name(lasting: Bench) -> None:
+    with closing(OracleEngine(lasting.receiver.agent, build(Shape("hnd")))) as second:
         refused = second.attach()
         assert isinstance(refused, Refused) and refused.code == "engine_present"
         assert f"pid {os.getpid()}" in refused.reasons[0] and "kvbridge_socket" in refused.reasons[1]
-        second.want("r", pair.sender.agent.address, [1], range(4))
+        second.want("r", lasting.sender.agent.address, [1], range(4))
         assert second.told(Refused).code == "not_attached"
-    pair.works()
+    lasting.works()
 
 
 def test_a_second_server_of_a_host_logs_that_it_needs_another_socket(
-    pair: Bench, caplog: pytest.LogCaptureFixture
+    lasting: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Behind an external load balancer each server counts its ranks from 0, so two ask for agent-0.sock."""
-    path, pool = pair.receiver.agent.socket, pair.receiver.pool
+    path, pool = lasting.receiver.agent.socket, lasting.receiver.pool
     hello = Attach(versions=OURS, pool=pool, handles=(Handle(region=0, kind="shm_fd", fd=0),))
     with open(os.devnull) as memory:
         link = AgentLink(EngineClient(path), hello, [memory.fileno()], logging.getLogger("second"))
@@ -92,7 +102,7 @@ def test_a_second_server_of_a_host_logs_that_it_needs_another_socket(
     assert f"not attached to an agent at {path} within 1.0 s" in at_last
     for said in (at_once, at_last):
         assert "engine_present" in said and f"pid {os.getpid()}" in said and "kvbridge_socket" in said
-    pair.works()
+    lasting.works()
 
 
 @pytest.mark.proves("T37")
@@ -126,11 +136,11 @@ def refusal(engine: OracleEngine, message: Rescale | Decline) -> tuple[str, str]
     ],
 )
 def test_scales_that_cannot_be_are_refused_by_name(
-    pair: Bench, message: Rescale | Decline, code: str, said: str
+    lasting: Bench, message: Rescale | Decline, code: str, said: str
 ) -> None:
-    refused, reason = refusal(pair.receiver, message)
+    refused, reason = refusal(lasting.receiver, message)
     assert refused == code and said in reason
-    pair.works()
+    lasting.works()
 
 
 def test_rows_after_new_scales_are_converted_under_them(bench_of: Benches) -> None:
@@ -163,15 +173,15 @@ def test_a_peer_of_another_model_is_refused_with_both_values(bench_of: Benches) 
 
 
 @pytest.mark.proves("G16")
-def test_an_agent_that_is_not_there_fails_the_want_soon(pair: Bench) -> None:
+def test_an_agent_that_is_not_there_fails_the_want_soon(lasting: Bench) -> None:
     port = free_port()
     started = time.monotonic()
-    pair.receiver.want("r", f"tcp://127.0.0.1:{port}", [1], range(16))
-    assert str(port) in pair.receiver.failed("r", "peer_unreachable")
+    lasting.receiver.want("r", f"tcp://127.0.0.1:{port}", [1], range(16))
+    assert str(port) in lasting.receiver.failed("r", "peer_unreachable")
     assert time.monotonic() - started < 6
-    pair.receiver.want("s", "tcp://not an address", [1], range(16))
-    pair.receiver.failed("s", "bad_address")
-    pair.works()
+    lasting.receiver.want("s", "tcp://not an address", [1], range(16))
+    lasting.receiver.failed("s", "bad_address")
+    lasting.works()
 
 
 def test_while_an_agent_stands_still_its_peers_are_not_late(bench_of: Benches) -> None:
@@ -217,10 +227,10 @@ def test_metrics_are_served_on_loopback(tmp_path: Path) -> None:
         wait_for(lambda: "kvbridge_engine_info{" not in scraped(("127.0.0.1", port)))
 
 
-def test_an_idle_agent_sleeps(pair: Bench) -> None:
-    pair.works()
+def test_an_idle_agent_sleeps(lasting: Bench) -> None:
+    lasting.works()
     time.sleep(0.5)
-    pids = [pair.sender.agent.process.pid, pair.receiver.agent.process.pid]
+    pids = [lasting.sender.agent.process.pid, lasting.receiver.agent.process.pid]
     before = [cpu_s(pid) for pid in pids]
     time.sleep(3)
     used = [after - b for after, b in zip([cpu_s(pid) for pid in pids], before, strict=True)]

@@ -17,8 +17,8 @@ import pytest
 from kvbridge_proto.engine import Done, Failed
 
 from demo.processes import free_port
+from kvbridge.transport.keys import write_pair
 from testing.agents import agent, attached
-from testing.nursery import kvbridge
 from testing.oracle import Shape
 from testing.pairs import Benches
 from testing.proc import listening
@@ -34,9 +34,7 @@ NUMBERS = {10: re.compile(r"\b[0-9]{9,}"), 16: re.compile(r"(?:\b|0x)([0-9a-fA-F
 def keygen(folder: Path, name: str) -> tuple[Path, str]:
     """A new key: its file, and the line for the others' lists."""
     path = folder / f"{name}.key"
-    told = kvbridge("keygen", path, "--name", name)
-    assert told.returncode == 0, told.stderr
-    return path, told.stdout
+    return path, f"{name} {write_pair(path)}\n"
 
 
 def write_peers(folder: Path, *lines: str) -> Path:

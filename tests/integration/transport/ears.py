@@ -22,6 +22,7 @@ from testing.nursery import PipedChild
 ROOT = Path(__file__).parents[3]
 LOOPBACK = "tcp://127.0.0.1:0"
 QUICK = Settings(connect_s=0.6, silence_s=0.8)
+HASTY = Settings(connect_s=60.0, silence_s=0.8)  # with who is silent, once met
 E = TypeVar("E", bound=Event)
 
 
