@@ -47,7 +47,7 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
     ],
     "docs/kubernetes.md": [
         ("kubectl create", f"{PAGES}::test_kubectl_takes_the_commands_without_a_cluster"),
-        ("docker build", "needs docker and a registry; its file: tests/system/test_image.py"),
+        ("docker build", "needs docker and a registry; its file: tests/system/test_deploy.py"),
         ("FROM vllm", "an image that nobody has here"),
     ],
     "docs/models.md": [
@@ -89,7 +89,7 @@ BLOCKS: dict[str, list[tuple[str, str]]] = {
     ],
     "docs/threat-model.md": [("client ", OUTPUT)],
     "docs/upgrades.md": [
-        ("sed -i", "tests/system/test_upgrade_page.py::test_an_engine_at_work_is_waited_for"),
+        ("sed -i", "tests/system/test_pages.py::test_an_engine_at_work_is_waited_for"),
     ],
     "docs/vllm.md": [
         ("kvbridge keygen", KEYS),

@@ -30,7 +30,7 @@ from testing.agents import Client, agent, attached
 from testing.halves import by_slots
 from testing.nursery import kvbridge
 from tests.integration.agent.player import welcomed
-from tests.integration.agent.test_agent_names import Fetching
+from tests.integration.agent.test_outgoing_peers import Fetching
 from tests.integration.fuzz.agents import Besieged
 from tests.unit.exchange.world import World
 from tests.unit.proto.samples import NOTICE

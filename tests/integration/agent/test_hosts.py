@@ -1,21 +1,25 @@
-"""Agents of two hosts, each with a key: one stands still, one comes back under another address."""
+"""Agents of two hosts, or of two containers of one, and those that take the place of one that was killed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvbridge_proto.engine import Done, Failed
 
+from kvbridge.failpoints import VARIABLE
 from testing.agents import OracleEngine, agent, attached
 from testing.hosts import DEVICE, two_hosts, why_not
 from testing.nursery import Nursery
+from testing.oracle import Shape
 from testing.pairs import carry
 from testing.waiting import wait_for
 from tests.integration.agent.test_security import keygen, write_peers
@@ -96,3 +100,100 @@ def test_slots_of_a_sender_that_comes_back_under_another_address_are_free_again(
     wait_for(lambda: slots().free == 8, 60.0, receiver.agent.text)
     assert ("replaced the slots: rebuild_s: 1 of 8 receive slots" in receiver.agent.text()) == (name == "new")
     assert isinstance(answer := carry(sender, receiver, "again", deadline_s=60.0), Done), answer
+
+
+# On our host, a successor that has no proof to give:
+
+
+LARGE = Shape(key_width=128, value_width=128)  # a block fills a slot
+REBUILT = "kvbridge_rebuilds_total{{replaced={}}}"
+
+
+@pytest.mark.proves("G5", "G6")
+@pytest.mark.parametrize(
+    ("is_watched", "rebuild_s"), [(True, 86400), (False, 0.3)], ids=["its end is seen", "its end cannot be seen"]
+)
+def test_slots_of_a_sender_that_was_killed_and_comes_back_elsewhere_are_free_again(
+    is_watched: bool, rebuild_s: float, tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once its process has ended, without a rebuild. Where that cannot be seen, by a rebuild as before."""
+    (here := tmp_path / "here").mkdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    begin = lambda folder, name, **more: stack.enter_context(  # noqa: E731
+        attached(stack.enter_context(agent(folder, name, routes="nixl", **more)), LARGE)
+    )
+    receiver = begin(here, "d", rebuild_s=rebuild_s, receive_slots=16, is_watching=is_watched)
+    receiving = receiver.agent
+    monkeypatch.setenv(VARIABLE, "sender.write_posted=kill")
+    sender = begin(here, "p")
+    monkeypatch.delenv(VARIABLE)
+    sender.offer("lost", [1, 2, 3, 4], 64)
+    receiver.want("lost", sender.agent.address, [1, 2, 3, 4], range(64), deadline_s=60.0)
+    receiver.failed("lost", "peer_lost")
+    assert sender.agent.process.is_dead(10.0)
+    successor = begin(elsewhere, "q")
+    names = map("after-{}".format, count())
+    first = lambda: carry(successor, receiver, next(names), deadline_s=60.0)  # noqa: E731
+    if is_watched:
+        assert isinstance(answer := first(), Done), answer
+    else:  # a rebuild ends what it meets
+        wait_for(lambda: isinstance(first(), Done), 60.0, receiving.text)
+    wait_for(lambda: receiving.status.receive_slots.free == 16, 60.0, receiving.text)
+    counters = receiving.status.counters
+    assert counters[REBUILT.format("slots")] == (not is_watched) and not counters[REBUILT.format("fabric")]
+    assert ("process has ended: " in receiving.text()) == is_watched
+    assert ("no pidfd of a sender" in receiving.text()) == (not is_watched)
+    assert isinstance(answer := carry(successor, receiver, "again", deadline_s=60.0), Done), answer
+
+
+# Containers: the same kernel, each with a mount namespace of its own:
+
+
+SHARED = "/mnt"  # each container has a folder of its own there
+MOUNT = f'mount --bind "$0" {SHARED} && exec "$@"'
+UNSHARE = ("unshare", "--mount", "--propagation=private")
+
+
+def why_no_container() -> str:
+    if os.geteuid() != 0:
+        return "no namespaces without root"
+    tried = subprocess.run([*UNSHARE, "sh", "-c", MOUNT, "/tmp", "true"], capture_output=True, text=True)
+    return f"no namespaces can be made: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+Container = tuple[Nursery, Path]
+
+
+@pytest.fixture(scope="module")
+def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Container]]:
+    """Two, each with the folder that it has at SHARED."""
+    if reason := why_no_container():
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        folders = [tmp_path_factory.mktemp(side) for side in ("prefill", "decode")]
+        made = [Nursery(within=(*UNSHARE, "sh", "-c", MOUNT, str(folder))) for folder in folders]
+        for each in made:
+            stack.callback(each.close)
+        yield list(zip(made, folders, strict=True))
+
+
+@pytest.mark.parametrize("sockets", [("agent", "agent"), ("prefill", "decode")], ids=["one path", "two paths"])
+def test_containers_of_one_host_do_not_call_at_each_others_doors(
+    sockets: tuple[str, str], containers: list[Container], stack: ExitStack
+) -> None:
+    """At the path of the sender's door is the receiver's own, or none."""
+    engines = []
+    for (nursery, folder), name in zip(containers, sockets, strict=True):
+        options = {"socket": f"{SHARED}/{name}.sock", "log_level": "debug"}
+        engines.append(
+            stack.enter_context(attached(stack.enter_context(agent(folder, name, born_in=nursery, **options))))
+        )
+    sender, receiver = engines
+    assert isinstance(answer := carry(sender, receiver, "r"), Done), answer
+    (peer,) = receiver.agent.status.peers
+    assert peer.route_name == "nixl" and f"door {SHARED}/{sockets[0]}.sock.door: " in peer.route, peer.route
+    assert "the peer is in another container" in peer.route
+    for side in engines:
+        lines = [line for line in side.agent.text().splitlines() if " DEBUG " not in line]
+        assert not [line for line in lines if "kvbridge.door" in line or " WARNING " in line], side.agent.text()
+        assert not [line for line in lines if "route does not work" in line], side.agent.text()

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvbridge_proto.engine import Failed
+import torch
+from kvbridge_proto.common import Blocks
+from kvbridge_proto.engine import Failed, Want
 from kvbridge_proto.peer import Refuse
 from kvbridge_proto.status import MAX_ENTRIES, TraceEntry
 
 from kvbridge.agent.journal import KEPT, Journal
 from kvbridge.agent.record import Record
+from testing.agents import agent
 from testing.nursery import kvbridge
 from testing.oracle import Shape
 from testing.pairs import Bench, Benches
 from testing.waiting import wait_for
+from tests.integration.agent.traced_agent import ROOT, traced
 
 TOKENS = range(1000)
 TABLE, WANTED = list(range(100, 163)), list(range(5, 21))
@@ -107,7 +113,7 @@ def test_following_a_chain_of_names_costs_no_more_than_its_length() -> None:
 # Real agents, and the command:
 
 
-def traced(*arguments: object) -> subprocess.CompletedProcess[str]:
+def trace(*arguments: object) -> subprocess.CompletedProcess[str]:
     return kvbridge("trace", *arguments, COLUMNS="200")
 
 
@@ -152,7 +158,7 @@ def test_both_sides_of_a_request_are_told_in_order(bench: Bench, route: str, tmp
     carried(bench, "prefill-1", "decode-1")
     sockets, chrome = sockets_of(bench), tmp_path / "trace.json"
     for name in ("prefill-1", "decode-1"):
-        told = traced(name, *sockets, "--json", "--chrome", chrome)
+        told = trace(name, *sockets, "--json", "--chrome", chrome)
         assert told.returncode == 0, told.stderr
         answers: list[dict[str, Any]] = json.loads(told.stdout)
         whats = {each["agent"]["name"]: [entry["what"] for entry in each["entries"]] for each in answers}
@@ -168,7 +174,7 @@ def test_both_sides_of_a_request_are_told_in_order(bench: Bench, route: str, tmp
     assert {event["ph"] for event in events} == {"M", "X", "i"}
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"p0", "d0"}
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
-    shown = traced("decode-1", *sockets)
+    shown = trace("decode-1", *sockets)
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("decode-1: ") and " ms from " in lines[0]
     at = [float(line.split()[0]) for line in lines[2:]]
@@ -187,7 +193,7 @@ def test_stages_of_many_chunks_are_told_apart_while_the_prompt_is_computed(route
     sender.offer("p", TABLE[32:], len(TOKENS), first=32, is_more=True, rendezvous="r")
     receiver.answer("d")
     sender.released("p")
-    for told in json.loads(traced("d", *sockets_of(made), "--json").stdout):
+    for told in json.loads(trace("d", *sockets_of(made), "--json").stdout):
         for entry in told["entries"]:
             at.setdefault(f"{told['agent']['name'][0]} {entry['what']}", []).append(entry["at_s"])
     if route == "nixl":
@@ -212,31 +218,31 @@ def test_a_client_finds_its_request_by_its_own_id_or_is_told_which_have_it(bench
     bench.fetch(TABLE, WANTED, TOKENS, p="cmpl-abcd-0-33333333", d="cmpl-abcd-0-44444444", rendezvous="abcd/0/f00d")
     sockets, saved = sockets_of(bench), tmp_path / "both.json"
     for known in ("abc", "cmpl-abc"):
-        told = traced(known, *sockets, "--json")
+        told = trace(known, *sockets, "--json")
         saved.write_text(told.stdout)
         answers = json.loads(told.stdout)
         assert {each["agent"]["name"] for each in answers} == {"p0", "d0"}, known
         requests = {entry.get("request") for each in answers for entry in each["entries"]} - {None, ""}
         assert requests == set(call.values()), known
     bench.fetch(TABLE, WANTED, TOKENS, p="cmpl-abc-1-55555555", d="cmpl-abc-1-66666666", rendezvous="abc/1/f00d")
-    told = traced("abc", *sockets)
+    told = trace("abc", *sockets)
     assert told.returncode == 1 and not told.stdout
     assert "several_requests" in told.stderr and "abc: 2 requests have it" in told.stderr
     named = re.findall(r"cmpl-abc-(\d)-\d+ \(", told.stderr)
     assert named == ["1", "0"], "the newest first"
-    assert traced("cmpl-abc-1", *sockets).returncode == 0
-    assert traced("abc", "--with", saved).returncode == 0, "what was saved has one of them"
+    assert trace("cmpl-abc-1", *sockets).returncode == 0
+    assert trace("abc", "--with", saved).returncode == 0, "what was saved has one of them"
 
 
 def test_what_other_hosts_have_saved_is_joined(bench: Bench, tmp_path: Path) -> None:
     carried(bench, "prefill-1", "decode-1")
     sender, receiver = bench.sender, bench.receiver
     saved = tmp_path / "prefill.json"
-    saved.write_text(traced("prefill-1", "--socket", sender.agent.socket, "--json").stdout)
-    told = traced("decode-1", "--socket", receiver.agent.socket, "--with", saved, "--json")
+    saved.write_text(trace("prefill-1", "--socket", sender.agent.socket, "--json").stdout)
+    told = trace("decode-1", "--socket", receiver.agent.socket, "--with", saved, "--json")
     assert {each["agent"]["name"] for each in json.loads(told.stdout)} == {"p0", "d0"}
     saved.write_text("{}")
-    told = traced("decode-1", "--with", saved)
+    told = trace("decode-1", "--with", saved)
     assert told.returncode == 1 and "bad_trace_file" in told.stderr
 
 
@@ -249,11 +255,58 @@ def test_the_slowest_fetch_is_shown_and_why_one_failed(bench: Bench) -> None:
     time.sleep(quick_s + 0.5)
     sender.offer("p2", TABLE, len(TOKENS), rendezvous="late")
     receiver.answer("slow")
-    shown = traced("--socket", receiver.agent.socket)
+    shown = trace("--socket", receiver.agent.socket)
     assert shown.returncode == 0 and shown.stdout.startswith("slow: "), shown.stdout + receiver.agent.text()
     receiver.want("never", bench.address, WANTED, TOKENS, rendezvous="nowhere", deadline_s=0.3)
     assert isinstance(receiver.answer("never"), Failed)
-    shown = traced("never", "--socket", receiver.agent.socket)
+    shown = trace("never", "--socket", receiver.agent.socket)
     assert "failed" in shown.stdout and "deadline" in shown.stdout
-    told = traced("unheard", "--socket", receiver.agent.socket)
+    told = trace("unheard", "--socket", receiver.agent.socket)
     assert told.returncode == 1 and "no_such_request" in told.stderr and not told.stdout
+
+
+# The functions of a pull that docs/architecture.md names:
+
+
+PAGE = (ROOT / "docs/architecture.md").read_text().partition("### A pull, function by function")[2]
+ROW = re.compile(r"^\| .+? \| \[.+?\]\(\.\./(kvbridge/[\w/]+\.py)\) \| (.+) \|$", re.MULTILINE)
+TRACED = "tests.integration.agent.traced_agent"
+WAIT_S = 100.0  # a profiler looks at every call meanwhile
+
+
+def carry(toy: dict[str, Any], prefill: Path, decode: Path) -> None:
+    """One prompt, wanted before it is offered, with deadlines that no busy machine meets."""
+    sender = toy["ToyEngine"]("prefill", str(prefill), 16, torch.bfloat16, False)
+    receiver = toy["ToyEngine"]("decode", str(decode), 24, torch.float32, True)
+    with closing(sender.talk), closing(receiver.talk):
+        sender.attach()
+        receiver.attach()
+        receiver.allocate("one", 99)
+        blocks = (Blocks(0, 0, tuple(receiver.blocks["one"])),)
+        names = {"number": receiver.talk.new_number(), "request": "one", "rendezvous": "one"}
+        to = {"sender": sender.talk.address, "first_token": 0, "end_token": 99, "blocks": blocks}
+        receiver.talk.want(Want(**names, **to, deadline_s=WAIT_S))
+        sender.prefill("one", torch.arange(100))
+        end = time.monotonic() + WAIT_S
+        while not ("one" in sender.ended and "one" in receiver.ended):
+            assert time.monotonic() < end
+            sender.step()
+            receiver.step()
+            time.sleep(0.001)
+        assert receiver.ended["one"].is_good, receiver.ended["one"]
+
+
+@pytest.mark.timeout(3 * WAIT_S)
+def test_a_pull_runs_through_the_functions_that_the_page_names(tmp_path: Path) -> None:
+    rows = [(path, name) for path, names in ROW.findall(PAGE) for name in re.findall(r"`(\w+)`", names)]
+    toy = runpy.run_path(str(ROOT / "docs/toy_engine.py"))
+    options: dict[str, Any] = {"start_s": WAIT_S, "module": TRACED, "routes": "pull,host", "verify": "always"}
+    options["connect_s"] = options["silence_s"] = WAIT_S
+    with agent(tmp_path, "p", **options) as prefill, agent(tmp_path, "d", **options) as decode:
+        with traced() as called:
+            carry(toy, prefill.socket, decode.socket)
+        assert prefill.stop(WAIT_S) == decode.stop(WAIT_S) == 0
+    for name in ("p", "d"):
+        called |= {(path, function) for path, function in json.loads((tmp_path / f"{name}.calls").read_text())}
+    here = [each for each in rows if not each[0].startswith("kvbridge/device/")]  # those run on GPUs only
+    assert len(here) > 30 and [each for each in here if each not in called] == []

@@ -64,8 +64,7 @@ from kvbridge.routes.slots.sending import OutgoingBySlots
 from testing.halves import by_slots
 from tests.integration.agent.player import Whole, Wire
 from tests.integration.fuzz.target import Target
-from tests.integration.fuzz.typed import TEXTS, drawer
-from tests.integration.fuzz.vary import varied
+from tests.integration.fuzz.typed import TEXTS, drawer, varied
 from tests.unit.exchange.network import offer_of, want_of
 from tests.unit.exchange.world import make_pool
 from tests.unit.proto.samples import BODIES, NOTICE

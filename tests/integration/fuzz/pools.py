@@ -18,8 +18,7 @@ from kvbridge.geometry.tokens import BlockTable, TokenShard
 from testing.pools import More, Shape, describe, mla
 from tests.integration.fuzz.mutate import Mutator
 from tests.integration.fuzz.target import Target
-from tests.integration.fuzz.typed import drawer
-from tests.integration.fuzz.vary import varied
+from tests.integration.fuzz.typed import drawer, varied
 
 SLOT_BYTES = (1 << 12, 1 << 16, 4 << 20)
 SHAPES = (

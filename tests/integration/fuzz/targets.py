@@ -7,8 +7,7 @@ from functools import partial
 
 from tests.integration.fuzz.agents import Agents
 from tests.integration.fuzz.codecs import KINDS, Client, Decoding, Descriptors, Stream
-from tests.integration.fuzz.files import ConfigText, PoolFile, StatusText
-from tests.integration.fuzz.lists import IncarnationList, KeyList
+from tests.integration.fuzz.files import ConfigText, IncarnationList, KeyList, PoolFile, StatusText
 from tests.integration.fuzz.params import Params
 from tests.integration.fuzz.pools import Pools
 from tests.integration.fuzz.target import Target

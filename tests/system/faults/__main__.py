@@ -11,8 +11,7 @@ import subprocess
 import sys
 import time
 
-from tests.system.faults.cases import Case, all_cases
-from tests.system.faults.runner import Runner
+from tests.system.faults.cases import Case, Runner, all_cases
 
 
 def main() -> int:

@@ -7,12 +7,13 @@ back, and requests succeed again.
 
 Failpoints on the way of slots are passed by agents that only use slots, those on the way of pulls by agents that pull,
 all others by both. At a failpoint of pulls, a stopped process stays frozen for longer than any lease, and the sender's
-engine takes its blocks back and reuses them as soon as it may.
-"""
+engine takes its blocks back and reuses them as soon as it may."""
 
 from __future__ import annotations
 
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -296,3 +297,50 @@ def _fails(world: World, case: Case) -> str:
     else:
         assert "failpoint" in codes, f"nobody was told of the failure: {sorted(set(codes))}"
     return ""
+
+
+# Many cases, one after another:
+
+
+class Runner:
+    """One world at a time, dropped where a story fails. Survivors of one are in the next: what leaks, adds up."""
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+
+    def tell(self, case: Case, is_keyed: bool = False) -> str:
+        world = self.world(is_keyed, case.way)
+        try:
+            return tell(world, case)
+        except BaseException:
+            self._world = None
+            world.close()
+            raise
+
+    def world(self, is_keyed: bool = False, way: Way = "slots") -> World:
+        if self._world is not None and (self._world.is_keyed, self._world.way) == (is_keyed, way):
+            return self._world
+        self._leave()
+        folder = Path(tempfile.mkdtemp(prefix="kvbridge-faults-"))
+        self._world = world = World(folder, is_keyed=is_keyed, way=way)
+        try:
+            world.meet()
+        except BaseException:
+            self._world = None
+            world.close()
+            raise
+        return world
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._leave(is_well=kind is None)
+
+    def _leave(self, is_well: bool = True) -> None:
+        """Another world will be needed, or none; of one that went wrong the logs stay."""
+        world, self._world = self._world, None
+        if world is not None:
+            world.close()
+            if is_well:
+                shutil.rmtree(world.folder)

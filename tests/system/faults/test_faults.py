@@ -15,8 +15,7 @@ from rich.console import Console
 
 from kvbridge.commands.status import rendered
 from kvbridge.failpoints import PLACES
-from tests.system.faults.cases import ACTORS, all_cases
-from tests.system.faults.runner import Runner
+from tests.system.faults.cases import ACTORS, Runner, all_cases
 
 PLAIN = (
     "kill the sender's agent at sender.gathered",

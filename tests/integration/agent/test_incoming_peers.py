@@ -1,19 +1,32 @@
-"""Many greetings, and hostile ones: lanes, floods of Hellos, goodbyes during a proof, borrowed incarnations."""
+"""The agents that fetch from ours: floods of Hellos, goodbyes during a proof, borrowed incarnations, proofs."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from kvbridge_proto.common import Rank
-from kvbridge_proto.peer import PROBE_LANES, Cancel, Goodbye, Grant, Hello, Refuse, SlotLease, Welcome
+from kvbridge_proto.peer import PROBE_LANES, Cancel, Drained, Goodbye, Grant, Hello, Refuse, Settled, SlotLease, Welcome
 
 from kvbridge.agent.incoming_peers import MOST_GREETINGS, PROOF_TURN_S
-from tests.integration.agent.player import Player, Wire, greeting, met, replace_struct, settle, welcomed
+from kvbridge.dataplane.attached import Job, WaitWrite
+from kvbridge.dataplane.data_plane import DataPlane
+from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.errors import FabricError
+from kvbridge.exchange.route import Routed
+from kvbridge.routes.choice import Connected
+from kvbridge.routes.rate import PROBE_S
+from kvbridge.routes.slots.jobs import Jobs
+from kvbridge.routes.slots.send_orders import SendOrders
+from kvbridge.routes.slots.slot_route import Landing
+from tests.integration.agent.player import Player, Wire, greeting, joined, met, replace_struct, settle, welcomed
 from tests.integration.fuzz.agents import CLAIM
+from tests.integration.routes.test_routes import Agents
 from tests.unit.exchange.world import World
 
 # The receiver's lanes:
@@ -261,3 +274,215 @@ def test_an_agent_without_an_engine_leaves_no_half_session_behind(receiver: Play
     assert receiver.over == [("P0", "not_attached")] and not receiver.wires
     receiver.engine = engine
     assert receiver.reach("P0").said(Hello)
+
+
+# A receiver that dials several of our addresses: one session, over the latest connection:
+
+
+async def says_hello(
+    player: Player, world: World, wire: Wire, address: str = "", serial: int = 0, lane: int = 0, oldest: int = 0
+) -> None:
+    said = replace_struct(greeting(world, "D"), address=address, serial=serial, probe_lane=lane, oldest=oldest)
+    await player.takes(wire, said)
+
+
+def codes(wire: Wire) -> list[str]:
+    return [refusal.code for refusal in wire.said(Refuse)]
+
+
+async def test_a_receiver_that_has_a_session_by_another_address_is_told_so_and_keeps_it(world: World) -> None:
+    player, first = await met(world)
+    other = Wire("D0 again", peer_incarnation="D")
+    await says_hello(player, world, other, address="tcp://also:1", serial=1)
+    assert codes(other) == ["already_open"] and not other.said(Welcome)
+    assert player.heard == [] and player.disconnected == [] and len(player.proving) == 1
+    player.peers._hear(first, "D", Settled(transfer="t"))
+    assert len(player.heard) == 1
+
+
+async def test_a_receiver_whose_first_connection_is_lost_may_come_by_another_address(world: World) -> None:
+    player, first = await met(world)
+    first.is_lost = True
+    other = Wire("D0 again", peer_incarnation="D")
+    await says_hello(player, world, other, address="tcp://also:1", serial=1)
+    assert other.said(Welcome) and set(player.heard) == {("D", "lost")}
+
+
+async def test_a_connection_that_its_receiver_has_given_up_keeps_nobody_out(world: World) -> None:
+    player, _ = await met(world)  # serial 0; we have not heard yet that it is no more
+    other = Wire("D0 again", peer_incarnation="D")
+    await says_hello(player, world, other, address="tcp://also:1", serial=2, oldest=1)
+    assert other.said(Welcome) and set(player.heard) == {("D", "lost")}
+
+
+async def test_of_two_addresses_the_slower_is_told_of_the_other_whichever_was_dialled_first(
+    world: World, sender: Player
+) -> None:
+    sender.may_prove.set()
+    fast, slow = Wire("D0", peer_incarnation="D"), Wire("D0 again", peer_incarnation="D")
+    await says_hello(sender, world, fast, address="tcp://a:1", serial=2, oldest=1)
+    await says_hello(sender, world, slow, address="tcp://b:1", serial=1, oldest=1)
+    assert fast.said(Welcome) and codes(slow) == ["already_open"]
+
+
+async def test_who_asks_by_another_link_is_not_told_that_a_claim_is_over_that_may_be_on_its_way(world: World) -> None:
+    player, first = await met(world)
+    player.drained = True
+    other = Wire("D0 again", peer_incarnation="D")
+    player.peers._hear(other, "D", Cancel(transfer="t", code=""))
+    assert not other.sent
+    player.peers._hear(other, "D", Cancel(transfer="t", code="", incarnation="dead"))
+    assert other.sent == [Drained(transfer="t")]
+    player.peers._lose(first, "gone")
+    player.peers._hear(other, "D", Cancel(transfer="u", code=""))
+    assert other.sent[1:] == [Drained(transfer="u")]
+
+
+async def test_a_hello_after_a_goodbye_takes_the_place_of_the_one_that_is_being_proved(
+    world: World, sender: Player
+) -> None:
+    wire = Wire("D0", peer_incarnation="D")
+    async with asyncio.TaskGroup() as tasks:
+        sender.peers._take(tasks, wire, "D", replace_struct(greeting(world, "D"), serial=1))
+        await settle()
+        sender.peers._take(tasks, wire, "D", Goodbye(reason="other slots"))
+        sender.peers._take(tasks, wire, "D", replace_struct(greeting(world, "D"), serial=1, probe_lane=3))
+        sender.peers._take(tasks, wire, "D", replace_struct(greeting(world, "D"), serial=1, probe_lane=4))
+        assert codes(wire) == ["busy"]
+        sender.may_prove.set()
+    assert [landing.lane for landing in sender.proving] == [0, 3] and sender.disconnected == [("D", 1)]
+    assert len(wire.said(Welcome)) == 1 and len(sender.peers.statuses()) == 1
+    assert not sender.peers.incoming._greeted_by
+
+
+async def test_a_hello_of_a_connection_that_was_given_up_comes_too_late(world: World) -> None:
+    """It would take over the session of the connection that its receiver has made since; nobody would answer there."""
+    player, old = await met(world)
+    new = Wire("D0 again", peer_incarnation="D")
+    await says_hello(player, world, new, serial=2)
+    assert new.said(Welcome) and set(player.heard) == {("D", "lost")}
+    await says_hello(player, world, old, serial=1)
+    player.peers._hear(old, "D", Goodbye(reason="given up"))
+    player.peers._lose(old, "given up")
+    assert codes(old) == ["stale_hello"] and len(player.peers.statuses()) == 1
+    player.peers._hear(new, "D", Settled(transfer="t"))
+    assert player.heard[-1] == ("D", Settled(transfer="t"))
+    assert player.disconnected == [("D", 1)], "only the route of before, when the new connection took over"
+
+
+async def test_a_session_whose_route_was_given_up_for_one_that_cannot_be_had_is_over(world: World) -> None:
+    player, wire = await met(world)
+
+    async def connect(landing: Landing) -> None:
+        raise FabricError("no_route", "test")
+
+    player.connect = connect
+    await says_hello(player, world, wire, lane=1)
+    assert codes(wire) == ["no_route"] and wire.said(Goodbye)
+    assert player.peers.statuses() == [] and player.heard == [("D", "lost")] and player.disconnected == [("D", 1)]
+
+
+# Several proofs at once, with a real data plane over a fabric whose writes may never end:
+
+
+@pytest.fixture
+def network(stack: ExitStack) -> Agents:
+    """The sender `a` and any number of receivers."""
+    return Agents(stack)
+
+
+@asynccontextmanager
+async def proving(network: Agents, world: World) -> Any:
+    player = Player(replace(world.senders[0].engine, site=network.sender.site))
+    data_plane = DataPlane(lambda: network.sender, "a", player, 1.0)
+    await data_plane.start()
+    player.peers = joined(player, data_plane, 5.0)
+    try:
+        yield player
+    finally:
+        await data_plane.stop()
+
+
+def hello_of(network: Agents, world: World, incarnation: str) -> Hello:
+    site = network.resources(incarnation).site
+    return replace_struct(greeting(world, incarnation), fabric=site.fabric, host=site.host, device=site.device)
+
+
+@pytest.mark.proves("T22")
+async def test_receivers_that_cannot_be_written_to_keep_no_newcomer_out(network: Agents, world: World) -> None:
+    async with proving(network, world) as player, asyncio.TaskGroup() as tasks:
+        dead = [Wire(f"dead{number}") for number in range(5)]
+        for wire in dead:
+            network.network.stall(wire.address)
+            player.peers._take(tasks, wire, wire.address, hello_of(network, world, wire.address))
+        await settle()
+        began, newcomer = time.monotonic(), Wire("newcomer")
+        player.peers._take(tasks, newcomer, "newcomer", hello_of(network, world, "newcomer"))
+        while not newcomer.sent:  # noqa: ASYNC110 - the data plane's thread answers
+            await asyncio.sleep(0.005)
+        assert newcomer.said(Welcome)
+        assert not any(wire.sent for wire in dead), "it came in while they were being tried"
+        while not all(wire.sent for wire in dead):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - began < 2 * PROBE_S, "each of them has its own bound, from its own beginning"
+        assert [refusal.code for wire in dead for refusal in wire.said(Refuse)] == ["no_route"] * 5
+
+
+def resumed(network: Agents, job: Job) -> WaitWrite | None:
+    """A proof up to its next write; None at its end. The event of the one before is its due."""
+    try:
+        wait = next(job)
+    except StopIteration:
+        return None
+    assert isinstance(wait, WaitWrite)
+    return wait
+
+
+def test_a_proof_that_takes_long_shares_its_lane_with_none_of_those_that_come_meanwhile(network: Agents) -> None:
+    heard: list[Any] = []
+    jobs = Jobs(network.sender, "a", SendOrders(0), ReceiveOrders(), 1.0)
+    slow = network.resources("slow")
+    network.network.stall("slow")
+    first = jobs.connect(Landing("slow", slow.site, 3), lambda found, error: heard.append(found or error))
+    held = resumed(network, first)
+    assert held is not None
+    quick = network.resources("quick")
+    for _ in range(PROBE_LANES):
+        job = jobs.connect(Landing("quick", quick.site, 5), lambda found, error: heard.append(found or error))
+        wait = resumed(network, job)
+        while wait is not None:
+            (ended,) = [event for event in wait.fabric.poll(0.0) if event.id == wait.id]
+            try:
+                wait = job.send(ended)
+            except StopIteration:
+                wait = None
+    assert len(heard) == PROBE_LANES and all(isinstance(each, Connected) for each in heard)
+    network.network.resume("slow")
+    wait = held
+    try:
+        while True:
+            (ended,) = wait.fabric.poll(0.0)
+            wait = first.send(ended)
+    except StopIteration:
+        pass
+    routed: Routed = heard[-1].routed
+    assert Jobs(slow, "slow", SendOrders(0), ReceiveOrders(), 1.0).is_proved(routed.route, 3, routed.probe)
+    assert len(network.sender.endpoint.source.lanes) == PROBE_LANES, "all were given back"
+
+
+async def test_two_hellos_of_one_agent_are_answered_one_after_the_other(world: World, sender: Player) -> None:
+    wires = [Wire("D0", peer_incarnation="D"), Wire("D0", peer_incarnation="D"), Wire("E0", peer_incarnation="E")]
+    async with asyncio.TaskGroup() as tasks:
+        for number, wire in enumerate(wires):
+            said = replace_struct(greeting(world, wire.peer_incarnation), serial=number)
+            sender.peers._take(tasks, wire, wire.peer_incarnation, said)
+        await asyncio.sleep(3 * PROOF_TURN_S)
+        assert [landing.incarnation for landing in sender.proving] == ["D", "E"]
+        sender.may_prove.set()
+    assert [landing.incarnation for landing in sender.proving] == ["D", "E", "D"]
+    assert all(wire.said(Welcome) for wire in wires)
+    assert {incarnation for incarnation, _ in sender.disconnected} <= {"D"} and len(sender.peers.statuses()) == 2
+
+
+def test_proofs_of_all_who_are_greeted_have_a_lane_each() -> None:
+    assert MOST_GREETINGS <= PROBE_LANES
