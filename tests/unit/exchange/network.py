@@ -355,6 +355,11 @@ class Network:
         elif node.accepted.pop(other.incarnation, None) is not None:
             self.do(node, node.sending.lost(other.incarnation))
 
+    def lose_link(self, receiver: Node, sender: Node) -> None:
+        """Both learn of it."""
+        self.part(sender, receiver, "peer_lost")
+        self.part(receiver, sender, "peer_lost")
+
     def _hello(self, node: Node, address: str) -> None:
         peer = self.nodes[address]
         if peer.is_dead:

@@ -121,26 +121,22 @@ def after_its_first_rank_was_cut_off() -> World:
     first = world.receivers[0]
     world.want("r", 64, at=first)
     world.run()
-    world.sender.accepted.pop(first.incarnation)
-    world.do(world.sender, world.sender.sending.lost(first.incarnation))
-    world.do(first, first.receiving.unreachable("P0", "peer_lost", "cut", world.now))
+    world.lose_link(first, world.sender)
     world.run()
     return world
 
 
-def claims_again(world: World) -> None:
-    """That rank; and the rest is offered."""
+@pytest.mark.parametrize("before_s", [LOST_S - 1.0, None], ids=["in time", "before the sender has ticked"])
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_receiver_that_comes_again_is_served(is_slow: bool, before_s: float | None) -> None:
+    """And its other rank, however slow that is."""
+    world = after_its_first_rank_was_cut_off()
+    if before_s is not None:
+        world.pass_time(before_s)
     world.want("r", 64, at=world.receivers[0])
     world.offer("r", 64, 8, 8)
     world.run()
-
-
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_a_receiver_that_comes_again_in_time_is_served(is_slow: bool) -> None:
-    """And its other rank, however slow that is."""
-    world = after_its_first_rank_was_cut_off()
-    world.pass_time(LOST_S - 1.0)
-    claims_again(world)
+    world.pass_time(0.0)
     world.pass_time(2 * LOST_S if is_slow else 1.0)
     world.want("r", 64, at=world.receivers[1])
     world.run()
@@ -160,17 +156,6 @@ def test_a_rank_that_comes_too_late_hears_why() -> None:
     world.run()
     answer = world.failure("r", 1)
     assert answer.code == "peer_lost" and "1 of 2 ranks of the same want never came" in answer.reason
-
-
-def test_a_rank_that_comes_again_before_the_sender_has_ticked_is_served() -> None:
-    """And its other rank, however slow that is."""
-    world = after_its_first_rank_was_cut_off()
-    claims_again(world)
-    world.pass_time(0.0)
-    world.pass_time(2 * LOST_S)
-    world.want("r", 64, at=world.receivers[1])
-    world.run()
-    world.check_done("r")
 
 
 def test_another_rank_that_comes_does_not_stand_for_the_lost_one() -> None:

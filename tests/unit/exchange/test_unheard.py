@@ -22,9 +22,7 @@ def cut(world: World) -> None:
     world.events[:] = [each for each in world.events if each[0] != "message"]
     for receiver in world.receivers:
         for sender in world.senders:
-            sender.accepted.pop(receiver.incarnation, None)
-            world.do(sender, sender.sending.lost(receiver.incarnation))
-            world.do(receiver, receiver.receiving.unreachable(sender.name, "peer_lost", "cut", world.now))
+            world.lose_link(receiver, sender)
 
 
 def reached_again(world: World) -> None:
@@ -231,9 +229,7 @@ def test_a_rank_of_which_nothing_is_needed_is_told_again_if_its_session_is_lost(
     empty = [each for each in world.events if isinstance(each[-1], Claim) and not each[-1].takes]
     (lost,) = [each for each in empty if (each[1], each[2]) == (receiver.name, other.name)]
     world.events.remove(lost)
-    other.accepted.pop(receiver.incarnation, None)
-    world.do(other, other.sending.lost(receiver.incarnation))
-    world.do(receiver, receiver.receiving.unreachable(other.name, "peer_lost", "cut", world.now))
+    world.lose_link(receiver, other)
     if not is_done:
         world.abandon("r")
     world.run()
@@ -257,9 +253,7 @@ def test_what_a_rank_is_told_again_takes_no_offer_of_an_equal_prompt(is_over: bo
         world.do(other, other.sending.withdraw(number_of("a"), "test", world.now))
     world.fetch("a", 64, rendezvous="r")
     assert not other.sending.offers
-    other.accepted.pop(receiver.incarnation)
-    world.do(other, other.sending.lost(receiver.incarnation))
-    world.do(receiver, receiver.receiving.unreachable(other.name, "peer_lost", "cut", world.now))
+    world.lose_link(receiver, other)
     world.offer("a", 64, 8, 8, rendezvous="r", at=first)
     world.run()
     assert type(world.answers()["a"]).__name__ == "Done"

@@ -53,10 +53,11 @@ def test_carries_requests_whatever_the_order(kind: str, seed: int) -> None:
     small.check_rest()
 
 
+@pytest.mark.parametrize("slots", [2, 16])
 @pytest.mark.parametrize("kind", ["sliding", "chunked", "state"])
-def test_a_window_waits_for_the_last_offer(kind: str) -> None:
+def test_a_window_waits_for_the_last_offer_and_is_lent_no_slots_before(kind: str, slots: int) -> None:
     """Also when all tokens are there already: only the last word says that their blocks stay as they are."""
-    one = world(kind, slots=16)
+    one = world(kind, slots=slots)
     one.want("r", 39, (blocks(FULL, 0, 3), late_entries(kind, 39, 4)))
     one.serve("r", 20, (blocks(FULL, 0, 5),), last=False)
     early = sum(one.scatters.values())
@@ -64,18 +65,8 @@ def test_a_window_waits_for_the_last_offer(kind: str) -> None:
     (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
     assert isinstance(outgoing, OutgoingBySlots)
     assert early < sum(one.scatters.values()) == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
+    assert slots == 16 or outgoing.announced == outgoing.lent == outgoing.shipped
     one.serve("r", 39, (late_entries(kind, 39, 16),))
-    one.check_done("r")
-
-
-def test_no_slots_are_lent_to_a_window_that_waits() -> None:
-    one = world(slots=2)
-    one.fetch("r", 39, (blocks(FULL, 0, 3), late_entries("sliding", 39, 4)))
-    one.serve("r", 39, (blocks(FULL, 0, 10),), last=False)
-    (outgoing,) = one.senders[0].sending.outgoing_transfers.values()
-    assert isinstance(outgoing, OutgoingBySlots)
-    assert outgoing.announced == outgoing.lent == outgoing.shipped == outgoing.plan.early_chunks < outgoing.plan.chunks
-    one.serve("r", 39, (late_entries("sliding", 39, 16),))
     one.check_done("r")
 
 

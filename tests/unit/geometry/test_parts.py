@@ -144,16 +144,6 @@ def test_the_codec_of_rows_names_that_of_their_scales() -> None:
         assert isinstance(found, Incompatible) and found.reasons[0].startswith("scale_codec: sender fp")
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("fp8_row_scale", "bf16"), ("bf16", "fp8_row_scale")])
-def test_rows_whose_scales_lie_apart_are_converted(ours: str, theirs: str) -> None:
-    """A page has all rows and then their scales, so the two have other strides."""
-    page = replace(INDEX, heads=3, width=32)
-    for block, other in ((64, 64), (128, 64), (64, 128)):
-        sender = mla(more=(replace(page, codec=ours),), block_tokens=block, blocks=6)
-        receiver = mla(more=(replace(page, codec=theirs),), block_tokens=other, blocks=6, pad_bytes=16)
-        carry(sender, receiver, range(5, 150), 1 << 16)
-
-
 def changed(pool: Pool, part: str, **changes: object) -> Pool:
     """The pool with other planes of one part."""
     planes = (msgspec.structs.replace(each, **changes) if each.part == part else each for each in pool.planes)

@@ -95,6 +95,8 @@ def test_a_plan_of_any_length_is_made_at_once() -> None:
         planned = plan_between(SHAPE, wide, range(end), 1 << 20)
         assert planned.chunks > end >> 12 and (isinstance(planned.order, range) or len(planned.order) < 1 << 14)
         assert planned.chunk(planned.chunks - 1).needs_tokens == end
+        with pytest.raises(IndexError, match=f"chunk: {planned.chunks} of {planned.chunks}"):
+            planned.chunk(planned.chunks)
 
 
 def test_a_chunk_lists_no_more_rows_than_a_copier_has_room_for() -> None:
@@ -111,15 +113,6 @@ def test_a_long_prompt_fills_its_slots_and_begins_with_its_first_tokens() -> Non
     whole = planned.total_bytes / (4 << 20)
     assert whole <= planned.chunks <= 1.15 * whole
     assert planned.chunk(0).needs_tokens <= 512 and planned.chunk(planned.chunks - 1).needs_tokens == 8000
-
-
-def test_chunks_are_arithmetic() -> None:
-    shape = Shape(layers=64, kv_heads=8, key_width=128, value_width=128, blocks=1 << 20)
-    planned = plan_between(shape, replace(shape, layout="hnd"), range(1 << 40), 4 << 20)
-    assert planned.chunks > 1 << 30
-    assert planned.chunk(planned.chunks - 1).needs_tokens == 1 << 40
-    with pytest.raises(IndexError, match=f"chunk: {planned.chunks} of {planned.chunks}"):
-        planned.chunk(planned.chunks)
 
 
 def test_pairs_of_a_chunk_are_aligned_and_apart() -> None:
@@ -252,6 +245,9 @@ def test_another_process_derives_the_same_plan() -> None:
     assert len(said) == 1 and said.pop().count(",") == 2
 
 
+WINDOWED = [replace(SHAPE, kinds=("full", "sliding"), window=window) for window in (20, 200)]
+
+
 def test_whatever_a_slot_depends_on_changes_the_digest() -> None:
     receiver = replace(SHAPE, block_tokens=32)
     plans = [
@@ -265,6 +261,10 @@ def test_whatever_a_slot_depends_on_changes_the_digest() -> None:
         plan_between(SHAPE, replace(receiver, block_tokens=24), range(100)),
         plan_between(SHAPE, replace(receiver, tp_size=2), range(100)),
         plan_between(SHAPE, replace(receiver, pp_size=2), range(100)),
+        *(
+            plan_between(windowed, replace(windowed, block_tokens=32, begins_inside=True), range(100))
+            for windowed in WINDOWED
+        ),
     ]
     assert len({planned.digest for planned in plans}) == len(plans)
     assert plan_between(SHAPE, receiver, range(100)).digest == plans[0].digest

@@ -46,14 +46,6 @@ def test_only_the_window_travels(first: int) -> None:
     assert planned.total_bytes == ROW_BYTES * 2 * (80 - first + 80 - max(first, 48))
 
 
-@pytest.mark.parametrize("end", [1, 19, 20, 21, 64, 65])
-def test_a_window_begins_with_the_prompt_or_later(end: int) -> None:
-    wide = replace(HYBRID, block_tokens=32)
-    carry(wide, replace(HYBRID, layout="packed"), range(end))
-    (full, window) = plan_between(wide, HYBRID, range(end)).group_plans
-    assert (full.first, full.end) == (0, end) and (window.first, window.end) == (max(0, end - 19) // 16 * 16, end)
-
-
 @pytest.mark.parametrize(
     ("kind", "sender", "receiver"),
     [
@@ -91,17 +83,6 @@ def test_a_window_may_begin_inside_a_block_that_nobody_else_gets(kind: str, send
         assert last.end - last.first == needed or (not needed and last.kind == "full")
 
 
-@pytest.mark.parametrize(("end", "first"), [(31, 0), (32, None), (33, 32), (63, 32), (64, None), (65, 64), (70, 64)])
-def test_chunked_borders(end: int, first: int | None) -> None:
-    """A query at the first token of a chunk sees nothing before."""
-    shape = replace(HYBRID, kinds=("full", "chunked"), window=32)
-    carry(replace(shape, block_tokens=48), replace(shape, layout="hnd", block_tokens=24), range(end))
-    group_plans = plan_between(shape, shape, range(end)).group_plans
-    assert [(group_plan.kind, group_plan.first, group_plan.end) for group_plan in group_plans[1:]] == (
-        [] if first is None else [("chunked", first, end)]
-    )
-
-
 def test_blocks_before_the_window_are_not_read() -> None:
     """Neither side's table has entries there."""
     pools = {True: describe(HYBRID), False: describe(replace(HYBRID, block_tokens=8, blocks=24))}
@@ -120,12 +101,6 @@ def test_a_want_of_nothing_but_a_past_chunk_has_no_chunks() -> None:
     planned = plan_between(shape, shape, range(64))
     assert (planned.chunks, planned.total_bytes, planned.group_plans) == (0, 0, ())
     carry(shape, shape, range(64))
-
-
-def test_the_window_is_in_the_digest() -> None:
-    whole = replace(HYBRID, window=200)
-    digests = {plan_between(Shape(layers=4), each, range(80)).digest for each in (Shape(layers=4), whole, HYBRID)}
-    assert len(digests) == 3
 
 
 def overlaid(held: Held) -> Held:

@@ -74,27 +74,18 @@ def test_a_sender_that_refuses_is_asked_for_what_is_unconfirmed() -> None:
         (("m", "m"), ((1, 2), ()), False),
         (("m", "m"), ((1,), (3,)), False),
         (("m", "m"), ((1, 2), (3, 4)), True),
+        # Within an IPC namespace only memory of the host is reached.
+        (("GPU", "GPU"), ((1, 2), (3, 2)), True),
+        (("GPU", "GPU"), ((1, 2), (1, 4)), False),
+        (("GPU", "GPU"), ((1, 2), (1, 2)), False),
+        (("GPU", "GPU"), ((1, 2), (3, 4)), True),
     ],
 )
 def test_only_who_is_known_to_be_elsewhere_reaches_no_slot_without_the_fabric(
     machines: tuple[str, str], namespaces: tuple[tuple[int, ...], tuple[int, ...]], is_far: bool
 ) -> None:
     """On another machine, or in another container of this one."""
-    check_far(with_a_slot_out(machines=machines, namespaces=namespaces), is_far)
-
-
-@pytest.mark.proves("G6")
-@pytest.mark.parametrize(
-    ("namespaces", "is_far"),
-    [(((1, 2), (3, 2)), True), (((1, 2), (1, 4)), False), (((1, 2), (1, 2)), False), (((1, 2), (3, 4)), True)],
-)
-def test_within_an_ipc_namespace_only_memory_of_the_host_is_reached(
-    namespaces: tuple[tuple[int, ...], tuple[int, ...]], is_far: bool
-) -> None:
-    check_far(with_a_slot_out(machines=("m", "m"), namespaces=namespaces, is_on_gpu=True), is_far)
-
-
-def check_far(world: World, is_far: bool) -> None:
+    world = with_a_slot_out(machines=machines, namespaces=namespaces, is_on_gpu=machines[0] == "GPU")
     receiving = world.receiver.receiving
     quarantined = by_slots(receiving).slots.quarantined()
     assert receiving.quarantined("far") == (quarantined if is_far else frozenset())
