@@ -145,14 +145,6 @@ def test_a_row_without_a_largest_number_and_one_with_only_that() -> None:
     check_rows_scattered(move, rows, segment, sent, "cpu")
 
 
-def test_a_wide_row_is_refused_by_the_kernels_too() -> None:
-    segment, size = segment_of(Rows(width=1028, blocks=1), "int8", Number("bf16"), 2)
-    _, span = slot_on("cpu", size)
-    for copy in (gather, scatter):
-        with pytest.raises(ValueError, match="row: 1028 numbers, with row scales at most 1024"):
-            copy([segment], span, None, work_on("cpu"), move)
-
-
 def test_scales_outside_of_memory_are_refused_in_every_segment_of_a_form() -> None:
     """The second is like the first but at the end of the memory."""
     rows = Rows("behind", width=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ WORDS = ROOT / "kvbridge/agent/record.py"  # of the journal, with a text each
 NO_CODES = {"served", "declined"}  # labels of a metric, for offers that ended well
 
 
+@functools.cache
 def used() -> dict[str, str]:
     """Code -> where it is said."""
     found: dict[str, str] = {}

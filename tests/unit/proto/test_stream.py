@@ -85,12 +85,6 @@ def read(frames: FrameReader[Any], chunks: Iterator[Send]) -> tuple[list[tuple[A
 # An honest sender:
 
 
-def test_every_split_in_two_gives_the_same_messages() -> None:
-    for cut in range(len(BYTES) + 1):
-        frames = reader(Limits())
-        assert (*frames.messages(BYTES[:cut]), *frames.messages(BYTES[cut:])) == THREE
-
-
 def test_one_byte_at_a_time() -> None:
     frames: FrameReader[engine.ToEngine] = FrameReader(engine.ToEngine)
     stream = b"".join(pack(message) for message in TO_ENGINE)

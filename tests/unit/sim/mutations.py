@@ -419,22 +419,22 @@ MUTATIONS: dict[str, Rule] = {
     "ignore_notice_size": Rule(_matches("chunk_bytes"), 449, FORGED + "chunk_bytes=1,"),
     "release_while_read": Rule(
         instead(OutgoingBySlots, "is_reading", property(lambda self: False)),
-        11,
+        52,
         FOREIGN,
     ),
     "give_tokens_before_offer": Rule(
         _nothing(sender, "check_begin"), 135, "(waste .*|nothing) where prompt .* belongs"
     ),
     "ignore_fence": Rule(instead(AttachedMemory, "has_reached", lambda self, count: True), 18, FOREIGN),
-    "count_read_while_unheard": Rule(_nobody_listens, 560, FOREIGN),
+    "count_read_while_unheard": Rule(_nobody_listens, 301, FOREIGN),
     "ignore_unread_engine_messages": Rule(
-        instead(WaitEngineHeard, "is_over", property(lambda self: True)), 560, FOREIGN
+        instead(WaitEngineHeard, "is_over", property(lambda self: True)), 301, FOREIGN
     ),
     "drained_while_writing": Rule(_drained_too_soon, 1, LENT_TWICE),
     "drained_for_lost_session": Rule(
         instead(Sender, "renounce", lambda self, incarnation, cancel: True), 5, LENT_TWICE
     ),
-    "lost_link_is_dead_sender": Rule(_lost_is_gone, 140, LENT_TWICE),
+    "lost_link_is_dead_sender": Rule(_lost_is_gone, 11, LENT_TWICE),
     "failed_while_scattering": Rule(_failed_while_scattering, 3, UNWANTED),
     "let_go_while_used": Rule(_leave_at_once, 121, UNWANTED, left_soon),
     "reuse_at_once_after_giving_up": Rule(instead(rank, "READERS_S", 0.0), 3120, FOREIGN),
@@ -459,8 +459,8 @@ MUTATIONS: dict[str, Rule] = {
     "failed_while_writing_zeros": Rule(
         instead(OpenWant, "is_carried", property(_is_carried_but_for_zeros)), DRAFTED, UNWANTED
     ),
-    "send_what_is_to_stop": Rule(_quiet_while_sent, 19, LENT_TWICE),
-    "gathered_too_soon": Rule(_gathered_at_once, 11, FOREIGN),
+    "send_what_is_to_stop": Rule(_quiet_while_sent, 22, LENT_TWICE),
+    "gathered_too_soon": Rule(_gathered_at_once, 52, FOREIGN),
     "forget_ended_offers": Rule(_nothing(Rendezvous, "remember"), 18, "waited .* for an offer that had ended"),
     "keep_route_after_session": Rule(_nothing(DataPlane, "disconnect"), 5, "targets .*, sessions"),
     "keep_probe_lane": Rule(_nothing(ProbeLanes, "take_back"), 0, "lanes that are out"),
@@ -471,33 +471,33 @@ MUTATIONS: dict[str, Rule] = {
     "drop_session_silently": Rule(_silent, 2, NO_OTHER_END, as_once("drop_session_silently")),
     "disbelieve_successor": Rule(_own_start_only, 255, r"slots: .*quarantined=[1-9]"),
     "slower_address_does_not_wait": Rule(_slower_does_not_wait, 2189, NO_OTHER_END),
-    "write_before_gathered": Rule(_gather_unwaited, 2, "nothing where prompt .* belongs"),
+    "write_before_gathered": Rule(_gather_unwaited, 4, "nothing where prompt .* belongs"),
     "reuse_send_slot_while_writing": Rule(
         _over_at_once("send", "_writing", lambda data_plane, key: Wrote(key[1])),
         7,
         "a digest was wrong, and nothing had spoiled",
     ),
     "count_read_after_lease": Rule(
-        instead(ReadLease, "counts", lambda self, now: True), PULLED + 11, READ_WRONG, uncompared
+        instead(ReadLease, "counts", lambda self, now: True), PULLED + 85, READ_WRONG, uncompared
     ),
-    "begin_lease_at_answer": Rule(_begins_when_answered, PULLED + 3, READ_WRONG, answered_late),
+    "begin_lease_at_answer": Rule(_begins_when_answered, PULLED, READ_WRONG, answered_late),
     "count_unanswered_renewal": Rule(_renewed_unheard, PULLED + 3, READ_WRONG, answered_late),
     "check_clock_before_read_ends": Rule(_looks_before, PULLED + 85, READ_WRONG, uncompared),
     "lease_without_hearing_engine": Rule(
         instead(sending, "LEASE_HEARD_S", float("inf")), PULLED + 20, READ_WRONG, asked_unheard
     ),
     "release_leased_blocks": Rule(
-        instead(OutgoingByPull, "is_promised", property(lambda self: False)), PULLED + 0, READ_WRONG, unheard(None)
+        instead(OutgoingByPull, "is_promised", property(lambda self: False)), PULLED + 6, READ_WRONG, unheard(None)
     ),
     "detach_while_read": Rule(_reads_unawaited, PULLED + 3, READ_WRONG, unheard("detach")),
     "reuse_at_once_after_agent_died": Rule(
-        instead(rank, "READERS_S", 0.0), PULLED + 4, READ_WRONG, unheard("kill agent")
+        instead(rank, "READERS_S", 0.0), PULLED + 5, READ_WRONG, unheard("kill agent")
     ),
     "take_back_too_soon": Rule(
-        instead(engine, "READERS_S", 0.1), PULLED + 6, READ_WRONG, unheard("freeze loop", is_impatient=True)
+        instead(engine, "READERS_S", 0.1), PULLED + 13, READ_WRONG, unheard("freeze loop", is_impatient=True)
     ),
     "read_before_fence": Rule(_unfenced, PULLED + 2, READ_WRONG, uncompared),
-    "unmap_while_read": Rule(_unmapped_while_read, PULLED + 3, "through a mapping that is closed"),
+    "unmap_while_read": Rule(_unmapped_while_read, PULLED + 53, "through a mapping that is closed"),
     "skip_comparison": Rule(_not_compared, PULLED, READ_WRONG, spoiled),
     "release_while_digesting": Rule(
         instead(OutgoingByPull, "is_reading", property(lambda self: self.is_promised)),
