@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -121,10 +121,7 @@ class Conversation:
         self._open: dict[int, _Open] = {}
         self._ended: list[Heard] = []  # for the next turn
         self._said_unfilled: set[int] = set()  # numbers of unfilled layers that the log has
-        self._directory: Directory | None = None
-        self._rescale: Rescale | None = None
-        self._weights: Weights | None = None
-        self._expected: dict[int, Expect] = {}
+        self._standing: dict[Hashable, ToAgent] = {}  # what every agent is told before anything else
         self._numbers = numbers()
         self._unsent: deque[Computed] = deque(maxlen=MOST_UNSENT)
         self._check_at = 0.0
@@ -194,9 +191,7 @@ class Conversation:
         directory = Directory(ranks=tuple(ranks))
         if why := self._link.client.why_unfit(directory):
             return self._log.error("kvbridge: the agent is not told of our ranks: %s", why)
-        with self._link.lock:
-            self._directory = directory
-            self._link.tell(directory)
+        self._stand(Directory, directory)
 
     def send(self, message: ToAgent) -> None:
         """Send any message but Attach. Some have their own method, which says what follows. What the others do:
@@ -217,8 +212,9 @@ class Conversation:
                 self.abandon(number, reason)
             case Directory(ranks=ranks):
                 self.share(ranks)
-            case Expect():
-                self._expect(message)
+            case Expect(number=number):
+                if not self._link.client.why_unfit(message):  # or its want cannot be sent either, and says why
+                    self._stand(number, message)
             case Rescale() | Weights():
                 self._must_tell(message)
             case Computed():
@@ -227,25 +223,21 @@ class Conversation:
             case _:
                 self._link.send(message)
 
-    def _expect(self, message: Expect) -> None:
-        if self._link.client.why_unfit(message):
-            return  # its want cannot be sent either, and says why
-        with self._link.lock:
-            self._expected[message.number] = message
-            self._link.tell(message)
-
     def _must_tell(self, message: Rescale | Weights) -> None:
         """An agent that cannot be told is given up: it would go on under scales or weights that hold no more."""
         with self._link.lock:
-            if isinstance(message, Rescale):
-                self._rescale = message
-            else:
-                self._weights = message
+            if isinstance(message, Weights):
                 self._ended = [outdated(each) if isinstance(each, Ended) else each for each in self._ended]
                 for opened in self._open.values():
                     opened.is_outdated = True
-            if not self._link.tell(message) and self._link.is_attached:
+            if not self._stand(type(message), message) and self._link.is_attached:
                 self.give_up(f"not told what holds from now on: {self._link.why_not}")
+
+    def _stand(self, key: Hashable, message: ToAgent) -> bool:
+        """Tell this agent and all later ones, in place of what stood under this key. Returns whether this one is."""
+        with self._link.lock:
+            self._standing[key] = message
+            return self._link.tell(message)
 
     def offer(self, offer: Offer) -> None:
         """Let these tokens be read. If this offer has ended already, more tokens of it (`is_more`) are ignored."""
@@ -275,7 +267,7 @@ class Conversation:
 
         A want that cannot be sent ends at once. The other side is told, if possible, that it need not keep its offer.
         """
-        self._expected.pop(want.number, None)
+        self._standing.pop(want.number, None)
         if want.first_token == want.end_token:
             self._link.tell(want)
             return
@@ -287,7 +279,7 @@ class Conversation:
 
     def abandon(self, number: int, reason: str) -> None:
         """This want is no longer needed, or will not come. If it is open, its `Ended` follows."""
-        self._expected.pop(number, None)
+        self._standing.pop(number, None)
         self._link.tell(Abandon(number=number, reason=reason))
         if (opened := self._open.get(number)) is not None:
             opened.late_at = min(opened.late_at, self._clock() + GRACE_S)
@@ -359,13 +351,10 @@ class Conversation:
                 self._end(number, "given_up", f"no answer within {READERS_S} s", kind="offer")
 
     def _first(self) -> list[ToAgent]:
-        """What every agent is told before anything else.
-
-        Called on the link's thread as well, under its lock. The engine's thread removes entries without that lock: each
-        read here is one operation of the interpreter, so it sees the state before a removal or after it.
+        """Called on the link's thread as well, under its lock. The engine's thread removes entries without that lock:
+        this is one operation of the interpreter, so it sees the state before a removal or after it.
         """
-        again = (self._rescale, self._weights, self._directory, *list(self._expected.values()))
-        return [first for first in again if first is not None]
+        return list(self._standing.values())
 
     def _listen(self) -> None:
         for message in self._link.turn():

@@ -7,8 +7,8 @@ sparse attention are beside K and V or latents, in the same slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class LayerGroup:
     layers: tuple[int, ...]
     heads: Heads
     kept: Group
-    index: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    index: Mapping[int, torch.Tensor]
 
 
 def describe(
@@ -126,20 +126,14 @@ def has_windows(pool: Any) -> bool:
 def check(queue: Any) -> None:
     """Raise OperatorError if this cache is not supported yet, with SGLang's name for it."""
     pool = queue.token_to_kv_pool
-    kind = type(pool).__name__
-    if POOLS.get(kind) in UNSUPPORTED:
-        raise refusal("cache_unsupported", "sglang", POOLS[kind], f"KV pool: {kind}")
-    if kind not in POOLS:
-        known = ", ".join(name for name, rows in POOLS.items() if rows not in UNSUPPORTED)
-        raise OperatorError(
-            "cache_unsupported", f"KV pool: {kind}, whose order of rows kvbridge does not know; known are {known}"
-        )
+    _check_kind("KV pool", pool, {rows for rows in POOLS.values() if rows not in UNSUPPORTED})
     if getattr(queue.scheduler, "enable_hisparse", False):
         raise refusal("cache_unsupported", "sglang", "host rows", "hisparse")
     if hasattr(states := queue.scheduler.req_to_token_pool, "get_state_buf_infos"):  # as SGLang itself finds them
-        raise refusal("cache_unsupported", "sglang", "state", f"KV pool: {kind} beside {type(states).__name__}")
+        found = f"KV pool: {type(pool).__name__} beside {type(states).__name__}"
+        raise refusal("cache_unsupported", "sglang", "state", found)
     if (device := queue.metadata_buffers.output_ids.device.type) != "cpu":
-        raise OperatorError("cache_unsupported", f"metadata buffers: on {device}, must be on the CPU")
+        raise _unsupported(f"metadata buffers: on {device}, must be on the CPU")
     if has_windows(pool):
         _check_halves(pool)
     if _is_minimax(pool):
@@ -147,18 +141,24 @@ def check(queue: Any) -> None:
     for half in _pools(pool):
         _check_rows(half)
     for draft in drafts.pools(queue):
-        _check_draft(draft, pool)
+        _check_kind("draft model's KV pool", draft, {"kv", "latent"})
+        if (ours := int(draft.page_size)) != (theirs := int(pool.page_size)):
+            raise _unsupported(f"draft model's KV pool: pages of {ours} tokens, the model's {theirs}")
+        _check_rows(draft)
 
 
-def _check_draft(draft: Any, pool: Any) -> None:
-    kind = type(draft).__name__
+def _check_kind(place: str, pool: Any, carried: set[str]) -> None:
+    """Raise OperatorError unless the pool holds one of these kinds of rows."""
+    kind = type(pool).__name__
     if POOLS.get(kind) in UNSUPPORTED:
-        raise refusal("cache_unsupported", "sglang", POOLS[kind], f"draft model's KV pool: {kind}")
-    if POOLS.get(kind) not in ("kv", "latent"):
-        raise OperatorError("cache_unsupported", f"draft model's KV pool: {kind}, must be {HALF} or MLATokenToKVPool")
-    if (ours := int(draft.page_size)) != (theirs := int(pool.page_size)):
-        raise OperatorError("cache_unsupported", f"draft model's KV pool: pages of {ours} tokens, the model's {theirs}")
-    _check_rows(draft)
+        raise refusal("cache_unsupported", "sglang", POOLS[kind], f"{place}: {kind}")
+    if POOLS.get(kind) not in carried:
+        known = ", ".join(name for name, rows in POOLS.items() if rows in carried)
+        raise _unsupported(f"{place}: {kind}, supported are {known}")
+
+
+def _unsupported(reason: str) -> OperatorError:
+    return OperatorError("cache_unsupported", reason)
 
 
 def _check_halves(pool: Any) -> None:
@@ -170,11 +170,10 @@ def _check_halves(pool: Any) -> None:
         if POOLS.get(found) in UNSUPPORTED:
             raise refusal("cache_unsupported", "sglang", POOLS[found], f"KV pool: SWAKVPool whose {name} is {found}")
         if found != HALF or not layers:
-            reason = f"KV pool: SWAKVPool whose {name} is {found} of {layers} layers, must be {HALF} of some"
-            raise OperatorError("cache_unsupported", reason)
+            raise _unsupported(f"KV pool: SWAKVPool whose {name} is {found} of {layers} layers, must be {HALF} of some")
     if pool.full_to_swa_index_mapping is None or pool.swa_req_ring_size is not None:
         reason = "its slots are a ring of each request's" if pool.swa_req_ring_size else "nothing maps slots to it"
-        raise OperatorError("cache_unsupported", f"KV pool: SWAKVPool whose swa_kv_pool is not in pages: {reason}")
+        raise _unsupported(f"KV pool: SWAKVPool whose swa_kv_pool is not in pages: {reason}")
 
 
 def _check_minimax(pool: Any) -> None:
@@ -183,9 +182,10 @@ def _check_minimax(pool: Any) -> None:
     if pool.index_kv_pool is not None:
         raise refusal("cache_unsupported", "sglang", "index values", "KV pool: MiniMaxSparseKVPool")
     found = [type(each).__name__ for each in (main, keys, pool.dense_pool) if each is not None]
-    if found not in ([HALF], [HALF, "MHATokenToKOnlyPool"]) or _is_hnd(main):
-        reason = f"KV pool: MiniMaxSparseKVPool of {' and '.join(found)}, layout {main.kv_cache_layout}"
-        raise OperatorError("cache_unsupported", f"{reason}, must be {HALF} and MHATokenToKOnlyPool, layout nhd")
+    layout = getattr(main, "kv_cache_layout", "nhd")
+    if found not in ([HALF], [HALF, "MHATokenToKOnlyPool"]) or layout != "nhd":
+        reason = f"KV pool: MiniMaxSparseKVPool of {' and '.join(found)}, layout {layout}"
+        raise _unsupported(f"{reason}, must be {HALF} and MHATokenToKOnlyPool, layout nhd")
     if keys is not None and keys.dtype not in CODEC_OF:
         known = ", ".join(map(str, CODEC_OF))
         raise OperatorError("codec_unknown", f"KV pool: index keys in {keys.dtype}, supported are {known}")
@@ -193,7 +193,7 @@ def _check_minimax(pool: Any) -> None:
 
 def _check_rows(pool: Any) -> None:
     if (layout := getattr(pool, "kv_cache_layout", "nhd")) not in LAYOUTS:
-        raise OperatorError("cache_unsupported", f"KV pool: layout {layout}, supported are {', '.join(LAYOUTS)}")
+        raise _unsupported(f"KV pool: layout {layout}, supported are {', '.join(LAYOUTS)}")
     if pool.dtype not in CODEC_OF:
         raise OperatorError("codec_unknown", f"KV pool: {pool.dtype}, supported are {', '.join(map(str, CODEC_OF))}")
     if hasattr(pool, "index_key_cache"):
@@ -214,11 +214,10 @@ def _check_index(pool: Any) -> None:
     expected = page * (INDEX_WIDTH + INDEX_SCALE_BYTES)
     if widths != {expected} or pool.index_page_size != page or torch.version.hip:
         found = " or ".join(map(str, sorted(widths)))
-        raise OperatorError(
-            "cache_unsupported",
+        raise _unsupported(
             f"KV pool: index keys in pages of {found} bytes and {pool.index_page_size} of {page} tokens, must be "
             f"{expected} bytes for all: {INDEX_WIDTH} fp8 numbers of each token in order, then a scale of each; "
-            "no setting of the engine helps",
+            "no setting of the engine helps"
         )
 
 
@@ -241,27 +240,21 @@ def _pools(pool: Any) -> tuple[Any, ...]:
 
 def _groups(queue: Any, shard: Shard, modules: Modules, is_decoder: bool) -> list[LayerGroup]:
     pool, config = queue.token_to_kv_pool, queue.scheduler.model_config
-    page = int(pool.page_size)
-    if _is_latent(pool):
-        return [LayerGroup(pool, 0, _numbers(pool), WHOLE, _full(pool), _index(pool))]
-    total = int(config.get_total_num_kv_heads())
     if not has_windows(pool):
         (rows,) = _pools(pool)
-        return [LayerGroup(rows, 0, _numbers(rows), _heads(rows, total, shard), _full(pool), _index(pool))]
-    full, window = pool.full_kv_pool, pool.swa_kv_pool
-    if is_decoder and page == 1 and queue.scheduler.server_args.disaggregation_decode_enable_radix_cache:
+        return [_group(rows, _numbers(rows), config.get_total_num_kv_heads, shard, _index(pool))]
+    if is_decoder and pool.page_size == 1 and queue.scheduler.server_args.disaggregation_decode_enable_radix_cache:
         # SGLang would also hand out slots before the window, which nobody has written.
-        reason = "page_size: 1, must be larger beside layers with a window and a radix cache on the decode side"
-        raise OperatorError("cache_unsupported", reason)
+        raise _unsupported(
+            "page_size: 1, must be larger beside layers with a window and a radix cache on the decode side"
+        )
+    full = _group(pool.full_kv_pool, _mapped(pool, False), config.get_total_num_kv_heads, shard, {})
     layers = _mapped(pool, True)
-    of_window = config.hf_text_config.swa_num_key_value_heads if config.is_hybrid_swa_compress else total
-    windowed = _window(queue, modules, layers, page)
-    heads = _heads(window, int(of_window), shard)
     # The decode side needs no row before the window: its prefix cache hands out rows of full layers only.
-    return [
-        LayerGroup(full, 0, _mapped(pool, False), _heads(full, total, shard), _full(pool)),
-        LayerGroup(window, WINDOW_GROUP, layers, heads, replace(windowed, begins_inside=is_decoder)),
-    ]
+    kept = replace(_window(queue, modules, layers, int(pool.page_size)), begins_inside=is_decoder)
+    total = int(config.hf_text_config.swa_num_key_value_heads if config.is_hybrid_swa_compress else full.heads.total)
+    window = pool.swa_kv_pool
+    return [full, LayerGroup(window, WINDOW_GROUP, layers, _heads(window, total, shard), kept, {})]
 
 
 def _draft_layers(queue: Any, shard: Shard, modules: Modules, depth: int) -> list[LayerGroup]:
@@ -276,18 +269,18 @@ def _draft_layers(queue: Any, shard: Shard, modules: Modules, depth: int) -> lis
         depth += len(numbers)
         own = _modules(runner.model).items()
         modules |= {(kind, numbers[layer]): module for (kind, layer), module in own if layer in numbers}
-        layers = tuple(numbers.values())
-        if _is_latent(pool):
-            index = {numbers[layer]: keys for layer, keys in _index(pool).items()}
-            found.append(LayerGroup(pool, 0, layers, WHOLE, _full(pool), index))
-        else:
-            heads = _heads(pool, int(runner.model_config.get_total_num_kv_heads()), shard)
-            found.append(LayerGroup(pool, 0, layers, heads, _full(pool)))
+        index = {numbers[layer]: keys for layer, keys in _index(pool).items()}
+        total = runner.model_config.get_total_num_kv_heads
+        found.append(_group(pool, tuple(numbers.values()), total, shard, index))
     return found
 
 
-def _full(pool: Any) -> Group:
-    return Group(kind="full", block_tokens=int(pool.page_size), blocks=1)
+def _group(
+    pool: Any, layers: tuple[int, ...], total: Callable[[], int], shard: Shard, index: Mapping[int, torch.Tensor]
+) -> LayerGroup:
+    """Layers that keep all tokens, of `total()` heads on all ranks; those of latents are whole on each."""
+    heads = WHOLE if _is_latent(pool) else _heads(pool, int(total()), shard)
+    return LayerGroup(pool, 0, layers, heads, Group(kind="full", block_tokens=int(pool.page_size), blocks=1), index)
 
 
 def _window(queue: Any, modules: Modules, layers: tuple[int, ...], page: int) -> Group:
@@ -299,7 +292,7 @@ def _window(queue: Any, modules: Modules, layers: tuple[int, ...], page: int) ->
         return Group(kind="chunked", block_tokens=page, blocks=1, window=chunk)
     if len(before) != 1 or not 0 < (tokens := max(before)) <= kept:
         reason = f"window: layers see {sorted(before)} tokens before the current one, SGLang keeps {kept}"
-        raise OperatorError("cache_unsupported", f"{reason}; must be one number, and kept")
+        raise _unsupported(f"{reason}; must be one number, and kept")
     return Group(kind="sliding", block_tokens=page, blocks=1, window=tokens + 1)
 
 
@@ -343,18 +336,6 @@ def _is_latent(pool: Any) -> bool:
     return hasattr(pool, "kv_lora_rank")
 
 
-def _latent_width(pool: Any) -> int:
-    """Numbers of a latent. A row of another width is packed: fp8 numbers, four scales, the rope in bf16.
-
-    `_quantize_k_cache_ref` in sglang/test/kernels/dsa_k_cache_reference.py: the order is that of vLLM's `fp8_ds_mla`.
-    """
-    return int(pool.kv_lora_rank) + int(pool.qk_rope_head_dim)
-
-
-def _is_hnd(pool: Any) -> bool:
-    return getattr(pool, "kv_cache_layout", "nhd") == "hnd"
-
-
 def _modules(model: Any) -> Modules:
     """This rank's attention layers, which have the scales and windows, and the modules that choose tokens."""
     return {
@@ -371,54 +352,55 @@ def _index_part(layer: int, indexer: Any) -> str:
     """
     if (is_fused := getattr(indexer, "use_dsa_indexer_fusion", None)) is None:
         reason = f"KV pool: index keys of layer {layer}, whose module does not say whether it rotates them"
-        raise OperatorError("cache_unsupported", f"{reason}; no setting of the engine helps")
+        raise _unsupported(f"{reason}; no setting of the engine helps")
     return INDEX_KEY if is_fused else ROTATED_INDEX_KEY
 
 
 def _planes(group: LayerGroup, modules: Modules) -> Iterator[tuple[torch.Tensor, Plane]]:
     """Each plane with its rows as [pages, heads, tokens, width]."""
-    pool = group.pool
-    for index, layer in enumerate(group.layers):
-        attention = modules.get((ATTENTION, layer))
-        parts = {"latent": pool.kv_buffer} if _is_latent(pool) else {"k": pool.k_buffer, "v": pool.v_buffer}
-        for part, buffers in parts.items():
-            codec = _codec(pool, part, buffers[index], _scale(attention, "v" if part == "v" else "k"))
-            yield _plane(group, layer, part, _paged(buffers[index], group), codec, group.heads)
-        if (keys := group.index.get(layer)) is None:
-            continue
-        part = _index_part(layer, modules.get((INDEXER, layer))) if _is_latent(pool) else INDEX_KEY
-        if keys.dim() == 2:
-            for name, view, codec in _scaled_index_keys(keys, part, group.kept.block_tokens):
-                yield _plane(group, layer, name, view, codec, WHOLE)
-        else:
-            codec = _codec(pool, part, keys, _scale(attention, "idx_k"))
-            yield _plane(group, layer, part, _paged(keys, group), codec, WHOLE)
+    page, number = group.kept.block_tokens, group.number
+    for place, layer in enumerate(group.layers):
+        for part, view, codec, heads in _parts(group, place, layer, modules):
+            name = f"layer {layer} {part}"
+            yield view, plane_of(view, codec, heads, layer, number, part=part, block_tokens=page, name=name)
 
 
-def _plane(
-    group: LayerGroup, layer: int, part: str, view: torch.Tensor, codec: Codec, heads: Heads
-) -> tuple[torch.Tensor, Plane]:
-    page, name = group.kept.block_tokens, f"layer {layer} {part}"
-    return view, plane_of(view, codec, heads, layer, group.number, part=part, block_tokens=page, name=name)
+def _parts(
+    group: LayerGroup, place: int, layer: int, modules: Modules
+) -> Iterator[tuple[str, torch.Tensor, Codec, Heads]]:
+    pool, page, attention = group.pool, group.kept.block_tokens, modules.get((ATTENTION, layer))
+    parts = {"latent": pool.kv_buffer} if _is_latent(pool) else {"k": pool.k_buffer, "v": pool.v_buffer}
+    for part, buffers in parts.items():
+        codec = _codec(pool, part, buffers[place], _scale(attention, "v" if part == "v" else "k"))
+        yield part, _paged(buffers[place], page), codec, group.heads
+    if (keys := group.index.get(layer)) is None:
+        return
+    part = _index_part(layer, modules.get((INDEXER, layer))) if _is_latent(pool) else INDEX_KEY
+    if keys.dim() == 2:
+        yield from _scaled_index_keys(keys, part, page)
+    else:
+        yield part, _paged(keys, page), _codec(pool, part, keys, _scale(attention, "idx_k")), WHOLE
 
 
 def _codec(pool: Any, part: str, tensor: torch.Tensor, scale: float) -> Codec:
     size, width = tensor.element_size(), tensor.shape[-1]
-    if part == "latent" and width != (numbers := _latent_width(pool)):
+    if part == "latent" and width != (numbers := int(pool.kv_lora_rank) + int(pool.qk_rope_head_dim)):
+        # Packed: fp8 numbers, four scales, the rope in bf16, in the order of vLLM's `fp8_ds_mla`
+        # (`_quantize_k_cache_ref` in sglang/test/kernels/dsa_k_cache_reference.py).
         return Codec(name="fp8_ds_mla", width=numbers, element_bytes=size, row_bytes=width * size)
     # SGLang keeps fp8 as bytes: only the pool says so.
     return plain_rows(CODEC_OF[tensor.dtype if part == INDEX_KEY else pool.dtype], width, size, scale)
 
 
-def _paged(tensor: torch.Tensor, group: LayerGroup) -> torch.Tensor:
+def _paged(tensor: torch.Tensor, page: int) -> torch.Tensor:
     """Of [slots, heads, width], or in the layout `hnd` of pages already."""
     if tensor.dim() == 4:
         return tensor
-    (slots, heads, width), (slot, head, element), page = tensor.shape, tensor.stride(), group.kept.block_tokens
+    (slots, heads, width), (slot, head, element) = tensor.shape, tensor.stride()
     return tensor.as_strided((slots // page, heads, page, width), (page * slot, head, slot, element))
 
 
-def _scaled_index_keys(tensor: torch.Tensor, part: str, page: int) -> Iterator[tuple[str, torch.Tensor, Codec]]:
+def _scaled_index_keys(tensor: torch.Tensor, part: str, page: int) -> Iterator[tuple[str, torch.Tensor, Codec, Heads]]:
     """Of [pages, bytes], as `_set_k_and_s_triton` in sglang/kernels/ops/kvcache/dsa_index_k_cache.py writes them.
 
     Keys at token * 128, scales behind all keys of the page. Scales are fp32: powers of two by the fallback, any number
@@ -427,7 +409,7 @@ def _scaled_index_keys(tensor: torch.Tensor, part: str, page: int) -> Iterator[t
     """
     for name, at, codec in ((part, 0, INDEX_KEYS), (f"{part}_scale", page * INDEX_WIDTH, INDEX_SCALES)):
         shape, strides = (len(tensor), 1, page, codec.row_bytes), (tensor.stride(0), 0, codec.row_bytes, 1)
-        yield name, tensor.as_strided(shape, strides, int(tensor.storage_offset()) + at), codec
+        yield name, tensor.as_strided(shape, strides, int(tensor.storage_offset()) + at), codec, WHOLE
 
 
 def _scale(attention: Any, part: str) -> float:

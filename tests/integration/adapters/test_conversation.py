@@ -474,7 +474,7 @@ def test_every_agent_is_told_again_what_it_must_know_and_no_more(talk: Talk) -> 
         engine.turn()
         agent.heard.clear()
         talk.again(agent)
-        assert agent.heard == [Rescale(revision=1, scales=SCALES), Directory(ranks=RANKS * 2), EXPECT]
+        assert agent.heard == [Directory(ranks=RANKS * 2), EXPECT, Rescale(revision=1, scales=SCALES)]
 
 
 def test_an_agent_that_came_since_the_last_turn_hears_what_every_agent_is_told(talk: Talk, agent: FakeAgent) -> None:

@@ -280,7 +280,7 @@ class World:
         for worker in self.workers:
             assert not worker.worker._receives and not worker.worker._sends
             conversation = worker.worker._conversation
-            assert not conversation._open and not conversation._expected
+            assert not conversation._open and not any(isinstance(key, int) for key in conversation._standing)
 
 
 def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmConfig:
