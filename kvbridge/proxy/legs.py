@@ -272,9 +272,9 @@ def read_replicas(answer: Any) -> int:
 
 
 def read_agent(answer: Any) -> AgentPlace:
-    """The first agent of a replica, from [[pp_rank, tp_rank, address], ...]. Raises EngineError."""
+    """The first agent of a replica, from [[pp_rank, tp_rank, address, ...], ...]. Raises EngineError."""
     try:
-        _, _, address = min((pp, tp, address) for pp, tp, address in answer)
+        _, _, address = min((pp, tp, address) for pp, tp, address, *_ in answer)
         place = urlsplit(address)
         host, port = place.hostname, place.port
     except (TypeError, ValueError, AttributeError):

@@ -5,24 +5,24 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
-import re
 import threading
 from typing import Any
 
 SIZES = {"attn_tp_size": 2, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
 SERVER = SIZES | {"page_size": 16, "kv_cache_dtype": "torch.bfloat16", "follow_bootstrap_room": True}
-RANK = {"rank_ip": "127.0.0.1", "rank_port": 4000, "kvbridge_agent": "tcp://127.0.0.1:7700"}
+RANK = {"pp_rank": 0, "tp_rank": 0, "agent": "tcp://127.0.0.1:7700", "rank_ip": "127.0.0.1", "rank_port": 4000}
+RANKS = [[*(RANK | {"tp_rank": rank}).values()] for rank in range(SIZES["attn_tp_size"])]
 
 
 class Prefill:
-    """Answers everything with `body`, which may be bytes or JSON; or questions for a rank with `rank`, if it is set.
+    """Answers everything with `body`, which may be bytes or JSON; or questions for ranks with `ranks`, if it is set.
 
     Those whose path contains `held`, if it is set, it answers only after `go`.
     """
 
     def __init__(self) -> None:
         self.body: Any = SERVER
-        self.rank: Any = None
+        self.ranks: Any = None
         self.status = 200
         self.held, self.go = "", threading.Event()
         told = self
@@ -31,8 +31,7 @@ class Prefill:
             def do_GET(self) -> None:
                 if told.held and told.held in self.path:
                     told.go.wait(60)
-                is_rank = told.rank is not None and re.search("target_tp_rank=[0-9]", self.path)
-                said = told.rank if is_rank else told.body
+                said = told.ranks if told.ranks is not None and "/kvbridge/ranks" in self.path else told.body
                 body = said if isinstance(said, bytes) else json.dumps(said).encode()
                 self.send_response(told.status)
                 self.send_header("Content-Length", str(len(body)))

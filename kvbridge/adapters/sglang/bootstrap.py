@@ -5,9 +5,7 @@ Anybody who reaches its port may ask and register: what is out of bounds is answ
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -15,12 +13,10 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 from ...oneline import plain
 from .messages import Host, Port
-from .servers import AgentAddress, RankNumber, Size, check_ranks
+from .servers import RANKS, AgentAddress, RankAnswer, RankNumber, Size, check_ranks
 
-MOST_AGENTS = 16384  # ranks of all replicas
+MOST_RANKS = 16384  # of all replicas
 NUMBER = re.compile(r"-?[0-9]{1,9}", re.ASCII)
-AGENT = "kvbridge_agent"  # key in a rank's registration, and in the answer to those who ask for the rank
-RANKS = "/kvbridge/ranks"
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -54,7 +50,7 @@ class KVBridgeBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]  #
     """Runs in the prefill server's main process; its handlers run on its own loop."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._agents: dict[tuple[int, int, int], str] = {}  # by replica, pipeline rank, tensor rank
+        self._ranks: dict[tuple[int, int, int], RankAnswer] = {}  # by replica, pipeline rank, tensor rank
         super().__init__(host, port)
 
     def _setup_routes(self) -> None:
@@ -66,28 +62,24 @@ class KVBridgeBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]  #
             said = msgspec.json.decode(await request.read(), type=Registration)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             return web.Response(text=plain(str(error), 300), status=400)
-        if said.place not in self._agents and len(self._agents) >= MOST_AGENTS:
-            return web.Response(text=f"ranks: {MOST_AGENTS} are registered", status=400)
+        if said.place not in self._ranks and len(self._ranks) >= MOST_RANKS:
+            return web.Response(text=f"ranks: {MOST_RANKS} are registered", status=400)
         answer: web.Response = await super()._handle_route_put(request)
         if answer.status == 200 and said.attn_cp_rank == 0:
-            if said.place in self._agents:
+            if said.place in self._ranks:
                 self._registered_count -= 1  # a rank that registers again is counted already
-            self._agents[said.place] = said.kvbridge_agent
+            where = said.kvbridge_agent, said.rank_ip, said.rank_port
+            self._ranks[said.place] = RankAnswer(said.pp_rank, said.attn_tp_rank, *where)
         return answer
 
     async def _handle_route_get(self, request: web.Request) -> web.Response:
         if not all(NUMBER.fullmatch(each) for each in request.query.values()):
             return web.Response(text="numbers are asked for", status=400)
         answer: web.Response = await super()._handle_route_get(request)
-        asked = [request.query.get(name, "-1") for name in ("prefill_dp_rank", "target_pp_rank", "target_tp_rank")]
-        if answer.status != 200 or "-1" in asked:
-            return answer
-        replica, pp_rank, tp_rank = map(int, asked)
-        told: dict[str, Any] = json.loads(answer.text or "{}")
-        return web.json_response(told | {AGENT: self._agents.get((replica, pp_rank, tp_rank), "")})
+        return answer
 
     async def _tell_ranks(self, request: web.Request) -> web.Response:
-        """Answer with the agents of one replica: [[pipeline rank, tensor rank, address], ...]."""
+        """Answer with the ranks of one replica: [[pipeline rank, tensor rank, agent, address, port], ...]."""
         replica = request.query.get("replica", "")
-        ranks = [[pp, tp, address] for (of, pp, tp), address in sorted(self._agents.items()) if str(of) == replica]
-        return web.json_response(ranks)
+        ranks = [rank for (of, _, _), rank in sorted(self._ranks.items()) if str(of) == replica]
+        return web.Response(body=msgspec.json.encode(ranks), content_type="application/json")

@@ -40,14 +40,13 @@ from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
 from ..engine.names import UNNAMED, model_name, weights_name
 from . import drafts, foreign, windows
-from .bootstrap import AGENT, RANKS
 from .building import TESTED, building
 from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unknown, unpack
 from .options import SGLangOptions
 from .pool import describe, moved
 from .prompts import prompt_digest, why_not_carried
 from .rooms import OTHER_PROMPT, Rooms, endpoints
-from .servers import BadAnswer, Questions, RanksAnswer, ask, replicas, server, why_no_server
+from .servers import BadAnswer, Questions, ranks, replicas, server, why_no_server
 
 log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
@@ -448,13 +447,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """Register this prefill rank with the bootstrap server, and its agent's address with it."""
         self._bootstrap_url, self._row = url.removesuffix("/route"), payload
         self._registered = self.agent_address
-        super()._register_topology_row(url, payload | {AGENT: self._registered})
-
-    def _register_again(self, address: str) -> None:
-        """Register again with another agent. Raises RequestException."""
-        row = self._row | {AGENT: address}
-        requests.put(f"{self._bootstrap_url}/route", json=row, timeout=5).raise_for_status()
-        self._registered = address
+        super()._register_topology_row(url, payload | {"kvbridge_agent": self._registered})
 
     def _keep_registered(self) -> None:
         """Register an agent that comes late or moves, and tell our agent the addresses of all ranks' agents."""
@@ -464,7 +457,9 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             time.sleep(REGISTER_S if is_known else EARLY_S)
             try:
                 if (address := self.agent_address) != self._registered:
-                    self._register_again(address)
+                    row = self._row | {"kvbridge_agent": address}
+                    requests.put(f"{self._bootstrap_url}/route", json=row, timeout=5).raise_for_status()
+                    self._registered = address
                 if not is_known or time.monotonic() - asked_at > RANKS_S:
                     asked_at, before, self._ranks = time.monotonic(), self._ranks, self._ask_ranks()
                     if self._ranks and self._ranks != before and (talk := self.talk) is not None:
@@ -479,8 +474,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def _ask_ranks(self) -> tuple[Rank, ...]:
         """Raises BadAnswer."""
-        ranks = ask(f"{self._bootstrap_url}{RANKS}?replica={self._replica}", RanksAnswer)
-        return tuple(Rank(tp_rank=tp, pp_rank=pp, address=address) for pp, tp, address in ranks if address)
+        found = ranks(self._bootstrap_url.removeprefix("http://"), self._replica)
+        return tuple(Rank(tp_rank=one.tp_rank, pp_rank=one.pp_rank, address=one.agent) for one in found if one.agent)
 
     def ask(self, key: Hashable, address: str, ask_it: Callable[[], Any], bad: Any) -> Any:
         """What a prefill server answers; None while it is to come; `bad` if it is bad or late, which is logged."""

@@ -5,20 +5,17 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from itertools import product
 from typing import Any
 
-import msgspec
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Expect, Want
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
 from ..engine.conversation import Ended
 from ..engine.prompts import is_in, rendezvous, short, traceparent
 from . import drafts, foreign
-from .bootstrap import AGENT
 from .manager import KVBridgeManager, attempt, is_foreign
 from .messages import Asked, Row, pack
 from .rooms import OTHER_PROMPT
@@ -39,7 +36,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
 
     def __init__(self, mgr: KVBridgeManager, bootstrap_addr: str, bootstrap_room: int) -> None:
         self._replica: int | None = None  # of the prefill server, while it is asked where its ranks are
-        self._ranks: dict[tuple[int, int, int], RankAnswer] = {}
+        self._ranks: list[RankAnswer] = []  # what it has answered
         self._number = 0  # of the want, once it is sent
         self.ended: Ended | None = None  # how it did
         self._prompt = self._traceparent = self._common = ""
@@ -140,20 +137,15 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         """Ask where they are. Returns whether to wait for the answer; if not, it is in `_ranks`, unless it is bad."""
         manager, address, replica = self.kv_mgr, self.bootstrap_addr, self._replica
         assert replica is not None
-        info = manager.prefill_info_table.get(address) or self.prefill_info
-        wanted = [*product(info.target_cp_ranks, info.target_tp_ranks, reversed(info.target_pp_ranks))]
-        found = manager.ask((address, replica), address, lambda: ranks(address, replica, wanted), bad={})
-        self._ranks = found or {}
+        found = manager.ask((address, replica), address, lambda: ranks(address, replica), bad=[])
+        self._ranks = found or []
         return found is None
 
     def _get_bootstrap_info_from_server(
         self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
     ) -> dict[str, Any] | None:
-        """What it has answered already."""
-        answer = self._ranks.get((prefill_cp_rank, target_tp_rank, target_pp_rank))
-        if answer is None:
-            return None
-        return msgspec.structs.asdict(answer) | {"tp_rank": target_tp_rank, "pp_rank": target_pp_rank}
+        place = target_pp_rank, target_tp_rank
+        return next((asdict(rank) for rank in self._ranks if (rank.pp_rank, rank.tp_rank) == place), None)
 
     def _setup_bootstrap_infos(self) -> None:
         if is_foreign(self.bootstrap_addr):
@@ -225,7 +217,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     def _agents(self) -> list[str]:
         if self._prefilled is not None:
             return [self._prefilled[0].sender]
-        return [info[AGENT] for info in self.bootstrap_infos or () if info.get(AGENT)]
+        return [info["agent"] for info in self.bootstrap_infos or () if info["agent"]]
 
     def _ask(self, pages: list[int], first: int) -> None:
         manager, talk, room = self.kv_mgr, self.kv_mgr.talk, self.bootstrap_room

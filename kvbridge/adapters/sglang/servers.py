@@ -11,7 +11,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -34,13 +34,13 @@ SERVER_ANSWER_S = 5.0  # for one answer of a server that is reached
 QUESTION_S = 10.0  # for all of a question, as nothing bounds the time in which a resolver finds the address of a name
 QUESTION_KEPT_S = 20.0  # how long a question is kept that nobody looks at: its request has ended
 MOST_QUESTIONS = 16  # at a time to servers that have answered before, and as many to others
-SERVER_ANSWER_BYTES = 1 << 20  # of an answer: 1024 ranks with addresses of 256 bytes are a third of it
+SERVER_ANSWER_BYTES = 1 << 20  # of an answer: 1024 ranks with addresses of 256 bytes are six tenths of it
+RANKS = "/kvbridge/ranks"
 SERVER = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9_.-]{1,15})?\]):[0-9]{1,5}", re.ASCII)
 
 Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 RankNumber = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 AgentAddress = Annotated[str, Meta(max_length=256, pattern=r"^[!-~]*\Z")]  # "" for a rank without an agent
-RanksAnswer = Annotated[list[tuple[RankNumber, RankNumber, AgentAddress]], Meta(max_length=MAX_RANKS)]
 ReplicasAnswer = dict[Annotated[str, Meta(max_length=20)], RankNumber]  # by room
 
 
@@ -65,12 +65,17 @@ class ServerAnswer(msgspec.Struct, frozen=True):
         check_ranks(self.attn_tp_size, self.pp_size)
 
 
-class RankAnswer(msgspec.Struct, frozen=True):
-    """Where one prefill rank listens, and where its agent does."""
+class RankAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Where the agent of one prefill rank listens, and where the rank does."""
 
+    pp_rank: RankNumber
+    tp_rank: RankNumber
+    agent: AgentAddress
     rank_ip: Host
     rank_port: Port
-    kvbridge_agent: AgentAddress = ""
+
+
+RanksAnswer = Annotated[list[RankAnswer], Meta(max_length=MAX_RANKS)]
 
 
 def check_ranks(tp_size: int, pp_size: int) -> None:
@@ -101,13 +106,10 @@ def server(address: str) -> ServerAnswer:
     return answer
 
 
-def ranks(address: str, replica: int, wanted: Iterable[tuple[int, int, int]]) -> dict[tuple[int, int, int], RankAnswer]:
-    """Where these ranks are: by context, tensor and pipeline rank. Raises BadAnswer."""
-    found: dict[tuple[int, int, int], RankAnswer] = {}
-    for cp, tp, pp in wanted:
-        asked = f"prefill_dp_rank={replica}&prefill_cp_rank={cp}&target_tp_rank={tp}&target_pp_rank={pp}"
-        found[cp, tp, pp] = ask(f"http://{address}/route?{asked}", RankAnswer)
-    return found
+def ranks(address: str, replica: int) -> list[RankAnswer]:
+    """Where the ranks of a replica are that have registered. Raises BadAnswer."""
+    answer: list[RankAnswer] = ask(f"http://{address}{RANKS}?replica={replica}", RanksAnswer)
+    return answer
 
 
 def replicas(address: str, rooms: list[int]) -> dict[str, int]:

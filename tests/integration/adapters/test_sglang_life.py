@@ -385,7 +385,7 @@ def receiver(of: Any, prompt: str = "ab", tokens: int = 40) -> Any:
 
     made = KVBridgeReceiver(of, ADDRESS, ROOM)
     made.bootstrap_infos = [
-        {"rank_ip": "10.0.0.1", "rank_port": 1, "tp_rank": 0, "pp_rank": 0, "kvbridge_agent": "tcp://10.0.0.1:7700"}
+        {"rank_ip": "10.0.0.1", "rank_port": 1, "tp_rank": 0, "pp_rank": 0, "agent": "tcp://10.0.0.1:7700"}
     ]
     made.prefill_info, made.target_tp_ranks = SimpleNamespace(attn_tp_size=1), [0]
     made._send_bootstrap_message = lambda **said: True
@@ -450,7 +450,7 @@ def test_what_has_failed_already_asks_for_nothing(decode: Any) -> None:
 def test_the_other_sides_agent_is_looked_for_again(decode: Any) -> None:
     made = receiver(decode)
     known, asked_at = made.bootstrap_infos, []
-    made.bootstrap_infos, made.prefill_dp_rank = [{**known[0], "kvbridge_agent": ""}], 0
+    made.bootstrap_infos, made.prefill_dp_rank = [{**known[0], "agent": ""}], 0
     made._connection_pool_entries = {}
     answers = iter([True, True, False])
     made._is_asking_ranks = lambda: asked_at.append(made._replica) or next(answers)

@@ -22,7 +22,7 @@ from kvbridge.adapters.sglang.messages import Asked, BadMessage, unpack
 from kvbridge.adapters.sglang.servers import SERVER_ANSWER_BYTES, BadAnswer, RanksAnswer, ask, replicas
 from testing.waiting import wait_for
 from tests.integration.adapters.test_sglang_life import FAILED, ROOM, WAITING, asked, manager, req
-from tests.support.hostile_prefill import RANK, SERVER, Prefill
+from tests.support.hostile_prefill import RANK, RANKS, SERVER, Prefill
 from tests.unit.test_oneline import FORGED
 
 pytestmark = pytest.mark.sglang
@@ -31,7 +31,7 @@ REGISTRATION = {
     **{"attn_tp_size": 1, "attn_tp_rank": 0, "attn_cp_size": 1, "attn_cp_rank": 0, "attn_dp_size": 1},
     **{"attn_dp_rank": 0, "pp_size": 1, "pp_rank": 0, "system_dp_size": 1, "system_dp_rank": 0},
     **{"page_size": 16, "kv_cache_dtype": "torch.bfloat16"},
-    **RANK,
+    **{"rank_ip": RANK["rank_ip"], "rank_port": RANK["rank_port"], "kvbridge_agent": RANK["agent"]},
 }
 LONG = "tcp://" + "x" * 300
 
@@ -149,7 +149,7 @@ def test_a_server_that_says_a_byte_at_a_time_is_given_up(begin: bytes, monkeypat
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"kvbridge_agent": address} for address in (LONG, 7, "tcp://\n", "tcp://\ud800:1", FORGED)),
+        *({"agent": address} for address in (LONG, 7, "tcp://\n", "tcp://\ud800:1", FORGED)),
         *({"rank_ip": host} for host in ("", "x" * 300, FORGED, "a\n", 7, None)),
         *({"rank_port": port} for port in (0, 65536, "4000")),
     ],
@@ -162,12 +162,13 @@ def test_a_rank_that_is_nowhere_fails_the_request_alone(decode: Any, prefill: Pr
     decode.addr_to_rooms_tracker[prefill.address] = set()
     made = KVBridgeReceiver(decode, prefill.address, ROOM)
     made._replica = 0
-    prefill.body = RANK | wrong
+    prefill.body = [[*(RANK | wrong).values()]]
     wait_for(lambda: not made._is_asking_ranks(), 30)
     assert made._get_bootstrap_info_from_server(0, 0, 0, 0) is None
-    prefill.body = RANK
+    prefill.body = RANKS
     wait_for(lambda: not made._is_asking_ranks(), 30)
-    assert made._get_bootstrap_info_from_server(0, 0, 0, 0) == RANK | {"tp_rank": 0, "pp_rank": 0}
+    assert made._get_bootstrap_info_from_server(0, 0, 0, 0) == RANK
+    assert made._get_bootstrap_info_from_server(0, 0, 2, 0) is None, "it has not registered"
 
 
 @pytest.mark.parametrize("body", [{"7": "zero"}, {"7": -1}, {"7": 1 << 40}, {"7": None}, [], "7"])
@@ -328,8 +329,9 @@ def test_a_registration_out_of_bounds_changes_nothing(served: str) -> None:
     asked = f"{served}/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank="
     assert requests.get(f"{asked}0", timeout=5).status_code == 503, "nobody has registered"
     assert put(served).status_code == 200
-    assert ask(f"{served}/kvbridge/ranks?replica=0", RanksAnswer) == [(0, 0, RANK["kvbridge_agent"])]
-    assert requests.get(f"{asked}0", timeout=5).json() == RANK
+    assert requests.get(f"{served}/kvbridge/ranks?replica=0", timeout=5).json() == RANKS[:1]
+    assert requests.get(f"{served}/kvbridge/ranks?replica=1", timeout=5).json() == []
+    assert requests.get(f"{asked}0", timeout=5).json() == {name: RANK[name] for name in ("rank_ip", "rank_port")}
     assert requests.get(f"{asked}x", timeout=5).status_code == 400
 
 
@@ -337,9 +339,9 @@ def test_a_registration_out_of_bounds_changes_nothing(served: str) -> None:
 def test_our_own_agent_is_not_told_of_ranks_that_it_would_refuse(prefill: Prefill) -> None:
     made = manager("prefill")
     made._bootstrap_url, made._replica = f"http://{prefill.address}", 0
-    prefill.body = [[0, 0, LONG]]
+    prefill.body = [[*(RANK | {"agent": LONG}).values()]]
     with pytest.raises(BadAnswer):
         made._ask_ranks()
-    prefill.body = [[0, 0, "tcp://127.0.0.1:7700"], [0, 1, ""]]
+    prefill.body = [RANKS[0], [*(RANK | {"tp_rank": 1, "agent": ""}).values()]]
     (rank,) = made._ask_ranks()
-    assert rank.address == "tcp://127.0.0.1:7700"
+    assert rank.address == RANK["agent"]

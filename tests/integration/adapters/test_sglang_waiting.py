@@ -19,7 +19,7 @@ from kvbridge.adapters.sglang import plugin, servers
 from kvbridge.adapters.sglang.servers import MOST_QUESTIONS, BadAnswer, Questions
 from testing.waiting import wait_for
 from tests.integration.adapters.test_sglang_life import BOOTSTRAPPING, FAILED, WAITING, manager, one_rank
-from tests.support.hostile_prefill import RANK, SERVER, Prefill
+from tests.support.hostile_prefill import RANKS, SERVER, Prefill
 
 __all__ = ["one_rank"]
 pytestmark = pytest.mark.sglang
@@ -36,7 +36,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prefill() -> Iterator[Prefill]:
     made = Prefill()
-    made.body, made.rank = SERVER | {"dp_size": 2, "follow_bootstrap_room": False}, RANK
+    made.body, made.ranks = SERVER | {"dp_size": 2, "follow_bootstrap_room": False}, RANKS
     yield made
     made.close()
 
@@ -116,7 +116,7 @@ def slow_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @pytest.mark.proves("T14")
-@pytest.mark.parametrize("held", ["target_tp_rank=-1", "target_tp_rank=0", "/query_dp_ranks", NAMED])
+@pytest.mark.parametrize("held", ["/route", "/kvbridge/ranks", "/query_dp_ranks", NAMED])
 def test_another_request_goes_on_while_one_waits_for_its_prefill_server(
     queue: Queue,
     mute: Prefill,

@@ -124,7 +124,8 @@ class StandIn:
         return web.json_response({"dp_size": 2, "follow_bootstrap_room": True}, status=200 if is_all else 400)
 
     async def ranks(self, request: web.Request) -> web.Response:
-        return web.json_response([[pp, tp, url.format(request.query["replica"])] for pp, tp, url in self.agents])
+        replica = request.query["replica"]
+        return web.json_response([[pp, tp, url.format(replica), "10.0.0.5", 4000] for pp, tp, url in self.agents])
 
 
 def _offered(params: dict[str, Any]) -> dict[str, Any]:

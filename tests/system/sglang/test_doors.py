@@ -73,8 +73,8 @@ def test_requests_of_one_room_and_other_prompts_do_not_meet(fleet: Fleet) -> Non
 
 HOSTILE: list[dict[str, Any]] = [
     *({"body": SERVER | {"attn_tp_size": size}} for size in (0, -3, 30_000_000)),
-    {"body": SERVER | {"attn_tp_size": 1}, "rank": RANK | {"kvbridge_agent": "tcp://" + "x" * 300}},
-    {"body": SERVER | {"attn_tp_size": 1}, "rank": RANK | {"rank_ip": "x\n\x1b[2J"}},
+    {"body": SERVER | {"attn_tp_size": 1}, "ranks": [[*(RANK | {"agent": "tcp://" + "x" * 300}).values()]]},
+    {"body": SERVER | {"attn_tp_size": 1}, "ranks": [[*(RANK | {"rank_ip": "x\n\x1b[2J"}).values()]]},
 ]
 
 
@@ -86,7 +86,7 @@ def test_prefill_servers_that_a_client_made_up_cost_their_requests_only(fleet: F
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(HOSTILE) + 1) as pool:
         servers = [stack.enter_context(contextlib.closing(Prefill())) for _ in HOSTILE]
         for server, told in zip(servers, HOSTILE, strict=True):
-            server.body, server.rank = told["body"], told.get("rank")
+            server.body, server.ranks = told["body"], told.get("ranks")
         hosts = [server.address.rpartition(":") for server in servers]
         named = [{"bootstrap_host": host, "bootstrap_port": int(port)} for host, _, port in hosts]
         named.append({"bootstrap_host": "x\nforged: a line of its own\x1b[2J/", "bootstrap_port": 1})
