@@ -20,7 +20,7 @@ import msgspec
 import requests
 import torch
 import zmq
-from kvbridge_proto.common import Blocks, Rank
+from kvbridge_proto.common import Rank
 from kvbridge_proto.engine import READERS_S, Release, Weights
 from kvbridge_proto.pool import Shard
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -39,7 +39,7 @@ from ...oneline import plain
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
 from ..engine.names import UNNAMED, model_name, weights_name
-from . import drafts, foreign, windows
+from . import drafts, foreign
 from .building import TESTED, building
 from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unknown, unpack
 from .options import SGLangOptions
@@ -84,7 +84,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         _check_parallel(disaggregation_mode)
         self.options = SGLangOptions.read(os.environ)
         self.rooms = Rooms()
-        self._queue = queue
+        self.queue = queue
         self._is_decoder = disaggregation_mode == DisaggregationMode.DECODE
         self._owners: dict[int, Any] = {}  # of open offers and wants, by number: senders and receivers
         self._weights = weights_name(get_serving().weight_version)
@@ -129,10 +129,10 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """Share the memory with the agent. Without one the engine still starts, and requests fail until one comes."""
         if self.is_silent:
             return
-        name = self.options.model_name or model_name(self._queue.scheduler.server_args.model_path)
+        name = self.options.model_name or model_name(self.queue.scheduler.server_args.model_path)
         ids = {"model_name": name, "engine_id": self._engine_id, "weights": self._weights}
         ids |= {"draft": self.options.draft_name}
-        memory = describe(self._queue, self._shard, is_decoder=self._is_decoder, replica=_replica(), **ids)
+        memory = describe(self.queue, self._shard, is_decoder=self._is_decoder, replica=_replica(), **ids)
         path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
         options = self.options
         client = EngineClient(path, agent_uids=options.agent_uids, allow_unwatched=options.allow_unwatched)
@@ -141,7 +141,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             talk.share(self._ranks)
         self.talk = talk
         if memory.device.type == "cpu":
-            for pool in (self._queue.token_to_kv_pool, *drafts.pools(self._queue)):
+            for pool in (self.queue.token_to_kv_pool, *drafts.pools(self.queue)):
                 moved(pool)
         self.talk.start(self.options.connect_s)
 
@@ -162,12 +162,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
     @property
     def vocabulary(self) -> int:
         """How many tokens the model's vocabulary has."""
-        return int(self._queue.scheduler.model_config.vocab_size)
-
-    @property
-    def buffers(self) -> Any:
-        """The auxiliary rows."""
-        return self._queue.metadata_buffers
+        return int(self.queue.scheduler.model_config.vocab_size)
 
     def let_go(self) -> str:
         """Have our agent let go of the memory. Returns why it has not within LET_GO_S, or "".
@@ -226,7 +221,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         if self.talk is None or now < self._look_at:
             return
         heard = self.talk.turn()
-        if not heard and self._queue.scheduler._sched_idled and self.talk.is_waiting:
+        if not heard and self.queue.scheduler._sched_idled and self.talk.is_waiting:
             self.talk.rest(IDLE_REST_S)
             heard = self.talk.turn()
         self._look_at = time.monotonic() + TURN_S
@@ -260,7 +255,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             self._fence_stream = torch.cuda.Stream(self.talk.memory.device)
         if is_behind_steps:
             self._fence_stream.wait_stream(torch.cuda.current_stream())
-            self._fence_stream.wait_stream(self._queue.scheduler.forward_stream)
+            self._fence_stream.wait_stream(self.queue.scheduler.forward_stream)
         if event is not None:
             self._fence_stream.wait_event(event)
         with torch.cuda.stream(self._fence_stream):
@@ -275,7 +270,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     def digest(self, req: Any) -> str:
         """The digest of the request's prompt. A LoRA goes in by name and path: its id is this server's own."""
-        lora = getattr(self._queue.scheduler.tp_worker.model_runner, "lora_manager", None)
+        lora = getattr(self.queue.scheduler.tp_worker.model_runner, "lora_manager", None)
         ref = getattr(lora, "lora_refs", {}).get(req.lora_id)
         return prompt_digest(req, (req.lora_id or "", "") if ref is None else (ref.lora_name, ref.lora_path))
 
@@ -283,26 +278,14 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         """SGLang logs the reason as it is, and others may have chosen its words."""
         super().record_failure(bootstrap_room, plain(failure_reason))
 
-    def conclude_failure(
-        self, *, bootstrap_room: int, failure_reason: str, targets: list[tuple[str, int]] | None = None
-    ) -> Any:
-        reason = plain(failure_reason)
-        return super().conclude_failure(bootstrap_room=bootstrap_room, failure_reason=reason, targets=targets)
+    def fail(self, number: int, reason: str) -> None:
+        """Fail the request in this room. The scheduler sees its status, and asks for the reason."""
+        self.record_failure(number, reason)
+        self.update_status(number, KVPoll.Failed)
 
     def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
         """SGLang's own digest is of whole pages. Ours of rows: the rest of a page need not travel (option `verify`)."""
         return False
-
-    def window_offered(self, req: Any, tokens: int) -> tuple[tuple[Blocks, ...], str]:
-        """The blocks of a computed prompt in the window half, if the pool has one; and why they cannot be offered."""
-        blocks, reason = attempt(req, "its window has no blocks", lambda req: windows.offered(self._queue, req, tokens))
-        return blocks or (), reason
-
-    def window_wanted(self, state_indices: list[Any] | None, tokens: int) -> tuple[Blocks, ...]:
-        """The blocks that SGLang has allocated in the window half, if the pool has one. Raises EngineError."""
-        if self.talk is None:
-            return ()
-        return windows.wanted(self.kv_args, state_indices, tokens, self.talk.memory.pool.groups)
 
     # A request's room:
 
@@ -313,8 +296,6 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
                 return
             forget()
             asked = self.rooms.leave(number, owner, failure, time.monotonic())
-            if self.disaggregation_mode == DisaggregationMode.PREFILL:
-                self.transfer_infos.pop(number, None)
         self._tell_failed(number, asked, failure)
 
     def may_ask_again(self, bootstrap_addr: str, after_s: float) -> bool:
@@ -350,9 +331,9 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
 
     # Prefill's side of it:
 
-    def bind(self, number: int, owner: object, prompt: str) -> None:
+    def bind(self, number: int, owner: object, prompt: str, is_open: bool) -> None:
         """Set the digest of the request's prompt. Decode ranks may have asked already, also for another prompt."""
-        strangers = self.rooms.bind(number, owner, prompt)
+        strangers = self.rooms.bind(number, owner, prompt, is_open)
         self._tell_failed(number, strangers, f"bootstrap_room {number}: {OTHER_PROMPT}")
         self.meet(number)
 
@@ -362,10 +343,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             return
         with self._status_lock:
             asked = self.rooms.whole(number)
-            may_begin = bool(asked) or self.rooms.is_open(number)
-            if not may_begin or self.request_status.get(number) != KVPoll.Bootstrapping:
+            if asked is None or self.request_status.get(number) != KVPoll.Bootstrapping:
                 return
-            self.transfer_infos[number] = {(each.endpoint, each.dst_port): each for each in asked}
             self.req_to_decode_prefix_len[number] = min((each.first_token for each in asked), default=0)
             self.update_status(number, KVPoll.WaitingForInput)
 
@@ -390,8 +369,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             if not self.rooms.unask(number, (said.decode_ip, said.decode_port)):
                 return
             if number in self.request_status and self.request_status[number] != KVPoll.Success:
-                self.record_failure(number, "Aborted by the decode side.")
-                self.update_status(number, KVPoll.Failed)
+                self.fail(number, "Aborted by the decode side.")
 
     # Decode's:
 

@@ -30,7 +30,7 @@ class BadMessage(Exception):
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     """Decode to prefill: we have pages for this prompt from `first_token` on. `ranks` of our ranks send you this.
 
-    `endpoint` and `dst_port` are where the answer goes. The names are SGLang's, because its own code reads them.
+    `endpoint` and `dst_port` are where the answer goes.
     """
 
     room: int
@@ -40,11 +40,6 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     dst_port: Port
     rank: Count
     ranks: Annotated[int, Meta(ge=1, le=1 << 16)]
-
-    @property
-    def is_dummy(self) -> bool:
-        """For SGLang: whether this rank takes nothing. False, because all our ranks need the auxiliary row."""
-        return False
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, tag="row"):

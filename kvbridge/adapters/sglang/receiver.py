@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 
 from ..engine.conversation import Ended
 from ..engine.prompts import is_in, rendezvous, short, traceparent
-from . import drafts, foreign
+from . import drafts, foreign, windows
 from .manager import KVBridgeManager, attempt, is_foreign
 from .messages import Asked, Row, pack
 from .rooms import OTHER_PROMPT
@@ -43,7 +43,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self._tokens = 0  # that we have pages for
         self._aux_index = -1
         self._pages: list[int] | None = None  # allocated to us, and not asked for yet
-        self._window: tuple[Blocks, ...] = ()  # beside the pages, for layers with a window
+        self._states: list[Any] | None = None  # what SGLang has allocated beside the pages
         self._first_token = 0
         self._is_wanted = False  # all is asked for: `_poll` waits for the want and the row
         self._expected: Want | None = None  # empty, of what another engine holds for us while the request queues
@@ -174,8 +174,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
                 return self._fail("only pages on the device can be written")
             self._aux_index = -1 if aux_index is None else aux_index
             self._first_token = decode_prefix_len or 0
-            self._window = self.kv_mgr.window_wanted(state_indices, self._first_token + self._tokens)
-            self._pages = kv_indices.tolist()
+            self._pages, self._states = kv_indices.tolist(), state_indices
             self.init_time = time.time()
             self._ask_soon()
         except Exception as error:  # as above
@@ -222,6 +221,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     def _ask(self, pages: list[int], first: int) -> None:
         manager, talk, room = self.kv_mgr, self.kv_mgr.talk, self.bootstrap_room
         assert talk is not None
+        window = windows.wanted(manager.kv_args, self._states, first + self._tokens, talk.memory.pool.groups)
         for info in self.bootstrap_infos:
             asked = Asked(
                 room=room,
@@ -241,7 +241,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             self._expected or self._nothing(rendezvous(room, self._prompt), self._agents()[0]),
             first_token=first,
             end_token=first + self._tokens,
-            blocks=(Blocks(0, first // page, tuple(pages)), *self._window) if pages else (),
+            blocks=(Blocks(0, first // page, tuple(pages)), *window) if pages else (),
             deadline_s=min(float(manager.waiting_timeout), 86400.0),
             fence=manager.mark_free(),
             traceparent=self._traceparent,
@@ -280,14 +280,14 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         if ended is None and self._number:
             return
         if self._prefilled is not None:
-            foreign.write(self.kv_mgr.buffers, self._aux_index, self.bootstrap_room, *self._prefilled)
+            foreign.write(self.kv_mgr.queue.metadata_buffers, self._aux_index, self.bootstrap_room, *self._prefilled)
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         elif (row := self.kv_mgr.rooms.row(self.bootstrap_room)) is not None:
             self._take(row)
 
     def _take(self, row: Row) -> None:
         """Copy the row. Its fields about drafts only if the prefill side has drafted, with a model like ours."""
-        args, buffers = self.kv_mgr.kv_args, self.kv_mgr.buffers
+        args, buffers = self.kv_mgr.kv_args, self.kv_mgr.queue.metadata_buffers
         theirs, ours = [len(field) for field in row.fields], list(args.aux_item_lens)
         of_drafts = drafts.fields(buffers, args.aux_data_ptrs)
         is_drafted = theirs == ours and all(any(row.fields[i]) for i, name in of_drafts.items() if name == LIKELY)
@@ -301,8 +301,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 
     def _fail(self, reason: str) -> None:
-        self.kv_mgr.record_failure(self.bootstrap_room, reason)
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.kv_mgr.fail(self.bootstrap_room, reason)
 
     def abort(self) -> None:
         """May run on another thread: `_poll` tells our agent."""

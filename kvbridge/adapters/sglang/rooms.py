@@ -62,25 +62,16 @@ class Rooms:
     def is_of(self, number: int, owner: object) -> bool:
         return self._rooms.get(number, NO_ROOM).owner is owner
 
-    def bind(self, number: int, owner: object, prompt: str) -> list[Asked]:
+    def bind(self, number: int, owner: object, prompt: str, is_open: bool = False) -> list[Asked]:
         """Set the digest of the request's prompt. Drops and returns the questions for another prompt."""
         with self._lock:
             room = self._rooms.get(number, NO_ROOM)
             if room.owner is not owner:
                 return []
-            room.prompt, room.row = prompt, None
+            room.prompt, room.is_open, room.row = prompt, is_open, None
             strangers = [each for each in room.asked.values() if each.prompt != prompt]
             room.asked = {place: each for place, each in room.asked.items() if each.prompt == prompt}
             return strangers
-
-    def open(self, number: int, owner: object) -> None:
-        if (room := self._rooms.get(number, NO_ROOM)).owner is owner:
-            room.is_open = True
-
-    def is_open(self, number: int) -> bool:
-        """Whether the prefill may begin although nobody has asked."""
-        room = self._rooms.get(number, NO_ROOM)
-        return room.is_open and bool(room.prompt)
 
     # What the other server says:
 
@@ -99,14 +90,13 @@ class Rooms:
             room.asked[asked.endpoint, asked.dst_port] = asked
             return ""
 
-    def whole(self, number: int) -> list[Asked]:
-        """The questions of all decode ranks, once all have asked and the prompt is known. Empty before that."""
+    def whole(self, number: int) -> list[Asked] | None:
+        """The questions of all decode ranks, once all have asked and the prompt is known. None before that."""
         with self._lock:
             room = self._rooms.get(number, NO_ROOM)
-            if not room.prompt or not room.asked:
-                return []
             asked = list(room.asked.values())
-            return asked if len(asked) >= asked[0].ranks else []
+            is_whole = room.is_open or (asked and len(asked) >= asked[0].ranks)
+            return asked if room.prompt and is_whole else None
 
     def unask(self, number: int, place: tuple[str, int]) -> bool:
         """Drop that rank's question. Returns whether there was one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import zmq
@@ -16,7 +17,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 from ...oneline import plain
 from ..engine.conversation import COMPUTING_S, Ended
 from ..engine.prompts import call, rendezvous, short, traceparent
-from . import foreign
+from . import foreign, windows
 from .manager import KVBridgeManager, attempt
 from .messages import Row
 from .prompts import prompt_tokens
@@ -70,9 +71,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         self._length = len(prompt_tokens(req))
         if bad_params:
             return self._fail(bad_params)
-        if is_fetched_elsewhere:
-            self.kv_mgr.rooms.open(self.bootstrap_room, self)
-        self.kv_mgr.bind(self.bootstrap_room, self, self._prompt)
+        self.kv_mgr.bind(self.bootstrap_room, self, self._prompt, is_open=bool(is_fetched_elsewhere))
 
     def pop_decode_prefix_len(self) -> int:
         """The first token to send: the prefix that the decode side has, rounded down to whole pages of ours."""
@@ -107,7 +106,8 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             return self._fail("no memory is attached to an agent")
         if self._changes != manager.weights_changes:
             return self._fail("other_weights: the weights have changed since the request came")
-        window, reason = manager.window_offered(self._req, tokens) if is_last else ((), "")
+        read = partial(windows.offered, manager.queue, tokens=tokens)
+        window, reason = attempt(self._req, "its window has no blocks", read) if is_last else ((), "")
         if reason:
             return self._fail(reason)
         if is_new := not self._number:
@@ -122,7 +122,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
                 request=self._name or str(self.bootstrap_room),
                 first_token=self._first_token,
                 tokens=tokens,
-                blocks=(*blocks, *window),
+                blocks=(*blocks, *(window or ())),
                 is_last=is_last,
                 is_more=not is_new,
                 hold_s=manager.options.hold_s if is_last else COMPUTING_S,
@@ -147,7 +147,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         fields = tuple(ctypes.string_at(start + self.aux_index * size, size) for start, size in places)
         row = Row(room=self.bootstrap_room, prompt=self._prompt, fields=fields)
         try:
-            manager.send_row(row, manager.rooms.whole(self.bootstrap_room))
+            manager.send_row(row, manager.rooms.whole(self.bootstrap_room) or ())
         except zmq.ZMQError as error:
             self._fail(f"the auxiliary row could not be sent: {error}")
             return False
@@ -178,7 +178,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             self._fail(f"{ended.code}: {ended.reason}")
 
     def _fail(self, reason: str) -> None:
-        self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
+        self.kv_mgr.fail(self.bootstrap_room, reason)
 
     def abort(self) -> None:
         """SGLang may reuse the pages as soon as this returns, and may never mention the request again."""

@@ -209,9 +209,9 @@ def take(ours: Any, row: Row) -> tuple[str, int]:
     pointers, _, sizes = ours.get_buf_infos()
     made.kv_mgr = SimpleNamespace(
         kv_args=SimpleNamespace(aux_data_ptrs=pointers, aux_item_lens=sizes),
-        buffers=ours,
+        queue=SimpleNamespace(metadata_buffers=ours),
         update_status=lambda room, status: told.update(status=int(status)),
-        record_failure=lambda room, reason: told.update(reason=reason),
+        fail=lambda room, reason: told.update(status=0, reason=reason),
     )
     made.bootstrap_room, made._aux_index = ROOM, PLACE
     made._take(row)

@@ -108,8 +108,8 @@ def manager(role: str) -> Any:
     made._weights, made.next_weights, made.weights_changes = "default", "", 0
     made.gives_up_at_once, made._questions, made._met = False, Questions(), set()
     made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}
-    made._queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False), token_to_kv_pool=None)
-    made._queue.metadata_buffers = SimpleNamespace()
+    made.queue = SimpleNamespace(scheduler=SimpleNamespace(_sched_idled=False), token_to_kv_pool=None)
+    made.queue.metadata_buffers = SimpleNamespace()
     made.options = SimpleNamespace(hold_s=30.0)
     made.disaggregation_mode = DisaggregationMode(role)
     made.request_status, made.failure_records, made.failure_lock = {}, {}, threading.Lock()
@@ -559,8 +559,8 @@ def foreign_receiver(of: Any, told: dict[str, Any]) -> Any:
     from kvbridge.adapters.sglang.receiver import KVBridgeReceiver
 
     of.prefill_info_table, of.addr_to_rooms_tracker = PrefillServers(), {FOREIGN: set()}
-    of._queue.scheduler.model_config = SimpleNamespace(vocab_size=1024)
-    of._queue.metadata_buffers = SimpleNamespace(
+    of.queue.scheduler.model_config = SimpleNamespace(vocab_size=1024)
+    of.queue.metadata_buffers = SimpleNamespace(
         **{
             name: np.zeros((2, 16)) for name in ("output_ids", "output_token_logprobs_val", "output_token_logprobs_idx")
         },
@@ -583,10 +583,15 @@ def test_another_engines_prompt_is_fetched_where_the_router_says_and_goes_on_wit
     assert (want.rendezvous, want.sender, want.end_token) == (f"room/{ROOM}/ab", "tcp://10.0.0.7:7700", 40)
     assert want.traceparent == TRACE
     assert want.is_offered, "that engine has answered: what it offered is there, or never will be"
-    assert listen(decode, made) == WAITING and not decode.buffers.bootstrap_room.any(), "the row comes last"
+    assert listen(decode, made) == WAITING and not decode.queue.metadata_buffers.bootstrap_room.any(), (
+        "the row comes last"
+    )
     decode.talk.end("want")
     assert listen(decode, made) == SUCCESS
-    assert decode.buffers.bootstrap_room[1][0] == ROOM and decode.buffers.output_ids[1][0] == 5
+    assert (
+        decode.queue.metadata_buffers.bootstrap_room[1][0] == ROOM
+        and decode.queue.metadata_buffers.output_ids[1][0] == 5
+    )
     made.clear()
     assert not decode.rooms.owned() and not decode.request_status and not decode._owners
 
@@ -669,7 +674,7 @@ def test_an_offer_and_a_want_wait_for_what_may_write_their_pages(
 ) -> None:
     heard: list[str] = []
     prefill._fence_stream = SimpleNamespace(wait_stream=heard.append, wait_event=heard.append)
-    prefill._queue.scheduler.forward_stream, prefill.pp_size = FORWARDS, stages
+    prefill.queue.scheduler.forward_stream, prefill.pp_size = FORWARDS, stages
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SCHEDULER)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     assert (mark(prefill), heard) == (0, []), "a CPU's calls return when their work is done"

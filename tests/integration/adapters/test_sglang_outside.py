@@ -167,7 +167,8 @@ def test_a_rank_that_is_nowhere_fails_the_request_alone(decode: Any, prefill: Pr
     assert made._get_bootstrap_info_from_server(0, 0, 0, 0) is None
     prefill.body = RANKS
     wait_for(lambda: not made._is_asking_ranks(), 30)
-    assert made._get_bootstrap_info_from_server(0, 0, 0, 0) == RANK
+    for rank in range(2):
+        assert made._get_bootstrap_info_from_server(0, 0, rank, 0) == RANK | {"tp_rank": rank}
     assert made._get_bootstrap_info_from_server(0, 0, 2, 0) is None, "it has not registered"
 
 
@@ -240,8 +241,7 @@ def test_reasons_that_others_chose_forge_no_line_of_sglangs_log(decode: Any) -> 
     decode.apply_prefill_status(bootstrap_room=ROOM, status=FAILED, prefill_rank=0, failure_reason=FORGED * 5000)
     reason = decode.failure_records.pop(ROOM)
     assert reason.isprintable() and "left\\x0aINFO" in reason and len(reason) < 5000
-    decode.request_status[ROOM] = WAITING
-    decode.conclude_failure(bootstrap_room=ROOM, failure_reason=FORGED)
+    decode.fail(ROOM, FORGED)
     assert decode.failure_records[ROOM].isprintable()
 
 
@@ -251,7 +251,7 @@ def test_a_field_that_a_client_named_forges_no_line_either(decode: Any, caplog: 
 
     address = "kvbridge:8998"
     assert decode.try_ensure_parallel_info(address)
-    decode._queue.scheduler.model_config = type("Config", (), {"vocab_size": 1024})
+    decode.queue.scheduler.model_config = type("Config", (), {"vocab_size": 1024})
     decode.addr_to_rooms_tracker[address] = set()
     made = KVBridgeReceiver(decode, address, ROOM)
     told = {"sender": "tcp://10.0.0.1:7700", "first_token": 5, FORGED: 1}

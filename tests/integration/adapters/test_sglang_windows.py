@@ -555,8 +555,8 @@ def windowed(role: str) -> tuple[Any, Side]:
     from sglang.srt.disaggregation.base.conn import StateType
 
     made, side = manager(role), Side(is_decoder=role == "decode")
-    made._queue, made.talk.memory.pool = side.queue, side.memory.pool
-    made._queue.scheduler._sched_idled = False
+    made.queue, made.talk.memory.pool = side.queue, side.memory.pool
+    made.queue.scheduler._sched_idled = False
     made.kv_args.state_types = [StateType.SWA]
     return made, side
 
@@ -590,6 +590,12 @@ def test_the_window_is_wanted_where_it_has_been_allocated_and_never_in_the_paddi
     found = tuple(int(each) // 16 for each in side.slots(1, 0, 40)[::16])
     assert [(each.group, each.first, each.ids) for each in want.blocks] == [(0, 0, (5, 6, 7)), (1, 0, found)]
     made.talk.end("want", "gone")
+    made, side = windowed("decode")
+    talk, made.talk, takes = made.talk, None, receiver(made)
+    takes.send_metadata(pages(5, 6, 7), 1, side.preallocate(40), 0)
+    made.talk = talk
+    assert takes.poll() != FAILED
+    assert [each.group for each in talk.said[-1].blocks] == [0, 1], "its memory was not attached when they were given"
     made, side = windowed("decode")
     state = side.preallocate(40)
     state[0][1] = 0
