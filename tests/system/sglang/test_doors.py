@@ -63,6 +63,7 @@ def test_a_room_that_is_in_use_is_refused_to_the_next(fleet: Fleet) -> None:
 
 @pytest.mark.proves("G9", "T8")
 def test_requests_of_one_room_and_other_prompts_do_not_meet(fleet: Fleet) -> None:
+    fleet.start("p16", "d16")  # or the one may wait for the other's start in vain
     room = fleet.room()
     bodies = {name: fleet.body("p16", prompt(90, seed=seed), room) for name, seed in (("p16", 11), ("d16", 12))}
     with ThreadPoolExecutor(2) as pool:
