@@ -8,8 +8,8 @@ from typing import cast
 
 from kvbridge.exchange.receiver import Receiver
 from kvbridge.routes.halves import receiving_routes
+from kvbridge.routes.slots.halves import SlotReceiving
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
-from kvbridge.routes.slots.receiving import SlotReceiving
 
 
 def make_receiver(

@@ -39,7 +39,7 @@ from ..exchange.sender import Sender
 from ..failpoints import VARIABLE, arm_from_environment
 from ..options import AgentConfig, Supervision
 from ..routes.halves import receiving_routes, sending_routes
-from ..routes.pull.leases import CHECK_EVERY
+from ..routes.pull.halves import CHECK_EVERY
 from ..routes.slots.receive_slots import ReceiveSlots
 from ..states import SessionState
 from ..transport.control import Control

@@ -18,7 +18,7 @@ from ..exchange.route import Site
 from ..exchange.session import AttachedEngine, Session, answer, welcome
 from ..failpoints import failpoint
 from ..routes.choice import NOT_CONNECTED, Connected, candidates, may_be_written, to_be_read
-from ..routes.slots.slot_route import Landing
+from ..routes.slots.slot_routes import Landing
 from ..transport.link import Link
 from .describe import described, warn_of_route
 from .doors import Doors

@@ -32,7 +32,7 @@ from ..exchange.orders import Dropped, Landed, ReceivingReport, Watch
 from ..exchange.receiver import Receiver
 from ..exchange.session import AttachedEngine, Session
 from ..failpoints import failpoint
-from ..routes.pull.receiving import COMPARE_S
+from ..routes.pull.halves import COMPARE_S
 from ..transport.endpoint import canonical
 from ..transport.processes import Processes
 from .current_engine import CurrentEngine

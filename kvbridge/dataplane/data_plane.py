@@ -57,7 +57,7 @@ from ..routes.choice import Connected
 from ..routes.pull.job import PullRoute
 from ..routes.slots.jobs import Jobs
 from ..routes.slots.send_orders import SendOrders
-from ..routes.slots.slot_route import Landing
+from ..routes.slots.slot_routes import Landing
 from ..transport.fabric import Noticed
 from ..unix_socket import close_fds
 from .attached import (

@@ -22,15 +22,12 @@ from ..errors import FabricError
 from ..exchange.route import Routed, Site
 from .pull import job as pull
 from .rate import MOST_BYTES, PROBE_S, fastest, growing, is_slow
-from .slots.direct import DirectRoute
-from .slots.host import HostRoute
-from .slots.nixl import NixlRoute
-from .slots.slot_route import Landing, SlotRoute, Target
+from .slots.slot_routes import DirectRoute, HostRoute, Landing, NixlRoute, SlotRoute, Target
 
 log = logging.getLogger("kvbridge.routes")
 
 SLOT_ROUTES: Mapping[Route, SlotRoute] = {each.name: each for each in (DirectRoute(), NixlRoute(), HostRoute())}
-PULL: Route = "pull"
+READ_ROUTES: Mapping[Route, Callable[[Site, Site], str]] = {"pull": pull.why_not}  # the receiver proves them
 NOT_CONNECTED = 0  # the serial of a route that nothing is written over
 
 
@@ -45,16 +42,16 @@ def may_be_written(sender: Site, receiver: Site) -> bool:
 
 
 def to_be_read(sender: Site, receiver: Site) -> Routed | None:
-    """The route `pull`, which the receiver proves, if it is the best that two cards allow. Otherwise None."""
+    """The best route that two cards allow, if it is one that the receiver proves. Otherwise None."""
     best = next((route for route, reason in candidates(sender, receiver) if not reason), None)
-    return Routed(PULL) if best == PULL else None
+    return None if best is None or best not in READ_ROUTES else Routed(best)
 
 
 def _why_not(route: Route, sender: Site, receiver: Site) -> str:
     if route not in receiver.routes:
         return f"{route}: the receiver allows {', '.join(receiver.routes)} (routes)"
-    if route == PULL:
-        reason = pull.why_not(sender, receiver)
+    if route in READ_ROUTES:
+        reason = READ_ROUTES[route](sender, receiver)
     else:  # unknown until both sides have slots
         has_slots = sender.has_slots and receiver.has_slots
         reason = SLOT_ROUTES[route].why_not(sender, receiver) if has_slots else ""

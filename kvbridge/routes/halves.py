@@ -7,11 +7,9 @@ from kvbridge_proto.peer import Route
 from ..exchange.incoming import OpenTransfers, ReceivingRoute
 from ..exchange.outgoing import OpenAnswers, SendingRoute
 from ..exchange.route import SLOT_ROUTE_NAMES
-from .pull.receiving import PullReceiving
-from .pull.sending import PullSending
+from .pull.halves import PullReceiving, PullSending
+from .slots.halves import SlotReceiving, SlotSending
 from .slots.receive_slots import ReceiveSlots
-from .slots.receiving import SlotReceiving
-from .slots.sending import SlotSending
 
 
 def receiving_routes(opened: OpenTransfers, slots: ReceiveSlots, check_every: int = 0) -> dict[Route, ReceivingRoute]:

@@ -93,9 +93,8 @@ PURE = (
     *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.models"),
     *(
         f"kvbridge.routes.{name}"
-        for name in ("halves", "pull.leases", "slots.receive_slots", "slots.send_orders", "slots.unconfirmed")
+        for name in ("halves", "pull.halves", "slots.halves", "slots.receive_slots", "slots.send_orders")
     ),
-    *(f"kvbridge.routes.{route}.{half}" for route in ("pull", "slots") for half in ("receiving", "sending")),
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs", "logprobs")),
 )
 IMPURE = {

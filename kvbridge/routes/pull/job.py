@@ -1,6 +1,6 @@
 """The receiver reads the blocks of the sender's engine itself, and puts the rows where they belong in one move.
 
-The rows count only if the sender's read lease still holds after the read (routes/pull/leases.py). Of some chunks the
+The rows count only if the sender's read lease still holds after the read (routes/pull/halves.py). Of some chunks the
 sender takes the digest too, to be compared.
 """
 
@@ -43,7 +43,7 @@ from ...failpoints import failpoint
 from ...geometry.plan import Part
 from ..rate import fastest
 from ..slots.send_orders import SendOrders
-from ..slots.slot_route import machines, memories
+from ..slots.slot_routes import machines, memories
 
 log = logging.getLogger("kvbridge.data_plane")
 

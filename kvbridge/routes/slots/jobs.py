@@ -34,7 +34,7 @@ from ...geometry.plan import Part
 from ...transport.fabric import WriteFailed, WriteLate
 from ..choice import SLOT_ROUTES, Connected, is_proved, prove
 from .send_orders import LeavingChunk, SendOrders
-from .slot_route import Landing, Target
+from .slot_routes import Landing, Target
 
 log = logging.getLogger("kvbridge.data_plane")
 

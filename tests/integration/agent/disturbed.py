@@ -25,7 +25,8 @@ from kvbridge_proto.status import Status
 from kvbridge.failpoints import VARIABLE
 from kvbridge.loopback.job import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
-from kvbridge.routes.pull.leases import LEASE_S
+from kvbridge.loopback.processes import BOUND, AgentProcess, EngineProcess, end
+from kvbridge.routes.pull.halves import LEASE_S
 from testing.agents import is_at_rest
 from testing.nursery import nursery
 from tests.integration.agent.rank import CALM_S, GONE, SEEDS

@@ -29,7 +29,7 @@ from kvbridge.exchange.session import AttachedEngine, Session, answer, hello, we
 from kvbridge.routes.choice import Connected
 from kvbridge.routes.halves import sending_routes
 from kvbridge.routes.slots.send_orders import SendOrders
-from kvbridge.routes.slots.slot_route import Landing
+from kvbridge.routes.slots.slot_routes import Landing
 from kvbridge.transport.processes import Pidfds
 from kvbridge.transport.trust import Trust
 from testing.halves import make_receiver

@@ -57,10 +57,9 @@ from kvbridge.exchange.outgoing import OpenOffer
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import AttachedEngine
 from kvbridge.loopback.messages import number_of
-from kvbridge.routes.pull.leases import LEASE_S
-from kvbridge.routes.pull.sending import OutgoingByPull
+from kvbridge.routes.pull.halves import LEASE_S, OutgoingByPull
+from kvbridge.routes.slots.halves import OutgoingBySlots
 from kvbridge.routes.slots.send_orders import LeavingChunk
-from kvbridge.routes.slots.sending import OutgoingBySlots
 from testing.halves import by_slots
 from tests.integration.agent.player import Whole, Wire
 from tests.integration.fuzz.target import Target

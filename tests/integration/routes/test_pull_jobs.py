@@ -13,8 +13,8 @@ from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.device.copier import Compiling, Moved
 from kvbridge.errors import EngineError
 from kvbridge.exchange.orders import Pulled, Summed
+from kvbridge.routes.pull.halves import ReadLease
 from kvbridge.routes.pull.job import ENDED_WHILE_READ, MOST_AHEAD, PullRoute
-from kvbridge.routes.pull.leases import ReadLease
 from kvbridge.routes.slots.send_orders import SendOrders
 
 WHOSE = ("incarnation", 1, "")

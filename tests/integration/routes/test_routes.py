@@ -41,11 +41,11 @@ from kvbridge.exchange.route import Routed, Site
 from kvbridge.geometry.plan import Planner
 from kvbridge.geometry.shard import assign
 from kvbridge.routes.choice import Connected, pattern, prove
+from kvbridge.routes.pull.halves import ReadLease
 from kvbridge.routes.pull.job import PullRoute
-from kvbridge.routes.pull.leases import ReadLease
 from kvbridge.routes.slots.jobs import Jobs
 from kvbridge.routes.slots.send_orders import SendOrders
-from kvbridge.routes.slots.slot_route import Landing, Target
+from kvbridge.routes.slots.slot_routes import Landing, Target
 from kvbridge.transport.fabric import WriteFailed, WriteLate, Wrote
 from testing.fabric import LoopbackFabric, LoopbackNetwork
 from testing.oracle import Shape, block_table, build, tables_of

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from kvbridge_proto.engine import READERS_S
 
 from kvbridge.failpoints import PLACES, Way
-from kvbridge.routes.pull.leases import COUNTED_S
+from kvbridge.routes.pull.halves import COUNTED_S
 from tests.system.faults.processes import Agent, Engine
 from tests.system.faults.world import LIMITS, ROLES, SLACK_S, Role, Side, World
 

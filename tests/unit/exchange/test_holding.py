@@ -11,7 +11,7 @@ from kvbridge.exchange.known_senders import HOLD_EVERY_S
 from kvbridge.exchange.outgoing import AWAITED_S
 from kvbridge.exchange.sender import FRESH_S, Sender
 from kvbridge.loopback.messages import number_of
-from kvbridge.routes.pull.leases import LEASE_S
+from kvbridge.routes.pull.halves import LEASE_S
 from tests.unit.exchange.world import World
 from tests.unit.routes.test_verify import PromisingSender
 

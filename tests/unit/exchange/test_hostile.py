@@ -17,9 +17,8 @@ from kvbridge.exchange.orders import SendOrder
 from kvbridge.exchange.sender import MOST_RENOUNCED, Sender
 from kvbridge.loopback.messages import number_of
 from kvbridge.routes.halves import sending_routes
-from kvbridge.routes.pull.leases import LEASE_S
-from kvbridge.routes.pull.sending import OutgoingByPull
-from kvbridge.routes.slots.sending import MOST_LEASES, OutgoingBySlots
+from kvbridge.routes.pull.halves import LEASE_S, OutgoingByPull
+from kvbridge.routes.slots.halves import MOST_LEASES, OutgoingBySlots
 from kvbridge.states import TransferState
 from testing.halves import by_slots
 from tests.unit.exchange.claimant import ALL, QUICK_S, Claimant, leases

@@ -14,10 +14,8 @@ from kvbridge import states as tables
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import accept, answer, hello, welcome
 from kvbridge.exchange.transfer import Transfer
-from kvbridge.routes.pull.receiving import IncomingByPull
-from kvbridge.routes.pull.sending import OutgoingByPull
-from kvbridge.routes.slots.receiving import IncomingBySlots
-from kvbridge.routes.slots.sending import OutgoingBySlots
+from kvbridge.routes.pull.halves import IncomingByPull, OutgoingByPull
+from kvbridge.routes.slots.halves import IncomingBySlots, OutgoingBySlots
 from kvbridge.states import (
     IllegalEvent,
     LinkState,

@@ -7,7 +7,7 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed
 from kvbridge_proto.pool import Pool
 
-from kvbridge.routes.slots.sending import OutgoingBySlots
+from kvbridge.routes.slots.halves import OutgoingBySlots
 from tests.unit.exchange.world import World, make_pool
 
 WINDOW = 10

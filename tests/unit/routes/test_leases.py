@@ -17,7 +17,7 @@ from kvbridge.exchange.orders import Watch
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.loopback.messages import number_of
-from kvbridge.routes.pull.leases import COUNTED_S, LEASE_HEARD_S, LEASE_S, GrantedLease, Reading, ReadLease
+from kvbridge.routes.pull.halves import COUNTED_S, LEASE_HEARD_S, LEASE_S, GrantedLease, Reading, ReadLease
 from testing.oracle import block_table, build_all, tables_of
 from tests.integration.device.test_carried import CASES
 from tests.unit.exchange.claimant import Claimant

@@ -12,7 +12,7 @@ from kvbridge.exchange.actions import Send
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.routes.halves import sending_routes
-from kvbridge.routes.slots.unconfirmed import UnconfirmedTransfers
+from kvbridge.routes.slots.halves import UnconfirmedTransfers
 from testing.halves import by_slots
 from tests.unit.exchange.world import World
 
@@ -255,7 +255,7 @@ def test_of_any_number_of_agents_with_one_key_each_is_asked_once_and_may_answer(
 
 
 def test_agents_that_were_asked_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.routes.slots.unconfirmed.MOST_ASKED", 3)
+    monkeypatch.setattr("kvbridge.routes.slots.halves.MOST_ASKED", 3)
     unconfirmed = UnconfirmedTransfers()
     unconfirmed.add("t", "P0", "dead", "key")
     for number in range(9):

@@ -16,9 +16,7 @@ from kvbridge.exchange.orders import Digest, Digested, Failure, Pull, Pulled, Qu
 from kvbridge.exchange.route import Routed
 from kvbridge.exchange.session import Session, accept, answer, hello, welcome
 from kvbridge.loopback.messages import number_of
-from kvbridge.routes.pull.leases import LEASE_S, Sampling
-from kvbridge.routes.pull.receiving import COMPARE_S, IncomingByPull
-from kvbridge.routes.pull.sending import OutgoingByPull
+from kvbridge.routes.pull.halves import COMPARE_S, LEASE_S, IncomingByPull, OutgoingByPull, Sampling
 from testing.halves import make_receiver
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.network import want_of
@@ -90,7 +88,7 @@ def test_a_sender_digests_what_it_is_asked_and_answers_once() -> None:
 
 
 def test_few_chunks_are_digested_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.routes.pull.sending.MOST_DIGESTS", 2)
+    monkeypatch.setattr("kvbridge.routes.pull.halves.MOST_DIGESTS", 2)
     sender = PromisingSender()
     first, second = sender.check(0, 1, 2)
     (third,) = sender.digested(first)
@@ -101,7 +99,7 @@ def test_few_chunks_are_digested_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("end", ["cancel", "withdraw", "lost", "lease", "left", "settled", "failed"])
 def test_blocks_that_are_digested_are_not_given_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the transfer ends meanwhile, at the sender or at its receiver."""
-    monkeypatch.setattr("kvbridge.routes.pull.sending.MOST_DIGESTS", 1)
+    monkeypatch.setattr("kvbridge.routes.pull.halves.MOST_DIGESTS", 1)
     sender = PromisingSender()
     sending, incarnation, now = sender.sending, sender.incarnation, sender.now
     (digest,) = sender.check(0, 1)

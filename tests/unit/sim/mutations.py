@@ -30,18 +30,14 @@ from kvbridge.exchange.orders import Failure, Gathered, Landed, Quiet, StopRecei
 from kvbridge.exchange.outgoing import OpenOffer, Rendezvous
 from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.sender import Sender
+from kvbridge.routes.pull import halves as pull_halves
 from kvbridge.routes.pull import job as pull_job
-from kvbridge.routes.pull import sending
+from kvbridge.routes.pull.halves import LEASE_S, IncomingByPull, OutgoingByPull, ReadLease
 from kvbridge.routes.pull.job import PullRoute
-from kvbridge.routes.pull.leases import LEASE_S, ReadLease
-from kvbridge.routes.pull.receiving import IncomingByPull
-from kvbridge.routes.pull.sending import OutgoingByPull
 from kvbridge.routes.slots import jobs as slot_jobs
+from kvbridge.routes.slots.halves import IncomingBySlots, OutgoingBySlots, SlotReceiving, UnconfirmedTransfers
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
-from kvbridge.routes.slots.receiving import IncomingBySlots, SlotReceiving
 from kvbridge.routes.slots.send_orders import SendOrders
-from kvbridge.routes.slots.sending import OutgoingBySlots
-from kvbridge.routes.slots.unconfirmed import UnconfirmedTransfers
 from kvbridge.states import SlotEvent, SlotState, TransferState, WantState
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
@@ -344,7 +340,7 @@ def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
     _over_at_once("send", "_moving", ended)(put)
 
 
-# The read lease (kvbridge/routes/pull/leases.py):
+# The read lease (kvbridge/routes/pull/halves.py):
 
 
 @around(IncomingByPull, "_on_tables")
@@ -484,7 +480,7 @@ MUTATIONS: dict[str, Rule] = {
     "count_unanswered_renewal": Rule(_renewed_unheard, PULLED + 3, READ_WRONG, answered_late),
     "check_clock_before_read_ends": Rule(_looks_before, PULLED + 85, READ_WRONG, uncompared),
     "lease_without_hearing_engine": Rule(
-        instead(sending, "LEASE_HEARD_S", float("inf")), PULLED + 20, READ_WRONG, asked_unheard
+        instead(pull_halves, "LEASE_HEARD_S", float("inf")), PULLED + 20, READ_WRONG, asked_unheard
     ),
     "release_leased_blocks": Rule(
         instead(OutgoingByPull, "is_promised", property(lambda self: False)), PULLED + 6, READ_WRONG, unheard(None)
