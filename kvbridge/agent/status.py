@@ -10,10 +10,10 @@ from kvbridge_proto.common import DAY_S
 from kvbridge_proto.pool import MOST_COUNT
 from kvbridge_proto.status import OfferStatus, PeerStatus, ReaderStatus, TransferStatus
 
-from ..exchange.outgoing import OpenOffer
 from ..exchange.receiver import Receiver
 from ..exchange.sender import Sender
 from ..exchange.session import Session
+from ..exchange.transfer import OpenOffer
 from ..transport.door import Holder
 from ..transport.link import Link
 from .describe import route_of, verdict_of

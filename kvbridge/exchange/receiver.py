@@ -1,7 +1,7 @@
 """The receiver's half: wants of our engine, satisfied by chunks that land in our slots. Pure.
 
 A want needs every rank of the prefill engine. The receiver opens sessions with them and claims rows from each rank;
-the route of each session says how they come (incoming.py). A want ends once: Done when all rows are in the blocks,
+the route of each session says how they come (transfer.py). A want ends once: Done when all rows are in the blocks,
 otherwise Failed, and never before the data plane is quiet.
 """
 
@@ -20,32 +20,26 @@ from ..states import WANT_TABLE, TransferState, WantEvent, WantState
 from .actions import Action, Ask, Reach, Send, Tell
 from .block_tables import tables_of
 from .containers import Deadlines
-from .incoming import (
+from .orders import Broken, Filled, Quiet, ReceivingReport, RouteReport, StopReceiving
+from .session import AttachedEngine, Session
+from .transfer import IncomingTransfer, OpenTransfers, OpenWant, ReceivingRoute, Writers
+from .wants import (
     GOES_ON,
-    IncomingTransfer,
-    OpenTransfers,
-    OpenWant,
-    ReceivingRoute,
-    Writers,
-    can_begin_again,
-    claim_of,
-    duplicate,
-    failed,
-    fill_of,
-    why_late,
-    why_refused,
-)
-from .known_senders import (
     UNHEARD,
     Adoption,
     ExpectedRequests,
     SenderSessions,
     ShardAssignment,
     UnheardFailures,
+    can_begin_again,
+    claim_of,
+    duplicate,
+    failed,
+    fill_of,
     holds,
+    why_late,
+    why_refused,
 )
-from .orders import Broken, Filled, Quiet, ReceivingReport, RouteReport, StopReceiving
-from .session import AttachedEngine, Session
 
 ASK_AGAIN_S = 0.1  # between questions for ranks that the sender's engine has not named yet
 MOST_WANTS = 16384

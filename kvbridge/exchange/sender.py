@@ -1,7 +1,7 @@
 """The sender's half: our engine's offers, and the transfers that read them. Pure.
 
 An offer and the claims on it may come in either order. They meet under a rendezvous id, and flow as the route of their
-session says (outgoing.py): rows once their tokens are computed, windows and states once the offer is complete, because
+session says (transfer.py): rows once their tokens are computed, windows and states once the offer is complete, because
 an engine that goes on computing reuses their blocks. The engine gets its blocks back when nobody reads them or will
 read them; this does not wait for the network.
 """
@@ -21,19 +21,10 @@ from ..states import OFFER_TABLE, OfferEvent, OfferState, TransferState
 from .actions import Action, Met, Send, Tell
 from .block_tables import check_begin, check_late, extended
 from .containers import Deadlines, Recent
+from .offers import AWAITED_S, ENDED_S, EndedOffer, Rendezvous, call_of
 from .orders import Broken, Quiet, RouteReport, SendingReport, StopSending
-from .outgoing import (
-    AWAITED_S,
-    ENDED_S,
-    EndedOffer,
-    OpenAnswers,
-    OpenOffer,
-    OutgoingTransfer,
-    Rendezvous,
-    SendingRoute,
-    call_of,
-)
 from .session import AttachedEngine, Session
+from .transfer import OpenAnswers, OpenOffer, OutgoingTransfer, SendingRoute
 
 MOST_OFFERS = 16384
 MOST_CLAIMS = 2048  # open at once, of one receiver

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from kvbridge_proto.peer import Route
 
-from ..exchange.incoming import OpenTransfers, ReceivingRoute
-from ..exchange.outgoing import OpenAnswers, SendingRoute
 from ..exchange.route import SLOT_ROUTE_NAMES
+from ..exchange.transfer import OpenAnswers, OpenTransfers, ReceivingRoute, SendingRoute
 from .pull.halves import PullReceiving, PullSending
 from .slots.halves import SlotReceiving, SlotSending
 from .slots.receive_slots import ReceiveSlots

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbridge.exchange.outgoing import Known
+from kvbridge.exchange.transfer import Known
 from kvbridge.fetch_outcomes import CAUSES, WARN_EVERY_S, WARN_SOON_S, FetchOutcomes
 
 

@@ -35,10 +35,17 @@ from ...cache_kinds import is_late
 from ...errors import KVBridgeError, PeerError
 from ...exchange.actions import Action, Carried, Compared, Send, Uncompared, Unconfirmed
 from ...exchange.block_tables import ready_chunks
-from ...exchange.incoming import IncomingTransfer, OpenTransfers, OpenWant, ReceivingRoute
 from ...exchange.orders import Digest, Digested, Pull, Pulled, RouteReport, Summed, WarmPull, Watch
-from ...exchange.outgoing import OpenAnswers, OutgoingTransfer, SendingRoute
 from ...exchange.session import Session
+from ...exchange.transfer import (
+    IncomingTransfer,
+    OpenAnswers,
+    OpenTransfers,
+    OpenWant,
+    OutgoingTransfer,
+    ReceivingRoute,
+    SendingRoute,
+)
 from ...geometry.plan import Plan
 from ...geometry.tokens import BlockTable, TokenShard
 from ...states import OfferState, TransferState

@@ -17,7 +17,6 @@ from ...errors import PeerError
 from ...exchange.actions import Action, Carried, Reach, Send, WatchProcess
 from ...exchange.block_tables import ready_chunks
 from ...exchange.containers import FairQueue
-from ...exchange.incoming import IncomingTransfer, OpenTransfers, OpenWant, ReceivingRoute, Writers
 from ...exchange.orders import (
     Credit,
     Gathered,
@@ -31,8 +30,16 @@ from ...exchange.orders import (
     Shipped,
     Warm,
 )
-from ...exchange.outgoing import OutgoingTransfer, SendingRoute
 from ...exchange.session import Session
+from ...exchange.transfer import (
+    IncomingTransfer,
+    OpenTransfers,
+    OpenWant,
+    OutgoingTransfer,
+    ReceivingRoute,
+    SendingRoute,
+    Writers,
+)
 from ...geometry.plan import Plan
 from ...states import TransferState
 from .receive_slots import ReceiveSlots

@@ -53,9 +53,9 @@ from kvbridge.dataplane.receive_orders import OrderedReceive
 from kvbridge.errors import PeerError
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.orders import Digest, Digested, FenceReached, Pull, Pulled, ReceivingOrder, SendingOrder, Watch
-from kvbridge.exchange.outgoing import OpenOffer
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.session import AttachedEngine
+from kvbridge.exchange.transfer import OpenOffer
 from kvbridge.loopback.messages import number_of
 from kvbridge.routes.pull.halves import LEASE_S, OutgoingByPull
 from kvbridge.routes.slots.halves import OutgoingBySlots

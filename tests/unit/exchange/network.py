@@ -36,7 +36,6 @@ from msgspec.structs import replace
 
 from kvbridge.dataplane.receive_orders import LandedChunk, OrderedReceive, ReceiveOrders
 from kvbridge.exchange.actions import Action, Ask, Notable, Reach, Send, Tell
-from kvbridge.exchange.incoming import OpenWant
 from kvbridge.exchange.orders import (
     Credit,
     Failure,
@@ -59,6 +58,7 @@ from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.route import Site
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, accept, answer, hello, welcome
+from kvbridge.exchange.transfer import OpenWant
 from kvbridge.loopback.messages import number_of
 from kvbridge.routes.halves import sending_routes
 from kvbridge.routes.slots.receive_slots import ReceiveSlots

@@ -11,7 +11,8 @@ from kvbridge_proto.engine import Failed, NoOffer
 from kvbridge_proto.peer import Drained
 
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.outgoing import ENDED_S, Known
+from kvbridge.exchange.offers import ENDED_S
+from kvbridge.exchange.transfer import Known
 from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.world import World
@@ -208,7 +209,7 @@ def test_a_receiver_that_meets_another_attachment_says_that_it_began_later(world
 
 
 def test_ends_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.exchange.outgoing.MOST_ENDED", 3)
+    monkeypatch.setattr("kvbridge.exchange.offers.MOST_ENDED", 3)
     peer = Claimant()
     for number in range(5):
         peer.world.offer(f"x{number}", 64, 16)

@@ -8,7 +8,7 @@ import pytest
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Released
 
-from kvbridge.exchange.outgoing import ENDED_S, Rendezvous
+from kvbridge.exchange.offers import ENDED_S, Rendezvous
 from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.world import World
 
@@ -165,7 +165,7 @@ def test_of_two_equal_prompts_the_one_that_is_open_goes_first(world: World) -> N
 
 
 def test_ends_are_forgotten_in_time_and_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.exchange.outgoing.MOST_ENDED", 3)
+    monkeypatch.setattr("kvbridge.exchange.offers.MOST_ENDED", 3)
     rendezvous_ids: Rendezvous = world.nodes["P0"].sending._rendezvous
     for number in range(5):
         world.offer(f"r{number}", 64, 16)

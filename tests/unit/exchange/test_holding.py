@@ -7,9 +7,9 @@ from kvbridge_proto.engine import Held
 from kvbridge_proto.peer import Hold
 
 from kvbridge.agent.status import offers
-from kvbridge.exchange.known_senders import HOLD_EVERY_S
-from kvbridge.exchange.outgoing import AWAITED_S
+from kvbridge.exchange.offers import AWAITED_S
 from kvbridge.exchange.sender import FRESH_S, Sender
+from kvbridge.exchange.wants import HOLD_EVERY_S
 from kvbridge.loopback.messages import number_of
 from kvbridge.routes.pull.halves import LEASE_S
 from tests.unit.exchange.world import World
@@ -252,7 +252,7 @@ def test_expected_requests_are_bounded(world: World, monkeypatch: pytest.MonkeyP
 
 
 def test_many_rendezvous_ids_are_said_in_several_messages() -> None:
-    from kvbridge.exchange.known_senders import holds
+    from kvbridge.exchange.wants import holds
 
     said = holds([f"rendezvous {number}" for number in range(2500)])
     assert [len(hold.rendezvous_ids) for hold in said] == [1024, 1024, 452]

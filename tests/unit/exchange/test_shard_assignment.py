@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from kvbridge.errors import PeerError
-from kvbridge.exchange.known_senders import ShardAssignment
 from kvbridge.exchange.session import Session
+from kvbridge.exchange.wants import ShardAssignment
 from tests.unit.exchange.world import World
 
 

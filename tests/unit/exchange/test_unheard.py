@@ -8,9 +8,9 @@ import pytest
 from kvbridge_proto.peer import Cancel, Claim, Drained, Refuse
 
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.known_senders import UNHEARD_S
 from kvbridge.exchange.receiver import ASK_AGAIN_S, UNHEARD_AGAIN_S
 from kvbridge.exchange.sender import LATE_S
+from kvbridge.exchange.wants import UNHEARD_S
 from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.world import World, make_pool
 
@@ -123,7 +123,7 @@ def test_a_want_whose_cancel_was_confirmed_is_not_told_again(world: World) -> No
 
 
 def test_they_are_forgotten_in_time_and_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbridge.exchange.known_senders.MOST_UNHEARD", 3)
+    monkeypatch.setattr("kvbridge.exchange.wants.MOST_UNHEARD", 3)
     (sender,), (receiver,) = world.senders, world.receivers
     world.begin("before")
     cut(world)

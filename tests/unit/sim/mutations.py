@@ -25,11 +25,12 @@ from kvbridge.dataplane.resources import StagingEndpoints
 from kvbridge.device.copier import Moved
 from kvbridge.exchange import sender
 from kvbridge.exchange.actions import Send
-from kvbridge.exchange.incoming import OpenWant, failed
+from kvbridge.exchange.offers import Rendezvous
 from kvbridge.exchange.orders import Failure, Gathered, Landed, Quiet, StopReceiving, StopSending
-from kvbridge.exchange.outgoing import OpenOffer, Rendezvous
 from kvbridge.exchange.receiver import Receiver
 from kvbridge.exchange.sender import Sender
+from kvbridge.exchange.transfer import OpenOffer, OpenWant
+from kvbridge.exchange.wants import failed
 from kvbridge.routes.pull import halves as pull_halves
 from kvbridge.routes.pull import job as pull_job
 from kvbridge.routes.pull.halves import LEASE_S, IncomingByPull, OutgoingByPull, ReadLease

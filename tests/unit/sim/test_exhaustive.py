@@ -7,8 +7,8 @@ from collections import deque
 import pytest
 
 from kvbridge.exchange.actions import Action
-from kvbridge.exchange.incoming import OpenWant
 from kvbridge.exchange.receiver import Receiver
+from kvbridge.exchange.transfer import OpenWant
 from kvbridge.geometry.unfilled import Filling
 from kvbridge.states import IllegalEvent
 from tests.unit.exchange.network import Network, Wrong

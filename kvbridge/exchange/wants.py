@@ -1,4 +1,4 @@
-"""The receiver's state about its senders. Pure.
+"""What the receiver keeps: its engine's wants, and what it knows of their senders. Pure.
 
 Which sessions are open; which rank holds which rows; whether our engine adopts their scales; which requests wait for
 them; which wants of ours failed without their knowing.
@@ -8,21 +8,135 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
-from kvbridge_proto.engine import Adopt, Expect, Scales
-from kvbridge_proto.peer import MAX_HOLD_RENDEZVOUS, Hold, Take
+from kvbridge_proto.common import attachment_name
+from kvbridge_proto.engine import Adopt, Expect, Failed, Refused, Scales, Want
+from kvbridge_proto.peer import MAX_HOLD_RENDEZVOUS, Claim, Hold, SlotLease, Take
 from kvbridge_proto.pool import Pool
 
 from ..errors import EngineError, PeerError
 from ..geometry.layers import align_all, unfilled
+from ..geometry.plan import Plan
 from ..geometry.scales import other_scales, sender_scales
 from ..geometry.shard import assign
 from ..geometry.unfilled import Filling
+from ..states import TransferState, WantState
 from .actions import Action, Tell
 from .containers import Recent
-from .incoming import OpenWant
+from .orders import Fill
 from .session import AttachedEngine, Session, engine_ranks, rank_index
+from .transfer import OpenWant
+
+MOST_NAME = 256  # characters, of a want (peer.py of the protocol)
+# A session that ends with one of these may have a successor under another epoch. The next Hello shows it.
+GOES_ON = ("peer_left", "stale_epoch")
+Takes = tuple[tuple[Take, ...], ...]
+MOST_ANSWERS = 64  # refusals kept; a sender that calibrates at each start brings new scales each time
+HOLD_EVERY_S = 5.0
+HOLD_SOON_S = 0.05  # most requests have blocks by then; their claim makes a Hold unnecessary
+UNHEARD = ("peer_unreachable", "peer_lost", "deadline", "aborted")  # as what a want may fail that its sender knows not
+MOST_UNHEARD = 16384
+MOST_MET = 4096
+UNHEARD_S = 300.0  # no engine holds an offer longer for somebody who says nothing about it
+
+
+def claim_of(
+    wanted: OpenWant,
+    session: Session,
+    transfer: str,
+    token: bytes,
+    plan: Plan,
+    takes: tuple[Take, ...],
+    leases: tuple[SlotLease, ...],
+    now: float,
+) -> Claim:
+    """The claim to send for a transfer."""
+    want, engine = wanted.want, wanted.engine
+    return Claim(
+        transfer=transfer,
+        want=want_name(want, engine),
+        receiver=engine.rank,
+        receivers=engine.rank_count,
+        rendezvous=want.rendezvous,
+        sender_epoch=session.peer_epoch,
+        receiver_epoch=session.our_epoch,  # a want that has failed may be told of under a later one
+        first_token=want.first_token,
+        end_token=want.end_token,
+        takes=takes,
+        plan=plan.digest,
+        token=token,
+        leases=leases,
+        deadline_s=max(0.0, wanted.started + want.deadline_s - now),
+        is_offered=want.is_offered,
+    )
+
+
+def want_name(want: Want, engine: AttachedEngine) -> str:
+    """What senders call a want: the same on all ranks of our engine. Too long a name is replaced by its digest."""
+    name = f"{engine.pool.engine.id}/{want.request}/{want.number if engine.rank_count == 1 else want.common}"
+    return name if len(name) <= MOST_NAME else blake2b(name.encode(), digest_size=20).hexdigest()
+
+
+def fill_of(transfer: str, wanted: OpenWant, filling: Filling) -> Fill:
+    """The order to write zeros where no sender has rows. Raises KVBridgeError."""
+    want = wanted.want
+    plan = filling.plan(want.first_token, want.end_token)
+    tables = wanted.tables
+    return Fill(transfer, want.request, plan, filling.zeros, filling.tables(tables), tables, want.fence)
+
+
+def can_begin_again(wanted: OpenWant, code: str) -> bool:
+    """Whether a want may return to REACHING after its session ended with `code`.
+
+    Otherwise it fails: the sender may be gone or may still hold the claim, rows have come, or another rank's claim is
+    still open.
+    """
+    if wanted.state is WantState.REACHING:
+        return code in GOES_ON
+    if wanted.state is not WantState.FLOWING or code != "peer_left":
+        return False
+    incoming_transfers = wanted.incoming_transfers.values()
+    return not wanted.has_rows and all(incoming.state is TransferState.ENDED for incoming in incoming_transfers)
+
+
+def why_late(wanted: OpenWant, lacks: str) -> str:
+    """How far a want was when its deadline passed; `lacks` says which ranks were not reached."""
+    passed = f"deadline_s: {wanted.want.deadline_s} passed"
+    if wanted.state is WantState.REACHING:
+        return f"{passed} while reaching {lacks}" if lacks else f"{passed} while agreeing with the sender"
+    incoming_transfers = wanted.incoming_transfers.values()
+    done, total = (
+        sum(incoming.placed for incoming in incoming_transfers),
+        sum(incoming.plan.chunks for incoming in incoming_transfers),
+    )
+    silent = ", ".join(incoming.address for incoming in incoming_transfers if incoming.is_silent)
+    return f"{passed} with {done} of {total} chunks" + (f"; nothing came from {silent}" if silent else "")
+
+
+def why_refused(want: Want, session: Session | None, code: str, reason: str) -> tuple[str, str]:
+    """Why a sender refused a claim, as it says; or better, if `session`, with the want's `sender`, shows more.
+
+    A sender cannot know what was offered to the one before it. We see that another attachment took the offer.
+    """
+    if code != "unknown_offer" or session is None or not want.offered_to:
+        return code, reason
+    if (now := attachment_name(session.peer, session.peer_epoch)) == want.offered_to:
+        return code, reason
+    reason = f"offered to attachment {want.offered_to}, which is over; now {want.sender} has attachment {now}"
+    return "started_after_it_was_offered", reason
+
+
+def duplicate(want: Want) -> Tell:
+    """The answer to another want under an open number. The first goes on, so this is Refused, not Failed."""
+    reasons = (f"number: want {want.number} is open already",)
+    return Tell(Refused(code="duplicate_request", reasons=reasons, about=f"want {want.number}"))
+
+
+def failed(want: Want, code: str, reason: str) -> Tell:
+    """The answer to a want that ended without its rows."""
+    return Tell(Failed(number=want.number, request=want.request, code=code[:64], reason=reason[:1024]))
 
 
 class SenderSessions:
@@ -83,9 +197,6 @@ class SenderSessions:
         return first is not None and len(self.needed(sender)) >= engine_ranks(first.peer_pool)
 
 
-Takes = tuple[tuple[Take, ...], ...]
-
-
 class ShardAssignment:
     """The last assignment of rows to ranks, by the sender address in the wants."""
 
@@ -132,9 +243,6 @@ def _pools(sessions: Mapping[str, Session]) -> list[Pool]:
     if found != list(range(engine_ranks(first))):
         raise PeerError("sender_ranks_mismatch", f"ranks: expected {engine_ranks(first)}, the agents hold {found}")
     return pools
-
-
-MOST_ANSWERS = 64  # refusals kept; a sender that calibrates at each start brings new scales each time
 
 
 class Adoption:
@@ -184,10 +292,6 @@ class Adoption:
         if len(self._refusals) >= MOST_ANSWERS:
             self._asked = {scales: r for scales, r in self._asked.items() if r not in self._refusals}
             self._refusals.clear()
-
-
-HOLD_EVERY_S = 5.0
-HOLD_SOON_S = 0.05  # most requests have blocks by then; their claim makes a Hold unnecessary
 
 
 class ExpectedRequests:
@@ -271,12 +375,6 @@ def holds(rendezvous_ids: list[str]) -> list[Hold]:
         Hold(rendezvous_ids=tuple(rendezvous_ids[at : at + MAX_HOLD_RENDEZVOUS]))
         for at in range(0, len(rendezvous_ids), MAX_HOLD_RENDEZVOUS)
     ]
-
-
-UNHEARD = ("peer_unreachable", "peer_lost", "deadline", "aborted")  # as what a want may fail that its sender knows not
-MOST_UNHEARD = 16384
-MOST_MET = 4096
-UNHEARD_S = 300.0  # no engine holds an offer longer for somebody who says nothing about it
 
 
 @dataclass(slots=True)
