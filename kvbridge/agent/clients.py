@@ -36,16 +36,15 @@ from kvbridge_proto.engine import (
 from kvbridge_proto.engine import Failed as WantFailed
 from kvbridge_proto.status import PoolQuery, Status, StatusQuery, Trace, TraceQuery
 
+from ..dataplane.attached import CurrentEngine
 from ..dataplane.data_plane import DataPlane
 from ..exchange.sender import released
 from ..transport.local import LocalConnection, Unfit
-from .current_engine import CurrentEngine
 from .engines import Engines
 from .journal import Journal
 from .metrics import Metrics
 from .prompts import Prompts
-from .receiver_runner import ReceiverRunner
-from .sender_runner import SenderRunner
+from .runners import ReceiverRunner, SenderRunner
 
 log = logging.getLogger("kvbridge.engine")
 DETACHED = "detached"

@@ -28,6 +28,7 @@ from kvbridge_proto.status import STILL_S, SlotCounts, Status
 from msgspec import structs
 from prometheus_client import disable_created_metrics
 
+from ..dataplane.attached import CurrentEngine
 from ..dataplane.data_plane import DataPlane
 from ..dataplane.resources import open_resources
 from ..dataplane.threads import STUCK_S
@@ -53,7 +54,6 @@ from ..transport.lock import Lock
 from ..transport.processes import Pidfds, Processes
 from ..transport.trust import Trust
 from .clients import Clients
-from .current_engine import CurrentEngine
 from .doors import Doors, LocalDoors
 from .engines import Engines
 from .incoming_peers import IncomingPeers, SenderEvents
@@ -64,9 +64,8 @@ from .outgoing_peers import OutgoingPeers, ReceiverEvents
 from .peers import Peers
 from .prompts import Prompts
 from .rebuild import Rebuilder
-from .receiver_runner import ReceiverRunner
 from .record import Record, View
-from .sender_runner import SenderRunner
+from .runners import ReceiverRunner, SenderRunner
 from .status import offers, readers, transfers
 from .supervisor import Supervisor
 
@@ -270,7 +269,7 @@ class Agent:
         routes = partial(receiving_routes, slots=self.slots, check_every=CHECK_EVERY[config.verify])
         self.receiving = Receiver(routes, lambda: entropy(8).hex(), lambda: entropy(16))
         self.sending = Sender(sending_routes, before=self.before)
-        prompts, current = Prompts(self.metrics), CurrentEngine(clock)
+        prompts, current = Prompts(self.metrics.prompt_computed), CurrentEngine(clock)
         self.current, self.prompts = current, prompts
         self.receiver = self._receiver_runner(current)
         self.sender = self._sender_runner(current)

@@ -16,6 +16,7 @@ from kvbridge_proto.engine import Attach, Attached, Detached, NewEpoch, Refused,
 from kvbridge_proto.pool import Pool
 from kvbridge_proto.status import EngineStatus, PoolStatus
 
+from ..dataplane.attached import Attachment, CurrentEngine
 from ..dataplane.data_plane import DataPlane
 from ..dataplane.resources import StagingEndpoints
 from ..errors import EngineError, KVBridgeError
@@ -27,12 +28,10 @@ from ..geometry.check import check_pool, rescaled, with_weights
 from ..geometry.plan import Planner
 from ..geometry.traits import model_key, traits
 from ..transport.local import LocalConnection
-from .current_engine import Attachment, CurrentEngine
 from .doors import Doors
 from .metrics import Metrics
 from .peers import Peers
-from .receiver_runner import ReceiverRunner
-from .sender_runner import SenderRunner
+from .runners import ReceiverRunner, SenderRunner
 
 log = logging.getLogger("kvbridge.engine")
 

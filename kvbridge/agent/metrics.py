@@ -19,8 +19,8 @@ from prometheus_client.registry import Collector
 from ..exchange.actions import Carried, Compared, Uncompared, Unconfirmed
 from ..exchange.orders import Digested, Dropped, Malformed, Sent, Shipped, StageReached
 from ..exchange.session import Session
-from ..fetch_outcomes import CAUSES
 from . import scraping
+from .prompts import CAUSES
 from .record import RequestRecord, Role
 
 # Name, help, labels, and for each combination of their values where to read it.

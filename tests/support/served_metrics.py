@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvbridge.agent.daemon import STATES, Agent
 from kvbridge.agent.metrics import Metrics, Replaced
+from kvbridge.agent.prompts import CAUSES
 from kvbridge.agent.record import Role, Stage
-from kvbridge.fetch_outcomes import CAUSES
 from kvbridge.geometry.compat import Conversion
 from kvbridge.proxy.fleet import Role as OfEngine
 from kvbridge.proxy.metrics import ProxyMetrics

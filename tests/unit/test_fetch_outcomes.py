@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvbridge.agent.prompts import CAUSES, WARN_EVERY_S, WARN_SOON_S, FetchOutcomes
 from kvbridge.exchange.transfer import Known
-from kvbridge.fetch_outcomes import CAUSES, WARN_EVERY_S, WARN_SOON_S, FetchOutcomes
 
 
 def test_nothing_is_said_while_all_is_fetched() -> None:

@@ -17,9 +17,8 @@ from kvbridge.agent.journal import Journal
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.outgoing_peers import OutgoingPeers
 from kvbridge.agent.peers import Peers
-from kvbridge.agent.receiver_runner import ReceiverRunner
 from kvbridge.agent.record import Record
-from kvbridge.agent.sender_runner import SenderRunner
+from kvbridge.agent.runners import ReceiverRunner, SenderRunner
 from kvbridge.dataplane.receive_orders import ReceiveOrders
 from kvbridge.dataplane.threads import Linger
 from kvbridge.exchange.orders import ReceivingOrder, SendingOrder

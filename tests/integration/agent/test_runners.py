@@ -10,8 +10,7 @@ from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Offer, Want, Withdraw
 from kvbridge_proto.peer import Claim, Drained
 
-from kvbridge.agent.current_engine import Attachment, CurrentEngine
-from kvbridge.dataplane.attached import AttachedMemory, EngineLiveness
+from kvbridge.dataplane.attached import AttachedMemory, Attachment, CurrentEngine, EngineLiveness
 from kvbridge.exchange.orders import Broken, SendOrder, StopReceiving
 from kvbridge.loopback.messages import number_of
 from kvbridge.transport.local import LocalConnection

@@ -16,7 +16,7 @@ from kvbridge.agent.engines import Engines
 from kvbridge.agent.incoming_peers import IncomingPeers
 from kvbridge.agent.outgoing_peers import OutgoingPeer, OutgoingPeers, ProbeLanes
 from kvbridge.agent.rebuild import Rebuilder
-from kvbridge.agent.sender_runner import SenderRunner
+from kvbridge.agent.runners import SenderRunner
 from kvbridge.dataplane import fills, receive_orders
 from kvbridge.dataplane.attached import AttachedMemory, WaitEngineHeard, WaitFence
 from kvbridge.dataplane.data_plane import DataPlane
