@@ -20,9 +20,8 @@ import torch
 from kvbridge_kernels import launch_ref
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.field import Axis, Field, Mapped
-from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared import Placed, Prepared
-from kvbridge_kernels.segment import Segment
+from kvbridge_kernels.segment import Places, Segment
 from kvbridge_kernels.tables import Kernels, Work
 
 from bench.gpu.timing import gpu_seconds

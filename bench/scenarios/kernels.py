@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.field import Axis, Field
-from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared import Prepared
-from kvbridge_kernels.segment import Segment, Span
+from kvbridge_kernels.segment import Places, Segment, Span
 from kvbridge_kernels.tables import Work
 
 from bench.gpu.timing import gpu_seconds

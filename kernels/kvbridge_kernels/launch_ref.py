@@ -13,9 +13,8 @@ import torch
 from .codecs_ref import Cast, Number, RowScale, cast, cast_rows, read_scales
 from .digest_ref import as_int64, sum_of, word_bytes
 from .field import Field, Scratch
-from .places import End, Places, Route, flat, views
 from .prepared import Pair, Placed, planes_of
-from .segment import Segment, Span
+from .segment import End, Places, Route, Segment, Span, flat, views
 from .tables import Work
 
 # Bytes of a tile on the wire. With half as much, the calls made 64 MiB take 1.4 times as long (2 cores, AMD EPYC,

@@ -19,9 +19,8 @@ import numpy as np
 
 from .codecs_ref import DTYPES, Cast, Number, RowScale
 from .field import Axis
-from .places import Places
 from .scales import Scaled, Steps, scaled
-from .segment import Segment, Span, check, check_cast, gaps
+from .segment import Places, Segment, Span, check, check_cast, gaps
 from .segment_layout import Offsets, SegmentLayout, layout_of
 
 UNSCALED = Scaled(np.empty(0, np.int64), Steps())

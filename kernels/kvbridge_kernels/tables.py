@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .field import Axis, Scratch
-from .places import Places
 from .scales import Steps
+from .segment import Places
 from .segment_layout import Offsets, place_offsets
 from .tiling import LAUNCH_US, TILINGS, Tiling
 

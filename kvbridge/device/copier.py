@@ -22,9 +22,8 @@ from kvbridge_kernels.tables import Work
 from kvbridge_proto.pool import Pool
 
 from ..geometry.plan import Part
-from .memory import AttachedPool
+from .memory import AttachedPool, PartSide, Templates
 from .staging import Staging
-from .templates import PartSide, Templates
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,9 @@ from ..geometry.plan import Part
 from . import driver
 from .compiler import Compiler
 from .copier import DeviceLost, Moved, compared
-from .memory import AttachedPool
+from .memory import AttachedPool, PartSide, Templates
 from .small_pulls import SMALL_PULL_BYTES, SmallPull, SmallPulls
 from .staging import Staging
-from .templates import PartSide, Templates
 
 log = logging.getLogger("kvbridge.data_plane")
 

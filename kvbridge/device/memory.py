@@ -1,21 +1,30 @@
-"""An engine's memory in this process: mapped regions, with every plane checked against them."""
+"""An engine's memory in this process: mapped regions, and what a part of a plan is in them, for the kernels.
+
+Every plane is checked against its region when the memory is mapped, and all of a part before its first byte is written.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
-from kvbridge_kernels.field import Mapped
-from kvbridge_kernels.segment import Span
-from kvbridge_proto.pool import Handle, Plane, Pool
+from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number, RowScale
+from kvbridge_kernels.field import Axis, Field, Mapped
+from kvbridge_kernels.prepared import Placed, Prepared
+from kvbridge_kernels.segment import Places, Segment, Span
+from kvbridge_proto.pool import Codec, Handle, Plane, Pool
 
 from ..errors import EngineError
+from ..geometry.check import places_of
 from ..geometry.compat import check_pool, extent
 from ..geometry.overlap import overlaps
+from ..geometry.plan import Move, Part
+from ..geometry.wire import ROW_SCALED, ROW_SCALES, base_name, scales_of
 from .mapping import HostMappings, Mappings, mappings_for, peer_mappings_for
 
 
@@ -151,3 +160,208 @@ def _by_region(pool: Pool, handles: Sequence[Handle]) -> list[Handle]:
             "handle_missing", f"handles: for regions {sorted(found)}, the pool has {len(pool.regions)} regions"
         )
     return [found[region] for region in range(len(pool.regions))]
+
+
+class PartSide(NamedTuple):
+    """A part of a chunk in the memory of one pool."""
+
+    attached: AttachedPool
+    regions: Sequence[torch.Tensor | Mapped]
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """A prepared move. `lists`: for each memory, group and unit of each of its lists of places."""
+
+    attached: Sequence[AttachedPool]
+    pairs: object
+    prepared: Prepared
+    lists: Sequence[Sequence[tuple[int, int]]]
+
+
+class Templates:
+    """The prepared moves of one copier, kept since most chunks differ from an earlier one in their places only."""
+
+    KEPT_MOVES = 256
+
+    def __init__(self) -> None:
+        self._kept: dict[object, _Template] = {}
+
+    def of(self, source: PartSide | None, target: PartSide | None, slot_bytes: int) -> Placed:
+        """The move of a chunk from its source into its target. None: a slot of `slot_bytes`.
+
+        EngineError if something in a part is invalid, ValueError if the two do not match.
+        """
+        sides = [side for side in (source, target) if side is not None]
+        attached, pairs = [side.attached for side in sides], sides[0].part.plan.pairs
+        key = (*(None if side is None else side.part.template_key for side in (source, target)), slot_bytes)
+        template = self._kept.pop(key, None)
+        if template is None or template.attached != attached or template.pairs is not pairs:
+            template = _template(source, target, slot_bytes)
+            if len(self._kept) == self.KEPT_MOVES:
+                del self._kept[next(iter(self._kept))]
+        self._kept[key] = template  # the newest last
+        places = []
+        for side, lists, memory in zip(sides, template.lists, template.prepared.memories, strict=True):
+            places.append([Places(side.part.places(*each)) for each in lists])
+            for found, (group, _), limit in zip(places[-1], lists, memory.limits, strict=True):
+                _check_places(found, group, limit)
+        return template.prepared.at(*places)
+
+    def forget(self, attached: AttachedPool) -> None:
+        """Keep nothing of this pool."""
+        self._kept = {key: template for key, template in self._kept.items() if attached not in template.attached}
+
+
+def _template(source: PartSide | None, target: PartSide | None, slot_bytes: int) -> _Template:
+    known: dict[int, tuple[int, int]] = {}  # group and unit of each list of places
+    sources, targets = (None if side is None else _segments(side, slot_bytes, known) for side in (source, target))
+    prepared = Prepared(sources, targets, slot_bytes)
+    sides = [side for side in (source, target) if side is not None]
+    lists = [[known[id(places)] for places in memory.places] for memory in prepared.memories]
+    return _Template([side.attached for side in sides], sides[0].part.plan.pairs, prepared, lists)
+
+
+def _segments(side: PartSide, slot_bytes: int, known: dict[int, tuple[int, int]]) -> list[Segment]:
+    """The segments of a part. Adds to `known` which lists of places they use."""
+    pool, moves = side.attached.pool, side.part.moves()
+    for move in moves:
+        _check(pool, move, slot_bytes)
+    lists: dict[tuple[int, int], Places] = {}
+    found = []
+    for alike in runs(moves):
+        move = alike[0]
+        key = move.plane.group, move.unit_tokens
+        if key not in lists:
+            lists[key] = Places(move.places)
+            known[id(lists[key])] = key
+        found.append(_segment(side, alike, lists[key]))
+    return found
+
+
+def runs(moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
+    """The moves in groups that differ only in where they begin, cut where the distance between moves changes.
+
+    Most of a model's layers do. As one segment they cost one call.
+    """
+    by_form: dict[object, list[Move]] = {}
+    for move in moves:
+        if len(move.places):
+            by_form.setdefault(_form(move), []).append(move)
+    for alike in by_form.values():
+        start = 0
+        while start < len(alike):
+            end = start + 1
+            step = _distance(alike[start : start + 2])
+            while end < len(alike) and min(step) > 0 and _distance(alike[end - 1 : end + 1]) == step:
+                end += 1
+            yield alike[start:end]
+            start = end
+
+
+def _form(move: Move) -> object:
+    """What the moves of a segment have in common."""
+    plane = move.plane
+    strides = (plane.block_stride, plane.token_axis, plane.head_stride, plane.element_axis)
+    codecs = [
+        (codec.name, codec.element_bytes, codec.row_bytes, len(codec.scales)) for codec in (plane.codec, move.wire)
+    ]
+    scale = None
+    if (own := move.scale) is not None:
+        scale = own.offset - plane.offset, own.head_stride, own.block_stride, own.token_axis, own.codec.name
+    where = (plane.region, plane.group, move.first_head, move.heads, move.unit_tokens)
+    return (*where, *strides, *codecs, scale, move.rotates, move.is_bitwise)
+
+
+def _distance(alike: Sequence[Move]) -> tuple[int, int]:
+    """Bytes from the first move to the second, in memory and in the slot. Zeros if there is no second."""
+    if len(alike) < 2:
+        return 0, 0
+    one, other = alike[:2]
+    return other.plane.offset - one.plane.offset, other.slot_offset - one.slot_offset
+
+
+def _check_places(places: Places, group: int, limit: int) -> None:
+    if places.lowest < 0 or places.highest >= limit:
+        raise EngineError(
+            "place_outside_plane",
+            f"places: from {places.lowest} to {places.highest}, a plane of group {group} has {limit}",
+        )
+
+
+def _check(pool: Pool, move: Move, slot_bytes: int) -> None:
+    plane = move.plane
+    check_plane(pool, plane)
+    if not 0 <= move.first_head < move.first_head + move.heads <= plane.heads:
+        raise EngineError(
+            "heads_outside_plane",
+            f"heads: {move.heads} from {move.first_head} on, layer {plane.layer} {plane.part} has {plane.heads}",
+        )
+    end = move.slot_offset + move.size_bytes
+    if move.slot_offset < 0 or end > slot_bytes:
+        raise EngineError("move_outside_slot", f"move: ends at byte {end}, the slot has {slot_bytes}")
+    if move.scale is not None:
+        _check_scale(pool, plane, move.scale)
+    elif move.is_bitwise:
+        return
+    name = plane.codec.name if move.scale is None else base_name(plane.codec)
+    if not {name, move.wire.name} <= DTYPES.keys():
+        raise EngineError("codec_not_convertible", f"codec: {plane.codec.name}, on the wire {move.wire.name}")
+
+
+def _check_scale(pool: Pool, plane: Plane, scale: Plane) -> None:
+    """A row and its scale must lie in one region and group, and the row's codec must have row scales."""
+    check_plane(pool, scale)
+    ours, theirs = ((each.region, each.group, places_of(each.token_axis)) for each in (plane, scale))
+    is_one = scale.codec.name == plane.codec.scale_codec and scale.codec.width == 1 and ours == theirs
+    if plane.codec.name not in ROW_SCALED or scale.codec.name not in ROW_SCALES or not is_one:
+        raise EngineError(
+            "bad_plane",
+            f"layer {plane.layer} {plane.part}: {plane.codec.name} at {ours}, "
+            f"its scales {scale.codec.name} of width {scale.codec.width} at {theirs}",
+        )
+    if scale.heads != plane.heads:
+        raise EngineError("bad_plane", f"heads: {plane.heads} of {plane.part}, {scale.heads} of {scale.part}")
+
+
+def _segment(side: PartSide, alike: Sequence[Move], places: Places) -> Segment:
+    move, (pitch, slot_pitch) = alike[0], _distance(alike)
+    plane = move.plane
+    field = Field(
+        memory=side.regions[plane.region],
+        offset=plane.offset + move.first_head * plane.head_stride,
+        planes=Axis(len(alike), pitch),
+        blocks=Axis(side.attached.pool.groups[plane.group].blocks, plane.block_stride),
+        tokens=tuple(Axis(step.count, step.stride) for step in plane.token_axis),
+        heads=Axis(move.heads, plane.head_stride),
+        elements=tuple(Axis(step.count, step.stride) for step in plane.element_axis),
+        element_bytes=plane.codec.element_bytes,
+    )
+    _check_places(places, plane.group, field.places)
+    return Segment(field, places, move.slot_offset, slot_pitch, _conversion(alike))
+
+
+def _conversion(alike: Sequence[Move]) -> Cast | None:
+    first = alike[0]
+    if first.is_bitwise:
+        return None
+    wire = _number(first.wire, [move.wire.scales for move in alike])
+    if first.scale is not None:
+        at, stride = first.scale.offset - first.plane.offset, first.scale.head_stride
+        at += first.first_head * (stride - first.plane.head_stride)
+        tokens = tuple(Axis(step.count, step.stride) for step in first.scale.token_axis)
+        scale = RowScale(at, stride, first.scale.block_stride, tokens, first.scale.codec.name)
+        return Cast(Number(base_name(first.plane.codec), scale), wire, first.rotates)
+    memory = [scales_of(move.plane.codec, move.first_head, move.heads) for move in alike]
+    return Cast(_number(first.plane.codec, memory), wire, first.rotates)
+
+
+def _number(codec: Codec, scales: Sequence[tuple[float, ...]]) -> Number:
+    """The codec with the scales of all planes: none if all are 1, a single one if all are equal."""
+    distinct = {scale for each in scales for scale in each}
+    if distinct <= {1.0}:
+        return Number(codec.name)
+    if len(distinct) == 1:
+        scales = [(distinct.pop(),)]
+    return Number(codec.name, torch.tensor(scales, dtype=torch.float32))

@@ -169,13 +169,6 @@ class Pull(Order):
     fence: int
     compared: frozenset[int] = frozenset()
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all its chunks."""
-        if self.end_chunk - self.first_chunk == self.plan.chunks:
-            return self.plan.total_bytes
-        return sum(self.plan.chunk(index).size_bytes for index in range(self.first_chunk, self.end_chunk))
-
 
 SendingOrder = SendOrder | Progress | Credit | StopSending | Digest | Watch
 

@@ -103,6 +103,12 @@ class Plan:
         """How many chunks may be gathered while tokens are still being computed; they come first."""
         return sum(group_plan.chunks for group_plan in self.group_plans if not group_plan.is_late)
 
+    def bytes_of(self, first_chunk: int, end_chunk: int) -> int:
+        """Slot bytes of chunks [first_chunk, end_chunk)."""
+        if end_chunk - first_chunk == self.chunks:
+            return self.total_bytes
+        return sum(self.chunk(index).size_bytes for index in range(first_chunk, end_chunk))
+
     def chunk(self, index: int) -> Chunk:
         """Chunk `index` of [0, chunks)."""
         if (known := self._chunk_cache.get(index)) is not None:

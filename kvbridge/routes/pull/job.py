@@ -162,8 +162,9 @@ class PullRoute:
             receive_orders.reach(pull.transfer, "read", self._clock(), pull.end_chunk)
         failpoint("receiver.read_ended")
         failure = failure or (yield from self._counted(pull, attached))
-        read = pull.end_chunk - pull.first_chunk
-        receive_orders.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
+        first, end = pull.first_chunk, pull.end_chunk
+        size_bytes = pull.plan.bytes_of(first, end)
+        receive_orders.report(Pulled(pull.transfer, end, end - first, size_bytes, digests, failure))
         receive_orders.end_move(ordered)
 
     def _begun(self, pull: Pull, attached: AttachedMemory, index: int) -> Generator[Wait, Event, int]:

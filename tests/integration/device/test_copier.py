@@ -17,8 +17,7 @@ from kvbridge_proto.pool import Codec, Step
 
 from kvbridge.device import copier
 from kvbridge.device.copier import CpuBlockCopier
-from kvbridge.device.memory import AttachedPool
-from kvbridge.device.templates import runs
+from kvbridge.device.memory import AttachedPool, runs
 from kvbridge.errors import EngineError
 from kvbridge.geometry.plan import Move, Part, plan
 from kvbridge.geometry.shard import assign

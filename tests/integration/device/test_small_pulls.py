@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared import Placed, joined
+from kvbridge_kernels.segment import Places
 
 from kvbridge.device.small_pulls import MOST_SMALL_PULLS, MOST_TOGETHER_BYTES, SmallPull, SmallPulls
 

@@ -261,8 +261,9 @@ class Besieged(Whole):
         failure: tuple[str, str] | None = None
         if pull.lease.is_given_up or not pull.lease.counts(self.now):
             failure = ("aborted", "test") if pull.lease.is_given_up else ("lease_over", "test")
-        read, digests = pull.end_chunk - pull.first_chunk, dict.fromkeys(compared, 1)
-        self.receive_orders.report(Pulled(pull.transfer, pull.end_chunk, read, pull.size_bytes, digests, failure))
+        first, end, digests = pull.first_chunk, pull.end_chunk, dict.fromkeys(compared, 1)
+        size_bytes = pull.plan.bytes_of(first, end)
+        self.receive_orders.report(Pulled(pull.transfer, end, end - first, size_bytes, digests, failure))
         self.receive_orders.end_move(ordered)
 
     def _reached(self, fence: int) -> None:

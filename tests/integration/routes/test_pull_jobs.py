@@ -78,7 +78,7 @@ def job(
     resources: Any = SimpleNamespace(copier=copier)
     pulling = PullRoute(resources, lambda *args: None, SendOrders(0), told, 30.0, lambda: clock[0])
     pulling._peers[WHOSE] = cast(Any, object()), lambda: None
-    plan = SimpleNamespace(chunk=lambda index: index)
+    plan = SimpleNamespace(chunk=lambda index: index, bytes_of=lambda first, end: end - first)
     pull: Any = SimpleNamespace(
         memory_id=WHOSE,
         transfer="t",
@@ -86,7 +86,6 @@ def job(
         plan=plan,
         first_chunk=0,
         end_chunk=end_chunk,
-        size_bytes=3,
         lease=lease,
         fence=0,
         tables={},

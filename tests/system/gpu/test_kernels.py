@@ -9,9 +9,8 @@ import pytest
 import torch
 from kvbridge_kernels.codecs_ref import DTYPES, SCALE_FORMS, Cast, Number
 from kvbridge_kernels.digest_ref import sum64
-from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared import Prepared
-from kvbridge_kernels.segment import Segment, Span
+from kvbridge_kernels.segment import Places, Segment, Span
 from kvbridge_kernels.tables import Work
 
 from tests.unit.kernels import slow_codecs as slow

@@ -10,9 +10,8 @@ import torch
 from kvbridge_kernels.codecs_ref import DTYPES, SCALE_FORMS, Cast, Number
 from kvbridge_kernels.field import Axis, Field, Mapped
 from kvbridge_kernels.launch_ref import move as move_on_cpu
-from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared import Prepared
-from kvbridge_kernels.segment import Segment
+from kvbridge_kernels.segment import Places, Segment
 from kvbridge_kernels.tables import Work
 
 from tests.system.gpu.test_kernels import PAIRS, SCALES, every_pattern

@@ -11,9 +11,8 @@ from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.digest_ref import sum64
 from kvbridge_kernels.field import Axis, Field
 from kvbridge_kernels.launch_ref import move
-from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared import Prepared
-from kvbridge_kernels.segment import Segment, Span
+from kvbridge_kernels.segment import Places, Segment, Span
 from kvbridge_kernels.tables import Work
 from kvbridge_kernels.tiling import TILINGS, Tiling
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
 from kvbridge_kernels.launch import NotCompiled, move, warm
-from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared import Prepared
-from kvbridge_kernels.segment import Span
+from kvbridge_kernels.segment import Places, Span
 from kvbridge_kernels.tables import Work
 
 from tests.unit.kernels.chunks import (

@@ -11,14 +11,12 @@ import torch
 from kvbridge_kernels import launch_ref
 from kvbridge_kernels.codecs_ref import Number
 from kvbridge_kernels.launch import chunks_at_once, move, warm
-from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared import Prepared, joined
-from kvbridge_kernels.segment import Segment
+from kvbridge_kernels.segment import Places, Segment
 from kvbridge_kernels.tables import Work
 from triton.runtime.interpreter import GridExecutor
 
-from kvbridge.device.memory import AttachedPool
-from kvbridge.device.templates import PartSide, Templates
+from kvbridge.device.memory import AttachedPool, PartSide, Templates
 from kvbridge.geometry.plan import Part
 from kvbridge.geometry.unfilled import Filling
 from testing import oracle

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from kvbridge_kernels.codecs_ref import DTYPES, Cast, Number
-from kvbridge_kernels.places import Places
 from kvbridge_kernels.prepared import Prepared, joined
-from kvbridge_kernels.segment import Segment
+from kvbridge_kernels.segment import Places, Segment
 from kvbridge_kernels.tables import Work
 
 from tests.unit.kernels.chunks import (

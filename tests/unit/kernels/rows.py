@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from kvbridge_kernels.codecs_ref import Cast, Number, RowScale
 from kvbridge_kernels.field import Axis, Field
-from kvbridge_kernels.places import Places
-from kvbridge_kernels.segment import Segment
+from kvbridge_kernels.segment import Places, Segment
 from kvbridge_kernels.tables import Work
 
 from tests.unit.kernels.chunks import (

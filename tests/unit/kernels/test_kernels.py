@@ -17,9 +17,8 @@ from kvbridge_kernels.digest_ref import K1, K2, sum64
 from kvbridge_kernels.field import Axis
 from kvbridge_kernels.kernel import Kernel
 from kvbridge_kernels.launch import Launch
-from kvbridge_kernels.places import Places
 from kvbridge_kernels.scales import _is_inverse_enough
-from kvbridge_kernels.segment import Segment, gaps
+from kvbridge_kernels.segment import Places, Segment, gaps
 from kvbridge_kernels.segment_layout import layout_of, place_offsets
 from kvbridge_kernels.tables import Work
 from kvbridge_kernels.tiling import LEAST_GB_S, Tiling, tile_of, tiles_at_once

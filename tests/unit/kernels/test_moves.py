@@ -14,8 +14,7 @@ from kvbridge_kernels import launch_ref
 from kvbridge_kernels.codecs_ref import Cast, Number
 from kvbridge_kernels.digest_ref import digest
 from kvbridge_kernels.field import Axis, Field, Scratch
-from kvbridge_kernels.places import Places, split
-from kvbridge_kernels.segment import Segment, Span
+from kvbridge_kernels.segment import Places, Segment, Span, split
 from kvbridge_kernels.tables import Work
 
 from tests.unit.kernels import chunks

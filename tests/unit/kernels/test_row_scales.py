@@ -10,8 +10,7 @@ import pytest
 import torch
 from kvbridge_kernels.codecs_ref import DTYPES, LARGEST, SMALLEST_SCALE, Cast, Number, RowScale
 from kvbridge_kernels.field import Axis, Field
-from kvbridge_kernels.places import Places
-from kvbridge_kernels.segment import Span
+from kvbridge_kernels.segment import Places, Span
 from kvbridge_kernels.tables import Work
 
 from tests.unit.kernels import slow_codecs as slow
