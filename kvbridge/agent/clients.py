@@ -42,8 +42,7 @@ from ..exchange.sender import released
 from ..transport.local import LocalConnection, Unfit
 from .engines import Engines
 from .journal import Journal
-from .metrics import Metrics
-from .prompts import Prompts
+from .metrics import Metrics, Prompts
 from .runners import ReceiverRunner, SenderRunner
 
 log = logging.getLogger("kvbridge.engine")

@@ -56,13 +56,11 @@ from ..transport.trust import Trust
 from .clients import Clients
 from .doors import Doors, LocalDoors
 from .engines import Engines
-from .incoming_peers import IncomingPeers, SenderEvents
 from .journal import Journal
 from .logs import LastErrors, set_up
-from .metrics import Gauges, Metrics
+from .metrics import Gauges, Metrics, Prompts
 from .outgoing_peers import OutgoingPeers, ReceiverEvents
-from .peers import Peers
-from .prompts import Prompts
+from .peers import IncomingPeers, Peers, SenderEvents
 from .rebuild import Rebuilder
 from .record import Record, View
 from .runners import ReceiverRunner, SenderRunner

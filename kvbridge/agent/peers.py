@@ -1,32 +1,60 @@
-"""Our sessions with other agents, dialled and accepted, and the dispatch of what comes in."""
+"""Our sessions with other agents, the dispatch of what comes in, and those that receivers opened with us.
+
+The latter are kept by the receiver's incarnation; those that we dialled are in outgoing_peers.py."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
-from kvbridge_proto.peer import Body, Goodbye, Hello, OfReceiver, OfSender, Refuse, Welcome
+from kvbridge_proto.peer import (
+    PROBE_LANES,
+    Body,
+    Cancel,
+    Claim,
+    Drained,
+    Goodbye,
+    Hello,
+    OfReceiver,
+    OfSender,
+    Refuse,
+    Welcome,
+)
 from kvbridge_proto.status import PeerStatus
 
 from ..dataplane.data_plane import DataPlane
-from ..exchange.session import Session
+from ..errors import FabricError
+from ..exchange.route import Site
+from ..exchange.session import AttachedEngine, Session, answer, welcome
+from ..failpoints import failpoint
+from ..routes.choice import NOT_CONNECTED, Connected, candidates, may_be_written, to_be_read
+from ..routes.slots.slot_routes import Landing
 from ..states import SessionState
 from ..transport.control import Control
 from ..transport.events import Arrived, Lost, Reached, Rejected
 from ..transport.link import Link
-from .incoming_peers import IncomingPeers
+from .describe import described, route_of, verdict_of, warn_of_route
+from .doors import Doors
 from .metrics import Metrics
 from .outgoing_peers import OutgoingPeer, OutgoingPeers
-from .status import peer_statuses
 
 log = logging.getLogger("kvbridge.peers")
 
 WARN_REJECTED_S = 60.0
+# Limits of the status message (status.py of the protocol). Differences may not fit.
+MOST_VERDICT, MOST_ROUTE = 4096, 2048
+LEVELS = {"already_open": logging.INFO, "busy": logging.DEBUG}  # an honest agent may cause these often
+MOST_GREETINGS = PROBE_LANES  # Hellos answered at once, each with its own proof
+# A proof takes a few milliseconds, and simultaneous proofs slow each other down. So the next one begins when the one
+# before has ended, or after this time: a peer that never answers delays nobody longer.
+PROOF_TURN_S = 0.02
 
 
 @dataclass(eq=False, repr=False)
@@ -149,3 +177,306 @@ class Peers:
         ):  # counted every time, logged once a minute
             self._warned[code] = now
             log.warning("rejected a message: code=%s %s", code, text)
+
+
+class SenderEvents(Protocol):
+    """What the sender hears of sessions and receivers."""
+
+    def met(self, session: Session) -> None: ...
+    def from_receiver(self, session: Session, body: OfReceiver) -> None: ...
+    def renounce(self, incarnation: str, cancel: Cancel) -> bool: ...
+    def lost(self, incarnation: str) -> None: ...
+    def will_never_be_offered(self, claim: Claim) -> bool: ...
+
+
+@dataclass(slots=True)
+class IncomingPeer:
+    """An agent that fetches from us."""
+
+    link: Link
+    session: Session
+    connected: Connected
+    greeting: Hello
+
+    @property
+    def address(self) -> str:
+        """The address by which it reached us."""
+        return self.greeting.address
+
+    @property
+    def serial(self) -> int:
+        return self.greeting.serial
+
+    def is_like(self, greeting: Hello) -> bool:
+        """Whether the proved route serves this Hello as well."""
+        return (greeting.probe_lane, greeting.routes) == (self.greeting.probe_lane, self.greeting.routes)
+
+
+@dataclass(eq=False, repr=False)
+class IncomingPeers:
+    """The sender's half of `Peers`."""
+
+    _sender: SenderEvents
+    _data_plane: DataPlane
+    _engine: Callable[[], AttachedEngine | None]
+    _metrics: Metrics
+    _doors: Doors
+    is_closing: bool = field(default=False, init=False)
+    sessions: dict[str, IncomingPeer] = field(default_factory=dict, init=False)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _of_incarnation: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
+    # The Hello being answered; None after its Goodbye.
+    _greeted_by: dict[Link, Hello | None] = field(default_factory=dict, init=False)
+
+    def hello_received(self, link: Link, sender: str, greeting: Hello) -> Coroutine[Any, Any, None] | None:
+        """The coroutine that answers this Hello. None if it was refused, or the link's running one will answer it.
+
+        An answer may need a new connection: at most MOST_GREETINGS wait at once, and one per link.
+        """
+        is_known = link in self._greeted_by
+        if self._greeted_by.get(link) is not None or (not is_known and len(self._greeted_by) >= MOST_GREETINGS):
+            reason = f"greetings: {len(self._greeted_by)} wait, limit {MOST_GREETINGS}, and one of a link"
+            self._refuse(link, "busy", reason)
+            return None
+        self._greeted_by[link] = greeting
+        return None if is_known else self._greet(link, sender)
+
+    def send(self, incarnation: str, body: Body) -> None:
+        if (accepted := self.sessions.get(incarnation)) is not None:
+            accepted.link.send(body)
+
+    def name_of(self, incarnation: str) -> str:
+        """The agent's name while this incarnation has a session, otherwise the incarnation."""
+        accepted = self.sessions.get(incarnation)
+        return incarnation if accepted is None else accepted.session.peer.name
+
+    def hear(self, link: Link, sender: str, body: OfReceiver | Goodbye) -> None:
+        """Handle a receiver's message other than Hello."""
+        accepted = self.sessions.get(sender)
+        if accepted is not None and accepted.link is not link:  # only its own link speaks for an incarnation
+            accepted = None
+        match body:
+            case Goodbye():
+                if link in self._greeted_by:
+                    self._greeted_by[link] = None
+                if accepted is not None:
+                    self._end(sender, body.reason)
+            case Claim() if accepted is not None and self.is_closing and self._sender.will_never_be_offered(body):
+                link.send(Refuse(code="draining", reasons=("this agent is stopping",), about=body.transfer))
+            case _ if accepted is not None:
+                self._sender.from_receiver(accepted.session, body)
+            case Claim():
+                link.send(Refuse(code="no_session", reasons=("claim without a session",), about=body.transfer))
+            case Cancel() if self._is_over(sender, body):
+                link.send(Drained(transfer=body.transfer))
+            case Cancel():  # it will ask again
+                pass
+            case _:
+                self._metrics.rejected("unexpected_message")
+
+    def _is_over(self, sender: str, cancel: Cancel) -> bool:
+        """Whether to confirm to a receiver that nothing will be written. It has no session by this link.
+
+        If it has one by another link, its own transfers are not confirmed: a claim may still be on its way there.
+        """
+        return (bool(cancel.incarnation) or sender not in self.sessions) and self._sender.renounce(sender, cancel)
+
+    def lose(self, link: Link, reason: str) -> None:
+        for incarnation in [incarnation for incarnation, accepted in self.sessions.items() if accepted.link is link]:
+            self._end(incarnation, reason, is_lost=True)
+
+    def renew(self, reason: str) -> None:
+        """End all sessions, and tell the receivers."""
+        for incarnation in list(self.sessions):
+            self._dismiss(incarnation, reason)
+
+    async def _greet(self, link: Link, sender: str) -> None:
+        """Answer one Hello of an incarnation at a time: two at once would each replace the other's connection."""
+        async with self._of_incarnation.setdefault(sender, asyncio.Lock()):
+            try:
+                while (greeting := self._greeted_by[link]) is not None:
+                    if greeting.agent.incarnation != sender:
+                        reason = (
+                            f"agent.incarnation: {greeting.agent.incarnation} in the message, {sender} on the envelope"
+                        )
+                        self._say_no(link, Refuse(code="bad_hello", reasons=(reason,)))
+                    elif self._is_waiting(link, greeting):
+                        await self._greeted(link, greeting)
+                    if self._greeted_by[link] is greeting:  # otherwise Goodbye came, and perhaps another Hello
+                        break
+            finally:
+                del self._greeted_by[link]
+
+    async def _greeted(self, link: Link, greeting: Hello) -> None:
+        """Open a session with a receiver, or refuse it."""
+        failpoint("sender.hello_received")
+        engine = self._engine()
+        if self.is_closing:
+            self._say_no(link, Refuse(code="draining", reasons=("this agent is stopping",)))
+            return
+        session = answer(greeting, engine)
+        if isinstance(session, Refuse) or engine is None:
+            assert isinstance(session, Refuse)
+            log.warning("refused a peer: peer=%s code=%s %s", greeting.agent.name, session.code, session.reasons)
+            self._metrics.refused(session.code)
+            self._say_no(link, session)
+            return
+        known = self.sessions.get(incarnation := session.peer.incarnation)
+        if known is not None and known.link is not link and not self._may_replace(known, link, greeting):
+            return
+        if known is not None and known.link is link and known.is_like(greeting):
+            connected: Connected | None = known.connected
+        else:  # nothing proved so far serves this Hello
+            if known is not None and known.link is not link:
+                self._sender.lost(incarnation)  # its leases may mean other slots by the new route
+                self._data_plane.disconnect(incarnation, known.connected.serial, is_lost=True)
+            connected = await self._connect(link, greeting, engine)
+            if connected is None and known is not None and self.sessions.get(incarnation) is known:
+                self._dismiss(incarnation, "its route was given up, and the new one could not be proved")
+        if connected is None:
+            return
+        session = replace(session, routed=connected.routed)
+        if known is None:
+            self._metrics.greeted("sender", "open")
+            key = f" key={link.key}" if link.key else ""
+            log.info(
+                "session open: receiver=%s incarnation=%s%s %s", session.peer.name, incarnation, key, described(session)
+            )
+            warn_of_route(session.peer.name, session)
+        elif known.session.peer_epoch != session.peer_epoch or known.link is not link:
+            self._sender.lost(incarnation)
+        if known is not None and connected.serial == NOT_CONNECTED:  # a new connection replaces it by itself
+            self._data_plane.disconnect(incarnation, known.connected.serial)
+        self.sessions[incarnation] = IncomingPeer(link, session, connected, greeting)
+        if known is None or known.session.routed.route != session.routed.route:
+            self._sender.met(session)
+        link.version = session.version
+        door = self._doors.admit(session, link) if session.routed.is_pulled else None
+        link.send(welcome(session, engine, door))
+        failpoint("sender.welcome_sent")
+
+    def _may_replace(self, known: IncomingPeer, link: Link, greeting: Hello) -> bool:
+        """Whether a Hello by another link takes the session over. If not, refuses it.
+
+        Links are not ordered among each other: a Hello by a link that its agent has given up may come last.
+        """
+        incarnation = greeting.agent.incarnation
+        is_given_up = known.link.is_lost or known.serial < greeting.oldest
+        if known.link.key != link.key:  # an incarnation belongs to the first key it came with
+            self._refuse(link, "incarnation_of_another_key", f"agent.incarnation: {incarnation} came with another key")
+        elif greeting.address == known.address and greeting.serial < known.serial:
+            self._refuse(link, "stale_hello", f"serial: got {greeting.serial}, a later one was {known.serial}")
+        elif greeting.address != known.address and not is_given_up:
+            self._refuse(link, "already_open", f"address: {known.address} is this agent as well")
+        else:
+            return True
+        return False
+
+    def _refuse(self, link: Link, code: str, reason: str) -> None:
+        log.log(LEVELS.get(code, logging.WARNING), "refused %r: %s: %s", link, code, reason)
+        self._metrics.refused(code)
+        self._say_no(link, Refuse(code=code, reasons=(reason,)))
+
+    def _say_no(self, link: Link, refuse: Refuse) -> None:
+        """Refuse a Hello."""
+        self._metrics.greeted("sender", refuse.code)
+        link.send(refuse)
+
+    def _is_waiting(self, link: Link, greeting: Hello) -> bool:
+        """Whether the receiver is still connected, and has said no Goodbye since this Hello."""
+        return not link.is_lost and self._greeted_by[link] is greeting
+
+    async def _connect(self, link: Link, greeting: Hello, engine: AttachedEngine) -> Connected | None:
+        """Choose and prove a route to the receiver. None, with a Refuse if it still waits, if there is none."""
+        incarnation = greeting.agent.incarnation
+        try:
+            engine = await self._staged(greeting, engine)
+            connected = await self._proved(link, greeting, engine)
+        except FabricError as error:
+            reasons = tuple(reason[:1024] for reason in error.reasons[:64])
+            self._say_no(link, Refuse(code=error.code, reasons=reasons))
+            return None
+        if connected is None:
+            return None
+        current = self._engine()
+        is_same = current is not None and current.epoch == engine.epoch and current.site is engine.site
+        if not self._is_waiting(link, greeting) or not is_same:
+            self._data_plane.disconnect(incarnation, connected.serial)
+            if self._greeted_by[link] is not greeting:
+                return None
+            code, what = ("no_engine", "left") if current is None else ("stale_epoch", "or its agent changed")
+            self._say_no(link, Refuse(code=code, reasons=(f"the engine {what} during the handshake",)))
+            return None
+        return connected
+
+    async def _staged(self, greeting: Hello, engine: AttachedEngine) -> AttachedEngine:
+        """Make our slots if the receiver can only be written to. Raises FabricError if it or we can have none."""
+        site = Site.of(greeting)
+        if to_be_read(engine.site, site) is not None or not may_be_written(engine.site, site):
+            return engine
+        if not site.has_slots:
+            against = (reason for _, reason in candidates(engine.site, site) if reason)
+            raise FabricError("no_slots", "fabric.slots: 0, and they are what this agent would write to", *against)
+        await self._data_plane.stage()
+        current = self._engine()
+        return engine if current is None or current.epoch != engine.epoch else current
+
+    async def _proved(self, link: Link, greeting: Hello, engine: AttachedEngine) -> Connected | None:
+        """Prove a route when its turn comes. None if nobody waits for it any more. Raises FabricError."""
+        await self._turn.acquire()
+        with ExitStack() as turn:
+            turn.callback(self._turn.release)
+            if not self._is_waiting(link, greeting):
+                return None
+            asyncio.get_running_loop().call_later(PROOF_TURN_S, turn.close)
+            site = Site.of(greeting)
+            if (routed := to_be_read(engine.site, site)) is not None:
+                return Connected(routed, NOT_CONNECTED)
+            return await self._data_plane.connect(Landing(greeting.agent.incarnation, site, greeting.probe_lane))
+
+    def _dismiss(self, incarnation: str, reason: str) -> None:
+        self.sessions[incarnation].link.send(Goodbye(reason=reason))
+        self._end(incarnation, reason)
+
+    def _end(self, incarnation: str, reason: str, is_lost: bool = False) -> None:
+        if (accepted := self.sessions.pop(incarnation, None)) is None:
+            return
+        log.info("session closed: receiver=%s incarnation=%s %s", accepted.session.peer.name, incarnation, reason)
+        self._sender.lost(incarnation)
+        self._data_plane.disconnect(incarnation, accepted.connected.serial, is_lost)
+        self._doors.revoke(accepted.session)
+
+
+def peer_statuses(
+    dialled: Iterable[OutgoingPeer], accepted: Iterable[IncomingPeer], name_of: Callable[[str], str | None]
+) -> list[PeerStatus]:
+    """One line per agent that we fetch from and per agent that fetches from us."""
+    return [
+        *(
+            _peer(each.session, each.address, f"sender {each.state.name.lower()}", name_of(each.link.key), each.link)
+            for each in dialled
+        ),
+        *(
+            _peer(each.session, each.session.peer.address, "receiver open", name_of(each.link.key), each.link)
+            for each in accepted
+        ),
+    ]
+
+
+def _peer(session: Session | None, address: str, state: str, key: str | None, link: Link) -> PeerStatus:
+    if session is None:
+        return PeerStatus(name="", address=address, incarnation="", state=state, verdict="", key=key or "")
+    rate = session.routed.rate
+    return PeerStatus(
+        name=session.peer.name,
+        address=address,
+        incarnation=session.peer.incarnation,
+        state=state,
+        verdict=verdict_of(session)[:MOST_VERDICT],
+        route=route_of(session)[:MOST_ROUTE],
+        route_name=session.routed.route,
+        bytes_per_s=rate.bytes_per_s if rate else None,
+        key=key or "",
+        has_pipe=link.sends_by_pipe,
+        protocol=session.version,
+    )

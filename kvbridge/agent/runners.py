@@ -56,8 +56,8 @@ from ..failpoints import failpoint
 from ..routes.pull.halves import COMPARE_S
 from ..transport.endpoint import canonical
 from ..transport.processes import Processes
-from .incoming_peers import IncomingPeers, SenderEvents
 from .outgoing_peers import OutgoingPeers, ReceiverEvents
+from .peers import IncomingPeers, SenderEvents
 from .record import Event, Record
 
 log = logging.getLogger("kvbridge.receiver")

@@ -1,4 +1,4 @@
-"""Builds the parts of `kvbridge status`: transfers, offers, readers and peers."""
+"""Builds the parts of `kvbridge status`: transfers, offers and readers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from itertools import islice
 
 from kvbridge_proto.common import DAY_S
 from kvbridge_proto.pool import MOST_COUNT
-from kvbridge_proto.status import OfferStatus, PeerStatus, ReaderStatus, TransferStatus
+from kvbridge_proto.status import OfferStatus, ReaderStatus, TransferStatus
 
 from ..exchange.receiver import Receiver
 from ..exchange.sender import Sender
-from ..exchange.session import Session
 from ..exchange.transfer import OpenOffer
 from ..transport.door import Holder
-from ..transport.link import Link
-from .describe import route_of, verdict_of
-from .incoming_peers import IncomingPeer
-from .outgoing_peers import OutgoingPeer
 
 # Limits of the status message (status.py of the protocol).
 MOST_OFFERS = 1024  # the oldest; metrics count all
-MOST_VERDICT, MOST_ROUTE = 4096, 2048  # their differences may not fit
 
 
 def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[TransferStatus, ...]:
@@ -106,39 +100,4 @@ def readers(holders: Iterable[Holder], now: float) -> tuple[ReaderStatus, ...]:
             over_s=None if holder.over_at is None else _age(holder.over_at, now),
         )
         for holder in holders
-    )
-
-
-def peer_statuses(
-    dialled: Iterable[OutgoingPeer], accepted: Iterable[IncomingPeer], name_of: Callable[[str], str | None]
-) -> list[PeerStatus]:
-    """One line per agent that we fetch from and per agent that fetches from us."""
-    return [
-        *(
-            _peer(each.session, each.address, f"sender {each.state.name.lower()}", name_of(each.link.key), each.link)
-            for each in dialled
-        ),
-        *(
-            _peer(each.session, each.session.peer.address, "receiver open", name_of(each.link.key), each.link)
-            for each in accepted
-        ),
-    ]
-
-
-def _peer(session: Session | None, address: str, state: str, key: str | None, link: Link) -> PeerStatus:
-    if session is None:
-        return PeerStatus(name="", address=address, incarnation="", state=state, verdict="", key=key or "")
-    rate = session.routed.rate
-    return PeerStatus(
-        name=session.peer.name,
-        address=address,
-        incarnation=session.peer.incarnation,
-        state=state,
-        verdict=verdict_of(session)[:MOST_VERDICT],
-        route=route_of(session)[:MOST_ROUTE],
-        route_name=session.routed.route,
-        bytes_per_s=rate.bytes_per_s if rate else None,
-        key=key or "",
-        has_pipe=link.sends_by_pipe,
-        protocol=session.version,
     )

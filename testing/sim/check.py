@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvbridge_proto.peer import PROBE_LANES
 
-from kvbridge.agent.incoming_peers import IncomingPeer
 from kvbridge.agent.outgoing_peers import OutgoingPeer
-from kvbridge.agent.peers import Peers
+from kvbridge.agent.peers import IncomingPeer, Peers
 from kvbridge.routes.choice import NOT_CONNECTED
 from kvbridge.states import SessionState
 

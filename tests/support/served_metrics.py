@@ -11,8 +11,7 @@ from kvbridge_proto.status import SlotCounts
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvbridge.agent.daemon import STATES, Agent
-from kvbridge.agent.metrics import Metrics, Replaced
-from kvbridge.agent.prompts import CAUSES
+from kvbridge.agent.metrics import CAUSES, Metrics, Replaced
 from kvbridge.agent.record import Role, Stage
 from kvbridge.geometry.compat import Conversion
 from kvbridge.proxy.fleet import Role as OfEngine

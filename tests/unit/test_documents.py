@@ -94,7 +94,7 @@ ROW = re.compile(r"^\| \[`(\w+_S)`\]\(\.\./([\w/]+\.py)\) \| ([\d.]+) \|", re.MU
 PAUSES = {
     "kvbridge/adapters/sglang/manager.py": {"TURN_S", "IDLE_REST_S"},
     "kvbridge/adapters/vllm/scheduler.py": {"EMPTY_STEP_REST_S", "LONG_REST_S", "SHORT_WARN_S"},
-    "kvbridge/agent/prompts.py": {"WARN_SOON_S", "WARN_EVERY_S"},
+    "kvbridge/agent/metrics.py": {"WARN_SOON_S", "WARN_EVERY_S"},
     "kvbridge/proxy/sparing.py": {"EVERY_S"},
     "kvbridge/agent/scraping.py": {"POLL_S"},
     "kvbridge/failpoints.py": {"LONGEST_S"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbridge.agent.prompts import CAUSES, WARN_EVERY_S, WARN_SOON_S, FetchOutcomes
+from kvbridge.agent.metrics import CAUSES, WARN_EVERY_S, WARN_SOON_S, FetchOutcomes
 from kvbridge.exchange.transfer import Known
 
 

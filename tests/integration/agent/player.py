@@ -12,11 +12,10 @@ from kvbridge_proto.peer import Cancel, Hello, Probe, Refuse, Welcome
 from msgspec.structs import replace as replace_struct
 
 from kvbridge.agent.doors import Doors
-from kvbridge.agent.incoming_peers import IncomingPeers
 from kvbridge.agent.journal import Journal
 from kvbridge.agent.metrics import Metrics
 from kvbridge.agent.outgoing_peers import OutgoingPeers
-from kvbridge.agent.peers import Peers
+from kvbridge.agent.peers import IncomingPeers, Peers
 from kvbridge.agent.record import Record
 from kvbridge.agent.runners import ReceiverRunner, SenderRunner
 from kvbridge.dataplane.receive_orders import ReceiveOrders

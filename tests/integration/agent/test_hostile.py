@@ -17,9 +17,9 @@ from kvbridge_proto.engine import Refused
 from kvbridge_proto.peer import Cancel, Claim, Drained, Refuse
 from kvbridge_proto.status import PeerStatus, TransferStatus
 
-from kvbridge.agent.incoming_peers import IncomingPeer
 from kvbridge.agent.logs import PlainFormatter
-from kvbridge.agent.status import peer_statuses, transfers
+from kvbridge.agent.peers import IncomingPeer, peer_statuses
+from kvbridge.agent.status import transfers
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.exchange.orders import Dropped, Malformed
 from kvbridge.exchange.session import Session, hello

@@ -13,8 +13,8 @@ from kvbridge_proto.engine import Detached
 from kvbridge_proto.peer import BlockTables, Checked, Drained, Sum
 
 from kvbridge.agent.engines import Engines
-from kvbridge.agent.incoming_peers import IncomingPeers
 from kvbridge.agent.outgoing_peers import OutgoingPeer, OutgoingPeers, ProbeLanes
+from kvbridge.agent.peers import IncomingPeers
 from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.runners import SenderRunner
 from kvbridge.dataplane import fills, receive_orders
