@@ -34,6 +34,7 @@ from kvbridge.routes.slots.receive_slots import ReceiveSlots
 from kvbridge.routes.slots.send_orders import OrderedSend
 from kvbridge.states import OfferState, TransferState, WantState
 from kvbridge.transport.control import Control
+from kvbridge.transport.door import Holder
 from kvbridge.transport.local import LocalConnection
 
 from .fabric import SlotFabric
@@ -373,20 +374,31 @@ class SimDoors(Doors):
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._shared: dict[bytes, SimAttached] = {}
+        self._shared: dict[bytes, tuple[str, SimAttached]] = {}  # by token, with the receiver's incarnation
+
+    async def serve(self) -> None: ...
 
     def admit(self, session: Session, link: object) -> DoorCard:
-        token, epoch = self._process.world.entropy(32), session.our_epoch
-        self._shared[token] = cast(Any, self._process.current.memory).memory
-        return DoorCard(
-            machine="one", path=self._process.name, session=session.peer.incarnation, epoch=epoch, token=token
-        )
+        token, epoch, incarnation = self._process.world.entropy(32), session.our_epoch, session.peer.incarnation
+        self._shared[token] = incarnation, cast(Any, self._process.current.memory).memory
+        return DoorCard(machine="one", path=self._process.name, session=incarnation, epoch=epoch, token=token)
+
+    def revoke(self, session: Session) -> None:
+        for token in [token for token, (of, _) in self._shared.items() if of == session.peer.incarnation]:
+            del self._shared[token]
+
+    def share(self, attached: AttachedMemory) -> None: ...  # `admit` shares what is attached then
+
+    def withdraw(self, attached: AttachedMemory, reason: str) -> None: ...  # `enter` sees that it is closed
+
+    def holders(self) -> list[Holder]:
+        return []
 
     async def enter(self, session: Session, door: DoorCard, link: object, ended: object) -> Rate | None:
         process, world = self._process, self._process.world
         await asyncio.sleep(world.quick())
         peer = world.processes[door.path]
-        memory = cast(SimDoors, peer.doors)._shared.get(door.token)
+        _, memory = cast(SimDoors, peer.doors)._shared.get(door.token, ("", None))
         if peer.is_dead or memory is None or not memory.is_open or world.chance(0.02):
             raise PeerError("no_door", f"{door.path}: there is nobody, or not any more")
         read = SimAttached(memory.blocks, peer)
