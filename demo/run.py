@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+from kvbridge.doctor.routes import memcpy_bytes_per_s
 from kvbridge.errors import KVBridgeError
-from kvbridge.loopback.carry import PairOutcome, carry, memcpy_bytes_per_s
 from kvbridge.loopback.pools import DemoRequest, Shape
 from kvbridge.loopback.processes import agents, tail
+from testing.jobs import PairOutcome, carry
 
 NAMES = ("a", "b", "c")
 REQUESTS = (

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbridge.loopback.processes import AgentProcess, agents, moved_bytes
+from kvbridge.loopback.processes import AgentProcess, agents
 from testing.http_server import HttpServer
+from testing.jobs import moved_bytes
 
 from .processes import SETTINGS, free_port
 from .pythonpath import of_checkout

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from kvbridge.loopback.job import Job, JobEngine, main
+from kvbridge.loopback.job import Job, JobEngine
 from kvbridge.loopback.pools import DemoRequest, DemoRows
+from testing.jobs import main
 
 
 class LateJob(Job, frozen=True, kw_only=True):

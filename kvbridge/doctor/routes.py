@@ -1,23 +1,27 @@
-"""Checks that move bytes, one route at a time: two agents and two synthetic engines, as `make demo` runs them."""
+"""Checks that move bytes, one route at a time: two agents, and two synthetic engines in this process."""
 
 from __future__ import annotations
 
 import re
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
+import torch
 from kvbridge_proto.peer import Route
-from rich.console import Console
-from rich.progress import Progress
+from msgspec import structs
 
 from ..dataplane.resources import chosen_gpu
 from ..errors import OperatorError
-from ..loopback.carry import PairOutcome, carry, memcpy_bytes_per_s
+from ..loopback.engine import RequestRejected
+from ..loopback.job import Job, JobEngine
 from ..loopback.pools import DemoRequest, Shape
-from ..loopback.processes import agents
+from ..loopback.processes import AgentProcess, agents
 from ..options import AgentConfig
 from ..routes.rate import SLOW_BYTES_PER_S
 from .finding import DoctorCheck, Finding, Subject, failed, not_here, ok
@@ -64,14 +68,62 @@ def carried(route: Route, subject: Subject) -> Finding:
         names = ("sender", "receiver")
         started = agents(Path(folder), names, (device,), UCX_SAYS, routes=route, net_devices=data, log_level="info")
         with started as running:
+            before, after = running
             for _ in range(ROUNDS):
-                outcome = carry(
-                    Path(folder), running, SENDER, RECEIVER, REQUESTS, Progress(console=Console(quiet=True))
-                )
+                outcome = _outcome(before, after, device)
                 if outcome.wrong or outcome.moved_bytes >= least * outcome.seconds:
                     break
         transports = written_by("".join(agent.log.read_text(errors="replace") for agent in running))
     return _judged(route, outcome, transports, least, subject.environment)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOutcome:
+    """How fast all requests but the first were carried. `wrong` is empty if every element is right."""
+
+    moved_bytes: int
+    seconds: float
+    wrong: str
+
+
+def _outcome(before: AgentProcess, after: AgentProcess, device: str) -> RouteOutcome:
+    """Carry the requests from one agent's engine to the other's. Raises OperatorError (`demo_engine`)."""
+    torch.set_num_threads(1)  # as in agents
+    try:
+        with ExitStack() as stack:
+            sender, receiver = engines = [
+                stack.enter_context(closing(JobEngine(_job(shape, agent, before.address, device))))
+                for shape, agent in ((SENDER, before), (RECEIVER, after))
+            ]
+            for engine in engines:
+                engine.join(engine.job.ranks)
+            sender.fill_own()
+            sender.offer_all()
+            _, seconds, moved_bytes = receiver.want_each()
+            wrong = receiver.verify()
+            sender.await_released()
+            for engine in engines:
+                engine.detach()
+    except RequestRejected as error:
+        raise OperatorError("demo_engine", str(error)) from None
+    return RouteOutcome(moved_bytes, seconds, wrong)
+
+
+def _job(shape: Shape, agent: AgentProcess, sender: str, device: str) -> Job:
+    role: Literal["sender", "receiver"] = "sender" if shape is SENDER else "receiver"
+    what = Job(role=role, shape=shape, rank=0, socket=agent.socket, ranks=(agent.address,), requests=REQUESTS)
+    return structs.replace(what, sender=sender, device=device)
+
+
+def memcpy_bytes_per_s(size_bytes: int = 128 << 20) -> float:
+    """How fast this machine copies memory: the best of three."""
+    sender, target = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        target.copy_(sender)
+        best = min(best, time.perf_counter() - began)
+    return size_bytes / best
 
 
 def why_not_here(route: Route, config: AgentConfig, is_gpu: bool) -> str:
@@ -90,7 +142,7 @@ def floor(is_gpu: bool) -> float:
 
 def _judged(
     route: Route,
-    outcome: PairOutcome,
+    outcome: RouteOutcome,
     transports: frozenset[str],
     floor_bytes_per_s: float,
     environment: dict[str, str],

@@ -1,25 +1,21 @@
-"""One rank of a synthetic engine, as a process: `python -m kvbridge.loopback.job '<Job as JSON>'`.
+"""One rank of a synthetic engine with the content of its requests: it offers or wants them, and checks what came.
 
-When a line comes on stdin it offers or wants its requests. It reports in lines of JSON on stdout. On a GPU every layer
-has memory of its own if the layout allows it, and offers and wants are sent with a fence while the stream is still at
-work.
+On a GPU every layer has memory of its own if the layout allows it, and offers and wants are sent with a fence while the
+stream is still at work.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
-import xxhash
 from kvbridge_proto.engine import Done, Released
 from kvbridge_proto.pool import CodecName
 
-from .engine import RequestRejected, SyntheticEngine
+from .engine import SyntheticEngine
 from .messages import offer_of, want_of
 from .pools import POISON, DemoRequest, DemoRows, Shape, describe, first_difference, prepare, tables
 
@@ -71,8 +67,20 @@ class JobEngine(SyntheticEngine):
                 }
                 self.client.send(offer_of(request.name, tokens, table[given:end], first=given, **more))
                 given, computed = end, tokens
+
+    def await_released(self) -> None:
+        """Return once nobody reads what was offered. Raises RequestRejected."""
         for request in self.job.requests:
             self.ended(Released, (request.name,))
+
+    def want_each(self) -> tuple[float, float, int]:
+        """Want all. Returns the seconds of the first one, and the seconds and bytes of the others together.
+
+        The first sets up the session, too: sockets, memory registration, a plan.
+        """
+        first, *rest = self.job.requests
+        first_s, _ = self.want_all([first])
+        return first_s, *self.want_all(rest)
 
     def want_all(self, requests: Sequence[DemoRequest]) -> tuple[float, int]:
         """Want all these requests. Returns the seconds from the first want to the last done, and the bytes moved."""
@@ -99,13 +107,6 @@ class JobEngine(SyntheticEngine):
         wrong = (first_difference(ours, wanted, job.shape, job.rank, layer) for layer, ours, wanted in found)
         return next(filter(None, wrong), "")
 
-    def digest(self) -> str:
-        """The digest of every byte, region after region."""
-        digest = xxhash.xxh3_64()
-        for region in self.regions:
-            digest.update(region.cpu().numpy().data)
-        return digest.hexdigest()
-
     def compute(self, request: DemoRequest, first_token: int, tokens: int) -> int:
         """Compute these tokens, which are there already. Returns the fence behind which they are."""
         return self.fence.mark()
@@ -127,40 +128,3 @@ class JobEngine(SyntheticEngine):
         for layer, region in zip(self.layers, regions, strict=True):
             tokens = torch.arange(request.first_token, request.tokens, device=region.device)
             yield from prepare(region, job.shape, job.rank, table, tokens, codec, layer, request.seed, has_zeros)
-
-
-def main(kind: type[JobEngine] = JobEngine, job: type[Job] = Job) -> None:
-    """Attach, wait for a line, do the job, report the result."""
-    torch.set_num_threads(1)
-    engine = kind(msgspec.json.decode(sys.argv[1], type=job))
-    try:
-        engine.join(engine.job.ranks)
-        if engine.job.role == "sender":
-            engine.fill_own()
-        _say("ready")
-        sys.stdin.readline()
-        if engine.job.role == "sender":
-            engine.offer_all()
-            _say("released")
-            sys.stdin.readline()  # a sender that leaves would cut off transfers under way
-            engine.detach()
-            _say("done")
-        else:
-            first, *rest = engine.job.requests
-            first_s, _ = engine.want_all([first])  # sets up the session too: sockets, memory registration, a plan
-            seconds, moved_bytes = engine.want_all(rest)
-            _say("moved", first_s=first_s, seconds=seconds, moved_bytes=moved_bytes)
-            wrong = engine.verify()
-            engine.detach()
-            _say("done", wrong=wrong, digest=engine.digest())
-    except RequestRejected as error:
-        _say("failed", reason=str(error))
-        sys.exit(1)
-
-
-def _say(event: str, **more: Any) -> None:
-    print(json.dumps({"event": event, **more}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

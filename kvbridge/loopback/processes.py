@@ -1,9 +1,7 @@
-"""Runs agents and engines as child processes: starts them together, watches them, and always ends them."""
+"""Runs agents as child processes: starts them together, watches them, and always ends them."""
 
 from __future__ import annotations
 
-import json
-import select
 import subprocess
 import sys
 import time
@@ -67,41 +65,6 @@ class AgentProcess:
         return ask(self.socket, 5.0)
 
 
-class EngineProcess:
-    """One rank of an engine, which speaks JSON lines."""
-
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
-        self.name = name
-        self.log = log
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
-            )
-
-    def go(self) -> None:
-        self.say("go")
-
-    def say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-
-    def is_heard(self) -> bool:
-        """Whether `hear` would return at once."""
-        assert self.process.stdout is not None
-        return bool(select.select([self.process.stdout], [], [], 0)[0])
-
-    def hear(self, event: str, seconds: float = AGENT_START_S) -> dict[str, Any]:
-        """Its next line, which must be this event. Raises OperatorError (`demo_engine`), also after `seconds`."""
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-        line = self.process.stdout.readline() if ready else ""
-        told: dict[str, Any] = json.loads(line) if line else {}
-        if told.get("event") == event:
-            return told
-        why = told.get("reason") or (self.log.read_text(errors="replace")[-2000:] if ready else "it says nothing")
-        raise OperatorError("demo_engine", f"engine {self.name}: {why}")
-
-
 def tail(log: Path, lines: int = 12) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
@@ -126,11 +89,6 @@ def agents(
         for agent in started:
             agent.wait_serving()
         yield started
-
-
-def moved_bytes(agent: AgentProcess) -> float:
-    """How many bytes this agent has received so far."""
-    return agent.status().counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0)
 
 
 def end(process: subprocess.Popen[Any]) -> None:

@@ -25,10 +25,10 @@ from kvbridge_proto.status import Status
 from kvbridge.failpoints import VARIABLE
 from kvbridge.loopback.job import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
-from kvbridge.loopback.processes import BOUND, AgentProcess, EngineProcess, end
+from kvbridge.loopback.processes import BOUND, AgentProcess, end
 from kvbridge.routes.pull.halves import LEASE_S
 from testing.agents import is_at_rest
-from testing.nursery import nursery
+from testing.jobs import EngineProcess
 from tests.integration.agent.rank import CALM_S, GONE, SEEDS
 from tests.system.faults.processes import Agent, Engine
 

@@ -16,10 +16,10 @@ import pytest
 from rich.progress import Progress
 
 from demo.run import PAIRS
-from kvbridge.loopback.carry import PairOutcome, carry
 from kvbridge.loopback.job import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
 from kvbridge.loopback.processes import agents
+from testing.jobs import PairOutcome, carry
 from testing.late_job import LateJob
 
 REQUESTS = [

@@ -1,7 +1,14 @@
-"""Carries requests between two synthetic engines of different shapes, and checks every element."""
+"""Carries requests between two synthetic engines of different shapes, each rank a process, and checks every element.
+
+A rank is `python -m testing.jobs '<Job as JSON>'`. When a line comes on stdin it offers or wants its requests. It
+reports in lines of JSON on stdout.
+"""
 
 from __future__ import annotations
 
+import json
+import select
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +19,15 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+import xxhash
 from rich.progress import Progress
 
-from ..geometry.compat import Convertible, verdict
-from .job import Job
-from .pools import DemoRequest, Shape, describe
-from .processes import AgentProcess, EngineProcess, end, moved_bytes
+from kvbridge.errors import OperatorError
+from kvbridge.geometry.compat import Convertible, verdict
+from kvbridge.loopback.engine import RequestRejected
+from kvbridge.loopback.job import Job, JobEngine
+from kvbridge.loopback.pools import DemoRequest, Shape, describe
+from kvbridge.loopback.processes import AGENT_START_S, AgentProcess, end
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ def carry(
     receiver: Shape,
     requests: list[DemoRequest],
     progress: Progress,
-    module: str = "kvbridge.loopback.job",
+    module: str = "testing.jobs",
     told: Callable[[Job], Job] = lambda job: job,
 ) -> PairOutcome:
     """One pair: start the engines, carry the requests, and let the receivers check their memory.
@@ -122,18 +132,91 @@ def _follow(
     progress.update(task, completed=total)
 
 
+def moved_bytes(agent: AgentProcess) -> float:
+    """How many bytes this agent has received so far."""
+    return agent.status().counters.get("kvbridge_wire_bytes_total{role=receiver}", 0.0)
+
+
 def _wire_bytes(sender: Shape, receiver: Shape, requests: Sequence[DemoRequest]) -> int:
     """The bytes to move: the narrower side's rows, since each receiver rank takes its own heads."""
     tokens = sum(request.tokens - request.first_token for request in requests)
     return tokens * min(sender.token_bytes, receiver.token_bytes)
 
 
-def memcpy_bytes_per_s(size_bytes: int = 128 << 20) -> float:
-    """How fast this machine copies memory: the best of three."""
-    sender, target = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8)
-    best = float("inf")
-    for _ in range(3):
-        began = time.perf_counter()
-        target.copy_(sender)
-        best = min(best, time.perf_counter() - began)
-    return size_bytes / best
+class EngineProcess:
+    """One rank of an engine, which speaks JSON lines."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+        self.name = name
+        self.log = log
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
+            )
+
+    def go(self) -> None:
+        self.say("go")
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+
+    def is_heard(self) -> bool:
+        """Whether `hear` would return at once."""
+        assert self.process.stdout is not None
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
+
+    def hear(self, event: str, seconds: float = AGENT_START_S) -> dict[str, Any]:
+        """Its next line, which must be this event. Raises OperatorError (`demo_engine`), also after `seconds`."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        line = self.process.stdout.readline() if ready else ""
+        told: dict[str, Any] = json.loads(line) if line else {}
+        if told.get("event") == event:
+            return told
+        why = told.get("reason") or (self.log.read_text(errors="replace")[-2000:] if ready else "it says nothing")
+        raise OperatorError("demo_engine", f"engine {self.name}: {why}")
+
+
+def main(kind: type[JobEngine] = JobEngine, job: type[Job] = Job) -> None:
+    """Attach, wait for a line, do the job, report the result."""
+    torch.set_num_threads(1)
+    engine = kind(msgspec.json.decode(sys.argv[1], type=job))
+    try:
+        engine.join(engine.job.ranks)
+        if engine.job.role == "sender":
+            engine.fill_own()
+        _say("ready")
+        sys.stdin.readline()
+        if engine.job.role == "sender":
+            engine.offer_all()
+            engine.await_released()
+            _say("released")
+            sys.stdin.readline()  # a sender that leaves would cut off transfers under way
+            engine.detach()
+            _say("done")
+        else:
+            first_s, seconds, moved_bytes = engine.want_each()
+            _say("moved", first_s=first_s, seconds=seconds, moved_bytes=moved_bytes)
+            wrong = engine.verify()
+            engine.detach()
+            _say("done", wrong=wrong, digest=_digest(engine))
+    except RequestRejected as error:
+        _say("failed", reason=str(error))
+        sys.exit(1)
+
+
+def _digest(engine: JobEngine) -> str:
+    """The digest of every byte, region after region."""
+    digest = xxhash.xxh3_64()
+    for region in engine.regions:
+        digest.update(region.cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def _say(event: str, **more: Any) -> None:
+    print(json.dumps({"event": event, **more}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
