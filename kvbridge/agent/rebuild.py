@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from kvbridge_proto.status import SlotCounts
 
 from ..dataplane.data_plane import DataPlane
+from ..dataplane.orders import SendSlots
 from ..dataplane.resources import StagingEndpoints
-from ..dataplane.slots import SendSlots
 from ..errors import KVBridgeError
 from ..routes.slots.receive_slots import ReceiveSlots
 from .engines import Engines

@@ -1,7 +1,7 @@
 """The data plane: the one thread that moves bytes, and owns the copier and the fabrics.
 
 The loop gives it orders, one or a few per transfer, and gets reports in the order of events (orders.py). The thread
-itself decides which chunk is sent next and whether one that lands counts (send_orders.py, receive_orders.py), so rows
+itself decides which chunk is sent next and whether one that lands counts (orders.py), so rows
 do not wait for the loop. A job is a generator (attached.py): it reads from top to bottom, and many are under way at
 once. While nothing is in flight the thread sleeps on an eventfd. Otherwise it polls, with naps between: a thread that
 spins keeps the interpreter from the loop.
@@ -56,7 +56,6 @@ from ..failpoints import failpoint
 from ..routes.choice import Connected
 from ..routes.pull.job import PullRoute
 from ..routes.slots.jobs import Jobs
-from ..routes.slots.send_orders import SendOrders
 from ..routes.slots.slot_routes import Landing
 from ..transport.fabric import Noticed
 from ..unix_socket import close_fds
@@ -76,7 +75,7 @@ from .attached import (
     WaitWrite,
 )
 from .fills import Fills
-from .receive_orders import LandedChunk, ReceiveOrders
+from .orders import LandedChunk, ReceiveOrders, SendOrders
 from .resources import Resources, StagingEndpoints
 from .threads import LINGER_NAP_S, STUCK_S, Linger, Watchdog, end_process, nap_exactly, usual_naps
 

@@ -15,7 +15,7 @@ from ..device.memory import AttachedPool
 from ..exchange.orders import Failure, Fill, Filled
 from ..geometry.plan import Part
 from .attached import AttachedMemory, Event, Job, Wait, WaitCopier, WaitMove, begun, failure_of, started
-from .receive_orders import OrderedReceive, ReceiveOrders
+from .orders import OrderedReceive, ReceiveOrders
 from .resources import Resources
 
 

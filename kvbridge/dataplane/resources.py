@@ -28,7 +28,7 @@ from ..transport.fabric import Fabric
 from ..transport.fabric_nixl import NixlFabric
 from ..transport.lock import KERNEL
 from ..transport.processes import own_process
-from .slots import SendSlot
+from .orders import SendSlot
 
 log = logging.getLogger("kvbridge.data_plane")
 

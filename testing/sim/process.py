@@ -18,7 +18,7 @@ from kvbridge.agent.doors import Doors
 from kvbridge.agent.metrics import Metrics
 from kvbridge.dataplane.attached import AttachedMemory, EngineLiveness, WaitEngineHeard, WaitFence, WaitLease
 from kvbridge.dataplane.data_plane import IDLE_S, DataPlane
-from kvbridge.dataplane.receive_orders import LandedChunk
+from kvbridge.dataplane.orders import LandedChunk, OrderedSend
 from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
 from kvbridge.device.copier import BlockCopier
 from kvbridge.device.fence import FencePage
@@ -31,7 +31,6 @@ from kvbridge.exchange.route import Rate, Site
 from kvbridge.exchange.session import Session
 from kvbridge.options import AgentConfig
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
-from kvbridge.routes.slots.send_orders import OrderedSend
 from kvbridge.states import OfferState, TransferState, WantState
 from kvbridge.transport.control import Control
 from kvbridge.transport.door import Holder

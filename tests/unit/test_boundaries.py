@@ -89,10 +89,8 @@ EVERY = (*ROOMS, *TOP)
 PURE = (
     *("kvbridge_proto", "kvbridge.cache_kinds", "kvbridge.options", "kvbridge.states"),
     *("kvbridge.geometry", "kvbridge.exchange", "kvbridge.models"),
-    *(
-        f"kvbridge.routes.{name}"
-        for name in ("halves", "pull.halves", "slots.halves", "slots.receive_slots", "slots.send_orders")
-    ),
+    *(f"kvbridge.routes.{name}" for name in ("halves", "pull.halves", "slots.halves", "slots.receive_slots")),
+    "kvbridge.dataplane.orders",
     *(f"kvbridge.proxy.{name}" for name in ("bodies", "events", "generate", "legs", "logprobs")),
 )
 IMPURE = {

@@ -30,7 +30,7 @@ from ...dataplane.attached import (
     started,
     taken_back,
 )
-from ...dataplane.receive_orders import ReceiveOrders
+from ...dataplane.orders import ReceiveOrders, SendOrders
 from ...dataplane.resources import Resources
 from ...device.copier import Moved
 from ...device.memory import AttachedPool, span_of
@@ -42,7 +42,6 @@ from ...exchange.session import EngineMemoryId
 from ...failpoints import failpoint
 from ...geometry.plan import Part
 from ..rate import fastest
-from ..slots.send_orders import SendOrders
 from ..slots.slot_routes import machines, memories
 
 log = logging.getLogger("kvbridge.data_plane")

@@ -23,7 +23,7 @@ from ...dataplane.attached import (
     started,
     taken_back,
 )
-from ...dataplane.receive_orders import LandedChunk, ReceiveOrders
+from ...dataplane.orders import LandedChunk, LeavingChunk, ReceiveOrders, SendOrders
 from ...dataplane.resources import Resources
 from ...device.copier import BlockCopier, Moved
 from ...device.staging import Span
@@ -33,7 +33,6 @@ from ...failpoints import failpoint
 from ...geometry.plan import Part
 from ...transport.fabric import WriteFailed, WriteLate
 from ..choice import SLOT_ROUTES, Connected, is_proved, prove
-from .send_orders import LeavingChunk, SendOrders
 from .slot_routes import Landing, Target
 
 log = logging.getLogger("kvbridge.data_plane")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from kvbridge_proto.peer import FabricCard, Route, SlotLease
 
 from ...dataplane.attached import Wait, WaitMove, WaitWrite
+from ...dataplane.orders import SendSlot
 from ...dataplane.resources import Resources, StagingEndpoint
-from ...dataplane.slots import SendSlot
 from ...device import driver
 from ...device.mapping import open_ipc
 from ...device.staging import Span

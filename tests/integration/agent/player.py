@@ -18,7 +18,7 @@ from kvbridge.agent.outgoing_peers import OutgoingPeers
 from kvbridge.agent.peers import IncomingPeers, Peers
 from kvbridge.agent.record import Record
 from kvbridge.agent.runners import ReceiverRunner, SenderRunner
-from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.dataplane.orders import ReceiveOrders, SendOrders
 from kvbridge.dataplane.threads import Linger
 from kvbridge.exchange.orders import ReceivingOrder, SendingOrder
 from kvbridge.exchange.route import Routed
@@ -26,7 +26,6 @@ from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session, answer, hello, welcome
 from kvbridge.routes.choice import Connected
 from kvbridge.routes.halves import sending_routes
-from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.routes.slots.slot_routes import Landing
 from kvbridge.transport.processes import Pidfds
 from kvbridge.transport.trust import Trust

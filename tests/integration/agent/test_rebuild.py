@@ -18,13 +18,8 @@ from kvbridge_proto.engine import Done, Failed
 from kvbridge_proto.status import SlotCounts
 
 from kvbridge.agent.metrics import Metrics
-from kvbridge.agent.rebuild import (
-    FEW_TIMES,
-    PAUSE_S,
-    REBUILD_AGAIN_S,
-    Rebuilder,
-)
-from kvbridge.dataplane.slots import SendSlots
+from kvbridge.agent.rebuild import FEW_TIMES, PAUSE_S, REBUILD_AGAIN_S, Rebuilder
+from kvbridge.dataplane.orders import SendSlots
 from kvbridge.device.driver import CudaError
 from kvbridge.errors import FabricError
 from kvbridge.exchange.actions import Send

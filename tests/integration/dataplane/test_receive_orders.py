@@ -6,7 +6,7 @@ import pytest
 from kvbridge_proto.engine import Failed
 from kvbridge_proto.peer import Notice, SlotLease
 
-from kvbridge.dataplane.receive_orders import LandedChunk
+from kvbridge.dataplane.orders import LandedChunk
 from kvbridge.exchange.orders import Broken, Dropped, Landed, Lend, Quiet, StopReceiving
 from tests.unit.exchange.network import Node
 from tests.unit.exchange.world import World

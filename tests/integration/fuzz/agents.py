@@ -49,7 +49,7 @@ from msgspec.structs import replace as changed
 from kvbridge.agent.doors import NoDoors
 from kvbridge.agent.peers import Peers
 from kvbridge.agent.status import transfers
-from kvbridge.dataplane.receive_orders import OrderedReceive
+from kvbridge.dataplane.orders import LeavingChunk, OrderedReceive
 from kvbridge.errors import PeerError
 from kvbridge.exchange.actions import Send
 from kvbridge.exchange.orders import Digest, Digested, FenceReached, Pull, Pulled, ReceivingOrder, SendingOrder, Watch
@@ -59,7 +59,6 @@ from kvbridge.exchange.transfer import OpenOffer
 from kvbridge.loopback.messages import number_of
 from kvbridge.routes.pull.halves import LEASE_S, OutgoingByPull
 from kvbridge.routes.slots.halves import OutgoingBySlots
-from kvbridge.routes.slots.send_orders import LeavingChunk
 from testing.halves import by_slots
 from tests.integration.agent.player import Whole, Wire
 from tests.integration.fuzz.target import Target

@@ -9,13 +9,12 @@ import pytest
 
 from kvbridge.dataplane.attached import Job, WaitCopier, WaitKernels, WaitLease, WaitMove
 from kvbridge.dataplane.data_plane import DataPlane
-from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.dataplane.orders import ReceiveOrders, SendOrders
 from kvbridge.device.copier import Compiling, Moved
 from kvbridge.errors import EngineError
 from kvbridge.exchange.orders import Pulled, Summed
 from kvbridge.routes.pull.halves import ReadLease
 from kvbridge.routes.pull.job import ENDED_WHILE_READ, MOST_AHEAD, PullRoute
-from kvbridge.routes.slots.send_orders import SendOrders
 
 WHOSE = ("incarnation", 1, "")
 

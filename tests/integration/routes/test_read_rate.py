@@ -13,13 +13,12 @@ import torch
 from kvbridge_kernels.segment import Span
 
 from kvbridge.dataplane.attached import Job, WaitMove, WaitWrite
-from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.dataplane.orders import ReceiveOrders, SendOrders
 from kvbridge.device.copier import Moved
 from kvbridge.errors import EngineError, FabricError
 from kvbridge.exchange.route import Rate
 from kvbridge.routes.pull.job import PullRoute, read_rate
 from kvbridge.routes.rate import MOST_ROUNDS, ROUNDS, SLOW_BYTES_PER_S, fastest, growing, is_slow
-from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.transport.fabric import WriteLate, Wrote
 from testing.refusals import refused
 

@@ -30,9 +30,8 @@ from kvbridge.dataplane.attached import (
     taken_back,
 )
 from kvbridge.dataplane.data_plane import GATHERING_S, DataPlane
-from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.dataplane.orders import ReceiveOrders, SendOrders, SendSlots
 from kvbridge.dataplane.resources import Resources, StagingEndpoint, StagingEndpoints
-from kvbridge.dataplane.slots import SendSlots
 from kvbridge.device.copier import Compiling, CpuBlockCopier, DeviceLost, Moved
 from kvbridge.device.staging import Staging
 from kvbridge.errors import FabricError, KVBridgeError
@@ -44,7 +43,6 @@ from kvbridge.routes.choice import Connected, pattern, prove
 from kvbridge.routes.pull.halves import ReadLease
 from kvbridge.routes.pull.job import PullRoute
 from kvbridge.routes.slots.jobs import Jobs
-from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.routes.slots.slot_routes import Landing, Target
 from kvbridge.transport.fabric import WriteFailed, WriteLate, Wrote
 from testing.fabric import LoopbackFabric, LoopbackNetwork

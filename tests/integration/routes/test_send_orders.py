@@ -8,8 +8,8 @@ import pytest
 from kvbridge_proto.engine import Failed
 from kvbridge_proto.peer import SlotLease
 
+from kvbridge.dataplane.orders import LeavingChunk, SendOrders
 from kvbridge.exchange.orders import Broken, Credit, Gathered, Progress, Quiet, SendOrder, Sent, Shipped, StopSending
-from kvbridge.routes.slots.send_orders import LeavingChunk, SendOrders
 from tests.unit.exchange.network import NOTHING
 from tests.unit.exchange.world import World
 

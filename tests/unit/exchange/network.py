@@ -34,7 +34,7 @@ from kvbridge_proto.peer import (
 from kvbridge_proto.pool import Pool
 from msgspec.structs import replace
 
-from kvbridge.dataplane.receive_orders import LandedChunk, OrderedReceive, ReceiveOrders
+from kvbridge.dataplane.orders import LandedChunk, LeavingChunk, OrderedReceive, ReceiveOrders, SendOrders
 from kvbridge.exchange.actions import Action, Ask, Notable, Reach, Send, Tell
 from kvbridge.exchange.orders import (
     Credit,
@@ -62,7 +62,6 @@ from kvbridge.exchange.transfer import OpenWant
 from kvbridge.loopback.messages import number_of
 from kvbridge.routes.halves import sending_routes
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
-from kvbridge.routes.slots.send_orders import LeavingChunk, SendOrders
 from kvbridge.states import SlotState
 from testing.halves import by_slots, make_receiver
 

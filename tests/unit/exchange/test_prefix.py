@@ -8,10 +8,9 @@ import pytest
 from kvbridge_proto.common import Blocks
 from kvbridge_proto.engine import Done, Failed
 
-from kvbridge.dataplane.receive_orders import LandedChunk
+from kvbridge.dataplane.orders import LandedChunk, LeavingChunk
 from kvbridge.exchange.block_tables import extended
 from kvbridge.geometry.plan import Part
-from kvbridge.routes.slots.send_orders import LeavingChunk
 from tests.unit.exchange.network import Node
 from tests.unit.exchange.test_shares import ranks
 from tests.unit.exchange.test_windows import FULL, LATE, blocks, hybrid, late_entries

@@ -13,11 +13,10 @@ from kvbridge_proto.peer import Goodbye
 from kvbridge_proto.pool import CodecName, Engine, Pool
 from msgspec import structs
 
-from kvbridge.dataplane.receive_orders import LandedChunk
+from kvbridge.dataplane.orders import LandedChunk, LeavingChunk
 from kvbridge.geometry.check import rescaled
 from kvbridge.geometry.plan import Part
 from kvbridge.geometry.plane_pair import PlanePair
-from kvbridge.routes.slots.send_orders import LeavingChunk
 from testing.pools import Shape, describe
 from tests.unit.exchange.network import Event, Network, Node
 

@@ -21,6 +21,7 @@ from kvbridge_proto.peer import SlotLease
 from msgspec import Struct
 from msgspec.structs import replace as changed
 
+from kvbridge.dataplane.orders import LeavingChunk, SendOrders
 from kvbridge.exchange.orders import Fill, ReceiveOrder, SendOrder
 from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.session import AttachedEngine, Session
@@ -28,7 +29,6 @@ from kvbridge.geometry.plan import Plan
 from kvbridge.geometry.tokens import BlockTable
 from kvbridge.geometry.unfilled import Filling
 from kvbridge.routes.halves import sending_routes
-from kvbridge.routes.slots.send_orders import LeavingChunk, SendOrders
 from testing.halves import by_slots
 from tests.unit.exchange.network import NOTHING, REST, Event, Network, Node
 from tests.unit.exchange.world import make_pool

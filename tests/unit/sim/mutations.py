@@ -17,10 +17,11 @@ from kvbridge.agent.outgoing_peers import OutgoingPeer, OutgoingPeers, ProbeLane
 from kvbridge.agent.peers import IncomingPeers
 from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.runners import SenderRunner
-from kvbridge.dataplane import fills, receive_orders
+from kvbridge.dataplane import fills
+from kvbridge.dataplane import orders as receive_orders
 from kvbridge.dataplane.attached import AttachedMemory, WaitEngineHeard, WaitFence
 from kvbridge.dataplane.data_plane import DataPlane
-from kvbridge.dataplane.receive_orders import ReceiveOrders
+from kvbridge.dataplane.orders import ReceiveOrders, SendOrders
 from kvbridge.dataplane.resources import StagingEndpoints
 from kvbridge.device.copier import Moved
 from kvbridge.exchange import sender
@@ -38,7 +39,6 @@ from kvbridge.routes.pull.job import PullRoute
 from kvbridge.routes.slots import jobs as slot_jobs
 from kvbridge.routes.slots.halves import IncomingBySlots, OutgoingBySlots, SlotReceiving, UnconfirmedTransfers
 from kvbridge.routes.slots.receive_slots import ReceiveSlots
-from kvbridge.routes.slots.send_orders import SendOrders
 from kvbridge.states import SlotEvent, SlotState, TransferState, WantState
 from kvbridge.transport.fabric import Wrote
 from kvbridge.transport.link import Numbered
