@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from .commands.answer import write_reasons
+from .commands.console import write_reasons
 from .extras import missing
 
 

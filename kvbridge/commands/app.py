@@ -19,7 +19,7 @@ from ..doctor.entries import check_names
 from ..errors import KVBridgeError, OperatorError
 from ..oneline import plain_lines
 from ..options import choices, defaults, flag_of, off_flag_of, options, section_of
-from .answer import write_reasons
+from .console import write_reasons
 
 USAGE = (  # these need another command line or other settings: trying again does not help
     "bad_option",

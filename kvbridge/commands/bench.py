@@ -20,8 +20,7 @@ from ..doctor.routes import why_not_here
 from ..errors import KVBridgeError, OperatorError, did_you_mean
 from ..oneline import plain
 from ..options import AgentConfig
-from .answer import write
-from .console import stdout
+from .console import stdout, write
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from ..config import FILES_OF_KEYS, Said, resolve
 from ..errors import KVBridgeError
 from ..oneline import plain
 from ..options import AgentConfig, defaults
-from .answer import write
-from .console import stdout
+from .console import stdout, write
 
 HIDDEN = "(not shown: no such file, so it may be a key itself)"
 

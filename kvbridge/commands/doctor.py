@@ -15,8 +15,7 @@ from ..doctor.finding import CheckOutcome, DoctorCheck, Finding, Subject, failed
 from ..errors import KVBridgeError, OperatorError, did_you_mean
 from ..local_agents import ask
 from ..oneline import plain
-from .answer import write
-from .console import stdout
+from .console import stdout, write
 
 STYLES = {
     CheckOutcome.OK: "green",

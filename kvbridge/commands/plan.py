@@ -25,8 +25,7 @@ from ..models.config import read
 from ..models.described import pools_of
 from ..models.engine_command import parse
 from ..oneline import plain
-from .answer import write, write_reasons
-from .console import stdout
+from .console import stdout, write, write_reasons
 
 SHOWN_CHUNKS = 8
 SLOT_BYTES = 4 << 20

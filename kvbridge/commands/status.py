@@ -13,12 +13,7 @@ from typing import Any, NoReturn
 
 import msgspec
 from kvbridge_proto.pool import Pool
-from kvbridge_proto.status import (
-    STILL_S,
-    PeerStatus,
-    SlotCounts,
-    Status,
-)
+from kvbridge_proto.status import STILL_S, PeerStatus, SlotCounts, Status
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
@@ -28,8 +23,7 @@ from rich.text import Text
 from ..errors import OperatorError
 from ..local_agents import ask, ask_pool, found, raise_any, tried
 from ..oneline import plain
-from .answer import write
-from .console import stdout
+from .console import stdout, write
 
 LABELS = "kvbridge/"  # before the name of each label
 SCREEN_S = 1.0

@@ -19,8 +19,7 @@ from ..agent.journal import belongs, followed, meant, names_beside
 from ..errors import OperatorError
 from ..local_agents import ask_trace, found, raise_any, tried
 from ..oneline import plain
-from .answer import write
-from .console import stdout
+from .console import stdout, write
 
 MOST_ROUNDS = 8  # each answer may bring other names of the request, under which more agents may know it
 MOST_LISTED = 16  # requests, where several have the id

@@ -4,30 +4,30 @@ Gathers and scatters have a stream each, so that incoming chunks do not queue be
 two, so that one launch fills the multiprocessors that the one before leaves at its end. Buffers and events are made in
 advance; a move takes one bundle of them and gives it back at its end.
 
-Small pulls are launched by `poll`, once a bundle is free: by then there may be more, with which they share launches.
-"""
+Small pulls are launched by `poll`, once a bundle is free: by then there may be more, with which they share launches."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from kvbridge_kernels.clear import warm as warm_clear
-from kvbridge_kernels.launch import ENOUGH_PROGRAMS, NotCompiled, chunks_at_once, move, warm
+from kvbridge_kernels.kernel import Kernel
+from kvbridge_kernels.launch import ENOUGH_PROGRAMS, Launch, NotCompiled, chunks_at_once, move, prepare, warm
 from kvbridge_kernels.prepared import Placed
 from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import TABLE_BYTES, Kernels, Work
 from kvbridge_proto.pool import Pool
 
+from ..device import driver
 from ..errors import EngineError, KVBridgeError
 from ..geometry.plan import Part
-from . import driver
-from .compiler import Compiler
-from .copier import DeviceLost, Moved, compared
+from .copier import Compiling, DeviceLost, Moved, compared
 from .memory import AttachedPool, PartSide, Templates
 from .small_pulls import SMALL_PULL_BYTES, SmallPull, SmallPulls
 from .staging import Staging
@@ -344,3 +344,43 @@ class GpuBlockCopier:
             tickets = (self._count,)
         self._moves.append(_GpuMove(tickets, pool, bundle, expected, has_digest, sender))
         return tickets[0]
+
+
+class Compiler:
+    """The compiler for one GPU. Only the compilation itself runs on its own thread: other moves do not wait.
+
+    Triton keeps what it compiles in a cache that outlives the process (TRITON_CACHE_DIR).
+    """
+
+    def __init__(self, gpu: driver.Gpu) -> None:
+        self._thread = ThreadPoolExecutor(1, "kvbridge-compiler", lambda: _use(gpu))
+        self._begun: dict[Kernel, Future[None]] = {}
+
+    def begin(self, launches: Sequence[Launch], work: Work) -> Compiling:
+        """Compile what these launches need, unless that is under way. Raises the error of an earlier attempt."""
+        under_way = []
+        for launch in launches:
+            begun = self._begun.get(launch.kernel)
+            if begun is not None and begun.done():
+                del self._begun[launch.kernel]
+                if (error := begun.exception()) is not None:
+                    raise error
+                continue  # compiled after the caller found it missing
+            if begun is None:
+                begun = self._begun[launch.kernel] = self._thread.submit(prepare, launch, work)
+            under_way.append(begun)
+        return Compiling(lambda: all(each.done() for each in under_way))
+
+    def call(self, compiles: Callable[[], None]) -> None:
+        """Call `compiles` on the thread, without waiting. What it raises is lost."""
+        self._thread.submit(compiles)
+
+    def close(self) -> None:
+        """Wait for the compilation under way, and begin no other. Idempotent."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _use(gpu: driver.Gpu) -> None:
+    """Use a stream of the thread's own: the launch for no tiles must not wait for another stream."""
+    torch.cuda.set_device(gpu.ordinal)
+    torch.cuda.set_stream(torch.cuda.ExternalStream(driver.new_stream(gpu), gpu.ordinal))

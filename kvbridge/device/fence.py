@@ -11,7 +11,6 @@ import mmap
 import os
 import stat
 import threading
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -85,9 +84,7 @@ class EngineFence:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

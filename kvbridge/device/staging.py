@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable
-from types import TracebackType
 from typing import Literal, Self
 
 import torch
@@ -121,9 +120,7 @@ class Staging:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

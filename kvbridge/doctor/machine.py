@@ -11,7 +11,7 @@ from ..device import driver
 from ..device.handles import SHM
 from ..errors import OperatorError
 from .finding import Finding, Subject, failed, not_here, ok, warning
-from .neighbours import lender, told
+from .neighbour import lender, told
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")

@@ -25,7 +25,7 @@ from ..loopback.processes import AgentProcess, agents
 from ..options import AgentConfig
 from ..routes.rate import SLOW_BYTES_PER_S
 from .finding import DoctorCheck, Finding, Subject, failed, not_here, ok
-from .neighbours import told
+from .neighbour import told
 
 ON_GPU: tuple[Route, ...] = ("direct", "host")
 SENDER, RECEIVER = (

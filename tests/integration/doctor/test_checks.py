@@ -24,7 +24,7 @@ from kvbridge_proto.status import Status
 from kvbridge.commands.doctor import CHECKS, looked
 from kvbridge.config import load
 from kvbridge.dataplane.resources import chosen_gpu
-from kvbridge.doctor import entries, machine, neighbours, peer, settings
+from kvbridge.doctor import entries, machine, neighbour, peer, settings
 from kvbridge.doctor.finding import CheckOutcome, Finding, Subject
 from kvbridge.doctor.routes import carried, written_by
 from kvbridge.errors import OperatorError
@@ -137,10 +137,10 @@ def test_an_engine_in_another_container_is_seen_and_so_is_its_allocator(tmp_path
 
 def test_memory_of_another_process_is_read_and_one_that_is_gone_fails(tmp_path: Path) -> None:
     assert machine.ptrace(subject(tmp_path)).outcome is CheckOutcome.OK
-    with neighbours.lender("lend") as (pid, address):
+    with neighbour.lender("lend") as (pid, address):
         pass
     with pytest.raises(OperatorError, match="No such process"):
-        neighbours.told("read", str(pid), address)
+        neighbour.told("read", str(pid), address)
 
 
 def test_a_key_that_others_may_read_fails_and_one_that_is_ours_does_not(tmp_path: Path) -> None:
