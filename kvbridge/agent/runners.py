@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -65,6 +65,26 @@ log = logging.getLogger("kvbridge.receiver")
 WARN_LATE_WRITES_S = 60.0
 KEEP_S = 1.0  # between looks for processes that need not be watched any more
 CHECK_UNREAD_S = 0.01
+# Failpoints, passed after a message was sent or told, and before what one that was heard leads to.
+SENT: Mapping[type, str] = {
+    Claim: "receiver.claim_sent",
+    Grant: "receiver.grant_sent",
+    Renew: "receiver.renewal_sent",
+    Cancel: "receiver.cancel_sent",
+    Settled: "receiver.settled_sent",
+    Done: "receiver.done_told",
+    BlockTables: "sender.tables_sent",
+    Drained: "sender.drained_sent",
+    Released: "sender.released_told",
+}
+HEARD: Mapping[type, str] = {
+    BlockTables: "receiver.tables_heard",
+    Drained: "receiver.drained_heard",
+    Claim: "sender.claim_received",
+    Cancel: "sender.cancel_received",
+    Renew: "sender.renewal_heard",
+    Settled: "sender.settled_heard",
+}
 
 
 class Sending(Protocol):
@@ -96,13 +116,13 @@ class Runner(abc.ABC):
                 match action:
                     case Send(peer=receiver, body=body):
                         self._send_to.send(receiver, body)
-                        self._sent(body)
+                        _pass(SENT, body)
                     case Tell(message=message):
                         if isinstance(message, Failed):  # its engine may look for the line at once
                             said = "code=%s %s", message.code, message.reason
                             self._record.warn("failed", *said, number=message.number)
                         self._current.tell(message)
-                        self._sent(message)
+                        _pass(SENT, message)
                     case Reach() | Ask() | WatchProcess() | Watch():
                         self._act(action)
                     case Order():
@@ -127,9 +147,11 @@ class Runner(abc.ABC):
     def _act(self, action: Reach | Ask | WatchProcess | Watch) -> None:
         """Do what only this half does."""
 
-    @abc.abstractmethod
-    def _sent(self, said: Body | ToEngine) -> None:
-        """Pass the failpoints of what has been sent."""
+
+def _pass(places: Mapping[type, str], said: Body | ToEngine) -> None:
+    """Pass the failpoint of what was sent or heard, if it has one."""
+    if (place := places.get(type(said))) is not None:
+        failpoint(place)
 
 
 class ReceiverRunner(Runner):
@@ -195,18 +217,16 @@ class ReceiverRunner(Runner):
         self.do(self.receiving.unreachable(address, code, reason, self._clock()))
 
     def from_sender(self, incarnation: str, key: str, body: OfSender) -> None:
+        _pass(HEARD, body)
         now, receiving = self._clock(), self.receiving
         match body:
             case Failing(transfer=transfer, code=code, reason=reason):
                 actions = receiving.failing(incarnation, transfer, code, reason, now, key)
             case Drained(transfer=transfer, code=code, reason=reason):
-                failpoint("receiver.drained_heard")
                 actions = receiving.drained(incarnation, transfer, code, reason, now, key)
             case Refuse(about=transfer, code=code, reasons=reasons):  # nothing is ever written for a refused claim
                 actions = receiving.drained(incarnation, transfer, code, "; ".join(reasons), now, key)
             case _:
-                if isinstance(body, BlockTables):
-                    failpoint("receiver.tables_heard")
                 actions = receiving.on_message(incarnation, body, now, key)
         self.do(actions, (body,), now)
 
@@ -259,21 +279,6 @@ class ReceiverRunner(Runner):
             case WatchProcess(process=process, incarnation=incarnation):
                 if not self._processes.watch(process):
                     log.info("no pidfd of a sender: pid=%d incarnation=%s", process.pid, incarnation)
-
-    def _sent(self, said: Body | ToEngine) -> None:
-        match said:
-            case Claim():
-                failpoint("receiver.claim_sent")
-            case Grant():
-                failpoint("receiver.grant_sent")
-            case Renew():
-                failpoint("receiver.renewal_sent")
-            case Cancel():
-                failpoint("receiver.cancel_sent")
-            case Settled():
-                failpoint("receiver.settled_sent")
-            case Done():
-                failpoint("receiver.done_told")
 
 
 class SenderRunner(Runner):
@@ -350,6 +355,7 @@ class SenderRunner(Runner):
             self._data_plane.give(Warm(parts), self._current.memory)
 
     def from_receiver(self, session: Session, body: OfReceiver) -> None:
+        _pass(HEARD, body)
         incarnation, engine = session.peer.incarnation, self._current.engine
         match body:
             case Claim() if engine is None:
@@ -357,20 +363,13 @@ class SenderRunner(Runner):
                 self.peers.send(incarnation, refuse)
             case Claim():
                 assert engine is not None
-                failpoint("sender.claim_received")
                 now = self._clock()
                 self.do(self.sending.claim(body, session, engine, now), (body,), now, session.peer.name)
             case Cancel():
-                failpoint("sender.cancel_received")
                 self.do(self.sending.cancel(incarnation, body, self._clock()))
             case Hold(rendezvous_ids=rendezvous_ids):
                 self.do(self.sending.hold(incarnation, rendezvous_ids, self._clock()))
             case _:
-                match body:
-                    case Renew():
-                        failpoint("sender.renewal_heard")
-                    case Settled():
-                        failpoint("sender.settled_heard")
                 now = self._clock()
                 self.do(self.sending.on_message(incarnation, body), (body,), now)
 
@@ -441,12 +440,3 @@ class SenderRunner(Runner):
         if (self._watched < 0 or action.fence < self._watched) and self._current.memory is not None:
             self._watched = action.fence
             self._data_plane.give(action, self._current.memory)
-
-    def _sent(self, said: Body | ToEngine) -> None:
-        match said:
-            case BlockTables():
-                failpoint("sender.tables_sent")
-            case Drained():
-                failpoint("sender.drained_sent")
-            case Released():
-                failpoint("sender.released_told")

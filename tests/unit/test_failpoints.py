@@ -13,6 +13,7 @@ import pytest
 
 from kvbridge import failpoints
 from kvbridge.adapters.engine import client
+from kvbridge.agent import runners
 from kvbridge.errors import FabricError, OperatorError
 from kvbridge.failpoints import PLACES, arm, armed, failpoint
 from testing.nursery import kvbridge
@@ -33,11 +34,12 @@ def uses() -> list[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "failpoint":
                 (name,) = node.args
-                if path.name == "client.py" and ast.unparse(name) == "place":
+                if path.name in ("client.py", "runners.py") and ast.unparse(name) == "place":
                     continue  # of one of its two tables
                 assert isinstance(name, ast.Constant), f"{path.relative_to(ROOT)}:{node.lineno}: not a plain name"
                 found.append(name.value)
-    return [*map(str, found), *client.SENT.values(), *client.HEARD.values()]
+    tables = (client.SENT, client.HEARD, runners.SENT, runners.HEARD)
+    return [*map(str, found), *(place for table in tables for place in table.values())]
 
 
 def test_every_name_is_in_the_code_once_and_in_the_table() -> None:
