@@ -24,8 +24,7 @@ from rich.progress import Progress
 
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.compat import Convertible, verdict
-from kvbridge.loopback.engine import RequestRejected
-from kvbridge.loopback.job import Job, JobEngine
+from kvbridge.loopback.engine import Job, JobEngine, RequestRejected
 from kvbridge.loopback.pools import DemoRequest, Shape, describe
 from kvbridge.loopback.processes import AGENT_START_S, AgentProcess, end
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from kvbridge.loopback.job import Job, JobEngine
+from kvbridge.loopback.engine import Job, JobEngine
 from kvbridge.loopback.pools import DemoRequest, DemoRows
 from testing.jobs import main
 

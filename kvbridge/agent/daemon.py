@@ -47,8 +47,8 @@ from ..transport.control import Control
 from ..transport.descriptors import links, raised
 from ..transport.door import MemoryDoor
 from ..transport.endpoint import check_metrics, with_key
-from ..transport.events import Settings
 from ..transport.keys import load_keys
+from ..transport.link import Settings
 from ..transport.local import LocalServer
 from ..transport.lock import Lock
 from ..transport.processes import Pidfds, Processes

@@ -19,11 +19,12 @@ from ..exchange.containers import Deadlines
 from ..exchange.route import Rate
 from ..exchange.session import AttachedEngine, EngineMemoryId, Session, accept, hello
 from ..failpoints import failpoint
+from ..geometry.compat import Convertible
+from ..routes.rate import is_slow
 from ..states import SESSION_TABLE, SessionEvent, SessionState
 from ..transport.control import Control
 from ..transport.endpoint import canonical
 from ..transport.link import Link
-from .describe import described, warn_of_route
 from .doors import Ended
 from .metrics import Metrics
 
@@ -459,3 +460,25 @@ def _accepted(link: Link, greeting: Welcome, engine: AttachedEngine) -> Session 
     if greeting.agent.incarnation != link.peer_incarnation:
         return Refuse(code="bad_welcome", reasons=("agent.incarnation: not the one on the envelope",))
     return session
+
+
+def described(session: Session) -> str:
+    return f"{route_of(session)}, {verdict_of(session)}"
+
+
+def route_of(session: Session) -> str:
+    """The route, its measured rate, and why better routes were rejected."""
+    route, why, rate = session.routed.route, session.routed.why, session.routed.rate
+    said = f" {rate.bytes_per_s / 1e9:.3g} GB/s in {rate.size_bytes >> 10} KiB" if rate else ""
+    return f"{route}{said}" + (f" ({why})" if why else "")
+
+
+def warn_of_route(name: str, session: Session) -> None:
+    rate = session.routed.rate
+    if rate is not None and is_slow(rate):
+        log.warning("slow route: peer=%s %s", name, route_of(session))
+
+
+def verdict_of(session: Session) -> str:
+    found = session.verdict
+    return "converting " + "; ".join(found.changes) if isinstance(found, Convertible) else "same on both sides"

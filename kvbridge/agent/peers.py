@@ -38,12 +38,10 @@ from ..routes.choice import NOT_CONNECTED, Connected, candidates, may_be_written
 from ..routes.slots.slot_routes import Landing
 from ..states import SessionState
 from ..transport.control import Control
-from ..transport.events import Arrived, Lost, Reached, Rejected
-from ..transport.link import Link
-from .describe import described, route_of, verdict_of, warn_of_route
+from ..transport.link import Arrived, Link, Lost, Reached, Rejected
 from .doors import Doors
 from .metrics import Metrics
-from .outgoing_peers import OutgoingPeer, OutgoingPeers
+from .outgoing_peers import OutgoingPeer, OutgoingPeers, described, route_of, verdict_of, warn_of_route
 
 log = logging.getLogger("kvbridge.peers")
 

@@ -14,8 +14,8 @@ from kvbridge_proto.engine import READERS_S, Attach, ToEngine
 
 from ..device.copier import BlockCopier, Compiling, Moved
 from ..device.fence import FencePage
+from ..device.mapping import SharedHandles
 from ..device.memory import AttachedPool
-from ..device.sharing import SharedHandles
 from ..errors import EngineError, KVBridgeError
 from ..exchange.orders import Digest, Failure, Fill, Lease, Pull, ReceiveOrder, SendOrder, StopReceiving, StopSending
 from ..exchange.session import AttachedEngine

@@ -54,7 +54,7 @@ from ..exchange.route import Rate, Site
 from ..exchange.session import EngineMemoryId
 from ..failpoints import failpoint
 from ..routes.choice import Connected
-from ..routes.pull.job import PullRoute
+from ..routes.pull.job import Fills, PullRoute
 from ..routes.slots.jobs import Jobs
 from ..routes.slots.slot_routes import Landing
 from ..transport.fabric import Noticed
@@ -74,7 +74,6 @@ from .attached import (
     WaitOnLoop,
     WaitWrite,
 )
-from .fills import Fills
 from .orders import LandedChunk, ReceiveOrders, SendOrders
 from .resources import Resources, StagingEndpoints
 from .threads import LINGER_NAP_S, STUCK_S, Linger, Watchdog, end_process, nap_exactly, usual_naps

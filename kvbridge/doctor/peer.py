@@ -16,7 +16,7 @@ from kvbridge_proto.pool import Pool
 from msgspec import structs
 
 from ..agent.daemon import trust_of
-from ..agent.describe import route_of, verdict_of
+from ..agent.outgoing_peers import route_of, verdict_of
 from ..dataplane.resources import Resources, chosen_gpu, open_resources, staging_size
 from ..device.copier import CpuBlockCopier
 from ..errors import KVBridgeError, OperatorError
@@ -29,8 +29,7 @@ from ..options import AgentConfig
 from ..routes.choice import is_proved
 from ..routes.rate import is_slow, is_too_small
 from ..transport.control import Control
-from ..transport.events import Arrived, Lost, Reached, Rejected, Settings
-from ..transport.link import Link
+from ..transport.link import Arrived, Link, Lost, Reached, Rejected, Settings
 from .entries import of_code
 from .finding import CheckOutcome, Finding, Subject, failed, not_here, ok, warning
 from .routes import nixl, why_not_here

@@ -18,8 +18,7 @@ from msgspec import structs
 
 from ..dataplane.resources import chosen_gpu
 from ..errors import OperatorError
-from ..loopback.engine import RequestRejected
-from ..loopback.job import Job, JobEngine
+from ..loopback.engine import Job, JobEngine, RequestRejected
 from ..loopback.pools import DemoRequest, Shape
 from ..loopback.processes import AgentProcess, agents
 from ..options import AgentConfig

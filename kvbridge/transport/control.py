@@ -28,9 +28,8 @@ from ..errors import OperatorError, PeerError
 from ..states import PeerLinkEvent
 from .descriptors import are_short
 from .endpoint import is_ipv6, name_in
-from .events import Arrived, Event, Lost, Reached, Rejected, Settings
 from .framed import Connection
-from .link import Link
+from .link import Arrived, Event, Link, Lost, Reached, Rejected, Settings
 from .names import Names
 from .sockets import AGAIN, DRAIN_MESSAGES, GONE, REFUSED, UP, Port
 from .trust import Trust

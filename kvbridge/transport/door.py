@@ -41,8 +41,8 @@ from ..errors import PeerError
 from ..failpoints import failpoint
 from ..unix_socket import close_fds, credentials_of
 from .framed import Connection
+from .local import Server, file_of, is_allowed
 from .lock import KERNEL, Lock
-from .unix import Server, file_of, is_allowed
 
 log = logging.getLogger("kvbridge.door")
 

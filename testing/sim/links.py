@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbridge_proto.peer import Body, Envelope, Ping, Pong
 
-from kvbridge.transport.events import Arrived, Event, Lost, Reached, Rejected
-from kvbridge.transport.link import Numbered
+from kvbridge.transport.link import Arrived, Event, Lost, Numbered, Reached, Rejected
 from kvbridge.transport.trust import Trust
 
 if TYPE_CHECKING:

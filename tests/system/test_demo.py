@@ -21,7 +21,7 @@ from demo.servers import DemoServer
 from demo.upgrade import Answer, Seen
 from demo.upgrade import conclude as conclude_upgrade
 from kvbridge.geometry.compat import check_pool
-from kvbridge.loopback.job import Job, JobEngine
+from kvbridge.loopback.engine import Job, JobEngine
 from kvbridge.loopback.pools import POISON, DemoRequest, Shape, describe, first_difference, prepare, tables
 from testing.agents import PYTHON
 

@@ -22,8 +22,7 @@ from typing import Any, Literal
 from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.status import Status
 
-from kvbridge.failpoints import VARIABLE
-from kvbridge.loopback.job import Job
+from kvbridge.loopback.engine import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
 from kvbridge.loopback.processes import BOUND, AgentProcess, end
 from kvbridge.routes.pull.halves import LEASE_S

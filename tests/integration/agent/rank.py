@@ -20,8 +20,7 @@ import torch
 from kvbridge_proto.engine import Abandon, Withdraw
 from kvbridge_proto.status import Status, StatusQuery
 
-from kvbridge.loopback.engine import RequestRejected, why
-from kvbridge.loopback.job import Job, JobEngine
+from kvbridge.loopback.engine import Job, JobEngine, RequestRejected, why
 from kvbridge.loopback.messages import number_of, offer_of, want_of
 from kvbridge.loopback.pools import POISON, DemoRequest, first_difference
 

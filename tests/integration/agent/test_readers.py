@@ -23,7 +23,7 @@ from kvbridge.adapters.engine.link import AgentLink, Over
 from kvbridge.agent.doors import LocalDoors
 from kvbridge.dataplane.attached import AttachedMemory
 from kvbridge.device.handles import export_all
-from kvbridge.device.sharing import SharedHandles
+from kvbridge.device.mapping import SharedHandles
 from kvbridge.transport.door import open_memory
 from testing.agents import OracleEngine, agent
 from testing.oracle import Shape, build

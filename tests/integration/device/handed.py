@@ -22,8 +22,8 @@ from kvbridge_proto.door import DoorCard
 from kvbridge_proto.pool import Handle
 
 from kvbridge.device.handles import export_all
+from kvbridge.device.mapping import SharedHandles
 from kvbridge.device.memory import AttachedPool, PartSide, Templates
-from kvbridge.device.sharing import SharedHandles
 from kvbridge.geometry.plan import Part, plan
 from kvbridge.geometry.shard import assign
 from kvbridge.transport.door import MemoryDoor, Shared

@@ -17,9 +17,8 @@ import torch
 from kvbridge_kernels.field import Mapped
 from kvbridge_proto.pool import Handle
 
-from kvbridge.device.mapping import PeerMappings
+from kvbridge.device.mapping import PeerMappings, SharedHandles
 from kvbridge.device.memory import AttachedPool
-from kvbridge.device.sharing import SharedHandles
 from kvbridge.errors import KVBridgeError
 from kvbridge.transport.door import Handover, open_memory
 from testing.pools import build
@@ -171,7 +170,7 @@ def test_a_missing_descriptor_leaves_none_open() -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
 def test_memory_of_another_user_is_not_shared() -> None:
     keep = (
-        "import os, sys\nfrom kvbridge_proto.pool import Handle\nfrom kvbridge.device.sharing import SharedHandles\n"
+        "import os, sys\nfrom kvbridge_proto.pool import Handle\nfrom kvbridge.device.mapping import SharedHandles\n"
         "from kvbridge.errors import KVBridgeError\nos.setuid(65534)\n"
         "try: SharedHandles.keep([Handle(region=0, kind='shm_fd', fd=0)], [int(sys.argv[1])])\n"
         "except KVBridgeError as error: print(error.code)"

@@ -29,8 +29,8 @@ from kvbridge.doctor.finding import CheckOutcome, Finding, Subject
 from kvbridge.doctor.routes import carried, written_by
 from kvbridge.errors import OperatorError
 from kvbridge.transport.control import Control
-from kvbridge.transport.events import Arrived
 from kvbridge.transport.keys import write_pair
+from kvbridge.transport.link import Arrived
 from testing.agents import AgentProcess, OracleEngine, agent
 from testing.nursery import kvbridge
 from testing.oracle import Shape, build

@@ -12,7 +12,7 @@ import sys
 from kvbridge_proto.peer import Cancel, Drained
 
 from kvbridge.transport.control import Control
-from kvbridge.transport.events import Arrived
+from kvbridge.transport.link import Arrived
 
 
 async def main(incarnation: str, listen: str, dial: str = "") -> None:

@@ -14,8 +14,7 @@ from kvbridge_proto.codec import encode
 from kvbridge_proto.peer import Body, Cancel, Envelope
 
 from kvbridge.transport.control import Control
-from kvbridge.transport.events import Event, Lost, Reached, Settings
-from kvbridge.transport.link import Link
+from kvbridge.transport.link import Event, Link, Lost, Reached, Settings
 from kvbridge.transport.trust import Trust
 from testing.nursery import PipedChild
 

@@ -12,8 +12,7 @@ import sys
 from kvbridge_proto.peer import Goodbye
 
 from kvbridge.transport.control import Control
-from kvbridge.transport.events import Arrived, Lost, Settings
-from kvbridge.transport.link import Link
+from kvbridge.transport.link import Arrived, Link, Lost, Settings
 from kvbridge.transport.trust import Trust
 
 PLACES = Trust(places=("*:*",), allow_unauthenticated=True)

@@ -17,10 +17,8 @@ from kvbridge_proto.peer import Body, Cancel, Drained, Goodbye, Hold, Ping, Refu
 from demo.processes import free_port
 from kvbridge.errors import OperatorError
 from kvbridge.transport.control import Control
-from kvbridge.transport.events import Arrived, Lost, Rejected, Settings
-from kvbridge.transport.link import Link
-from testing.proc import descriptors
-from tests.integration.transport.ears import HASTY, LOOPBACK, QUICK, Ear, cancel, envelope, remote, stranger, two
+from kvbridge.transport.link import Arrived, Lost, Rejected, Settings
+from tests.integration.transport.ears import LOOPBACK, QUICK, Ear, cancel, remote, two
 
 # What a link delivers:
 

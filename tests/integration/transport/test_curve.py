@@ -16,8 +16,8 @@ from kvbridge_proto.peer import Drained, Goodbye
 from kvbridge.errors import PeerError
 from kvbridge.transport.control import Control
 from kvbridge.transport.endpoint import with_key
-from kvbridge.transport.events import Arrived, Lost, Rejected, Settings
 from kvbridge.transport.keys import Keys
+from kvbridge.transport.link import Arrived, Lost, Rejected, Settings
 from kvbridge.transport.trust import Trust
 from kvbridge.transport.zap import MOST_CALLERS, Buckets
 from testing.proc import resident_bytes

@@ -13,7 +13,7 @@ import pytest
 from kvbridge_proto.peer import Goodbye
 
 from kvbridge.transport.control import Control
-from kvbridge.transport.events import Arrived, Lost, Settings
+from kvbridge.transport.link import Arrived, Lost, Settings
 from kvbridge.transport.names import MOST_LOOKUPS, MOST_OF_A_NAME, Names
 from kvbridge.transport.trust import Trust
 from testing.hosts import ROOT, why_not

@@ -22,8 +22,7 @@ from kvbridge.errors import PeerError
 from kvbridge.transport import control as control_module
 from kvbridge.transport.control import Control
 from kvbridge.transport.door import open_memory
-from kvbridge.transport.events import Arrived, Lost, Rejected, Settings
-from kvbridge.transport.link import Link
+from kvbridge.transport.link import Arrived, Link, Lost, Rejected, Settings
 from kvbridge.transport.sockets import DRAIN_MESSAGES, Port
 from tests.integration.transport.ears import Ear, cancel, two
 from tests.integration.transport.test_door import card_of, opened

@@ -18,8 +18,7 @@ import zmq
 
 from kvbridge.transport import descriptors
 from kvbridge.transport.control import Control
-from kvbridge.transport.events import Arrived, Event, Lost, Reached, Settings
-from kvbridge.transport.link import Link
+from kvbridge.transport.link import Arrived, Event, Link, Lost, Reached, Settings
 from tests.integration.transport.ears import LOOPBACK, ROOT, Ear, cancel, remote
 
 LONG = Settings(connect_s=600.0, grace_s=60.0)  # however busy the machine is, who is there answers in time

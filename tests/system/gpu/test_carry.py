@@ -16,7 +16,7 @@ import pytest
 from rich.progress import Progress
 
 from demo.run import PAIRS
-from kvbridge.loopback.job import Job
+from kvbridge.loopback.engine import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
 from kvbridge.loopback.processes import agents
 from testing.jobs import PairOutcome, carry

@@ -17,7 +17,6 @@ from kvbridge.agent.outgoing_peers import OutgoingPeer, OutgoingPeers, ProbeLane
 from kvbridge.agent.peers import IncomingPeers
 from kvbridge.agent.rebuild import Rebuilder
 from kvbridge.agent.runners import SenderRunner
-from kvbridge.dataplane import fills
 from kvbridge.dataplane import orders as receive_orders
 from kvbridge.dataplane.attached import AttachedMemory, WaitEngineHeard, WaitFence
 from kvbridge.dataplane.data_plane import DataPlane
@@ -33,6 +32,7 @@ from kvbridge.exchange.sender import Sender
 from kvbridge.exchange.transfer import OpenOffer, OpenWant
 from kvbridge.exchange.wants import failed
 from kvbridge.routes.pull import halves as pull_halves
+from kvbridge.routes.pull import job as fills
 from kvbridge.routes.pull import job as pull_job
 from kvbridge.routes.pull.halves import LEASE_S, IncomingByPull, OutgoingByPull, ReadLease
 from kvbridge.routes.pull.job import PullRoute

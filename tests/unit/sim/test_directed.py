@@ -13,7 +13,7 @@ from kvbridge_proto.peer import Ping
 
 from kvbridge.dataplane.attached import AttachedMemory
 from kvbridge.loopback.messages import offer_of
-from kvbridge.transport.events import Event, Lost
+from kvbridge.transport.link import Event, Lost
 from testing.sim.run import play, prepared
 from testing.sim.scenario import OF_MESSAGES, Fault, FaultKind, make
 from testing.sim.world import ScenarioOutcome, World
