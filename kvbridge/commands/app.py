@@ -474,55 +474,45 @@ def keygen(
         run(path, name)
 
 
+PREFILL = typer.Option(
+    metavar="ENGINE",
+    help="An engine that prefills: vllm=http://HOST:PORT or sglang=http://HOST:PORT, where ,bootstrap=PORT may follow: "
+    "the port of its bootstrap server (default 8998). May be repeated.",
+)
+DECODE = typer.Option(
+    metavar="ENGINE",
+    help="An engine that decodes: vllm=http://HOST:PORT or sglang=http://HOST:PORT. May be repeated.",
+)
+ENGINES = typer.Option(
+    help="Instead of both, a file with a line per engine, such as `prefill vllm=http://10.0.0.1:8000`. SIGHUP reads it "
+    "again: an engine that is no longer listed gets nothing new, and finishes what it has."
+)
+LISTEN = typer.Option(help="Where clients connect, HOST:PORT. It does not authenticate them.")
+PREFILL_TIMEOUT = typer.Option(
+    "--prefill-timeout-s", min=0.1, metavar=SECONDS, help="How long a prefill engine may take."
+)
+ANSWER_TIMEOUT = typer.Option(
+    "--answer-timeout-s",
+    min=0.1,
+    metavar=SECONDS,
+    help="How long a decode engine may take for an answer, or be silent in a stream.",
+)
+NO_FALLBACK = typer.Option(
+    "--no-decode-fallback",
+    help="Fail a prompt that no prefill engine can prefill. By default a vLLM decode engine computes it.",
+)
+LOG_LEVEL = typer.Option(help="The lowest that is logged: debug, info, warning, error.", metavar="LEVEL")
+
+
 def proxy(
-    prefill: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ENGINE",
-            help="An engine that prefills: vllm=http://HOST:PORT or sglang=http://HOST:PORT, where ,bootstrap=PORT may "
-            "follow: the port of its bootstrap server (default 8998). May be repeated.",
-        ),
-    ] = None,
-    decode: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ENGINE",
-            help="An engine that decodes: vllm=http://HOST:PORT or sglang=http://HOST:PORT. May be repeated.",
-        ),
-    ] = None,
-    engines: Annotated[
-        Path | None,
-        typer.Option(
-            help="Instead of both, a file with a line per engine, such as `prefill vllm=http://10.0.0.1:8000`. SIGHUP "
-            "reads it again: an engine that is no longer listed gets nothing new, and finishes what it has."
-        ),
-    ] = None,
-    listen: Annotated[str, typer.Option(help="Where clients connect, HOST:PORT. It does not authenticate them.")] = (
-        "127.0.0.1:8080"
-    ),
-    prefill_timeout_s: Annotated[
-        float,
-        typer.Option("--prefill-timeout-s", min=0.1, metavar=SECONDS, help="How long a prefill engine may take."),
-    ] = 300,
-    answer_timeout_s: Annotated[
-        float,
-        typer.Option(
-            "--answer-timeout-s",
-            min=0.1,
-            metavar=SECONDS,
-            help="How long a decode engine may take for an answer, or be silent in a stream.",
-        ),
-    ] = 600,
-    no_decode_fallback: Annotated[
-        bool,
-        typer.Option(
-            "--no-decode-fallback",
-            help="Fail a prompt that no prefill engine can prefill. By default a vLLM decode engine computes it.",
-        ),
-    ] = False,
-    log_level: Annotated[
-        LogLevel, typer.Option(help="The lowest that is logged: debug, info, warning, error.", metavar="LEVEL")
-    ] = LogLevel.INFO,
+    prefill: Annotated[list[str] | None, PREFILL] = None,
+    decode: Annotated[list[str] | None, DECODE] = None,
+    engines: Annotated[Path | None, ENGINES] = None,
+    listen: Annotated[str, LISTEN] = "127.0.0.1:8080",
+    prefill_timeout_s: Annotated[float, PREFILL_TIMEOUT] = 300,
+    answer_timeout_s: Annotated[float, ANSWER_TIMEOUT] = 600,
+    no_decode_fallback: Annotated[bool, NO_FALLBACK] = False,
+    log_level: Annotated[LogLevel, LOG_LEVEL] = LogLevel.INFO,
 ) -> None:
     """Route OpenAI completions and chats, and SGLang's /generate, to pairs of engines: any of vLLM and SGLang.
 
