@@ -496,19 +496,7 @@ def _named(descriptor: bytes) -> str:
 
 def _errors(nixl: Any) -> tuple[type[Exception], ...]:
     """All exceptions that NIXL's bindings raise; they have no base class of their own."""
-    return (
-        nixl.nixlBackendError,
-        nixl.nixlCancelledError,
-        nixl.nixlInvalidParamError,
-        nixl.nixlMismatchError,
-        nixl.nixlNotAllowedError,
-        nixl.nixlNotFoundError,
-        nixl.nixlNotPostedError,
-        nixl.nixlNotSupportedError,
-        nixl.nixlRemoteDisconnectError,
-        nixl.nixlRepostActiveError,
-        nixl.nixlUnknownError,
-    )
+    return tuple(each for each in vars(nixl).values() if isinstance(each, type) and issubclass(each, Exception))
 
 
 def _text(error: Exception) -> str:
