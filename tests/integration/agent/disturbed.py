@@ -22,12 +22,12 @@ from typing import Any, Literal
 from kvbridge_proto.engine import READERS_S
 from kvbridge_proto.status import Status
 
+from kvbridge.failpoints import VARIABLE
 from kvbridge.loopback.engine import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
-from kvbridge.loopback.processes import BOUND, AgentProcess, end
 from kvbridge.routes.pull.halves import LEASE_S
 from testing.agents import is_at_rest
-from testing.jobs import EngineProcess
+from testing.nursery import nursery
 from tests.integration.agent.rank import CALM_S, GONE, SEEDS
 from tests.system.faults.processes import Agent, Engine
 

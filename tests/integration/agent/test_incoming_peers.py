@@ -14,7 +14,16 @@ from kvbridge_proto.common import Rank
 from kvbridge_proto.peer import PROBE_LANES, Cancel, Drained, Goodbye, Grant, Hello, Refuse, Settled, SlotLease, Welcome
 
 from kvbridge.agent.peers import MOST_GREETINGS, PROOF_TURN_S
-from tests.integration.agent.player import Player, Wire, greeting, met, replace_struct, settle, welcomed
+from kvbridge.dataplane.attached import Job, WaitWrite
+from kvbridge.dataplane.data_plane import DataPlane
+from kvbridge.dataplane.orders import ReceiveOrders, SendOrders
+from kvbridge.errors import FabricError
+from kvbridge.exchange.route import Routed
+from kvbridge.routes.choice import Connected
+from kvbridge.routes.rate import PROBE_S
+from kvbridge.routes.slots.jobs import Jobs
+from kvbridge.routes.slots.slot_routes import Landing
+from tests.integration.agent.player import Player, Wire, greeting, joined, met, replace_struct, settle, welcomed
 from tests.integration.fuzz.agents import CLAIM
 from tests.integration.routes.test_routes import Agents
 from tests.unit.exchange.world import World

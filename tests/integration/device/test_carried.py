@@ -13,8 +13,9 @@ from kvbridge_kernels.segment import Span
 from kvbridge_kernels.tables import Work
 from kvbridge_proto.pool import Plane, Pool, Step
 
-from kvbridge.device.memory import PartSide, Templates
-from kvbridge.geometry.plan import Part
+from kvbridge.device.memory import PartSide, Templates, runs
+from kvbridge.errors import EngineError
+from kvbridge.geometry.plan import Move, Part
 from testing.carried import OnCpu, carried
 from testing.matrix import ROWS, Case
 from testing.oracle import LAYOUTS, POISON, Held, Shape, build, describe, mla

@@ -17,8 +17,9 @@ from kvbridge_proto.peer import Body, Cancel, Drained, Goodbye, Hold, Ping, Refu
 from demo.processes import free_port
 from kvbridge.errors import OperatorError
 from kvbridge.transport.control import Control
-from kvbridge.transport.link import Arrived, Lost, Rejected, Settings
-from tests.integration.transport.ears import LOOPBACK, QUICK, Ear, cancel, remote, two
+from kvbridge.transport.link import Arrived, Link, Lost, Rejected, Settings
+from testing.proc import descriptors
+from tests.integration.transport.ears import HASTY, LOOPBACK, QUICK, Ear, cancel, envelope, remote, stranger, two
 
 # What a link delivers:
 

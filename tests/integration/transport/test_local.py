@@ -23,8 +23,7 @@ from kvbridge_proto.status import StatusQuery
 
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.errors import OperatorError
-from kvbridge.transport.local import MAX_CONNECTIONS, LocalConnection, LocalServer
-from kvbridge.transport.unix import is_allowed
+from kvbridge.transport.local import MAX_CONNECTIONS, LocalConnection, LocalServer, is_allowed
 from kvbridge.unix_socket import close_fds
 from testing.proc import descriptors
 from testing.refusals import refused
