@@ -6,7 +6,9 @@ import signal
 import sys
 
 from .commands.console import write_reasons
-from .extras import missing
+
+EXTRAS = {"aiohttp": "proxy", "opentelemetry": "otel"}
+EXTRA = "this needs the packages of the {0}: pip install 'kvbridge[{0}]' (missing: {1})"
 
 
 def main() -> None:
@@ -31,6 +33,14 @@ def main() -> None:
         if sys.argv[1:2] == ["plan"] and "--json" in sys.argv:
             write_reasons(code="missing_package", reasons=[reason])
         sys.exit(reason)
+
+
+def missing(error: ModuleNotFoundError) -> str:
+    """The message for the operator. Raises the error again if a module of ours is missing: that is a bug."""
+    if error.name is None or error.name.partition(".")[0].startswith("kvbridge"):
+        raise error
+    extra = EXTRAS.get(error.name.partition(".")[0], "agent")
+    return f"kvbridge: {EXTRA.format(extra, error.name)}"
 
 
 if __name__ == "__main__":

@@ -15,19 +15,7 @@ import msgspec
 
 from ..errors import EngineError
 from ..oneline import plain
-from .bodies import (
-    CHAT,
-    COMPLETIONS,
-    GENERATE,
-    MESSAGES,
-    OF_VLLM,
-    Body,
-    ClientError,
-    PromptAsk,
-    encode,
-    parse,
-    pieces,
-)
+from .bodies import CHAT, COMPLETIONS, GENERATE, MESSAGES, OF_VLLM, Body, ClientError, PromptAsk, encode, parse, pieces
 from .events import DONE, ERROR_EVENT, Events, StreamEvent, is_end
 from .fleet import Backend, Fleet, LegFailed, NoEngine, Role, Waits, bounded
 from .generate import Answering

@@ -52,7 +52,6 @@ ROOMS = {
     "kvbridge.failpoints": Room({"kvbridge.errors"}),
     "kvbridge.options": Room({"kvbridge_proto"}, {"msgspec"}),
     "kvbridge.config": Room({"kvbridge_proto", "kvbridge.errors", "kvbridge.options"}, {"msgspec"}),
-    "kvbridge.extras": Room(),
     "kvbridge.local_agents": Room(
         {"kvbridge_proto", "kvbridge.errors", "kvbridge.options", "kvbridge.config"}, {"msgspec"}
     ),
