@@ -86,7 +86,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         self.rooms = Rooms()
         self.queue = queue
         self._is_decoder = disaggregation_mode == DisaggregationMode.DECODE
-        self._owners: dict[int, Any] = {}  # of open offers and wants, by number: senders and receivers
+        self.owners: dict[int, Any] = {}  # senders and receivers, by the numbers of their offers and wants: see `ended`
         self._weights = weights_name(get_serving().weight_version)
         self.weights_changes = 0
         self.gives_up_at_once = False  # whether prompts are not held: a flush waits for their end
@@ -112,9 +112,9 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         if self.attn_cp_size > 1 and self.enable_all_cp_ranks_for_transfer:
             reason = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER: on, must be off"
             raise OperatorError("context_parallel_unsupported", reason)
-        is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
-        _thread("kvbridge-control", lambda: self._serve(self._hear_prefill if is_prefill else self._hear_decode))
-        if is_prefill:
+        hear = self._hear_decode if self._is_decoder else self._hear_prefill
+        _thread("kvbridge-control", lambda: self._serve(hear))
+        if not self._is_decoder:
             _thread("kvbridge-registry", self._keep_registered)
         else:
             self.prefill_info_table: Any = PrefillServers()
@@ -132,7 +132,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         name = self.options.model_name or model_name(self.queue.scheduler.server_args.model_path)
         ids = {"model_name": name, "engine_id": self._engine_id, "weights": self._weights}
         ids |= {"draft": self.options.draft_name}
-        memory = describe(self.queue, self._shard, is_decoder=self._is_decoder, replica=_replica(), **ids)
+        memory = describe(self.queue, self._shard, is_decoder=self._is_decoder, replica=self._replica, **ids)
         path = self.options.socket_of(_local_rank(), int(get_device().gpu_id or 0))
         options = self.options
         client = EngineClient(path, agent_uids=options.agent_uids, allow_unwatched=options.allow_unwatched)
@@ -176,7 +176,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         except EngineError as error:
             return f"{error.code}: {error}"
         self.talk = None
-        self._owners.clear()
+        self.owners.clear()
         return ""
 
     def deregister_buffer_to_engine(self) -> None:
@@ -207,7 +207,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         talk, end = self.talk, time.monotonic() + READERS_S
         if talk is None:
             return
-        offers = [number for number, owner in self._owners.items() if owner.is_whole]
+        offers = [number for number, owner in self.owners.items() if owner.is_whole]
         talk.send(Release())
         while any(map(talk.is_open, offers)) and (left := end - time.monotonic()) > 0:
             talk.rest(min(left, IDLE_REST_S))
@@ -226,12 +226,8 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             heard = self.talk.turn()
         self._look_at = time.monotonic() + TURN_S
         for each in heard:
-            if isinstance(each, Ended) and (owner := self._owners.pop(each.number, None)) is not None:
+            if isinstance(each, Ended) and (owner := self.owners.pop(each.number, None)) is not None:
                 owner.ended = each
-
-    def own(self, number: int, owner: Any) -> None:
-        """Tell this sender or receiver, in its `ended`, how its offer or want of this number ends."""
-        self._owners[number] = owner
 
     def mark_free(self) -> int:
         """A want's fence, behind the steps under way: these may still write the pages of a finished request."""
@@ -417,7 +413,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         Only our own agent writes our pages, so we need no acknowledgement from remote ranks.
         """
         self.look()
-        return all(owner.bootstrap_room != bootstrap_room for owner in self._owners.values())
+        return all(owner.bootstrap_room != bootstrap_room for owner in self.owners.values())
 
     # Who is where:
 

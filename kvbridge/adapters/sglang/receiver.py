@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvbridge_proto.common import Blocks
@@ -20,8 +20,6 @@ from .manager import KVBridgeManager, attempt, is_foreign
 from .messages import Asked, Row, pack
 from .rooms import OTHER_PROMPT
 from .servers import RankAnswer, ranks, why_no_server
-
-log = logging.getLogger("sglang.srt.disaggregation.kvbridge")
 
 LIKELY = drafts.PROBABILITIES  # zeros where nobody has drafted: the likeliest tokens' never are
 AGENT_S = 10.0  # how long a request waits for an agent that is away
@@ -106,23 +104,20 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     def init(self, prefill_dp_rank: int) -> None:
         """Which replica prefills is known. It stays `Bootstrapping` until its ranks are known as well."""
         self._replica = prefill_dp_rank
-        self._begin()
+        self._guard("no way to the prefill server", self._begin)
 
     def _begin(self) -> None:
-        replica = self._replica
-        assert replica is not None
         if self._has_failed or self.conclude_state is not None:
             self._replica = None
-            return
-        try:
-            if self._lacks_ranks() and self._is_asking_ranks():
-                return
-            self._replica = None
+        elif not (self._lacks_ranks() and self._is_asking_ranks()):
+            replica, self._replica = self._replica, None
             super().init(replica)
-        except Exception as error:  # the scheduler's thread: an exception would end the server
-            self._replica = None
-            log.exception("bootstrap_room %s: no way to the prefill server", self.bootstrap_room)
-            self._fail(f"no way to the prefill server: {error}")
+
+    def _guard(self, failure: str, act: Callable[[], None]) -> None:
+        """An error in `act` fails the request."""
+        _, reason = attempt(self, failure, lambda _: act())
+        if reason:
+            self._fail(reason)
 
     def _lacks_ranks(self) -> bool:
         """Whether SGLang would ask where the prefill server's ranks are."""
@@ -169,17 +164,13 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         """The pages are allocated: ask the prefill server to begin, and our agent to fetch."""
         if self.conclude_state is not None or self._has_failed:
             return
-        try:
-            if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
-                return self._fail("only pages on the device can be written")
-            self._aux_index = -1 if aux_index is None else aux_index
-            self._first_token = decode_prefix_len or 0
-            self._pages, self._states = kv_indices.tolist(), state_indices
-            self.init_time = time.time()
-            self._ask_soon()
-        except Exception as error:  # as above
-            log.exception("bootstrap_room %s: not asked for", self.bootstrap_room)
-            self._fail(f"not asked for: {type(error).__name__}: {error}")
+        if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+            return self._fail("only pages on the device can be written")
+        self._aux_index = -1 if aux_index is None else aux_index
+        self._first_token = decode_prefix_len or 0
+        self._pages, self._states = kv_indices.tolist(), state_indices
+        self.init_time = time.time()
+        self._guard("not asked for", self._ask_soon)
 
     def _ask_soon(self) -> None:
         """Ask once both sides have agents. Fails the request if that takes longer than AGENT_S."""
@@ -198,7 +189,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
 
     def _lacks_theirs(self) -> str:
         """Why the prefill server's agents are not known, or "". Asks its bootstrap server again every LOOK_AGAIN_S."""
-        if self._agents():
+        if self._agent():
             return ""
         if self._replica is None and self.kv_mgr.may_ask_again(self.bootstrap_addr, LOOK_AGAIN_S):
             self._replica = self.prefill_dp_rank
@@ -206,17 +197,18 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             self._replica = None
             self.invalidate_cached_bootstrap_infos()
             self._setup_bootstrap_infos()
-        return "" if self._agents() else f"the prefill server at {self.bootstrap_addr} has no agent"
+        return "" if self._agent() else f"the prefill server at {self.bootstrap_addr} has no agent"
 
     @property
     def _has_failed(self) -> bool:
         """Whether the status says so. Another thread may have set it."""
         return bool(self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Failed)
 
-    def _agents(self) -> list[str]:
+    def _agent(self) -> str:
+        """The address of one of the prefill server's agents, "" if none is known."""
         if self._prefilled is not None:
-            return [self._prefilled[0].sender]
-        return [info["agent"] for info in self.bootstrap_infos or () if info["agent"]]
+            return self._prefilled[0].sender
+        return next((info["agent"] for info in self.bootstrap_infos or () if info["agent"]), "")
 
     def _ask(self, pages: list[int], first: int) -> None:
         manager, talk, room = self.kv_mgr, self.kv_mgr.talk, self.bootstrap_room
@@ -238,7 +230,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self._is_wanted = True
         page = manager.kv_args.page_size
         want = replace(
-            self._expected or self._nothing(rendezvous(room, self._prompt), self._agents()[0]),
+            self._expected or self._nothing(rendezvous(room, self._prompt), self._agent()),
             first_token=first,
             end_token=first + self._tokens,
             blocks=(Blocks(0, first // page, tuple(pages)), *window) if pages else (),
@@ -250,7 +242,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         )
         if self._tokens:
             self._number = want.number
-            manager.own(want.number, self)
+            manager.owners[want.number] = self
         self._expected = None
         talk.want(want)
 
@@ -258,13 +250,9 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         manager = self.kv_mgr
         manager.look()
         if self._replica is not None and self._pages is None:
-            self._begin()
+            self._guard("no way to the prefill server", self._begin)
         if self.conclude_state is None and (self._is_wanted or self._pages is not None):
-            try:
-                self._advance()
-            except Exception as error:  # as above
-                log.exception("bootstrap_room %s", self.bootstrap_room)
-                self._fail(f"{type(error).__name__}: {error}")
+            self._guard("not received", self._advance)
         status = super()._poll()
         if status == KVPoll.Failed:
             self._abandon("the request has failed")

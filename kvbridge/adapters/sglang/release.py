@@ -48,7 +48,9 @@ def _release(original: Callable[..., Any], updater: Any, asked: Any) -> Any:
         manager.register_buffer_to_engine()
         reason = next(filter(None, reasons))
         log.error("memory is not released: %s", reason)
-        return _answer(reason)
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
+        return ReleaseMemoryOccupationReqOutput(rid=reason)
     return original(updater, asked)
 
 
@@ -82,12 +84,6 @@ def gathered(group: Any, reason: str) -> list[str]:
     each = [torch.empty_like(ours) for _ in range(group.size())]
     group.allgather([each], [ours]).wait()
     return [bytes(said.tolist()).rstrip(b"\0").decode(errors="replace") for said in each]
-
-
-def _answer(reason: str) -> Any:
-    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
-
-    return ReleaseMemoryOccupationReqOutput(rid=reason)
 
 
 # In the tokenizer's:

@@ -112,7 +112,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             return self._fail(reason)
         if is_new := not self._number:
             self._number, self._was_offered = talk.new_number(), True
-            manager.own(self._number, self)
+            manager.owners[self._number] = self
         page = manager.kv_args.page_size
         blocks = (Blocks(0, self._tokens // page, tuple(pages)),) if pages else ()
         talk.offer(

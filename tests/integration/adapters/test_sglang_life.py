@@ -104,7 +104,7 @@ def manager(role: str) -> Any:
 
     made = object.__new__(KVBridgeManager)
     made.rooms, made.talk, made.told = Rooms(), Talk(), []
-    made._owners, made._look_at = {}, 0.0
+    made.owners, made._look_at = {}, 0.0
     made._weights, made.next_weights, made.weights_changes = "default", "", 0
     made.gives_up_at_once, made._questions, made._met = False, Questions(), set()
     made._status_lock, made._routes, made.prefill_info_table = threading.Lock(), {}, {ADDRESS: object()}
@@ -207,7 +207,7 @@ def test_a_prompt_in_chunks_is_one_offer_and_over_when_all_have_read_it(prefill:
     prefill.talk.end("offer")
     assert listen(prefill, made) == SUCCESS
     made.clear()
-    assert not prefill.rooms.owned() and not prefill.request_status and not prefill._owners
+    assert not prefill.rooms.owned() and not prefill.request_status and not prefill.owners
 
 
 def test_a_prompt_that_another_engine_fetches_is_computed_without_being_asked_for(prefill: Any) -> None:
@@ -418,7 +418,7 @@ def test_a_request_has_succeeded_when_its_kv_is_there_and_then_its_row(decode: A
     decode.talk.end("want")
     assert listen(decode, made) == SUCCESS and decode.kv_args.row[4:].tobytes() == b"rows"
     made.clear()
-    assert not decode.rooms.owned() and not decode.request_status and not decode._owners
+    assert not decode.rooms.owned() and not decode.request_status and not decode.owners
 
 
 def test_a_prefix_that_is_the_whole_prompt_needs_the_row_alone(decode: Any) -> None:
@@ -593,7 +593,7 @@ def test_another_engines_prompt_is_fetched_where_the_router_says_and_goes_on_wit
         and decode.queue.metadata_buffers.output_ids[1][0] == 5
     )
     made.clear()
-    assert not decode.rooms.owned() and not decode.request_status and not decode._owners
+    assert not decode.rooms.owned() and not decode.request_status and not decode.owners
 
 
 @pytest.mark.proves("G9", "T9")
