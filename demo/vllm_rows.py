@@ -35,11 +35,13 @@ def read_rows(worker: Any, ids: Sequence[Sequence[int]], first: int, end: int) -
 
     config, runner = worker.vllm_config, worker.model_runner
     layers = config.compilation_config.static_forward_context
-    caches = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
+    caches = {name: pages_of(layer.kv_cache) for name, layer in layers.items() if hasattr(layer, "kv_cache")}
     shard = shard_of(config)
     memory = describe(caches, config, runner.kv_cache_config, shard, model_name="any", engine_id="any")
     found: dict[str, Part] = {}
     for plane in memory.pool.planes:
+        if memory.pool.groups[plane.group].kind == "state":
+            continue  # it is of one moment
         storage = memory.storages[plane.region]
         region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         group = memory.pool.groups[plane.group]
@@ -55,6 +57,19 @@ def read_rows(worker: Any, ids: Sequence[Sequence[int]], first: int, end: int) -
         rows[:, tokens < Kept(block_tokens, group.kind, group.window).first(end + LATER)] = 0
         found[f"{plane.layer}.{plane.part}"] = (plane.first_head, plane.total_heads, codec, rows)
     return found
+
+
+def pages_of(cache: Any) -> Any:
+    """A layer's tensor as connectors are handed it: a layer with a state keeps only views of its pages."""
+    import torch
+
+    if not isinstance(cache, tuple):
+        return cache
+    first, size = cache[0], sum(view[0].numel() * view.element_size() for view in cache)
+    whole = torch.empty(0, dtype=torch.int8, device=first.device).set_(first.untyped_storage())
+    stride = first.stride(0) * first.element_size()
+    shape, offset = (len(first), 1, 1, size), first.storage_offset() * first.element_size()
+    return whole.as_strided(shape, (stride, size, size, 1), offset)
 
 
 def _places(axis: Any) -> np.ndarray:

@@ -230,19 +230,14 @@ def lost_windows() -> Iterator[Case]:
 
 
 def states() -> Iterator[Case]:
+    whole = replace(GQA, layers=3, kinds=STATE, window=WINDOW)
     for ranks, block in itertools.product((1, 2), BLOCKS):
         kept: tuple[CodecName, ...] = ("bf16", "fp32")
         for number, codec in enumerate(kept):
-            receiver = replace(
-                GQA, layers=3, kinds=STATE, window=WINDOW, tp_size=ranks, codec=codec, block_tokens=block
-            )
+            receiver = replace(whole, tp_size=ranks, codec=codec, block_tokens=block)
             yield case(replace(receiver, codec="bf16", block_tokens=48, group_tokens={"state": 64}), receiver, number)
-
-
-def cut_states() -> Iterator[Case]:
-    sender = replace(GQA, layers=3, kinds=STATE, window=WINDOW)
-    yield case(sender, replace(sender, tp_size=2))
-    yield case(replace(sender, tp_size=4), replace(sender, tp_size=2))
+    for ours, theirs in itertools.permutations((1, 2, 4), 2):
+        yield case(replace(whole, tp_size=ours), replace(whole, tp_size=theirs, layout="hnd"))
 
 
 def block_scales() -> Iterator[Case]:
@@ -334,7 +329,7 @@ def mixed(axes: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
                 window=WINDOW if "sliding" in kinds else 0,
                 layout="hnd" if layout == "cpu_vec" and codec in ROW_SCALED else layout,
                 block_tokens=chosen[f"{side}_block_tokens"],
-                tp_size=chosen["sender_tp_size" if has_state else f"{side}_tp_size"],
+                tp_size=chosen[f"{side}_tp_size"],
                 pp_size=len(split),
                 pp_layers=split,
                 codec=codec,
@@ -419,8 +414,7 @@ ROWS = (
     Row("windows", "Sliding and chunked windows, alone or beside full attention; from full attention too", windows),
     Row("odd windows", "A window on the sending side in blocks that are no multiple of the receiver's", odd_windows),
     Row("lost windows", "A window on the sending side, all tokens on the receiving side", lost_windows),
-    Row("states", "States of Mamba layers, equal tensor parallel sizes, other block sizes and dtypes", states),
-    Row("cut states", "States of Mamba layers, other tensor parallel sizes", cut_states),
+    Row("states", "Recurrent states, any tensor parallel sizes, block sizes, layouts and dtypes", states, True),
     Row("drafts", "A sender with a draft model that the receiver does not have", drafts),
     Row("more drafts", "A receiver with a draft model that the sender does not have: its rows are zeros", more_drafts),
     Row("more layers", "A receiver with a layer of the model itself that the sender does not have", more_layers),

@@ -15,12 +15,16 @@ from kvbridge.models.engine_command import parse
 
 
 def told(pool: Pool) -> tuple[Any, ...]:
-    """What decides whether a pair is carried: layers, heads, rows, and which tokens are kept in which blocks."""
+    """What decides whether a pair is carried: layers, heads, rows, and which tokens are kept in which blocks.
+
+    Beside states only the engine knows the blocks, and they decide nothing.
+    """
+    has_states = any(group.kind == "state" for group in pool.groups)
     planes = {
         (plane.layer, plane.part): (
             *(plane.first_head, plane.heads, plane.total_heads, plane.codec.name, plane.codec.width),
             *(plane.codec.row_bytes, pool.groups[plane.group].kind, pool.groups[plane.group].window),
-            *(pool.groups[plane.group].block_tokens, pool.groups[plane.group].begins_inside),
+            *(not has_states and pool.groups[plane.group].block_tokens, pool.groups[plane.group].begins_inside),
         )
         for plane in pool.planes
     }

@@ -30,8 +30,9 @@ from kvbridge.geometry.wire import EIGHT_BITS
 
 POISON = 0xA5
 PARTS = ("k", "v")
-STATES = ("conv", "ssm")
-STATE_WIDTHS = {"conv": 24, "ssm": 80}  # of all ranks together
+# The pieces of a state, in the order of a block: heads in all, numbers of each head. Every rank has the only head of b.
+STATES = {"conv_x": (4, 6), "conv_b": (1, 6), "state": (4, 20)}
+CONV_ROWS = 3  # of a convolution's numbers
 ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}  # all others: 1
 # Codecs whose rows have fewer bytes than numbers, or more.
 ROW_BYTES: dict[str, int] = {"fp8_ds_mla": 656, "fp8_ds_v4": 576, "fp8_ds_v41": 528, "nvfp4_ds_mla": 352}
@@ -330,15 +331,21 @@ class _Planes:
             offset += page * len(heads) * codec.row_bytes
 
     def _state(self, layer: int) -> None:
-        """One row of each part per block. Each rank has its own part of the state."""
+        """One row of each part per block. The convolution is rows of all channels, or the reverse where heads are."""
         shape = self._shape
         name: CodecName = shape.codec if shape.codec in ELEMENT_BYTES else "bf16"
-        element_bytes = ELEMENT_BYTES[name]
-        widths = {part: width // shape.tp_size for part, width in STATE_WIDTHS.items()}
-        block = sum(widths.values()) * element_bytes + shape.pad_bytes
-        offset = shape.pad_bytes
-        for part in STATES:
-            width = widths[part]
+        size = ELEMENT_BYTES[name]
+        held = {part: split(heads, self._tp_rank, shape.tp_size) for part, (heads, _) in STATES.items()}
+        block = sum(len(held[part]) * width for part, (_, width) in STATES.items()) * size + shape.pad_bytes
+        channels = sum(len(held[part]) * STATES[part][1] for part in ("conv_x", "conv_b")) // CONV_ROWS
+        row, channel = (size, CONV_ROWS * size) if "hnd" in shape.layout else (channels * size, size)
+        offset = begin = shape.pad_bytes
+        for part, (total, width) in STATES.items():
+            each = width // CONV_ROWS
+            axis: tuple[Step, ...] = (Step(CONV_ROWS, row), Step(each, channel))
+            stride = each * channel
+            if part == "state":
+                axis, stride, offset = (Step(width, size),), width * size, begin + channels * CONV_ROWS * size
             self._planes.append(
                 Plane(
                     layer=layer,
@@ -348,15 +355,15 @@ class _Planes:
                     offset=offset,
                     block_stride=block,
                     token_axis=(Step(1, 0),),
-                    head_stride=width * element_bytes,
-                    element_axis=(Step(width, element_bytes),),
-                    first_head=self._tp_rank,
-                    heads=1,
-                    total_heads=shape.tp_size,
-                    codec=Codec(name=name, width=width, element_bytes=element_bytes, row_bytes=width * element_bytes),
+                    head_stride=stride,
+                    element_axis=axis,
+                    first_head=held[part].start,
+                    heads=len(held[part]),
+                    total_heads=total,
+                    codec=Codec(name=name, width=width, element_bytes=size, row_bytes=width * size),
                 )
             )
-            offset += width * element_bytes
+            offset += len(held[part]) * stride
 
     def _region(self, layer: int, part: str, size: int) -> int:
         region = self._regions.setdefault((layer, part), len(self._regions))

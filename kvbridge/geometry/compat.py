@@ -196,12 +196,9 @@ def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
                 needs = NO_REUSE if receiver.engine.kind == "vllm" else MULTIPLE
                 said = _block(kept, sender.shard), _block(wanted, receiver.shard)
                 yield Difference("block_tokens", *said, place, needs)
-        if kept.kind == wanted.kind == "state":
-            needs = "equal tensor parallel sizes: a state is cut by rank"
-            yield from _if_other("tp_size", ours.total_heads, theirs.total_heads, place, needs)
-            if token_shards[0][0] > 1 or token_shards[1][0] > 1:
-                needs = "no context parallel ranks where layers keep a state"
-                yield Difference("cp_size", token_shards[0][0], token_shards[1][0], place, needs)
+        if kept.kind == wanted.kind == "state" and (token_shards[0][0] > 1 or token_shards[1][0] > 1):
+            needs = "no context parallel ranks where layers keep a state"
+            yield Difference("cp_size", token_shards[0][0], token_shards[1][0], place, needs)
 
 
 def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
@@ -214,9 +211,9 @@ def _other_form(sender: Pool, receiver: Pool) -> Iterator[Difference]:
         yours = RowPlanes(theirs, theirs_of.get((theirs.layer, f"{theirs.part}_scale")))
         part = unrotated(ours.part)
         if ours.total_heads != theirs.total_heads:
-            if part not in ATTENTION_PARTS and sender.groups[ours.group].kind != "state":
+            if part not in ATTENTION_PARTS:
                 yield Difference("total_heads", ours.total_heads, theirs.total_heads, place, SAME_MODEL)
-            continue  # else another model, or a state cut differently: reported elsewhere
+            continue  # else another model: reported elsewhere
         if part not in ATTENTION_PARTS and ours.codec.width != theirs.codec.width:
             yield Difference("width", ours.codec.width, theirs.codec.width, place, SAME_MODEL)
         else:

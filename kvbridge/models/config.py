@@ -11,6 +11,7 @@ from typing import Any
 
 from kvbridge_proto.pool import Layer
 
+from ..adapters.engine.records import State
 from ..errors import OperatorError, did_you_mean
 
 Text = Mapping[str, Any]
@@ -22,9 +23,11 @@ ATTENTION = {"full_attention": "full", "sliding_attention": "sliding", "chunked_
 class ModelCache:
     """The cache of a model.
 
-    layers      each layer's keys and values, or latents; None for a layer that keeps none of its own
+    layers      each layer's keys and values, latents, or state; None for a layer that keeps none of its own
     index       the layers with index keys of sparse attention: of 128 fp8 numbers and a scale beside latents, of
                 `index_width` plain numbers beside K and V
+    state       what each layer of kind `state` keeps
+    state_dtype    of that state but for its convolution, where the model says so, else ""
     kinds       what else it keeps (`adapters/engine/unsupported.py`)
     drafts      the layers that predict further tokens, with the model's own weights (MTP)
     dtype       of the model's numbers
@@ -39,6 +42,8 @@ class ModelCache:
     layers: tuple[Layer | None, ...]
     index: frozenset[int] = frozenset()
     index_width: int = 128
+    state: State | None = None
+    state_dtype: str = ""
     kinds: tuple[str, ...] = ()
     drafts: tuple[Layer, ...] = ()
     dtype: str = "bfloat16"
@@ -59,6 +64,8 @@ class Family:
     has_one_pool: bool = False
     has_longer_window: bool = False
     index: Callable[[Text, int], frozenset[int]] | None = None
+    state: Callable[[Text], State] | None = None
+    state_dtype: str = ""
 
 
 def read(config: Text) -> ModelCache:
@@ -78,6 +85,7 @@ def read(config: Text) -> ModelCache:
         )
     try:
         layers = family.layers(text, family)
+        state = family.state(text) if family.state else None
         drafts = _drafts(text, layers)
         index = family.index(text, len(layers) + len(drafts)) if family.index else frozenset()
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
@@ -88,6 +96,8 @@ def read(config: Text) -> ModelCache:
         layers=tuple(layers),
         index=index,
         index_width=int(_sparse(text).get("sparse_index_dim") or 128),
+        state=state,
+        state_dtype=str(text.get("mamba_ssm_cache_dtype") or text.get("mamba_ssm_dtype") or family.state_dtype),
         kinds=(*family.kinds, *(["index values"] if _has_index_values(text, index) else [])),
         drafts=drafts,
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"),
@@ -150,7 +160,7 @@ def _quantization(said: Mapping[str, Any]) -> str:
 
 def _drafts(text: Text, layers: list[Layer | None]) -> tuple[Layer, ...]:
     count = int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 0)
-    last = next((layer for layer in reversed(layers) if layer is not None), None)
+    last = next((layer for layer in reversed(layers) if layer is not None and layer.kind != "state"), None)
     return (last,) * count if last is not None else ()
 
 
@@ -253,17 +263,31 @@ def _latents_beside_states(text: Text, family: Family) -> list[Layer | None]:
 
 
 def _beside_states(text: Text, family: Family) -> list[Layer | None]:
-    """Hybrids: `layer_types` or another list says which layers are attention."""
-    layer = _layer("full", _heads(text), _width(text))
+    """Hybrids: `layer_types` or another list says which layers are attention, and which ones have a state."""
+    layer, state = _layer("full", _heads(text), _width(text)), family.state(text).record if family.state else None
     depth = _depth(text)
-    if types := text.get("layer_types"):
-        return [layer if each in ("full_attention", "attention") else None for each in types]
-    if pattern := text.get("hybrid_override_pattern"):
-        return [layer if each == "*" else None for each in pattern]
+    if types := text.get("layer_types") or text.get("layers_block_type") or text.get("hybrid_override_pattern"):
+        attention, states = ("full_attention", "attention", "*"), ("linear_attention", "mamba", "M")
+        return [layer if each in attention else state if each in states else None for each in types]
     if every := text.get("full_attention_interval") or text.get("attn_layer_period"):
         offset = int(text.get("attn_layer_offset", every - 1))
-        return [layer if index % every == offset else None for index in range(depth)]
+        return [layer if index % every == offset else state for index in range(depth)]
     return [layer] * depth
+
+
+def _gated_delta(text: Text) -> State:
+    named = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    return State.gated_delta(*(int(text[f"linear_{name}"]) for name in named))
+
+
+def _nemotron(text: Text) -> State:
+    named = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
+    return State.mamba2(*(int(text[name]) for name in named))
+
+
+def _granite(text: Text) -> State:
+    named = ("n_heads", "d_head", "d_state", "n_groups", "d_conv")
+    return State.mamba2(*(int(text[f"mamba_{name}"]) for name in named))
 
 
 def _unread(text: Text, family: Family) -> list[Layer | None]:
@@ -299,13 +323,10 @@ FAMILIES: dict[str, Family] = {
     ),
     **dict.fromkeys(("deepseek_v4", "deepseek_v41"), Family(_unread, ("compressed",))),
     **dict.fromkeys(("glm5_next", "glm5_next_text"), Family(_unread, ("compressed", "state", "ring"))),
-    **dict.fromkeys(
-        (
-            *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "granitemoehybrid", "falcon_h1", "jamba"),
-            *("lfm2", "lfm2_moe"),
-        ),
-        HYBRID,
-    ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), Family(_beside_states, state=_gated_delta)),
+    "nemotron_h": Family(_beside_states, state=_nemotron, state_dtype="float32"),
+    "granitemoehybrid": Family(_beside_states, state=_granite),
+    **dict.fromkeys(("falcon_h1", "jamba", "lfm2", "lfm2_moe"), HYBRID),
     **dict.fromkeys(("kimi_linear", "kimi_k3"), Family(_latents_beside_states, ("state",))),
     **dict.fromkeys(("bailing_hybrid", "minimax_text_01", "inkling_text"), Family(_unread, ("state",))),
     "qwen4_exp_text": Family(_unread, ("state", "ring")),

@@ -25,13 +25,14 @@ from kvbridge_proto.pool import (
 
 from ..adapters.engine.codecs import INDEX_KEYS, INDEX_SCALES, ROW_SCALED, plain_rows
 from ..adapters.engine.records import WHOLE, Heads, model_record
-from ..adapters.engine.unsupported import UNSUPPORTED, refusal
+from ..adapters.engine.unsupported import UNSUPPORTED, cached_states_refusal, refusal
 from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from ..errors import KVBridgeError, OperatorError
 from .config import ModelCache
 from .engine_command import EngineCommand
 
 BLOCKS = 64  # any number: a plan is about tokens
+STATE_BLOCK = 1 << 20  # any number: with vLLM it is max_model_len
 PLAIN: dict[str, tuple[CodecName, int]] = {
     **dict.fromkeys(("bfloat16", "bf16"), ("bf16", 2)),
     **dict.fromkeys(("float16", "half", "fp16"), ("fp16", 2)),
@@ -65,6 +66,8 @@ def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> It
     for kind in model.kinds:
         if kind in UNSUPPORTED:
             yield refusal(code, engine, kind, model.family)
+    if model.state is not None:
+        yield from _refused_states(model, command)
     if engine == "sglang" and command.drafts in ("dflash", "dspark"):
         yield refusal(code, engine, "beside rows", f"--speculative-algorithm {command.drafts.upper()}")
     elif command.drafts and not (model.drafts and command.has_own_drafts):
@@ -88,9 +91,22 @@ def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> It
             f"--attention-config.indexer_kv_dtype {command.index_dtype}: kvbridge carries index keys in bf16 and fp8; "
             "needs one of these",
         )
-    for heads in sorted({layer.kv_heads for layer in model.layers if layer is not None and layer.kind != "mla"}):
+    cut = {layer.kv_heads for layer in model.layers if layer is not None and layer.kind not in ("mla", "state")}
+    for heads in sorted(cut):
         if heads % command.tp and command.tp % heads:
             yield OperatorError("bad_option", f"tp size {command.tp}: {heads} KV heads, one must divide the other")
+
+
+def _refused_states(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeError]:
+    """As `state_of` in adapters/vllm/states.py refuses them."""
+    if command.engine == "sglang":
+        yield refusal("cache_unsupported", "sglang", "state", model.family)
+        return
+    if not command.has_private_blocks:
+        yield cached_states_refusal(model.family)
+    if command.cp > 1:
+        reason = f"{model.family}: states, decode_context_parallel_size {command.cp}; needs 1"
+        yield OperatorError("context_parallel_unsupported", reason)
 
 
 def _refused_options(model: ModelCache, command: EngineCommand, is_decoder: bool) -> Iterator[KVBridgeError]:
@@ -216,35 +232,44 @@ def _keepings(
 ) -> dict[int, Group]:
     """How each layer keeps its tokens. vLLM makes all pages equal, so layers of other kinds have other blocks.
 
+    Beside states it makes blocks larger than it is told, which matters to nothing.
+
     Whether a window may begin inside a block: `_groups` in `adapters/sglang/pool.py` and `adapters/vllm/pool.py`.
     """
     block = command.block_tokens
     keeps_all = command.keeps_all if command.engine == "vllm" else not _has_window_pool(model, command)
     kinds: dict[int, tuple[GroupKind, int]] = {}
     for index, layer in layers.items():
-        is_whole = keeps_all or layer.kind in ("full", "mla")
+        is_whole = layer.kind != "state" and (keeps_all or layer.kind in ("full", "mla"))
         kinds[index] = ("full", 0) if is_whole else (layer.kind, layer.window)  # type: ignore[assignment]
     tokens = {
         index: sum(codec.row_bytes for _, codec in _rows(layer, said))
         * (1 if layer.kind == "mla" else Heads.of(layer.kv_heads, 0, command.tp).count)
         for index, layer in layers.items()
+        if layer.kind != "state"
     }
-    most = max(tokens.values())
-    is_mixed = command.engine == "vllm" and len(set(kinds.values())) > 1
-    blocks = {
-        index: block * (most // tokens[index] if is_mixed and most % tokens[index] == 0 else 1) for index in layers
-    }
+    most = max(tokens.values(), default=1)
+    is_mixed = command.engine == "vllm" and len({kinds[index] for index in tokens}) > 1
+    blocks = {index: block * (most // each if is_mixed and most % each == 0 else 1) for index, each in tokens.items()}
     begins_inside = is_decoder if command.engine == "sglang" else command.has_private_blocks
     return {
         index: Group(
             kind=kinds[index][0],
-            block_tokens=blocks[index],
+            block_tokens=blocks.get(index, STATE_BLOCK),
             blocks=BLOCKS,
             window=kinds[index][1],
             begins_inside=begins_inside and bool(kinds[index][1]),
         )
         for index in layers
     }
+
+
+def _state_codecs(model: ModelCache, command: EngineCommand) -> tuple[tuple[CodecName, int], tuple[CodecName, int]]:
+    """Of the convolution and of the state proper."""
+    own = model.dtype if command.dtype == "auto" else command.dtype
+    conv = own if command.conv_dtype == "auto" else command.conv_dtype
+    state = (model.state_dtype or conv) if command.state_dtype == "auto" else command.state_dtype
+    return PLAIN[conv], PLAIN[state]
 
 
 def _pool(
@@ -271,6 +296,14 @@ def _pool(
     for number, layer in mine.items():
         heads = WHOLE if layer.kind == "mla" else Heads.of(layer.kv_heads, tp_rank, command.tp)
         kept = keepings[number]
+        if layer.kind == "state":
+            assert model.state is not None
+            codecs = _state_codecs(model, command)
+            for part, held, width in model.state.parts(tp_rank, command.tp):
+                row = plain_rows(codecs[part == "state"][0], width, codecs[part == "state"][1])
+                planes.append(_plane(number, part, row, held, groups.index(kept), 1, offset))
+                offset += planes[-1].block_stride * BLOCKS
+            continue
         for part, codec in (*_rows(layer, said), *(index_rows if number in model.index else ())):
             held = WHOLE if "index_key" in part else heads
             planes.append(_plane(number, part, codec, held, groups.index(kept), kept.block_tokens, offset))

@@ -30,6 +30,8 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "method": ("--speculative-config.method", "-sc.method", "--spec-method"),
         "draft_model": ("--speculative-config.model", "-sc.model", "--spec-model"),
         "attention": ("--attention-config", "-ac"),
+        "conv_dtype": ("--mamba-cache-dtype",),
+        "state_dtype": ("--mamba-ssm-cache-dtype",),
         "index_dtype": ("--attention-config.indexer-kv-dtype", "-ac.indexer-kv-dtype"),
     },
     "sglang": {
@@ -66,7 +68,7 @@ SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 BACKENDS = ("backend", "prefill_backend", "decode_backend")
-DTYPES = ("kv_cache_dtype", "dtype", "index_dtype", "quantization")
+DTYPES = ("kv_cache_dtype", "dtype", "index_dtype", "conv_dtype", "state_dtype", "quantization")
 TEXTS = (*DTYPES, *BACKENDS, "drafts", "method", "draft_model", "model", "attention")
 
 
@@ -79,6 +81,7 @@ class EngineCommand:
     has_private_blocks    vLLM gives no block to another request
     drafts       the method that predicts further tokens with a model or layers of its own, "" for none
     index_dtype    that of index keys beside K and V, "" if vLLM is not told
+    conv_dtype, state_dtype    of recurrent states: of the convolution, and of the rest
     quantization    of the weights, "" if SGLang is not told
     has_own_drafts    these layers are the model's (MTP), and so in its config.json
     attn_cp, attn_dcp, has_decode_cache, is_hisparse, is_sharded, is_layer_split    SGLang's, refused where they matter
@@ -92,6 +95,8 @@ class EngineCommand:
     block_tokens: int = 0
     kv_cache_dtype: str = "auto"
     index_dtype: str = ""
+    conv_dtype: str = "auto"
+    state_dtype: str = "auto"
     quantization: str = ""
     dtype: str = "auto"
     backend: str = ""

@@ -27,6 +27,7 @@ GPU_DRAFTS = "[GPU](../tests/system/gpu/draft_pairs.py)"
 CPU_LLAMA = "[CPU](../tests/system/engines/test_engines.py)"
 CPU_SGLANG = "[CPU](../tests/system/sglang/test_pairs.py)"
 CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
+CPU_STATES = "[CPU](../tests/system/engines/test_states.py)"
 CPU_LATENTS = "[CPU](../tests/system/engines/test_latents.py)"
 CPU_INDEX_KEYS = "[CPU](../tests/system/engines/test_index_keys.py)"
 CPU_SGLANG_INDEX_KEYS = "[CPU](../tests/system/sglang/test_index_keys.py)"
@@ -86,7 +87,15 @@ BLOCKS_CHOSEN: dict[str, Any] = {
 NVFP4_EXPERTS = {"quant_method": "mxfp8", "moe_quant_algo": "NVFP4", "moe_quant_format": "nvfp4-pack-quantized"}
 LLAMA = config("llama", 32, 32, 8, 128)
 INDEX: dict[str, Any] = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
-STATES: dict[str, Any] = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}
+STATES: dict[str, Any] = {
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+}
+MAMBA2: dict[str, Any] = {
+    **{"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4},
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+}
+UNCACHED = {"vllm": ("--no-enable-prefix-caching",) * 2}
 GEMMA4 = config("gemma4_text", 30, 16, 8, 256, layer_types=windows(30, 6), sliding_window=1024) | {
     **{"num_global_key_value_heads": 2, "global_head_dim": 512, "attention_k_eq_v": True}
 }
@@ -245,6 +254,8 @@ FAMILIES = (
         config("qwen3_next", 48, 16, 2, 256, **STATES),
         "Gated DeltaNet states, full",
         "HybridLinearKVPool",
+        sides=UNCACHED,
+        on_engines=(CPU_STATES, "", ""),
         stopped=37,
     ),
     Family(
@@ -257,8 +268,17 @@ FAMILIES = (
     ),
     Family(
         "Mamba 2 states and full attention",
-        "Nemotron-H, Nemotron 3, Granite 4 H, Falcon-H1",
-        config("nemotron_h", 52, 32, 8, 128, hybrid_override_pattern="M-M-M-M*-M-M-M-M*-"),
+        "Nemotron-H, Nemotron 3, Granite 4 H",
+        config("nemotron_h", 52, 32, 8, 128, **MAMBA2),
+        "Mamba 2 states, full",
+        "HybridLinearKVPool",
+        sides=UNCACHED,
+        on_engines=(CPU_STATES, "", ""),
+    ),
+    Family(
+        "Mamba 2 states and full attention in one layer",
+        "Falcon-H1",
+        config("falcon_h1", 44, 12, 2, 128),
         "Mamba 2 states, full",
         "HybridLinearKVPool",
     ),

@@ -24,6 +24,54 @@ class Heads:
         return cls(tp_rank // (tp_size // total), 1, total)
 
 
+@dataclass(frozen=True, slots=True)
+class ConvPiece:
+    """A piece of a state's convolution: so many channels for each of `heads` heads in all."""
+
+    part: str
+    heads: int
+    channels: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A layer's recurrent state, of all ranks: the last `rows` inputs of a short convolution, then the state proper.
+
+    The convolution's channels are the pieces side by side, and each piece is cut among ranks by its own heads. The
+    state proper has `heads` x `values` x `keys` numbers.
+    """
+
+    conv: tuple[ConvPiece, ...]
+    rows: int
+    heads: int
+    values: int
+    keys: int
+
+    @classmethod
+    def gated_delta(cls, key_heads: int, heads: int, keys: int, values: int, kernel: int) -> State:
+        conv = (
+            ConvPiece("conv_q", key_heads, keys),
+            ConvPiece("conv_k", key_heads, keys),
+            ConvPiece("conv_v", heads, values),
+        )
+        return cls(conv, kernel - 1, heads, values, keys)
+
+    @classmethod
+    def mamba2(cls, heads: int, values: int, keys: int, groups: int, kernel: int) -> State:
+        """B and C belong to groups of heads. If there is one group, every rank has them whole."""
+        conv = ConvPiece("conv_x", heads, values), ConvPiece("conv_b", groups, keys), ConvPiece("conv_c", groups, keys)
+        return cls(conv, kernel - 1, heads, values, keys)
+
+    @property
+    def record(self) -> Layer:
+        return Layer(kind="state", kv_heads=self.heads, key_width=self.keys, value_width=self.values)
+
+    def parts(self, tp_rank: int, tp_size: int) -> tuple[tuple[str, Heads, int], ...]:
+        """Each part with the heads of this rank and the numbers of one head, the state proper last."""
+        pieces = ((each.part, Heads.of(each.heads, tp_rank, tp_size), self.rows * each.channels) for each in self.conv)
+        return (*pieces, ("state", Heads.of(self.heads, tp_rank, tp_size), self.values * self.keys))
+
+
 WHOLE = Heads(0, 1, 1)  # of what every rank holds whole: latents and index keys
 
 

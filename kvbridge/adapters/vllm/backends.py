@@ -11,6 +11,8 @@ tests/integration/adapters/test_vllm_backends.py.
 | latent | [B, N, W]: one row a token, which the layer's kv_cache_dtype describes; every rank has it whole |
 | index_key | [B, N, 132] bytes: in each page of the kernel all keys of 128, then scales of 4; every rank has it whole |
 | plain_index_key | [B, N, 128] numbers, all blocks one after another: one row a token; every rank has it whole |
+| gated_delta | a page of bytes for each state: q, k and v of the convolution, then [heads, V, K] (states.py) |
+| mamba2 | the same of x, B and C of the convolution, and [heads, P, S] |
 | others | a kind that is not carried: adapters/engine/unsupported.py |
 
 Sources are paths below vllm/ in 0.33.0, read there and in 0.32.0. `concat_and_cache_mla` is the writer of latents that
@@ -76,6 +78,9 @@ BACKENDS: dict[str, RowWriter] = {
     "CUTLASS_MSA": RowWriter("kv", "models/minimax_m3/nvidia/sparse_attention_msa.py"),
     "TRITON_MSA": RowWriter("kv", "models/minimax_m3/nvidia/sparse_attention_msa.py"),
     "MINIMAX_M3_SPARSE_INDEXER": RowWriter("plain_index_key", "models/minimax_m3/common/indexer.py"),
+    # States, which the layer's `kv_cache` splits by `get_state_shape`
+    "GDN_ATTN": RowWriter("gated_delta", "model_executor/layers/mamba/gdn/base.py"),
+    "MAMBA2_ATTN": RowWriter("mamba2", "model_executor/layers/mamba/mamba_mixer2.py"),
     "DEEPSEEK_V4_INDEXER": RowWriter("compressed", f"{MLA}indexer.py"),
     "DEEPSEEK_V41_INDEXER": RowWriter("compressed", f"{MLA}indexer.py"),
     "FLASHMLA_SPARSE_DSV4": RowWriter("compressed", "models/deepseek_v4/sparse_mla.py"),
@@ -94,7 +99,6 @@ BACKENDS: dict[str, RowWriter] = {
 INDEX_KEYS = ("index_key", "plain_index_key")  # layers of their own to vLLM
 # What a spec is alone, whatever its backend.
 SPECS: dict[str, str] = {
-    "MambaSpec": "state",
     "CircularBufferSpec": "ring",
     "CrossAttentionSpec": "cross",
     "SinkFullAttentionSpec": "sink",
@@ -144,6 +148,6 @@ def spec_refusal(name: str, spec: Any) -> KVBridgeError | None:
     if kind in SPECS:
         return refusal("layer_unsupported", "vllm", SPECS[kind], f"{name}: {kind}")
     states = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
-    if states != 1:
+    if states > 1:  # -1: of all tokens
         return refusal("layer_unsupported", "vllm", "compressed", f"{name}: {kind} with tokens_per_state {states}")
     return None

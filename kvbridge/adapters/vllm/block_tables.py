@@ -56,13 +56,18 @@ class GroupTables:
     def has_windows(self) -> bool:
         return any(is_late(group.kind) for group in self.groups)
 
+    @property
+    def has_states(self) -> bool:
+        return any(group.kind == "state" for group in self.groups)
+
     def outlives(self, tokens: int) -> bool:
-        """Whether all blocks that the other side needs of a prompt are still there when its request has ended.
+        """Whether all that the other side needs of a prompt is still there when its request has ended.
 
         Before vLLM asks us to keep the blocks, it gives up those that the token after the prompt does not need. But
-        the other side computes the prompt's last token again, and that token's window may begin one block earlier.
+        the other side computes the prompt's last token again, and that token's window may begin one block earlier. A
+        state already includes that token.
         """
-        return all(group.first(tokens) == group.first(tokens - 1) for group in self.groups)
+        return not self.has_states and all(group.first(tokens) == group.first(tokens - 1) for group in self.groups)
 
     def count(self, tokens: int) -> int:
         """How many blocks `tokens` tokens take, over all groups."""

@@ -24,7 +24,7 @@ from .hooks import install
 from .options import VLLMOptions
 from .scheduler import SchedulerSide
 from .step import AgentAddress, AgentAddresses, ConnectorStep, RankKey
-from .versions import layers_of, transfer_ids
+from .versions import layers_of
 from .worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -78,7 +78,13 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return transfer_ids(self._kv_cache_config)
+        """Of whose blocks vLLM need not clear the rest: none.
+
+        Where groups have numbers of other kinds (beside states), it clears blocks that a request gets, before it tells
+        its workers of the step: so before the agent writes there. After the last token a block may hold what was
+        another group's, of which a kernel for attention may make NaN.
+        """
+        return ()
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks, num_external_tokens)

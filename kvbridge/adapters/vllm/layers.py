@@ -12,8 +12,10 @@ from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Model, Shard
 from ...errors import OperatorError
 from ..engine.codecs import INDEX_WIDTH
 from ..engine.names import draft_name
-from ..engine.records import WHOLE, Heads, model_record
+from ..engine.records import WHOLE, Heads, State, model_record
+from ..engine.unsupported import refusal
 from .backends import INDEX_KEYS, check_backend, rows_of, spec_refusal
+from .states import state_of
 from .versions import transfer_groups
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ KINDS: dict[str, GroupKind] = {
     "SlidingWindowSpec": "sliding",
     "SlidingWindowMLASpec": "sliding",
     "ChunkedLocalAttentionSpec": "chunked",
+    "MambaSpec": "state",
 }
 LATENTS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 
@@ -50,6 +53,7 @@ class KVLayer:
     rope_width: int
     is_draft: bool = False
     owner: str = ""
+    state: State | None = None
 
     @property
     def is_index(self) -> bool:
@@ -78,6 +82,8 @@ class KVLayer:
     @property
     def record(self) -> Layer:
         """What both engines must agree on: the model's own layer, whatever part of it this engine keeps."""
+        if self.state is not None:
+            return self.state.record
         sliding, chunk = (getattr(self.spec, n, None) or 0 for n in ("sliding_window", "attention_chunk_size"))
         kind: LayerKind = "mla" if self.is_latent else "sliding" if sliding else "chunked" if chunk else "full"
         return Layer(
@@ -96,7 +102,7 @@ def members_of(
     """The layers, in the order of the groups that travel. Raises OperatorError naming what we do not know."""
     layers = config.compilation_config.static_forward_context
     parallel = config.parallel_config
-    tp_size = shard.tp_size // getattr(parallel, "prefill_context_parallel_size", 1)
+    rank = tp_rank_of(parallel, shard)
     found = []
     for index, group in enumerate(transfer_groups(cache)):
         for name in group.layer_names:
@@ -110,12 +116,19 @@ def members_of(
             if not isinstance(tensor, torch.Tensor):
                 raise OperatorError("shape_unknown", f"{name}: KV cache {type(tensor).__name__}, expected a tensor")
             is_latent = type(spec).__name__ in LATENTS
+            state = state_of(name, spec, attention, shard.cp_size) if kind_of(spec) == "state" else None
             said = str(getattr(attention, "kv_cache_dtype", config.cache_config.cache_dtype))
             rope = _rope(attention, config) if is_latent else 0
-            held = WHOLE if is_latent else _heads(name, spec, config, shard.tp_rank % tp_size, tp_size)
+            held = WHOLE if is_latent or state else _heads(name, spec, config, *rank)
             of_draft = is_draft(name, spec, config)
-            found.append(KVLayer(name, -1, index, tensor, spec, attention, held, said, rope, of_draft))
+            found.append(KVLayer(name, -1, index, tensor, spec, attention, held, said, rope, of_draft, state=state))
     return _numbered(found, config)
+
+
+def tp_rank_of(parallel: Any, shard: Shard) -> tuple[int, int]:
+    """A rank's number among those that split heads, and how many these are."""
+    size = shard.tp_size // getattr(parallel, "prefill_context_parallel_size", 1)
+    return shard.tp_rank % size, size
 
 
 def _heads(name: str, spec: Any, config: VllmConfig, tp_rank: int, tp_size: int) -> Heads:
@@ -191,7 +204,8 @@ def _check(name: str, spec: Any, attention: Any, shard: Shard) -> None:
             "layer_unsupported",
             f"{name}: {kind}, of which kvbridge does not know which rows it keeps; known are {', '.join(KINDS)}",
         )
-    check_backend(name, attention, kind in LATENTS)
+    if kind != "MambaSpec":
+        check_backend(name, attention, kind in LATENTS)
     if shard.cp_size > 1 and not getattr(spec, "dcp_sharded", True):
         raise OperatorError(
             "context_parallel_unsupported",
@@ -235,10 +249,12 @@ def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:
 
     seen: set[int] = set()
     found, again = [], []
-    for member in sorted(members, key=lambda member: member.is_draft):
+    for member in sorted(members, key=lambda member: (member.is_draft, member.state is not None)):
         if member.is_index:
             continue
         index = extract_layer_index(member.name)
+        if member.state is not None and index in seen:
+            raise refusal("layer_unsupported", "vllm", "state", f"{member.name}: a state beside attention")
         if index in seen or (member.is_draft and index < depth(config)):
             again.append(member)
         else:

@@ -14,9 +14,10 @@ from ..engine.memory import Memory, plane_of
 from .backends import rows_of
 from .cpu import halves
 from .dtypes import cell_of, codec_of
-from .layers import KVLayer, kind_of, members_of, model_of, window_of
+from .layers import KVLayer, kind_of, members_of, model_of, tp_rank_of, window_of
 from .plugin import NAME
 from .shapes import views_of
+from .states import state_planes
 from .versions import check_groups, transfer_groups
 
 if TYPE_CHECKING:
@@ -52,12 +53,13 @@ def describe(
     members = members_of(kv_caches, config, cache, shard)
     if not members:
         raise OperatorError("cache_empty", "KV cache: no layer of this rank owns any")
+    rank = tp_rank_of(config.parallel_config, shard)
     return Memory.of(
         Engine(kind="vllm", version=__version__[:256], id=engine_id[:256], replica=replica),
         model_of(members, config, shard, model_name, weights, draft),
         shard,
         _groups(cache, config),
-        [(member.tensor, plane) for member in members for plane in _planes(member, cache.num_blocks)],
+        [(member.tensor, plane) for member in members for plane in _planes(member, cache.num_blocks, rank)],
     )
 
 
@@ -82,8 +84,11 @@ def _groups(cache: KVCacheConfig, config: VllmConfig) -> tuple[Group, ...]:
     )
 
 
-def _planes(member: KVLayer, blocks: int) -> Iterable[Plane]:
-    """The planes of one layer."""
+def _planes(member: KVLayer, blocks: int, rank: tuple[int, int]) -> Iterable[Plane]:
+    """The planes of one layer on `rank` (its number, of how many)."""
+    if member.state is not None:
+        at = member.layer, member.group
+        return state_planes(member.name, member.tensor, member.spec, member.state, at, blocks, rank)
     cell, tokens = cell_of(member), int(member.spec.block_size)
     if (slots := getattr(member.spec, "num_head_slots", None)) is not None:
         reason = f"num_head_slots {slots} for {member.heads} heads, whose order kvbridge does not know"

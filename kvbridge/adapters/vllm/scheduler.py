@@ -335,8 +335,9 @@ class SchedulerSide:
             reason = f"max_tokens {request.max_tokens}, must be 1"
             log.warning("%s: %s: not offered", name, reason)
             return self._offer_nothing(request, rendezvous_id, reason)
-        # In a router's room the other engine may continue after the prompt's last token: it needs the whole prompt.
-        if self._tables.has_windows and not room and can_be_short(request):
+        # In a router's room the other engine may continue after the prompt's last token: it needs the whole prompt. Not
+        # beside states, which only vLLM's adapter carries.
+        if self._tables.has_windows and (not room or self._tables.has_states) and can_be_short(request):
             shorten(request)
         elif not self._tables.outlives(request.num_prompt_tokens):
             if not room:
@@ -450,10 +451,10 @@ class SchedulerSide:
             self._step.before.append(self._nothing(rendezvous_id, request))
 
     def _log_given_up(self, request: Request) -> None:
+        what = "the state before" if self._tables.has_states else "the first block of a window with"
+        tokens = request.num_prompt_tokens
         log.info(
-            "%s: not offered: vLLM gives up the first block of a window with the last of %d tokens",
-            message_name(request.request_id),
-            request.num_prompt_tokens,
+            "%s: not offered: vLLM gives up %s the last of %d tokens", message_name(request.request_id), what, tokens
         )
 
     def _nothing(self, rendezvous_id: str, request: Request) -> Offer:

@@ -40,12 +40,13 @@ def check_groups(cache: KVCacheConfig) -> None:
     from vllm import __version__
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-    count = len(transfer_ids(cache))
-    if count > 1 and not hasattr(base, "KVConnectorTransferResults"):
+    groups = transfer_groups(cache)
+    if len(groups) > 1 and not hasattr(base, "KVConnectorTransferResults"):
+        has_states = any(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups)
         raise OperatorError(
             "groups_unsupported",
-            f"kv_cache_groups: {count}, vLLM {__version__} cannot be told of a failed receive in more than one; "
-            "needs --disable-hybrid-kv-cache-manager",
+            f"kv_cache_groups: {len(groups)}, vLLM {__version__} cannot be told of a failed receive in more than one; "
+            f"needs {'vLLM 0.30' if has_states else '--disable-hybrid-kv-cache-manager'}",
         )
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 import torch
 from kvbridge_proto.pool import Pool, Shard
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -36,11 +37,12 @@ from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
 from testing.planned import told
 from tests.integration.adapters.test_vllm_pool import build, draft
-from tests.support.families import FAMILIES, Family
+from tests.support.families import FAMILIES, MAMBA2, Family
 
 pytestmark = pytest.mark.vllm
 
 BLOCK, BLOCKS = 16, 2
+PATTERN = MAMBA2["hybrid_override_pattern"]
 Specs = dict[str, tuple[str, Any]]  # by layer: the backend and the spec
 COMMON: dict[str, Any] = {"block_size": BLOCK, "dtype": torch.bfloat16}
 STATE = MambaSpec(block_size=BLOCK, shapes=((2,),), dtypes=(torch.bfloat16,))
@@ -119,7 +121,34 @@ def indexed(count: int) -> Specs:
 
 
 def states(tp: int) -> Specs:
-    return beside(each(4, lambda i: full(2, 256, tp)), STATE, "GDN_ATTN")
+    return beside(each(4, lambda i: full(2, 256, tp)), STATE, "MAMBA1_ATTN")
+
+
+def among(full_layers: set[int], attention: Any, state_layers: set[int], shapes: Any, backend: str) -> Specs:
+    """States in layers of their own, with the dtypes of the model or of Nemotron-H."""
+    dtypes = torch.bfloat16, torch.float32 if backend == "MAMBA2_ATTN" else torch.bfloat16
+    state = MambaSpec(block_size=1 << 15, shapes=tuple(shapes), dtypes=dtypes)
+    specs: Specs = {f"model.layers.{layer}.self_attn.attn": ("FLASH_ATTN", attention) for layer in full_layers}
+    return specs | {f"model.layers.{layer}.mixer": (backend, state) for layer in state_layers}
+
+
+def qwen3_next(tp: int) -> Specs:
+    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(tp, 16, 32, 128, 128, 4)
+    layers = {layer for layer in range(48) if layer % 4 == 3}
+    return among(layers, full(2, 256, tp), set(range(48)) - layers, shapes, "GDN_ATTN")
+
+
+def nemotron(tp: int) -> Specs:
+    shapes = MambaStateShapeCalculator.mamba2_state_shape(tp, 128 * 64, 8, 128, 64, 128, 4)
+    attention, states = ({at for at, each in enumerate(PATTERN) if each == kind} for kind in "*M")
+    return among(attention, full(8, 128, tp), states, shapes, "MAMBA2_ATTN")
+
+
+# vLLM's layers, as far as the adapter asks them.
+GATED_LAYER = {"num_k_heads": 16, "num_v_heads": 32, "head_k_dim": 128, "head_v_dim": 128, "conv_kernel_size": 4}
+MAMBA2_LAYER: dict[str, Any] = {"num_heads": 128, "head_dim": 64, "ssm_state_size": 128, "conv_kernel_size": 4}
+MAMBA2_LAYER["norm"] = SimpleNamespace(n_groups=8)
+LAYERS_OF = {qwen3_next: GATED_LAYER, nemotron: MAMBA2_LAYER}
 
 
 SPECS: dict[str, Callable[[int], Specs]] = {
@@ -139,9 +168,10 @@ SPECS: dict[str, Callable[[int], Specs]] = {
         ("full attention and index keys", "full attention and index keys, both packed by SGLang on Blackwell"), minimax
     ),
     "compressed latents": lambda tp: each(2, lambda i: COMPRESSED, "FLASHMLA_SPARSE_DSV4"),
-    "states and full attention": states,
+    "states and full attention": qwen3_next,
     "states and latents": lambda tp: beside(latents(7), STATE, "GDN_ATTN"),
-    "Mamba 2 states and full attention": states,
+    "Mamba 2 states and full attention": nemotron,
+    "Mamba 2 states and full attention in one layer": states,
     "Mamba 1 states and full attention": states,
     "lightning and convolution states": states,
     "states, latents, index keys and rings": lambda tp: beside(
@@ -158,7 +188,7 @@ SPECS: dict[str, Callable[[int], Specs]] = {
 def tensor_of(spec: Any, dtype: torch.dtype) -> torch.Tensor:
     """As vLLM 0.32 shapes it: [B, H, N, C]."""
     if isinstance(spec, MambaSpec):
-        return torch.zeros(BLOCKS, 1, 1, 4, dtype=torch.int8)
+        return torch.zeros(BLOCKS, 1, 1, spec.page_size_bytes, dtype=torch.int8)
     value = getattr(spec, "head_size_v", None) or spec.head_size
     width = spec.head_size if isinstance(spec, MLAAttentionSpec) else spec.head_size + value
     return torch.zeros(BLOCKS, spec.num_kv_heads, spec.block_size, width, dtype=dtype)
@@ -186,6 +216,7 @@ def adapted(family: Family, tp: int, rank: int, dtype: str) -> Pool:
         shard=Shard(tp_rank=rank, tp_size=tp),
         blocks=BLOCKS,
         model={"hf_text_config": text, "model_arch_config": Arch(family), "model": "/models/m"},
+        layer=LAYERS_OF.get(SPECS[family.name]),
         drafts=draft(1, "/models/m") if "drafts" in family.name else None,
     )
 
@@ -194,9 +225,11 @@ class Arch:
     """vLLM's record of the layers, of which the adapter asks the heads (vLLM's own is in test_vllm_backends.py)."""
 
     def __init__(self, family: Family) -> None:
-        alone = [spec for _, spec in SPECS[family.name](1).values()]
-        self.totals = [getattr(spec, "num_kv_heads", 1) for spec in alone]
-        self.per_layer_overrides, self.total_num_hidden_layers = None, len(alone)
+        self.totals: dict[int, int] = {}
+        for name, (_, spec) in SPECS[family.name](1).items():
+            layer, heads = int(name.split(".")[2]), getattr(spec, "num_kv_heads", 1)
+            self.totals[layer] = max(heads, self.totals.get(layer, 1))  # index keys are in a layer, too
+        self.per_layer_overrides, self.total_num_hidden_layers = None, max(self.totals) + 1
 
     def __getitem__(self, layer: int) -> Any:
         return SimpleNamespace(total_num_kv_heads=self.totals[layer])

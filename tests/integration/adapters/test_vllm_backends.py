@@ -213,7 +213,7 @@ GQA: dict[str, Any] = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 8, 
 REFUSED = [
     (MLAAttentionSpec(**COMMON, head_size=584, tokens_per_state=4), "FLASHMLA_SPARSE_DSV4", "compressed"),
     (FullAttentionSpec(**GQA), "TURBOQUANT", "packed"),
-    (MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.bfloat16,)), "GDN_ATTN", "state"),
+    (MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.bfloat16,)), "MAMBA1_ATTN", "state"),
     (CircularBufferSpec(**GQA), "KPOOL_TAIL", "ring"),
     (CrossAttentionSpec(**GQA), "FLASH_ATTN", "cross"),
     (SinkFullAttentionSpec(**GQA, sink_len=4), "FLASH_ATTN", "sink"),
@@ -235,7 +235,7 @@ def test_a_refusal_names_what_is_missing_and_what_would_help_whatever_the_dtype(
 
 def test_every_kind_that_the_table_names_is_one_we_know() -> None:
     assert {backend.rows for backend in BACKENDS.values()} - set(UNSUPPORTED) == {
-        *("kv", "cpu", "latent", "index_key", "plain_index_key")
+        *("kv", "cpu", "latent", "index_key", "plain_index_key", "gated_delta", "mamba2")
     }
 
 

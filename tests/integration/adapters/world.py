@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class World:
             kv_cache_config=self.cache,
             log_stats=True,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK,
+            block_size=lcm(BLOCK, *(spec.block_size for spec in specs)),
         )
         self.connector = self.scheduler.connector
         options = VLLMOptions.read(self.config.kv_transfer_config.kv_connector_extra_config)
@@ -285,7 +286,7 @@ class World:
 
 def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmConfig:
     model = write_config(folder / "model")
-    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=more.pop("caching", True))
     cache.kv_cache_layout = "LBNHC"
     transfer = KVTransferConfig(
         kv_connector="KVBridgeConnector",

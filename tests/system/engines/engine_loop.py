@@ -13,6 +13,7 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from demo.vllm_cpu import MAINS, ask_for_tiles
 from demo.vllm_rows import before_free, joined, read_rows
 from tests.system.engines import marks, weights
 from tests.system.engines.index_keys import of_all_ranks, read_index_keys, read_plain_index_keys
+from tests.system.engines.states import read_states
 
 RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
 LIKELY = 20  # vLLM's own limit for the tokens whose probabilities it tells
@@ -46,6 +48,8 @@ class Loop:
         self.scheduler = self.core.scheduler
         self.drafts: dict[str, list[tuple[int, int]]] = {}
         watch_drafts(self.scheduler, self.drafts)
+        self.received: dict[str, list[dict[str, np.ndarray]]] = {}
+        watch_received(self.scheduler, self._keep_states)
         # A request may come and go within one step; its blocks are only known until they are freed.
         before_free(self.scheduler.kv_cache_manager, lambda request: self._remember(request.request_id))
         self.say(kind="ready")
@@ -140,6 +144,25 @@ class Loop:
             np.savez(out, **dict[str, Any](whole))
         self.say(kind="dumped", request=request, codecs=codecs)
 
+    def _keep_states(self, request_id: str) -> None:
+        """What has come, before a step changes it."""
+        self._remember(request_id)
+        request = self.scheduler.requests[request_id]
+        self.received[RANDOM.sub("", request_id)] = self._states(request_id, request.num_computed_tokens)
+
+    def _states(self, request: str, tokens: int) -> list[dict[str, np.ndarray]]:
+        table = self.blocks[RANDOM.sub("", request)]
+        found: list[dict[str, np.ndarray]] = self.engine.collective_rpc(read_states, args=(table, tokens))
+        return found
+
+    def states(self, request: str, tokens: int, path: str) -> None:
+        """Of each rank: those that came with the request, or that it has after `tokens` tokens."""
+        ranks = self.received.pop(request, None) or self._states(request, tokens)
+        with open(path, "wb") as out:
+            named = {f"{rank}.{key}": each for rank, found in enumerate(ranks) for key, each in found.items()}
+            np.savez(out, **dict[str, Any](named))
+        self.say(kind="states", ranks=len(ranks))
+
     def state(self) -> None:
         pool = self.scheduler.kv_cache_manager.block_pool
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -224,6 +247,19 @@ def watch_drafts(scheduler: Any, steps: dict[str, list[tuple[int, int]]]) -> Non
         return right(stats, request_id=request_id, **more)
 
     scheduler.make_spec_decoding_stats = kept
+
+
+def watch_received(scheduler: Any, seen: Callable[[str], None]) -> None:
+    """Have `seen` called with each request that has received its prompt, before the next step."""
+    finished = scheduler._update_from_kv_xfer_finished
+
+    def finished_and_seen(output: Any) -> Any:
+        for request_id in output.finished_recving or ():
+            if request_id in scheduler.requests and scheduler.requests[request_id].num_computed_tokens:
+                seen(request_id)
+        return finished(output)
+
+    scheduler._update_from_kv_xfer_finished = finished_and_seen
 
 
 def load_seeded(worker: Any, seed: int) -> None:

@@ -170,6 +170,16 @@ class EngineProcess:
         self._say(op="dump", request=request, first=first, end=end, path=str(path))
         return _load(self._answer("dumped", timeout_s), path)
 
+    def states(self, request: str, tokens: int, path: Path) -> list[dict[str, np.ndarray]]:
+        """Each rank's recurrent states, "LAYER.PART" -> bytes: as they came, or after `tokens` tokens computed here."""
+        ranks = self.ask("states", 60.0, request=request, tokens=tokens, path=str(path))["ranks"]
+        with np.load(path) as arrays:
+            found: list[dict[str, np.ndarray]] = [{} for _ in range(ranks)]
+            for key in arrays:
+                rank, _, name = key.partition(".")
+                found[int(rank)][name] = arrays[key]
+        return found
+
     def state(self, timeout_s: float = 30.0) -> dict[str, Any]:
         """requests: still known to the scheduler; free_blocks, blocks: of its pool; steps: so far; link: the
         connector's connection to its agent; cpu_s: of the process, so far."""

@@ -66,7 +66,7 @@ class Fleet(Kept[EngineProcess]):
         environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(folder, stack, len(CONFIGS), routes)
-        self._dtype = dtype
+        self.dtype = dtype
         self._python = python  # one that has vLLM
         self._model = str(write(folder / "model"))
         self._more = more or {}  # engine arguments for all
@@ -80,7 +80,7 @@ class Fleet(Kept[EngineProcess]):
 
     def _begin(self, name: str) -> EngineProcess:
         config = CONFIGS[name]
-        more = {"num_gpu_blocks_override": TOKENS // config.block_size, "dtype": self._dtype, **self._more}
+        more = {"num_gpu_blocks_override": TOKENS // config.block_size, "dtype": self.dtype, **self._more}
         config = replace(
             config,
             model=self._model,
@@ -123,11 +123,13 @@ class Fleet(Kept[EngineProcess]):
     def rows(self, name: str, request: str, first: int, end: int) -> Rows:
         return self[name].dump(request, first, end, self.folder / f"{name}-{request}.npz")
 
-    def assert_known_beforehand(self, name: str) -> None:
+    def assert_known_beforehand(self, name: str, options: str = "") -> None:
         """`kvbridge plan --model` would have said what its pools are."""
         self.start(name)
         config = CONFIGS[name]
-        command = f"vllm -tp {config.tensor_parallel_size} --block-size {config.block_size} --dtype {self._dtype}"
+        command = (
+            f"vllm -tp {config.tensor_parallel_size} --block-size {config.block_size} --dtype {self.dtype} {options}"
+        )
         command += " --no-enable-prefix-caching" * (name in WITHOUT_PREFIXES)
         assert_known_beforehand(Path(self._model), command, [str(each.socket) for each in self.agents[name]])
 

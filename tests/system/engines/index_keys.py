@@ -42,11 +42,11 @@ def read_plain_index_keys(worker: Any, ids: Sequence[int], first: int, end: int)
     found = {}
     layers = worker.vllm_config.compilation_config.static_forward_context
     block_tokens = int(worker.vllm_config.cache_config.block_size)
-    slots = [ids[token // block_tokens] * block_tokens + token % block_tokens for token in range(first, end)]
     for name, layer in layers.items():
         if not name.endswith(".attn.index_cache"):
             continue
         number = next(int(part) for part in name.split(".") if part.isdigit())
+        slots = [ids[token // block_tokens] * block_tokens + token % block_tokens for token in range(first, end)]
         rows = layer.kv_cache.cpu().contiguous().view(-1, WIDTH)[slots]
         found[f"{number}.index_key"] = _bytes(rows)[None]
         cache = layers[name.removesuffix(".index_cache")].kv_cache.cpu()

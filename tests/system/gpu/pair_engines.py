@@ -32,6 +32,7 @@ from tests.system.engines.kinds import (
     write_plain_sparse,
     write_sparse,
 )
+from tests.system.engines.states import GATED, MAMBA2, writer
 from tests.system.sglang import server
 from tests.system.sglang.plugin import PAUSE, SEEDED
 from tests.system.sglang.server import Server, ServerConfig
@@ -77,10 +78,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 GPT_OSS, LAGUNA = "gpt-oss", "laguna"  # the second has the first's widths and window, and no experts
 MINIMAX = "m3"
+NEMOTRON, QWEN = "nemotron", "qwen"
+WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 128}  # as kernels on GPUs want them
 WRITE: dict[str, Callable[[Path], Path]] = {
     **{name: partial(write_sparse, **changes) for name, changes in MODELS.items()},
     GPT_OSS: write_gpt_oss,
     LAGUNA: partial(write_alike_halves, width=64, window=GPT_OSS_WINDOW),
+    NEMOTRON: writer(MAMBA2 | {"head_dim": 128, "ssm_state_size": 128}),
+    QWEN: writer(GATED | WIDE),
     MINIMAX: partial(write_plain_sparse, query_heads=16 * KV_HEADS),  # for each head of K and V as many as M3 has
 }
 DSA_PLUGIN = Path(__file__).parents[1] / "engines" / "dsa_plugin"
@@ -406,6 +411,11 @@ class Engines:
             if side.has_graphs:  # without torch.compile, which would take a minute
                 sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
                 more |= {"enforce_eager": False, "compilation_config": sizes}
+        if side.model in (NEMOTRON, QWEN):
+            environment["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"  # NixlConnector takes no other
+            more |= {"additional_config": {"gdn_prefill_backend": "triton"}} if side.model == QWEN else {}
+            if self.is_cpu:
+                more["num_gpu_blocks_override"] = 128
         if side.model == MINIMAX:
             environment |= _plugged(MINIMAX_PLUGIN)
         config = EngineConfig(

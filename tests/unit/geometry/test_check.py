@@ -21,10 +21,10 @@ change = msgspec.structs.replace
 def test_groups_that_cannot_be_are_named() -> None:
     pool = describe(replace(SHAPE, kinds=("full", "state")))
     one, state = pool.groups
-    assert "plane 2 (layer 1 conv): token_axis: counts 1, block_tokens 16" in check_pool(
+    assert "plane 2 (layer 1 conv_x): token_axis: counts 1, block_tokens 16" in check_pool(
         change(pool, groups=(one, change(state, kind="full")))
     )
-    assert "plane 2 (layer 1 conv): group: 1 is full, the model's kind state" in check_pool(
+    assert "plane 2 (layer 1 conv_x): group: 1 is full, the model's kind state" in check_pool(
         change(pool, groups=(one, change(state, kind="full")))
     )
     assert check_pool(change(pool, groups=(change(one, kind="sliding"), state))) == ("window: 0, group 0 is sliding",)

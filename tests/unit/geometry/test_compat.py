@@ -153,17 +153,14 @@ def test_a_window_comes_from_all_tokens_or_from_the_same_window(
     )
 
 
-def test_a_state_is_carried_between_equal_ranks_only() -> None:
+def test_a_state_is_cut_by_heads_but_not_by_tokens() -> None:
     shape = replace(SHAPE, kinds=("full", "state"))
     pool, other = describe(shape), describe(replace(shape, tp_size=2))
     assert check_pool(pool) == () and verdict(pool, pool) == Same()
-    assert reasons(pool, other) == (
-        "tp_size: sender 1, receiver 2 (layer 1 conv and 1 more); "
-        "needs equal tensor parallel sizes: a state is cut by rank",
-    )
+    assert verdict(pool, other) == Convertible(("tp_size: sender 1, receiver 2",))
     split = describe(replace(shape, cp_size=2))
     assert reasons(split, split) == (
-        "cp_size: sender 2, receiver 2 (layer 1 conv and 1 more); "
+        "cp_size: sender 2, receiver 2 (layer 1 conv_x and 2 more); "
         "needs no context parallel ranks where layers keep a state",
     )
 
@@ -171,11 +168,9 @@ def test_a_state_is_carried_between_equal_ranks_only() -> None:
 def test_refuses_a_state_of_another_width() -> None:
     pool = describe(replace(SHAPE, kinds=("full", "state")))
     conv = pool.planes[2]
-    narrow = change(
-        conv, codec=change(conv.codec, width=12, row_bytes=24), element_axis=(Step(12, conv.element_axis[0].stride),)
-    )
+    narrow = change(conv, codec=change(conv.codec, width=3, row_bytes=6), element_axis=conv.element_axis[:1])
     other = change(pool, planes=(*pool.planes[:2], narrow, *pool.planes[3:]))
-    assert reasons(pool, other) == (f"width: sender 24, receiver 12 (layer 1 conv){SAME_MODEL}",)
+    assert reasons(pool, other) == (f"width: sender 6, receiver 3 (layer 1 conv_x){SAME_MODEL}",)
 
 
 def test_a_layer_that_one_side_does_not_know_is_not_compared() -> None:

@@ -29,7 +29,7 @@ from testing.oracle import (
     tables_of,
     take_rows,
 )
-from testing.pools import POISON, STATE_WIDTHS, STATES, Held, build
+from testing.pools import POISON, STATES, Held, build
 from tests.unit.geometry.test_plan import plan_between
 
 ROW_BYTES = 4 * (8 + 8) * 2  # of a token and layer: heads, K and V, bf16
@@ -140,7 +140,7 @@ def test_state_takes_one_row(end: int, tp_size: int) -> None:
     state = planned.group_plans[-1]
     assert (state.kind, state.first, state.end) == ("state", 0, 1)
     assert {pair.receiver.part for pair in state.pairs} == set(STATES)
-    assert state.total_bytes == sum(-(-2 * STATE_WIDTHS[part] // ALIGN) * ALIGN for part in STATES)
+    assert state.total_bytes == sum(-(-2 * heads * width // ALIGN) * ALIGN for heads, width in STATES.values())
 
 
 def test_a_state_moves_whole_however_much_of_the_prompt_is_there() -> None:

@@ -200,10 +200,38 @@ def test_of_minimax_m3_what_sglang_packs_on_blackwell_is_refused(
 
 def test_hybrids_keep_rows_in_their_attention_layers_only() -> None:
     kimi = latents("kimi_linear", 6, linear_attn_config={"full_attn_layers": [4, 6]})
-    nemotron = config("nemotron_h", 6, 8, 2, 64, hybrid_override_pattern="M-M*M*")
-    for hybrid, held in ((kimi, [3, 5]), (nemotron, [3, 5])):
-        model = read(hybrid)
-        assert [index for index, layer in enumerate(model.layers) if layer] == held and "state" in model.kinds
+    model = read(kimi)
+    assert [index for index, layer in enumerate(model.layers) if layer] == [3, 5] and "state" in model.kinds
+
+
+@pytest.mark.parametrize("named", [{"hybrid_override_pattern": "M-M*M*"}, {"layers_block_type": list("M-M*M*")}])
+def test_a_state_is_a_layer_of_its_own(named: dict[str, Any]) -> None:
+    sizes = {"mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 16, "n_groups": 1, "conv_kernel": 4}
+    model = read(config("nemotron_h", 6, 8, 2, 64, **sizes, **named))
+    assert [layer and layer.kind for layer in model.layers] == ["state", None, "state", "full", "state", "full"]
+    first, second = pools_of(model, parse("vllm -tp 2 --no-enable-prefix-caching --mamba-cache-dtype fp16"), "m", "e")
+    planes = {plane.part: plane for plane in second.planes if plane.layer == 0}
+    held = {part: (plane.first_head, plane.heads, plane.total_heads) for part, plane in planes.items()}
+    assert held == {"conv_x": (4, 4, 8), "conv_b": (0, 1, 1), "conv_c": (0, 1, 1), "state": (4, 4, 8)}
+    assert {part: plane.codec.width for part, plane in planes.items()} == {
+        **{"conv_x": 12, "conv_b": 48, "conv_c": 48, "state": 64}
+    }
+    assert [planes[part].codec.name for part in ("conv_x", "state")] == ["fp16", "fp32"]
+    assert check_pool(first) == () == overlaps(first)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("vllm", "mamba_cache_mode align.+needs --no-enable-prefix-caching"),
+        ("vllm --no-enable-prefix-caching -tp 2 -dcp 2", "decode_context_parallel_size 2; needs 1"),
+        ("sglang", "recurrent or convolution states of this kind"),
+    ],
+)
+def test_states_that_are_not_carried_are_refused_before_anything_starts(command: str, text: str) -> None:
+    states = next(family for family in FAMILIES if family.name == "states and full attention")
+    with pytest.raises(OperatorError, match=text):
+        pools_of(read(states.config), parse(command), "m", "e")
 
 
 def test_a_checkpoint_with_scales_has_an_fp8_cache() -> None:

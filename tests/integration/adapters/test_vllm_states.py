@@ -1,0 +1,287 @@
+"""Recurrent states: where their parts lie, for any number of ranks, and which blocks are offered and wanted when.
+
+The oracle is numpy's: a model's whole state, and what vLLM's own shape calculators give each rank of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import numpy as np
+import torch
+from kvbridge_proto.engine import Offer, Released, Want
+from kvbridge_proto.pool import Engine, Group, Model, Shard
+from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+from kvbridge.adapters.engine.memory import Memory
+from kvbridge.adapters.engine.records import State
+from kvbridge.adapters.vllm.states import state_of, state_planes
+from kvbridge.errors import OperatorError
+from kvbridge.geometry.check import check_pool
+from kvbridge.geometry.overlap import overlaps
+from testing.carried import OnCpu, move
+from testing.pools import Held
+from testing.refusals import refused
+from tests.integration.adapters.small import held
+from tests.integration.adapters.world import BLOCK, World
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS, ROWS, PADDING, LENGTH = 5, 3, 40, 1 << 12
+NAME = "model.layers.0.mixer"
+CALCULATOR = mamba_utils.MambaStateShapeCalculator
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of state. `conv` are its pieces: heads in all, channels of each."""
+
+    backend: str
+    conv: tuple[tuple[int, int], ...]
+    heads: int
+    values: int
+    keys: int
+
+    @property
+    def state(self) -> State:
+        if self.backend == "GDN_ATTN":
+            return State.gated_delta(self.conv[0][0], self.heads, self.keys, self.values, ROWS + 1)
+        return State.mamba2(self.heads, self.values, self.keys, self.conv[1][0], ROWS + 1)
+
+    def shapes(self, tp: int, more: int) -> Any:
+        """vLLM's own of one rank."""
+        if self.backend == "GDN_ATTN":
+            sizes = self.conv[0][0], self.heads, self.keys, self.values
+            return CALCULATOR.gated_delta_net_state_shape(tp, *sizes, ROWS + 1, more)
+        inner = self.heads * self.values
+        return CALCULATOR.mamba2_state_shape(
+            tp, inner, self.conv[1][0], self.heads, self.values, self.keys, ROWS + 1, more
+        )
+
+
+KINDS = {
+    "gated": Kind("GDN_ATTN", ((4, 5), (4, 5), (8, 3)), 8, 3, 5),
+    "groups": Kind("MAMBA2_ATTN", ((8, 3), (4, 6), (4, 6)), 8, 3, 6),
+    "one group": Kind("MAMBA2_ATTN", ((8, 3), (1, 6), (1, 6)), 8, 3, 6),
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    tp: int
+    layout: str = "SD"
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.bfloat16, torch.float32)
+    more: int = 0  # rows of the convolution, for drafts
+
+    def whole(self, kind: Kind) -> list[torch.Tensor]:
+        """The model's: each piece [heads, channels, rows], then [heads, values, keys]. No two numbers are the same."""
+        sizes = [(heads, channels, ROWS) for heads, channels in kind.conv] + [(kind.heads, kind.values, kind.keys)]
+        counted = np.cumsum([0, *(int(np.prod(size)) for size in sizes)])
+        # Small whole numbers, which all dtypes have.
+        return [
+            (torch.arange(first, first + int(np.prod(size))) % 120 + place * 0.5).reshape(size).float()
+            for place, (first, size) in enumerate(zip(counted, sizes, strict=False))
+        ]
+
+    def rank(self, kind: Kind, rank: int, fill: int) -> torch.Tensor:
+        """One block's bytes of a rank as vLLM packs them; what a prompt does not leave is `fill`."""
+        *pieces, state = self.whole(kind)
+        own = []
+        for piece in pieces:
+            size = max(1, len(piece) // self.tp)
+            first = 0 if len(piece) == 1 else rank * size
+            own.append(piece[first : first + size].reshape(-1, ROWS))
+        conv = torch.cat(own).to(self.dtypes[0])  # [channels, rows]
+        kept = torch.full((len(conv), ROWS + self.more), fill, dtype=torch.uint8).repeat_interleave(2, 1)
+        kept[:, : 2 * ROWS] = conv.view(torch.uint8)
+        if self.layout == "SD":
+            kept = kept.view(len(conv), -1, 2).transpose(0, 1)
+        share = kind.heads // self.tp
+        mine = state[rank * share : (rank + 1) * share].to(self.dtypes[1]).contiguous()
+        return torch.cat([kept.reshape(-1), mine.view(torch.uint8).flatten()])
+
+
+def described(kind: Kind, side: Side, rank: int, monkeypatch: pytest.MonkeyPatch) -> Held:
+    """A rank's pool and its memory: the state is in block `BLOCKS - 1`, everything else 0xEE."""
+    monkeypatch.setattr(mamba_utils, "is_conv_state_dim_first", lambda: side.layout == "DS")
+    shapes = tuple(kind.shapes(side.tp, side.more))
+    spec = MambaSpec(block_size=LENGTH, shapes=shapes, dtypes=side.dtypes)
+    size = spec.page_size_bytes
+    pages = torch.full((BLOCKS, size + PADDING), 0xEE, dtype=torch.uint8)
+    page = pages.view(torch.int8)[:, :size].unsqueeze(1).unsqueeze(1)
+    planes = state_planes(NAME, page, spec, kind.state, (0, 0), BLOCKS, (rank, side.tp))
+    memory = Memory.of(
+        Engine(kind="vllm", version="", id=f"{side.tp}"),
+        Model(name="m", layers=(kind.state.record,)),
+        Shard(tp_rank=rank, tp_size=side.tp),
+        (Group(kind="state", block_tokens=LENGTH, blocks=BLOCKS),),
+        [(page, plane) for plane in planes],
+    )
+    assert check_pool(memory.pool) == () == overlaps(memory.pool)
+    return held(memory)
+
+
+DTYPES = (torch.bfloat16, torch.float32)
+SIDES = [
+    *(Side(tp, layout) for tp, layout in product((1, 2, 4), ("SD", "DS"))),
+    Side(1, "DS", more=2),
+    Side(2, "SD", more=1),
+    Side(2, "SD", (torch.bfloat16, torch.bfloat16)),
+    Side(1, "DS", (torch.float16, torch.float32)),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_gets_its_heads_of_every_piece_and_no_other_byte(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = KINDS[kind]
+    for ours, theirs in product(SIDES, SIDES):
+        senders = [described(one, ours, rank, monkeypatch) for rank in range(ours.tp)]
+        for rank, sender in enumerate(senders):
+            bytes_of = ours.rank(one, rank, 0xDD).numpy()
+            sender.memory[0].reshape(BLOCKS, -1)[1, : len(bytes_of)] = bytes_of
+        for rank in range(theirs.tp):
+            receiver = described(one, theirs, rank, monkeypatch)
+            move(senders, [1], receiver, [3], range(0, 300), 1 << 10, OnCpu())
+            expected = np.full_like(receiver.memory[0], 0xEE).reshape(BLOCKS, -1)
+            bytes_of = theirs.rank(one, rank, 0xEE).numpy()
+            expected[3, : len(bytes_of)] = bytes_of
+            assert np.array_equal(receiver.memory[0].reshape(BLOCKS, -1), expected), (ours, theirs, rank)
+
+
+def layer(kind: Kind, tp: int, **more: Any) -> Any:
+    """vLLM's layer, as far as it is asked."""
+    named: dict[str, Any] = {"get_attn_backend": lambda: SimpleNamespace(get_name=lambda: kind.backend)}
+    named["conv_kernel_size"] = ROWS + 1
+    if kind.backend == "GDN_ATTN":
+        named |= {"num_k_heads": kind.conv[0][0], "num_v_heads": kind.heads, "head_k_dim": kind.keys}
+        named |= {"head_v_dim": kind.values}
+    else:
+        groups = kind.conv[1][0]
+        named |= {"num_heads": kind.heads, "head_dim": kind.values, "ssm_state_size": kind.keys}
+        named |= {"n_groups": max(groups, tp), "norm": SimpleNamespace(n_groups=groups)}
+    return SimpleNamespace(**named | more)
+
+
+SPEC = MambaSpec(block_size=LENGTH, shapes=((3, 8), (2, 2, 2)), dtypes=DTYPES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_says_what_its_state_is(kind: str) -> None:
+    for tp in (1, 2, 4):
+        assert state_of(NAME, SPEC, layer(KINDS[kind], tp), 1) == KINDS[kind].state
+
+
+def refuses(code: str, text: str, spec: Any = SPEC, of: Any = None, cp: int = 1) -> None:
+    with refused(OperatorError, code, text):
+        state_of(NAME, spec, of or layer(KINDS["gated"], 1), cp)
+
+
+def test_other_states_are_refused_by_name() -> None:
+    """KDA has the backend of Gated DeltaNet, and none of its fields."""
+    kda = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "GDN_ATTN"), num_heads=4)
+    refuses("layer_unsupported", f"{NAME}: MambaSpec of GDN_ATTN: .+ states of this kind yet; needs another", of=kda)
+    for backend in ("MAMBA1_ATTN", "SHORT_CONV_ATTN", "LINEAR_ATTN"):
+        other = SimpleNamespace(get_attn_backend=lambda backend=backend: SimpleNamespace(get_name=lambda: backend))
+        refuses("layer_unsupported", f"MambaSpec of {backend}: .+ states of this kind yet", of=other)
+    whole = MambaSpec(block_size=LENGTH, shapes=SPEC.shapes, dtypes=DTYPES, tp_replicated=True)
+    refuses("layer_unsupported", "states of this kind yet", spec=whole)
+    cached = MambaSpec(block_size=BLOCK, shapes=SPEC.shapes, dtypes=DTYPES, mamba_cache_mode="align")
+    refuses("layer_unsupported", "mamba_cache_mode align, .+ needs --no-enable-prefix-caching", spec=cached)
+    refuses("context_parallel_unsupported", "decode_context_parallel_size 2; needs 1", cp=2)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "stride"),
+    [
+        (((3, 60), (8, 3, 5)), DTYPES, 1),  # of another model
+        (((2, 64), (8, 3, 5)), DTYPES, 1),  # too few rows
+        (((3, 64), (8, 5, 3)), DTYPES, 1),
+        (((3, 64), (8, 3, 5), (2, 2)), (*DTYPES, torch.float32), 1),  # ReplaySSM
+        (((3, 64), (8, 3, 5)), (torch.float8_e4m3fn, torch.float32), 1),
+        (((3, 64), (8, 3, 5)), DTYPES, 2),
+    ],
+)
+def test_a_page_of_another_shape_is_refused(shapes: Any, dtypes: Any, stride: int) -> None:
+    kind = KINDS["gated"]
+    spec = MambaSpec(block_size=LENGTH, shapes=shapes, dtypes=dtypes)
+    page = torch.zeros(BLOCKS, 1, 1, spec.page_size_bytes * stride, dtype=torch.int8)[..., ::stride]
+    with refused(OperatorError, "shape_unknown", rf"expected \[{BLOCKS}, 1, 1, {spec.page_size_bytes}\] bytes"):
+        state_planes(NAME, page, spec, kind.state, (0, 0), BLOCKS, (0, 1))
+
+
+# Which blocks are offered and wanted, with vLLM's real scheduler and managers:
+
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+STATE = MambaSpec(block_size=1 << 11, shapes=((1, 4), (1, 2, 2)), dtypes=DTYPES)
+
+
+def world(folder: Path, **more: Any) -> World:
+    return World(folder, specs=[FULL, STATE], caching=False, **more).ready()
+
+
+@pytest.mark.proves("G13")
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_state_is_offered_once_it_is_that_of_all_tokens_but_the_last_and_is_held(
+    tmp_path: Path, is_async: bool
+) -> None:
+    one = world(tmp_path, async_scheduling=is_async)
+    blocks = one.scheduler.kv_cache_manager.block_pool.blocks
+    for tokens in (2, 3, BLOCK, BLOCK + 1, BLOCK + 2, 65, 66, 200):
+        request = one.prefill(tokens)
+        one.steps(9)
+        assert request.is_finished()
+        *parts, last = one.agent.take(Offer)
+        assert not any(piece.group for part in parts for piece in part.blocks), "a state that goes on changing"
+        (state,) = [piece for piece in last.blocks if piece.group == 1]
+        assert last.is_last and last.tokens == tokens - 1 and state.first == 0 and len(state.ids) == 1
+        assert 0 not in state.ids and blocks[state.ids[0]].ref_cnt == 1
+        others = [one.request(40, max_tokens=3) for _ in range(4)]
+        one.steps(9)
+        assert all(other.is_finished() for other in others) and blocks[state.ids[0]].ref_cnt == 1
+        one.agent.say(Released(number=last.number, request="r"))
+        one.run()
+        one.assert_empty()
+
+
+def test_a_state_is_the_same_in_a_routers_room_as_only_vllm_takes_it(tmp_path: Path) -> None:
+    one = world(tmp_path)
+    request = one.prefill(40, bootstrap_room=7)
+    one.steps(6)
+    assert request.num_prompt_tokens == 39 and one.agent.take(Offer)[-1].tokens == 39
+
+
+@pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"tokens": 1}])
+def test_a_prompt_that_keeps_its_last_token_is_not_offered(tmp_path: Path, more: dict[str, Any]) -> None:
+    one = world(tmp_path)
+    request = one.prefill(**more)
+    one.run()
+    assert request.is_finished() and not one.agent.take(Offer)
+
+
+def test_a_prompt_without_parameters_is_not_offered(tmp_path: Path) -> None:
+    one = world(tmp_path, role="kv_producer")
+    one.request(40, max_tokens=1)
+    one.steps(6)
+    assert [(offer.tokens, offer.blocks) for offer in one.agent.take(Offer)] == [(0, ())]
+
+
+def test_the_receiver_wants_the_state_after_all_tokens_but_the_last(tmp_path: Path) -> None:
+    one = world(tmp_path)
+    request = one.decode(70)
+    one.steps(3)
+    (want,) = one.agent.take(Want)
+    assert (want.first_token, want.end_token) == (0, 69)
+    table = one.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    assert {piece.group: (piece.first, list(piece.ids)) for piece in want.blocks} == {
+        0: (0, list(table[0][:5])),
+        1: (0, list(table[1][:1])),
+    }

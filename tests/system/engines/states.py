@@ -1,0 +1,166 @@
+"""Small models with recurrent states, and their states as vLLM's own layers see them: nothing here knows of planes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from demo.model import HIDDEN, VOCABULARY
+
+GATED: dict[str, Any] = dict(
+    model_type="qwen3_next",
+    architectures=["Qwen3NextForCausalLM"],
+    num_hidden_layers=4,
+    layer_types=["linear_attention"] * 3 + ["full_attention"],
+    full_attention_interval=4,
+    head_dim=64,
+    linear_num_value_heads=8,
+    linear_num_key_heads=4,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
+    linear_conv_kernel_dim=4,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    shared_expert_intermediate_size=128,
+    mlp_only_layers=[0, 1, 2],  # vLLM wants one with experts
+)
+MAMBA2: dict[str, Any] = dict(
+    model_type="nemotron_h",
+    architectures=["NemotronHForCausalLM"],
+    num_hidden_layers=6,
+    hybrid_override_pattern="M-M*M*",
+    head_dim=64,
+    mamba_num_heads=8,
+    mamba_head_dim=64,
+    ssm_state_size=64,
+    n_groups=2,
+)
+# Of one group: B and C are on every rank.
+ONE_GROUP: dict[str, Any] = dict(
+    model_type="granitemoehybrid",
+    architectures=["GraniteMoeHybridForCausalLM"],
+    num_hidden_layers=4,
+    layer_types=["mamba", "mamba", "attention", "mamba"],
+    mamba_n_heads=8,
+    mamba_n_groups=1,
+    mamba_d_state=64,
+    mamba_d_head=64,
+    mamba_d_conv=4,
+    mamba_expand=2,
+    num_local_experts=0,
+    num_experts_per_tok=0,
+    shared_intermediate_size=512,
+    position_embedding_type="rope",
+    attention_multiplier=0.125,
+)
+CONV_ROWS = 3
+
+
+def writer(fields: dict[str, Any]) -> Callable[[Path], Path]:
+    """Writes a model with these fields."""
+    return lambda folder: write_hybrid(folder, fields)
+
+
+def write_hybrid(folder: Path, fields: dict[str, Any]) -> Path:
+    """A model of transformers, with weights that any number of ranks loads alike."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    usual = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_attention_heads=4)
+    usual |= dict(num_key_value_heads=2, bos_token_id=1, eos_token_id=2, max_position_embeddings=16384)
+    named = {name: value for name, value in fields.items() if name not in ("model_type", "architectures")}
+    config = AutoConfig.for_model(fields["model_type"], **usual, tie_word_embeddings=False, **named)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).state_dict()
+    shapes = dict(each for name, weight in model.items() for each in _in_checkpoint(name, tuple(weight.shape)))
+    generator = torch.Generator().manual_seed(1)
+    weights = {}
+    for name, shape in shapes.items():
+        values = torch.randn(shape, generator=generator)
+        if name.endswith("A_log"):
+            values = torch.rand(shape, generator=generator)
+        elif name.endswith(("dt_bias", "conv1d.bias")):
+            values *= 0.3
+        elif "conv1d" in name:
+            values *= 0.5
+        elif len(shape) == 1:
+            values = torch.ones(shape)
+        elif "embed" not in name:
+            values *= (4.0 if "lm_head" in name else 1.2) / shape[-1] ** 0.5
+        if fields["model_type"] == "nemotron_h":
+            name = name.replace("model.", "backbone.")
+        weights[name] = values.to(torch.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    said = config.to_dict() | fields | {"torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(said, indent=1))
+    return folder
+
+
+def _in_checkpoint(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Experts lie one by one in a checkpoint."""
+    if ".experts." not in name:
+        yield name, shape
+        return
+    at, _, part = name.rpartition(".")
+    halves = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+    for expert in range(shape[0]):
+        yield from ((f"{at}.{expert}.{half}.weight", (shape[1] // len(halves), shape[2])) for half in halves)
+
+
+def read_states(worker: Any, tables: Sequence[Sequence[int]], tokens: int) -> dict[str, np.ndarray]:
+    """On a worker: "LAYER.conv PIECE" [channels, rows] and "LAYER.state" [heads, ...] after `tokens` tokens, as bytes.
+
+    `tables` are the request's blocks in each group.
+    """
+    import torch
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    found = {}
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    for table, group in zip(tables, worker.model_runner.kv_cache_config.kv_cache_groups, strict=True):
+        spec = group.kv_cache_spec
+        for name in group.layer_names:
+            if not isinstance(layers[name].kv_cache, tuple):
+                continue
+            block = table[(tokens - 1) // spec.block_size]
+            conv, state = (each[block].clone().cpu() for each in layers[name].kv_cache)
+            conv = (conv.T if is_conv_state_dim_first() else conv)[:CONV_ROWS]
+            number = next(int(part) for part in name.split(".") if part.isdigit())
+            parts, at = {"state": state}, 0
+            for part, size in _pieces(layers[name], conv.shape[1]):
+                parts[part] = conv[:, at : at + size].T
+                at += size
+            for part, each in parts.items():
+                raw = each.contiguous().view(torch.uint8)
+                found[f"{number}.{part}"] = raw.reshape(*each.shape, -1).numpy()
+    return found
+
+
+def _pieces(layer: Any, channels: int) -> Iterator[tuple[str, int]]:
+    """The convolution's pieces on a rank: names, and how many channels. Of "same" ones every rank has all."""
+    if hasattr(layer, "key_dim"):
+        sizes = layer.key_dim, layer.key_dim, layer.value_dim
+        yield from ((f"conv {place}", size // layer.tp_size) for place, size in enumerate(sizes))
+    else:
+        inner = layer.intermediate_size // layer.tp_size
+        yield "conv x", inner
+        is_same = layer.norm.n_groups == 1
+        yield from ((f"conv {name}{' same' * is_same}", (channels - inner) // 2) for name in "BC")
+
+
+def of_one_rank(ranks: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The states of all ranks as one rank has them. Raises ValueError if what every rank has is not the same."""
+    joined = {}
+    for key in ranks[0]:
+        held = [rank[key] for rank in ranks]
+        if key.endswith("same") and any(not np.array_equal(held[0], other) for other in held):
+            raise ValueError(f"{key}: ranks have other bytes")
+        joined[key] = held[0] if key.endswith("same") else np.concatenate(held)
+    return joined
