@@ -32,6 +32,7 @@ from ..dataplane.attached import CurrentEngine
 from ..dataplane.data_plane import DataPlane
 from ..dataplane.resources import open_resources
 from ..dataplane.threads import STUCK_S
+from ..descriptors import links, raised
 from ..errors import OperatorError
 from ..exchange.orders import ReceivingReport, SendingReport
 from ..exchange.receiver import Receiver
@@ -44,7 +45,6 @@ from ..routes.pull.halves import CHECK_EVERY
 from ..routes.slots.receive_slots import ReceiveSlots
 from ..states import SessionState
 from ..transport.control import Control
-from ..transport.descriptors import links, raised
 from ..transport.door import MemoryDoor
 from ..transport.endpoint import check_metrics, with_key
 from ..transport.keys import load_keys

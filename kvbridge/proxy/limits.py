@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ..descriptors import raised
 from ..errors import KVBridgeError, OperatorError
 from .metrics import ProxyMetrics
 
@@ -18,7 +18,6 @@ OWN = 48  # descriptors for everything else: the listener, the log, name look-up
 PER_ENGINE = 4  # descriptors for health checks and bootstrap servers
 FEWEST = 8
 MOST_CONNECTIONS = 4096
-MOST_DESCRIPTORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +29,7 @@ class ProxyLimits:
 
 def limits_here(engines: int) -> ProxyLimits:
     """Raises this process's limit of descriptors as far as it may, and divides them. Raises OperatorError."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    most = max(most, soft)
+    most = raised()
     reserved = 2 * BACKLOG + TOLD + OWN + PER_ENGINE * engines
     places = (most - reserved) // 3  # a client's connection, and two to engines
     if places < FEWEST:

@@ -49,6 +49,7 @@ ROOMS = {
     "kvbridge.errors": Room(),
     "kvbridge.oneline": Room(),
     "kvbridge.unix_socket": Room(),
+    "kvbridge.descriptors": Room(),
     "kvbridge.failpoints": Room({"kvbridge.errors"}),
     "kvbridge.options": Room({"kvbridge_proto"}, {"msgspec"}),
     "kvbridge.config": Room({"kvbridge_proto", "kvbridge.errors", "kvbridge.options"}, {"msgspec"}),
@@ -65,7 +66,8 @@ ROOMS = {
         {"kvbridge_proto", "kvbridge_kernels", "kvbridge.errors", "kvbridge.geometry"}, {"torch", "numpy", "cuda"}
     ),
     "kvbridge.transport": Room(
-        {"kvbridge_proto", "kvbridge.errors", "kvbridge.failpoints", "kvbridge.states", "kvbridge.unix_socket"},
+        {f"kvbridge.{name}" for name in ("errors", "descriptors", "failpoints", "states", "unix_socket")}
+        | {"kvbridge_proto"},
         {"msgspec", "numpy", "zmq", "nixl", "uvloop"},
     ),
     "kvbridge.adapters.engine": Room(INSIDE, {"msgspec", "torch"}),
@@ -77,10 +79,12 @@ ROOMS = {
     "kvbridge.dataplane": Room(BESIDE),
     "kvbridge.routes": Room(BESIDE | {"kvbridge.cache_kinds", "kvbridge.states", "kvbridge.dataplane"}),
     "kvbridge.agent": Room(
-        BESIDE | {f"kvbridge.{name}" for name in ("oneline", "states", "routes", "dataplane")},
+        BESIDE | {f"kvbridge.{name}" for name in ("descriptors", "oneline", "states", "routes", "dataplane")},
         {"msgspec", "torch", "numpy", "uvloop", "prometheus_client", "opentelemetry"},
     ),
-    "kvbridge.proxy": Room({"kvbridge.errors", "kvbridge.oneline"}, {"prometheus_client", "aiohttp", "msgspec"}),
+    "kvbridge.proxy": Room(
+        {"kvbridge.errors", "kvbridge.oneline", "kvbridge.descriptors"}, {"prometheus_client", "aiohttp", "msgspec"}
+    ),
 }
 TOP = ("kvbridge.cli", "kvbridge.commands", "kvbridge.doctor", "kvbridge.loopback")  # may import any room
 EVERY = (*ROOMS, *TOP)

@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from kvbridge.transport import descriptors
+from kvbridge import descriptors
 from kvbridge.transport.control import Control
 from kvbridge.transport.link import Arrived, Event, Link, Lost, Reached, Settings
 from tests.integration.transport.ears import LOOPBACK, ROOT, Ear, cancel, remote

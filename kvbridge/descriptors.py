@@ -1,4 +1,4 @@
-"""How many file descriptors this process may have, and how many links to peers that allows."""
+"""How many file descriptors this process, an agent or a proxy, may have; and how many links of an agent that allows."""
 
 from __future__ import annotations
 
