@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -23,7 +22,7 @@ from demo.processes import free_port
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.link import AgentLink
 from kvbridge.loopback.messages import number_of
-from testing.agents import Client, OracleEngine, agent, attached
+from testing.agents import OracleEngine, agent, attached
 from testing.oracle import Shape, build, fill
 from testing.pairs import Bench, Benches
 from testing.proc import cpu_s, mapped
@@ -43,15 +42,6 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """One for all tests that leave it whole."""
     with ExitStack() as stack:
         yield Bench(tmp_path_factory.mktemp("doors"), stack, **SOON)
-
-
-def test_a_client_that_talks_nonsense_is_told_and_closed(lasting: Bench) -> None:
-    with closing(Client(lasting.receiver.agent.socket)) as client:
-        client.socket.sendall(struct.pack(">I", 7) + b"\xc1garbage"[:7])
-        assert client.wait(Refused).code == "frame_malformed"
-        client.wait_closed()
-    assert "kvbridge_rejected_messages_total{code=frame_malformed}" in lasting.receiver.agent.status.counters
-    lasting.works()
 
 
 @pytest.mark.proves("T37")

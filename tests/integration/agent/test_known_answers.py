@@ -55,15 +55,7 @@ def is_fetched_once(bench: Bench, wants: list[tuple[OracleEngine, str]]) -> None
     assert bench.sender.released("p-call/0").code == ""
 
 
-def test_the_second_answer_of_a_call_hears_that_its_prompt_was_fetched(bench: Bench) -> None:
-    offered(bench)
-    want(bench, "0", 1)
-    bench.receiver.done("0")
-    want(bench, "1", 2)
-    assert "an offer serves one" in bench.receiver.failed("1", "already_fetched", SOON_S)
-
-
-def test_a_retry_on_another_engine_hears_that_its_prompt_was_fetched(bench: Bench, tmp_path: Path) -> None:
+def test_a_later_request_here_or_elsewhere_hears_that_its_prompt_was_fetched(bench: Bench, tmp_path: Path) -> None:
     with agent(tmp_path, "other") as beside, attached(beside) as other:
         other.directory(beside)
         offered(bench)
@@ -71,6 +63,10 @@ def test_a_retry_on_another_engine_hears_that_its_prompt_was_fetched(bench: Benc
         bench.receiver.done("first")
         want(bench, "retry", 2, other)
         other.failed("retry", "already_fetched", SOON_S)
+        want(bench, "again", 3)
+        assert "an offer serves one" in bench.receiver.failed("again", "already_fetched", SOON_S)
+        want(bench, "never offered", 4, rendezvous="call/1")
+        bench.receiver.failed("never offered", "unknown_offer", SOON_S)
 
 
 def test_of_four_equal_requests_at_once_one_fetches_and_three_hear_it(bench: Bench, tmp_path: Path) -> None:
@@ -126,11 +122,6 @@ def test_a_prefill_side_that_was_replaced_is_said_to_have_started_later(
     bench.receiver.want("late", address, [1], range(16), rendezvous="call/0", **TOLD | told)
     reason = bench.receiver.failed("late", "started_after_it_was_offered", SOON_S)
     assert told["offered_to"] in reason and address in reason
-
-
-def test_what_was_never_offered_is_unknown_at_once(bench: Bench) -> None:
-    want(bench, "r", 1)
-    bench.receiver.failed("r", "unknown_offer", SOON_S)
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["the want came before", "the want comes after"])
