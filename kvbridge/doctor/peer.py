@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import assert_never
 
+import uvloop
 from kvbridge_proto.common import AgentCard
 from kvbridge_proto.peer import FabricCard, Goodbye, Refuse, Route, Welcome
 from kvbridge_proto.pool import Pool
@@ -83,7 +84,7 @@ def peer(subject: Subject) -> Finding:
     try:
         slots = _slots(subject, incarnation) if ours else ProbeSlots(None)
         engine = _engine(subject.config, incarnation, pool, slots.resources)
-        link, answer = asyncio.run(_greeted(subject, engine))
+        link, answer = uvloop.run(_greeted(subject, engine))
     except KVBridgeError as error:
         if error.code == "peer_unreachable" and _is_taken(subject.peer):
             remedy = f"{REMEDIES['peer_silent']}; or it has another key than the address says"

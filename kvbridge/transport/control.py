@@ -4,8 +4,8 @@ ZeroMQ alone reconnects silently, drops what was under way and delivers stale me
 is one connection between two incarnations. Its envelopes are numbered from 0, and the first gap, silence, other
 incarnation or full queue ends it. Dial again for a new link.
 
-The sockets are driven by the loop's `add_reader` on ZeroMQ's own descriptors: sending stays a plain call, no socket
-needs a task, and both asyncio and uvloop work. The descriptors are edge-triggered, so a socket is read again after
+The sockets are driven by the loop's `add_reader` on ZeroMQ's own descriptors: sending stays a plain call, and no socket
+needs a task. The descriptors are edge-triggered, so a socket is read again after
 every call on it.
 """
 

@@ -1,9 +1,7 @@
-"""What every test of a socket needs: a loop of either kind, a path, who serves there."""
+"""What every test of a socket needs: the agents' loop, a path, who serves there."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
@@ -16,16 +14,10 @@ from kvbridge.transport.local import LocalServer
 from tests.integration.transport.ends import served
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if inspect.iscoroutinefunction(metafunc.function) and "loop" not in metafunc.fixturenames:
-        metafunc.fixturenames.append("loop")
-        metafunc.parametrize("loop", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def loop() -> object:
-    """For a test that asks for it: asyncio's alone, because it takes long."""
-    return asyncio.run
+    """The loop that agents run."""
+    return uvloop.run
 
 
 @pytest.fixture

@@ -220,7 +220,7 @@ async def test_one_caller_has_not_all_the_links() -> None:
 
 @pytest.mark.proves("T3")
 @pytest.mark.parametrize("kind", ["allowed", "not allowed", "no curve"])
-async def test_memory_is_bounded_under_a_flood(loop: object, kind: str) -> None:
+async def test_memory_is_bounded_under_a_flood(kind: str) -> None:
     """4 MiB frames of nonsense as fast as loopback takes them; and an honest agent is served meanwhile."""
     server, good, loud = pairs(3)
     known = trust(server, good=good, loud=loud) if kind == "allowed" else trust(server, good=good)
@@ -251,7 +251,7 @@ async def test_memory_is_bounded_under_a_flood(loop: object, kind: str) -> None:
 
 
 @pytest.mark.proves("T22")
-async def test_memory_is_bounded_while_the_agent_is_too_busy_to_read(loop: object) -> None:
+async def test_memory_is_bounded_while_the_agent_is_too_busy_to_read() -> None:
     server, loud = pairs(2)
     async with Control("sender", LOOPBACK, trust=trust(server, loud=loud)) as sender:
         with caller(sender.address, loud, server[0]) as dealer:
