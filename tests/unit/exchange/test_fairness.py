@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from kvbridge_proto.engine import Done
 
-from kvbridge.loopback.messages import number_of
 from tests.unit.exchange.world import World
 
 pytestmark = pytest.mark.proves("G18")
@@ -17,21 +16,21 @@ LONG = 240
 @pytest.mark.parametrize(("slots", "local"), [(2, 2), (1, 4), (4, 1), (8, 2)])
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(slots: int, local: int, seed: int) -> None:
     world = World(1, 1, slots=slots, local=local, seed=seed)
-    receiving = world.receivers[0].receiving
     world.offer("long", LONG, LONG // 4)
     world.want("long", LONG)
     for _ in range(25):
         world.step()
-    (long,) = receiving.wants[number_of("long")].incoming_transfers.values()
-    before, chunks = long.placed, long.plan.chunks
+    before = world.placed("long")
     world.offer("short", 16, 4)
     world.want("short", 16)
     while "short" not in world.answers():
         assert world.step()
     assert isinstance(world.answers()["short"], Done)
-    assert chunks == LONG // 4 and long.placed - before < chunks // 2
+    after = world.placed("long")
+    assert before is not None and after is not None and after - before < LONG // 4 // 2
     world.run()
     world.check_done("long")
+    assert sum(world.scatters.values()) == LONG // 4 + 4
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -41,7 +40,6 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come(
 ) -> None:
     """Who has just come has not waited longest: each round of all is one chunk for the long one as well."""
     world = World(1, 1, slots=slots, local=local, seed=seed)
-    receiving = world.receivers[0].receiving
     world.offer("long", LONG, LONG // 4)
     world.want("long", LONG)
     for _ in range(40):
@@ -54,30 +52,22 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come(
             world.want(f"short {begun}", 4)
             begun += 1
         assert world.step()
-    wanted = receiving.wants.get(number_of("long"))
-    (long,) = (None,) if wanted is None else wanted.incoming_transfers.values()
-    assert long is None or long.placed >= 16
+    placed = world.placed("long")
+    assert placed is None or placed >= 16
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_many_get_on_at_one_pace(seed: int) -> None:
     """At any moment nobody is more than a few chunks ahead, however the slots become free."""
     world = World(1, 1, slots=3, local=2, seed=seed)
-    receiving = world.receivers[0].receiving
     names = [f"r{i}" for i in range(5)]
     for name in names:
         world.offer(name, 80, 20)
         world.want(name, 80)
     most = 0
     while world.step():
-        incoming_transfers = [
-            incoming
-            for name in names
-            if number_of(name) in receiving.wants
-            for incoming in receiving.wants[number_of(name)].incoming_transfers.values()
-        ]
-        if len(incoming_transfers) == len(names):
-            landed = [incoming.placed for incoming in incoming_transfers]
+        landed = [placed for name in names if (placed := world.placed(name)) is not None]
+        if len(landed) == len(names):
             most = max(most, max(landed) - min(landed))
     assert len(world.answers()) == len(names) and 0 < most <= 5
     world.check_rest()

@@ -17,6 +17,7 @@ from kvbridge.dataplane.orders import LandedChunk, LeavingChunk
 from kvbridge.geometry.check import rescaled
 from kvbridge.geometry.plan import Part
 from kvbridge.geometry.plane_pair import PlanePair
+from kvbridge.loopback.messages import number_of
 from testing.pools import Shape, describe
 from tests.unit.exchange.network import Event, Network, Node
 
@@ -162,6 +163,11 @@ class World(Network):
         answer = self.answers(receiver)[request]
         assert isinstance(answer, Failed), answer
         return answer
+
+    def placed(self, request: str) -> int | None:
+        """How many chunks of a want have been scattered; None if it is not open, or waits for a session."""
+        wanted = self.receiver.receiving.wants.get(number_of(request))
+        return next((each.placed for each in wanted.incoming_transfers.values()), None) if wanted else None
 
     def check_done(self, *requests: str) -> None:
         """Every receiver has what these asked for, and nothing is left over."""
