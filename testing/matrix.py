@@ -224,11 +224,6 @@ def odd_windows() -> Iterator[Case]:
             yield replace(case(shape, receiver), end=40)  # from the middle of a block of the receiver on
 
 
-def lost_windows() -> Iterator[Case]:
-    for kinds in WINDOWS:
-        yield case(replace(GQA, kinds=kinds, window=WINDOW), GQA)
-
-
 def states() -> Iterator[Case]:
     whole = replace(GQA, layers=3, kinds=STATE, window=WINDOW)
     for ranks, block in itertools.product((1, 2), BLOCKS):
@@ -271,19 +266,6 @@ def more_drafts() -> Iterator[Case]:
     for latent in LATENT:
         sender = replace(LATENT_SHAPE, codec=latent, scales=SCALES["plane"])
         yield case(sender, replace(sender, layers=2, drafts=1, block_tokens=48, tp_size=2), 2)
-
-
-def more_layers() -> Iterator[Case]:
-    yield case(GQA, replace(GQA, layers=3))
-    yield case(GQA, replace(GQA, layers=4, drafts=1))
-
-
-def other_heads() -> Iterator[Case]:
-    yield case(GQA, replace(GQA, kv_heads=8))
-
-
-def other_widths() -> Iterator[Case]:
-    yield case(GQA, replace(GQA, key_width=64))
 
 
 AXES: dict[str, Sequence[Any]] = {
@@ -413,13 +395,21 @@ ROWS = (
     ),
     Row("windows", "Sliding and chunked windows, alone or beside full attention; from full attention too", windows),
     Row("odd windows", "A window on the sending side in blocks that are no multiple of the receiver's", odd_windows),
-    Row("lost windows", "A window on the sending side, all tokens on the receiving side", lost_windows),
+    Row(
+        "lost windows",
+        "A window on the sending side, all tokens on the receiving side",
+        lambda: [case(replace(GQA, kinds=kinds, window=WINDOW), GQA) for kinds in WINDOWS],
+    ),
     Row("states", "Recurrent states, any tensor parallel sizes, block sizes, layouts and dtypes", states, True),
     Row("drafts", "A sender with a draft model that the receiver does not have", drafts),
     Row("more drafts", "A receiver with a draft model that the sender does not have: its rows are zeros", more_drafts),
-    Row("more layers", "A receiver with a layer of the model itself that the sender does not have", more_layers),
-    Row("other heads", "Models with other numbers of heads", other_heads),
-    Row("other widths", "Models with heads of other widths", other_widths),
+    Row(
+        "more layers",
+        "A receiver with a layer of the model itself that the sender does not have",
+        lambda: [case(GQA, replace(GQA, layers=3)), case(GQA, replace(GQA, layers=4, drafts=1))],
+    ),
+    Row("other heads", "Models with other numbers of heads", lambda: [case(GQA, replace(GQA, kv_heads=8))]),
+    Row("other widths", "Models with heads of other widths", lambda: [case(GQA, replace(GQA, key_width=64))]),
     Row(
         "anything at once",
         "All of layout, block, ranks, pipeline, dtype, scales and prefix at once",

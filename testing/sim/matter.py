@@ -161,29 +161,17 @@ class SimCopier:
         raise NotImplementedError
 
     def gather(self, pool: SimAttached, part: Part, slot: Span, digest_kind: str, host: Span | None = None) -> int:
-        if not pool.is_open:
-            raise EngineError("detached", "its memory is unmapped")
-        self._compile("gather", pool.blocks.name)
-        cells = [NOTHING] * (slot.size_bytes // CELL_BYTES)
-        todo = list(_spread_all(part))
-        half = len(todo) // 2
-        memory = pool.blocks.cells
-        _copy_out(memory, cells, todo[:half])
-
-        def end() -> int:
-            _copy_out(memory, cells, todo[half:])
-            self._process.ram[slot.address] = cells
-            return digest_of(cells)
-
-        ticket = self._begin(pool, end, None)
-        self._happens(self._process, ticket)
-        return ticket
+        return self._read("gather", pool, part, slot.size_bytes, slot)
 
     def digest(self, pool: SimAttached, part: Part) -> int:
+        return self._read("digest", pool, part, part.chunk.size_bytes, None)
+
+    def _read(self, what: str, pool: SimAttached, part: Part, size_bytes: int, into: Span | None) -> int:
+        """Half of the cells are read at once, the others when the move ends."""
         if not pool.is_open:
             raise EngineError("detached", "its memory is unmapped")
-        self._compile("digest", pool.blocks.name)
-        cells = [NOTHING] * (part.chunk.size_bytes // CELL_BYTES)
+        self._compile(what, pool.blocks.name)
+        cells = [NOTHING] * (size_bytes // CELL_BYTES)
         todo = list(_spread_all(part))
         half = len(todo) // 2
         memory = pool.blocks.cells
@@ -191,6 +179,8 @@ class SimCopier:
 
         def end() -> int:
             _copy_out(memory, cells, todo[half:])
+            if into is not None:
+                self._process.ram[into.address] = cells
             return digest_of(cells)
 
         ticket = self._begin(pool, end, None)
