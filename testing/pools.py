@@ -278,22 +278,14 @@ class _Planes:
             own = part.removesuffix("_scale") if shape.codec in ROW_SCALES else part
             region = self._region(layer if "L" not in axes else -1, own if "P" not in axes else "", size)
             token_axis, element_axis = _inner_axes(shape, tokens, part, codec, strides)
-            self._planes.append(
-                Plane(
-                    layer=layer,
-                    part=part,
-                    group=shape.groups.index(shape.kind(layer)),
-                    region=region,
-                    offset=shape.pad_bytes + index * strides["L"] + strides["P"],
-                    block_stride=strides["B"],
-                    token_axis=token_axis,
-                    head_stride=strides["H"],
-                    element_axis=element_axis,
-                    first_head=heads.start,
-                    heads=len(heads),
-                    total_heads=shape.kv_heads,
-                    codec=_scaled(shape, part, heads, codec),
-                )
+            self._add(
+                *(layer, part, heads, shape.kv_heads, _scaled(shape, part, heads, codec)),
+                region=region,
+                offset=shape.pad_bytes + index * strides["L"] + strides["P"],
+                block_stride=strides["B"],
+                token_axis=token_axis,
+                head_stride=strides["H"],
+                element_axis=element_axis,
             )
 
     def _more(self, layer: int, more: More) -> None:
@@ -311,22 +303,14 @@ class _Planes:
         page_bytes = page * len(heads) * sum(codec.row_bytes for codec in codecs.values())
         offset = shape.pad_bytes
         for part, codec in codecs.items():
-            self._planes.append(
-                Plane(
-                    layer=layer,
-                    part=part,
-                    group=shape.groups.index(shape.kind(layer)),
-                    region=self._region(layer, more.part, shape.blocks * (tokens // page) * page_bytes),
-                    offset=offset,
-                    block_stride=tokens // page * page_bytes,
-                    token_axis=(Step(tokens // page, page_bytes), Step(page, codec.row_bytes)),
-                    head_stride=page * codec.row_bytes,
-                    element_axis=(Step(codec.row_bytes // codec.element_bytes, codec.element_bytes),),
-                    first_head=heads.start,
-                    heads=len(heads),
-                    total_heads=more.heads,
-                    codec=codec,
-                )
+            self._add(
+                *(layer, part, heads, more.heads, codec),
+                region=self._region(layer, more.part, shape.blocks * (tokens // page) * page_bytes),
+                offset=offset,
+                block_stride=tokens // page * page_bytes,
+                token_axis=(Step(tokens // page, page_bytes), Step(page, codec.row_bytes)),
+                head_stride=page * codec.row_bytes,
+                element_axis=(Step(codec.row_bytes // codec.element_bytes, codec.element_bytes),),
             )
             offset += page * len(heads) * codec.row_bytes
 
@@ -346,24 +330,22 @@ class _Planes:
             stride = each * channel
             if part == "state":
                 axis, stride, offset = (Step(width, size),), width * size, begin + channels * CONV_ROWS * size
-            self._planes.append(
-                Plane(
-                    layer=layer,
-                    part=part,
-                    group=shape.groups.index("state"),
-                    region=self._region(layer, "", block * shape.blocks),
-                    offset=offset,
-                    block_stride=block,
-                    token_axis=(Step(1, 0),),
-                    head_stride=stride,
-                    element_axis=axis,
-                    first_head=held[part].start,
-                    heads=len(held[part]),
-                    total_heads=total,
-                    codec=Codec(name=name, width=width, element_bytes=size, row_bytes=width * size),
-                )
+            self._add(
+                *(layer, part, held[part], total),
+                Codec(name=name, width=width, element_bytes=size, row_bytes=width * size),
+                region=self._region(layer, "", block * shape.blocks),
+                offset=offset,
+                block_stride=block,
+                token_axis=(Step(1, 0),),
+                head_stride=stride,
+                element_axis=axis,
             )
             offset += len(held[part]) * stride
+
+    def _add(self, layer: int, part: str, heads: range, total_heads: int, codec: Codec, **lies: Any) -> None:
+        whose: dict[str, Any] = {"first_head": heads.start, "heads": len(heads), "total_heads": total_heads}
+        group = self._shape.groups.index(self._shape.kind(layer))
+        self._planes.append(Plane(layer=layer, part=part, group=group, codec=codec, **whose, **lies))
 
     def _region(self, layer: int, part: str, size: int) -> int:
         region = self._regions.setdefault((layer, part), len(self._regions))

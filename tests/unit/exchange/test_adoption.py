@@ -30,6 +30,13 @@ def asked(world: World) -> list[Adopt]:
     return [message for message in world.receivers[0].told if isinstance(message, Adopt)]
 
 
+def two_wait(world: World) -> None:
+    for request in ("a", "b"):
+        world.want(request, 40)
+        world.offer(request, 40, 12)
+    world.run()
+
+
 def decline(world: World, revision: int) -> None:
     world.do(world.receiver, world.receiver.receiving.declined(revision, WHY, world.now))
 
@@ -43,10 +50,7 @@ def assert_taken_over(world: World) -> None:
 
 def test_the_engine_is_asked_once_and_all_who_waited_go_on() -> None:
     world = adopting(0.5, ranks=2)
-    for request in ("a", "b"):
-        world.want(request, 40)
-        world.offer(request, 40, 12)
-    world.run()
+    two_wait(world)
     assert not world.answers() and not world.moved
     (question,) = asked(world)
     assert question.revision == 1
@@ -63,10 +67,7 @@ def test_the_engine_is_asked_once_and_all_who_waited_go_on() -> None:
 
 def test_a_decline_fails_all_who_wait_by_name_and_is_remembered() -> None:
     world = adopting(0.5)
-    for request in ("a", "b"):
-        world.want(request, 40)
-        world.offer(request, 40, 12)
-    world.run()
+    two_wait(world)
     decline(world, 1)
     world.begin("c", 40)
     for request in "abc":
