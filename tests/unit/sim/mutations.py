@@ -493,7 +493,7 @@ MUTATIONS: dict[str, Rule] = {
     "take_back_too_soon": Rule(
         instead(engine, "READERS_S", 0.1), PULLED + 13, READ_WRONG, unheard("freeze loop", is_impatient=True)
     ),
-    "read_before_fence": Rule(_unfenced, PULLED + 2, READ_WRONG, uncompared),
+    "read_before_fence": Rule(_unfenced, PULLED + 3, READ_WRONG, uncompared),
     "unmap_while_read": Rule(_unmapped_while_read, PULLED + 53, "through a mapping that is closed"),
     "skip_comparison": Rule(_not_compared, PULLED, READ_WRONG, spoiled),
     "release_while_digesting": Rule(
