@@ -328,8 +328,9 @@ def test_a_registration_out_of_bounds_changes_nothing(served: str) -> None:
     assert requests.put(f"{served}/route", data=b"[", timeout=5).status_code == 400
     asked = f"{served}/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank="
     assert requests.get(f"{asked}0", timeout=5).status_code == 503, "nobody has registered"
-    assert put(served).status_code == 200
-    assert requests.get(f"{served}/kvbridge/ranks?replica=0", timeout=5).json() == RANKS[:1]
+    for rank in range(2):
+        assert put(served, attn_tp_size=2, attn_tp_rank=rank).status_code == 200
+        assert requests.get(f"{served}/kvbridge/ranks?replica=0", timeout=5).json() == RANKS[: rank + 1]
     assert requests.get(f"{served}/kvbridge/ranks?replica=1", timeout=5).json() == []
     assert requests.get(f"{asked}0", timeout=5).json() == {name: RANK[name] for name in ("rank_ip", "rank_port")}
     assert requests.get(f"{asked}x", timeout=5).status_code == 400
