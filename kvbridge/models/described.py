@@ -25,7 +25,7 @@ from kvbridge_proto.pool import (
 
 from ..adapters.engine.codecs import INDEX_KEYS, INDEX_SCALES, ROW_SCALED, plain_rows
 from ..adapters.engine.records import WHOLE, Heads, model_record
-from ..adapters.engine.unsupported import UNSUPPORTED, cached_states_refusal, refusal
+from ..adapters.engine.unsupported import UNSUPPORTED, refusal
 from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from ..errors import KVBridgeError, OperatorError
 from .config import ModelCache
@@ -103,7 +103,9 @@ def _refused_states(model: ModelCache, command: EngineCommand) -> Iterator[KVBri
         yield refusal("cache_unsupported", "sglang", "state", model.family)
         return
     if not command.has_private_blocks:
-        yield cached_states_refusal(model.family)
+        yield refusal("layer_unsupported", "vllm", "cached state", f"{model.family}: mamba_cache_mode align")
+    if command.is_drafting:
+        yield refusal("layer_unsupported", "vllm", "drafted state", f"{model.family}: --speculative-config")
     if command.cp > 1:
         reason = f"{model.family}: states, decode_context_parallel_size {command.cp}; needs 1"
         yield OperatorError("context_parallel_unsupported", reason)

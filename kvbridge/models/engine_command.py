@@ -84,6 +84,7 @@ class EngineCommand:
     conv_dtype, state_dtype    of recurrent states: of the convolution, and of the rest
     quantization    of the weights, "" if SGLang is not told
     has_own_drafts    these layers are the model's (MTP), and so in its config.json
+    is_drafting    tokens are predicted, by whatever method
     attn_cp, attn_dcp, has_decode_cache, is_hisparse, is_sharded, is_layer_split    SGLang's, refused where they matter
     """
 
@@ -106,6 +107,7 @@ class EngineCommand:
     has_private_blocks: bool = False
     drafts: str = ""
     has_own_drafts: bool = False
+    is_drafting: bool = False
     attn_cp: int = 1
     attn_dcp: int = 1
     has_decode_cache: bool = False
@@ -169,6 +171,7 @@ def _dashed(word: str) -> str:
 def _made(engine: str, given: dict[str, Any]) -> EngineCommand:
     replicas = int(given.pop("dp", 1))
     in_attention = int(given.pop("attn_dp", replicas if given.pop("is_dp_attention", False) else 1))
+    is_drafting = any(given.get(name) for name in ("drafts", "method"))
     drafts, has_own_drafts = _drafts(engine, given)
     attention = _json("--attention-config", str(given.pop("attention", "")))
     given.setdefault("index_dtype", str(attention.get("indexer_kv_dtype") or ""))
@@ -180,7 +183,7 @@ def _made(engine: str, given: dict[str, Any]) -> EngineCommand:
         found = replace(found, tp=found.tp // parts)
     if found.tp % found.cp:
         raise OperatorError("bad_option", f"--decode-context-parallel-size {found.cp}: must divide tp size {found.tp}")
-    return replace(found, drafts=drafts, has_own_drafts=has_own_drafts)
+    return replace(found, drafts=drafts, has_own_drafts=has_own_drafts, is_drafting=is_drafting)
 
 
 def _drafts(engine: str, given: dict[str, Any]) -> tuple[str, bool]:

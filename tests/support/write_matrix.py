@@ -99,10 +99,11 @@ and fetches of rows under others fail with `adopt_refused`.
 
 The table is about pools as agents see them. Adapters describe fewer kinds:
 
-- The vLLM adapter refuses, by name, when an engine starts: layers with recurrent state (Mamba), index keys in other
-  forms than DeepSeek V3.2's and MiniMax M3's, compressed caches, rings, attention backends whose order of rows it
-  does not know ([those that it does](../kvbridge/adapters/vllm/backends.py)), caches in MXFP8, and caches in NVFP4
-  other than latent rows of 352 bytes. Of int8 it knows only rows with scales of their own.
+- The vLLM adapter refuses, by name, when an engine starts: recurrent states other than those of Gated DeltaNet and
+  Mamba 2, and these beside a prefix cache, drafts or attention in the same layer; index keys in other forms than
+  DeepSeek V3.2's and MiniMax M3's, compressed caches, rings, attention backends whose order of rows it does
+  not know ([those that it does](../kvbridge/adapters/vllm/backends.py)), caches in MXFP8, and caches in NVFP4 other
+  than latent rows of 352 bytes. Of int8 it knows only rows with scales of their own.
 - The SGLang adapter: [its limits](sglang.md#limits).
 """
 

@@ -47,8 +47,8 @@ layers: there, windows need `--disable-hybrid-kv-cache-manager`, and then keep a
 form on SM100 (B200) than on other GPUs. Both are converted on the way: [how exactly](convertible.md#index-keys).
 
 **States.** A recurrent state is carried between vLLM engines (0.30 or later) with other parallel sizes, blocks and
-dtypes, and with either `VLLM_SSM_CONV_STATE_LAYOUT`, if both are started with `--no-enable-prefix-caching`. The
-prefill side computes all of a prompt but its last token, as the state cannot go back. So its request needs
+dtypes, and with either `VLLM_SSM_CONV_STATE_LAYOUT`, if both are started with `--no-enable-prefix-caching` and without
+drafts. The prefill side computes all of a prompt but its last token, as the state cannot go back. So its request needs
 `max_tokens` 1, which proxies send, and parameters that say that it is to be decoded elsewhere: a prompt without them is
 computed by the decode side. That vLLM makes attention's blocks as large as a state, and so larger at smaller TP, does
 not matter.

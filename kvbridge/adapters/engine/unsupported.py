@@ -28,6 +28,8 @@ class Unsupported:
 UNSUPPORTED: dict[str, Unsupported] = {
     "index values": Unsupported("index values beside index keys, nor do SGLang's own backends", {}),
     "state": Unsupported("recurrent or convolution states of this kind yet", OTHER),
+    "cached state": Unsupported("recurrent states beside a prefix cache yet", {"vllm": "--no-enable-prefix-caching"}),
+    "drafted state": Unsupported("recurrent states beside drafts yet", {"vllm": "no --speculative-config"}),
     "compressed": Unsupported("caches of which a row stands for several tokens yet", OTHER),
     "ring": Unsupported("ring buffers of a request's last tokens yet", OTHER),
     "cross": Unsupported("the KV of an encoder", {}),
@@ -42,12 +44,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     "host rows": Unsupported("rows in host memory yet", {"sglang": "a server without --enable-hisparse"}),
 }
-
-
-def cached_states_refusal(found: str, mode: str = "align") -> OperatorError:
-    """The error for states in vLLM beside a prefix cache, which keeps some of them for other requests."""
-    reason = f"mamba_cache_mode {mode}, kvbridge carries states in mode none yet; needs --no-enable-prefix-caching"
-    return OperatorError("layer_unsupported", f"{found}: {reason}")
 
 
 def refusal(code: str, engine: str, kind: str, found: str) -> OperatorError:

@@ -15,7 +15,7 @@ from kvbridge_proto.pool import Codec, Plane, Step
 from ...errors import OperatorError
 from ..engine.memory import CODEC_OF
 from ..engine.records import Heads, State
-from ..engine.unsupported import cached_states_refusal, refusal
+from ..engine.unsupported import refusal
 from .backends import backend_of, rows_of
 
 
@@ -26,7 +26,9 @@ def state_of(name: str, spec: Any, layer: Any, shard_cp_size: int) -> State:
     if state is None or getattr(spec, "tp_replicated", False):
         raise refusal("layer_unsupported", "vllm", "state", f"{name}: {type(spec).__name__} of {backend_of(layer)}")
     if (mode := str(getattr(spec, "mamba_cache_mode", "none"))) != "none":
-        raise cached_states_refusal(name, mode)
+        raise refusal("layer_unsupported", "vllm", "cached state", f"{name}: mamba_cache_mode {mode}")
+    if drafts := int(getattr(spec, "num_speculative_blocks", 0)):
+        raise refusal("layer_unsupported", "vllm", "drafted state", f"{name}: num_speculative_tokens {drafts}")
     if shard_cp_size > 1:
         reason = f"{name}: a state, decode_context_parallel_size {shard_cp_size}; needs 1"
         raise OperatorError("context_parallel_unsupported", reason)

@@ -195,7 +195,9 @@ def test_other_states_are_refused_by_name() -> None:
     whole = MambaSpec(block_size=LENGTH, shapes=SPEC.shapes, dtypes=DTYPES, tp_replicated=True)
     refuses("layer_unsupported", "states of this kind yet", spec=whole)
     cached = MambaSpec(block_size=BLOCK, shapes=SPEC.shapes, dtypes=DTYPES, mamba_cache_mode="align")
-    refuses("layer_unsupported", "mamba_cache_mode align, .+ needs --no-enable-prefix-caching", spec=cached)
+    refuses("layer_unsupported", "mamba_cache_mode align: .+ needs --no-enable-prefix-caching", spec=cached)
+    drafted = MambaSpec(block_size=LENGTH, shapes=SPEC.shapes, dtypes=DTYPES, num_speculative_blocks=2)
+    refuses("layer_unsupported", "num_speculative_tokens 2: .+ beside drafts yet; needs no --spec", spec=drafted)
     refuses("context_parallel_unsupported", "decode_context_parallel_size 2; needs 1", cp=2)
 
 
