@@ -94,6 +94,7 @@ def travels(pairs: Pairs, sender: str, receiver: str, seed: int) -> None:
     while True:
         tokens = prompt(200, seed=seed)
         answer, ours, theirs = fleet.crossed(sender, receiver, tokens)
+        assert not pairs.is_like_alone or list(answer.tokens) == fleet.alone(tokens, 12)
         if answer.cached == len(tokens) - 1:
             pairs.check(ours, theirs)
             break

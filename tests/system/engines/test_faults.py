@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from kvbridge.failpoints import VARIABLE
 from testing.kept import kept
 from testing.waiting import wait_for
 from tests.system.engines.fleet import Fleet, prompt
-from tests.system.sglang.rows import assert_carried
+from tests.system.engines.halfway import Pairs, start_agents, travels
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.proves("G20")]
 
 DEADLINE_S = 5
-BACK_S = 40.0
 
 
 fleet = kept(Fleet, options={"kvbridge_deadline_s": DEADLINE_S}, routes="nixl", start=("small", "large", "alone"))
@@ -26,33 +23,14 @@ fleet = kept(Fleet, options={"kvbridge_deadline_s": DEADLINE_S}, routes="nixl", 
 
 def rearm(fleet: Fleet, name: str, armed: str) -> int:
     """Have another agent beside this engine, which will fail as told; its pid."""
-    fleet.agents[name][0].stop()
-    os.environ[VARIABLE] = armed
-    try:
-        fleet.start_agents(name)
-    finally:
-        del os.environ[VARIABLE]
-    wait_attached(fleet, name)
+    start_agents(fleet, name, armed)
     assert "FAILPOINTS ARE ON" in fleet.agents[name][0].text()
     return fleet.agents[name][0].process.pid
 
 
-def wait_attached(fleet: Fleet, name: str) -> None:
-    """The link attaches without a step; the scheduler asks for news of it before the next request."""
-    wait_for(lambda: fleet.agents[name][0].status.engine is not None, BACK_S)
-
-
-def travels(fleet: Fleet, seed: int) -> None:
-    """A request goes from one engine to the other, row for row."""
-    end = time.monotonic() + BACK_S
-    while True:
-        tokens = prompt(300, seed=seed)
-        answer, ours, theirs = fleet.crossed("small", "large", tokens)
-        assert list(answer.tokens) == fleet.alone(tokens, 12)
-        if answer.cached == len(tokens) - 1:
-            return assert_carried(ours, theirs)
-        assert time.monotonic() < end, "requests do not travel again"
-        seed += 1000
+def request_travels(fleet: Fleet, seed: int) -> None:
+    pair = ("small", "large")
+    travels(Pairs(fleet, pair, pair, is_like_alone=True), *pair, seed)
 
 
 def fetched_while(fleet: Fleet, pid: int, tokens: list[int], state: str) -> str:
@@ -75,9 +53,8 @@ def test_the_receivers_agent_is_killed_while_it_scatters(fleet: Fleet) -> None:
     answer = fleet["large"].result(wanted)
     assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
     fleet["small"].wait_empty()
-    fleet.start_agents("large")
-    wait_attached(fleet, "large")
-    travels(fleet, seed=81)
+    start_agents(fleet, "large")
+    request_travels(fleet, seed=81)
 
 
 def test_the_senders_agent_stands_still_while_it_writes(fleet: Fleet) -> None:
@@ -89,7 +66,7 @@ def test_the_senders_agent_stands_still_while_it_writes(fleet: Fleet) -> None:
     assert answer.cached == 0 and list(answer.tokens) == fleet.alone(tokens, 12)
     os.kill(pid, signal.SIGCONT)
     fleet["small"].wait_empty()
-    travels(fleet, seed=91)
+    request_travels(fleet, seed=91)
     assert fleet.agents["small"][0].process.poll() is None
     slots = fleet.agents["large"][0].status.receive_slots
     assert not slots.lent and not slots.quarantined, slots
@@ -110,7 +87,7 @@ def test_an_engine_is_killed_while_its_agent_is_about_to_touch_its_blocks(fleet:
         fleet["small"].wait_empty()
     wait_for(lambda: survivor.status.engine is None, 5)
     fleet.start(name)
-    travels(fleet, seed=len(place) + 1)
+    request_travels(fleet, seed=len(place) + 1)
     assert survivor.process.pid == pid and survivor.process.poll() is None
     for (agent,) in (fleet.agents[each] for each in ("small", "large")):
         wait_for(
