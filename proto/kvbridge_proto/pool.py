@@ -136,7 +136,7 @@ class Shard(Struct, frozen=True, kw_only=True):
 class Layer(Struct, frozen=True, kw_only=True):
     """What must be the same on both sides for one layer; widths are in numbers, not bytes.
 
-    Heads and widths are those of K and V, or of the latent. What other parts have, only their planes say.
+    Heads and widths are those of K and V, of the latent, or of the state. What other parts have, only their planes say.
     """
 
     kind: LayerKind

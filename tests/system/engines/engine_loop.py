@@ -49,6 +49,8 @@ class Loop:
         self.drafts: dict[str, list[tuple[int, int]]] = {}
         watch_drafts(self.scheduler, self.drafts)
         self.received: dict[str, list[dict[str, np.ndarray]]] = {}
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        self.has_states = any(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups)
         watch_received(self.scheduler, self._keep_states)
         # A request may come and go within one step; its blocks are only known until they are freed.
         before_free(self.scheduler.kv_cache_manager, lambda request: self._remember(request.request_id))
@@ -145,9 +147,11 @@ class Loop:
         self.say(kind="dumped", request=request, codecs=codecs)
 
     def _keep_states(self, request_id: str) -> None:
-        """What has come, before a step changes it."""
-        self._remember(request_id)
+        """What has come, before a step changes it. Not of a request for one token: that is timed."""
         request = self.scheduler.requests[request_id]
+        if request.max_tokens == 1 or not self.has_states:
+            return
+        self._remember(request_id)
         self.received[RANDOM.sub("", request_id)] = self._states(request_id, request.num_computed_tokens)
 
     def _states(self, request: str, tokens: int) -> list[dict[str, np.ndarray]]:
