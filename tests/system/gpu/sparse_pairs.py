@@ -11,11 +11,11 @@ weights. They choose 2048 tokens, so the longer prompt goes through the indexer.
              description that the agent has, index keys and their scales, and the K and V beside MiniMax M3's, by the
              tests' own reading of pages
   tokens     compared with the decode engine alone, which computes the prompt's last token in a step of its own, too.
-             With other numbers of ranks, within twice the largest difference of the two engines alone
+             A tie is within twice the largest difference of the two engines alone
 
 Then each prompt length, in turns with a pair by NixlConnector, request by request; medians without the first:
 
-  transfer   from the decode engine's want to its done, by its agent's log; with NixlConnector the duration in its
+  transfer   from the decode engine's want to its done, by its agent's journal; with NixlConnector the duration in its
              telemetry, which begins when it posts
   ttft       from giving the decode engine the request to its first token, in its own process. `above` is what exceeds
              the same for a prompt of 16 tokens that is not carried

@@ -107,11 +107,11 @@ class VLLMDrive(Drive):
         return self.came(tokens, amount)[0]
 
     def compare_with_alone(self, prompts: list[list[int]]) -> str:
-        """Tokens of these prompts, of one length. Engines of other TP may part alone, and by how much is measured."""
-        own = [self.receiver.voice(tokens) for tokens in prompts]
-        if len(self.pair.sender.gpus) == len(self.pair.receiver.gpus):
-            return self.compare(prompts, TIE, own)
-        other = [self.sender.voice(tokens) for tokens in prompts]
+        """Tokens of these prompts, of one length. The engines may part alone, and by how much is measured.
+
+        Those of other TP do, and one that chooses tokens (DeepSeek V3.2) does not say the same twice.
+        """
+        own, other = ([side.voice(tokens) for tokens in prompts] for side in (self.receiver, self.sender))
         return self.compare(prompts, max(TIE, 2 * apart(own, other)), own, other)
 
     def warm(self, length: int) -> None:
