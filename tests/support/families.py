@@ -24,6 +24,7 @@ GPU_ACROSS = "[GPU](../tests/system/gpu/cross_pairs.py)"
 GPU_INDEX_KEYS = "[GPU](../tests/system/gpu/sparse_pairs.py)"
 GPU_WINDOWS = "[GPU](../tests/system/gpu/window_pairs.py)"
 GPU_DRAFTS = "[GPU](../tests/system/gpu/draft_pairs.py)"
+GPU_STATES = "[GPU](../tests/system/gpu/state_pairs.py)"
 CPU_LLAMA = "[CPU](../tests/system/engines/test_engines.py)"
 CPU_SGLANG = "[CPU](../tests/system/sglang/test_pairs.py)"
 CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
@@ -255,7 +256,7 @@ FAMILIES = (
         "Gated DeltaNet states, full",
         "HybridLinearKVPool",
         sides=UNCACHED,
-        on_engines=(CPU_STATES, "", ""),
+        on_engines=(f"{GPU_STATES}, {CPU_STATES}", "", ""),
         stopped=37,
     ),
     Family(
@@ -273,7 +274,7 @@ FAMILIES = (
         "Mamba 2 states, full",
         "HybridLinearKVPool",
         sides=UNCACHED,
-        on_engines=(CPU_STATES, "", ""),
+        on_engines=(f"{GPU_STATES}, {CPU_STATES}", "", ""),
     ),
     Family(
         "Mamba 2 states and full attention in one layer",
