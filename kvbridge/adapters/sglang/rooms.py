@@ -91,12 +91,18 @@ class Rooms:
             return ""
 
     def whole(self, number: int) -> list[Asked] | None:
-        """The questions of all decode ranks, once all have asked and the prompt is known. None before that."""
+        """The questions of all decode ranks, once all have asked and the prompt is known. None before that.
+
+        An open room needs none: until all have asked, none of them counts.
+        """
         with self._lock:
             room = self._rooms.get(number, NO_ROOM)
             asked = list(room.asked.values())
-            is_whole = room.is_open or (asked and len(asked) >= asked[0].ranks)
-            return asked if room.prompt and is_whole else None
+            if not room.prompt:
+                return None
+            if asked and len(asked) >= asked[0].ranks:
+                return asked
+            return [] if room.is_open else None
 
     def unask(self, number: int, place: tuple[str, int]) -> bool:
         """Drop that rank's question. Returns whether there was one."""

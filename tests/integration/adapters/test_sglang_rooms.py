@@ -58,6 +58,16 @@ def _begin(rooms: Rooms) -> str:
     return ""
 
 
+def test_an_open_room_counts_none_until_all_have_asked(rooms: Rooms) -> None:
+    """An early rank's prefix would be all ranks' otherwise, and it alone would get the row."""
+    rooms.enter(7, "first", 0)
+    rooms.bind(7, "first", "ab", is_open=True)
+    rooms.ask(ASKED, 0)
+    assert rooms.whole(7) == []
+    rooms.ask(OTHER, 0)
+    assert rooms.whole(7) == [ASKED, OTHER]
+
+
 def test_who_asks_twice_is_one(rooms: Rooms) -> None:
     _begin(rooms)
     rooms.ask(ASKED, 0)
