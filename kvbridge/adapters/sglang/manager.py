@@ -275,9 +275,15 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         super().record_failure(bootstrap_room, plain(failure_reason))
 
     def fail(self, number: int, reason: str) -> None:
-        """Fail the request in this room. The scheduler sees its status, and asks for the reason."""
-        self.record_failure(number, reason)
-        self.update_status(number, KVPoll.Failed)
+        """Fail the request in this room. The scheduler sees its status, and asks for the reason.
+
+        The first cause stays: later ones may follow from it. Of a room that is cleared nothing is recorded, or the next
+        request in it would fail for that.
+        """
+        if number in self.request_status:
+            with self.failure_lock:
+                self.failure_records.setdefault(number, plain(reason))
+            self.update_status(number, KVPoll.Failed)
 
     def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
         """SGLang's own digest is of whole pages. Ours of rows: the rest of a page need not travel (option `verify`)."""
@@ -364,7 +370,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
         with self._status_lock:
             if not self.rooms.unask(number, (said.decode_ip, said.decode_port)):
                 return
-            if number in self.request_status and self.request_status[number] != KVPoll.Success:
+            if self.request_status.get(number) != KVPoll.Success:
                 self.fail(number, "Aborted by the decode side.")
 
     # Decode's:
@@ -519,7 +525,7 @@ def attempt(req: Any, failure: str, read: Callable[[Any], T]) -> tuple[T | None,
     try:
         return read(req), ""
     except EngineError as error:
-        return None, str(error)
+        return None, f"{error.code}: {error}"
     except Exception as error:
         log.exception("bootstrap_room %s: %s", req.bootstrap_room, failure)
         return None, f"{failure}: {type(error).__name__}: {error}"

@@ -682,6 +682,23 @@ def test_an_offer_and_a_want_wait_for_what_may_write_their_pages(
     assert (mark(prefill), heard) == (7 if waits else 0, waits)
 
 
+# Failures:
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_failure_keeps_its_first_cause_and_leaves_nothing_to_the_next_request_of_its_room(role: str) -> None:
+    of = manager(role)
+    make = sender if role == "prefill" else receiver
+    made = make(of)
+    made._fail("the cause")
+    made._fail("what followed from it")
+    assert made.poll() == FAILED
+    raises(made, "the cause")
+    made._fail("too late")
+    assert not of.failure_records and not of.request_status
+    assert make(of).poll() in (BOOTSTRAPPING, WAITING)
+
+
 # Weights that change:
 
 

@@ -577,7 +577,7 @@ def test_the_window_comes_with_the_last_chunk_and_a_prompt_without_it_fails() ->
     side.allocator.clear_full_to_swa_mapping(side.tokens.req_to_token[1, 16:32])
     sends.send(pages(9), [], 8)
     assert sends.poll() == FAILED
-    raises(sends, "tokens: 16 is in the window, and has no slot in swa_kv_pool")
+    raises(sends, "blocks_too_few: tokens: 16 is in the window, and has no slot in swa_kv_pool")
     assert ("withdraw", 2) in made.talk.said and not made.talk.open
 
 
@@ -602,4 +602,4 @@ def test_the_window_is_wanted_where_it_has_been_allocated_and_never_in_the_paddi
     takes = receiver(made)
     takes.send_metadata(pages(5, 6, 7), 1, state, 0)
     assert takes.poll() == FAILED and not made.talk.said
-    raises(takes, "tokens: 16 is in the window, and has no slot in swa_kv_pool")
+    raises(takes, "blocks_too_few: tokens: 16 is in the window, and has no slot in swa_kv_pool")
