@@ -25,7 +25,7 @@ from kvbridge_proto.pool import (
 
 from ..adapters.engine.codecs import INDEX_KEYS, INDEX_SCALES, ROW_SCALED, plain_rows
 from ..adapters.engine.records import WHOLE, Heads, model_record
-from ..adapters.engine.unsupported import UNSUPPORTED, refusal
+from ..adapters.engine.unsupported import UNSUPPORTED, draft_refusal, refusal
 from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
 from ..errors import KVBridgeError, OperatorError
 from .config import ModelCache
@@ -77,9 +77,7 @@ def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> It
             "instead, from an engine that runs them: kvbridge status --pool",
         )
     elif command.drafts and engine == "sglang" and _has_window_pool(model, command):
-        # The draft's pool is then of the same class, which `_check_draft` in adapters/sglang/pool.py refuses.
-        reason = "draft model's KV pool: SWAKVPool, must be MHATokenToKVPool or MLATokenToKVPool"
-        yield OperatorError("cache_unsupported", f"{reason}; needs a server without --speculative-algorithm")
+        yield draft_refusal("SWAKVPool")  # the draft's pool is then of the model's class
     if engine == "sglang" and _is_packed_by_sglang(model, command):
         yield refusal(code, engine, "packed checkpoint", "KV pool: MiniMaxM3Nvfp4KVPool, of quantization " + M3_PACKED)
     said = _dtype(model, command, is_decoder)

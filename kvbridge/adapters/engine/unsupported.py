@@ -15,6 +15,8 @@ OTHER = {
     "sglang": "another backend until then: SGLang's nixl and mooncake carry most of these",
 }
 ANOTHER_DTYPE = "--kv-cache-dtype auto, bfloat16 or fp8"
+# Classes of SGLang's pools that may hold a draft model's rows.
+DRAFT_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,9 @@ def refusal(code: str, engine: str, kind: str, found: str) -> OperatorError:
     each = UNSUPPORTED[kind]
     helps = f"; needs {each.helps[engine]}" if engine in each.helps else "; no setting of the engine helps"
     return OperatorError(code, f"{found}: kvbridge cannot carry {each.missing}{helps}")
+
+
+def draft_refusal(kind: str) -> OperatorError:
+    """The error for a draft model's KV pool of another class than DRAFT_POOLS."""
+    reason = f"draft model's KV pool: {kind}, supported are {', '.join(DRAFT_POOLS)}"
+    return OperatorError("cache_unsupported", f"{reason}; needs a server without --speculative-algorithm")

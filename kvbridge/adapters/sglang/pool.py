@@ -21,7 +21,7 @@ from ..engine.codecs import INDEX_KEYS, INDEX_SCALE_BYTES, INDEX_SCALES, INDEX_W
 from ..engine.memory import CODEC_OF, Memory, plane_of
 from ..engine.names import draft_name
 from ..engine.records import WHOLE, Heads, model_record
-from ..engine.unsupported import UNSUPPORTED, refusal
+from ..engine.unsupported import DRAFT_POOLS, UNSUPPORTED, draft_refusal, refusal
 from . import drafts
 
 LAYOUTS = ("nhd", "hnd")
@@ -126,11 +126,14 @@ def has_windows(pool: Any) -> bool:
 def check(queue: Any) -> None:
     """Raise OperatorError if this cache is not supported yet, with SGLang's name for it."""
     pool = queue.token_to_kv_pool
-    _check_kind("KV pool", pool, {rows for rows in POOLS.values() if rows not in UNSUPPORTED})
+    _check_kind("KV pool", pool)
+    if (kind := type(pool).__name__) not in POOLS:
+        known = ", ".join(name for name, rows in POOLS.items() if rows not in UNSUPPORTED)
+        raise _unsupported(f"KV pool: {kind}, supported are {known}")
     if getattr(queue.scheduler, "enable_hisparse", False):
         raise refusal("cache_unsupported", "sglang", "host rows", "hisparse")
     if hasattr(states := queue.scheduler.req_to_token_pool, "get_state_buf_infos"):  # as SGLang itself finds them
-        found = f"KV pool: {type(pool).__name__} beside {type(states).__name__}"
+        found = f"KV pool: {kind} beside {type(states).__name__}"
         raise refusal("cache_unsupported", "sglang", "state", found)
     if (device := queue.metadata_buffers.output_ids.device.type) != "cpu":
         raise _unsupported(f"metadata buffers: on {device}, must be on the CPU")
@@ -141,20 +144,19 @@ def check(queue: Any) -> None:
     for half in _pools(pool):
         _check_rows(half)
     for draft in drafts.pools(queue):
-        _check_kind("draft model's KV pool", draft, {"kv", "latent"})
+        _check_kind("draft model's KV pool", draft)
+        if (kind := type(draft).__name__) not in DRAFT_POOLS:
+            raise draft_refusal(kind)
         if (ours := int(draft.page_size)) != (theirs := int(pool.page_size)):
             raise _unsupported(f"draft model's KV pool: pages of {ours} tokens, the model's {theirs}")
         _check_rows(draft)
 
 
-def _check_kind(place: str, pool: Any, carried: set[str]) -> None:
-    """Raise OperatorError unless the pool holds one of these kinds of rows."""
+def _check_kind(place: str, pool: Any) -> None:
+    """Raise OperatorError if the pool holds rows that nothing carries."""
     kind = type(pool).__name__
     if POOLS.get(kind) in UNSUPPORTED:
         raise refusal("cache_unsupported", "sglang", POOLS[kind], f"{place}: {kind}")
-    if POOLS.get(kind) not in carried:
-        known = ", ".join(name for name, rows in POOLS.items() if rows in carried)
-        raise _unsupported(f"{place}: {kind}, supported are {known}")
 
 
 def _unsupported(reason: str) -> OperatorError:

@@ -25,6 +25,9 @@ from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.compat import Convertible, Incompatible, verdict
 from kvbridge.geometry.overlap import overlaps
+from kvbridge.models.config import read
+from kvbridge.models.described import pools_of
+from kvbridge.models.engine_command import parse
 from testing.carried import OnCpu, move
 from testing.oracle import fill, rows_at, take_rows
 from tests.integration.adapters.small import held
@@ -41,6 +44,7 @@ from tests.integration.adapters.test_sglang_pool import (
     queue_of,
     sparse,
 )
+from tests.support.families import config, windows
 
 pytestmark = pytest.mark.sglang
 __all__ = ["on_a_cpu"]  # a fixture
@@ -115,6 +119,17 @@ def test_what_a_draft_cannot_be_is_refused_by_name() -> None:
         with pytest.raises(OperatorError) as caught:
             described(queue)
         assert reason in str(caught.value)
+
+
+def test_a_plan_refuses_a_drafts_pool_with_the_adapters_words() -> None:
+    queue = drafting(queue_of(plain()), object.__new__(pool_class("SWAKVPool")))
+    own = {"sliding_window": 16, "layer_types": windows(2, 2), "num_nextn_predict_layers": 1}
+    model = read(config("step3p5", 2, 4, 4, 8, **own))
+    with pytest.raises(OperatorError) as ours:
+        described(queue)
+    with pytest.raises(OperatorError) as planned:
+        pools_of(model, parse("sglang --speculative-algorithm EAGLE"), "m", "e")
+    assert (planned.value.code, planned.value.reasons) == (ours.value.code, ours.value.reasons)
 
 
 def test_a_draft_of_another_model_is_refused_by_name() -> None:
