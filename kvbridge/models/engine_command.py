@@ -171,7 +171,7 @@ def _dashed(word: str) -> str:
 def _made(engine: str, given: dict[str, Any]) -> EngineCommand:
     replicas = int(given.pop("dp", 1))
     in_attention = int(given.pop("attn_dp", replicas if given.pop("is_dp_attention", False) else 1))
-    is_drafting = any(given.get(name) for name in ("drafts", "method"))
+    is_drafting = any(given.get(name) for name in ("drafts", "method", "draft_model"))
     drafts, has_own_drafts = _drafts(engine, given)
     attention = _json("--attention-config", str(given.pop("attention", "")))
     given.setdefault("index_dtype", str(attention.get("indexer_kv_dtype") or ""))

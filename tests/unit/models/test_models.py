@@ -225,6 +225,7 @@ def test_a_state_is_a_layer_of_its_own(named: dict[str, Any]) -> None:
     [
         ("vllm", "mamba_cache_mode align.+needs --no-enable-prefix-caching"),
         ("vllm --no-enable-prefix-caching --spec-method ngram", "beside drafts yet; needs no --speculative-config"),
+        ("vllm --no-enable-prefix-caching --speculative-config.model ngram", "beside drafts yet"),
         ("vllm --no-enable-prefix-caching -tp 2 -dcp 2", "decode_context_parallel_size 2; needs 1"),
         ("sglang", "recurrent or convolution states of this kind"),
     ],
@@ -275,7 +276,8 @@ def test_a_family_that_is_not_known_is_refused_and_never_guessed() -> None:
         ),
         ("vllm --spec-method eagle --spec-model E", {"drafts": "eagle", "has_own_drafts": False}),
         ("""vllm -sc '{"model": "a_mtp"}'""", {"drafts": "a_mtp", "has_own_drafts": False}),
-        ("vllm --speculative-config.model ngram", {"drafts": ""}),
+        ("vllm --speculative-config.model ngram", {"drafts": "", "is_drafting": True}),
+        ("vllm serve M", {"is_drafting": False}),
         ("sglang --tp 8 --attn-dp-size 4", {"tp": 2}),
         ("sglang --tp 8 --attn-cp-size 2", {"tp": 4}),
         ("/opt/vllm/bin/python -m sglang.launch_server --model-path /models/vllm", {"engine": "sglang"}),
