@@ -74,7 +74,7 @@ def queue_for(family: Family, tp: int) -> Any:
     ]
     modules += [Indexer(layer, is_fused=model.has_interleaved_index) for layer in sorted(model.index)]
     queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList(modules)
-    if family.sides and "speculative" in family.sides["sglang"][1]:  # MTP: the model's own
+    if "speculative" in family.sides.get("sglang", ("", ""))[1]:  # MTP: the model's own
         return drafting(
             queue, latent(PAGE, **common | {"layer_num": 1}, kv_lora_rank=512, qk_rope_head_dim=64), path=""
         )
