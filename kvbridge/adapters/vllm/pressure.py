@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from .block_tables import NULL_BLOCK, GroupTables
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 RECLAIM_AGAIN_S = 0.05  # before the agents are asked again: an answer takes a step or two
 EASES_WITHIN_S = 0.2  # how long a running request may wait for blocks before it is preempted after all
@@ -23,11 +24,16 @@ EASE_PAUSE_S = 1.0  # from the start of one such wait to the next
 
 
 class KeptBlocks:
-    """The blocks of requests that are over, kept for others to fetch, by request."""
+    """The blocks of requests that are over, kept for others to fetch, by request; and those that are pinned.
+
+    Where vLLM clears blocks that a request gets, it does so before we can wait for who still reads them. So blocks that
+    are read meanwhile are pinned: they stay used, even if their request is preempted.
+    """
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
         self._of: dict[str, tuple[int, ...]] = {}
+        self._pinned: dict[int, list[KVCacheBlock]] = {}  # by the number of their offer
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -45,6 +51,17 @@ class KeptBlocks:
     def free(self, request_id: str) -> None:
         self._of.pop(request_id, None)
 
+    def pin(self, number: int, tables: Iterable[Iterable[int]]) -> None:
+        assert self._pool is not None, "vLLM binds its pool before the first step"
+        ids = set(chain.from_iterable(tables)) - {NULL_BLOCK}
+        self._pinned[number] = blocks = [self._pool.blocks[block] for block in ids]
+        for block in blocks:  # they are used: nobody else's, and not among the free ones
+            block.ref_cnt += 1
+
+    def unpin(self, number: int) -> None:
+        if (blocks := self._pinned.pop(number, None)) is not None and self._pool is not None:
+            self._pool.free_blocks(blocks)
+
     @contextmanager
     def counted_as_free(self) -> Iterator[None]:
         """While vLLM resets its prefix cache: it refuses that while a block is used by anybody.
@@ -53,10 +70,11 @@ class KeptBlocks:
         them. A block that a live request shares is not counted.
         """
         pool = self._pool
-        if pool is None or not self._of:
+        if pool is None or not (self._of or self._pinned):
             yield
             return
         users = Counter(block for ids in self._of.values() for block in set(ids) if block != pool.null_block.block_id)
+        users.update(block.block_id for blocks in self._pinned.values() for block in blocks)
         free = pool.get_num_free_blocks
 
         def ours() -> int:  # counted when vLLM asks: before, it may preempt requests that share blocks with ours

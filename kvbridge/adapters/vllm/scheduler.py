@@ -171,6 +171,8 @@ class SchedulerSide:
         self._compared: str | None = None  # the name of ours under which the log has said that others differ
         self.held = KeptBlocks()
         self._tables = GroupTables.of(cache, parallel)
+        self._pins = getattr(cache, "needs_kv_cache_zeroing", False)
+        self._unpins: deque[list[int]] = deque()  # offers withdrawn in each step that is not over, oldest first
         self._has_media_hashes = has_media_hashes(config)
         if not self._has_media_hashes:
             log.warning(
@@ -238,7 +240,12 @@ class SchedulerSide:
 
     def may_free_blocks(self) -> bool:
         """Whether a running request that gets no block should wait a moment instead of being preempted."""
-        return self._pressure.should_wait(self._clock())
+        return self._pressure.should_wait(self._clock()) or self._is_unpinning()
+
+    def _is_unpinning(self) -> bool:
+        """Whether pinned blocks will be free in a step or two: preempting more requests would not help."""
+        gone = (each for each in self._sending.values() if each.request.status == RequestStatus.PREEMPTED)
+        return self._pins and (any(self._unpins) or any(each.is_whole for each in gone))
 
     # Weights:
 
@@ -585,6 +592,7 @@ class SchedulerSide:
             return False, params
         self._step.held[sending.number] = request_id
         self.held.hold(request_id, block_ids)
+        self.held.unpin(sending.number)
         if not (request.status in PREFILLED and sending.is_whole):
             # Blocks stay even now: the agent may read them until it answers the withdrawal.
             self._step.before.append(Withdraw(number=sending.number, reason=request.status.name.lower()))
@@ -613,6 +621,7 @@ class SchedulerSide:
     # A step:
 
     def next_step(self, output: SchedulerOutput) -> ConnectorStep:
+        self._unpins.append([])
         for request_id in output.preempted_req_ids or ():
             self._withdraw(request_id)
         self._follow(output)
@@ -678,11 +687,12 @@ class SchedulerSide:
                 sending.tables = [table + ids for table, ids in zip(sending.tables, more, strict=True)]
 
     def _withdraw(self, request_id: str) -> None:
-        """Preempted: its blocks already belong to others. Its offer is void; a later one begins anew."""
+        """Preempted: its blocks already belong to others, or are pinned. Its offer is void; a later one begins anew."""
         sending = self._sending.get(request_id)
         if sending is None or not sending.number:
             return
         self._step.before.append(Withdraw(number=sending.number, reason="preempted", comes_again=True))
+        self._unpins[-1].append(sending.number)
         sending.number, sending.tokens, sending.blocks = 0, 0, []
         sending.was_preempted = True
 
@@ -700,6 +710,8 @@ class SchedulerSide:
             sending.number = next(self._numbers)
             sending.blocks = [0] * len(sending.tables)
         sending.tokens = tokens
+        if sending.is_whole and self._pins:  # part of a prompt is no use, whatever was read of it
+            self.held.pin(sending.number, sending.tables)
         pieces = self._tables.offered(sending.tables, sending.blocks, tokens, sending.end if sending.is_whole else None)
         for piece in pieces:
             sending.blocks[piece.group] = piece.first + len(piece.ids)
@@ -721,6 +733,8 @@ class SchedulerSide:
         """The workers have reported for this step. If they said nothing of an agent, nothing has changed."""
         if self._in_flight:
             self._in_flight.popleft()
+        for number in self._unpins.popleft() if self._unpins else ():
+            self.held.unpin(number)  # the workers have waited for who read them
         if self._asked_at is None:
             self._known_at = self._clock()
 

@@ -5,8 +5,9 @@ The oracle is numpy's: a model's whole state, and what vLLM's own shape calculat
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ pytest.importorskip("vllm")
 
 import numpy as np
 import torch
-from kvbridge_proto.engine import Offer, Released, Want
+from kvbridge_proto.engine import Offer, Released, Want, Withdraw
 from kvbridge_proto.pool import Engine, Group, Model, Shard
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
@@ -252,6 +253,44 @@ def test_a_state_is_offered_once_it_is_that_of_all_tokens_but_the_last_and_is_he
         one.agent.say(Released(number=last.number, request="r"))
         one.run()
         one.assert_empty()
+
+
+@pytest.mark.proves("G13")
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+@pytest.mark.parametrize("resets", [False, True], ids=["preempted", "reset"])
+def test_vllm_clears_no_block_that_is_offered_whole(tmp_path: Path, role: str, resets: bool) -> None:
+    """It clears them before its workers hear that their request was preempted, while another agent may read them."""
+    more = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 32}
+    one = world(tmp_path, role=role, async_scheduling=True, blocks=12, budget=64, **more)
+    one.agent.is_answering_withdrawals = True
+    one.prefill(140), one.prefill(60)
+    flight, offered, clears, gone = deque[Any](), dict[int, set[int]](), 0, 0
+    known = set[int]()
+    for number in range(40):
+        with one.agent.alive():
+            scheduled, said = one.begin_step()
+        step, cleared = scheduled.kv_connector_metadata, set(scheduled.new_block_ids_to_zero or ())
+        assert not any(cleared & blocks for blocks in offered.values()), f"step {number}"
+        clears += bool(cleared)
+        for message in step.before:
+            gone += isinstance(message, Withdraw) and offered.pop(message.number, None) is not None
+        tables = one.connector.scheduler._sending.values()
+        named = {each.number: set(chain.from_iterable(each.tables)) - {0} for each in tables if each.is_whole}
+        offered |= {offer: blocks for offer, blocks in named.items() if offer not in known}
+        known |= named.keys()
+        flight.append((scheduled, said))
+        if offered and resets:  # vLLM has not heard yet that the prompt is computed
+            resets = False
+            assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
+        if len(flight) > 1:
+            one.end_step(*flight.popleft())
+        for offer in [each for each in offered if number % 8 == 7]:
+            one.agent.say(Released(number=offer, request="r"))
+            del offered[offer]
+    assert clears > 2 and gone
+    while flight:
+        one.end_step(*flight.popleft())
+    one.finish()
 
 
 def test_a_state_is_the_same_in_a_routers_room_as_only_vllm_takes_it(tmp_path: Path) -> None:

@@ -183,11 +183,17 @@ class World:
 
     def step(self) -> Any:
         """One step of the engine; its outputs for the first client."""
+        return self.end_step(*self.begin_step())
+
+    def begin_step(self) -> tuple[Any, Any]:
+        """What was scheduled, and what the workers say of it. vLLM may begin another before it has heard that."""
         for agent in self.agents:
             agent.pump()
         self.scheduled = scheduled = self.scheduler.schedule()
-        outputs = [self._work(worker, scheduled) for worker in self.workers]
-        result = self.scheduler.update_from_output(scheduled, self.aggregator.aggregate(outputs))
+        return scheduled, self.aggregator.aggregate([self._work(worker, scheduled) for worker in self.workers])
+
+    def end_step(self, scheduled: Any, said: Any) -> Any:
+        result = self.scheduler.update_from_output(scheduled, said)
         for agent in self.agents:
             agent.pump()
         return result.get(0)
@@ -278,6 +284,7 @@ class World:
         ours = self.connector.scheduler
         assert not ours._sending and not ours._receiving and not ours._awaited and not ours._unfetched
         assert not ours._pressure._tokens and not ours._pressure._queue and not ours.held
+        assert not ours.held._pinned and not any(ours._unpins)
         for worker in self.workers:
             assert not worker.worker._receives and not worker.worker._sends
             conversation = worker.worker._conversation
