@@ -31,7 +31,8 @@ sizes of your own, ask [plan](#before-anything-is-started).
 COUNT = """
 Of RECIPES public recipes for prefill and decode apart (InferenceX, snapshot 2026-08-21, vLLM and SGLang),
 **CARRIED** are carried as far as the model's cache decides; none of them was run. They are counted by what stops them
-first, so only in sum: TABLE. All of MiniMax M3's are of vLLM, on Blackwell, and none asks for KV in NVFP4.
+first, so only in sum: TABLE. Those with states count once SGLang's are carried, too. All of MiniMax M3's are of vLLM,
+on Blackwell, and none asks for KV in NVFP4.
 """
 TAIL = """
 **Windows.** vLLM makes the pages of all layers equal, so blocks of windows may be larger than those of full layers,

@@ -24,7 +24,8 @@ from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvbridge.adapters.engine.memory import Memory
-from kvbridge.adapters.engine.records import State
+from kvbridge.adapters.engine.records import WHOLE, State
+from kvbridge.adapters.vllm import layers
 from kvbridge.adapters.vllm.states import state_of, state_planes
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
@@ -84,7 +85,7 @@ class Side:
     more: int = 0  # rows of the convolution, for drafts
 
     def whole(self, kind: Kind) -> list[torch.Tensor]:
-        """The model's: each piece [heads, channels, rows], then [heads, values, keys]. No two numbers are the same."""
+        """The model's: each piece [heads, channels, rows], then [heads, values, keys]. Neighbours differ."""
         sizes = [(heads, channels, ROWS) for heads, channels in kind.conv] + [(kind.heads, kind.values, kind.keys)]
         counted = np.cumsum([0, *(int(np.prod(size)) for size in sizes)])
         # Small whole numbers, which all dtypes have.
@@ -202,6 +203,20 @@ def test_other_states_are_refused_by_name() -> None:
     refuses("context_parallel_unsupported", "decode_context_parallel_size 2; needs 1", cp=2)
 
 
+def test_a_state_beside_attention_in_one_layer_is_refused() -> None:
+    attention = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=2)))
+
+    def of(name: str, spec: Any, said: Any, state: State | None = None) -> layers.KVLayer:
+        return layers.KVLayer(name, -1, 0, torch.empty(0), spec, said, WHOLE, "auto", 0, state=state)
+
+    mixer = of("model.layers.1.mixer", SPEC, layer(KINDS["gated"], 1), KINDS["gated"].state)
+    apart = layers._numbered([mixer, of("model.layers.0.attn", FULL, attention)], config)
+    assert sorted(each.layer for each in apart) == [0, 1]
+    with refused(OperatorError, "layer_unsupported", r"model\.layers\.1\.mixer: a state beside attention"):
+        layers._numbered([mixer, of("model.layers.1.attn", FULL, attention)], config)
+
+
 @pytest.mark.parametrize(
     ("shapes", "dtypes", "stride"),
     [
@@ -317,8 +332,10 @@ def test_a_prompt_without_parameters_is_not_offered(tmp_path: Path) -> None:
 
 def test_the_receiver_wants_the_state_after_all_tokens_but_the_last(tmp_path: Path) -> None:
     one = world(tmp_path)
-    request = one.decode(70)
-    one.steps(3)
+    request, cleared = one.decode(70), set[int]()
+    for _ in range(3):
+        one.step()
+        cleared |= set(one.scheduled.new_block_ids_to_zero or ())
     (want,) = one.agent.take(Want)
     assert (want.first_token, want.end_token) == (0, 69)
     table = one.scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -326,3 +343,4 @@ def test_the_receiver_wants_the_state_after_all_tokens_but_the_last(tmp_path: Pa
         0: (0, list(table[0][:5])),
         1: (0, list(table[1][:1])),
     }
+    assert cleared >= set(table[0][:5]), "after its last token a block has what was another group's"

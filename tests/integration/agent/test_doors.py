@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -22,7 +23,7 @@ from demo.processes import free_port
 from kvbridge.adapters.engine.client import EngineClient
 from kvbridge.adapters.engine.link import AgentLink
 from kvbridge.loopback.messages import number_of
-from testing.agents import OracleEngine, agent, attached
+from testing.agents import Client, OracleEngine, agent, attached
 from testing.oracle import Shape, build, fill
 from testing.pairs import Bench, Benches
 from testing.proc import cpu_s, mapped
@@ -42,6 +43,15 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """One for all tests that leave it whole."""
     with ExitStack() as stack:
         yield Bench(tmp_path_factory.mktemp("doors"), stack, **SOON)
+
+
+def test_a_client_that_talks_nonsense_is_told_and_closed(lasting: Bench) -> None:
+    with closing(Client(lasting.receiver.agent.socket)) as client:
+        client.socket.sendall(struct.pack(">I", 7) + b"\xc1garbage"[:7])
+        assert client.wait(Refused).code == "frame_malformed"
+        client.wait_closed()
+    assert "kvbridge_rejected_messages_total{code=frame_malformed}" in lasting.receiver.agent.status.counters
+    lasting.works()
 
 
 @pytest.mark.proves("T37")
@@ -217,10 +227,10 @@ def test_metrics_are_served_on_loopback(tmp_path: Path) -> None:
         wait_for(lambda: "kvbridge_engine_info{" not in scraped(("127.0.0.1", port)))
 
 
-def test_an_idle_agent_sleeps(lasting: Bench) -> None:
-    lasting.works()
+def test_an_idle_agent_sleeps(pair: Bench) -> None:
+    pair.works()
     time.sleep(0.5)
-    pids = [lasting.sender.agent.process.pid, lasting.receiver.agent.process.pid]
+    pids = [pair.sender.agent.process.pid, pair.receiver.agent.process.pid]
     before = [cpu_s(pid) for pid in pids]
     time.sleep(3)
     used = [after - b for after, b in zip([cpu_s(pid) for pid in pids], before, strict=True)]

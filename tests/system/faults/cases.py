@@ -7,7 +7,8 @@ back, and requests succeed again.
 
 Failpoints on the way of slots are passed by agents that only use slots, those on the way of pulls by agents that pull,
 all others by both. At a failpoint of pulls, a stopped process stays frozen for longer than any lease, and the sender's
-engine takes its blocks back and reuses them as soon as it may."""
+engine takes its blocks back and reuses them as soon as it may.
+"""
 
 from __future__ import annotations
 
