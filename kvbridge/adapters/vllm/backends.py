@@ -148,6 +148,6 @@ def spec_refusal(name: str, spec: Any) -> KVBridgeError | None:
     if kind in SPECS:
         return refusal("layer_unsupported", "vllm", SPECS[kind], f"{name}: {kind}")
     states = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
-    if states > 1:  # -1: of all tokens
+    if states not in (1, -1):  # -1: of all tokens; a fraction: several rows a token
         return refusal("layer_unsupported", "vllm", "compressed", f"{name}: {kind} with tokens_per_state {states}")
     return None

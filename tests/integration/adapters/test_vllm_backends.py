@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,6 +213,7 @@ COMMON: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.ui
 GQA: dict[str, Any] = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
 REFUSED = [
     (MLAAttentionSpec(**COMMON, head_size=584, tokens_per_state=4), "FLASHMLA_SPARSE_DSV4", "compressed"),
+    (FullAttentionSpec(**GQA, tokens_per_state=Fraction(1, 4)), "FLASH_ATTN", "compressed"),
     (FullAttentionSpec(**GQA), "TURBOQUANT", "packed"),
     (MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.bfloat16,)), "MAMBA1_ATTN", "state"),
     (CircularBufferSpec(**GQA), "KPOOL_TAIL", "ring"),
