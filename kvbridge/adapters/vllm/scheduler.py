@@ -178,6 +178,7 @@ class SchedulerSide:
             log.warning(
                 "images, audio, video: fetched and offered only with prefix caching or mm_processor_cache_gb > 0"
             )
+        self._has_prefix_cache = bool(config.cache_config.enable_prefix_caching)
         self._numbers = numbers()
         self._agents: dict[RankKey, AgentAddress] = {}
         self._has_agents = False  # all ranks do: if one has none, we neither offer nor want
@@ -347,8 +348,9 @@ class SchedulerSide:
         if self._tables.has_windows and (not room or self._tables.has_states) and can_be_short(request):
             shorten(request)
         elif not self._tables.outlives(request.num_prompt_tokens):
-            if not room:
-                return self._log_given_up(request)
+            if not room or self._tables.has_states:
+                self._log_given_up(request)
+                return self._offer_nothing(request, rendezvous_id, "vLLM keeps too little for the prompt's last token")
             # Another engine goes on after the whole prompt, and needs no more of a window than vLLM keeps for that.
             # A vLLM there needs more: its agent says so, and it computes the prompt.
             end = request.num_prompt_tokens
@@ -527,9 +529,11 @@ class SchedulerSide:
         """Whether another request fetches this prompt now. What was offered before is there for one want only.
 
         The answers of a call (`n`) and equal retries share a rendezvous id. One fetches; once its rows have come, the
-        prefix cache has them for the others. Each waits for one request at most.
+        prefix cache has them for the others. Each waits for one request at most. Without that cache each asks for
+        itself, and all but one learn at once that there is no offer for them.
         """
-        leader = self._fetching.get(receiving.want.rendezvous) if receiving.want.is_offered else None
+        has_one = receiving.want.is_offered and self._has_prefix_cache
+        leader = self._fetching.get(receiving.want.rendezvous) if has_one else None
         if leader is None or leader.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
             return False
         receiving.leader = receiving.leader or str(leader.request_id)

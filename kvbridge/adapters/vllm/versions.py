@@ -36,17 +36,23 @@ def transfer_tables(cache: KVCacheConfig, tables: Sequence[Sequence[int]]) -> li
 
 
 def check_groups(cache: KVCacheConfig) -> None:
-    """Raises OperatorError if this version cannot report a failed receive for so many groups."""
+    """Raises OperatorError if this version cannot report a failed receive for so many groups.
+
+    With states even for one: no engine of such a version was tried with any.
+    """
     from vllm import __version__
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     groups = transfer_groups(cache)
-    if len(groups) > 1 and not hasattr(base, "KVConnectorTransferResults"):
-        has_states = any(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups)
+    if hasattr(base, "KVConnectorTransferResults"):
+        return
+    if any(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups):
+        raise OperatorError("groups_unsupported", f"recurrent states, vLLM {__version__}; needs vLLM 0.30")
+    if len(groups) > 1:
         raise OperatorError(
             "groups_unsupported",
             f"kv_cache_groups: {len(groups)}, vLLM {__version__} cannot be told of a failed receive in more than one; "
-            f"needs {'vLLM 0.30' if has_states else '--disable-hybrid-kv-cache-manager'}",
+            "needs --disable-hybrid-kv-cache-manager",
         )
 
 

@@ -18,15 +18,17 @@ pytest.importorskip("vllm")
 
 import numpy as np
 import torch
-from kvbridge_proto.engine import Offer, Released, Want, Withdraw
+from kvbridge_proto.engine import Computed, Failed, Offer, Released, Want, Withdraw
 from kvbridge_proto.pool import Engine, Group, Model, Shard
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.model_executor.layers.mamba import mamba_utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.engine.records import WHOLE, State
 from kvbridge.adapters.vllm import layers
 from kvbridge.adapters.vllm.states import state_of, state_planes
+from kvbridge.adapters.vllm.versions import check_groups
 from kvbridge.errors import OperatorError
 from kvbridge.geometry.check import check_pool
 from kvbridge.geometry.overlap import overlaps
@@ -34,6 +36,7 @@ from testing.carried import OnCpu, move
 from testing.pools import Held
 from testing.refusals import refused
 from tests.integration.adapters.small import held
+from tests.integration.adapters.test_vllm_decode_side import done, told_of_an_offer
 from tests.integration.adapters.world import BLOCK, World
 
 pytestmark = pytest.mark.vllm
@@ -315,12 +318,20 @@ def test_a_state_is_the_same_in_a_routers_room_as_only_vllm_takes_it(tmp_path: P
     assert request.num_prompt_tokens == 39 and one.agent.take(Offer)[-1].tokens == 39
 
 
+@pytest.mark.parametrize("room", [{}, {"bootstrap_room": 7}], ids=["by name", "in a room"])
 @pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"tokens": 1}])
-def test_a_prompt_that_keeps_its_last_token_is_not_offered(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_a_prompt_that_keeps_its_last_token_is_not_offered_and_who_waits_for_it_is_told(
+    tmp_path: Path, more: dict[str, Any], room: dict[str, Any]
+) -> None:
     one = world(tmp_path)
-    request = one.prefill(**more)
+    request = one.prefill(**more, **room)
     one.run()
-    assert request.is_finished() and not one.agent.take(Offer)
+    offer, withdrawal = one.agent.one(Offer), one.agent.one(Withdraw)
+    assert request.is_finished() and (offer.tokens, offer.blocks, offer.is_last) == (0, (), True)
+    assert withdrawal.number == offer.number and offer.rendezvous.startswith("room/7/") == bool(room)
+    one.agent.say(Released(number=offer.number, request="r"))
+    one.steps(1)
+    one.assert_empty()
 
 
 def test_a_prompt_without_parameters_is_not_offered(tmp_path: Path) -> None:
@@ -344,3 +355,28 @@ def test_the_receiver_wants_the_state_after_all_tokens_but_the_last(tmp_path: Pa
         1: (0, list(table[1][:1])),
     }
     assert cleared >= set(table[0][:5]), "after its last token a block has what was another group's"
+
+
+def test_equal_requests_do_not_wait_for_one_another_as_no_prefix_cache_would_serve_them(tmp_path: Path) -> None:
+    one = world(tmp_path)
+    prompt = list(range(70))
+    told = told_of_an_offer(prompt)
+    requests = [one.decode(prompt=prompt, name=f"{n}_cmpl-a-{n}a2b3c4d", **told) for n in range(3)]
+    one.steps(2)
+    first, *rest = one.agent.take(Want)
+    assert [each.request for each in (first, *rest)] == [each.request_id for each in requests]
+    assert all(each.is_offered and each.end_token == 69 for each in (first, *rest))
+    one.agent.say(done(first))
+    for each in rest:
+        one.agent.say(Failed(number=each.number, request="r", code="already_fetched", reason="an offer serves one"))
+    one.finish()
+    assert one.agent.take(Computed) == [Computed(tokens=69, reason="already_fetched")] * 2
+
+
+def test_states_need_a_vllm_that_is_told_of_a_failed_receive_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pure Mamba 2 has one group."""
+    cache = KVCacheConfig(num_blocks=5, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([NAME], STATE)])
+    check_groups(cache)
+    monkeypatch.delattr(base, "KVConnectorTransferResults")
+    with refused(OperatorError, "groups_unsupported", "recurrent states, vLLM .+; needs vLLM 0.30$"):
+        check_groups(cache)

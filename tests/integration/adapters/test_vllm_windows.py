@@ -132,11 +132,11 @@ def test_a_prompt_that_was_cut_short_fills_no_block_of_the_prefix_cache_with_its
 def test_a_prompt_whose_logits_are_asked_for_keeps_its_last_token(tmp_path: Path, window: Any) -> None:
     world = World(tmp_path, specs=[FULL, window]).ready()
     gives_up = 47 if window is SLIDING else 64
-    for tokens, is_offered in ((gives_up, False), (gives_up - 1, True)):
+    for tokens, offered in ((gives_up, 0), (gives_up - 1, gives_up - 1)):
         request = world.prefill(tokens, prompt_logprobs=1)
         world.steps(6)
         assert request.num_prompt_tokens == tokens
-        assert [offer.tokens for offer in world.agents[0].take(Offer) if offer.is_last] == [tokens] * is_offered
+        assert [offer.tokens for offer in world.agents[0].take(Offer) if offer.is_last] == [offered]
 
 
 @WINDOWS
