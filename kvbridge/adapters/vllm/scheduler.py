@@ -178,7 +178,6 @@ class SchedulerSide:
             log.warning(
                 "images, audio, video: fetched and offered only with prefix caching or mm_processor_cache_gb > 0"
             )
-        self._has_prefix_cache = bool(config.cache_config.enable_prefix_caching)
         self._numbers = numbers()
         self._agents: dict[RankKey, AgentAddress] = {}
         self._has_agents = False  # all ranks do: if one has none, we neither offer nor want
@@ -529,11 +528,10 @@ class SchedulerSide:
         """Whether another request fetches this prompt now. What was offered before is there for one want only.
 
         The answers of a call (`n`) and equal retries share a rendezvous id. One fetches; once its rows have come, the
-        prefix cache has them for the others. Each waits for one request at most. Without that cache each asks for
-        itself, and all but one learn at once that there is no offer for them.
+        prefix cache has them for the others. Each waits for one request at most. Beside states, which forbid that
+        cache, the others compute the prompt then: they may not ask for what is gone, as vLLM's policy may fail them.
         """
-        has_one = receiving.want.is_offered and self._has_prefix_cache
-        leader = self._fetching.get(receiving.want.rendezvous) if has_one else None
+        leader = self._fetching.get(receiving.want.rendezvous) if receiving.want.is_offered else None
         if leader is None or leader.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
             return False
         receiving.leader = receiving.leader or str(leader.request_id)
