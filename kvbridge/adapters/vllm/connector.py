@@ -80,9 +80,9 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Of whose blocks vLLM need not clear the rest: none.
 
-        Where groups have numbers of other kinds (beside states), it clears blocks that a request gets, before it tells
-        its workers of the step: so before the agent writes there. After the last token a block may hold what was
-        another group's, of which a kernel for attention may make NaN.
+        Where groups have numbers of other kinds (beside states), its workers clear blocks that a request gets, before
+        we hear of the step: so before the agent writes there. After the last token a block may hold what was another
+        group's, of which a kernel for attention may make NaN.
         """
         return ()
 

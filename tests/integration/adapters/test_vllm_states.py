@@ -277,7 +277,7 @@ def test_a_state_is_offered_once_it_is_that_of_all_tokens_but_the_last_and_is_he
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
 @pytest.mark.parametrize("resets", [False, True], ids=["preempted", "reset"])
 def test_vllm_clears_no_block_that_is_offered_whole(tmp_path: Path, role: str, resets: bool) -> None:
-    """It clears them before its workers hear that their request was preempted, while another agent may read them."""
+    """Its workers clear them before we hear that their request was preempted, while another agent may read them."""
     more = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 32}
     one = world(tmp_path, role=role, async_scheduling=True, blocks=12, budget=64, **more)
     one.agent.is_answering_withdrawals = True
