@@ -34,7 +34,7 @@ from testing.pools import mla as mla
 from testing.pools import split as split
 from tests.unit.kernels import slow_codecs
 
-MORE = ("index_key", "x", "b", "c", "rotated_index_key")  # parts of other shapes than K and V
+MORE = ("index_key", "x", "b", "c", "rotated_index_key", "of_4", "of_128")  # parts of other shapes than K and V
 ALL_PARTS = (
     *PARTS,
     "latent",
@@ -205,13 +205,20 @@ def is_seen(group: Group, token: int, query: int) -> bool:
     return group.kind == "full" or query - token < group.window
 
 
-def rows_at(pool: Pool, group: int, table: Table, tokens: range) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens whose rows a rank has in this group after computing or receiving `tokens`, and their places."""
+def rows_at(pool: Pool, group: int, table: Table, tokens: range, row_tokens: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens whose rows a rank has in this group after computing or receiving `tokens`, and their places.
+
+    If rows stand for several tokens each: the numbers of the rows that are whole.
+    """
     kept, ids = pool.groups[group], np.asarray(ids_of(table, group), np.int64)
     if not tokens:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     if kept.kind == "state":
         return np.array([tokens.stop - 1]), ids[[(tokens.stop - 1) // kept.block_tokens]]
+    if row_tokens > 1:
+        row = np.array([row for row in range(tokens.stop) if tokens.start < (row + 1) * row_tokens <= tokens.stop], int)
+        each = kept.block_tokens // row_tokens
+        return row, ids[row // each] * each + row % each
     every = np.arange(tokens.stop)
     own = is_own(pool.shard, every)
     index = np.cumsum(own) - 1  # for each token: how many of the rank's tokens precede it
@@ -223,7 +230,7 @@ def rows_at(pool: Pool, group: int, table: Table, tokens: range) -> tuple[np.nda
 def fill(held: Held, table: Table, tokens: range, is_tame: bool = False) -> None:
     """Write the rows that this rank keeps of a request. `table` has its blocks from token 0 on."""
     for plane in held.pool.planes:
-        token, places = rows_at(held.pool, plane.group, table, tokens)
+        token, places = rows_at(held.pool, plane.group, table, tokens, plane.row_tokens)
         put_rows(held, plane, places, rows(plane, token, is_tame))
 
 
@@ -242,7 +249,7 @@ def difference(held: Held, expected: Held, table: Table, tokens: range, tail: ra
     found, expected = held.copy(), expected.copy()
     for each in (found, expected):
         for plane in each.pool.planes:
-            places = _tail(each.pool, plane.group, table, tail)
+            places = _tail(each.pool, plane.group, table, tail, plane.row_tokens)
             put_rows(each, plane, places, np.zeros((len(places), plane.heads, plane.codec.row_bytes), np.uint8))
     for region, (ours, theirs) in enumerate(zip(found.memory, expected.memory, strict=True)):
         if not np.array_equal(ours, theirs):
@@ -252,11 +259,15 @@ def difference(held: Held, expected: Held, table: Table, tokens: range, tail: ra
     return ""
 
 
-def _tail(pool: Pool, group: int, table: Table, tail: range) -> np.ndarray:
-    """The places of the tokens of `tail` that have a block."""
+def _tail(pool: Pool, group: int, table: Table, tail: range, row_tokens: int) -> np.ndarray:
+    """The places of the tokens of `tail` that have a block, or of rows that end there."""
     kept, ids = pool.groups[group], np.asarray(ids_of(table, group), np.int64)
     if kept.kind != "full" or not tail:
         return np.zeros(0, np.int64)
+    if row_tokens > 1:
+        each = kept.block_tokens // row_tokens
+        row = np.arange(tail.start // row_tokens, len(ids) * each)
+        return ids[row // each] * each + row % each
     own = is_own(pool.shard, np.arange(tail.stop))
     index = np.arange(np.count_nonzero(own[: tail.start]), np.count_nonzero(own))
     index = index[index < len(ids) * kept.block_tokens]
@@ -266,12 +277,12 @@ def _tail(pool: Pool, group: int, table: Table, tail: range) -> np.ndarray:
 def _wrong_row(held: Held, expected: Held, table: Table, tokens: range) -> str:
     known: dict[bytes, str] = {}
     for plane in held.pool.planes:
-        token, places = rows_at(held.pool, plane.group, table, tokens)
+        token, places = rows_at(held.pool, plane.group, table, tokens, plane.row_tokens)
         for (which, head), _ in np.ndenumerate(np.zeros((len(token), plane.heads))):
             row = take_rows(expected, plane, places[which : which + 1])[0, head]
             known[row.tobytes()] = _name(plane, plane.first_head + head, int(token[which]))
     for plane in held.pool.planes:
-        token, places = rows_at(held.pool, plane.group, table, tokens)
+        token, places = rows_at(held.pool, plane.group, table, tokens, plane.row_tokens)
         found, wanted = take_rows(held, plane, places), take_rows(expected, plane, places)
         for which, head in np.argwhere((found != wanted).any(axis=2)):
             row = found[which, head].tobytes()

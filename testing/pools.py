@@ -74,7 +74,8 @@ class More:
     """A part beside K and V, or the latent, of some layers (empty: of all), in a region for each layer.
 
     A rank holds its share of the heads, or all of them unless `is_cut`. A page holds `page_tokens` tokens (0: as many
-    as a block), head after head: all rows of the page, then their scales, in the codec `scale_codec`.
+    as a block), head after head: all rows of the page, then their scales, in the codec `scale_codec`. A row stands for
+    `row_tokens` tokens.
     """
 
     part: str
@@ -85,6 +86,7 @@ class More:
     page_tokens: int = 0
     layers: tuple[int, ...] = ()
     scale_codec: CodecName = "fp32"
+    row_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +302,8 @@ class _Planes:
         codecs = {more.part: codec}
         if more.codec in ROW_SCALES:
             codecs[f"{more.part}_scale"] = Codec(name=more.scale_codec, width=1, element_bytes=4, row_bytes=4)
-        page_bytes = page * len(heads) * sum(codec.row_bytes for codec in codecs.values())
+        in_page = page // more.row_tokens
+        page_bytes = in_page * len(heads) * sum(codec.row_bytes for codec in codecs.values())
         offset = shape.pad_bytes
         for part, codec in codecs.items():
             self._add(
@@ -308,11 +311,12 @@ class _Planes:
                 region=self._region(layer, more.part, shape.blocks * (tokens // page) * page_bytes),
                 offset=offset,
                 block_stride=tokens // page * page_bytes,
-                token_axis=(Step(tokens // page, page_bytes), Step(page, codec.row_bytes)),
-                head_stride=page * codec.row_bytes,
+                token_axis=(Step(tokens // page, page_bytes), Step(in_page, codec.row_bytes)),
+                head_stride=in_page * codec.row_bytes,
                 element_axis=(Step(codec.row_bytes // codec.element_bytes, codec.element_bytes),),
+                row_tokens=more.row_tokens,
             )
-            offset += page * len(heads) * codec.row_bytes
+            offset += in_page * len(heads) * codec.row_bytes
 
     def _state(self, layer: int) -> None:
         """One row of each part per block. The convolution is rows of all channels, or the reverse where heads are."""

@@ -88,7 +88,7 @@ def wrong(
     expected = before.copy()
     theirs = {(plane.layer, _unrotated(plane.part)): plane for plane in twin.planes}
     for plane in receiver.pool.planes:
-        token, places = rows_at(receiver.pool, plane.group, table, tokens)
+        token, places = rows_at(receiver.pool, plane.group, table, tokens, plane.row_tokens)
         if plane.layer in unfilled:
             put_rows(expected, plane, places, np.zeros((len(places), plane.heads, plane.codec.row_bytes), np.uint8))
             continue

@@ -155,7 +155,7 @@ def _check_scale_planes(pool: Pool) -> Iterator[str]:
 
 def _check_scales_of(plane: Plane, scales: Plane) -> Iterator[str]:
     codec = scales.codec
-    for field in ("group", "first_head", "heads", "total_heads"):
+    for field in ("group", "first_head", "heads", "total_heads", "row_tokens"):
         if (ours := getattr(plane, field)) != (theirs := getattr(scales, field)):
             yield f"{field}: {theirs} of the scales, {ours} of the rows"
     if plane.codec.name in SCALE_BLOCK:
@@ -198,8 +198,11 @@ def _check_plane(pool: Pool, plane: Plane) -> Iterator[str]:
     if group.kind == "state":
         if tokens != 1:
             yield f"token_axis: counts {tokens}, a state has 1 row in a block"
-    elif tokens != group.block_tokens:
-        yield f"token_axis: counts {tokens}, block_tokens {group.block_tokens}"
+    elif tokens * plane.row_tokens != group.block_tokens:
+        each = f", {plane.row_tokens} tokens each" if plane.row_tokens > 1 else ""
+        yield f"token_axis: counts {tokens}{each}, block_tokens {group.block_tokens}"
+    if plane.row_tokens > 1 and (group.kind == "state" or pool.shard.cp_size > 1):
+        yield f"row_tokens: {plane.row_tokens} in a {group.kind} group, cp_size {pool.shard.cp_size}, must be 1 there"
     if elements * plane.codec.element_bytes != plane.codec.row_bytes:
         yield (
             f"element_axis: counts {elements} of {plane.codec.element_bytes} bytes, row_bytes {plane.codec.row_bytes}"

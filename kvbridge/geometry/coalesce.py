@@ -35,23 +35,24 @@ class RunPlane:
     places: Axis
 
     def of_units(self, tokens: int) -> tuple[RunPlane, Axis] | None:
-        """With a place for each unit of so many tokens, and the axis of these tokens. None if a unit is no sub-axis."""
+        """With a place for each unit of so many tokens, and the axis of its rows. None if a unit is no sub-axis."""
         outer = self.places
         inner: Axis = ()
-        while tokens > 1:
+        rows = tokens // self.plane.row_tokens
+        while rows > 1:
             *before, step = outer
-            taken = gcd(tokens, step.count)
-            if taken not in (tokens, step.count):
+            taken = gcd(rows, step.count)
+            if taken not in (rows, step.count):
                 return None
             rest = (Step(step.count // taken, step.stride * taken),) if taken < step.count else ()
             outer, inner = (*before, *rest), (Step(taken, step.stride), *inner)
-            tokens //= taken
+            rows //= taken
         return replace(self, places=_steps(outer) or ONE_PLACE), _steps(inner)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`heads` runs of `row_bytes` bytes for each place, of `unit_tokens` tokens: 1, or `most_tokens`."""
+    """`heads` runs of `row_bytes` bytes for each place, of `unit_tokens` tokens: those of a row, or `most_tokens`."""
 
     sender: RunPlane
     receiver: RunPlane
@@ -80,8 +81,9 @@ def coalesce(
     for pair in pairs:
         ours = sender.groups[pair.sender.group].block_tokens
         theirs = receiver.groups[pair.receiver.group].block_tokens
-        common = gcd(ours, theirs) if moves_units or ours == theirs else 1
-        run = _first_run(pair, common if is_whole and first_token % common == 0 else 1, longest)
+        common = gcd(ours, theirs) if moves_units or ours == theirs else pair.unit_tokens
+        can_span = is_whole and first_token % common == 0
+        run = _first_run(pair, common if can_span else pair.unit_tokens, longest)
         if run is None:
             kept.append(pair)
         else:
@@ -110,7 +112,7 @@ def _first_run(pair: PlanePair, most_tokens: int, longest: int) -> Run | None:
         RunPlane(sender, sender.offset + pair.sender_head * sender.head_stride, sender.token_axis),
         RunPlane(receiver, receiver.offset + pair.receiver_head * receiver.head_stride, receiver.token_axis),
     )
-    run = Run(*sides, heads, ours.row_bytes, 1, most_tokens)
+    run = Run(*sides, heads, ours.row_bytes, pair.unit_tokens, most_tokens)
     if _is_dense(sender.element_axis, ours.element_bytes):
         return run
     return _over_tokens(run, sender.element_axis, ours.element_bytes, longest)
@@ -118,7 +120,7 @@ def _first_run(pair: PlanePair, most_tokens: int, longest: int) -> Run | None:
 
 def _over_tokens(run: Run, elements: Axis, element_bytes: int, longest: int) -> Run | None:
     """The run over all tokens of a unit, if with such elements they follow each other on both sides."""
-    row_bytes = run.most_tokens * run.row_bytes
+    row_bytes = run.most_tokens // run.unit_tokens * run.row_bytes
     ours, theirs = run.sender.of_units(run.most_tokens), run.receiver.of_units(run.most_tokens)
     if row_bytes > longest or ours is None or theirs is None or ours[1] != theirs[1]:
         return None
@@ -208,4 +210,5 @@ def _plane(side: RunPlane, run: Run, codec: Codec, element_axis: tuple[Step, ...
         total_heads=run.heads,
         codec=codec,
         name="folded",
+        row_tokens=plane.row_tokens,
     )

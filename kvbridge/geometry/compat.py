@@ -183,6 +183,7 @@ def _other_tokens(sender: Pool, receiver: Pool) -> Iterator[Difference]:
         yield Difference("cp_interleave", mine, yours, needs=needs)
     for ours, theirs in common_planes(sender, receiver):
         place = f"layer {ours.layer} {ours.part}"
+        yield from _if_other("row_tokens", ours.row_tokens, theirs.row_tokens, place, SAME_MODEL)
         kept, wanted = sender.groups[ours.group], receiver.groups[theirs.group]
         if kept.kind != "full":
             needs = "the hybrid KV cache manager on the receiver, or off at the sender"

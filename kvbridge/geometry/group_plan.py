@@ -1,8 +1,9 @@
 """Group plans: plane pairs that move for the same tokens, as a grid of token spans x bands of pairs. Pure.
 
 A group plan counts local tokens of what sender and receiver have in common (see tokens.py). All full layers are
-one, or one for each kind of rows. Layers that keep a window are apart by kind, window and block size. The states, one
-row each however many tokens, are the last. A pair belongs to the group plan of its group in the receiver's pool.
+one, or one for each kind of rows, and apart by the tokens that a row stands for. Layers that keep a window are apart by
+kind, window and block size too. The states, one row each however many tokens, are the last. A pair belongs to the
+group plan of its group in the receiver's pool.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class GroupTemplate:
     pairs: tuple[PlanePair, ...]
     first_pair: int
     units: Units
+    row_tokens: int
     is_late: bool
     sender_groups: frozenset[int]  # of the sender's pool, that the pairs are in
     alike: tuple[GroupTemplate, ...] = ()
@@ -102,7 +104,7 @@ class GroupTemplate:
         alike: tuple[GroupTemplate, ...] = (),
     ) -> GroupTemplate:
         sender_groups = frozenset(pair.sender.group for pair in pairs)
-        derived = Units.of(pairs), is_late(group.kind), sender_groups
+        derived = Units.of(pairs), pairs[0].receiver.row_tokens, is_late(group.kind), sender_groups
         return cls(group, shard, token_shard, pairs, first_pair, *derived, alike)
 
     def cut(self, first_token: int, end_token: int, slot_bytes: int) -> list[GroupPlan]:
@@ -125,7 +127,8 @@ class GroupTemplate:
             first, end = 0, 1
         else:
             first_token = max(first_token, kept(self.group, end_token, self.shard))
-            first, end = token_shard.count(first_token), token_shard.count(end_token)
+            row = self.row_tokens  # only whole rows: those of the last tokens are not there yet
+            first, end = (token_shard.count(token) // row * row for token in (first_token, end_token))
         if first == end:
             return None
         span = self.units.span(end - first, slot_bytes)

@@ -304,11 +304,12 @@ def plan(
 
 def _by_group_plan(pairs: Sequence[PlanePair], groups: Sequence[Group]) -> list[tuple[Group, list[PlanePair]]]:
     """The pairs of each group plan, in order, with a group that stands for all of its groups."""
-    group_plans: dict[tuple[int, int, int], tuple[Group, list[PlanePair]]] = {}
-    of = [group_plans.setdefault(_group_plan_of(group), (group, []))[1] for group in groups]
+    keys = [_group_plan_of(group) for group in groups]
+    whose = {key: group for key, group in reversed([*zip(keys, groups, strict=True)])}
+    group_plans: dict[tuple[tuple[int, int, int], int], list[PlanePair]] = {}
     for pair in pairs:
-        of[pair.receiver.group].append(pair)
-    return [group_plans[key] for key in sorted(group_plans) if group_plans[key][1]]
+        group_plans.setdefault((keys[pair.receiver.group], pair.receiver.row_tokens), []).append(pair)
+    return [(whose[key[0]], group_plans[key]) for key in sorted(group_plans)]
 
 
 def _group_plan_of(group: Group) -> tuple[int, int, int]:

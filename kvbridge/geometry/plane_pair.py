@@ -18,9 +18,10 @@ from .wire import ROW_SCALED, SCALED_ROWS, counterpart, is_rotated, is_same_row,
 class PlanePair:
     """`heads` heads that move together: from `sender_head` on in one plane, from `receiver_head` on in the other.
 
-    In a slot they are `[head][unit][row]` in the wire codec; a unit is `unit_tokens` tokens (1 unless coalesced). If
-    rows with a scale each are converted, `sender_scale` and `receiver_scale` are the planes of these scales. `rotates`:
-    only one side's rows are multiplied by a Hadamard matrix, so the receiver multiplies them by it.
+    In a slot they are `[head][unit][row]` in the wire codec; a unit is `unit_tokens` tokens: those of a row, or of
+    several if coalesced. If rows with a scale each are converted, `sender_scale` and `receiver_scale` are the planes of
+    these scales. `rotates`: only one side's rows are multiplied by a Hadamard matrix, so the receiver multiplies them
+    by it.
     """
 
     sender: Plane
@@ -127,7 +128,7 @@ def _pairs(sender: _Side, receiver: _Side, layer: int, part: str, take: Take) ->
         for one, other in zip(latent_parts(theirs), latent_parts(ours), strict=True):
             heads = one.plane.heads
             wire = wire_codec(one.plane.codec, 0, other.plane.codec, 0, heads)
-            yield PlanePair(one.plane, 0, other.plane, 0, heads, wire, 1, one.scale, other.scale)
+            yield PlanePair(one.plane, 0, other.plane, 0, heads, wire, ours.row_tokens, one.scale, other.scale)
     else:
         pair = _plane_pair(theirs, ours, take, rotates)
         yield replace(pair, sender_scale=sender.own_scale(theirs, take), receiver_scale=receiver.own_scale(ours, take))
@@ -137,7 +138,7 @@ def _plane_pair(sender: Plane, receiver: Plane, take: Take, rotates: bool = Fals
     sender_head, receiver_head = take.first_head - sender.first_head, take.first_head - receiver.first_head
     heads = take.end_head - take.first_head
     wire = wire_codec(sender.codec, sender_head, receiver.codec, receiver_head, heads, rotates)
-    return PlanePair(sender, sender_head, receiver, receiver_head, heads, wire, rotates=rotates)
+    return PlanePair(sender, sender_head, receiver, receiver_head, heads, wire, receiver.row_tokens, rotates=rotates)
 
 
 def split_heads(pair: PlanePair, heads: int) -> list[PlanePair]:

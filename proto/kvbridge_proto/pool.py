@@ -77,7 +77,9 @@ class Plane(Struct, frozen=True, kw_only=True):
     `offset + b*block_stride + at(token_axis, t) + h*head_stride + at(element_axis, e)` of the region.
     `at(axis, i)` splits i into digits by the steps' counts, the first step the most significant, and sums digit x
     stride. Most axes have one step, those of tiled caches two.
-    The token axis counts to the group's `block_tokens`, the element axis to `row_bytes / element_bytes`.
+    The token axis counts to the group's `block_tokens / row_tokens`, the element axis to `row_bytes / element_bytes`.
+    A row stands for `row_tokens` tokens, more than one in compressed caches. It is there once all of them are computed:
+    of n tokens there are n // row_tokens rows.
 
     Each part has its own heads, width and codec. In a part `rotated_x`, rows of the part `x` are multiplied by the
     orthonormal Walsh-Hadamard matrix in Sylvester's order. The rank holds heads [first_head, first_head + heads) of
@@ -98,6 +100,7 @@ class Plane(Struct, frozen=True, kw_only=True):
     total_heads: Positive
     codec: Codec
     name: Name = ""
+    row_tokens: Positive = 1
 
 
 class Group(Struct, frozen=True, kw_only=True):
