@@ -11,12 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # How pages write a marker of pyproject.toml, in parentheses after the test.
 NEEDS = {
-    "gpu": "on a GPU",
-    "multi_gpu": "on two GPUs",
-    "vllm": "with vLLM",
-    "routers": "with vLLM",
-    "sglang": "with SGLang",
-    "cross": "with both",
+    "gpu": "GPU",
+    "multi_gpu": "GPUs",
+    "vllm": "vLLM",
+    "routers": "vLLM",
+    "sglang": "SGLang",
+    "cross": "both",
 }
 # Also finds a bare file name, which then is not the path of any file.
 NAMED = re.compile(
