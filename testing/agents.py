@@ -24,7 +24,7 @@ from kvbridge.device.handles import export_all
 from kvbridge.loopback.engine import SyntheticEngine
 from kvbridge.loopback.messages import directory_of, offer_of, want_of
 from kvbridge.unix_socket import close_fds
-from testing.nursery import Child, Nursery, nursery
+from testing.nursery import HERE, Child, Place, nursery
 from testing.oracle import Held, Shape, build
 
 # Tests that run in an engine's environment start agents from the agents' own.
@@ -130,14 +130,13 @@ def agent(
     start_s: float = START_S,
     module: str = "kvbridge.cli",
     nofile: tuple[int, int] | None = None,
-    born_in: Nursery | None = None,
+    place: Place = HERE,
     is_watching: bool = True,
     **options: Any,
 ) -> Iterator[AgentProcess]:
     """Start an agent, yield it when it serves, end it. An option that is None is left to the agent's own default.
 
-    `nofile` are the soft and the hard limit of its descriptors. A nursery in other namespaces may start it. Unless it
-    `is_watching`, the kernel gives it no pidfds.
+    `nofile` are the soft and the hard limit of its descriptors. Unless it `is_watching`, the kernel gives it no pidfds.
     """
     path, log = folder / f"{name}.sock", folder / f"{name}.log"
     chosen = {"socket": path, "listen": "tcp://127.0.0.1:0", "name": name, "metrics": "", "receive_slots": 8}
@@ -150,11 +149,12 @@ def agent(
     ]
     before = [] if is_watching else ["-m", module]
     with log.open("ab") as out:
-        pid = (born_in or nursery(PYTHON)).fork(
+        pid = nursery(PYTHON).fork(
             module if is_watching else "testing.unwatched",
             [*before, "agent", *flags],
             (None, out.fileno(), out.fileno()),
             nofile=nofile,
+            place=place,
         )
     process = Child(pid)
     running = AgentProcess(process, path, log)

@@ -5,11 +5,9 @@ The path between them delays packets, loses some or all of them, as told.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testing import path_relay
+from testing.nursery import Place
 from testing.path_relay import enter_network
 
 DEVICE = path_relay.DEVICE.decode()
@@ -61,21 +60,17 @@ class Host:
         return ["nsenter", f"--target={self.pid}", "--net", "--ipc", "--mount", "--pid", "--", *command]
 
     @property
-    def beside(self) -> tuple[str, ...]:
-        """What runs a command on this host's network, but with the process ids and the kernel of this machine."""
-        own_devices = 'mount -t sysfs sysfs /sys && exec "$@"'
-        return (
-            "nsenter",
-            f"--target={self.pid}",
-            "--net",
-            "--ipc",
-            "unshare",
-            "--mount",
-            "sh",
-            "-c",
-            own_devices,
-            "sh",
-        )
+    def inside(self) -> Place:
+        """For a process of this host."""
+        return Place(self.pid, ("net", "ipc", "mnt", "pid"))
+
+    @property
+    def beside(self) -> Place:
+        """On this host's network, but with the process ids and the kernel of this machine.
+
+        By shared memory, which UCX would take on one machine, no packet is dropped.
+        """
+        return Place(self.pid, ("net", "ipc"), (("sysfs", "/sys", "sysfs"),), {"UCX_TLS": "tcp"})
 
     def connected(self, port: int, seconds: float) -> socket.socket:
         """To a port of its loopback. A socket stays in the network where it was made."""
@@ -90,49 +85,6 @@ class Host:
     def run(self, *command: str) -> None:
         done = subprocess.run(self.within(*command), capture_output=True, text=True, timeout=START_S)
         assert done.returncode == 0, f"{self.name}: {' '.join(command)}: {done.stderr}"
-
-
-class HostProcess:
-    """A Python module that runs on a host. `pid` is its number on this machine, so that it can be signalled."""
-
-    def __init__(self, host: Host, log: Path, module: str, *arguments: str, python: str = sys.executable) -> None:
-        self.log = log
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}  # to enter a host's files is to leave the current folder
-        command = host.within(python, "-m", module, *arguments)
-        with log.open("ab") as errors:
-            self._entered = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
-            )
-        assert self._entered.stdin is not None and self._entered.stdout is not None
-        self.stdin, self.stdout = self._entered.stdin, self._entered.stdout
-        self.pid = _child_of(self._entered.pid)
-
-    def is_dead(self, seconds: float = 0.0) -> bool:
-        """Whether it ends within `seconds`."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._entered.wait(seconds)
-        return self._entered.returncode is not None
-
-    def send_signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-    def end(self, seconds: float = START_S) -> None:
-        """Ask it to end, even if it is stopped. Kill it if it does not."""
-        self.send_signal(signal.SIGCONT)
-        self.send_signal(signal.SIGTERM)
-        try:
-            self._entered.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-    def kill(self) -> None:
-        if not self.is_dead():
-            self.send_signal(signal.SIGKILL)
-        self._entered.wait(START_S)
-
-    def tail(self, lines: int = 30) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
 class NetworkPath:

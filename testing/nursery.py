@@ -1,7 +1,8 @@
 """Starts processes by forking one that has imported all of kvbridge, in a tenth of a second instead of four.
 
 A child has its own command line, environment and process id, like any program, but its modules are already imported. It
-becomes a child of the process that asked (PR_SET_CHILD_SUBREAPER), which waits for it. It dies with that process.
+becomes a child of the process that asked (PR_SET_CHILD_SUBREAPER), which waits for it. It dies with that process. It
+may be born in another `Place`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,32 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+CLONE_NEWNS = 0x20000  # linux/sched.h
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 1 << 18  # linux/mount.h
 START_S = 180.0  # at a load of 26, two cores needed more than 60 s to fork once
 MESSAGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a child is born: in namespaces of process `pid`, of these kinds of `/proc/PID/ns`, with more `environment`.
+
+    With `mounts`, it has a mount namespace of its own and in it these: (source, target, type); the type "" binds.
+    """
+
+    pid: int = 0
+    kinds: tuple[str, ...] = ()
+    mounts: tuple[tuple[str, str, str], ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+HERE = Place()
 
 
 class Child:
@@ -105,14 +125,19 @@ class PipedChild(Child):
     """A child that we speak to: `stdin` and `stdout` are our ends of its streams. `errors` None means our stderr."""
 
     def __init__(
-        self, module: str, *arguments: object, errors: int | None = None, env: Mapping[str, str] | None = None
+        self,
+        module: str,
+        *arguments: object,
+        errors: int | None = None,
+        env: Mapping[str, str] | None = None,
+        place: Place = HERE,
     ) -> None:
         heard, told = os.pipe()
         read, said = os.pipe()
         if errors is None:
             assert sys.__stderr__ is not None
             errors = sys.__stderr__.fileno()
-        super().__init__(nursery().fork(module, arguments, (heard, said, errors), env))
+        super().__init__(nursery().fork(module, arguments, (heard, said, errors), env, place=place))
         os.close(heard)
         os.close(said)
         self.stdin, self.stdout = os.fdopen(told, "wb"), os.fdopen(read, "rb")
@@ -126,17 +151,14 @@ class PipedChild(Child):
 
 
 class Nursery:
-    """Forks processes of one Python. It runs inside a command, such as `nsenter`. Children get `environment`."""
+    """Forks processes of one Python."""
 
-    def __init__(
-        self, python: str = sys.executable, within: Sequence[str] = (), environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, python: str = sys.executable) -> None:
         assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-        self._environment = dict(environment or {})
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(START_S)
         with theirs:
-            command = [*within, python, "-m", "testing.nursery", str(os.getpid())]
+            command = [python, "-m", "testing.nursery"]
             env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # otherwise its import starts threads
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdin=theirs.fileno(), stdout=subprocess.DEVNULL
@@ -150,8 +172,9 @@ class Nursery:
         streams: tuple[int | None, int, int],
         env: Mapping[str, str] | None = None,
         nofile: tuple[int, int] | None = None,
+        place: Place = HERE,
     ) -> int:
-        """Start a child that runs a module as a program. Returns its process id.
+        """Start a child that runs a module as a program. Returns its process id, as we see it.
 
         `streams` are its standard input (None is empty), output and error. `env` is added to our environment. `nofile`
         are the limits of its descriptors.
@@ -161,8 +184,9 @@ class Nursery:
             "arguments": list(map(str, arguments)),
             "nofile": nofile,
             "cwd": os.getcwd(),
+            "env": {**os.environ, **place.environment, **(env or {})},
+            "place": asdict(place),
         }
-        asked["env"] = {**os.environ, **self._environment, **(env or {})}
         told, tells = socket.socketpair()  # for this child alone
         with open(os.devnull, "rb") as empty, told:
             stdin, stdout, stderr = streams
@@ -210,26 +234,50 @@ def _serve(asking: socket.socket) -> dict[str, Any] | None:
         message, fds, _, _ = socket.recv_fds(asking, MESSAGE_BYTES, 4)
         if not message:
             return None
-        *streams, tells = fds
         if (between := os.fork()) == 0:
-            if pid := os.fork():  # the process between ends at once, so that the child belongs to the one that asked
-                with contextlib.suppress(OSError):  # who asked may have given up
-                    os.write(tells, str(pid).encode())
-                os._exit(0)
-            os.close(tells)
-            for number, fd in enumerate(streams):
-                os.dup2(fd, number)
-                os.close(fd)
-            told: dict[str, Any] = json.loads(message)
-            return told
+            return _born(json.loads(message), fds)
         os.waitpid(between, 0)
         for fd in fds:
             os.close(fd)
 
 
-def _become(told: dict[str, Any], owner: int) -> None:
-    while os.getppid() != owner:
-        time.sleep(0.001)
+def _born(told: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+    """Enter the place and fork the child there; returns in it, once it belongs to the one that asked."""
+    *streams, tells = fds
+    _enter(Place(**told["place"]))
+    end_of_between = os.pidfd_open(os.getpid())
+    if pid := os.fork():  # it enters a PID namespace, which we do not
+        with contextlib.suppress(OSError):  # who asked may have given up
+            os.write(tells, str(pid).encode())
+        os._exit(0)
+    for number, fd in enumerate(streams):
+        os.dup2(fd, number)
+    select.select([end_of_between], [], [])
+    for fd in (*fds, end_of_between):
+        os.close(fd)
+    return told
+
+
+def _enter(place: Place) -> None:
+    """Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *arguments: Any) -> None:
+        if getattr(libc, name)(*arguments):
+            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+    namespaces = [os.open(f"/proc/{place.pid}/ns/{kind}", os.O_RDONLY) for kind in place.kinds]
+    for fd in namespaces:
+        call("setns", fd, 0)
+        os.close(fd)
+    if place.mounts:
+        call("unshare", CLONE_NEWNS)
+        call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+    for source, target, kind in place.mounts:
+        call("mount", source.encode(), target.encode(), kind.encode() or None, 0 if kind else MS_BIND, None)
+
+
+def _become(told: dict[str, Any]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.environ.clear()
     os.environ.update(told["env"])
@@ -278,7 +326,7 @@ def main() -> None:
     told = _serve(asking)
     asking.close()
     if told is not None:
-        _become(told, int(sys.argv[1]))
+        _become(told)
 
 
 if __name__ == "__main__":

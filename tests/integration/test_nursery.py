@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from testing.hosts import DEVICE, two_hosts, why_not
 from testing.nursery import Child, nursery
 
 
@@ -50,3 +52,19 @@ def _born(folder: Path, number: int) -> tuple[int, int]:
         child = Child(nursery().fork("timeit", ["-n1", "-r1", statement], streams))
     assert child.wait(60) == 0
     return child.pid, int(path.read_text())
+
+
+def test_a_child_is_born_in_another_place(tmp_path: Path) -> None:
+    """Its process id is told as we see it, and it is ours to wait for."""
+    if reason := why_not():
+        pytest.skip(reason)
+    statement = "import os; print(os.getpid(), os.listdir('/sys/class/net'), open('/proc/self/comm').read())"
+    with two_hosts(tmp_path) as (host, _, _):
+        for place, is_own_pid in ((host.inside, False), (host.beside, True)):
+            said = tmp_path / "said"
+            with said.open("wb") as out:
+                child = Child(nursery().fork("timeit", ["-n1", "-r1", statement], (None, out.fileno(), 2), place=place))
+            assert child.wait(60) == 0
+            number, _, rest = said.read_text().partition(" ")
+            assert (int(number) == child.pid) == is_own_pid
+            assert sorted(ast.literal_eval(rest.partition("]")[0] + "]")) == [DEVICE, "lo"]

@@ -27,7 +27,6 @@ from kvbridge.loopback.engine import Job
 from kvbridge.loopback.pools import DemoRequest, Shape
 from kvbridge.routes.pull.halves import LEASE_S
 from testing.agents import is_at_rest
-from testing.nursery import nursery
 from tests.integration.agent.rank import CALM_S, GONE, SEEDS
 from tests.system.faults.processes import Agent, Engine
 
@@ -88,7 +87,7 @@ class Side:
 
     def _start_agent(self) -> None:
         armed = os.environ.get(VARIABLE, "")
-        self.agent = Agent(nursery(), self._folder, self.role, self._options, armed)
+        self.agent = Agent(self._folder, self.role, self._options, armed)
         self._stack.callback(self.agent.end)
 
     def attach(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -18,7 +17,7 @@ from kvbridge_proto.engine import Done, Failed
 from kvbridge.failpoints import VARIABLE
 from testing.agents import OracleEngine, agent, attached
 from testing.hosts import DEVICE, two_hosts, why_not
-from testing.nursery import Nursery
+from testing.nursery import Place
 from testing.oracle import Shape
 from testing.pairs import carry
 from testing.waiting import wait_for
@@ -28,7 +27,7 @@ Start = Callable[..., OracleEngine]
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Nursery, dict[str, Any]]]]:
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Place, dict[str, Any]]]]:
     """Where the sender's and the receiver's agents start, and with which options."""
     if reason := why_not():
         pytest.skip(reason)
@@ -39,19 +38,17 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Nurs
         first, second, _ = stack.enter_context(two_hosts(folder))
         found = []
         for host, other, (key, _) in ((first, second, keys[0]), (second, first, keys[1])):
-            nursery = Nursery(within=host.beside, environment={"UCX_TLS": "tcp"})
-            stack.callback(nursery.close)
             options = {"listen": f"tcp://{host.address}:0", "dial": f"{other.address}:*", "net_devices": DEVICE}
-            found.append((nursery, options | {"key": key, "peers": peers, "routes": "nixl"}))
+            found.append((host.beside, options | {"key": key, "peers": peers, "routes": "nixl"}))
         yield found
 
 
 @pytest.fixture
-def starts(places: list[tuple[Nursery, dict[str, Any]]], tmp_path: Path, stack: ExitStack) -> list[Start]:
+def starts(places: list[tuple[Place, dict[str, Any]]], tmp_path: Path, stack: ExitStack) -> list[Start]:
     """Start an engine and its agent, with the prefilling side's key and host, and with the decoding side's."""
 
-    def start(nursery: Nursery, options: dict[str, Any], name: str, **more: Any) -> OracleEngine:
-        running = stack.enter_context(agent(tmp_path, name, born_in=nursery, **options | more))
+    def start(place: Place, options: dict[str, Any], name: str, **more: Any) -> OracleEngine:
+        running = stack.enter_context(agent(tmp_path, name, place=place, **options | more))
         return stack.enter_context(attached(running))
 
     return [partial(start, *place) for place in places]
@@ -145,31 +142,16 @@ def test_slots_of_a_sender_that_was_killed_and_comes_back_elsewhere_are_free_aga
 
 
 SHARED = "/mnt"  # each container has a folder of its own there
-MOUNT = f'mount --bind "$0" {SHARED} && exec "$@"'
-UNSHARE = ("unshare", "--mount", "--propagation=private")
-
-
-def why_no_container() -> str:
-    if os.geteuid() != 0:
-        return "no namespaces without root"
-    tried = subprocess.run([*UNSHARE, "sh", "-c", MOUNT, "/tmp", "true"], capture_output=True, text=True)
-    return f"no namespaces can be made: {tried.stderr.strip()}" if tried.returncode else ""
-
-
-Container = tuple[Nursery, Path]
+Container = tuple[Place, Path]
 
 
 @pytest.fixture(scope="module")
-def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Container]]:
+def containers(tmp_path_factory: pytest.TempPathFactory) -> list[Container]:
     """Two, each with the folder that it has at SHARED."""
-    if reason := why_no_container():
+    if reason := why_not():
         pytest.skip(reason)
-    with ExitStack() as stack:
-        folders = [tmp_path_factory.mktemp(side) for side in ("prefill", "decode")]
-        made = [Nursery(within=(*UNSHARE, "sh", "-c", MOUNT, str(folder))) for folder in folders]
-        for each in made:
-            stack.callback(each.close)
-        yield list(zip(made, folders, strict=True))
+    folders = [tmp_path_factory.mktemp(side) for side in ("prefill", "decode")]
+    return [(Place(mounts=((str(folder), SHARED, ""),)), folder) for folder in folders]
 
 
 @pytest.mark.parametrize("sockets", [("agent", "agent"), ("prefill", "decode")], ids=["one path", "two paths"])
@@ -178,11 +160,10 @@ def test_containers_of_one_host_do_not_call_at_each_others_doors(
 ) -> None:
     """At the path of the sender's door is the receiver's own, or none."""
     engines = []
-    for (nursery, folder), name in zip(containers, sockets, strict=True):
+    for (place, folder), name in zip(containers, sockets, strict=True):
         options = {"socket": f"{SHARED}/{name}.sock", "log_level": "debug"}
-        engines.append(
-            stack.enter_context(attached(stack.enter_context(agent(folder, name, born_in=nursery, **options))))
-        )
+        running = stack.enter_context(agent(folder, name, place=place, **options))
+        engines.append(stack.enter_context(attached(running)))
     sender, receiver = engines
     assert isinstance(answer := carry(sender, receiver, "r"), Done), answer
     (peer,) = receiver.agent.status.peers

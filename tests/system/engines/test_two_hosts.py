@@ -79,10 +79,8 @@ class Sides:
         self._serve(stack, a, "d", 64, [*spread, "--headless", "--data-parallel-start-rank", "1"])
         for server in (prefill, decode):
             server.wait_up(seconds=START_S)
-        self.prefill = [Replica(prefill, rank, agents[rank].wait_serving, host="a") for rank in range(REPLICAS)]
-        self.decode = [
-            Replica(decode, rank, agents[3 - rank].wait_serving, host="ba"[rank]) for rank in range(REPLICAS)
-        ]
+        self.prefill = [Replica(prefill, rank, agents[rank].serving, host="a") for rank in range(REPLICAS)]
+        self.decode = [Replica(decode, rank, agents[3 - rank].serving, host="ba"[rank]) for rank in range(REPLICAS)]
 
     def _agent(self, stack: contextlib.ExitStack, host: Host, name: str, number: int) -> HostAgent:
         told = {"socket": str(host.folder / f"{name}.sock"), "listen": f"tcp://{host.address}:{PORT + number}"}

@@ -9,6 +9,7 @@ import random
 import select
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from kvbridge_proto.status import Status
 from kvbridge.errors import OperatorError
 from kvbridge.failpoints import VARIABLE
 from kvbridge.local_agents import ask
-from testing.nursery import Child, Nursery, PipedChild
+from testing.agents import PYTHON
+from testing.nursery import HERE, Child, PipedChild, Place, nursery
 
 START_S = 60.0
 POOL = "kvbridge-fault"  # how memory of engines is called in /proc/PID/maps
@@ -83,19 +85,30 @@ def free_address() -> str:
             return f"tcp://127.0.0.1:{port}"
 
 
-class RunningAgent:
-    """`kvbridge agent`, whatever process it is."""
+class Agent(Child):
+    """`kvbridge agent`. The option True is a flag."""
 
-    socket: str
-    log: Path
     address = ""
-    is_armed = False
 
-    def is_dead(self, seconds: float = 0.0) -> bool:
-        raise NotImplementedError
-
-    def is_stopped(self, seconds: float) -> bool:
-        return False
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        options: Mapping[str, str | bool],
+        armed: str = "",
+        place: Place = HERE,
+    ) -> None:
+        own: dict[str, str | bool] = {"socket": str(folder / f"{name}.sock"), "listen": "tcp://127.0.0.1:0"}
+        told = {"name": name, "metrics": "", **own, **options}
+        self.socket = str(told["socket"])
+        self.log = Path(self.socket).with_suffix(".log")
+        self.is_armed = bool(armed)
+        argv = ["agent"]
+        for key, value in told.items():
+            argv += [f"--{key.replace('_', '-')}", *([value] if isinstance(value, str) else [])]
+        with self.log.open("ab") as log:
+            streams = None, log.fileno(), log.fileno()
+            super().__init__(nursery(PYTHON).fork("kvbridge.cli", argv, streams, {VARIABLE: armed}, place=place))
 
     def wait_serving(self) -> Status | None:
         """Armed, it may die or stand still before anybody could ask it: that is as good, and None."""
@@ -111,6 +124,12 @@ class RunningAgent:
             time.sleep(0.02)
         raise AssertionError(f"the agent does not serve:\n{self.tail()}")
 
+    def serving(self) -> Status:
+        """Once it serves. For one that is not armed."""
+        status = self.wait_serving()
+        assert status is not None
+        return status
+
     def status(self) -> Status | None:
         try:
             return ask(self.socket, 2.0)
@@ -121,30 +140,21 @@ class RunningAgent:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-class Agent(Child, RunningAgent):
-    def __init__(self, nursery: Nursery, folder: Path, name: str, options: dict[str, str], armed: str = "") -> None:
-        self.socket, self.log = str(folder / f"{name}.sock"), folder / f"{name}.log"
-        self.options = {"name": name, "socket": self.socket, "listen": "tcp://127.0.0.1:0", "metrics": ""} | options
-        said = {f"--{key.replace('_', '-')}": value for key, value in self.options.items()}
-        argv = [part for flag, value in said.items() for part in ((flag,) if value == "true" else (flag, value))]
-        with self.log.open("ab") as log:
-            streams = None, log.fileno(), log.fileno()
-            super().__init__(nursery.fork("kvbridge.cli", ["agent", *argv], streams, {VARIABLE: armed}))
-        self.is_armed = bool(armed)
+class Engine(PipedChild):
+    """An engine as a process; what it says is kept until it is asked for."""
 
-
-class RunningEngine:
-    """`tests.system.faults.engine`, whatever process it is; what it says is kept until it is asked for."""
-
-    stdin: Any
-    stdout: Any  # both of bytes
-    log: Path
-
-    def is_dead(self, seconds: float = 0.0) -> bool:
-        raise NotImplementedError
-
-    def _listen(self) -> None:
-        """Before anything is heard."""
+    def __init__(
+        self,
+        job: msgspec.Struct,
+        log: Path,
+        armed: str = "",
+        module: str = "tests.system.faults.engine",
+        place: Place = HERE,
+    ) -> None:
+        self.log = log
+        with log.open("ab") as errors:
+            told = msgspec.json.encode(job).decode()
+            super().__init__(module, told, errors=errors.fileno(), env={VARIABLE: armed}, place=place)
         os.set_blocking(self.stdout.fileno(), False)
         self._unread = b""
         self.said: list[dict[str, Any]] = []
@@ -178,14 +188,3 @@ class RunningEngine:
             assert time.monotonic() < end, f"{self.log.stem}: no {event} in {seconds} s: {self.said[-5:]}"
             assert not self.is_dead() or self.hear(), f"{self.log.stem} died: {self.log.read_text()[-2000:]}"
             self.hear(0.1)
-
-
-class Engine(PipedChild, RunningEngine):
-    def __init__(
-        self, job: msgspec.Struct, log: Path, armed: str = "", module: str = "tests.system.faults.engine"
-    ) -> None:
-        self.log = log
-        with log.open("ab") as errors:
-            said = msgspec.json.encode(job).decode()
-            super().__init__(module, said, errors=errors.fileno(), env={VARIABLE: armed})
-        self._listen()

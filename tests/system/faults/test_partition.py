@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from testing.hosts import DEVICE, NetworkPath, two_hosts, why_not
-from testing.nursery import Nursery
+from testing.nursery import Place
 from tests.system.faults.world import ROLES, Role, World
 
 # Longer than every limit in force: sessions are lost and writes are late.
@@ -27,20 +27,10 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Ne
     with ExitStack() as stack:
         first, second, path = stack.enter_context(two_hosts(folder))
         dial = ",".join(f"{host.address}:*" for host in (first, second))
-        apart: dict[Role, tuple[Nursery, dict[str, str]]] = {}
+        apart: dict[Role, tuple[Place, dict[str, str | bool]]] = {}
         for role, host in zip(ROLES, (first, second), strict=True):
-            # By shared memory, which UCX would take on one machine, no packet is dropped.
-            nursery = Nursery(within=host.beside, environment={"UCX_TLS": "tcp"})
-            stack.callback(nursery.close)
-            apart[role] = (
-                nursery,
-                {
-                    "listen": f"tcp://{host.address}:0",
-                    "net_devices": DEVICE,
-                    "allow_unauthenticated": "true",
-                    "dial": dial,
-                },
-            )
+            options: dict[str, str | bool] = {"listen": f"tcp://{host.address}:0", "net_devices": DEVICE, "dial": dial}
+            apart[role] = (host.beside, options | {"allow_unauthenticated": True})
         world = World(folder, apart=apart)
         stack.callback(world.close)
         world.meet()

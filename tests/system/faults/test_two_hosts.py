@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from testing.hosts import why_not
 from testing.waiting import wait_for
 from tests.system.faults.two_hosts import HostPair, host_pair
 
-FIRST_S = 0.5  # what a first want may take
 TRIES = 3
 # TCP tries again after pauses that double: 0.25, 0.8, 1.8, 3.8, 7.8 and 16 s after it began, or 0.2 to 12.6 and 25.4.
 OUTAGE_S = 13.5
@@ -36,13 +34,9 @@ def test_a_first_want_finds_staging_made(pair: HostPair) -> None:
     for agent, status in zip(pair.agents, pair.at_start, strict=True):
         assert (status.receive_slots.free, status.send_slots.free) == (32, 16), "an agent served before it had slots"
         assert agent.log.read_text().index("made slots") < agent.log.read_text().index("serving")
-    first = pair.request()
-    assert first["code"] == ""
-    made_s = [
-        float(s) for agent in pair.agents for s in re.findall(r"made slots: .* s=([\d.]+)", agent.log.read_text())
-    ]
-    # A busy machine makes slots as slowly as it carries: a want that waits for either side's takes longer than one.
-    assert first["seconds"] < max(FIRST_S, min(made_s)), made_s
+    assert pair.request()["code"] == ""
+    for agent in pair.agents:
+        assert agent.log.read_text().count("made slots") == 1, "a first want waits for no others"
 
 
 @pytest.mark.parametrize(("round_trip_s", "loss"), [(0.16, 0.0), (0.05, 0.05)])
@@ -52,7 +46,7 @@ def test_a_long_or_lossy_path_gets_a_route(pair: HostPair, round_trip_s: float, 
         if not (ended := pair.request())["code"]:
             break
     assert ended["code"] == "", f"{ended}\n{pair.agents[0].tail()}"
-    (peer,) = pair.agents[1].wait_serving().peers
+    (peer,) = pair.agents[1].serving().peers
     assert peer.bytes_per_s is not None and peer.bytes_per_s < 1e7, "the best write that finished counts"
 
 
@@ -68,7 +62,7 @@ def test_after_an_outage_nothing_waits_for_old_connections(tmp_path: Path) -> No
         assert "code=peer_lost" in pair.agents[1].log.read_text(), "the link waits for its silence_s, 15 s"
         pair.path.up()
         assert pair.seconds_to_success(30.0) < BACK_S
-        wait_for(lambda: all(is_at_rest(agent.wait_serving()) for agent in pair.agents), QUIET_S)
+        wait_for(lambda: all(is_at_rest(agent.serving()) for agent in pair.agents), QUIET_S)
         pair.audit()
 
 
@@ -79,16 +73,16 @@ def test_after_an_outage_nothing_waits_for_slots_that_old_connections_read(tmp_p
     with host_pair(tmp_path, {"send_slots": "2"}, deadline_s=60.0, prompts=24) as pair:
         pair.seconds_to_success(60.0)
         sender = pair.agents[0]
-        wait_for(lambda: is_at_rest(sender.wait_serving()))
+        wait_for(lambda: is_at_rest(sender.serving()))
         numbers = [pair.want() for _ in range(2)]
-        wait_for(lambda: len(sender.wait_serving().transfers) == 2)  # claimed: all that is left to do is to write
+        wait_for(lambda: len(sender.serving().transfers) == 2)  # claimed: all that is left to do is to write
         pair.path.cut()
         for number in numbers:
             pair.offer(number)
         wait_for(lambda: next_try_s(sender.pid) > NEXT_TRY_S, 60.0)
         pair.path.heal()
         assert pair.seconds_to_success(60.0) < NEXT_TRY_S - 2.0
-        assert sender.wait_serving().counters["kvbridge_rebuilds_total{replaced=send_slots}"] >= 1
+        assert sender.serving().counters["kvbridge_rebuilds_total{replaced=send_slots}"] >= 1
 
 
 @pytest.mark.proves("G6")
@@ -110,12 +104,12 @@ def test_slots_of_a_pod_that_was_replaced_are_free_again(
     with host_pair(tmp_path, options, is_one_machine, deadline_s=60.0, prompts=24) as pair:
         pair.seconds_to_success(60.0)
         receiver = pair.agents[1]
-        wait_for(lambda: is_at_rest(receiver.wait_serving()))
+        wait_for(lambda: is_at_rest(receiver.serving()))
         pair.want()
-        wait_for(lambda: receiver.wait_serving().receive_slots.lent)
+        wait_for(lambda: receiver.serving().receive_slots.lent)
         pair.replace_sender()
-        wait_for(lambda: receiver.wait_serving().receive_slots.free == 32, 60.0, receiver.tail)
-        counters = receiver.wait_serving().counters
+        wait_for(lambda: receiver.serving().receive_slots.free == 32, 60.0, receiver.tail)
+        counters = receiver.serving().counters
         replaced = [counters[f"kvbridge_rebuilds_total{{replaced={what}}}"] for what in ("slots", "fabric")]
         assert replaced == [0, 1], "the same slots are free again"
         pair.seconds_to_success(60.0)

@@ -12,7 +12,6 @@ from kvbridge_proto.engine import Abandon, Attached, Done, Failed
 from kvbridge.loopback.messages import number_of
 from testing.agents import AgentProcess, OracleEngine
 from testing.hosts import DEVICE, NetworkPath, two_hosts, why_not
-from testing.nursery import Nursery
 from testing.oracle import Shape, build
 from testing.waiting import wait_for
 from tests.system.faults.processes import Agent
@@ -34,11 +33,11 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         first, second, path = stack.enter_context(two_hosts(tmp_path))
         engines = []
         for host, shape in zip((first, second), (Shape("nhd", blocks=64), Shape("hnd", blocks=64)), strict=True):
-            nursery = Nursery(within=host.beside, environment={"UCX_TLS": "tcp"})
-            stack.callback(nursery.close)
             options = {"listen": f"tcp://{host.address}:7700", "dial": "10.231.77.0/24:7700", "net_devices": DEVICE}
-            options |= {"routes": "nixl", "allow_unauthenticated": "true"}
-            agent = Agent(nursery, tmp_path, host.name, {**LIMITS, **FEW, **options})
+            options |= {"routes": "nixl"}
+            agent = Agent(
+                tmp_path, host.name, {**LIMITS, **FEW, **options, "allow_unauthenticated": True}, place=host.beside
+            )
             stack.callback(agent.end)
             agent.wait_serving()
             running = AgentProcess(agent, Path(agent.socket), agent.log)

@@ -8,51 +8,29 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from kvbridge_proto.status import Status
-
 from kvbridge.transport.keys import write_pair
-from testing.agents import PYTHON
-from testing.hosts import DEVICE, Host, HostProcess, NetworkPath, two_hosts
+from testing.hosts import DEVICE, Host, NetworkPath, two_hosts
 from tests.system.faults.engine import Job
-from tests.system.faults.processes import RunningAgent, RunningEngine
+from tests.system.faults.processes import Agent, Engine
 
 PORT = 7700
 
 
-class HostAgent(HostProcess, RunningAgent):
-    """`kvbridge agent` on a host, which serves the other host and may dial it. A flag is given as True."""
+class HostAgent(Agent):
+    """`kvbridge agent` on a host, which serves the other host and may dial it."""
 
     def __init__(self, host: Host, **options: str | bool) -> None:
-        self.socket = str(options.get("socket", host.folder / "agent.sock"))
-        told: dict[str, str | bool] = {
-            "name": host.name,
-            "socket": self.socket,
-            "listen": f"tcp://{host.address}:{PORT}",
-            "metrics": "",
-        }
-        told |= {"device": "cpu", "net_devices": DEVICE, "dial": f"10.231.77.0/24:{PORT}", **options}
-        arguments = []
-        for name, value in told.items():
-            arguments += [f"--{name.replace('_', '-')}", *([value] if isinstance(value, str) else [])]
-        log = Path(self.socket).with_suffix(".log")
-        super().__init__(host, log, "kvbridge.cli", "agent", *arguments, python=PYTHON)
-
-    def wait_serving(self) -> Status:
-        status = super().wait_serving()
-        assert status is not None  # never armed
-        return status
+        told: dict[str, str | bool] = {"name": host.name, "listen": f"tcp://{host.address}:{PORT}", "device": "cpu"}
+        told |= {"net_devices": DEVICE, "dial": f"10.231.77.0/24:{PORT}", **options}
+        super().__init__(host.folder, "agent", told, place=host.inside)
 
 
-class HostEngine(HostProcess, RunningEngine):
-    """`tests.system.faults.engine` on a host, beside its agent."""
+class HostEngine(Engine):
+    """An engine on a host, beside its agent."""
 
     def __init__(self, host: Host, role: str, socket: str, **job: Any) -> None:
         told = Job(role=role, socket=socket, name=f"kvbridge-{role}", **job)
-        super().__init__(
-            host, host.folder / "engine.log", "tests.system.faults.engine", msgspec.json.encode(told).decode()
-        )
-        self._listen()
+        super().__init__(told, host.folder / "engine.log", place=host.inside)
 
     def hear(self, seconds: float = 0.0) -> bool:
         is_more = super().hear(seconds)
@@ -80,7 +58,7 @@ class HostPair:
         self.agents = [HostAgent(host, **self._options) for host in hosts]
         for agent in self.agents:
             stack.callback(agent.end)
-        self.at_start = [agent.wait_serving() for agent in self.agents]
+        self.at_start = [agent.serving() for agent in self.agents]
         self.sender, self.receiver = (
             HostEngine(host, role, agent.socket, **job)
             for host, role, agent in zip(hosts, ("sender", "receiver"), self.agents, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -17,7 +17,7 @@ from kvbridge_proto.status import Status
 from kvbridge.failpoints import Way
 from kvbridge.transport.keys import write_pair
 from testing.agents import is_at_rest
-from testing.nursery import Nursery, nursery
+from testing.nursery import HERE, Place
 from testing.waiting import wait_for
 from tests.system.faults.engine import LEFT, PATIENCE_S, Job
 from tests.system.faults.processes import POOL, Agent, Engine, Held, free_address, maps_pool
@@ -52,10 +52,10 @@ _numbers = count(1)
 class Side:
     """One agent and its engine. Both come back where they were, as new incarnations."""
 
-    nursery: Nursery
+    place: Place
     folder: Path
     role: Role
-    options: dict[str, str]
+    options: Mapping[str, str | bool]
     job: Job
     stuck_s: float = 0.0  # how long any of the two has stood still, lately
     is_hurt: bool = False  # its agent was stopped or killed in this story: it need not answer in time
@@ -69,8 +69,8 @@ class Side:
     )  # rendezvous ids whose blocks held others' rows for a while, lately
 
     def start_agent(self, armed: str = "") -> None:
-        options = self.options | ({"listen": self.address.partition("#")[0]} if self.address else {})
-        self.agent = Agent(self.nursery, self.folder, self.role, options, armed)
+        options = {**self.options, **({"listen": self.address.partition("#")[0]} if self.address else {})}
+        self.agent = Agent(self.folder, self.role, options, armed, self.place)
         self.agent.wait_serving()
         self.address = self.address or self.agent.address
         self.survived = 0
@@ -146,7 +146,7 @@ def is_owed(said: dict[str, Any], side: Side) -> bool:
 class World:
     """`through` is what stands between the receiver and the sender's address, such as a proxy.
 
-    `apart` has agents that are forked elsewhere, with more options. `is_keyed` ones speak CURVE, each with a key of its
+    `apart` has agents that are born elsewhere, with more options. `is_keyed` ones speak CURVE, each with a key of its
     own and a list that has the other's alone. On which routes they go is `way`.
     """
 
@@ -156,7 +156,7 @@ class World:
         *,
         options: dict[str, str] | None = None,
         through: Callable[[str], str] = lambda address: address,
-        apart: dict[Role, tuple[Nursery, dict[str, str]]] | None = None,
+        apart: dict[Role, tuple[Place, dict[str, str | bool]]] | None = None,
         is_keyed: bool = False,
         way: Way = "slots",
         **job: Any,
@@ -168,7 +168,7 @@ class World:
         self.base: dict[Role, Held] = {}  # of a fresh agent that has served
         self.slots: dict[Role, tuple[int, int]] = {}  # free to be lent, and to gather into
         for role in ROLES:
-            own, more = (apart or {}).get(role, (nursery(), {}))
+            own, more = (apart or {}).get(role, (HERE, {}))
             its = {"deadline_s": DEADLINE_S, "width": WIDTHS[way], "may_be_foreign": way == "pull", **job}
             told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **its)
             listen = {"listen": free_address()}
