@@ -96,9 +96,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "File of our secret key (kvbridge keygen); empty: loopback only",
             """
-            With a key, everything that agents say to each other is encrypted, and said only to an agent that proves a
-            key of `peers`. The simplest fleet has one key pair, the same file on every host, and needs no `peers`. Only
-            its owner may read the file. (KV bytes are not encrypted: SECURITY.md.)
+            Agents then encrypt what they say to each other, and say it only to who proves a key of `peers`. The
+            simplest fleet has the same file on every host, and needs no `peers`. (KV bytes are not encrypted:
+            SECURITY.md.)
             """,
             max_length=4096,
         ),
@@ -108,8 +108,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "File or folder of public keys that may connect; empty: only our own",
             """
-            A file of lines `NAME PUBLICKEY` (what keygen prints), or a folder of *.pub files with such lines. Only root
-            or our user may be able to write it. `systemctl reload` (SIGHUP) reads it again.
+            Lines `NAME PUBLICKEY` (what keygen prints), or *.pub files of them. Only root or our user may be able to
+            write it. `systemctl reload` (SIGHUP) reads it again.
             """,
             max_length=4096,
         ),
@@ -119,10 +119,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "HOST:PORT patterns of what may be dialled; empty: loopback only",
             """
-            Requests name the agent to fetch from, so set it on the decode side, across hosts. HOST is an address, a
-            network (10.1.0.0/16, [2001:db8::/32]), which matches no names, a name (*.kv.internal) or *. PORT is a
-            number or *. Once a pattern is set, loopback has to be named too. Beyond loopback a `key` is needed as well
-            (or `allow_unauthenticated`). More in SECURITY.md.
+            Set it on the decode side, across hosts, with a `key` (or `allow_unauthenticated`); loopback then has to be
+            named too. What patterns mean: SECURITY.md.
             """,
             max_length=256,
         ),
@@ -147,9 +145,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Hand the engine's memory to agents of this host, which pull from it",
             """
-            Agents of one host read each other's engine memory where they can: that is the fastest route. Each must
-            first prove a session, and be of the same user. What that means: docs/threat-model.md. If it is off, this
-            agent reads no other engine's memory either, so rows go by slots both ways.
+            The fastest route. Each must first prove a session, and be of the same user (docs/threat-model.md). If it is
+            off, this agent reads no other engine's memory either: rows go by slots both ways.
             """,
         ),
     ] = True
@@ -162,8 +159,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Which pulled chunks are compared with the sender's: always, sampled (1 in 64), never",
             """
-            A sample begins with the first chunk. The sender reads the same rows again, which costs its processor or GPU
-            as much as the transfer. If the digests differ, the request fails with digest_mismatch.
+            A sample begins with the first chunk. The sender reads the same rows again, at the cost of the transfer. If
+            the digests differ, the request fails with digest_mismatch.
             """,
         ),
     ] = "sampled"
@@ -172,7 +169,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             f"Where the engine's memory is: {DEVICE_WORDS}",
             """
-            A UUID means the same GPU whatever CUDA_VISIBLE_DEVICES says. "auto" is a GPU if there is one.
+            A UUID means the same GPU whatever CUDA_VISIBLE_DEVICES says; "auto" a GPU if there is one.
             """,
             pattern=DEVICES,
         ),
@@ -182,7 +179,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Ways to a peer, the best first: pull, direct, nixl, host",
             """
-            Each is tried and measured before it is used (docs/architecture.md). Name one alone to force it.
+            Each is proved before it is used (docs/architecture.md). Name one alone to force it.
             """,
             min_length=1,
             max_length=4,
@@ -193,9 +190,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "CTAs of a kernel that pulls, at most; unset: 33 under MPS, else all",
             """
-            33 CTAs reach nearly all of NVLink and leave the engine the rest, which under MPS runs beside them. Without
-            MPS the two take turns, and fewer CTAs would only make its turn longer. If a number is set, or under MPS,
-            pulls use one stream instead of two.
+            33 reach nearly all of NVLink; under MPS the engine runs beside them. Without MPS the two take turns. If a
+            number is set, or under MPS, pulls use one stream instead of two.
             """,
             sample=33,
         ),
@@ -207,10 +203,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             """
             A multiple of 4096. Staging takes (receive_slots + send_slots + 2) * slot_bytes: 200 MiB of host memory
             without a GPU; on a GPU 1.25 GiB of its memory and, unless `routes` leaves out "host", as much pinned host
-            memory. It is made at the start. But an agent whose `listen` and `dial` stay on loopback, with "pull" as its
-            first route and `share_memory`, makes it when the first session needs it: if it only pulls, or is only
-            pulled from, never. Larger slots suit fast links; more slots suit many requests at once. A chunk never
-            exceeds the smaller slot of two agents.
+            memory. It is made at the start; by an agent whose `listen` and `dial` stay on loopback, with "pull" as its
+            first route and `share_memory`, when the first session needs it (by pull, never). Larger slots suit fast
+            links, more slots many requests at once. A chunk never exceeds the smaller slot of two agents.
             """,
             sample=4 << 20,
         ),
@@ -228,8 +223,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Network devices that carry KV, as UCX names them (a,b; all); empty: loopback only",
             """
-            Such as mlx5_0:1 or eth0. An agent that is to serve or dial other hosts does not start without them. UCX
-            believes whoever reaches it, so only the fleet may be on that network.
+            Such as mlx5_0:1 or eth0; needed to serve or dial other hosts. UCX believes whoever reaches it: only the
+            fleet may be on that network.
             """,
             max_length=256,
         ),
@@ -240,8 +235,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "A peer that is silent for so long counts as lost",
             """
-            So does one whose host has acknowledged nothing for 3 s. Transfers under way fail. The next request dials
-            anew, and succeeds within 3 s of the path's return.
+            So does one whose host has acknowledged nothing for 3 s. Its transfers fail; the next request dials anew.
             """,
             ge=1,
             le=600,
@@ -251,7 +245,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float,
         _option(
             "A write that takes longer fails its transfer; its slots are quarantined",
-            "A deadline only ends the wait. It never frees memory that may still be written.",
+            "It never frees memory that may still be written.",
             gt=0,
             le=600,
         ),
@@ -261,10 +255,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "After how long all slots are replaced, if half of the receive_slots are quarantined",
             """
-            A receive slot is quarantined while a peer may still write it. If fewer than half are, they are freed after
-            ten times as long, while nothing is under way: by another fabric if their senders are on other machines or
-            in other pods, else, in host memory only, by new slots. Send slots that late writes are read from are
-            replaced at once, half of them or more.
+            Fewer after ten times as long: docs/guarantees.md, G6.
             """,
             gt=0,
             le=86400,
@@ -275,8 +266,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "How long threads look for more work before they sleep; unset: 0.03 on a GPU, else 0",
             """
-            A thread that sleeps starts late. Lingering costs up to two cores while requests come, and none otherwise.
-            Without a GPU these are the engine's cores.
+            A thread that sleeps starts late. Costs up to two cores while requests come; without a GPU, the engine's.
             """,
             sample=0.0,
         ),
@@ -299,7 +289,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "Where spans go, http://HOST:PORT/v1/traces; empty: none are made",
             """
-            By OTLP over HTTP. Needs kvbridge[otel]. What they are: docs/metrics.md.
+            By OTLP over HTTP. Needs kvbridge[otel] (docs/metrics.md).
             """,
             sample="http://127.0.0.1:4318/v1/traces",
             max_length=1024,
@@ -311,8 +301,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "text or json",
             """
-            One line an event, on stderr. In JSON each value that a message names is also a field. Of lines that differ
-            only in their values 50 are logged in 10 seconds; the next says how many were left out.
+            On stderr. In JSON each value that a message names is also a field. Of lines that differ only in their
+            values 50 are logged in 10 seconds; the next says how many were left out.
             """,
             sample="json",
         ),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvbridge.options import allowed, defaults, flag_of, meta_of, off_flag_of, options, section_of, variable_of
+from kvbridge.options import allowed, defaults, meta_of, options, section_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOYED = ROOT / "deploy" / "kvbridge.toml"
@@ -24,18 +24,17 @@ TOML_HEAD = """# One agent, beside one engine rank: `kvbridge agent --config /et
 
 PAGE_HEAD = """# The options of an agent
 
-Written by `python -m tests.support.write_configuration` from [kvbridge/options.py](../kvbridge/options.py); do not
-edit.
+Written from [kvbridge/options.py](../kvbridge/options.py) (`make golden`); do not edit.
 
-An option is given in a TOML file (`kvbridge agent --config FILE`; [a sample](../deploy/kvbridge.toml) has all of
-them), as a variable `KVBRIDGE_NAME`, or as a flag. A flag beats the environment, the environment beats the file.
-`kvbridge config show` takes the same arguments as `kvbridge agent`, starts nothing, and prints every value and where it
-came from (`--json`: for programs).
+`slot_bytes` is a line of a TOML file (`kvbridge agent --config FILE`; [a sample](../deploy/kvbridge.toml) has all), the
+variable `KVBRIDGE_SLOT_BYTES`, or the flag `--slot-bytes`. A flag beats the environment, the environment beats the
+file. What is true or false has two flags: `--share-memory`, `--no-share-memory`. Commas separate the parts of a list.
+`kvbridge config show` takes the same arguments, starts nothing, and prints every value and where it came from
+(`--json`: for programs).
 
-Commas separate the parts of a list in the environment and in flags. An unknown name is refused with the nearest known
-one, a value that is not allowed with the place that it came from; the agent then ends with 2. Variables that Kubernetes
-sets for a service called `kvbridge` are ignored. Adapters have options of their own:
-[those of both engines](../kvbridge/adapters/engine/options.py), [vLLM's](vllm.md#options), and
+An unknown name is refused with the nearest known one, a wrong value with its place; the agent ends with 2. Variables
+that Kubernetes sets for a service called `kvbridge` are ignored. Adapters have options of their own: [those of both
+engines](../kvbridge/adapters/engine/options.py), [vLLM's](vllm.md#options), and
 [SGLang's](../kvbridge/adapters/sglang/options.py).
 """
 
@@ -74,9 +73,8 @@ def _toml_section(title: str, names: list[str]) -> str:
 
 def _entry(name: str) -> str:
     default = defaults()[name]
-    flags = f"`{flag_of(name)}`" + (f", `{off_flag_of(name)}`" if isinstance(default, bool) else "")
     usual = "by device" if default is None else f"`{json.dumps(default)}`"
-    facts = f"{flags} · `{variable_of(name)}` · {allowed(name)} · default {usual}"
+    facts = f"{allowed(name)}; default {usual}"
     text = textwrap.fill(_said(name).replace("*", r"\*"), COLUMNS, break_on_hyphens=False, break_long_words=False)
     return f"\n### `{name}`\n\n{facts}\n\n{text}\n"
 

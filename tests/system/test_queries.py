@@ -13,7 +13,7 @@ import pytest
 from tests.support import promql
 from tests.support.monitoring import ROOT, dashboard, jobs, rules, targets
 from tests.support.promql import Misnamed, labels, parsed, selectors, templates
-from tests.support.served_metrics import PAGE, served
+from tests.support.served_metrics import served
 
 VARIABLES = frozenset(each["name"] for each in dashboard()["templating"]["list"])
 ALERTS = rules()
@@ -52,17 +52,6 @@ def metrics_of(expr: str) -> set[str]:
 def test_troubleshooting_says_what_to_do_about_each_alert() -> None:
     part = TROUBLESHOOTING.partition("\n## Alerts\n")[2].partition("\n## ")[0]
     assert re.findall(r"^### (\w+)\n.", part, re.MULTILINE) == list(ALERTS)
-
-
-def test_the_page_names_the_alerts_and_the_panels_of_each_metric() -> None:
-    asks = [(f"`{name}`", rule["expr"]) for name, rule in ALERTS.items()]
-    asks += [(f"*{title}*", expr) for title, expr, _ in targets()]
-    rows = re.findall(r"^\| (`kvbridge_[^|]*) \|[^|]*\|[^|]*\|([^|]*)\|$", PAGE, re.MULTILINE)
-    named = {names: set(re.findall(r"`\w+`|\*[^*]+\*", users)) for names, users in rows}
-    assert {name for names in named for name in re.findall(r"\w+", names)} == served().keys()
-    for names, users in named.items():
-        metrics = set(re.findall(r"\w+", names))
-        assert users == {user for user, expr in asks if metrics & metrics_of(expr)}, names
 
 
 def variable(query: str) -> None:
