@@ -100,8 +100,8 @@ def _refused_states(model: ModelCache, command: EngineCommand) -> Iterator[KVBri
     if command.engine == "sglang":
         yield refusal("cache_unsupported", "sglang", "state", model.family)
         return
-    if not command.has_private_blocks:
-        yield refusal("layer_unsupported", "vllm", "cached state", f"{model.family}: mamba_cache_mode align")
+    if command.state_mode == "all" and not command.has_private_blocks:
+        yield refusal("layer_unsupported", "vllm", "cached state", f"{model.family}: mamba_cache_mode all")
     if command.is_drafting:
         yield refusal("layer_unsupported", "vllm", "drafted state", f"{model.family}: --speculative-config")
     if command.cp > 1:

@@ -32,6 +32,7 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "attention": ("--attention-config", "-ac"),
         "conv_dtype": ("--mamba-cache-dtype",),
         "state_dtype": ("--mamba-ssm-cache-dtype",),
+        "state_mode": ("--mamba-cache-mode",),
         "index_dtype": ("--attention-config.indexer-kv-dtype", "-ac.indexer-kv-dtype"),
     },
     "sglang": {
@@ -69,7 +70,7 @@ SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 BACKENDS = ("backend", "prefill_backend", "decode_backend")
 DTYPES = ("kv_cache_dtype", "dtype", "index_dtype", "conv_dtype", "state_dtype", "quantization")
-TEXTS = (*DTYPES, *BACKENDS, "drafts", "method", "draft_model", "model", "attention")
+TEXTS = (*DTYPES, *BACKENDS, "state_mode", "drafts", "method", "draft_model", "model", "attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class EngineCommand:
     drafts       the method that predicts further tokens with a model or layers of its own, "" for none
     index_dtype    that of index keys beside K and V, "" if vLLM is not told
     conv_dtype, state_dtype    of recurrent states: of the convolution, and of the rest
+    state_mode    which of them vLLM's prefix cache keeps, "" for its choice
     quantization    of the weights, "" if SGLang is not told
     has_own_drafts    these layers are the model's (MTP), and so in its config.json
     is_drafting    tokens are predicted, by whatever method
@@ -98,6 +100,7 @@ class EngineCommand:
     index_dtype: str = ""
     conv_dtype: str = "auto"
     state_dtype: str = "auto"
+    state_mode: str = ""
     quantization: str = ""
     dtype: str = "auto"
     backend: str = ""

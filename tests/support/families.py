@@ -96,7 +96,6 @@ MAMBA2: dict[str, Any] = {
     **{"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4},
     "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
 }
-UNCACHED = {"vllm": ("--no-enable-prefix-caching",) * 2}
 GEMMA4 = config("gemma4_text", 30, 16, 8, 256, layer_types=windows(30, 6), sliding_window=1024) | {
     **{"num_global_key_value_heads": 2, "global_head_dim": 512, "attention_k_eq_v": True}
 }
@@ -255,7 +254,6 @@ FAMILIES = (
         config("qwen3_next", 48, 16, 2, 256, **STATES),
         "Gated DeltaNet states, full",
         "HybridLinearKVPool",
-        sides=UNCACHED,
         on_engines=(f"{GPU_STATES}, {CPU_STATES}", "", ""),
         stopped=37,
     ),
@@ -273,7 +271,6 @@ FAMILIES = (
         config("nemotron_h", 52, 32, 8, 128, **MAMBA2),
         "Mamba 2 states, full",
         "HybridLinearKVPool",
-        sides=UNCACHED,
         on_engines=(f"{GPU_STATES}, {CPU_STATES}", "", ""),
     ),
     Family(

@@ -46,7 +46,7 @@ than one group of layers: there, windows need `--disable-hybrid-kv-cache-manager
 form on SM100 (B200) than on other GPUs. Both are converted on the way: [how exactly](convertible.md#index-keys).
 
 **States.** Between vLLM engines (0.30 or later) of other parallel sizes, blocks and dtypes, and either
-`VLLM_SSM_CONV_STATE_LAYOUT`, with `--no-enable-prefix-caching` and without drafts on both sides:
+`VLLM_SSM_CONV_STATE_LAYOUT`, with or without a prefix cache on either side, and without drafts on both:
 [how](vllm.md#limits).
 
 ## Before anything is started

@@ -30,7 +30,7 @@ class Unsupported:
 UNSUPPORTED: dict[str, Unsupported] = {
     "index values": Unsupported("index values beside index keys, nor do SGLang's own backends", {}),
     "state": Unsupported("recurrent or convolution states of this kind yet", OTHER),
-    "cached state": Unsupported("recurrent states beside a prefix cache yet", {"vllm": "--no-enable-prefix-caching"}),
+    "cached state": Unsupported("recurrent states of every block", {"vllm": "--mamba-cache-mode align"}),
     "drafted state": Unsupported("recurrent states beside drafts yet", {"vllm": "no --speculative-config"}),
     "compressed": Unsupported("caches of which a row stands for several tokens yet", OTHER),
     "ring": Unsupported("ring buffers of a request's last tokens yet", OTHER),

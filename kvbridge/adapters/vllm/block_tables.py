@@ -70,8 +70,12 @@ class GroupTables:
         return not self.has_states and all(group.first(tokens) == group.first(tokens - 1) for group in self.groups)
 
     def count(self, tokens: int) -> int:
-        """How many blocks `tokens` tokens take, over all groups."""
-        return sum(-(-tokens // group.block_tokens) for group in self.groups)
+        """How many blocks `tokens` tokens take, over all groups.
+
+        Of states vLLM keeps the one at the last boundary of blocks, and the last one.
+        """
+        entries = ((group, -(-tokens // group.block_tokens)) for group in self.groups)
+        return sum(min(count, 2) if group.kind == "state" else count for group, count in entries)
 
     def wanted(self, tables: Sequence[Sequence[int]], first: int, end: int) -> tuple[Blocks, ...]:
         """For each group, the entries that hold tokens [first, end), as far as vLLM keeps them."""

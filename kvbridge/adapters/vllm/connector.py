@@ -71,6 +71,11 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """vLLM since 0.30 asks this before it preempts a running request."""
         return self.scheduler.may_free_blocks()
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether `num_computed_tokens` may count rows that outlived the state after them: a state comes anyway."""
+        return True
+
     def on_new_request(self, request: Request) -> None:
         self.scheduler.new_request(request)
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from kvbridge_proto.common import Blocks
+
 from .block_tables import NULL_BLOCK, GroupTables
 
 if TYPE_CHECKING:
@@ -51,9 +53,9 @@ class KeptBlocks:
     def free(self, request_id: str) -> None:
         self._of.pop(request_id, None)
 
-    def pin(self, number: int, tables: Iterable[Iterable[int]]) -> None:
+    def pin(self, number: int, pieces: Iterable[Blocks]) -> None:
         assert self._pool is not None, "vLLM binds its pool before the first step"
-        ids = set(chain.from_iterable(tables)) - {NULL_BLOCK}
+        ids = set(chain.from_iterable(piece.ids for piece in pieces)) - {NULL_BLOCK}
         self._pinned[number] = blocks = [self._pool.blocks[block] for block in ids]
         for block in blocks:  # they are used: nobody else's, and not among the free ones
             block.ref_cnt += 1

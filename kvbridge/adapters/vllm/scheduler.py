@@ -132,17 +132,10 @@ class PromptWanted:
     """
 
     want: Want
+    prompt_tokens: int
     first_token: int = 0
     leader: str = ""
     is_shared: bool = False
-
-
-@dataclass(slots=True)
-class Unfetched:
-    """A request whose prompt will be computed here, and why; `first_token` is where the local prefix ends."""
-
-    reason: str
-    first_token: int = 0
 
 
 class SchedulerSide:
@@ -184,7 +177,8 @@ class SchedulerSide:
         self._sending: dict[str, PromptOffered] = {}
         self._receiving: dict[str, PromptWanted] = {}
         self._came: list[str] = []  # since the last step
-        self._unfetched: dict[str, Unfetched] = {}
+        # Requests whose prompt will be computed here: its tokens, and why.
+        self._unfetched: dict[str, tuple[int, str]] = {}
         self._awaited: dict[str, int] = {}  # by request id: the number of its want
         self._fetching: dict[str, Request] = {}  # by rendezvous id: a request that waits for rows offered before
         self._block_tokens = max(group.block_tokens for group in self._tables.groups)
@@ -272,7 +266,7 @@ class SchedulerSide:
         for request_id, receiving in self._receiving.items():
             reason = "the weights have changed"
             self._step.before.append(Abandon(number=receiving.want.number, reason=reason))
-            self._unfetched[request_id] = Unfetched("other_weights", receiving.first_token)
+            self._unfetched[request_id] = receiving.prompt_tokens, "other_weights"
         self._receiving.clear()
         for sending in self._sending.values():
             sending.weights = UNNAMED if sending.tables else weights
@@ -315,7 +309,7 @@ class SchedulerSide:
         if (is_named or is_unnamed) and (reason := why_not_carried(request, self._has_media_hashes)):
             log.debug("%s: %s: computed here", message_name(request.request_id), reason)
             if not params.get("do_remote_decode") and not self._offers_all:
-                self._unfetched[request.request_id] = Unfetched("does_not_travel")
+                self._compute(request, "does_not_travel")
             return
         if params.get("do_remote_decode"):
             self._new_named(request, params)
@@ -323,9 +317,10 @@ class SchedulerSide:
             self._find(request, params)
         elif is_unnamed:
             self._new_unnamed(request)
+        elif request.skip_reading_prefix_cache:
+            self._compute(request, "reads_all")
         else:
-            reads_all = request.skip_reading_prefix_cache
-            self._unfetched[request.request_id] = Unfetched("reads_all") if reads_all else Unfetched("untagged")
+            self._compute(request, "untagged")
 
     def _new_named(self, request: Request, params: dict[str, Any]) -> None:
         """A prompt that the parameters have us offer."""
@@ -363,11 +358,11 @@ class SchedulerSide:
             remote = read_remote(params)
         except EngineError as error:
             log.warning("%s: %s: computed here", name, error)
-            self._unfetched[request_id] = Unfetched("bad_params")
+            self._compute(request, "bad_params")
             return
         if remote.weights not in (None, self._weights):
             self._note_other_weights(name, remote.weights)
-            self._unfetched[request_id] = Unfetched("other_weights")
+            self._compute(request, "other_weights")
             return
         told = remote.request, request_id, remote.room
         rendezvous_id = wanted_rendezvous(*told, prompt_digest(request))
@@ -379,7 +374,7 @@ class SchedulerSide:
         log.warning(
             "%s: prefilled for another prompt, adapter, media or salt (%a): computed here", name, remote.request
         )
-        self._unfetched[request_id] = Unfetched("other_prompt")
+        self._compute(request, "other_prompt")
         if is_for(*told):
             self._step.before.append(self._nothing_of(request, remote.request, remote, is_offered=True))
 
@@ -414,12 +409,12 @@ class SchedulerSide:
         """
         nothing = self._nothing_of(request, rendezvous_id, remote, is_offered)
         if self._weights == UNNAMED:
-            self._unfetched[request.request_id] = Unfetched("other_weights")
+            self._compute(request, "other_weights")
         elif request.skip_reading_prefix_cache:
-            self._unfetched[request.request_id] = Unfetched("reads_all")
+            self._compute(request, "reads_all")
             self._step.before.append(nothing)
         else:
-            self._receiving[request.request_id] = PromptWanted(nothing)
+            self._receiving[request.request_id] = PromptWanted(nothing, request.num_prompt_tokens)
 
     def _refused(self, request: Request, params: dict[str, Any]) -> None:
         """A call with these params ended before all of it was admitted: nobody will fetch what they name.
@@ -511,8 +506,6 @@ class SchedulerSide:
         receiving = self._receiving.get(request.request_id)
         if (receiving is not None or request.request_id in self._sending) and self._is_asking():
             return None, False
-        if (unfetched := self._unfetched.get(request.request_id)) is not None:
-            unfetched.first_token = computed
         if receiving is None:
             return 0, False
         receiving.first_token = computed
@@ -528,8 +521,9 @@ class SchedulerSide:
         """Whether another request fetches this prompt now. What was offered before is there for one want only.
 
         The answers of a call (`n`) and equal retries share a rendezvous id. One fetches; once its rows have come, the
-        prefix cache has them for the others. Each waits for one request at most. Beside states, which forbid that
-        cache, the others compute the prompt then: they may not ask for what is gone, as vLLM's policy may fail them.
+        prefix cache has them for the others. Each waits for one request at most. Beside states that cache has rows, but
+        no state where the prompt ends. So the others compute it from the last state that is there: they may not ask for
+        what is gone, as vLLM's policy may fail them.
         """
         leader = self._fetching.get(receiving.want.rendezvous) if receiving.want.is_offered else None
         if leader is None or leader.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -539,8 +533,6 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         self._pressure.has_blocks(request.request_id)
-        if (unfetched := self._unfetched.pop(request.request_id, None)) is not None:
-            self._computes(request, unfetched)
         receiving = self._receiving.pop(request.request_id, None)
         if receiving is None:
             return
@@ -551,9 +543,9 @@ class SchedulerSide:
         if external_tokens == 0:
             self._step.before.append(want)
             if receiving.is_shared:
-                self._computes(request, Unfetched("already_fetched", receiving.first_token))
+                self._compute(request, "already_fetched")
             elif not self._has_agents:
-                self._computes(request, Unfetched("agent_missing", receiving.first_token))
+                self._compute(request, "agent_missing")
             return
         if want.is_offered:
             self._fetching[want.rendezvous] = request
@@ -564,10 +556,9 @@ class SchedulerSide:
         self._step.awaited[want.number] = request.request_id
         self._awaited[request.request_id] = want.number
 
-    def _computes(self, request: Request, what: Unfetched) -> None:
-        """Report what it computes, now that it has blocks. The last token does not count: every engine computes it."""
-        if (tokens := request.num_prompt_tokens - 1 - what.first_token) > 0:
-            self._step.before.append(Computed(tokens=tokens, reason=what.reason))
+    def _compute(self, request: Request, reason: str) -> None:
+        """Report that it is computed here, once it begins (`_follow`)."""
+        self._unfetched[request.request_id] = request.num_prompt_tokens, reason
 
     def finished(self, request: Request, block_ids: Iterable[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks must stay, and what a proxy should hand to the decode side, if anything.
@@ -673,6 +664,10 @@ class SchedulerSide:
             self._pressure.preempted(request_id)
         for new in output.scheduled_new_reqs:
             self._pressure.has_blocks(new.req_id)
+            tokens, reason = self._unfetched.pop(new.req_id, (0, ""))
+            # The last token does not count: every engine computes it.
+            if (tokens := tokens - 1 - new.num_computed_tokens) > 0:
+                self._step.before.append(Computed(tokens=tokens, reason=reason))
             if (sending := self._sending.get(new.req_id)) is not None:
                 sending.tables = transfer_tables(self._cache, new.block_ids)
         cached = output.scheduled_cached_reqs
@@ -713,7 +708,8 @@ class SchedulerSide:
             sending.blocks = [0] * len(sending.tables)
         sending.tokens = tokens
         if sending.is_whole and self._pins:  # part of a prompt is no use, whatever was read of it
-            self.held.pin(sending.number, sending.tables)
+            whole = self._tables.offered(sending.tables, [0] * len(sending.tables), tokens, sending.end)
+            self.held.pin(sending.number, whole)
         pieces = self._tables.offered(sending.tables, sending.blocks, tokens, sending.end if sending.is_whole else None)
         for piece in pieces:
             sending.blocks[piece.group] = piece.first + len(piece.ids)

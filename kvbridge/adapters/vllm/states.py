@@ -25,8 +25,8 @@ def state_of(name: str, spec: Any, layer: Any, shard_cp_size: int) -> State:
     state = read(layer) if read else None
     if state is None or getattr(spec, "tp_replicated", False):
         raise refusal("layer_unsupported", "vllm", "state", f"{name}: {type(spec).__name__} of {backend_of(layer)}")
-    if (mode := str(getattr(spec, "mamba_cache_mode", "none"))) != "none":
-        raise refusal("layer_unsupported", "vllm", "cached state", f"{name}: mamba_cache_mode {mode}")
+    if spec.mamba_cache_mode not in ("none", "align"):  # "all", up to 0.31
+        raise refusal("layer_unsupported", "vllm", "cached state", f"{name}: mamba_cache_mode {spec.mamba_cache_mode}")
     if drafts := int(getattr(spec, "num_speculative_blocks", 0)):
         raise refusal("layer_unsupported", "vllm", "drafted state", f"{name}: num_speculative_tokens {drafts}")
     if shard_cp_size > 1:

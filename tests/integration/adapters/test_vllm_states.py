@@ -5,7 +5,7 @@ The oracle is numpy's: a model's whole state, and what vLLM's own shape calculat
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
@@ -199,8 +199,8 @@ def test_other_states_are_refused_by_name() -> None:
         refuses("layer_unsupported", f"MambaSpec of {backend}: .+ states of this kind yet", of=other)
     whole = MambaSpec(block_size=LENGTH, shapes=SPEC.shapes, dtypes=DTYPES, tp_replicated=True)
     refuses("layer_unsupported", "states of this kind yet", spec=whole)
-    cached = MambaSpec(block_size=BLOCK, shapes=SPEC.shapes, dtypes=DTYPES, mamba_cache_mode="align")
-    refuses("layer_unsupported", "mamba_cache_mode align: .+ needs --no-enable-prefix-caching", spec=cached)
+    cached = MambaSpec(block_size=BLOCK, shapes=SPEC.shapes, dtypes=DTYPES, mamba_cache_mode="all")
+    refuses("layer_unsupported", "mamba_cache_mode all: .+ of every block; needs --mamba-cache-mode align", spec=cached)
     drafted = MambaSpec(block_size=LENGTH, shapes=SPEC.shapes, dtypes=DTYPES, num_speculative_blocks=2)
     refuses("layer_unsupported", "num_speculative_tokens 2: .+ beside drafts yet; needs no --spec", spec=drafted)
     refuses("context_parallel_unsupported", "decode_context_parallel_size 2; needs 1", cp=2)
@@ -243,27 +243,36 @@ def test_a_page_of_another_shape_is_refused(shapes: Any, dtypes: Any, stride: in
 
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
 STATE = MambaSpec(block_size=1 << 11, shapes=((1, 4), (1, 2, 2)), dtypes=DTYPES)
+CACHED = MambaSpec(block_size=BLOCK, shapes=STATE.shapes, dtypes=DTYPES, mamba_cache_mode="align")
+MODES = {"none": STATE, "align": CACHED}
 
 
-def world(folder: Path, **more: Any) -> World:
-    return World(folder, specs=[FULL, STATE], caching=False, **more).ready()
+def world(folder: Path, mode: str = "none", **more: Any) -> World:
+    return World(folder, specs=[FULL, MODES[mode]], caching=mode == "align", **more).ready()
 
 
 @pytest.mark.proves("G13")
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_state_is_offered_once_it_is_that_of_all_tokens_but_the_last_and_is_held(
-    tmp_path: Path, is_async: bool
+    tmp_path: Path, is_async: bool, mode: str
 ) -> None:
-    one = world(tmp_path, async_scheduling=is_async)
-    blocks = one.scheduler.kv_cache_manager.block_pool.blocks
-    for tokens in (2, 3, BLOCK, BLOCK + 1, BLOCK + 2, 65, 66, 200):
-        request = one.prefill(tokens)
+    one, hit = world(tmp_path, mode, async_scheduling=is_async), list(range(BLOCK * 3))
+    one.request(prompt=hit, max_tokens=1)
+    one.run()
+    blocks, prompts = one.scheduler.kv_cache_manager.block_pool.blocks, [hit, [*hit, 1], [*hit, 1, 2], [*hit, 3, *hit]]
+    prompts += [
+        list(range(1000 * tokens, 1001 * tokens)) for tokens in (2, 3, BLOCK, BLOCK + 1, BLOCK + 2, 65, 66, 200)
+    ]
+    for prompt in prompts:
+        request, tokens = one.prefill(prompt=prompt), len(prompt)
         one.steps(9)
         assert request.is_finished()
         *parts, last = one.agent.take(Offer)
         assert not any(piece.group for part in parts for piece in part.blocks), "a state that goes on changing"
         (state,) = [piece for piece in last.blocks if piece.group == 1]
-        assert last.is_last and last.tokens == tokens - 1 and state.first == 0 and len(state.ids) == 1
+        entry = (tokens - 2) // MODES[mode].block_size
+        assert last.is_last and last.tokens == tokens - 1 and state.first == entry and len(state.ids) == 1
         assert 0 not in state.ids and blocks[state.ids[0]].ref_cnt == 1
         others = [one.request(40, max_tokens=3) for _ in range(4)]
         one.steps(9)
@@ -276,14 +285,16 @@ def test_a_state_is_offered_once_it_is_that_of_all_tokens_but_the_last_and_is_he
 @pytest.mark.proves("G13")
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
 @pytest.mark.parametrize("resets", [False, True], ids=["preempted", "reset"])
-def test_vllm_clears_no_block_that_is_offered_whole(tmp_path: Path, role: str, resets: bool) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_vllm_clears_no_block_that_is_offered_whole(tmp_path: Path, role: str, resets: bool, mode: str) -> None:
     """Its workers clear them before we hear that their request was preempted, while another agent may read them."""
     more = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 32}
-    one = world(tmp_path, role=role, async_scheduling=True, blocks=12, budget=64, **more)
+    blocks, shorter = (13, 45) if mode == "align" else (12, 60)  # the shorter one is preempted just when it is whole
+    one = world(tmp_path, mode, role=role, async_scheduling=True, blocks=blocks, budget=64, **more)
     one.agent.is_answering_withdrawals = True
-    one.prefill(140), one.prefill(60)
+    one.prefill(140), one.prefill(shorter)
     flight, offered, clears, gone = deque[Any](), dict[int, set[int]](), 0, 0
-    known = set[int]()
+    named = defaultdict[int, set[int]](set)
     for number in range(40):
         with one.agent.alive():
             scheduled, said = one.begin_step()
@@ -292,10 +303,10 @@ def test_vllm_clears_no_block_that_is_offered_whole(tmp_path: Path, role: str, r
         clears += bool(cleared)
         for message in step.before:
             gone += isinstance(message, Withdraw) and offered.pop(message.number, None) is not None
-        tables = one.connector.scheduler._sending.values()
-        named = {each.number: set(chain.from_iterable(each.tables)) - {0} for each in tables if each.is_whole}
-        offered |= {offer: blocks for offer, blocks in named.items() if offer not in known}
-        known |= named.keys()
+        for offer in step.after:
+            named[offer.number] |= set(chain.from_iterable(piece.ids for piece in offer.blocks)) - {0}
+            if offer.is_last and offer.number in {each.number for each in one.connector.scheduler._sending.values()}:
+                offered[offer.number] = named[offer.number]
         flight.append((scheduled, said))
         if offered and resets:  # vLLM has not heard yet that the prompt is computed
             resets = False
@@ -357,9 +368,86 @@ def test_the_receiver_wants_the_state_after_all_tokens_but_the_last(tmp_path: Pa
     assert cleared >= set(table[0][:5]), "after its last token a block has what was another group's"
 
 
-def test_of_equal_requests_one_fetches_and_no_other_fails_for_it(tmp_path: Path) -> None:
-    """There is no prefix cache to take the prompt from, and by vLLM's default a failed fetch fails its request."""
-    one = world(tmp_path)
+@pytest.mark.parametrize("tokens", [BLOCK * 4 + 1, BLOCK * 4 + 6])
+@pytest.mark.parametrize("local", [0, 1, 3, 4])
+def test_the_receiver_wants_a_state_into_a_block_of_its_own_whatever_its_prefix_cache_has(
+    tmp_path: Path, local: int, tokens: int
+) -> None:
+    """A state that ends a block is then a prefix of others. Rows that are there are not wanted again."""
+    one, prompt = world(tmp_path, "align"), list(range(tokens))
+    one.request(prompt=prompt[: local * BLOCK + 1], max_tokens=1)
+    one.run()
+    pool = one.scheduler.kv_cache_manager.block_pool
+    request = one.decode(prompt=prompt)
+    one.steps(2)
+    (want,) = one.agent.take(Want)
+    if local * BLOCK == tokens - 1:
+        assert want.end_token == 0, "all of it is there"
+        one.finish()
+        return
+    table = one.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    assert (want.first_token, want.end_token) == (local * BLOCK, tokens - 1)
+    assert [piece.first for piece in want.blocks] == [local, (tokens - 2) // BLOCK]
+    assert [list(piece.ids) for piece in want.blocks] == [table[0][local : -(-(tokens - 1) // BLOCK)], table[1][-1:]]
+    for block in (pool.blocks[each] for piece in want.blocks for each in piece.ids):
+        assert block.ref_cnt == 1 and block.block_hash is None and not block.is_null
+    one.agent.say(done(want))
+    one.finish()
+    again = one.request(prompt=[*prompt[:-1], 7, 7, 7], max_tokens=1)
+    found = one.scheduler.kv_cache_manager.get_computed_blocks(again)[1]
+    assert found == (tokens - 1 if (tokens - 1) % BLOCK == 0 else local * BLOCK)
+
+
+def test_rows_that_outlive_their_state_are_not_wanted_again(tmp_path: Path) -> None:
+    """Of a prompt that was fetched, vLLM keeps all whole blocks, and the last state only if it ends one."""
+    one, prompt = world(tmp_path, "align"), list(range(BLOCK * 4 + 6))
+    for first in (0, BLOCK * 4):
+        one.decode(prompt=prompt)
+        one.steps(2)
+        (want,) = one.agent.take(Want)
+        assert (want.first_token, want.end_token) == (first, BLOCK * 4 + 5)
+        one.agent.say(done(want))
+        one.finish()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_vllm_copies_over_no_block_that_is_offered_or_wanted(tmp_path: Path, is_async: bool) -> None:
+    """Prefixes that end inside a block are copied for whom goes on: before we hear of the step, or from our blocks."""
+    one = world(tmp_path, "align", hashed=4, async_scheduling=is_async)
+    prompt, copies, wanted, offered = list(range(BLOCK * 2 + 9)), 0, set[int](), dict[int, set[int]]()
+    flight = deque[Any]()
+    for number in range(60):
+        if number % 6 == 0:
+            one.prefill(prompt=[*prompt, number, *range(number)])
+        if number % 6 == 3:
+            one.decode(prompt=[*prompt, number, *range(5)])
+        scheduled, said = one.begin_step()
+        step = scheduled.kv_connector_metadata
+        copied = {each.dst_block_id for each in scheduled.kv_cache_block_copies or ()}
+        copies += len(copied)
+        assert not copied & wanted, "it was wanted in an earlier step"
+        assert not any(copied & blocks for blocks in offered.values())
+        flight.append((scheduled, said))
+        while len(flight) > is_async:
+            one.end_step(*flight.popleft())
+        for want in one.agent.take(Want):
+            wanted |= {each for piece in want.blocks for each in piece.ids}
+            if number % 2:
+                one.agent.say(done(want))
+                wanted -= {each for piece in want.blocks for each in piece.ids}
+        for offer in step.after:
+            offered.setdefault(offer.number, set()).update(each for piece in offer.blocks for each in piece.ids)
+        if number % 12 == 11:
+            for offer in offered:
+                one.agent.say(Released(number=offer, request="r"))
+            offered.clear()
+    assert copies > 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_of_equal_requests_one_fetches_and_no_other_fails_for_it(tmp_path: Path, mode: str) -> None:
+    """What the prefix cache has is not all of the prompt, and by vLLM's default a failed fetch fails its request."""
+    one = world(tmp_path, mode)
     prompt = list(range(70))
     told = told_of_an_offer(prompt)
     for n in range(3):
@@ -370,7 +458,8 @@ def test_of_equal_requests_one_fetches_and_no_other_fails_for_it(tmp_path: Path)
     one.agent.say(done(first))
     one.finish()
     assert not any(each.end_token for each in one.agent.take(Want))
-    assert one.agent.take(Computed) == [Computed(tokens=69, reason="already_fetched")] * 2
+    computed = [69, 69 if mode == "none" else 5]  # the first leaves a state for the second
+    assert one.agent.take(Computed) == [Computed(tokens=each, reason="already_fetched") for each in computed]
 
 
 def test_states_need_a_vllm_that_is_told_of_a_failed_receive_by_request(monkeypatch: pytest.MonkeyPatch) -> None:

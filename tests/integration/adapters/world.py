@@ -30,7 +30,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -52,7 +52,8 @@ class World:
     """One engine of `tp` ranks. `step` is one engine step; sampled tokens are all 7.
 
     `hooks` says whose hooks the workers' model runner calls: those of vLLM 0.32, or those of 0.26. `fence_of` gives
-    the workers a fence, `on_forward` is called where the forward would be enqueued. `specs` make several groups.
+    the workers a fence, `on_forward` is called where the forward would be enqueued. `specs` make several groups, whose
+    prefixes may end after any `hashed` tokens.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class World:
         fence_of: Callable[[torch.device], Any] | None = None,
         on_forward: Callable[[], None] = lambda: None,
         specs: Sequence[Any] = (),
+        hashed: int = BLOCK,
         **more: Any,
     ) -> None:
-        self.folder = folder
+        self.folder, self.hashed = folder, hashed
         self.hooks = hooks
         self.fence_of = fence_of
         self.on_forward = on_forward
@@ -87,6 +89,8 @@ class World:
             ],
         )
         self.config.cache_config.num_gpu_blocks = blocks
+        modes = {spec.mamba_cache_mode for spec in specs if isinstance(spec, MambaSpec)}
+        self.config.cache_config.mamba_cache_mode = modes.pop() if modes else "none"
         kind = AsyncScheduler if self.config.scheduler_config.async_scheduling else Scheduler
         self.scheduler = kind(
             vllm_config=self.config,
@@ -94,6 +98,7 @@ class World:
             log_stats=True,
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=lcm(BLOCK, *(spec.block_size for spec in specs)),
+            hash_block_size=hashed,
         )
         self.connector = self.scheduler.connector
         options = VLLMOptions.read(self.config.kv_transfer_config.kv_connector_extra_config)
@@ -162,7 +167,7 @@ class World:
             request_id=name or f"cmpl-name{number}-0-{number:08x}",
             sampling_params=sampling,
             pooling_params=None,
-            block_hasher=get_request_block_hasher(BLOCK, sha256),
+            block_hasher=get_request_block_hasher(self.hashed, sha256),
             **{"prompt_token_ids": prompt or [number * 1000 + i for i in range(tokens)]} | dict(kv or {}),
         )
         request.kv_transfer_params = dict(params) or None

@@ -22,7 +22,7 @@ from demo.vllm_cpu import MAINS, ask_for_tiles
 from demo.vllm_rows import before_free, joined, read_rows
 from tests.system.engines import marks, weights
 from tests.system.engines.index_keys import of_all_ranks, read_index_keys, read_plain_index_keys
-from tests.system.engines.states import read_states
+from tests.system.engines.states import read_states, without_checkpoints
 
 RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
 LIKELY = 20  # vLLM's own limit for the tokens whose probabilities it tells
@@ -315,7 +315,10 @@ def watch_nixl(found: list[dict[str, float]]) -> None:
 def _make(config: dict[str, Any]) -> Any:
     from vllm import EngineArgs, LLMEngine
     from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        without_checkpoints()
     arguments = {
         name: config[name]
         for name in (

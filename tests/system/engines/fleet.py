@@ -64,6 +64,7 @@ class Fleet(Kept[EngineProcess]):
         routes: str | None = None,
         start: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        own: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__(folder, stack, len(CONFIGS), routes)
         self.dtype = dtype
@@ -72,6 +73,7 @@ class Fleet(Kept[EngineProcess]):
         self._more = more or {}  # engine arguments for all
         self._options = options or {}  # of the connector, for all
         self._environment = dict(environment or {})  # of all engines
+        self._own = own or {}  # engine arguments for some, by name; in capitals: of their environment
         self._numbers = iter(range(1, 1_000_000))
         self.start(*start)
 
@@ -80,13 +82,15 @@ class Fleet(Kept[EngineProcess]):
 
     def _begin(self, name: str) -> EngineProcess:
         config = CONFIGS[name]
+        own = self._own.get(name, {})
         more = {"num_gpu_blocks_override": TOKENS // config.block_size, "dtype": self.dtype, **self._more}
+        more |= {key: value for key, value in own.items() if not key.isupper()}
         config = replace(
             config,
             model=self._model,
             enable_prefix_caching=name not in WITHOUT_PREFIXES,
             more=more,
-            environment=self._environment,
+            environment=self._environment | {key: str(value) for key, value in own.items() if key.isupper()},
         )
         if name != "alone":
             config = replace(config, engine_id=f"engine-{name}", connector=self._connector(name))

@@ -114,6 +114,17 @@ def _in_checkpoint(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tup
         yield from ((f"{at}.{expert}.{half}.weight", (shape[1] // len(halves), shape[2])) for half in halves)
 
 
+def without_checkpoints() -> None:
+    """Have Mamba 2's prompts computed in pieces that end where the prefix cache keeps a state.
+
+    On GPUs vLLM takes that state out of the middle of a piece. Its scan on CPUs (0.32) returns the last one only.
+    """
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
+
+
 def read_states(worker: Any, tables: Sequence[Sequence[int]], tokens: int) -> dict[str, np.ndarray]:
     """On a worker: "LAYER.conv PIECE" [channels, rows] and "LAYER.state" [heads, ...] after `tokens` tokens, as bytes.
 

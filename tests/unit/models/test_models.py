@@ -223,7 +223,7 @@ def test_a_state_is_a_layer_of_its_own(named: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("vllm", "mamba_cache_mode align.+needs --no-enable-prefix-caching"),
+        ("vllm --mamba-cache-mode all", "mamba_cache_mode all.+of every block; needs --mamba-cache-mode align"),
         ("vllm --no-enable-prefix-caching --spec-method ngram", "beside drafts yet; needs no --speculative-config"),
         ("vllm --no-enable-prefix-caching --speculative-config.model ngram", "beside drafts yet"),
         ("vllm --no-enable-prefix-caching -tp 2 -dcp 2", "decode_context_parallel_size 2; needs 1"),
