@@ -40,7 +40,7 @@ from tests.system.sglang.server import Server, ServerConfig
 MOVED = re.compile(r"(\d+) bytes")
 MAPPED = re.compile(r"attached: .* memory=(\S+)")
 CROSSED = "Allocating a cross layer KV cache"  # vLLM's own words
-START_S = 150.0
+START_S = 270.0  # Triton compiles what a model of states needs, for each engine
 AGENT_START_S = 90.0  # while as many engines import
 ANSWER_S = 75.0  # later than both engines of a pair give up and say why
 MODEL_NAME = "pairs"  # what all engines call the model
@@ -121,6 +121,7 @@ class VLLM(Side):
     layout: str = ""
     has_graphs: bool = False
     is_crossed: bool = False  # all layers in one tensor
+    has_prefixes: bool = False  # it finds prefixes of prompts in its cache
     is_noted: bool = False  # says when messages come and go, which takes it a while: for pairs with SGLang
 
 
@@ -426,6 +427,7 @@ class Engines:
             max_num_batched_tokens=8192,
             max_num_seqs=8,
             max_model_len=16384 if is_llama else 4096,
+            enable_prefix_caching=side.has_prefixes,
             cores=cores,
             more=more,
             environment=environment,

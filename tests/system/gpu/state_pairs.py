@@ -5,7 +5,8 @@
 
 Needs vLLM and no network; one GPU, or two for engines of two ranks. Qwen3-Next (Gated DeltaNet) and Nemotron-H (Mamba
 2) have a few layers and seeded weights. What is compared and timed is as in `sparse_pairs`; beside the rows of
-attention, the states of all layers, byte for byte, by the tests' own reading of vLLM's layers. NixlConnector wants
+attention, the states of all layers, byte for byte, by the tests' own reading of vLLM's layers. In "cached" pairs both
+sides have the prefix cache, and have most of the prompts whose tokens are compared. NixlConnector wants
 VLLM_SSM_CONV_STATE_LAYOUT=DS, which all engines here have.
 """
 
@@ -31,12 +32,16 @@ def pairs_of(gpus: int) -> list[Pair]:
     pairs: list[Pair] = []
     for model in (NEMOTRON, QWEN):
 
-        def vllm(what: str, at: tuple[int, ...], is_nixl: bool = False, model: str = model) -> VLLM:
-            return VLLM(f"{model}-{what}", at, 32, is_nixl=is_nixl, model=model, backend="")
+        def vllm(
+            what: str, at: tuple[int, ...], is_nixl: bool = False, has_prefixes: bool = False, model: str = model
+        ) -> VLLM:
+            same = {"is_nixl": is_nixl, "has_prefixes": has_prefixes, "model": model}
+            return VLLM(f"{model}-{what}", at, 32, backend="", **same)  # type: ignore[arg-type]
 
         beside = Pair(f"{model}-nixl", vllm("nixl-p", (0,), True), vllm("nixl-d", far, True))
         near, there = vllm("p", (0,)), vllm("d", far)
-        pairs.append(Pair(f"{model}-equal", near, there, beside=beside))
+        cached = [vllm(f"cached-{side}", at, has_prefixes=True) for side, at in (("p", (0,)), ("d", far))]
+        pairs += [Pair(f"{model}-equal", near, there, beside=beside), Pair(f"{model}-cached", cached[0], cached[1])]
         if gpus > 1:
             ranks = (2, 3) if gpus > 3 else (0, 1)
             two = vllm("two", ranks)
