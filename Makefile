@@ -44,8 +44,8 @@ demo-vllm: $(AGENT) $(ENGINE)
 demo-cross: $(AGENT) $(ENGINE) $(SGLANG)
 	.venv/bin/python -m demo --cross --vllm-python .venv-vllm/bin/python --sglang-python .venv-sglang/bin/python
 
-# The last release; before there is one, a commit whose agents and adapters understand today's.
-FROM ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),6a273fb9)
+# The last release; before there is one, the oldest commit whose agents and adapters understand today's (upgrades.md).
+FROM ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),d1eea736)
 
 demo-upgrade: $(AGENT) $(ENGINE)
 	rm -rf build/from && mkdir -p build/from/tree
