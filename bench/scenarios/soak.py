@@ -223,7 +223,7 @@ def growth(resident: list[int]) -> tuple[int, int] | None:
 
 def run(transfers: int, seed: int, seconds: float) -> dict[str, Any]:
     folder, proxy = Path(tempfile.mkdtemp(prefix="kvbridge-soak-")), Proxy()
-    job: dict[str, Any] = {"tokens": 16, "width": 8, "prompts": 64, "is_brief": True, "deadline_s": 2.0, "seed": seed}
+    job: dict[str, Any] = {"tokens": 16, "width": 8, "prompts": 64, "is_brief": True, "look_s": 1.0, "seed": seed}
     began, failure = time.monotonic(), ""
     world = World(folder, options=SLOTS, through=proxy.through, is_keyed=seed // 2 % 2 == 1, **job)
     soak = Soak(seed, world, proxy)

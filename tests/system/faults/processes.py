@@ -21,6 +21,7 @@ from kvbridge.errors import OperatorError
 from kvbridge.failpoints import VARIABLE
 from kvbridge.local_agents import ask
 from testing.agents import PYTHON
+from testing.engine import Job
 from testing.nursery import HERE, Child, PipedChild, Place, nursery
 
 START_S = 60.0
@@ -145,16 +146,15 @@ class Engine(PipedChild):
 
     def __init__(
         self,
-        job: msgspec.Struct,
+        job: Job,
         log: Path,
         armed: str = "",
-        module: str = "tests.system.faults.engine",
         place: Place = HERE,
     ) -> None:
         self.log = log
         with log.open("ab") as errors:
             told = msgspec.json.encode(job).decode()
-            super().__init__(module, told, errors=errors.fileno(), env={VARIABLE: armed}, place=place)
+            super().__init__("testing.engine", told, errors=errors.fileno(), env={VARIABLE: armed}, place=place)
         os.set_blocking(self.stdout.fileno(), False)
         self._unread = b""
         self.said: list[dict[str, Any]] = []

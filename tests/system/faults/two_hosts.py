@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge.transport.keys import write_pair
+from testing.engine import Job
 from testing.hosts import DEVICE, Host, NetworkPath, two_hosts
-from tests.system.faults.engine import Job
 from tests.system.faults.processes import Agent, Engine
 
 PORT = 7700

@@ -17,9 +17,9 @@ from kvbridge_proto.status import Status
 from kvbridge.failpoints import Way
 from kvbridge.transport.keys import write_pair
 from testing.agents import is_at_rest
+from testing.engine import LEFT, PATIENCE_S, Job
 from testing.nursery import HERE, Place
 from testing.waiting import wait_for
-from tests.system.faults.engine import LEFT, PATIENCE_S, Job
 from tests.system.faults.processes import POOL, Agent, Engine, Held, free_address, maps_pool
 
 Role = Literal["sender", "receiver"]
@@ -159,6 +159,7 @@ class World:
         apart: dict[Role, tuple[Place, dict[str, str | bool]]] | None = None,
         is_keyed: bool = False,
         way: Way = "slots",
+        devices: tuple[str, str] = ("cpu", "cpu"),
         **job: Any,
     ) -> None:
         self.folder, self.through, self.is_keyed, self.way = folder, through, is_keyed, way
@@ -167,12 +168,19 @@ class World:
         self.sides: dict[Role, Side] = {}
         self.base: dict[Role, Held] = {}  # of a fresh agent that has served
         self.slots: dict[Role, tuple[int, int]] = {}  # free to be lent, and to gather into
-        for role in ROLES:
+        for role, device in zip(ROLES, devices, strict=True):
             own, more = (apart or {}).get(role, (HERE, {}))
-            its = {"deadline_s": DEADLINE_S, "width": WIDTHS[way], "may_be_foreign": way == "pull", **job}
+            its: dict[str, Any] = {"device": device, "deadline_s": DEADLINE_S, "may_be_foreign": way == "pull"}
+            its |= {"width": WIDTHS[way], **job}
             told = Job(role=role, socket=str(folder / f"{role}.sock"), name="", **its)
-            listen = {"listen": free_address()}
-            said = {**LIMITS, **FEW, "routes": ROUTES[way], **listen, **keys.get(role, {}), **(options or {}), **more}
+            said: dict[str, str | bool] = {
+                **LIMITS,
+                **FEW,
+                "device": device,
+                "routes": ROUTES[way],
+                "listen": free_address(),
+            }
+            said |= {**keys.get(role, {}), **(options or {}), **more}
             side = Side(own, folder, role, said, told)
             self.sides[role] = side
             side.start_agent()
@@ -224,14 +232,23 @@ class World:
         withdraw: float = 0.0,
         pace_s: float = 0.0,
         deadline_s: float = 0.0,
+        hold_s: float = 0.0,
+        is_offered_first: bool = False,
+        **more: Any,
     ) -> list[int]:
-        """Have both engines serve so many rendezvous ids. Without a deadline, by that of their jobs."""
+        """Have both engines serve so many rendezvous ids. Without a deadline, by that of their jobs.
+
+        With `is_offered_first`, the first one is known to the sender's agent before it is wanted. More is for the
+        receiver's engine, as in `testing.engine.Told`.
+        """
         numbers = [next(self._rendezvous_ids) for _ in range(rendezvous_ids)]
         place, mark, key = self.sender.address.partition("#")
         sender = self.through(place) + mark + key
         run = {"first": numbers[0], "count": rendezvous_ids, "deadline_s": deadline_s}
-        self.sender.engine.tell("run", **run, abandon=withdraw, pace_s=pace_s)
-        self.receiver.engine.tell("run", **run, sender=sender, abandon=abandon)
+        self.sender.engine.tell("run", **run, abandon=withdraw, pace_s=pace_s, hold_s=hold_s)
+        if is_offered_first:
+            self.sender.becomes(lambda status: bool(status.offers), QUIET_S)
+        self.receiver.engine.tell("run", **run, sender=sender, abandon=abandon, **more)
         for side in self.sides.values():
             side.rendezvous_ids.update(numbers)
         return numbers
@@ -267,7 +284,8 @@ class World:
             }
             if not any(codes["sender"] + codes["receiver"]):
                 for side in self.sides.values():  # or that it is unmapped later proves nothing
-                    assert maps_pool(side.agent.pid, side.job.name), f"{side.job.name} is not mapped"
+                    is_seen = side.job.device != "cpu" or maps_pool(side.agent.pid, side.job.name)
+                    assert is_seen, f"{side.job.name} is not mapped"
                 return
             time.sleep(0.3)
         raise AssertionError(f"requests do not succeed again: {codes}\n{self.receiver.agent.tail()}")

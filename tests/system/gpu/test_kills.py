@@ -29,9 +29,6 @@ def scale(route: str) -> Scale:
 def test_nothing_is_written_once_a_killed_agents_process_is_gone(tmp_path: Path, route: str) -> None:
     with pair_of(tmp_path, scale(route)) as pair:
         receivers_agent_dies(pair, seed=5, times=KILLS)
-        receivers_agent_dies(pair, seed=6, times=3, is_patient=False)
-    written = [each for each in pair.late if each]
-    print(f"blocks used again at the end of the socket: {len(written)} of {len(pair.late)} were written on: {written}")
 
 
 @pytest.fixture
