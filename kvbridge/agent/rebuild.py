@@ -40,7 +40,7 @@ REBUILD_LOOK_S = 0.5
 PAUSE_S = 2.0  # no request begins while those under way end; the ones left after this fail with `rebuilt`
 LOOK_PAUSED_S = 0.01
 REBUILD_AGAIN_S = 10.0  # after a failed attempt: each costs the data plane some time
-FAILURES = (KVBridgeError, OSError, RuntimeError, MemoryError)  # no memory, most likely
+REBUILD_FAILURES = (KVBridgeError, OSError, RuntimeError, MemoryError)  # no memory, most likely
 FEW_TIMES = 10.0  # `rebuild_s`, until fewer than half of the slots are worth the sessions that a rebuild ends
 
 
@@ -79,7 +79,7 @@ class Attempts:
         """Make an attempt. A failure is logged once for each code, though it is tried again."""
         try:
             yield
-        except FAILURES as error:
+        except REBUILD_FAILURES as error:
             code = error.code if isinstance(error, KVBridgeError) else type(error).__name__
             if code != self.refused:
                 log.error("the %s cannot be replaced: code=%s %s", self.what, code, error)

@@ -29,7 +29,7 @@ AT_ONCE = 16
 REQUEST_S = 5.0  # for a whole connection; Prometheus itself waits 10 s by default
 POLL_S = 0.5
 KEPT_S = 1.0
-PLAIN = "text/plain; charset=utf-8"
+TEXT_PLAIN = "text/plain; charset=utf-8"
 
 
 def serve(
@@ -74,7 +74,7 @@ class Pages:
         self._ends = float("-inf")
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
-        status, kind, text = "200 OK", PLAIN, b"ok\n"
+        status, kind, text = "200 OK", TEXT_PLAIN, b"ok\n"
         match environ["PATH_INFO"]:
             case "/metrics":
                 kind, text = self._kind, self.metrics()

@@ -16,7 +16,7 @@ from ..exchange.transfer import OpenOffer
 from ..transport.door import Holder
 
 # Limits of the status message (status.py of the protocol).
-MOST_OFFERS = 1024  # the oldest; metrics count all
+MOST_OFFERS_SHOWN = 1024  # the oldest; metrics count all
 
 
 def transfers(receiving: Receiver, sending: Sender, now: float) -> tuple[TransferStatus, ...]:
@@ -67,7 +67,7 @@ def offers(sending: Sender, name_of: Callable[[str], str], now: float) -> tuple[
             age_s=_age(offered.began, now),
             left_s=_left(sending.held_until(offered), now),
         )
-        for offered in islice(sending.offers.values(), MOST_OFFERS)
+        for offered in islice(sending.offers.values(), MOST_OFFERS_SHOWN)
     )
 
 

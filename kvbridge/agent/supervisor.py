@@ -11,7 +11,7 @@ from ..options import Supervision
 
 log = logging.getLogger("kvbridge.agent")
 
-CHECKS = 4  # per deadline
+BEATS_A_WATCHDOG = 4  # per deadline
 
 
 class Supervisor:
@@ -23,7 +23,7 @@ class Supervisor:
     @property
     def check_s(self) -> float:
         """Seconds between two checks of the data thread; 0 if no watchdog was asked for."""
-        return self._said.watchdog_s / CHECKS if self._said else 0.0
+        return self._said.watchdog_s / BEATS_A_WATCHDOG if self._said else 0.0
 
     def ready(self) -> None:
         self._say("READY=1\nSTATUS=serving")

@@ -141,7 +141,7 @@ def config_show(config: Path | None = None, as_json: JSON = False, **flags: Any)
         show(_path(config), _flags(flags), as_json)
 
 
-CHECKS = typer.Option(
+ONLY_CHECKS = typer.Option(
     "--only",
     help=f"Do this check alone; may be repeated. There are {', '.join(check_names())}.",
     metavar="CHECK",
@@ -151,7 +151,7 @@ CHECKS = typer.Option(
 
 def doctor(
     config: Path | None = None,
-    only: Annotated[list[str] | None, CHECKS] = None,
+    only: Annotated[list[str] | None, ONLY_CHECKS] = None,
     peer: Annotated[
         str, typer.Option(help="Another agent to dial and greet: tcp://HOST:PORT, or tcp://HOST:PORT#PUBLICKEY.")
     ] = "",

@@ -28,7 +28,7 @@ from ..oneline import plain
 from .console import stdout, write, write_reasons
 
 SHOWN_CHUNKS = 8
-SLOT_BYTES = 4 << 20
+USUAL_SLOT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def show(
         if as_json:
             write_reasons(error.code, error.reasons)
         raise
-    usable = slot_bytes or min(filter(None, (giving.slot_bytes, taking.slot_bytes)), default=SLOT_BYTES)
+    usable = slot_bytes or min(filter(None, (giving.slot_bytes, taking.slot_bytes)), default=USUAL_SLOT_BYTES)
     _judge(giving.pools, taking.pools[rank], tokens, usable, as_json)
 
 

@@ -39,7 +39,7 @@ RECEIVERS: dict[Pools, Shape] = {
     "mismatched": structs.replace(SENDER, name="receiver", axes="LPBHTE", block_tokens=64),
 }
 USUAL_BYTES = 128 << 20
-MOST_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}  # more takes longer, and is not faster
+MOST_PACE_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}  # more takes longer, and is not faster
 SHARE_OF_MEMORY = 8  # a request needs four times its size if both engines are on one device
 LOOKED_AT = 256  # tokens that are compared
 LEAST_ROUNDS, MOST_ROUNDS = 3, 1000
@@ -112,7 +112,7 @@ class Bench:
         torch.set_num_threads(1)  # as in agents; more threads slow small copies down if a core is busy
         kind = torch.device(devices[0]).type
         fits = min(map(free_bytes, devices)) // SHARE_OF_MEMORY
-        largest = min(most_bytes or MOST_BYTES[kind], fits) // USUAL_BYTES * USUAL_BYTES
+        largest = min(most_bytes or MOST_PACE_BYTES[kind], fits) // USUAL_BYTES * USUAL_BYTES
         if not largest:
             needed, found = USUAL_BYTES * SHARE_OF_MEMORY, min(map(free_bytes, devices))
             raise OperatorError("no_staging", f"memory: {found >> 20} MiB free, needed {needed >> 20}")

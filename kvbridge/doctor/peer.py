@@ -37,7 +37,7 @@ from .routes import nixl, why_not_here
 
 PEER_ANSWER_S = 10.0
 PEER_TRY_S = 2.0
-SLOT_BYTES = 64 << 20  # at most; a probe is a 64th of it
+PROBED_SLOT_BYTES = 64 << 20  # at most; a probe is a 64th of it
 RECEIVE_SLOTS, SEND_SLOTS = 2, 1
 LANE = 0  # where the other agent writes its proof
 NO_ENGINE = Shape(name="doctor", axes="LPBHTE", block_tokens=16, blocks=1, layers=1, kv_heads=1)
@@ -119,7 +119,7 @@ def _slots(subject: Subject, incarnation: str) -> ProbeSlots:
         config,
         routes=routes,
         net_devices=devices,
-        slot_bytes=min(size.slot_bytes, SLOT_BYTES),
+        slot_bytes=min(size.slot_bytes, PROBED_SLOT_BYTES),
         receive_slots=RECEIVE_SLOTS,
         send_slots=SEND_SLOTS,
     )
@@ -246,6 +246,6 @@ def _engine(config: AgentConfig, incarnation: str, pool: Pool, resources: Resour
     """What we greet as. Without slots nothing can be written to us, whatever the peer answers."""
     address = config.advertise or config.listen
     agent = AgentCard(name="doctor", incarnation=incarnation, address=address, version=version("kvbridge"))
-    bare = FabricCard(kind="nixl", name=incarnation, descriptor=b"", base=0, slot_bytes=SLOT_BYTES, slots=0)
+    bare = FabricCard(kind="nixl", name=incarnation, descriptor=b"", base=0, slot_bytes=PROBED_SLOT_BYTES, slots=0)
     site = Site(bare, routes=_written(config) or ("nixl",)) if resources is None else resources.site
     return AttachedEngine(agent=agent, epoch=1, pool=pool, site=site, digests=CpuBlockCopier.digests)

@@ -83,7 +83,7 @@ class Difference:
 
 
 # Layers that are attention with keys and values of their own. Their group says how many tokens are kept.
-ATTENTION = ("full", "sliding", "chunked")
+ATTENTION_KINDS = ("full", "sliding", "chunked")
 CASTS = ("codec", "scale_codec", "rotation", "scales")  # differences that change numbers
 SAME_MODEL = "the same model on both sides"
 SAME_DRAFT = "the same draft model on both sides, or none on the prefill side"
@@ -167,7 +167,7 @@ def _other_model(sender: Pool, aligned: Pool, receiver: Pool) -> Iterator[Differ
 def _other_layer(ours: Layer, theirs: Layer, place: str) -> Iterator[Difference]:
     for name in Layer.__struct_fields__:
         mine, yours = getattr(ours, name), getattr(theirs, name)
-        if name == "kind" and mine in ATTENTION and yours in ATTENTION:
+        if name == "kind" and mine in ATTENTION_KINDS and yours in ATTENTION_KINDS:
             continue  # an engine may keep all tokens of a layer with a window: see _other_tokens
         if name == "window" and not (mine and yours):
             continue

@@ -9,7 +9,7 @@ import msgspec
 from kvbridge_proto.pool import Layer, Pool
 from kvbridge_proto.status import Traits
 
-from .compat import ATTENTION, form_of
+from .compat import ATTENTION_KINDS, form_of
 from .wire import is_scale
 
 KEY_DIGITS = 16
@@ -29,7 +29,7 @@ def model_key(pool: Pool) -> str:
 
 def _shape(layer: Layer) -> tuple[str, int, int, int, int]:
     """The fields that must be equal in two layers. A window need not be: an engine may keep all tokens."""
-    kind = "attention" if layer.kind in ATTENTION else layer.kind
+    kind = "attention" if layer.kind in ATTENTION_KINDS else layer.kind
     return kind, layer.kv_heads, layer.key_width, layer.value_width, layer.rope_width
 
 

@@ -16,7 +16,7 @@ from ..errors import OperatorError, did_you_mean
 
 Text = Mapping[str, Any]
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
-ATTENTION = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
+KIND_OF_LAYER_TYPE = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +186,11 @@ def _window(text: Text) -> int:
 
 
 def _types(text: Text, period: int) -> list[str]:
-    """What each layer is, in the words of `layer_types`. Raises ValueError for a word that is not in ATTENTION."""
+    """What each layer is, in the words of `layer_types`. Raises ValueError for any other."""
     depth = _depth(text)
     if types := text.get("layer_types"):
-        if unknown := sorted(set(map(str, types)) - set(ATTENTION)):
-            raise ValueError(f"layer_types: {unknown[0]!r}, known are {', '.join(ATTENTION)}")
+        if unknown := sorted(set(map(str, types)) - set(KIND_OF_LAYER_TYPE)):
+            raise ValueError(f"layer_types: {unknown[0]!r}, known are {', '.join(KIND_OF_LAYER_TYPE)}")
         return [str(each) for each in types[:depth]]
     period = int(text.get("sliding_window_pattern") or 0) or period
     if period and _window(text):
@@ -201,7 +201,7 @@ def _types(text: Text, period: int) -> list[str]:
 def _attention(text: Text, family: Family) -> list[Layer | None]:
     """Keys and values in each layer."""
     heads, width = _heads(text), _width(text)
-    kinds = [ATTENTION[each] for each in _types(text, family.period)]
+    kinds = [KIND_OF_LAYER_TYPE[each] for each in _types(text, family.period)]
     return [_layer(kind, heads, width, _window(text) if kind == "sliding" else 0) for kind in kinds]
 
 
@@ -295,7 +295,7 @@ def _unread(text: Text, family: Family) -> list[Layer | None]:
     return [None] * _depth(text)
 
 
-PLAIN = Family(_uniform, has_one_pool=True)
+UNIFORM = Family(_uniform, has_one_pool=True)
 MLA = Family(_latent)
 HYBRID = Family(_beside_states, ("state",))
 FAMILIES: dict[str, Family] = {
@@ -306,7 +306,7 @@ FAMILIES: dict[str, Family] = {
             *("minimax_m2", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "ernie4_5", "ernie4_5_moe", "seed_oss"),
             *("gemma", "granite", "granitemoe", "olmo2", "phi3", "opt", "internlm2"),
         ),
-        PLAIN,
+        UNIFORM,
     ),
     "gemma2": Family(_attention, period=2, has_one_pool=True),
     "gemma3_text": Family(_attention, period=6, has_one_pool=True),

@@ -23,7 +23,7 @@ from kvbridge_proto.pool import (
     Step,
 )
 
-from ..adapters.engine.codecs import INDEX_KEYS, INDEX_SCALES, ROW_SCALED, plain_rows
+from ..adapters.engine.codecs import CODEC_PER_TOKEN_HEAD, INDEX_KEYS, INDEX_SCALES, plain_rows
 from ..adapters.engine.records import WHOLE, Heads, model_record
 from ..adapters.engine.unsupported import UNSUPPORTED, draft_refusal, refusal
 from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
@@ -33,7 +33,7 @@ from .engine_command import EngineCommand
 
 BLOCKS = 64  # any number: a plan is about tokens
 STATE_BLOCK = 1 << 20  # any number: with vLLM it is max_model_len
-PLAIN: dict[str, tuple[CodecName, int]] = {
+CODEC_OF_DTYPE: dict[str, tuple[CodecName, int]] = {
     **dict.fromkeys(("bfloat16", "bf16"), ("bf16", 2)),
     **dict.fromkeys(("float16", "half", "fp16"), ("fp16", 2)),
     **dict.fromkeys(("float32", "float"), ("fp32", 4)),
@@ -81,9 +81,9 @@ def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> It
     if engine == "sglang" and _is_packed_by_sglang(model, command):
         yield refusal(code, engine, "packed checkpoint", "KV pool: MiniMaxM3Nvfp4KVPool, of quantization " + M3_PACKED)
     said = _dtype(model, command, is_decoder)
-    if said not in PLAIN and said not in ROW_SCALED and said not in PACKED:
+    if said not in CODEC_OF_DTYPE and said not in CODEC_PER_TOKEN_HEAD and said not in PACKED:
         yield refusal("codec_unknown", engine, "packed", f"kv_cache_dtype {said}")
-    if model.index and command.index_dtype not in ("", "auto") and command.index_dtype not in PLAIN:
+    if model.index and command.index_dtype not in ("", "auto") and command.index_dtype not in CODEC_OF_DTYPE:
         yield OperatorError(
             "codec_unknown",
             f"--attention-config.indexer_kv_dtype {command.index_dtype}: kvbridge carries index keys in bf16 and fp8; "
@@ -177,7 +177,7 @@ def _by_vllm(said: str, command: EngineCommand) -> str:
     and for GLM "auto" is fp8 there.
     """
     backend = command.backend.upper()
-    is_fp8 = said in PLAIN and PLAIN[said][0] == "fp8_e4m3"
+    is_fp8 = said in CODEC_OF_DTYPE and CODEC_OF_DTYPE[said][0] == "fp8_e4m3"
     takes = is_fp8 if backend == "FLASHMLA_SPARSE" else not backend and command.kv_cache_dtype == "fp8"
     return "fp8_ds_mla" if takes or backend == "FLASHINFER_MLA_SPARSE_SM120" else said
 
@@ -188,7 +188,7 @@ def _by_sglang(said: str, command: EngineCommand, is_decoder: bool) -> str:
         return "bfloat16"
     both = command.prefill_backend, command.decode_backend
     is_plain = both[is_decoder] == "trtllm" or both == ("tilelang", "tilelang")
-    return "fp8_ds_mla" if said in PLAIN and PLAIN[said][0] == "fp8_e4m3" and not is_plain else said
+    return "fp8_ds_mla" if said in CODEC_OF_DTYPE and CODEC_OF_DTYPE[said][0] == "fp8_e4m3" and not is_plain else said
 
 
 def _index_rows(model: ModelCache, command: EngineCommand, said: str) -> tuple[PartRows, ...]:
@@ -203,9 +203,9 @@ def _index_rows(model: ModelCache, command: EngineCommand, said: str) -> tuple[P
     own = model.dtype if command.dtype == "auto" else command.dtype
     if command.engine == "vllm":
         own = "bf16" if command.index_dtype in ("", "auto") else command.index_dtype
-    elif said in PLAIN and PLAIN[said][0] == "fp8_e4m3":
+    elif said in CODEC_OF_DTYPE and CODEC_OF_DTYPE[said][0] == "fp8_e4m3":
         own = "fp8"
-    name, size = PLAIN[own]
+    name, size = CODEC_OF_DTYPE[own]
     return ((INDEX_KEY, plain_rows(name, model.index_width, size)),)
 
 
@@ -216,14 +216,14 @@ def _rows(layer: Layer, said: str) -> Iterator[PartRows]:
         if layer.kind == "mla" and said in PACKED:
             name, size = PACKED[said]
             yield part, Codec(name=name, width=width, element_bytes=1, row_bytes=size)
-        elif said in ROW_SCALED:
-            name, is_packed = ROW_SCALED[said], said.startswith("int4")
+        elif said in CODEC_PER_TOKEN_HEAD:
+            name, is_packed = CODEC_PER_TOKEN_HEAD[said], said.startswith("int4")
             row_bytes = width // 2 if is_packed else width
             yield part, Codec(name=name, width=width, element_bytes=1, row_bytes=row_bytes)
             scale = ("opaque", 4, 1) if is_packed else ("fp32", 1, 4)
             yield f"{part}_scale", Codec(name=scale[0], width=scale[1], element_bytes=scale[2], row_bytes=4)  # type: ignore[arg-type]
         else:
-            name, size = PLAIN["fp8" if said in PACKED else said]
+            name, size = CODEC_OF_DTYPE["fp8" if said in PACKED else said]
             yield part, plain_rows(name, width, size)
 
 
@@ -269,7 +269,7 @@ def _state_codecs(model: ModelCache, command: EngineCommand) -> tuple[tuple[Code
     own = model.dtype if command.dtype == "auto" else command.dtype
     conv = own if command.conv_dtype == "auto" else command.conv_dtype
     state = (model.state_dtype or conv) if command.state_dtype == "auto" else command.state_dtype
-    return PLAIN[conv], PLAIN[state]
+    return CODEC_OF_DTYPE[conv], CODEC_OF_DTYPE[state]
 
 
 def _pool(

@@ -23,7 +23,7 @@ PATHS = (COMPLETIONS, CHAT, GENERATE, *OF_VLLM)
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
 SET_BY_PROXY = ("kv_transfer_params", *BOOTSTRAP)  # set by the proxy, refused from clients
 REPLICAS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")  # refused: rooms choose replicas
-KEY = "kvbridge"  # in `custom_params`: set by the proxy, refused from clients
+CUSTOM_PARAM = "kvbridge"  # in `custom_params`: set by the proxy, refused from clients
 MOST_ASKS = 256  # prompts times samples of one body
 # Fields of /generate that have one value for each prompt of a batch, or one for all.
 PER_PROMPT = (
@@ -180,8 +180,8 @@ def _with_custom(body: Body, name: str) -> Body:
     if not isinstance(custom, msgspec.Raw) or _kind(custom) != "an object":
         raise ClientError("bad_request", f"{name} must be an object")
     inside = _looked_into(custom)
-    if KEY in inside:
-        raise ClientError("has_transfer_params", f"the proxy sets this itself, leave out: custom_params.{KEY}")
+    if CUSTOM_PARAM in inside:
+        raise ClientError("has_transfer_params", f"the proxy sets this itself, leave out: custom_params.{CUSTOM_PARAM}")
     for each, value in inside.items():
         if isinstance(value, msgspec.Raw) and _is_deep(value):
             raise ClientError("bad_request", f"custom_params.{each}: too deep, one level may be there")

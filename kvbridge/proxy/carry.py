@@ -82,7 +82,7 @@ class Streamed:
 
 Opened = Whole | Streamed
 Failure = LegFailed | ClientError | Refusal | Busy
-FAILURES = (LegFailed, ClientError, Refusal, Busy)
+LEG_FAILURES = (LegFailed, ClientError, Refusal, Busy)
 
 
 class _Ended(msgspec.Struct):
@@ -263,7 +263,7 @@ class Carrier:
             parse(answer, dict[str, msgspec.Raw] | list[msgspec.Raw])
         except ValueError:
             return LegFailed(prefill, "bad_answer", "what it answered is no JSON object")
-        except FAILURES as failure:
+        except LEG_FAILURES as failure:
             return failure
         self._metrics.prefill_s.observe(time.monotonic() - began)
         return answer
@@ -486,7 +486,7 @@ def _is_open(opening: asyncio.Task[Opened | Failure]) -> bool:
 async def _outcome(opening: Awaitable[Opened]) -> Opened | Failure:
     try:
         return await opening
-    except FAILURES as failure:
+    except LEG_FAILURES as failure:
         return failure
 
 

@@ -15,8 +15,8 @@ from ..errors import EngineError
 from .bodies import (
     CHAT,
     COMPLETIONS,
+    CUSTOM_PARAM,
     GENERATE,
-    KEY,
     MESSAGES,
     OF_VLLM,
     RESPONSES,
@@ -182,7 +182,7 @@ def traced(leg: Leg, kind: Kind, traceparent: str) -> Leg:
 
 def _told(path: str, body: Body, told: Body) -> Body:
     """The body with `told` where SGLang passes it on to its adapter."""
-    return _with_custom(path, body, lambda custom: custom | {KEY: told})
+    return _with_custom(path, body, lambda custom: custom | {CUSTOM_PARAM: told})
 
 
 def _with_custom(path: str, body: Body, change: Callable[[Body], Body]) -> Body:

@@ -21,7 +21,7 @@ from ..device.staging import Span, lane_of
 from ..errors import FabricError
 from ..exchange.route import Routed, Site
 from .pull import job as pull
-from .rate import MOST_BYTES, PROBE_S, fastest, growing, is_slow
+from .rate import MOST_PROBE_BYTES, PROBE_S, fastest, growing, is_slow
 from .slots.slot_routes import DirectRoute, HostRoute, Landing, NixlRoute, SlotRoute, Target
 
 log = logging.getLogger("kvbridge.routes")
@@ -112,7 +112,7 @@ def is_proved(resources: Resources, route: Route, lane: int, probe: Probe) -> bo
     """Whether our lane holds the pattern that the sender says it wrote by this route through slots."""
     endpoint = SLOT_ROUTES[route].endpoint(resources)
     ours = endpoint.receive_slots.lane(lane)
-    if not 0 < probe.size_bytes <= min(ours.size_bytes, MOST_BYTES):
+    if not 0 < probe.size_bytes <= min(ours.size_bytes, MOST_PROBE_BYTES):
         return False
     found = endpoint.copier.read(Span(ours.address, probe.size_bytes))
     return found == pattern(probe.seed, probe.size_bytes)
@@ -140,7 +140,7 @@ def _probe(
     try:
         ours = source.staging.lane(number)
         lane = lane_of(target.base, target.slot_bytes, target.slots, landing.lane)
-        size_bytes, seed = min(lane.size_bytes, ours.size_bytes, MOST_BYTES), secrets.randbits(32)
+        size_bytes, seed = min(lane.size_bytes, ours.size_bytes, MOST_PROBE_BYTES), secrets.randbits(32)
         endpoint.copier.fill(Span(ours.address, size_bytes), pattern(seed, size_bytes))
         begin = lambda size, deadline: target.probe(ours, Span(lane.address, size), deadline)  # noqa: E731
         rate = yield from fastest(growing(size_bytes), begin, clock, first_s)

@@ -12,8 +12,8 @@ from ..transport.fabric import WriteFailed, WriteLate
 # A slower route has something wrong with it: others are tried first. PCIe and 100 Gb/s are ten times as fast.
 SLOW_BYTES_PER_S = 1e9
 SLOW_S = 0.001  # a shorter transfer is too small to tell
-MOST_BYTES = 4 << 20
-FIRST_BYTES = 64 << 10  # a long or lossy path carries so much in time, and perhaps no more
+MOST_PROBE_BYTES = 4 << 20
+FIRST_PROBE_BYTES = 64 << 10  # a long or lossy path carries so much in time, and perhaps no more
 GROWTH = 4
 ROUNDS = 4
 MOST_ROUNDS = 12  # beside a busy engine most kernels wait for a time slice
@@ -35,8 +35,8 @@ def is_too_small(rate: Rate) -> bool:
 def growing(size_bytes: int) -> list[int]:
     """The sizes of a proof's writes. The first two are small: the second is not slowed down by a new connection."""
     sizes = [size_bytes]
-    while sizes[0] > FIRST_BYTES:
-        sizes.insert(0, max(FIRST_BYTES, sizes[0] // GROWTH))
+    while sizes[0] > FIRST_PROBE_BYTES:
+        sizes.insert(0, max(FIRST_PROBE_BYTES, sizes[0] // GROWTH))
     return sizes if len(sizes) == 1 else [sizes[0], *sizes]
 
 

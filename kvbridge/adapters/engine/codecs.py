@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvbridge_proto.pool import Codec, CodecName
 
 # Each (head, token) row has a scale of its own, stored behind it.
-ROW_SCALED: dict[str, CodecName] = {
+CODEC_PER_TOKEN_HEAD: dict[str, CodecName] = {
     "int8_per_token_head": "int8_row_scale",
     "fp8_per_token_head": "fp8_row_scale",
     "int4_per_token_head": "int4_row_scale",

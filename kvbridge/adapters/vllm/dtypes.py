@@ -10,7 +10,7 @@ from kvbridge_proto.pool import Codec, CodecName
 
 from ...cache_kinds import INDEX_KEY
 from ...errors import OperatorError
-from ..engine.codecs import INDEX_SCALE_BYTES, ROW_SCALED
+from ..engine.codecs import CODEC_PER_TOKEN_HEAD, INDEX_SCALE_BYTES
 from ..engine.memory import CODEC_OF
 from ..engine.unsupported import refusal
 from .backends import rows_of
@@ -32,8 +32,8 @@ def cell_of(member: KVLayer) -> Cell:
         return _plain_index_form(member) if is_plain else _index_form(member)
     tensor, said = member.tensor, member.said
     size, (key, value), heads = tensor.element_size(), member.widths, member.heads
-    if said in ROW_SCALED and size == 1 and key == value:
-        name = ROW_SCALED[said]
+    if said in CODEC_PER_TOKEN_HEAD and size == 1 and key == value:
+        name = CODEC_PER_TOKEN_HEAD[said]
         row = key // 2 if name == "int4_row_scale" else key
         return Cell(heads, row, row, scale_bytes=4, scale_unit=1 if name == "int4_row_scale" else 4, codec=name)
     if member.is_latent and "ds_mla" in said and size == 1:

@@ -10,7 +10,7 @@ from msgspec import Meta
 from ..engine.names import WeightsName
 from ..engine.options import EngineOptions, Flag, Seconds, Text
 
-PREFIX = "kvbridge_"
+OPTION_PREFIX = "kvbridge_"
 
 
 class VLLMOptions(EngineOptions, frozen=True, kw_only=True):
@@ -45,5 +45,5 @@ class VLLMOptions(EngineOptions, frozen=True, kw_only=True):
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> VLLMOptions:
         """Names without our prefix are others'. Raises OperatorError for an unknown name or a bad value."""
-        ours = {name: value for name, value in extra.items() if name.startswith(PREFIX)}
-        return cls.checked(ours, PREFIX.__add__)
+        ours = {name: value for name, value in extra.items() if name.startswith(OPTION_PREFIX)}
+        return cls.checked(ours, OPTION_PREFIX.__add__)

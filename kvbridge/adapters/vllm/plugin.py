@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-NAME = "KVBridgeConnector"
+CONNECTOR_NAME = "KVBridgeConnector"
 MODULE = "kvbridge.adapters.vllm.connector"
 
 
@@ -10,5 +10,5 @@ def register() -> None:
     """vLLM calls this in every process, and may call it twice."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+    if CONNECTOR_NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, MODULE, CONNECTOR_NAME)

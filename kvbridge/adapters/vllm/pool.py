@@ -15,7 +15,7 @@ from .backends import rows_of
 from .cpu import halves
 from .dtypes import cell_of, codec_of
 from .layers import KVLayer, kind_of, members_of, model_of, tp_rank_of, window_of
-from .plugin import NAME
+from .plugin import CONNECTOR_NAME
 from .shapes import views_of
 from .states import state_planes
 from .versions import check_groups, transfer_groups
@@ -66,7 +66,7 @@ def describe(
 def _has_private_blocks(config: VllmConfig) -> bool:
     """Whether no block is ever another request's too. A connector beside ours may keep blocks for others."""
     connector = getattr(config.kv_transfer_config, "kv_connector", "")
-    return connector == NAME and not config.cache_config.enable_prefix_caching
+    return connector == CONNECTOR_NAME and not config.cache_config.enable_prefix_caching
 
 
 def _groups(cache: KVCacheConfig, config: VllmConfig) -> tuple[Group, ...]:

@@ -18,7 +18,7 @@ from ..engine.prompts import DIGEST_BYTES, PromptDigest, is_in, rendezvous, shor
 # A client may choose an id of a megabyte of digits: each run of digits is scanned once, and long runs are no numbers.
 SAMPLE = re.compile(r"(?<!\d)\d+_(?=[a-z-]*cmpl-|generate-tokens-)")
 RANDOM = re.compile(r"-[0-9a-fA-F]{8}\Z")
-PREFIX = re.compile(r"cmpl-|chatcmpl-|generate-tokens-")
+ID_PREFIX = re.compile(r"cmpl-|chatcmpl-|generate-tokens-")
 INDEX = re.compile(r"-(\d{1,9})\Z")
 CALL_RENDEZVOUS = re.compile(rf"(.*)/(\d{{1,9}})/([0-9a-f]{{{2 * DIGEST_BYTES}}})\Z", re.DOTALL)
 PROMPT_RENDEZVOUS = re.compile(rf"prompt-([0-9a-f]{{{2 * DIGEST_BYTES}}})\Z")
@@ -36,7 +36,7 @@ class Named:
 def named(request_id: str) -> Named:
     """The caller's name, from the engine's own request id."""
     text = RANDOM.sub("", SAMPLE.sub("", request_id))
-    prefix = PREFIX.match(text)
+    prefix = ID_PREFIX.match(text)
     if prefix is None:
         return Named(short(text), 0)
     text = text[prefix.end() :]
