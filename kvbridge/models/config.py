@@ -26,7 +26,7 @@ class ModelCache:
     layers      each layer's keys and values, latents, or state; None for a layer that keeps none of its own
     index       the layers with index keys of sparse attention: of 128 fp8 numbers and a scale beside latents, of
                 `index_width` plain numbers beside K and V
-    state       what each layer of kind `state` keeps
+    state       what each layer of kind `state` keeps, or each of attention beside it (`has_states_beside`)
     state_dtype    of that state but for its convolution, where the model says so, else ""
     kinds       what else it keeps (`adapters/engine/unsupported.py`)
     drafts      the layers that predict further tokens, with the model's own weights (MTP)
@@ -44,6 +44,7 @@ class ModelCache:
     index_width: int = 128
     state: State | None = None
     state_dtype: str = ""
+    has_states_beside: bool = False
     kinds: tuple[str, ...] = ()
     drafts: tuple[Layer, ...] = ()
     dtype: str = "bfloat16"
@@ -66,6 +67,7 @@ class Family:
     index: Callable[[Text, int], frozenset[int]] | None = None
     state: Callable[[Text], State] | None = None
     state_dtype: str = ""
+    has_states_beside: bool = False
 
 
 def read(config: Text) -> ModelCache:
@@ -98,6 +100,7 @@ def read(config: Text) -> ModelCache:
         index_width=int(_sparse(text).get("sparse_index_dim") or 128),
         state=state,
         state_dtype=str(text.get("mamba_ssm_cache_dtype") or text.get("mamba_ssm_dtype") or family.state_dtype),
+        has_states_beside=family.has_states_beside,
         kinds=(*family.kinds, *(["index values"] if _has_index_values(text, index) else [])),
         drafts=drafts,
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"),
@@ -259,7 +262,18 @@ def _latent(text: Text, family: Family) -> list[Layer | None]:
 
 def _latents_beside_states(text: Text, family: Family) -> list[Layer | None]:
     full = {int(each) - 1 for each in text["linear_attn_config"]["full_attn_layers"]}
-    return [layer if index in full else None for index, layer in enumerate(_latent(text, family))]
+    state = family.state(text).record if family.state else None
+    return [layer if index in full else state for index, layer in enumerate(_latent(text, family))]
+
+
+def _bailing(text: Text, family: Family) -> list[Layer | None]:
+    """The last layer of each group is attention; in the third version so are those after the last group."""
+    size, state = int(text["layer_group_size"]), _bailing_state(text).record
+    grouped = _depth(text) // size * size if KDA_KERNEL in text else _depth(text)
+    return [
+        layer if (index + 1) % size == 0 or index >= grouped else state
+        for index, layer in enumerate(_latent(text, family))
+    ]
 
 
 def _beside_states(text: Text, family: Family) -> list[Layer | None]:
@@ -267,7 +281,7 @@ def _beside_states(text: Text, family: Family) -> list[Layer | None]:
     layer, state = _layer("full", _heads(text), _width(text)), family.state(text).record if family.state else None
     depth = _depth(text)
     if types := text.get("layer_types") or text.get("layers_block_type") or text.get("hybrid_override_pattern"):
-        attention, states = ("full_attention", "attention", "*"), ("linear_attention", "mamba", "M")
+        attention, states = ("full_attention", "attention", "*"), ("linear_attention", "mamba", "M", "conv")
         return [layer if each in attention else state if each in states else None for each in types]
     if every := text.get("full_attention_interval") or text.get("attn_layer_period"):
         offset = int(text.get("attn_layer_offset", every - 1))
@@ -278,6 +292,29 @@ def _beside_states(text: Text, family: Family) -> list[Layer | None]:
 def _gated_delta(text: Text) -> State:
     named = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     return State.gated_delta(*(int(text[f"linear_{name}"]) for name in named))
+
+
+def _kda(text: Text) -> State:
+    said = text["linear_attn_config"]
+    heads, width, kernel = (int(said[name]) for name in ("num_heads", "head_dim", "short_conv_kernel_size"))
+    return State.gated_delta(heads, heads, width, width, kernel)
+
+
+def _bailing_state(text: Text) -> State:
+    """Version 2.5 has lightning attention, 3 KDA."""
+    heads, width = int(text["num_attention_heads"]), _width(text)
+    if KDA_KERNEL not in text:
+        return State.lightning(heads, width)
+    return State.gated_delta(heads, heads, width, width, int(text[KDA_KERNEL]))
+
+
+def _jamba(text: Text) -> State:
+    channels = int(text["mamba_expand"]) * int(text["hidden_size"])
+    return State.mamba1(channels, int(text["mamba_d_state"]), int(text["mamba_d_conv"]))
+
+
+def _lfm2(text: Text) -> State:
+    return State.short_conv(int(text.get("conv_dim") or text["hidden_size"]), int(text.get("conv_L_cache") or 3))
 
 
 def _nemotron(text: Text) -> State:
@@ -297,7 +334,7 @@ def _unread(text: Text, family: Family) -> list[Layer | None]:
 
 UNIFORM = Family(_uniform, has_one_pool=True)
 MLA = Family(_latent)
-HYBRID = Family(_beside_states, ("state",))
+KDA_KERNEL = "short_conv_kernel_size"
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         (
@@ -326,9 +363,12 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), Family(_beside_states, state=_gated_delta)),
     "nemotron_h": Family(_beside_states, state=_nemotron, state_dtype="float32"),
     "granitemoehybrid": Family(_beside_states, state=_granite),
-    **dict.fromkeys(("falcon_h1", "jamba", "lfm2", "lfm2_moe"), HYBRID),
-    **dict.fromkeys(("kimi_linear", "kimi_k3"), Family(_latents_beside_states, ("state",))),
-    **dict.fromkeys(("bailing_hybrid", "minimax_text_01", "inkling_text"), Family(_unread, ("state",))),
+    "falcon_h1": Family(_uniform, state=_granite, has_states_beside=True),
+    "jamba": Family(_beside_states, state=_jamba),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), Family(_beside_states, state=_lfm2)),
+    **dict.fromkeys(("kimi_linear", "kimi_k3"), Family(_latents_beside_states, state=_kda, state_dtype="float32")),
+    "bailing_hybrid": Family(_bailing, state=_bailing_state),
+    **dict.fromkeys(("minimax_text_01", "inkling_text"), Family(_unread, ("state",))),
     "qwen4_exp_text": Family(_unread, ("state", "ring")),
     "step5": Family(_unread, ("compressed", "ring")),
     "whisper": Family(_unread, ("cross",)),

@@ -286,6 +286,10 @@ def _pool(
     drafts = range(depth, len(layers)) if pp_rank == command.pp - 1 else range(0)
     stage = (*_stage(depth, pp_rank, command.pp), *drafts)
     mine = {index: layer for index in stage if (layer := layers[index]) is not None}
+    if (
+        model.state is not None and model.has_states_beside
+    ):  # under numbers after the model's, as the adapter gives them
+        mine |= {depth + index: model.state.record for index in mine}
     if not mine:
         raise OperatorError("cache_empty", f"pp rank {pp_rank} of {command.pp}: no layer of it owns any KV")
     keepings = _keepings(model, command, mine, said, is_decoder)

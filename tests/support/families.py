@@ -92,6 +92,11 @@ STATES: dict[str, Any] = {
     **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4},
     **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
 }
+KDA: dict[str, Any] = {
+    **{"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4},
+}
+FALCON = {"n_heads": 32, "d_head": 128, "d_state": 256, "n_groups": 1, "d_conv": 4}
+JAMBA = {"mamba_expand": 2, "mamba_d_state": 16, "mamba_d_conv": 4}
 MAMBA2: dict[str, Any] = {
     **{"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4},
     "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
@@ -260,7 +265,7 @@ FAMILIES = (
     Family(
         "states and latents",
         "Kimi-Linear, Kimi K3",
-        latents("kimi_linear", 27, linear_attn_config={"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]}),
+        latents("kimi_linear", 27, linear_attn_config=KDA),
         "KDA states, MLA",
         "HybridLinearKVPool",
         stopped=3,
@@ -276,22 +281,29 @@ FAMILIES = (
     Family(
         "Mamba 2 states and full attention in one layer",
         "Falcon-H1",
-        config("falcon_h1", 44, 12, 2, 128),
+        config("falcon_h1", 44, 12, 2, 128, **{f"mamba_{name}": size for name, size in FALCON.items()}),
         "Mamba 2 states, full",
         "HybridLinearKVPool",
     ),
     Family(
         "Mamba 1 states and full attention",
         "Jamba",
-        config("jamba", 32, 32, 8, 128, attn_layer_period=8, attn_layer_offset=4),
+        config("jamba", 32, 32, 8, 128, hidden_size=4096, attn_layer_period=8, attn_layer_offset=4, **JAMBA),
         "Mamba 1 states, full",
         "",
     ),
     Family(
-        "lightning and convolution states",
-        "Ring and Ling 2.5, LFM2",
-        config("lfm2", 16, 32, 8, 64, layer_types=["conv", "conv", "full_attention", "conv"] * 4),
-        "states, full",
+        "convolution states and full attention",
+        "LFM2",
+        config("lfm2", 16, 32, 8, 64, hidden_size=2048, layer_types=["conv", "conv", "full_attention", "conv"] * 4),
+        "convolutions, full",
+        "HybridLinearKVPool",
+    ),
+    Family(
+        "lightning states and latents",
+        "Ring and Ling 2.5",
+        latents("bailing_hybrid", 32, num_attention_heads=64, head_dim=128, layer_group_size=8),
+        "lightning states, MLA",
         "HybridLinearKVPool",
     ),
     Family(

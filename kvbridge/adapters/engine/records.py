@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import gcd
 
 from kvbridge_proto.pool import Layer, Model
 
@@ -24,6 +25,9 @@ class Heads:
         return cls(tp_rank // (tp_size // total), 1, total)
 
 
+CHANNEL_HEADS = 64  # what has channels and no heads is cut among as many ranks at most, or as a divisor of this
+
+
 @dataclass(frozen=True, slots=True)
 class ConvPiece:
     """A piece of a state's convolution: so many channels for each of `heads` heads in all."""
@@ -38,7 +42,7 @@ class State:
     """A layer's recurrent state, of all ranks: the last `rows` inputs of a short convolution, then the state proper.
 
     The convolution's channels are the pieces side by side, and each piece is cut among ranks by its own heads. The
-    state proper has `heads` x `values` x `keys` numbers.
+    state proper has `heads` x `values` x `keys` numbers. Some have no convolution, and some no state proper: `heads` 0.
     """
 
     conv: tuple[ConvPiece, ...]
@@ -62,14 +66,33 @@ class State:
         conv = ConvPiece("conv_x", heads, values), ConvPiece("conv_b", groups, keys), ConvPiece("conv_c", groups, keys)
         return cls(conv, kernel - 1, heads, values, keys)
 
+    @classmethod
+    def mamba1(cls, channels: int, keys: int, kernel: int) -> State:
+        heads = gcd(channels, CHANNEL_HEADS)
+        return cls((ConvPiece("conv_x", heads, channels // heads),), kernel - 1, heads, channels // heads, keys)
+
+    @classmethod
+    def short_conv(cls, channels: int, kernel: int) -> State:
+        heads = gcd(channels, CHANNEL_HEADS)
+        return cls((ConvPiece("conv_x", heads, channels // heads),), kernel - 1, 0, 0, 0)
+
+    @classmethod
+    def lightning(cls, heads: int, width: int) -> State:
+        return cls((), 0, heads, width, width)
+
     @property
     def record(self) -> Layer:
-        return Layer(kind="state", kv_heads=self.heads, key_width=self.keys, value_width=self.values)
+        """Of the state proper, or else of the convolution."""
+        if self.heads:
+            return Layer(kind="state", kv_heads=self.heads, key_width=self.keys, value_width=self.values)
+        return Layer(kind="state", kv_heads=self.conv[0].heads, key_width=self.conv[0].channels, value_width=0)
 
     def parts(self, tp_rank: int, tp_size: int) -> tuple[tuple[str, Heads, int], ...]:
         """Each part with the heads of this rank and the numbers of one head, the state proper last."""
-        pieces = ((each.part, Heads.of(each.heads, tp_rank, tp_size), self.rows * each.channels) for each in self.conv)
-        return (*pieces, ("state", Heads.of(self.heads, tp_rank, tp_size), self.values * self.keys))
+        pieces = [(each.part, Heads.of(each.heads, tp_rank, tp_size), self.rows * each.channels) for each in self.conv]
+        if self.heads:
+            pieces.append(("state", Heads.of(self.heads, tp_rank, tp_size), self.values * self.keys))
+        return tuple(pieces)
 
 
 WHOLE = Heads(0, 1, 1)  # of what every rank holds whole: latents and index keys

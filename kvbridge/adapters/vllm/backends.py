@@ -13,6 +13,9 @@ tests/integration/adapters/test_vllm_backends.py.
 | plain_index_key | [B, N, 128] numbers, all blocks one after another: one row a token; every rank has it whole |
 | gated_delta | a page of bytes for each state: q, k and v of the convolution, then [heads, V, K] (states.py) |
 | mamba2 | the same of x, B and C of the convolution, and [heads, P, S] |
+| mamba1 | the same of x alone, and [channels, S] |
+| short_conv | a convolution alone |
+| lightning | [heads, D, D] alone |
 | others | a kind that is not carried: adapters/engine/unsupported.py |
 
 Sources are paths below vllm/ in 0.33.0, read there and in 0.32.0. `concat_and_cache_mla` is the writer of latents that
@@ -80,7 +83,12 @@ BACKENDS: dict[str, RowWriter] = {
     "MINIMAX_M3_SPARSE_INDEXER": RowWriter("plain_index_key", "models/minimax_m3/common/indexer.py"),
     # States, which the layer's `kv_cache` splits by `get_state_shape`
     "GDN_ATTN": RowWriter("gated_delta", "model_executor/layers/mamba/gdn/base.py"),
+    "KIMI_K3_KDA": RowWriter("gated_delta", "models/kimi_k3/nvidia/kda.py"),
     "MAMBA2_ATTN": RowWriter("mamba2", "model_executor/layers/mamba/mamba_mixer2.py"),
+    "MAMBA1_ATTN": RowWriter("mamba1", "model_executor/layers/mamba/mamba_mixer.py"),
+    "SHORT_CONV_ATTN": RowWriter("short_conv", "model_executor/layers/mamba/short_conv.py"),
+    "LINEAR_ATTN": RowWriter("lightning", "model_executor/layers/mamba/linear/base.py"),
+    "BAILING_LINEAR_ATTN": RowWriter("lightning", "model_executor/layers/mamba/linear/bailing_linear_attn.py"),
     "DEEPSEEK_V4_INDEXER": RowWriter("compressed", f"{MLA}indexer.py"),
     "DEEPSEEK_V41_INDEXER": RowWriter("compressed", f"{MLA}indexer.py"),
     "FLASHMLA_SPARSE_DSV4": RowWriter("compressed", "models/deepseek_v4/sparse_mla.py"),

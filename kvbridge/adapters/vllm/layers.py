@@ -13,7 +13,6 @@ from ...errors import OperatorError
 from ..engine.codecs import INDEX_WIDTH
 from ..engine.names import draft_name
 from ..engine.records import WHOLE, Heads, State, model_record
-from ..engine.unsupported import refusal
 from .backends import INDEX_KEYS, check_backend, rows_of, spec_refusal
 from .states import state_of
 from .versions import transfer_groups
@@ -240,7 +239,8 @@ def is_draft(name: str, spec: Any, config: VllmConfig) -> bool:
 
 
 def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:
-    """Each under vLLM's own number. A draft model that counts from 0 again gets the numbers after the model's.
+    """Each under vLLM's own number. A draft model that counts from 0 again gets the numbers after the model's, and so
+    does a state in a layer of attention.
 
     Index keys have the number of the attention layer "P.attn", in whose module P they are: "P.indexer.k_cache", or
     "P.attn.index_cache".
@@ -253,8 +253,8 @@ def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:
         if member.is_index:
             continue
         index = extract_layer_index(member.name)
-        if member.state is not None and index in seen:
-            raise refusal("layer_unsupported", "vllm", "state", f"{member.name}: a state beside attention")
+        if member.state is not None and index in seen:  # beside attention, in one layer (Falcon-H1)
+            index += depth(config)
         if index in seen or (member.is_draft and index < depth(config)):
             again.append(member)
         else:

@@ -1,12 +1,15 @@
 """A layer's recurrent state in vLLM: where each part of it lies in the layer's page.
 
-A block holds one state: the last rows of the short convolution's input, then the state proper, one after the other.
+A block holds one state: the last rows of the short convolution's input, then the state proper, one after the other, or
+one of these alone.
 With drafts the engine keeps more rows of the convolution: what the prompt leaves is in the first ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,8 +24,7 @@ from .backends import backend_of, rows_of
 
 def state_of(name: str, spec: Any, layer: Any, shard_cp_size: int) -> State:
     """Raises OperatorError for a state that is not carried, or is not where we look for it."""
-    read = {"gated_delta": _gated_delta, "mamba2": _mamba2}.get(rows_of(layer))
-    state = read(layer) if read else None
+    state = _state(layer)
     if state is None or getattr(spec, "tp_replicated", False):
         raise refusal("layer_unsupported", "vllm", "state", f"{name}: {type(spec).__name__} of {backend_of(layer)}")
     if spec.mamba_cache_mode not in ("none", "align"):  # "all", up to 0.31
@@ -35,17 +37,36 @@ def state_of(name: str, spec: Any, layer: Any, shard_cp_size: int) -> State:
     return state
 
 
-def _gated_delta(layer: Any) -> State | None:
-    """Of Qwen3-Next, Qwen3.5 and Olmo. KDA has the same backend, and other fields."""
-    named = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size")
-    found = [getattr(layer, name, None) for name in named]
-    return None if None in found else State.gated_delta(*map(int, found))  # type: ignore[arg-type]
+def _state(layer: Any) -> State | None:
+    """By the layer's own fields. None for a state of another kind, and if a field is not there."""
+    match rows_of(layer):
+        case "gated_delta" if hasattr(layer, "num_k_heads"):  # of Qwen3-Next, Qwen3.5 and Olmo
+            found = _fields(layer, "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size")
+            return State.gated_delta(*found) if found else None
+        case "gated_delta":  # KDA: of Kimi-Linear, K3 and Bailing 3
+            found = _fields(layer, "num_heads", "head_dim", "conv_size")
+            return State.gated_delta(found[0], found[0], found[1], found[1], found[2]) if found else None
+        case "mamba2":  # if B and C have one group, vLLM counts one for each rank; the norm keeps the model's number
+            found = _fields(layer, "num_heads", "head_dim", "ssm_state_size", "norm.n_groups", "conv_kernel_size")
+            return State.mamba2(*found) if found else None
+        case "mamba1":
+            found = _fields(layer, "intermediate_size", "ssm_state_size", "conv_kernel_size")
+            return State.mamba1(*found) if found else None
+        case "short_conv":
+            found = _fields(layer, "conv_dim", "L_cache")
+            return State.short_conv(*found) if found else None
+        case "lightning":
+            found = _fields(layer, "num_heads", "head_dim")
+            return State.lightning(*found) if found else None
+    return None
 
 
-def _mamba2(layer: Any) -> State:
-    """If B and C have one group, vLLM counts one for each rank; only the norm keeps the model's own number."""
-    of = layer.num_heads, layer.head_dim, layer.ssm_state_size, layer.norm.n_groups, layer.conv_kernel_size
-    return State.mamba2(*map(int, of))
+def _fields(layer: Any, *names: str) -> list[int]:
+    """Empty if one is not there."""
+    try:
+        return [int(attrgetter(name)(layer)) for name in names]
+    except AttributeError:
+        return []
 
 
 def state_planes(
@@ -55,41 +76,54 @@ def state_planes(
 
     `page` is [B, 1, 1, C] bytes. Raises OperatorError for another shape.
     """
-    *pieces, (_, heads, width) = state.parts(*rank)
-    channels = sum(held.count * each // state.rows for _, held, each in pieces)
-    _check_page(name, page, spec, state, blocks, channels, (heads.count, state.values, state.keys))
-    conv, dtypes = spec.shapes[0], spec.dtypes
-    size, start = dtypes[0].itemsize, int(page.storage_offset())
-    # VLLM_SSM_CONV_STATE_LAYOUT: rows of all channels (SD), or channels of all rows (DS)
-    row, channel = (channels * size, size) if conv[1] == channels else (size, conv[1] * size)
-    planes, offset = [], start
-    for part, held, each in pieces:
-        stride, axis = each // state.rows * channel, (Step(state.rows, row), Step(each // state.rows, channel))
-        planes.append(_plane(name, page, part, at, held, dtypes[0], axis, offset, stride))
-        offset += held.count * stride
-    offset, element = start + prod(conv) * size, dtypes[1].itemsize
-    return [
-        *planes,
-        _plane(name, page, "state", at, heads, dtypes[1], (Step(width, element),), offset, width * element),
-    ]
+    parts = state.parts(*rank)
+    _check_page(name, page, spec, state, blocks, parts)
+    planes, offset = [], int(page.storage_offset())
+    if state.conv:
+        (rows, channels), dtype = spec.shapes[0], spec.dtypes[0]
+        size, each_channels = dtype.itemsize, _channels(state, parts)
+        # VLLM_SSM_CONV_STATE_LAYOUT: rows of all channels (SD), or channels of all rows (DS)
+        row, channel = (channels * size, size) if channels == each_channels else (size, channels * size)
+        begin, offset = offset, offset + rows * channels * size
+        for part, held, width in parts[: len(state.conv)]:
+            count = width // state.rows
+            axis = Step(state.rows, row), Step(count, channel)
+            planes.append(_plane(name, page, part, at, held, dtype, axis, begin, count * channel))
+            begin += held.count * count * channel
+    for part, held, width in parts[len(state.conv) :]:
+        size = spec.dtypes[-1].itemsize
+        planes.append(_plane(name, page, part, at, held, spec.dtypes[-1], (Step(width, size),), offset, width * size))
+    return planes
+
+
+def _channels(state: State, parts: Sequence[tuple[str, Heads, int]]) -> int:
+    """Of the convolution on this rank."""
+    return sum(held.count * width // state.rows for _, held, width in parts[: len(state.conv)])
 
 
 def _check_page(
-    name: str, page: torch.Tensor, spec: Any, state: State, blocks: int, channels: int, own: tuple[int, int, int]
+    name: str, page: torch.Tensor, spec: Any, state: State, blocks: int, parts: Sequence[tuple[str, Heads, int]]
 ) -> None:
-    """`channels` of the convolution, and the state proper, `own`, are this rank's."""
+    """`parts` are this rank's."""
     shapes, dtypes = [tuple(shape) for shape in spec.shapes], list(spec.dtypes)
-    is_fitting = len(shapes) == 2 and shapes[1] == own and len(shapes[0]) == 2 and channels in shapes[0]
+    expected, is_fitting = [], len(shapes) == bool(state.conv) + bool(state.heads)
+    if state.conv:
+        channels = _channels(state, parts)
+        expected.append(f"{state.rows} rows or more of {channels} channels")
+        is_fitting = is_fitting and len(shapes[0]) == 2 and channels in shapes[0]
+        is_fitting = is_fitting and sum(shapes[0]) - channels >= state.rows
+    if state.heads:
+        own = parts[-1][1].count, state.values, state.keys
+        expected.append(f"{own}")
+        is_fitting = is_fitting and shapes[-1] in (own, (own[0] * own[1], own[2]))  # Mamba 1 has no heads
     is_fitting &= all(dtype in CODEC_OF and dtype.itemsize > 1 for dtype in dtypes)
-    is_fitting = is_fitting and sum(shapes[0]) - channels >= state.rows
     whole = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
     found = tuple(page.shape), page.element_size(), page.stride(-1)
     if not is_fitting or found != ((blocks, 1, 1, whole), 1, 1):
         raise OperatorError(
             "shape_unknown",
             f"{name}: state {tuple(page.shape)} with strides {tuple(page.stride())} of {page.element_size()}-byte "
-            f"elements for {shapes} of {dtypes}, expected [{blocks}, 1, 1, {whole}] bytes: {state.rows} rows or more "
-            f"of {channels} channels, then {own}",
+            f"elements for {shapes} of {dtypes}, expected [{blocks}, 1, 1, {whole}] bytes: {', then '.join(expected)}",
         )
 
 

@@ -37,7 +37,7 @@ from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
 from testing.planned import told
 from tests.integration.adapters.test_vllm_pool import build, draft
-from tests.support.families import FAMILIES, MAMBA2, Family
+from tests.support.families import FAMILIES, KDA, MAMBA2, Family
 
 pytestmark = pytest.mark.vllm
 
@@ -121,14 +121,17 @@ def indexed(count: int) -> Specs:
 
 
 def states(tp: int) -> Specs:
-    return beside(each(4, lambda i: full(2, 256, tp)), STATE, "MAMBA1_ATTN")
+    return beside(each(4, lambda i: full(2, 256, tp)), STATE, "PLE_SHORT_CONV_ATTN")
 
 
-def among(full_layers: set[int], attention: Any, state_layers: set[int], shapes: Any, backend: str) -> Specs:
-    """States in layers of their own, with the dtypes of the model or of Nemotron-H."""
-    dtypes = torch.bfloat16, torch.float32 if backend == "MAMBA2_ATTN" else torch.bfloat16
+def among(
+    full_layers: set[int], attention: Any, state_layers: set[int], shapes: Any, backend: str, last: Any = torch.bfloat16
+) -> Specs:
+    """States in these layers; the `last` of their dtypes is the state proper's."""
+    dtypes = (torch.bfloat16, last)[-len(shapes) :]
     state = MambaSpec(block_size=1 << 15, shapes=tuple(shapes), dtypes=dtypes)
-    specs: Specs = {f"model.layers.{layer}.self_attn.attn": ("FLASH_ATTN", attention) for layer in full_layers}
+    reader = "FLASHMLA" if isinstance(attention, MLAAttentionSpec) else "FLASH_ATTN"
+    specs: Specs = {f"model.layers.{layer}.self_attn.attn": (reader, attention) for layer in full_layers}
     return specs | {f"model.layers.{layer}.mixer": (backend, state) for layer in state_layers}
 
 
@@ -141,14 +144,52 @@ def qwen3_next(tp: int) -> Specs:
 def nemotron(tp: int) -> Specs:
     shapes = MambaStateShapeCalculator.mamba2_state_shape(tp, 128 * 64, 8, 128, 64, 128, 4)
     attention, states = ({at for at, each in enumerate(PATTERN) if each == kind} for kind in "*M")
-    return among(attention, full(8, 128, tp), states, shapes, "MAMBA2_ATTN")
+    return among(attention, full(8, 128, tp), states, shapes, "MAMBA2_ATTN", torch.float32)
+
+
+def kimi(tp: int) -> Specs:
+    layers = {layer - 1 for layer in KDA["full_attn_layers"]}
+    shapes = MambaStateShapeCalculator.kda_state_shape(tp, 32, 128)
+    return among(layers, LATENT, set(range(27)) - layers, shapes, "GDN_ATTN", torch.float32)
+
+
+def falcon(tp: int) -> Specs:
+    shapes = MambaStateShapeCalculator.mamba2_state_shape(tp, 32 * 128, 1, 32, 128, 256, 4)
+    return among(set(range(44)), full(2, 128, tp), set(range(44)), shapes, "MAMBA2_ATTN")
+
+
+def jamba(tp: int) -> Specs:
+    layers = set(range(4, 32, 8))
+    shapes = MambaStateShapeCalculator.mamba1_state_shape(tp, 8192, 16, 4)
+    return among(layers, full(8, 128, tp), set(range(32)) - layers, shapes, "MAMBA1_ATTN")
+
+
+def lfm2(tp: int) -> Specs:
+    layers = set(range(2, 16, 4))
+    shapes = MambaStateShapeCalculator.short_conv_state_shape(tp, 2048, 3)
+    return among(layers, full(8, 64, tp), set(range(16)) - layers, shapes, "SHORT_CONV_ATTN")
+
+
+def ring(tp: int) -> Specs:
+    layers = set(range(7, 32, 8))
+    shapes = MambaStateShapeCalculator.linear_attention_state_shape(64, tp, 128)
+    return among(layers, LATENT, set(range(32)) - layers, shapes, "LINEAR_ATTN")
 
 
 # vLLM's layers, as far as the adapter asks them.
 GATED_LAYER = {"num_k_heads": 16, "num_v_heads": 32, "head_k_dim": 128, "head_v_dim": 128, "conv_kernel_size": 4}
 MAMBA2_LAYER: dict[str, Any] = {"num_heads": 128, "head_dim": 64, "ssm_state_size": 128, "conv_kernel_size": 4}
 MAMBA2_LAYER["norm"] = SimpleNamespace(n_groups=8)
-LAYERS_OF = {qwen3_next: GATED_LAYER, nemotron: MAMBA2_LAYER}
+LAYERS_OF = {
+    qwen3_next: GATED_LAYER,
+    nemotron: MAMBA2_LAYER,
+    kimi: {"num_heads": 32, "head_dim": 128, "conv_size": 4},
+    falcon: MAMBA2_LAYER
+    | {"num_heads": 32, "head_dim": 128, "ssm_state_size": 256, "norm": SimpleNamespace(n_groups=1)},
+    jamba: {"intermediate_size": 8192, "ssm_state_size": 16, "conv_kernel_size": 4},
+    lfm2: {"conv_dim": 2048, "L_cache": 3},
+    ring: {"num_heads": 64, "head_dim": 128},
+}
 
 
 SPECS: dict[str, Callable[[int], Specs]] = {
@@ -169,11 +210,12 @@ SPECS: dict[str, Callable[[int], Specs]] = {
     ),
     "compressed latents": lambda tp: each(2, lambda i: COMPRESSED, "FLASHMLA_SPARSE_DSV4"),
     "states and full attention": qwen3_next,
-    "states and latents": lambda tp: beside(latents(7), STATE, "GDN_ATTN"),
+    "states and latents": kimi,
     "Mamba 2 states and full attention": nemotron,
-    "Mamba 2 states and full attention in one layer": states,
-    "Mamba 1 states and full attention": states,
-    "lightning and convolution states": states,
+    "Mamba 2 states and full attention in one layer": falcon,
+    "Mamba 1 states and full attention": jamba,
+    "convolution states and full attention": lfm2,
+    "lightning states and latents": ring,
     "states, latents, index keys and rings": lambda tp: beside(
         beside(latents(2), INDEX, "DEEPSEEK_V32_INDEXER"), RING, "KPOOL_TAIL"
     ),

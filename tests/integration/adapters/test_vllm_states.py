@@ -1,6 +1,6 @@
 """Recurrent states: where their parts lie, for any number of ranks, and which blocks are offered and wanted when.
 
-The oracle is numpy's: a model's whole state, and what vLLM's own shape calculators give each rank of it.
+The oracle is numpy's: a model's whole state, and what vLLM's own layers give each rank of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ import torch
 from kvbridge_proto.engine import Computed, Offer, Released, Want, Withdraw
 from kvbridge_proto.pool import Engine, Group, Model, Shard
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.model_executor.layers.mamba import mamba_mixer, mamba_mixer2, mamba_utils, short_conv
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.linear.base import LinearAttention
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kvbridge.adapters.engine.memory import Memory
@@ -43,41 +49,59 @@ pytestmark = pytest.mark.vllm
 
 BLOCKS, ROWS, PADDING, LENGTH = 5, 3, 40, 1 << 12
 NAME = "model.layers.0.mixer"
-CALCULATOR = mamba_utils.MambaStateShapeCalculator
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of state. `conv` are its pieces: heads in all, channels of each."""
+    """A kind of state. `conv` are its pieces: heads in all, channels of each. Channels without heads count as heads."""
 
     backend: str
+    layer: Any  # vLLM's own class
     conv: tuple[tuple[int, int], ...]
-    heads: int
-    values: int
-    keys: int
+    heads: int = 0
+    values: int = 0
+    keys: int = 0
 
-    @property
-    def state(self) -> State:
-        if self.backend == "GDN_ATTN":
-            return State.gated_delta(self.conv[0][0], self.heads, self.keys, self.values, ROWS + 1)
-        return State.mamba2(self.heads, self.values, self.keys, self.conv[1][0], ROWS + 1)
+    def fields(self, tp: int, more: int) -> dict[str, Any]:
+        """What vLLM's layer has of it, by its own names."""
+        match self.backend:
+            case "GDN_ATTN" if self.layer is QwenGatedDeltaNetAttention:
+                named = {"num_k_heads": self.conv[0][0], "num_v_heads": self.heads, "conv_kernel_size": ROWS + 1}
+                named |= {"head_k_dim": self.keys, "head_v_dim": self.values}
+            case "GDN_ATTN" | "LINEAR_ATTN":
+                named = {"num_heads": self.heads, "head_dim": self.keys, "conv_size": ROWS + 1}
+            case "MAMBA2_ATTN":
+                groups = self.conv[1][0]
+                named = {"num_heads": self.heads, "head_dim": self.values, "ssm_state_size": self.keys}
+                named |= {"intermediate_size": self.heads * self.values, "conv_kernel_size": ROWS + 1}
+                named |= {"n_groups": max(groups, tp), "norm": SimpleNamespace(n_groups=groups), "use_replayssm": False}
+            case "MAMBA1_ATTN":
+                named = {"intermediate_size": self.heads, "ssm_state_size": self.keys, "conv_kernel_size": ROWS + 1}
+            case _:
+                named = {"conv_dim": self.conv[0][0], "L_cache": ROWS + 1}
+        return named | {"tp_size": tp, "num_spec": more}
 
-    def shapes(self, tp: int, more: int) -> Any:
-        """vLLM's own of one rank."""
-        if self.backend == "GDN_ATTN":
-            sizes = self.conv[0][0], self.heads, self.keys, self.values
-            return CALCULATOR.gated_delta_net_state_shape(tp, *sizes, ROWS + 1, more)
-        inner = self.heads * self.values
-        return CALCULATOR.mamba2_state_shape(
-            tp, inner, self.conv[1][0], self.heads, self.values, self.keys, ROWS + 1, more
-        )
+    def of(self, tp: int, more: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """vLLM's layer on one of so many ranks, as far as it is asked."""
+        layer = self.layer.__new__(self.layer)
+        torch.nn.Module.__init__(layer)
+        for name, value in self.fields(tp, more).items():
+            object.__setattr__(layer, name, value)
+        for module in (mamba_mixer, mamba_mixer2, short_conv):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: tp)
+        return layer
 
 
 KINDS = {
-    "gated": Kind("GDN_ATTN", ((4, 5), (4, 5), (8, 3)), 8, 3, 5),
-    "groups": Kind("MAMBA2_ATTN", ((8, 3), (4, 6), (4, 6)), 8, 3, 6),
-    "one group": Kind("MAMBA2_ATTN", ((8, 3), (1, 6), (1, 6)), 8, 3, 6),
+    "gated": Kind("GDN_ATTN", QwenGatedDeltaNetAttention, ((4, 5), (4, 5), (8, 3)), 8, 3, 5),
+    "kda": Kind("GDN_ATTN", KimiGatedDeltaNetAttention, ((4, 5), (4, 5), (4, 5)), 4, 5, 5),
+    "groups": Kind("MAMBA2_ATTN", MambaMixer2, ((8, 3), (4, 6), (4, 6)), 8, 3, 6),
+    "one group": Kind("MAMBA2_ATTN", MambaMixer2, ((8, 3), (1, 6), (1, 6)), 8, 3, 6),
+    "mamba 1": Kind("MAMBA1_ATTN", MambaMixer, ((24, 1),), 24, 1, 6),
+    "convolution": Kind("SHORT_CONV_ATTN", ShortConv, ((24, 1),)),
+    "lightning": Kind("LINEAR_ATTN", LinearAttention, (), 4, 5, 5),
 }
+WITHOUT_DRAFT_ROWS = ("MAMBA1_ATTN",)
 
 
 @dataclass(frozen=True)
@@ -89,7 +113,8 @@ class Side:
 
     def whole(self, kind: Kind) -> list[torch.Tensor]:
         """The model's: each piece [heads, channels, rows], then [heads, values, keys]. Neighbours differ."""
-        sizes = [(heads, channels, ROWS) for heads, channels in kind.conv] + [(kind.heads, kind.values, kind.keys)]
+        sizes = [(heads, channels, ROWS) for heads, channels in kind.conv]
+        sizes += [(kind.heads, kind.values, kind.keys)] if kind.heads else []
         counted = np.cumsum([0, *(int(np.prod(size)) for size in sizes)])
         # Small whole numbers, which all dtypes have.
         return [
@@ -99,34 +124,39 @@ class Side:
 
     def rank(self, kind: Kind, rank: int, fill: int) -> torch.Tensor:
         """One block's bytes of a rank as vLLM packs them; what a prompt does not leave is `fill`."""
-        *pieces, state = self.whole(kind)
-        own = []
-        for piece in pieces:
+        whole, own, found = self.whole(kind), [], []
+        for piece in whole[: len(kind.conv)]:
             size = max(1, len(piece) // self.tp)
             first = 0 if len(piece) == 1 else rank * size
             own.append(piece[first : first + size].reshape(-1, ROWS))
-        conv = torch.cat(own).to(self.dtypes[0])  # [channels, rows]
-        kept = torch.full((len(conv), ROWS + self.more), fill, dtype=torch.uint8).repeat_interleave(2, 1)
-        kept[:, : 2 * ROWS] = conv.view(torch.uint8)
-        if self.layout == "SD":
-            kept = kept.view(len(conv), -1, 2).transpose(0, 1)
-        share = kind.heads // self.tp
-        mine = state[rank * share : (rank + 1) * share].to(self.dtypes[1]).contiguous()
-        return torch.cat([kept.reshape(-1), mine.view(torch.uint8).flatten()])
+        if own:
+            conv = torch.cat(own).to(self.dtypes[0])  # [channels, rows]
+            rows = ROWS + (0 if kind.backend in WITHOUT_DRAFT_ROWS else self.more)
+            kept = torch.full((len(conv), rows), fill, dtype=torch.uint8).repeat_interleave(2, 1)
+            kept[:, : 2 * ROWS] = conv.view(torch.uint8)
+            found.append(kept.view(len(conv), -1, 2).transpose(0, 1) if self.layout == "SD" else kept)
+        for state in whole[len(kind.conv) :]:
+            share = kind.heads // self.tp
+            mine = state[rank * share : (rank + 1) * share].to(self.dtypes[1]).contiguous()
+            found.append(mine.view(torch.uint8))
+        return torch.cat([each.reshape(-1) for each in found])
 
 
 def described(kind: Kind, side: Side, rank: int, monkeypatch: pytest.MonkeyPatch) -> Held:
     """A rank's pool and its memory: the state is in block `BLOCKS - 1`, everything else 0xEE."""
     monkeypatch.setattr(mamba_utils, "is_conv_state_dim_first", lambda: side.layout == "DS")
-    shapes = tuple(kind.shapes(side.tp, side.more))
-    spec = MambaSpec(block_size=LENGTH, shapes=shapes, dtypes=side.dtypes)
+    layer = kind.of(side.tp, side.more, monkeypatch)
+    shapes = tuple(layer.get_state_shape())
+    dtypes = (side.dtypes[0],) * bool(kind.conv) + (side.dtypes[1],) * bool(kind.heads)
+    spec = MambaSpec(block_size=LENGTH, shapes=shapes, dtypes=dtypes)
     size = spec.page_size_bytes
     pages = torch.full((BLOCKS, size + PADDING), 0xEE, dtype=torch.uint8)
     page = pages.view(torch.int8)[:, :size].unsqueeze(1).unsqueeze(1)
-    planes = state_planes(NAME, page, spec, kind.state, (0, 0), BLOCKS, (rank, side.tp))
+    state = state_of(NAME, spec, layer, 1)
+    planes = state_planes(NAME, page, spec, state, (0, 0), BLOCKS, (rank, side.tp))
     memory = Memory.of(
         Engine(kind="vllm", version="", id=f"{side.tp}"),
-        Model(name="m", layers=(kind.state.record,)),
+        Model(name="m", layers=(state.record,)),
         Shard(tp_rank=rank, tp_size=side.tp),
         (Group(kind="state", block_tokens=LENGTH, blocks=BLOCKS),),
         [(page, plane) for plane in planes],
@@ -162,41 +192,22 @@ def test_every_rank_gets_its_heads_of_every_piece_and_no_other_byte(kind: str, m
             assert np.array_equal(receiver.memory[0].reshape(BLOCKS, -1), expected), (ours, theirs, rank)
 
 
-def layer(kind: Kind, tp: int, **more: Any) -> Any:
-    """vLLM's layer, as far as it is asked."""
-    named: dict[str, Any] = {"get_attn_backend": lambda: SimpleNamespace(get_name=lambda: kind.backend)}
-    named["conv_kernel_size"] = ROWS + 1
-    if kind.backend == "GDN_ATTN":
-        named |= {"num_k_heads": kind.conv[0][0], "num_v_heads": kind.heads, "head_k_dim": kind.keys}
-        named |= {"head_v_dim": kind.values}
-    else:
-        groups = kind.conv[1][0]
-        named |= {"num_heads": kind.heads, "head_dim": kind.values, "ssm_state_size": kind.keys}
-        named |= {"n_groups": max(groups, tp), "norm": SimpleNamespace(n_groups=groups)}
-    return SimpleNamespace(**named | more)
-
-
+GATED = SimpleNamespace(
+    get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "GDN_ATTN"), **KINDS["gated"].fields(1, 0)
+)
+GATED_STATE = State.gated_delta(4, 8, 5, 3, ROWS + 1)
 SPEC = MambaSpec(block_size=LENGTH, shapes=((3, 8), (2, 2, 2)), dtypes=DTYPES)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_says_what_its_state_is(kind: str) -> None:
-    for tp in (1, 2, 4):
-        assert state_of(NAME, SPEC, layer(KINDS[kind], tp), 1) == KINDS[kind].state
 
 
 def refuses(code: str, text: str, spec: Any = SPEC, of: Any = None, cp: int = 1) -> None:
     with refused(OperatorError, code, text):
-        state_of(NAME, spec, of or layer(KINDS["gated"], 1), cp)
+        state_of(NAME, spec, of or GATED, cp)
 
 
 def test_other_states_are_refused_by_name() -> None:
-    """KDA has the backend of Gated DeltaNet, and none of its fields."""
-    kda = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "GDN_ATTN"), num_heads=4)
-    refuses("layer_unsupported", f"{NAME}: MambaSpec of GDN_ATTN: .+ states of this kind yet; needs another", of=kda)
-    for backend in ("MAMBA1_ATTN", "SHORT_CONV_ATTN", "LINEAR_ATTN"):
+    for backend in ("GDN_ATTN", "MAMBA1_ATTN", "PLE_SHORT_CONV_ATTN", "LINEAR_ATTN"):  # none of these has its fields
         other = SimpleNamespace(get_attn_backend=lambda backend=backend: SimpleNamespace(get_name=lambda: backend))
-        refuses("layer_unsupported", f"MambaSpec of {backend}: .+ states of this kind yet", of=other)
+        refuses("layer_unsupported", f"MambaSpec of {backend}: .+ states of this kind yet; needs another", of=other)
     whole = MambaSpec(block_size=LENGTH, shapes=SPEC.shapes, dtypes=DTYPES, tp_replicated=True)
     refuses("layer_unsupported", "states of this kind yet", spec=whole)
     cached = MambaSpec(block_size=BLOCK, shapes=SPEC.shapes, dtypes=DTYPES, mamba_cache_mode="all")
@@ -206,18 +217,18 @@ def test_other_states_are_refused_by_name() -> None:
     refuses("context_parallel_unsupported", "decode_context_parallel_size 2; needs 1", cp=2)
 
 
-def test_a_state_beside_attention_in_one_layer_is_refused() -> None:
+def test_a_state_beside_attention_in_one_layer_has_a_number_after_the_models_layers() -> None:
     attention = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
     config: Any = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=2)))
 
     def of(name: str, spec: Any, said: Any, state: State | None = None) -> layers.KVLayer:
         return layers.KVLayer(name, -1, 0, torch.empty(0), spec, said, WHOLE, "auto", 0, state=state)
 
-    mixer = of("model.layers.1.mixer", SPEC, layer(KINDS["gated"], 1), KINDS["gated"].state)
+    mixer = of("model.layers.1.mixer", SPEC, GATED, GATED_STATE)
     apart = layers._numbered([mixer, of("model.layers.0.attn", FULL, attention)], config)
-    assert sorted(each.layer for each in apart) == [0, 1]
-    with refused(OperatorError, "layer_unsupported", r"model\.layers\.1\.mixer: a state beside attention"):
-        layers._numbered([mixer, of("model.layers.1.attn", FULL, attention)], config)
+    assert [each.layer for each in apart] == [1, 0]
+    beside = layers._numbered([mixer, of("model.layers.1.attn", FULL, attention)], config)
+    assert [each.layer for each in beside] == [3, 1]
 
 
 @pytest.mark.parametrize(
@@ -232,11 +243,10 @@ def test_a_state_beside_attention_in_one_layer_is_refused() -> None:
     ],
 )
 def test_a_page_of_another_shape_is_refused(shapes: Any, dtypes: Any, stride: int) -> None:
-    kind = KINDS["gated"]
     spec = MambaSpec(block_size=LENGTH, shapes=shapes, dtypes=dtypes)
     page = torch.zeros(BLOCKS, 1, 1, spec.page_size_bytes * stride, dtype=torch.int8)[..., ::stride]
     with refused(OperatorError, "shape_unknown", rf"expected \[{BLOCKS}, 1, 1, {spec.page_size_bytes}\] bytes"):
-        state_planes(NAME, page, spec, kind.state, (0, 0), BLOCKS, (0, 1))
+        state_planes(NAME, page, spec, GATED_STATE, (0, 0), BLOCKS, (0, 1))
 
 
 # Which blocks are offered and wanted, with vLLM's real scheduler and managers:

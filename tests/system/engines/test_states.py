@@ -1,4 +1,4 @@
-"""Real engines of models with recurrent states beside attention: Gated DeltaNet, and Mamba 2 with two groups or one."""
+"""Real engines of models with states beside attention: Gated DeltaNet, Mamba 2 with two groups or one, convolutions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import pytest
 
 from tests.system.engines.fleet import Fleet, prompt
 from tests.system.engines.halfway import BACK_S, about_to_read, go_on, start_agents
-from tests.system.engines.states import CONV_ROWS, GATED, MAMBA2, ONE_GROUP, of_one_rank, writer
+from tests.system.engines.states import BESIDE, CONV_ROWS, CONVOLUTION, GATED, MAMBA2, ONE_GROUP, of_one_rank, writer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 LENGTHS = [2, CONV_ROWS, CONV_ROWS + 1, CONV_ROWS + 2, 127, 128, 129, 255, 256, 257, 300, 384, 385, 900]
 MORE = {"enable_prefix_caching": False, "num_gpu_blocks_override": 64}
-MODELS = {"gated": (GATED, "bfloat16"), "mamba2": (MAMBA2, "float32"), "one group": (ONE_GROUP, "float32")}
+MODELS = {
+    "gated": (GATED, "bfloat16"),
+    "mamba2": (MAMBA2, "float32"),
+    "one group": (ONE_GROUP, "float32"),
+    "beside": (BESIDE, "float32"),
+    "convolution": (CONVOLUTION, "float32"),
+}
 
 
 @pytest.fixture(scope="module", params=list(MODELS))

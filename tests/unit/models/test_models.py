@@ -21,6 +21,7 @@ from tests.support.families import (
     FAMILIES,
     GEMMA4,
     INDEX,
+    KDA,
     LLAMA,
     MIMO,
     NVFP4_EXPERTS,
@@ -57,7 +58,9 @@ def test_what_is_described_is_valid_on_every_rank(family: Family, command: str) 
     for pool in pools:
         assert not check_pool(pool) and not overlaps(pool)
     held = {plane.layer for pool in pools for plane in pool.planes}
-    assert held == {index for index, layer in enumerate(model.layers) if layer is not None}
+    described = {index for index, layer in enumerate(model.layers) if layer is not None}
+    beside = {len(model.layers) + index for index in described if model.has_states_beside}
+    assert held == described | beside
 
 
 def layer_of(config: dict[str, Any], layer: int) -> tuple[Any, ...]:
@@ -199,9 +202,23 @@ def test_of_minimax_m3_what_sglang_packs_on_blackwell_is_refused(
 
 
 def test_hybrids_keep_rows_in_their_attention_layers_only() -> None:
-    kimi = latents("kimi_linear", 6, linear_attn_config={"full_attn_layers": [4, 6]})
-    model = read(kimi)
-    assert [index for index, layer in enumerate(model.layers) if layer] == [3, 5] and "state" in model.kinds
+    kimi = latents("kimi_linear", 6, linear_attn_config=KDA | {"full_attn_layers": [4, 6]})
+    kinds = [layer and layer.kind for layer in read(kimi).layers]
+    assert kinds == ["state", "state", "state", "mla", "state", "mla"]
+    ring = latents("bailing_hybrid", 7, num_attention_heads=8, head_dim=4, layer_group_size=3)
+    for more, last in (({}, "state"), ({"short_conv_kernel_size": 4}, "mla")):  # version 3 has KDA, and ends with MLA
+        model = read(ring | more)
+        assert [layer and layer.kind for layer in model.layers] == ["state", "state", "mla"] * 2 + [last]
+        assert model.state is not None and len(model.state.conv) == (3 if more else 0)
+
+
+def test_a_state_beside_attention_has_a_number_after_the_models_layers() -> None:
+    falcon = next(family for family in FAMILIES if family.models == "Falcon-H1")
+    first, second = pools_of(read(falcon.config), parse("vllm -pp 2"), "m", "e")
+    for pool, held in ((first, range(22)), (second, range(22, 44))):
+        assert pool.model.depth == 44 and check_pool(pool) == () == overlaps(pool)
+        kinds = {layer: found.kind for layer, found in enumerate(pool.model.layers) if found is not None}
+        assert kinds == dict.fromkeys(held, "full") | {44 + layer: "state" for layer in held}
 
 
 @pytest.mark.parametrize("named", [{"hybrid_override_pattern": "M-M*M*"}, {"layers_block_type": list("M-M*M*")}])
