@@ -5,7 +5,7 @@ The prefill side writes them (`rows.write`) when it sends its last chunk, the de
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ def keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     if hasattr(pool, "layers_mapping"):
         rows = _halves(pool, slots)
+    elif hasattr(pool, "full_attention_layer_id_mapping"):  # beside recurrent states
+        rows = _rows(pool.full_kv_pool, slots, 0, list(pool.full_attention_layer_id_mapping))
     else:
         rows = _rows(getattr(pool, "main_pool", pool), slots, pool.start_layer)
     for layer in getattr(pool, "index_k_layer_id_mapping", ()):  # index keys in rows of their own, as MiniMax M3's
@@ -62,13 +64,13 @@ def keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
     write(folder, side, req.bootstrap_room, rank, DTYPES[str(pool.dtype)], rows)
 
 
-def _rows(pool: Any, slots: Any, first: int) -> dict[str, Any]:
-    """Of a pool whose first layer has this number."""
+def _rows(pool: Any, slots: Any, first: int, numbers: Sequence[int] = range(1 << 16)) -> dict[str, Any]:
+    """Of a pool whose first layer is number `first` of `numbers`, those of the model."""
     parts = {"latent": pool.kv_buffer} if hasattr(pool, "kv_buffer") else {"k": pool.k_buffer, "v": pool.v_buffer}
     return {
         f"{layer}.{part}": _bytes(buffer[slots])
         for part, buffers in parts.items()
-        for layer, buffer in enumerate(buffers, start=first)
+        for layer, buffer in zip(numbers[first:], buffers, strict=False)
     }
 
 

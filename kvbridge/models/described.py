@@ -96,9 +96,13 @@ def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> It
 
 
 def _refused_states(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeError]:
-    """As `state_of` in adapters/vllm/states.py refuses them."""
+    """As `state_of` in adapters/vllm/states.py and `check` in adapters/sglang/states.py refuse them."""
     if command.engine == "sglang":
-        yield refusal("cache_unsupported", "sglang", "state", model.family)
+        if command.is_drafting:
+            found = f"{model.family}: --speculative-algorithm"
+            yield refusal("cache_unsupported", "sglang", "drafted state", found)
+        if model.state is not None and not (model.state.conv and model.state.heads):
+            yield refusal("cache_unsupported", "sglang", "state", model.family)
         return
     if command.state_mode == "all" and not command.has_private_blocks:
         yield refusal("layer_unsupported", "vllm", "cached state", f"{model.family}: mamba_cache_mode all")
@@ -145,7 +149,7 @@ def _longer(layer: Layer) -> Layer:
 
 def _has_window_pool(model: ModelCache, command: EngineCommand) -> bool:
     """Whether SGLang gives windows memory of their own."""
-    held = [layer for layer in model.layers if layer is not None]
+    held = [layer for layer in model.layers if layer is not None and layer.kind != "state"]
     alike = len({(layer.kv_heads, layer.key_width, layer.value_width) for layer in held}) == 1
     has_windows = {layer.kind for layer in held} > {"full"}
     return has_windows and not model.has_one_pool and not (command.keeps_all and alike)
@@ -265,10 +269,15 @@ def _keepings(
 
 
 def _state_codecs(model: ModelCache, command: EngineCommand) -> tuple[tuple[CodecName, int], tuple[CodecName, int]]:
-    """Of the convolution and of the state proper."""
-    own = model.dtype if command.dtype == "auto" else command.dtype
+    """Of the convolution and of the state proper. SGLang's environment may name others."""
+    is_sglang = command.engine == "sglang"
+    own = "bfloat16" if is_sglang else model.dtype if command.dtype == "auto" else command.dtype
     conv = own if command.conv_dtype == "auto" else command.conv_dtype
-    state = (model.state_dtype or conv) if command.state_dtype == "auto" else command.state_dtype
+    state = (
+        (model.state_dtype or ("float32" if is_sglang else conv))
+        if command.state_dtype == "auto"
+        else command.state_dtype
+    )
     return CODEC_OF_DTYPE[conv], CODEC_OF_DTYPE[state]
 
 

@@ -51,6 +51,7 @@ FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "drafts": ("--speculative-algorithm",),
         "draft_model": ("--speculative-draft-model-path", "--speculative-draft-model"),
         "model": ("--model-path", "--model"),
+        "state_dtype": ("--mamba-ssm-dtype",),
         "quantization": ("--quantization",),
     },
 }

@@ -30,8 +30,7 @@ with other block and tensor parallel sizes. For other families and sizes ask [pl
 COUNT = """
 Of RECIPES public recipes for prefill and decode apart (InferenceX, snapshot 2026-08-21, vLLM and SGLang),
 **CARRIED** are carried as far as the model's cache decides; none of them was run. They are counted by what stops them
-first, so only in sum: TABLE. Those with states count once SGLang's are carried, too. All of MiniMax M3's are of vLLM,
-on Blackwell, and none asks for KV in NVFP4.
+first, so only in sum: TABLE. All of MiniMax M3's are of vLLM, on Blackwell, and none asks for KV in NVFP4.
 """
 TAIL = """
 **Windows** are carried to equal or smaller blocks. To larger ones the prefill side needs a larger `--block-size`, or a
@@ -45,9 +44,10 @@ than one group of layers: there, windows need `--disable-hybrid-kv-cache-manager
 `indexer_rope_interleave: true` in its config.json; vLLM never does. From 0.33 on vLLM keeps their scales in another
 form on SM100 (B200) than on other GPUs. Both are converted on the way: [how exactly](convertible.md#index-keys).
 
-**States.** Between vLLM engines (0.30 or later) of other parallel sizes, blocks and dtypes, and either
-`VLLM_SSM_CONV_STATE_LAYOUT`, with or without a prefix cache on either side, and without drafts on both:
-[how](vllm.md#limits).
+**States.** Of other parallel sizes, blocks and dtypes, and either `VLLM_SSM_CONV_STATE_LAYOUT`, with or without a
+prefix cache on either side, and without drafts on both: in [vLLM](vllm.md#limits) 0.30 or later, and in
+[SGLang](sglang.md#limits). A state is that after one token: between vLLM and SGLang the router
+[says who decodes](proxy.md#a-router-of-your-own), before prefill begins.
 
 ## Before anything is started
 

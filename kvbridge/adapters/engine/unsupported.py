@@ -14,6 +14,7 @@ OTHER = {
     "vllm": "another connector until then: vLLM's NixlConnector carries most of these",
     "sglang": "another backend until then: SGLang's nixl and mooncake carry most of these",
 }
+NO_DRAFTS = {"vllm": "no --speculative-config", "sglang": "a server without --speculative-algorithm"}
 ANOTHER_DTYPE = "--kv-cache-dtype auto, bfloat16 or fp8"
 # Classes of SGLang's pools that may hold a draft model's rows.
 DRAFT_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool")
@@ -31,7 +32,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "index values": Unsupported("index values beside index keys, nor do SGLang's own backends", {}),
     "state": Unsupported("recurrent or convolution states of this kind yet", OTHER),
     "cached state": Unsupported("recurrent states of every block", {"vllm": "--mamba-cache-mode align"}),
-    "drafted state": Unsupported("recurrent states beside drafts yet", {"vllm": "no --speculative-config"}),
+    "drafted state": Unsupported("recurrent states beside drafts yet", NO_DRAFTS),
     "compressed": Unsupported("caches of which a row stands for several tokens yet", OTHER),
     "ring": Unsupported("ring buffers of a request's last tokens yet", OTHER),
     "cross": Unsupported("the KV of an encoder", {}),

@@ -75,6 +75,17 @@ def is_fetched_elsewhere(req: Any) -> bool:
     return True
 
 
+def shorten(req: Any) -> None:
+    """Have a prompt computed without its last token, before it is scheduled, as the other engine wants its state.
+
+    vLLM computes that token itself, from the state before it, and a state cannot go back. Who sent the request uses
+    nothing of SGLang's answer. One token alone stays: nobody fetches it.
+    """
+    if len(req.origin_input_ids) > 1:
+        req.origin_input_ids = req.origin_input_ids[:-1]
+        req.logprob_start_len = min(req.logprob_start_len, len(req.origin_input_ids))
+
+
 def write(buffers: Any, index: int, room: int, said: Prefilled, top: list[tuple[float, int]]) -> None:
     """Write the auxiliary row that an SGLang prefill server would have sent (`MetadataBuffers.set_buf`)."""
     buffers.output_ids[index][0] = said.first_token

@@ -31,7 +31,7 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_parallel, get_serving
+from sglang.srt.runtime_context import get_device, get_parallel, get_serving, linear_attn_tp_size
 from sglang.srt.utils.network import NetworkAddress
 
 from ...errors import EngineError, OperatorError
@@ -39,7 +39,7 @@ from ...oneline import plain
 from ..engine.client import EngineClient
 from ..engine.conversation import Conversation, Ended
 from ..engine.names import UNNAMED, model_name, weights_name
-from . import drafts, foreign
+from . import drafts, foreign, states
 from .building import TESTED, building
 from .messages import STATUS_TAG, TAG, Asked, BadMessage, Row, pack, shares, unknown, unpack
 from .options import SGLangOptions
@@ -81,7 +81,7 @@ class KVBridgeManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not t
             reason = "_init_kv_manager of its queue is not hooked: this SGLang is not the one that this adapter knows"
             raise OperatorError("hook_missing", f"{reason} ({TESTED})")
         _check_version()
-        _check_parallel(disaggregation_mode)
+        _check_parallel(disaggregation_mode, states.has_states(queue.token_to_kv_pool))
         self.options = SGLangOptions.read(os.environ)
         self.rooms = Rooms()
         self.queue = queue
@@ -567,9 +567,12 @@ def _check_version() -> None:
         log.warning("SGLang %s: this adapter was tested with %s", __version__, TESTED)
 
 
-def _check_parallel(mode: Any) -> None:
+def _check_parallel(mode: Any, has_states: bool) -> None:
     """Raise OperatorError for a kind of parallelism that is not supported yet."""
     parallel = get_parallel()
+    if has_states and linear_attn_tp_size() != parallel.attn_tp_size:
+        sizes = f"attention's tensor parallel size {parallel.attn_tp_size}, that of states {linear_attn_tp_size()}"
+        raise OperatorError("context_parallel_unsupported", f"{sizes}, must be equal")
     for name in ("attn_dcp_size", *(("attn_cp_size",) if mode == DisaggregationMode.DECODE else ())):
         if getattr(parallel, name) != 1:
             raise OperatorError("context_parallel_unsupported", f"{name}: {getattr(parallel, name)}, must be 1")

@@ -2,7 +2,8 @@
 
 A `SWAKVPool` has two halves: layers that see all tokens, and layers with a window. Each half has tensors of its own,
 and is a group, because a token has another slot in each (`windows.py`). Any other pool is one half. Index keys of
-sparse attention are beside K and V or latents, in the same slots.
+sparse attention are beside K and V or latents, in the same slots. Recurrent states are in a pool of their own
+(`states.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..engine.memory import CODEC_OF, Memory, plane_of
 from ..engine.names import draft_name
 from ..engine.records import WHOLE, Heads, model_record
 from ..engine.unsupported import DRAFT_POOLS, UNSUPPORTED, draft_refusal, refusal
-from . import drafts
+from . import drafts, states
 
 LAYOUTS = ("nhd", "hnd")
 ATTENTION, INDEXER = "RadixAttention", "Indexer"
@@ -34,7 +35,7 @@ POOLS = {
     "SWAKVPool": "halves",
     "DSATokenToKVPool": "latent",  # and index keys
     "MiniMaxSparseKVPool": "kv and index keys",
-    "HybridLinearKVPool": "state",
+    "HybridLinearKVPool": "beside states",
     "QSATokenToKVPool": "state",
     "DeepSeekV4TokenToKVPool": "compressed",
     "MHATokenToKVPoolFP4": "packed",
@@ -43,6 +44,7 @@ POOLS = {
     "MiniMaxM3Nvfp4KVPool": "packed checkpoint",
     "HiSparseDSATokenToKVPool": "host rows",
 }
+BESIDE_STATES = ("MHATokenToKVPool", "MLATokenToKVPool")  # what a `HybridLinearKVPool` may have for attention
 HALF = "MHATokenToKVPool"  # what each half of a `SWAKVPool` must be
 WINDOW_GROUP = 1  # the number of the group whose layers have a window; the full layers' is 0
 
@@ -86,12 +88,14 @@ def describe(
     of_model = _groups(queue, shard, modules, is_decoder)
     of_draft = _draft_layers(queue, shard, modules, depth)
     groups = [*of_model, *of_draft]
-    planes = [each for group in groups for each in _planes(group, modules)]
+    rows = [each for group in groups for each in _planes(group, modules)]
+    state = states.found(queue, shard)
+    layers = _layers(groups, [plane for _, plane in rows], modules) | (state.layers if state else {})
     return Memory.of(
         Engine(kind="sglang", version=__version__[:256], id=engine_id[:256], replica=replica),
         model_record(
             model_name,
-            _layers(groups, [plane for _, plane in planes], modules),
+            layers,
             depth=depth,
             pp_size=shard.pp_size,
             weights=weights,
@@ -99,8 +103,8 @@ def describe(
             draft=_draft_name(queue, model_name, draft) if of_draft else "",
         ),
         shard,
-        _counted(of_model, planes),
-        planes,
+        (*_counted(of_model, rows), *([state.group] if state else [])),
+        [*rows, *(state.planes if state else [])],
     )
 
 
@@ -132,17 +136,19 @@ def check(queue: Any) -> None:
         raise _unsupported(f"KV pool: {kind}, supported are {known}")
     if getattr(queue.scheduler, "enable_hisparse", False):
         raise refusal("cache_unsupported", "sglang", "host rows", "hisparse")
-    if hasattr(states := queue.scheduler.req_to_token_pool, "get_state_buf_infos"):  # as SGLang itself finds them
-        found = f"KV pool: {kind} beside {type(states).__name__}"
-        raise refusal("cache_unsupported", "sglang", "state", found)
+    states.check(queue)
     if (device := queue.metadata_buffers.output_ids.device.type) != "cpu":
         raise _unsupported(f"metadata buffers: on {device}, must be on the CPU")
     if has_windows(pool):
         _check_halves(pool)
+    if states.has_states(pool):
+        _check_kind("KV pool: HybridLinearKVPool whose full_kv_pool", pool.full_kv_pool)
     if _is_minimax(pool):
         _check_minimax(pool)
     for half in _pools(pool):
         _check_rows(half)
+    if states.has_states(pool) and (kind := type(pool.full_kv_pool).__name__) not in BESIDE_STATES:
+        raise _unsupported(f"KV pool: HybridLinearKVPool of {kind}, must be of {' or '.join(BESIDE_STATES)}")
     for draft in drafts.pools(queue):
         _check_kind("draft model's KV pool", draft)
         if (kind := type(draft).__name__) not in DRAFT_POOLS:
@@ -237,6 +243,8 @@ def _pools(pool: Any) -> tuple[Any, ...]:
     """The pools that have tensors."""
     if _is_minimax(pool):
         return (pool.main_pool,)
+    if states.has_states(pool):
+        return (pool.full_kv_pool,)
     return (pool.full_kv_pool, pool.swa_kv_pool) if has_windows(pool) else (pool,)
 
 
@@ -244,7 +252,8 @@ def _groups(queue: Any, shard: Shard, modules: Modules, is_decoder: bool) -> lis
     pool, config = queue.token_to_kv_pool, queue.scheduler.model_config
     if not has_windows(pool):
         (rows,) = _pools(pool)
-        return [_group(rows, _numbers(rows), config.get_total_num_kv_heads, shard, _index(pool))]
+        layers = _numbers(pool if states.has_states(pool) else rows)
+        return [_group(rows, layers, config.get_total_num_kv_heads, shard, _index(pool))]
     if is_decoder and pool.page_size == 1 and queue.scheduler.server_args.disaggregation_decode_enable_radix_cache:
         # SGLang would also hand out slots before the window, which nobody has written.
         raise _unsupported(
@@ -304,6 +313,8 @@ def _before(modules: Modules, layer: int) -> int:
 
 
 def _numbers(pool: Any) -> tuple[int, ...]:
+    if states.has_states(pool):
+        return states.attention(pool)
     return tuple(range(pool.start_layer, pool.start_layer + pool.layer_num))
 
 

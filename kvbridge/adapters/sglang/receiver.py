@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 
 from ..engine.conversation import Ended
 from ..engine.prompts import is_in, rendezvous, short, traceparent
-from . import drafts, foreign, windows
+from . import drafts, foreign, states, windows
 from .manager import KVBridgeManager, attempt, is_foreign
 from .messages import Asked, Row, pack
 from .rooms import OTHER_PROMPT
@@ -90,6 +90,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         if reason:
             return self._fail(reason)
         self._common = short(req.rid)
+        if not tokens:
+            states.copy_prefix(self.kv_mgr.queue, req)
         self.kv_mgr.rooms.bind(self.bootstrap_room, self, self._prompt)
 
     def _read_foreign(self, req: Any) -> str:
@@ -213,7 +215,8 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
     def _ask(self, pages: list[int], first: int) -> None:
         manager, talk, room = self.kv_mgr, self.kv_mgr.talk, self.bootstrap_room
         assert talk is not None
-        window = windows.wanted(manager.kv_args, self._states, first + self._tokens, talk.memory.pool.groups)
+        late = windows.wanted(manager.kv_args, self._states, first + self._tokens)
+        late += states.slot(manager.kv_args, self._states)
         for info in self.bootstrap_infos:
             asked = Asked(
                 room=room,
@@ -233,7 +236,7 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
             self._expected or self._nothing(rendezvous(room, self._prompt), self._agent()),
             first_token=first,
             end_token=first + self._tokens,
-            blocks=(Blocks(0, first // page, tuple(pages)), *window) if pages else (),
+            blocks=(Blocks(0, first // page, tuple(pages)), *late) if pages else (),
             deadline_s=min(float(manager.waiting_timeout), 86400.0),
             fence=manager.mark_free(),
             traceparent=self._traceparent,

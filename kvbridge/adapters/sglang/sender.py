@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 from ...oneline import plain
 from ..engine.conversation import COMPUTING_S, Ended
 from ..engine.prompts import call, rendezvous, short, traceparent
-from . import foreign, windows
+from . import foreign, states, windows
 from .manager import KVBridgeManager, attempt
 from .messages import Row
 from .prompts import prompt_tokens
@@ -68,9 +68,11 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
             return self._fail(reason)
         self._name = short(req.rid)
         self._traceparent = traceparent(foreign.custom_params(req))
-        self._length = len(prompt_tokens(req))
         if bad_params:
             return self._fail(bad_params)
+        if is_fetched_elsewhere and states.has_states(self.kv_mgr.queue.token_to_kv_pool):
+            foreign.shorten(req)
+        self._length = len(prompt_tokens(req))
         self.kv_mgr.bind(self.bootstrap_room, self, self._prompt, is_open=bool(is_fetched_elsewhere))
 
     def pop_decode_prefix_len(self) -> int:
@@ -97,10 +99,11 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         event, self._early_send_wait_event = self._early_send_wait_event, None
         if is_last and not self._send_row():
             return
-        self._offer(pages.tolist(), self._tokens + num_kv_tokens, is_last, event)
+        state = states.slot(self.kv_mgr.kv_args, state_indices) if is_last else ()
+        self._offer(pages.tolist(), self._tokens + num_kv_tokens, is_last, event, state)
         self._record_transfer_indices(pages, None)
 
-    def _offer(self, pages: list[int], tokens: int, is_last: bool, event: Any) -> None:
+    def _offer(self, pages: list[int], tokens: int, is_last: bool, event: Any, state: tuple[Blocks, ...]) -> None:
         manager, talk = self.kv_mgr, self.kv_mgr.talk
         if talk is None:
             return self._fail("no memory is attached to an agent")
@@ -122,7 +125,7 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
                 request=self._name or str(self.bootstrap_room),
                 first_token=self._first_token,
                 tokens=tokens,
-                blocks=(*blocks, *(window or ())),
+                blocks=(*blocks, *(window or ()), *state),
                 is_last=is_last,
                 is_more=not is_new,
                 hold_s=manager.options.hold_s if is_last else COMPUTING_S,

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvbridge_proto.common import Blocks
-from kvbridge_proto.pool import Group
 
 from ...errors import EngineError
 from .pool import WINDOW_GROUP, has_windows
@@ -43,14 +42,14 @@ def first_held(tokens: int, before: int, page: int) -> int:
     return max(0, (tokens - 1 - before) // page * page, locked)
 
 
-def wanted(args: Any, state_indices: list[Any] | None, tokens: int, groups: tuple[Group, ...]) -> tuple[Blocks, ...]:
+def wanted(args: Any, state_indices: list[Any] | None, tokens: int) -> tuple[Blocks, ...]:
     """The window's blocks that SGLang has allocated for a prompt of `tokens` tokens: they end with its last page.
 
     `args` and `state_indices` are SGLang's. Raises EngineError.
     """
     from sglang.srt.disaggregation.base.conn import StateType
 
-    if len(groups) <= WINDOW_GROUP or state_indices is None or not tokens:
+    if StateType.SWA not in args.state_types or state_indices is None or not tokens:
         return ()
     page = int(args.page_size)
     pages = state_indices[args.state_types.index(StateType.SWA)].tolist()

@@ -15,6 +15,8 @@ from ..engine.prompts import ROOMS
 
 WIRE_TEXT = 256  # characters that a `RendezvousId`, an `Address` or an `AttachmentName` may have
 WEIGHTS = "remote_weights"
+FETCHED_BY = "fetched_by"  # which engine decodes what is prefilled in a room: vLLM unless it says GOES_ON
+GOES_ON = "sglang"  # continues after the whole prompt; vLLM computes the prompt's last token again
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from ..engine.names import UNNAMED, weights_name
 from ..engine.prompts import call, is_in, rendezvous, traceparent
 from .block_tables import GroupTables
 from .options import VLLMOptions
-from .params import WEIGHTS, Remote, read_remote, read_room
+from .params import FETCHED_BY, GOES_ON, WEIGHTS, Remote, read_remote, read_room
 from .pressure import KeptBlocks, Pressure
 from .prompt_trim import can_be_short, shorten
 from .rendezvous import (
@@ -337,12 +337,13 @@ class SchedulerSide:
             reason = f"max_tokens {request.max_tokens}, must be 1"
             log.warning("%s: %s: not offered", name, reason)
             return self._offer_nothing(request, rendezvous_id, reason)
-        # In a router's room the other engine may continue after the prompt's last token: it needs the whole prompt. Not
-        # beside states, which only vLLM's adapter carries.
-        if self._tables.has_windows and (not room or self._tables.has_states) and can_be_short(request):
+        # In a router's room the other engine may continue after the prompt's last token: it needs the whole prompt. Of
+        # windows a vLLM there gets enough of that, mostly. A state is either before that token or after it.
+        is_whole = bool(room) and (not self._tables.has_states or params.get(FETCHED_BY) == GOES_ON)
+        if self._tables.has_windows and not is_whole and can_be_short(request):
             shorten(request)
         elif not self._tables.outlives(request.num_prompt_tokens):
-            if not room or self._tables.has_states:
+            if not is_whole:
                 self._log_given_up(request)
                 return self._offer_nothing(request, rendezvous_id, "vLLM keeps too little for the prompt's last token")
             # Another engine goes on after the whole prompt, and needs no more of a window than vLLM keeps for that.

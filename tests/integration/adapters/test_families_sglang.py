@@ -30,6 +30,8 @@ from tests.integration.adapters.test_sglang_pool import (
     queue_of,
     sparse,
 )
+from tests.integration.adapters.test_sglang_states import Kind
+from tests.integration.adapters.test_sglang_states import Side as States
 from tests.integration.adapters.test_sglang_windows import Side, conv_states
 from tests.support.families import FAMILIES, Family, is_run
 
@@ -57,6 +59,8 @@ def queue_for(family: Family, tp: int) -> Any:
         return side.queue
     elif family.pool == "SWAKVPool":
         return windowed(family, tp)
+    elif family.pool == "HybridLinearKVPool":
+        return beside_states(family, tp)
     elif family.pool == "DSATokenToKVPool":
         skipped = [layer not in model.index for layer in range(len(model.layers))]
         pool = sparse(layer_num=len(model.layers), skip_topk_layers=skipped)
@@ -79,6 +83,31 @@ def queue_for(family: Family, tp: int) -> Any:
             queue, latent(PAGE, **common | {"layer_num": 1}, kv_lora_rank=512, qk_rope_head_dim=64), path=""
         )
     return queue
+
+
+def beside_states(family: Family, tp: int) -> Any:
+    """What a family that is refused is refused for is its own (lfm2.py, bailing_moe_linear.py, glm5_next.py)."""
+    model = read(family.config)
+    if model.state is None or not (model.state.conv and model.state.heads):
+        side = States(tp=tp)
+        side.queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList()
+        if family.models == "GLM-5-Next":
+            side.pool.full_kv_pool = sparse(page_size=256, index_kpool=4)
+        return side.queue
+    state, layers = model.state, list(enumerate(model.layers))
+    name = "kda" if "kimi" in model.family else "mamba2" if state.conv[0].part == "conv_x" else "gated"
+    kind = Kind(name, tuple((each.heads, each.channels) for each in state.conv), state.heads, state.values, state.keys)
+    attention = next(layer for _, layer in layers if layer and layer.kind != "state")
+    size = {"head_num": max(1, attention.kv_heads // tp), "head_dim": attention.key_width}
+    if attention.kind == "mla":
+        size = {"head_num": 1, "use_mla": True, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    rows = [i for i, layer in layers if layer and layer.kind != "state"]
+    states = rows if model.has_states_beside else [i for i, layer in layers if layer and layer.kind == "state"]
+    side = States(kind, tp, tp - 1, layers=(states, rows), attention=size)
+    config = side.queue.scheduler.model_config
+    config.get_total_num_kv_heads = lambda: attention.kv_heads
+    config.hf_text_config.num_hidden_layers = len(layers)
+    return side.queue
 
 
 def windowed(family: Family, tp: int) -> Any:

@@ -39,7 +39,7 @@ class Talk:
         self.numbers = count(1)
         self.said: list[Any] = []
         self.news: list[Ended] = []
-        self.memory = SimpleNamespace(device=SimpleNamespace(type="cpu"), pool=SimpleNamespace(groups=(None,)))
+        self.memory = SimpleNamespace(device=SimpleNamespace(type="cpu"))
         self.rested_s = 0.0
 
     is_waiting = False
@@ -125,6 +125,7 @@ def manager(role: str) -> Any:
     made.pp_group = SimpleNamespace(is_last_rank=True)
     row = np.arange(8, dtype=np.uint8)
     made.kv_args = SimpleNamespace(page_size=PAGE, aux_data_ptrs=[row.ctypes.data], aux_item_lens=[4], row=row)
+    made.kv_args.state_types = []
     made.local_ip, made.rank_port = "10.0.0.2", 4000
     made.digest = lambda req: req.prompt
     made.send_kv_status_message = lambda **said: made.told.append((said["targets"], said["failure_reason"]))

@@ -168,7 +168,7 @@ class Side:
         from sglang.srt.disaggregation.base.conn import StateType
 
         args = SimpleNamespace(page_size=self.page, state_types=[StateType.SWA])
-        return self.pages(first, end), *wanted(args, state_indices, end, self.memory.pool.groups)
+        return self.pages(first, end), *wanted(args, state_indices, end)
 
     def offered(self, tokens: int) -> tuple[Blocks, ...]:
         return self.pages(0, tokens), *offered(self.queue, self.req, tokens)

@@ -332,11 +332,25 @@ def test_vllm_clears_no_block_that_is_offered_whole(tmp_path: Path, role: str, r
     one.finish()
 
 
-def test_a_state_is_the_same_in_a_routers_room_as_only_vllm_takes_it(tmp_path: Path) -> None:
-    one = world(tmp_path)
-    request = one.prefill(40, bootstrap_room=7)
-    one.steps(6)
-    assert request.num_prompt_tokens == 39 and one.agent.take(Offer)[-1].tokens == 39
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("engine", "more"), [("vllm", {}), ("sglang", {"fetched_by": "sglang"})])
+def test_who_decodes_in_a_routers_room_decides_of_which_token_a_state_is(
+    tmp_path: Path, engine: str, more: dict[str, Any], is_async: bool
+) -> None:
+    """vLLM computes the prompt's last token again, SGLang goes on after it. Nothing else may be added to the state."""
+    one = world(tmp_path, async_scheduling=is_async)
+    for tokens in (1, 2, BLOCK, BLOCK + 1, 40) if more else (2, 40):
+        request, scheduled = one.prefill(tokens, bootstrap_room=7, **more), 0
+        for _ in range(9):
+            one.step()
+            scheduled += one.scheduled.num_scheduled_tokens.get(request.request_id, 0)
+        offer = one.agent.take(Offer)[-1]
+        expected = tokens - (engine == "vllm")
+        assert request.is_finished() and (offer.tokens, scheduled, offer.is_last) == (expected, expected, True)
+        assert [(piece.group, piece.first, len(piece.ids)) for piece in offer.blocks if piece.group] == [(1, 0, 1)]
+        one.agent.say(Released(number=offer.number, request="r"))
+        one.run()
+        one.assert_empty()
 
 
 @pytest.mark.parametrize("room", [{}, {"bootstrap_room": 7}], ids=["by name", "in a room"])

@@ -68,7 +68,8 @@ def test_vllm_prefills_one_token_of_what_was_asked(decode: Kind) -> None:
         "stream": False,
         "n": 1,
         "return_token_ids": True,
-        "kv_transfer_params": {"do_remote_decode": True, "bootstrap_room": ROOM},
+        "kv_transfer_params": {"do_remote_decode": True, "bootstrap_room": ROOM}
+        | ({"fetched_by": "sglang"} if decode is Kind.SGLANG else {}),
     }
     chat = ask("/v1/chat/completions", messages=[{"role": "user"}], max_completion_tokens=9, min_tokens=0)
     body = sent(vllm_prefill(chat, ROOM, decode))

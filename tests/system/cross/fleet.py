@@ -80,7 +80,9 @@ class Cross:
     def for_sglang(self, sender: str, tokens: list[int], **more: Any) -> tuple[str, dict[str, Any]]:
         """vLLM prefills: its request's name, and the body for SGLang."""
         room, request = self.room(), self.vllm.name(f"p-{sender}")
-        prefilled = self.vllm[sender].run(request, tokens, 1, vllm.PREFILL | {"bootstrap_room": room})
+        prefilled = self.vllm[sender].run(
+            request, tokens, 1, vllm.PREFILL | {"bootstrap_room": room, "fetched_by": "sglang"}
+        )
         return request, decode_body(tokens, room, prefilled, **more)
 
     def for_vllm(self, sender: str, tokens: list[int]) -> tuple[HTTPConnection, dict[str, Any]]:

@@ -5,7 +5,7 @@ folder. There the prefill side writes a prompt's rows when it sends its last chu
 the transfer, unless the folder has a file `pause`. `KVBRIDGE_TEST_TIMES` names a file. It gets a line of JSON at both
 moments, what SGLang reports of the transfer, and the notes of `tests.system.engines.marks`. `KVBRIDGE_TEST_SEED` makes
 the weights of a model that is only a config.json. `KVBRIDGE_TEST_INDEX_KEYS` lets a model with sparse attention run on
-a CPU.
+a CPU, `KVBRIDGE_TEST_STATES` one with Gated DeltaNet; with rows the states are kept, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from demo.sglang_replicas import rest_between_requests, spread_attention
 from demo.sglang_rows import keep, watch
 from tests.system.engines import marks, weights
-from tests.system.sglang import drafting
+from tests.system.sglang import drafting, states
 
 NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 PAUSE = "pause"
@@ -49,6 +49,8 @@ def register() -> None:
         HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope", _flat_rope, HookType.AROUND)
         if drafting.VARIABLE in os.environ:
             drafting.register()
+        if states.VARIABLE in os.environ:
+            states.register()
     elif drafting.VARIABLE in os.environ:
         drafting.register_for_gpus()
     if "KVBRIDGE_TEST_INDEX_KEYS" in os.environ:
@@ -183,6 +185,8 @@ def _seen(side: str, scheduler: Any, req: Any) -> None:
         marks.note(side=side, room=req.bootstrap_room, at_s=time.monotonic())
     if (folder := os.environ.get("KVBRIDGE_TEST_ROWS")) and not Path(folder, PAUSE).exists():
         keep(Path(folder), side, scheduler, req)
+        if hasattr(scheduler.req_to_token_pool, "mamba_pool"):
+            states.keep(Path(folder), side, scheduler, req)
 
 
 def _timed(result: Any, stats: Any, metric: Any) -> None:

@@ -221,6 +221,17 @@ def test_a_state_beside_attention_has_a_number_after_the_models_layers() -> None
         assert kinds == dict.fromkeys(held, "full") | {44 + layer: "state" for layer in held}
 
 
+def test_sglang_keeps_states_in_fp32_unless_it_is_told_otherwise() -> None:
+    model = read(latents("kimi_linear", 6, linear_attn_config=KDA | {"full_attn_layers": [4, 6]}))
+    for command, expected in (("sglang", "fp32"), ("sglang --mamba-ssm-dtype bfloat16", "bf16")):
+        (pool,) = pools_of(model, parse(command), "m", "e")
+        codecs = {plane.part: (plane.codec.name, plane.codec.width, plane.total_heads) for plane in pool.planes}
+        assert codecs == {
+            **{f"conv_{piece}": ("bf16", 3 * 128, 32) for piece in "qkv"},
+            **{"state": (expected, 128 * 128, 32), "latent": ("bf16", 576, 1)},
+        }
+
+
 @pytest.mark.parametrize("named", [{"hybrid_override_pattern": "M-M*M*"}, {"layers_block_type": list("M-M*M*")}])
 def test_a_state_is_a_layer_of_its_own(named: dict[str, Any]) -> None:
     sizes = {"mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 16, "n_groups": 1, "conv_kernel": 4}
@@ -244,7 +255,7 @@ def test_a_state_is_a_layer_of_its_own(named: dict[str, Any]) -> None:
         ("vllm --no-enable-prefix-caching --spec-method ngram", "beside drafts yet; needs no --speculative-config"),
         ("vllm --no-enable-prefix-caching --speculative-config.model ngram", "beside drafts yet"),
         ("vllm --no-enable-prefix-caching -tp 2 -dcp 2", "decode_context_parallel_size 2; needs 1"),
-        ("sglang", "recurrent or convolution states of this kind"),
+        ("sglang --speculative-algorithm NEXTN", "beside drafts yet; needs a server without --speculative-algorithm"),
     ],
 )
 def test_states_that_are_not_carried_are_refused_before_anything_starts(command: str, text: str) -> None:

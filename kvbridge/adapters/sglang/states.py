@@ -1,0 +1,170 @@
+"""Recurrent states in SGLang: where each part of a state lies, and which slot an offer or a want names.
+
+A `HybridLinearKVPool` has the rows of attention. Beside it a `MambaPool` has one slot for each request's state: the
+last rows of the short convolution's input, and the state proper. On the prefill side nothing writes a request's slot
+between its last chunk and its sender's end: SGLang's prefix cache gets a copy, and the slot goes to the cache, or is
+free, only after that. So the slot is offered as it is, and held. What comes to the decode side fills the whole slot:
+SGLang does not clear it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kvbridge_proto.common import Blocks
+from kvbridge_proto.pool import Codec, Group, Layer, Plane, Shard, Step
+
+from ...errors import OperatorError
+from ..engine.memory import CODEC_OF
+from ..engine.records import Heads, State
+from ..engine.unsupported import refusal
+
+STATE_GROUP = 1  # the number of the group of states; the attention layers' is 0
+# Of requests' places. A unified pool's slots are not where their numbers say.
+PLACES = ("HybridReqToTokenPool", "HybridMambaDecodeReqToTokenPool")
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The states of a rank's layers: the record of each layer, the group, and each plane with its tensor."""
+
+    layers: dict[int, Layer]
+    group: Group
+    planes: list[tuple[torch.Tensor, Plane]]
+
+
+def has_states(pool: Any) -> bool:
+    """Whether the pool has the rows of attention only, beside recurrent states."""
+    return type(pool).__name__ == "HybridLinearKVPool"
+
+
+def attention(pool: Any) -> tuple[int, ...]:
+    """The model's numbers of the attention layers, in the order of the pool's tensors."""
+    return tuple(int(layer) for layer in pool.full_attention_layer_id_mapping)
+
+
+def check(queue: Any) -> None:
+    """Raise OperatorError if requests have states that are not carried."""
+    places, pool = queue.scheduler.req_to_token_pool, queue.token_to_kv_pool
+    if not hasattr(places, "get_state_buf_infos"):  # as SGLang itself finds them
+        return
+    found = f"KV pool: {type(pool).__name__} beside {type(places).__name__}"
+    if not has_states(pool) or type(places).__name__ not in PLACES or pool.mamba_pool is not places.mamba_pool:
+        raise refusal("cache_unsupported", "sglang", "state", found)
+    if queue.draft_token_to_kv_pool is not None:
+        raise refusal("cache_unsupported", "sglang", "drafted state", found)
+    states = pool.mamba_pool
+    if states._slot_siblings or states.enable_linear_replayssm:
+        found += f" with {type(states._slot_siblings[0]).__name__ if states._slot_siblings else 'replayssm'}"
+        raise refusal("cache_unsupported", "sglang", "state", found)
+
+
+def found(queue: Any, shard: Shard) -> States | None:
+    """The states that requests have beside their rows; None if they have none. Raises OperatorError."""
+    pool = queue.token_to_kv_pool
+    if not has_states(pool):
+        return None
+    states = pool.mamba_pool
+    state = _state(queue.scheduler.tp_worker.model_runner.model, states, shard)
+    _check_shapes(states, state, shard)
+    depth, both = int(queue.scheduler.model_config.hf_text_config.num_hidden_layers), attention(pool)
+    # A state beside attention in one layer (Falcon-H1) has a number after the model's layers.
+    numbers = [int(layer) + depth * (layer in both) for layer in states.mamba_layer_ids]
+    planes = [each for place, layer in enumerate(numbers) for each in _planes(states, place, layer, state, shard)]
+    slots = states.mamba_cache.temporal.shape[1]
+    group = Group(kind="state", block_tokens=int(queue.scheduler.req_to_token_pool.max_context_len), blocks=slots)
+    return States(dict.fromkeys(numbers, state.record), group, planes)
+
+
+def _state(model: torch.nn.Module, states: Any, shard: Shard) -> State:
+    """What the model's layers keep, of all ranks: the modules know their heads, the pool how many rows."""
+    kinds = {"RadixLinearAttention": _delta, "MambaMixer2": _mamba2}
+    modules = {kind: module for module in model.modules() if (kind := type(module).__name__) in kinds}
+    if len(modules) != 1 or len(states.mamba_cache.conv) != 1:
+        what = " and ".join(sorted(modules)) or "layers that kvbridge does not know"
+        raise refusal("cache_unsupported", "sglang", "state", f"KV pool: HybridLinearKVPool of {what}")
+    ((kind, module),) = modules.items()
+    window = states.mamba_cache.conv[0].shape[3 - states.conv_slice_axis]
+    return kinds[kind](module, int(window) + 1, shard.tp_size)
+
+
+def _delta(layer: Any, kernel: int, tp_size: int) -> State:
+    """Gated DeltaNet, and KDA: the module counts a rank's heads."""
+    heads = int(layer.num_k_heads) * tp_size, int(layer.num_v_heads) * tp_size
+    return State.gated_delta(*heads, int(layer.head_k_dim), int(layer.head_v_dim), kernel)
+
+
+def _mamba2(layer: Any, kernel: int, tp_size: int) -> State:
+    """If B and C have one group, SGLang counts one for each rank; only the norm keeps the model's own number."""
+    of = layer.num_heads, layer.head_dim, layer.ssm_state_size, layer.norm.n_groups, kernel
+    return State.mamba2(*map(int, of))
+
+
+def _check_shapes(states: Any, state: State, shard: Shard) -> None:
+    """Raises OperatorError unless a slot has just the parts of this state, in dtypes that we know."""
+    *pieces, (_, heads, _) = state.parts(shard.tp_rank, shard.tp_size)
+    conv, own = states.mamba_cache.conv[0], states.mamba_cache.temporal
+    channels = sum(held.count * each // state.rows for _, held, each in pieces)
+    shapes = [tuple(each.shape[2:]) for each in (conv, own)]
+    expected = [(channels, state.rows)[:: -1 if states.conv_slice_axis else 1], (heads.count, state.values, state.keys)]
+    dtypes = [conv.dtype, own.dtype]
+    if shapes != expected or not all(dtype in CODEC_OF and dtype.itemsize > 1 for dtype in dtypes):
+        raise OperatorError("shape_unknown", f"KV pool: states {shapes} of {dtypes}, expected {expected}")
+
+
+def _planes(states: Any, place: int, layer: int, state: State, shard: Shard) -> Iterator[tuple[torch.Tensor, Plane]]:
+    """The planes of a layer. Its convolution is [slots, channels, rows], or for KDA [slots, rows, channels]."""
+    *pieces, (_, heads, _) = state.parts(shard.tp_rank, shard.tp_size)
+    conv, own = states.mamba_cache.conv[0][place], states.mamba_cache.temporal[place]
+    conv = conv if states.conv_slice_axis else conv.transpose(1, 2)  # [slots, rows, channels]
+    at = 0
+    for part, held, each in pieces:
+        channels = each // state.rows
+        piece = conv[:, :, at : at + held.count * channels].unflatten(2, (held.count, channels)).transpose(1, 2)
+        yield piece, _plane(piece, part, layer, held)
+        at += held.count * channels
+    yield own.flatten(2), _plane(own.flatten(2), "state", layer, heads)
+
+
+def _plane(view: torch.Tensor, part: str, layer: int, heads: Heads) -> Plane:
+    """The plane of [slots, heads, ...]: what is behind the heads are a row's numbers."""
+    size, width = view.element_size(), view[0, 0].numel()
+    slot, head, *steps = (stride * size for stride in view.stride())
+    return Plane(
+        layer=layer,
+        part=part,
+        group=STATE_GROUP,
+        offset=int(view.storage_offset()) * size,
+        block_stride=slot,
+        token_axis=(Step(1, 0),),
+        head_stride=head,
+        element_axis=tuple(Step(count, step) for count, step in zip(view.shape[2:], steps, strict=True)),
+        first_head=heads.first,
+        heads=heads.count,
+        total_heads=heads.total,
+        codec=Codec(name=CODEC_OF[view.dtype], width=width, element_bytes=size, row_bytes=width * size),
+        name=f"layer {layer} {part}",
+    )
+
+
+def slot(args: Any, state_indices: list[Any] | None) -> tuple[Blocks, ...]:
+    """The request's slot, of which SGLang tells its own backends. `args` and `state_indices` are SGLang's."""
+    from sglang.srt.disaggregation.base.conn import StateType
+
+    if StateType.MAMBA not in args.state_types or state_indices is None:
+        return ()
+    ((number,),) = (state_indices[args.state_types.index(StateType.MAMBA)],)
+    return (Blocks(STATE_GROUP, 0, (int(number),)),)
+
+
+def copy_prefix(queue: Any, req: Any) -> None:
+    """The decode side's prefix cache has all of a prompt: give the request the state that the cache has of it.
+
+    SGLang leaves that copy to the first step that computes rows of the prompt, and here there is none.
+    """
+    if has_states(queue.token_to_kv_pool) and (source := req.kv.mamba_cow_src_index) is not None:
+        queue.scheduler.req_to_token_pool.copy_mamba_state(source.view(-1), req.kv.mamba_pool_idx.view(-1))
+        req.kv.mamba_cow_src_index = None

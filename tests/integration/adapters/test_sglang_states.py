@@ -1,0 +1,513 @@
+"""Recurrent states in SGLang: its real pools of states and of slots, without a server or a model.
+
+The oracle is numpy's: a model's whole state, and what each rank's slot has of it by SGLang's own shapes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvbridge_proto.common import Blocks
+from kvbridge_proto.pool import Engine, Group, Model, Shard
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not in this environment (make test-sglang)", allow_module_level=True)
+
+from kvbridge.adapters.engine.memory import Memory
+from kvbridge.adapters.engine.records import State
+from kvbridge.adapters.sglang.pool import describe, moved
+from kvbridge.adapters.sglang.states import copy_prefix, slot
+from kvbridge.adapters.vllm.states import state_planes
+from kvbridge.device.handles import export_all
+from kvbridge.errors import EngineError, OperatorError
+from kvbridge.exchange.block_tables import check_late, extended
+from kvbridge.exchange.session import AttachedEngine
+from kvbridge.geometry.check import check_pool
+from kvbridge.geometry.overlap import overlaps
+from kvbridge.geometry.plan import plan
+from kvbridge.geometry.shard import assign
+from testing.carried import OnCpu, move
+from testing.pools import Held
+from testing.refusals import refused
+from tests.integration.adapters.small import held
+from tests.integration.adapters.test_sglang_life import begun, manager, one_rank, pages, receiver  # noqa: F401
+from tests.integration.adapters.test_sglang_pool import (  # noqa: F401
+    HEADS,
+    TOKENS,
+    WIDTH,
+    RadixAttention,
+    on_a_cpu,
+    queue_of,
+    sparse,
+)
+
+pytestmark = pytest.mark.sglang
+
+ROWS, SLOTS, LAYERS, LENGTH, PAGE = 3, 6, 4, 300, 16
+STATES, ATTENTION = [0, 1, 3], [2]  # layers
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class RadixLinearAttention(torch.nn.Module):
+    """By its name, as RadixAttention."""
+
+    def __init__(self, **said: Any) -> None:
+        super().__init__()
+        for name, value in said.items():
+            setattr(self, name, value)
+
+
+class MambaMixer2(RadixLinearAttention):
+    pass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of state. `conv` are its pieces: heads in all, channels of each."""
+
+    name: str
+    conv: tuple[tuple[int, int], ...]
+    heads: int
+    values: int
+    keys: int
+
+    @property
+    def state(self) -> State:
+        if self.name == "mamba2":
+            return State.mamba2(self.heads, self.values, self.keys, self.conv[1][0], ROWS + 1)
+        return State.gated_delta(self.conv[0][0], self.heads, self.keys, self.values, ROWS + 1)
+
+    def shape(self, tp: int) -> Any:
+        """SGLang's own of one rank, as its configurations make it (qwen3_next.py, nemotron_h.py, kimi_linear.py)."""
+        from sglang.srt.configs.mamba_utils import KimiLinearStateShape, Mamba2StateShape
+
+        if self.name == "kda":
+            own = {"num_heads": self.heads, "head_dim": self.values, "conv_kernel_size": ROWS + 1}
+            return KimiLinearStateShape.create(tp_world_size=tp, **own)
+        inner, groups = self.heads * self.values, self.conv[1][0]
+        keys = self.conv[0][0] * self.keys
+        own = {"num_heads": self.heads, "head_dim": self.values, "state_size": self.keys, "conv_kernel": ROWS + 1}
+        cut = {"conv_shard_groups": [keys, keys, inner]} if self.name == "gated" else {}
+        return Mamba2StateShape.create(tp_world_size=tp, intermediate_size=inner, n_groups=groups, **own, **cut)
+
+    def module(self, tp: int) -> Any:
+        """SGLang's, as far as it is asked (models/qwen3_next.py, kimi_linear.py; layers/attention/mamba/mamba.py)."""
+        if self.name == "mamba2":
+            groups = self.conv[1][0]
+            heads = {"num_heads": self.heads, "head_dim": self.values, "ssm_state_size": self.keys}
+            return MambaMixer2(**heads, n_groups=max(groups, tp), norm=SimpleNamespace(n_groups=groups))
+        heads = {"num_k_heads": self.conv[0][0] // tp, "num_v_heads": self.heads // tp}
+        return RadixLinearAttention(layer_id=0, **heads, head_k_dim=self.keys, head_v_dim=self.values)
+
+    def params(self, tp: int, layers: list[int], dtypes: tuple[torch.dtype, torch.dtype]) -> Any:
+        from sglang.srt.configs.mamba_utils import KimiLinearCacheParams, Mamba2CacheParams, Mamba2StateDType
+
+        made = KimiLinearCacheParams if self.name == "kda" else Mamba2CacheParams
+        return made(shape=self.shape(tp), layers=layers, dtype=Mamba2StateDType(conv=dtypes[0], temporal=dtypes[1]))
+
+    def whole(self, layer: int) -> list[torch.Tensor]:
+        """The model's: each piece [heads, channels, rows], then [heads, values, keys]. Neighbours differ."""
+        sizes = [(heads, channels, ROWS) for heads, channels in self.conv] + [(self.heads, self.values, self.keys)]
+        counted = np.cumsum([layer, *(int(np.prod(size)) for size in sizes)])
+        # Small whole numbers, which all dtypes have.
+        return [
+            (torch.arange(first, first + int(np.prod(size))) % 120 + place * 0.5).reshape(size).float()
+            for place, (first, size) in enumerate(zip(counted, sizes, strict=False))
+        ]
+
+    def rank(self, layer: int, tp: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a rank has of it: the convolution [channels, rows] and the state proper."""
+        *pieces, state = self.whole(layer)
+        own = []
+        for piece in pieces:
+            size = max(1, len(piece) // tp)
+            first = 0 if len(piece) == 1 else rank * size
+            own.append(piece[first : first + size].reshape(-1, ROWS))
+        share = self.heads // tp
+        return torch.cat(own), state[rank * share : (rank + 1) * share]
+
+
+KINDS = {
+    "gated": Kind("gated", ((4, 5), (4, 5), (8, 3)), 8, 3, 5),
+    "groups": Kind("mamba2", ((8, 3), (4, 6), (4, 6)), 8, 3, 6),
+    "one group": Kind("mamba2", ((8, 3), (1, 6), (1, 6)), 8, 3, 6),
+    "kda": Kind("kda", ((8, 5), (8, 5), (8, 5)), 8, 5, 5),
+}
+
+
+class Side:
+    """A rank's pools, and as much of a scheduler as the adapter takes."""
+
+    def __init__(
+        self,
+        kind: str | Kind = "gated",
+        tp: int = 1,
+        rank: int = 0,
+        dtypes: tuple[torch.dtype, torch.dtype] = (BF16, FP32),
+        *,
+        layers: tuple[list[int], list[int]] = (STATES, ATTENTION),
+        attention: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
+
+        self.kind, self.tp, self.rank = KINDS[kind] if isinstance(kind, str) else kind, tp, rank
+        own = {"size": 4, "mamba_size": SLOTS, "mamba_spec_state_size": 4, "max_context_len": LENGTH}
+        own |= {"device": "cpu", "enable_memory_saver": False, "enable_mamba_extra_buffer": False}
+        params = self.kind.params(tp, layers[0], dtypes)
+        self.places = HybridReqToTokenPool(**own | more, cache_params=params, mamba_layer_ids=layers[0])
+        size = {"size": TOKENS, "dtype": BF16, "page_size": PAGE, "head_num": HEADS // tp, "head_dim": WIDTH}
+        size |= {"full_attention_layer_ids": layers[1], "device": "cpu"} | (attention or {})
+        self.pool = HybridLinearKVPool(**size, mamba_pool=self.places.mamba_pool)
+        self.queue = queue_of(self.pool, heads=size["head_num"] * tp, layers=len({*layers[0], *layers[1]}))
+        self.queue.scheduler.req_to_token_pool = self.places
+        modules = [*map(RadixAttention, layers[1]), *(self.kind.module(tp) for _ in layers[0])]
+        self.queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList(modules)
+
+    @property
+    def cache(self) -> Any:
+        return self.places.mamba_pool.mamba_cache
+
+    @property
+    def memory(self) -> Memory:
+        shard = Shard(tp_rank=self.rank, tp_size=self.tp)
+        memory = describe(self.queue, shard, model_name="m", engine_id=f"{self.tp}")
+        assert check_pool(memory.pool) == () == overlaps(memory.pool)
+        return memory
+
+    def put(self, number: int) -> None:
+        """Write the state of this rank's layers into a slot, as SGLang's layers see it."""
+        for place, layer in enumerate(STATES):
+            conv, own = self.kind.rank(layer, self.tp, self.rank)
+            self.cache.conv[0][place, number] = conv.T if self.kind.name == "kda" else conv
+            self.cache.temporal[place, number] = own
+
+    def buffers(self) -> list[torch.Tensor]:
+        attention = self.pool.full_kv_pool
+        rows = [*attention.kv_buffer] if self.pool.use_mla else [*attention.k_buffer, *attention.v_buffer]
+        return [*self.cache.conv, self.cache.temporal, *rows]
+
+    def copy(self) -> list[torch.Tensor]:
+        return [each.clone() for each in self.buffers()]
+
+    def fill(self) -> None:
+        """All memory with bytes that are no state of ours."""
+        for each in self.buffers():
+            each.view(torch.uint8).fill_(0xEE)
+
+
+LATENT = {"use_mla": True, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
+TPS = (1, 2, 4)
+DTYPES = [(BF16, FP32), (BF16, BF16), (FP32, FP32)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_gets_its_heads_of_every_piece_and_no_other_byte(kind: str) -> None:
+    """A slot is written whole, so what an earlier request has left in it does not matter."""
+    for (ours, theirs), dtypes in product(product(TPS, TPS), [(DTYPES[0], DTYPES[0]), (DTYPES[0], DTYPES[1])]):
+        senders = [Side(kind, ours, rank, dtypes[0]) for rank in range(ours)]
+        for sender in senders:
+            sender.fill()
+            sender.put(1)
+        for rank in range(theirs):
+            side = Side(kind, theirs, rank, dtypes[1])
+            side.fill()
+            before, expected = side.copy(), Side(kind, theirs, rank, dtypes[1])
+            expected.put(3)
+            carry(senders, 1, side, 3)
+            for found, was, whole in zip(side.buffers()[:2], before, expected.buffers(), strict=False):
+                was[:, 3] = whole[:, 3]
+                assert torch.equal(found.view(torch.uint8), was.view(torch.uint8)), (ours, theirs, rank, dtypes)
+
+
+def carry(senders: Sequence[Side], given: int, side: Side, taken: int) -> None:
+    """A prompt's state, without rows of attention: agents take those too, from pages that the slots do not decide."""
+    memories = [states_only(held(sender.memory)) for sender in senders]
+    move(memories, [given], states_only(held(side.memory)), [taken], range(0, 200), 1 << 10, OnCpu())
+
+
+def states_only(whole: Held) -> Held:
+    pool = whole.pool
+    planes = tuple(
+        msgspec_replaced(plane, group=0) for plane in pool.planes if pool.groups[plane.group].kind == "state"
+    )
+    layers = tuple(layer if layer and layer.kind == "state" else None for layer in pool.model.layers)
+    (group,) = [group for group in pool.groups if group.kind == "state"]
+    model = msgspec_replaced(pool.model, layers=layers)
+    return Held(msgspec_replaced(pool, planes=planes, groups=(group,), model=model), whole.memory)
+
+
+def msgspec_replaced(struct: Any, **more: Any) -> Any:
+    from msgspec.structs import replace
+
+    return replace(struct, **more)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["SD", "DS"])
+def test_a_state_goes_to_a_vllm_engine_and_back(kind: str, layout: str) -> None:
+    """Whose pages have the state in bf16, and the convolution in one of two orders."""
+    one = KINDS[kind]
+    for ours, theirs in ((1, 1), (1, 2), (2, 1), (4, 2)):
+        senders = [Side(kind, ours, rank) for rank in range(ours)]
+        for sender in senders:
+            sender.put(2)
+        pages = [vllm(one, theirs, rank, layout) for rank in range(theirs)]
+        for page in pages:
+            move([states_only(held(each.memory)) for each in senders], [2], page, [1], range(0, 200), 1 << 10, OnCpu())
+        for rank, page in enumerate(pages):
+            blocks = page.memory[0].reshape(SLOTS, -1)
+            assert (blocks[[0, *range(2, SLOTS)]] == 0xEE).all()
+            assert bytes(blocks[1]) == vllm_bytes(one, theirs, rank, layout)
+        for rank in range(ours):
+            side, expected = Side(kind, ours, rank), Side(kind, ours, rank)
+            expected.put(4)
+            move(pages, [1], states_only(held(side.memory)), [4], range(0, 200), 1 << 10, OnCpu())
+            for found, whole in zip(side.buffers()[:2], expected.buffers(), strict=False):
+                assert torch.equal(found, whole)
+
+
+def vllm(kind: Kind, tp: int, rank: int, layout: str) -> Held:
+    """A rank of vLLM's that keeps layer by layer what a slot keeps, in a page for each layer."""
+    conv, own = kind.rank(0, tp, rank)
+    size = (conv.numel() + own.numel()) * 2
+    pages = torch.full((SLOTS, len(STATES) * size), 0xEE, dtype=torch.uint8).view(torch.int8)
+    shape = tuple(conv.T.shape if layout == "SD" else conv.shape)
+    spec = SimpleNamespace(shapes=(shape, tuple(own.shape)), dtypes=(BF16, BF16))
+    planes = []
+    for place, layer in enumerate(STATES):
+        page = pages[:, place * size : (place + 1) * size].unsqueeze(1).unsqueeze(1)
+        planes += [(page, plane) for plane in state_planes("l", page, spec, kind.state, (layer, 0), SLOTS, (rank, tp))]
+    layers = tuple(kind.state.record if layer in STATES else None for layer in range(LAYERS))
+    memory = Memory.of(
+        Engine(kind="vllm", version="", id=f"v{tp}"),
+        Model(name="m", layers=layers, depth=LAYERS),
+        Shard(tp_rank=rank, tp_size=tp),
+        (Group(kind="state", block_tokens=1 << 12, blocks=SLOTS),),
+        planes,
+    )
+    assert check_pool(memory.pool) == ()
+    return held(memory)
+
+
+def vllm_bytes(kind: Kind, tp: int, rank: int, layout: str) -> bytes:
+    parts = []
+    for layer in STATES:
+        conv, own = kind.rank(layer, tp, rank)
+        parts += [conv.T if layout == "SD" else conv, own]
+    return b"".join(part.to(BF16).contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+
+
+def test_sglangs_own_transfer_mixes_the_pieces_of_mamba_2() -> None:
+    """Ranks of which each has x|B|C: it lays them side by side as if they were one piece (0.5.23)."""
+    from sglang.srt.disaggregation.utils import compute_mamba_state_slice_blocks as own
+
+    kind = KINDS["groups"]
+    ranks = [kind.rank(0, 2, rank)[0] for rank in range(2)]
+    size, whole = len(ranks[0]), torch.zeros(2 * len(ranks[0]), ROWS)
+    for rank, conv in enumerate(ranks):
+        for first, at, count in own(size, 2 * size, 2, 1, 0, rank):
+            whole[at : at + count] = conv[first : first + count]
+    assert not torch.equal(whole, kind.rank(0, 1, 0)[0])
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["k and v", "latents"])
+def test_attention_and_states_are_groups_of_one_pool(latent: bool) -> None:
+    """A request's slot is one entry, however long it is. Tensors that move into shared memory stay the engine's."""
+    side = Side("kda" if latent else "gated", attention=LATENT if latent else None)
+    side.put(1)
+    memory = side.memory
+    rows, states = memory.pool.groups
+    assert (rows.kind, rows.block_tokens, rows.blocks) == ("full", PAGE, TOKENS // PAGE + 1)
+    assert (states.kind, states.block_tokens, states.blocks) == ("state", LENGTH, SLOTS + 1)
+    assert {plane.layer for plane in memory.pool.planes if plane.group} == set(STATES)
+    assert {plane.layer for plane in memory.pool.planes if not plane.group} == set(ATTENTION)
+    kinds = [layer.kind for layer in memory.pool.model.layers if layer]
+    assert kinds == ["state", "state", "mla" if latent else "full", "state"]
+    before = side.copy()
+    export_all(memory.storages)
+    moved(side.pool)
+    assert all(torch.equal(ours, was) for ours, was in zip(side.buffers(), before, strict=True))
+
+
+def test_a_state_is_only_that_of_all_tokens_of_the_offer() -> None:
+    """vLLM wants it without the prompt's last token. It gets none, and says why."""
+    pool, tokens = Side().memory.pool, 200
+    blocks = (Blocks(0, 0, tuple(range(13))[:4]), Blocks(1, 0, (1,)))
+    (takes,) = assign([pool], pool)
+    tables = extended({}, AttachedEngine(None, 1, pool, None, ()), blocks, 0, 64, True)
+    check_late(plan(pool, pool, takes, 0, 64, 1 << 14), tables, 64)
+    with refused(EngineError, "state_moved_on", "wanted 63, offered 64"):
+        check_late(plan(pool, pool, takes, 0, 63, 1 << 14), tables, 64)
+    assert tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda side: setattr(side.queue, "draft_token_to_kv_pool", object()), "beside drafts yet; needs a server"),
+        (lambda side: setattr(side.places.mamba_pool, "enable_linear_replayssm", True), "with replayssm: .+ this kind"),
+        (lambda side: setattr(side.places.mamba_pool, "_slot_siblings", [1]), "with int: .+ states of this kind yet"),
+        (lambda side: setattr(side.places, "mamba_pool", object()), "HybridLinearKVPool beside Hybrid.+ this kind yet"),
+        (lambda side: setattr(side.queue.scheduler.tp_worker.model_runner, "model", torch.nn.ModuleList()), "not know"),
+        (lambda side: side.cache.conv.append(side.cache.conv[0]), "of RadixLinearAttention: .+ this kind yet"),
+        (lambda side: setattr(side.pool, "full_kv_pool", sparse()), "HybridLinearKVPool of DSATok.+, must be of MHATo"),
+    ],
+)
+def test_other_states_are_refused_by_name(change: Any, text: str) -> None:
+    side = Side()
+    change(side)
+    with refused(OperatorError, "cache_unsupported", text):
+        describe(side.queue, Shard(), model_name="m", engine_id="e")
+
+
+@pytest.mark.parametrize("more", [{"dtypes": (torch.float8_e4m3fn, FP32)}, {"kind": "groups"}])
+def test_a_slot_of_another_shape_or_dtype_is_refused(more: dict[str, Any]) -> None:
+    side = Side(**more)
+    side.queue.scheduler.tp_worker.model_runner.model = torch.nn.ModuleList([KINDS["one group"].module(1)])
+    with refused(OperatorError, "shape_unknown", r"KV pool: states \[\(\d+, 3\), \(8, 3, \d\)\] of .+ expected \[\("):
+        describe(side.queue, Shard(), model_name="m", engine_id="e")
+
+
+# Which slot is offered and wanted, and when:
+
+
+def told_slot(of: Any, number: int) -> list[Any]:
+    """What SGLang passes beside the pages of a last chunk, and of what comes."""
+    from sglang.srt.disaggregation.base.conn import StateType
+
+    of.kv_args.state_types = [StateType.MAMBA]
+    return [[np.array(number, np.int32)]]
+
+
+def test_the_last_chunk_offers_the_slot_and_no_other_does() -> None:
+    prefill = manager("prefill")
+    state = told_slot(prefill, 5)
+    made = begun(prefill)
+    made.send(pages(3, 4), None, 32)
+    made.send(pages(9), state, 8)
+    first, last = prefill.talk.said
+    assert first.blocks == (Blocks(0, 0, (3, 4)),)
+    assert last.blocks == (Blocks(0, 2, (9,)), Blocks(1, 0, (5,)))
+
+
+def test_the_decode_side_wants_the_slot_even_if_it_has_most_of_the_prompt() -> None:
+    decode = manager("decode")
+    state = told_slot(decode, 5)
+    made = receiver(decode)
+    made.send_metadata(pages(3), 0, state, decode_prefix_len=32)
+    (want,) = decode.talk.said
+    assert (want.first_token, want.end_token) == (32, 72)
+    assert want.blocks == (Blocks(0, 2, (3,)), Blocks(1, 0, (5,)))
+
+
+def test_who_has_no_states_tells_no_slot() -> None:
+    args = SimpleNamespace(state_types=[])
+    assert slot(args, [[np.array(1)]]) == () == slot(SimpleNamespace(state_types=["mamba"]), None)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("has_states", [True, False])
+def test_a_prompt_whose_state_vllm_fetches_is_computed_without_its_last_token(tokens: int, has_states: bool) -> None:
+    """vLLM computes that token itself, from the state before it. Both name the whole prompt."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from kvbridge.adapters.sglang.sender import KVBridgeSender
+
+    prefill = manager("prefill")
+    prefill.digest = lambda req: f"digest of {len(req.origin_input_ids)}"
+    prefill.queue.token_to_kv_pool = Side().pool if has_states else None
+    req = Req("r", "", array("q", range(tokens)), SamplingParams(custom_params={"kvbridge": {"fetched_by": "vllm"}}))
+    req.logprob_start_len = tokens
+    made = KVBridgeSender(prefill, "10.0.0.1:8998", 7)
+    made.bind(req)
+    computed = max(1, tokens - has_states)
+    assert list(req.origin_input_ids) == list(range(computed)) and req.logprob_start_len == computed
+    req.init_next_round_input(None)
+    assert list(req.full_untruncated_fill_ids) == list(range(computed))
+    assert made.pop_decode_prefix_len() == 0
+    made.init(-(-computed // PAGE), 1)
+    made.send(pages(*range(1, -(-computed // PAGE) + 1)), told_slot(prefill, 5), computed)
+    (offer,) = prefill.talk.said
+    assert (offer.tokens, offer.rendezvous) == (computed, f"room/7/digest of {tokens}")
+
+
+def request(side: Side, tokens: int = 40) -> Any:
+    """SGLang's, with slots of its own."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    req = Req("r", "", array("q", range(tokens)), SamplingParams())
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    side.places.alloc([req])
+    return req
+
+
+def test_a_prompt_that_the_decode_sides_cache_has_whole_gets_the_caches_state() -> None:
+    """SGLang copies it in the first step that computes rows of the prompt, and there is none."""
+    side = Side()
+    req = request(side)
+    (ours,) = [int(req.kv.mamba_pool_idx)]
+    source = side.places.mamba_allocator.alloc(1)
+    side.put(int(source))
+    copy_prefix(side.queue, req)
+    assert not side.cache.temporal[:, ours].any(), "nothing is to be copied"
+    req.kv.mamba_cow_src_index = source
+    copy_prefix(side.queue, req)
+    for each in (side.cache.conv[0], side.cache.temporal):
+        assert each[:, ours].any() and torch.equal(each[:, ours], each[:, int(source)])
+    assert req.kv.mamba_cow_src_index is None
+
+
+@pytest.mark.proves("G13")
+@pytest.mark.parametrize("buffers", [False, True], ids=["no_buffer", "extra_buffer"])
+def test_an_offered_slot_is_nobody_elses_and_is_not_written_until_its_sender_is_over(
+    buffers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own prefix cache takes a copy of the state when the prompt is computed, and the slot when it is over."""
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    monkeypatch.setattr(overrides, "mamba_cache_chunk_size", lambda args: 1)  # it asks for a model's configuration
+    side = Side(mamba_size=12, enable_mamba_extra_buffer=buffers)
+    allocator = TokenToKVPoolAllocator(TOKENS, BF16, "cpu", side.pool, False)
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=side.places,
+        token_to_kv_pool_allocator=allocator,
+        page_size=1,
+        enable_mamba_extra_buffer=buffers,
+        tree_components=(ComponentType.FULL, ComponentType.MAMBA),
+    )
+    tree = UnifiedRadixCache(params)
+    req = request(side)
+    side.places.req_to_token[req.kv.req_pool_idx, :40] = allocator.alloc(40).int()
+    req.kv.kv_allocated_len = 40
+    if buffers:  # as the forward leaves it: a copy of the state after 40 tokens is in the first of its buffers
+        req.kv.mamba_last_track_seqlen, req.kv.mamba_last_track_idx = 40, 0
+    offered = int(side.places.req_index_to_mamba_index_mapping[req.kv.req_pool_idx])
+    side.put(offered)
+    before = [each[:, offered].clone() for each in (side.cache.conv[0], side.cache.temporal)]
+    tree.checkpoint(req, up_to=40)
+    assert tree.mamba_evictable_size() + tree.mamba_protected_size() == 1, "the cache has no state of it"
+    assert int(side.places.req_index_to_mamba_index_mapping[req.kv.req_pool_idx]) == offered
+    tree.evict_for_alloc(EvictParams(num_tokens=TOKENS, mamba_num=12))
+    others = side.places.mamba_allocator.alloc(side.places.mamba_allocator.available_size())
+    assert len(others) and offered not in others.tolist()
+    side.places.mamba_pool.clear_slots(others)
+    for each, was in zip((side.cache.conv[0], side.cache.temporal), before, strict=True):
+        assert was.any() and torch.equal(each[:, offered], was)

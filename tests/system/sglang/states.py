@@ -1,0 +1,165 @@
+"""Gated DeltaNet of real SGLang servers on a CPU, and their states as SGLang's own layers see them.
+
+SGLang's kernels for it are Triton's, which its interpreter does not run (3.9), so plain torch computes the same here.
+The pools, the scheduler and all that decides which state is in which slot are SGLang's own.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from demo.sglang_cpu import stand_in
+from tests.system.engines.states import GATED, write_hybrid
+
+MODEL = {name: value for name, value in GATED.items() if name != "mlp_only_layers"}  # SGLang's have experts everywhere
+VARIABLE = "KVBRIDGE_TEST_STATES"
+PATIENCE_S = "120"  # token by token it is slow
+ENVIRONMENT = {VARIABLE: "1", "TRITON_INTERPRET": "1"} | {
+    f"SGLANG_DISAGGREGATION_{name}_TIMEOUT": PATIENCE_S for name in ("BOOTSTRAP", "WAITING")
+}
+
+
+def write(folder: Path) -> Path:
+    stand_in()  # transformers imports torchvision
+    return write_hybrid(folder, MODEL)
+
+
+def register() -> None:
+    """Replace what runs on a GPU only. Call it in each of SGLang's processes, before it makes an engine."""
+    from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.srt.layers.attention.linear import gdn_backend
+    from sglang.srt.models import qwen3_next
+
+    kernel = gdn_backend.TritonGDNKernel
+    kernel.supports_packed_decode, kernel.extend, kernel.decode = False, _extend, _decode
+    gdn_backend.causal_conv1d_fn, gdn_backend.causal_conv1d_update = _convolve, _convolve_one
+    gdn_backend.fused_gdn_gating = _gates
+    qwen3_next.fused_qkvzba_split_reshape_cat = _split
+    FusedRMSNormGated.forward = _norm
+
+
+def _convolve(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    conv_states: Any,
+    query_start_loc: Any,
+    cache_indices: Any,
+    has_initial_state: Any,
+    **_: Any,
+) -> Any:
+    """`x` is [channels, tokens of all requests]. A slot keeps the last inputs, oldest first."""
+    import torch
+
+    starts, parts = query_start_loc.tolist(), []
+    for number, (first, end) in enumerate(pairwise(starts)):
+        slot = int(cache_indices[number])
+        before = conv_states[slot].to(x.dtype) * bool(has_initial_state[number])
+        seen = torch.cat([before, x[:, first:end]], 1)
+        parts.append(torch.nn.functional.conv1d(seen[None], weight[:, None], bias, groups=len(seen))[0])
+        conv_states[slot] = seen[:, seen.shape[1] - before.shape[1] :].to(conv_states.dtype)
+    return torch.nn.functional.silu(torch.cat(parts, 1))
+
+
+def _convolve_one(x: Any, conv_state: Any, weight: Any, bias: Any, _: Any, conv_state_indices: Any) -> Any:
+    """`x` is [requests, channels]."""
+    import torch
+
+    slots = conv_state_indices.long()
+    seen = torch.cat([conv_state[slots].to(x.dtype), x[:, :, None]], 2)
+    conv_state[slots] = seen[:, :, 1:].to(conv_state.dtype)
+    out = (seen * weight).sum(-1)
+    return torch.nn.functional.silu(out if bias is None else out + bias)
+
+
+def _gates(a_log: Any, a: Any, b: Any, dt_bias: Any) -> tuple[Any, Any]:
+    import torch
+
+    decay = -a_log.float().exp() * torch.nn.functional.softplus(a.float() + dt_bias.float())
+    return decay[None], b.float().sigmoid()[None]
+
+
+def _split(qkvz: Any, ba: Any, keys: int, values: int, key_width: int, value_width: int) -> tuple[Any, Any, Any, Any]:
+    """Of the checkpoint's order: for each key head q, k, and the v and z of its value heads; the same with b and a."""
+    import torch
+
+    each, count = values // keys, len(qkvz)
+    sizes = [key_width, key_width, each * value_width, each * value_width]
+    q, k, v, z = qkvz.view(count, keys, -1).split(sizes, 2)
+    b, a = ba.view(count, keys, -1).split([each, each], 2)
+    mixed = torch.cat([part.reshape(count, -1) for part in (q, k, v)], 1)
+    return mixed, z.reshape(count, values, value_width), b.reshape(count, values), a.reshape(count, values)
+
+
+def _extend(
+    self: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    ssm_states: Any,
+    cache_indices: Any,
+    query_start_loc: Any,
+    **_: Any,
+) -> tuple[Any, None, None]:
+    """The recurrence, token by token. A fresh slot is zeros: SGLang has cleared it."""
+    import torch
+
+    repeats, width = v.shape[2] // q.shape[2], q.shape[3]
+    q, k = (torch.nn.functional.normalize(each[0].float(), dim=-1).repeat_interleave(repeats, 1) for each in (q, k))
+    values, decay, gate, out = v[0].float(), g[0].float().exp(), beta[0].float(), torch.empty_like(v[0].float())
+    starts = query_start_loc.tolist()
+    for number, (first, end) in enumerate(pairwise(starts)):
+        slot = int(cache_indices[number])
+        state = ssm_states[slot].float()
+        for token in range(first, end):
+            state = state * decay[token][:, None, None]
+            missing = (values[token] - torch.einsum("hvk,hk->hv", state, k[token])) * gate[token][:, None]
+            state = state + missing[:, :, None] * k[token][:, None]
+            out[token] = torch.einsum("hvk,hk->hv", state, q[token]) * width**-0.5
+        ssm_states[slot] = state.to(ssm_states.dtype)
+    return out.to(v.dtype)[None], None, None
+
+
+def _decode(self: Any, q: Any, k: Any, v: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, **more: Any) -> Any:
+    return _extend(self, q, k, v, *_gates(A_log, a, b, dt_bias), **more)[0]
+
+
+def _norm(self: Any, x: Any, z: Any, *_: Any, **__: Any) -> Any:
+    import torch
+
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.float()
+    return (wide * torch.nn.functional.silu(z.float())).to(x.dtype)
+
+
+def keep(folder: Path, side: str, scheduler: Any, req: Any) -> None:
+    """Write a request's state: "LAYER.conv PIECE" [channels, rows], "LAYER.state" [heads, ...] as bytes."""
+    from sglang.srt.runtime_context import get_parallel
+
+    places = scheduler.req_to_token_pool
+    slot = int(places.req_index_to_mamba_index_mapping[req.kv.req_pool_idx])
+    modules = scheduler.tp_worker.model_runner.model.modules()
+    found: dict[str, Any] = {}
+    for layer in (each for each in modules if type(each).__name__ == "RadixLinearAttention"):
+        cache = places.mamba2_layer_cache(layer.layer_id)
+        pieces = cache.conv[0][slot].split([layer.q_dim, layer.k_dim, layer.v_dim])
+        parts = {f"conv {place}": piece for place, piece in enumerate(pieces)} | {"state": cache.temporal[slot]}
+        found |= {f"{layer.layer_id}.{part}": _bytes(each) for part, each in parts.items()}
+    path = folder / f"{side}-states-{req.bootstrap_room}-{get_parallel().attn_tp_rank}.npz"
+    with path.with_suffix(".part").open("wb") as file:
+        np.savez(file, **found)
+    path.with_suffix(".part").rename(path)
+
+
+def _bytes(tensor: Any) -> np.ndarray:
+    import torch
+
+    raw = tensor.contiguous().view(torch.uint8)
+    return np.asarray(raw.reshape(*tensor.shape, -1).cpu().numpy())
