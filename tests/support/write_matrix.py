@@ -99,8 +99,7 @@ Adapters describe fewer kinds than agents carry:
 
 
 def page() -> str:
-    lines = [HEAD.rstrip(), "", "| pair | carried | what is converted, or what stands in the way | cases |"]
-    lines.append("|---|---|---|---|")
+    lines = [HEAD.rstrip(), "", "| pair | what is converted, or what stands in the way |", "|---|---|"]
     return "\n".join([*lines, *map(_line, ROWS)]) + "\n" + TAIL.replace("BOUNDS", _bounds())
 
 
@@ -119,10 +118,9 @@ def _line(row: Row) -> str:
         converted = ", ".join(f"`{field}`" for field in fields)
         if any(isinstance(each, Same) for each in found):
             converted = f"nothing, or {converted}" if converted else "nothing"
-        return f"| {row.words} | yes | {converted} | {len(found)} |"
-    first, *others = dict.fromkeys(reason for each in refused for reason in each.reasons)
-    alike = f"; {len(others)} more with other values" if others else ""
-    return f"| {row.words} | no | `{WHERE.sub('', first)}`{alike} | {len(found)} |"
+        return f"| {row.words} | {converted} |"
+    first = next(reason for each in refused for reason in each.reasons)
+    return f"| {row.words} | **refused**: `{WHERE.sub('', first)}` |"
 
 
 if __name__ == "__main__":
