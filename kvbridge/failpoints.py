@@ -53,7 +53,7 @@ PLACES: dict[str, Place] = {
     "agent.attached": Place("either agent", "Attached is said, the epoch has begun"),
     "agent.leaving": Place("either agent", "the engine's requests are ended, its memory is still mapped"),
     # Sessions:
-    "sender.hello_received": Place("sender agent", "a receiver greets; nothing is proved"),
+    "sender.hello_received": Place("sender agent", "a Hello has come; nothing is proved"),
     "sender.probed": Place(
         "sender agent", "the pattern is in the receiver's lane, the receiver does not know", way="slots"
     ),

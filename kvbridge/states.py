@@ -91,7 +91,7 @@ PEER_LINK_TABLE = StateTable(
 
 class SessionState(Enum):
     NEW = auto()
-    GREETING = auto()
+    HANDSHAKE = auto()
     OPEN = auto()
     ENDED = auto()
 
@@ -104,11 +104,11 @@ class SessionEvent(Enum):
 
 SESSION_TABLE = StateTable(
     {
-        (SessionState.NEW, SessionEvent.HELLO): SessionState.GREETING,
+        (SessionState.NEW, SessionEvent.HELLO): SessionState.HANDSHAKE,
         (SessionState.NEW, SessionEvent.LOSE): SessionState.ENDED,
-        (SessionState.GREETING, SessionEvent.WELCOME): SessionState.OPEN,
-        (SessionState.GREETING, SessionEvent.LOSE): SessionState.ENDED,
-        (SessionState.OPEN, SessionEvent.HELLO): SessionState.GREETING,  # asked again, for the missing ranks
+        (SessionState.HANDSHAKE, SessionEvent.WELCOME): SessionState.OPEN,
+        (SessionState.HANDSHAKE, SessionEvent.LOSE): SessionState.ENDED,
+        (SessionState.OPEN, SessionEvent.HELLO): SessionState.HANDSHAKE,  # asked again, for the missing ranks
         (SessionState.OPEN, SessionEvent.LOSE): SessionState.ENDED,
     }
 )

@@ -74,7 +74,7 @@ log = logging.getLogger("kvbridge.agent")
 
 TICK_S = 0.02
 IDLE_TICK_S = 0.25
-STATES = (SessionState.NEW, SessionState.GREETING, SessionState.OPEN)  # of sessions that we have dialled
+STATES = (SessionState.NEW, SessionState.HANDSHAKE, SessionState.OPEN)  # of sessions that we have dialled
 LOOP_STILL_S = 10.0  # after so long without a tick the event loop is taken for hung
 # The loop and the data plane share the interpreter. With Python's default each waits up to 5 ms for the other.
 SWITCH_S = 0.0002

@@ -252,7 +252,7 @@ class Metrics:
         """Count spans that were "sent" or "dropped"."""
         self._spans.labels(outcome).inc(count)
 
-    def greeted(self, role: Role, outcome: str) -> None:
+    def handshake(self, role: Role, outcome: str) -> None:
         """Count a handshake that has ended: "open", or the code of its failure."""
         self._handshakes.labels(role, self._known(outcome)).inc()
 

@@ -131,16 +131,16 @@ class OutgoingPeers:
     def ask(self, address: str) -> None:
         """Say Hello, for the first time or again. A lane is lent only once the link is up."""
         engine, dialled = self._engine(), self._at(address)
-        if engine is None or dialled is None or not dialled.link.is_up or dialled.state is SessionState.GREETING:
+        if engine is None or dialled is None or not dialled.link.is_up or dialled.state is SessionState.HANDSHAKE:
             return
         self._deadlines.set(dialled.address, self._clock() + self._connect_s)
         if dialled.session is None and not self._lanes.lend(dialled):
             self._without_lane.append(dialled.address)
             return
         dialled.step(SessionEvent.HELLO)
-        self._greet(engine, dialled, min(each.serial for each in self.sessions.values()))
+        self._say_hello(engine, dialled, min(each.serial for each in self.sessions.values()))
 
-    def _greet(self, engine: AttachedEngine, dialled: OutgoingPeer, oldest: int) -> None:
+    def _say_hello(self, engine: AttachedEngine, dialled: OutgoingPeer, oldest: int) -> None:
         """Say Hello. It also says that we gave up all sessions dialled before serial `oldest`, except this one."""
         can_pull = not dialled.against_pull
         dialled.names_slots = engine.site.has_slots
@@ -168,49 +168,49 @@ class OutgoingPeers:
             if self._of(link) is None and not link.is_lost:
                 link.close()
 
-    def welcomed(self, link: Link, greeting: Welcome) -> Coroutine[Any, Any, None]:
-        """Take the Welcome for the session that greets by this link now. It opens once its route has proved to work."""
-        return self._welcomed(link, self._of(link), greeting)
+    def welcomed(self, link: Link, welcome: Welcome) -> Coroutine[Any, Any, None]:
+        """Take the Welcome for the handshake under way by this link. It opens once its route has proved to work."""
+        return self._welcomed(link, self._of(link), welcome)
 
-    async def _welcomed(self, link: Link, dialled: OutgoingPeer | None, greeting: Welcome) -> None:
+    async def _welcomed(self, link: Link, dialled: OutgoingPeer | None, welcome: Welcome) -> None:
         failpoint("receiver.welcome_received")
         engine = self._engine()
         if engine is None or dialled is None or self._of(link) is not dialled:
             return
-        if dialled.state is not SessionState.GREETING:
+        if dialled.state is not SessionState.HANDSHAKE:
             return
-        if greeting.probe is not None and greeting.probe.lane != dialled.lane:
+        if welcome.probe is not None and welcome.probe.lane != dialled.lane:
             return  # the answer to a Hello that we gave up
-        session: Session | Refuse | None = _accepted(link, greeting, engine)
+        session: Session | Refuse | None = _accepted(link, welcome, engine)
         if dialled.session is None and isinstance(session, Session):
             if dialled.is_checked:
                 return self._metrics.rejected("unexpected_message")
             dialled.is_checked = True
-            session = await self._proved(session, greeting.door, dialled)
+            session = await self._proved(session, welcome.door, dialled)
         current = self._engine()  # the check took a while; the engine may have named more ranks, or left
         if current is None or current.epoch != engine.epoch or self._of(link) is not dialled:
             return
-        if dialled.state is not SessionState.GREETING:
+        if dialled.state is not SessionState.HANDSHAKE:
             return
         if isinstance(session, Refuse):
             self._end(dialled.address, session.code, "; ".join(session.reasons))
             return
         if session is None:
             dialled.is_checked = False
-            return await self.greet_with_slots(dialled)
+            return await self.hello_with_slots(dialled)
         if dialled.against_pull:
             why = "; ".join(filter(None, (dialled.against_pull, session.routed.why)))
             session = replace(session, routed=replace(session.routed, why=why[:1024]))
         self._open(dialled, session)
 
     def lacks_slots(self, link: Link) -> OutgoingPeer | None:
-        """The peer we are greeting by this link without naming slots, if any: they may be all that is missing."""
+        """The peer whose handshake by this link names no slots, if any: they may be all that is missing."""
         dialled = self._of(link)
-        is_greeting = dialled is not None and dialled.state is SessionState.GREETING and dialled.session is None
-        return dialled if dialled is not None and is_greeting and not dialled.names_slots else None
+        is_new = dialled is not None and dialled.state is SessionState.HANDSHAKE and dialled.session is None
+        return dialled if dialled is not None and is_new and not dialled.names_slots else None
 
-    async def greet_with_slots(self, dialled: OutgoingPeer) -> None:
-        """Greet again, and name slots: we cannot read the sender's blocks, so it has to write."""
+    async def hello_with_slots(self, dialled: OutgoingPeer) -> None:
+        """Say hello again, and name slots: we cannot read the sender's blocks, so it has to write."""
         if (engine := self._engine()) is not None and engine.site.routes_to(can_pull=False):
             try:
                 await self._data_plane.stage()
@@ -219,10 +219,10 @@ class OutgoingPeers:
                     self._end(dialled.address, error.code, str(error))
                 return
         engine = self._engine()
-        if engine is None or self._of(dialled.link) is not dialled or dialled.state is not SessionState.GREETING:
+        if engine is None or self._of(dialled.link) is not dialled or dialled.state is not SessionState.HANDSHAKE:
             return
         self._deadlines.set(dialled.address, self._clock() + self._connect_s)
-        self._greet(engine, dialled, min(each.serial for each in self.sessions.values()))
+        self._say_hello(engine, dialled, min(each.serial for each in self.sessions.values()))
 
     def _open(self, dialled: OutgoingPeer, session: Session) -> None:
         address = dialled.address
@@ -230,7 +230,7 @@ class OutgoingPeers:
         dialled.step(SessionEvent.WELCOME)
         if dialled.session is None:
             self._give_up_lane(dialled)
-            self._metrics.greeted("receiver", "open")
+            self._metrics.handshake("receiver", "open")
             log.info("session open: peer=%s incarnation=%s %s", address, session.peer.incarnation, described(session))
             warn_of_route(address, session)
             self._receiver.met(session)
@@ -314,14 +314,14 @@ class OutgoingPeers:
             same = [own for own in others if own.link.peer_incarnation == dialled.known_incarnation]
             if same:
                 self._merge(dialled, same[0])
-            elif not any(own.state is SessionState.GREETING and not own.link.peer_incarnation for own in others):
+            elif not any(own.state is SessionState.HANDSHAKE and not own.link.peer_incarnation for own in others):
                 self._insist(dialled)
 
     def _insist(self, dialled: OutgoingPeer) -> None:
-        """Greet again, and say that we gave up the session which that agent believes open."""
+        """Say hello again, and say that we gave up the session which that agent believes open."""
         dialled.known_incarnation, dialled.has_insisted = "", True
         if (engine := self._engine()) is not None:
-            self._greet(engine, dialled, self._serial + 1)
+            self._say_hello(engine, dialled, self._serial + 1)
 
     def _names(self, address: str) -> list[str]:
         return [address, *(name for name, own in self._aliases.items() if own == address)]
@@ -369,7 +369,7 @@ class OutgoingPeers:
         return True
 
     def _give_up_lane(self, dialled: OutgoingPeer) -> None:
-        """Take its lane back, and greet the next peer that waits for one."""
+        """Take its lane back, and say hello to the next peer that waits for one."""
         self._lanes.take_back(dialled)
         while self._without_lane and len(self._lanes):
             waiting = self.sessions.get(self._without_lane.popleft())
@@ -388,7 +388,7 @@ class OutgoingPeers:
         if may_be_dead:
             dialled.link.close()
         if dialled.session is None:
-            self._metrics.greeted("receiver", code)
+            self._metrics.handshake("receiver", code)
         log.info("session closed: peer=%s code=%s %s", address, code, reason)
         names = self._names(address)
         for name in names:
@@ -453,11 +453,11 @@ class OutgoingPeers:
         return probe is not None and await self._data_plane.is_proved(session.routed.route, dialled.lane, probe)
 
 
-def _accepted(link: Link, greeting: Welcome, engine: AttachedEngine) -> Session | Refuse:
+def _accepted(link: Link, welcome: Welcome, engine: AttachedEngine) -> Session | Refuse:
     """What this Welcome agrees on, or why it cannot."""
-    ranks = tuple(structs.replace(rank, address=canonical(rank.address)) for rank in greeting.ranks)
-    session = accept(structs.replace(greeting, ranks=ranks), engine, link.key)
-    if greeting.agent.incarnation != link.peer_incarnation:
+    ranks = tuple(structs.replace(rank, address=canonical(rank.address)) for rank in welcome.ranks)
+    session = accept(structs.replace(welcome, ranks=ranks), engine, link.key)
+    if welcome.agent.incarnation != link.peer_incarnation:
         return Refuse(code="bad_welcome", reasons=("agent.incarnation: not the one on the envelope",))
     return session
 

@@ -49,7 +49,7 @@ WARN_REJECTED_S = 60.0
 # Limits of the status message (status.py of the protocol). Differences may not fit.
 MOST_VERDICT, MOST_ROUTE = 4096, 2048
 LEVELS = {"already_open": logging.INFO, "busy": logging.DEBUG}  # an honest agent may cause these often
-MOST_GREETINGS = PROBE_LANES  # Hellos answered at once, each with its own proof
+MOST_HELLOS = PROBE_LANES  # Hellos answered at once, each with its own proof
 # A proof takes a few milliseconds, and simultaneous proofs slow each other down. So the next one begins when the one
 # before has ended, or after this time: a peer that never answers delays nobody longer.
 PROOF_TURN_S = 0.02
@@ -123,9 +123,9 @@ class Peers:
                     tasks.create_task(self._answer(link, f"Hello of {sender}", answered))
             elif isinstance(body, Welcome) and link.is_dialled:
                 tasks.create_task(self._welcome(link, body))
-            elif isinstance(body, Refuse) and (dialled := self._to_greet_again(link, body)) is not None:
+            elif isinstance(body, Refuse) and (dialled := self._to_ask_again(link, body)) is not None:
                 tasks.create_task(
-                    self._answer(link, f"Refuse of {link.address}", self.outgoing.greet_with_slots(dialled))
+                    self._answer(link, f"Refuse of {link.address}", self.outgoing.hello_with_slots(dialled))
                 )
             else:
                 if link.is_dialled or sender in self.incoming.sessions:
@@ -134,14 +134,14 @@ class Peers:
         except Exception:
             self._fault(link, f"{type(body).__name__} of {sender}")
 
-    def _to_greet_again(self, link: Link, refuse: Refuse) -> OutgoingPeer | None:
-        """The peer to greet again: it refused because it has to write, and our Hello named no slots."""
+    def _to_ask_again(self, link: Link, refuse: Refuse) -> OutgoingPeer | None:
+        """The peer to say hello to again: it refused because it has to write, and our Hello named no slots."""
         is_of_hello = refuse.code == "no_slots" and not refuse.about
         return self.outgoing.lacks_slots(link) if is_of_hello and link.is_dialled else None
 
-    def _welcome(self, link: Link, greeting: Welcome) -> Coroutine[Any, Any, None]:
+    def _welcome(self, link: Link, welcome: Welcome) -> Coroutine[Any, Any, None]:
         """Answer a Welcome for the session that this link carries now: once the task runs it may carry another."""
-        return self._answer(link, f"Welcome of {link.address}", self.outgoing.welcomed(link, greeting))
+        return self._answer(link, f"Welcome of {link.address}", self.outgoing.welcomed(link, welcome))
 
     async def _answer(self, link: Link, what: str, answered: Coroutine[Any, Any, None]) -> None:
         try:
@@ -194,20 +194,20 @@ class IncomingPeer:
     link: Link
     session: Session
     connected: Connected
-    greeting: Hello
+    hello: Hello
 
     @property
     def address(self) -> str:
         """The address by which it reached us."""
-        return self.greeting.address
+        return self.hello.address
 
     @property
     def serial(self) -> int:
-        return self.greeting.serial
+        return self.hello.serial
 
-    def is_like(self, greeting: Hello) -> bool:
+    def is_like(self, hello: Hello) -> bool:
         """Whether the proved route serves this Hello as well."""
-        return (greeting.probe_lane, greeting.routes) == (self.greeting.probe_lane, self.greeting.routes)
+        return (hello.probe_lane, hello.routes) == (self.hello.probe_lane, self.hello.routes)
 
 
 @dataclass(eq=False, repr=False)
@@ -224,20 +224,20 @@ class IncomingPeers:
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _of_incarnation: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
     # The Hello being answered; None after its Goodbye.
-    _greeted_by: dict[Link, Hello | None] = field(default_factory=dict, init=False)
+    _hellos_by: dict[Link, Hello | None] = field(default_factory=dict, init=False)
 
-    def hello_received(self, link: Link, sender: str, greeting: Hello) -> Coroutine[Any, Any, None] | None:
+    def hello_received(self, link: Link, sender: str, hello: Hello) -> Coroutine[Any, Any, None] | None:
         """The coroutine that answers this Hello. None if it was refused, or the link's running one will answer it.
 
-        An answer may need a new connection: at most MOST_GREETINGS wait at once, and one per link.
+        An answer may need a new connection: at most MOST_HELLOS wait at once, and one per link.
         """
-        is_known = link in self._greeted_by
-        if self._greeted_by.get(link) is not None or (not is_known and len(self._greeted_by) >= MOST_GREETINGS):
-            reason = f"greetings: {len(self._greeted_by)} wait, limit {MOST_GREETINGS}, and one of a link"
+        is_known = link in self._hellos_by
+        if self._hellos_by.get(link) is not None or (not is_known and len(self._hellos_by) >= MOST_HELLOS):
+            reason = f"handshakes: {len(self._hellos_by)} wait, limit {MOST_HELLOS}, and one of a link"
             self._refuse(link, "busy", reason)
             return None
-        self._greeted_by[link] = greeting
-        return None if is_known else self._greet(link, sender)
+        self._hellos_by[link] = hello
+        return None if is_known else self._answer_hellos(link, sender)
 
     def send(self, incarnation: str, body: Body) -> None:
         if (accepted := self.sessions.get(incarnation)) is not None:
@@ -255,8 +255,8 @@ class IncomingPeers:
             accepted = None
         match body:
             case Goodbye():
-                if link in self._greeted_by:
-                    self._greeted_by[link] = None
+                if link in self._hellos_by:
+                    self._hellos_by[link] = None
                 if accepted is not None:
                     self._end(sender, body.reason)
             case Claim() if accepted is not None and self.is_closing and self._sender.will_never_be_offered(body):
@@ -288,54 +288,54 @@ class IncomingPeers:
         for incarnation in list(self.sessions):
             self._dismiss(incarnation, reason)
 
-    async def _greet(self, link: Link, sender: str) -> None:
+    async def _answer_hellos(self, link: Link, sender: str) -> None:
         """Answer one Hello of an incarnation at a time: two at once would each replace the other's connection."""
         async with self._of_incarnation.setdefault(sender, asyncio.Lock()):
             try:
-                while (greeting := self._greeted_by[link]) is not None:
-                    if greeting.agent.incarnation != sender:
+                while (hello := self._hellos_by[link]) is not None:
+                    if hello.agent.incarnation != sender:
                         reason = (
-                            f"agent.incarnation: {greeting.agent.incarnation} in the message, {sender} on the envelope"
+                            f"agent.incarnation: {hello.agent.incarnation} in the message, {sender} on the envelope"
                         )
                         self._say_no(link, Refuse(code="bad_hello", reasons=(reason,)))
-                    elif self._is_waiting(link, greeting):
-                        await self._greeted(link, greeting)
-                    if self._greeted_by[link] is greeting:  # otherwise Goodbye came, and perhaps another Hello
+                    elif self._is_waiting(link, hello):
+                        await self._answer_hello(link, hello)
+                    if self._hellos_by[link] is hello:  # otherwise Goodbye came, and perhaps another Hello
                         break
             finally:
-                del self._greeted_by[link]
+                del self._hellos_by[link]
 
-    async def _greeted(self, link: Link, greeting: Hello) -> None:
+    async def _answer_hello(self, link: Link, hello: Hello) -> None:
         """Open a session with a receiver, or refuse it."""
         failpoint("sender.hello_received")
         engine = self._engine()
         if self.is_closing:
             self._say_no(link, Refuse(code="draining", reasons=("this agent is stopping",)))
             return
-        session = answer(greeting, engine)
+        session = answer(hello, engine)
         if isinstance(session, Refuse) or engine is None:
             assert isinstance(session, Refuse)
-            log.warning("refused a peer: peer=%s code=%s %s", greeting.agent.name, session.code, session.reasons)
+            log.warning("refused a peer: peer=%s code=%s %s", hello.agent.name, session.code, session.reasons)
             self._metrics.refused(session.code)
             self._say_no(link, session)
             return
         known = self.sessions.get(incarnation := session.peer.incarnation)
-        if known is not None and known.link is not link and not self._may_replace(known, link, greeting):
+        if known is not None and known.link is not link and not self._may_replace(known, link, hello):
             return
-        if known is not None and known.link is link and known.is_like(greeting):
+        if known is not None and known.link is link and known.is_like(hello):
             connected: Connected | None = known.connected
         else:  # nothing proved so far serves this Hello
             if known is not None and known.link is not link:
                 self._sender.lost(incarnation)  # its leases may mean other slots by the new route
                 self._data_plane.disconnect(incarnation, known.connected.serial, is_lost=True)
-            connected = await self._connect(link, greeting, engine)
+            connected = await self._connect(link, hello, engine)
             if connected is None and known is not None and self.sessions.get(incarnation) is known:
                 self._dismiss(incarnation, "its route was given up, and the new one could not be proved")
         if connected is None:
             return
         session = replace(session, routed=connected.routed)
         if known is None:
-            self._metrics.greeted("sender", "open")
+            self._metrics.handshake("sender", "open")
             key = f" key={link.key}" if link.key else ""
             log.info(
                 "session open: receiver=%s incarnation=%s%s %s", session.peer.name, incarnation, key, described(session)
@@ -345,7 +345,7 @@ class IncomingPeers:
             self._sender.lost(incarnation)
         if known is not None and connected.serial == NOT_CONNECTED:  # a new connection replaces it by itself
             self._data_plane.disconnect(incarnation, known.connected.serial)
-        self.sessions[incarnation] = IncomingPeer(link, session, connected, greeting)
+        self.sessions[incarnation] = IncomingPeer(link, session, connected, hello)
         if known is None or known.session.routed.route != session.routed.route:
             self._sender.met(session)
         link.version = session.version
@@ -353,18 +353,18 @@ class IncomingPeers:
         link.send(welcome(session, engine, door))
         failpoint("sender.welcome_sent")
 
-    def _may_replace(self, known: IncomingPeer, link: Link, greeting: Hello) -> bool:
+    def _may_replace(self, known: IncomingPeer, link: Link, hello: Hello) -> bool:
         """Whether a Hello by another link takes the session over. If not, refuses it.
 
         Links are not ordered among each other: a Hello by a link that its agent has given up may come last.
         """
-        incarnation = greeting.agent.incarnation
-        is_given_up = known.link.is_lost or known.serial < greeting.oldest
+        incarnation = hello.agent.incarnation
+        is_given_up = known.link.is_lost or known.serial < hello.oldest
         if known.link.key != link.key:  # an incarnation belongs to the first key it came with
             self._refuse(link, "incarnation_of_another_key", f"agent.incarnation: {incarnation} came with another key")
-        elif greeting.address == known.address and greeting.serial < known.serial:
-            self._refuse(link, "stale_hello", f"serial: got {greeting.serial}, a later one was {known.serial}")
-        elif greeting.address != known.address and not is_given_up:
+        elif hello.address == known.address and hello.serial < known.serial:
+            self._refuse(link, "stale_hello", f"serial: got {hello.serial}, a later one was {known.serial}")
+        elif hello.address != known.address and not is_given_up:
             self._refuse(link, "already_open", f"address: {known.address} is this agent as well")
         else:
             return True
@@ -377,19 +377,19 @@ class IncomingPeers:
 
     def _say_no(self, link: Link, refuse: Refuse) -> None:
         """Refuse a Hello."""
-        self._metrics.greeted("sender", refuse.code)
+        self._metrics.handshake("sender", refuse.code)
         link.send(refuse)
 
-    def _is_waiting(self, link: Link, greeting: Hello) -> bool:
+    def _is_waiting(self, link: Link, hello: Hello) -> bool:
         """Whether the receiver is still connected, and has said no Goodbye since this Hello."""
-        return not link.is_lost and self._greeted_by[link] is greeting
+        return not link.is_lost and self._hellos_by[link] is hello
 
-    async def _connect(self, link: Link, greeting: Hello, engine: AttachedEngine) -> Connected | None:
+    async def _connect(self, link: Link, hello: Hello, engine: AttachedEngine) -> Connected | None:
         """Choose and prove a route to the receiver. None, with a Refuse if it still waits, if there is none."""
-        incarnation = greeting.agent.incarnation
+        incarnation = hello.agent.incarnation
         try:
-            engine = await self._staged(greeting, engine)
-            connected = await self._proved(link, greeting, engine)
+            engine = await self._staged(hello, engine)
+            connected = await self._proved(link, hello, engine)
         except FabricError as error:
             reasons = tuple(reason[:1024] for reason in error.reasons[:64])
             self._say_no(link, Refuse(code=error.code, reasons=reasons))
@@ -398,18 +398,18 @@ class IncomingPeers:
             return None
         current = self._engine()
         is_same = current is not None and current.epoch == engine.epoch and current.site is engine.site
-        if not self._is_waiting(link, greeting) or not is_same:
+        if not self._is_waiting(link, hello) or not is_same:
             self._data_plane.disconnect(incarnation, connected.serial)
-            if self._greeted_by[link] is not greeting:
+            if self._hellos_by[link] is not hello:
                 return None
             code, what = ("no_engine", "left") if current is None else ("stale_epoch", "or its agent changed")
             self._say_no(link, Refuse(code=code, reasons=(f"the engine {what} during the handshake",)))
             return None
         return connected
 
-    async def _staged(self, greeting: Hello, engine: AttachedEngine) -> AttachedEngine:
+    async def _staged(self, hello: Hello, engine: AttachedEngine) -> AttachedEngine:
         """Make our slots if the receiver can only be written to. Raises FabricError if it or we can have none."""
-        site = Site.of(greeting)
+        site = Site.of(hello)
         if to_be_read(engine.site, site) is not None or not may_be_written(engine.site, site):
             return engine
         if not site.has_slots:
@@ -419,18 +419,18 @@ class IncomingPeers:
         current = self._engine()
         return engine if current is None or current.epoch != engine.epoch else current
 
-    async def _proved(self, link: Link, greeting: Hello, engine: AttachedEngine) -> Connected | None:
+    async def _proved(self, link: Link, hello: Hello, engine: AttachedEngine) -> Connected | None:
         """Prove a route when its turn comes. None if nobody waits for it any more. Raises FabricError."""
         await self._turn.acquire()
         with ExitStack() as turn:
             turn.callback(self._turn.release)
-            if not self._is_waiting(link, greeting):
+            if not self._is_waiting(link, hello):
                 return None
             asyncio.get_running_loop().call_later(PROOF_TURN_S, turn.close)
-            site = Site.of(greeting)
+            site = Site.of(hello)
             if (routed := to_be_read(engine.site, site)) is not None:
                 return Connected(routed, NOT_CONNECTED)
-            return await self._data_plane.connect(Landing(greeting.agent.incarnation, site, greeting.probe_lane))
+            return await self._data_plane.connect(Landing(hello.agent.incarnation, site, hello.probe_lane))
 
     def _dismiss(self, incarnation: str, reason: str) -> None:
         self.sessions[incarnation].link.send(Goodbye(reason=reason))

@@ -153,7 +153,7 @@ def doctor(
     config: Path | None = None,
     only: Annotated[list[str] | None, ONLY_CHECKS] = None,
     peer: Annotated[
-        str, typer.Option(help="Another agent to dial and greet: tcp://HOST:PORT, or tcp://HOST:PORT#PUBLICKEY.")
+        str, typer.Option(help="Another agent to dial: tcp://HOST:PORT, or tcp://HOST:PORT#PUBLICKEY.")
     ] = "",
     prove_route: Annotated[
         bool,

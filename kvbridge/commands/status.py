@@ -244,7 +244,7 @@ def _peer(peer: PeerStatus) -> list[RenderableType]:
     for name in ("state", "protocol", "address", "key", "route", "verdict"):
         if said := getattr(peer, name):
             _add(rows, name, str(said))
-    return [_indented(_plain(peer.name or "(not greeted yet)")), _indented(rows, 4)]
+    return [_indented(_plain(peer.name or "(no handshake yet)")), _indented(rows, 4)]
 
 
 def _transfers(status: Status) -> list[RenderableType]:

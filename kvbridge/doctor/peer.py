@@ -70,7 +70,7 @@ class ProbeSlots:
 
 
 def peer(subject: Subject) -> Finding:
-    """Dial --peer as the agent would, and greet it with the pool of our engine.
+    """Dial --peer as the agent would, and say hello with the pool of our engine.
 
     With --prove-route it is told of slots of ours, and proves its route to them.
     """
@@ -84,7 +84,7 @@ def peer(subject: Subject) -> Finding:
     try:
         slots = _slots(subject, incarnation) if ours else ProbeSlots(None)
         engine = _engine(subject.config, incarnation, pool, slots.resources)
-        link, answer = uvloop.run(_greeted(subject, engine))
+        link, answer = uvloop.run(_handshake(subject, engine))
     except KVBridgeError as error:
         if error.code == "peer_unreachable" and _is_taken(subject.peer):
             remedy = f"{REMEDIES['peer_silent']}; or it has another key than the address says"
@@ -209,7 +209,7 @@ def _unseen(session: Session, resources: Resources, config: AgentConfig) -> str:
     return "; ".join(filter(None, (others, UNSEEN if _read(config, is_gpu) else "")))
 
 
-async def _greeted(subject: Subject, engine: AttachedEngine) -> tuple[Link, Welcome | Refuse]:
+async def _handshake(subject: Subject, engine: AttachedEngine) -> tuple[Link, Welcome | Refuse]:
     """The answer to our Hello. Raises PeerError or OperatorError, `peer_silent` if no answer comes in time."""
     config = subject.config
     settings = Settings(connect_s=config.connect_s, silence_s=PEER_ANSWER_S)
@@ -243,7 +243,7 @@ async def _heard(control: Control, link: Link, engine: AttachedEngine) -> Welcom
 
 
 def _engine(config: AgentConfig, incarnation: str, pool: Pool, resources: Resources | None) -> AttachedEngine:
-    """What we greet as. Without slots nothing can be written to us, whatever the peer answers."""
+    """What our Hello says. Without slots nothing can be written to us, whatever the peer answers."""
     address = config.advertise or config.listen
     agent = AgentCard(name="doctor", incarnation=incarnation, address=address, version=version("kvbridge"))
     bare = FabricCard(kind="nixl", name=incarnation, descriptor=b"", base=0, slot_bytes=PROBED_SLOT_BYTES, slots=0)

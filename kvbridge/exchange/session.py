@@ -116,41 +116,39 @@ def hello(
     )
 
 
-def answer(greeting: Hello, engine: AttachedEngine | None) -> Session | Refuse:
+def answer(hello: Hello, engine: AttachedEngine | None) -> Session | Refuse:
     """The sender's answer to a Hello: a Session, told to the peer with `welcome`, or why there is none."""
     if engine is None:
         return Refuse(code="no_engine", reasons=("no engine is attached to this agent",))
-    if greeting.agent.incarnation == engine.agent.incarnation:
+    if hello.agent.incarnation == engine.agent.incarnation:
         return Refuse(code="same_agent", reasons=(f"agent: {engine.agent.name} is both sender and receiver",))
-    version = negotiate(OURS, greeting.versions)
+    version = negotiate(OURS, hello.versions)
     if version is None:
-        return Refuse(code="version_mismatch", reasons=(version_reason(greeting),))
-    digest = next((name for name in engine.digests if name in greeting.digests), None)
+        return Refuse(code="version_mismatch", reasons=(version_reason(hello),))
+    digest = next((name for name in engine.digests if name in hello.digests), None)
     if digest is None:
-        return Refuse(
-            code="no_common_digest", reasons=(f"digests: sender {engine.digests}, receiver {greeting.digests}",)
-        )
-    ours, theirs = engine.site.fabric, greeting.fabric
-    for card in (theirs, greeting.host):
+        return Refuse(code="no_common_digest", reasons=(f"digests: sender {engine.digests}, receiver {hello.digests}",))
+    ours, theirs = engine.site.fabric, hello.fabric
+    for card in (theirs, hello.host):
         if card is not None and card.base + (card.slots + 1) * card.slot_bytes >= 1 << 63:
             reason = f"slots: {card.slots} of {card.slot_bytes} bytes end beyond any memory"
             return Refuse(code="bad_card", reasons=(reason,))
     if theirs.kind != ours.kind:
         reason = f"fabric.kind: sender {ours.kind}, receiver {theirs.kind}"
         return Refuse(code="fabric_mismatch", reasons=(reason,))
-    found = _agreed(engine.pool, greeting.pool)
+    found = _agreed(engine.pool, hello.pool)
     if isinstance(found, Refuse):
         return found
     return Session(
-        peer=greeting.agent,
+        peer=hello.agent,
         version=version,
-        peer_epoch=greeting.epoch,
-        peer_pool=greeting.pool,
+        peer_epoch=hello.epoch,
+        peer_pool=hello.pool,
         our_epoch=engine.epoch,
         digest=digest,
         slot_bytes=min(ours.slot_bytes, theirs.slot_bytes),
         verdict=found,
-        planner=Planner(engine.pool, greeting.pool, greeting.moves_units),
+        planner=Planner(engine.pool, hello.pool, hello.moves_units),
     )
 
 
@@ -162,8 +160,8 @@ def _agreed(sender: Pool, receiver: Pool) -> Same | Convertible | Refuse:
     return Refuse(code="incompatible", reasons=found.reasons) if isinstance(found, Incompatible) else found
 
 
-def version_reason(greeting: Hello) -> str:
-    ours, theirs = OURS, greeting.versions
+def version_reason(hello: Hello) -> str:
+    ours, theirs = OURS, hello.versions
     return f"versions: sender {ours.oldest}-{ours.newest}, receiver {theirs.oldest}-{theirs.newest}"
 
 
@@ -187,44 +185,42 @@ def welcome(session: Session, engine: AttachedEngine, door: DoorCard | None = No
     )
 
 
-def accept(greeting: Welcome, engine: AttachedEngine, key: str = "") -> Session | Refuse:
+def accept(welcome: Welcome, engine: AttachedEngine, key: str = "") -> Session | Refuse:
     """The receiver's view of a Welcome: a Session, or a Refuse that says why it cannot go on."""
-    if not OURS.oldest <= greeting.version <= OURS.newest:
-        reason = f"version: receiver {OURS.oldest}-{OURS.newest}, sender {greeting.version}"
+    if not OURS.oldest <= welcome.version <= OURS.newest:
+        reason = f"version: receiver {OURS.oldest}-{OURS.newest}, sender {welcome.version}"
         return Refuse(code="version_mismatch", reasons=(reason,))
-    if greeting.digest not in engine.digests:
-        return Refuse(
-            code="no_common_digest", reasons=(f"digest: receiver {engine.digests}, sender {greeting.digest}",)
-        )
-    if greeting.slot_bytes > engine.site.fabric.slot_bytes:
-        reason = f"slot_bytes: receiver {engine.site.fabric.slot_bytes}, sender {greeting.slot_bytes}"
+    if welcome.digest not in engine.digests:
+        return Refuse(code="no_common_digest", reasons=(f"digest: receiver {engine.digests}, sender {welcome.digest}",))
+    if welcome.slot_bytes > engine.site.fabric.slot_bytes:
+        reason = f"slot_bytes: receiver {engine.site.fabric.slot_bytes}, sender {welcome.slot_bytes}"
         return Refuse(code="slot_mismatch", reasons=(reason,))
-    routed, site = Routed(greeting.route, greeting.why, greeting.probe), engine.site
-    if greeting.route not in site.routes or (greeting.route == "host" and site.dram is None):
-        reason = f"route: receiver {', '.join(site.routes)}, sender {greeting.route}"
+    routed, site = Routed(welcome.route, welcome.why, welcome.probe), engine.site
+    if welcome.route not in site.routes or (welcome.route == "host" and site.dram is None):
+        reason = f"route: receiver {', '.join(site.routes)}, sender {welcome.route}"
         return Refuse(code="route_mismatch", reasons=(reason,))
     if not routed.is_pulled and not site.has_slots:
         return Refuse(
-            code="route_mismatch", reasons=(f"route: {greeting.route}, and the receiver's Hello named no slots",)
+            code="route_mismatch", reasons=(f"route: {welcome.route}, and the receiver's Hello named no slots",)
         )
-    found = _agreed(greeting.pool, engine.pool)
+    found = _agreed(welcome.pool, engine.pool)
     if isinstance(found, Refuse):
         return found
     return Session(
-        peer=greeting.agent,
-        version=greeting.version,
-        peer_epoch=greeting.epoch,
-        peer_pool=greeting.pool,
+        peer=welcome.agent,
+        version=welcome.version,
+        peer_epoch=welcome.epoch,
+        peer_pool=welcome.pool,
         our_epoch=engine.epoch,
-        digest=greeting.digest,
-        slot_bytes=greeting.slot_bytes,
+        digest=welcome.digest,
+        slot_bytes=welcome.slot_bytes,
         verdict=found,
-        ranks=greeting.ranks,
+        ranks=welcome.ranks,
         routed=routed,
         key=key,
-        is_far=_is_far(greeting, site),
-        process=greeting.process if _shares_pids(greeting, site) else None,
-        planner=Planner(greeting.pool, engine.pool, greeting.moves_units),
+        is_far=_is_far(welcome, site),
+        process=welcome.process if _shares_pids(welcome, site) else None,
+        planner=Planner(welcome.pool, engine.pool, welcome.moves_units),
     )
 
 

@@ -393,7 +393,7 @@ class Control:
         if link is not None and self._count_in(link, envelope):
             return
         if identity is not None:
-            self._greet(envelope, identity, frame)
+            self._begin_link(envelope, identity, frame)
 
     def _is_for_us(self, link: Link | None, envelope: Envelope) -> bool:
         is_spoken = OURS.oldest <= envelope.version <= OURS.newest
@@ -406,7 +406,7 @@ class Control:
             return True
         return False
 
-    def _greet(self, envelope: Envelope, identity: bytes, frame: zmq.Frame) -> None:
+    def _begin_link(self, envelope: Envelope, identity: bytes, frame: zmq.Frame) -> None:
         """An envelope without a link. Number 0 begins one; any other is the tail of a link that we gave up."""
         link = Link(self, str(frame.get("Peer-Address")), identity, self._loop.time(), _key_of(frame))
         if fault := link.check(envelope):

@@ -227,7 +227,7 @@ class NixlFabric:
         if peer is not None:
             if peer.descriptor == descriptor:
                 peer.is_leaving = False
-                peer.heals_at = 0.0  # a greeting in its name came: it is there
+                peer.heals_at = 0.0  # a Hello in its name came: it is there
                 return
             if peer.writes:
                 raise FabricError("peer_busy", f"peer: {peer.writes} writes to {incarnation} are still under way")

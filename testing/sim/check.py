@@ -120,8 +120,8 @@ def _between_agents(process: Process) -> Iterator[str]:
     for name, left in (
         ("lanes that are out", PROBE_LANES - len(peers.outgoing._lanes)),
         ("sessions without a lane", peers.outgoing._without_lane),
-        ("Hellos being answered", peers.incoming._greeted_by),
-        ("deadlines of greetings", peers.outgoing._deadlines._at),
+        ("Hellos being answered", peers.incoming._hellos_by),
+        ("deadlines of handshakes", peers.outgoing._deadlines._at),
     ):
         if left:
             yield f"{name}: {left}"

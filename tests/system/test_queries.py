@@ -86,7 +86,7 @@ def test_the_variables_are_filled_from_what_agents_have() -> None:
         ('kvbridge_route_bytes_total{route="pull"}', 'kvbridge_route_bytes_total{route="ipc"}', "never ipc"),
         ('kvbridge_receive_slots{state="quarantined"}', 'kvbridge_receive_slots{state="open"}', "never open"),
         ('kvbridge_memory_readers{state="open"}', 'kvbridge_memory_readers{state="free"}', "never free"),
-        ('kvbridge_sessions{state="greeting"}', 'kvbridge_sessions{state="ended"}', "never ended"),
+        ('kvbridge_sessions{state="handshake"}', 'kvbridge_sessions{state="ended"}', "never ended"),
         ('kvbridge_queue_length{awaits="credit"}', 'kvbridge_queue_length{awaits="slots"}', "never slots"),
         ('kvbridge_stage_seconds_sum{stage="claim"}', 'kvbridge_stage_seconds_sum{stage="done"}', "never done"),
         ('kvbridge_refused_total{code="deadline"}', 'kvbridge_refused_total{code="dead_line"}', "never dead_line"),

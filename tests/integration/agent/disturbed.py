@@ -287,7 +287,7 @@ def _kills(pair: Pair, victim: Side, seed: int, times: int) -> Iterator[tuple[st
         yield codes
         pair.world.restarts_agent(victim)
         pair.world.wait_attached()
-        pair.receiver.becomes(_is_greeting_nobody, REBUILT_S)  # what began before may be given up in a moment
+        pair.receiver.becomes(_is_without_handshake, REBUILT_S)  # what began before may be given up in a moment
         pair.is_sound()
         times -= bool(codes[0]) or may_outlive
         if not times:
@@ -295,5 +295,5 @@ def _kills(pair: Pair, victim: Side, seed: int, times: int) -> Iterator[tuple[st
     raise AssertionError("transfers were over before the agent was killed")
 
 
-def _is_greeting_nobody(status: Status) -> bool:
-    return not any("greeting" in peer.state for peer in status.peers)
+def _is_without_handshake(status: Status) -> bool:
+    return not any("handshake" in peer.state for peer in status.peers)

@@ -13,7 +13,7 @@ import pytest
 from kvbridge_proto.common import Rank
 from kvbridge_proto.peer import PROBE_LANES, Cancel, Drained, Goodbye, Grant, Hello, Refuse, Settled, SlotLease, Welcome
 
-from kvbridge.agent.peers import MOST_GREETINGS, PROOF_TURN_S
+from kvbridge.agent.peers import MOST_HELLOS, PROOF_TURN_S
 from kvbridge.dataplane.attached import Job, WaitWrite
 from kvbridge.dataplane.data_plane import DataPlane
 from kvbridge.dataplane.orders import ReceiveOrders, SendOrders
@@ -153,17 +153,17 @@ async def test_a_flood_of_hellos_costs_one_proof_a_link_and_a_bounded_number_in_
         for _ in range(1000):
             sender.peers._take(tasks, loud, "D-loud", greeting(world, "D-loud"))
         assert [refusal.code for refusal in loud.said(Refuse)] == ["busy"] * 999
-        others = [Wire(f"other{number}") for number in range(MOST_GREETINGS + 5)]
+        others = [Wire(f"other{number}") for number in range(MOST_HELLOS + 5)]
         for number, wire in enumerate(others):
             sender.peers._take(tasks, wire, f"D{number}", greeting(world, f"D{number}"))
-        assert [len(wire.said(Refuse)) for wire in others] == [0] * (MOST_GREETINGS - 1) + [1] * 6
+        assert [len(wire.said(Refuse)) for wire in others] == [0] * (MOST_HELLOS - 1) + [1] * 6
         await settle()
-        assert 1 <= len(sender.proving) < MOST_GREETINGS  # alone, while it may be quick
-        while len(sender.proving) < MOST_GREETINGS:  # noqa: ASYNC110 - each gets its turn
+        assert 1 <= len(sender.proving) < MOST_HELLOS  # alone, while it may be quick
+        while len(sender.proving) < MOST_HELLOS:  # noqa: ASYNC110 - each gets its turn
             await asyncio.sleep(PROOF_TURN_S)
         sender.may_prove.set()
-    assert len(sender.proving) == MOST_GREETINGS
-    assert all(wire.said(Welcome) for wire in [loud, *others[: MOST_GREETINGS - 1]])
+    assert len(sender.proving) == MOST_HELLOS
+    assert all(wire.said(Welcome) for wire in [loud, *others[: MOST_HELLOS - 1]])
     await sender.takes(others[-1], greeting(world, "late"))
     assert others[-1].said(Welcome)
 
@@ -351,7 +351,7 @@ async def test_a_hello_after_a_goodbye_takes_the_place_of_the_one_that_is_being_
         sender.may_prove.set()
     assert [landing.lane for landing in sender.proving] == [0, 3] and sender.disconnected == [("D", 1)]
     assert len(wire.said(Welcome)) == 1 and len(sender.peers.statuses()) == 1
-    assert not sender.peers.incoming._greeted_by
+    assert not sender.peers.incoming._hellos_by
 
 
 async def test_a_hello_of_a_connection_that_was_given_up_comes_too_late(world: World) -> None:
@@ -484,4 +484,4 @@ async def test_two_hellos_of_one_agent_are_answered_one_after_the_other(world: W
 
 
 def test_proofs_of_all_who_are_greeted_have_a_lane_each() -> None:
-    assert MOST_GREETINGS <= PROBE_LANES
+    assert MOST_HELLOS <= PROBE_LANES

@@ -66,7 +66,7 @@ def test_the_dashboard_shows_what_moves_waits_and_is_agreed() -> None:
 def test_peers_cannot_make_outcomes_without_end() -> None:
     metrics = Metrics()
     for number in range(3 * MAX_CODES):
-        metrics.greeted("sender", f"code{number}")
+        metrics.handshake("sender", f"code{number}")
     outcomes = [each for each in metrics.values() if each.startswith("kvbridge_handshakes_total")]
     assert len(outcomes) <= MAX_CODES + 4 and any("outcome=other" in each for each in outcomes)
 
