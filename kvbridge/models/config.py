@@ -26,6 +26,8 @@ class ModelCache:
     layers      each layer's keys and values, latents, or state; None for a layer that keeps none of its own
     index       the layers with index keys of sparse attention: of 128 fp8 numbers and a scale beside latents, of
                 `index_width` plain numbers beside K and V
+    ratios      how many tokens a row stands for beside each layer's window, 0 where there is only the window; empty for
+                other caches than DeepSeek V4's
     state       what each layer of kind `state` keeps, or each of attention beside it (`has_states_beside`)
     state_dtype    of that state but for its convolution, where the model says so, else ""
     kinds       what else it keeps (`adapters/engine/unsupported.py`)
@@ -42,6 +44,7 @@ class ModelCache:
     layers: tuple[Layer | None, ...]
     index: frozenset[int] = frozenset()
     index_width: int = 128
+    ratios: tuple[int, ...] = ()
     state: State | None = None
     state_dtype: str = ""
     has_states_beside: bool = False
@@ -90,6 +93,7 @@ def read(config: Text) -> ModelCache:
         state = family.state(text) if family.state else None
         drafts = _drafts(text, layers)
         index = family.index(text, len(layers) + len(drafts)) if family.index else frozenset()
+        ratios = _ratios(text, len(layers) + len(drafts)) if family.layers is _compressed else ()
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
         raise OperatorError("bad_model_config", f"model_type {name}: {type(error).__name__}: {error}") from error
     quantization = text.get("quantization_config") or config.get("quantization_config") or {}
@@ -98,6 +102,7 @@ def read(config: Text) -> ModelCache:
         layers=tuple(layers),
         index=index,
         index_width=int(_sparse(text).get("sparse_index_dim") or 128),
+        ratios=ratios,
         state=state,
         state_dtype=str(text.get("mamba_ssm_cache_dtype") or text.get("mamba_ssm_dtype") or family.state_dtype),
         has_states_beside=family.has_states_beside,
@@ -260,6 +265,20 @@ def _latent(text: Text, family: Family) -> list[Layer | None]:
     return [Layer(kind="mla", kv_heads=1, key_width=width, value_width=0, rope_width=rope)] * _depth(text)
 
 
+def _compressed(text: Text, family: Family) -> list[Layer | None]:
+    """DeepSeek V4: a window in each layer, beside most of them rows of 4 or 128 tokens."""
+    widths = {"key_width": int(text["head_dim"]), "value_width": 0, "rope_width": int(text["qk_rope_head_dim"])}
+    return [Layer(kind="mla", kv_heads=1, window=_window(text), **widths)] * _depth(text)
+
+
+def _ratios(text: Text, layers: int) -> tuple[int, ...]:
+    """A draft's layers have a window only. Raises ValueError for rows of which we do not know what is beside them."""
+    own = [int(ratio) if int(ratio) > 1 else 0 for ratio in text["compress_ratios"]][: _depth(text)]
+    if set(own) - {0, 4, 128} or len(own) != _depth(text):
+        raise ValueError(f"compress_ratios: {text['compress_ratios']}, known are 0, 1, 4 and 128 for each layer")
+    return (*own, *[0] * (layers - len(own)))
+
+
 def _latents_beside_states(text: Text, family: Family) -> list[Layer | None]:
     full = {int(each) - 1 for each in text["linear_attn_config"]["full_attn_layers"]}
     state = family.state(text).record if family.state else None
@@ -358,7 +377,8 @@ FAMILIES: dict[str, Family] = {
         ("minimax_m3", "minimax_m3_text", "minimax_m3_vl_text", "minimax_m3_vl"),
         Family(_minimax, index=_index_of_blocks),
     ),
-    **dict.fromkeys(("deepseek_v4", "deepseek_v41"), Family(_unread, ("compressed",))),
+    "deepseek_v4": Family(_compressed),
+    "deepseek_v41": Family(_unread, ("compressed", "bounded")),
     **dict.fromkeys(("glm5_next", "glm5_next_text"), Family(_unread, ("compressed", "state", "ring"))),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), Family(_beside_states, state=_gated_delta)),
     "nemotron_h": Family(_beside_states, state=_nemotron, state_dtype="float32"),

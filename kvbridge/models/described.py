@@ -7,7 +7,7 @@ ones. What decides whether a pair is carried is what an engine's command and the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvbridge_proto.pool import (
     Codec,
@@ -23,7 +23,7 @@ from kvbridge_proto.pool import (
     Step,
 )
 
-from ..adapters.engine.codecs import CODEC_PER_TOKEN_HEAD, INDEX_KEYS, INDEX_SCALES, plain_rows
+from ..adapters.engine.codecs import CODEC_PER_TOKEN_HEAD, INDEX_KEYS, INDEX_SCALES, INDEX_WIDTH, plain_rows
 from ..adapters.engine.records import WHOLE, Heads, model_record
 from ..adapters.engine.unsupported import UNSUPPORTED, draft_refusal, refusal
 from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
@@ -43,6 +43,9 @@ CODEC_OF_DTYPE: dict[str, tuple[CodecName, int]] = {
 PartRows = tuple[str, Codec]  # a plane of a layer before it has a place
 M3_PACKED = "minimax_m3_nvfp4"
 PACKED: dict[str, tuple[CodecName, int]] = {"fp8_ds_mla": ("fp8_ds_mla", 656)}
+# DeepSeek V4 in vLLM: blocks of windows, and of rows of 4 and 128 tokens; of what these will be made of, by their ratio
+WINDOW_BLOCK, COMPRESSED_BLOCK = 64, 256
+OPEN_BLOCKS = {4: (4, 8), 128: (8, 128)}  # a block and the window
 
 
 def pools_of(
@@ -68,6 +71,11 @@ def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> It
             yield refusal(code, engine, kind, model.family)
     if model.state is not None:
         yield from _refused_states(model, command)
+    if model.ratios and engine == "sglang":
+        yield refusal(code, engine, "compressed", model.family)
+    elif model.ratios and command.cp > 1:
+        reason = f"{model.family}: rows of several tokens, decode_context_parallel_size {command.cp}; needs 1"
+        yield OperatorError("context_parallel_unsupported", reason)
     if engine == "sglang" and command.drafts in ("dflash", "dspark"):
         yield refusal(code, engine, "beside rows", f"--speculative-algorithm {command.drafts.upper()}")
     elif command.drafts and not (model.drafts and command.has_own_drafts):
@@ -231,6 +239,41 @@ def _rows(layer: Layer, said: str) -> Iterator[PartRows]:
             yield part, plain_rows(name, width, size)
 
 
+def _compressed_rows(
+    model: ModelCache, command: EngineCommand, layer: Layer, ratio: int, said: str
+) -> Iterator[tuple[PartRows, Group, int]]:
+    """What vLLM keeps of a layer of DeepSeek V4: each part, its group, and how many tokens a row of it stands for.
+
+    Plain rows are only those of its backend for them (`_select_dsv4_attn_cls`); it has one more for SM120.
+    """
+    whole, width = Group(kind="full", block_tokens=COMPRESSED_BLOCK, blocks=BLOCKS), layer.key_width
+
+    def kept(block: int, window: int) -> Group:
+        inside = command.has_private_blocks
+        windowed = Group(kind="sliding", block_tokens=block, blocks=BLOCKS, window=window, begins_inside=inside)
+        return whole if command.keeps_all else windowed
+
+    if command.backend.upper() == "FLASHINFER_MLA_SPARSE_DSV4":
+        rows = [("", plain_rows(CODEC_OF_DTYPE[said][0], width, CODEC_OF_DTYPE[said][1]))]
+    else:
+        packed = Codec(name="fp8_ds_v4", width=width, element_bytes=1, row_bytes=576)
+        rows = [("", packed), ("_scale", Codec(name="opaque", width=8, element_bytes=1, row_bytes=8))]
+    for more, codec in rows:
+        yield (f"latent{more}", codec), kept(WINDOW_BLOCK, layer.window), 1
+    if not ratio:
+        return
+    for more, codec in rows:
+        yield (f"compressed_latent{more}", codec), whole, ratio
+    states = [("compressor", width)]
+    if ratio == 4:
+        for more, codec in (("", INDEX_KEYS), ("_scale", INDEX_SCALES)):
+            yield (f"{INDEX_KEY}{more}", codec), whole, ratio
+        states.append(("index_compressor", INDEX_WIDTH))
+    for part, each in states:
+        numbers = 2 * each * (2 if ratio == 4 else 1)
+        yield (part, plain_rows("fp32", numbers, 4)), kept(*OPEN_BLOCKS[ratio]), 1
+
+
 def _keepings(
     model: ModelCache, command: EngineCommand, layers: dict[int, Layer], said: str, is_decoder: bool
 ) -> dict[int, Group]:
@@ -281,6 +324,43 @@ def _state_codecs(model: ModelCache, command: EngineCommand) -> tuple[tuple[Code
     return CODEC_OF_DTYPE[conv], CODEC_OF_DTYPE[state]
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One part of a layer before it has a place. A row stands for `row_tokens` tokens."""
+
+    layer: int
+    part: str
+    codec: Codec
+    heads: Heads
+    group: Group
+    row_tokens: int = 1
+
+
+def _parts(
+    model: ModelCache, command: EngineCommand, layers: dict[int, Layer], tp_rank: int, is_decoder: bool
+) -> Iterator[Rows]:
+    """What a rank holds of these layers."""
+    said = _dtype(model, command, is_decoder)
+    if model.ratios:
+        for number, layer in layers.items():
+            for (part, codec), group, row_tokens in _compressed_rows(model, command, layer, model.ratios[number], said):
+                yield Rows(number, part, codec, WHOLE, group, row_tokens)
+        return
+    keepings = _keepings(model, command, layers, said, is_decoder)
+    index_rows = _index_rows(model, command, said) if model.index else ()
+    for number, layer in layers.items():
+        heads = WHOLE if layer.kind == "mla" else Heads.of(layer.kv_heads, tp_rank, command.tp)
+        if layer.kind == "state":
+            assert model.state is not None
+            codecs = _state_codecs(model, command)
+            for part, held, width in model.state.parts(tp_rank, command.tp):
+                row = plain_rows(codecs[part == "state"][0], width, codecs[part == "state"][1])
+                yield Rows(number, part, row, held, keepings[number])
+            continue
+        for part, codec in (*_rows(layer, said), *(index_rows if number in model.index else ())):
+            yield Rows(number, part, codec, WHOLE if "index_key" in part else heads, keepings[number])
+
+
 def _pool(
     model: ModelCache,
     command: EngineCommand,
@@ -290,7 +370,7 @@ def _pool(
     tp_rank: int,
     is_decoder: bool,
 ) -> Pool:
-    said, depth = _dtype(model, command, is_decoder), len(model.layers)
+    depth = len(model.layers)
     layers = (*model.layers, *(model.drafts if command.drafts else ()))
     drafts = range(depth, len(layers)) if pp_rank == command.pp - 1 else range(0)
     stage = (*_stage(depth, pp_rank, command.pp), *drafts)
@@ -301,26 +381,13 @@ def _pool(
         mine |= {depth + index: model.state.record for index in mine}
     if not mine:
         raise OperatorError("cache_empty", f"pp rank {pp_rank} of {command.pp}: no layer of it owns any KV")
-    keepings = _keepings(model, command, mine, said, is_decoder)
-    groups = list(dict.fromkeys(keepings.values()))
-    index_rows = _index_rows(model, command, said) if model.index else ()
+    parts = list(_parts(model, command, mine, tp_rank, is_decoder))
+    groups = list(dict.fromkeys(each.group for each in parts))
     planes: list[Plane] = []
     offset = 0
-    for number, layer in mine.items():
-        heads = WHOLE if layer.kind == "mla" else Heads.of(layer.kv_heads, tp_rank, command.tp)
-        kept = keepings[number]
-        if layer.kind == "state":
-            assert model.state is not None
-            codecs = _state_codecs(model, command)
-            for part, held, width in model.state.parts(tp_rank, command.tp):
-                row = plain_rows(codecs[part == "state"][0], width, codecs[part == "state"][1])
-                planes.append(_plane(number, part, row, held, groups.index(kept), 1, offset))
-                offset += planes[-1].block_stride * BLOCKS
-            continue
-        for part, codec in (*_rows(layer, said), *(index_rows if number in model.index else ())):
-            held = WHOLE if "index_key" in part else heads
-            planes.append(_plane(number, part, codec, held, groups.index(kept), kept.block_tokens, offset))
-            offset += planes[-1].block_stride * BLOCKS
+    for each in parts:
+        planes.append(_plane(each, groups.index(each.group), offset))
+        offset += planes[-1].block_stride * BLOCKS
     return Pool(
         engine=Engine(kind=command.engine, version="", id=engine_id),
         model=model_record(name, mine, depth=depth, pp_size=command.pp, drafts=drafts, draft=name),
@@ -343,23 +410,25 @@ def _shard(command: EngineCommand, pp_rank: int, tp_rank: int) -> Shard:
     )
 
 
-def _plane(layer: int, part: str, codec: Codec, heads: Heads, group: int, block_tokens: int, offset: int) -> Plane:
-    """Token after token, each with its heads side by side."""
-    size = codec.row_bytes
-    token = heads.count * size
+def _plane(rows: Rows, group: int, offset: int) -> Plane:
+    """Token after token, each with its heads side by side. A block of states has one row."""
+    size, codec = rows.codec.row_bytes, rows.codec
+    token = rows.heads.count * size
+    count = 1 if rows.group.kind == "state" else rows.group.block_tokens // rows.row_tokens
     return Plane(
-        layer=layer,
-        part=part,
+        layer=rows.layer,
+        part=rows.part,
         group=group,
         offset=offset,
-        block_stride=block_tokens * token,
-        token_axis=(Step(block_tokens, token),),
+        block_stride=count * token,
+        token_axis=(Step(count, token),),
         head_stride=size,
         element_axis=(Step(size // codec.element_bytes, codec.element_bytes),),
-        first_head=heads.first,
-        heads=heads.count,
-        total_heads=heads.total,
+        first_head=rows.heads.first,
+        heads=rows.heads.count,
+        total_heads=rows.heads.total,
         codec=codec,
+        row_tokens=rows.row_tokens,
     )
 
 

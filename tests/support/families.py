@@ -102,6 +102,9 @@ MAMBA2: dict[str, Any] = {
     **{"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4},
     "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
 }
+DEEPSEEK_V4 = config("deepseek_v4", 43, 64, 1, 512, qk_rope_head_dim=64, sliding_window=128) | {
+    **{"compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "num_nextn_predict_layers": 1}
+}
 GEMMA4 = config("gemma4_text", 30, 16, 8, 256, layer_types=windows(30, 6), sliding_window=1024) | {
     **{"num_global_key_value_heads": 2, "global_head_dim": 512, "attention_k_eq_v": True}
 }
@@ -248,11 +251,19 @@ FAMILIES = (
     ),
     Family(
         "compressed latents",
-        "DeepSeek V4, V4.1",
-        {"model_type": "deepseek_v4", "num_hidden_layers": 43, "compress_ratios": [0, 4, 128]},
+        "DeepSeek V4",
+        DEEPSEEK_V4,
         "latents of 4 and 128 tokens, windows, compressor states, index keys",
         "DeepSeekV4TokenToKVPool",
+        sides={"vllm": ONE_DRAFTS["vllm"]},
         stopped=90,
+    ),
+    Family(
+        "compressed latents with windows that are computed again",
+        "DeepSeek V4.1",
+        DEEPSEEK_V4 | {"model_type": "deepseek_v41"},
+        "latents of several tokens, windows, rings, index keys",
+        "DeepSeekV4TokenToKVPool",
     ),
     Family(
         "states and full attention",

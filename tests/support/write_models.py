@@ -30,7 +30,8 @@ with other block and tensor parallel sizes. For other families and sizes ask [pl
 COUNT = """
 Of RECIPES public recipes for prefill and decode apart (InferenceX, snapshot 2026-08-21, vLLM and SGLang),
 **CARRIED** are carried as far as the model's cache decides; none of them was run. They are counted by what stops them
-first, so only in sum: TABLE. All of MiniMax M3's are of vLLM, on Blackwell, and none asks for KV in NVFP4.
+first, so only in sum: TABLE. Those with compressed latents count once SGLang's are carried, too. All of MiniMax M3's
+are of vLLM, on Blackwell, and none asks for KV in NVFP4.
 """
 TAIL = """
 **Windows** are carried to equal or smaller blocks. To larger ones the prefill side needs a larger `--block-size`, or a
@@ -48,6 +49,12 @@ form on SM100 (B200) than on other GPUs. Both are converted on the way: [how exa
 prefix cache on either side, and without drafts on both: in [vLLM](vllm.md#limits) 0.30 or later, and in
 [SGLang](sglang.md#limits). A state is that after one token: between vLLM and SGLang the router
 [says who decodes](proxy.md#a-router-of-your-own), before prefill begins.
+
+**Compressed caches.** DeepSeek V4 is carried between vLLM engines (0.30 or later) with other tensor and pipeline
+parallel sizes. A row of 4 or 128 tokens travels once all of these are computed; what the next ones will be made of
+travels as the engine keeps it, of the last 8 or 128 tokens in fp32. A prompt is computed without its last token, as
+with windows. Both sides keep rows of the same dtype: those of `fp8_ds_mla` are not converted, nor are index keys of
+MXFP4 carried. Tried with vLLM's own layers, planner and scheduler between agents, without the model's forward.
 
 ## Before anything is started
 

@@ -62,19 +62,28 @@ class Memory:
 
 
 def plane_of(
-    view: torch.Tensor, codec: Codec, heads: Heads, layer: int, group: int, *, part: str, block_tokens: int, name: str
+    view: torch.Tensor,
+    codec: Codec,
+    heads: Heads,
+    layer: int,
+    group: int,
+    *,
+    part: str,
+    block_tokens: int,
+    name: str,
+    row_tokens: int = 1,
 ) -> Plane:
-    """The plane of [B, H, N, W]. Several such blocks of N tokens may make one of the block table; its region is 0."""
-    size, tokens = view.element_size(), view.shape[2]
-    block, head, token, element = (stride * size for stride in view.stride())
-    split = block_tokens // tokens
+    """The plane of [B, H, N, W]. Several such blocks of N rows may make one of the block table; its region is 0."""
+    size, rows = view.element_size(), view.shape[2]
+    block, head, row, element = (stride * size for stride in view.stride())
+    split = block_tokens // row_tokens // rows
     return Plane(
         layer=layer,
         part=part,
         group=group,
         offset=int(view.storage_offset()) * size,
         block_stride=block * split,
-        token_axis=(*([Step(split, block)] if split > 1 else []), Step(tokens, token)),
+        token_axis=(*([Step(split, block)] if split > 1 else []), Step(rows, row)),
         head_stride=head,
         element_axis=(Step(codec.row_bytes // codec.element_bytes, element * codec.element_bytes // size),),
         first_head=heads.first,
@@ -82,4 +91,5 @@ def plane_of(
         total_heads=heads.total,
         codec=codec,
         name=name[:256],
+        row_tokens=row_tokens,
     )

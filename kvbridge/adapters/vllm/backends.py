@@ -9,6 +9,8 @@ tests/integration/adapters/test_vllm_backends.py.
 | kv | [B, H, N, K|V]: a row of K and then a row of V in each cell |
 | cpu | as cpu.py says |
 | latent | [B, N, W]: one row a token, which the layer's kv_cache_dtype describes; every rank has it whole |
+| compressed_latent | as latent, but a row stands for several tokens, which the spec's tokens_per_state says |
+| compressor | [B, N, W] fp32: one row a token, of which such a row will be made; every rank has it whole |
 | index_key | [B, N, 132] bytes: in each page of the kernel all keys of 128, then scales of 4; every rank has it whole |
 | plain_index_key | [B, N, 128] numbers, all blocks one after another: one row a token; every rank has it whole |
 | gated_delta | a page of bytes for each state: q, k and v of the convolution, then [heads, V, K] (states.py) |
@@ -69,8 +71,18 @@ BACKENDS: dict[str, RowWriter] = {
     # concat_and_cache_mla_cpu and amx_mla_concat_and_cache: the same rows
     "CPU_MLA": RowWriter("latent", f"{MLA}cpu_mla.py:195"),
     "AMX_MLA": RowWriter("latent", f"{MLA}amx_mla.py:306"),
-    # 448 fp8 and 64 bf16 numbers, the scales of a block behind its rows
+    # DeepSeek V4: 448 fp8 and 64 bf16 numbers, the scales of a block behind its rows; or plain rows. Of windows, and
+    # of 4 or 128 tokens each; `_save_partial_states_kernel` writes what these will be made of, with the position's bias
     "DEEPSEEK_SPARSE_SWA": RowWriter("latent", "models/deepseek_v4/common/ops/cache_utils.py:44"),
+    **dict.fromkeys(
+        ("FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "CPU_V4_MLA_SPARSE"),
+        RowWriter("compressed_latent", "models/deepseek_v4/common/ops/fused_compress_quant_cache.py:180"),
+    ),
+    "CompressorBackend": RowWriter("compressor", "models/deepseek_v4/common/ops/save_partial_states.py:64"),
+    **dict.fromkeys(
+        ("DEEPSEEK_V4_INDEXER", "CPU_V4_INDEXER"),
+        RowWriter("index_key", "models/deepseek_v4/common/ops/fused_compress_quant_cache.py:740"),
+    ),
     # indexer_k_quant_and_cache (csrc/libtorch_stable/cache_kernels.cu) and _fp8_quant_and_cache_write: key at byte
     # token * 128 of the page, scale at page tokens * 128 + token * 4
     "DEEPSEEK_V32_INDEXER": RowWriter("index_key", "models/deepseek_v32/common/kernels.py:81"),
@@ -89,13 +101,9 @@ BACKENDS: dict[str, RowWriter] = {
     "SHORT_CONV_ATTN": RowWriter("short_conv", "model_executor/layers/mamba/short_conv.py"),
     "LINEAR_ATTN": RowWriter("lightning", "model_executor/layers/mamba/linear/base.py"),
     "BAILING_LINEAR_ATTN": RowWriter("lightning", "model_executor/layers/mamba/linear/bailing_linear_attn.py"),
-    "DEEPSEEK_V4_INDEXER": RowWriter("compressed", f"{MLA}indexer.py"),
-    "DEEPSEEK_V41_INDEXER": RowWriter("compressed", f"{MLA}indexer.py"),
-    "FLASHMLA_SPARSE_DSV4": RowWriter("compressed", "models/deepseek_v4/sparse_mla.py"),
-    "FLASHMLA_SPARSE_DSV41": RowWriter("compressed", "models/deepseek_v41/sparse_mla.py"),
-    "FLASHINFER_MLA_SPARSE_DSV4": RowWriter("compressed", "models/deepseek_v4/nvidia/flashinfer_sparse.py"),
-    "FLASHINFER_MLA_SPARSE_DSV41": RowWriter("compressed", "models/deepseek_v41/nvidia/flashinfer_sparse.py"),
-    "CompressorBackend": RowWriter("compressed", "models/deepseek_v4/compressor.py"),
+    "DEEPSEEK_V41_INDEXER": RowWriter("bounded", f"{MLA}indexer.py"),
+    "FLASHMLA_SPARSE_DSV41": RowWriter("bounded", "models/deepseek_v41/sparse_mla.py"),
+    "FLASHINFER_MLA_SPARSE_DSV41": RowWriter("bounded", "models/deepseek_v41/nvidia/flashinfer_sparse.py"),
     "STEP5_CSA_SUMMARY": RowWriter("compressed", "models/step5/nvidia/sparse_summary_cache.py"),
     "KPOOL_TAIL": RowWriter("ring", f"{MLA}indexer.py"),
     "STEP5_CSA_TAIL_RING": RowWriter("ring", "models/step5/nvidia/csa_tail_ring.py"),
@@ -104,7 +112,8 @@ BACKENDS: dict[str, RowWriter] = {
     "TURBOQUANT": RowWriter("packed", f"{V1}turboquant_attn.py"),
     "ULTRAQUANT": RowWriter("packed", f"{V1}ultraquant_attn.py"),
 }
-INDEX_KEYS = ("index_key", "plain_index_key")  # layers of their own to vLLM
+INDEX_KEYS = ("index_key", "plain_index_key")
+COMPRESSED = ("compressed_latent", "compressor")  # beside another cache of the same layer, as index keys are
 # What a spec is alone, whatever its backend.
 SPECS: dict[str, str] = {
     "CircularBufferSpec": "ring",
@@ -130,7 +139,7 @@ def check_backend(name: str, layer: Any, is_latent: bool) -> None:
     backend, rows = backend_of(layer), rows_of(layer)
     if rows in UNSUPPORTED:
         raise refusal("layer_unsupported", "vllm", rows, f"{name}: attention backend {backend}")
-    fitting = ("latent", *INDEX_KEYS) if is_latent else ("kv", "cpu")
+    fitting = ("latent", *COMPRESSED, *INDEX_KEYS) if is_latent else ("kv", "cpu")
     if rows not in fitting:
         # Those in a model's own folder are no choice for another model.
         choices = {each: listed.rows for each, listed in BACKENDS.items() if listed.source.startswith(V1)}
@@ -150,12 +159,19 @@ def check_backend(name: str, layer: Any, is_latent: bool) -> None:
         )
 
 
-def spec_refusal(name: str, spec: Any) -> KVBridgeError | None:
-    """Why a layer with this spec is not carried, if its spec alone says so."""
+def row_tokens(spec: Any) -> Any:
+    """How many tokens a row stands for. -1: all; a fraction: a token has several rows."""
+    return getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
+
+
+def spec_refusal(name: str, spec: Any, rows: str) -> KVBridgeError | None:
+    """Why a layer with this spec, whose backend writes `rows`, is not carried, if its spec says so."""
     kind = type(spec).__name__
     if kind in SPECS:
         return refusal("layer_unsupported", "vllm", SPECS[kind], f"{name}: {kind}")
-    states = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
-    if states not in (1, -1):  # -1: of all tokens; a fraction: several rows a token
+    states = row_tokens(spec)
+    if states not in (1, -1) and (rows not in ("compressed_latent", "index_key") or states != int(states)):
         return refusal("layer_unsupported", "vllm", "compressed", f"{name}: {kind} with tokens_per_state {states}")
+    if getattr(spec, "bounded_replay", False):
+        return refusal("layer_unsupported", "vllm", "bounded", f"{name}: {kind} with bounded_replay")
     return None

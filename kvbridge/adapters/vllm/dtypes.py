@@ -40,12 +40,12 @@ def cell_of(member: KVLayer) -> Cell:
         row = tensor.shape[-1]
         if row in LATENT:
             if LATENT[row] == "fp8_ds_v4":
-                row -= V4_SCALE_BYTES
-                return Cell(heads, row, 0, V4_SCALE_BYTES, scale_unit=1, is_apart=True, codec="fp8_ds_v4")
-            return Cell(heads, row, 0, codec=LATENT[row])
+                scales = V4_SCALE_BYTES, 1, True
+                return Cell(heads, row - V4_SCALE_BYTES, 0, *scales, part=member.part, codec="fp8_ds_v4")
+            return Cell(heads, row, 0, codec=LATENT[row], part=member.part)
     plain = FP8.get(said) if tensor.dtype == torch.uint8 else CODEC_OF.get(tensor.dtype)
     if plain is not None and member.quant_mode in ("NONE", "FP8_PER_TENSOR"):
-        return Cell(heads, key * size, value * size, codec=plain)
+        return Cell(heads, key * size, value * size, codec=plain, part=member.part)
     raise refusal(
         "codec_unknown",
         "vllm",
@@ -121,8 +121,8 @@ def codec_of(member: KVLayer, cell: Cell, part: str, row_bytes: int) -> Codec:
 
 def member_scales(member: KVLayer) -> dict[str, tuple[float, ...]]:
     """The scales of a layer's parts: one each, or one per head in both if the checkpoint has that in either."""
-    if member.is_index:
-        return {"index_key": (1.0,)}
+    if member.is_index or (member.is_latent and not hasattr(member.attention, "_k_scale_float")):
+        return {member.part: (1.0,)}  # DeepSeek V4's backends for plain fp8 have constants
     if member.is_latent:
         return {"latent": _scales(member, "k")}
     k, v = _scales(member, "k"), _scales(member, "v")

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvbridge_proto.pool import GroupKind, Layer, LayerKind, Model, Shard
 
+from ...cache_kinds import INDEX_KEY
 from ...errors import OperatorError
 from ..engine.codecs import INDEX_WIDTH
 from ..engine.names import draft_name
 from ..engine.records import WHOLE, Heads, State, model_record
-from .backends import INDEX_KEYS, check_backend, rows_of, spec_refusal
+from .backends import COMPRESSED, INDEX_KEYS, check_backend, row_tokens, rows_of, spec_refusal
 from .states import state_of
 from .versions import transfer_groups
 
@@ -37,8 +38,8 @@ LATENTS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 class KVLayer:
     """One layer's tensor with what vLLM says about it. `layer` is its number in the model's record.
 
-    Index keys are a layer of their own to vLLM. Here they are a part of the attention layer that they are for, whose
-    name is then the `owner`.
+    Index keys, and what DeepSeek V4 keeps beside its windows, are layers of their own to vLLM. Here they are parts of
+    the attention layer that they are for, whose name is then the `owner`.
     """
 
     name: str
@@ -57,6 +58,22 @@ class KVLayer:
     @property
     def is_index(self) -> bool:
         return rows_of(self.attention) in INDEX_KEYS
+
+    @property
+    def is_beside(self) -> bool:
+        return self.is_index or rows_of(self.attention) in COMPRESSED
+
+    @property
+    def part(self) -> str:
+        """What its rows are, if there is no V."""
+        rows = rows_of(self.attention)
+        if rows == "compressor":
+            return "index_compressor" if ".indexer." in self.name else rows
+        return INDEX_KEY if self.is_index else rows if rows in COMPRESSED else "latent"
+
+    @property
+    def row_tokens(self) -> int:
+        return max(1, int(row_tokens(self.spec)))
 
     @property
     def heads(self) -> int:
@@ -189,14 +206,14 @@ def model_of(members: list[KVLayer], config: VllmConfig, shard: Shard, name: str
     drafts = {member.layer for member in members if member.is_draft and drafting is not None}
     if drafts and not draft:
         draft = draft_name(name, str(config.model_config.model), str(drafting.model))
-    layers = {member.layer: member.record for member in members if not member.is_index}
+    layers = {member.layer: member.record for member in members if not member.is_beside}
     sizes = {"depth": depth(config), "pp_size": shard.pp_size}
     return model_record(name, layers, **sizes, weights=weights, drafts=drafts, draft=draft)
 
 
 def _check(name: str, spec: Any, attention: Any, shard: Shard) -> None:
     kind = type(spec).__name__
-    if (error := spec_refusal(name, spec)) is not None:
+    if (error := spec_refusal(name, spec, rows_of(attention))) is not None:
         raise error
     if kind not in KINDS:
         raise OperatorError(
@@ -205,11 +222,13 @@ def _check(name: str, spec: Any, attention: Any, shard: Shard) -> None:
         )
     if kind != "MambaSpec":
         check_backend(name, attention, kind in LATENTS)
-    if shard.cp_size > 1 and not getattr(spec, "dcp_sharded", True):
+    is_split = getattr(spec, "dcp_sharded", True)
+    if shard.cp_size > 1 and (not is_split or rows_of(attention) in COMPRESSED):
+        why = "rows of several tokens" if is_split else "dcp_sharded False"
         raise OperatorError(
             "context_parallel_unsupported",
-            f"{name}: dcp_sharded False, decode_context_parallel_size {shard.cp_size}, so its ranks do not split this "
-            "layer's tokens; needs --decode-context-parallel-size 1",
+            f"{name}: {why}, decode_context_parallel_size {shard.cp_size}, so its ranks do not split this layer's "
+            "tokens as kvbridge does; needs --decode-context-parallel-size 1",
         )
 
 
@@ -242,15 +261,15 @@ def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:
     """Each under vLLM's own number. A draft model that counts from 0 again gets the numbers after the model's, and so
     does a state in a layer of attention.
 
-    Index keys have the number of the attention layer "P.attn", in whose module P they are: "P.indexer.k_cache", or
-    "P.attn.index_cache".
+    What is beside an attention layer has that one's number: of "P.attn", or in DeepSeek V4 "P.swa_cache". It is in the
+    same module P, or is P: "P.indexer.k_cache", "P.attn.index_cache", "P.indexer.compressor.state_cache".
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
     seen: set[int] = set()
     found, again = [], []
     for member in sorted(members, key=lambda member: (member.is_draft, member.state is not None)):
-        if member.is_index:
+        if member.is_beside:
             continue
         index = extract_layer_index(member.name)
         if member.state is not None and index in seen:  # beside attention, in one layer (Falcon-H1)
@@ -263,12 +282,12 @@ def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:
     first = max([*seen, depth(config) - 1]) + 1 if again else 0
     numbers = {member.name: member for member in found}
     numbers |= {member.name: replace(member, layer=first + place) for place, member in enumerate(again)}
-    owners = {member.name.rpartition(".")[0]: member for member in numbers.values()}
+    owners = {member.name.rpartition(".")[0]: member for member in numbers.values() if member.state is None}
     for member in members:
-        if member.is_index:
-            module = member.name.rsplit(".", 2)[0]
-            if module not in owners:
-                reason = f"{member.name}: index keys, and no attention layer in {module}"
-                raise OperatorError("layer_unsupported", reason)
-            numbers[member.name] = replace(member, layer=owners[module].layer, owner=owners[module].name)
+        if member.is_beside:
+            modules = (member.name.rsplit(".", inner)[0] for inner in range(4))
+            owner = next((owners[module] for module in modules if module in owners), None)
+            if owner is None:
+                raise OperatorError("layer_unsupported", f"{member.name}: {member.part}, and no attention layer beside")
+            numbers[member.name] = replace(member, layer=owner.layer, owner=owner.name)
     return [numbers[member.name] for member in members]

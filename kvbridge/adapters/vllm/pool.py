@@ -89,14 +89,15 @@ def _planes(member: KVLayer, blocks: int, rank: tuple[int, int]) -> Iterable[Pla
     if member.state is not None:
         at = member.layer, member.group
         return state_planes(member.name, member.tensor, member.spec, member.state, at, blocks, rank)
-    cell, tokens = cell_of(member), int(member.spec.block_size)
+    cell, tokens, row_tokens = cell_of(member), int(member.spec.block_size), member.row_tokens
     if (slots := getattr(member.spec, "num_head_slots", None)) is not None:
         reason = f"num_head_slots {slots} for {member.heads} heads, whose order kvbridge does not know"
         raise OperatorError("layout_unknown", f"{member.name}: {reason}")
     planes, name = [], member.owner or member.name
-    for part, view in views_of(member.name, member.tensor, cell, tokens, blocks).items():
+    for part, view in views_of(member.name, member.tensor, cell, tokens // row_tokens, blocks).items():
         codec, where = codec_of(member, cell, part, view.shape[-1] * view.element_size()), (member.layer, member.group)
-        planes.append(plane_of(view, codec, member.held, *where, part=part, block_tokens=tokens, name=name))
+        counts = {"block_tokens": tokens, "row_tokens": row_tokens}
+        planes.append(plane_of(view, codec, member.held, *where, part=part, name=name, **counts))
     return _cpu(member, planes) if rows_of(member.attention) == "cpu" else planes
 
 

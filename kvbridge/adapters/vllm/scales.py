@@ -13,6 +13,8 @@ from typing import Any
 from kvbridge_proto.engine import Adopt, Decline, Rescale, Scales
 from kvbridge_proto.pool import Pool
 
+from .backends import backend_of
+
 # These read the layer's scale tensors in every forward; on a CPU, where no graph is captured, the floats beside them.
 # Others (FlashInfer's and those for latents, 0.26 to 0.33) multiply the floats into a factor in the first forward and
 # keep it.
@@ -64,11 +66,10 @@ class LayerScales:
             layer = None if plane is None else self._layers.get(plane.name)
             if layer is None:
                 return f"layer {each.layer} {each.part}: this engine has none"
+            if (backend := backend_of(layer)) not in READ_ALWAYS:
+                return f"backend: {backend} keeps its first scales, must be one of {', '.join(READ_ALWAYS)}"
             if len(set(each.scales)) > 1 or getattr(layer, f"_{_half(each.part)}_scale").numel() > 1:
                 return f"layer {each.layer} {each.part}: one for each head, must be one for the layer"
-            backend = layer.attn_backend.get_name()
-            if backend not in READ_ALWAYS:
-                return f"backend: {backend} keeps its first scales, must be one of {', '.join(READ_ALWAYS)}"
         return ""
 
 
@@ -81,9 +82,10 @@ def changed_scales(pool: Pool, layers: Mapping[str, Any]) -> tuple[Scales, ...]:
     """The scales of vLLM's layers where they differ from the pool's. A plane has its layer's name."""
     found = []
     for plane in pool.planes:
-        if len(plane.codec.scales) != 1 or plane.part == "index_key":
-            continue  # plain index keys have the scale 1, whatever their layer has
-        scale = float(getattr(layers[plane.name], f"_{_half(plane.part)}_scale_float"))
+        if len(plane.codec.scales) != 1 or plane.part not in ("k", "v", "latent"):
+            continue  # other parts have the scale 1, whatever their layer has
+        own = f"_{_half(plane.part)}_scale_float"
+        scale = float(getattr(layers[plane.name], own, plane.codec.scales[0]))  # DeepSeek V4's layers have none
         if scale != plane.codec.scales[0]:
             found.append(Scales(plane.layer, plane.part, (scale,)))
     return tuple(found)

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
@@ -52,7 +53,6 @@ INDEX = MLAAttentionSpec(
     block_size=BLOCK, dtype=torch.uint8, num_kv_heads=1, head_size=132, cache_role=SparseCacheRole.INDEXER
 )
 INDEXER = "MINIMAX_M3_SPARSE_INDEXER"
-COMPRESSED = MLAAttentionSpec(block_size=64, dtype=torch.uint8, num_kv_heads=1, head_size=584, tokens_per_state=4)
 
 
 def heads(total: int, tp: int) -> int:
@@ -118,6 +118,35 @@ def indexed(count: int) -> Specs:
         f"model.layers.{layer}.self_attn.indexer.k_cache": ("DEEPSEEK_V32_INDEXER", INDEX) for layer in range(count)
     }
     return latents(count) | keys
+
+
+def deepseek_v4() -> Specs:
+    """As tests/integration/adapters/compressed.py has them of vLLM's own layers. The last layer is the draft's."""
+    packed: dict[str, Any] = {"num_kv_heads": 1, "head_size": 512, "dtype": torch.uint8, "state_content_bytes": 584}
+    one: dict[str, Any] = {"num_kv_heads": 1}
+    found: Specs = {}
+    for layer, ratio in enumerate([0, 0, *[4, 128] * 20, 4, 0]):
+        name = f"model.layers.{layer}.attn"
+        window = SlidingWindowMLASpec(**packed, block_size=64, sliding_window=128)
+        found[f"{name}.swa_cache"] = "DEEPSEEK_SPARSE_SWA", window
+        if not ratio:
+            continue
+        block, keeps, numbers = (4, 8, 2048) if ratio == 4 else (8, 128, 1024)
+        states = {"block_size": block, "sliding_window": keeps, "dtype": torch.float32, **one}
+        whole = MLAAttentionSpec(**packed, block_size=256, tokens_per_state=ratio)
+        found[name] = "FLASHMLA_SPARSE_DSV4", whole
+        found[f"{name}.compressor.state_cache"] = (
+            "CompressorBackend",
+            SlidingWindowMLASpec(**states, head_size=numbers),
+        )
+        if ratio == 4:
+            keys = MLAAttentionSpec(**one, block_size=256, head_size=132, dtype=torch.uint8, tokens_per_state=4)
+            found[f"{name}.indexer.k_cache"] = "DEEPSEEK_V4_INDEXER", keys
+            found[f"{name}.indexer.compressor.state_cache"] = (
+                "CompressorBackend",
+                SlidingWindowMLASpec(**states, head_size=512),
+            )
+    return found
 
 
 def states(tp: int) -> Specs:
@@ -208,7 +237,10 @@ SPECS: dict[str, Callable[[int], Specs]] = {
     **dict.fromkeys(
         ("full attention and index keys", "full attention and index keys, both packed by SGLang on Blackwell"), minimax
     ),
-    "compressed latents": lambda tp: each(2, lambda i: COMPRESSED, "FLASHMLA_SPARSE_DSV4"),
+    "compressed latents": lambda tp: deepseek_v4(),
+    "compressed latents with windows that are computed again": lambda tp: each(
+        2, lambda i: LATENT, "FLASHMLA_SPARSE_DSV41"
+    ),
     "states and full attention": qwen3_next,
     "states and latents": kimi,
     "Mamba 2 states and full attention": nemotron,
@@ -231,6 +263,9 @@ def tensor_of(spec: Any, dtype: torch.dtype) -> torch.Tensor:
     """As vLLM 0.32 shapes it: [B, H, N, C]."""
     if isinstance(spec, MambaSpec):
         return torch.zeros(BLOCKS, 1, 1, spec.page_size_bytes, dtype=torch.int8)
+    if hasattr(spec, "tokens_per_state") and isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)):
+        width = spec.state_content_size_bytes // spec.dtype.itemsize
+        return torch.zeros(BLOCKS, 1, spec.num_states, width, dtype=dtype)
     value = getattr(spec, "head_size_v", None) or spec.head_size
     width = spec.head_size if isinstance(spec, MLAAttentionSpec) else spec.head_size + value
     return torch.zeros(BLOCKS, spec.num_kv_heads, spec.block_size, width, dtype=dtype)
@@ -242,7 +277,8 @@ def adapted(family: Family, tp: int, rank: int, dtype: str) -> Pool:
     made = {name: spec for name, (_, spec) in specs.items()}
     has_pages = all(hasattr(spec, "head_size") for spec in made.values())
     is_one_type = has_pages and UniformTypeKVCacheSpecs.from_specs(made) is not None
-    if has_pages and not is_one_type and len({type(spec) for spec in made.values()}) > 1:
+    has_own_pages = any(getattr(spec, "tokens_per_state", 1) > 1 for spec in made.values())  # side by side in a block
+    if has_pages and not is_one_type and not has_own_pages and len({type(spec) for spec in made.values()}) > 1:
         made = unify_kv_cache_spec_page_size(made)
     text = SimpleNamespace(num_hidden_layers=len(read(family.config).layers), qk_rope_head_dim=64)
     if "swa_num_key_value_heads" in family.config:
@@ -254,12 +290,12 @@ def adapted(family: Family, tp: int, rank: int, dtype: str) -> Pool:
         },
         specs=made,
         backends={name: backend for name, (backend, _) in specs.items()},
-        kv_cache_dtype=dtype,
+        kv_cache_dtype="fp8_ds_mla" if has_own_pages else dtype,  # which DeepSeek V4 makes of auto
         shard=Shard(tp_rank=rank, tp_size=tp),
         blocks=BLOCKS,
         model={"hf_text_config": text, "model_arch_config": Arch(family), "model": "/models/m"},
         layer=LAYERS_OF.get(SPECS[family.name]),
-        drafts=draft(1, "/models/m") if "drafts" in family.name else None,
+        drafts=draft(1, "/models/m") if "speculative" in family.sides.get("vllm", ("", ""))[1] else None,
     )
 
 

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -211,8 +212,12 @@ def test_the_heads_of_windows_that_a_config_names_apart_are_theirs() -> None:
 
 COMMON: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.uint8}
 GQA: dict[str, Any] = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+REPLAYED: dict[str, Any] = {**COMMON, "head_size": 584, "sliding_window": 128, "bounded_replay": True}
 REFUSED = [
-    (MLAAttentionSpec(**COMMON, head_size=584, tokens_per_state=4), "FLASHMLA_SPARSE_DSV4", "compressed"),
+    (MLAAttentionSpec(**COMMON, head_size=584, tokens_per_state=4), "FLASHMLA_SPARSE", "compressed"),
+    (MLAAttentionSpec(**COMMON, head_size=584, tokens_per_state=4), "STEP5_CSA_SUMMARY", "compressed"),
+    (MLAAttentionSpec(**COMMON, head_size=512), "FLASHMLA_SPARSE_DSV41", "bounded"),
+    (SlidingWindowMLASpec(**REPLAYED), "DEEPSEEK_SPARSE_SWA", "bounded"),
     (FullAttentionSpec(**GQA, tokens_per_state=Fraction(1, 4)), "FLASH_ATTN", "compressed"),
     (FullAttentionSpec(**GQA), "TURBOQUANT", "packed"),
     (MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.bfloat16,)), "MAMBA1_ATTN", "state"),
@@ -237,8 +242,8 @@ def test_a_refusal_names_what_is_missing_and_what_would_help_whatever_the_dtype(
 
 def test_every_kind_that_the_table_names_is_one_we_know() -> None:
     assert {backend.rows for backend in BACKENDS.values()} - set(UNSUPPORTED) == {
-        *("kv", "cpu", "latent", "index_key", "plain_index_key", "gated_delta", "mamba2", "mamba1", "short_conv"),
-        "lightning",
+        *("kv", "cpu", "latent", "compressed_latent", "compressor", "index_key", "plain_index_key"),
+        *("gated_delta", "mamba2", "mamba1", "short_conv", "lightning"),
     }
 
 

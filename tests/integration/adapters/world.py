@@ -27,7 +27,11 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
@@ -52,8 +56,8 @@ class World:
     """One engine of `tp` ranks. `step` is one engine step; sampled tokens are all 7.
 
     `hooks` says whose hooks the workers' model runner calls: those of vLLM 0.32, or those of 0.26. `fence_of` gives
-    the workers a fence, `on_forward` is called where the forward would be enqueued. `specs` make several groups, whose
-    prefixes may end after any `hashed` tokens.
+    the workers a fence, `on_forward` is called where the forward would be enqueued. `specs` make several groups, or
+    `cache` makes the whole record of the cache. Prefixes may end after any `hashed` tokens.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class World:
         on_forward: Callable[[], None] = lambda: None,
         specs: Sequence[Any] = (),
         hashed: int = BLOCK,
+        cache: Callable[[VllmConfig], KVCacheConfig] | None = None,
         **more: Any,
     ) -> None:
         self.folder, self.hashed = folder, hashed
@@ -78,17 +83,10 @@ class World:
         self.layers: dict[str, Any] | None = None
         self.clock = Clock()
         self.config = _config(folder, tp, budget, more)
-        self.cache = KVCacheConfig(
-            num_blocks=blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[
-                KVCacheGroupSpec([f"layer{index or ''}"], spec)
-                for index, spec in enumerate(
-                    specs or [FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)]
-                )
-            ],
-        )
-        self.config.cache_config.num_gpu_blocks = blocks
+        self.of_workers = cache(self.config) if cache else _cache(specs, blocks)
+        self.cache = generate_scheduler_kv_cache_config([self.of_workers])
+        self.config.cache_config.num_gpu_blocks = self.cache.num_blocks
+        sizes = [group.kv_cache_spec.block_size for group in self.cache.kv_cache_groups]
         modes = {spec.mamba_cache_mode for spec in specs if isinstance(spec, MambaSpec)}
         self.config.cache_config.mamba_cache_mode = modes.pop() if modes else "none"
         kind = AsyncScheduler if self.config.scheduler_config.async_scheduling else Scheduler
@@ -97,7 +95,7 @@ class World:
             kv_cache_config=self.cache,
             log_stats=True,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=lcm(BLOCK, *(spec.block_size for spec in specs)),
+            block_size=lcm(BLOCK, *sizes),
             hash_block_size=hashed,
         )
         self.connector = self.scheduler.connector
@@ -112,9 +110,9 @@ class World:
         init_none_hash(sha256)
 
     def _worker(self, rank: int, tp: int) -> KVBridgeConnector:
-        worker = KVBridgeConnector(self.config, KVConnectorRole.WORKER, self.cache)
+        worker = KVBridgeConnector(self.config, KVConnectorRole.WORKER, self.of_workers)
         options = VLLMOptions.read(self.config.kv_transfer_config.kv_connector_extra_config)
-        worker.worker = WorkerSide(self.config, self.cache, options, self.clock, self.fence_of, fake_pidfd)
+        worker.worker = WorkerSide(self.config, self.of_workers, options, self.clock, self.fence_of, fake_pidfd)
         return worker
 
     @property
@@ -294,6 +292,12 @@ class World:
             assert not worker.worker._receives and not worker.worker._sends
             conversation = worker.worker._conversation
             assert not conversation._open and not any(isinstance(key, int) for key in conversation._standing)
+
+
+def _cache(specs: Sequence[Any], blocks: int) -> KVCacheConfig:
+    one = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    groups = [KVCacheGroupSpec([f"layer{index or ''}"], spec) for index, spec in enumerate(specs or [one])]
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmConfig:

@@ -18,6 +18,7 @@ from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
 from testing.refusals import refused
 from tests.support.families import (
+    DEEPSEEK_V4,
     FAMILIES,
     GEMMA4,
     INDEX,
@@ -132,6 +133,26 @@ def obstacles(text: dict[str, Any], prefill: str, decode: str) -> set[str]:
 def test_layers_that_read_anothers_kv_have_none() -> None:
     shared = read({"text_config": GEMMA4 | {"num_kv_shared_layers": 10}}).layers
     assert [index for index, layer in enumerate(shared) if layer is None] == list(range(20, 30))
+
+
+def test_deepseek_v4_goes_from_any_parallel_size_to_any_if_both_keep_rows_alike() -> None:
+    assert not any(obstacles(DEEPSEEK_V4, f"vllm -tp {tp}", f"vllm -tp {to} -pp 2") for tp in SIZES for to in SIZES)
+    plain = "vllm -tp 2 --attention-backend FLASHINFER_MLA_SPARSE_DSV4"
+    assert obstacles(DEEPSEEK_V4, plain, plain) == set()
+    assert obstacles(DEEPSEEK_V4, plain, "vllm") == {"codec"}
+    everything = "vllm --disable-hybrid-kv-cache-manager"
+    assert obstacles(DEEPSEEK_V4, everything, "vllm") == set()
+    assert obstacles(DEEPSEEK_V4, "vllm", everything) == {"kind"}
+    with refused(OperatorError, "context_parallel_unsupported", "rows of several tokens, decode_context_p"):
+        pools_of(read(DEEPSEEK_V4), parse("vllm -tp 2 -dcp 2"), "m", "e")
+    with refused(OperatorError, "cache_unsupported", "deepseek_v4: kvbridge cannot carry caches of which a row"):
+        pools_of(read(DEEPSEEK_V4), parse("sglang"), "m", "e")
+
+
+@pytest.mark.parametrize("ratios", [[0, 8], [4], [0, 4, 128] * 14])
+def test_rows_of_which_we_do_not_know_what_is_beside_them_are_refused(ratios: list[int]) -> None:
+    with refused(OperatorError, "bad_model_config", "compress_ratios: .+ known are 0, 1, 4 and 128 for each layer"):
+        read(DEEPSEEK_V4 | {"compress_ratios": ratios})
 
 
 M3 = next(family.config for family in FAMILIES if family.models == "MiniMax M3")
