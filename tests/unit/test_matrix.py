@@ -66,5 +66,5 @@ def test_the_page_says_what_the_adapter_refuses() -> None:
     described |= set(POWERS)  # of the scales of index keys
     assert ours - described == {"int8", "mxfp8_e4m3", "nvfp4"}
     said = page().partition("## What adapters refuse")[2]
-    assert all(name in said for name in ("The vLLM adapter refuses", "Mamba", "MXFP8", "NVFP4"))
+    assert all(name in said for name in ("The vLLM adapter refuses", "recurrent states", "MXFP8", "NVFP4"))
     assert "nothing moves a refused pair without an error" in " ".join(page().split("|")[0].split())
