@@ -166,6 +166,10 @@ class Units:
         lists = 2 if any(map(_has_scales_elsewhere, pairs)) else 1
         return cls(tokens, bytes_each, kinds, grain, int(grain_bytes.sum()), int(grain_bytes.max()), lists)
 
+    def rows(self, tokens: int) -> tuple[int, ...]:
+        """How many rows of each kind there are in a span of `tokens` tokens."""
+        return tuple(-(-tokens // each) for each, _, _ in self.alike)
+
     def bytes_of(self, tokens: int) -> int:
         """Slot bytes of all pairs together for a span of `tokens` tokens."""
         total = 0

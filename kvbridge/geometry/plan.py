@@ -179,11 +179,12 @@ class Part:
     def template_key(self) -> object:
         """Equal for parts whose moves differ in their places only, while the plan's pairs exist.
 
-        The pairs imply the group plan: each belongs to one.
+        The pairs imply the group plan: each belongs to one. Prompts mostly differ in their tokens, and where whole
+        blocks move as one row those with equally many blocks are alike.
         """
         chunk = self.chunk
-        tokens = chunk.end_local - chunk.first_local
-        return id(self.plan.pairs), chunk.first_pair, chunk.end_pair, tokens, self.is_sender
+        rows = self.plan.group_plans[chunk.group_plan].units.rows(chunk.end_local - chunk.first_local)
+        return id(self.plan.pairs), chunk.first_pair, chunk.end_pair, rows, self.is_sender
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -167,6 +167,20 @@ def test_one_template_serves_every_state() -> None:
     assert [part.places(1, 1).tolist() for part in parts] == [[table[1][1]], [table[1][3]]]
 
 
+def test_one_template_serves_all_prompts_of_equally_many_blocks_if_these_move_whole() -> None:
+    """A new one costs milliseconds of Python (64 planes), and prompts of one length are rare."""
+    pool = describe(Shape())
+    planner, (takes,), table = Planner(pool, pool), assign([pool], pool), tables_of(pool, 64)
+    keys: dict[object, list[tuple[object, ...]]] = {}
+    for end in range(1, 64):
+        planned = planner.plan(takes, 0, end, 1 << 20)
+        (chunk,) = (planned.chunk(index) for index in range(planned.chunks))
+        part = Part(planned, chunk, block_table(pool, table, 0, end), is_sender=True)
+        forms = [(move.slot_offset, move.size_bytes, move.unit_tokens, len(move.places)) for move in part.moves()]
+        assert keys.setdefault((part.template_key, chunk.size_bytes), forms) == forms
+    assert len(keys) == 64 // pool.groups[0].block_tokens
+
+
 def test_late_group_plans_come_last_and_need_all_tokens() -> None:
     planned = plan_between(STATEFUL, replace(STATEFUL, block_tokens=32), range(7, 80), 512)
     chunks = [planned.chunk(index) for index in range(planned.chunks)]
