@@ -183,7 +183,6 @@ class ReceiverRunner(Runner):
         want = structs.replace(want, sender=canonical(want.sender))
         self._record.note(want)
         failpoint("receiver.want_heard")
-        self._data_plane.wake()
         self.do(self.receiving.want(want, engine, self._clock()))
 
     def knows(self, number: int) -> bool:
