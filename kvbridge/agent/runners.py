@@ -105,7 +105,7 @@ class Runner(abc.ABC):
     def do(
         self, actions: Iterable[Action], events: Iterable[Event] = (), heard_at: float | None = None, peer: str = ""
     ) -> None:
-        """Carry these out; then record the `events` that they follow from, and what was done: somebody waits for them.
+        """Carry these out. Records the `events` that they follow from, and what was done.
 
         `peer` is who sent the events. If an action fails, those before it are recorded, and its error is raised.
         """
@@ -142,6 +142,10 @@ class Runner(abc.ABC):
                         pass
                     case _:
                         note(action, at)
+
+    def write(self) -> None:
+        """Write what was recorded."""
+        self._record.write()
 
     @abc.abstractmethod
     def _act(self, action: Reach | Ask | WatchProcess | Watch) -> None:
@@ -184,6 +188,7 @@ class ReceiverRunner(Runner):
         self._record.note(want)
         failpoint("receiver.want_heard")
         self.do(self.receiving.want(want, engine, self._clock()))
+        self._record.write()  # while the sender plans
 
     def knows(self, number: int) -> bool:
         """Whether this want is open."""
@@ -364,6 +369,7 @@ class SenderRunner(Runner):
                 assert engine is not None
                 now = self._clock()
                 self.do(self.sending.claim(body, session, engine, now), (body,), now, session.peer.name)
+                self._record.write()  # while the receiver reads
             case Cancel():
                 self.do(self.sending.cancel(incarnation, body, self._clock()))
             case Hold(rendezvous_ids=rendezvous_ids):
