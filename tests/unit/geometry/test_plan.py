@@ -248,6 +248,17 @@ def test_another_process_derives_the_same_plan() -> None:
 WINDOWED = [replace(SHAPE, kinds=("full", "sliding"), window=window) for window in (20, 200)]
 
 
+def test_the_digest_covers_how_chunks_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent of another version may cut them otherwise, and both speak of chunks by their numbers."""
+    found = set()
+    for piece_bytes in (group_plan.PIECE_BYTES, group_plan.PIECE_BYTES // 64):
+        monkeypatch.setattr(group_plan, "PIECE_BYTES", piece_bytes)
+        planned = plan_between(SHAPE, SHAPE, range(3000), 1 << 16)
+        found.add((planned.digest, planned.chunks, planned.total_bytes))
+    assert len({digest for digest, _, _ in found}) == len({chunks for _, chunks, _ in found}) == 2
+    assert len({total_bytes for _, _, total_bytes in found}) == 1, "the rows are the same"
+
+
 def test_whatever_a_slot_depends_on_changes_the_digest() -> None:
     receiver = replace(SHAPE, block_tokens=32)
     plans = [
