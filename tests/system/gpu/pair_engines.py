@@ -33,7 +33,7 @@ from tests.system.engines.kinds import (
     write_sparse,
 )
 from tests.system.engines.states import GATED, MAMBA2, writer
-from tests.system.sglang import server
+from tests.system.sglang import server, states
 from tests.system.sglang.plugin import PAUSE, SEEDED
 from tests.system.sglang.server import Server, ServerConfig
 
@@ -79,6 +79,11 @@ MODELS: dict[str, dict[str, Any]] = {
 GPT_OSS, LAGUNA = "gpt-oss", "laguna"  # the second has the first's widths and window, and no experts
 MINIMAX = "m3"
 NEMOTRON, QWEN = "nemotron", "qwen"
+QWEN_DENSE = "qwen-dense"  # for SGLang, whose kernels for experts are not everywhere
+SGLANG_FLAGS = {
+    LLAMA: ("--load-format", "dummy"),
+    QWEN_DENSE: ("--linear-attn-backend", "triton", "--max-mamba-cache-size", "64"),
+}
 WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 128}  # as kernels on GPUs want them
 WRITE: dict[str, Callable[[Path], Path]] = {
     **{name: partial(write_sparse, **changes) for name, changes in MODELS.items()},
@@ -86,6 +91,7 @@ WRITE: dict[str, Callable[[Path], Path]] = {
     LAGUNA: partial(write_alike_halves, width=64, window=GPT_OSS_WINDOW),
     NEMOTRON: writer(MAMBA2 | {"head_dim": 128, "ssm_state_size": 128}),
     QWEN: writer(GATED | WIDE),
+    QWEN_DENSE: partial(states.write, more=WIDE | {"mlp_only_layers": [0, 1, 2, 3]}),
     MINIMAX: partial(write_plain_sparse, query_heads=16 * KV_HEADS),  # for each head of K and V as many as M3 has
 }
 DSA_PLUGIN = Path(__file__).parents[1] / "engines" / "dsa_plugin"
@@ -367,8 +373,9 @@ class Engines:
             backend="nixl" if side.is_nixl else "kvbridge",
             keeps_prefixes=False,
             cores=_cores(side) if self.is_cpu else "",
-            flags=("--load-format", "dummy") if side.model == LLAMA else (),
-            environment={
+            flags=SGLANG_FLAGS.get(side.model, ()),
+            environment=(_of_states(self.is_cpu) if side.model == QWEN_DENSE else {})
+            | {
                 "KVBRIDGE_TEST_ROWS": str(self.kept),
                 marks.VARIABLE: str(self.folder / f"{name}.times"),
                 "KVBRIDGE_TEST_SEED": str(weights.SEED),
@@ -459,6 +466,10 @@ class Engines:
 def _plugged(plugin: Path) -> dict[str, str]:
     there = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": f"{plugin}{os.pathsep}{there}" if there else str(plugin)}
+
+
+def _of_states(is_cpu: bool) -> dict[str, str]:
+    return {states.VARIABLE: "1", states.DENSE: "1"} | (states.ENVIRONMENT if is_cpu else {})
 
 
 def _cores(side: Side) -> str:

@@ -53,6 +53,8 @@ def register() -> None:
             states.register()
     elif drafting.VARIABLE in os.environ:
         drafting.register_for_gpus()
+    elif states.VARIABLE in os.environ:
+        states.register_for_gpus()
     if "KVBRIDGE_TEST_INDEX_KEYS" in os.environ:
         index_without_a_gpu()
     if "KVBRIDGE_TEST_SEED" in os.environ:

@@ -6,8 +6,11 @@ The pools, the scheduler and all that decides which state is in which slot are S
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,15 +20,46 @@ from tests.system.engines.states import GATED, write_hybrid
 
 MODEL = {name: value for name, value in GATED.items() if name != "mlp_only_layers"}  # SGLang's have experts everywhere
 VARIABLE = "KVBRIDGE_TEST_STATES"
+DENSE = "KVBRIDGE_TEST_DENSE"
 PATIENCE_S = "120"  # token by token it is slow
 ENVIRONMENT = {VARIABLE: "1", "TRITON_INTERPRET": "1"} | {
     f"SGLANG_DISAGGREGATION_{name}_TIMEOUT": PATIENCE_S for name in ("BOOTSTRAP", "WAITING")
 }
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, more: Mapping[str, Any] = MappingProxyType({})) -> Path:
+    """`more` are other fields of its config."""
     stand_in()  # transformers imports torchvision
-    return write_hybrid(folder, MODEL)
+    return write_hybrid(folder, MODEL | dict(more))
+
+
+def register_for_gpus() -> None:
+    """Where SGLang's kernels for experts and its CUDA convolution are missing: dense layers, and its Triton kernel.
+
+    Call it in each of SGLang's processes, before it makes an engine. All else is SGLang's own.
+    """
+    from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn
+    from sglang.srt.layers.attention.linear import gdn_backend
+    from sglang.srt.models import qwen3_next
+
+    gdn_backend.causal_conv1d_fn = causal_conv1d_fn
+    _be_dense(qwen3_next)
+
+
+def _be_dense(models: Any) -> None:
+    """SGLang's Qwen3-Next has experts in each layer. A checkpoint whose layers have none fits this."""
+
+    class Dense(models.Qwen2MoeMLP):  # type: ignore[misc]  # SGLang is not there for the checker
+        num_fused_shared_experts = 0
+
+        def __init__(self, *, config: Any, prefix: str, quant_config: Any, **_: Any) -> None:
+            sizes = config.hidden_size, config.intermediate_size, config.hidden_act
+            super().__init__(*sizes, quant_config, prefix=prefix, reduce_results=False)
+
+        def forward(self, x: Any, forward_batch: Any = None, **more: Any) -> Any:
+            return super().forward(x, **more)
+
+    models.Qwen2MoeSparseMoeBlock = Dense
 
 
 def register() -> None:
@@ -40,6 +74,8 @@ def register() -> None:
     gdn_backend.fused_gdn_gating = _gates
     qwen3_next.fused_qkvzba_split_reshape_cat = _split
     FusedRMSNormGated.forward = _norm
+    if DENSE in os.environ:
+        _be_dense(qwen3_next)
 
 
 def _convolve(
