@@ -296,6 +296,7 @@ FAMILIES = (
         config("falcon_h1", 44, 12, 2, 128, **{f"mamba_{name}": size for name, size in FALCON.items()}),
         "Mamba 2 states, full",
         "HybridLinearKVPool",
+        on_engines=(CPU_STATES, "", ""),
     ),
     Family(
         "Mamba 1 states and full attention",

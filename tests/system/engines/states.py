@@ -71,16 +71,6 @@ BESIDE: dict[str, Any] = dict(
     mamba_d_state=64,
     mamba_d_conv=4,
 )
-# A convolution alone.
-CONVOLUTION: dict[str, Any] = dict(
-    model_type="lfm2",
-    architectures=["Lfm2ForCausalLM"],
-    num_hidden_layers=4,
-    layer_types=["conv", "conv", "full_attention", "conv"],
-    conv_dim=HIDDEN,
-    conv_L_cache=4,
-    block_auto_adjust_ff_dim=False,
-)
 CONV_ROWS = 3
 
 
@@ -164,10 +154,10 @@ def read_states(worker: Any, tables: Sequence[Sequence[int]], tokens: int) -> di
             if not isinstance(layers[name].kv_cache, tuple):
                 continue
             block = table[(tokens - 1) // spec.block_size]
-            conv, *states = (each[block].clone().cpu() for each in layers[name].kv_cache)
+            conv, state = (each[block].clone().cpu() for each in layers[name].kv_cache)
             conv = (conv.T if is_conv_state_dim_first() else conv)[:CONV_ROWS]
             number = next(int(part) for part in name.split(".") if part.isdigit())
-            parts, at = dict(zip(["state"], states, strict=False)), 0
+            parts, at = {"state": state}, 0
             for part, size in _pieces(layers[name], conv.shape[1]):
                 parts[part] = conv[:, at : at + size].T
                 at += size
@@ -179,9 +169,7 @@ def read_states(worker: Any, tables: Sequence[Sequence[int]], tokens: int) -> di
 
 def _pieces(layer: Any, channels: int) -> Iterator[tuple[str, int]]:
     """The convolution's pieces on a rank: names, and how many channels. Of "same" ones every rank has all."""
-    if hasattr(layer, "conv_dim") and not hasattr(layer, "key_dim"):
-        yield "conv x", channels
-    elif hasattr(layer, "key_dim"):
+    if hasattr(layer, "key_dim"):
         sizes = layer.key_dim, layer.key_dim, layer.value_dim
         yield from ((f"conv {place}", size // layer.tp_size) for place, size in enumerate(sizes))
     else:

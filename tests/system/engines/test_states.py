@@ -1,4 +1,4 @@
-"""Real engines of models with states beside attention: Gated DeltaNet, Mamba 2 with two groups or one, convolutions."""
+"""Real engines of models with states beside attention: Gated DeltaNet, and Mamba 2 with two groups or one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.system.engines.fleet import Fleet, prompt
 from tests.system.engines.halfway import BACK_S, about_to_read, go_on, start_agents
-from tests.system.engines.states import BESIDE, CONV_ROWS, CONVOLUTION, GATED, MAMBA2, ONE_GROUP, of_one_rank, writer
+from tests.system.engines.states import BESIDE, CONV_ROWS, GATED, MAMBA2, ONE_GROUP, of_one_rank, writer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -21,7 +21,6 @@ MODELS = {
     "mamba2": (MAMBA2, "float32"),
     "one group": (ONE_GROUP, "float32"),
     "beside": (BESIDE, "float32"),
-    "convolution": (CONVOLUTION, "float32"),
 }
 
 
