@@ -7,8 +7,6 @@ reports in lines of JSON on stdout.
 from __future__ import annotations
 
 import json
-import select
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +24,8 @@ from kvbridge.errors import OperatorError
 from kvbridge.geometry.compat import Convertible, verdict
 from kvbridge.loopback.engine import Job, JobEngine, RequestRejected
 from kvbridge.loopback.pools import DemoRequest, Shape, describe
-from kvbridge.loopback.processes import AGENT_START_S, AgentProcess, end
+from kvbridge.loopback.processes import AGENT_START_S, AgentProcess
+from testing.engine_process import EngineProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +62,17 @@ def carry(
         jobs = [*_jobs("sender", sender, before, requests), *_jobs("receiver", receiver, after, requests, **origin)]
         engines = [_start(folder, stack, module, told(job)) for job in jobs]
         receivers = engines[len(before) :]
+        _all_say("ready", engines)
         for engine in engines:
-            engine.hear("ready")
-        for engine in engines:
-            engine.go()
+            engine.tell("go")
         _follow(
             progress, f"{sender.name} -> {receiver.name}", _wire_bytes(sender, receiver, requests), after, receivers
         )
-        moved = [engine.hear("moved") for engine in receivers]
-        ends = [engine.hear("done") for engine in receivers]
+        moved, ends = _all_say("moved", receivers), _all_say("done", receivers)
         for engine in engines[: len(before)]:
-            engine.hear("released")
-            engine.go()
-            engine.hear("done")
+            _all_say("released", [engine])
+            engine.tell("go")
+            _all_say("done", [engine])
     judged = verdict(describe(sender, 0), describe(receiver, 0))
     return PairOutcome(
         sender,
@@ -112,11 +109,17 @@ def _jobs(
 
 
 def _start(folder: Path, stack: ExitStack, module: str, job: Job) -> EngineProcess:
-    name = f"{job.shape.name} rank {job.rank}"
-    command = [sys.executable, "-m", module, msgspec.json.encode(job).decode()]
-    engine = EngineProcess(name, command, folder / f"{job.shape.name}-{job.rank}.err".replace("|", "-"))
-    stack.callback(end, engine.process)
+    engine = EngineProcess(module, job, folder / f"{job.shape.name}-{job.rank}.err".replace("|", "-"))
+    stack.callback(engine.close)
     return engine
+
+
+def _all_say(event: str, engines: Sequence[EngineProcess]) -> list[dict[str, Any]]:
+    """The next line of each, which is this event. Raises OperatorError (`demo_engine`)."""
+    try:
+        return [engine.wait_for(event, AGENT_START_S) for engine in engines]
+    except AssertionError as error:
+        raise OperatorError("demo_engine", f"engine {error}") from None
 
 
 def _follow(
@@ -125,7 +128,7 @@ def _follow(
     """Show the bytes that the receivers' agents have moved, until every receiver has reported."""
     task = progress.add_task(title, total=total)
     began = sum(map(moved_bytes, after))
-    while not all(receiver.is_heard() for receiver in receivers):
+    while not all(receiver.said or receiver.hear() or receiver.is_dead() for receiver in receivers):
         progress.update(task, completed=min(total, sum(map(moved_bytes, after)) - began))
         time.sleep(0.05)
     progress.update(task, completed=total)
@@ -140,41 +143,6 @@ def _wire_bytes(sender: Shape, receiver: Shape, requests: Sequence[DemoRequest])
     """The bytes to move: the narrower side's rows, since each receiver rank takes its own heads."""
     tokens = sum(request.tokens - request.first_token for request in requests)
     return tokens * min(sender.token_bytes, receiver.token_bytes)
-
-
-class EngineProcess:
-    """One rank of an engine, which speaks JSON lines."""
-
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
-        self.name = name
-        self.log = log
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
-            )
-
-    def go(self) -> None:
-        self.say("go")
-
-    def say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-
-    def is_heard(self) -> bool:
-        """Whether `hear` would return at once."""
-        assert self.process.stdout is not None
-        return bool(select.select([self.process.stdout], [], [], 0)[0])
-
-    def hear(self, event: str, seconds: float = AGENT_START_S) -> dict[str, Any]:
-        """Its next line, which must be this event. Raises OperatorError (`demo_engine`), also after `seconds`."""
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-        line = self.process.stdout.readline() if ready else ""
-        told: dict[str, Any] = json.loads(line) if line else {}
-        if told.get("event") == event:
-            return told
-        why = told.get("reason") or (self.log.read_text(errors="replace")[-2000:] if ready else "it says nothing")
-        raise OperatorError("demo_engine", f"engine {self.name}: {why}")
 
 
 def main(kind: type[JobEngine] = JobEngine, job: type[Job] = Job) -> None:

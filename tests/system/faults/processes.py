@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
-import select
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from kvbridge_proto.status import Status
 
 from kvbridge.errors import OperatorError
@@ -22,7 +18,8 @@ from kvbridge.failpoints import VARIABLE
 from kvbridge.local_agents import ask
 from testing.agents import PYTHON
 from testing.engine import Job
-from testing.nursery import HERE, Child, PipedChild, Place, nursery
+from testing.engine_process import EngineProcess
+from testing.nursery import HERE, Child, Place, nursery
 
 START_S = 60.0
 POOL = "kvbridge-fault"  # how memory of engines is called in /proc/PID/maps
@@ -141,50 +138,8 @@ class Agent(Child):
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-class Engine(PipedChild):
-    """An engine as a process; what it says is kept until it is asked for."""
+class Engine(EngineProcess):
+    """`testing.engine`."""
 
-    def __init__(
-        self,
-        job: Job,
-        log: Path,
-        armed: str = "",
-        place: Place = HERE,
-    ) -> None:
-        self.log = log
-        with log.open("ab") as errors:
-            told = msgspec.json.encode(job).decode()
-            super().__init__("testing.engine", told, errors=errors.fileno(), env={VARIABLE: armed}, place=place)
-        os.set_blocking(self.stdout.fileno(), False)
-        self._unread = b""
-        self.said: list[dict[str, Any]] = []
-
-    def tell(self, do: str, **more: Any) -> None:
-        try:
-            self.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
-            self.stdin.flush()
-        except BrokenPipeError:
-            assert self.is_dead(1.0)
-
-    def hear(self, seconds: float = 0.0) -> bool:
-        """Take in what it says within so long; False if nothing came."""
-        if not select.select([self.stdout], [], [], seconds)[0]:
-            return False
-        got = self.stdout.read()
-        *lines, self._unread = (self._unread + (got or b"")).split(b"\n")
-        self.said += [json.loads(line) for line in lines]
-        if not got:
-            time.sleep(0.01)
-        return bool(got)
-
-    def wait_for(self, event: str, seconds: float = START_S) -> dict[str, Any]:
-        """The first such event; it is taken out."""
-        end = time.monotonic() + seconds
-        while True:
-            for each in self.said:
-                if each["event"] == event:
-                    self.said.remove(each)
-                    return each
-            assert time.monotonic() < end, f"{self.log.stem}: no {event} in {seconds} s: {self.said[-5:]}"
-            assert not self.is_dead() or self.hear(), f"{self.log.stem} died: {self.log.read_text()[-2000:]}"
-            self.hear(0.1)
+    def __init__(self, job: Job, log: Path, armed: str = "", place: Place = HERE) -> None:
+        super().__init__("testing.engine", job, log, {VARIABLE: armed}, place)
