@@ -8,12 +8,14 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from kvbridge_kernels import launch_ref
 from kvbridge_kernels.segment import Span
+from kvbridge_kernels.tables import Work
 from kvbridge_proto.pool import Pool
 
 from kvbridge.device.copier import CpuBlockCopier
 from kvbridge.device.mapping import HostMappings
-from kvbridge.device.memory import AttachedPool
+from kvbridge.device.memory import AttachedPool, PartSide, Templates
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.layers import align_all, unfilled
 from kvbridge.geometry.plan import Part, plan
@@ -61,6 +63,27 @@ class OnCpu:
         if id(held) not in self._mapped:
             self._mapped[id(held)] = Mapped(held.pool, [torch.from_numpy(region) for region in held.memory])
         return self._mapped[id(held)]
+
+
+class BothWays(OnCpu):
+    """By a slot, and then what was there is put back and the same is pulled."""
+
+    def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None:
+        before = receiver.copy()
+        super().carry(sender, gather, receiver, scatter, slot_bytes)
+        wanted = receiver.copy()
+        for region, was in zip(receiver.memory, before.memory, strict=True):
+            region[:] = was
+        ours, theirs, slot = self._of(sender), self._of(receiver), torch.zeros(slot_bytes, dtype=torch.uint8)
+        self._copier.pull(ours, gather, theirs, scatter, has_digest=True)
+        assert all(np.array_equal(*pair) for pair in zip(receiver.memory, wanted.memory, strict=True))
+        self._copier.gather(ours, gather, Span(slot.data_ptr(), slot.numel()), "sum64")
+        self._copier.digest(ours, gather)
+        found, sums = [moved.digest for moved in self._copier.poll()], torch.zeros(1, dtype=torch.int64)
+        with ours.hold() as regions, theirs.hold() as receiver_regions:
+            sides = PartSide(ours, regions, gather), PartSide(theirs, receiver_regions, scatter)
+            launch_ref.move(Templates().of(*sides, gather.chunk.size_bytes), Work("cpu"), None, sums)
+        assert found == [int(sums) & (2**64 - 1)] * 3, "a read, a gather and a look have one digest"
 
 
 def pools_of(case: Case, number: int) -> tuple[Pool, Pool]:

@@ -11,28 +11,27 @@ from kvbridge_proto.pool import CodecName
 
 from kvbridge.adapters.engine import codecs, memory
 from kvbridge.adapters.vllm import dtypes
-from kvbridge.device.copier import CpuBlockCopier
 from kvbridge.errors import KVBridgeError
 from kvbridge.geometry.compat import Incompatible, verdict
 from kvbridge.geometry.wire import POWERS
-from testing.carried import OnCpu, carried, pools_of
+from testing.carried import BothWays, OnCpu, carried, pools_of
 from testing.matrix import ROWS, Row
 from testing.pools import ranks_of
 from tests.support.write_matrix import PAGE, page
 
-pytestmark = pytest.mark.proves("G7", "G22")
+pytestmark = pytest.mark.proves("G4", "G7", "G22")
 
+PULLED_TOO = {
+    *("equal", "codecs", "scales", "row scales", "row scales of equal sides", "block scales"),
+    *("latents", "packed latents", "windows", "states", "anything at once"),
+}
 REASON = re.compile(r"^\w+: sender .+, receiver .+; needs .+$")
 
 
-@pytest.fixture(scope="module")
-def copier() -> CpuBlockCopier:
-    return CpuBlockCopier()
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_what_the_verdict_says_is_what_carrying_it_gives(row: Row, copier: CpuBlockCopier) -> None:
-    """All of a row can be carried, or nothing."""
+def test_what_the_verdict_says_is_what_carrying_it_gives(row: Row) -> None:
+    """All of a row can be carried, or nothing; of some rows, the same by pulls."""
+    carrier = BothWays if row.name in PULLED_TOO else OnCpu
     verdicts = set()
     for number, case in enumerate(row.cases()):
         for rank in row.ranks(case, number):
@@ -41,9 +40,9 @@ def test_what_the_verdict_says_is_what_carrying_it_gives(row: Row, copier: CpuBl
             if isinstance(found, Incompatible):
                 assert all(REASON.match(reason) for reason in found.reasons), found.reasons
                 with pytest.raises((KVBridgeError, ValueError)):  # ValueError: at the copier's door
-                    carried(case, rank, OnCpu(copier))
+                    carried(case, rank, carrier())
                 continue
-            _, wrong = carried(case, rank, OnCpu(copier))
+            _, wrong = carried(case, rank, carrier())
             assert not wrong, f"case {number}: {wrong}\n{case.sender}\n{case.receiver}\nfrom {case.first}, {found}"
     assert len(verdicts) == 1
 

@@ -1,4 +1,4 @@
-"""Whole transfers by slots and by pulls: both leave the same bytes, and those are what the slow rows say."""
+"""Whole transfers by slots and by pulls of shapes that the matrix does not have; rows with a scale each."""
 
 from __future__ import annotations
 
@@ -8,25 +8,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from kvbridge_kernels.launch_ref import move
-from kvbridge_kernels.segment import Span
-from kvbridge_kernels.tables import Work
 from kvbridge_proto.pool import Plane, Pool, Step
 
-from kvbridge.device.memory import PartSide, Templates, runs
+from kvbridge.device.memory import runs
 from kvbridge.errors import EngineError
-from kvbridge.geometry.plan import Move, Part
-from testing.carried import OnCpu, carried
-from testing.matrix import ROWS, Case
-from testing.oracle import LAYOUTS, POISON, Held, Shape, build, describe, mla
+from kvbridge.geometry.plan import Move
+from testing.carried import BothWays, carried
+from testing.matrix import Case
+from testing.oracle import LAYOUTS, POISON, Shape, build, describe, mla
 from testing.pools import ranks_of
 from tests.integration.device.attached import attached
 from tests.integration.device.moving import gather, scatter
 
-ALSO_PULLED = {
-    *("equal", "codecs", "scales", "row scales", "row scales of equal sides", "block scales"),
-    *("latents", "packed latents", "windows", "states", "anything at once"),
-}
 HYBRID = Shape(layers=4, kinds=("full", "sliding", "state", "chunked"), window=24, blocks=16)
 CASES = {
     "tensor parallel": (Shape(tp_size=4, kv_heads=8), Shape(tp_size=1, kv_heads=8, layout="hnd", block_tokens=64)),
@@ -45,35 +38,7 @@ WIDE = Shape(key_width=16, value_width=32, blocks=8)
 ODD = Shape(layout="cpu_vec", key_width=24, value_width=12, codec="fp8_e4m3", blocks=8)
 
 
-class BothWays(OnCpu):
-    """By a slot, and then what was there is put back and the same is pulled."""
-
-    def carry(self, sender: Held, gather: Part, receiver: Held, scatter: Part, slot_bytes: int) -> None:
-        before = receiver.copy()
-        super().carry(sender, gather, receiver, scatter, slot_bytes)
-        wanted = receiver.copy()
-        for region, was in zip(receiver.memory, before.memory, strict=True):
-            region[:] = was
-        ours, theirs, slot = self._of(sender), self._of(receiver), torch.zeros(slot_bytes, dtype=torch.uint8)
-        self._copier.pull(ours, gather, theirs, scatter, has_digest=True)
-        assert all(np.array_equal(*pair) for pair in zip(receiver.memory, wanted.memory, strict=True))
-        self._copier.gather(ours, gather, Span(slot.data_ptr(), slot.numel()), "sum64")
-        self._copier.digest(ours, gather)
-        found, sums = [moved.digest for moved in self._copier.poll()], torch.zeros(1, dtype=torch.int64)
-        with ours.hold() as regions, theirs.hold() as receiver_regions:
-            sides = PartSide(ours, regions, gather), PartSide(theirs, receiver_regions, scatter)
-            move(Templates().of(*sides, gather.chunk.size_bytes), Work("cpu"), None, sums)
-        assert found == [int(sums) & (2**64 - 1)] * 3, "a read, a gather and a look have one digest"
-
-
 @pytest.mark.proves("G4")
-@pytest.mark.parametrize("row", [row for row in ROWS if row.name in ALSO_PULLED], ids=lambda row: row.name)
-def test_what_is_pulled_is_what_comes_by_slots(row) -> None:
-    for number, case in enumerate(row.cases()):
-        for rank in row.ranks(case, number):
-            assert carried(case, rank, BothWays())[1] == "", case
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_shards_windows_and_states_are_pulled_and_written_to_where_they_belong(name: str) -> None:
     ours, theirs = CASES[name]
