@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from kvbridge_proto.codec import BadFrame
 from kvbridge_proto.engine import (
@@ -40,7 +39,6 @@ from kvbridge_proto.status import PoolQuery, Status, StatusQuery, Trace, TraceQu
 from ..dataplane.attached import CurrentEngine
 from ..dataplane.data_plane import DataPlane
 from ..exchange.sender import released
-from ..exchange.session import AttachedEngine
 from ..transport.local import LocalConnection, Unfit
 from .engines import Engines
 from .journal import Journal
@@ -49,7 +47,6 @@ from .runners import ReceiverRunner, SenderRunner
 
 log = logging.getLogger("kvbridge.engine")
 DETACHED = "detached"
-ASKED = (StatusQuery, PoolQuery, TraceQuery, Attach, Detach)  # what commands may say too, or what takes long
 
 
 @dataclass(eq=False, repr=False)
@@ -77,10 +74,11 @@ class Clients:
             connection.close()
 
     async def _serve(self, connection: LocalConnection) -> None:
-        connection.hears = partial(self._hears, connection)
         try:
             while (received := await connection.receive()) is not None:
                 message, fds = received
+                if connection is self._current.connection:
+                    self._data_plane.linger.keep_awake()
                 try:
                     await self._hear(connection, message, fds)
                 finally:
@@ -95,14 +93,6 @@ class Clients:
             if connection is self._current.connection or self._engines.leaving is not None:
                 await self._engines.leave("the engine's connection ended")
 
-    def _hears(self, connection: LocalConnection, message: ToAgent | Unfit) -> bool:
-        """Hear what our engine says. Not what may have to wait, nor what others say: `_hear` does."""
-        engine = self._current.engine
-        if engine is None or connection is not self._current.connection or isinstance(message, ASKED):
-            return False
-        self._hear_engine(connection, message, engine)
-        return True
-
     async def _hear(self, connection: LocalConnection, message: ToAgent | Unfit, fds: list[int]) -> None:
         engine = self._current.engine
         match message:
@@ -111,8 +101,6 @@ class Clients:
             case PoolQuery():
                 connection.send(self._engines.pool_status())
             case TraceQuery(names=names):
-                self._receiver.write()
-                self._sender.write()
                 connection.send(Trace(agent=self._engines.card, entries=self._journal.about(names)))
             case Release() if connection is not self._current.connection:
                 offers = self._sender.release()
@@ -125,14 +113,6 @@ class Clients:
                     await asyncio.shield(leaving)
                 number = getattr(message, "number", 0)
                 connection.send(Refused(code="not_attached", reasons=("attach first",), number=number))
-            case Detach():
-                await self._engines.leave(DETACHED)
-            case _:
-                self._hear_engine(connection, message, engine)
-
-    def _hear_engine(self, connection: LocalConnection, message: ToAgent | Unfit, engine: AttachedEngine) -> None:
-        self._data_plane.linger.keep_awake()
-        match message:
             case Unfit():
                 self._refuse(connection, message)
             case Directory(ranks=ranks):
@@ -171,6 +151,8 @@ class Clients:
                 self._engines.reweigh(connection, message, engine)
             case Decline(revision=revision, reason=reason):
                 self._receiver.do(self._receiver.receiving.declined(revision, reason, self._clock()))
+            case Detach():
+                await self._engines.leave(DETACHED)
 
     def _refuse(self, connection: LocalConnection, unfit: Unfit) -> None:
         """Refuse an offer or a want that cannot be, alone. What is open under its number must not seem over."""

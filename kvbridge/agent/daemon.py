@@ -225,7 +225,6 @@ class Agent:
         )
         self._assemble()
         # However we end, no socket closes before the data plane has finished with the engine's memory.
-        stack.callback(self._write)
         stack.push_async_callback(self.engines.leave, "the agent is ending")
         stack.callback(self.rebuilder.close)
         if config.metrics:
@@ -404,12 +403,7 @@ class Agent:
         self.peers.outgoing.tick(self._clock(), late_s)
         self.receiver.tick()
         self.sender.tick()
-        self._write()
         self.prompts.tick(self._clock())
-
-    def _write(self) -> None:
-        self.receiver.write()
-        self.sender.write()
 
     def on_staged(self, site: Site) -> None:
         self.slots.make(site.fabric.slots)
@@ -437,7 +431,6 @@ class Agent:
     # Status:
 
     def status(self) -> Status:
-        self._write()
         now = self._clock()
         return Status(
             agent=self.card,

@@ -25,7 +25,6 @@ Role = Literal["sender", "receiver"]
 Stage = Literal["claim", "begin", "move"]
 
 MOST_REQUESTS = 16384  # per role: as many as may be open. And as many transfers. The oldest are forgotten first
-MOST_UNWRITTEN = 1024  # events; any number may come before the loop's next tick
 MOST_TRANSFERS = 64  # of one request, the last; a receiver may claim nothing at all again and again
 BEGINS: dict[Role, str] = {"sender": "offered", "receiver": "wanted"}
 ENDS: dict[Role, tuple[str, ...]] = {"sender": ("released",), "receiver": ("done", "failed")}
@@ -96,11 +95,7 @@ class View(Protocol):
 
 
 class Record:
-    """Of one role. It writes the journal and the log, and shows each event to the `views` that look at its kind.
-
-    What is noted is written later, while nobody waits (`write`): that takes as long as to decide what to do. A log that
-    is to have all of it is written at once.
-    """
+    """Of one role. It writes the journal and the log, and shows each event to the `views` that look at its kind."""
 
     def __init__(
         self,
@@ -118,7 +113,6 @@ class Record:
             kind: [each.see for each in views if kind in each.kinds] for view in views for kind in view.kinds
         }
         self._most = most
-        self._unwritten: list[tuple[Event, float, str, int]] = []
         self._of_number: dict[int, RequestRecord] = {}  # by the offer's or want's number; also for a while after it
         self._of_transfer: dict[str, RequestRecord] = {}  # also claims whose request is not known yet
 
@@ -127,19 +121,10 @@ class Record:
 
         `peer` is who claims or is claimed from. `number` is the offer's or want's, if the event does not say it.
         """
-        self._unwritten.append((event, self._clock() if at is None else at, peer, number))
-        if len(self._unwritten) >= MOST_UNWRITTEN or self._log.isEnabledFor(logging.DEBUG):
-            self.write()
-
-    def write(self) -> None:
-        """Write all that was noted."""
-        unwritten, self._unwritten = self._unwritten, []
-        for each in unwritten:
-            self._write(*each)
-
-    def _write(self, event: Event, at: float, peer: str, number: int) -> None:
         if isinstance(event, StageReached):
             at = event.at
+        elif at is None:
+            at = self._clock()
         if (said := told(event, self._role, peer)) is not None:
             self._tell(event, *said, at, number)
         for see in self._views.get(type(event), ()):
@@ -208,7 +193,6 @@ class Record:
 
     def warn(self, event: str, text: str = "", *args: object, number: int = 0, transfer: str = "") -> None:
         """Log a warning about an offer or want, named by its number, or about a transfer."""
-        self.write()  # its names may be among it
         self._say(logging.WARNING, event, text, args, number, transfer)
 
     def _say(self, level: int, event: str, text: str, args: tuple[object, ...], number: int, transfer: str) -> None:

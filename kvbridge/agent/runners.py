@@ -105,7 +105,7 @@ class Runner(abc.ABC):
     def do(
         self, actions: Iterable[Action], events: Iterable[Event] = (), heard_at: float | None = None, peer: str = ""
     ) -> None:
-        """Carry these out. Records the `events` that they follow from, and what was done.
+        """Carry these out; then record the `events` that they follow from, and what was done: somebody waits for them.
 
         `peer` is who sent the events. If an action fails, those before it are recorded, and its error is raised.
         """
@@ -142,10 +142,6 @@ class Runner(abc.ABC):
                         pass
                     case _:
                         note(action, at)
-
-    def write(self) -> None:
-        """Write what was recorded."""
-        self._record.write()
 
     @abc.abstractmethod
     def _act(self, action: Reach | Ask | WatchProcess | Watch) -> None:
@@ -187,8 +183,8 @@ class ReceiverRunner(Runner):
         want = structs.replace(want, sender=canonical(want.sender))
         self._record.note(want)
         failpoint("receiver.want_heard")
+        self._data_plane.wake()
         self.do(self.receiving.want(want, engine, self._clock()))
-        self._record.write()  # while the sender plans
 
     def knows(self, number: int) -> bool:
         """Whether this want is open."""
@@ -369,7 +365,6 @@ class SenderRunner(Runner):
                 assert engine is not None
                 now = self._clock()
                 self.do(self.sending.claim(body, session, engine, now), (body,), now, session.peer.name)
-                self._record.write()  # while the receiver reads
             case Cancel():
                 self.do(self.sending.cancel(incarnation, body, self._clock()))
             case Hold(rendezvous_ids=rendezvous_ids):

@@ -1,9 +1,8 @@
 """Moves rows between an engine's blocks and slots: the contract of both copiers, and the one without a GPU.
 
-Calls are made by one thread at a time: the data plane's, or one that has called `use_here`. `gather`, `digest`,
-`scatter`, `pull` and `copy` begin a move and return its ticket at once, though a pull may begin only at a later `poll`.
-The move is over when `poll` says so; until then memory, slots and pool must stay as they are. All but `copy` may raise
-Compiling, if they need new kernels.
+Every call is made on the data plane's thread. `gather`, `digest`, `scatter`, `pull` and `copy` begin a move and return
+its ticket at once, though a pull may begin only at a later `poll`. The move is over when `poll` says so; until then
+memory, slots and pool must stay as they are. All but `copy` may raise Compiling, if they need new kernels.
 """
 
 from __future__ import annotations
@@ -69,13 +68,6 @@ class BlockCopier(Protocol):
     @property
     def description(self) -> str:
         """For people: which processor, and how it is shared with the engine."""
-
-    @property
-    def brief_bytes(self) -> int:
-        """To begin a pull of one chunk up to this size takes no longer than to wake a thread for it."""
-
-    def use_here(self) -> None:
-        """Let the calling thread make calls, too."""
 
     def staging(self, slot_bytes: int, slots: int) -> Staging:
         """Allocate slots. Raises OperatorError if there is not enough memory."""
@@ -172,10 +164,6 @@ class CpuBlockCopier:
     device = "cpu"
     digests = ("xxh3", "sum64")
     description = "cpu"
-    brief_bytes = 1 << 18
-
-    def use_here(self) -> None:
-        """Any thread may."""
 
     def __init__(self) -> None:
         self._work = Work("cpu")

@@ -9,7 +9,6 @@ Small pulls are launched by `poll`, once a bundle is free: by then there may be 
 from __future__ import annotations
 
 import logging
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,7 +80,6 @@ class GpuBlockCopier:
 
     memory: Literal["dram", "vram"] = "vram"
     digests = ("sum64",)
-    brief_bytes = sys.maxsize  # it is only enqueued
 
     def __init__(
         self,
@@ -98,8 +96,7 @@ class GpuBlockCopier:
         self._kept = moves  # bundles for moves that do not check `has_room`
         self._has_pulls = pulls > 0 and not only_fills
         self._table_bytes = max(TABLE_BYTES, slot_bytes // 16)
-        self._gpu = gpu
-        self.use_here()
+        torch.cuda.set_device(gpu.ordinal)
         self.description = f"{torch.cuda.get_device_name(gpu.ordinal)} {gpu.uuid}" + " (MPS)" * gpu.is_under_mps
         self.device = gpu.device
         self._streams = [torch.cuda.ExternalStream(driver.new_stream(gpu, priority=-1), gpu.ordinal) for _ in range(5)]
@@ -117,10 +114,6 @@ class GpuBlockCopier:
         self._small = SmallPulls()
         self._templates = Templates()
         self._count = 0
-
-    def use_here(self) -> None:
-        self._gpu.use()  # torch does nothing if a thread has its device already, as every thread has the first
-        torch.cuda.set_device(self._gpu.ordinal)
 
     def zeros(self, pool: Pool) -> AttachedPool:
         return AttachedPool.of_zeros(pool, self.device)

@@ -320,14 +320,6 @@ class Control:
 
     async def _hear_pipe(self, link: Link, pipe: Connection[Envelope, Envelope]) -> None:
         """Take what comes by the link's pipe until it ends."""
-
-        def hears(envelope: Envelope) -> bool:
-            if link.is_lost or self._is_full:
-                return False
-            self._take_from_pipe(link, envelope)
-            return True
-
-        pipe.hears = hears
         try:
             for count in itertools.count(1):
                 if link.is_lost or (received := await pipe.receive()) is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import asyncio
-import itertools
 import resource
 import socket
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from ..unix_socket import SEND, close_fds, credentials_of, send_beside
 
 RECEIVE_BYTES = 1 << 18
 UNSENT_BYTES = 32 << 20
-MOST_HEARD = 64  # messages in one turn of the loop; the task lets others have theirs
 # Plain numbers: to combine the enum's members costs more than the system call.
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -28,9 +26,6 @@ Said = TypeVar("Said")
 
 class Connection(Generic[Heard, Said]):
     """One end. One task receives; anyone on the loop may send. Only `close` closes it, whatever the other end does.
-
-    While that task waits, `hears` is called with what comes, as soon as it is read: to wake the task takes two turns of
-    the loop. False leaves the message to the task, as descriptors are left to it. What it raises, `receive` raises.
 
     It receives messages of the union `kind`, each with at most `most_fds` descriptors; `unfit` as of `FrameReader`. It
     is in `owner` while it is open. Messages of the types `last_word` are sent even to an end that does not read.
@@ -51,9 +46,6 @@ class Connection(Generic[Heard, Said]):
         self.pid, self.uid, _ = credentials_of(connected)
         self.why = ""
         self.silent_since = asyncio.get_running_loop().time()  # when its last whole message was taken, or it came
-        self.hears: Callable[[Heard], bool] | None = None
-        self._is_hearing = False
-        self._left: tuple[Heard, list[int]] | None = None  # what `hears` has left to the task
         self._socket = connected
         self._fd = connected.fileno()
         self._loop = asyncio.get_running_loop()
@@ -82,8 +74,7 @@ class Connection(Generic[Heard, Said]):
     @property
     def is_silent(self) -> bool:
         """Whether `receive` waits, and nothing that the other end sent is left to read, not even part of a frame."""
-        is_waiting = self._wake is not None and not self._wake.done() and not self._is_hearing
-        if not is_waiting or self.is_closed or self._reader.is_midway:
+        if self._wake is None or self._wake.done() or self.is_closed or self._reader.is_midway:
             return False
         try:
             self._socket.recv(1, _PEEK)
@@ -100,13 +91,11 @@ class Connection(Generic[Heard, Said]):
         """
         try:
             while not self._is_over:
-                if found := self._next():
+                if found := self._reader.next():
+                    self.silent_since = self._loop.time()
                     return found
                 if self._is_drained:
                     await self._readable()
-                    if (found := self._left) is not None:
-                        self._left = None
-                        return found
                     if self._is_over:
                         break
                 self._read()
@@ -114,11 +103,6 @@ class Connection(Generic[Heard, Said]):
             close_fds(self._reader.unclaimed())
             raise
         return None
-
-    def _next(self) -> tuple[Heard, list[int]] | None:
-        if found := self._reader.next():
-            self.silent_since = self._loop.time()
-        return found
 
     def _read(self) -> None:
         """Receive once. The kernel drops descriptors beyond FRAME_FDS and sets MSG_CTRUNC.
@@ -190,7 +174,6 @@ class Connection(Generic[Heard, Said]):
             return
         self._end(why)
         self._unwatch()
-        self._drop_left()
         self._is_closing = True
         if not self._writer.unsent_bytes:
             self.shut()
@@ -201,16 +184,10 @@ class Connection(Generic[Heard, Said]):
             self._is_closing = True
             self._loop.remove_writer(self._fd)
             self._unwatch()
-            self._drop_left()
             self._socket.close()
             self._owner.discard(self)
             self._end("closed here")
             self._wake_flush()
-
-    def _drop_left(self) -> None:
-        if self._left is not None:
-            close_fds(self._left[1])
-            self._left = None
 
     def _end(self, why: str) -> None:
         self.why = self.why or why
@@ -248,27 +225,8 @@ class Connection(Generic[Heard, Said]):
         """Wake `receive`. If it does not wait, stop watching; to do so each time would cost more than a message."""
         if self._wake is None or self._wake.done():
             self._unwatch()
-        elif self.hears is None:
-            self._wake_receiver()
         else:
-            self._hear(self._wake, self.hears)
-
-    def _hear(self, wake: asyncio.Future[None], hears: Callable[[Heard], bool]) -> None:
-        self._is_hearing = True
-        try:
-            self._read()
-            for count in itertools.count():
-                if wake.done() or (found := self._next()) is None:
-                    break
-                if found[1] or count == MOST_HEARD or not hears(found[0]):
-                    self._left = found
-                    self._wake_receiver()
-        except Exception as error:
-            if wake.done():  # nobody receives any more
-                raise
-            wake.set_exception(error)
-        finally:
-            self._is_hearing = False
+            self._wake_receiver()
 
     def _unwatch(self) -> None:
         if self._is_watched:

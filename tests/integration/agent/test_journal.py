@@ -74,7 +74,6 @@ def test_only_so_much_is_kept() -> None:
     record = Record("sender", remembered, lambda: 5.0)
     for number in range(100):
         record.note(Refuse(code="c", reasons=("x" * 1024,) * 2, about=f"r{number}"))
-    record.write()
     assert remembered.about({"r89"}) == () and len(remembered.about({"r90"})[0].text) == 1024
 
 

@@ -16,7 +16,7 @@ from kvbridge_proto.status import Trace, TraceQuery
 
 from kvbridge.agent.journal import Journal
 from kvbridge.agent.logs import JsonFormatter, RateLimit
-from kvbridge.agent.record import MOST_TRANSFERS, MOST_UNWRITTEN, Record
+from kvbridge.agent.record import MOST_TRANSFERS, Record
 from kvbridge.exchange.actions import Met
 from kvbridge.loopback.messages import number_of
 from testing.agents import Client, OracleEngine, agent, attached
@@ -177,29 +177,9 @@ def test_a_request_with_several_transfers_names_them_all_and_one_without_names_n
     for number in range(3, 13):
         made.note(offer(number, f"r{number}"))
         made.note(Met(f"other{number}", number, 1, 1))
-    made.write()
     assert len(made._of_number) == len(made._of_transfer) == 3
     made.warn("dropped", transfer="t3")
     assert caplog.records[-1].getMessage() == "dropped: transfer=t3", "it is forgotten of which request"
-
-
-def test_what_is_noted_is_written_later_unless_the_log_is_to_have_it_or_it_is_much(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    journal = Journal()
-    made = Record("sender", journal, lambda: 1.0)
-    made.note(offer(1, "r"))
-    assert not journal.entries
-    made.write()
-    assert [entry.request for entry in journal.entries] == ["r"]
-    for number in range(2, MOST_UNWRITTEN + 1):
-        made.note(offer(number, "r"))
-    assert len(journal.entries) == 1
-    made.note(offer(MOST_UNWRITTEN + 1, "r"))
-    assert len(journal.entries) == MOST_UNWRITTEN + 1
-    with caplog.at_level(logging.DEBUG, "kvbridge.sender"):
-        made.note(offer(MOST_UNWRITTEN + 2, "r"))
-    assert len(journal.entries) == MOST_UNWRITTEN + 2 and caplog.records
 
 
 def offer(number: int, request: str) -> Offer:
@@ -212,7 +192,6 @@ def test_a_request_that_is_claimed_again_and_again_keeps_the_last_transfers_only
     made.note(offer(1, "r"))
     for number in range(10 * MOST_TRANSFERS):
         made.note(Met(f"t{number}", 1, 0, 0))
-    made.write()
     assert list(made._of_number[1].transfers) == [
         f"t{number}" for number in range(9 * MOST_TRANSFERS, 10 * MOST_TRANSFERS)
     ]
@@ -225,7 +204,6 @@ def test_what_was_forgotten_of_an_open_request_is_not_kept_once_it_has_ended() -
         for other in range(8):
             made.note(Met(f"t{number}-{other}", number, 0, 0))
         made.note(Released(number=number, request=f"r{number}"))
-    made.write()
     assert len(made._of_transfer) == 4
 
 

@@ -106,7 +106,6 @@ def test_stages_of_a_fetch_are_between_what_the_journal_was_told() -> None:
     kept.note(StageReached("t1", "landed", 5.5, 1))
     kept.note(Done(number=1, request="x", moved_bytes=1, seconds=1.0), 6.0)
     kept.note(StageReached("t1", "landed", 7.0, 1))  # nobody's any more
-    kept.write()
     (record,) = ended.records
     assert ended.stages == [{"claim": 0.1, "begin": 0.3, "move": 0.6}] and set(record.transfers) == {"t1", "t2"}
     names = kept._of_number[1]
@@ -124,7 +123,6 @@ def test_a_sender_may_be_asked_before_it_has_anything(claimed: float, claim: flo
     kept.note(Met(transfer, 1, 1, 1), 0.26)
     kept.note(StageReached(transfer, "gathering", 0.3, 1))
     kept.note(Released(number=1, request="x"), 0.4)
-    kept.write()
     assert ended.stages == [{"claim": claim, "begin": begin, "move": 0.1}]
 
 
@@ -134,7 +132,6 @@ def test_of_requests_that_never_end_only_so_many_are_kept() -> None:
     for number in range(100):
         kept.note(replace(OFFER, number=number + 1))
         kept.note(replace(claim, transfer=f"t{number}"))
-    kept.write()
     assert len(kept._of_number) == len(kept._of_transfer) == 4
     kept.note(Released(number=1, request="x"))
     assert not ended.records

@@ -49,8 +49,6 @@ class Unwell(Whole):
         self.sender.offer(offer, self.engine)
 
     def noted(self, request: str) -> set[str]:
-        self.receiver.write()
-        self.sender.write()
         return {entry.what for entry in self.journal.about({request})}
 
 

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kvbridge_proto.codec import BadFrame, pack
@@ -57,57 +56,6 @@ async def test_descriptors_find_their_message_however_its_bytes_are_cut(
 
 async def take(connection: LocalConnection, count: int) -> list[tuple[Withdraw, list[int]]]:
     return [await connection.receive() for _ in range(count)]
-
-
-async def test_what_is_heard_at_once_does_not_wait_for_the_task_and_descriptors_do(server: LocalServer) -> None:
-    engine, connection = await meet(server)
-    heard: list[int] = []
-    silent: list[bool] = []
-
-    def hears(message: Any) -> bool:
-        silent.append(connection.is_silent)
-        if message.number == 7:
-            raise RuntimeError("it cannot be heard")
-        heard.append(message.number)
-        return message.number != 3
-
-    connection.hears = hears
-    (mine,) = pipes(1)
-    said = [Withdraw(number=number, reason="") for number in (1, 2, 3, 4)]
-    received = asyncio.create_task(take(connection, 2))
-    await asyncio.sleep(0)  # it waits
-    for message in said:
-        engine.send(pack(message))
-    messages = await received  # the third was left to the task, so the fourth is the task's: it does not wait between
-    assert (heard, [message.number for message, _ in messages]) == ([1, 2, 3], [3, 4])
-    received = asyncio.create_task(take(connection, 1))
-    await asyncio.sleep(0)
-    socket.send_fds(engine, [pack(Withdraw(number=5, reason=""))], [mine])
-    ((message, fds),) = await received
-    assert message.number == 5 and inode(fds[0]) == inode(mine)
-    close_fds([mine, *fds])
-    received = asyncio.create_task(take(connection, 1))
-    await asyncio.sleep(0)
-    engine.send(pack(Withdraw(number=7, reason="")))
-    with pytest.raises(RuntimeError, match="cannot be heard"):
-        await received
-    assert not any(silent), "while a message is heard, what it leads to has not been done"
-
-
-async def test_what_was_left_to_a_task_that_never_takes_it_is_closed(server: LocalServer) -> None:
-    engine, connection = await meet(server)
-    connection.hears = lambda message: True
-    (mine,) = pipes(1)
-    received = asyncio.create_task(take(connection, 1))
-    await asyncio.sleep(0)
-    before = descriptors()
-    socket.send_fds(engine, [pack(Withdraw(number=1, reason=""))], [mine])
-    connection._on_readable()
-    assert descriptors() == before + 1
-    received.cancel()
-    connection.shut()
-    assert descriptors() == before - 1, "the connection's own and the one that came"
-    os.close(mine)
 
 
 async def test_a_large_frame_with_descriptors_crosses_in_pieces(server: LocalServer) -> None:
