@@ -176,21 +176,26 @@ def _python(path: Path, code: int) -> Path:
 
 
 GOOD = Answer(0.3, tokens=100)
+MANY = (GOOD,) * 8
+NOTHING = Seen((), 0.0)
 
 
 @pytest.mark.parametrize(
-    ("step", "is_good", "said"),
+    ("step", "rest", "is_good", "said"),
     [
-        (Seen((GOOD, GOOD), 150.0), True, "25% of the prompts computed again"),
-        (Seen((GOOD, GOOD), 90.0), False, "40% of the prompts computed again"),  # too much of them after this step
-        (Seen((GOOD, replace(GOOD, is_wrong=True)), 200.0), False, "1 wrong"),
-        (Seen((GOOD, Answer(9.5, failure="502")), 100.0), False, "4 requests: 1 failed, 0 wrong, slowest 9.5 s"),
+        (Seen(MANY, 600.0), NOTHING, True, "25% of the prompts computed again"),
+        (Seen(MANY, 360.0), NOTHING, False, "40% of the prompts computed again"),  # too much of them after this step
+        (Seen((*MANY[1:], replace(GOOD, is_wrong=True)), 800.0), NOTHING, False, "1 wrong"),
+        (Seen((*MANY, Answer(9.5, failure="502")), 800.0), NOTHING, False, "17 requests: 1 failed, 0 wrong, slowest"),
+        (NOTHING, NOTHING, False, "8 requests: 0 failed, 0 wrong"),  # both clients hung
+        (Seen(MANY[1:], 700.0), NOTHING, False, "15 requests: 0 failed, 0 wrong"),
+        (Seen(MANY, 800.0), Seen((Answer(60.0, failure="timed out"),), 0.0), False, "17 requests: 1 failed"),
     ],
 )
 def test_an_upgrade_is_good_if_nothing_failed_and_after_each_step_most_is_carried(
-    step: Seen, is_good: bool, said: str
+    step: Seen, rest: Seen, is_good: bool, said: str
 ) -> None:
-    out, nothing = StringIO(), Seen((), 0.0)
+    out = StringIO()
     with nullcontext() if is_good else pytest.raises(typer.Exit):
-        conclude_upgrade(Console(file=out), [(nothing, Seen((GOOD, GOOD), 150.0)), (nothing, step)])
+        conclude_upgrade(Console(file=out), [(NOTHING, Seen(MANY, 600.0)), (NOTHING, step)], rest)
     assert said in out.getvalue()
