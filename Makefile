@@ -45,7 +45,7 @@ demo-cross: $(AGENT) $(ENGINE) $(SGLANG)
 	.venv/bin/python -m demo --cross --vllm-python .venv-vllm/bin/python --sglang-python .venv-sglang/bin/python
 
 # The last release; before there is one, the oldest commit whose agents and adapters understand today's (upgrades.md).
-FROM ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),d1eea736)
+FROM ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),e0892220)
 
 demo-upgrade: $(AGENT) $(ENGINE)
 	rm -rf build/from && mkdir -p build/from/tree

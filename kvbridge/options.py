@@ -245,7 +245,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float,
         _option(
             "A write that takes longer fails its transfer; its slots are quarantined",
-            "It never frees memory that may still be written.",
+            "The deadline never frees memory that may still be written.",
             gt=0,
             le=600,
         ),
@@ -266,7 +266,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _option(
             "How long threads look for more work before they sleep; unset: 0.03 on a GPU, else 0",
             """
-            A thread that sleeps starts late. Costs up to two cores while requests come; without a GPU, the engine's.
+            A thread that sleeps starts late. Costs up to two cores while requests come, and none otherwise; without a
+            GPU, they are the engine's.
             """,
             sample=0.0,
         ),

@@ -145,7 +145,8 @@ def _example() -> str:
     (sender, *_), (receiver, *_) = (pools_of(model, parse(side), "gpt-oss-120b", "e") for side in sides)
     found = verdict(sender, receiver)
     assert isinstance(found, Incompatible)
-    return "\n".join(["Incompatible", f"kvbridge plan: incompatible: {'; '.join(found.reasons)}"])
+    reasons = textwrap.fill(f"kvbridge plan: incompatible: {'; '.join(found.reasons)}", 120, break_on_hyphens=False)
+    return f"Incompatible\n{reasons}"
 
 
 if __name__ == "__main__":

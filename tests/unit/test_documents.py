@@ -25,6 +25,7 @@ CODE = ("kvbridge", "kernels", "proto", "testing", "tests", "bench", "demo")
 FILES = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 LINK = re.compile(r'\]\(([^()\s]+)\)|\b(?:href|src|srcset)="([^"]+)"')
+BROKEN = re.compile(r"\]\((?![^()\s]+\)).{0,40}")  # a blank or a line's end before it is closed, or no target
 
 
 def prose(page: str) -> str:
@@ -63,6 +64,12 @@ def test_every_link_leads_somewhere(name: str) -> None:
     assert [path for path, _ in links(name) if not (ROOT / path).exists()] == []
     anchored = [(path, anchor) for path, anchor in links(name) if anchor]
     assert [(path, anchor) for path, anchor in anchored if anchor not in anchors(PAGES[path])] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_is_closed_and_has_no_blank(name: str) -> None:
+    """Else its target, and what stood behind it, may be gone."""
+    assert BROKEN.findall(re.sub(r"`[^`\n]+`", "", prose(PAGES[name]))) == []
 
 
 def test_functions_that_the_architecture_names_are_in_the_files_it_names() -> None:
