@@ -30,6 +30,8 @@ CPU_SGLANG = "[CPU](../tests/system/sglang/test_pairs.py)"
 CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
 CPU_STATES = "[CPU](../tests/system/engines/test_states.py)"
 CPU_SGLANG_STATES = "[CPU](../tests/system/sglang/test_states.py)"
+GPU_SGLANG_STATES = "[GPU](../tests/system/gpu/sglang_state_pairs.py)"
+CPU_STATES_ACROSS = "[CPU](../tests/system/cross/test_states.py)"
 CPU_LATENTS = "[CPU](../tests/system/engines/test_latents.py)"
 CPU_INDEX_KEYS = "[CPU](../tests/system/engines/test_index_keys.py)"
 CPU_SGLANG_INDEX_KEYS = "[CPU](../tests/system/sglang/test_index_keys.py)"
@@ -271,7 +273,7 @@ FAMILIES = (
         config("qwen3_next", 48, 16, 2, 256, **STATES),
         "Gated DeltaNet states, full",
         "HybridLinearKVPool",
-        on_engines=(f"{GPU_STATES}, {CPU_STATES}", CPU_SGLANG_STATES, ""),
+        on_engines=(f"{GPU_STATES}, {CPU_STATES}", f"{GPU_SGLANG_STATES}, {CPU_SGLANG_STATES}", CPU_STATES_ACROSS),
         stopped=37,
     ),
     Family(

@@ -43,6 +43,7 @@ class State:
 
     The convolution's channels are the pieces side by side, and each piece is cut among ranks by its own heads. The
     state proper has `heads` x `values` x `keys` numbers. Some have no convolution, and some no state proper: `heads` 0.
+    `is_turned`: in memory keys precede values.
     """
 
     conv: tuple[ConvPiece, ...]
@@ -50,6 +51,7 @@ class State:
     heads: int
     values: int
     keys: int
+    is_turned: bool = False
 
     @classmethod
     def gated_delta(cls, key_heads: int, heads: int, keys: int, values: int, kernel: int) -> State:

@@ -8,6 +8,7 @@ With drafts the engine keeps more rows of the convolution: what the prompt leave
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -42,7 +43,7 @@ def _state(layer: Any) -> State | None:
     match rows_of(layer):
         case "gated_delta" if hasattr(layer, "num_k_heads"):  # of Qwen3-Next, Qwen3.5 and Olmo
             found = _fields(layer, "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size")
-            return State.gated_delta(*found) if found else None
+            return replace(State.gated_delta(*found), is_turned=_is_on_cpu()) if found else None
         case "gated_delta":  # KDA: of Kimi-Linear, K3 and Bailing 3
             found = _fields(layer, "num_heads", "head_dim", "conv_size")
             return State.gated_delta(found[0], found[0], found[1], found[1], found[2]) if found else None
@@ -59,6 +60,13 @@ def _state(layer: Any) -> State | None:
             found = _fields(layer, "num_heads", "head_dim")
             return State.lightning(*found) if found else None
     return None
+
+
+def _is_on_cpu() -> bool:
+    """There vLLM's kernels of Gated DeltaNet take [heads, V, K] as [heads, K, V] (mamba/ops/cpu/gdn_attention.py)."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def _fields(layer: Any, *names: str) -> list[int]:
@@ -91,8 +99,9 @@ def state_planes(
             planes.append(_plane(name, page, part, at, held, dtype, axis, begin, count * channel))
             begin += held.count * count * channel
     for part, held, width in parts[len(state.conv) :]:
-        size = spec.dtypes[-1].itemsize
-        planes.append(_plane(name, page, part, at, held, spec.dtypes[-1], (Step(width, size),), offset, width * size))
+        size, values = spec.dtypes[-1].itemsize, state.values
+        steps = [Step(values, size), Step(state.keys, values * size)] if state.is_turned else [Step(width, size)]
+        planes.append(_plane(name, page, part, at, held, spec.dtypes[-1], tuple(steps), offset, width * size))
     return planes
 
 

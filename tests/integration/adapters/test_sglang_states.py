@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -252,22 +252,22 @@ def msgspec_replaced(struct: Any, **more: Any) -> Any:
     return replace(struct, **more)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "is_turned"), [*((kind, False) for kind in KINDS), ("gated", True)])
 @pytest.mark.parametrize("layout", ["SD", "DS"])
-def test_a_state_goes_to_a_vllm_engine_and_back(kind: str, layout: str) -> None:
-    """Whose pages have the state in bf16, and the convolution in one of two orders."""
+def test_a_state_goes_to_a_vllm_engine_and_back(kind: str, is_turned: bool, layout: str) -> None:
+    """Whose pages have the state in bf16, the convolution in one of two orders, and on a CPU keys before values."""
     one = KINDS[kind]
     for ours, theirs in ((1, 1), (1, 2), (2, 1), (4, 2)):
         senders = [Side(kind, ours, rank) for rank in range(ours)]
         for sender in senders:
             sender.put(2)
-        pages = [vllm(one, theirs, rank, layout) for rank in range(theirs)]
+        pages = [vllm(one, theirs, rank, layout, is_turned) for rank in range(theirs)]
         for page in pages:
             move([states_only(held(each.memory)) for each in senders], [2], page, [1], range(0, 200), 1 << 10, OnCpu())
         for rank, page in enumerate(pages):
             blocks = page.memory[0].reshape(SLOTS, -1)
             assert (blocks[[0, *range(2, SLOTS)]] == 0xEE).all()
-            assert bytes(blocks[1]) == vllm_bytes(one, theirs, rank, layout)
+            assert bytes(blocks[1]) == vllm_bytes(one, theirs, rank, layout, is_turned)
         for rank in range(ours):
             side, expected = Side(kind, ours, rank), Side(kind, ours, rank)
             expected.put(4)
@@ -276,17 +276,17 @@ def test_a_state_goes_to_a_vllm_engine_and_back(kind: str, layout: str) -> None:
                 assert torch.equal(found, whole)
 
 
-def vllm(kind: Kind, tp: int, rank: int, layout: str) -> Held:
+def vllm(kind: Kind, tp: int, rank: int, layout: str, is_turned: bool) -> Held:
     """A rank of vLLM's that keeps layer by layer what a slot keeps, in a page for each layer."""
     conv, own = kind.rank(0, tp, rank)
     size = (conv.numel() + own.numel()) * 2
     pages = torch.full((SLOTS, len(STATES) * size), 0xEE, dtype=torch.uint8).view(torch.int8)
     shape = tuple(conv.T.shape if layout == "SD" else conv.shape)
     spec = SimpleNamespace(shapes=(shape, tuple(own.shape)), dtypes=(BF16, BF16))
-    planes = []
+    planes, state = [], replace(kind.state, is_turned=is_turned)
     for place, layer in enumerate(STATES):
         page = pages[:, place * size : (place + 1) * size].unsqueeze(1).unsqueeze(1)
-        planes += [(page, plane) for plane in state_planes("l", page, spec, kind.state, (layer, 0), SLOTS, (rank, tp))]
+        planes += [(page, plane) for plane in state_planes("l", page, spec, state, (layer, 0), SLOTS, (rank, tp))]
     layers = tuple(kind.state.record if layer in STATES else None for layer in range(LAYERS))
     memory = Memory.of(
         Engine(kind="vllm", version="", id=f"v{tp}"),
@@ -299,11 +299,11 @@ def vllm(kind: Kind, tp: int, rank: int, layout: str) -> Held:
     return held(memory)
 
 
-def vllm_bytes(kind: Kind, tp: int, rank: int, layout: str) -> bytes:
+def vllm_bytes(kind: Kind, tp: int, rank: int, layout: str, is_turned: bool) -> bytes:
     parts = []
     for layer in STATES:
         conv, own = kind.rank(layer, tp, rank)
-        parts += [conv.T if layout == "SD" else conv, own]
+        parts += [conv.T if layout == "SD" else conv, own.transpose(1, 2) if is_turned else own]
     return b"".join(part.to(BF16).contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
 

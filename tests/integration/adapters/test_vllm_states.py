@@ -138,6 +138,8 @@ class Side:
         for state in whole[len(kind.conv) :]:
             share = kind.heads // self.tp
             mine = state[rank * share : (rank + 1) * share].to(self.dtypes[1]).contiguous()
+            if kind.layer is QwenGatedDeltaNetAttention:  # on a CPU
+                mine = mine.transpose(1, 2).contiguous()
             found.append(mine.view(torch.uint8))
         return torch.cat([each.reshape(-1) for each in found])
 

@@ -37,8 +37,9 @@ class Cross:
         python = os.environ["KVBRIDGE_TEST_VLLM_PYTHON"]
         (folder / "vllm").mkdir()
         alike = {"write": write}  # unless an engine reads another configuration
-        ours, theirs = alike | dict(of_vllm or {}), {"start": start} | alike | dict(of_sglang or {})
-        self.vllm = vllm.Fleet(folder / "vllm", stack, dtype="float32", python=python, **ours)
+        ours: dict[str, Any] = {"dtype": "float32", **alike, **(of_vllm or {})}
+        theirs: dict[str, Any] = {"start": start} | alike | dict(of_sglang or {})
+        self.vllm = vllm.Fleet(folder / "vllm", stack, python=python, **ours)
         self.sglang = sglang.Fleet(folder / "sglang", stack, **theirs)
         self._moved: list[float] = []  # bytes that each prompt moved
 

@@ -155,6 +155,9 @@ def read_states(worker: Any, tables: Sequence[Sequence[int]], tokens: int) -> di
                 continue
             block = table[(tokens - 1) // spec.block_size]
             conv, state = (each[block].clone().cpu() for each in layers[name].kv_cache)
+            if hasattr(layers[name], "key_dim") and worker.device.type == "cpu":  # Gated DeltaNet, [heads, K, V] there
+                heads, values, keys = state.shape
+                state = state.view(heads, keys, values).transpose(1, 2)
             conv = (conv.T if is_conv_state_dim_first() else conv)[:CONV_ROWS]
             number = next(int(part) for part in name.split(".") if part.isdigit())
             parts, at = {"state": state}, 0
