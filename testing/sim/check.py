@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def look_for_leaks(world: World) -> None:
     """Fail the run with the first thing that is left over.
 
-    Transfers in quarantine may stay at an agent without an engine. It cannot greet peers, so it cannot ask them yet.
+    Transfers in quarantine may stay at an agent without an engine. It says no Hello, so it cannot ask its peers
+    yet.
     """
     for text in _left_over(world):
         world.foul(text)

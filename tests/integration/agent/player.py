@@ -196,7 +196,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def greeting(world: World, incarnation: str) -> Hello:
+def hello_from(world: World, incarnation: str) -> Hello:
     engine = world.receivers[0].engine
     return hello(replace(engine, agent=replace_struct(engine.agent, incarnation=incarnation)), 0)
 
@@ -204,7 +204,7 @@ def greeting(world: World, incarnation: str) -> Hello:
 async def met(world: World, key: str = "") -> tuple[Player, Wire]:
     player, wire = Player(world.senders[0].engine), Wire("D0", key, "D")
     player.may_prove.set()
-    await player.takes(wire, greeting(world, "D"))
+    await player.takes(wire, hello_from(world, "D"))
     assert wire.said(Welcome)
     return player, wire
 

@@ -23,7 +23,7 @@ from kvbridge.routes.choice import Connected
 from kvbridge.routes.rate import PROBE_S
 from kvbridge.routes.slots.jobs import Jobs
 from kvbridge.routes.slots.slot_routes import Landing
-from tests.integration.agent.player import Player, Wire, greeting, joined, met, replace_struct, settle, welcomed
+from tests.integration.agent.player import Player, Wire, hello_from, joined, met, replace_struct, settle, welcomed
 from tests.integration.fuzz.agents import CLAIM
 from tests.integration.routes.test_routes import Agents
 from tests.unit.exchange.world import World
@@ -141,7 +141,7 @@ async def test_a_flood_of_welcomes_is_looked_at_once(world: World, receiver: Pla
     assert receiver.opened_at == ["P0"]
 
 
-# The sender's greetings:
+# The sender's hellos:
 
 
 @pytest.mark.proves("T22")
@@ -151,11 +151,11 @@ async def test_a_flood_of_hellos_costs_one_proof_a_link_and_a_bounded_number_in_
     async with asyncio.TaskGroup() as tasks:
         loud = Wire("loud")
         for _ in range(1000):
-            sender.peers._take(tasks, loud, "D-loud", greeting(world, "D-loud"))
+            sender.peers._take(tasks, loud, "D-loud", hello_from(world, "D-loud"))
         assert [refusal.code for refusal in loud.said(Refuse)] == ["busy"] * 999
         others = [Wire(f"other{number}") for number in range(MOST_HELLOS + 5)]
         for number, wire in enumerate(others):
-            sender.peers._take(tasks, wire, f"D{number}", greeting(world, f"D{number}"))
+            sender.peers._take(tasks, wire, f"D{number}", hello_from(world, f"D{number}"))
         assert [len(wire.said(Refuse)) for wire in others] == [0] * (MOST_HELLOS - 1) + [1] * 6
         await settle()
         assert 1 <= len(sender.proving) < MOST_HELLOS  # alone, while it may be quick
@@ -164,14 +164,14 @@ async def test_a_flood_of_hellos_costs_one_proof_a_link_and_a_bounded_number_in_
         sender.may_prove.set()
     assert len(sender.proving) == MOST_HELLOS
     assert all(wire.said(Welcome) for wire in [loud, *others[: MOST_HELLOS - 1]])
-    await sender.takes(others[-1], greeting(world, "late"))
+    await sender.takes(others[-1], hello_from(world, "late"))
     assert others[-1].said(Welcome)
 
 
 async def during_a_proof(world: World, happens: Callable[[Player, Wire], None]) -> tuple[Player, Wire]:
     player, wire = Player(world.senders[0].engine), Wire("D0")
     async with asyncio.TaskGroup() as tasks:
-        player.peers._take(tasks, wire, "D", greeting(world, "D"))
+        player.peers._take(tasks, wire, "D", hello_from(world, "D"))
         await settle()
         assert len(player.proving) == 1
         happens(player, wire)
@@ -184,7 +184,7 @@ async def test_a_goodbye_during_a_proof_leaves_nothing_behind(world: World) -> N
     player, wire = await during_a_proof(world, lambda p, w: p.peers._hear(w, "D", Goodbye(reason="never mind")))
     assert player.peers.statuses() == [] and player.disconnected == [("D", 1)]
     assert wire.sent == []
-    await player.takes(wire, greeting(world, "D"))  # it may come again
+    await player.takes(wire, hello_from(world, "D"))  # it may come again
     assert len(player.peers.statuses()) == 1 and wire.said(Welcome)
 
 
@@ -202,7 +202,7 @@ async def test_nothing_goes_out_of_a_session_while_another_link_proves_slots_in_
     player, _ = await met(world)
     player.may_prove.clear()
     async with asyncio.TaskGroup() as tasks:
-        player.peers._take(tasks, Wire("D0 again", peer_incarnation="D"), "D", greeting(world, "D"))
+        player.peers._take(tasks, Wire("D0 again", peer_incarnation="D"), "D", hello_from(world, "D"))
         await settle()
         assert len(player.proving) == 2 and player.heard == [("D", "lost")]
         player.may_prove.set()
@@ -221,11 +221,11 @@ async def test_an_engine_that_leaves_during_a_proof_leaves_nothing_behind(world:
 async def test_another_key_cannot_take_over_a_incarnation(world: World) -> None:
     player, _ = await met(world, "key of D")
     thief = Wire("elsewhere", "key of E", "D")
-    await player.takes(thief, greeting(world, "D"))
+    await player.takes(thief, hello_from(world, "D"))
     assert [refusal.code for refusal in thief.said(Refuse)] == ["incarnation_of_another_key"]
     assert player.heard == [] and player.disconnected == [] and len(player.proving) == 1
     again = Wire("D0 on another connection", "key of D", "D")
-    await player.takes(again, greeting(world, "D"))
+    await player.takes(again, hello_from(world, "D"))
     assert again.said(Welcome) and set(player.heard) == {("D", "lost")}
 
 
@@ -267,7 +267,7 @@ async def test_a_session_opens_for_the_engine_and_the_hello_that_it_was_asked_fo
 
 
 def test_an_agent_without_an_engine_leaves_no_half_session_behind(receiver: Player) -> None:
-    """Else nobody would be greeted at that address once there is an engine: its wants would wait for nothing."""
+    """Else nobody would say hello at that address once there is an engine: its wants would wait for nothing."""
     engine, receiver.engine = receiver.engine, None
     receiver.peers.outgoing.reach("P0")
     assert receiver.over == [("P0", "not_attached")] and not receiver.wires
@@ -281,7 +281,7 @@ def test_an_agent_without_an_engine_leaves_no_half_session_behind(receiver: Play
 async def says_hello(
     player: Player, world: World, wire: Wire, address: str = "", serial: int = 0, lane: int = 0, oldest: int = 0
 ) -> None:
-    said = replace_struct(greeting(world, "D"), address=address, serial=serial, probe_lane=lane, oldest=oldest)
+    said = replace_struct(hello_from(world, "D"), address=address, serial=serial, probe_lane=lane, oldest=oldest)
     await player.takes(wire, said)
 
 
@@ -342,11 +342,11 @@ async def test_a_hello_after_a_goodbye_takes_the_place_of_the_one_that_is_being_
 ) -> None:
     wire = Wire("D0", peer_incarnation="D")
     async with asyncio.TaskGroup() as tasks:
-        sender.peers._take(tasks, wire, "D", replace_struct(greeting(world, "D"), serial=1))
+        sender.peers._take(tasks, wire, "D", replace_struct(hello_from(world, "D"), serial=1))
         await settle()
         sender.peers._take(tasks, wire, "D", Goodbye(reason="other slots"))
-        sender.peers._take(tasks, wire, "D", replace_struct(greeting(world, "D"), serial=1, probe_lane=3))
-        sender.peers._take(tasks, wire, "D", replace_struct(greeting(world, "D"), serial=1, probe_lane=4))
+        sender.peers._take(tasks, wire, "D", replace_struct(hello_from(world, "D"), serial=1, probe_lane=3))
+        sender.peers._take(tasks, wire, "D", replace_struct(hello_from(world, "D"), serial=1, probe_lane=4))
         assert codes(wire) == ["busy"]
         sender.may_prove.set()
     assert [landing.lane for landing in sender.proving] == [0, 3] and sender.disconnected == [("D", 1)]
@@ -404,7 +404,7 @@ async def proving(network: Agents, world: World) -> Any:
 
 def hello_of(network: Agents, world: World, incarnation: str) -> Hello:
     site = network.resources(incarnation).site
-    return replace_struct(greeting(world, incarnation), fabric=site.fabric, host=site.host, device=site.device)
+    return replace_struct(hello_from(world, incarnation), fabric=site.fabric, host=site.host, device=site.device)
 
 
 @pytest.mark.proves("T22")
@@ -473,7 +473,7 @@ async def test_two_hellos_of_one_agent_are_answered_one_after_the_other(world: W
     wires = [Wire("D0", peer_incarnation="D"), Wire("D0", peer_incarnation="D"), Wire("E0", peer_incarnation="E")]
     async with asyncio.TaskGroup() as tasks:
         for number, wire in enumerate(wires):
-            said = replace_struct(greeting(world, wire.peer_incarnation), serial=number)
+            said = replace_struct(hello_from(world, wire.peer_incarnation), serial=number)
             sender.peers._take(tasks, wire, wire.peer_incarnation, said)
         await asyncio.sleep(3 * PROOF_TURN_S)
         assert [landing.incarnation for landing in sender.proving] == ["D", "E"]
@@ -483,5 +483,5 @@ async def test_two_hellos_of_one_agent_are_answered_one_after_the_other(world: W
     assert {incarnation for incarnation, _ in sender.disconnected} <= {"D"} and len(sender.peers.statuses()) == 2
 
 
-def test_proofs_of_all_who_are_greeted_have_a_lane_each() -> None:
+def test_proofs_of_all_who_are_told_hello_have_a_lane_each() -> None:
     assert MOST_HELLOS <= PROBE_LANES

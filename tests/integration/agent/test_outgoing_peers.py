@@ -44,8 +44,8 @@ async def test_one_session_serves_every_address_of_an_agent(world: World) -> Non
     assert len(player.reach("also").said(Hello)) == 2
 
 
-async def test_a_welcome_is_for_whom_the_link_greeted_when_it_came(world: World, receiver: Player) -> None:
-    """Its handling has its turn later, when the session may be over and the link greet for another one."""
+async def test_a_welcome_is_for_whom_the_link_said_hello_when_it_came(world: World, receiver: Player) -> None:
+    """Its handling has its turn later, when the session may be over and the link say hello for another one."""
     sender = world.senders[0].engine
     receiver.may_prove.set()
     wire = receiver.reach("P0")
@@ -54,13 +54,13 @@ async def test_a_welcome_is_for_whom_the_link_greeted_when_it_came(world: World,
         receiver.peers._take(tasks, wire, sender.agent.incarnation, stale)
         receiver.peers._take(tasks, wire, sender.agent.incarnation, Goodbye(reason="rescaled"))
         receiver.peers.outgoing.reach("P0")
-    assert len(wire.said(Hello)) == 2, "a session that is over was greeted for again"
+    assert len(wire.said(Hello)) == 2, "a session that is over got another Hello"
     assert receiver.over == [("P0", "peer_left")] and receiver.opened_at == []
     await receiver.peers._welcome(wire, welcomed(world, wire))
     assert receiver.opened_at == ["P0"]
 
 
-async def test_an_agent_that_is_being_greeted_by_another_address_is_waited_for(world: World) -> None:
+async def test_an_agent_that_is_told_hello_by_another_address_is_waited_for(world: World) -> None:
     player, incarnation = await reached(world)
     player.peers.outgoing.ask("P0")
     player.peers.outgoing.reach("also")
@@ -261,9 +261,9 @@ def claims(player: Fetching) -> int:
 async def test_an_address_of_a_rank_stays_a_name_whoever_else_comes(world: World) -> None:
     player, incarnation = Fetching(world.receivers[0].engine), world.senders[0].engine.agent.incarnation
     player.want("P0")
-    greeting = welcomed(world, player.wires["P0"])
+    welcome = welcomed(world, player.wires["P0"])
     ranks = (Rank(tp_rank=0, pp_rank=0, address="its own"),)
-    await player.peers._welcome(player.wires["P0"], replace_struct(greeting, ranks=ranks))
+    await player.peers._welcome(player.wires["P0"], replace_struct(welcome, ranks=ranks))
     for address in ("its own", *(f"name-{number}" for number in range(40))):
         player.peers.outgoing.reach(address)
         knows(player, address, incarnation)

@@ -14,7 +14,7 @@ from kvbridge.dataplane.attached import AttachedMemory, Attachment, CurrentEngin
 from kvbridge.exchange.orders import Broken, SendOrder, StopReceiving
 from kvbridge.loopback.messages import number_of
 from kvbridge.transport.local import LocalConnection
-from tests.integration.agent.player import Whole, Wire, greeting, welcomed
+from tests.integration.agent.player import Whole, Wire, hello_from, welcomed
 from tests.unit.exchange.claimant import Claimant
 from tests.unit.exchange.world import World
 
@@ -80,7 +80,7 @@ def test_a_release_that_our_engine_heard_is_noted_if_it_cannot_hear_the_next(wor
 
 async def test_a_claim_is_noted_with_what_was_done_for_it_before_a_failure(world: World) -> None:
     player, wire = Unwell(world.senders[0].engine), Wire("D0", "", "D")
-    await player.takes(wire, greeting(world, "D"))
+    await player.takes(wire, hello_from(world, "D"))
     player.offer("r")
     player.no_orders = SendOrder
     session = player.peers.incoming.sessions["D"].session
@@ -105,7 +105,7 @@ async def test_what_the_data_plane_reported_is_noted_if_what_follows_from_it_fai
 async def test_an_answer_that_is_due_is_sent_later_if_what_comes_before_it_fails(world: World) -> None:
     """A refusal here. Block tables that were counted as sent would never have been sent again."""
     player, wire = Unwell(world.senders[0].engine), Wire("D0", "", "D")
-    await player.takes(wire, greeting(world, "D"))
+    await player.takes(wire, hello_from(world, "D"))
     player.memory = memory = AttachedMemory(1, cast(Any, None), None, EngineLiveness(0.0))
     player.now = 1.0
     session = player.peers.incoming.sessions["D"].session

@@ -184,10 +184,10 @@ class Bare(Player):
             raise self.outcome
         self.engine = self.staged
 
-    def greet(self) -> Wire:
+    def say_hello(self) -> Wire:
         wire = self.reach("P0")
-        (greeting,) = wire.said(Hello)
-        assert greeting.fabric.slots == 0
+        (said,) = wire.said(Hello)
+        assert said.fabric.slots == 0
         return wire
 
     def refuse(self, tasks: asyncio.TaskGroup, wire: Wire) -> None:
@@ -199,9 +199,9 @@ def player() -> Bare:
     return Bare(World())
 
 
-async def test_who_is_told_that_it_names_no_slots_makes_some_and_greets_again(player: Bare) -> None:
+async def test_who_is_told_that_it_names_no_slots_makes_some_and_says_hello_again(player: Bare) -> None:
     player.may_prove.set()
-    wire = player.greet()
+    wire = player.say_hello()
     async with asyncio.TaskGroup() as tasks:
         player.refuse(tasks, wire)
     first, second = wire.said(Hello)
@@ -211,7 +211,7 @@ async def test_who_is_told_that_it_names_no_slots_makes_some_and_greets_again(pl
 
 
 async def test_who_is_told_so_although_it_named_slots_gives_up(player: Bare) -> None:
-    wire = player.greet()
+    wire = player.say_hello()
     async with asyncio.TaskGroup() as tasks:
         player.refuse(tasks, wire)
         await settle()
@@ -221,7 +221,7 @@ async def test_who_is_told_so_although_it_named_slots_gives_up(player: Bare) -> 
 
 async def test_slots_that_cannot_be_made_end_the_session_and_no_other(player: Bare) -> None:
     player.outcome = FabricError("no_staging", "staging: no memory")
-    wire = player.greet()
+    wire = player.say_hello()
     async with asyncio.TaskGroup() as tasks:
         player.refuse(tasks, wire)
     assert len(wire.said(Hello)) == 1 and player.over == [("P0", "no_staging")]
@@ -230,9 +230,9 @@ async def test_slots_that_cannot_be_made_end_the_session_and_no_other(player: Ba
     assert len(wire.said(Hello)) == 2
 
 
-async def test_a_session_that_ends_while_slots_are_made_is_not_greeted_again(player: Bare) -> None:
+async def test_a_session_that_ends_while_slots_are_made_gets_no_hello_again(player: Bare) -> None:
     player.may_stage.clear()
-    wire = player.greet()
+    wire = player.say_hello()
     async with asyncio.TaskGroup() as tasks:
         player.refuse(tasks, wire)
         await settle()

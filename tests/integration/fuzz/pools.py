@@ -40,7 +40,7 @@ SHAPES = (
 )
 
 
-class Greeting(msgspec.Struct, frozen=True, array_like=True):
+class Handshake(msgspec.Struct, frozen=True, array_like=True):
     """One of our pools, theirs, and what is then asked for."""
 
     ours: Count
@@ -55,19 +55,19 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True):
 class Pools(Target):
     """Nothing but named errors; chunks fit slots; what is read or written of ours lies in our blocks."""
 
-    name, kind = "pools", Greeting
+    name, kind = "pools", Handshake
 
     def __init__(self) -> None:
         self._ours = [describe(shape) for shape in SHAPES]
         self._takes, self._pool = drawer(tuple[Take, ...]), drawer(Pool)
-        self._mutator = Mutator([encode(self._greeting(Random(seed), pool)) for seed, pool in enumerate(self._ours)])
+        self._mutator = Mutator([encode(self._handshake(Random(seed), pool)) for seed, pool in enumerate(self._ours)])
 
-    def _greeting(self, random: Random, theirs: Pool) -> Greeting:
+    def _handshake(self, random: Random, theirs: Pool) -> Handshake:
         first = random.choice((0, 0, 1, 16, 33, 1 << 20, 1 << 39))
         end = first + random.choice((0, 1, 16, 100, 100, 1 << 20, 1 << 39))
         takes = self._takes(random) if random.random() < 0.3 else ()
         ours = random.randrange(len(self._ours)) if random.random() < 0.3 else self._index(theirs)
-        return Greeting(ours, random.random() < 0.5, random.randrange(3), first, end, takes, theirs)
+        return Handshake(ours, random.random() < 0.5, random.randrange(3), first, end, takes, theirs)
 
     def _index(self, pool: Pool) -> int:
         return next((i for i, each in enumerate(self._ours) if each.model == pool.model), 0)
@@ -77,9 +77,9 @@ class Pools(Target):
         if choice < 0.1:
             return self._mutator.frame(random)
         theirs = self._pool(random) if choice < 0.15 else random.choice(self._ours)
-        return encode(self._greeting(random, varied(random, theirs, random.choice((0, 1, 1, 2, 3, 5)))))
+        return encode(self._handshake(random, varied(random, theirs, random.choice((0, 1, 1, 2, 3, 5)))))
 
-    def judge(self, said: Greeting) -> None:
+    def judge(self, said: Handshake) -> None:
         ours = self._ours[said.ours % len(self._ours)]
         sender, receiver = (ours, said.theirs) if said.is_sender else (said.theirs, ours)
         found = verdict(sender, receiver)
