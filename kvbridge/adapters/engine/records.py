@@ -110,8 +110,12 @@ def model_record(
     drafts: Iterable[int] = (),
     draft: str = "",
 ) -> Model:
-    """`layers` are this rank's, by number. Those of other pipeline ranks, and those without KV, are None."""
-    count = max(max(layers) + 1, depth if pp_size > 1 else 0)
+    """`layers` are this rank's, by number. Those of other pipeline ranks, and those without KV, are None.
+
+    States beside attention in one layer have numbers after the model's layers, on every pipeline rank.
+    """
+    are_beside = any(layer.kind == "state" and number >= depth for number, layer in layers.items())
+    count = max(max(layers) + 1, depth * (1 + are_beside) if pp_size > 1 else 0)
     found = tuple(sorted(drafts))
     return Model(
         name=name[:256],

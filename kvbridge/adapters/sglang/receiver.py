@@ -87,11 +87,11 @@ class KVBridgeReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not
         self._prompt, reason = self.kv_mgr.name(req)
         if not reason and is_foreign(self.bootstrap_addr):
             reason = self._read_foreign(req)
+        if not reason and not tokens:
+            reason = states.copy_prefix(self.kv_mgr.queue, req)
         if reason:
             return self._fail(reason)
         self._common = short(req.rid)
-        if not tokens:
-            states.copy_prefix(self.kv_mgr.queue, req)
         self.kv_mgr.rooms.bind(self.bootstrap_room, self, self._prompt)
 
     def _read_foreign(self, req: Any) -> str:

@@ -56,6 +56,9 @@ def check(queue: Any) -> None:
         raise refusal("cache_unsupported", "sglang", "state", found)
     if queue.draft_token_to_kv_pool is not None:
         raise refusal("cache_unsupported", "sglang", "drafted state", found)
+    if getattr(queue.scheduler, "enable_decode_hicache", False):
+        # It brings back the rows of a prefix and no state, and a state that is on its way looks as if it were there.
+        raise refusal("cache_unsupported", "sglang", "state", f"{found} and --enable-hierarchical-cache")
     states = pool.mamba_pool
     if states._slot_siblings or states.enable_linear_replayssm:
         found += f" with {type(states._slot_siblings[0]).__name__ if states._slot_siblings else 'replayssm'}"
@@ -160,11 +163,23 @@ def slot(args: Any, state_indices: list[Any] | None) -> tuple[Blocks, ...]:
     return (Blocks(STATE_GROUP, 0, (int(number),)),)
 
 
-def copy_prefix(queue: Any, req: Any) -> None:
+def copy_prefix(queue: Any, req: Any) -> str:
     """The decode side's prefix cache has all of a prompt: give the request the state that the cache has of it.
 
-    SGLang leaves that copy to the first step that computes rows of the prompt, and here there is none.
+    SGLang leaves that copy to the first step that computes rows of the prompt, and here there is none. The step under
+    way may still write the slot, for a request that is over. Returns why there is no such state, or "".
     """
-    if has_states(queue.token_to_kv_pool) and (source := req.kv.mamba_cow_src_index) is not None:
-        queue.scheduler.req_to_token_pool.copy_mamba_state(source.view(-1), req.kv.mamba_pool_idx.view(-1))
-        req.kv.mamba_cow_src_index = None
+    if not has_states(queue.token_to_kv_pool):
+        return ""
+    if (source := req.kv.mamba_cow_src_index) is None:
+        return "the prefix cache has all rows of the prompt, and no state after them"
+    scheduler, places = queue.scheduler, queue.scheduler.req_to_token_pool
+    if scheduler.enable_overlap:
+        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+    slots = source.view(-1), req.kv.mamba_pool_idx.view(-1)
+    if places.mamba_ckpt_pool is None:
+        places.copy_mamba_state(*slots)
+    else:  # --enable-int8-mamba-checkpoint: what the cache has is in a pool of its own
+        places.mamba_ckpt_pool.load_to_active(places.mamba_pool, *slots)
+    req.kv.mamba_cow_src_index = None
+    return ""

@@ -357,6 +357,7 @@ def test_a_state_is_only_that_of_all_tokens_of_the_offer() -> None:
         (lambda side: setattr(side.queue, "draft_token_to_kv_pool", object()), "beside drafts yet; needs a server"),
         (lambda side: setattr(side.places.mamba_pool, "enable_linear_replayssm", True), "with replayssm: .+ this kind"),
         (lambda side: setattr(side.places.mamba_pool, "_slot_siblings", [1]), "with int: .+ states of this kind yet"),
+        (lambda side: setattr(side.queue.scheduler, "enable_decode_hicache", True), "-hierarchical-cache: .+ this kind"),
         (lambda side: setattr(side.places, "mamba_pool", object()), "HybridLinearKVPool beside Hybrid.+ this kind yet"),
         (lambda side: setattr(side.queue.scheduler.tp_worker.model_runner, "model", torch.nn.ModuleList()), "not know"),
         (lambda side: side.cache.conv.append(side.cache.conv[0]), "of RadixLinearAttention: .+ this kind yet"),
@@ -453,20 +454,78 @@ def request(side: Side, tokens: int = 40) -> Any:
     return req
 
 
-def test_a_prompt_that_the_decode_sides_cache_has_whole_gets_the_caches_state() -> None:
-    """SGLang copies it in the first step that computes rows of the prompt, and there is none."""
+class Streams(list[str]):
+    """SGLang's two. What is told to them, in order."""
+
+    def wait_stream(self, other: Any) -> None:
+        assert other == "forward"
+        self.append("the steps under way are over")
+
+
+def matched(side: Side, is_overlapping: bool = False) -> tuple[Any, Streams]:
+    """A request of which the decode side's prefix cache has all."""
+    streams = Streams()
+    told = {"enable_overlap": is_overlapping, "schedule_stream": streams, "forward_stream": "forward"}
+    vars(side.queue.scheduler).update(told)
+    return request(side), streams
+
+
+@pytest.mark.parametrize("is_overlapping", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["slots", "int8 checkpoints"])
+def test_a_prompt_that_the_decode_sides_cache_has_whole_gets_the_caches_state(
+    is_overlapping: bool, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang copies it in the first step that computes rows of the prompt, and there is none.
+
+    The slot may have been another request's, for which a step is still under way (`resume_retracted_reqs`).
+    """
+    from sglang.srt.mem_cache.mamba_checkpoint_pool import MambaCheckpointPool
+
     side = Side()
-    req = request(side)
-    (ours,) = [int(req.kv.mamba_pool_idx)]
-    source = side.places.mamba_allocator.alloc(1)
+    req, streams = matched(side, is_overlapping)
+    ours = int(req.kv.mamba_pool_idx)
+    source = kept = side.places.mamba_allocator.alloc(1)
     side.put(int(source))
-    copy_prefix(side.queue, req)
-    assert not side.cache.temporal[:, ours].any(), "nothing is to be copied"
-    req.kv.mamba_cow_src_index = source
-    copy_prefix(side.queue, req)
-    for each in (side.cache.conv[0], side.cache.temporal):
-        assert each[:, ours].any() and torch.equal(each[:, ours], each[:, int(source)])
+    to, states = side.places, side.places.mamba_pool
+    if is_packed:
+        heads, values, keys = side.cache.temporal.shape[2:]
+        packed = MambaCheckpointPool(
+            num_layers=len(STATES),
+            num_slots=4,
+            num_heads=heads,
+            head_v_dim=values,
+            head_k_dim=keys,
+            conv_shapes=[tuple(side.cache.conv[0].shape[2:])],
+            conv_dtype=BF16,
+            temporal_dtype=FP32,
+            device="cpu",
+        )
+        kept = packed.alloc(3)[-1:]
+        packed.store_from_active(states, source, kept)
+        side.places.mamba_ckpt_pool, to = packed, packed
+    name = "load_to_active" if is_packed else "copy_mamba_state"
+    copy = getattr(to, name)
+    monkeypatch.setattr(to, name, lambda *given: (streams.append("copied"), copy(*given)))
+    req.kv.mamba_cow_src_index = kept
+    assert copy_prefix(side.queue, req) == ""
+    assert streams == [*["the steps under way are over"] * is_overlapping, "copied"]
+    assert side.cache.conv[0][:, ours].any() and torch.equal(*(side.cache.conv[0][:, i] for i in (ours, int(source))))
+    ours_now, theirs = (side.cache.temporal[:, i] for i in (ours, int(source)))
+    assert theirs.any() and torch.allclose(ours_now, theirs, atol=float(theirs.max()) / 100 if is_packed else 0, rtol=0)
     assert req.kv.mamba_cow_src_index is None
+
+
+def test_a_prompt_whose_rows_the_decode_side_has_but_no_state_fails() -> None:
+    side = Side()
+    req, streams = matched(side, True)
+    assert "no state" in copy_prefix(side.queue, req) and not streams
+    decode = manager("decode")
+    decode.queue, decode.digest = side.queue, lambda req: "ab"
+    made = receiver(decode)  # it has most of another prompt
+    made.bind(req, 0)
+    assert "no state" in decode.failure_records[made.bootstrap_room]
+    side.queue.token_to_kv_pool = None
+    assert copy_prefix(side.queue, req) == "", "this model has none"
 
 
 @pytest.mark.proves("G13")

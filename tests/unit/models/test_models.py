@@ -240,6 +240,8 @@ def test_a_state_beside_attention_has_a_number_after_the_models_layers() -> None
         assert pool.model.depth == 44 and check_pool(pool) == () == overlaps(pool)
         kinds = {layer: found.kind for layer, found in enumerate(pool.model.layers) if found is not None}
         assert kinds == dict.fromkeys(held, "full") | {44 + layer: "state" for layer in held}
+    for ours, theirs in (("vllm -pp 2", "vllm -tp 2"), ("vllm -pp 4 -tp 2", "sglang --pp 2"), ("vllm", "vllm -pp 2")):
+        assert not obstacles(falcon.config, ours, theirs)
 
 
 def test_sglang_keeps_states_in_fp32_unless_it_is_told_otherwise() -> None:
