@@ -73,8 +73,12 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether `num_computed_tokens` may count rows that outlived the state after them: a state comes anyway."""
-        return True
+        """Whether `num_computed_tokens` may count rows that outlived the state after them: a state comes anyway.
+
+        Of a window vLLM would count rows too that are not there any more, and those before `num_computed_tokens` do
+        not come.
+        """
+        return not self.scheduler.has_token_windows
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.new_request(request)

@@ -226,6 +226,11 @@ class SchedulerSide:
         """
         return bool(self._step.before) or any(request_id in self._receiving for request_id in self._came)
 
+    @property
+    def has_token_windows(self) -> bool:
+        """Whether some layers keep the rows of the last tokens only."""
+        return any(group.kind not in ("full", "state") for group in self._tables.groups)
+
     # Free blocks:
 
     def bind_pool(self, pool: BlockPool) -> None:

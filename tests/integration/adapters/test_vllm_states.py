@@ -28,7 +28,13 @@ from vllm.model_executor.layers.mamba.linear.base import LinearAttention
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from kvbridge.adapters.engine.memory import Memory
 from kvbridge.adapters.engine.records import WHOLE, State
@@ -432,6 +438,25 @@ def test_rows_that_outlive_their_state_are_not_wanted_again(tmp_path: Path) -> N
         one.steps(2)
         (want,) = one.agent.take(Want)
         assert (want.first_token, want.end_token) == (first, BLOCK * 4 + 5)
+        one.agent.say(done(want))
+        one.finish()
+
+
+def test_windows_beside_states_are_there_whole(tmp_path: Path) -> None:
+    """What a prompt left in the prefix cache of a window does not begin where a shorter one's window does."""
+    width = BLOCK * 2 + 8
+    window = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=width)
+    one = World(tmp_path, specs=[FULL, window, MODES["align"]], caching=True).ready()
+    prompt, written = list(range(BLOCK * 8 + 6)), dict[int, int]()  # entries by block
+    for tokens in (prompt, [*prompt[: BLOCK * 4], *range(5000, 5010)]):
+        request = one.decode(prompt=tokens)
+        one.steps(2)
+        (want,) = one.agent.take(Want)
+        (piece,) = [each for each in want.blocks if each.group == 1]
+        written |= {block: piece.first + place for place, block in enumerate(piece.ids)}
+        first = (want.end_token + 1 - width) // BLOCK
+        table = one.scheduler.kv_cache_manager.get_block_ids(request.request_id)[1]
+        assert all(written.get(block) == entry for entry, block in enumerate(table) if entry >= first)
         one.agent.say(done(want))
         one.finish()
 
