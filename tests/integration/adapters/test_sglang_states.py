@@ -357,7 +357,7 @@ def test_a_state_is_only_that_of_all_tokens_of_the_offer() -> None:
         (lambda side: setattr(side.queue, "draft_token_to_kv_pool", object()), "beside drafts yet; needs a server"),
         (lambda side: setattr(side.places.mamba_pool, "enable_linear_replayssm", True), "with replayssm: .+ this kind"),
         (lambda side: setattr(side.places.mamba_pool, "_slot_siblings", [1]), "with int: .+ states of this kind yet"),
-        (lambda side: setattr(side.queue.scheduler, "enable_decode_hicache", True), "-hierarchical-cache: .+ this kind"),
+        (lambda side: setattr(side.queue.scheduler, "enable_decode_hicache", True), "hierarchical-.+ this kind"),
         (lambda side: setattr(side.places, "mamba_pool", object()), "HybridLinearKVPool beside Hybrid.+ this kind yet"),
         (lambda side: setattr(side.queue.scheduler.tp_worker.model_runner, "model", torch.nn.ModuleList()), "not know"),
         (lambda side: side.cache.conv.append(side.cache.conv[0]), "of RadixLinearAttention: .+ this kind yet"),
