@@ -400,7 +400,7 @@ def is_run(family: Family, engine: str) -> bool:
 
 
 def carried_recipes() -> int:
-    """How many of the 315 recipes are carried, at least: one that is stopped by its cache may run drafts as well."""
+    """How many of the 315 recipes are carried, by their caches. One with states may draft, too, which is refused."""
     drafts = next(family for family in FAMILIES if family.sides is BOTH_DRAFT)
     has_drafts = not obstacles_of(drafts, "sglang", "sglang")
     return sum(

