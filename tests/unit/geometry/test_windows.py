@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import msgspec
 import numpy as np
@@ -29,12 +29,13 @@ from testing.oracle import (
     tables_of,
     take_rows,
 )
-from testing.pools import POISON, STATES, Held, build
+from testing.pools import POISON, STATES, Held, More, build
 from tests.unit.geometry.test_plan import plan_between
 
 ROW_BYTES = 4 * (8 + 8) * 2  # of a token and layer: heads, K and V, bf16
 HYBRID = Shape(layers=4, kinds=("full", "sliding"), window=20)
 STATEFUL = Shape(layers=3, kinds=("full", "state", "sliding"), window=20)
+OF_FOUR = Shape(layers=3, kinds=("full", "sliding"), window=20, more=(More("of_4", row_tokens=4, layers=(0, 2)),))
 
 
 @pytest.mark.parametrize("first", [0, 16, 40, 61, 70])
@@ -167,18 +168,51 @@ def test_one_template_serves_every_state() -> None:
     assert [part.places(1, 1).tolist() for part in parts] == [[table[1][1]], [table[1][3]]]
 
 
+@pytest.mark.parametrize("slot_bytes", [1 << 12, 1 << 20])
+@pytest.mark.parametrize("first", [0, 5, 16])
+@pytest.mark.parametrize(
+    ("sender", "receiver"),
+    [
+        (Shape(), Shape()),
+        (Shape(), Shape(block_tokens=32)),
+        (HYBRID, replace(HYBRID, block_tokens=32)),
+        (HYBRID, replace(HYBRID, group_tokens={"sliding": 32})),
+        (STATEFUL, STATEFUL),
+        (STATEFUL, replace(STATEFUL, layout="hnd", group_tokens={"state": 48})),
+        (OF_FOUR, replace(OF_FOUR, block_tokens=32)),
+    ],
+    ids=["whole blocks", "16 to 32", "window", "window of other blocks", "state", "state of other blocks", "four"],
+)
+def test_one_template_serves_only_chunks_of_one_form(
+    sender: Shape, receiver: Shape, first: int, slot_bytes: int
+) -> None:
+    """Where whole blocks move, prompts of equally many; rows of several tokens are counted by themselves."""
+    pools = {True: describe(sender), False: describe(receiver)}
+    planner, (takes,) = Planner(pools[True], pools[False]), assign([pools[True]], pools[False])
+    tables = {side: block_table(pool, tables_of(pool, 80)) for side, pool in pools.items()}
+    forms: dict[object, list[tuple[object, ...]]] = {}
+    plans = [planner.plan(takes, first, end, slot_bytes) for end in range(first + 1, 81)]
+    for planned, side in itertools.product(plans, pools):
+        for index in range(planned.chunks):
+            part = Part(planned, planned.chunk(index), tables[side], side)
+            form = [
+                tuple(len(move.places) if each.name == "places" else getattr(move, each.name) for each in fields(move))
+                for move in part.moves()
+            ]
+            assert forms.setdefault(part.template_key, form) == form
+
+
 def test_one_template_serves_all_prompts_of_equally_many_blocks_if_these_move_whole() -> None:
     """A new one costs milliseconds of Python (64 planes), and prompts of one length are rare."""
     pool = describe(Shape())
     planner, (takes,), table = Planner(pool, pool), assign([pool], pool), tables_of(pool, 64)
-    keys: dict[object, list[tuple[object, ...]]] = {}
-    for end in range(1, 64):
-        planned = planner.plan(takes, 0, end, 1 << 20)
-        (chunk,) = (planned.chunk(index) for index in range(planned.chunks))
-        part = Part(planned, chunk, block_table(pool, table, 0, end), is_sender=True)
-        forms = [(move.slot_offset, move.size_bytes, move.unit_tokens, len(move.places)) for move in part.moves()]
-        assert keys.setdefault((part.template_key, chunk.size_bytes), forms) == forms
+    plans = [planner.plan(takes, 0, end, 1 << 20) for end in range(1, 64)]
+    keys = {
+        Part(each, each.chunk(0), block_table(pool, table, 0, each.end_token), is_sender=True).template_key
+        for each in plans
+    }
     assert len(keys) == 64 // pool.groups[0].block_tokens
+    assert {each.chunks for each in plans} == {1}
 
 
 def test_late_group_plans_come_last_and_need_all_tokens() -> None:
