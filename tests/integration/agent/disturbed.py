@@ -22,6 +22,7 @@ from kvbridge_proto.status import Status
 from kvbridge.failpoints import Way
 from kvbridge.routes.pull.halves import LEASE_S
 from testing.agents import is_at_rest
+from testing.waiting import wait_for
 from tests.system.faults.world import Side, World
 
 DEADLINE_S = 20.0
@@ -33,6 +34,7 @@ REBUILT_S = 10.0
 GONE = "agent_gone"
 ENDED = r"a sender's process has ended: pid=\d+, (\d+) receive slots"
 READ_ENDED = f"receiver.read_ended=pause:{1.5 * LEASE_S}@2"  # an agent that takes long over its second transfer
+LONG_PAUSE_S = 2 * READERS_S + LEASE_S  # the sender is stopped and its blocks are used again, on a busy machine too
 
 # What a sender's engine may be told of an offer whose receiver's agent died. Nothing, if all was gathered.
 RELEASED_BY_DEATH = {"", "peer_lost", "write_failed", "offer_expired"}
@@ -169,6 +171,40 @@ def stands_still_over_a_withdrawal(pair: Pair, seed: int, rounds: int) -> int:
         pair.audited()
         pair.is_sound()
     return done
+
+
+def reads_past_the_lease(pair: Pair) -> None:
+    """The receiver's agent pauses as its read begins, or has ended; meanwhile the sender's is stopped.
+
+    The lease ends, the blocks are used again, and the pause is over: what is read are rows of somebody else, or rows of
+    which nobody knows until when they were there. They never count. `verify` must be never, or Done waits for the
+    sender in any case.
+    """
+    for place in ("receiver.read_begun", "receiver.read_ended"):
+        pair.world.calm()
+        pair.world.hurts(pair.sender)
+        pair.world.restarts_agent(pair.receiver, f"{place}=pause:{LONG_PAUSE_S}")
+        pair.world.wait_attached()
+        (rendezvous,) = pair.world.begin(1, is_offered_first=True)  # whole, so it is one read
+        wait_for(lambda place=place: _is_paused(pair.receiver, place), DEADLINE_S, pair.receiver.agent.tail)
+        ends = time.monotonic() + LONG_PAUSE_S
+        pair.sender.agent.send_signal(signal.SIGSTOP)
+        assert pair.sender.agent.is_stopped(DEADLINE_S)
+        assert time.monotonic() < ends - READERS_S, "this machine is too busy"
+        pair.sender.engine.tell("take_back")
+        time.sleep(READERS_S)
+        pair.sender.engine.tell("reuse")
+        pair.sender.engine.wait_for("reused")
+        time.sleep(max(0.0, ends + LEASE_S - time.monotonic()))  # it has read, and nobody has told it anything
+        pair.sender.agent.send_signal(signal.SIGCONT)
+        failed, _ = pair.codes(rendezvous)
+        assert failed, f"{place}: a read counted that ended after its lease"
+        pair.audited()
+        pair.is_sound()
+
+
+def _is_paused(side: Side, place: str) -> bool:
+    return f"failpoint {place}: pause" in side.agent.log.read_text()
 
 
 def stands_still_for_a_while(pair: Pair) -> None:

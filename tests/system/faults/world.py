@@ -238,7 +238,7 @@ class World:
     ) -> list[int]:
         """Have both engines serve so many rendezvous ids. Without a deadline, by that of their jobs.
 
-        With `is_offered_first`, the first one is known to the sender's agent before it is wanted. More is for the
+        With `is_offered_first`, the first one is whole at the sender's agent before it is wanted. More is for the
         receiver's engine, as in `testing.engine.Told`.
         """
         numbers = [next(self._rendezvous_ids) for _ in range(rendezvous_ids)]
@@ -247,7 +247,7 @@ class World:
         run = {"first": numbers[0], "count": rendezvous_ids, "deadline_s": deadline_s}
         self.sender.engine.tell("run", **run, abandon=withdraw, pace_s=pace_s, hold_s=hold_s)
         if is_offered_first:
-            self.sender.becomes(lambda status: bool(status.offers), QUIET_S)
+            self.sender.becomes(_is_offered, QUIET_S)
         self.receiver.engine.tell("run", **run, sender=sender, abandon=abandon, **more)
         for side in self.sides.values():
             side.rendezvous_ids.update(numbers)
@@ -354,6 +354,10 @@ class World:
     def close(self) -> None:
         for side in self.sides.values():
             side.close()
+
+
+def _is_offered(status: Status) -> bool:
+    return any(offer.state != "computing" for offer in status.offers)
 
 
 def _has_peer(key: str, status: Status) -> bool:
