@@ -219,7 +219,13 @@ class KVBridgeSender(CommonKVSender):  # type: ignore[misc]  # SGLang is not the
         if said and self._is_fetched_elsewhere and not self._was_offered and manager.talk is not None:
             # A decode rank of SGLang hears of it on its own socket; another engine waits at our agent.
             manager.talk.send(NoOffer(call=call(number), code="prefill_refused", reason=plain(said)[:1024]))
-        manager.leave(number, self, said, super().clear)
+        manager.leave(number, self, said, self._forget)
+
+    def _forget(self) -> None:
+        """SGLang's records, and a cause that came since `_end` took its own: it is not the next request's."""
+        super().clear()
+        with self.kv_mgr.failure_lock:
+            self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
     def _take_back(self, reason: str) -> None:
         """Withdraw the offer. Returns when nothing reads the pages any more."""

@@ -700,6 +700,25 @@ def test_a_failure_keeps_its_first_cause_and_leaves_nothing_to_the_next_request_
     assert make(of).poll() in (BOOTSTRAPPING, WAITING)
 
 
+def test_an_abort_that_comes_while_a_request_leaves_its_room_is_not_the_next_ones(prefill: Any) -> None:
+    made = sender(prefill, told={"fetched_by": "vllm"})
+    prefill._hear_asked(asked())
+    abort = SimpleNamespace(room=ROOM, decode_ip="10.0.0.2", decode_port=4000)
+    made._fail("the cause")
+    say = prefill.talk.send  # between the cause that is taken and the room that is left
+
+    def hear_abort(message: Any) -> None:
+        prefill._hear_abort(abort)
+        say(message)
+
+    prefill.talk.send = hear_abort
+    raises(made, "the cause")
+    assert not prefill.failure_records and not prefill.request_status
+    following = sender(prefill)
+    following._fail("another cause")
+    raises(following, "another cause")
+
+
 # Weights that change:
 
 
