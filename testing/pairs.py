@@ -9,47 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge_proto.engine import Done, Failed
-from kvbridge_proto.status import Status
 
-from testing.agents import AgentProcess, OracleEngine, agent
+from testing.agents import OracleEngine, agent
 from testing.oracle import Shape, build_all, fill, mismatch
-from testing.waiting import wait_for
 
 Benches = Callable[..., "Bench"]
 PROOFS = count(1)
 
 
-class Running:
-    """Agents by their names, each started when it is first wanted. They end with `stack`."""
-
-    def __init__(self, folder: Path, stack: ExitStack, **options: Any) -> None:
-        self._folder, self._stack, self._options = folder, stack, options
-        self._agents: dict[str, AgentProcess] = {}
-
-    @property
-    def route(self) -> str:
-        """The first of those that they may take."""
-        route: str = self._options["routes"].partition(",")[0]
-        return route
-
-    def agent(self, name: str, options: Mapping[str, Any]) -> AgentProcess:
-        if name in self._agents:
-            wait_for(lambda: _is_alone(self._agents[name].status))
-        else:
-            self._agents[name] = self._stack.enter_context(agent(self._folder, name, **self._options, **options))
-        return self._agents[name]
-
-
-def _is_alone(status: Status) -> bool:
-    """Whether engine and sessions of before are gone."""
-    return status.engine is None and not status.peers
-
-
 class Bench:
-    """A sender and a receiver. `options` are of all agents, and those of `p` and `d` of one side's.
-
-    Agents of these names (`p0`, `d1`) that are `running` already are taken as they are; others are added to them.
-    """
+    """A sender and a receiver. `options` are of all agents, and those of `p` and `d` of one side's."""
 
     def __init__(
         self,
@@ -61,11 +30,9 @@ class Bench:
         engine: type[OracleEngine] = OracleEngine,
         p: Mapping[str, Any] | None = None,
         d: Mapping[str, Any] | None = None,
-        running: Running | None = None,
         **options: Any,
     ) -> None:
         self._folder, self._stack, self._engine = folder, stack, engine
-        self._running = running or Running(folder, stack)
         self.senders = self._started("p", sender, options | dict(p or {}))
         self.receivers = self._started("d", receiver, options | dict(d or {}))
         self.sender_shape, self.receiver_shape = sender, receiver
@@ -74,8 +41,8 @@ class Bench:
     def _started(self, name: str, shape: Shape, options: dict[str, Any]) -> list[OracleEngine]:
         engines = []
         for i, held in enumerate(build_all(shape)):
-            beside = self._running.agent(f"{name}{i}", options)
-            engines.append(self._stack.enter_context(closing(self._engine(beside, held))))
+            running = self._stack.enter_context(agent(self._folder, f"{name}{i}", **options))
+            engines.append(self._stack.enter_context(closing(self._engine(running, held))))
             engines[-1].attach()
         for each in engines:
             each.directory(*(other.agent for other in engines))

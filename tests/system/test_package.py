@@ -98,7 +98,7 @@ def test_the_wheel_answers(clean: Path, tmp_path: Path) -> None:
 def test_doctor_of_the_wheel_brings_the_page_that_it_quotes(clean: Path, tmp_path: Path) -> None:
     said = told([clean / "kvbridge", "doctor", "--only", "metrics", "--metrics", "", "--json"], tmp_path)
     (found,) = json.loads(said)
-    assert found["outcome"] == "warning" and found["entry"].startswith("The same as listen, for the port of"), found
+    assert found["outcome"] == "warning" and found["entry"].startswith("As listen, for the port of"), found
 
 
 @pytest.mark.parametrize("version", PYTHONS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,7 @@ from kvbridge_proto.pool import GroupKind
 from kvbridge.loopback.messages import number_of
 from testing.agents import is_at_rest
 from testing.oracle import More, Shape, fill, mla, put_rows, rows_at, take_rows
-from testing.pairs import Bench, Benches, Running
+from testing.pairs import Bench, Benches
 from testing.pools import Held
 from testing.waiting import wait_for
 
@@ -50,19 +49,13 @@ SLOTS, PAGES = PAIRS["plain index keys 64 tp1 -> hnd 128 tp2"]
 ROUTES = ("nixl", "pull")
 
 
-@pytest.fixture(scope="module", params=ROUTES)
-def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Agents of one route, to which one engine after another attaches."""
-    with ExitStack() as stack:
-        yield Running(tmp_path_factory.mktemp("agents"), stack, routes=f"{request.param},host")
-
-
 @pytest.mark.proves("G1", "G3")
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", PAIRS)
-def test_carries_every_row_and_writes_nothing_else(name: str, running: Running, bench_of: Benches) -> None:
-    bench = bench_of(*PAIRS[name], running=running)
+def test_carries_every_row_and_writes_nothing_else(name: str, route: str, bench_of: Benches) -> None:
+    bench = bench_of(*PAIRS[name], routes=f"{route},host")
     bench.carries("r", *_tables(bench, 90), range(90))
-    bench.went_by(running.route)
+    bench.went_by(route)
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)])
@@ -292,12 +285,11 @@ def filled(before: Held, table: list[int], tokens: range, layers: int) -> Held:
     return expected
 
 
+@pytest.mark.parametrize("route", ["nixl", "pull"])
 @pytest.mark.parametrize("name", FORMS)
-def test_rows_of_the_prompt_are_zeros_and_nothing_else_is_written(
-    name: str, running: Running, bench_of: Benches
-) -> None:
+def test_rows_of_the_prompt_are_zeros_and_nothing_else_is_written(name: str, route: str, bench_of: Benches) -> None:
     sender, receiver = FORMS[name]
-    bench = bench_of(sender, receiver, running=running)
+    bench = bench_of(sender, receiver, routes=f"{route},host")
     given = list(range(sender.blocks))[: -(-96 // sender.block_tokens)]
     wanted = list(reversed(range(receiver.blocks)))[: -(-96 // receiver.block_tokens)]
     before, tokens = with_nan(bench), range(32, 96)  # whole blocks on both sides: no row after them may be written
@@ -306,7 +298,7 @@ def test_rows_of_the_prompt_are_zeros_and_nothing_else_is_written(
     bench.want("r", wanted, tokens)
     answers = [engine.answer("r") for engine in bench.receivers]
     assert [answer.unfilled_layers for answer in answers] == [receiver.drafts] * len(answers)
-    bench.went_by(running.route)
+    bench.went_by(route)
     for engine, was in zip(bench.receivers, before, strict=True):
         expected = filled(was, wanted, tokens, sender.layers)
         for ours, theirs in zip(engine.held.memory, expected.memory, strict=True):
