@@ -233,5 +233,9 @@ def test_index_keys_without_their_attention_layer_are_refused() -> None:
     groups, caches = laid_out(specs())
     del caches[name := ATTENTION.format(2)]
     groups[0].layer_names.remove(name)
-    with refused(OperatorError, "layer_unsupported", "no attention layer in model.layers.2.self_attn"):
+    with refused(
+        OperatorError,
+        "layer_unsupported",
+        "model.layers.2.self_attn.attn.index_cache: index_key, and no attention layer beside",
+    ):
         pool_of((groups, caches))
