@@ -129,7 +129,8 @@ def _planes(states: Any, place: int, layer: int, state: State, shard: Shard) -> 
         piece = conv[:, :, at : at + held.count * channels].unflatten(2, (held.count, channels)).transpose(1, 2)
         yield piece, _plane(piece, part, layer, held)
         at += held.count * channels
-    yield own.flatten(2), _plane(own.flatten(2), "state", layer, heads)
+    own = own.flatten(2)
+    yield own, _plane(own, "state", layer, heads)
 
 
 def _plane(view: torch.Tensor, part: str, layer: int, heads: Heads) -> Plane:
@@ -159,7 +160,7 @@ def slot(args: Any, state_indices: list[Any] | None) -> tuple[Blocks, ...]:
 
     if StateType.MAMBA not in args.state_types or state_indices is None:
         return ()
-    ((number,),) = (state_indices[args.state_types.index(StateType.MAMBA)],)
+    (number,) = state_indices[args.state_types.index(StateType.MAMBA)]
     return (Blocks(STATE_GROUP, 0, (int(number),)),)
 
 
