@@ -96,6 +96,10 @@ class State:
             pieces.append(("state", Heads.of(self.heads, tp_rank, tp_size), self.values * self.keys))
         return tuple(pieces)
 
+    def channels(self, tp_rank: int, tp_size: int) -> int:
+        """Of the convolution on this rank."""
+        return sum(Heads.of(each.heads, tp_rank, tp_size).count * each.channels for each in self.conv)
+
 
 WHOLE = Heads(0, 1, 1)  # of what every rank holds whole: latents and index keys
 

@@ -108,9 +108,9 @@ def _mamba2(layer: Any, kernel: int, tp_size: int) -> State:
 
 def _check_shapes(states: Any, state: State, shard: Shard) -> None:
     """Raises OperatorError unless a slot has just the parts of this state, in dtypes that we know."""
-    *pieces, (_, heads, _) = state.parts(shard.tp_rank, shard.tp_size)
+    *_, (_, heads, _) = state.parts(shard.tp_rank, shard.tp_size)
     conv, own = states.mamba_cache.conv[0], states.mamba_cache.temporal
-    channels = sum(held.count * each // state.rows for _, held, each in pieces)
+    channels = state.channels(shard.tp_rank, shard.tp_size)
     shapes = [tuple(each.shape[2:]) for each in (conv, own)]
     expected = [(channels, state.rows)[:: -1 if states.conv_slice_axis else 1], (heads.count, state.values, state.keys)]
     dtypes = [conv.dtype, own.dtype]

@@ -7,7 +7,6 @@ With drafts the engine keeps more rows of the convolution: what the prompt leave
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from operator import attrgetter
@@ -85,11 +84,11 @@ def state_planes(
     `page` is [B, 1, 1, C] bytes. Raises OperatorError for another shape.
     """
     parts = state.parts(*rank)
-    _check_page(name, page, spec, state, blocks, parts)
+    _check_page(name, page, spec, state, blocks, rank)
     planes, offset = [], int(page.storage_offset())
     if state.conv:
         (rows, channels), dtype = spec.shapes[0], spec.dtypes[0]
-        size, each_channels = dtype.itemsize, _channels(state, parts)
+        size, each_channels = dtype.itemsize, state.channels(*rank)
         # VLLM_SSM_CONV_STATE_LAYOUT: rows of all channels (SD), or channels of all rows (DS)
         row, channel = (channels * size, size) if channels == each_channels else (size, channels * size)
         begin, offset = offset, offset + rows * channels * size
@@ -105,24 +104,16 @@ def state_planes(
     return planes
 
 
-def _channels(state: State, parts: Sequence[tuple[str, Heads, int]]) -> int:
-    """Of the convolution on this rank."""
-    return sum(held.count * width // state.rows for _, held, width in parts[: len(state.conv)])
-
-
-def _check_page(
-    name: str, page: torch.Tensor, spec: Any, state: State, blocks: int, parts: Sequence[tuple[str, Heads, int]]
-) -> None:
-    """`parts` are this rank's."""
+def _check_page(name: str, page: torch.Tensor, spec: Any, state: State, blocks: int, rank: tuple[int, int]) -> None:
     shapes, dtypes = [tuple(shape) for shape in spec.shapes], list(spec.dtypes)
     expected, is_fitting = [], len(shapes) == bool(state.conv) + bool(state.heads)
     if state.conv:
-        channels = _channels(state, parts)
+        channels = state.channels(*rank)
         expected.append(f"{state.rows} rows or more of {channels} channels")
         is_fitting = is_fitting and len(shapes[0]) == 2 and channels in shapes[0]
         is_fitting = is_fitting and sum(shapes[0]) - channels >= state.rows
     if state.heads:
-        own = parts[-1][1].count, state.values, state.keys
+        own = state.parts(*rank)[-1][1].count, state.values, state.keys
         expected.append(f"{own}")
         is_fitting = is_fitting and shapes[-1] in (own, (own[0] * own[1], own[2]))  # Mamba 1 has no heads
     is_fitting &= all(dtype in CODEC_OF and dtype.itemsize > 1 for dtype in dtypes)
