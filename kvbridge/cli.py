@@ -27,7 +27,7 @@ def main() -> None:
     try:
         from .commands import app
 
-        app.build()(prog_name="kvbridge")
+        app.command()(prog_name="kvbridge")
     except ModuleNotFoundError as error:
         reason = missing(error)
         if sys.argv[1:2] == ["plan"] and "--json" in sys.argv:

@@ -316,8 +316,10 @@ def _end(code: int) -> None:
 
 
 def main() -> None:
-    for name in ("kvbridge.agent.daemon", "kvbridge.commands.app"):
-        importlib.import_module(name)
+    importlib.import_module("kvbridge.agent.daemon")
+    from kvbridge.commands import app
+
+    app.command()(["config", "show"], standalone_mode=False)  # so that all is imported and built
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads, of which a child would have one"
     gc.collect()

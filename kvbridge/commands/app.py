@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from functools import wraps
+from functools import cache, wraps
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +45,9 @@ class LogLevel(StrEnum):
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
-def build() -> typer.Typer:
+@cache
+def command() -> Any:
+    """The whole command line, to be called."""
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_root)
     commands: dict[str, Callable[..., None]] = {
@@ -64,7 +66,7 @@ def build() -> typer.Typer:
     group = typer.Typer(no_args_is_help=True, help="The options of an agent.")
     group.command("show", help=_flowed(config_show))(_with_options(config_show))
     app.add_typer(group, name="config")
-    return app
+    return typer.main.get_command(app)
 
 
 def _flowed(command: Callable[..., None]) -> str:

@@ -24,7 +24,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import typer
 from kvbridge_proto.codec import HEADER, FrameReader, encode, pack
 from kvbridge_proto.engine import ToAgent
 from kvbridge_proto.status import PeerStatus, PoolQuery, StatusQuery, TransferStatus
@@ -244,7 +243,7 @@ def test_commands_on_pages_are_those_that_kvbridge_takes(page: Path) -> None:
 
 def parse(words: list[str]) -> None:
     """Raises for a command line that kvbridge would refuse; runs nothing."""
-    command: Any = typer.main.get_command(app.build())
+    command: Any = app.command()
     name, context = "kvbridge", None
     while True:
         context = command.make_context(name, words, parent=context)
@@ -254,7 +253,7 @@ def parse(words: list[str]) -> None:
 
 
 def test_every_command_has_its_examples_looked_at() -> None:
-    built: Any = typer.main.get_command(app.build())
+    built: Any = app.command()
     assert {command.split()[0] for command in COMMANDS} == set(built.commands)
 
 

@@ -7,6 +7,7 @@ on a GPU (tests/system/gpu/test_kernels.py), and so is the processor's own round
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kvbridge_kernels.launch import NotCompiled, move, warm
 from kvbridge_kernels.prepared import Prepared
 from kvbridge_kernels.segment import Places, Span
 from kvbridge_kernels.tables import Work
+from triton.runtime import interpreter
 
 from tests.unit.kernels.chunks import (
     MOVES,
@@ -31,6 +33,10 @@ from tests.unit.kernels.chunks import (
     work_on,
 )
 from tests.unit.kernels.rows import WHERE, Rows, check_rows, check_rows_scattered, segment_of
+
+# It replaces Triton's language anew whenever a kernel calls a function, which took half of all time. Once is enough.
+interpreter._patch_lang = cache(interpreter._patch_lang)
+interpreter._LangPatchScope.restore = lambda scope: None
 
 
 @pytest.mark.parametrize("shape", MOVES, ids=str)
