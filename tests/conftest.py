@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests and their agents 
 # What a test that skips may say in CI (where the variable CI is set, as .ci/run sets it), and why that is well.
 MAY_SKIP = {
     r"could not import '(vllm|sglang)\b|SGLang is not in this environment": "another environment's tests, run by that",
-    r"this build of vLLM has no |FP8 KV cache on CPU requires ": "the processor has no such instructions",
+    r"this build of vLLM has no |FP8 KV cache on CPU requires |DeepSeek V4 on a CPU needs ": "no such instructions",
     r"vLLM 0\.26 asks no connector": "the stand-in for an older vLLM, which has nothing to test here",
     r"(multi_)?gpu: needs ": "hardware",
     r"no Python 3\.1[23] here": "the oldest that is supported is there; the others may be",

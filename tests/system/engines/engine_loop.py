@@ -21,6 +21,7 @@ import numpy as np
 from demo.vllm_cpu import MAINS, ask_for_tiles
 from demo.vllm_rows import before_free, joined, read_rows
 from tests.system.engines import marks, weights
+from tests.system.engines.compressed import read_compressed
 from tests.system.engines.index_keys import of_all_ranks, read_index_keys, read_plain_index_keys
 from tests.system.engines.states import read_states, without_checkpoints
 
@@ -50,7 +51,11 @@ class Loop:
         watch_drafts(self.scheduler, self.drafts)
         self.received: dict[str, list[dict[str, np.ndarray]]] = {}
         groups = self.scheduler.kv_cache_config.kv_cache_groups
-        self.has_states = any(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups)
+        self.reads_states: Any = None
+        if any(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups):
+            self.reads_states = read_states
+        elif any(name.endswith(".swa_cache") for group in groups for name in group.layer_names):
+            self.reads_states = read_compressed
         watch_received(self.scheduler, self._keep_states)
         # A request may come and go within one step; its blocks are only known until they are freed.
         before_free(self.scheduler.kv_cache_manager, lambda request: self._remember(request.request_id))
@@ -149,14 +154,14 @@ class Loop:
     def _keep_states(self, request_id: str) -> None:
         """What has come, before a step changes it. Not of a request for one token: that is timed."""
         request = self.scheduler.requests[request_id]
-        if request.max_tokens == 1 or not self.has_states:
+        if request.max_tokens == 1 or not self.reads_states:
             return
         self._remember(request_id)
         self.received[RANDOM.sub("", request_id)] = self._states(request_id, request.num_computed_tokens)
 
     def _states(self, request: str, tokens: int) -> list[dict[str, np.ndarray]]:
         table = self.blocks[RANDOM.sub("", request)]
-        found: list[dict[str, np.ndarray]] = self.engine.collective_rpc(read_states, args=(table, tokens))
+        found: list[dict[str, np.ndarray]] = self.engine.collective_rpc(self.reads_states, args=(table, tokens))
         return found
 
     def states(self, request: str, tokens: int, path: str) -> None:
