@@ -11,15 +11,23 @@ from math import isfinite, prod
 import msgspec
 from kvbridge_proto.common import MAX_RANKS
 from kvbridge_proto.engine import Scales
-from kvbridge_proto.pool import Codec, Group, Plane, Pool, Step
+from kvbridge_proto.pool import HALVES, SCALE_BLOCK, Codec, Group, Plane, Pool, Step
 
 from .tokens import MOST_PERIOD, period_of
-from .wire import ATTENTION_PARTS, EIGHT_BITS, PLAIN, POWERS, ROW_SCALED, SCALED_ROWS, counterpart, is_scale, unrotated
+from .wire import (
+    ATTENTION_PARTS,
+    PLAIN,
+    PLANE_SCALED,
+    POWERS,
+    ROW_SCALED,
+    SCALED_ROWS,
+    counterpart,
+    is_scale,
+    unrotated,
+)
 
 MOST_REASONS = 32
 MOST_LETTERS = 1024  # in one reason
-# How many numbers share a scale of one byte.
-SCALE_BLOCK = {"mxfp8_e4m3": 32, "nvfp4": 16}
 # Bytes of a row, and its width in numbers; 0 if the width varies.
 WHOLE_ROWS: dict[str, tuple[int, int]] = {
     "fp8_ds_mla": (656, 576),
@@ -245,8 +253,8 @@ def _check_codec(plane: Plane) -> Iterator[str]:
     if not all(map(isfinite, codec.scales)) or min(codec.scales, default=1.0) <= 0:
         first = next(scale for scale in codec.scales if not (isfinite(scale) and scale > 0))  # there may be millions
         yield f"scales: {first}, must be a finite number above 0"
-    if codec.name not in EIGHT_BITS and set(codec.scales) - {1.0}:
-        yield f"scales: {len(codec.scales)} for {codec.name}, only 8-bit codecs have them"
+    if codec.name not in PLANE_SCALED and set(codec.scales) - {1.0}:
+        yield f"scales: {len(codec.scales)} for {codec.name}, only 8-bit codecs and nvfp4 have them"
 
 
 def _check_row(codec: Codec) -> Iterator[str]:
@@ -265,7 +273,7 @@ def _check_row(codec: Codec) -> Iterator[str]:
         if codec.row_bytes != row_bytes:
             yield f"row_bytes: {codec.row_bytes}, {name} has {row_bytes}"
     elif name != "opaque":
-        row_bytes = width // 2 if name in ("nvfp4", "int4_row_scale") else width * size
+        row_bytes = width // 2 if name in HALVES else width * size
         if codec.row_bytes != row_bytes:
             yield f"row_bytes: {codec.row_bytes}, {width} x {name} are {row_bytes}"
 

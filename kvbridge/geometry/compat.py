@@ -88,6 +88,7 @@ CASTS = ("codec", "scale_codec", "rotation", "scales")  # differences that chang
 SAME_MODEL = "the same model on both sides"
 SAME_DRAFT = "the same draft model on both sides, or none on the prefill side"
 SAME_CODEC = "the same kv_cache_dtype on both sides"
+SAME_SCALES = "the same k_scale and v_scale on both sides, as one checkpoint has them for one kind of GPU"
 SAME_ROTATION = "rows that both sides rotate, or neither, or rows of plain numbers or fp8, as wide as a power of two"
 MULTIPLE = "a block at the sender that is a multiple of the receiver's, where layers keep a window"
 NO_REUSE = (
@@ -248,6 +249,9 @@ def _other_row(ours: RowPlanes, theirs: RowPlanes, place: str) -> Iterator[Diffe
     elif is_same_row(*codecs) and rotations[0] == rotations[1]:
         if mine is not None and yours is not None and not is_same_row(mine.codec, yours.codec):
             yield from _if_other("codec", form_of(mine), form_of(yours), f"{place}_scale", SAME_CODEC)
+        scales = codecs[0].scales, codecs[1].scales
+        if codecs[0].name not in PLAIN and not is_same_scales(*scales):
+            yield Difference("scales", spelled(scales[0]), spelled(scales[1]), place, SAME_SCALES)
     else:
         is_latent = "fp8_ds_mla" in [codec.name for codec in codecs]
         if is_latent and not (_is_dense(ours.plane) and _is_dense(theirs.plane)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from kvbridge_proto.pool import Codec, CodecName
+from kvbridge_proto.pool import SCALE_BLOCK, Codec, CodecName
 
 from ..cache_kinds import ROTATED
 
@@ -17,12 +17,14 @@ ROW_SCALED: dict[CodecName, CodecName] = {"fp8_row_scale": "fp8_e4m3", "int8_row
 POWERS: dict[CodecName, int] = {"pow2_fp32": 4, "ue8m0_x4": 4}
 # Codecs of a row's scale that rows are converted from and to.
 ROW_SCALES: set[CodecName] = {"fp32", *POWERS}
-# Only these have scales. explain.py has the error of a conversion to each.
+# explain.py has the error of a conversion to each.
 EIGHT_BITS: tuple[CodecName, ...] = tuple(name for name, size in PLAIN.items() if size == 1)
+# Only these have scales of a plane. Those of nvfp4 must be equal on both sides.
+PLANE_SCALED: tuple[CodecName, ...] = (*EIGHT_BITS, "nvfp4")
 # The most numbers in a converted row with a scale of its own: the kernels hold all of them at once.
 MOST_NUMBERS = 1024
 # Codecs whose scales are rows of another plane of the layer, part `<part>_scale`.
-SCALED_ROWS = {*ROW_SCALED, "int4_row_scale", "mxfp8_e4m3", "nvfp4", "fp8_ds_v4"}
+SCALED_ROWS = {*ROW_SCALED, "int4_row_scale", *SCALE_BLOCK, "fp8_ds_v4"}
 
 
 def is_scale(part: str) -> bool:

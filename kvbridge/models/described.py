@@ -23,7 +23,15 @@ from kvbridge_proto.pool import (
     Step,
 )
 
-from ..adapters.engine.codecs import CODEC_PER_TOKEN_HEAD, INDEX_KEYS, INDEX_SCALES, INDEX_WIDTH, plain_rows
+from ..adapters.engine.codecs import (
+    BLOCK_SCALED,
+    CODEC_PER_TOKEN_HEAD,
+    INDEX_KEYS,
+    INDEX_SCALES,
+    INDEX_WIDTH,
+    plain_rows,
+    scaled_rows,
+)
 from ..adapters.engine.records import WHOLE, Heads, model_record
 from ..adapters.engine.unsupported import UNSUPPORTED, draft_refusal, refusal
 from ..cache_kinds import INDEX_KEY, ROTATED_INDEX_KEY
@@ -89,7 +97,8 @@ def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> It
     if engine == "sglang" and _is_packed_by_sglang(model, command):
         yield refusal(code, engine, "packed checkpoint", "KV pool: MiniMaxM3Nvfp4KVPool, of quantization " + M3_PACKED)
     said = _dtype(model, command, is_decoder)
-    if said not in CODEC_OF_DTYPE and said not in CODEC_PER_TOKEN_HEAD and said not in PACKED:
+    known = {*CODEC_OF_DTYPE, *CODEC_PER_TOKEN_HEAD, *PACKED}
+    if said not in known and not (said in BLOCK_SCALED[engine] and _takes_block_scales(model, command, said)):
         yield refusal("codec_unknown", engine, "packed", f"kv_cache_dtype {said}")
     if model.index and command.index_dtype not in ("", "auto") and command.index_dtype not in CODEC_OF_DTYPE:
         yield OperatorError(
@@ -101,6 +110,12 @@ def _refusals(model: ModelCache, command: EngineCommand, is_decoder: bool) -> It
     for heads in sorted(cut):
         if heads % command.tp and command.tp % heads:
             yield OperatorError("bad_option", f"tp size {command.tp}: {heads} KV heads, one must divide the other")
+
+
+def _takes_block_scales(model: ModelCache, command: EngineCommand, said: str) -> bool:
+    """K and V alone. SGLang's pools of 4 bits have no windows of their own (`_build_hybrid_swa_kv_pool`)."""
+    is_plain = not (model.index or model.ratios or _has_latents(model))
+    return is_plain and (command.engine == "vllm" or said == "mxfp8" or not _has_window_pool(model, command))
 
 
 def _refused_states(model: ModelCache, command: EngineCommand) -> Iterator[KVBridgeError]:
@@ -224,6 +239,7 @@ def _index_rows(model: ModelCache, command: EngineCommand, said: str) -> tuple[P
 def _rows(layer: Layer, said: str) -> Iterator[PartRows]:
     """K and V, or a latent, each with its scales behind it if its dtype has some of its own."""
     parts = [("latent", layer.key_width)] if layer.kind == "mla" else [("k", layer.key_width), ("v", layer.value_width)]
+    block_scaled = (BLOCK_SCALED["vllm"] | BLOCK_SCALED["sglang"]).get(said)
     for part, width in parts:
         if layer.kind == "mla" and said in PACKED:
             name, size = PACKED[said]
@@ -234,6 +250,9 @@ def _rows(layer: Layer, said: str) -> Iterator[PartRows]:
             yield part, Codec(name=name, width=width, element_bytes=1, row_bytes=row_bytes)
             scale = ("opaque", 4, 1) if is_packed else ("fp32", 1, 4)
             yield f"{part}_scale", Codec(name=scale[0], width=scale[1], element_bytes=scale[2], row_bytes=4)  # type: ignore[arg-type]
+        elif block_scaled is not None:
+            rows, scales = scaled_rows(block_scaled, width)
+            yield from ((part, rows), (f"{part}_scale", scales))
         else:
             name, size = CODEC_OF_DTYPE["fp8" if said in PACKED else said]
             yield part, plain_rows(name, width, size)

@@ -351,15 +351,20 @@ FAMILIES = (
     ),
     Family("cross attention", "Whisper", config("whisper", 32, 20, 20, 64), "cross", ""),
     Family(
+        "rows of 4 bits",
+        "those of full attention with a cache in NVFP4",
+        LLAMA,
+        "full, a scale for 16 numbers",
+        "MHATokenToKVPool",
+        sides=dict.fromkeys(("vllm", "sglang"), ("--kv-cache-dtype nvfp4",) * 2),
+    ),
+    Family(
         "packed rows",
-        "any model with an nvfp4 or TurboQuant cache",
+        "any model with a TurboQuant or UltraQuant cache",
         LLAMA,
         "packed full",
-        "MHATokenToKVPoolFP4",
-        sides={
-            "vllm": ("--kv-cache-dtype nvfp4",) * 2,
-            "sglang": ("--kv-cache-dtype fp4_e2m1",) * 2,
-        },
+        "",
+        sides={"vllm": ("--kv-cache-dtype turboquant_4bit_nc",) * 2},
     ),
 )
 ENGINES = ("vllm", "sglang")

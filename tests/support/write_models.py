@@ -46,6 +46,10 @@ than one group of layers: there, windows need `--disable-hybrid-kv-cache-manager
 `indexer_rope_interleave: true` in its config.json; vLLM never does. From 0.33 on vLLM keeps their scales in another
 form on SM100 (B200) than on other GPUs. Both are converted on the way: [how exactly](convertible.md#index-keys).
 
+**Rows of 4 bits.** NVFP4, and MXFP8 of 8 bits, have a scale for every 16 or 32 numbers. They are carried to the same
+dtype, with any parallel sizes and blocks, whatever order the scales lie in ([vLLM](vllm.md#limits),
+[SGLang](sglang.md#limits)).
+
 **States.** Of other parallel sizes, blocks and dtypes, and either `VLLM_SSM_CONV_STATE_LAYOUT`, with or without a
 prefix cache on either side, and without drafts on both: in [vLLM](vllm.md#limits) 0.30 or later, and in
 [SGLang](sglang.md#limits). A state is that after one token: between vLLM and SGLang the router

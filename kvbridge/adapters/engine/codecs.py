@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbridge_proto.pool import Codec, CodecName
+from kvbridge_proto.pool import HALVES, SCALE_BLOCK, Codec, CodecName
 
 # Each (head, token) row has a scale of its own, stored behind it.
 CODEC_PER_TOKEN_HEAD: dict[str, CodecName] = {
@@ -10,12 +10,27 @@ CODEC_PER_TOKEN_HEAD: dict[str, CodecName] = {
     "fp8_per_token_head": "fp8_row_scale",
     "int4_per_token_head": "int4_row_scale",
 }
+# By an engine's --kv-cache-dtype: rows of K and V with a scale for every few numbers, behind them or in a tensor apart.
+BLOCK_SCALED: dict[str, dict[str, CodecName]] = {
+    "vllm": {"nvfp4": "nvfp4", "nvfp4_4over6": "nvfp4"},
+    "sglang": {"mxfp8": "mxfp8_e4m3", "nvfp4": "nvfp4", "fp4_mx_block16": "fp4_mx_block16"},
+}
 # Index keys of sparse attention beside latents: fp8 numbers, and for each key one scale.
 INDEX_WIDTH, INDEX_SCALE_BYTES = 128, 4
 INDEX_KEYS = Codec(
     name="fp8_row_scale", width=INDEX_WIDTH, element_bytes=1, row_bytes=INDEX_WIDTH, scale_codec="pow2_fp32"
 )
 INDEX_SCALES = Codec(name="pow2_fp32", width=1, element_bytes=INDEX_SCALE_BYTES, row_bytes=INDEX_SCALE_BYTES)
+
+
+def scaled_rows(name: CodecName, width: int, scale: float = 1.0) -> tuple[Codec, Codec]:
+    """Rows of `width` numbers with a scale for every few, and rows of these scales. NVFP4 has one more, for all."""
+    row, scales = width // 2 if name in HALVES else width, width // SCALE_BLOCK[name]
+    under = (scale,) if name == "nvfp4" else ()
+    return (
+        Codec(name=name, width=width, element_bytes=1, row_bytes=row, scales=under),
+        Codec(name="opaque", width=scales, element_bytes=1, row_bytes=scales),
+    )
 
 
 def plain_rows(name: CodecName, width: int, element_bytes: int, scale: float = 1.0) -> Codec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from kvbridge_proto.pool import Codec, CodecName, Engine, Group, Model, Plane, Pool, Region, Shard, Step
@@ -72,20 +73,27 @@ def plane_of(
     block_tokens: int,
     name: str,
     row_tokens: int = 1,
+    token_axes: int = 1,
 ) -> Plane:
-    """The plane of [B, H, N, W]. Several such blocks of N rows may make one of the block table; its region is 0."""
-    size, rows = view.element_size(), view.shape[2]
-    block, head, row, element = (stride * size for stride in view.stride())
-    split = block_tokens // row_tokens // rows
+    """The plane of [B, H, N, W]. Several such blocks of N rows may make one of the block table; its region is 0.
+
+    N may be `token_axes` axes of the view, and W those behind them.
+    """
+    size = view.element_size()
+    block, head, *inner = (stride * size for stride in view.stride())
+    steps = [Step(count, stride) for count, stride in zip(view.shape[2:], inner, strict=True)]
+    *elements, last = steps[token_axes:]
+    split = block_tokens // row_tokens // prod(view.shape[2 : 2 + token_axes])
+    runs = codec.row_bytes // codec.element_bytes // prod(step.count for step in elements)
     return Plane(
         layer=layer,
         part=part,
         group=group,
         offset=int(view.storage_offset()) * size,
         block_stride=block * split,
-        token_axis=(*([Step(split, block)] if split > 1 else []), Step(rows, row)),
+        token_axis=(*([Step(split, block)] if split > 1 else []), *steps[:token_axes]),
         head_stride=head,
-        element_axis=(Step(codec.row_bytes // codec.element_bytes, element * codec.element_bytes // size),),
+        element_axis=(*elements, Step(runs, last.stride * codec.element_bytes // size)),
         first_head=heads.first,
         heads=heads.count,
         total_heads=heads.total,

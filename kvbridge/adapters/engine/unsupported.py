@@ -17,7 +17,7 @@ OTHER = {
 NO_DRAFTS = {"vllm": "no --speculative-config", "sglang": "a server without --speculative-algorithm"}
 ANOTHER_DTYPE = "--kv-cache-dtype auto, bfloat16 or fp8"
 # Classes of SGLang's pools that may hold a draft model's rows.
-DRAFT_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool")
+DRAFT_POOLS = ("MHATokenToKVPool", "MHATokenToKVPoolMXFP8", "MLATokenToKVPool", "DSATokenToKVPool")
 
 
 @dataclass(frozen=True, slots=True)

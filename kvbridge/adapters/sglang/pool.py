@@ -23,7 +23,7 @@ from ..engine.memory import CODEC_OF, Memory, plane_of
 from ..engine.names import draft_name
 from ..engine.records import WHOLE, Heads, model_record
 from ..engine.unsupported import DRAFT_POOLS, UNSUPPORTED, draft_refusal, refusal
-from . import drafts, states
+from . import block_scales, drafts, states
 
 LAYOUTS = ("nhd", "hnd")
 ATTENTION, INDEXER = "RadixAttention", "Indexer"
@@ -40,12 +40,12 @@ POOLS = {
     "DeepSeekV4TokenToKVPool": "compressed",
     "MHATokenToKVPoolFP4": "packed",
     "MLATokenToKVPoolFP4": "packed",
-    "MHATokenToKVPoolMXFP8": "packed",
+    block_scales.MXFP8: "kv",
     "MiniMaxM3Nvfp4KVPool": "packed checkpoint",
     "HiSparseDSATokenToKVPool": "host rows",
 }
-BESIDE_STATES = ("MHATokenToKVPool", "MLATokenToKVPool")  # what a `HybridLinearKVPool` may have for attention
-HALF = "MHATokenToKVPool"  # what each half of a `SWAKVPool` must be
+HALVES = ("MHATokenToKVPool", block_scales.MXFP8)  # what each half of a `SWAKVPool` must be
+BESIDE_STATES = (*HALVES, "MLATokenToKVPool")  # what a `HybridLinearKVPool` may have for attention
 WINDOW_GROUP = 1  # the number of the group whose layers have a window; the full layers' is 0
 
 
@@ -177,8 +177,9 @@ def _check_halves(pool: Any) -> None:
         found = "none" if half is None else type(half).__name__
         if POOLS.get(found) in UNSUPPORTED:
             raise refusal("cache_unsupported", "sglang", POOLS[found], f"KV pool: SWAKVPool whose {name} is {found}")
-        if found != HALF or not layers:
-            raise _unsupported(f"KV pool: SWAKVPool whose {name} is {found} of {layers} layers, must be {HALF} of some")
+        if found not in HALVES or not layers:
+            reason = f"KV pool: SWAKVPool whose {name} is {found} of {layers} layers"
+            raise _unsupported(f"{reason}, must be {' or '.join(HALVES)} of some")
     if pool.full_to_swa_index_mapping is None or pool.swa_req_ring_size is not None:
         reason = "its slots are a ring of each request's" if pool.swa_req_ring_size else "nothing maps slots to it"
         raise _unsupported(f"KV pool: SWAKVPool whose swa_kv_pool is not in pages: {reason}")
@@ -191,9 +192,9 @@ def _check_minimax(pool: Any) -> None:
         raise refusal("cache_unsupported", "sglang", "index values", "KV pool: MiniMaxSparseKVPool")
     found = [type(each).__name__ for each in (main, keys, pool.dense_pool) if each is not None]
     layout = getattr(main, "kv_cache_layout", "nhd")
-    if found not in ([HALF], [HALF, "MHATokenToKOnlyPool"]) or layout != "nhd":
+    if found not in ([HALVES[0]], [HALVES[0], "MHATokenToKOnlyPool"]) or layout != "nhd":
         reason = f"KV pool: MiniMaxSparseKVPool of {' and '.join(found)}, layout {layout}"
-        raise _unsupported(f"{reason}, must be {HALF} and MHATokenToKOnlyPool, layout nhd")
+        raise _unsupported(f"{reason}, must be {HALVES[0]} and MHATokenToKOnlyPool, layout nhd")
     if keys is not None and keys.dtype not in CODEC_OF:
         known = ", ".join(map(str, CODEC_OF))
         raise OperatorError("codec_unknown", f"KV pool: index keys in {keys.dtype}, supported are {known}")
@@ -202,13 +203,11 @@ def _check_minimax(pool: Any) -> None:
 def _check_rows(pool: Any) -> None:
     if (layout := getattr(pool, "kv_cache_layout", "nhd")) not in LAYOUTS:
         raise _unsupported(f"KV pool: layout {layout}, supported are {', '.join(LAYOUTS)}")
-    if pool.dtype not in CODEC_OF:
+    block_scales.check(pool)
+    if block_scales.codec_name(pool) is None and pool.dtype not in CODEC_OF:
         raise OperatorError("codec_unknown", f"KV pool: {pool.dtype}, supported are {', '.join(map(str, CODEC_OF))}")
     if hasattr(pool, "index_key_cache"):
         _check_index(pool)
-    method = getattr(pool, "quant_method", None)
-    if (name := getattr(method, "name", "unquantized")) != "unquantized":
-        raise OperatorError("codec_unknown", f"KV pool: quantized by {name}, must hold plain numbers")
 
 
 def _check_index(pool: Any) -> None:
@@ -370,12 +369,13 @@ def _index_part(layer: int, indexer: Any) -> str:
 
 
 def _planes(group: LayerGroup, modules: Modules) -> Iterator[tuple[torch.Tensor, Plane]]:
-    """Each plane with its rows as [pages, heads, tokens, width]."""
+    """Each plane with its rows as [pages, heads, tokens, width]; tokens may be two axes."""
     page, number = group.kept.block_tokens, group.number
     for place, layer in enumerate(group.layers):
         for part, view, codec, heads in _parts(group, place, layer, modules):
-            name = f"layer {layer} {part}"
-            yield view, plane_of(view, codec, heads, layer, number, part=part, block_tokens=page, name=name)
+            name, axes = f"layer {layer} {part}", view.dim() - 3
+            where = codec, heads, layer, number
+            yield view, plane_of(view, *where, part=part, block_tokens=page, name=name, token_axes=axes)
 
 
 def _parts(
@@ -383,7 +383,14 @@ def _parts(
 ) -> Iterator[tuple[str, torch.Tensor, Codec, Heads]]:
     pool, page, attention = group.pool, group.kept.block_tokens, modules.get((ATTENTION, layer))
     parts = {"latent": pool.kv_buffer} if _is_latent(pool) else {"k": pool.k_buffer, "v": pool.v_buffer}
+    name = block_scales.codec_name(pool)
     for part, buffers in parts.items():
+        if name is not None:
+            rows, scales = block_scales.codecs_of(pool, name, part, buffers[place].shape[-1], attention)
+            yield part, _paged(buffers[place], page), rows, group.heads
+            beside = block_scales.scales_of(pool, part, place, scales.width)
+            yield f"{part}_scale", _paged(beside, page), scales, group.heads
+            continue
         codec = _codec(pool, part, buffers[place], _scale(attention, "v" if part == "v" else "k"))
         yield part, _paged(buffers[place], page), codec, group.heads
     if (keys := group.index.get(layer)) is None:
@@ -406,8 +413,8 @@ def _codec(pool: Any, part: str, tensor: torch.Tensor, scale: float) -> Codec:
 
 
 def _paged(tensor: torch.Tensor, page: int) -> torch.Tensor:
-    """Of [slots, heads, width], or in the layout `hnd` of pages already."""
-    if tensor.dim() == 4:
+    """Of [slots, heads, width], or of pages already: in the layout `hnd`, and scales."""
+    if tensor.dim() > 3:
         return tensor
     (slots, heads, width), (slot, head, element) = tensor.shape, tensor.stride()
     return tensor.as_strided((slots // page, heads, page, width), (page * slot, head, slot, element))

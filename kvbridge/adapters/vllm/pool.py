@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ...errors import OperatorError
 from ..engine.memory import Memory, plane_of
+from . import nvfp4
 from .backends import rows_of
 from .cpu import halves
 from .dtypes import cell_of, codec_of
@@ -89,6 +90,8 @@ def _planes(member: KVLayer, blocks: int, rank: tuple[int, int]) -> Iterable[Pla
     if member.state is not None:
         at = member.layer, member.group
         return state_planes(member.name, member.tensor, member.spec, member.state, at, blocks, rank)
+    if member.quant_mode == "NVFP4":
+        return nvfp4.planes(member, blocks)
     cell, tokens, row_tokens = cell_of(member), int(member.spec.block_size), member.row_tokens
     if (slots := getattr(member.spec, "num_head_slots", None)) is not None:
         reason = f"num_head_slots {slots} for {member.heads} heads, whose order kvbridge does not know"

@@ -18,6 +18,7 @@ from kvbridge.models.config import read
 from kvbridge.models.described import pools_of
 from kvbridge.models.engine_command import parse
 from testing.planned import told
+from tests.integration.adapters.test_sglang_block_scales import four_bits
 from tests.integration.adapters.test_sglang_pool import (
     Indexer,
     RadixAttention,
@@ -47,8 +48,9 @@ def queue_for(family: Family, tp: int) -> Any:
     model = read(family.config)
     layers = [layer for layer in model.layers if layer is not None]
     first = layers[0] if layers else Layer(kind="full", kv_heads=1, key_width=1, value_width=1)
-    common = {"layer_num": len(model.layers), "dtype": torch.bfloat16}
+    common: dict[str, Any] = {"layer_num": len(model.layers), "dtype": torch.bfloat16}
     if family.pool == "MHATokenToKVPool":
+        common |= four_bits(len(model.layers)) if "nvfp4" in family.sides.get("sglang", ("",))[0] else {}
         heads = max(1, first.kv_heads // tp)
         pool = plain(PAGE, heads=heads, **common, head_dim=first.key_width, v_head_dim=first.value_width)
     elif family.pool == "MLATokenToKVPool":

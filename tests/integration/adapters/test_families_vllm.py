@@ -7,6 +7,7 @@ them. Heads, widths, windows and block sizes then come out of the adapter, and o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -107,6 +109,12 @@ def minimax(tp: int) -> Specs:
     own = MLAAttentionSpec(**COMMON, num_kv_heads=1, head_size=128, cache_role=SparseCacheRole.INDEXER)
     keys = {f"model.layers.{layer}.self_attn.attn.index_cache": (INDEXER, own) for layer in range(3, 60)}
     return each(60, lambda i: full(4, 128, tp), "MINIMAX_M3_SPARSE") | each(3, lambda i: full(4, 128, tp)) | keys
+
+
+def nvfp4(tp: int) -> Specs:
+    """As `FlashInferBackend.customize_spec` makes them."""
+    more = {"num_head_slots": 2 * heads(8, tp), "state_content_bytes": 64 + 8, "kv_quant_mode": KVQuantMode.NVFP4}
+    return each(32, lambda i: replace(full(8, 128, tp), dtype=torch.uint8, **more), "FLASHINFER")
 
 
 def latents(count: int) -> Specs:
@@ -215,6 +223,7 @@ LAYERS_OF = {
     kimi: {"num_heads": 32, "head_dim": 128, "conv_size": 4},
     falcon: MAMBA2_LAYER
     | {"num_heads": 32, "head_dim": 128, "ssm_state_size": 256, "norm": SimpleNamespace(n_groups=1)},
+    nvfp4: {"impl": SimpleNamespace(nvfp4_fa2=True)},
     jamba: {"intermediate_size": 8192, "ssm_state_size": 16, "conv_kernel_size": 4},
     lfm2: {"conv_dim": 2048, "L_cache": 3},
     ring: {"num_heads": 64, "head_dim": 128},
@@ -255,6 +264,7 @@ SPECS: dict[str, Callable[[int], Specs]] = {
     "summaries and rings": lambda tp: each(1, lambda i: RING, "STEP5_CSA_TAIL_RING"),
     "windows with convolution states": lambda tp: each(1, lambda i: sliding(8, 128, tp, 128), "INKLING_SCONV_SWA"),
     "cross attention": lambda tp: each(1, lambda i: CrossAttentionSpec(**COMMON, num_kv_heads=2, head_size=64)),
+    "rows of 4 bits": nvfp4,
     "packed rows": lambda tp: each(32, lambda i: full(8, 128, tp)),
 }
 
@@ -266,6 +276,8 @@ def tensor_of(spec: Any, dtype: torch.dtype) -> torch.Tensor:
     if hasattr(spec, "tokens_per_state") and isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)):
         width = spec.state_content_size_bytes // spec.dtype.itemsize
         return torch.zeros(BLOCKS, 1, spec.num_states, width, dtype=dtype)
+    if getattr(spec, "num_head_slots", None):
+        return torch.zeros(BLOCKS, spec.num_head_slots, spec.block_size, spec.state_content_bytes, dtype=dtype)
     value = getattr(spec, "head_size_v", None) or spec.head_size
     width = spec.head_size if isinstance(spec, MLAAttentionSpec) else spec.head_size + value
     return torch.zeros(BLOCKS, spec.num_kv_heads, spec.block_size, width, dtype=dtype)
@@ -285,7 +297,9 @@ def adapted(family: Family, tp: int, rank: int, dtype: str) -> Pool:
         text.swa_num_key_value_heads = family.config["swa_num_key_value_heads"]
     return build(
         {
-            name: tensor_of(spec, torch.uint8 if dtype == "nvfp4" else getattr(spec, "dtype", torch.bfloat16))
+            name: tensor_of(
+                spec, torch.uint8 if dtype.startswith("turboquant") else getattr(spec, "dtype", torch.bfloat16)
+            )
             for name, spec in made.items()
         },
         specs=made,

@@ -120,7 +120,8 @@ def test_k_and_v_have_as_many_scales() -> None:
 def test_only_8_bit_codecs_have_scales(codec: Any) -> None:
     pool = describe(replace(SHAPE, codec=codec))
     plane = pool.planes[0]
-    for scales, expected in (((1.0,), ()), ((2.0,), (f"scales: 1 for {codec}, only 8-bit codecs have them",))):
+    said = f"scales: 1 for {codec}, only 8-bit codecs and nvfp4 have them"
+    for scales, expected in (((1.0,), ()), ((2.0,), (said,))):
         scaled = change(plane, codec=change(plane.codec, scales=scales))
         found = [reason for reason in check_pool(change(pool, planes=(scaled, *pool.planes[1:]))) if "only" in reason]
         assert found == [f"plane 0 (layer 0 k): {each}" for each in expected]

@@ -193,6 +193,18 @@ def test_a_packed_row_moves_to_its_like_only() -> None:
     )
 
 
+def test_rows_that_are_not_converted_need_the_same_scales() -> None:
+    """Those in memory are parts of one that the checkpoint has. Numbers of 8 bits are requantized instead."""
+    one, other = ({"k": (scale,), "v": (scale,)} for scale in (0.5, 0.25))
+    for codec, expected in (("nvfp4", True), ("int8", False)):
+        ours, theirs = (describe(replace(SHAPE, codec=codec, scales=scales)) for scales in (one, other))
+        assert check_pool(ours) == () and verdict(ours, ours) == Same()
+        judged = verdict(ours, theirs)
+        assert isinstance(judged, Incompatible) == expected
+        if isinstance(judged, Incompatible):
+            assert judged.reasons[0].startswith("scales: sender 0.5, receiver 0.25 (layer 0 k and 3 more)")
+
+
 @pytest.mark.parametrize(
     ("sender", "receiver", "expected"),
     [

@@ -31,6 +31,7 @@ ROW_BYTES = {
     "int4_row_scale": 288,
     "mxfp8_e4m3": 576,
     "nvfp4": 288,
+    "fp4_mx_block16": 288,
     "fp8_ds_mla": 656,
     "fp8_ds_v4": 576,
     "fp8_ds_v41": 528,
