@@ -60,7 +60,10 @@ class ModelCache:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the configs of one model_type are read. `period`: without layer_types, each period-th layer is a full one."""
+    """How the configs of one model_type are read. `period`: without layer_types, each period-th layer is a full one.
+
+    `drafts`: its own layers that predict further tokens, if a config does not say how many.
+    """
 
     layers: Callable[[Text, Family], list[Layer | None]]
     kinds: tuple[str, ...] = ()
@@ -71,6 +74,7 @@ class Family:
     state: Callable[[Text], State] | None = None
     state_dtype: str = ""
     has_states_beside: bool = False
+    drafts: int = 0
 
 
 def read(config: Text) -> ModelCache:
@@ -91,7 +95,7 @@ def read(config: Text) -> ModelCache:
     try:
         layers = family.layers(text, family)
         state = family.state(text) if family.state else None
-        drafts = _drafts(text, layers)
+        drafts = _drafts(text, layers, family.drafts)
         index = family.index(text, len(layers) + len(drafts)) if family.index else frozenset()
         ratios = _ratios(text, len(layers) + len(drafts)) if family.layers is _compressed else ()
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
@@ -166,8 +170,9 @@ def _quantization(said: Mapping[str, Any]) -> str:
     return "minimax_m3_nvfp4" if named == "mxfp8" and is_packed else named
 
 
-def _drafts(text: Text, layers: list[Layer | None]) -> tuple[Layer, ...]:
-    count = int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 0)
+def _drafts(text: Text, layers: list[Layer | None], usual: int) -> tuple[Layer, ...]:
+    said = [text[name] for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if text.get(name) is not None]
+    count = int(max(said, default=usual)) * str(text.get("mtp_hybrid_override_pattern") or "*").count("*")
     last = next((layer for layer in reversed(layers) if layer is not None and layer.kind != "state"), None)
     return (last,) * count if last is not None else ()
 
@@ -380,7 +385,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v4": Family(_compressed),
     "deepseek_v41": Family(_unread, ("compressed", "bounded")),
     **dict.fromkeys(("glm5_next", "glm5_next_text"), Family(_unread, ("compressed", "state", "ring"))),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), Family(_beside_states, state=_gated_delta)),
+    "qwen3_next": Family(_beside_states, state=_gated_delta, drafts=1),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), Family(_beside_states, state=_gated_delta)),
     "nemotron_h": Family(_beside_states, state=_nemotron, state_dtype="float32"),
     "granitemoehybrid": Family(_beside_states, state=_granite),
     "falcon_h1": Family(_uniform, state=_granite, has_states_beside=True),

@@ -129,7 +129,7 @@ def _refused_states(model: ModelCache, command: EngineCommand) -> Iterator[KVBri
         return
     if command.state_mode == "all" and not command.has_private_blocks:
         yield refusal("layer_unsupported", "vllm", "cached state", f"{model.family}: mamba_cache_mode all")
-    if command.is_drafting:
+    if command.is_drafting and model.state is not None and not model.state.takes_drafts_back:
         yield refusal("layer_unsupported", "vllm", "drafted state", f"{model.family}: --speculative-config")
     if command.cp > 1:
         reason = f"{model.family}: states, decode_context_parallel_size {command.cp}; needs 1"

@@ -29,6 +29,7 @@ CPU_LLAMA = "[CPU](../tests/system/engines/test_engines.py)"
 CPU_SGLANG = "[CPU](../tests/system/sglang/test_pairs.py)"
 CPU_ACROSS = "[CPU](../tests/system/cross/test_cross.py)"
 CPU_STATES = "[CPU](../tests/system/engines/test_states.py)"
+CPU_DRAFTED_STATES = "[CPU](../tests/system/engines/test_state_drafts.py)"
 CPU_SGLANG_STATES = "[CPU](../tests/system/sglang/test_states.py)"
 GPU_SGLANG_STATES = "[GPU](../tests/system/gpu/sglang_state_pairs.py)"
 CPU_STATES_ACROSS = "[CPU](../tests/system/cross/test_states.py)"
@@ -274,7 +275,17 @@ FAMILIES = (
         "Gated DeltaNet states, full",
         "HybridLinearKVPool",
         on_engines=(f"{GPU_STATES}, {CPU_STATES}", f"{GPU_SGLANG_STATES}, {CPU_SGLANG_STATES}", CPU_STATES_ACROSS),
-        stopped=37,
+        stopped=16,
+    ),
+    Family(
+        "states and full attention with drafts on both sides",
+        "the same with MTP",
+        config("qwen3_next", 48, 16, 2, 256, **STATES),
+        "Gated DeltaNet states, full, and the draft's layer",
+        "HybridLinearKVPool",
+        sides=BOTH_DRAFT,
+        on_engines=(f"{GPU_STATES}, {CPU_DRAFTED_STATES}", "", ""),
+        stopped=21,
     ),
     Family(
         "states and latents",
@@ -282,6 +293,14 @@ FAMILIES = (
         latents("kimi_linear", 27, linear_attn_config=KDA),
         "KDA states, MLA",
         "HybridLinearKVPool",
+    ),
+    Family(
+        "states and latents whose tokens ranks split",
+        "Kimi K3 with decode context parallelism",
+        latents("kimi_linear", 27, linear_attn_config=KDA),
+        "KDA states, MLA",
+        "",
+        sides={"vllm": ("-tp 8 -dcp 8", "-tp 8 -dcp 8")},
         stopped=3,
     ),
     Family(
@@ -405,7 +424,7 @@ def is_run(family: Family, engine: str) -> bool:
 
 
 def carried_recipes() -> int:
-    """How many of the 315 recipes are carried, by their caches. One with states may draft, too, which is refused."""
+    """How many of the 315 recipes are carried, by their caches."""
     drafts = next(family for family in FAMILIES if family.sides is BOTH_DRAFT)
     has_drafts = not obstacles_of(drafts, "sglang", "sglang")
     return sum(

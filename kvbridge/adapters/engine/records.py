@@ -83,6 +83,14 @@ class State:
         return cls((), 0, heads, width, width)
 
     @property
+    def takes_drafts_back(self) -> bool:
+        """Whether vLLM's kernels do: it pads the step of a fetched prompt's last token with as many as it drafts.
+
+        Those of Mamba 1 (one piece, and heads) and of lightning keep what they are given (0.30 to 0.33).
+        """
+        return len(self.conv) == 3 or not self.heads
+
+    @property
     def record(self) -> Layer:
         """Of the state proper, or else of the convolution."""
         if self.heads:

@@ -32,7 +32,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "index values": Unsupported("index values beside index keys, nor do SGLang's own backends", {}),
     "state": Unsupported("recurrent or convolution states of this kind yet", OTHER),
     "cached state": Unsupported("recurrent states of every block", {"vllm": "--mamba-cache-mode align"}),
-    "drafted state": Unsupported("recurrent states beside drafts yet", NO_DRAFTS),
+    "drafted state": Unsupported("these recurrent states beside drafts yet", NO_DRAFTS),
     "compressed": Unsupported("caches of which a row stands for several tokens yet", OTHER),
     "bounded": Unsupported("windows that are computed again after a prefix hit (DeepSeek V4.1) yet", OTHER),
     "ring": Unsupported("ring buffers of a request's last tokens yet", OTHER),

@@ -17,6 +17,7 @@ from kvbridge_proto.pool import GroupKind
 
 from ...cache_kinds import first_kept, is_late
 from .layers import kind_of, window_of
+from .states import drafted_blocks
 from .versions import block_tokens, transfer_groups
 
 if TYPE_CHECKING:
@@ -27,11 +28,15 @@ NULL_BLOCK = 0  # vLLM's placeholder for a block that a request does not have
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Which tokens vLLM keeps of one group. A table entry spans `block_tokens` tokens; `window` is the pool's."""
+    """Which tokens vLLM keeps of one group. A table entry spans `block_tokens` tokens; `window` is the pool's.
+
+    `drafted`: of states, blocks for those after tokens that are drafted.
+    """
 
     block_tokens: int
     kind: GroupKind
     window: int
+    drafted: int = 0
 
     def first(self, end_token: int) -> int:
         """The first token of the first block that vLLM keeps once `end_token` tokens are computed.
@@ -50,7 +55,12 @@ class GroupTables:
     @classmethod
     def of(cls, cache: KVCacheConfig, parallel: Any) -> GroupTables:
         specs = [group.kv_cache_spec for group in transfer_groups(cache)]
-        return cls(tuple(Kept(block_tokens(spec, parallel), kind_of(spec), window_of(spec)) for spec in specs))
+        return cls(
+            tuple(
+                Kept(block_tokens(spec, parallel), kind_of(spec), window_of(spec), drafted_blocks(spec))
+                for spec in specs
+            )
+        )
 
     @property
     def has_windows(self) -> bool:
@@ -72,10 +82,10 @@ class GroupTables:
     def count(self, tokens: int) -> int:
         """How many blocks `tokens` tokens take, over all groups.
 
-        Of states vLLM keeps the one at the last boundary of blocks, and the last one.
+        Of states vLLM keeps the one at the last boundary of blocks, the last one, and those of drafts.
         """
         entries = ((group, -(-tokens // group.block_tokens)) for group in self.groups)
-        return sum(min(count, 2) if group.kind == "state" else count for group, count in entries)
+        return sum(min(count, 2) + group.drafted if group.kind == "state" else count for group, count in entries)
 
     def wanted(self, tables: Sequence[Sequence[int]], first: int, end: int) -> tuple[Blocks, ...]:
         """For each group, the entries that hold tokens [first, end), as far as vLLM keeps them."""

@@ -246,15 +246,16 @@ def depth(config: VllmConfig) -> int:
 def is_draft(name: str, spec: Any, config: VllmConfig) -> bool:
     """Whether a layer is one of the draft model's. Only vLLM 0.33's specs say so, not those of all draft models.
 
-    Modules of the model (MTP) and EAGLE heads are numbered on from the model's layers. A draft model that is loaded as
-    a whole counts from 0 again, under a prefix.
+    Modules of the model (MTP) and EAGLE heads are numbered on from the model's layers, or count from 0 again in a
+    module "mtp" (Qwen3-Next, Qwen3.5, Nemotron 3). So does a draft model that is loaded as a whole, under a prefix.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
     if getattr(config, "speculative_config", None) is None:
         return False
     is_said = bool(getattr(spec, "is_draft", False))
-    return is_said or name.startswith("draft_model.") or extract_layer_index(name) >= depth(config)
+    is_apart = name.startswith("draft_model.") or "mtp" in name.split(".")
+    return is_said or is_apart or extract_layer_index(name) >= depth(config)
 
 
 def _numbered(members: list[KVLayer], config: VllmConfig) -> list[KVLayer]:

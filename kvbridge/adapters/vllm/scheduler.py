@@ -634,7 +634,8 @@ class SchedulerSide:
             for request_id, count in output.num_scheduled_tokens.items():
                 sending = self._sending.get(request_id)
                 if sending is not None and not sending.is_whole and sending.weights != UNNAMED:
-                    self._offer(sending, sending.request.num_computed_tokens + count)
+                    drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+                    self._offer(sending, sending.request.num_computed_tokens, count - drafts, drafts)
         step, self._step = self._step, ConnectorStep()
         is_computing = output.total_num_scheduled_tokens > 0
         step.is_used = self._is_used = self._is_used or is_computing
@@ -699,15 +700,14 @@ class SchedulerSide:
         sending.number, sending.tokens, sending.blocks = 0, 0, []
         sending.was_preempted = True
 
-    def _offer(self, sending: PromptOffered, computed: int) -> None:
+    def _offer(self, sending: PromptOffered, computed: int, count: int, drafts: int) -> None:
         """Offer what this step's forward will have computed, with the blocks that were not offered yet."""
         request = sending.request
-        tokens = min(computed, request.num_prompt_tokens)
+        tokens = min(computed + count, request.num_prompt_tokens)
         if tokens <= sending.tokens:
             return
-        if tokens == request.num_prompt_tokens and not self._tables.has_windows_of(sending.tables, sending.end):
-            name = message_name(request.request_id)
-            log.info("%s: not offered whole: vLLM's prefix cache had only part of a window", name)
+        if tokens == request.num_prompt_tokens and (lacking := self._lacking(sending, computed, drafts)):
+            log.info("%s: not offered whole: %s", message_name(request.request_id), lacking)
             return  # `finished` withdraws what was offered
         if is_new := not sending.number:
             sending.number = next(self._numbers)
@@ -732,6 +732,14 @@ class SchedulerSide:
                 traceparent=_traceparent(request),
             )
         )
+
+    def _lacking(self, sending: PromptOffered, computed: int, drafts: int) -> str:
+        """What this step, which ends the prompt, does not leave of it."""
+        if not self._tables.has_windows_of(sending.tables, sending.end):
+            return "vLLM's prefix cache had only part of a window"
+        if drafts and not computed and self._tables.has_states:
+            return "vLLM pads the step of a single token, and takes that back only where a state was before"
+        return ""
 
     def step_over(self) -> None:
         """The workers have reported for this step. If they said nothing of an agent, nothing has changed."""

@@ -2,7 +2,7 @@
 
 A block holds one state: the last rows of the short convolution's input, then the state proper, one after the other, or
 one of these alone.
-With drafts the engine keeps more rows of the convolution: what the prompt leaves is in the first ones.
+With drafts the engine keeps more rows of the convolution, and more blocks: what the prompt leaves is in the first ones.
 """
 
 from __future__ import annotations
@@ -29,12 +29,18 @@ def state_of(name: str, spec: Any, layer: Any, shard_cp_size: int) -> State:
         raise refusal("layer_unsupported", "vllm", "state", f"{name}: {type(spec).__name__} of {backend_of(layer)}")
     if spec.mamba_cache_mode not in ("none", "align"):  # "all", up to 0.31
         raise refusal("layer_unsupported", "vllm", "cached state", f"{name}: mamba_cache_mode {spec.mamba_cache_mode}")
-    if drafts := int(getattr(spec, "num_speculative_blocks", 0)):
-        raise refusal("layer_unsupported", "vllm", "drafted state", f"{name}: num_speculative_tokens {drafts}")
+    if (drafts := drafted_blocks(spec)) and not state.takes_drafts_back:
+        found = f"{name}: {backend_of(layer)}, num_speculative_tokens {drafts}"
+        raise refusal("layer_unsupported", "vllm", "drafted state", found)
     if shard_cp_size > 1:
         reason = f"{name}: a state, decode_context_parallel_size {shard_cp_size}; needs 1"
         raise OperatorError("context_parallel_unsupported", reason)
     return state
+
+
+def drafted_blocks(spec: Any) -> int:
+    """How many blocks a request has behind that of its state, for the states after each token that is drafted."""
+    return int(getattr(spec, "num_speculative_blocks", 0))
 
 
 def _state(layer: Any) -> State | None:

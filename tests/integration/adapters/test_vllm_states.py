@@ -6,7 +6,7 @@ The oracle is numpy's: a model's whole state, and what vLLM's own layers give ea
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,12 +216,23 @@ def test_other_states_are_refused_by_name() -> None:
     for backend in ("GDN_ATTN", "MAMBA1_ATTN", "PLE_SHORT_CONV_ATTN", "LINEAR_ATTN"):  # none of these has its fields
         other = SimpleNamespace(get_attn_backend=lambda backend=backend: SimpleNamespace(get_name=lambda: backend))
         refuses("layer_unsupported", f"MambaSpec of {backend}: .+ states of this kind yet; needs another", of=other)
+    drafted = replace(SPEC, num_speculative_blocks=2)
+    for kind in KINDS.values():
+        backend = SimpleNamespace(get_name=lambda kind=kind: kind.backend)
+        layer = SimpleNamespace(get_attn_backend=lambda backend=backend: backend, **kind.fields(1, 2))
+        if kind.backend in ("MAMBA1_ATTN", "LINEAR_ATTN"):
+            refuses(
+                "layer_unsupported",
+                f"{kind.backend}, num_speculative_tokens 2: .+ beside drafts yet; needs no --spec",
+                drafted,
+                layer,
+            )
+        else:
+            assert state_of(NAME, drafted, layer, 1).takes_drafts_back
     whole = MambaSpec(block_size=LENGTH, shapes=SPEC.shapes, dtypes=DTYPES, tp_replicated=True)
     refuses("layer_unsupported", "states of this kind yet", spec=whole)
     cached = MambaSpec(block_size=BLOCK, shapes=SPEC.shapes, dtypes=DTYPES, mamba_cache_mode="all")
     refuses("layer_unsupported", "mamba_cache_mode all: .+ of every block; needs --mamba-cache-mode align", spec=cached)
-    drafted = MambaSpec(block_size=LENGTH, shapes=SPEC.shapes, dtypes=DTYPES, num_speculative_blocks=2)
-    refuses("layer_unsupported", "num_speculative_tokens 2: .+ beside drafts yet; needs no --spec", spec=drafted)
     refuses("context_parallel_unsupported", "decode_context_parallel_size 2; needs 1", cp=2)
 
 
@@ -263,10 +274,16 @@ FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=to
 STATE = MambaSpec(block_size=1 << 11, shapes=((1, 4), (1, 2, 2)), dtypes=DTYPES)
 CACHED = MambaSpec(block_size=BLOCK, shapes=STATE.shapes, dtypes=DTYPES, mamba_cache_mode="align")
 MODES = {"none": STATE, "align": CACHED}
+DRAFTS = 3
+MODES |= {f"{mode}, drafts": replace(spec, num_speculative_blocks=DRAFTS) for mode, spec in MODES.items()}
+# How many blocks, and how long the shorter of two prompts is that is preempted just when it is whole.
+PREEMPTED = {"none": (12, 60), "align": (13, 45), "align, drafts": (18, 45)}
 
 
 def world(folder: Path, mode: str = "none", **more: Any) -> World:
-    return World(folder, specs=[FULL, MODES[mode]], caching=mode == "align", **more).ready()
+    spec = MODES[mode]
+    more |= {"caching": spec.mamba_cache_mode == "align", "drafts": spec.num_speculative_blocks}
+    return World(folder, specs=[FULL, spec], **more).ready()
 
 
 @pytest.mark.proves("G13")
@@ -303,11 +320,11 @@ def test_a_state_is_offered_once_it_is_that_of_all_tokens_but_the_last_and_is_he
 @pytest.mark.proves("G13")
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
 @pytest.mark.parametrize("resets", [False, True], ids=["preempted", "reset"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PREEMPTED)
 def test_vllm_clears_no_block_that_is_offered_whole(tmp_path: Path, role: str, resets: bool, mode: str) -> None:
     """Its workers clear them before we hear that their request was preempted, while another agent may read them."""
     more = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 32}
-    blocks, shorter = (13, 45) if mode == "align" else (12, 60)  # the shorter one is preempted just when it is whole
+    blocks, shorter = PREEMPTED[mode]
     one = world(tmp_path, mode, role=role, async_scheduling=True, blocks=blocks, budget=64, **more)
     one.agent.is_answering_withdrawals = True
     one.prefill(140), one.prefill(shorter)
@@ -337,6 +354,33 @@ def test_vllm_clears_no_block_that_is_offered_whole(tmp_path: Path, role: str, r
     assert clears > 2 and gone
     while flight:
         one.end_step(*flight.popleft())
+    one.finish()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("mode", ["none, drafts", "align, drafts"])
+def test_a_state_is_not_offered_if_vllm_pads_a_step_that_begins_without_one(
+    tmp_path: Path, mode: str, is_async: bool
+) -> None:
+    """It pads a prompt's last token if others are decoded, but not into the next block."""
+    one, begin = world(tmp_path, mode, hashed=2, async_scheduling=is_async), list(range(BLOCK + 15))
+    one.request(prompt=begin, max_tokens=1)
+    one.run()
+    other = one.request(3, max_tokens=200)
+    one.steps(4)
+    is_cached, offered = mode.startswith("align"), []
+    for prompt in ([901, 902], [*begin[: BLOCK + 14], 903, 904], [*begin[:BLOCK], 905, 906], [907, 908, 909]):
+        request = one.prefill(prompt=prompt)
+        padded = 0
+        while not request.is_finished():
+            one.step()
+            padded = max(padded, len(one.scheduled.scheduled_spec_decode_tokens.get(request.request_id, ())))
+        one.steps(2)
+        last = one.agent.take(Offer)[-1]
+        offered.append((padded > 0, bool(last.blocks)))
+        one.agent.say(Released(number=last.number, request="r"))
+    assert offered == [(True, False), (False, True), (is_cached, True), (False, True)]
+    one.abort(other)
     one.finish()
 
 
@@ -509,7 +553,7 @@ def test_of_equal_requests_one_fetches_and_no_other_fails_for_it(tmp_path: Path,
     one.agent.say(done(first))
     one.finish()
     assert not any(each.end_token for each in one.agent.take(Want))
-    computed = [69, 69 if mode == "none" else 5]  # the first leaves a state for the second
+    computed = [69, 69 if mode.startswith("none") else 5]  # the first leaves a state for the second
     assert one.agent.take(Computed) == [Computed(tokens=each, reason="already_fetched") for each in computed]
 
 

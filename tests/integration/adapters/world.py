@@ -21,6 +21,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -312,8 +313,15 @@ def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmCon
         kv_connector_extra_config={"kvbridge_connect_s": 0.001, **more.pop("extra", {})},
         engine_id="engine-under-test",
     )
+    described = ModelConfig(model=str(model), skip_tokenizer_init=True, dtype="bfloat16")
+    parallel = ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp")
+    if drafts := more.pop("drafts", 0):
+        ngrams = {"prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": drafts}
+        of = {"target_model_config": described, "target_parallel_config": parallel}
+        more["speculative"] = SpeculativeConfig(method="ngram_gpu", **ngrams, **of)
     return VllmConfig(
-        model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, dtype="bfloat16"),
+        model_config=described,
+        speculative_config=more.pop("speculative", None),
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=budget,
@@ -326,5 +334,5 @@ def _config(folder: Path, tp: int, budget: int, more: dict[str, Any]) -> VllmCon
         cache_config=cache,
         kv_transfer_config=transfer,
         device_config=DeviceConfig("cpu"),
-        parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp"),
+        parallel_config=parallel,
     )

@@ -24,6 +24,7 @@ GPU_WIDTH = 128  # of heads without their rotated part, as the kernels of GPUs w
 SGLANG_EAGLE = "LlamaForCausalLMEagle"  # what SGLang calls it; there its first matrix has a bias
 DRAFT_LAYERS = {"mtp": 1, "eagle": 1, "draft_model": 1, "ngram": 0}  # that have rows
 PLAIN = "strict"  # an engine that drafts nothing
+NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
 MORE = 16  # tokens that each prompt goes on for
 MORE_FOR_NGRAMS = 48  # with 16, and n-grams of two tokens, half of all sets of 24 prompts draft nothing
 
@@ -145,7 +146,7 @@ def speculative_config(method: str, folder: Path, model: Path) -> dict[str, Any]
     """What vLLM is told in order to draft by this method; writes the draft to `folder` if it is a model of its own."""
     said: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTED}
     if method == "ngram":
-        said |= {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
+        said |= NGRAMS
     elif method != "mtp":
         write = {"draft_model": write_draft, "eagle": write_eagle}[method]
         said["model"] = str(write(folder / method, model))

@@ -29,6 +29,8 @@ GATED: dict[str, Any] = dict(
     shared_expert_intermediate_size=128,
     mlp_only_layers=[0, 1, 2],  # vLLM wants one with experts
 )
+# Its own layer for further tokens counts from 0, and must have experts.
+GATED_MTP = GATED | dict(mlp_only_layers=[1, 2, 3], num_nextn_predict_layers=1)
 MAMBA2: dict[str, Any] = dict(
     model_type="nemotron_h",
     architectures=["NemotronHForCausalLM"],
@@ -109,11 +111,28 @@ def write_hybrid(folder: Path, fields: dict[str, Any]) -> Path:
         if fields["model_type"] == "nemotron_h":
             name = name.replace("model.", "backbone.")
         weights[name] = values.to(torch.bfloat16)
+    if fields.get("num_nextn_predict_layers"):
+        weights |= _module(weights, fields["num_hidden_layers"] - 1)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     said = config.to_dict() | fields | {"torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(said, indent=1))
     return folder
+
+
+def _module(weights: dict[str, Any], attention: int) -> dict[str, Any]:
+    """The layer that predicts a further token: this layer's attention and the first layer's experts again."""
+    import torch
+
+    first, last, module = "model.layers.0.mlp.", f"model.layers.{attention}.", "mtp.layers.0."
+    made = {name.replace(last, module): each for name, each in weights.items() if last in name and ".mlp." not in name}
+    made |= {name.replace(first, f"{module}mlp."): each for name, each in weights.items() if first in name}
+    width = len(weights["model.norm.weight"])
+    made["mtp.fc.weight"] = torch.cat([torch.eye(width), torch.eye(width)], dim=1).to(torch.bfloat16)
+    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    return {name: each.clone() for name, each in made.items()} | {
+        f"mtp.{name}.weight": weights["model.norm.weight"].clone() for name in norms
+    }
 
 
 def _in_checkpoint(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:

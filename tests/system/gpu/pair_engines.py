@@ -24,6 +24,7 @@ from kvbridge.local_agents import ask_trace
 from testing.agents import AgentProcess, agent
 from tests.system.cross.fleet import greedy
 from tests.system.engines import marks, weights
+from tests.system.engines.drafts import NGRAMS
 from tests.system.engines.engine_process import EngineConfig, EngineProcess
 from tests.system.engines.kinds import (
     GPT_OSS_WINDOW,
@@ -32,7 +33,7 @@ from tests.system.engines.kinds import (
     write_plain_sparse,
     write_sparse,
 )
-from tests.system.engines.states import GATED, MAMBA2, writer
+from tests.system.engines.states import GATED_MTP, MAMBA2, writer
 from tests.system.sglang import server, states
 from tests.system.sglang.plugin import PAUSE, SEEDED
 from tests.system.sglang.server import Server, ServerConfig
@@ -90,7 +91,7 @@ WRITE: dict[str, Callable[[Path], Path]] = {
     GPT_OSS: write_gpt_oss,
     LAGUNA: partial(write_alike_halves, width=64, window=GPT_OSS_WINDOW),
     NEMOTRON: writer(MAMBA2 | {"head_dim": 128, "ssm_state_size": 128}),
-    QWEN: writer(GATED | WIDE),
+    QWEN: writer(GATED_MTP | WIDE),
     QWEN_DENSE: partial(states.write, more=WIDE | {"mlp_only_layers": [0, 1, 2, 3]}),
     MINIMAX: partial(write_plain_sparse, query_heads=16 * KV_HEADS),  # for each head of K and V as many as M3 has
 }
@@ -128,6 +129,7 @@ class VLLM(Side):
     has_graphs: bool = False
     is_crossed: bool = False  # all layers in one tensor
     has_prefixes: bool = False  # it finds prefixes of prompts in its cache
+    drafts: tuple[str, int] = ("", 0)  # by which method, and how many tokens in a step
     is_noted: bool = False  # says when messages come and go, which takes it a while: for pairs with SGLang
 
 
@@ -419,6 +421,9 @@ class Engines:
             if side.has_graphs:  # without torch.compile, which would take a minute
                 sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
                 more |= {"enforce_eager": False, "compilation_config": sizes}
+        if side.drafts[0]:
+            more["speculative_config"] = {"method": side.drafts[0], "num_speculative_tokens": side.drafts[1]}
+            more["speculative_config"] |= NGRAMS if side.drafts[0] == "ngram" else {}
         if side.model in (NEMOTRON, QWEN):
             environment["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"  # NixlConnector takes no other
             more |= {"additional_config": {"gdn_prefill_backend": "triton"}} if side.model == QWEN else {}

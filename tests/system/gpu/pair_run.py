@@ -46,6 +46,7 @@ class Found:
     rows: list[dict[str, Any]] = field(default_factory=list)
     against: list[dict[str, Any]] | dict[str, list[dict[str, Any]]] = field(default_factory=list)
     ratios: list[dict[str, Any]] = field(default_factory=list)
+    drafted: dict[str, int] = field(default_factory=dict)
 
     @property
     def said(self) -> str:
@@ -108,6 +109,10 @@ class Run:
     def every(self) -> list[Pair]:
         """All pairs there are, in the order of their worth."""
         raise NotImplementedError
+
+    @staticmethod
+    def more_options(parser: argparse.ArgumentParser) -> None:
+        """Those of one script."""
 
     def kept(self) -> list[Side]:
         """Engines that are needed to the end."""
@@ -275,6 +280,7 @@ def _options(script: type[Run], about: str) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=script.limit_s, help="no pair begins after so long")
     parser.add_argument("--failures", type=int, default=99, help="no pair begins after so many failed")
     parser.add_argument("--agent", action="append", default=[], help="an agent's option: slot_bytes=8388608")
+    script.more_options(parser)
     chosen = parser.parse_args()
     if chosen.repeats < 2:
         parser.error("--repeats: one is the first and leaves none for later")

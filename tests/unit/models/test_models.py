@@ -275,8 +275,6 @@ def test_a_state_is_a_layer_of_its_own(named: dict[str, Any]) -> None:
     ("command", "text"),
     [
         ("vllm --mamba-cache-mode all", "mamba_cache_mode all.+of every block; needs --mamba-cache-mode align"),
-        ("vllm --no-enable-prefix-caching --spec-method ngram", "beside drafts yet; needs no --speculative-config"),
-        ("vllm --no-enable-prefix-caching --speculative-config.model ngram", "beside drafts yet"),
         ("vllm --no-enable-prefix-caching -tp 2 -dcp 2", "decode_context_parallel_size 2; needs 1"),
         ("sglang --speculative-algorithm NEXTN", "beside drafts yet; needs a server without --speculative-algorithm"),
     ],
@@ -285,6 +283,35 @@ def test_states_that_are_not_carried_are_refused_before_anything_starts(command:
     states = next(family for family in FAMILIES if family.name == "states and full attention")
     with pytest.raises(OperatorError, match=text):
         pools_of(read(states.config), parse(command), "m", "e")
+
+
+@pytest.mark.parametrize(
+    ("family", "drafts"),
+    [
+        ("states and full attention", 1),
+        ("Mamba 2 states and full attention", 0),
+        ("convolution states and full attention", 0),
+        ("Mamba 1 states and full attention", None),
+        ("lightning states and latents", None),
+    ],
+)
+def test_vllm_drafts_beside_states_that_it_can_take_back(family: str, drafts: int | None) -> None:
+    """With MTP where the model has some; `drafts` are the layers of its own that have rows."""
+    model = read(next(each.config for each in FAMILIES if each.name == family))
+    command = parse(f"vllm --spec-method {'mtp' if drafts else 'ngram'}")
+    if drafts is None:
+        with refused(OperatorError, "layer_unsupported", "beside drafts yet; needs no --speculative-config"):
+            pools_of(model, command, "m", "e")
+        return
+    (pool,) = pools_of(model, command, "m", "e")
+    assert pool.model.drafts == tuple(range(len(model.layers), len(model.layers) + drafts))
+
+
+def test_layers_of_a_module_without_attention_have_no_rows() -> None:
+    nemotron = next(each.config for each in FAMILIES if each.name == "Mamba 2 states and full attention")
+    said = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    assert len(read({**nemotron, **said}).drafts) == 1
+    assert not read({**nemotron, "num_nextn_predict_layers": 0}).drafts
 
 
 def test_a_checkpoint_with_scales_has_an_fp8_cache() -> None:
