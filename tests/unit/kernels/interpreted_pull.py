@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,8 +138,13 @@ def test_any_number_of_programs_walks_all_tiles(programs: int, monkeypatch: pyte
 
     monkeypatch.setattr(GridExecutor, "__call__", noted)
     ends = ends_of([Shape("nhd", planes=4, heads=8)], [Shape("hnd", planes=4, heads=8)], 5, 19)
-    check_pull(partial(move, programs=programs), ends)
-    assert len(grids) > 1 and max(grids) <= programs
+
+    def at_once(placed: Any, work: Work, *rest: Any) -> None:
+        work.launch_us = 100.0  # so that one launch has all tiles
+        move(placed, work, *rest, programs=programs)
+
+    check_pull(at_once, ends)
+    assert max(grids) <= programs
 
 
 def test_a_prepared_pull_is_used_with_other_places() -> None:

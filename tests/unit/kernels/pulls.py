@@ -74,7 +74,7 @@ def converted(
     middle = sides[0] if wire == old else sides[1] if wire == new else number(wire, None)
     casts = tuple(None if name == wire else Cast(side, middle) for name, side in zip((old, new), sides, strict=True))
     shapes = [
-        Shape(layout, heads=3, width=40, size=DTYPES[name].itemsize, planes=2)
+        Shape(layout, heads=3, width=24, size=DTYPES[name].itemsize, planes=2)
         for layout, name in zip(layouts, (old, new), strict=True)
     ]
     return ends_of(shapes[:1], shapes[1:], 3, wanted, casts, tame=True)
