@@ -32,6 +32,8 @@ GRAFANA = .grafana/.ready
 TRITON = .triton/.ready
 export KVBRIDGE_TEST_AGENT_PYTHON = $(CURDIR)/.venv/bin/python
 export KVBRIDGE_TEST_VLLM_PYTHON = $(CURDIR)/.venv-vllm/bin/python
+# Every worker and every process that a test starts would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-vllm demo-cross demo-upgrade test lint unit fuzz fuzz-guided test-install test-vllm test-sglang test-cross test-routers test-systemd test-faults test-gpu bench bench-serving bench-gpu golden clean
 

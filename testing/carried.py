@@ -145,7 +145,7 @@ def _copier() -> CpuBlockCopier:
     return CpuBlockCopier()
 
 
-def carry(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 12) -> None:
+def carry(sender: Shape, receiver: Shape, tokens: range, slot_bytes: int = 1 << 13) -> None:
     """Carries tokens to every rank of the receiver. Fails if anything is wrong there."""
     case = Case(sender, receiver, tokens.start, tokens.stop, slot_bytes)
     for number in range(len(ranks_of(receiver))):
