@@ -36,6 +36,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CLONE_NEWNS = 0x20000  # linux/sched.h
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 1 << 18  # linux/mount.h
 START_S = 180.0  # at a load of 26, two cores needed more than 60 s to fork once
+RUN_S = 240.0  # less than the tests' own limit: a command that hangs is killed and its output shown
 MESSAGE_BYTES = 1 << 20
 
 
@@ -198,7 +199,7 @@ class Nursery:
                 return int(answer.read())
 
     def run(
-        self, module: str, *arguments: object, timeout_s: float = 60.0, env: Mapping[str, str] | None = None
+        self, module: str, *arguments: object, timeout_s: float = RUN_S, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a module until it ends, as `subprocess.run(text=True)`. Raises subprocess.TimeoutExpired."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
@@ -223,7 +224,7 @@ def nursery(python: str = sys.executable) -> Nursery:
     return Nursery(python)
 
 
-def kvbridge(*arguments: object, timeout_s: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
+def kvbridge(*arguments: object, timeout_s: float = RUN_S, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command `kvbridge` until it ends, for a terminal of 160 columns."""
     return nursery().run("kvbridge.cli", *arguments, timeout_s=timeout_s, env={"COLUMNS": "160", **environment})
 

@@ -33,7 +33,6 @@ def counted(folder: Path, reason: str, ci: str) -> dict[str, int]:
         env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
     ).stdout
     found = {what.removesuffix("s"): int(count) for count, what in re.findall(r"(\d+) ([a-z]+)", told.splitlines()[-1])}
     assert (f"(tests/conftest.py): Skipped: {reason}" in told) == ("failed" in found), told

@@ -30,7 +30,7 @@ def program(name: str) -> str:
 def promtool(*arguments: str | Path, given: str = "") -> str:
     """What it has against something, or ""."""
     command = [program("promtool"), *map(str, arguments)]
-    told = subprocess.run(command, input=given, capture_output=True, text=True, timeout=60)
+    told = subprocess.run(command, input=given, capture_output=True, text=True)
     return (told.stdout + told.stderr) if told.returncode else ""
 
 

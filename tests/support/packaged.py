@@ -49,7 +49,7 @@ def pinned(*files: Path) -> dict[str, str]:
     return {canonicalize_name(name): found[1] for name, found in pairs if found}
 
 
-def told(command: Sequence[str | Path], folder: Path, timeout_s: float = 60) -> str:
+def told(command: Sequence[str | Path], folder: Path, timeout_s: float = 240) -> str:
     """What it prints, run away from this checkout and without a word of it in the environment."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVBRIDGE"))}
     done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=timeout_s)

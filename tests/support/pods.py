@@ -287,5 +287,5 @@ def _children(pid: int) -> list[str]:
 
 
 def run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{shlex.join(command)}: {done.stderr}"

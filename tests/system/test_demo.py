@@ -38,7 +38,7 @@ CROSSED = [pair for pairs in (ACROSS | OF_VLLM).values() for pair in pairs]
 AS_ALONE = RealOutcome(*CROSSED[0], 40, 163840.0, ((5, 6), (5, 6)), (5, 6), "", 0.5)
 
 
-def demo(*arguments: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def demo(*arguments: str | Path, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
     """As `make demo` runs it, in a terminal that is wide enough for the times of a busy machine."""
     command = [PYTHON, "-m", "demo", *map(str, arguments)]
     env = os.environ | {"COLUMNS": "120"}

@@ -191,7 +191,7 @@ def test_an_engine_that_was_never_asked_or_is_not_known_is_drained_at_once(liste
     place, decode, file, proxy = listed
     wait_for(lambda: is_healthy(place), START_S)
     for each in (decode, "127.0.0.1:1"):
-        out, _ = upgrading(place, each, file, proxy).communicate(timeout=30)
+        out, _ = upgrading(place, each, file, proxy).communicate(timeout=200)
         assert out == "restart my-vllm\n"
         assert file.read_text().endswith(f"decode vllm=http://{each}\n")
 
@@ -208,6 +208,6 @@ def test_an_engine_at_work_is_waited_for(listed: tuple[str, str, Path, int]) -> 
     time.sleep(3)
     assert running.poll() is None and not codes
     SlowEngine.may.set()
-    out, _ = running.communicate(timeout=30)
+    out, _ = running.communicate(timeout=200)
     asking.join()
     assert "restart my-vllm" in out and codes == [200]

@@ -55,7 +55,6 @@ def test_this_machine_grants_tiles_if_it_has_them() -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=60,
     )
     flags = Path("/proc/cpuinfo").read_text().split()
     assert told.stdout.split() == [str("amx_tile" in flags)], told.stderr
@@ -92,7 +91,6 @@ def test_spawned_processes_run_the_main_module_under_a_name_that_asks(tmp_path: 
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=60,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
     )
     said = [line for line in told.stdout.splitlines() if line.startswith("asks")]

@@ -52,7 +52,7 @@ PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob(
 def started(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command in a Python that has imported nothing, as a user starts it."""
     command = [sys.executable, "-m", "kvbridge.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -90,7 +90,7 @@ def is_unshared() -> bool:
 @pytest.mark.skipif(not is_unshared(), reason="no user namespaces here")
 def test_a_container_with_the_shared_memory_that_docker_gives_is_told_to_take_more() -> None:
     script = f"mount -t tmpfs -o size=64m none /dev/shm && exec {sys.executable} -m kvbridge.cli doctor --only shm"
-    told = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=60)
+    told = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True)
     assert told.returncode == 1 and "docker gives a container 64 MiB" in " ".join(told.stdout.split()), told.stderr
     assert "check_failed: 1 of 1 checks: shm" in told.stderr
 

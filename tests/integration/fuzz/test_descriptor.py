@@ -36,7 +36,7 @@ fabric.close()
 def connected(descriptor: str) -> subprocess.CompletedProcess[str]:
     """What becomes of a process that is given this descriptor."""
     command = [sys.executable, "-c", CONNECT]
-    return subprocess.run(command, input=descriptor, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    return subprocess.run(command, input=descriptor, capture_output=True, text=True, cwd=ROOT)
 
 
 def test_a_descriptor_as_the_peer_made_it_connects() -> None:

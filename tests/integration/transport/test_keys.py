@@ -105,7 +105,6 @@ def test_whose_the_secret_is(tmp_path: Path, owner: int, mode: int, reader: int,
         ],
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert told.returncode == 0, told.stderr
     assert told.stdout.strip() == code

@@ -47,7 +47,7 @@ def beset(what: bytes) -> tuple[int, str, str]:
                     peer.send(what)
             time.sleep(0.2)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        told, said = agent.communicate(timeout=30)
+        told, said = agent.communicate(timeout=200)
         return agent.returncode, told, said
     finally:
         agent.kill()

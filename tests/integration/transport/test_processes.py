@@ -100,4 +100,4 @@ def test_a_number_that_another_process_has_now_is_not_watched(pidfds: Watching) 
 
 
 def test_where_the_kernel_gives_no_pidfd_nothing_is_watched() -> None:
-    assert subprocess.run([sys.executable, "-c", UNWATCHED], cwd=ROOT, timeout=60.0).returncode == 0
+    assert subprocess.run([sys.executable, "-c", UNWATCHED], cwd=ROOT).returncode == 0

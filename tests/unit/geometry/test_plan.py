@@ -238,7 +238,6 @@ def test_another_process_derives_the_same_plan() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
         ).stdout
         for seed in ("1", "2")
     }

@@ -252,7 +252,7 @@ except BadFrame as bad:
 @pytest.mark.parametrize("header", ["dd", "df"])
 def test_announced_lengths_cost_no_memory(header: str) -> None:
     """500 nested arrays (maps) of a million items each, none of them there: 4 GB with msgpack alone before 1.2.4."""
-    told = subprocess.run([sys.executable, "-c", BOMB, header], capture_output=True, text=True, check=True, timeout=60)
+    told = subprocess.run([sys.executable, "-c", BOMB, header], capture_output=True, text=True, check=True)
     code, grown_kib = told.stdout.split()
     assert code == "frame_malformed"
     assert int(grown_kib) < 16 * 1024

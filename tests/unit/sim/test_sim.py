@@ -102,7 +102,6 @@ def test_a_seed_is_all_there_is_to_a_run() -> None:
             env=os.environ | {"PYTHONHASHSEED": hashes},
             capture_output=True,
             text=True,
-            timeout=100,
             check=True,
         )
         stories.append(done.stdout)
