@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .scenario import SimRequest
     from .world import World
 
+GO_ON, STEP_S = 8, 0.004  # tokens that a prefill engine decodes after a prompt, and how long each takes
 RENDEZVOUS_S = 3.0  # how long a request waits for blocks, or for all ranks to be attached
 
 
@@ -54,11 +55,14 @@ class SimEngine:
     """All ranks of one engine and its scheduler, in one process that may die or freeze."""
 
     is_prefill = True
+    states = 1  # blocks for states of each request, if there are any
 
-    def __init__(self, world: World, name: str, agents: list[str], blocks: int, block_tokens: int, drafts: int) -> None:
+    def __init__(
+        self, world: World, name: str, agents: list[str], blocks: int, block_tokens: int, drafts: int, has_states: bool
+    ) -> None:
         self.world = world
         self.name = name
-        self.shape = (len(agents), block_tokens, blocks, drafts)
+        self.shape = (len(agents), block_tokens, blocks, drafts, has_states)
         self.block_tokens = block_tokens
         self.agents = agents
         self.starts = 0
@@ -111,7 +115,7 @@ class SimEngine:
 
     def begin(self, request: SimRequest, tries: int = 0) -> None:
         """A request arrives. It waits a while for blocks."""
-        needed = -(-request.tokens // self.block_tokens)
+        needed = self.rows_end(request.tokens) + self.states * self.shape[4]
         self.waiting.pop(request.name, None)
         if len(self.free) < needed or not all(rank.is_here for rank in self.ranks):
             if tries * RETRY_S > RENDEZVOUS_S:
@@ -126,6 +130,10 @@ class SimEngine:
         held = HeldBlocks(number, request, [self.free.pop() for _ in range(needed)])
         self.held[request.name] = held
         self.go_on(held)
+
+    def rows_end(self, tokens: int) -> int:
+        """How many of a request's blocks hold rows of so many tokens. The blocks of its states are behind these."""
+        return -(-tokens // self.block_tokens)
 
     def go_on(self, held: HeldBlocks) -> None:
         raise NotImplementedError
@@ -186,7 +194,12 @@ class SimEngine:
 
 
 class Prefill(SimEngine):
-    """Computes prompts piece by piece and offers them."""
+    """Computes prompts piece by piece and offers them. A state changes with each piece, and goes on after the last.
+
+    So it is offered as a copy, in a block of its own.
+    """
+
+    states = 2
 
     def go_on(self, held: HeldBlocks) -> None:
         request = held.request
@@ -198,7 +211,10 @@ class Prefill(SimEngine):
         first = -(-before // self.block_tokens) if held.tokens else before // self.block_tokens
         held.tokens = min(request.tokens, before + request.piece_tokens)
         is_last = held.tokens == request.tokens
-        ids = tuple(held.blocks[first : -(-held.tokens // self.block_tokens)])
+        ids = tuple(held.blocks[first : self.rows_end(held.tokens)])
+        pieces = (Piece(0, first, ids),) if ids else ()
+        if is_last and self.shape[4]:
+            pieces = (*pieces, Piece(1, 0, (self.state_to_offer(held),)))
         for rank in self.ranks:
             fence = self._compute(rank, held, before)
             if is_more and rank.number not in held.open:
@@ -208,7 +224,7 @@ class Prefill(SimEngine):
                 rendezvous=request.rendezvous,
                 request=request.name,
                 tokens=held.tokens,
-                blocks=(Piece(0, first, ids),) if ids else (),
+                blocks=pieces,
                 is_last=is_last,
                 is_more=is_more,
                 hold_s=request.hold_s,
@@ -220,6 +236,7 @@ class Prefill(SimEngine):
                 held.open.add(rank.number)
         if is_last:
             held.is_ended = True
+            self._go_on_after(held, 0)
             self.release_if_over(held, "nobody was told")
         else:
             self.later(request.piece_s, lambda: self.go_on(held))
@@ -233,7 +250,35 @@ class Prefill(SimEngine):
         """Write the rows of the new tokens. Returns the fence's count that says they are written."""
         request, tokens, blocks = held.request, range(before, held.tokens), rank.blocks
         ids = list(held.blocks)
-        return self.stream(rank, lambda: rank.rows.compute(blocks, ids, self.block_tokens, request.prompt, tokens))
+
+        def compute() -> None:
+            rank.rows.compute(blocks, ids, self.block_tokens, request.prompt, tokens)
+            for block in ids[self.rows_end(request.tokens) :]:  # the state, and its copy
+                self._put_state(rank, blocks, block, request, tokens.stop)
+
+        return self.stream(rank, compute)
+
+    def _put_state(self, rank: SimRank, blocks: SimBlocks, block: int, request: SimRequest, tokens: int) -> None:
+        for at, value in rank.rows.state(block, request.prompt, tokens):
+            blocks.cells[at] = value
+
+    def state_to_offer(self, held: HeldBlocks) -> int:
+        """The block of the copy, which nobody writes while the request goes on."""
+        return held.blocks[-1]
+
+    def _go_on_after(self, held: HeldBlocks, more: int) -> None:
+        """Decode a few tokens, as long as the request has its blocks. Only its state changes that anybody reads."""
+        if not self.shape[4] or more == GO_ON or self.held.get(held.request.name) is not held:
+            return
+        request, state = held.request, held.blocks[-2]
+        for rank in self.ranks:
+
+            def put(rank: SimRank = rank, blocks: SimBlocks = rank.blocks) -> None:
+                if self.held.get(request.name) is held:
+                    self._put_state(rank, blocks, state, request, request.tokens + more + 1)
+
+            self.stream(rank, put)
+        self.later(STEP_S, lambda: self._go_on_after(held, more + 1))
 
     def preempt(self) -> None:
         for held in list(self.held.values()):
@@ -304,14 +349,19 @@ class Decode(SimEngine):
     def go_on(self, held: HeldBlocks) -> None:
         request, world = held.request, self.world
         first_block = request.first_token // self.block_tokens
-        ids = tuple(held.blocks[first_block:])
+        rows_end = self.rows_end(request.tokens)
+        ids, states = tuple(held.blocks[first_block:rows_end]), tuple(held.blocks[rows_end:])
+        pieces = (*((Piece(0, first_block, ids),) if ids else ()), *(Piece(1, 0, (state,)) for state in states))
         held.is_ended, held.said_at = True, world.clock.now
         held.open = {rank.number for rank in self.ranks}
         for rank in self.ranks:
-            fence = self.stream(rank, partial(self._hand_over, rank, rank.blocks, held, ids))
+            fence = self.stream(rank, partial(self._hand_over, rank, rank.blocks, held, ids + states))
             rank.rows.expect(
                 rank.blocks, held.blocks, self.block_tokens, request.prompt, range(request.first_token, request.tokens)
             )
+            if request.first_token < request.tokens:
+                for state in states:
+                    rank.blocks.expected.update(rank.rows.state(state, request.prompt, request.tokens))
             want = Want(
                 number=held.number,
                 request=request.name,
@@ -319,7 +369,7 @@ class Decode(SimEngine):
                 sender=world.address_of(request.sender, request.number),
                 first_token=request.first_token,
                 end_token=request.tokens,
-                blocks=(Piece(0, first_block, ids),) if ids else (),
+                blocks=pieces if request.first_token < request.tokens else (),
                 deadline_s=request.deadline_s,
                 fence=fence,
                 common=str(held.number),

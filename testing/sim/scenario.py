@@ -68,6 +68,8 @@ STALLS_END_S = 19.0  # when a stalled agent goes on, after all other faults
 PULLED = 1 << 20  # in seeds with this bit agents pull from each other's engines
 COMPILED = 1 << 21  # in seeds with this bit agents must compile their kernels first
 DRAFTED = 1 << 22  # in seeds with this bit decode engines have a layer of a draft model, and prefill engines none
+STATED = 1 << 23  # in seeds with this bit engines have a layer with a recurrent state, and none of a draft model
+KINDS = PULLED | COMPILED | DRAFTED | STATED
 LAST = 900  # first number of the last requests
 MEANWHILE = 950  # first number of the requests made while an agent is stalled
 
@@ -140,6 +142,7 @@ class Scenario:
     is_compiled: bool = False  # the first move of a kind waits until its kernels are compiled
     verify: Verify = "never"
     drafts: int = 0  # layers of a draft model in decode engines
+    has_states: bool = False
 
     def without(self, requests: frozenset[int] = frozenset(), faults: frozenset[Fault] = frozenset()) -> Scenario:
         return replace(
@@ -232,7 +235,9 @@ def make(seed: int) -> Scenario:
     if scenario.is_impatient:
         request = rng.choice(requests)
         faults.append(Fault(request.at, "preempt", (request.sender,), round(rng.uniform(1.0, 1.7), 4)))
-    scenario = replace(scenario, is_compiled=bool(seed & COMPILED), drafts=int(bool(seed & DRAFTED)))
+    has_states = bool(seed & STATED)
+    drafts = int(bool(seed & DRAFTED) and not has_states)
+    scenario = replace(scenario, is_compiled=bool(seed & COMPILED), drafts=drafts, has_states=has_states)
     if seed & PULLED:
         verify = random.Random(f"verify {seed}").choice(get_args(Verify))
         scenario = replace(scenario, is_pulled=True, verify=verify)

@@ -152,7 +152,9 @@ class World:
                 self.start(agent)
         for name, agents in scenario.engines.items():
             kind, tokens, drafts = (Prefill, 0, 0) if name[0] == "P" else (Decode, 1, scenario.drafts)
-            self.engines[name] = kind(self, name, agents, ENGINE_BLOCKS, scenario.block_tokens[tokens], drafts)
+            self.engines[name] = kind(
+                self, name, agents, ENGINE_BLOCKS, scenario.block_tokens[tokens], drafts, scenario.has_states
+            )
         for request in scenario.requests:
             self.clock.at(0.01 + request.at, partial(self._request, request, request.prefill))
             self.clock.at(0.01 + request.want_at, partial(self._request, request, request.decode))

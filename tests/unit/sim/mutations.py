@@ -47,7 +47,7 @@ from testing.sim import engine, matter, rank
 from testing.sim.local import EngineSocket
 from testing.sim.matter import SimCopier
 from testing.sim.process import Process
-from testing.sim.scenario import DRAFTED, PULLED
+from testing.sim.scenario import DRAFTED, PULLED, STATED
 from tests.unit.sim.shapes import (
     Shape,
     answered_late,
@@ -68,6 +68,7 @@ UNWANTED = "was written while nobody wanted it"
 FORGED = "a forged notice counted: .*"
 NO_OTHER_END = "a session over the link with .* that is none at its other end"
 READ_WRONG = "is done, but has"
+OTHER_STATE = r"prompt (\d+) token \d+ row (20\d) (where|instead of) prompt \1 token \d+ row \2"
 LATE = "when all was well again: failed"
 MEANWHILE = "while another agent stood still: failed"
 
@@ -341,6 +342,14 @@ def _gather_unwaited(put: Callable[[Any, str, Any], None]) -> None:
     _over_at_once("send", "_moving", ended)(put)
 
 
+# States:
+
+
+@around(sender, "check_late")
+def _of_other_tokens(right: Any, plan: Any, tables: Any, tokens: int) -> None:
+    right(plan, tables, plan.end_token)
+
+
 # The read lease (kvbridge/routes/pull/halves.py):
 
 
@@ -496,6 +505,13 @@ MUTATIONS: dict[str, Rule] = {
     "read_before_fence": Rule(_unfenced, PULLED + 3, READ_WRONG, uncompared),
     "unmap_while_read": Rule(_unmapped_while_read, PULLED + 53, "through a mapping that is closed"),
     "skip_comparison": Rule(_not_compared, PULLED, READ_WRONG, spoiled),
+    "offer_state_that_goes_on": Rule(
+        instead(engine.Prefill, "state_to_offer", lambda self, held: held.blocks[-2]), STATED, OTHER_STATE
+    ),
+    "offer_pulled_state_that_goes_on": Rule(
+        instead(engine.Prefill, "state_to_offer", lambda self, held: held.blocks[-2]), STATED + PULLED, OTHER_STATE
+    ),
+    "take_state_of_other_tokens": Rule(_of_other_tokens, STATED + 770, OTHER_STATE),
     "release_while_digesting": Rule(
         instead(OutgoingByPull, "is_reading", property(lambda self: self.is_promised)),
         PULLED + 7,
@@ -565,10 +581,13 @@ PROVES: dict[str, tuple[str, ...]] = {
         "done_one_chunk_too_soon",
         "done_before_zeros",
         "failed_while_writing_zeros",
+        "take_state_of_other_tokens",
     ),
     "G8": ("let_go_while_used", "kernels_end_with_socket", "let_go_without_a_word"),
     "G13": (
         "release_while_read",
+        "offer_state_that_goes_on",
+        "offer_pulled_state_that_goes_on",
         "gathered_too_soon",
         "count_read_while_unheard",
         "ignore_unread_engine_messages",

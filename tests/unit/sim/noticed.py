@@ -7,7 +7,7 @@ import sys
 import time
 
 from testing.sim.run import play, prepared
-from testing.sim.scenario import make
+from testing.sim.scenario import KINDS, make
 from tests.unit.sim.mutations import MUTATIONS, switched_off
 
 BROKEN = re.compile(r"\b(Type|Attribute|Name)Error\(")
@@ -33,7 +33,7 @@ def main() -> None:
     most = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
     for name, rule in MUTATIONS.items():
         began = time.perf_counter()
-        seed = noticed(name, most, how=rule.how)
+        seed = noticed(name, most, rule.seed & KINDS, rule.how)
         print(f"{name}: {seed or 'NOT FOUND'} ({time.perf_counter() - began:.1f} s)", flush=True)
 
 

@@ -15,14 +15,14 @@ import pytest
 
 from testing.sim.minimise import minimised, told
 from testing.sim.run import SimListener, outcomes, play, prepared
-from testing.sim.scenario import DRAFTED, PULLED, Scenario, as_text, from_text, make
+from testing.sim.scenario import DRAFTED, PULLED, STATED, Scenario, as_text, from_text, make
 from testing.sim.world import TOLD
 from tests.unit.sim.mutations import switched_off
 from tests.unit.sim.noticed import noticed
 
 SLICE = 1200
 PULLED_SLICE = 400
-DRAFTED_SLICE = 200
+DRAFTED_SLICE = STATED_SLICE = 200
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,16 @@ def test_layers_that_only_the_receiver_has_are_zeros_once_all_is_done(first: int
         assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
         ends.update(end for _, end in outcome.ends.values())
     assert ends["done"] > DRAFTED_SLICE and len(ends) > 8, ends
+
+
+@pytest.mark.proves("G7", "G13")
+@pytest.mark.parametrize("first", [STATED, STATED + PULLED], ids=["sent", "pulled"])
+def test_a_state_comes_as_it_was_when_it_was_offered_though_the_engine_goes_on(first: int) -> None:
+    ends: Counter[str] = Counter()
+    for seed, outcome in outcomes(first, STATED_SLICE):
+        assert not outcome.failure, f"python -m testing.sim --first {seed} --seeds 1"
+        ends.update(end for _, end in outcome.ends.values())
+    assert ends["done"] > STATED_SLICE and len(ends) > 8, ends
 
 
 def test_a_seed_is_all_there_is_to_a_run() -> None:
